@@ -1,0 +1,292 @@
+"""The public door of the attention operation: validate, then dispatch to one backend, explicitly.
+
+A backend that is asked for by name runs or raises; nothing falls back silently. The operation is a registered custom
+op, so that ``torch.compile(fullgraph=True)`` and ``torch.export`` see one node, whichever backend runs inside it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from .recipe import Recipe
+from .reference import AttentionGeometry, attention_reference
+
+BACKENDS = ("auto", "reference", "triton")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    recipe: Recipe,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    q_offset: int | Tensor | None = ...,
+    kv_offset: int | Tensor = ...,
+    kv_range: Tensor | None = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    recipe: Recipe,
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    q_offset: int | Tensor | None = ...,
+    kv_offset: int | Tensor = ...,
+    kv_range: Tensor | None = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    return_lse: Literal[True],
+    backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    recipe: Recipe,
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_offset: int | Tensor = 0,
+    kv_range: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute diagonal-tiled mixed-precision attention (arXiv 2604.03950). Inference only: it has no gradient.
+
+    Positions are counted from the first key that a batch row may see: query ``i`` stands at ``q_offset + i``, key
+    ``j`` at ``kv_offset + j``. They decide what is causal, what the window reaches and which tiles are high.
+
+    Args:
+        query: ``[B, Hq, Tq, D]`` in bf16, fp16, fp32 or fp64, ``8 <= D <= 256``, any strides.
+        key: ``[B, Hkv, Tk, D]``, the same dtype and device; ``Hkv`` divides ``Hq`` (GQA, MQA).
+        value: ``[B, Hkv, Tk, Dv]``, the same dtype and device; ``8 <= Dv <= 256``.
+        recipe: The precision of every tile.
+        is_causal: Whether a query sees no key behind its own position.
+        scale: Factor of the scores; ``D ** -0.5`` by default.
+        q_offset: Position of query 0: an int, or one per batch row, integer ``[B]``. By default the queries are the
+            last positions of a causal sequence (``kv_offset + Tk - Tq``), and stand at 0 in a bidirectional one.
+        kv_offset: Position of key 0: an int, or integer ``[B]``. Minus the padding for a left-padded row.
+        kv_range: Indices of the first visible key and of the one past the last, integer ``[B, 2]``; all by default.
+        window: Sliding window. Causal: a query sees its own position and the ``window - 1`` before it. Bidirectional:
+            positions at a distance of at most ``window``.
+        softcap: Caps scores: ``softcap * tanh(score / softcap)``, after ``scale``.
+        sinks: One logit per query head, ``[Hq]``, that takes part in the softmax without a value.
+        mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``; a key is seen where it is true and the rest allows it.
+        return_lse: Also return the natural logarithm of the softmax denominator (sinks included), fp32 ``[B, Hq, Tq]``.
+        backend: ``reference`` (torch, any device), ``triton`` (fused kernels), or ``auto``: Triton on CUDA, the
+            reference elsewhere.
+
+    Returns:
+        ``[B, Hq, Tq, Dv]`` in the dtype of ``query``, laid out so that ``.transpose(1, 2)`` is contiguous. A row that
+        sees no key is 0. With ``return_lse`` the pair of it and the logarithms (``-inf`` in such a row).
+
+    Raises:
+        ValueError: Shapes, head dimensions, options or the backend's name are not as described.
+        TypeError: A dtype is not as described.
+        RuntimeError: The backend that was asked for cannot run on this device.
+    """
+    _check_tensors(query, key, value, sinks, mask, kv_range)
+    batch, _, q_len, head_dim = query.shape
+    kv_len = key.shape[2]
+    if scale is None:
+        scale = head_dim**-0.5
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and not (math.isfinite(number) and number > 0):
+            raise ValueError(f"{name} must be a positive finite number, got {number!r}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
+    kv_base, kv_rows = _split_offset("kv_offset", kv_offset, batch)
+    if q_offset is None:
+        q_base, q_rows = (kv_base + kv_len - q_len, kv_rows) if is_causal else (0, None)
+    else:
+        q_base, q_rows = _split_offset("q_offset", q_offset, batch)
+    out, lse = _attention(
+        query,
+        key,
+        value,
+        q_base,
+        kv_base,
+        q_rows,
+        kv_rows,
+        kv_range,
+        mask,
+        sinks,
+        is_causal,
+        window,
+        float(scale),
+        None if softcap is None else float(softcap),
+        resolve_backend(backend, query.device),
+        **asdict(recipe),
+    )
+    return (out, lse) if return_lse else out
+
+
+def resolve_backend(backend: str, device: torch.device) -> str:
+    """Return the backend that runs on ``device``: ``reference`` or ``triton``.
+
+    Raises:
+        ValueError: There is no backend of that name.
+        RuntimeError: ``triton`` was asked for and cannot run on ``device``.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    if backend == "triton":
+        raise RuntimeError("backend='triton' has no kernels in this version; use backend='reference' or 'auto'")
+    return "reference"
+
+
+@torch.library.custom_op("dma_kernels::attention", mutates_args=())
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_offset: int,
+    kv_offset: int,
+    q_offset_rows: Tensor | None,
+    kv_offset_rows: Tensor | None,
+    kv_range: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+    low: str,
+    low_q: str | None,
+    low_k: str | None,
+    high: str,
+    diagonal_tiles: int,
+    sink_tiles: int,
+    scale_rounding: str,
+    shared_scale: str,
+    smooth_k: bool,
+    rotate: bool,
+    pv: str,
+) -> tuple[Tensor, Tensor]:
+    """Run a backend. A custom op takes plain arguments only, hence the recipe field by field."""
+    recipe = Recipe(
+        low=low,
+        low_q=low_q,
+        low_k=low_k,
+        high=high,
+        diagonal_tiles=diagonal_tiles,
+        sink_tiles=sink_tiles,
+        scale_rounding=scale_rounding,
+        shared_scale=shared_scale,
+        smooth_k=smooth_k,
+        rotate=rotate,
+        pv=pv,
+    )
+    batch, kv_len = key.shape[0], key.shape[2]
+    if kv_range is None:
+        kv_range = torch.tensor([[0, kv_len]], device=query.device).expand(batch, 2)
+    geometry = AttentionGeometry(
+        q_position=_row_positions(q_offset, q_offset_rows, batch, query.device),
+        kv_position=_row_positions(kv_offset, kv_offset_rows, batch, query.device),
+        kv_range=kv_range.long(),
+        is_causal=is_causal,
+        window=window,
+        mask=mask,
+    )
+    out, lse = attention_reference(query, key, value, geometry, recipe, scale=scale, softcap=softcap, sinks=sinks)
+    return out, lse
+
+
+@_attention.register_fake
+def _(query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
+    return _empty_outputs(query, value)
+
+
+def _empty_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    batch, q_heads, q_len, _ = query.shape
+    out = query.new_empty((batch, q_len, q_heads, value.shape[-1])).transpose(1, 2)
+    lse = query.new_empty((batch, q_heads, q_len), dtype=torch.promote_types(query.dtype, torch.float32))
+    return out, lse
+
+
+def _row_positions(offset: int, rows: Tensor | None, batch: int, device: torch.device) -> Tensor:
+    positions = torch.full((batch,), offset, dtype=torch.int64, device=device)
+    return positions if rows is None else positions + rows
+
+
+def _split_offset(name: str, offset: int | Tensor, batch: int) -> tuple[int, Tensor | None]:
+    """Split an offset into a common int and, for a tensor, one addend per batch row."""
+    if not isinstance(offset, Tensor):
+        return offset, None
+    if offset.is_floating_point() or offset.shape not in ((), (1,), (batch,)):
+        raise ValueError(
+            f"{name} must be an int or an integer tensor of shape [{batch}], got {offset.dtype} {list(offset.shape)}"
+        )
+    return 0, offset.expand(batch)
+
+
+def _check_tensors(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor | None, kv_range: Tensor | None
+) -> None:
+    shapes = {"query": query, "key": key, "value": value}
+    for name, tensor in shapes.items():
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {list(tensor.shape)}")
+    if query.dtype not in DTYPES:
+        raise TypeError(f"query must be bf16, fp16, fp32 or fp64, got {query.dtype}")
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name} must have the dtype of query, {query.dtype}, got {tensor.dtype}")
+        if tensor.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} must have the batch size of query, {query.shape[0]}, got {tensor.shape[0]}")
+    optional = {"sinks": sinks, "mask": mask, "kv_range": kv_range}
+    for name, tensor in (shapes | {n: t for n, t in optional.items() if t is not None}).items():
+        if tensor.device != query.device:
+            raise ValueError(f"{name} must be on the device of query, {query.device}, got {tensor.device}")
+    if value.shape[1:3] != key.shape[1:3]:
+        raise ValueError(
+            f"value must have the heads and tokens of key, {list(key.shape[1:3])}, got {list(value.shape[1:3])}"
+        )
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1] != 0:
+        raise ValueError(f"the {key.shape[1]} key heads must divide the {query.shape[1]} query heads")
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"key must have the head_dim of query, {query.shape[3]}, got {key.shape[3]}")
+    for name, size in (("query", query.shape[3]), ("value", value.shape[3])):
+        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"the head_dim of {name} must be in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {size}")
+    full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if sinks is not None and sinks.shape != (query.shape[1],):
+        raise ValueError(f"sinks must be [{query.shape[1]}], one logit per query head, got {list(sinks.shape)}")
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask must be boolean, got {mask.dtype}")
+        if mask.ndim != 4 or any(size not in (1, whole) for size, whole in zip(mask.shape, full, strict=True)):
+            raise ValueError(f"mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
+    if kv_range is not None and (kv_range.is_floating_point() or kv_range.shape != (query.shape[0], 2)):
+        raise ValueError(f"kv_range must be integer [{query.shape[0]}, 2], got {kv_range.dtype} {list(kv_range.shape)}")

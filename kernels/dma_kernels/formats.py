@@ -1,0 +1,141 @@
+"""Number formats: every constant and every packing layout of the project is stated here, once.
+
+The element formats and the block formats follow the OCP Microscaling Formats (MX) specification v1.0 (sections 5 and
+6) and, for NVFP4, NVIDIA's description of the Blackwell data type: E2M1 elements, one E4M3 scale for each 16 of them
+and one fp32 scale above those.
+
+Conventions
+    * A tensor of keys or queries is ``[..., T, D]``: tokens, then channels of the head dimension. Blocks lie along
+      ``D``. A ``D`` that is not a multiple of the block size is padded with zeros, which no block maximum sees.
+    * **E2M1 packing**: two codes in a byte, the even channel in the low nibble, so ``[..., T, D]`` becomes uint8
+      ``[..., T, D / 2]``. A code is ``sign << 3 | magnitude``, the magnitude indexing :data:`E2M1_MAGNITUDES`.
+    * **Scales** are ``[..., T, D / block]``: for MX formats the uint8 code of an E8M0 number (``2 ** (code - 127)``,
+      255 is NaN), for NVFP4 ``float8_e4m3fn``.
+    * **MXINT8** elements are int8 in units of ``2 ** -6``, so that the largest is 127 / 64 (the code -128 is unused).
+
+Values out of the ordinary
+    * A block of zeros has the E8M0 code 0 (NVFP4: the smallest positive E4M3) and dequantises to zeros.
+    * A block that holds an infinity or a NaN has the scale NaN: all of it dequantises to NaN, so that a broken
+      activation shows in the output as it would in full precision.
+    * fp32 subnormals are treated like any value; the scale exponent never goes below -127.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+TILE = 128
+"""Keys and queries in a tile of the band rule. A property of the rule, not of any kernel's block sizes."""
+
+E8M0_EXPONENT_BIAS = 127
+E8M0_NAN = 255
+E8M0_MAX_CODE = 254
+
+FP32_EXPONENT_BIAS = 127
+FP32_MANTISSA_BITS = 23
+FP32_MANTISSA_MASK = (1 << FP32_MANTISSA_BITS) - 1
+FP32_EXPONENT_SPECIAL = 255
+
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E4M3_SMALLEST = 2.0**-9
+MXINT8_UNIT = 2.0**-6
+MXINT8_MAX_CODE = 127
+
+P_SCALE = 256.0
+"""Probabilities in ``(0, 1]`` are multiplied by this before they are cast to E4M3 (``pv = "fp8"``)."""
+
+
+class ScaleRounding(StrEnum):
+    """How the E8M0 exponent of a block is chosen from the largest magnitude ``amax`` in the block."""
+
+    FLOOR = "floor"
+    """``floor(log2(amax)) - emax`` (OCP MX v1.0, 6.3): magnitudes above the element's largest saturate."""
+    CEIL = "ceil"
+    """The smallest exponent with which ``amax`` does not saturate."""
+
+
+class SharedScale(StrEnum):
+    """Which blocks carry one scale together. Every choice is a valid MX tensor."""
+
+    BLOCK = "block"
+    """Each block has its own scale."""
+    ROW = "row"
+    """All blocks of a row (one token of one head) have the scale of the row's largest magnitude."""
+    TILE = "tile"
+    """As ``row`` for queries; the keys of a tile of 128 positions carry one scale."""
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """A scalar format as the scale rule needs it.
+
+    Attributes:
+        name: The name in the specification.
+        emax: Exponent of the largest normal number.
+        max_value: The largest finite magnitude.
+        bits: Storage in bits.
+    """
+
+    name: str
+    emax: int
+    max_value: float
+    bits: int
+
+    @property
+    def max_mantissa(self) -> int:
+        """The 23 fp32 mantissa bits of ``max_value``; an ``amax`` with a larger mantissa would saturate."""
+        return round((math.ldexp(self.max_value, -self.emax) - 1.0) * (1 << FP32_MANTISSA_BITS))
+
+
+E2M1 = ElementFormat("E2M1", emax=2, max_value=E2M1_MAX, bits=4)
+E4M3 = ElementFormat("E4M3", emax=8, max_value=E4M3_MAX, bits=8)
+INT8 = ElementFormat("INT8", emax=0, max_value=MXINT8_MAX_CODE * MXINT8_UNIT, bits=8)
+
+
+class ScaleFormat(StrEnum):
+    """The format of a block's scale."""
+
+    E8M0 = "E8M0"
+    E4M3 = "E4M3"
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A format of blocks: elements, how many share a scale, and the scale's own format."""
+
+    name: str
+    element: ElementFormat
+    block_size: int
+    scale: ScaleFormat
+
+    @property
+    def bits_per_element(self) -> float:
+        """Storage with the scale counted; an NVFP4 tensor's one fp32 scale per head is not."""
+        return self.element.bits + 8 / self.block_size
+
+
+MXFP4 = BlockFormat("mxfp4", E2M1, 32, ScaleFormat.E8M0)
+MXFP8 = BlockFormat("mxfp8", E4M3, 32, ScaleFormat.E8M0)
+MXINT8 = BlockFormat("mxint8", INT8, 32, ScaleFormat.E8M0)
+NVFP4 = BlockFormat("nvfp4", E2M1, 16, ScaleFormat.E4M3)
+
+BLOCK_FORMATS = {f.name: f for f in (MXFP4, MXFP8, MXINT8, NVFP4)}
+UNQUANTIZED = "bf16"
+"""Names the absence of quantisation: the tensor keeps the dtype that the model gave it, also fp16 and fp32."""
+FORMAT_NAMES = (UNQUANTIZED, *BLOCK_FORMATS)
+
+
+def block_format(name: str) -> BlockFormat:
+    """Return the block format called ``name``.
+
+    Raises:
+        ValueError: There is none; the message lists those that there are.
+    """
+    try:
+        return BLOCK_FORMATS[name]
+    except KeyError:
+        raise ValueError(f"unknown block format {name!r}; expected one of {', '.join(BLOCK_FORMATS)}") from None
