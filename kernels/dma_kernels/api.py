@@ -7,14 +7,15 @@ op, so that ``torch.compile(fullgraph=True)`` and ``torch.export`` see one node,
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from .recipe import Recipe
-from .reference import AttentionGeometry, attention_reference
+from .fused import attention_triton, unsupported_reason
+from .geometry import AttentionGeometry
+from .recipe import RECIPE_FIELDS, Recipe
+from .reference import attention_reference
 
 BACKENDS = ("auto", "reference", "triton")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -97,39 +98,44 @@ def attention(
             last positions of a causal sequence (``kv_offset + Tk - Tq``), and stand at 0 in a bidirectional one.
         kv_offset: Position of key 0: an int, or integer ``[B]``. Minus the padding for a left-padded row.
         kv_range: Indices of the first visible key and of the one past the last, integer ``[B, 2]``; all by default.
+            What lies outside ``0..Tk`` is cut off; a row whose range is empty sees no key.
         window: Sliding window. Causal: a query sees its own position and the ``window - 1`` before it. Bidirectional:
             positions at a distance of at most ``window``.
         softcap: Caps scores: ``softcap * tanh(score / softcap)``, after ``scale``.
         sinks: One logit per query head, ``[Hq]``, that takes part in the softmax without a value.
         mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``; a key is seen where it is true and the rest allows it.
-        return_lse: Also return the natural logarithm of the softmax denominator (sinks included), fp32 ``[B, Hq, Tq]``.
-        backend: ``reference`` (torch, any device), ``triton`` (fused kernels), or ``auto``: Triton on CUDA, the
-            reference elsewhere.
+        return_lse: Also return the natural logarithm of the softmax denominator (sinks included), ``[B, Hq, Tq]``,
+            fp32 (fp64 for fp64).
+        backend: ``reference`` (torch, any device), ``triton`` (fused kernels; bf16 and fp16 on CUDA), or ``auto``:
+            Triton where it can run on CUDA, the reference elsewhere.
 
     Returns:
         ``[B, Hq, Tq, Dv]`` in the dtype of ``query``, laid out so that ``.transpose(1, 2)`` is contiguous. A row that
-        sees no key is 0. With ``return_lse`` the pair of it and the logarithms (``-inf`` in such a row).
+        sees no key is 0. With ``return_lse`` the pair of it and the logarithms (in such a row the sink logit, or
+        ``-inf`` without sinks).
 
     Raises:
         ValueError: Shapes, head dimensions, options or the backend's name are not as described.
-        TypeError: A dtype is not as described.
+        TypeError: A dtype, an offset or the recipe is not as described.
         RuntimeError: The backend that was asked for cannot run on this device.
     """
     _check_tensors(query, key, value, sinks, mask, kv_range)
-    batch, _, q_len, head_dim = query.shape
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(recipe).__name__}")
+    q_len, head_dim = query.shape[2:]
     kv_len = key.shape[2]
     if scale is None:
         scale = head_dim**-0.5
     for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and not (math.isfinite(number) and number > 0):
+        if number is not None and not 0.0 < number < math.inf:
             raise ValueError(f"{name} must be a positive finite number, got {number!r}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
-    kv_base, kv_rows = _split_offset("kv_offset", kv_offset, batch)
+    if window is not None and not (isinstance(window, int) and window >= 1):
+        raise ValueError(f"window must be an integer of at least 1, got {window!r}")
+    kv_base, kv_rows = _split_offset("kv_offset", kv_offset, query)
     if q_offset is None:
         q_base, q_rows = (kv_base + kv_len - q_len, kv_rows) if is_causal else (0, None)
     else:
-        q_base, q_rows = _split_offset("q_offset", q_offset, batch)
+        q_base, q_rows = _split_offset("q_offset", q_offset, query)
     out, lse = _attention(
         query,
         key,
@@ -145,24 +151,29 @@ def attention(
         window,
         float(scale),
         None if softcap is None else float(softcap),
-        resolve_backend(backend, query.device),
-        **asdict(recipe),
+        backend,
+        **{name: getattr(recipe, name) for name in RECIPE_FIELDS},
     )
     return (out, lse) if return_lse else out
 
 
-def resolve_backend(backend: str, device: torch.device) -> str:
-    """Return the backend that runs on ``device``: ``reference`` or ``triton``.
+def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the backend that computes on tensors of this device and dtype: ``reference`` or ``triton``.
 
     Raises:
         ValueError: There is no backend of that name.
-        RuntimeError: ``triton`` was asked for and cannot run on ``device``.
+        RuntimeError: ``triton`` was asked for and cannot run on them.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    if backend == "reference":
+        return backend
+    reason = unsupported_reason(dtype, device)
     if backend == "triton":
-        raise RuntimeError("backend='triton' has no kernels in this version; use backend='reference' or 'auto'")
-    return "reference"
+        if reason is not None:
+            raise RuntimeError(f"backend='triton' cannot run: {reason}; use backend='reference' or 'auto'")
+        return backend
+    return "triton" if device.type == "cuda" and reason is None else "reference"
 
 
 @torch.library.custom_op("dma_kernels::attention", mutates_args=())
@@ -194,7 +205,10 @@ def _attention(
     rotate: bool,
     pv: str,
 ) -> tuple[Tensor, Tensor]:
-    """Run a backend. A custom op takes plain arguments only, hence the recipe field by field."""
+    """Run a backend, resolved in here because the compiler cannot trace questions to the device.
+
+    A custom op takes plain arguments only, hence the recipe field by field.
+    """
     recipe = Recipe(
         low=low,
         low_q=low_q,
@@ -208,6 +222,24 @@ def _attention(
         rotate=rotate,
         pv=pv,
     )
+    if resolve_backend(backend, query.device, query.dtype) == "triton":
+        return attention_triton(
+            query,
+            key,
+            value,
+            recipe,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            q_offset_rows=q_offset_rows,
+            kv_offset_rows=kv_offset_rows,
+            kv_range=kv_range,
+            mask=mask,
+            sinks=sinks,
+            is_causal=is_causal,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+        )
     batch, kv_len = key.shape[0], key.shape[2]
     if kv_range is None:
         kv_range = torch.tensor([[0, kv_len]], device=query.device).expand(batch, 2)
@@ -228,6 +260,16 @@ def _(query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
     return _empty_outputs(query, value)
 
 
+def _refuse_backward(context: object, *gradients: Tensor) -> None:
+    raise RuntimeError(
+        "diagonal-tiled mixed-precision attention has no gradient; compute it under torch.no_grad(), or use another "
+        "attention (Transformers: attn_implementation='sdpa') where a gradient is needed"
+    )
+
+
+_attention.register_autograd(_refuse_backward)
+
+
 def _empty_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     batch, q_heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_len, q_heads, value.shape[-1])).transpose(1, 2)
@@ -240,15 +282,25 @@ def _row_positions(offset: int, rows: Tensor | None, batch: int, device: torch.d
     return positions if rows is None else positions + rows
 
 
-def _split_offset(name: str, offset: int | Tensor, batch: int) -> tuple[int, Tensor | None]:
+def _split_offset(name: str, offset: int | Tensor, query: Tensor) -> tuple[int, Tensor | None]:
     """Split an offset into a common int and, for a tensor, one addend per batch row."""
-    if not isinstance(offset, Tensor):
+    batch = query.shape[0]
+    if isinstance(offset, int):
         return offset, None
-    if offset.is_floating_point() or offset.shape not in ((), (1,), (batch,)):
+    if not isinstance(offset, Tensor):
+        raise TypeError(f"{name} must be an int or an integer tensor of shape [{batch}], got {offset!r}")
+    is_shaped = offset.ndim == 0 or (offset.ndim == 1 and (offset.shape[0] == 1 or offset.shape[0] == batch))
+    if not (_is_integer(offset) and is_shaped):
         raise ValueError(
             f"{name} must be an int or an integer tensor of shape [{batch}], got {offset.dtype} {list(offset.shape)}"
         )
+    if offset.device != query.device:
+        raise ValueError(f"{name} must be on the device of query, {query.device}, got {offset.device}")
     return 0, offset.expand(batch)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _check_tensors(
@@ -283,10 +335,12 @@ def _check_tensors(
     full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if sinks is not None and sinks.shape != (query.shape[1],):
         raise ValueError(f"sinks must be [{query.shape[1]}], one logit per query head, got {list(sinks.shape)}")
+    if sinks is not None and not sinks.is_floating_point():
+        raise TypeError(f"sinks must be floating point, got {sinks.dtype}")
     if mask is not None:
         if mask.dtype != torch.bool:
             raise TypeError(f"mask must be boolean, got {mask.dtype}")
         if mask.ndim != 4 or any(size not in (1, whole) for size, whole in zip(mask.shape, full, strict=True)):
             raise ValueError(f"mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
-    if kv_range is not None and (kv_range.is_floating_point() or kv_range.shape != (query.shape[0], 2)):
+    if kv_range is not None and (not _is_integer(kv_range) or kv_range.shape != (query.shape[0], 2)):
         raise ValueError(f"kv_range must be integer [{query.shape[0]}, 2], got {kv_range.dtype} {list(kv_range.shape)}")

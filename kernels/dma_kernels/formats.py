@@ -6,7 +6,8 @@ and one fp32 scale above those.
 
 Conventions
     * A tensor of keys or queries is ``[..., T, D]``: tokens, then channels of the head dimension. Blocks lie along
-      ``D``. A ``D`` that is not a multiple of the block size is padded with zeros, which no block maximum sees.
+      ``D``. A ``D`` that is not a multiple of the block size is padded with zeros, which no block maximum sees. Any
+      number of tokens will do, 0 too.
     * **E2M1 packing**: two codes in a byte, the even channel in the low nibble, so ``[..., T, D]`` becomes uint8
       ``[..., T, D / 2]``. A code is ``sign << 3 | magnitude``, the magnitude indexing :data:`E2M1_MAGNITUDES`.
     * **Scales** are ``[..., T, D / block]``: for MX formats the uint8 code of an E8M0 number (``2 ** (code - 127)``,
@@ -16,8 +17,10 @@ Conventions
 Values out of the ordinary
     * A block of zeros has the E8M0 code 0 (NVFP4: the smallest positive E4M3) and dequantises to zeros.
     * A block that holds an infinity or a NaN has the scale NaN: all of it dequantises to NaN, so that a broken
-      activation shows in the output as it would in full precision.
+      activation shows in the output as it would in full precision. Where blocks share a scale, all of them do; NVFP4's
+      scale of the head leaves such blocks out. The elements of a broken block have the code 0, in E4M3 a NaN.
     * fp32 subnormals are treated like any value; the scale exponent never goes below -127.
+    * What rounds up to ``2 ** 128`` or more dequantises to infinity, the number being past the end of fp32.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ and NVFP4 divides once, correctly rounded. Fused kernels reproduce these results
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +36,8 @@ from .formats import (
     SharedScale,
     block_format,
 )
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
 
 
 @dataclass(frozen=True)
@@ -83,38 +87,51 @@ def quantize(
         format: A block format or its name.
         scale_rounding: ``floor`` or ``ceil``, for E8M0 scales. NVFP4 rounds its scales to nearest.
         shared_scale: ``block``, ``row``, or ``tile`` (rows whose positions lie in one tile of 128 share a scale).
-        global_scale: NVFP4's fp32 scale, broadcastable to ``[..., 1, 1]``. By default :func:`nvfp4_global_scale`.
-        tile_offset: With ``tile``: the position of row 0, an int or a tensor of the batch, ``[B]``.
+        global_scale: NVFP4's fp32 scale, broadcastable to ``[..., 1, 1]``. By default :func:`nvfp4_global_scale` of
+            the largest finite block, for each ``[T, D]`` matrix.
+        tile_offset: With ``tile``: the position of row 0, an int or, for each entry of the first dimension, an integer
+            tensor ``[B]``.
 
     Raises:
         TypeError: ``x`` is not floating point.
-        ValueError: ``x`` has fewer than two dimensions, ``format`` is unknown, or an NVFP4 scale is to be shared.
+        ValueError: ``x`` has fewer than two dimensions; ``format``, ``scale_rounding`` or ``shared_scale`` is unknown;
+            an NVFP4 scale is to be shared; another format is given a ``global_scale``; ``tile_offset`` is not as above.
     """
     fmt = block_format(format) if isinstance(format, str) else format
     if not x.is_floating_point():
         raise TypeError(f"x must be floating point, got {x.dtype}")
     if x.ndim < 2:
         raise ValueError(f"x must be [..., tokens, head_dim], got shape {tuple(x.shape)}")
+    rounding = _choice("scale_rounding", scale_rounding, ScaleRounding)
+    shared = _choice("shared_scale", shared_scale, SharedScale)
     head_dim = x.shape[-1]
     blocks = _split(F.pad(x.float(), (0, -head_dim % fmt.block_size)), fmt.block_size)
     amax = blocks.abs().amax(-1)  # [..., T, D' / block]
     if fmt.scale is ScaleFormat.E4M3:
-        if shared_scale != SharedScale.BLOCK:
-            raise ValueError(f"shared_scale={str(shared_scale)!r} applies to E8M0 scales; {fmt.name} needs 'block'")
+        if shared is not SharedScale.BLOCK:
+            raise ValueError(f"shared_scale={str(shared)!r} applies to E8M0 scales; {fmt.name} needs 'block'")
         if global_scale is None:
-            global_scale = nvfp4_global_scale(amax.amax((-2, -1), keepdim=True) if amax.numel() else amax.new_ones(1))
+            # An infinity or a NaN breaks its own block, not the head.
+            finite = F.pad(amax.masked_fill(~amax.isfinite(), 0.0), (0, 1, 0, 1))  # so that no dimension is empty
+            global_scale = nvfp4_global_scale(finite.amax((-2, -1), keepdim=True))
         scale = _nvfp4_block_scale(amax, global_scale)
         scaled = blocks / (scale.float() * global_scale)[..., None]
     else:
-        scale = e8m0_scale(_share_amax(amax, SharedScale(shared_scale), tile_offset), fmt.element, scale_rounding)
+        if global_scale is not None:
+            raise ValueError(f"global_scale applies to nvfp4, not to {fmt.name}, whose scales are powers of two alone")
+        scale = e8m0_scale(_share_amax(amax, shared, tile_offset), fmt.element, rounding)
         scale = scale.expand(amax.shape).contiguous()
         scaled = blocks / e8m0_to_float(scale)[..., None]
-        global_scale = None
     return QuantizedTensor(_encode_elements(scaled.flatten(-2), fmt.element), scale, global_scale, fmt, head_dim)
 
 
 def e8m0_scale(amax: Tensor, element: ElementFormat, rounding: str = ScaleRounding.CEIL) -> Tensor:
-    """Return the uint8 E8M0 code of the scale for blocks with the fp32 largest magnitudes ``amax``, any shape."""
+    """Return the uint8 E8M0 code of the scale for blocks with the fp32 largest magnitudes ``amax``, any shape.
+
+    The code stays in 0..254: an ``amax`` near the end of fp32 can saturate INT8, whose scale would have to be
+    ``2 ** 128``, and a subnormal one, whose bits are read like those of a normal number, can get the code 1 where 0
+    would do.
+    """
     bits = amax.float().view(torch.int32)
     exponent = bits >> FP32_MANTISSA_BITS
     code = exponent - element.emax
@@ -161,7 +178,10 @@ def value_scale(value: Tensor, visible: Tensor | None = None) -> Tensor:
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """Cast to E4M3, nearest-even and saturating; NaN stays NaN."""
+    """Cast to E4M3, nearest-even and saturating; NaN stays NaN. fp64 is rounded to fp32 first.
+
+    Torch itself saturates only from 2.12 on; before, it makes a NaN of what is beyond 464.
+    """
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
@@ -176,21 +196,29 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
-    """Round to the nearest E2M1 code, ties to the even code, saturating at 6; NaN gives the code of 0 (the scale of
-    its block is NaN).
+    """Round to the nearest E2M1 code, ties to the even code, saturating at 6.
+
+    NaN, which E2M1 has not, gives the code 0 whatever its sign bit: the scale of its block is NaN.
 
     The boundaries are the midpoints of :data:`~dma_kernels.formats.E2M1_MAGNITUDES`; whether a midpoint itself goes up
     depends on which neighbour is even.
     """
     m = x.abs()
     code = (m > 0.25).to(torch.uint8) + (m >= 0.75) + (m > 1.25) + (m >= 1.75) + (m > 2.5) + (m >= 3.5) + (m > 5.0)
-    return code | (torch.signbit(x).to(torch.uint8) << 3)
+    return code | ((torch.signbit(x) & ~x.isnan()).to(torch.uint8) << 3)
 
 
 def e2m1_decode(codes: Tensor) -> Tensor:
     """Return the fp32 values of uint8 E2M1 codes; -0.0 for the code 8."""
     magnitudes = torch.tensor(E2M1_MAGNITUDES, device=codes.device)
     return torch.cat((magnitudes, -magnitudes))[codes.int()]
+
+
+def _choice(name: str, value: str, enum: type[_Choice]) -> _Choice:
+    try:
+        return enum(value)
+    except ValueError:
+        raise ValueError(f"{name} must be one of {', '.join(enum)}; got {value!r}") from None
 
 
 def _split(x: Tensor, block_size: int) -> Tensor:
@@ -204,15 +232,19 @@ def _share_amax(amax: Tensor, shared: SharedScale, tile_offset: int | Tensor) ->
     row = amax.amax(-1, keepdim=True)  # [..., T, 1]
     if shared is SharedScale.ROW:
         return row
-    position = torch.arange(row.shape[-2], device=row.device)
+    length = row.shape[-2]
     if isinstance(tile_offset, Tensor):
-        position = position + tile_offset.view(-1, *[1] * (row.ndim - 2))  # [B, 1.., T]
-    else:
-        position = position + tile_offset
-    tile = position.div(TILE, rounding_mode="floor")
-    index = (tile - tile.amin()).expand(row.shape[:-1])[..., None]
-    count = int(index.amax()) + 1
-    largest = row.new_zeros((*row.shape[:-2], count, 1)).scatter_reduce(-2, index, row, "amax")
+        if tile_offset.ndim != 1 or (tile_offset.shape[0] != 1 and (row.ndim < 3 or len(tile_offset) != len(row))):
+            raise ValueError(
+                f"tile_offset must be an int or a tensor [{len(row) if row.ndim > 2 else 1}], "
+                f"got shape {list(tile_offset.shape)}"
+            )
+        tile_offset = tile_offset.view(-1, *[1] * (row.ndim - 2))  # [B, 1..]
+    # Rows from the start of the first row's tile on; its own number does not matter.
+    index = (torch.arange(length, device=row.device) + tile_offset % TILE).div(TILE, rounding_mode="floor")
+    index = index.expand(row.shape[:-1])[..., None]
+    most_tiles = (length + TILE - 2) // TILE + 1
+    largest = row.new_zeros((*row.shape[:-2], most_tiles, 1)).scatter_reduce(-2, index, row, "amax")
     return largest.gather(-2, index)
 
 

@@ -6,63 +6,39 @@ grows linearly with the sequence length.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .formats import P_SCALE, TILE, UNQUANTIZED, SharedScale
-from .quantize import quantize, to_e4m3, value_scale
+from .formats import P_SCALE, TILE
+from .geometry import AttentionGeometry
+from .preparation import PreparedOperands, prepare_operands
+from .quantize import to_e4m3
 from .recipe import Recipe
-from .transforms import hadamard_rotate, key_mean
 
 SCORE_BYTES = 64 << 20
 """Target size of one block of fp32 scores; it sets the number of query rows in a block."""
 
 
 @dataclass(frozen=True)
-class AttentionGeometry:
-    """Which key each query may see, and where both stand in the sequence.
-
-    Positions are counted from the first key that a batch row may see, so that a left-padded row is computed as it
-    would be alone.
+class _Call:
+    """What the blocks of query rows share.
 
     Attributes:
-        q_position: Position of query 0, int64 ``[B]``.
-        kv_position: Position of key 0, int64 ``[B]``; negative where the row is left-padded.
-        kv_range: First visible key and the one past the last, as indices, int64 ``[B, 2]``.
-        is_causal: Whether a query sees no key behind its own position.
-        window: Sliding window, the model's own: causal, a query sees its own position and the ``window - 1`` before
-            it; bidirectional, those at a distance of at most ``window``.
-        mask: Boolean, broadcastable to ``[B, H, Tq, Tk]``; true where a query may see a key. It adds to the rest.
+        operands: Queries, keys and values.
+        p_dtype: What probabilities are rounded to.
+        visible: The keys of ``kv_range``, boolean ``[B, Tk]``; ``None`` for all.
+        offsets: Positions of query 0 and key 0 in each batch row, on the host, so that no block waits for the device.
     """
 
-    q_position: Tensor
-    kv_position: Tensor
-    kv_range: Tensor
-    is_causal: bool
-    window: int | None = None
-    mask: Tensor | None = None
-
-    def visible_keys(self, kv_len: int) -> Tensor | None:
-        """Return which keys of ``kv_range`` are in it, boolean ``[B, Tk]``; ``None`` if that is all of them."""
-        start, end = self.kv_range[:, :1], self.kv_range[:, 1:]
-        index = torch.arange(kv_len, device=start.device)
-        visible = (index >= start) & (index < end)
-        return None if bool(visible.all()) else visible
-
-
-@dataclass(frozen=True)
-class _Operands:
-    """Queries and keys in both precisions, values, and what scales the product of probabilities and values."""
-
-    q_low: Tensor
-    q_high: Tensor
-    k_low: Tensor
-    k_high: Tensor
-    value: Tensor
-    value_scale: Tensor | None
+    operands: PreparedOperands
+    p_dtype: torch.dtype
+    visible: Tensor | None
+    offsets: frozenset[tuple[int, int]]
 
 
 def attention_reference(
@@ -90,108 +66,98 @@ def attention_reference(
 
     Returns:
         Output ``[B, Hq, Tq, Dv]`` in the dtype of ``query``, 0 in rows that see no key; and the natural logarithm of
-        the softmax denominator, sinks included, fp32 (fp64 for fp64) ``[B, Hq, Tq]``, ``-inf`` in such rows.
+        the softmax denominator, fp32 (fp64 for fp64) ``[B, Hq, Tq]``. Sinks count in it: a row that sees no key has
+        its sink logit there, and ``-inf`` without sinks.
     """
+    keys, geometry = geometry.trimmed(key.shape[2])
+    key, value = key[:, :, keys], value[:, :, keys]
     batch, q_heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1:3]
-    group = q_heads // kv_heads
     compute_dtype = torch.promote_types(query.dtype, torch.float32)
-    operands = _prepare(query, key, value, geometry, recipe)
     out = query.new_empty((batch, q_len, q_heads, value.shape[-1])).transpose(1, 2)
-    lse = torch.empty((batch, q_heads, q_len), dtype=compute_dtype, device=query.device)
+    lse = query.new_empty((batch, q_heads, q_len), dtype=compute_dtype)
+    if lse.numel() == 0:
+        return out, lse
+    visible = geometry.visible_keys(kv_len)
+    call = _Call(
+        operands=prepare_operands(query, key, value, recipe, kv_position=geometry.kv_position, visible=visible),
+        p_dtype=value.dtype if recipe.pv == "bf16" else torch.float8_e4m3fn,
+        visible=visible,
+        offsets=frozenset(zip(geometry.q_position.tolist(), geometry.kv_position.tolist(), strict=True)),
+    )
+    if sinks is not None:
+        sinks = sinks.to(compute_dtype).view(1, kv_heads, q_heads // kv_heads, 1, 1)
     rows = max(16, SCORE_BYTES // max(1, batch * q_heads * kv_len * 4))
     for start in range(0, q_len, rows):
         block = slice(start, min(start + rows, q_len))
+        columns = _visible_columns(call, block, geometry, kv_len)
         q_pos = geometry.q_position[:, None] + torch.arange(block.start, block.stop, device=query.device)  # [B, R]
-        columns = _visible_columns(q_pos, geometry, kv_len)
-        scores = _scores(operands, block, columns, q_pos, geometry, recipe) * scale  # [B, Hkv, G, R, C]
+        k_pos = geometry.kv_position[:, None] + torch.arange(columns.start, columns.stop, device=query.device)  # [B, C]
+        scores = _scores(call, block, columns, q_pos, k_pos, geometry.is_causal, recipe).mul_(scale)
         if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        mask = _mask(block, columns, q_pos, geometry, kv_heads)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf)
-        block_sinks = None if sinks is None else sinks.to(compute_dtype).view(1, kv_heads, group, 1, 1)
-        block_out, block_lse = _softmax_times_value(scores, operands, columns, block_sinks, recipe.pv)
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        hidden = _hidden(call, block, columns, q_pos, k_pos, geometry, kv_heads)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -math.inf)
+        block_out, block_lse = _softmax_times_value(scores, call, columns, sinks)
         out[:, :, block] = block_out.flatten(1, 2).to(out.dtype)
         lse[:, :, block] = block_lse.flatten(1, 2)
     return out, lse
 
 
-def _prepare(query: Tensor, key: Tensor, value: Tensor, geometry: AttentionGeometry, recipe: Recipe) -> _Operands:
-    """Transform and quantise. Keys and values that no query may see count as zeros."""
-    visible = geometry.visible_keys(key.shape[-2])
-    if visible is not None:
-        key = key.masked_fill(~visible[:, None, :, None], 0.0)
-        value = value.masked_fill(~visible[:, None, :, None], 0.0)
-    compute_dtype = torch.promote_types(query.dtype, torch.float32)
-    q, k = query.to(compute_dtype), key.to(compute_dtype)
-    if recipe.smooth_k:
-        k = k - key_mean(key, visible)
-        if visible is not None:
-            k = k.masked_fill(~visible[:, None, :, None], 0.0)
-    if recipe.rotate:
-        q, k = hadamard_rotate(q), hadamard_rotate(k)
-
-    def cast(x: Tensor, format: str, is_low: bool, is_key: bool) -> Tensor:
-        if format == UNQUANTIZED:
-            return x.to(query.dtype).to(compute_dtype)
-        shared = SharedScale(recipe.shared_scale) if is_low else SharedScale.BLOCK
-        if shared is SharedScale.TILE and not is_key:
-            shared = SharedScale.ROW
-        quantized = quantize(
-            x, format, scale_rounding=recipe.scale_rounding, shared_scale=shared, tile_offset=geometry.kv_position
-        )
-        return quantized.dequantize().to(compute_dtype)
-
-    scale = None
-    if recipe.pv == "fp8":
-        scale = value_scale(value)
-        value = to_e4m3(value.float() / scale)
-    return _Operands(
-        q_low=cast(q, recipe.query_low, is_low=True, is_key=False),
-        q_high=cast(q, recipe.high, is_low=False, is_key=False),
-        k_low=cast(k, recipe.key_low, is_low=True, is_key=True),
-        k_high=cast(k, recipe.high, is_low=False, is_key=True),
-        value=value,
-        value_scale=None if scale is None else scale.to(compute_dtype),
-    )
-
-
-def _visible_columns(q_pos: Tensor, geometry: AttentionGeometry, kv_len: int) -> slice:
+def _visible_columns(call: _Call, block: slice, geometry: AttentionGeometry, kv_len: int) -> slice:
     """Return the smallest slice of key indices that holds every key visible to these queries by position alone."""
     low, high = 0, kv_len
-    if q_pos.numel() and kv_len:
-        last = (q_pos[:, -1] - geometry.kv_position).amax()
-        first = (q_pos[:, 0] - geometry.kv_position).amin()
-        if geometry.is_causal:
-            high = min(high, int(last) + 1)
-        elif geometry.window is not None:
-            high = min(high, int(last) + geometry.window + 1)
-        if geometry.window is not None:
-            reach = geometry.window - 1 if geometry.is_causal else geometry.window
-            low = max(low, int(first) - reach)
-    return slice(min(low, kv_len), max(high, min(low, kv_len)))
+    leads = [q - k for q, k in call.offsets]  # index of the key at the position of query 0
+    first, last = min(leads) + block.start, max(leads) + block.stop - 1
+    if geometry.is_causal:
+        high = min(high, last + 1)
+    elif geometry.window is not None:
+        high = min(high, last + geometry.window + 1)
+    if geometry.window is not None:
+        low = first - (geometry.window - 1 if geometry.is_causal else geometry.window)
+    low = min(max(low, 0), kv_len)
+    return slice(low, max(high, low))
 
 
 def _scores(
-    operands: _Operands, block: slice, columns: slice, q_pos: Tensor, geometry: AttentionGeometry, recipe: Recipe
+    call: _Call,
+    block: slice,
+    columns: slice,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    is_causal: bool,
+    recipe: Recipe,
 ) -> Tensor:
     """Return unscaled scores ``[B, Hkv, G, R, C]``: low everywhere, then high in the columns that can be high."""
+    operands = call.operands
     scores = _product(operands.q_low[:, :, block], operands.k_low[:, :, columns])
-    if recipe.is_uniform or scores.numel() == 0:
+    if recipe.is_uniform:
         return scores
     q_tile = q_pos.div(TILE, rounding_mode="floor")[:, :, None]  # [B, R, 1]
-    k_index = torch.arange(columns.start, columns.stop, device=q_pos.device)
-    k_tile = (geometry.kv_position[:, None] + k_index).div(TILE, rounding_mode="floor")[:, None]  # [B, 1, C]
-    behind = q_tile if geometry.is_causal else q_tile + recipe.diagonal_tiles
-    is_high = ((k_tile >= q_tile - recipe.diagonal_tiles) & (k_tile <= behind)) | (k_tile < recipe.sink_tiles)
-    candidates = is_high.flatten(0, 1).any(0).nonzero().flatten()  # columns that are high for some row
-    if candidates.numel() == 0:
-        return scores
-    k_high = operands.k_high[:, :, columns].index_select(2, candidates)
-    high = _product(operands.q_high[:, :, block], k_high)
-    chosen = torch.where(is_high[:, None, None, :, candidates], high, scores[..., candidates])
-    return scores.index_copy(-1, candidates, chosen)
+    k_tile = k_pos.div(TILE, rounding_mode="floor")[:, None]  # [B, 1, C]
+    newest = q_tile if is_causal else q_tile + recipe.diagonal_tiles
+    for part in _high_columns(call, block, columns, is_causal, recipe):
+        local = slice(part.start - columns.start, part.stop - columns.start)
+        tile = k_tile[..., local]
+        is_high = ((tile >= q_tile - recipe.diagonal_tiles) & (tile <= newest)) | (tile < recipe.sink_tiles)
+        high = _product(operands.q_high[:, :, block], operands.k_high[:, :, part])
+        scores[..., local] = torch.where(is_high[:, None, None], high, scores[..., local])
+    return scores
+
+
+def _high_columns(call: _Call, block: slice, columns: slice, is_causal: bool, recipe: Recipe) -> Iterator[slice]:
+    """Yield disjoint slices of ``columns`` that hold every key that is high for some of these queries."""
+    ahead = 0 if is_causal else recipe.diagonal_tiles
+    sinks_end = max(recipe.sink_tiles * TILE - k for _, k in call.offsets)
+    band_start = min(((q + block.start) // TILE - recipe.diagonal_tiles) * TILE - k for q, k in call.offsets)
+    band_end = max(((q + block.stop - 1) // TILE + ahead + 1) * TILE - k for q, k in call.offsets)
+    done = columns.start
+    for start, end in ((0, sinks_end), (band_start, band_end)):
+        part = slice(max(start, done), min(end, columns.stop))
+        if part.start < part.stop:
+            yield part
+            done = part.stop
 
 
 def _product(q: Tensor, k: Tensor) -> Tensor:
@@ -202,47 +168,56 @@ def _product(q: Tensor, k: Tensor) -> Tensor:
     return (grouped @ k.transpose(-1, -2)).view(batch, kv_heads, q_heads // kv_heads, rows, k.shape[2])
 
 
-def _mask(block: slice, columns: slice, q_pos: Tensor, geometry: AttentionGeometry, kv_heads: int) -> Tensor | None:
-    """Return what these queries may see, broadcastable to ``[B, Hkv, G, R, C]``; ``None`` for everything."""
-    index = torch.arange(columns.start, columns.stop, device=q_pos.device)
-    start, end = geometry.kv_range[:, :1], geometry.kv_range[:, 1:]
-    distance = q_pos[:, :, None] - (geometry.kv_position[:, None] + index)[:, None]  # [B, R, C]
-    visible = ((index >= start) & (index < end))[:, None].expand_as(distance)
+def _hidden(
+    call: _Call,
+    block: slice,
+    columns: slice,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    geometry: AttentionGeometry,
+    kv_heads: int,
+) -> Tensor | None:
+    """Return what these queries may not see, broadcastable to ``[B, Hkv, G, R, C]``; ``None`` if they see it all."""
+    q, k = q_pos[:, :, None], k_pos[:, None]
+    parts = []  # [B, R, C]
     if geometry.is_causal:
-        visible = visible & (distance >= 0)
-        if geometry.window is not None:
-            visible = visible & (distance < geometry.window)
+        parts.append(k > q)
     elif geometry.window is not None:
-        visible = visible & (distance.abs() <= geometry.window)
-    result = visible[:, None, None]
+        parts.append(k > q + geometry.window)
+    if geometry.window is not None:
+        parts.append(k <= q - geometry.window if geometry.is_causal else k < q - geometry.window)
+    if call.visible is not None:
+        parts.append(~call.visible[:, None, columns])
+    parts = [part[:, None, None] for part in parts]
     if geometry.mask is not None:
         mask = geometry.mask
         rows = mask if mask.shape[2] == 1 else mask[:, :, block]
-        cells = (rows if mask.shape[3] == 1 else rows[..., columns]).contiguous()
+        cells = rows if mask.shape[3] == 1 else rows[..., columns]
         # [B, 1 or Hq, R, C] to [B, 1 or Hkv, 1 or G, R, C]
         split = (1, 1) if mask.shape[1] == 1 else (kv_heads, mask.shape[1] // kv_heads)
-        result = result & cells.view(cells.shape[0], *split, *cells.shape[2:])
-    return None if bool(result.all()) else result
+        parts.append(~cells.view(cells.shape[0], *split, *cells.shape[2:]))
+    return functools.reduce(torch.logical_or, parts) if parts else None
 
 
-def _softmax_times_value(
-    scores: Tensor, operands: _Operands, columns: slice, sinks: Tensor | None, pv: str
-) -> tuple[Tensor, Tensor]:
-    """Return the output ``[B, Hkv, G, R, Dv]`` and the log of the denominator ``[B, Hkv, G, R]`` of these rows."""
+def _softmax_times_value(scores: Tensor, call: _Call, columns: slice, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the output ``[B, Hkv, G, R, Dv]`` and the log of the denominator ``[B, Hkv, G, R]``; spends ``scores``."""
     batch, kv_heads, group, rows, width = scores.shape
+    operands = call.operands
     value = operands.value[:, :, columns]
     row_max = scores.amax(-1, keepdim=True) if width else scores.new_full((*scores.shape[:-1], 1), -math.inf)
     if sinks is not None:
         row_max = torch.maximum(row_max, sinks)
     shift = row_max.masked_fill(row_max == -math.inf, 0.0)
-    weights = torch.exp(scores - shift)
+    weights = scores.sub_(shift).exp_()
     denominator = weights.sum(-1, keepdim=True)
     if sinks is not None:
         denominator = denominator + torch.exp(sinks - shift)
     lse = (denominator.log() + shift).squeeze(-1)
-    weights = to_e4m3(weights * P_SCALE) if pv == "fp8" else weights.to(value.dtype)
-    flat = weights.to(scores.dtype).view(batch, kv_heads, group * rows, width)
-    out = (flat @ value.to(scores.dtype)).view(batch, kv_heads, group, rows, value.shape[-1])
+    if operands.value_scale is None:
+        weights = weights.to(call.p_dtype).to(value.dtype)
+    else:
+        weights = to_e4m3(weights.mul_(P_SCALE)).to(value.dtype)
+    out = (weights.view(batch, kv_heads, group * rows, width) @ value).view(*scores.shape[:-1], value.shape[-1])
     if operands.value_scale is not None:
         out = out * (operands.value_scale[:, :, None] / P_SCALE)
     return out / denominator.masked_fill(denominator == 0, 1.0), lse

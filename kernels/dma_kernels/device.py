@@ -1,0 +1,121 @@
+"""Triton functions that the kernels share: the formats' arithmetic on a device, bit for bit what ``quantize`` does."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .formats import (
+    E8M0_MAX_CODE,
+    E8M0_NAN,
+    FP32_EXPONENT_SPECIAL,
+    FP32_MANTISSA_BITS,
+    FP32_MANTISSA_MASK,
+)
+
+_MANTISSA_BITS = tl.constexpr(FP32_MANTISSA_BITS)
+_MANTISSA_MASK = tl.constexpr(FP32_MANTISSA_MASK)
+_SUBNORMAL = tl.constexpr(1 << (FP32_MANTISSA_BITS - 1))  # the bits of 2 ** -127
+_SPECIAL = tl.constexpr(FP32_EXPONENT_SPECIAL)
+_MAX_CODE = tl.constexpr(E8M0_MAX_CODE)
+_NAN_CODE = tl.constexpr(E8M0_NAN)
+
+PERMUTED_KEYS = 16
+"""Keys in a group that :func:`permute_keys` reorders."""
+
+
+@triton.jit
+def e8m0_encode(amax, EMAX: tl.constexpr, MAX_MANTISSA: tl.constexpr, IS_CEIL: tl.constexpr):
+    """Return the E8M0 code, int32, of the scale of a block whose largest magnitude is the fp32 ``amax``."""
+    bits = amax.to(tl.int32, bitcast=True)
+    exponent = bits >> _MANTISSA_BITS
+    code = exponent - EMAX
+    if IS_CEIL:
+        code += ((bits & _MANTISSA_MASK) > MAX_MANTISSA).to(tl.int32)
+    code = tl.minimum(tl.maximum(code, 0), _MAX_CODE)
+    return tl.where(exponent == _SPECIAL, _NAN_CODE, code)
+
+
+@triton.jit
+def e8m0_decode(code):
+    """Return ``2 ** (code - 127)`` as fp32; NaN for the code 255."""
+    bits = tl.where(code == 0, _SUBNORMAL, code << _MANTISSA_BITS)
+    return tl.where(code == _NAN_CODE, float("nan"), bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def e8m0_reciprocal(code):
+    """Return ``2 ** (127 - code)`` as fp32, to multiply by where the specification divides: both are exact."""
+    return tl.where(code == _NAN_CODE, float("nan"), e8m0_decode(-code + _MAX_CODE))
+
+
+@triton.jit
+def dot(a, b, IS_INTERPRETED: tl.constexpr):
+    """Multiply tiles, adding up in fp32 or int32. The interpreter, which has no bfloat16 product, is given fp32."""
+    if a.dtype == tl.int8:
+        return tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
+    if IS_INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b)
+
+
+@triton.jit
+def round_to_int8(x):
+    """Round to the nearest integer, ties to even, in -127..127; int8. NaN becomes 0 (its scale is NaN)."""
+    # Adding and subtracting 1.5 * 2^23 rounds at the unit.
+    rounded = (x + 12582912.0) - 12582912.0
+    rounded = tl.minimum(tl.maximum(tl.where(x == x, rounded, 0.0), -127.0), 127.0)
+    return rounded.to(tl.int8)
+
+
+@triton.jit
+def round_to_bfloat16(x):
+    """Round fp32 to the nearest bfloat16 value, ties to even, still fp32."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to_e4m3(x):
+    """Round fp32 in 0..448 to the nearest E4M3 value, ties to even, still fp32: for chips without the cast."""
+    bits = x.to(tl.int32, bitcast=True)
+    # 20 of fp32's 23 mantissa bits go; below 2^-6 E4M3 has the fixed step 2^-9, which is the ulp of 2^14.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
+    subnormal = (x + 16384.0) - 16384.0
+    return tl.where(x < 0.015625, subnormal, normal)
+
+
+@triton.jit
+def to_e4m3(x, IS_INTERPRETED: tl.constexpr):
+    """Cast fp32 in -448..448 to E4M3, nearest-even."""
+    if IS_INTERPRETED:
+        # The interpreter's cast does not round to nearest; of a number that E4M3 has, every cast is exact.
+        magnitude = round_to_e4m3(tl.abs(x))
+        x = tl.where(x < 0.0, -magnitude, magnitude)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def permute_keys(p):
+    """Reorder the columns of ``[M, N]`` probabilities in groups of 16, as the values in memory are ordered.
+
+    A Hopper matrix unit hands thread ``t`` of four the columns ``8 j + 2 t + {0, 1}`` of a product, and takes from it
+    the columns ``4 t + {0, 1, 2, 3}`` of an 8-bit operand. The sum over keys does not care about their order, so the
+    values are stored in the order ``(t, j, c)`` of key ``8 j + 2 t + c``, and the probabilities need no exchange
+    between threads: this is a renaming of registers.
+    """
+    M: tl.constexpr = p.shape[0]
+    N: tl.constexpr = p.shape[1]
+    grouped = tl.permute(tl.reshape(p, [M, N // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
+    return tl.reshape(grouped, [M, N])
+
+
+@triton.jit
+def hadamard(x, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, NORM):
+    """Rotate the rows of fp32 ``[ROWS, BLOCK_D]`` by Hadamard blocks of order ``SIZE``, in the reference's order."""
+    for level in tl.static_range(0, 8):
+        if (1 << level) < SIZE:
+            pairs = tl.reshape(x, [ROWS, BLOCK_D // (2 << level), 2, 1 << level])
+            even, odd = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
+            x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), [0, 1, 3, 2]), [ROWS, BLOCK_D])
+    return x * NORM

@@ -1,0 +1,82 @@
+"""Queries, keys and values in the precisions of a recipe, in torch: what the rule says before any product is formed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .formats import UNQUANTIZED, SharedScale
+from .quantize import quantize, to_e4m3, value_scale
+from .recipe import Recipe
+from .transforms import hadamard_rotate, key_mean
+
+
+@dataclass(frozen=True)
+class PreparedOperands:
+    """Dequantised operands of one call, ``[B, H, T, D]``, fp32 (fp64 for fp64).
+
+    Attributes:
+        q_low: Queries of low tiles; those of high tiles if the recipe is uniform.
+        q_high: Queries of high tiles.
+        k_low: Keys of low tiles; those of high tiles if the recipe is uniform.
+        k_high: Keys of high tiles.
+        value: Values; for ``pv = "fp8"`` the E4M3 numbers, without their scale.
+        value_scale: Scale of E4M3 values, ``[B, Hkv, 1, Dv]``; ``None`` for ``pv = "bf16"``.
+    """
+
+    q_low: Tensor
+    q_high: Tensor
+    k_low: Tensor
+    k_high: Tensor
+    value: Tensor
+    value_scale: Tensor | None
+
+
+def prepare_operands(
+    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, kv_position: Tensor, visible: Tensor | None
+) -> PreparedOperands:
+    """Transform and quantise. Keys and values that no query may see count as zeros.
+
+    Args:
+        query: ``[B, Hq, Tq, D]``, floating point.
+        key: ``[B, Hkv, Tk, D]``.
+        value: ``[B, Hkv, Tk, Dv]``.
+        recipe: The precisions.
+        kv_position: Position of key 0, integer ``[B]``.
+        visible: Which keys a query may see, boolean ``[B, Tk]``; ``None`` for all.
+    """
+    if visible is not None:
+        key = key.masked_fill(~visible[:, None, :, None], 0.0)
+        value = value.masked_fill(~visible[:, None, :, None], 0.0)
+    compute_dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k = query.to(compute_dtype), key.to(compute_dtype)
+    if recipe.smooth_k:
+        k = k - key_mean(key, visible)
+        if visible is not None:
+            k = k.masked_fill(~visible[:, None, :, None], 0.0)
+    if recipe.rotate:
+        q, k = hadamard_rotate(q), hadamard_rotate(k)
+
+    def cast(x: Tensor, format: str, shared: SharedScale) -> Tensor:
+        if format == UNQUANTIZED:
+            return x.to(query.dtype).to(compute_dtype)
+        quantized = quantize(
+            x, format, scale_rounding=recipe.scale_rounding, shared_scale=shared, tile_offset=kv_position
+        )
+        return quantized.dequantize().to(compute_dtype)
+
+    q_high = cast(q, recipe.high, SharedScale.BLOCK)
+    k_high = cast(k, recipe.high, SharedScale.BLOCK)
+    k_shared = SharedScale(recipe.shared_scale)
+    q_shared = SharedScale.ROW if k_shared is SharedScale.TILE else k_shared  # a tile's queries have a scale each
+    v_scale = value_scale(value) if recipe.pv == "fp8" else None
+    return PreparedOperands(
+        q_low=q_high if recipe.is_uniform else cast(q, recipe.query_low, q_shared),
+        q_high=q_high,
+        k_low=k_high if recipe.is_uniform else cast(k, recipe.key_low, k_shared),
+        k_high=k_high,
+        value=(value if v_scale is None else to_e4m3(value.float() / v_scale)).to(compute_dtype),
+        value_scale=None if v_scale is None else v_scale.to(compute_dtype),
+    )

@@ -1,0 +1,123 @@
+"""What tests and benchmarks of several implementations share: data, recipes, and the two ways to compare.
+
+Quantised bits are compared exactly (:func:`assert_bits_equal`); attention by the rule that an implementation may err,
+against fp64 on the same inputs, a small multiple of what plain low-precision torch errs (:func:`assert_as_accurate`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .recipe import Recipe
+
+RECIPES = {
+    "identity": Recipe(low="bf16", high="bf16", pv="bf16"),
+    "paper": Recipe(low="mxfp4", high="mxfp8", sink_tiles=0, scale_rounding="floor"),
+    "mxfp8-row": Recipe(low="mxfp8", high="bf16", shared_scale="row", smooth_k=True, pv="fp8"),
+    "mxint8-tile": Recipe(low="mxint8", high="bf16", shared_scale="tile", smooth_k=True, rotate=True, pv="fp8"),
+    "nvfp4-mxfp8": Recipe(low="nvfp4", high="mxfp8", smooth_k=True, rotate=True, pv="fp8"),
+    "mxfp4-keys": Recipe(low_q="bf16", low_k="mxfp4", high="bf16", rotate=True),
+    "nvfp4-keys": Recipe(low_q="mxfp8", low_k="nvfp4", high="bf16"),
+    "mxfp8-uniform": Recipe(low="mxfp8", high="mxfp8"),
+    "mxint8-block-floor": Recipe(low="mxint8", high="mxfp4", scale_rounding="floor", diagonal_tiles=2),
+    "mxfp4-no-band": Recipe(low="mxfp4", high="mxint8", diagonal_tiles=0, sink_tiles=0),
+    "mxfp8-wide-sink": Recipe(low="mxfp8", high="nvfp4", shared_scale="tile", diagonal_tiles=0, sink_tiles=2),
+}
+"""Named recipes that together take every format, scale sharing, rounding, transform and band width."""
+
+
+def mixed_magnitudes(*shape: int, seed: int, binades: int = 20, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return normal numbers, each row times a power of two and each element times another.
+
+    Args:
+        shape: Of the result; the last dimension is the row.
+        seed: Same seed, same numbers.
+        binades: The rows' exponents span ``-binades .. binades``.
+        dtype: Of the result.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    rows = torch.randint(-binades, binades + 1, (*shape[:-1], 1), generator=generator)
+    elements = torch.randint(-6, 3, shape, generator=generator)
+    return torch.ldexp(x, rows + elements).to(dtype)
+
+
+def random_qkv(
+    *,
+    batch: int = 1,
+    q_heads: int = 2,
+    kv_heads: int = 1,
+    q_len: int,
+    kv_len: int,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a query, key and value ``[B, H, T, D]`` that look like a model's.
+
+    Keys share a mean and have outlying channels, and stretches of 100 of them are larger or smaller than the others,
+    so that it matters which share a scale. The numbers are bfloat16 numbers whatever ``dtype``, so that runs in several
+    dtypes have the same inputs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    query = normal(batch, q_heads, q_len, head_dim)
+    key = normal(batch, kv_heads, kv_len, head_dim) + 2.0 * normal(batch, kv_heads, 1, head_dim)
+    key[..., ::17] *= 4.0
+    stretches = torch.arange(kv_len) // 100
+    key *= torch.tensor([1.0, 0.25, 2.0, 0.5])[stretches % 4, None]
+    value = normal(batch, kv_heads, kv_len, head_dim if value_dim is None else value_dim)
+    rounded = (x.to(torch.bfloat16).to(dtype=dtype, device=device) for x in (query, key, value))
+    query, key, value = rounded
+    return query, key, value
+
+
+def assert_bits_equal(actual: Tensor, expected: Tensor) -> None:
+    """Assert that two tensors have the same shape, dtype and bits; any NaN equals any other, 0 does not equal -0."""
+    assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
+    assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+    differ = _bits(actual) != _bits(expected)
+    if actual.is_floating_point():
+        differ &= ~(actual.isnan() & expected.isnan())
+    if bool(differ.any()):
+        where = differ.nonzero()
+        first = tuple(where[0].tolist())
+        raise AssertionError(
+            f"{len(where)} of {differ.numel()} elements differ; the first at {list(first)}: "
+            f"{actual[first].item()!r}, expected {expected[first].item()!r}"
+        )
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference over the largest expected magnitude, computed in fp64; 0 for empty tensors."""
+    assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+    if actual.numel() == 0:
+        return 0.0
+    difference = (actual.double() - expected.double()).abs().amax()
+    return float(difference / expected.double().abs().amax().clamp(min=1e-300))
+
+
+def assert_as_accurate(actual: Tensor, baseline: Tensor, exact: Tensor, *, factor: float = 2.0) -> None:
+    """Assert that ``actual`` errs at most ``factor`` times as much as ``baseline``, in the maximum and in the mean.
+
+    Args:
+        actual: What is tested.
+        baseline: Plain torch in the same low precision, on the same inputs.
+        exact: fp64, on the same inputs.
+        factor: How much worse than the baseline is tolerated.
+    """
+    assert not actual.isnan().any(), "NaN where the exact result has none"
+    errors, allowed = (actual.double() - exact).abs(), (baseline.double() - exact).abs()
+    for name, error, limit in (("maximum", errors.max(), allowed.max()), ("mean", errors.mean(), allowed.mean())):
+        assert error <= factor * limit, f"{name} error {error:.3g} is over {factor} x {limit:.3g} of the baseline"
+
+
+def _bits(x: Tensor) -> Tensor:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(integers[x.element_size()])

@@ -1,0 +1,421 @@
+"""The public door: every rejected input by its message, backends, the custom op, and ``torch.compile``."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, get_overloads
+
+import dma_kernels
+import pytest
+import torch
+from dma_kernels import Recipe, attention
+from dma_kernels.api import BACKENDS, resolve_backend
+from dma_kernels.testing import RECIPES, assert_bits_equal, random_qkv
+from torch import Tensor
+
+BALANCED = RECIPES["mxfp8-row"]
+
+
+def inputs(**shapes: Any) -> dict[str, Any]:
+    """A good call: two batch rows, four query heads on two kv heads, 6 queries and 9 keys of 16 channels."""
+    defaults = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 6, "kv_len": 9, "head_dim": 16}
+    query, key, value = random_qkv(**(defaults | shapes))
+    return {"query": query, "key": key, "value": value, "recipe": BALANCED}
+
+
+def zeros(*shape: int, **kwargs: Any) -> Tensor:
+    return torch.zeros(shape, **kwargs)
+
+
+# What is wrong: the arguments that replace those of a good call, the exception, its message.
+REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "query-3d": (
+        {"query": zeros(4, 6, 16)},
+        ValueError,
+        r"query must be \[batch, heads, tokens, head_dim\], got shape \[4, 6, 16\]",
+    ),
+    "key-5d": (
+        {"key": zeros(1, 2, 2, 9, 16)},
+        ValueError,
+        r"key must be \[batch, heads, tokens, head_dim\], got shape",
+    ),
+    "value-2d": ({"value": zeros(9, 16)}, ValueError, r"value must be \[batch, heads, tokens, head_dim\], got shape"),
+    "query-int": (
+        {"query": zeros(2, 4, 6, 16, dtype=torch.int32)},
+        TypeError,
+        r"query must be bf16, fp16, fp32 or fp64, got torch\.int32",
+    ),
+    "query-fp8": (
+        {"query": zeros(2, 4, 6, 16).to(torch.float8_e4m3fn)},
+        TypeError,
+        r"query must be bf16, fp16, fp32 or fp64, got torch\.float8_e4m3fn",
+    ),
+    "key-dtype": (
+        {"key": zeros(2, 2, 9, 16, dtype=torch.bfloat16)},
+        TypeError,
+        r"key must have the dtype of query, torch\.float32, got torch\.bfloat16",
+    ),
+    "value-dtype": (
+        {"value": zeros(2, 2, 9, 16, dtype=torch.float64)},
+        TypeError,
+        r"value must have the dtype of query, torch\.float32, got torch\.float64",
+    ),
+    "key-batch": ({"key": zeros(1, 2, 9, 16)}, ValueError, "key must have the batch size of query, 2, got 1"),
+    "value-batch": ({"value": zeros(3, 2, 9, 16)}, ValueError, "value must have the batch size of query, 2, got 3"),
+    "key-device": (
+        {"key": zeros(2, 2, 9, 16, device="meta")},
+        ValueError,
+        "key must be on the device of query, cpu, got meta",
+    ),
+    "value-device": (
+        {"value": zeros(2, 2, 9, 16, device="meta")},
+        ValueError,
+        "value must be on the device of query, cpu, got meta",
+    ),
+    "sinks-device": (
+        {"sinks": zeros(4, device="meta")},
+        ValueError,
+        "sinks must be on the device of query, cpu, got meta",
+    ),
+    "mask-device": (
+        {"mask": zeros(1, 1, 6, 9, device="meta", dtype=torch.bool)},
+        ValueError,
+        "mask must be on the device of query, cpu, got meta",
+    ),
+    "kv_range-device": (
+        {"kv_range": zeros(2, 2, device="meta", dtype=torch.int64)},
+        ValueError,
+        "kv_range must be on the device of query, cpu, got meta",
+    ),
+    "q_offset-device": (
+        {"q_offset": zeros(2, device="meta", dtype=torch.int64)},
+        ValueError,
+        "q_offset must be on the device of query, cpu, got meta",
+    ),
+    "value-heads": (
+        {"value": zeros(2, 4, 9, 16)},
+        ValueError,
+        r"value must have the heads and tokens of key, \[2, 9\], got \[4, 9\]",
+    ),
+    "value-tokens": (
+        {"value": zeros(2, 2, 8, 16)},
+        ValueError,
+        r"value must have the heads and tokens of key, \[2, 9\], got \[2, 8\]",
+    ),
+    "heads-do-not-divide": (
+        {"key": zeros(2, 3, 9, 16), "value": zeros(2, 3, 9, 16)},
+        ValueError,
+        "the 3 key heads must divide the 4 query heads",
+    ),
+    "no-key-heads": (
+        {"key": zeros(2, 0, 9, 16), "value": zeros(2, 0, 9, 16)},
+        ValueError,
+        "the 0 key heads must divide the 4 query heads",
+    ),
+    "key-head_dim": ({"key": zeros(2, 2, 9, 32)}, ValueError, "key must have the head_dim of query, 16, got 32"),
+    "head_dim-7": (
+        {"query": zeros(2, 4, 6, 7), "key": zeros(2, 2, 9, 7)},
+        ValueError,
+        r"the head_dim of query must be in 8\.\.256, got 7",
+    ),
+    "head_dim-257": (
+        {"query": zeros(2, 4, 6, 257), "key": zeros(2, 2, 9, 257)},
+        ValueError,
+        r"the head_dim of query must be in 8\.\.256, got 257",
+    ),
+    "value-head_dim-7": ({"value": zeros(2, 2, 9, 7)}, ValueError, r"the head_dim of value must be in 8\.\.256, got 7"),
+    "value-head_dim-257": (
+        {"value": zeros(2, 2, 9, 257)},
+        ValueError,
+        r"the head_dim of value must be in 8\.\.256, got 257",
+    ),
+    "sinks-shape": (
+        {"sinks": zeros(2)},
+        ValueError,
+        r"sinks must be \[4\], one logit per query head, got \[2\]",
+    ),
+    "sinks-dtype": (
+        {"sinks": zeros(4, dtype=torch.int64)},
+        TypeError,
+        r"sinks must be floating point, got torch\.int64",
+    ),
+    "mask-dtype": ({"mask": zeros(2, 1, 6, 9)}, TypeError, r"mask must be boolean, got torch\.float32"),
+    "mask-2d": (
+        {"mask": zeros(2, 9, dtype=torch.bool)},
+        ValueError,
+        r"mask must be broadcastable to \[2, 4, 6, 9\], got \[2, 9\]",
+    ),
+    "mask-kv-heads": (
+        {"mask": zeros(2, 2, 6, 9, dtype=torch.bool)},
+        ValueError,
+        r"mask must be broadcastable to \[2, 4, 6, 9\], got \[2, 2, 6, 9\]",
+    ),
+    "mask-longer": (
+        {"mask": zeros(1, 1, 6, 10, dtype=torch.bool)},
+        ValueError,
+        r"mask must be broadcastable to \[2, 4, 6, 9\], got \[1, 1, 6, 10\]",
+    ),
+    "kv_range-float": (
+        {"kv_range": zeros(2, 2)},
+        ValueError,
+        r"kv_range must be integer \[2, 2\], got torch\.float32 \[2, 2\]",
+    ),
+    "kv_range-bool": (
+        {"kv_range": zeros(2, 2, dtype=torch.bool)},
+        ValueError,
+        r"kv_range must be integer \[2, 2\], got torch\.bool \[2, 2\]",
+    ),
+    "kv_range-shape": (
+        {"kv_range": zeros(1, 2, dtype=torch.int64)},
+        ValueError,
+        r"kv_range must be integer \[2, 2\], got torch\.int64 \[1, 2\]",
+    ),
+    "q_offset-float": (
+        {"q_offset": 1.0},
+        TypeError,
+        r"q_offset must be an int or an integer tensor of shape \[2\], got 1\.0",
+    ),
+    "kv_offset-none": (
+        {"kv_offset": None},
+        TypeError,
+        r"kv_offset must be an int or an integer tensor of shape \[2\], got None",
+    ),
+    "kv_offset-float-tensor": (
+        {"kv_offset": zeros(2)},
+        ValueError,
+        r"kv_offset must be an int or an integer tensor of shape \[2\], got torch\.float32 \[2\]",
+    ),
+    "q_offset-bool-tensor": (
+        {"q_offset": zeros(2, dtype=torch.bool)},
+        ValueError,
+        r"q_offset must be an int or an integer tensor of shape \[2\], got torch\.bool \[2\]",
+    ),
+    "q_offset-shape": (
+        {"q_offset": zeros(3, dtype=torch.int64)},
+        ValueError,
+        r"q_offset must be an int or an integer tensor of shape \[2\], got torch\.int64 \[3\]",
+    ),
+    "scale-0": ({"scale": 0.0}, ValueError, r"scale must be a positive finite number, got 0\.0"),
+    "scale-negative": ({"scale": -1.0}, ValueError, r"scale must be a positive finite number, got -1\.0"),
+    "scale-nan": ({"scale": math.nan}, ValueError, "scale must be a positive finite number, got nan"),
+    "scale-inf": ({"scale": math.inf}, ValueError, "scale must be a positive finite number, got inf"),
+    "softcap-0": ({"softcap": 0.0}, ValueError, r"softcap must be a positive finite number, got 0\.0"),
+    "softcap-inf": ({"softcap": math.inf}, ValueError, "softcap must be a positive finite number, got inf"),
+    "window-0": ({"window": 0}, ValueError, "window must be an integer of at least 1, got 0"),
+    "window-negative": ({"window": -4}, ValueError, "window must be an integer of at least 1, got -4"),
+    "window-float": ({"window": 4.0}, ValueError, r"window must be an integer of at least 1, got 4\.0"),
+    "recipe-name": ({"recipe": "balanced"}, TypeError, r"recipe must be a dma_kernels\.Recipe, got str"),
+    "recipe-dict": ({"recipe": {"low": "mxfp8"}}, TypeError, r"recipe must be a dma_kernels\.Recipe, got dict"),
+    "backend": ({"backend": "flash"}, ValueError, "backend must be one of auto, reference, triton; got 'flash'"),
+}
+
+
+class TestRejected:
+    @pytest.mark.parametrize("case", REJECTED)
+    def test_by_message(self, case: str) -> None:
+        replaced, exception, message = REJECTED[case]
+        good = inputs()
+        with pytest.raises(exception, match=message):
+            attention(**(good | replaced))
+
+    @pytest.mark.parametrize("case", REJECTED)
+    def test_changes_nothing(self, case: str) -> None:
+        replaced, exception, _ = REJECTED[case]
+        good = inputs()
+        copies = {name: x.clone() for name, x in good.items() if isinstance(x, Tensor)}
+        before = attention(**good)
+        with pytest.raises(exception):
+            attention(**(good | replaced))
+        for name, copy in copies.items():
+            assert_bits_equal(good[name], copy)
+        assert_bits_equal(attention(**good), before)
+
+    def test_positional_options(self) -> None:
+        good = inputs()
+        with pytest.raises(TypeError, match="positional"):
+            attention(*good.values(), False)
+
+    def test_gradient(self) -> None:
+        good = inputs()
+        good["query"].requires_grad_()
+        with pytest.raises(RuntimeError, match=r"has no gradient; compute it under torch\.no_grad"):
+            attention(**good).sum().backward()
+
+
+class TestBackends:
+    def test_reference_and_auto_agree_on_the_cpu(self) -> None:
+        good = inputs()
+        assert_bits_equal(attention(**good, backend="auto"), attention(**good, backend="reference"))
+
+    def test_resolved_for_the_cpu(self) -> None:
+        cpu = torch.device("cpu")
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            assert resolve_backend("auto", cpu, dtype) == "reference"
+            assert resolve_backend("reference", cpu, dtype) == "reference"
+
+    def test_a_backend_that_cannot_run_is_an_error(self) -> None:
+        with pytest.raises(
+            RuntimeError, match=r"backend='triton' cannot run: it .*; use backend='reference' or 'auto'"
+        ):
+            attention(**inputs(), backend="triton")
+
+    def test_names(self) -> None:
+        assert BACKENDS == ("auto", "reference", "triton")
+
+
+class TestDefaults:
+    def test_scale(self) -> None:
+        good = inputs()
+        assert_bits_equal(attention(**good), attention(**good, scale=0.25))
+        assert not torch.equal(attention(**good), attention(**good, scale=0.3))
+
+    def test_log_sum_exp_only_if_asked(self) -> None:
+        good = inputs()
+        out = attention(**good)
+        assert isinstance(out, Tensor)
+        pair = attention(**good, return_lse=True)
+        assert isinstance(pair, tuple)
+        assert_bits_equal(pair[0], out)
+
+    def test_public_names_exist(self) -> None:
+        assert [name for name in dma_kernels.__all__ if not hasattr(dma_kernels, name)] == []
+
+    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+    def test_op_takes_every_field_of_the_recipe(self, recipe: Recipe) -> None:
+        parameters = torch.ops.dma_kernels.attention.default._schema.arguments
+        fields = dataclasses.asdict(recipe)
+        assert [argument.name for argument in parameters][-len(fields) :] == list(fields)
+
+    def test_overloads_have_the_parameters_of_the_function(self) -> None:
+        names = list(inspect.signature(attention).parameters)
+        for overload in get_overloads(attention):
+            assert list(inspect.signature(overload).parameters) == names
+
+
+def op_arguments(recipe: Recipe, **options: Any) -> tuple[Any, ...]:
+    """Arguments of the custom op in its order."""
+    good = inputs(**options.pop("shapes", {}))
+    arguments = {name: options.get(name) for name in ("q_offset_rows", "kv_offset_rows", "kv_range", "mask", "sinks")}
+    return (
+        good["query"],
+        good["key"],
+        good["value"],
+        options.get("q_offset", 3),
+        options.get("kv_offset", 0),
+        *arguments.values(),
+        options.get("is_causal", True),
+        options.get("window"),
+        0.25,
+        options.get("softcap"),
+        "reference",
+        *dataclasses.asdict(recipe).values(),
+    )
+
+
+class TestCustomOp:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"shapes": {"q_len": 0}},
+            {"shapes": {"kv_len": 0}},
+            {"shapes": {"value_dim": 24}, "is_causal": False, "window": 4},
+            {
+                "q_offset_rows": torch.tensor([1, 2]),
+                "kv_offset_rows": torch.tensor([0, -1]),
+                "kv_range": torch.tensor([[0, 9], [1, 9]]),
+                "mask": torch.ones(2, 1, 6, 9, dtype=torch.bool),
+                "sinks": torch.ones(4),
+                "softcap": 2.0,
+            },
+        ],
+        ids=["plain", "no-queries", "no-keys", "bidirectional", "all-tensors"],
+    )
+    def test_opcheck(self, options: dict[str, Any]) -> None:
+        torch.library.opcheck(torch.ops.dma_kernels.attention.default, op_arguments(BALANCED, **options))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=["bf16", "fp32", "fp64"])
+    @pytest.mark.parametrize("value_dim", [16, 40], ids=lambda d: f"Dv{d}")
+    def test_fake_outputs_are_like_the_real_ones(self, dtype: torch.dtype, value_dim: int) -> None:
+        good = inputs(value_dim=value_dim, dtype=dtype)
+        real = attention(**good, return_lse=True)
+        fake = attention(**{n: x.to("meta") if isinstance(x, Tensor) else x for n, x in good.items()}, return_lse=True)
+        for a, b in zip(real, fake, strict=True):
+            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+class TestCompile:
+    """One graph, whatever the lengths. The kernels inside the op are not the compiler's business."""
+
+    @staticmethod
+    def compiled(function: Callable[..., Any], *, dynamic: bool) -> tuple[Callable[..., Any], list[int]]:
+        torch._dynamo.reset()
+        graphs: list[int] = []
+
+        def backend(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+            graphs.append(len(graph.graph.nodes))
+            return torch._dynamo.lookup_backend("aot_eager")(graph, example_inputs)
+
+        return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend), graphs
+
+    @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+    @pytest.mark.parametrize("recipe", [BALANCED, RECIPES["paper"]], ids=["mxfp8-row", "paper"])
+    def test_causal(self, recipe: Recipe, dynamic: bool) -> None:
+        def block(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attention(query * 2.0, key, value, recipe).transpose(1, 2).flatten(2) + 1.0
+
+        compiled, graphs = self.compiled(block, dynamic=dynamic)
+        for q_len, kv_len in ((6, 9), (7, 140), (131, 131)):
+            qkv = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=16)
+            assert_bits_equal(compiled(*qkv), block(*qkv))
+        assert len(graphs) == (1 if dynamic else 3)
+
+    def test_every_option(self) -> None:
+        def block(query: Tensor, key: Tensor, value: Tensor, offset: Tensor, span: Tensor, mask: Tensor, sinks: Tensor):
+            out, lse = attention(
+                query,
+                key,
+                value,
+                BALANCED,
+                scale=0.3,
+                q_offset=offset + 3,
+                kv_offset=offset,
+                kv_range=span,
+                window=5,
+                softcap=3.0,
+                sinks=sinks,
+                mask=mask,
+                return_lse=True,
+                backend="reference",
+            )
+            return out * 2.0, lse + 1.0
+
+        compiled, _ = self.compiled(block, dynamic=True)
+        for q_len, kv_len in ((6, 9), (7, 33)):
+            qkv = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len)
+            rest = (
+                torch.tensor([0, -2]),
+                torch.tensor([[0, kv_len - 1], [2, kv_len]]),
+                torch.ones(2, 1, q_len, kv_len, dtype=torch.bool),
+                torch.zeros(4),
+            )
+            for actual, expected in zip(compiled(*qkv, *rest), block(*qkv, *rest), strict=True):
+                assert_bits_equal(actual, expected)
+
+    def test_a_growing_decode_offset_is_one_graph(self) -> None:
+        def step(query: Tensor, key: Tensor, value: Tensor, position: int) -> Tensor:
+            return attention(query, key, value, BALANCED, q_offset=position)
+
+        compiled, graphs = self.compiled(step, dynamic=True)
+        qkv = random_qkv(q_len=1, kv_len=64)
+        for position in (20, 21, 40):
+            assert_bits_equal(compiled(*qkv, position), step(*qkv, position))
+        assert len(graphs) == 1
+
+    def test_bad_input_keeps_its_message(self) -> None:
+        compiled, _ = self.compiled(lambda q, k, v: attention(q, k, v, BALANCED, window=0), dynamic=True)
+        with pytest.raises(Exception, match="window must be an integer of at least 1, got 0"):
+            compiled(*random_qkv(q_len=4, kv_len=4))
