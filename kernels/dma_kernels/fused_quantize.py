@@ -143,7 +143,8 @@ def _quantize_kernel(
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     STORED_D: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_VALUES: tl.constexpr,
     WRITE_HIGH: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
-    EMAX: tl.constexpr, MAX_MANTISSA: tl.constexpr, UNIT: tl.constexpr, IS_CEIL: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    EMAX: tl.constexpr, MAX_MANTISSA: tl.constexpr, UNIT: tl.constexpr, IS_CEIL: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Write every operand of one tile and kv head, in aligned storage."""
     i_tile = tl.program_id(0)

@@ -98,10 +98,10 @@ def _logits(
         if IS_CAUSAL:
             seen = seen & (distance >= 0)
         if HAS_WINDOW:
-            if IS_CAUSAL:
+            if IS_CAUSAL:  # noqa: SIM108 (a constexpr branch)
                 seen = seen & (distance < window)
             else:
-                seen = seen & (distance <= window) & (distance >= -window)
+                seen = seen & (tl.abs(distance) <= window)
         if HAS_MASK:
             is_row = (q_pos >= q_start) & (q_pos < q_end)
             offset_q = (q_pos - q_start).to(tl.int64) * stride_mq
@@ -148,7 +148,8 @@ def _inner_range(first, last, start, end, SHIFT: tl.constexpr):
     do_not_specialize=["q_offset", "kv_offset", "q_len", "kv_len", "storage_len", "window", "diagonal_tiles"],
 )
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, q_low_ptr, k_low_ptr, q_factor_ptr, k_factor_ptr, value_factor_ptr, k_high_desc, k_low_desc, v_desc,
+    q_ptr, k_ptr, v_ptr, q_low_ptr, k_low_ptr, q_factor_ptr, k_factor_ptr, value_factor_ptr,
+    k_high_desc, k_low_desc, v_desc,
     out_ptr, lse_ptr, sinks_ptr, mask_ptr, rows_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd,
     stride_kb, stride_kh, stride_kt, stride_kd,

@@ -1,0 +1,69 @@
+"""Every lowering compiled ahead of time for chips that are not at hand: which units it uses, and what it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes of shared memory that a program may have (CUDA programming guide, technical specifications)."""
+
+# The matrix instructions of each call, as regular expressions.
+UNITS = {
+    "int8:80:128": ["mma.sync.*bf16"],
+    "int8:89:128": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
+    "int8:90:128": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3", "wgmma.mma_async.*bf16"],
+    "int8:90:64": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:256": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:100:128": [r"tcgen05.mma.*kind::i8", r"tcgen05.mma.*kind::f8f6f4"],
+    "int8:120:128": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
+    "int8:120:256": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
+    "e4m3-rotated:90:128": [r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "nvfp4:90:128": ["wgmma.mma_async.*bf16"],
+    "identity:100:128": ["tcgen05.mma.*kind::f16"],
+}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    """All calls, compiled in a process of their own, without the interpreter."""
+    program = Path(__file__).parents[1] / "support" / "aot.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, program, *UNITS], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.parametrize("call", UNITS)
+def test_products_run_on_the_units_of_the_chip(call: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
+    attention = compiled[call][-1]
+    assert attention["name"] == "_prefill_kernel"
+    for unit in UNITS[call]:
+        assert re.search(unit, attention["ptx"]), f"no {unit} in the PTX"
+
+
+@pytest.mark.parametrize("call", UNITS)
+def test_shared_memory_is_within_the_chips_limit(call: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
+    for kernel in compiled[call]:
+        assert kernel["shared"] <= SHARED_MEMORY[int(call.split(":")[1])], kernel["name"]
+
+
+@pytest.mark.parametrize("call", ["int8:90:128", "e4m3-rotated:90:128", "int8:100:128"])
+def test_the_loop_over_low_tiles_spills_no_register(call: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
+    assert compiled[call][-1]["loop_spills"] == 0
+
+
+def test_three_programs_share_a_hopper_multiprocessor(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    kernel = compiled["int8:90:128"][-1]
+    assert 3 * 4 * 32 * kernel["registers"] <= 65_536
+    assert 3 * (kernel["shared"] + 1024) <= 233_472  # CUDA keeps 1 KB for each program

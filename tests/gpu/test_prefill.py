@@ -1,0 +1,79 @@
+"""The Triton backend on the device: the interpreter's cases, and what only a device shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dma_kernels import attention
+from dma_kernels.testing import random_qkv, relative_error
+from fused_cases import CASES, RECIPES, Case, assert_matches_reference
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case", CASES)
+def test_matches_the_reference(case: str, recipe: str, dtype: torch.dtype) -> None:
+    assert_matches_reference(CASES[case], RECIPES[recipe], dtype, "cuda")
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("recipe", ["int8", "e4m3-rotated", "identity", "paper"])
+def test_head_dims(recipe: str, head_dim: int) -> None:
+    assert_matches_reference(Case(q_len=1000, kv_len=1000, head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
+
+
+def test_long_rows() -> None:
+    case = Case(q_len=300, kv_len=20_000, q_heads=8, kv_heads=2, head_dim=128)
+    assert_matches_reference(case, RECIPES["int8"], torch.bfloat16, "cuda")
+
+
+def test_every_output_is_written() -> None:
+    query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=1000, kv_len=1000, dtype=torch.bfloat16, device="cuda")
+    poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
+    del poison  # the allocator hands this memory to the outputs
+    assert attention(query, key, value, RECIPES["int8"], backend="triton").isfinite().all()
+
+
+def test_no_compilation_when_only_lengths_change() -> None:
+    from dma_kernels.prefill import _prefill_kernel
+
+    def run(length: int) -> None:
+        qkv = random_qkv(q_heads=4, kv_heads=2, q_len=length, kv_len=length, dtype=torch.bfloat16, device="cuda")
+        attention(*qkv, RECIPES["int8"], backend="triton")
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for cache in _prefill_kernel.device_caches.values())
+
+    run(300)
+    before = compiled()
+    for length in (301, 512, 777, 1024, 2049):
+        run(length)
+    assert compiled() == before
+
+
+def test_cuda_graph_replays_with_new_inputs() -> None:
+    inputs = random_qkv(q_heads=4, kv_heads=2, q_len=512, kv_len=512, dtype=torch.bfloat16, device="cuda")
+    other = random_qkv(q_heads=4, kv_heads=2, q_len=512, kv_len=512, dtype=torch.bfloat16, device="cuda", seed=1)
+    expected = attention(*other, RECIPES["int8"], backend="triton")
+    attention(*inputs, RECIPES["int8"], backend="triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(*inputs, RECIPES["int8"], backend="triton")
+    for old, new in zip(inputs, other, strict=True):
+        old.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+
+
+def test_compiles_as_one_graph() -> None:
+    qkv = random_qkv(q_heads=4, kv_heads=2, q_len=512, kv_len=512, dtype=torch.bfloat16, device="cuda")
+
+    def double(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return 2 * attention(query, key, value, RECIPES["int8"])
+
+    compiled = torch.compile(double, fullgraph=True, dynamic=True)
+    assert relative_error(compiled(*qkv), double(*qkv)) < 1e-2

@@ -1,0 +1,137 @@
+"""Compile what a call would launch, for any NVIDIA chip and without one.
+
+Inside :func:`compile_only` a Triton launch compiles for the chip in question and returns; the launches' compiled
+kernels are collected. Tensors stay on the CPU and are not read. The interpreter replaces the compiler in a process for
+good, so tests run this file as a program: ``python aot.py RECIPE:ARCH:HEAD_DIM ...`` prints the kernels as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from dma_kernels import fused
+from fused_cases import RECIPES
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class _CompileOnlyDriver:
+    """The part of a Triton driver that compiling asks for."""
+
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel and what the assembler says of it.
+
+    Attributes:
+        name: The kernel's name.
+        ptx: Its PTX.
+        shared: Bytes of shared memory.
+        registers: Registers of a thread.
+        stack: Bytes of local memory of a thread; more than 0 are spilled registers.
+        loop_spills: Accesses to local memory inside the shortest loop that holds 8-bit matrix products: the loop over
+            low tiles, where the time goes.
+    """
+
+    name: str
+    ptx: str
+    shared: int
+    registers: int
+    stack: int
+    loop_spills: int
+
+
+@contextmanager
+def compile_only(arch: int) -> Iterator[list[Compiled]]:
+    """Compile every launch for ``arch`` (90 is Hopper) and collect the results."""
+    compiled: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        self.device_caches.clear()  # they do not know the chip
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        registers, stack, loop_spills = _resources(kernel.asm["cubin"])
+        ptx, shared = kernel.asm["ptx"], kernel.metadata.shared
+        compiled.append(Compiled(self.__name__, ptx, shared, registers, stack, loop_spills))
+        return kernel
+
+    previous = driver._active  # the property would look for a chip
+    driver.set_active(_CompileOnlyDriver(arch))
+    try:
+        with (
+            mock.patch.object(JITFunction, "run", compile_launch),
+            mock.patch.object(fused, "device_arch", return_value=arch),
+            mock.patch.object(fused, "is_interpreted", return_value=False),
+        ):
+            yield compiled
+    finally:
+        driver._active = previous
+
+
+def _resources(cubin: bytes) -> tuple[int, int, int]:
+    """Return the registers and stack bytes of a thread of a cubin's only kernel, and the spills of its hot loop."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, code = (_cuobjdump(option, file.name) for option in ("-res-usage", "-sass"))
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    instructions = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.M)]
+    loops = []
+    for at, text in instructions:
+        target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) < at:
+            body = [text for where, text in instructions if int(target[1], 16) <= where <= at]
+            if any(re.search(r"\b(IGMMA|QGMMA|IMMA|QMMA)\b", text) for text in body):
+                loops.append(body)
+    hot = min(loops, key=len, default=[])
+    return int(registers), int(stack), sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in hot)
+
+
+def _cuobjdump(option: str, path: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
+
+
+def compile_call(recipe: str, arch: int, head_dim: int) -> list[Compiled]:
+    """Compile a causal call with 4 query and 2 kv heads."""
+    query = torch.empty(1, 256, 4, head_dim, dtype=torch.bfloat16).transpose(1, 2)
+    key = torch.empty(1, 256, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
+    with compile_only(arch) as compiled:
+        fused.attention_triton(
+            query, key, key, RECIPES[recipe], q_offset=0, kv_offset=0, q_offset_rows=None, kv_offset_rows=None,
+            kv_range=None, mask=None, sinks=None, is_causal=True, window=None, scale=0.125, softcap=None,
+        )  # fmt: skip
+    return compiled
+
+
+if __name__ == "__main__":
+    calls = [argument.split(":") for argument in sys.argv[1:]]
+    print(json.dumps({":".join(c): [asdict(k) for k in compile_call(c[0], int(c[1]), int(c[2]))] for c in calls}))

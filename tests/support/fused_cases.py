@@ -1,0 +1,108 @@
+"""Calls of the attention that every Triton lowering is tried on, in the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from dma_kernels import Recipe, attention
+from dma_kernels.testing import random_qkv, relative_error
+from torch import Tensor
+
+RECIPES = {
+    "identity": Recipe(low="bf16", high="bf16"),
+    "int8": Recipe(low="mxint8", shared_scale="tile", smooth_k=True, pv="fp8"),
+    "int8-pv16": Recipe(low="mxint8", shared_scale="tile"),
+    "e4m3-rotated": Recipe(low="mxfp8", shared_scale="tile", smooth_k=True, rotate=True, pv="fp8"),
+    "nvfp4": Recipe(low="nvfp4", high="mxfp8", smooth_k=True, rotate=True, pv="fp8"),
+    "paper": Recipe(low="mxfp4", high="mxfp8", scale_rounding="floor", sink_tiles=0),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and options of a call. Tensors among the options are made on the device of the call."""
+
+    q_len: int = 300
+    kv_len: int = 300
+    batch: int = 1
+    q_heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 64
+    value_dim: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+    def inputs(self, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value as Transformers hands them: transposed views, not contiguous."""
+        made = random_qkv(
+            batch=self.batch, q_heads=self.q_heads, kv_heads=self.kv_heads, q_len=self.q_len, kv_len=self.kv_len,
+            head_dim=self.head_dim, value_dim=self.value_dim, dtype=dtype, device=device,
+        )  # fmt: skip
+        query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in made)
+        return query, key, value
+
+    def call(self, recipe: Recipe, backend: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp."""
+        tensors = {name: torch.tensor(value, device=device) for name, value in self.tensors.items()}
+        return attention(
+            *self.inputs(dtype, device), recipe, return_lse=True, backend=backend, **self.options, **tensors
+        )
+
+
+def _pattern(q_len: int, kv_len: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(5)
+    return (torch.rand((1, 1, q_len, kv_len), generator=generator) < 0.6).tolist()
+
+
+CASES = {
+    "causal": Case(),
+    "one-tile": Case(q_len=37, kv_len=37),
+    "one-query": Case(q_len=1, kv_len=391),
+    "one-key": Case(q_len=1, kv_len=1),
+    "chunk": Case(q_len=70, kv_len=391),
+    "offset": Case(q_len=70, kv_len=391, options={"q_offset": 500, "kv_offset": 141}),
+    "bidirectional": Case(q_len=391, kv_len=391, options={"is_causal": False}),
+    "cross": Case(q_len=70, kv_len=391, options={"is_causal": False}),
+    "gqa": Case(q_heads=6, kv_heads=2, batch=2),
+    "left-padded": Case(
+        batch=2, tensors={"kv_range": [[45, 300], [0, 300]], "kv_offset": [-45, 0], "q_offset": [-45, 0]}
+    ),
+    "right-padded": Case(batch=2, tensors={"kv_range": [[0, 141], [0, 300]]}),
+    "nothing-visible": Case(batch=2, tensors={"kv_range": [[0, 0], [0, 300]]}),
+    "window": Case(q_len=400, kv_len=400, options={"window": 150}),
+    "window-bidirectional": Case(options={"window": 70, "is_causal": False}),
+    "window-cache": Case(q_len=1, kv_len=150, options={"window": 150, "q_offset": 449, "kv_offset": 300}),
+    "softcap": Case(options={"softcap": 15.0}),
+    "sinks": Case(tensors={"sinks": [0.5, 3.0]}),
+    "mask": Case(tensors={"mask": _pattern(300, 300)}),
+    "mask-keys": Case(tensors={"mask": _pattern(1, 300)}),
+    "scale": Case(options={"scale": 0.02}),
+    "head-dim-80-96": Case(head_dim=80, value_dim=96),
+    "head-dim-128": Case(head_dim=128, q_heads=1),
+    "head-dim-8": Case(head_dim=8),
+}
+
+
+def assert_matches_reference(case: Case, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
+    """Hold the Triton backend against the reference on the same inputs.
+
+    Against fp64 with unrounded probabilities the kernel may err at most twice as much as the reference in fp32 does.
+    Both round probabilities to E4M3 (``pv = "fp8"``), each relative to another maximum, so they differ from each other.
+    """
+    out, lse = case.call(recipe, "triton", dtype, device)
+    reference, expected_lse = case.call(recipe, "reference", torch.float32, device)
+    exact_recipe = Recipe(**{**vars(recipe), "pv": "bf16"})
+    exact, _ = case.call(exact_recipe, "reference", torch.float64, device)
+    assert out.dtype == dtype
+    assert out.transpose(1, 2).is_contiguous()
+    assert not out.isnan().any()
+    rounding = torch.finfo(dtype).eps
+    allowed = 2.0 * relative_error(reference, exact) + 2.0 * rounding
+    assert relative_error(out, exact) <= allowed, f"{relative_error(out, exact):.2g} is over {allowed:.2g}"
+    assert torch.equal(lse.isneginf(), expected_lse.isneginf())
+    seen = ~expected_lse.isneginf()
+    # The 16-bit forms of smoothed and rotated tensors move a logit by its magnitude times their rounding.
+    magnitude = float(expected_lse[seen].abs().max())
+    torch.testing.assert_close(lse[seen], expected_lse[seen], atol=2.0 * rounding * magnitude, rtol=0.0)
