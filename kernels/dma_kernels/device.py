@@ -53,10 +53,12 @@ def e8m0_reciprocal(code):
 def dot(a, b, IS_INTERPRETED: tl.constexpr):
     """Multiply tiles, adding up in fp32 or int32. The interpreter, which has no bfloat16 product, is given fp32."""
     if a.dtype == tl.int8:
-        return tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
-    if IS_INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b)
+        product = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
+    elif IS_INTERPRETED:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        product = tl.dot(a, b)
+    return product
 
 
 @triton.jit

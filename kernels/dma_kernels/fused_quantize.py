@@ -131,8 +131,10 @@ def _quantize_tile(x, code, UNIT: tl.constexpr, IS_INTERPRETED: tl.constexpr):
     """Scale fp32 ``x`` down by ``2 ** (code - 127)``, broadcast, and cast it to int8 or E4M3."""
     x = x * e8m0_reciprocal(code)
     if UNIT == 1.0:
-        return to_e4m3(tl.minimum(tl.maximum(x, -448.0), 448.0), IS_INTERPRETED)
-    return round_to_int8(x * (1.0 / UNIT))
+        low = to_e4m3(tl.minimum(tl.maximum(x, -448.0), 448.0), IS_INTERPRETED)
+    else:
+        low = round_to_int8(x * (1.0 / UNIT))
+    return low
 
 
 @triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles"])
