@@ -1,0 +1,37 @@
+"""Diagonal-tiled mixed-precision attention (arXiv 2604.03950) for Hugging Face Transformers.
+
+Importing this package registers the attention implementation ``dma_mxfp``, and changes nothing else::
+
+    import dma_hf
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="dma_mxfp")
+    dma_hf.configure(model, "fp4")
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .attention import dma_attention_forward
+from .compact_mask import CompactMask, MaskGeometry
+from .config import PRESETS, DMAConfig, preset, resolve
+from .masking import dma_mask
+from .settings import NAME, configure
+from .unsupported import fallback_counts, reset_fallback_counts
+
+__all__ = [
+    "NAME",
+    "PRESETS",
+    "CompactMask",
+    "DMAConfig",
+    "MaskGeometry",
+    "configure",
+    "dma_attention_forward",
+    "dma_mask",
+    "fallback_counts",
+    "preset",
+    "reset_fallback_counts",
+    "resolve",
+]
+
+AttentionInterface.register(NAME, dma_attention_forward)
+AttentionMaskInterface.register(NAME, dma_mask)

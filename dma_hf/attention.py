@@ -1,0 +1,234 @@
+"""The attention function that Transformers calls for ``dma_mxfp``: from a layer's call to ``dma_kernels.attention``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from dma_kernels import attention
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from . import unsupported
+from .compact_mask import GEOMETRY, MaskGeometry
+from .settings import Settings, settings_of
+from .unsupported import Refusal
+
+MASKED_BELOW = -9.9e3
+"""Additive masks use ``-inf``, the dtype's minimum or, in old models, -10000 (-9984 in bf16) for what is not seen."""
+
+CROSS_ATTENTION_NAMES = ("CrossAttention", "MergedAttention")
+"""Class names of layers whose keys are of another sequence, or (T5Gemma 2) of two sequences in a row."""
+
+
+def dma_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of one layer; the interface is Transformers' ``AttentionInterface``.
+
+    The numerics come from the ``dma_mxfp`` section of ``module.config``. Inference only: the result has no gradient,
+    and asking for one is an error, at once in training mode and in ``backward`` otherwise.
+
+    Cross-attention, where queries and keys share no positions, has no diagonal: every key is held in high precision. A
+    layer is taken for one if it is not causal and either its ``is_cross_attention`` is true (GPT-2), its class is
+    called so (BERT, DETR), it is a decoder's non-causal layer (BART, Whisper), or it has another number of keys than
+    queries (everything else; bidirectional self-attention has as many).
+
+    Args:
+        module: The layer; ``config``, ``is_causal``, ``training`` and the marks of cross-attention are read.
+        query: ``[B, Hq, Tq, D]`` in bf16, fp16, fp32 or fp64; autocast applies as it does to SDPA.
+        key: ``[B, Hkv, Tk, D]``; ``Hkv`` divides ``Hq``.
+        value: ``[B, Hkv, Tk, Dv]``.
+        attention_mask: ``None``, what :func:`dma_hf.masking.dma_mask` returned, or a 4-D mask broadcastable to
+            ``[B, Hq, Tq, Tk]``: boolean, true where seen, or additive, of zeros and large negative numbers.
+        scaling: Factor of the scores; ``D ** -0.5`` by default.
+        dropout: Must be 0.
+        is_causal: Overrides ``module.is_causal``; like that, it only counts without a mask.
+        sliding_window: Window of the layer; only counts without a mask, which says it otherwise.
+        softcap: Cap of the scores.
+        s_aux: Sink logits, ``[Hq]``.
+        position_bias: Must be ``None``.
+        kwargs: What else the model passes. Arguments that are known to change nothing are ignored.
+
+    Returns:
+        ``[B, Tq, Hq, Dv]``, contiguous, and ``None`` in place of attention weights.
+
+    Raises:
+        TypeError: A tensor's dtype is not as described.
+        ValueError: A shape is not as described; the call asks for something unsupported, and the configuration does not
+            allow SDPA for it; or the ``dma_mxfp`` section is not valid.
+    """
+    settings = settings_of(module.config)
+    query, key, value = _autocast(query, key, value)
+    if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries of a resampler
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
+    softcap = softcap or None
+    geometry, bias = _geometry(module, query, key, attention_mask, is_causal, sliding_window)
+    refusal = unsupported.find(
+        module,
+        query,
+        key,
+        value,
+        dropout=dropout,
+        position_bias=position_bias,
+        softcap=softcap,
+        s_aux=s_aux,
+        is_packed_elsewhere=geometry.pattern is not None and geometry.pattern.shape[2] > 1,
+        others=kwargs,
+    )
+    if refusal is None and bias is not None and not _is_additive_mask(bias):
+        refusal = Refusal(
+            "an additive bias as attention_mask",
+            f"{list(bias.shape)} {bias.dtype} holds other numbers than 0 and large negative ones",
+            unsupported.WAY_OUT,
+            sdpa_can=softcap is None and s_aux is None,
+        )
+    if refusal is not None:
+        return _refuse(refusal, settings, module, query, key, value, geometry, bias, scaling, dropout, position_bias)
+    out = attention(
+        query,
+        key,
+        value,
+        settings.cross_recipe if geometry.two_sequences else settings.recipe,
+        is_causal=geometry.is_causal,
+        scale=scaling,
+        q_offset=geometry.q_offset,
+        kv_offset=geometry.kv_offset,
+        kv_range=geometry.kv_range,
+        window=geometry.window,
+        softcap=softcap,
+        sinks=None if s_aux is None else s_aux.reshape(-1),
+        mask=geometry.pattern,
+        backend=settings.backend,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _geometry(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Any,
+    is_causal: bool | None,
+    sliding_window: int | None,
+) -> tuple[MaskGeometry, Tensor | None]:
+    """Return what a layer's mask is, and the mask itself if it is additive."""
+    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    geometry: MaskGeometry | None = getattr(mask, GEOMETRY, None)
+    if geometry is not None:
+        return _adopt(geometry, module, query, kv_len), None
+    if mask is None:
+        two_sequences = _is_cross_attention(module, is_causal) or (not is_causal and q_len != kv_len)
+        is_causal = is_causal and not two_sequences
+        window = None
+        if sliding_window is not None and not two_sequences:  # bidirectional: as in FlashAttention, without its end
+            window = sliding_window if is_causal else max(1, sliding_window - 1)
+        offset = kv_len - q_len if is_causal else 0
+        return MaskGeometry(
+            batch, q_len, kv_len, is_causal, window=window, q_offset=offset, two_sequences=two_sequences
+        ), None
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, got {type(mask).__name__}; FlexAttention's is another kind")
+    full = (batch, query.shape[1], q_len, kv_len)
+    if mask.ndim != 4 or any(size not in (1, whole) for size, whole in zip(mask.shape, full, strict=True)):
+        raise ValueError(f"attention_mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"attention_mask must be boolean or floating point, got {mask.dtype}")
+    two_sequences = _is_cross_attention(module, is_causal) or (not is_causal and q_len != kv_len)
+    return MaskGeometry(
+        batch,
+        q_len,
+        kv_len,
+        is_causal=False,
+        q_offset=0 if two_sequences else kv_len - q_len,
+        pattern=mask if mask.dtype == torch.bool else mask >= MASKED_BELOW,
+        two_sequences=two_sequences,
+    ), None if mask.dtype == torch.bool else mask
+
+
+def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int) -> MaskGeometry:
+    """Return the geometry of a mask as it applies to a layer's tensors."""
+    batch, q_len = query.shape[0], query.shape[2]
+    if geometry.batch not in (1, batch) or (geometry.q_len, geometry.kv_len) != (q_len, kv_len):
+        raise ValueError(
+            f"attention_mask must be broadcastable to {[batch, query.shape[1], q_len, kv_len]}, got "
+            f"{list(geometry.shape)}: the model made it for other queries or keys than it attends with"
+        )
+    is_cross = not geometry.is_causal and _is_cross_attention(module, is_causal=False)
+    return geometry.adapted(query.device, batch, two_sequences=geometry.two_sequences or is_cross)
+
+
+def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
+    """Return whether a layer says of itself that its keys are of another sequence."""
+    if getattr(module, "is_cross_attention", False):
+        return True
+    name = type(module).__name__
+    if any(part in name for part in CROSS_ATTENTION_NAMES):
+        return True
+    is_decoder = bool(getattr(module, "is_decoder", False))
+    return is_decoder and not is_causal and not getattr(module, "is_causal", True)
+
+
+def _is_additive_mask(bias: Tensor) -> bool:
+    """Return whether a floating-point mask holds only zeros and large negative numbers."""
+    is_mask = ((bias == 0) | (bias < MASKED_BELOW)).all()
+    if torch.compiler.is_compiling() or bias.is_meta:
+        torch._assert_async(is_mask, "dma_mxfp attention takes masks, not biases, as a floating-point attention_mask")
+        return True
+    return bool(is_mask)
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast as autocast does for SDPA, whose place this operation has."""
+    kind = query.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(kind)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _refuse(
+    refusal: Refusal,
+    settings: Settings,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    geometry: MaskGeometry,
+    bias: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    position_bias: Tensor | None,
+) -> tuple[Tensor, None]:
+    """Raise, or compute the same with SDPA if the configuration says so and SDPA can."""
+    if settings.on_unsupported != "sdpa" or not refusal.sdpa_can:
+        raise refusal.error()
+    unsupported.note_fallback(refusal.option, refusal.asked)
+    mask = geometry.dense(query.device) if bias is None else bias
+    result: tuple[Tensor, None] = sdpa_attention_forward(
+        module,
+        query,
+        key,
+        value,
+        mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=False,
+        position_bias=position_bias,
+    )
+    return result

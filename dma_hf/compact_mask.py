@@ -1,0 +1,209 @@
+"""An attention mask as a few numbers instead of ``[q, k]`` booleans, in a form that Transformers passes on untouched.
+
+Transformers hands a finished mask from the model's mask function to every attention layer, and takes any 4-D tensor for
+finished. So :class:`CompactMask` is one: a boolean tensor ``[B, 1, Tq, Tk]`` that stores a single byte and carries a
+:class:`MaskGeometry`. Model code that only passes it on costs nothing; code that computes with it gets the true mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+GEOMETRY = "dma_geometry"
+"""Attribute under which a mask carries its geometry."""
+
+
+@dataclass(frozen=True, eq=False)
+class MaskGeometry:
+    """Which keys each query sees and where both stand in the sequence, as :func:`dma_kernels.attention` takes it.
+
+    Positions count from the first key that a batch row may see, also if a sliding cache has dropped that key since.
+
+    Attributes:
+        batch: Batch rows.
+        q_len: Queries in a row.
+        kv_len: Keys in a row.
+        is_causal: Whether a query sees no key behind its own position.
+        window: Causal: the query's own position and the ``window - 1`` before it. Else: those at most ``window`` away.
+        q_offset: Position of query 0: an int, or integer ``[]`` or ``[B]``.
+        kv_offset: Position of key 0, likewise; negative in left-padded rows.
+        kv_range: Indices of the first visible key and of the one past the last, integer ``[B, 2]``; ``None`` for all.
+        pattern: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``: what the rest of the geometry cannot say.
+        two_sequences: Whether queries and keys belong to two sequences that share no positions (cross-attention).
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    is_causal: bool
+    window: int | None = None
+    q_offset: int | Tensor = 0
+    kv_offset: int | Tensor = 0
+    kv_range: Tensor | None = None
+    pattern: Tensor | None = None
+    two_sequences: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape of the mask with one head."""
+        return self.batch, 1, self.q_len, self.kv_len
+
+    def to(self, device: torch.device) -> MaskGeometry:
+        """Return it with every tensor on ``device``."""
+        return self.adapted(device, self.batch, self.two_sequences)
+
+    def adapted(self, device: torch.device, batch: int, two_sequences: bool) -> MaskGeometry:
+        """Return it on ``device``, for ``batch`` rows if it has one, and with ``two_sequences`` set."""
+        return MaskGeometry(
+            batch=batch,
+            q_len=self.q_len,
+            kv_len=self.kv_len,
+            is_causal=self.is_causal,
+            window=self.window,
+            q_offset=_to(self.q_offset, device),
+            kv_offset=_to(self.kv_offset, device),
+            kv_range=None if self.kv_range is None else self.kv_range.to(device).expand(batch, 2),
+            pattern=None if self.pattern is None else self.pattern.to(device),
+            two_sequences=two_sequences,
+        )
+
+    def dense(self, device: torch.device | str) -> Tensor:
+        """Return the boolean mask ``[B, H, Tq, Tk]`` (``H`` is 1 unless the pattern has heads), true where seen."""
+        index = torch.arange(self.kv_len, device=device)
+        query = torch.arange(self.q_len, device=device) + _column(self.q_offset)  # [1 or B, Tq]
+        distance = query[..., :, None] - (index + _column(self.kv_offset))[..., None, :]  # [1 or B, Tq, Tk]
+        seen = torch.ones((), dtype=torch.bool, device=device).expand(self.batch, self.q_len, self.kv_len)
+        if self.is_causal:
+            seen = seen & (distance >= 0)
+            if self.window is not None:
+                seen = seen & (distance < self.window)
+        elif self.window is not None:
+            seen = seen & (distance.abs() <= self.window)
+        if self.kv_range is not None:
+            seen = seen & ((index >= self.kv_range[:, :1]) & (index < self.kv_range[:, 1:]))[:, None]
+        mask = seen[:, None]
+        return mask if self.pattern is None else mask & self.pattern
+
+
+class CompactMask(Tensor):
+    """A boolean mask ``[B, 1, Tq, Tk]`` that is only computed if something looks at its values.
+
+    Shape, dtype and device are those of the mask; moving it to a device and slicing off nothing keep it compact; every
+    other operation sees the dense mask. It is read-only.
+
+    Attributes:
+        dma_geometry: What it stands for.
+    """
+
+    dma_geometry: MaskGeometry
+    _dense: Tensor | None
+
+    @staticmethod
+    def of(geometry: MaskGeometry, device: torch.device | str) -> Tensor:
+        """Return a mask that carries ``geometry``.
+
+        Under a tensor mode that forbids subclasses (``torch.export`` without dynamo) it is the dense mask, with the
+        geometry as an attribute; there the values are dead code unless the model looks at them.
+        """
+        byte = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
+        if torch.compiler.is_dynamo_compiling() or type(byte) is Tensor:
+            mask: Tensor = byte.expand(geometry.shape).as_subclass(CompactMask)
+            mask._dense = None  # type: ignore[attr-defined]
+        else:
+            mask = geometry.dense(device)
+        mask.dma_geometry = geometry  # type: ignore[attr-defined]
+        return mask
+
+    def dense(self) -> Tensor:
+        """Return the mask as a plain boolean tensor ``[B, 1, Tq, Tk]``."""
+        if self._dense is not None:
+            return self._dense
+        dense = self.dma_geometry.dense(self.device)
+        if not torch.compiler.is_dynamo_compiling():
+            self._dense = dense
+        return dense
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what concerns the mask as a whole, refuse writes, and compute everything else on the dense mask."""
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _UNCHANGED:
+            return args[0]
+        if func is Tensor.to:
+            device = _device_only(args[1:], kwargs)
+            if device is not None:
+                return args[0] if device == args[0].device else cls.of(args[0].dma_geometry.to(device), device)
+        elif func is Tensor.__getitem__:
+            if isinstance(args[0], CompactMask) and _takes_all(args[1], args[0].shape):
+                return args[0]
+        elif func in _WRITES and isinstance(args[0], CompactMask):
+            raise RuntimeError(
+                "the attention mask of dma_mxfp is read-only; change a copy: mask = mask.dense() if it is a "
+                "dma_hf.CompactMask"
+            )
+        elif func in _SUMS and any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args):
+            # Not a TypeError: Python's binary operators turn that into "unsupported operand type(s)".
+            raise ValueError(
+                "a boolean attention mask was added to floating-point scores: this model computes its attention "
+                "itself, for attn_implementation='eager' alone, and cannot run 'dma_mxfp'"
+            )
+        args, kwargs = tree_map_only(CompactMask, CompactMask.dense, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_METADATA = frozenset(
+    {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")}
+    | {getattr(Tensor, name).__get__ for name in ("is_leaf", "grad_fn", "_base", "is_nested", "is_sparse", "is_meta")}
+    | {getattr(Tensor, name).__get__ for name in ("is_quantized", "is_cuda", "is_cpu", "is_sparse_csr", "_version")}
+    | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous}
+    | {Tensor.is_floating_point, Tensor.is_complex, Tensor._is_view, Tensor.get_device, Tensor.__len__}
+)
+_UNCHANGED = frozenset({Tensor.contiguous, Tensor.detach, Tensor.bool, torch.detach})
+_WRITES = frozenset(
+    {Tensor.__setitem__, Tensor.masked_fill_, Tensor.fill_, Tensor.copy_, Tensor.zero_, Tensor.index_fill_}
+    | {Tensor.logical_and_, Tensor.logical_or_, Tensor.logical_not_, Tensor.index_copy_, Tensor.scatter_}
+)
+_SUMS = frozenset(
+    {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, torch.sub, Tensor.sub}
+)
+
+
+def _column(offset: int | Tensor) -> int | Tensor:
+    """Return an offset so that it adds to a row of positions: ``[B]`` becomes ``[B, 1]``."""
+    return offset[:, None] if isinstance(offset, Tensor) and offset.ndim else offset
+
+
+def _to(offset: int | Tensor, device: torch.device) -> int | Tensor:
+    return offset.to(device) if isinstance(offset, Tensor) else offset
+
+
+def _device_only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """Return the device that these arguments of ``Tensor.to`` ask for, if they ask for nothing else."""
+    device = args[0] if args else kwargs.get("device")
+    others = [*args[1:], *(value for key, value in kwargs.items() if key not in ("device", "non_blocking"))]
+    if isinstance(device, (str, int, torch.device)) and all(value is None for value in others):
+        return torch.device(device)
+    return None
+
+
+def _takes_all(index: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether ``mask[index]`` is the whole mask."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if len(parts) > len(shape):
+        return False
+    for part, size in zip(parts, shape, strict=False):
+        if part is Ellipsis and len(parts) == 1:
+            return True
+        if not isinstance(part, slice) or part.start not in (None, 0) or part.step not in (None, 1):
+            return False
+        if part.stop is not None and not (isinstance(part.stop, int) and part.stop >= size):
+            return False
+    return True

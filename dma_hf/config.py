@@ -1,0 +1,185 @@
+"""Configuration: the numerics of a model's attention, the presets, and their form as dicts and TOML files."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from dma_kernels import Recipe
+from dma_kernels.api import BACKENDS
+from dma_kernels.recipe import RECIPE_FIELDS
+
+ON_UNSUPPORTED = ("error", "sdpa")
+DEFAULT_PRESET = "balanced"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DMAConfig(Recipe):
+    """How a model runs ``dma_mxfp``. Without arguments it is the preset ``balanced``.
+
+    The fields of :class:`~dma_kernels.Recipe` say which precision the rule gives to which tile. Two more say how the
+    attention is run.
+
+    Attributes:
+        backend: ``auto`` (Triton on CUDA, the reference elsewhere), ``reference`` or ``triton``.
+        on_unsupported: What to do with a call that the backend cannot compute: ``error``, or ``sdpa`` to run
+            Transformers' SDPA attention there, warned once and counted (:func:`dma_hf.fallback_counts`).
+
+    Raises:
+        ValueError: A field holds something else; the message names the field and what it may hold.
+    """
+
+    low: str = "mxint8"
+    shared_scale: str = "tile"
+    smooth_k: bool = True
+    pv: str = "fp8"
+    backend: str = "auto"
+    on_unsupported: str = "error"
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        super().__post_init__()
+        for name, choices in (("backend", BACKENDS), ("on_unsupported", ON_UNSUPPORTED)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+    @property
+    def recipe(self) -> Recipe:
+        """The numerics alone."""
+        return Recipe(**{name: getattr(self, name) for name in RECIPE_FIELDS})
+
+    @classmethod
+    def from_dict(cls, section: Mapping[str, Any], *, source: str = "") -> Self:
+        """Make a configuration of a mapping; keys that are missing have the value of ``balanced``.
+
+        Args:
+            section: Field names and values.
+            source: Where the mapping comes from, to begin error messages with.
+
+        Raises:
+            TypeError: ``section`` is not a mapping.
+            ValueError: A key is not a field, or a value is not one that its field may hold.
+        """
+        prefix = f"{source}: " if source else ""
+        if not isinstance(section, Mapping):
+            raise TypeError(f"{prefix}expected a mapping of configuration keys, got {section!r}")
+        _check_keys(section, prefix)
+        try:
+            return cls(**section)
+        except ValueError as error:
+            raise ValueError(f"{prefix}{error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as plain JSON values."""
+        return {name: getattr(self, name) for name in FIELDS}
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Self:
+        """Read a TOML file whose top-level keys are field names.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is not TOML, or as in :meth:`from_dict`; the message names the file.
+        """
+        try:
+            section = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not a TOML file: {error}") from None
+        return cls.from_dict(section, source=str(path))
+
+    def to_toml(self, path: str | Path) -> None:
+        """Write a TOML file that :meth:`from_toml` reads back; fields that are ``None`` are left out."""
+        lines = [f"{name} = {_toml_value(value)}\n" for name, value in self.to_dict().items() if value is not None]
+        Path(path).write_text("".join(lines), encoding="utf-8")
+
+    def with_changes(self, **changes: Any) -> Self:
+        """Return a copy with some fields changed.
+
+        Raises:
+            ValueError: A key is not a field, or a value is not one that its field may hold.
+        """
+        _check_keys(changes, "")
+        return replace(self, **changes)
+
+
+FIELDS = tuple(field.name for field in fields(DMAConfig))
+
+PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
+    {
+        "balanced": DMAConfig(),
+        "fp4": DMAConfig(low="nvfp4", high="mxfp8", shared_scale="block", rotate=True),
+        "paper": DMAConfig(
+            low="mxfp4",
+            high="mxfp8",
+            sink_tiles=0,
+            scale_rounding="floor",
+            shared_scale="block",
+            smooth_k=False,
+            rotate=False,
+            pv="bf16",
+        ),
+    }
+)
+
+
+def preset(name: str) -> DMAConfig:
+    """Return the preset called ``name``: one of :data:`PRESETS`.
+
+    Raises:
+        ValueError: There is none; the message lists those that there are.
+    """
+    try:
+        return PRESETS[name]
+    except (KeyError, TypeError):
+        raise ValueError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}") from None
+
+
+def resolve(setting: str | Path | Mapping[str, Any] | Recipe) -> DMAConfig:
+    """Return the configuration that ``setting`` stands for.
+
+    Args:
+        setting: The name of a preset, the path of a TOML file (``*.toml``), a mapping of fields, a configuration, or
+            the numerics alone.
+
+    Raises:
+        OSError: The file cannot be read.
+        TypeError: ``setting`` is none of these.
+        ValueError: There is no such preset, or a key or a value is wrong.
+    """
+    if isinstance(setting, DMAConfig):
+        return setting
+    if isinstance(setting, Recipe):
+        return DMAConfig(**{name: getattr(setting, name) for name in RECIPE_FIELDS})
+    if isinstance(setting, Mapping):
+        return DMAConfig.from_dict(setting)
+    if isinstance(setting, Path) or (isinstance(setting, str) and setting.endswith(".toml")):
+        return DMAConfig.from_toml(setting)
+    if isinstance(setting, str):
+        try:
+            return preset(setting)
+        except ValueError as error:
+            raise ValueError(f"{error}, or the path of a .toml file") from None
+    raise TypeError(
+        f"expected the name of a preset ({', '.join(PRESETS)}), the path of a .toml file, a mapping or a DMAConfig; "
+        f"got {setting!r}"
+    )
+
+
+def _check_keys(section: Mapping[str, Any], prefix: str) -> None:
+    unknown = [key for key in section if key not in FIELDS]
+    if unknown:
+        raise ValueError(
+            f"{prefix}unknown key{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}; "
+            f"valid keys: {', '.join(FIELDS)}"
+        )
+
+
+def _toml_value(value: str | int | bool) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int) else f'"{value}"'

@@ -1,0 +1,270 @@
+"""The mask function that Transformers calls for ``dma_mxfp``: what the mask is, compactly.
+
+It is called once for each kind of layer of a forward pass, with the pattern as a Python function of indices, the 2-D
+padding mask and the offsets of the cache. Upstream's flags tell which patterns are plain, so that nothing is inferred
+from values: ``allow_is_causal_skip`` is true where nothing was laid over a causal or local mask, ``local_size`` is the
+window or chunk, and ``allow_is_bidirectional_skip`` is the same for bidirectional attention. What is not recognised
+(prefix-LM, packed sequences, chunks, blocks) becomes a dense boolean pattern, built by upstream's own ``sdpa_mask``.
+
+Finding out whether the padding mask hides anything is a device synchronisation, as in upstream's ``sdpa_mask``, and
+what it hides a second one. There is none without a padding mask, and none while tracing, where the padding stays a
+``[B, 1, 1, Tk]`` pattern.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.utils.import_utils import is_tracing
+
+from .compact_mask import CompactMask, MaskGeometry
+
+NEEDS_ADDITIVE_MASK = ("deepseek_v4",)
+"""Models that join a bias to the mask and convert it to the mask's dtype, which turns it round if that is boolean."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A recognised mask: causal or not, the window if there is one, and whether only a pattern can say the rest."""
+
+    is_causal: bool
+    window: int | None = None
+    needs_pattern: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Padding:
+    """What a 2-D padding mask says of a row's keys; integers ``[B]``.
+
+    Attributes:
+        origin: Absolute position of the first key that the row may see, an int where it is the same in all rows.
+        first: Index of the first visible key that is still in the cache.
+        end: Index past the last visible key.
+        pattern: Boolean ``[B, 1, 1, Tk]`` where ``first..end`` has holes, or may have.
+    """
+
+    origin: int | Tensor
+    first: Tensor
+    end: Tensor
+    pattern: Tensor | None
+
+
+def dma_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: PreTrainedConfig | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Return the mask of a forward pass; the interface is Transformers' ``AttentionMaskInterface``.
+
+    Args:
+        batch_size: Batch rows.
+        q_length: Queries in a row.
+        kv_length: Keys in a row.
+        q_offset: Position of query 0, absolute: an int, or a 0-dimensional tensor (static caches).
+        kv_offset: Position of key 0, absolute: above 0 where a sliding cache has dropped keys.
+        mask_function: The pattern, a function of (batch, head, query, key) indices.
+        attention_mask: Padding, boolean ``[B, >= kv_offset + kv_length or less]``; what is missing is invisible.
+        local_size: Sliding window or chunk, if the pattern has one.
+        allow_is_causal_skip: True if the pattern is causal (and local), with nothing else laid over it.
+        allow_is_bidirectional_skip: True if it is bidirectional (and local), with nothing else laid over it.
+        use_vmap: Whether ``mask_function`` must be evaluated with ``vmap``.
+        device: Where the mask is wanted.
+        config: The model's configuration, which tells a window from a chunk.
+        kwargs: What other mask functions need, unused.
+
+    Returns:
+        A :class:`~dma_hf.CompactMask`, ``[B, 1, q_length, kv_length]``; also for plain causal and for full attention.
+        ``None`` would leave it to the layers to know whether they are causal, and some do not (BigBird-Pegasus).
+
+    Raises:
+        ValueError: ``attention_mask`` is not 2-D or has another batch size; the model computes its attention itself, or
+            needs an additive mask.
+    """
+    if config is not None and not torch.compiler.is_dynamo_compiling():
+        refuse_model(config)
+    if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[0] != batch_size):
+        raise ValueError(
+            f"attention_mask must be [{batch_size}, kv_len] (padding) or 4-D, got shape {list(attention_mask.shape)}"
+        )
+    kind = _recognise(
+        mask_function, local_size, kv_length, kv_offset, config, allow_is_causal_skip, allow_is_bidirectional_skip
+    )
+    padding = _read_padding(attention_mask, kv_length, kv_offset)
+    pattern = None if padding is None else padding.pattern
+    if kind.needs_pattern:
+        pattern = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+    origin = 0 if padding is None else padding.origin
+    # The differences are new tensors: a static cache counts in its tensor, before the layers look at the mask.
+    geometry = MaskGeometry(
+        batch=batch_size,
+        q_len=q_length,
+        kv_len=kv_length,
+        is_causal=kind.is_causal,
+        window=kind.window,
+        q_offset=q_offset - origin,
+        kv_offset=kv_offset - origin,
+        kv_range=_visible_range(kind, padding, batch_size, q_length, kv_length, q_offset, kv_offset, device),
+        pattern=pattern,
+        two_sequences=_has_two_sequences(kind, q_length, kv_length, q_offset, kv_offset),
+    )
+    return CompactMask.of(geometry, device)
+
+
+def _recognise(
+    mask_function: Callable[..., Any],
+    local_size: int | None,
+    kv_length: int,
+    kv_offset: int,
+    config: PreTrainedConfig | None,
+    allow_is_causal_skip: bool,
+    allow_is_bidirectional_skip: bool,
+) -> _Kind:
+    """Tell what a pattern is; when in doubt, that only the pattern itself can say."""
+    if mask_function is causal_mask_function:
+        return _Kind(is_causal=True)
+    if mask_function is bidirectional_mask_function:
+        return _Kind(is_causal=False)
+    unknown = _Kind(is_causal=False, needs_pattern=True)
+    if local_size is None or config is None:
+        return unknown
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    is_window, is_chunk = local_size == window, local_size == chunk
+    if is_window == is_chunk:
+        return unknown
+    if allow_is_bidirectional_skip and is_window:
+        return _Kind(is_causal=False, window=local_size if local_size < kv_length - 1 else None)
+    if allow_is_causal_skip and is_window:
+        return _Kind(is_causal=True, window=local_size if local_size < kv_length else None)
+    if allow_is_causal_skip:  # a chunk that holds all keys is no limit
+        return _Kind(is_causal=True, needs_pattern=kv_offset + kv_length > local_size)
+    return unknown
+
+
+def _has_two_sequences(kind: _Kind, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int) -> bool:
+    """Return whether the keys are of another sequence: they are not the queries' own, and no cache holds some more."""
+    if kind.is_causal or kind.needs_pattern or isinstance(q_offset, Tensor):
+        return False
+    return q_length != kv_length and q_offset == 0 and kv_offset == 0
+
+
+def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> _Padding | None:
+    """Summarise a padding mask, ``None`` if it hides nothing. Values come to the host here alone."""
+    if attention_mask is None or kv_length == 0 or attention_mask.shape[0] == 0:
+        return None
+    mask = attention_mask.bool()
+    is_readable = not (is_tracing(mask) or mask.is_meta)
+    missing = kv_offset + kv_length - mask.shape[1]
+    if is_readable and bool(mask.all()):
+        if missing <= 0:
+            return None
+        first = torch.zeros(mask.shape[0], dtype=torch.int64, device=mask.device)
+        return _Padding(0, first, torch.full_like(first, max(kv_length - missing, 0)), None)
+    mask = torch.nn.functional.pad(mask, (0, max(missing, 0)), value=False)
+    seen = mask[:, kv_offset : kv_offset + kv_length]
+    pattern = seen[:, None, None, :]
+    count = seen.sum(-1)
+    first = seen.byte().argmax(-1)
+    end = torch.where(count > 0, kv_length - seen.flip(-1).byte().argmax(-1), 0)
+    origin = mask.byte().argmax(-1)
+    if not is_readable:
+        return _Padding(origin, first, end, pattern)
+    origins, firsts, ends, counts = torch.stack((origin, first, end, count)).tolist()
+    has_holes = any(n != b - a for a, b, n in zip(firsts, ends, counts, strict=True))
+    common = origins[0] if len(set(origins)) == 1 else origin
+    return _Padding(common, first, end, pattern if has_holes else None)
+
+
+def _visible_range(
+    kind: _Kind,
+    padding: _Padding | None,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    device: torch.device | str,
+) -> Tensor | None:
+    """Return the range ``[B, 2]`` of visible keys: not the padding, and not what a static cache has yet to write."""
+    frontier: int | Tensor = q_offset + q_length - kv_offset if kind.is_causal else kv_length
+    is_clipped = isinstance(frontier, Tensor) or frontier < kv_length
+    if padding is None and not is_clipped:
+        return None
+    if padding is None:
+        first = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        end = torch.full_like(first, kv_length)
+    else:
+        first, end = padding.first, padding.end
+    if is_clipped:
+        end = torch.minimum(end, frontier) if isinstance(frontier, Tensor) else end.clamp(max=frontier)
+    return torch.stack((first, end), dim=-1)
+
+
+@cache
+def built_in_attention(config_module: str) -> str | None:
+    """Return the name of an attention class that ``attn_implementation`` does not reach, if a model has such.
+
+    Transformers accepts any registered name for models that compute their attention themselves, and they would add a
+    boolean mask, or none at all, to their scores: a wrong number instead of an error.
+
+    Args:
+        config_module: Where the model's configuration class is defined; the modelling code beside it is looked at, if
+            it is loaded.
+    """
+    module = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
+    if module is None or "ALL_ATTENTION_FUNCTIONS" in vars(module):
+        return None
+    for name, value in vars(module).items():
+        is_layer = "Attention" in name and isinstance(value, type) and issubclass(value, nn.Module)
+        if is_layer and value.__module__ == module.__name__:
+            return name
+    return None
+
+
+def refuse_model(config: PreTrainedConfig) -> None:
+    """Refuse the models that would compute something else with this mask, without an error of their own.
+
+    Raises:
+        ValueError: The attention is built in, see :func:`built_in_attention`, or needs an additive mask.
+    """
+    if config.model_type in NEEDS_ADDITIVE_MASK:
+        raise ValueError(
+            f"attn_implementation='dma_mxfp' has a boolean mask, and {config.model_type} needs an additive one; "
+            "load it with attn_implementation='eager'"
+        )
+    name = built_in_attention(type(config).__module__)
+    if name is not None:
+        raise ValueError(
+            f"attn_implementation='dma_mxfp' does not reach {name}: models with {type(config).__name__} compute their "
+            "attention themselves; load them with attn_implementation='eager'"
+        )

@@ -1,0 +1,175 @@
+"""What ``dma_mxfp`` cannot compute: finding it, saying so, and the counted way out through SDPA."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from dma_kernels.api import MAX_HEAD_DIM, MIN_HEAD_DIM
+from torch import Tensor, nn
+from transformers.utils import output_capturing
+
+HARMLESS = frozenset(
+    {
+        # Handed down from the model's forward; they concern other layers, the output or the caches.
+        *("position_ids", "cache_position", "use_cache", "past_key_values", "return_dict", "training"),
+        *("output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep", "labels"),
+        *("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "position_embeddings"),
+        # Hints for FlashAttention. The packing that they describe is checked for in `find`.
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "deterministic"),
+        *("kernel_options", "target_dtype", "implementation"),
+    }
+)
+"""Keyword arguments that models pass to an attention function and that do not change its result."""
+
+WAY_OUT = "load the model with attn_implementation='sdpa' or 'eager'"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A call that the backend cannot compute.
+
+    Attributes:
+        option: What is to blame; fallbacks are counted under this name.
+        asked: What came.
+        way_out: What to do instead.
+        sdpa_can: Whether Transformers' SDPA attention computes it.
+    """
+
+    option: str
+    asked: str
+    way_out: str
+    sdpa_can: bool = False
+
+    def error(self) -> ValueError:
+        """Return the error that says so."""
+        hint = ", or allow SDPA for such calls with on_unsupported='sdpa'" if self.sdpa_can else ""
+        return ValueError(f"dma_mxfp attention does not support {self.option}: {self.asked}; {self.way_out}{hint}")
+
+
+def find(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout: float,
+    position_bias: Tensor | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    is_packed_elsewhere: bool,
+    others: Mapping[str, Any],
+) -> Refusal | None:
+    """Return why a call cannot be computed, or ``None`` if it can.
+
+    Args:
+        module: The attention layer.
+        query: ``[B, Hq, Tq, D]``.
+        key: ``[B, Hkv, Tk, D]``.
+        value: ``[B, Hkv, Tk, Dv]``.
+        dropout: Probability of dropping an attention weight.
+        position_bias: Addend of the scores.
+        softcap: Cap of the scores.
+        s_aux: Sink logits.
+        is_packed_elsewhere: Whether the mask already keeps packed sequences apart.
+        others: Keyword arguments that the adapter has no parameter for.
+    """
+    refusal = _find_argument(others, is_packed_elsewhere)
+    if refusal is not None:
+        return refusal
+    can = softcap is None and s_aux is None
+    if position_bias is not None:
+        asked = f"the model adds one of shape {list(position_bias.shape)} to its scores"
+        return Refusal("position_bias", asked, WAY_OUT, sdpa_can=can)
+    if dropout > 0:
+        asked = f"dropout={dropout} was asked for"
+        return Refusal("dropout", asked, "call model.eval(), or set the attention dropout in the config to 0", can)
+    if torch.is_grad_enabled() and (module.training or torch.compiler.is_compiling()):
+        tensors = (("query", query), ("key", key), ("value", value), ("s_aux", s_aux))
+        asked_of = [name for name, tensor in tensors if tensor is not None and tensor.requires_grad]
+        if asked_of:
+            asked = f"{', '.join(asked_of)} require one, in {'training' if module.training else 'a compiled'} forward"
+            return Refusal("gradients", asked, "use torch.no_grad(), or model.eval(); to train, " + WAY_OUT, can)
+    for name, tensor in (("query", query), ("value", value)):
+        if not MIN_HEAD_DIM <= tensor.shape[-1] <= MAX_HEAD_DIM:
+            asked = f"{name} has {tensor.shape[-1]}, expected {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+            return Refusal("this head_dim", asked, WAY_OUT, can)
+    return None
+
+
+def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refusal | None:
+    for name, value in others.items():
+        if value is None or name in HARMLESS:
+            continue
+        if name == "output_attentions":
+            if not value:
+                continue
+            return _no_attention_weights(f"{name}={value}")
+        if name == "cache":
+            asked = f"a paged cache ({type(value).__name__}) was passed, as generate_batch does"
+            return Refusal("continuous batching", asked, "use generate(), or " + WAY_OUT)
+        asked = f"{name}={_brief(value)} was passed and may change the result"
+        return Refusal(f"the argument {name!r}", asked, "leave it out, or " + WAY_OUT)
+    if _is_collecting_attentions():
+        return _no_attention_weights("output_attentions=True")
+    lengths = others.get("cu_seq_lens_q")
+    if isinstance(lengths, Tensor) and lengths.numel() > 2 and not is_packed_elsewhere:
+        asked = f"cu_seq_lens_q packs {lengths.numel() - 1} sequences that the mask does not keep apart"
+        way_out = "pass position_ids that start again with each sequence, no attention_mask, and use_cache=False"
+        return Refusal("packing by cu_seq_lens_q", asked, way_out)
+    return None
+
+
+def _no_attention_weights(asked: str) -> Refusal:
+    way_out = "attention weights are never materialised; load the model with attn_implementation='eager'"
+    return Refusal("output_attentions", f"{asked} was asked for", way_out)
+
+
+def _is_collecting_attentions() -> bool:
+    """Return whether the model hooks its layers for attention weights; not every model passes the argument down."""
+    if torch.compiler.is_compiling():
+        return False
+    collector = getattr(
+        output_capturing, "_active_collector", None
+    )  # private: without it, the layer's argument decides
+    collected: Any = None if collector is None else collector.get()
+    return bool(collected) and any(name.endswith("attentions") for name in collected)
+
+
+def _brief(value: Any) -> str:
+    return f"Tensor{list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+
+
+_counts: Counter[str] = Counter()
+_lock = threading.Lock()
+
+
+def fallback_counts() -> dict[str, int]:
+    """Return how many attention calls have run SDPA instead, for each unsupported option; a compiled call once."""
+    with _lock:
+        return dict(_counts)
+
+
+def reset_fallback_counts() -> None:
+    """Forget all fallbacks; the next one of each option warns again."""
+    with _lock:
+        _counts.clear()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def note_fallback(option: str, asked: str) -> None:
+    """Count a fallback, and warn at the first one of its option."""
+    with _lock:
+        _counts[option] += 1
+        is_first = _counts[option] == 1
+    if is_first:
+        warnings.warn(
+            f"dma_mxfp attention does not support {option} ({asked}); such calls run SDPA, as on_unsupported='sdpa' "
+            "allows. dma_hf.fallback_counts() tells how many.",
+            stacklevel=3,
+        )
