@@ -136,7 +136,7 @@ def attention(
         q_base, q_rows = (kv_base + kv_len - q_len, kv_rows) if is_causal else (0, None)
     else:
         q_base, q_rows = _split_offset("q_offset", q_offset, query)
-    out, lse = _attention(
+    arguments = (
         query,
         key,
         value,
@@ -152,8 +152,11 @@ def attention(
         float(scale),
         None if softcap is None else float(softcap),
         backend,
-        **{name: getattr(recipe, name) for name in RECIPE_FIELDS},
     )
+    if _needs_op(query, key, value, sinks):
+        out, lse = _attention(*arguments, **{name: getattr(recipe, name) for name in RECIPE_FIELDS})
+    else:
+        out, lse = _compute(*arguments, recipe)
     return (out, lse) if return_lse else out
 
 
@@ -176,8 +179,20 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     return "triton" if device.type == "cuda" and reason is None else "reference"
 
 
-@torch.library.custom_op("dma_kernels::attention", mutates_args=())
-def _attention(
+def _needs_op(*tensors: Tensor | None) -> bool:
+    """Whether something looks on that has to see one operation: a compiler, autograd, a tensor mode or subclass.
+
+    Otherwise the backend is called directly, which spares some 70 microseconds of dispatching a call.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    given = [tensor for tensor in tensors if tensor is not None]
+    if any(type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta for tensor in given):
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+
+
+def _compute(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -193,35 +208,9 @@ def _attention(
     scale: float,
     softcap: float | None,
     backend: str,
-    low: str,
-    low_q: str | None,
-    low_k: str | None,
-    high: str,
-    diagonal_tiles: int,
-    sink_tiles: int,
-    scale_rounding: str,
-    shared_scale: str,
-    smooth_k: bool,
-    rotate: bool,
-    pv: str,
+    recipe: Recipe,
 ) -> tuple[Tensor, Tensor]:
-    """Run a backend, resolved in here because the compiler cannot trace questions to the device.
-
-    A custom op takes plain arguments only, hence the recipe field by field.
-    """
-    recipe = Recipe(
-        low=low,
-        low_q=low_q,
-        low_k=low_k,
-        high=high,
-        diagonal_tiles=diagonal_tiles,
-        sink_tiles=sink_tiles,
-        scale_rounding=scale_rounding,
-        shared_scale=shared_scale,
-        smooth_k=smooth_k,
-        rotate=rotate,
-        pv=pv,
-    )
+    """Run a backend, resolved in here because a compiler cannot trace questions to the device."""
     if resolve_backend(backend, query.device, query.dtype) == "triton":
         return attention_triton(
             query,
@@ -253,6 +242,69 @@ def _attention(
     )
     out, lse = attention_reference(query, key, value, geometry, recipe, scale=scale, softcap=softcap, sinks=sinks)
     return out, lse
+
+
+@torch.library.custom_op("dma_kernels::attention", mutates_args=())
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_offset: int,
+    kv_offset: int,
+    q_offset_rows: Tensor | None,
+    kv_offset_rows: Tensor | None,
+    kv_range: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+    low: str,
+    low_q: str | None,
+    low_k: str | None,
+    high: str,
+    diagonal_tiles: int,
+    sink_tiles: int,
+    scale_rounding: str,
+    shared_scale: str,
+    smooth_k: bool,
+    rotate: bool,
+    pv: str,
+) -> tuple[Tensor, Tensor]:
+    """Run a backend. A custom op takes plain arguments only, hence the recipe field by field."""
+    recipe = Recipe(
+        low=low,
+        low_q=low_q,
+        low_k=low_k,
+        high=high,
+        diagonal_tiles=diagonal_tiles,
+        sink_tiles=sink_tiles,
+        scale_rounding=scale_rounding,
+        shared_scale=shared_scale,
+        smooth_k=smooth_k,
+        rotate=rotate,
+        pv=pv,
+    )
+    return _compute(
+        query,
+        key,
+        value,
+        q_offset,
+        kv_offset,
+        q_offset_rows,
+        kv_offset_rows,
+        kv_range,
+        mask,
+        sinks,
+        is_causal,
+        window,
+        scale,
+        softcap,
+        backend,
+        recipe,
+    )
 
 
 @_attention.register_fake

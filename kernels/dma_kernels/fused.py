@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 import triton
@@ -29,7 +30,12 @@ def device_arch(device: torch.device) -> int:
     """Return the compute capability of a CUDA device, major times ten plus minor."""
     if device.type == "cpu" and is_interpreted():
         return INTERPRETED_ARCH
-    major, minor = torch.cuda.get_device_capability(device)
+    return _cuda_arch(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cuda_arch(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
 
 
