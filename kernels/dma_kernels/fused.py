@@ -78,7 +78,7 @@ def attention_triton(
     interpreted = is_interpreted()
     on_device = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()
     with on_device:
-        if select_lowering(recipe, arch) == "integer":
+        if select_lowering(recipe, arch) == "8bit":
             k_high, k_low, k_factor, v_low, v_factor = quantize_keys_values(
                 key, value, recipe, kv_offset=kv_offset, rows=rows, is_interpreted=interpreted
             )
@@ -122,7 +122,8 @@ def attention_triton(
             mask=mask,
             scale=scale,
             tiles=tiles,
-            use_tma=arch >= 90,
+            # A descriptor's rows start at multiples of 16 bytes.
+            use_tma=arch >= 90 and query.shape[3] % 8 == 0,
             is_interpreted=interpreted,
         )
 

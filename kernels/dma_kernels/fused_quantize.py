@@ -1,4 +1,4 @@
-"""Fused quantisers in Triton for the ``integer`` lowering of :mod:`dma_kernels.operands`.
+"""Fused quantisers in Triton for the ``8bit`` lowering of :mod:`dma_kernels.operands`.
 
 Keys and values are read twice and written once: a first pass gathers, tile by tile, what needs the whole sequence (the
 mean key that ``smooth_k`` subtracts and the largest value of each channel), a second one writes every operand. Queries
@@ -236,7 +236,7 @@ ELEMENTS = {"mxfp8": Element(E4M3, torch.float8_e4m3fn, 1.0), "mxint8": Element(
 def quantize_keys_values(
     key: Tensor, value: Tensor, recipe: Recipe, *, kv_offset: int, rows: Tensor | None, is_interpreted: bool
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Write the key and value operands of the ``integer`` lowering.
+    """Write the key and value operands of the ``8bit`` lowering.
 
     Args:
         key: 16-bit ``[B, Hkv, Tk, D]``, any strides.
@@ -299,7 +299,7 @@ def quantize_keys_values(
 
 
 def quantize_queries(query: Tensor, recipe: Recipe, *, is_interpreted: bool) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Write the query operands of the ``integer`` lowering, from ``[B, Hq, Tq, D]`` of any strides.
+    """Write the query operands of the ``8bit`` lowering, from ``[B, Hq, Tq, D]`` of any strides.
 
     Returns:
         As :class:`~dma_kernels.operands.Operands` has them: ``q_high`` (``None`` if it is the query itself), ``q_low``

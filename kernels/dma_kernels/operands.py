@@ -2,7 +2,7 @@
 
 There are two lowerings.
 
-``integer``
+``8bit``
     For recipes whose low queries and keys are MXINT8 or MXFP8 with ``shared_scale = "tile"`` and whose high tiles are
     unquantised. Low scores are products of the 8-bit elements themselves on INT8 or FP8 matrix units, times one factor
     per query row and one per key tile; no factor is spent on a single score. Values of ``pv = "fp8"`` stay in E4M3 too.
@@ -27,8 +27,6 @@ from torch import Tensor
 from .formats import UNQUANTIZED, SharedScale
 from .preparation import prepare_operands
 from .recipe import Recipe
-
-LOWERINGS = ("integer", "portable")
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,13 @@ class Operands:
 
 def select_lowering(recipe: Recipe, arch: int) -> str:
     """Return the lowering of a recipe on a chip of compute capability ``arch`` (90 is Hopper): see the module."""
-    is_integer = (
+    has_8bit_scores = (
         recipe.query_low == recipe.key_low
         and recipe.key_low in ("mxint8", "mxfp8")
         and recipe.shared_scale == SharedScale.TILE
         and recipe.high == UNQUANTIZED
     )
-    return "integer" if is_integer and arch >= 89 else "portable"
+    return "8bit" if has_8bit_scores and arch >= 89 else "portable"
 
 
 def prepare_portable(

@@ -131,6 +131,22 @@ def _load_transposed(base, column, stride, D: tl.constexpr, BLOCK_D: tl.constexp
 
 
 @triton.jit
+def _load_values(
+    v_desc, v_base, v_row, aligned, index, stride_t, stride_d, kv_len,
+    PV: tl.constexpr, USE_TMA: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Load the values of a key block, ``[BLOCK_N, BLOCK_DV]``: FP8 from aligned storage, else the caller's own."""
+    if PV == "fp8":
+        if USE_TMA:
+            v = tl.trans(v_desc.load([v_row, aligned]))
+        else:
+            v = _load_transposed(v_base, aligned, stride_t, DV, BLOCK_DV, BLOCK_N)
+    else:
+        v = _load_rows(v_base, index + tl.arange(0, BLOCK_N), stride_t, stride_d, kv_len, DV, BLOCK_DV)
+    return v
+
+
+@triton.jit
 def _block_range(start, end, SHIFT: tl.constexpr):
     """Return the first block of a range of positions and the one past its last; equal for an empty range."""
     first = start >> SHIFT
@@ -262,13 +278,10 @@ def _prefill_kernel(
             visible_start, visible_end, window, mask_base, stride_mq, stride_mk, q_start, q_end, k_start,
             (position < inner_start) | (position + BLOCK_N > inner_end), IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK,
         )  # fmt: skip
-        if PV == "fp8":
-            if USE_TMA:
-                v = tl.trans(v_desc.load([v_row, position - aligned_start]))
-            else:
-                v = _load_transposed(v_base, position - aligned_start, stride_vt, DV, BLOCK_DV, BLOCK_N)
-        else:
-            v = _load_rows(v_base, position - k_start + o_n, stride_vt, stride_vd, kv_len, DV, BLOCK_DV)
+        v = _load_values(
+            v_desc, v_base, v_row, position - aligned_start, position - k_start, stride_vt, stride_vd, kv_len,
+            PV, USE_TMA, DV, BLOCK_DV, BLOCK_N,
+        )  # fmt: skip
         acc, l_i, m_i = _attend(acc, l_i, m_i, s, factor, v, True, PV, IS_INTERPRETED)
 
     if HAS_LOW:
@@ -310,13 +323,10 @@ def _prefill_kernel(
                 position + o_n, visible_start, visible_end, window, mask_base, stride_mq, stride_mk, q_start, q_end,
                 k_start, True, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK,
             )  # fmt: skip
-            if PV == "fp8":
-                if USE_TMA:
-                    v = tl.trans(v_desc.load([v_row, position - aligned_start]))
-                else:
-                    v = _load_transposed(v_base, position - aligned_start, stride_vt, DV, BLOCK_DV, BLOCK_N)
-            else:
-                v = _load_rows(v_base, position - k_start + o_n, stride_vt, stride_vd, kv_len, DV, BLOCK_DV)
+            v = _load_values(
+                v_desc, v_base, v_row, position - aligned_start, position - k_start, stride_vt, stride_vd, kv_len,
+                PV, USE_TMA, DV, BLOCK_DV, BLOCK_N,
+            )  # fmt: skip
             acc, l_i, m_i = _attend(acc, l_i, m_i, s, factor, v, True, PV, IS_INTERPRETED)
 
         # ---- low tiles that every row sees whole: [c_in, c_out), [d_in, d_out)
@@ -338,13 +348,10 @@ def _prefill_kernel(
                     mask_base, stride_mq, stride_mk, q_start, q_end, k_start,
                     False, IS_CAUSAL, HAS_WINDOW, True, False,
                 )  # fmt: skip
-            if PV == "fp8":
-                if USE_TMA:
-                    v = tl.trans(v_desc.load([v_row, position - aligned_start]))
-                else:
-                    v = _load_transposed(v_base, position - aligned_start, stride_vt, DV, BLOCK_DV, BLOCK_N)
-            else:
-                v = _load_rows(v_base, position - k_start + o_n, stride_vt, stride_vd, kv_len, DV, BLOCK_DV)
+            v = _load_values(
+                v_desc, v_base, v_row, position - aligned_start, position - k_start, stride_vt, stride_vd, kv_len,
+                PV, USE_TMA, DV, BLOCK_DV, BLOCK_N,
+            )  # fmt: skip
             acc, l_i, m_i = _attend(acc, l_i, m_i, s, block_factor, v, HAS_SOFTCAP, PV, IS_INTERPRETED)
 
     o_d = tl.arange(0, BLOCK_DV)

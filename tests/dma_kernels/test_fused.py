@@ -18,7 +18,7 @@ SHORT = ("causal", "chunk", "bidirectional", "left-padded", "window")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_integer_lowering_matches_the_reference(case: str) -> None:
+def test_8bit_lowering_matches_the_reference(case: str) -> None:
     assert_matches_reference(CASES[case], RECIPES["int8"], torch.float16, "cpu")
 
 
@@ -39,10 +39,10 @@ def test_chips_without_tensor_copies_match_the_reference(case: str, arch: int, m
     ("recipe", "arch", "lowering"),
     [
         ("int8", 80, "portable"),
-        ("int8", 89, "integer"),
-        ("int8", 90, "integer"),
-        ("int8", 100, "integer"),
-        ("e4m3-rotated", 90, "integer"),
+        ("int8", 89, "8bit"),
+        ("int8", 90, "8bit"),
+        ("int8", 100, "8bit"),
+        ("e4m3-rotated", 90, "8bit"),
         ("nvfp4", 90, "portable"),
         ("paper", 90, "portable"),
         ("identity", 90, "portable"),

@@ -1,0 +1,134 @@
+"""Tiny configurations of many architectures, for random models that are built in milliseconds, without the Hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+VOCABULARY = 97
+WINDOW = 24
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+HYBRID: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ENCODER: dict[str, Any] = {key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "head_dim")}
+BART: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture with a tiny configuration.
+
+    Attributes:
+        model: The model's class in Transformers.
+        config: Its configuration's class.
+        sizes: Arguments of the configuration.
+        reference: The implementation to compare with: ``sdpa``, or ``eager`` where that is all the model has.
+        window: Whether a layer has a sliding window or chunks.
+    """
+
+    model: str
+    config: str
+    sizes: dict[str, Any]
+    reference: str = "sdpa"
+    window: bool = False
+
+    def build(self, implementation: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+        """Return a random model in evaluation mode; the same weights for the same seed."""
+        torch.manual_seed(seed)
+        config = getattr(transformers, self.config)(**(self.sizes | changes))
+        return getattr(transformers, self.model)._from_config(config, attn_implementation=implementation).eval()
+
+
+DECODERS: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", "LlamaConfig", SIZES),
+    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", {k: v for k, v in SIZES.items() if k != "head_dim"}),
+    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", SIZES),
+    "mistral": Family("MistralForCausalLM", "MistralConfig", SIZES | {"sliding_window": WINDOW}, window=True),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", "Gemma2Config", SIZES | HYBRID | {"attn_logit_softcapping": 5.0}, "eager", window=True
+    ),
+    "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", SIZES | HYBRID, window=True),
+    "phi3": Family("Phi3ForCausalLM", "Phi3Config", SIZES | {"sliding_window": WINDOW}, window=True),
+    "gpt_oss": Family("GptOssForCausalLM", "GptOssConfig", SIZES | HYBRID | MOE, "eager", window=True),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024, "pad_token_id": 0}
+        | {"bos_token_id": 1, "eos_token_id": None},
+    ),
+    "granite": Family("GraniteForCausalLM", "GraniteConfig", SIZES | {"attention_multiplier": 0.2}),
+    "cohere2": Family("Cohere2ForCausalLM", "Cohere2Config", SIZES | HYBRID, window=True),
+    "llama4": Family(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        SIZES
+        | {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": WINDOW}
+        | {"intermediate_size_mlp": 64, "num_local_experts": 2, "moe_layers": [1]},
+        window=True,
+    ),
+    "deepseek_v3": Family(  # value head dim 24, key head dim 16 + 16
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        SIZES
+        | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16}
+        | {"qk_nope_head_dim": 16, "v_head_dim": 24, "first_k_dense_replace": 2, "n_routed_experts": 4, "n_group": 1},
+    ),
+    "bigbird_pegasus": Family("BigBirdPegasusForCausalLM", "BigBirdPegasusConfig", BART, "eager"),
+}
+
+ENCODERS: dict[str, Family] = {
+    "bert": Family("BertForMaskedLM", "BertConfig", ENCODER),
+    "modernbert": Family(
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        ENCODER
+        | {"local_attention": WINDOW, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
+        | {"layer_types": ["full_attention", "sliding_attention"]},
+        window=True,
+    ),
+}
+
+SEQ2SEQ: dict[str, Family] = {
+    "whisper": Family(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        BART | {"num_mel_bins": 20, "max_source_positions": 150, "max_target_positions": 512},
+    ),
+    "bart": Family("BartForConditionalGeneration", "BartConfig", BART),
+}
+
+FAMILIES = DECODERS | ENCODERS | SEQ2SEQ
+
+IDENTITY = {"low": "bf16", "high": "bf16", "pv": "bf16", "smooth_k": False, "rotate": False, "shared_scale": "block"}
+"""The configuration that quantises nothing: the rule is then ordinary attention."""
