@@ -1,0 +1,108 @@
+"""Tiny random models of many architectures, in pairs: Transformers' own attention beside ``dma_mxfp``.
+
+A test that takes ``decoder``, ``encoder`` or ``seq2seq`` runs once for each family of that kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import DECODERS, ENCODERS, FAMILIES, IDENTITY, SEQ2SEQ, VOCABULARY, Family
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import dma_hf
+
+KINDS = {"decoder": DECODERS, "encoder": ENCODERS, "seq2seq": SEQ2SEQ}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests that take a kind of architecture once for each family of it."""
+    for kind, families in KINDS.items():
+        if kind in metafunc.fixturenames:
+            metafunc.parametrize(kind, [pytest.param(family, id=name) for name, family in families.items()])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: a second thread costs more than it gives, above all beside other test workers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    """The attention is for inference; tests that want gradients enable them."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_fallbacks() -> Iterator[None]:
+    """No test sees the fallbacks of another."""
+    dma_hf.reset_fallback_counts()
+    yield
+    dma_hf.reset_fallback_counts()
+
+
+@pytest.fixture
+def identity() -> dict[str, Any]:
+    """The configuration that quantises nothing: the rule is then ordinary attention."""
+    return dict(IDENTITY)
+
+
+@pytest.fixture
+def model_pair() -> Callable[[Family], tuple[PreTrainedModel, PreTrainedModel]]:
+    """Two models with the same weights: the reference implementation, and ``dma_mxfp`` that quantises nothing."""
+    return _model_pair
+
+
+@pytest.fixture
+def families() -> dict[str, Family]:
+    """Every family by its name."""
+    return FAMILIES
+
+
+def _model_pair(family: Family) -> tuple[PreTrainedModel, PreTrainedModel]:
+    return _cached_pair(next(name for name, other in FAMILIES.items() if other is family))
+
+
+@cache
+def _cached_pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    family = FAMILIES[name]
+    reference, model = family.build(family.reference), family.build("dma_mxfp")
+    model.load_state_dict(reference.state_dict())
+    dma_hf.configure(model, IDENTITY)
+    return reference, model
+
+
+@pytest.fixture
+def token_ids() -> Callable[..., Tensor]:
+    """Random token ids ``[batch, length]`` without special tokens; the same for the same arguments."""
+
+    def make(batch: int, length: int, seed: int = 1) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+    return make
+
+
+@pytest.fixture
+def assert_same() -> Callable[..., None]:
+    """Compare logits ``[B, T, V]`` to fp32 rounding, 1e-5 of the largest, at real tokens alone."""
+
+    def check(actual: Tensor, expected: Tensor, real: Tensor | None = None, tolerance: float = 1e-5) -> None:
+        assert actual.shape == expected.shape
+        if real is not None:
+            actual, expected = actual[real.bool()], expected[real.bool()]
+        assert torch.isfinite(actual).all()
+        error = (actual - expected).abs().max() / expected.abs().max()
+        assert error <= tolerance, f"relative error {error:.2e}"
+
+    return check

@@ -1,0 +1,127 @@
+"""The same sequence gives the same numbers however it is computed: at once, token by token, or beside padding.
+
+Under every preset, without smoothing: the mean key depends on how many keys there are. Lengths cross several tiles of
+128, so that low, diagonal and sink tiles all occur. In fp64, where no rounding error of another order of summation
+carries a number across the border between two codes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import dma_hf
+
+LENGTH, PREFILL = 430, 372  # the last tile begins at 384
+WINDOW = 300
+PADDING = 77  # no multiple of a tile
+
+SETTINGS = {
+    "balanced": {},
+    "fp4": {},
+    "paper": {},
+    "no band": {"low": "mxfp8", "shared_scale": "row", "diagonal_tiles": 0, "sink_tiles": 0},
+    "mxint8": {"low": "mxint8", "sink_tiles": 2},
+}
+MODELS = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "gemma3": ("gemma3", {"sliding_window": WINDOW}),
+}
+TOLERANCE = 1e-6  # some layers compute in fp32
+
+
+@pytest.fixture(params=SETTINGS)
+def setting(request):
+    name = request.param
+    base = dma_hf.preset(name if name in dma_hf.PRESETS else "balanced")
+    return base.with_changes(smooth_k=False, **SETTINGS[name])
+
+
+def _model(families, name, setting):
+    family, changes = MODELS[name]
+    model = families[family].build("dma_mxfp", **changes).double()
+    dma_hf.configure(model, setting)
+    return model
+
+
+def _decode(model, ids, cache, mask=None):
+    """Logits of a prefill followed by single tokens."""
+    steps = []
+    for start, end in [(0, PREFILL), *((i, i + 1) for i in range(PREFILL, LENGTH))]:
+        arguments = {}
+        if mask is not None:
+            position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:end]
+            arguments = {"attention_mask": mask[:, :end], "position_ids": position_ids}
+        steps.append(model(ids[:, start:end], past_key_values=cache, **arguments).logits)
+    return torch.cat(steps, 1)
+
+
+def test_quantising_changes_something(families, setting, identity, token_ids):
+    """Else the other tests of this module would pass for a backend that ignores its settings."""
+    model = _model(families, "llama", setting)
+    ids = token_ids(1, LENGTH)
+    quantized = model(ids).logits
+    dma_hf.configure(model, identity)
+    error = (quantized - model(ids).logits).abs().max() / quantized.abs().max()
+    assert 1e-4 < error < 0.2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_token_by_token_is_one_forward(name, setting, families, token_ids, assert_same):
+    model = _model(families, name, setting)
+    ids = token_ids(1, LENGTH)
+    decoded = _decode(model, ids, DynamicCache(config=model.config))
+    assert_same(decoded, model(ids).logits, tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_static_cache_is_one_forward(name, setting, families, token_ids, assert_same):
+    model = _model(families, name, setting)
+    ids = token_ids(1, LENGTH)
+    decoded = _decode(model, ids, StaticCache(config=model.config, max_cache_len=LENGTH + 50))
+    assert_same(decoded, model(ids).logits, tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_chunked_prefill_is_one_forward(name, setting, families, token_ids, assert_same):
+    model = _model(families, name, setting)
+    ids = token_ids(1, LENGTH)
+    cache = DynamicCache(config=model.config)
+    chunks = [model(chunk, past_key_values=cache).logits for chunk in ids.split([100, 200, 7, 123], dim=1)]
+    assert_same(torch.cat(chunks, 1), model(ids).logits, tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("smooth_k", [False, True], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_left_padded_row_is_the_row_alone(name, smooth_k, setting, families, token_ids, assert_same):
+    model = _model(families, name, setting.with_changes(smooth_k=smooth_k))
+    ids = token_ids(2, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[0, :PADDING] = 0
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    batch = model(ids, attention_mask=mask, position_ids=position_ids).logits
+    assert_same(batch[:1, PADDING:], model(ids[:1, PADDING:]).logits, tolerance=TOLERANCE)
+    assert_same(batch[1:], model(ids[1:]).logits, tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_left_padded_row_decodes_as_alone(name, setting, families, token_ids, assert_same):
+    """Also after the sliding cache of the row has dropped the padding and the first real keys."""
+    model = _model(families, name, setting)
+    ids = token_ids(2, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[0, :PADDING] = 0
+    decoded = _decode(model, ids, DynamicCache(config=model.config), mask)
+    alone = model(ids[:1, PADDING:]).logits
+    assert_same(decoded[:1, PADDING:], alone, tolerance=TOLERANCE)
+
+
+def test_right_padded_row_is_the_row_alone(setting, families, token_ids, assert_same):
+    model = _model(families, "llama", setting)
+    ids = token_ids(2, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[0, -PADDING:] = 0
+    batch = model(ids, attention_mask=mask).logits
+    assert_same(batch[:1, :-PADDING], model(ids[:1, :-PADDING]).logits, tolerance=TOLERANCE)

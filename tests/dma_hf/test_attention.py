@@ -1,0 +1,421 @@
+"""The attention function on its own: what it computes in odd corners, and what it refuses."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig
+from transformers.masking_utils import bidirectional_mask_function
+from transformers.models.bart.modeling_bart import BartAttention
+from transformers.models.bert.modeling_bert import BertCrossAttention, BertSelfAttention
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+import dma_hf
+from dma_hf import attention as adapter
+from dma_hf import dma_attention_forward, dma_mask
+
+TOKENS = 9
+
+
+class _Layer(nn.Module):
+    """An attention layer as the function sees it."""
+
+    def __init__(self, config=None, **attributes):
+        super().__init__()
+        self.config = LlamaConfig()
+        self.config.dma_mxfp = config
+        self.is_causal = True
+        self.num_key_value_groups = 2
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self.eval()
+
+
+@pytest.fixture
+def layer(identity):
+    return _Layer(identity)
+
+
+def _states(q_len=TOKENS, kv_len=TOKENS, batch=2, head_dim=16, value_dim=16, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((batch, 4, q_len, head_dim), (batch, 2, kv_len, head_dim), (batch, 2, kv_len, value_dim))
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+
+
+def _expected(query, key, value, **arguments):
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **arguments).transpose(1, 2)
+
+
+def _same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+class TestResult:
+    """What comes out."""
+
+    def test_it_is_causal_attention_laid_out_for_the_model(self, layer):
+        out, weights = dma_attention_forward(layer, *_states(), None)
+        assert weights is None
+        assert out.shape == (2, TOKENS, 4, 16)
+        assert out.is_contiguous()
+        _same(out, _expected(*_states(), is_causal=True))
+
+    def test_causality_comes_from_the_argument_then_from_the_layer(self, identity):
+        full = _expected(*_states())
+        _same(dma_attention_forward(_Layer(identity), *_states(), None, is_causal=False)[0], full)
+        _same(dma_attention_forward(_Layer(identity, is_causal=False), *_states(), None)[0], full)
+
+    def test_fewer_queries_than_keys_are_the_last_ones(self, layer):
+        out, _ = dma_attention_forward(layer, *_states(q_len=3), None)
+        mask = torch.ones(3, TOKENS, dtype=torch.bool).tril(TOKENS - 3)
+        _same(out, _expected(*_states(q_len=3), attn_mask=mask))
+
+    def test_the_mask_outweighs_the_flags(self, layer):
+        mask = dma_mask(
+            2, TOKENS, TOKENS, mask_function=lambda b, h, q, k: (k >= 0) & (q >= 0), allow_is_causal_skip=False
+        )
+        out, _ = dma_attention_forward(layer, *_states(), mask, is_causal=True, sliding_window=2)
+        _same(out, _expected(*_states()))
+
+    def test_a_mask_that_hides_nothing_fits_every_length(self, layer):
+        """Encoders that add tokens of their own; with SDPA they get no mask at all."""
+        full = {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False}
+        out, _ = dma_attention_forward(layer, *_states(), dma_mask(2, TOKENS - 1, TOKENS - 1, **full))
+        _same(out, _expected(*_states()))
+
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+    def test_a_window_counts_without_a_mask(self, layer, is_causal):
+        """Bidirectional as in FlashAttention: the window's own end is outside."""
+        out, _ = dma_attention_forward(layer, *_states(), None, is_causal=is_causal, sliding_window=3)
+        distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+        mask = (distance >= 0) & (distance < 3) if is_causal else distance.abs() <= 2
+        _same(out, _expected(*_states(), attn_mask=mask))
+
+    def test_scaling_softcap_and_sinks(self, layer):
+        query, key, value = _states()
+        sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+        out, _ = dma_attention_forward(layer, query, key, value, None, scaling=0.3, softcap=2.0, s_aux=sinks)
+        scores = 2.0 * torch.tanh(query @ key.repeat_interleave(2, 1).mT * 0.3 / 2.0)
+        scores = scores.masked_fill(~torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(), -torch.inf)
+        scores = torch.cat((scores, sinks.view(1, 4, 1, 1).expand(2, 4, TOKENS, 1)), dim=-1)
+        expected = scores.softmax(-1)[..., :-1] @ value.repeat_interleave(2, 1)
+        _same(out, expected.transpose(1, 2))
+
+    def test_a_value_head_dim_of_its_own(self, layer):
+        states = _states(value_dim=40)
+        out, _ = dma_attention_forward(layer, *states, None)
+        _same(out, _expected(*states, is_causal=True))
+
+    def test_rows_that_see_nothing_are_zero(self, layer):
+        hidden = torch.ones(2, TOKENS, dtype=torch.bool)
+        hidden[0] = False
+        out, _ = dma_attention_forward(layer, *_states(), dma_mask(2, TOKENS, TOKENS, attention_mask=hidden))
+        assert torch.equal(out[0], torch.zeros_like(out[0]))
+        _same(out[1], _expected(*_states(), is_causal=True)[1])
+        dense = torch.zeros(2, 1, TOKENS, TOKENS)
+        dense[0] = torch.finfo(torch.float32).min
+        assert torch.equal(dma_attention_forward(layer, *_states(), dense)[0][0], torch.zeros_like(out[0]))
+
+    @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (0, 0), (3, 0)])
+    def test_empty_inputs(self, layer, q_len, kv_len):
+        mask = dma_mask(2, q_len, kv_len, attention_mask=torch.ones(2, kv_len, dtype=torch.bool))
+        for each in (mask, None):
+            out, _ = dma_attention_forward(layer, *_states(q_len, kv_len), each)
+            assert torch.equal(out, torch.zeros(2, q_len, 4, 16))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+    def test_dtypes(self, layer, dtype):
+        out, _ = dma_attention_forward(layer, *_states(dtype=dtype), None)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.float(), _expected(*_states(), is_causal=True), rtol=0.03, atol=0.03)
+
+    def test_autocast_unites_dtypes(self, layer):
+        query, key, value = _states()
+        with torch.autocast("cpu", torch.bfloat16):
+            out, _ = dma_attention_forward(layer, query, key.half(), value.bfloat16(), None)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.float(), _expected(*_states(), is_causal=True), rtol=0.03, atol=0.03)
+
+    def test_no_softcap_may_be_zero(self, layer):
+        out, _ = dma_attention_forward(layer, *_states(), None, softcap=0.0)
+        _same(out, _expected(*_states(), is_causal=True))
+
+    def test_one_set_of_queries_for_the_whole_batch(self, layer):
+        """Learned queries of a resampler."""
+        query, key, value = _states(q_len=3)
+        out, _ = dma_attention_forward(layer, query[:1], key, value, None, is_causal=False)
+        _same(out, _expected(query[:1].expand(2, -1, -1, -1), key, value))
+
+    def test_meta_tensors(self, layer):
+        states = (tensor.to("meta") for tensor in _states())
+        out, _ = dma_attention_forward(layer, *states, None)
+        assert out.shape == (2, TOKENS, 4, 16)
+        assert out.is_meta
+
+    @pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -torch.inf, -1e4])
+    def test_additive_masks(self, layer, low):
+        mask = torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool).tril(-2)
+        mask[..., 0] = True
+        out, _ = dma_attention_forward(layer, *_states(), torch.zeros(mask.shape).masked_fill(~mask, low))
+        _same(out, _expected(*_states(), attn_mask=mask))
+
+    def test_arguments_that_change_nothing(self, layer):
+        harmless = {"position_ids": torch.arange(TOKENS), "use_cache": True, "output_attentions": False}
+        harmless |= {"some_new_argument": None, "cu_seq_lens_q": torch.tensor([0, TOKENS])}
+        assert torch.equal(
+            dma_attention_forward(layer, *_states(), None, **harmless)[0],
+            dma_attention_forward(layer, *_states(), None)[0],
+        )
+
+
+@pytest.fixture
+def recipes(monkeypatch):
+    """The recipes that attention was asked for, instead of attention."""
+    asked = []
+
+    def record(query, key, value, recipe, **arguments):
+        asked.append(SimpleNamespace(recipe=recipe, **arguments))
+        return query.new_zeros(*query.shape[:3], value.shape[-1])
+
+    monkeypatch.setattr(adapter, "attention", record)
+    return asked
+
+
+def _bart(**flags):
+    return BartAttention(64, 4, config=BartConfig(d_model=64), layer_idx=0, **flags).eval()
+
+
+BERT = BertConfig(hidden_size=64, num_attention_heads=4)
+GPT2 = GPT2Config(n_embd=64, n_head=4)
+
+CROSS = {
+    "bart": lambda: _bart(is_decoder=True),
+    "bert": lambda: BertCrossAttention(BERT),
+    "gpt2": lambda: GPT2Attention(GPT2, is_cross_attention=True, layer_idx=0),
+}
+SELF = {
+    "bart encoder": lambda: _bart(),
+    "bart decoder": lambda: _bart(is_decoder=True, is_causal=True),
+    "bert": lambda: BertSelfAttention(BERT),
+    "gpt2": lambda: GPT2Attention(GPT2, layer_idx=0),
+    "llama": lambda: _Layer(),
+}
+
+
+class TestCrossAttention:
+    """Two sequences share no positions: every key is high. Also if both happen to be of one length."""
+
+    @pytest.mark.parametrize("mask", ["none", "full", "padded", "4-D"])
+    @pytest.mark.parametrize("kv_len", [TOKENS, TOKENS + 4])
+    @pytest.mark.parametrize("name", CROSS)
+    def test_it_is_recognised(self, name, kv_len, mask, recipes):
+        full = {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False}
+        hidden = torch.ones(2, kv_len, dtype=torch.bool)
+        hidden[0, -2:] = False
+        masks = {
+            "none": None,
+            "full": dma_mask(2, TOKENS, kv_len, **full),
+            "padded": dma_mask(2, TOKENS, kv_len, attention_mask=hidden, **full),
+            "4-D": hidden[:, None, None],
+        }
+        dma_attention_forward(CROSS[name]().eval(), *_states(kv_len=kv_len), masks[mask])
+        call = recipes[-1]
+        assert not call.is_causal
+        assert call.recipe.diagonal_tiles * 128 > 1 << 24
+
+    @pytest.mark.parametrize("name", SELF)
+    def test_self_attention_is_not_taken_for_it(self, name, recipes):
+        for mask in (None, torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool).tril(), dma_mask(2, TOKENS, TOKENS)):
+            dma_attention_forward(SELF[name]().eval(), *_states(), mask)
+            assert recipes[-1].recipe.diagonal_tiles == 1
+
+    def test_other_lengths_without_causality_are_another_sequence(self, recipes):
+        dma_attention_forward(_Layer(is_causal=False), *_states(kv_len=20), None)
+        assert recipes[-1].recipe.diagonal_tiles > 1
+        dma_attention_forward(_Layer(is_causal=True), *_states(kv_len=20), None)
+        assert recipes[-1].recipe.diagonal_tiles == 1
+        assert recipes[-1].q_offset == 20 - TOKENS
+
+    def test_queries_under_a_users_mask_are_the_last_positions(self, recipes):
+        mask = torch.ones(2, 1, 3, 20, dtype=torch.bool)
+        dma_attention_forward(_Layer(is_causal=True), *_states(3, 20), mask)
+        assert (recipes[-1].q_offset, recipes[-1].is_causal) == (17, False)
+        dma_attention_forward(_Layer(is_causal=False), *_states(3, 20), mask)
+        assert recipes[-1].q_offset == 0
+
+    def test_every_key_is_high(self):
+        config = {"low": "mxfp4", "high": "bf16", "pv": "bf16", "smooth_k": False, "rotate": False, "sink_tiles": 0}
+        states = _states(q_len=5, kv_len=700)
+        cross, _ = dma_attention_forward(_Layer(config, is_causal=False), *states, None)
+        _same(cross, _expected(*states))
+
+
+ERRORS = {
+    "dropout": ({"dropout": 0.1}, r"dropout: dropout=0\.1 was asked for; call model\.eval\(\)"),
+    "position_bias": (
+        {"position_bias": torch.zeros(1, 4, TOKENS, TOKENS)},
+        r"position_bias: the model adds one of shape \[1, 4, 9, 9\].* attn_implementation='sdpa' or 'eager'",
+    ),
+    "output_attentions": ({"output_attentions": True}, "output_attentions: .* never materialised; .*='eager'"),
+    "head_mask": ({"head_mask": torch.ones(4)}, r"the argument 'head_mask': head_mask=Tensor\[4\] was passed"),
+    "unknown": (
+        {"temperature": 0.5},
+        "the argument 'temperature': temperature=0.5 was passed and may change the result",
+    ),
+    "indices": ({"indices": torch.zeros(2, 9, 3)}, r"the argument 'indices': indices=Tensor\[2, 9, 3\]"),
+    "cache": ({"cache": object()}, r"continuous batching: a paged cache \(object\) was passed.*use generate\(\)"),
+    "packing": (
+        {"cu_seq_lens_q": torch.tensor([0, 4, 9])},
+        "packing by cu_seq_lens_q: cu_seq_lens_q packs 2 sequences .*pass position_ids that start again",
+    ),
+}
+
+
+class TestRefusals:
+    """Never another result than was asked for."""
+
+    @pytest.mark.parametrize("name", ERRORS)
+    def test_options(self, name, layer):
+        arguments, message = ERRORS[name]
+        with pytest.raises(ValueError, match="dma_mxfp attention does not support " + message):
+            dma_attention_forward(layer, *_states(), None, **arguments)
+
+    @pytest.mark.parametrize(
+        ("sizes", "name", "size"), [({"head_dim": 4}, "query", 4), ({"value_dim": 260}, "value", 260)]
+    )
+    def test_head_dims(self, layer, sizes, name, size):
+        with pytest.raises(
+            ValueError, match=f"this head_dim: {name} has {size}, expected 8 to 256; load the model with"
+        ):
+            dma_attention_forward(layer, *_states(**sizes), None)
+
+    def test_an_additive_bias(self, layer):
+        message = (
+            r"an additive bias as attention_mask: \[2, 1, 9, 9\] torch.float32 holds other numbers than 0 and large"
+        )
+        with pytest.raises(ValueError, match=message):
+            dma_attention_forward(layer, *_states(), torch.randn(2, 1, TOKENS, TOKENS))
+
+    @pytest.mark.parametrize(
+        ("mask", "error", "message"),
+        [
+            (torch.ones(2, TOKENS), ValueError, r"broadcastable to \[2, 4, 9, 9\], got \[2, 9\]"),
+            (torch.ones(2, 1, TOKENS, 8), ValueError, r"broadcastable to \[2, 4, 9, 9\], got \[2, 1, 9, 8\]"),
+            (
+                torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.int64),
+                TypeError,
+                "boolean or floating point, got torch.int64",
+            ),
+            (
+                dma_mask(2, TOKENS, TOKENS + 1),
+                ValueError,
+                r"broadcastable to .*, got \[2, 1, 9, 10\]: the model made it for other queries",
+            ),
+            (dma_mask(3, TOKENS, TOKENS), ValueError, r"broadcastable to \[2, 4, 9, 9\], got \[3, 1, 9, 9\]"),
+        ],
+    )
+    def test_wrong_masks(self, layer, mask, error, message):
+        with pytest.raises(error, match="attention_mask must be " + message):
+            dma_attention_forward(layer, *_states(), mask)
+
+    def test_flex_masks(self, layer):
+        mask = create_block_mask(lambda b, h, q, k: q >= k, 2, None, TOKENS, TOKENS, device="cpu")
+        with pytest.raises(TypeError, match="attention_mask must be a tensor, got BlockMask"):
+            dma_attention_forward(layer, *_states(), mask)
+
+    def test_mixed_dtypes(self, layer):
+        query, key, value = _states()
+        with pytest.raises(TypeError, match=r"value must have the dtype of query, torch\.float32, got torch\.bfloat16"):
+            dma_attention_forward(layer, query, key, value.bfloat16(), None)
+
+    def test_gradients_in_training(self, layer):
+        query, key, value = _states()
+        with (
+            torch.enable_grad(),
+            pytest.raises(ValueError, match=r"gradients: query require one.*use torch\.no_grad\(\)"),
+        ):
+            dma_attention_forward(layer.train(), query.requires_grad_(), key, value, None)
+        dma_attention_forward(layer.train(), query, key, value, None)  # no gradient is asked for
+
+    def test_gradients_in_evaluation_fail_in_backward(self, layer):
+        """Evaluating without ``torch.no_grad()`` is common and harmless."""
+        query, key, value = _states()
+        with torch.enable_grad():
+            out, _ = dma_attention_forward(layer, query.requires_grad_(), key, value, None)
+            with pytest.raises(RuntimeError, match=r"has no gradient; .*torch\.no_grad.*attn_implementation='sdpa'"):
+                out.sum().backward()
+
+
+class TestFallback:
+    """``on_unsupported="sdpa"`` is an explicit choice, visible and counted."""
+
+    @pytest.fixture
+    def layer(self):
+        return _Layer({"on_unsupported": "sdpa"})
+
+    def test_it_computes_with_sdpa(self, layer):
+        bias = torch.randn(1, 4, TOKENS, TOKENS)
+        hidden = torch.ones(2, TOKENS, dtype=torch.bool)
+        hidden[0, :3] = False
+        causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+        query, key, value = _states(head_dim=4)
+        mask = dma_mask(2, TOKENS, TOKENS, attention_mask=hidden)
+        with warnings.catch_warnings(record=True):
+            biased, _ = dma_attention_forward(layer, *_states(), None, position_bias=bias)
+            padded, _ = dma_attention_forward(layer, query, key, value, mask)
+            additive, _ = dma_attention_forward(layer, *_states(), bias)
+            late, _ = dma_attention_forward(layer, *_states(3), None, position_bias=bias[:, :, -3:])
+        addend = bias.masked_fill(~causal, -torch.inf)
+        _same(biased, _expected(*_states(), attn_mask=addend))
+        _same(padded, _expected(query, key, value, attn_mask=hidden[:, None, None] & causal))
+        _same(additive, _expected(*_states(), attn_mask=bias))
+        _same(late, _expected(*_states(3), attn_mask=addend[:, :, -3:]))
+
+    def test_it_warns_once_and_counts(self, layer):
+        bias = torch.zeros(1, 4, TOKENS, TOKENS)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                dma_attention_forward(layer, *_states(), None, position_bias=bias)
+            dma_attention_forward(layer, *_states(), None, dropout=0.5)
+            dma_attention_forward(layer, *_states(), None)
+        first, second = (str(warning.message) for warning in caught)
+        assert "does not support position_bias" in first
+        assert "dma_hf.fallback_counts() tells how many" in first
+        assert "does not support dropout (dropout=0.5 was asked for)" in second
+        assert dma_hf.fallback_counts() == {"position_bias": 3, "dropout": 1}
+        dma_hf.reset_fallback_counts()
+        assert dma_hf.fallback_counts() == {}
+        with pytest.warns(UserWarning, match="does not support position_bias"):
+            dma_attention_forward(layer, *_states(), None, position_bias=bias)
+
+    def test_training_gets_gradients(self, layer):
+        query, key, value = _states()
+        with torch.enable_grad(), warnings.catch_warnings(record=True):
+            out, _ = dma_attention_forward(layer.train(), query.requires_grad_(), key, value, None)
+            out.sum().backward()
+        assert query.grad is not None
+        assert dma_hf.fallback_counts() == {"gradients": 1}
+
+    @pytest.mark.parametrize("name", ["output_attentions", "head_mask", "unknown", "indices", "cache", "packing"])
+    def test_what_sdpa_would_ignore_is_still_an_error(self, name, layer):
+        arguments, message = ERRORS[name]
+        with pytest.raises(ValueError, match=message):
+            dma_attention_forward(layer, *_states(), None, **arguments)
+        assert dma_hf.fallback_counts() == {}
+
+    @pytest.mark.parametrize("option", [{"softcap": 2.0}, {"s_aux": torch.zeros(4)}], ids=["softcap", "sinks"])
+    def test_what_sdpa_lacks_is_still_an_error(self, option, layer):
+        with pytest.raises(ValueError, match="does not support dropout"):
+            dma_attention_forward(layer, *_states(), None, dropout=0.5, **option)
+        assert dma_hf.fallback_counts() == {}
+
+    def test_the_error_names_the_opt_in(self, identity):
+        with pytest.raises(ValueError, match="or allow SDPA for such calls with on_unsupported='sdpa'"):
+            dma_attention_forward(_Layer(identity), *_states(), None, dropout=0.5)

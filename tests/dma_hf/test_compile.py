@@ -1,0 +1,108 @@
+"""``torch.compile`` takes whole forward passes, and ``torch.export`` exports them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import CompileConfig, T5Config, T5Model
+
+import dma_hf
+
+LENGTH = 40
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "bert"])
+def test_forward(name, families, token_ids, assert_same):
+    """One graph, also for a padded batch; nothing of it depends on the values of the mask."""
+    model = families[name].build("dma_mxfp")
+    dma_hf.configure(model, "balanced", sink_tiles=0)
+    ids = token_ids(2, LENGTH)
+    mask = torch.ones_like(ids)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    options = {} if name == "bert" else {"use_cache": False}
+    for padding in (0, 11):
+        mask[0, :padding] = 0
+        logits = compiled(ids, attention_mask=mask, **options).logits
+        assert_same(logits, model(ids, attention_mask=mask, **options).logits, mask)
+
+
+def test_settings_are_guarded(families, token_ids):
+    model = families["llama"].build("dma_mxfp")
+    ids = token_ids(1, 400)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for preset in ("balanced", "paper"):
+        dma_hf.configure(model, preset)
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+def test_cross_attention(families, token_ids, assert_same):
+    model = families["bart"].build("dma_mxfp")
+    ids, targets = token_ids(2, LENGTH), token_ids(2, 17)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    arguments = {"decoder_input_ids": targets, "use_cache": False}
+    assert_same(compiled(ids, **arguments).logits, model(ids, **arguments).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_generate_compiles_as_often_as_with_transformers_own_attention(name, families, model_pair, token_ids):
+    """Decoding with a static cache: the masks are made outside of the compiled step and cross into it."""
+    ids = token_ids(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    settings = CompileConfig(fullgraph=True, dynamic=None, backend="aot_eager")
+    settings._compile_all_devices = True  # else generate does not compile on a CPU
+    graphs = []
+    for model in model_pair(families[name]):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        tokens = model.generate(ids, cache_implementation="static", compile_config=settings, **options)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert torch.equal(tokens, model.generate(ids, **options))
+    assert 1 <= graphs[1] <= graphs[0]
+
+
+def test_the_fallback_compiles(token_ids):
+    config = T5Config(vocab_size=97, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    model = T5Model._from_config(config, attn_implementation="dma_mxfp").eval()
+    dma_hf.configure(model, on_unsupported="sdpa")
+    arguments = {"decoder_input_ids": token_ids(2, 9), "use_cache": False}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.warns(UserWarning, match="does not support position_bias"):
+        states = compiled(token_ids(2, 12), **arguments).last_hidden_state
+    assert dma_hf.fallback_counts() == {"position_bias": 3}
+    torch.testing.assert_close(states, model(token_ids(2, 12), **arguments).last_hidden_state)
+
+
+def test_asking_for_gradients_is_an_error(families, token_ids):
+    model = families["llama"].build("dma_mxfp")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.enable_grad(), pytest.raises(torch._dynamo.exc.Unsupported, match="does not support gradients"):
+        compiled(token_ids(1, 8), use_cache=False)
+
+
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
+@pytest.mark.parametrize("strict", [False, True], ids=["export", "strict export"])
+def test_export(strict, families, token_ids, assert_same):
+    model = families["llama"].build("dma_mxfp")
+    ids = token_ids(2, LENGTH)
+    mask = torch.ones_like(ids)
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, mask):
+            return self.model(ids, attention_mask=mask, use_cache=False).logits
+
+    exported = torch.export.export(Logits(), (ids, mask.clone()), strict=strict).module()
+    mask[0, :9] = 0
+    assert_same(exported(ids, mask), model(ids, attention_mask=mask, use_cache=False).logits, mask)

@@ -1,0 +1,118 @@
+"""Configurations: presets, their TOML files, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from dma_kernels import Recipe
+
+from dma_hf import PRESETS, DMAConfig, preset, resolve
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_presets_are_those_of_the_design():
+    assert list(PRESETS) == ["balanced", "fp4", "paper"]
+    balanced = PRESETS["balanced"]
+    assert balanced == DMAConfig()
+    assert (balanced.low, balanced.shared_scale, balanced.high, balanced.pv) == ("mxint8", "tile", "bf16", "fp8")
+    assert (balanced.diagonal_tiles, balanced.sink_tiles, balanced.smooth_k) == (1, 1, True)
+    fp4 = PRESETS["fp4"]
+    assert (fp4.low, fp4.high, fp4.diagonal_tiles, fp4.sink_tiles) == ("nvfp4", "mxfp8", 1, 1)
+    assert (fp4.smooth_k, fp4.rotate, fp4.pv) == (True, True, "fp8")
+    paper = PRESETS["paper"]
+    assert (paper.low, paper.high, paper.scale_rounding) == ("mxfp4", "mxfp8", "floor")
+    assert (paper.diagonal_tiles, paper.sink_tiles, paper.smooth_k, paper.rotate, paper.pv) == (
+        1,
+        0,
+        False,
+        False,
+        "bf16",
+    )
+
+
+def test_presets_cannot_be_changed():
+    with pytest.raises(TypeError):
+        PRESETS["balanced"] = DMAConfig(low="mxfp4")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PRESETS["balanced"].low = "mxfp4"
+
+
+def test_the_toml_files_are_the_presets():
+    assert {path.stem: DMAConfig.from_toml(path) for path in CONFIGS.glob("*.toml")} == dict(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_round_trips(name, tmp_path):
+    config = preset(name).with_changes(low_q="bf16", on_unsupported="sdpa")
+    assert DMAConfig.from_dict(config.to_dict()) == config
+    config.to_toml(tmp_path / "c.toml")
+    assert DMAConfig.from_toml(tmp_path / "c.toml") == config
+
+
+def test_recipe_is_the_numerics_alone():
+    config = DMAConfig(low="mxint8", backend="reference")
+    recipe = config.recipe
+    assert type(recipe) is Recipe
+    assert {f.name: getattr(config, f.name) for f in dataclasses.fields(Recipe)} == dataclasses.asdict(recipe)
+
+
+def test_resolve(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text('low = "mxint8"\n')
+    expected = DMAConfig(low="mxint8")
+    assert resolve("fp4") is PRESETS["fp4"]
+    assert resolve(expected) is expected
+    assert resolve({"low": "mxint8"}) == resolve(path) == resolve(str(path)) == expected
+    recipe = Recipe(low="mxfp4")
+    assert resolve(recipe).recipe == recipe
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "message"),
+    [
+        ("fast", ValueError, "unknown preset 'fast'; expected one of balanced, fp4, paper, or the path of a .toml"),
+        (4, TypeError, r"expected the name of a preset \(balanced, fp4, paper\), .* got 4"),
+        ({"lo": "mxfp4"}, ValueError, "unknown key 'lo'; valid keys: low, low_q, .*on_unsupported"),
+        ({"lo": "mxfp4", "hi": 1}, ValueError, "unknown keys 'lo', 'hi'"),
+        ({"low": "fp4"}, ValueError, "low must be one of bf16, .*; got 'fp4'"),
+        ({"low": ["mxfp4"]}, ValueError, r"low must be one of .*; got \['mxfp4'\]"),
+        ({"diagonal_tiles": "one"}, ValueError, "diagonal_tiles must be an integer of at least 0, got 'one'"),
+        ({"rotate": 1}, ValueError, "rotate must be true or false, got 1"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of auto, reference, triton; got 'cuda'"),
+        ({"on_unsupported": "eager"}, ValueError, "on_unsupported must be one of error, sdpa; got 'eager'"),
+        ({"low": "nvfp4"}, ValueError, "nvfp4 needs 'block'"),
+    ],
+)
+def test_wrong_settings(setting, error, message):
+    with pytest.raises(error, match=message):
+        resolve(setting)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('low = "fp4"', r"c\.toml: low must be one of"),
+        ("diagonal_tiles = 1.5", r"c\.toml: diagonal_tiles must be an integer of at least 0, got 1\.5"),
+        ("tiles = 1", r"c\.toml: unknown key 'tiles'; valid keys: "),
+        ('[dma]\nlow = "mxfp4"', r"c\.toml: unknown key 'dma'"),
+        ("low = mxfp4", r"c\.toml: not a TOML file: "),
+    ],
+)
+def test_wrong_files(text, message, tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        resolve(path)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.toml"):
+        resolve(tmp_path / "none.toml")
+
+
+def test_from_dict_wants_a_mapping():
+    with pytest.raises(TypeError, match=r"here: expected a mapping of configuration keys, got \['low'\]"):
+        DMAConfig.from_dict(["low"], source="here")

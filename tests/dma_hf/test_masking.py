@@ -1,0 +1,290 @@
+"""The mask function: its masks are upstream's, said in a few numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import BloomConfig, BloomForCausalLM, DynamicCache, LlamaConfig, StaticCache
+from transformers import masking_utils as upstream
+
+import dma_hf
+from dma_hf import CompactMask, dma_mask
+from dma_hf.compact_mask import MaskGeometry
+
+WINDOW = 6
+
+
+def _mask_function(name):
+    """Return a pattern with what upstream passes along, as in its ``create_*_mask`` functions."""
+    zeros = torch.zeros(2, dtype=torch.int64)
+    window = {"local_size": WINDOW, "config": _config(sliding_window=WINDOW)}
+    chunk = {"local_size": WINDOW, "config": _config(attention_chunk_size=WINDOW)}
+    both = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
+    prefix = upstream.or_masks(upstream.causal_mask_function, lambda b, h, q, k: k < 3)
+    return {
+        "causal": (upstream.causal_mask_function, {}),
+        "sliding": (upstream.sliding_window_causal_mask_function(WINDOW), window),
+        "chunked": (upstream.chunked_causal_mask_function(WINDOW, zeros), chunk),
+        "full": (upstream.bidirectional_mask_function, both),
+        "sliding full": (upstream.sliding_window_bidirectional_mask_function(WINDOW), window | both),
+        "prefix": (prefix, {"allow_is_causal_skip": False}),
+    }[name]
+
+
+def _config(**sizes):
+    return LlamaConfig(**sizes)
+
+
+# q_length, kv_length, q_offset, kv_offset
+GEOMETRIES = {
+    "prefill": (11, 11, 0, 0),
+    "decode": (1, 12, 11, 0),
+    "chunk": (4, 15, 11, 0),
+    "static cache": (4, 20, 9, 0),
+    "sliding cache": (3, 8, 20, 15),
+    "one": (1, 1, 0, 0),
+    "no keys": (2, 0, 0, 0),
+    "no queries": (0, 5, 5, 0),
+}
+# Rows of a padding mask: what is hidden of the tokens seen so far.
+PADDINGS = {
+    "none": None,
+    "nothing hidden": (slice(0), slice(0)),
+    "left": (slice(0, 3), slice(0)),
+    "left, dropped by the cache": (slice(0, 3), slice(0, 1)),
+    "right": (slice(-2, None), slice(0)),
+    "holes": (slice(2, 4), slice(0, 2)),
+    "a whole row": (slice(None), slice(0)),
+}
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("pattern", ["causal", "sliding", "chunked", "full", "sliding full", "prefix"])
+def test_it_is_upstreams_mask(pattern, geometry, padding):
+    q_length, kv_length, q_offset, kv_offset = GEOMETRIES[geometry]
+    function, arguments = _mask_function(pattern)
+    sizes = {"batch_size": 2, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
+    attention_mask = None
+    if PADDINGS[padding] is not None:
+        attention_mask = torch.ones(2, min(q_offset + q_length, kv_offset + kv_length), dtype=torch.bool)
+        for row, hidden in zip(attention_mask, PADDINGS[padding], strict=True):
+            row[hidden] = False
+    expected = upstream.sdpa_mask(
+        **sizes, q_offset=q_offset, mask_function=function, attention_mask=attention_mask, allow_is_causal_skip=False
+    )
+    for offset in (q_offset, torch.tensor(q_offset)):
+        mask = dma_mask(**sizes, q_offset=offset, mask_function=function, attention_mask=attention_mask, **arguments)
+        assert isinstance(mask, CompactMask)
+        assert mask.shape == (2, 1, q_length, kv_length)
+        assert torch.equal(mask.dense(), expected)
+
+
+def _geometry(pattern="causal", **changes):
+    function, arguments = _mask_function(pattern)
+    sizes = {"batch_size": 2, "q_length": 10, "kv_length": 10, "mask_function": function}
+    return dma_mask(**(sizes | arguments | changes)).dma_geometry
+
+
+def test_plain_masks_are_numbers():
+    causal = _geometry()
+    assert (causal.is_causal, causal.window, causal.q_offset, causal.kv_offset) == (True, None, 0, 0)
+    assert causal.pattern is causal.kv_range is None
+    full = _geometry("full")
+    assert not full.is_causal
+    assert full.pattern is full.kv_range is None
+    assert _geometry("sliding").window == WINDOW
+    assert _geometry("sliding", kv_length=WINDOW, q_length=WINDOW).window is None
+    assert _geometry("sliding full").window == WINDOW
+    assert _geometry("chunked", kv_length=WINDOW, q_length=WINDOW).pattern is None
+    hidden_left = torch.tensor([[0] * 3 + [1] * 7, [1] * 10]).bool()
+    for pattern in ("causal", "sliding", "full", "sliding full"):
+        padded = _geometry(pattern, attention_mask=hidden_left)
+        assert padded.pattern is None
+        assert padded.kv_range.tolist() == [[3, 10], [0, 10]]
+        assert padded.q_offset.tolist() == padded.kv_offset.tolist() == [-3, 0]
+
+
+def test_only_odd_masks_are_patterns():
+    assert _geometry("prefix").pattern.shape == (2, 1, 10, 10)
+    assert _geometry("chunked").pattern.shape == (2, 1, 10, 10)
+    holes = torch.ones(2, 10, dtype=torch.bool)
+    holes[0, 4] = False
+    assert _geometry(attention_mask=holes).pattern.shape == (2, 1, 1, 10)
+    ambiguous = _config(sliding_window=WINDOW, attention_chunk_size=WINDOW)
+    assert _geometry("sliding", config=ambiguous).pattern is not None
+    assert _geometry("sliding", config=None).pattern is not None
+
+
+def test_positions_count_from_the_first_real_key_of_the_row():
+    """Also after a sliding cache has dropped it."""
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    mask[0, :4] = False
+    geometry = _geometry("sliding", q_length=1, q_offset=29, kv_offset=20, attention_mask=mask)
+    assert geometry.q_offset.tolist() == [25, 29]
+    assert geometry.kv_offset.tolist() == [16, 20]
+    assert geometry.kv_range.tolist() == [[0, 10], [0, 10]]
+    mask[1, :4] = False
+    same = _geometry("sliding", q_length=1, q_offset=29, kv_offset=20, attention_mask=mask)
+    assert (same.q_offset, same.kv_offset) == (25, 16)
+
+
+def test_keys_that_a_static_cache_has_yet_to_write_are_invisible():
+    geometry = _geometry(q_length=3, kv_length=40, q_offset=torch.tensor(7))
+    assert geometry.kv_range.tolist() == [[0, 10], [0, 10]]
+    assert geometry.q_offset == 7
+
+
+def test_two_sequences():
+    assert _geometry("full", q_length=4, kv_length=9).two_sequences
+    assert not _geometry("full").two_sequences
+    assert not _geometry("full", q_length=4, kv_length=9, q_offset=5).two_sequences
+    assert not _geometry("causal", q_length=4, kv_length=9).two_sequences
+
+
+@pytest.mark.parametrize("shape", [(3, 10), (2, 10, 10)])
+def test_a_wrong_padding_mask(shape):
+    with pytest.raises(ValueError, match=r"attention_mask must be \[2, kv_len\] \(padding\) or 4-D, got shape \["):
+        _geometry(attention_mask=torch.ones(shape, dtype=torch.bool))
+
+
+def test_models_that_compute_attention_themselves_are_refused():
+    """They would add a boolean mask to their scores, or do without."""
+    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
+    model = BloomForCausalLM._from_config(config, attn_implementation="dma_mxfp")
+    with pytest.raises(ValueError, match=r"does not reach BloomAttention: models with BloomConfig .*='eager'"):
+        model(torch.ones(1, 4, dtype=torch.int64))
+
+
+def _compact(q_length=5, kv_length=5, **changes):
+    return CompactMask.of(MaskGeometry(2, q_length, kv_length, is_causal=True, **changes), "cpu")
+
+
+class TestCompactMask:
+    """It passes for a boolean tensor everywhere, and stays compact as long as nobody looks."""
+
+    def test_it_stores_one_byte(self):
+        mask = _compact(q_length=1 << 20, kv_length=1 << 20)
+        assert mask.shape == (2, 1, 1 << 20, 1 << 20)
+        assert (mask.dtype, mask.device.type, mask.ndim, len(mask)) == (torch.bool, "cpu", 4, 2)
+        assert (mask.size(2), mask.dim(), mask.requires_grad) == (1 << 20, 4, False)
+        with torch._C.DisableTorchFunctionSubclass():
+            assert mask.untyped_storage().nbytes() == 1
+        for same in (mask.contiguous(), mask.detach(), mask[...], mask[:, :, :, : 1 << 20], mask[:], mask.to("cpu")):
+            assert same is mask
+
+    def test_moving_keeps_it_compact(self):
+        moved = _compact(kv_range=torch.zeros(2, 2)).to("meta", non_blocking=True)
+        assert isinstance(moved, CompactMask)
+        assert moved.device.type == moved.dma_geometry.kv_range.device.type == "meta"
+        assert not isinstance(_compact().to(torch.int32), CompactMask)
+        assert not isinstance(_compact().to("cpu", torch.int32), CompactMask)
+
+    def test_computing_with_it_sees_the_values(self):
+        mask, dense = _compact(), torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+        assert torch.equal(mask, dense)
+        assert torch.equal(mask[:, :, 1:, :3], dense[:, :, 1:, :3])
+        assert torch.equal(~mask, ~dense)
+        assert torch.equal(mask & dense[:1], dense)
+        assert torch.equal(torch.where(mask, 0.0, -1.0), torch.where(dense, 0.0, -1.0))
+        assert torch.equal(torch.cat([mask, mask], dim=-1), torch.cat([dense, dense], dim=-1))
+        assert torch.equal(mask.float(), dense.float())
+        assert mask.tolist() == dense.tolist()
+        assert repr(mask) == repr(dense)
+        x = torch.randn(2, 1, 5, 8)
+        assert torch.equal(
+            F.scaled_dot_product_attention(x, x, x, mask), F.scaled_dot_product_attention(x, x, x, dense)
+        )
+
+    def test_it_is_read_only(self):
+        mask = _compact()
+        for write in (lambda: mask.__setitem__(0, False), lambda: mask.fill_(False), lambda: mask.logical_not_()):
+            with pytest.raises(RuntimeError, match="the attention mask of dma_mxfp is read-only; change a copy"):
+                write()
+        assert torch.equal(mask.dense(), torch.ones(2, 1, 5, 5, dtype=torch.bool).tril())
+
+    def test_it_is_not_added_to_scores(self):
+        with pytest.raises(ValueError, match="a boolean attention mask was added to floating-point scores"):
+            torch.randn(2, 1, 5, 5) + _compact()
+
+    def test_other_implementations_can_use_it(self, families, token_ids, assert_same):
+        """As when the parts of a composite model run different implementations."""
+        model = families["llama"].build("sdpa")
+        ids = token_ids(2, 5)
+        assert_same(model(ids, attention_mask=_compact()).logits, model(ids).logits)
+
+
+class _Masked(torch.nn.Module):
+    """Makes a mask and looks at it, as a traced forward pass would."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.use = use
+
+    def forward(self, attention_mask, q_offset):
+        mask = dma_mask(2, 4, 9, q_offset=q_offset, attention_mask=attention_mask, config=None)
+        geometry = mask.dma_geometry
+        return self.use(mask), geometry.q_offset + 0, geometry.kv_range + 0
+
+
+TRACED = {"slice": lambda mask: mask[:, :, 1:], "dense": lambda mask: mask & True}
+
+
+@pytest.mark.parametrize("use", TRACED)
+@pytest.mark.parametrize("how", ["compile", "export", "strict export"])
+def test_tracing(use, how):
+    """No value is read while tracing, so that one graph serves every padding."""
+    hidden = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7]).bool()
+    arguments = (torch.ones(2, 7, dtype=torch.bool), torch.tensor(3))
+    module = _Masked(TRACED[use])
+    if how == "compile":
+        traced = torch.compile(module, fullgraph=True, backend="eager")
+        traced(*arguments)
+    else:
+        traced = torch.export.export(module, arguments, strict=how == "strict export").module()
+    values, q_offset, kv_range = traced(hidden, torch.tensor(3))
+    eager = dma_mask(2, 4, 9, q_offset=torch.tensor(3), attention_mask=hidden)
+    assert torch.equal(values, TRACED[use](eager.dense()))
+    assert q_offset.tolist() == [1, 3]
+    assert kv_range.tolist() == [[2, 7], [0, 7]]
+
+
+def test_masks_cross_into_compiled_code():
+    """As ``generate`` does with a static cache; other lengths and offsets do not compile again."""
+
+    @torch.library.custom_op("dma_hf_tests::count", mutates_args=())
+    def count(offset: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        return end[:, 1] - offset
+
+    count.register_fake(lambda offset, end: end.new_empty(end.shape[0]))
+
+    def step(mask):
+        geometry = mask.dma_geometry
+        return count(geometry.q_offset, geometry.kv_range) + mask.shape[0]
+
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for offset in (5, 6, 7, 8):
+        mask = dma_mask(2, 1, 20, q_offset=torch.tensor(offset))
+        assert compiled(mask).tolist() == [3, 3]
+    assert counter.frame_count == 1
+
+
+def test_meta_tensors():
+    mask = dma_mask(2, 4, 4, attention_mask=torch.ones(2, 4, dtype=torch.bool, device="meta"), device="meta")
+    assert mask.device.type == "meta"
+    assert mask.dense().shape == (2, 1, 4, 4)
+
+
+def test_caches_say_where_queries_stand():
+    """Upstream's functions hand the cache's offsets to the mask function as the module expects them."""
+    config = LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
+    config._attn_implementation = "dma_mxfp"
+    states = torch.zeros(1, 2, 7, 16)
+    for cache, kv_length in ((DynamicCache(config=config), 10), (StaticCache(config=config, max_cache_len=40), 40)):
+        cache.update(states, states, 0)
+        mask = upstream.create_causal_mask(config, torch.empty(1, 3, 0), None, cache)
+        assert mask.shape == (1, 1, 3, kv_length)
+        assert int(mask.dma_geometry.q_offset) == 7
+    assert dma_hf.NAME in upstream.ALL_MASK_ATTENTION_FUNCTIONS

@@ -1,0 +1,135 @@
+"""What a model class asks of its attention that ``dma_mxfp`` cannot do, and which classes take no custom attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import dma_hf
+
+TINY = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4}
+
+# Class, arguments of its configuration, error. The classes reach the attention function, which refuses.
+REFUSED_HERE = {
+    "T5ForConditionalGeneration": (T5, r"position_bias: the model adds one of shape \[1, 4, 5, 5\] to its scores"),
+    "LongT5ForConditionalGeneration": (T5, "position_bias: the model adds one"),
+    "DogeForCausalLM": (LLAMA | {"num_key_value_heads": 2}, "an additive bias as attention_mask"),
+    "Inkling2TextModel": (
+        LLAMA | {"head_dim": 16, "layer_types": ["hybrid_sliding"] * 2},
+        "the argument 'sinks'|position_bias",
+    ),
+}
+
+# The classes compute their attention themselves, and have to be asked for 'eager'.
+BUILT_IN = {
+    "BloomForCausalLM": GPT,
+    "MptForCausalLM": {"d_model": 64, "n_layers": 2, "n_heads": 4},
+    "XGLMForCausalLM": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
+    "CodeGenForCausalLM": GPT | {"rotary_dim": 8, "n_ctx": 64},
+    "RoFormerForMaskedLM": LLAMA,
+}
+
+# Upstream looks its attention class up by the implementation's name when the model is built.
+UPSTREAM_REFUSES = {
+    "GPTJForCausalLM": GPT | {"rotary_dim": 8},
+    "GPTNeoForCausalLM": {
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+    },
+    "FalconForCausalLM": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+
+
+def _build(name, sizes):
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        pytest.skip(f"Transformers {transformers.__version__} has no {name}")
+    return cls._from_config(cls.config_class(**(TINY | sizes)), attn_implementation="dma_mxfp").eval()
+
+
+def _inputs(model):
+    ids = torch.arange(5, 10)[None]
+    return {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+
+
+@pytest.mark.parametrize("name", REFUSED_HERE)
+def test_refused_by_the_attention_function(name):
+    sizes, message = REFUSED_HERE[name]
+    model = _build(name, sizes)
+    with pytest.raises(ValueError, match=f"dma_mxfp attention does not support ({message})"):
+        model(**_inputs(model))
+
+
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "DogeForCausalLM"])
+def test_they_run_with_the_fallback(name):
+    model = _build(name, REFUSED_HERE[name][0])
+    dma_hf.configure(model, on_unsupported="sdpa")
+    with pytest.warns(UserWarning, match="such calls run SDPA"):
+        logits = model(**_inputs(model)).logits
+    assert sum(dma_hf.fallback_counts().values()) >= 2
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(logits, model(**_inputs(model)).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_attention(name):
+    model = _build(name, BUILT_IN[name])
+    with pytest.raises(ValueError, match=r"does not reach \w+: models with \w+ compute their attention themselves"):
+        model(**_inputs(model))
+    with pytest.raises(ValueError, match=r"does not reach"):
+        dma_hf.configure(model)
+
+
+@pytest.mark.parametrize("name", UPSTREAM_REFUSES)
+def test_refused_upstream(name):
+    with pytest.raises(KeyError, match="dma_mxfp"):
+        _build(name, UPSTREAM_REFUSES[name])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt2", "granite", "bert", "modernbert"])
+def test_attention_weights_are_refused(name, families, token_ids):
+    model = families[name].build("dma_mxfp")
+    with pytest.raises(ValueError, match=r"does not support output_attentions: .* attn_implementation='eager'"):
+        model(token_ids(1, 5), output_attentions=True)
+    model(token_ids(1, 5), output_attentions=False)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model.config.output_attentions = True
+
+
+@pytest.mark.parametrize("name", ["bart", "whisper"])
+def test_attention_weights_of_encoder_decoders_are_refused(name, families, token_ids):
+    model = families[name].build("dma_mxfp")
+    inputs = {"input_features": torch.randn(1, 20, 300)} if name == "whisper" else {"input_ids": token_ids(1, 5)}
+    with pytest.raises(ValueError, match=r"does not support output_attentions"):
+        model(**inputs, decoder_input_ids=token_ids(1, 5), output_attentions=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_training_is_refused(name, families, token_ids):
+    model = families[name].build("dma_mxfp", attention_dropout=0.0).train()
+    model.config.attention_probs_dropout_prob = 0.0
+    ids = token_ids(1, 5)
+    with torch.enable_grad(), pytest.raises(ValueError, match=r"does not support (gradients|dropout)"):
+        model(ids, labels=ids)
+    with torch.enable_grad():
+        loss = model.eval()(ids, labels=ids).loss
+        with pytest.raises(RuntimeError, match="has no gradient"):
+            loss.backward()
+
+
+def test_dropout_is_refused(families, token_ids):
+    model = families["llama"].build("dma_mxfp", attention_dropout=0.1).train()
+    with pytest.raises(ValueError, match=r"does not support dropout: dropout=0\.1 was asked for; call model\.eval\(\)"):
+        model(token_ids(1, 5))
+
+
+def test_an_unknown_argument_of_the_model_is_refused(families, token_ids):
+    model = families["llama"].build("dma_mxfp")
+    with pytest.raises(ValueError, match=r"does not support the argument 'temprature': temprature=0\.7 was passed"):
+        model(token_ids(1, 5), temprature=0.7)

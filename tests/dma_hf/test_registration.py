@@ -1,0 +1,111 @@
+"""Importing ``dma_hf`` registers ``dma_mxfp``, and does nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import dma_hf
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import logging, os, random, sys, warnings
+import numpy, torch, transformers
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+def loggers():
+    known = {name: logging.getLogger(name) for name in list(logging.root.manager.loggerDict)} | {"": logging.root}
+    return {name: (each.level, each.propagate, len(each.handlers)) for name, each in known.items()}
+
+def state():
+    return {
+        "environment": dict(os.environ),
+        "path": list(sys.path),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+        "seeds": (torch.random.initial_seed(), torch.get_rng_state().sum().item(), random.getstate()[1][:4]),
+        "warnings": list(warnings.filters),
+        "verbosity": transformers.logging.get_verbosity(),
+    }
+
+def registered():
+    return [{name: each[name] for name in each} for each in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
+
+before, functions, logs = state(), registered(), loggers()
+import dma_hf
+after = state()
+assert before == after, [key for key in before if before[key] != after[key]]
+changed = {name: (logs[name], level) for name, level in loggers().items() if name in logs and logs[name] != level}
+assert not changed, changed
+for old, new in zip(functions, registered()):
+    assert set(new) - set(old) == {"dma_mxfp"}, new
+    assert all(new[name] is old[name] for name in old)
+"""
+
+
+def test_importing_registers_and_changes_nothing_else():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT, env=_environment())
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def _environment():
+    """The environment of a user who runs Python in a checkout or has installed the package."""
+    import os
+
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def test_importing_again_changes_nothing():
+    before = (ALL_ATTENTION_FUNCTIONS["dma_mxfp"], ALL_MASK_ATTENTION_FUNCTIONS["dma_mxfp"])
+    assert before == (dma_hf.dma_attention_forward, dma_hf.dma_mask)
+    importlib.reload(dma_hf)
+    assert (ALL_ATTENTION_FUNCTIONS["dma_mxfp"], ALL_MASK_ATTENTION_FUNCTIONS["dma_mxfp"]) == before
+
+
+def test_public_names():
+    assert all(hasattr(dma_hf, name) for name in dma_hf.__all__)
+
+
+def test_transformers_accepts_it_at_load_time(tmp_path):
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="dma_mxfp")
+    assert model.config._attn_implementation == "dma_mxfp"
+    with torch.no_grad():
+        assert model(torch.ones(1, 4, dtype=torch.int64)).logits.isfinite().all()
+
+
+def test_without_the_import_it_is_unknown(tmp_path):
+    script = (
+        "from transformers import LlamaConfig, LlamaModel; LlamaModel._from_config(LlamaConfig(num_hidden_layers=1, "
+    )
+    script += (
+        "vocab_size=8, hidden_size=32, intermediate_size=8, num_attention_heads=2), attn_implementation='dma_mxfp')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env=_environment())
+    assert done.returncode != 0
+    assert "dma_mxfp" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["dma_kernels", "triton"])
+def test_the_plugin_knows_its_place(name):
+    """``dma_hf`` knows Transformers, not Triton; the numerics are behind ``dma_kernels``."""
+    sources = [path.read_text() for path in (ROOT / "dma_hf").glob("*.py")]
+    imports = any(f"import {name}" in source or f"from {name}" in source for source in sources)
+    assert imports == (name == "dma_kernels")

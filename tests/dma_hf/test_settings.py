@@ -1,0 +1,205 @@
+"""The ``dma_mxfp`` section of a model's configuration: written, read, saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import threading
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+)
+
+import dma_hf
+from dma_hf import PRESETS, DMAConfig
+
+
+@pytest.fixture
+def llama(families):
+    return families["llama"].build("dma_mxfp")
+
+
+def _snapshot(model):
+    return [json.dumps(module.config.to_dict(), default=str) for module in model.modules() if hasattr(module, "config")]
+
+
+def test_configure_writes_the_section(llama):
+    config = dma_hf.configure(llama, "fp4", sink_tiles=2)
+    assert config == PRESETS["fp4"].with_changes(sink_tiles=2)
+    assert llama.config.dma_mxfp == config.to_dict()
+    json.dumps(llama.config.dma_mxfp)
+
+
+def test_configure_starts_from_what_is_there(llama):
+    assert dma_hf.configure(llama) == DMAConfig()
+    dma_hf.configure(llama, "paper")
+    assert dma_hf.configure(llama, sink_tiles=1) == PRESETS["paper"].with_changes(sink_tiles=1)
+
+
+def test_the_section_decides(llama, token_ids):
+    ids = token_ids(1, 400)
+    default = llama(ids).logits
+    outputs = {name: (dma_hf.configure(llama, name), llama(ids).logits)[1] for name in PRESETS}
+    assert torch.equal(outputs["balanced"], default)
+    assert not torch.equal(outputs["balanced"], outputs["paper"])
+    assert not torch.equal(outputs["fp4"], outputs["paper"])
+    llama.config.dma_mxfp["low"] = "mxfp8"  # edited in place: read at every call
+    assert not torch.equal(llama(ids).logits, outputs["paper"])
+
+
+def test_configure_reaches_every_part_of_a_composite_model(tmp_path):
+    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    text |= {"head_dim": 16, "intermediate_size": 32, "vocab_size": 64, "layer_types": ["full_attention"]}
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=63)
+    model = Gemma3ForConditionalGeneration._from_config(config, attn_implementation="dma_mxfp").eval()
+    expected = dma_hf.configure(model, "fp4").to_dict()
+    parts = (model.config, model.config.text_config, model.config.vision_config)
+    assert all(part.dma_mxfp == expected for part in parts)
+    assert len({id(part.dma_mxfp) for part in parts}) == 3
+    model.save_pretrained(tmp_path)
+    loaded = Gemma3ForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="dma_mxfp")
+    assert loaded.config.text_config.dma_mxfp == loaded.config.vision_config.dma_mxfp == expected
+
+
+def test_configure_reaches_a_model_inside_another_module(llama):
+    dma_hf.configure(torch.nn.Sequential(torch.nn.Identity(), llama), "fp4")
+    assert llama.config.dma_mxfp["low"] == "nvfp4"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "error", "message"),
+    [
+        (("fast",), {}, ValueError, "unknown preset 'fast'"),
+        (("fp4",), {"tiles": 2}, ValueError, "unknown key 'tiles'; valid keys: "),
+        (("fp4",), {"sink_tiles": -1}, ValueError, "sink_tiles must be an integer of at least 0, got -1"),
+        (({"low": "mxfp3"},), {}, ValueError, "low must be one of"),
+        ((7,), {}, TypeError, "expected the name of a preset"),
+    ],
+)
+def test_a_wrong_setting_changes_nothing(llama, arguments, changes, error, message):
+    dma_hf.configure(llama, "paper")
+    before = _snapshot(llama)
+    with pytest.raises(error, match=message):
+        dma_hf.configure(llama, *arguments, activate=True, **changes)
+    assert _snapshot(llama) == before
+
+
+def test_configure_wants_a_model_that_runs_it(families):
+    model = families["llama"].build("sdpa")
+    message = r"LlamaForCausalLM runs attention 'sdpa', .* attn_implementation='dma_mxfp', or pass activate=True"
+    with pytest.raises(ValueError, match=message):
+        dma_hf.configure(model, "fp4")
+    assert not hasattr(model.config, "dma_mxfp")
+    assert model.config._attn_implementation == "sdpa"
+    dma_hf.configure(model, "fp4", activate=True)
+    assert model.config._attn_implementation == "dma_mxfp"
+    assert model.config.dma_mxfp["low"] == "nvfp4"
+
+
+def test_configure_wants_a_transformers_model():
+    with pytest.raises(TypeError, match="expected a Transformers model, got Linear, which holds no PreTrainedModel"):
+        dma_hf.configure(torch.nn.Linear(2, 2))
+
+
+def test_configure_refuses_built_in_attention():
+    model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match=r"does not reach BloomAttention: .* attn_implementation='eager'"):
+        dma_hf.configure(model, "fp4", activate=True)
+    assert not hasattr(model.config, "dma_mxfp")
+
+
+def test_attention_can_be_switched_back_and_forth(model_pair, families, token_ids, assert_same, identity):
+    ids = token_ids(2, 50)
+    model = families["mistral"].build("sdpa")
+    expected = model(ids).logits
+    for _ in range(2):
+        dma_hf.configure(model, identity, activate=True)
+        assert_same(model(ids).logits, expected)
+        model.set_attn_implementation("sdpa")
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_save_and_load(llama, token_ids, tmp_path):
+    dma_hf.configure(llama, "fp4", low_q="bf16", on_unsupported="sdpa")
+    expected = llama(token_ids(1, 400)).logits
+    llama.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="dma_mxfp")
+    assert loaded.config.dma_mxfp == llama.config.dma_mxfp
+    assert torch.equal(loaded(token_ids(1, 400)).logits, expected)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+def _edit_config(folder, section):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dma_mxfp": section}))
+
+
+def test_a_preset_by_name_in_config_json(llama, token_ids, tmp_path):
+    dma_hf.configure(llama, "fp4")
+    llama.save_pretrained(tmp_path)
+    _edit_config(tmp_path, "fp4")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="dma_mxfp")
+    assert torch.equal(loaded(token_ids(1, 400)).logits, llama(token_ids(1, 400)).logits)
+    assert dma_hf.configure(loaded, sink_tiles=3) == PRESETS["fp4"].with_changes(sink_tiles=3)
+
+
+@pytest.mark.parametrize(
+    ("section", "error", "message"),
+    [
+        ("fast", ValueError, "unknown preset 'fast'; expected one of balanced, fp4, paper, or a mapping"),
+        ({"lo": "mxfp4"}, ValueError, "unknown key 'lo'; valid keys: low, "),
+        ({"low": "mxfp3"}, ValueError, "low must be one of"),
+        ({"low": ["mxfp4"]}, ValueError, r"low must be one of .* got \['mxfp4'\]"),
+        ([1], TypeError, r"expected the name of a preset .* or a mapping of fields, got \[1\]"),
+    ],
+)
+def test_a_wrong_section_in_config_json(section, error, message, llama, token_ids, tmp_path):
+    llama.save_pretrained(tmp_path)
+    _edit_config(tmp_path, section)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="dma_mxfp")
+    with pytest.raises(error, match=f"the 'dma_mxfp' section of the model's config.json: {message}"):
+        loaded(token_ids(1, 8))
+    assert loaded.config.dma_mxfp == section
+    dma_hf.configure(loaded, "balanced")
+    loaded(token_ids(1, 8))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies_keep_their_settings(clone, llama, token_ids):
+    dma_hf.configure(llama, "paper")
+    other = clone(llama)
+    dma_hf.configure(llama, "balanced")
+    assert other.config.dma_mxfp["low"] == "mxfp4"
+    ids = token_ids(1, 400)
+    assert not torch.equal(other(ids).logits, llama(ids).logits)
+
+
+def test_two_models_in_two_threads(families, token_ids):
+    ids = token_ids(2, 300)
+    models = [families[name].build("dma_mxfp") for name in ("llama", "mistral")]
+    for model, name in zip(models, ("fp4", "paper"), strict=True):
+        dma_hf.configure(model, name)
+    expected = [model(ids).logits for model in models]
+    failures = []
+
+    def run(model, logits):
+        with torch.no_grad():
+            for _ in range(5):
+                if not torch.equal(model(ids).logits, logits):
+                    failures.append(model.config.model_type)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in zip(models, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
