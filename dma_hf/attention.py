@@ -8,6 +8,7 @@ import torch
 from dma_kernels import attention
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils.import_utils import is_tracing
 
 from . import unsupported
 from .compact_mask import GEOMETRY, MaskGeometry
@@ -164,6 +165,8 @@ def _geometry(
 def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int) -> MaskGeometry:
     """Return the geometry of a mask as it applies to a layer's tensors."""
     batch, q_len = query.shape[0], query.shape[2]
+    if (geometry.q_len, geometry.kv_len) != (q_len, kv_len) and geometry.hides_nothing:  # nor does it for other lengths
+        geometry = MaskGeometry(batch, q_len, kv_len, is_causal=False, two_sequences=q_len != kv_len)
     if geometry.batch not in (1, batch) or (geometry.q_len, geometry.kv_len) != (q_len, kv_len):
         raise ValueError(
             f"attention_mask must be broadcastable to {[batch, query.shape[1], q_len, kv_len]}, got "
@@ -187,7 +190,7 @@ def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
 def _is_additive_mask(bias: Tensor) -> bool:
     """Return whether a floating-point mask holds only zeros and large negative numbers."""
     is_mask = ((bias == 0) | (bias < MASKED_BELOW)).all()
-    if torch.compiler.is_compiling() or bias.is_meta:
+    if is_tracing(bias) or bias.is_meta:
         torch._assert_async(is_mask, "dma_mxfp attention takes masks, not biases, as a floating-point attention_mask")
         return True
     return bool(is_mask)

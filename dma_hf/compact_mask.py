@@ -49,6 +49,11 @@ class MaskGeometry:
     two_sequences: bool = False
 
     @property
+    def hides_nothing(self) -> bool:
+        """Whether every query sees every key, by what kind of mask it is."""
+        return not (self.is_causal or self.window) and self.kv_range is None and self.pattern is None
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """The shape of the mask with one head."""
         return self.batch, 1, self.q_len, self.kv_len

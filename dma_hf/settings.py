@@ -1,4 +1,8 @@
-"""The ``dma_mxfp`` section of a model's configuration: reading it at every call, and writing it."""
+"""The ``dma_mxfp`` section of a model's configuration: reading it at every call, and writing it.
+
+A layer knows the configuration of the model that it is part of, and no other. So in a composite model (vision and
+language, say) each part has a section of its own, ``text_config.dma_mxfp`` for one; :func:`configure` writes them all.
+"""
 
 from __future__ import annotations
 
