@@ -133,3 +133,11 @@ def test_an_unknown_argument_of_the_model_is_refused(families, token_ids):
     model = families["llama"].build("dma_mxfp")
     with pytest.raises(ValueError, match=r"does not support the argument 'temprature': temprature=0\.7 was passed"):
         model(token_ids(1, 5), temprature=0.7)
+
+
+def test_continuous_batching_is_refused_upstream(families):
+    """By the name of the implementation, before any attention runs."""
+    model = families["llama"].build("dma_mxfp")
+    settings = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"dma_mxfp.* is not supported"):
+        model.generate_batch([[5, 6, 7]], generation_config=settings, progress_bar=False)

@@ -1,0 +1,23 @@
+"""``dma-hf env``: versions and devices, for bug reports."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from rich.table import Table
+
+from dma_eval import console
+
+
+def env() -> None:
+    """Show the versions and devices that results depend on; put this into a bug report."""
+    from dma_eval.environment import collect
+
+    with console.working("Looking at PyTorch and the devices"):
+        facts = asdict(collect())
+    rows = {"python": facts.pop("python"), **facts.pop("packages"), **facts}
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        shown = ", ".join(value) if isinstance(value, list) else value
+        table.add_row(name, "none" if shown in (None, "") else str(shown))
+    console.out.print(table, highlight=False)

@@ -1,0 +1,174 @@
+"""``dma-hf ppl``: perplexity and fidelity of attention backends on the same tokens."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from dma_eval import console, options
+from dma_eval.errors import UserError
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+DEFAULT_ATTN = ["sdpa", "dma_mxfp:balanced"]
+EPILOG = """
+[bold]Examples[/]
+
+dma-hf ppl -m HuggingFaceTB/SmolLM2-135M --data Salesforce/wikitext:wikitext-2-raw-v1:test --context 2048
+
+dma-hf ppl -m model.gguf --data book.txt --attn sdpa dma_mxfp:balanced dma_mxfp:paper --json r.json --plot r.png
+
+dma-hf ppl -m ./model --data rows.jsonl --column content --attn sdpa dma_mxfp:my.toml --context 8192 --stride 4096
+"""
+
+
+def ppl(
+    model: options.Model,
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data",
+            "-d",
+            metavar="FILE|DATASET",
+            help="Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset as NAME, NAME:CONFIG or "
+            "NAME:CONFIG:SPLIT.",
+            show_default=False,
+        ),
+    ],
+    attn: options.Attn = DEFAULT_ATTN,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="Split of the dataset, if --data does not name it.",
+            show_default="test; all of a file",
+            rich_help_panel=options.TEXT_PANEL,
+        ),
+    ] = None,
+    column: Annotated[
+        str, typer.Option(help="The dataset's column of text.", rich_help_panel=options.TEXT_PANEL)
+    ] = "text",
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            "-c",
+            help="Tokens per window.",
+            show_default="2048, or the model's maximum if less",
+            rich_help_panel=options.WINDOW_PANEL,
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            help="Distance of two windows. If less than the context, windows overlap and each scores its new tokens.",
+            show_default="the context",
+            rich_help_panel=options.WINDOW_PANEL,
+        ),
+    ] = None,
+    max_windows: Annotated[
+        int | None,
+        typer.Option(help="Stop after so many windows.", show_default="all", rich_help_panel=options.WINDOW_PANEL),
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option(help="Windows per forward pass.", rich_help_panel=options.WINDOW_PANEL)
+    ] = 1,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    device_map: options.DeviceMap = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    seed: options.Seed = 0,
+    json: options.Json = None,
+    markdown: options.Markdown = None,
+    plot: options.Plot = None,
+    debug: options.Debug = False,
+) -> None:
+    """Compare attention backends: perplexity, divergence from the first one, speed and memory.
+
+    Every backend reads the same tokens with the same weights. Exit code 1 if a backend failed, 2 for invalid input.
+    """
+    with console.user_errors(debug):
+        if plot is not None and not plot.is_dir() and plot.suffix not in PLOT_SUFFIXES:
+            raise UserError(f"--plot: expected a file ending in {', '.join(PLOT_SUFFIXES)}, got {plot}")
+        for path in (json, markdown, plot):
+            prepare_output(path)
+        with console.starting():
+            import torch
+
+            from dma_eval.backends import parse_backends
+            from dma_eval.comparison import compare
+            from dma_eval.data import load_text
+            from dma_eval.models import load_model
+            from dma_eval.report import make_report, to_markdown
+            from dma_eval.results import write_report
+
+        torch.manual_seed(seed)
+        backends = parse_backends(attn)
+        with console.working(f"Reading {data}"):
+            text = load_text(data, split=split, column=column)
+        with console.working(f"Loading {model}"):
+            loaded = load_model(
+                model,
+                dtype=dtype,
+                device=device,
+                device_map=device_map,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+            )
+        with console.measuring() as (on_start, on_pass):
+            section = compare(
+                loaded,
+                text,
+                backends,
+                context=context,
+                stride=stride,
+                max_windows=max_windows,
+                batch_size=batch_size,
+                on_start=on_start,
+                on_pass=on_pass,
+            )
+        console.print_section(section)
+        report = make_report(loaded, [section], command=console.command_line(), seed=seed)
+        if json is not None:
+            write_report(report, json)
+        if plot is not None:
+            from dma_eval.plots import plot_comparison
+
+            plot_comparison(section, f"{Path(model).name}, context {section.context:,}", plot)
+        if markdown is not None:
+            plots = [] if plot is None else [("Comparison of the backends", relative(plot, markdown))]
+            markdown.write_text(to_markdown(report, plots), encoding="utf-8")
+        for path in (json, markdown, plot):
+            if path is not None:
+                console.print_line(f"Wrote {escape(str(path))}")
+    if any(result.failure is not None for result in section.backends):
+        raise typer.Exit(console.BACKEND_FAILED)
+
+
+def prepare_output(path: Path | None) -> None:
+    """Make sure before a long run that its results can be written; folders are made as needed.
+
+    Raises:
+        UserError: ``path`` is a folder, or cannot be written.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"cannot write to {path}: it is a folder; name a file in it")
+    existed = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write to {path}: {error.strerror}") from error
+    if not existed:
+        path.unlink()
+
+
+def relative(path: Path, page: Path) -> str:
+    """``path`` as a link from the file ``page``."""
+    return Path(os.path.relpath(path, page.parent)).as_posix()

@@ -1,0 +1,182 @@
+"""Text to measure on, and the windows that it is read in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import UserError, one_line
+
+PARAGRAPH_BREAK = "\n\n"
+# Files that `datasets` reads with a builder of that name; any other existing file is read as plain text.
+BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+TEXT_SUFFIXES = {".txt", ".raw", ".md", ".text", ".tokens", ".tex"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text and where it comes from.
+
+    Attributes:
+        content: The whole text.
+        name: The file or dataset that was asked for.
+        config: Configuration of the dataset, if any.
+        split: Split of the dataset; None for a plain file.
+        column: Column of the dataset; None for a plain file.
+    """
+
+    content: str
+    name: str
+    config: str | None = None
+    split: str | None = None
+    column: str | None = None
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the text in UTF-8."""
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens ``begin`` to ``end`` of the text; those from index ``first`` of the window on are predicted and scored."""
+
+    begin: int
+    end: int
+    first: int
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model reads."""
+        return self.end - self.begin
+
+    @property
+    def scored(self) -> int:
+        """Tokens that count."""
+        return self.length - self.first
+
+
+def load_text(data: str, *, split: str | None = None, column: str = "text") -> Text:
+    """Read a text file, or the column of a dataset with a blank line between its rows.
+
+    Args:
+        data: A local file (plain text; or .json, .jsonl, .csv, .parquet, read by ``datasets``), or a dataset of the
+            Hub as ``NAME``, ``NAME:CONFIG`` or ``NAME:CONFIG:SPLIT`` (``NAME::SPLIT`` for the default configuration).
+        split: The split, where ``data`` does not name it: ``test`` for a dataset, ``train`` (all) for a file.
+        column: The dataset's column of text.
+
+    Raises:
+        UserError: There is no such file, dataset, configuration, split or column, or no text in it.
+    """
+    path = Path(data).expanduser()
+    if path.is_dir():
+        raise UserError(f"--data: {data} is a folder; name a file in it, or a dataset of the Hub")
+    if path.is_file():
+        builder = BUILDERS.get(path.suffix)
+        text = (
+            Text(content=_read(path), name=data)
+            if builder is None
+            else _load_dataset(data, builder, None, split or "train", column, data_files=str(path))
+        )
+    elif path.suffix in TEXT_SUFFIXES | BUILDERS.keys() or path.is_absolute() or data.startswith((".", "~")):
+        raise UserError(f"--data: no such file: {data}")
+    else:
+        name, config, named_split = _split_name(data)
+        text = _load_dataset(data, name, config, named_split or split or "test", column)
+    if not text.content.strip():
+        raise UserError(f"--data: {data} holds no text")
+    return text
+
+
+def tokenize(tokenizer: Any, text: str) -> Tensor:
+    """Token ids of the whole text, int64 ``[N]``, with the special tokens that the tokenizer adds by default."""
+    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+
+
+def make_windows(tokens: int, context: int, stride: int | None = None, limit: int | None = None) -> list[Window]:
+    """Cut a text of ``tokens`` tokens into windows, as the perplexity guide of Transformers does.
+
+    Every token is scored once, with as much context as its window gives. Without a stride, windows do not overlap and
+    each scores all its tokens but the first. With a stride below ``context``, each window after the first scores its
+    last ``stride`` tokens. The last window may be shorter.
+
+    Args:
+        tokens: Length of the text.
+        context: Tokens per window, at least 2.
+        stride: Distance of two windows, 1 to ``context``; ``context`` by default.
+        limit: Keep at most so many windows.
+
+    Raises:
+        UserError: A value is out of range, or the text is shorter than one window.
+    """
+    stride = context if stride is None else stride
+    if context < 2:
+        raise UserError(f"--context must be at least 2 tokens, got {context}")
+    if not 1 <= stride <= context:
+        raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
+    if limit is not None and limit < 1:
+        raise UserError(f"--max-windows must be at least 1, got {limit}")
+    if tokens < context:
+        raise UserError(
+            f"--data: the text has {tokens:,} tokens, too few for one window of {context:,}; "
+            "give more text or a smaller --context"
+        )
+    windows: list[Window] = []
+    scored_to = 0
+    for begin in range(0, tokens, stride):
+        end = min(begin + context, tokens)
+        window = Window(begin, end, max(1, scored_to - begin))
+        if window.scored > 0:
+            windows.append(window)
+        scored_to = end
+        if end == tokens or len(windows) == limit:
+            break
+    return windows
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--data: {path} is not UTF-8 text (byte {error.start}); convert it first") from error
+    except OSError as error:
+        raise UserError(f"--data: cannot read {path}: {error.strerror}") from error
+
+
+def _split_name(data: str) -> tuple[str, str | None, str | None]:
+    parts = data.split(":")
+    if len(parts) > 3 or not parts[0]:
+        raise UserError(f"--data: expected NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, got {data!r}")
+    name, config, split = (*parts, "", "")[:3]
+    return name, config or None, split or None
+
+
+def _load_dataset(data: str, name: str, config: str | None, split: str, column: str, **options: str) -> Text:
+    import datasets  # takes a second to import, and plain files do not need it
+
+    load: Callable[..., Any] = datasets.load_dataset
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        rows = load(name, config, split=split, **options)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        kind = "file" if options else "local file, nor a dataset that can be loaded"
+        raise UserError(f"--data: {data!r} is no readable {kind}: {one_line(error)}") from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+    if column not in rows.column_names:
+        raise UserError(f"--data: {data} has no column {column!r}; it has: {', '.join(rows.column_names)}")
+    values = rows[column][:]
+    for index, value in enumerate(values):
+        if not isinstance(value, str):
+            kind = "nothing" if value is None else f"{type(value).__name__}, not text"
+            raise UserError(f"--data: column {column!r} of {data} holds {kind} in row {index}")
+    name = data if options else name
+    return Text(content=PARAGRAPH_BREAK.join(values), name=name, config=config, split=split, column=column)

@@ -1,0 +1,79 @@
+"""Versions and devices that a measurement depends on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+PACKAGES = (
+    "dma-hf",
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "datasets",
+    "gguf",
+    "huggingface_hub",
+    "lm-eval",
+    "numpy",
+    "safetensors",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where a measurement was made.
+
+    Attributes:
+        python: Version of Python.
+        packages: Version of each package; those that are not installed are missing.
+        system: Operating system and machine type.
+        cpu: Name of the processor.
+        threads: Threads that PyTorch computes with on the CPU.
+        gpus: Name of each CUDA device.
+        cuda: Version of CUDA that PyTorch was built for; None without.
+    """
+
+    python: str
+    packages: dict[str, str]
+    system: str
+    cpu: str
+    threads: int
+    gpus: list[str]
+    cuda: str | None
+
+
+def collect() -> Environment:
+    """Look at this process and this machine."""
+    return Environment(
+        python=platform.python_version(),
+        packages={name: version for name in PACKAGES if (version := _version(name))},
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu=_cpu_name(),
+        threads=torch.get_num_threads(),
+        gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        cuda=torch.version.cuda,
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    """The processor's name; Linux tells it in /proc, elsewhere ``platform`` must do."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} ({os.cpu_count()} CPUs)"
+    return f"{platform.processor() or platform.machine()} ({os.cpu_count()} CPUs)"

@@ -1,0 +1,64 @@
+"""Greedy continuations of one prompt by several backends, with the KV cache: what a user would see of a difference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .backends import Backend, activate
+from .models import LoadedModel
+from .results import Generation
+
+SHOWN_PROMPT_CHARACTERS = 300
+
+
+@torch.inference_mode()
+def continue_greedily(
+    loaded: LoadedModel,
+    backends: Sequence[Backend],
+    prompt: Tensor,
+    new_tokens: int,
+    on_pass: Callable[[Backend], None] = lambda backend: None,
+) -> list[Generation]:
+    """Let every backend continue ``prompt`` (token ids, ``[T]``) by ``new_tokens`` tokens or to the end of the text."""
+    model, tokenizer = loaded.model, loaded.tokenizer
+    prompt_end = tokenizer.decode(prompt, skip_special_tokens=True)[-SHOWN_PROMPT_CHARACTERS:]
+    ids = prompt[None].to(model.device)
+    generations: list[Generation] = []
+    for backend in backends:
+        activate(model, backend)
+        began = time.perf_counter()
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            use_cache=True,
+        )
+        tokens = output[0, ids.shape[1] :].tolist()
+        seconds = time.perf_counter() - began
+        first = generations[0].tokens if generations else tokens
+        generations.append(
+            Generation(
+                label=backend.label,
+                prompt_tokens=len(prompt),
+                prompt_end=prompt_end,
+                continuation=tokenizer.decode(tokens, skip_special_tokens=True),
+                tokens=tokens,
+                same_tokens=common_prefix(first, tokens),
+                seconds=seconds,
+            )
+        )
+        on_pass(backend)
+    return generations
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of leading elements that are equal."""
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return index
+    return min(len(first), len(second))

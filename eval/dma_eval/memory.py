@@ -1,0 +1,72 @@
+"""Peak memory of one forward pass, on a GPU or on the CPU."""
+
+# Whether psutil has types, in itself or in a package of stubs, must not matter.
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+SAMPLING_SECONDS = 0.005
+
+
+class MemoryMeter:
+    """Measures what a block of code adds to the memory in use, at its peak.
+
+    On CUDA: PyTorch's allocated bytes, exact, summed over devices. Elsewhere: the resident set of the process, sampled
+    every 5 ms, so that shorter peaks may be missed and memory that the process keeps for reuse is not counted again.
+
+    Attributes:
+        kind: ``cuda_allocated`` or ``process_rss``.
+        baseline: Bytes in use when the meter was made: make it when the model is loaded.
+        increase: Bytes that the last ``measure`` block added at its peak.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._devices = range(torch.cuda.device_count()) if device.type == "cuda" else range(0)
+        self._process = psutil.Process()
+        self.kind = "cuda_allocated" if self._devices else "process_rss"
+        self.baseline = self._in_use()
+        self.increase = 0
+
+    def synchronize(self) -> None:
+        """Wait until the devices have done all that was asked of them."""
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measure the block; the result is in ``increase`` afterwards."""
+        if self._devices:
+            for device in self._devices:
+                torch.cuda.reset_peak_memory_stats(device)
+            before = self._in_use()
+            yield
+            self.increase = sum(torch.cuda.max_memory_allocated(device) for device in self._devices) - before
+            return
+        before = peak = self._in_use()
+        done = threading.Event()
+
+        def sample() -> None:
+            nonlocal peak
+            while not done.wait(SAMPLING_SECONDS):
+                peak = max(peak, self._in_use())
+
+        thread = threading.Thread(target=sample, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+        self.increase = max(peak, self._in_use()) - before
+
+    def _in_use(self) -> int:
+        if self._devices:
+            return sum(torch.cuda.memory_allocated(device) for device in self._devices)
+        return int(self._process.memory_info().rss)

@@ -1,0 +1,182 @@
+"""Models by name: from the Hub, from a local folder, or from a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_gguf_pytorch_utils
+from transformers.utils import logging as transformers_logging
+
+from .errors import UserError, one_line
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model is: ``path`` (a Hub repository or a folder) and, for GGUF weights, the file in it."""
+
+    path: str
+    gguf_file: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal language model in evaluation mode with its tokenizer.
+
+    Attributes:
+        name: What it was asked for by.
+        source: Where it came from.
+        revision: The Hub revision that was asked for.
+        device_map: The device map that was asked for.
+    """
+
+    name: str
+    source: ModelSource
+    model: PreTrainedModel
+    tokenizer: Any
+    revision: str | None = None
+    device_map: str | None = None
+
+    @property
+    def max_context(self) -> int | None:
+        """The greatest number of positions that the configuration gives, if it gives one."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def parse_source(name: str) -> ModelSource:
+    """Tell a GGUF file (local, or ``OWNER/REPOSITORY/FILE.gguf`` on the Hub) from a folder or a Hub repository.
+
+    Raises:
+        UserError: A name that can only be a local path is none.
+    """
+    path = Path(name).expanduser()
+    if name.endswith(".gguf"):
+        if path.is_file():
+            return ModelSource(str(path.parent), path.name)
+        owner, _, rest = name.partition("/")
+        repository, _, file = rest.partition("/")
+        if file and owner not in ("", ".", "..", "~"):
+            return ModelSource(f"{owner}/{repository}", file)
+        raise UserError(f"--model: no such file: {name}")
+    if path.is_file():
+        raise UserError(f"--model: {name} is a file; expected a folder, a .gguf file or a Hub name")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"--model: folder {name} has no config.json; for GGUF weights name the .gguf file itself")
+        return ModelSource(str(path))
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise UserError(f"--model: no such folder: {name}")
+    return ModelSource(name)
+
+
+def parse_dtype(name: str) -> torch.dtype | None:
+    """The dtype of that name; None for ``auto``.
+
+    Raises:
+        UserError: There is none.
+    """
+    if name == "auto":
+        return None
+    if name not in DTYPES:
+        raise UserError(f"--dtype must be one of auto, {', '.join(DTYPES)}; got {name!r}")
+    return DTYPES[name]
+
+
+def parse_device(name: str) -> torch.device:
+    """The device of that name; for ``auto``, CUDA where there is one and else the CPU.
+
+    Raises:
+        UserError: There is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"--device: expected auto, cpu, cuda or cuda:N; got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device: expected auto, cpu, cuda or cuda:N; got {name!r}")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UserError(f"--device: {name!r} is not there: {count} CUDA devices found; --device cpu works everywhere")
+    return device
+
+
+def load_model(
+    name: str,
+    *,
+    title: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    device_map: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        name: Hub name, local folder, or GGUF file.
+        title: What reports call it; ``name`` by default.
+        dtype: ``auto`` (the checkpoint's own; float32 for GGUF), ``float32``, ``bfloat16`` or ``float16``.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; must be ``auto`` where ``device_map`` is given.
+        device_map: Spreads the model over devices, see Accelerate; ``auto`` for instance.
+        revision: Branch, tag or commit of the Hub repository.
+        trust_remote_code: Whether code that comes with the model may run.
+
+    Raises:
+        UserError: The model cannot be loaded; the message says why.
+    """
+    source = parse_source(name)
+    chosen_dtype = parse_dtype(dtype)
+    if device_map is not None and device != "auto":
+        raise UserError("--device and --device-map exclude each other; give one of them")
+    chosen_device = parse_device(device)
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if source.gguf_file is not None:
+        options["gguf_file"] = source.gguf_file
+        chosen_dtype = chosen_dtype or torch.float32
+    try:
+        with without_progress_bars():
+            tokenizer = AutoTokenizer.from_pretrained(source.path, **options)
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                source.path, dtype=chosen_dtype or "auto", device_map=device_map, output_loading_info=True, **options
+            )
+        if device_map is None:
+            model = model.to(chosen_device)
+    except (OSError, ValueError, TypeError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
+        raise UserError(f"--model: cannot load {name!r}: {one_line(error)}") from error
+    missing = sorted(loading["missing_keys"])
+    if missing:  # Transformers makes them up at random
+        raise UserError(
+            f"--model: cannot load {name!r}: the checkpoint lacks {len(missing)} weights of {type(model).__name__}, "
+            f"{missing[0]} among them; check that it belongs to its configuration"
+        )
+    return LoadedModel(title or name, source, model.eval(), tokenizer, revision, device_map)
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep Transformers from drawing progress bars: ours is the one that shows.
+
+    The conversion of GGUF files takes ``tqdm`` directly, past the switch that Transformers has for its other bars.
+    """
+    shown = transformers_logging.is_progress_bar_enabled()
+    bar = getattr(modeling_gguf_pytorch_utils, "tqdm", None)
+    transformers_logging.disable_progress_bar()
+    if bar is not None:
+        modeling_gguf_pytorch_utils.tqdm = partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        if bar is not None:
+            modeling_gguf_pytorch_utils.tqdm = bar
+        if shown:
+            transformers_logging.enable_progress_bar()

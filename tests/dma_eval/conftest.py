@@ -1,0 +1,168 @@
+"""A tiny random model with a tokenizer and a text, as files; and the command line run in this process."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from dma_eval.backends import parse_backends
+from dma_eval.cli import app
+from dma_eval.comparison import compare
+from dma_eval.data import load_text
+from dma_eval.models import LoadedModel, load_model
+from dma_eval.results import PerplexitySection
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+import dma_hf
+
+VOCABULARY = 300
+MAX_CONTEXT = 512
+WORDS = ["the", "of", "and", "a", "to", "ship", "whale", "sea", "captain", "said", "upon", "white", "water", "thousand"]
+Run = Callable[..., Result]
+IDENTITY = 'low = "bf16"\nhigh = "bf16"\npv = "bf16"\nsmooth_k = false\nshared_scale = "block"\n'
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors: a second thread costs more than it gives, above all beside other test workers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The command line owns its process and quietens libraries; here others live in it."""
+    verbosity = transformers.logging.get_verbosity()
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    yield
+    transformers.logging.set_verbosity(verbosity)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+    dma_hf.reset_fallback_counts()
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reaches the network; the libraries have read the variables already, and keep them as constants."""
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="session")
+def prose() -> str:
+    """About 3,000 tokens of words in random order."""
+    chosen = random.Random(0).choices(WORDS, k=1200)
+    lines = [" ".join(chosen[i : i + 12]).capitalize() + "." for i in range(0, len(chosen), 12)]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory, prose: str) -> Path:
+    path = tmp_path_factory.mktemp("text") / "prose.txt"
+    path.write_text(prose, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers with GQA, and a byte-level BPE tokenizer trained on a few words."""
+    folder = tmp_path_factory.mktemp("model") / "tiny-llama"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 4, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=MAX_CONTEXT,
+        initializer_range=0.2,  # ten times the usual, so that attention is not near uniform and precision shows
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def loaded(model_folder: Path) -> LoadedModel:
+    return load_model(str(model_folder), dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def identity_file(tmp_path: Path) -> Path:
+    """The configuration that quantises nothing."""
+    path = tmp_path / "identity.toml"
+    path.write_text(IDENTITY, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def compared(loaded: LoadedModel, text_file: Path) -> Callable[..., PerplexitySection]:
+    """Compare backends, by name, on the tiny model and the text."""
+
+    def make(*names: str, **options: int) -> PerplexitySection:
+        return compare(loaded, load_text(str(text_file)), parse_backends(names), **options)
+
+    return make
+
+
+@pytest.fixture
+def run() -> Run:
+    """Run ``dma-hf`` with these arguments."""
+
+    def invoke(*arguments: object) -> Result:
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    return invoke
+
+
+@pytest.fixture
+def ppl(run: Run, model_folder: Path, text_file: Path) -> Run:
+    """Run ``dma-hf ppl`` on the tiny model with two windows of 128 tokens; later options take precedence."""
+
+    def invoke(*arguments: object) -> Result:
+        common = ("-m", model_folder, "-d", text_file, "--device", "cpu", "-c", 128, "--max-windows", 2)
+        return run("ppl", *common, *arguments)
+
+    return invoke
+
+
+@pytest.fixture
+def refused() -> Callable[[Result], str]:
+    """Check that a command refused its input as it should, and return the message as one line."""
+
+    def check(result: Result) -> str:
+        message = " ".join(result.stderr.split())
+        assert result.exit_code == 2, result.output
+        assert isinstance(result.exception, SystemExit)
+        assert message.startswith("Error: ")
+        assert "Traceback" not in result.output
+        assert result.stdout == ""
+        return message
+
+    return check

@@ -1,0 +1,99 @@
+"""Names of attention backends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dma_eval.backends import Backend, activate, implementations, parse_backends
+from dma_eval.errors import UserError
+from dma_eval.models import LoadedModel
+
+import dma_hf
+
+
+class TestParse:
+    def test_names(self, identity_file: Path) -> None:
+        names = ["sdpa", "eager", "dma_mxfp:paper", f"dma_mxfp:{identity_file}"]
+        assert parse_backends(names) == (
+            Backend("sdpa", "sdpa"),
+            Backend("eager", "eager"),
+            Backend("dma_mxfp:paper", "dma_mxfp", dma_hf.preset("paper")),
+            Backend("dma_mxfp:identity", "dma_mxfp", dma_hf.DMAConfig.from_toml(identity_file)),
+        )
+
+    def test_balanced_is_the_default(self) -> None:
+        assert parse_backends(["dma_mxfp"]) == (Backend("dma_mxfp", "dma_mxfp", dma_hf.preset("balanced")),)
+
+    @pytest.mark.parametrize("preset", dma_hf.PRESETS)
+    def test_every_preset(self, preset: str) -> None:
+        assert parse_backends([f"dma_mxfp:{preset}"])[0].config == dma_hf.preset(preset)
+
+    def test_labels_are_unique(self, tmp_path: Path) -> None:
+        for folder in ("one", "two"):
+            (tmp_path / folder).mkdir()
+            (tmp_path / folder / "my.toml").touch()
+        names = ["sdpa", "sdpa", "eager", f"dma_mxfp:{tmp_path}/one/my.toml", f"dma_mxfp:{tmp_path}/two/my.toml"]
+        labels = [backend.label for backend in parse_backends(names)]
+        assert labels == ["sdpa #1", "sdpa #2", "eager", "dma_mxfp:my #1", "dma_mxfp:my #2"]
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            (
+                "flash",
+                r"unknown backend 'flash'; valid: .*dma_mxfp, .*eager, .*sdpa.*\(balanced, fp4, paper\) or a TOML",
+            ),
+            ("dma_mxfp:fast", r"unknown preset 'fast'; valid: balanced, fp4, paper, or a TOML file"),
+            ("dma_mxfp:", r"'dma_mxfp:' names no preset; valid: balanced, fp4, paper, or a TOML file"),
+            ("sdpa:fp4", r"'sdpa' takes no setting, got 'sdpa:fp4'; only dma_mxfp:PRESET does"),
+            ("dma_mxfp:missing.toml", r"no such file: missing.toml"),
+            ("", r"unknown backend ''"),
+        ],
+    )
+    def test_unknown(self, name: str, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            parse_backends(["sdpa", name])
+
+    def test_none(self) -> None:
+        with pytest.raises(UserError, match="--attn needs at least one backend, for example"):
+            parse_backends([])
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("lwo = 'mxfp4'", r"unknown key 'lwo'; valid keys: .*low.*on_unsupported"),
+            ("low = 'int3'", r"low must be .*got 'int3'"),
+            ("low = ", r"not a TOML file"),
+        ],
+    )
+    def test_invalid_file(self, tmp_path: Path, content: str, message: str) -> None:
+        path = tmp_path / "mine.toml"
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(UserError, match=message) as caught:
+            parse_backends([f"dma_mxfp:{path}"])
+        assert "mine.toml" in str(caught.value)
+
+
+def test_implementations_are_those_of_transformers() -> None:
+    assert {"eager", "sdpa", "dma_mxfp"} <= set(implementations())
+
+
+class TestActivate:
+    def test_switches_back_and_forth(self, loaded: LoadedModel) -> None:
+        for backend in parse_backends(["dma_mxfp:fp4", "sdpa", "dma_mxfp:paper"]):
+            activate(loaded.model, backend)
+            assert loaded.model.config._attn_implementation == backend.implementation
+            if backend.config is not None:
+                assert loaded.model.config.dma_mxfp == backend.config.to_dict()
+
+    def test_missing_library(self, loaded: LoadedModel) -> None:
+        with pytest.raises(UserError, match="LlamaForCausalLM cannot run attention 'flash_attention_3'"):
+            activate(loaded.model, Backend("flash_attention_3", "flash_attention_3"))
+
+    def test_model_that_does_not_follow(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loaded.model, "set_attn_implementation", lambda name: None)
+        with pytest.raises(
+            UserError, match="does not let its attention be chosen: it stays 'sdpa' when 'eager' is set"
+        ):
+            activate(loaded.model, Backend("eager", "eager"))

@@ -1,0 +1,209 @@
+"""Input that cannot work: each kind ends with exit code 2 and one line that says what came and what was expected."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Run = Callable[..., Any]
+Refused = Callable[[Any], str]
+
+
+class TestCommandLine:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--attm", "sdpa"], "No such option"),
+            (["--attn"], "--attn"),
+            (["--context", "many"], "Invalid value for '--context' / '-c': "),
+            (["--seed", "-1"], "Invalid value for '--seed': "),
+            (["--seed", 2**32], "Invalid value for '--seed': "),
+            (["stray"], "unexpected extra argument"),
+        ],
+    )
+    def test_ppl(self, ppl: Run, refused: Refused, arguments: list[str], message: str) -> None:
+        assert message in refused(ppl(*arguments))
+
+    def test_missing_option(self, run: Run, refused: Refused) -> None:
+        text = refused(run("ppl", "--data", "book.txt"))
+        assert "Missing option '--model'" in text
+        assert text.endswith("(try: dma-hf ppl --help)")
+
+    def test_unknown_command(self, run: Run, refused: Refused) -> None:
+        assert "No such command 'pplx'" in refused(run("pplx"))
+
+
+class TestBackends:
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("flash", "--attn: unknown backend 'flash'; valid: "),
+            ("dma_mxfp:fast", "--attn: unknown preset 'fast'; valid: balanced, fp4, paper, or a TOML file"),
+            ("dma_mxfp:./missing.toml", "--attn: no such file: ./missing.toml"),
+        ],
+    )
+    def test_unknown(self, ppl: Run, refused: Refused, name: str, message: str) -> None:
+        assert message in refused(ppl("--attn", "sdpa", name))
+
+    def test_invalid_key(self, ppl: Run, refused: Refused, identity_file: Path) -> None:
+        identity_file.write_text("lwo = 'mxfp4'", encoding="utf-8")
+        text = refused(ppl("--attn", f"dma_mxfp:{identity_file}"))
+        assert "identity.toml: unknown key 'lwo'; valid keys: " in text
+
+
+class TestText:
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            ("missing.txt", "--data: no such file: missing.txt"),
+            ("./missing", "--data: no such file: ./missing"),
+            (".", "--data: . is a folder; name a file in it"),
+            ("nobody/no-such-dataset", "'nobody/no-such-dataset' is no readable local file, nor a dataset"),
+            ("a:b:c:d", "--data: expected NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, got 'a:b:c:d'"),
+        ],
+    )
+    def test_missing(self, ppl: Run, refused: Refused, data: str, message: str) -> None:
+        assert message in refused(ppl("--data", data))
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("empty.txt", b"", "holds no text"),
+            ("short.txt", b"the sea", "tokens, too few for one window of 128; give more text or a smaller --context"),
+            ("latin.txt", "Käse".encode("latin-1"), "is not UTF-8 text (byte 1); convert it first"),
+            ("rows.jsonl", b'{"content": "a"}\n', "has no column 'text'; it has: content"),
+            ("broken.jsonl", b'{"text": \n', "is no readable file"),
+            ("broken.parquet", b"no parquet", "is no readable file"),
+        ],
+    )
+    def test_content(self, ppl: Run, refused: Refused, tmp_path: Path, name: str, content: bytes, message: str) -> None:
+        (tmp_path / name).write_bytes(content)
+        text = refused(ppl("--data", tmp_path / name))
+        assert message in text
+        assert text.startswith("Error: --data: ")
+
+
+class TestWindows:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--context", 513], "--context 513 is larger than the model's maximum of 512 positions; lower it"),
+            (["--context", 1], "--context must be at least 2 tokens, got 1"),
+            (["--stride", 0], "--stride must be from 1 to the context, 128, got 0"),
+            (["--stride", 129], "--stride must be from 1 to the context, 128, got 129"),
+            (["--batch-size", 0], "--batch-size must be at least 1, got 0"),
+            (["--max-windows", 0], "--max-windows must be at least 1, got 0"),
+        ],
+    )
+    def test_out_of_range(self, ppl: Run, refused: Refused, arguments: list[Any], message: str) -> None:
+        assert message in refused(ppl(*arguments))
+
+
+class TestModel:
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("./missing", "--model: no such folder: ./missing"),
+            ("a/b/c", "--model: no such folder: a/b/c"),
+            ("./missing.gguf", "--model: no such file: ./missing.gguf"),
+            ("nobody/no-such-model", "--model: cannot load 'nobody/no-such-model': "),
+        ],
+    )
+    def test_missing(self, ppl: Run, refused: Refused, name: str, message: str) -> None:
+        assert message in refused(ppl("--model", name))
+
+    def test_folder_of_nothing(self, ppl: Run, refused: Refused, tmp_path: Path) -> None:
+        assert "has no config.json; for GGUF weights name the .gguf file" in refused(ppl("--model", tmp_path))
+
+    def test_file(self, ppl: Run, refused: Refused, text_file: Path) -> None:
+        assert "is a file; expected a folder, a .gguf file or a Hub name" in refused(ppl("--model", text_file))
+
+    @pytest.mark.parametrize("content", [b"", b"this is no GGUF file at all", b"GGUF\x03\x00\x00\x00" + b"\xff" * 40])
+    def test_no_gguf(self, ppl: Run, refused: Refused, tmp_path: Path, content: bytes) -> None:
+        path = tmp_path / "model.gguf"
+        path.write_bytes(content)
+        assert f"--model: cannot load '{path}': " in refused(ppl("--model", path))
+
+    @pytest.fixture
+    def copy(self, model_folder: Path, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(model_folder, tmp_path / "copy"))
+
+    def test_no_weights(self, ppl: Run, refused: Refused, copy: Path) -> None:
+        (copy / "model.safetensors").unlink()
+        assert "no file named" in refused(ppl("--model", copy)).lower()
+
+    def test_truncated_weights(self, ppl: Run, refused: Refused, copy: Path) -> None:
+        weights = copy / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
+        assert f"--model: cannot load '{copy}': " in refused(ppl("--model", copy))
+
+    def test_no_tokenizer(self, ppl: Run, refused: Refused, copy: Path) -> None:
+        for path in copy.glob("tokenizer*"):
+            path.unlink()
+        assert f"--model: cannot load '{copy}': " in refused(ppl("--model", copy))
+
+    def test_lacking_weights(self, ppl: Run, refused: Refused, copy: Path) -> None:
+        """Transformers would fill them with random numbers."""
+        values = json.loads((copy / "config.json").read_text(encoding="utf-8"))
+        (copy / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 3}), encoding="utf-8")
+        text = refused(ppl("--model", copy))
+        assert "the checkpoint lacks 9 weights of LlamaForCausalLM, model.layers.2.input_layernorm.weight among" in text
+
+    @pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "no-such-model"}', '{"model_type": "whisper"}'])
+    def test_wrong_config(self, ppl: Run, refused: Refused, copy: Path, content: str) -> None:
+        (copy / "config.json").write_text(content, encoding="utf-8")
+        assert f"--model: cannot load '{copy}': " in refused(ppl("--model", copy))
+
+    def test_tokenizer_of_another_model(self, ppl: Run, refused: Refused, copy: Path) -> None:
+        values = json.loads((copy / "config.json").read_text(encoding="utf-8"))
+        LlamaForCausalLM(LlamaConfig(**(values | {"vocab_size": 200}))).save_pretrained(copy)
+        text = refused(ppl("--model", copy))
+        assert "the tokenizer gives token 2" in text
+        assert "but the model's vocabulary has 200 entries" in text
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--dtype", "int3"], "--dtype must be one of auto, float32, bfloat16, float16; got 'int3'"),
+            (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N; got 'tpu'"),
+            (["--device", "meta"], "--device: expected auto, cpu, cuda or cuda:N; got 'meta'"),
+            (["--device", "cuda:99"], "--device: 'cuda:99' is not there: "),
+            (["--device-map", "auto"], "--device and --device-map exclude each other; give one of them"),
+        ],
+    )
+    def test_placement(self, ppl: Run, refused: Refused, arguments: list[str], message: str) -> None:
+        assert message in refused(ppl(*arguments))
+
+
+class TestOutput:
+    @pytest.mark.parametrize("option", ["--json", "--markdown", "--plot"])
+    def test_folder(self, ppl: Run, refused: Refused, tmp_path: Path, option: str) -> None:
+        assert f"cannot write to {tmp_path}: it is a folder; name a file in it" in refused(ppl(option, tmp_path))
+
+    @pytest.mark.parametrize("option", ["--json", "--markdown", "--plot"])
+    def test_below_a_file(self, ppl: Run, refused: Refused, text_file: Path, option: str) -> None:
+        path = text_file / "r.png"
+        assert f"cannot write to {path}: " in refused(ppl(option, path))
+
+    def test_format_of_the_plot(self, ppl: Run, refused: Refused, tmp_path: Path) -> None:
+        path = tmp_path / "new/r.bmp"
+        assert f"--plot: expected a file ending in .png, .svg, .pdf, got {path}" in refused(ppl("--plot", path))
+        assert not path.parent.exists()
+
+    def test_folder_of_the_demo(self, run: Run, refused: Refused, text_file: Path) -> None:
+        assert f"--out: cannot make the folder {text_file}" in refused(run("demo", "--out", text_file))
+
+
+class TestDebug:
+    def test_shows_the_traceback(self, ppl: Run) -> None:
+        result = ppl("--attn", "flash", "--debug")
+        assert result.exit_code == 2
+        assert "Traceback" in result.stderr
+        assert "parse_backends" in result.stderr
+        assert "Error: --attn: unknown backend 'flash'" in result.stderr

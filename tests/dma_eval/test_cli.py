@@ -1,0 +1,183 @@
+"""The command line: how it is read, and what its commands do."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dma_eval import cli
+from dma_eval.cli import repeat_options
+from dma_eval.commands.ppl import DEFAULT_ATTN, prepare_output, relative
+from dma_eval.errors import UserError, one_line
+from dma_eval.results import read_report
+from PIL import Image
+
+Run = Callable[..., Any]
+EVAL = Path(__file__).parents[2] / "eval"
+
+
+class TestRepeatOptions:
+    @pytest.mark.parametrize(
+        ("given", "expected"),
+        [
+            ("--attn a b --attn c", "--attn a --attn b --attn c"),
+            ("-a a b -m model", "-a a -a b -m model"),
+            ("--attn a b --json r.json", "--attn a --attn b --json r.json"),
+            ("--json r.json --attn a", "--json r.json --attn a"),
+            ("--attn=a b", "--attn=a --attn b"),
+            ("--attn", "--attn"),
+            ("--attn --json r.json", "--attn --json r.json"),
+            ("--other a b", "--other a b"),
+            ("--attn a -- b c", "--attn a -- b c"),
+            ("--attn a - b", "--attn a --attn - --attn b"),
+            ("", ""),
+        ],
+    )
+    def test_cases(self, given: str, expected: str) -> None:
+        assert repeat_options(given.split(), {"--attn", "-a"}) == expected.split()
+
+    def test_reaches_the_command(self, ppl: Run, tmp_path: Path) -> None:
+        result = ppl("--attn", "sdpa", "eager", "--json", tmp_path / "r.json", "-a", "dma_mxfp:fp4")
+        assert result.exit_code == 0, result.output
+        labels = [backend.label for backend in read_report(tmp_path / "r.json").perplexity[0].backends]
+        assert labels == ["sdpa", "eager", "dma_mxfp:fp4"]
+
+    def test_default(self, ppl: Run, tmp_path: Path) -> None:
+        assert ppl("--json", tmp_path / "r.json").exit_code == 0
+        assert [b.label for b in read_report(tmp_path / "r.json").perplexity[0].backends] == DEFAULT_ATTN
+
+
+class TestPpl:
+    def test_shows_the_table(self, ppl: Run) -> None:
+        result = ppl("--attn", "sdpa", "dma_mxfp:balanced")
+        assert result.exit_code == 0, result.output
+        assert result.stderr == ""
+        header, _, *rows = [line.split() for line in result.stdout.strip().splitlines()[:4]]
+        assert " ".join(header) == "backend perplexity change KL / token top-1 tokens/s peak memory"
+        assert [row[0] for row in rows] == ["sdpa", "dma_mxfp:balanced"]
+        assert "2 windows of 128 tokens (non-overlapping), 254 tokens predicted by every backend" in result.stdout
+
+    def test_writes_all_files(self, ppl: Run, tmp_path: Path) -> None:
+        """Folders are made as needed, and the Markdown links the plot from where it lies."""
+        json, markdown, plot = tmp_path / "a [b]/r.json", tmp_path / "b/r.md", tmp_path / "c/r.png"
+        options = ("--json", json, "--markdown", markdown, "--plot", plot, "--stride", 64, "--batch-size", 2)
+        result = ppl(*options, "--seed", 3)
+        assert result.exit_code == 0, result.output
+        for path in (json, markdown, plot):
+            assert f"Wrote {path}" in result.stdout
+        report = read_report(json)
+        section = report.perplexity[0]
+        assert (section.context, section.stride, section.batch_size, section.windows) == (128, 64, 2, 2)
+        assert report.seed == 3
+        assert "](../c/r.png)" in markdown.read_text(encoding="utf-8")
+        with Image.open(plot) as image:
+            assert (image.format, image.width) == ("PNG", 1650)
+
+    def test_json_lines(self, ppl: Run, tmp_path: Path, prose: str) -> None:
+        import json
+
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text("\n".join(json.dumps({"content": line}) for line in prose.splitlines()), encoding="utf-8")
+        result = ppl("--data", rows, "--column", "content", "--attn", "sdpa", "--json", tmp_path / "r.json")
+        assert result.exit_code == 0, result.output
+        data = read_report(tmp_path / "r.json").perplexity[0].data
+        assert (data.name, data.column, data.split) == (str(rows), "content", "train")
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    def test_dtype(self, ppl: Run, tmp_path: Path, dtype: str) -> None:
+        result = ppl("--dtype", dtype, "--json", tmp_path / "r.json")
+        assert result.exit_code == 0, result.output
+        assert read_report(tmp_path / "r.json").model.dtype == dtype
+
+
+class TestEnv:
+    def test_shows_versions_and_devices(self, run: Run) -> None:
+        result = run("env")
+        assert result.exit_code == 0, result.output
+        rows = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+        assert rows["python"].strip() == ".".join(map(str, sys.version_info[:3]))
+        for package in ("torch", "transformers", "datasets"):
+            assert rows[package].strip() == metadata.version(package)
+        assert rows["threads"].strip() == "1"
+        assert rows.keys() >= {"system", "cpu", "gpus", "cuda"}
+
+
+class TestHelp:
+    def test_version(self, run: Run) -> None:
+        result = run("--version")
+        assert result.exit_code == 0
+        assert re.fullmatch(r"dma-hf (\d+\.\d+\S*|\(not installed\))\n", result.stdout)
+
+    def test_version_of_a_source_tree(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        def missing(name: str) -> str:
+            raise metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(cli.metadata, "version", missing)
+        assert run("--version").stdout == "dma-hf (not installed)\n"
+
+    @pytest.mark.parametrize(
+        ("command", "expected"),
+        [
+            ((), ("ppl", "demo", "env", "--version", "Start here")),
+            (("ppl",), ("--model", "--data", "--attn", "--stride", "--json", "--plot", "--debug", "Examples")),
+            (("demo",), ("--out", "Needs no network", "Examples")),
+            (("env",), ("bug report",)),
+        ],
+    )
+    def test_help(self, run: Run, command: tuple[str, ...], expected: tuple[str, ...]) -> None:
+        result = run(*command, "--help")
+        assert result.exit_code == 0
+        for text in expected:
+            assert text in " ".join(result.stdout.replace("│", " ").split())
+
+    def test_no_arguments_show_the_help(self, run: Run) -> None:
+        result = run()
+        assert "dma-hf demo" in result.output
+        assert result.exit_code == 2
+        assert "Error" not in result.output
+
+    def test_as_a_module(self) -> None:
+        command = [sys.executable, "-m", "dma_eval", "--version"]
+        done = subprocess.run(command, cwd=EVAL, capture_output=True, text=True, check=False, timeout=120)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("dma-hf ")
+
+    def test_help_does_not_import_torch(self) -> None:
+        code = "import sys; import dma_eval.cli; sys.exit('torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], cwd=EVAL, check=False, timeout=120).returncode == 0
+
+
+class TestPrepareOutput:
+    def test_leaves_nothing(self, tmp_path: Path) -> None:
+        prepare_output(tmp_path / "new/r.json")
+        assert list((tmp_path / "new").iterdir()) == []
+
+    def test_leaves_what_is_there(self, tmp_path: Path) -> None:
+        (tmp_path / "r.json").write_text("old", encoding="utf-8")
+        prepare_output(tmp_path / "r.json")
+        assert (tmp_path / "r.json").read_text(encoding="utf-8") == "old"
+
+    def test_cannot_be_opened(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "open", refuse)
+        with pytest.raises(UserError, match=r"cannot write to .*r.json: Permission denied"):
+            prepare_output(tmp_path / "r.json")
+
+    def test_relative_link(self) -> None:
+        assert relative(Path("out/plots/r.png"), Path("out/r.md")) == "plots/r.png"
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [("a\n b", "a b"), ("a\n\nadvice", "a"), ("", "ValueError"), ("x" * 500, "x" * 399 + "…")],
+)
+def test_one_line(message: str, shown: str) -> None:
+    assert one_line(ValueError(message)) == shown

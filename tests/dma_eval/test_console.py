@@ -1,0 +1,47 @@
+"""What is shown on screens of several widths."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+from dma_eval import console
+from dma_eval.report import HEADERS
+from dma_eval.results import PerplexitySection
+from rich.console import Console
+
+
+@pytest.fixture
+def shown(compared: Callable[..., PerplexitySection], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[str]]:
+    """Lines of a comparison on a screen of a width."""
+    section = compared("sdpa", "dma_mxfp:balanced", context=64, max_windows=1)
+
+    def show(width: int) -> list[str]:
+        page = io.StringIO()
+        screen = Console(file=page, width=width, force_terminal=True, color_system=None, emoji=False)
+        monkeypatch.setattr(console, "out", screen)
+        console.print_section(section)
+        return page.getvalue().splitlines()
+
+    return show
+
+
+class TestTable:
+    def test_wide_screen(self, shown: Callable[[int], list[str]]) -> None:
+        header, rule, *rows = shown(100)[:4]
+        assert header.split() == " ".join(HEADERS).split()
+        assert set(rule) == {"─"}
+        assert [row.split()[0] for row in rows] == ["sdpa", "dma_mxfp:balanced"]
+
+    def test_no_word_is_split_at_80_columns(self, shown: Callable[[int], list[str]]) -> None:
+        lines = shown(80)
+        words = {word for line in lines[: lines.index("")] for word in line.split()}
+        assert max(map(len, lines[: lines.index("")])) <= 80
+        assert {"perplexity", "change", "token", "top-1", "tokens/s", "memory", "dma_mxfp:balanced", "MiB"} <= words
+
+
+@pytest.mark.parametrize("message", ["a:b:c", "[red]x[/]", "no end [/", "x" * 300])
+def test_error_is_shown_as_it_is(message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_error(message)
+    assert capsys.readouterr().err == f"Error: {message}\n"

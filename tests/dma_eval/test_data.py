@@ -1,0 +1,121 @@
+"""Texts, and the windows that they are read in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from dma_eval.data import Window, load_text, make_windows, tokenize
+from dma_eval.errors import UserError
+from dma_eval.models import LoadedModel
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROWS = ["First row.", "Second row.", "Dritte Zeile: ä."]
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"content": text, "number": i, "maybe": text if i else None}) for i, text in enumerate(ROWS)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+class TestLoadText:
+    def test_plain_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "book.txt"
+        path.write_text("Ein Wort – ä\n\nmore\n", encoding="utf-8")
+        text = load_text(str(path))
+        assert text.content == "Ein Wort – ä\n\nmore\n"
+        assert (text.name, text.config, text.split, text.column) == (str(path), None, None, None)
+
+    def test_json_lines(self, rows_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        text = load_text(str(rows_file), column="content")
+        assert text.content == "First row.\n\nSecond row.\n\nDritte Zeile: ä."
+        assert (text.name, text.split, text.column) == (str(rows_file), "train", "content")
+        assert capfd.readouterr() == ("", ""), "no progress bars"
+
+    def test_csv(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.csv"
+        path.write_text('text\n"a, b"\nc\n', encoding="utf-8")
+        assert load_text(str(path)).content == "a, b\n\nc"
+
+    def test_hash_is_of_the_content(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("abc", encoding="utf-8")
+        assert load_text(str(tmp_path / "a.txt")).sha256.startswith("ba7816bf8f01cfea414140de5dae2223")
+
+    @pytest.mark.parametrize(
+        ("column", "message"),
+        [
+            ("text", r"has no column 'text'; it has: content, number, maybe"),
+            ("number", r"column 'number' of .* holds int, not text in row 0"),
+            ("maybe", r"column 'maybe' of .* holds nothing in row 0"),
+        ],
+    )
+    def test_column_without_text(self, rows_file: Path, column: str, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            load_text(str(rows_file), column=column)
+
+    def test_unknown_split(self, rows_file: Path) -> None:
+        with pytest.raises(UserError, match="Unknown split"):
+            load_text(str(rows_file), column="content", split="validation")
+
+
+def test_tokenize_adds_what_the_tokenizer_adds(loaded: LoadedModel) -> None:
+    ids = tokenize(loaded.tokenizer, "the sea")
+    assert ids.tolist() == loaded.tokenizer("the sea").input_ids
+    assert loaded.tokenizer.decode(ids) == "the sea"
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[int, int, int]:
+    context = draw(st.integers(2, 40))
+    return draw(st.integers(context, 200)), context, draw(st.integers(1, context))
+
+
+class TestWindows:
+    def test_without_overlap(self) -> None:
+        assert make_windows(10, 4) == [Window(0, 4, 1), Window(4, 8, 1), Window(8, 10, 1)]
+
+    def test_with_stride(self) -> None:
+        assert make_windows(10, 6, 2) == [Window(0, 6, 1), Window(2, 8, 4), Window(4, 10, 4)]
+
+    def test_last_token_alone_cannot_be_predicted(self) -> None:
+        assert make_windows(9, 4)[-1] == Window(4, 8, 1)
+
+    def test_limit(self) -> None:
+        assert make_windows(100, 10, 5, limit=3) == make_windows(100, 10, 5)[:3]
+
+    @given(cuts())
+    def test_overlapping_windows_score_every_token_once(self, cut: tuple[int, int, int]) -> None:
+        """Of adjoining windows, the first token of each has nothing before it; of overlapping ones, only the text's."""
+        tokens, context, stride = cut
+        windows = make_windows(tokens, context, stride)
+        scored = [token for window in windows for token in range(window.begin + window.first, window.end)]
+        starts = {0} if stride < context else set(range(0, tokens, context))
+        assert scored == [token for token in range(tokens) if token not in starts]
+        assert len(scored) == sum(window.scored for window in windows)
+
+    @given(cuts())
+    def test_windows_lie_within_the_text(self, cut: tuple[int, int, int]) -> None:
+        tokens, context, stride = cut
+        for index, window in enumerate(make_windows(tokens, context, stride)):
+            assert window.begin == index * stride
+            assert window.end == min(window.begin + context, tokens)
+            assert 1 <= window.first < window.length
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ((100, 1), "--context must be at least 2 tokens, got 1"),
+            ((100, 10, 0), "--stride must be from 1 to the context, 10, got 0"),
+            ((100, 10, 11), "--stride must be from 1 to the context, 10, got 11"),
+            ((100, 10, 5, 0), "--max-windows must be at least 1, got 0"),
+            ((9, 10), "the text has 9 tokens, too few for one window of 10"),
+        ],
+    )
+    def test_out_of_range(self, arguments: tuple[int, ...], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            make_windows(*arguments)

@@ -1,0 +1,83 @@
+"""The demo on the model and the text of the package, with fewer tokens than a user gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dma_eval.backends import parse_backends
+from dma_eval.commands import demo
+from dma_eval.generation import common_prefix, continue_greedily
+from dma_eval.models import LoadedModel
+from dma_eval.results import read_report
+from PIL import Image
+
+import dma_hf
+
+Run = Callable[..., Any]
+LABELS = ["sdpa", *(f"dma_mxfp:{preset}" for preset in dma_hf.PRESETS)]
+
+
+@pytest.mark.slow
+def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"CONTEXT": 256, "WINDOWS": 2, "PROMPT_TOKENS": 64, "NEW_TOKENS": 6}.items():
+        monkeypatch.setattr(demo, name, value)
+    result = run("demo", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    files = {path.name: path for path in (tmp_path / "out").iterdir()}
+    assert sorted(files) == ["positions.png", "quality.png", "report.md", "results.json"]
+
+    report = read_report(files["results.json"])
+    (section,) = report.perplexity
+    assert [backend.label for backend in section.backends] == LABELS
+    assert all(backend.failure is None and not backend.fallbacks for backend in section.backends)
+    assert (section.context, section.windows, section.tokens_scored) == (256, 2, 510)
+    assert report.model.name == "demo model"
+    assert section.data.name == "heldout.txt (in the package)"
+    assert str(Path(demo.__file__).parents[1] / "assets") not in files["results.json"].read_text(encoding="utf-8")
+    assert [generation.label for generation in report.generations] == LABELS[:2]
+    assert all(len(generation.tokens) == 6 for generation in report.generations)
+
+    markdown = files["report.md"].read_text(encoding="utf-8")
+    for label in LABELS:
+        assert f"| {label} |" in markdown
+        assert label in result.stdout
+    for name in ("quality.png", "positions.png"):
+        assert f"]({name})" in markdown
+        with Image.open(files[name]) as image:
+            assert image.format == "PNG"
+
+
+def test_asks_for_a_new_installation_without_the_model(
+    run: Run, refused: Callable[[Any], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo.resources, "files", lambda package: tmp_path)
+    message = refused(run("demo", "--out", tmp_path / "out"))
+    assert "this installation lacks the demo model; install the dma-hf package again" in message
+
+
+class TestContinuation:
+    def test_is_what_generate_gives(self, loaded: LoadedModel) -> None:
+        prompt = torch.tensor(loaded.tokenizer("the white whale said").input_ids)
+        first, second = continue_greedily(loaded, parse_backends(["sdpa", "dma_mxfp:paper"]), prompt, 8)
+        loaded.model.set_attn_implementation("sdpa")
+        expected = prompt[None]
+        for _ in range(8):  # without a cache
+            with torch.inference_mode():
+                token = loaded.model(input_ids=expected, use_cache=False).logits[:, -1:].argmax(-1)
+            expected = torch.cat([expected, token], dim=1)
+        assert first.tokens == expected[0, len(prompt) :].tolist()
+        assert first.continuation == loaded.tokenizer.decode(first.tokens)
+        assert (first.prompt_tokens, first.prompt_end, first.same_tokens) == (len(prompt), "the white whale said", 8)
+        assert second.same_tokens == common_prefix(first.tokens, second.tokens)
+
+    @pytest.mark.parametrize(
+        ("first", "second", "length"),
+        [([], [], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 5, 3], 1), ([4], [5], 0), ([1, 2], [1, 2], 2)],
+    )
+    def test_common_prefix(self, first: list[int], second: list[int], length: int) -> None:
+        assert common_prefix(first, second) == length

@@ -1,0 +1,239 @@
+"""What is measured, against the same numbers computed in another way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dma_eval import perplexity
+from dma_eval.data import Window, tokenize
+from dma_eval.errors import UserError
+from dma_eval.models import LoadedModel
+from dma_eval.perplexity import NonFiniteLogitsError, make_batches, score
+from dma_eval.results import PerplexitySection
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+Compared = Callable[..., PerplexitySection]
+
+
+@torch.inference_mode()
+def logits_of(loaded: LoadedModel, ids: Tensor, implementation: str = "sdpa") -> Tensor:
+    """Logits ``[T, V]`` in fp64."""
+    loaded.model.set_attn_implementation(implementation)
+    logits: Tensor = loaded.model(input_ids=ids[None]).logits[0].double()
+    return logits
+
+
+class TestPerplexity:
+    @pytest.mark.parametrize(("context", "stride"), [(128, None), (128, 48), (96, 96)])
+    def test_against_the_loop_of_the_guide(
+        self, loaded: LoadedModel, prose: str, compared: Compared, context: int, stride: int | None
+    ) -> None:
+        """The loop of Transformers' perplexity guide, but each token counts the same, whatever window it is in."""
+        section = compared("sdpa", context=context, stride=stride)
+        ids = tokenize(loaded.tokenizer, prose)
+        losses: list[float] = []
+        scored_to = 0
+        for begin in range(0, len(ids), stride or context):
+            end = min(begin + context, len(ids))
+            log_probs = logits_of(loaded, ids[begin:end]).log_softmax(-1)
+            for token in range(max(scored_to, begin + 1), end):
+                losses.append(-log_probs[token - begin - 1, ids[token]].item())
+            scored_to = end
+            if end == len(ids):
+                break
+        result = section.backends[0]
+        assert section.tokens_scored == len(losses)
+        assert result.nll == pytest.approx(math.fsum(losses) / len(losses), rel=1e-6)
+        assert result.perplexity == pytest.approx(math.exp(math.fsum(losses) / len(losses)), rel=1e-5)
+
+    def test_divergence_and_agreement(self, loaded: LoadedModel, prose: str, compared: Compared) -> None:
+        section = compared("sdpa", "dma_mxfp:paper", context=128, max_windows=3)
+        ids = tokenize(loaded.tokenizer, prose)[: 3 * 128].view(3, 128)
+        ours = torch.cat([logits_of(loaded, row, "dma_mxfp")[:-1] for row in ids])
+        theirs = torch.cat([logits_of(loaded, row)[:-1] for row in ids])
+        p, q = (torch.distributions.Categorical(logits=logits) for logits in (theirs, ours))
+        kl = torch.distributions.kl_divergence(p, q)
+        same = ours.argmax(-1) == theirs.argmax(-1)
+        result = section.backends[1]
+        assert kl.mean() > 1e-4, "precision must show for this test to say anything"
+        assert result.kl_mean == pytest.approx(kl.mean().item(), rel=1e-4)
+        assert result.kl_max == pytest.approx(kl.max().item(), rel=1e-3)
+        assert result.kl_p99 == pytest.approx(kl.quantile(0.99).item(), rel=1e-3)
+        assert result.top1_agreement == pytest.approx(same.double().mean().item())
+        assert not same.all()
+
+    def test_batches_change_nothing(self, compared: Compared) -> None:
+        """The last windows are shorter and form a batch of their own."""
+        single, batched = (compared("sdpa", "dma_mxfp", context=128, stride=96, batch_size=n) for n in (1, 2))
+        for one, two in zip(single.backends, batched.backends, strict=True):
+            assert two.window_nll == pytest.approx(one.window_nll, rel=1e-5)
+            assert two.kl_mean == pytest.approx(one.kl_mean, rel=1e-3, abs=1e-9)
+            assert len(two.forward_seconds) < len(one.forward_seconds)
+
+    def test_same_backend_twice(self, compared: Compared) -> None:
+        first, second = compared("sdpa", "sdpa", context=128, max_windows=2).backends
+        assert (first.label, second.label) == ("sdpa #1", "sdpa #2")
+        assert second.nll == first.nll
+        assert (second.change_percent, second.change_stderr) == (0, 0)
+        assert (second.kl_mean, second.kl_max, second.top1_agreement) == (0, 0, 1)
+
+    def test_identity_configuration(self, compared: Compared, identity_file: Any) -> None:
+        sdpa, identity = compared("sdpa", f"dma_mxfp:{identity_file}", context=256, max_windows=2).backends
+        assert identity.perplexity == pytest.approx(sdpa.perplexity, rel=1e-5)
+        assert identity.change_percent == pytest.approx(0, abs=1e-3)
+        assert identity.kl_mean == pytest.approx(0, abs=1e-6)
+        assert identity.window_nll == pytest.approx(sdpa.window_nll, rel=1e-5)
+
+    def test_speed_and_memory_are_there(self, compared: Compared) -> None:
+        section = compared("sdpa", context=128, max_windows=2)
+        result = section.backends[0]
+        assert section.memory_kind == "process_rss"
+        assert len(result.forward_seconds) == 2
+        assert result.tokens_per_second == pytest.approx(128 / result.forward_seconds[1])
+        assert result.peak_memory_bytes is not None
+        assert result.peak_memory_bytes > 2**20
+
+    def test_default_context_is_the_models(self, compared: Compared) -> None:
+        assert compared("sdpa", max_windows=1).context == 512
+
+    def test_every_pass_is_announced(self, compared: Compared) -> None:
+        expected: list[int] = []
+        passes: list[str] = []
+        callbacks: Any = {"on_start": expected.append, "on_pass": lambda backend: passes.append(backend.label)}
+        compared("sdpa", "eager", context=128, max_windows=3, batch_size=2, **callbacks)
+        assert expected == [6]
+        assert sorted(passes) == ["eager"] * 3 + ["sdpa"] * 3
+
+
+class TestScore:
+    LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 3.0, 0.0], [0.0, 0.0, 1.0]])
+    IDS = torch.tensor([1, 0, 2])
+
+    def test_without_a_reference(self) -> None:
+        scores = score(self.LOGITS, self.IDS, Window(0, 3, 1))
+        expected = [math.log(math.exp(2) + 2) - 2, math.log(math.exp(3) + 2)]
+        assert scores.nll == pytest.approx(expected, rel=1e-6)
+        assert scores.kl.tolist() == [0, 0]
+        assert scores.agree.tolist() == [True, True]
+
+    def test_scores_from_first_on(self) -> None:
+        scores = score(self.LOGITS, self.IDS, Window(0, 3, 2), self.LOGITS[[0, 2, 1]])
+        assert scores.nll == pytest.approx([math.log(math.exp(3) + 2)], rel=1e-6)
+        reference, backend = self.LOGITS[2].double().softmax(-1), self.LOGITS[1].double().log_softmax(-1)
+        assert scores.kl == pytest.approx([torch.nn.functional.kl_div(backend, reference, reduction="sum").item()])
+        assert scores.agree.tolist() == [False]
+
+    def test_chunks_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        generator = torch.Generator().manual_seed(0)
+        logits, reference = torch.randn(2, 50, 7, generator=generator)
+        ids = torch.randint(7, (50,), generator=generator)
+        whole = score(logits, ids, Window(0, 50, 5), reference)
+        monkeypatch.setattr(perplexity, "CHUNK_ELEMENTS", 7 * 8)
+        chunked = score(logits, ids, Window(0, 50, 5), reference)
+        for name in ("nll", "kl", "agree"):
+            np.testing.assert_array_equal(getattr(chunked, name), getattr(whole, name))
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_not_finite(self, value: float) -> None:
+        logits = self.LOGITS.clone()
+        logits[1, 2] = value
+        with pytest.raises(NonFiniteLogitsError, match="NaN or infinite logits, first at position 1 of a window"):
+            score(logits, self.IDS, Window(0, 3, 1))
+
+
+class TestBatches:
+    def test_of_equal_length(self) -> None:
+        long = [Window(i, i + 4, 1) for i in range(5)]
+        short = Window(5, 7, 1)
+        assert make_batches([*long, short], 2) == [long[:2], long[2:4], long[4:], [short]]
+
+    def test_size(self) -> None:
+        with pytest.raises(UserError, match="--batch-size must be at least 1, got 0"):
+            make_batches([], 0)
+
+
+def _nan_attention(module: Any, query: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
+    output, _ = sdpa_attention_forward(module, query, *arguments, **options)
+    return (output * math.nan if module.layer_idx == 1 else output), None
+
+
+def _raising_attention(module: Any, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
+    raise RuntimeError("no kernel image is available\n\nadvice that does not fit a table")
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention implementations that give NaN in the second layer, and that raise; gone after the test."""
+    for name, function in (("nan_attention", _nan_attention), ("raising_attention", _raising_attention)):
+        monkeypatch.setitem(AttentionInterface._global_mapping, name, function)
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, sdpa_mask)
+
+
+@pytest.mark.usefixtures("broken")
+class TestFailure:
+    NAN = (
+        "NaN or infinite logits, first at position 0 of a window; they begin in the output of model.layers.1.self_attn"
+    )
+
+    def test_others_go_on(self, compared: Compared) -> None:
+        sdpa, nan, raising, eager = compared(
+            *("sdpa", "nan_attention", "raising_attention", "eager"), context=128, max_windows=2
+        ).backends
+        assert nan.failure is not None
+        assert nan.failure.startswith(self.NAN)
+        assert raising.failure == "no kernel image is available"
+        assert nan.perplexity is None
+        assert nan.window_nll == []
+        assert sdpa.failure is None
+        assert eager.failure is None
+        assert len(eager.window_nll) == 2
+        assert eager.kl_mean == pytest.approx(0, abs=1e-6)
+
+    def test_of_the_reference(self, compared: Compared) -> None:
+        nan, sdpa = compared("nan_attention", "sdpa", context=128, max_windows=2).backends
+        assert nan.failure is not None
+        assert sdpa.failure is None
+        assert sdpa.perplexity is not None
+        assert (sdpa.change_percent, sdpa.kl_mean, sdpa.top1_agreement, sdpa.position_kl) == (None, None, None, [])
+
+    def test_on_the_command_line(self, ppl: Any, tmp_path: Any) -> None:
+        from dma_eval.results import read_report
+
+        result = ppl("--attn", "sdpa", "nan_attention", "--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md")
+        assert result.exit_code == 1, result.output
+        assert f"Warning: nan_attention failed: {self.NAN}" in result.stderr
+        sdpa, nan = read_report(tmp_path / "r.json").perplexity[0].backends
+        assert sdpa.perplexity is not None
+        assert str(nan.failure).startswith(self.NAN)
+        assert "| nan_attention | failed | – |" in (tmp_path / "r.md").read_text(encoding="utf-8")
+
+
+class TestFallbacks:
+    """A head_dim above 256 is beyond the backend; SDPA takes its place where the configuration allows."""
+
+    @pytest.fixture
+    def wide(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("dma_hf.unsupported.MAX_HEAD_DIM", 16)
+
+    @pytest.mark.usefixtures("wide")
+    def test_are_counted(self, compared: Compared, identity_file: Any) -> None:
+        identity_file.write_text('on_unsupported = "sdpa"\n', encoding="utf-8")
+        with pytest.warns(UserWarning, match="does not support this head_dim"):
+            sdpa, fallen = compared("sdpa", f"dma_mxfp:{identity_file}", context=128, max_windows=2).backends
+        assert sdpa.fallbacks == {}
+        assert fallen.fallbacks == {"this head_dim": 2 * 2}, "two layers, two windows"
+        assert fallen.kl_mean == pytest.approx(0, abs=1e-6)
+
+    @pytest.mark.usefixtures("wide")
+    def test_are_errors_by_default(self, compared: Compared) -> None:
+        _, refused = compared("sdpa", "dma_mxfp:balanced", context=128, max_windows=2).backends
+        assert refused.fallbacks == {}
+        assert "does not support this head_dim: query has 32" in str(refused.failure)

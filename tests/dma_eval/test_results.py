@@ -1,0 +1,192 @@
+"""The files of a run: results.json, the Markdown report, the plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dma_eval.errors import UserError
+from dma_eval.models import LoadedModel
+from dma_eval.plots import plot_comparison, plot_positions, plot_quality
+from dma_eval.report import format_bytes, format_kl, make_report, table_row, to_markdown, warnings
+from dma_eval.results import SCHEMA_VERSION, BackendResult, Generation, PerplexitySection, Report, read_report
+from dma_eval.results import write_report as write
+from PIL import Image
+
+FAILED = BackendResult(label="broken", implementation="broken", config=None, failure="NaN | somewhere")
+
+
+@pytest.fixture
+def section(compared: Callable[..., PerplexitySection]) -> PerplexitySection:
+    return compared("sdpa", "dma_mxfp:balanced", "dma_mxfp:paper", context=128, max_windows=2)
+
+
+@pytest.fixture
+def report(loaded: LoadedModel, section: PerplexitySection) -> Report:
+    generation = Generation(
+        label="sdpa",
+        prompt_tokens=3,
+        prompt_end="the | sea",
+        continuation="and\n\n ä",
+        tokens=[1, 2],
+        same_tokens=2,
+        seconds=0.5,
+    )
+    section = replace(section, backends=[*section.backends, FAILED])
+    return make_report(loaded, [section], command="dma-hf ppl 'a|b'", seed=7, generations=[generation])
+
+
+class TestJson:
+    def test_round_trip(self, report: Report, tmp_path: Path) -> None:
+        write(report, tmp_path / "r.json")
+        assert read_report(tmp_path / "r.json") == report
+
+    def test_holds_what_a_run_depends_on(self, report: Report, tmp_path: Path) -> None:
+        write(report, tmp_path / "r.json")
+        values = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+        assert values["schema_version"] == SCHEMA_VERSION
+        assert values["seed"] == 7
+        assert values["environment"]["packages"].keys() >= {"torch", "transformers"}
+        assert values["model"]["architecture"] == "LlamaForCausalLM"
+        assert values["model"]["parameters"] == report.model.parameters > 50_000
+        model = values["model"]
+        assert [model[name] for name in ("layers", "query_heads", "kv_heads", "head_dim")] == [2, 2, 1, 32]
+        assert [model[name] for name in ("max_context", "dtype", "device")] == [512, "float32", "cpu"]
+        data = values["perplexity"][0]["data"]
+        assert data["characters"] > data["tokens"] > 0
+        configs = [backend["config"] for backend in values["perplexity"][0]["backends"]]
+        assert configs[0] is None
+        assert configs[2]["low"] == "mxfp4"
+
+    def test_no_nan(self, report: Report, tmp_path: Path) -> None:
+        broken = replace(report.perplexity[0].backends[0], nll=float("nan"))
+        report.perplexity[0].backends[0] = broken
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            write(report, tmp_path / "r.json")
+        assert not (tmp_path / "r.json").exists()
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda v: v.update(schema_version=99), f"expected schema_version {SCHEMA_VERSION}, got 99"),
+            (lambda v: v.pop("schema_version"), f"expected schema_version {SCHEMA_VERSION}, got None"),
+            (lambda v: v.update(extra=1), "report must be an object with the fields of Report; differs in: extra"),
+            (lambda v: v.pop("seed"), "report must be an object with the fields of Report; differs in: seed"),
+            (lambda v: v.update(seed="0"), "report.seed must be int, got '0'"),
+            (lambda v: v.update(seed=True), "report.seed must be int, got True"),
+            (lambda v: v["model"].pop("name"), "report.model must be .*ModelInfo; differs in: name"),
+            (lambda v: v.update(model=None), "report.model must be .*ModelInfo; differs in: None"),
+            (lambda v: v.update(perplexity={}), r"report.perplexity must be list"),
+            (
+                lambda v: v["perplexity"][0]["backends"][1].update(window_nll=[1, "x"]),
+                r"report.perplexity\[0\].backends\[1\].window_nll\[1\] must be float, got 'x'",
+            ),
+        ],
+    )
+    def test_not_as_the_schema_says(
+        self, report: Report, tmp_path: Path, change: Callable[[Any], Any], message: str
+    ) -> None:
+        path = tmp_path / "r.json"
+        write(report, path)
+        values = json.loads(path.read_text(encoding="utf-8"))
+        change(values)
+        path.write_text(json.dumps(values), encoding="utf-8")
+        with pytest.raises(UserError, match=message):
+            read_report(path)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [(None, "cannot read the report"), ("{", "is not JSON"), ("[]", "expected schema_version 1, got None")],
+    )
+    def test_no_report(self, tmp_path: Path, content: str | None, message: str) -> None:
+        if content is not None:
+            (tmp_path / "r.json").write_text(content, encoding="utf-8")
+        with pytest.raises(UserError, match=message):
+            read_report(tmp_path / "r.json")
+
+
+class TestMarkdown:
+    def test_table(self, report: Report) -> None:
+        lines = to_markdown(report).splitlines()
+        start = lines.index("| backend | perplexity | change | KL / token | top-1 | tokens/s | peak memory |")
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 : start + 6]]
+        assert [row[0] for row in cells] == ["sdpa", "dma_mxfp:balanced", "dma_mxfp:paper", "broken"]
+        assert cells == [table_row(result) for result in report.perplexity[0].backends]
+        assert cells[0][2] == "+0.00 % ± 0.00"
+        assert cells[3][1:] == ["failed", "–", "–", "–", "–", "–"]
+
+    def test_tables_are_rectangular(self, report: Report) -> None:
+        """As many cells in each row as in the one above, a bar within a cell being escaped."""
+        blocks = [block for block in to_markdown(report).split("\n\n") if block.startswith("|")]
+        assert len(blocks) == 3
+        for block in blocks:
+            assert len({line.replace("\\|", "").count("|") for line in block.splitlines()}) == 1
+
+    def test_configurations(self, report: Report) -> None:
+        text = to_markdown(report)
+        assert "| field | dma_mxfp:balanced | dma_mxfp:paper |" in text
+        assert "| `low` | mxint8 | mxfp4 |" in text
+        assert "| `smooth_k` | true | false |" in text
+
+    def test_warnings(self, report: Report) -> None:
+        section = report.perplexity[0]
+        section.backends[1] = replace(section.backends[1], fallbacks={"this head_dim": 3})
+        assert warnings(section) == [
+            "broken failed: NaN | somewhere",
+            "dma_mxfp:balanced fell back to other attention 3 times: this head_dim",
+        ]
+        assert "> **Warning**: broken failed" in to_markdown(report)
+
+    def test_plots_and_continuations(self, report: Report) -> None:
+        text = to_markdown(report, [("A plot", "plots/a.png")])
+        assert "![A plot](plots/a.png)" in text
+        assert "**sdpa**, 2 of 2 tokens as the first:\n\n> and\n>\n>  ä" in text
+
+    @pytest.mark.parametrize(
+        ("value", "shown"), [(None, "–"), (0.0, "0.00000"), (0.01234567, "0.01235"), (1.23e-7, "1.2e-07")]
+    )
+    def test_kl(self, value: float | None, shown: str) -> None:
+        assert format_kl(value) == shown
+
+    @pytest.mark.parametrize(("value", "shown"), [(None, "–"), (2**20 * 3, "3 MiB"), (2**30 * 3 // 2, "1.50 GiB")])
+    def test_bytes(self, value: int | None, shown: str) -> None:
+        assert format_bytes(value) == shown
+
+
+class TestPlots:
+    @pytest.mark.parametrize("plot", [plot_comparison, plot_quality, plot_positions])
+    def test_is_a_picture(self, report: Report, tmp_path: Path, plot: Callable[..., None]) -> None:
+        """With a failed backend in it, a divergence of zero, and positions without a token."""
+        section = report.perplexity[0]
+        section.backends[1] = replace(section.backends[1], kl_mean=0.0)
+        plot(section, "A title", tmp_path / "p.png")
+        with Image.open(tmp_path / "p.png") as image:
+            image.load()
+            assert image.format == "PNG"
+            assert image.width == 1650
+            assert 400 <= image.height <= 1650
+            colors = image.convert("RGB").getcolors(maxcolors=2**24)
+            assert len(colors) > 50, "something is drawn"
+
+    def test_of_one_backend(self, section: PerplexitySection, tmp_path: Path) -> None:
+        plot_comparison(replace(section, backends=section.backends[:1]), "Alone", tmp_path / "p.png")
+        with Image.open(tmp_path / "p.png") as image:
+            assert image.width > image.height
+
+    def test_grows_with_the_backends(self, section: PerplexitySection, tmp_path: Path) -> None:
+        heights = []
+        for count in (2, 3):
+            plot_comparison(replace(section, backends=section.backends[:count]), "Some", tmp_path / "p.png")
+            with Image.open(tmp_path / "p.png") as image:
+                heights.append(image.height)
+        assert heights[1] > heights[0]
+
+    @pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
+    def test_other_formats(self, section: PerplexitySection, tmp_path: Path, suffix: str, start: bytes) -> None:
+        path = tmp_path / f"p.{suffix}"
+        plot_quality(section, "A title", path)
+        assert path.read_bytes().startswith(start)

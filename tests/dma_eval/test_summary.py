@@ -1,0 +1,117 @@
+"""Statistics, on arrays small enough to work out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from dma_eval.backends import Backend
+from dma_eval.data import Window
+from dma_eval.perplexity import Measurement, TokenScores
+from dma_eval.summary import position_edges, summarize, tokens_per_second
+from hypothesis import given
+from hypothesis import strategies as st
+
+WINDOWS = [Window(0, 4, 1), Window(2, 6, 2)]  # positions 1, 2, 3 and 2, 3 are scored
+
+
+def measurement(label: str, nll: list[list[float]], kl: list[list[float]] | None = None) -> Measurement:
+    kl = kl or [[0.0] * len(row) for row in nll]
+    scores = [
+        TokenScores(np.array(n, np.float32), np.array(k, np.float32), np.array(k) < 0.5)
+        for n, k in zip(nll, kl, strict=True)
+    ]
+    backend = Backend(label, label)
+    return Measurement(backend, scores, forward_seconds=[9.0, 2.0], forward_tokens=[4, 4], peak_memory=2**30)
+
+
+@pytest.fixture
+def reference() -> Measurement:
+    return measurement("sdpa", [[1.0, 2.0, 3.0], [4.0, 5.0]])
+
+
+@pytest.fixture
+def other() -> Measurement:
+    return measurement("other", [[1.5, 2.0, 3.5], [4.0, 6.0]], [[0.25, 0.0, 1.0], [0.5, 0.75]])
+
+
+class TestSummarize:
+    def test_reference(self, reference: Measurement) -> None:
+        (result,) = summarize([reference], WINDOWS, context=4)
+        assert result.nll == pytest.approx(3)
+        assert result.perplexity == pytest.approx(math.exp(3))
+        assert (result.change_percent, result.change_stderr, result.kl_mean, result.top1_agreement) == (0, 0, 0, 1)
+        assert result.window_nll == [2, 4.5]
+        assert result.peak_memory_bytes == 2**30
+        assert result.tokens_per_second == 2
+
+    def test_change_is_of_paired_differences(self, reference: Measurement, other: Measurement) -> None:
+        """Differences .5, 0, .5, 0, 1: mean .4, variance (.01 + .16 + .01 + .16 + .36) / 5 = .14."""
+        result = summarize([reference, other], WINDOWS, context=4)[1]
+        assert result.change_percent == pytest.approx(100 * (math.exp(0.4) - 1))
+        assert result.change_stderr == pytest.approx(100 * math.exp(0.4) * math.sqrt(0.14 / 5))
+
+    def test_divergence(self, reference: Measurement, other: Measurement) -> None:
+        result = summarize([reference, other], WINDOWS, context=4)[1]
+        assert (result.kl_mean, result.kl_max) == (0.5, 1.0)
+        assert result.kl_p99 == pytest.approx(0.75 + 0.96 * 0.25)
+        assert result.top1_agreement == pytest.approx(2 / 5)
+
+    def test_by_position(self, reference: Measurement, other: Measurement) -> None:
+        result = summarize([reference, other], WINDOWS, context=4)[1]
+        assert result.position_nll == [None, 1.5, 3.0, 4.75]
+        assert result.position_kl == [None, 0.25, 0.25, 0.875]
+
+    def test_positions_share_buckets(self) -> None:
+        """130 positions need buckets of 4; the first holds three scored tokens, the last two."""
+        section = measurement("sdpa", [[float(position) for position in range(1, 130)]])
+        (result,) = summarize([section], [Window(0, 130, 1)], context=130)
+        assert result.position_nll == [2.0, *(first + 1.5 for first in range(4, 128, 4)), 128.5]
+
+    def test_failed_backend(self, reference: Measurement, other: Measurement) -> None:
+        other.failure = "it broke"
+        first, second = summarize([reference, other], WINDOWS, context=4)
+        assert first.perplexity is not None
+        assert (second.failure, second.perplexity, second.kl_mean, second.position_nll) == ("it broke", None, None, [])
+
+    def test_failed_reference(self, reference: Measurement, other: Measurement) -> None:
+        reference.failure = "it broke"
+        result = summarize([reference, other], WINDOWS, context=4)[1]
+        assert result.perplexity == pytest.approx(math.exp(3.4))
+        assert (result.change_percent, result.change_stderr, result.kl_p99, result.position_kl) == (
+            None,
+            None,
+            None,
+            [],
+        )
+
+    def test_perplexity_beyond_a_float(self, reference: Measurement) -> None:
+        result = summarize([reference, measurement("bad", [[1e4] * 3, [1e4] * 2])], WINDOWS, context=4)[1]
+        assert result.nll == 1e4
+        assert (result.perplexity, result.change_percent, result.change_stderr) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "expected"),
+    [([10], [2.0], 5), ([10, 30], [9.0, 3.0], 10), ([10, 30, 10], [9.0, 3.0, 1.0], 10)],
+)
+def test_throughput_leaves_the_warm_up_out(tokens: list[int], seconds: list[float], expected: float) -> None:
+    assert tokens_per_second(tokens, seconds) == expected
+
+
+class TestPositionEdges:
+    @pytest.mark.parametrize(
+        ("context", "expected"), [(3, [0, 1, 2, 3]), (64, [*range(65)]), (65, [*range(0, 65, 2), 65])]
+    )
+    def test_small(self, context: int, expected: list[int]) -> None:
+        assert position_edges(context) == expected
+
+    @given(st.integers(2, 200_000))
+    def test_cover_the_context(self, context: int) -> None:
+        edges = position_edges(context)
+        widths = np.diff(edges)
+        assert (edges[0], edges[-1]) == (0, context)
+        assert len(widths) <= 64
+        assert (widths[:-1] == widths[0]).all()
+        assert 0 < widths[-1] <= widths[0]
