@@ -174,7 +174,7 @@ def _facts(report: Report) -> list[list[str]]:
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join("| " + " | ".join(cell for cell in line) + " |" for line in lines) + "\n"
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
 
 
 def _quote(text: str) -> str:
