@@ -23,7 +23,8 @@ LABELS = ["sdpa", *(f"dma_mxfp:{preset}" for preset in dma_hf.PRESETS)]
 
 @pytest.mark.slow
 def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"CONTEXT": 256, "WINDOWS": 2, "PROMPT_TOKENS": 64, "NEW_TOKENS": 6}.items():
+    small = {"CONTEXT": 256, "WINDOWS": 2, "PROMPT_TOKENS": 64, "RECALLED": slice(10, 20), "NEW_TOKENS": 6}
+    for name, value in small.items():
         monkeypatch.setattr(demo, name, value)
     result = run("demo", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
@@ -39,7 +40,8 @@ def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert report.model.name == "demo model"
     assert section.data.name == "heldout.txt (in the package)"
     assert str(Path(demo.__file__).parents[1] / "assets") not in files["results.json"].read_text(encoding="utf-8")
-    assert [generation.label for generation in report.generations] == LABELS[:2]
+    assert [generation.label for generation in report.generations] == LABELS
+    assert all(generation.prompt_tokens == 64 + 10 for generation in report.generations)
     assert all(len(generation.tokens) == 6 for generation in report.generations)
 
     markdown = files["report.md"].read_text(encoding="utf-8")
