@@ -19,7 +19,7 @@ from .reference import attention_reference
 
 BACKENDS = ("auto", "reference", "triton")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
 
 
 @overload
@@ -88,9 +88,9 @@ def attention(
     ``j`` at ``kv_offset + j``. They decide what is causal, what the window reaches and which tiles are high.
 
     Args:
-        query: ``[B, Hq, Tq, D]`` in bf16, fp16, fp32 or fp64, ``8 <= D <= 256``, any strides.
+        query: ``[B, Hq, Tq, D]`` in bf16, fp16, fp32 or fp64, ``D <= 256``, any strides.
         key: ``[B, Hkv, Tk, D]``, the same dtype and device; ``Hkv`` divides ``Hq`` (GQA, MQA).
-        value: ``[B, Hkv, Tk, Dv]``, the same dtype and device; ``8 <= Dv <= 256``.
+        value: ``[B, Hkv, Tk, Dv]``, the same dtype and device; ``Dv <= 256``.
         recipe: The precision of every tile.
         is_causal: Whether a query sees no key behind its own position.
         scale: Factor of the scores; ``D ** -0.5`` by default.

@@ -29,15 +29,6 @@ Run = Callable[..., Result]
 IDENTITY = 'low = "bf16"\nhigh = "bf16"\npv = "bf16"\nsmooth_k = false\nshared_scale = "block"\n'
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: a second thread costs more than it gives, above all beside other test workers."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     """The command line owns its process and quietens libraries; here others live in it."""

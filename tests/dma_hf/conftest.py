@@ -27,15 +27,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(kind, [pytest.param(family, id=name) for name, family in families.items()])
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors: a second thread costs more than it gives, above all beside other test workers."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def no_gradients() -> Iterator[None]:
     """The attention is for inference; tests that want gradients enable them."""

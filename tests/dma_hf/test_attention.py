@@ -287,11 +287,11 @@ class TestRefusals:
             dma_attention_forward(layer, *_states(), None, **arguments)
 
     @pytest.mark.parametrize(
-        ("sizes", "name", "size"), [({"head_dim": 4}, "query", 4), ({"value_dim": 260}, "value", 260)]
+        ("sizes", "name", "size"), [({"head_dim": 260}, "query", 260), ({"value_dim": 260}, "value", 260)]
     )
     def test_head_dims(self, layer, sizes, name, size):
         with pytest.raises(
-            ValueError, match=f"this head_dim: {name} has {size}, expected 8 to 256; load the model with"
+            ValueError, match=f"this head_dim: {name} has {size}, expected 1 to 256; load the model with"
         ):
             dma_attention_forward(layer, *_states(**sizes), None)
 
@@ -364,7 +364,7 @@ class TestFallback:
         hidden = torch.ones(2, TOKENS, dtype=torch.bool)
         hidden[0, :3] = False
         causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-        query, key, value = _states(head_dim=4)
+        query, key, value = _states(head_dim=260)
         mask = dma_mask(2, TOKENS, TOKENS, attention_mask=hidden)
         with warnings.catch_warnings(record=True):
             biased, _ = dma_attention_forward(layer, *_states(), None, position_bias=bias)

@@ -116,21 +116,21 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "the 0 key heads must divide the 4 query heads",
     ),
     "key-head_dim": ({"key": zeros(2, 2, 9, 32)}, ValueError, "key must have the head_dim of query, 16, got 32"),
-    "head_dim-7": (
-        {"query": zeros(2, 4, 6, 7), "key": zeros(2, 2, 9, 7)},
+    "head_dim-0": (
+        {"query": zeros(2, 4, 6, 0), "key": zeros(2, 2, 9, 0)},
         ValueError,
-        r"the head_dim of query must be in 8\.\.256, got 7",
+        r"the head_dim of query must be in 1\.\.256, got 0",
     ),
     "head_dim-257": (
         {"query": zeros(2, 4, 6, 257), "key": zeros(2, 2, 9, 257)},
         ValueError,
-        r"the head_dim of query must be in 8\.\.256, got 257",
+        r"the head_dim of query must be in 1\.\.256, got 257",
     ),
-    "value-head_dim-7": ({"value": zeros(2, 2, 9, 7)}, ValueError, r"the head_dim of value must be in 8\.\.256, got 7"),
+    "value-head_dim-0": ({"value": zeros(2, 2, 9, 0)}, ValueError, r"the head_dim of value must be in 1\.\.256, got 0"),
     "value-head_dim-257": (
         {"value": zeros(2, 2, 9, 257)},
         ValueError,
-        r"the head_dim of value must be in 8\.\.256, got 257",
+        r"the head_dim of value must be in 1\.\.256, got 257",
     ),
     "sinks-shape": (
         {"sinks": zeros(2)},

@@ -215,7 +215,7 @@ class TestIdentity:
         assert_as_accurate(out, eager, exact, factor=1.5)
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.parametrize("head_dim", [8, 16, 24, 33, 64, 80, 96, 128, 192, 256], ids=lambda d: f"D{d}")
+    @pytest.mark.parametrize("head_dim", [1, 4, 8, 16, 24, 33, 64, 80, 96, 128, 192, 256], ids=lambda d: f"D{d}")
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
     def test_head_dims(self, head_dim: int, is_causal: bool) -> None:
         value_dim = 264 - head_dim

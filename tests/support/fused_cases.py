@@ -81,6 +81,7 @@ CASES = {
     "scale": Case(options={"scale": 0.02}),
     "head-dim-80-96": Case(head_dim=80, value_dim=96),
     "head-dim-128": Case(head_dim=128, q_heads=1),
+    "head-dim-4": Case(head_dim=4),
     "head-dim-8": Case(head_dim=8),
     "head-dim-20": Case(head_dim=20),
 }
