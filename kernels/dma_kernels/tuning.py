@@ -42,12 +42,13 @@ def select_tiles(arch: int, head_dim: int, value_dim: int, low_bits: int, value_
     if arch >= 90 and low_bits == value_bits == 8 and widest <= 128:
         # 64 x 128 with 4 warps against 128 x 128 with 8: 806 to 549 at head_dim 128 and 32K (attention alone). Several
         # programs then share a multiprocessor, and one computes its softmax while another keeps the matrix units busy.
-        # The cap on registers admits a third (fourth) program: 806 against 728 at head_dim 128 and 32K, 558 against
-        # 419 at head_dim 64 and 16K; what it spills lies outside the loop over low tiles.
+        # On Hopper a cap on registers admits a third (fourth) program: 806 against 728 at head_dim 128 and 32K, 558
+        # against 419 at head_dim 64 and 16K; what it spills lies outside the loop over low tiles. On sm_100 and sm_120
+        # it would lie inside (compiled, not run).
         if widest == 128:
             # A third stage would push the third program out: 768 against 806.
-            return PrefillTiles(block_m=64, block_n=128, num_warps=4, num_stages=2, max_registers=168)
-        return PrefillTiles(block_m=64, block_n=128, num_warps=4, num_stages=3, max_registers=128)
+            return PrefillTiles(64, 128, num_warps=4, num_stages=2, max_registers=168 if arch == 90 else None)
+        return PrefillTiles(64, 128, num_warps=4, num_stages=3, max_registers=128 if arch == 90 else None)
     if widest <= 64:
         return PrefillTiles(block_m=64, block_n=128, num_warps=4, num_stages=2)
     if widest <= 128:
