@@ -55,7 +55,7 @@ def _load_tile(
         k_start = kv_offset
         first = 0
         last = kv_len
-    aligned_start = (tl.maximum(k_start, 0) >> _TILE_SHIFT) << _TILE_SHIFT
+    aligned_start = (k_start >> _TILE_SHIFT) << _TILE_SHIFT
     rows = i_tile * _TILE + aligned_start - k_start + tl.arange(0, _TILE)
     o_d = tl.arange(0, BLOCK_D)
     m_row = (rows >= first) & (rows < last)
@@ -254,7 +254,7 @@ def quantize_keys_values(
     batch, heads, kv_len, head_dim = key.shape
     value_dim = value.shape[-1]
     # Where a row starts inside its first tile is known on the device alone: up to 127 entries stay empty before it.
-    first = kv_offset % TILE if rows is None and kv_offset > 0 else TILE - 1 if rows is not None else 0
+    first = kv_offset % TILE if rows is None else TILE - 1
     tiles = max(1, triton.cdiv(kv_len + first, TILE))
     stored_dim = triton.cdiv(head_dim, 32) * 32
     element = ELEMENTS[recipe.key_low]

@@ -13,8 +13,8 @@ There are two lowerings.
 
 Aligned storage
     What the fused kernels write is indexed by position: entry ``s`` of batch row ``b`` holds the key at position
-    ``kv_base[b] + s``, where ``kv_base`` is the start of the tile of the first visible key. A left-padded row starts
-    at 0 like any other, and every block of the rule is aligned in memory.
+    ``kv_base[b] + s``, where ``kv_base`` is the start of the tile that key 0 lies in. Whatever the padding, every block
+    of the rule is then aligned in memory.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def _prefill_kernel(
     if HAS_MASK:
         mask_base += i_b * stride_mb + i_h * stride_mh
     # Position of entry 0 of aligned storage, and of the keys and values as the caller has them.
-    aligned_start = (tl.maximum(k_start, 0) >> _TILE_SHIFT) << _TILE_SHIFT
+    aligned_start = (k_start >> _TILE_SHIFT) << _TILE_SHIFT
     high_start = aligned_start if IS_HIGH_ALIGNED else k_start
     high_len = storage_len if IS_HIGH_ALIGNED else kv_len
     k_row = ((i_b * KV_HEADS + i_kv) * storage_len).to(tl.int32)

@@ -63,6 +63,7 @@ CASES = {
     "one-key": Case(q_len=1, kv_len=1),
     "chunk": Case(q_len=70, kv_len=391),
     "offset": Case(q_len=70, kv_len=391, options={"q_offset": 500, "kv_offset": 141}),
+    "negative-positions": Case(options={"q_offset": -45, "kv_offset": -45}),
     "bidirectional": Case(q_len=391, kv_len=391, options={"is_causal": False}),
     "cross": Case(q_len=70, kv_len=391, options={"is_causal": False}),
     "gqa": Case(q_heads=6, kv_heads=2, batch=2),
