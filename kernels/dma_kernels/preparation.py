@@ -23,6 +23,7 @@ class PreparedOperands:
         k_low: Keys of low tiles; those of high tiles if the recipe is uniform.
         k_high: Keys of high tiles.
         value: Values; for ``pv = "fp8"`` the E4M3 numbers, without their scale.
+        v_low: Values of low tiles where the recipe's ``low_v`` says; ``None``: ``value`` for all tiles.
         value_scale: Scale of E4M3 values, ``[B, Hkv, 1, Dv]``; ``None`` for ``pv = "bf16"``.
     """
 
@@ -31,6 +32,7 @@ class PreparedOperands:
     k_low: Tensor
     k_high: Tensor
     value: Tensor
+    v_low: Tensor | None
     value_scale: Tensor | None
 
 
@@ -77,6 +79,7 @@ def prepare_operands(
         q_high=q_high,
         k_low=k_high if recipe.is_uniform else cast(k, recipe.key_low, k_shared),
         k_high=k_high,
+        v_low=None if recipe.low_v is None else cast(value, recipe.low_v, SharedScale.BLOCK),
         value=(value if v_scale is None else to_e4m3(value.float() / v_scale)).to(compute_dtype),
         value_scale=None if v_scale is None else v_scale.to(compute_dtype),
     )

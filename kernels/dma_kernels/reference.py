@@ -24,6 +24,10 @@ SCORE_BYTES = 64 << 20
 """Target size of one block of fp32 scores; it sets the number of query rows in a block."""
 
 
+_HighPart = tuple[slice, Tensor]
+"""Columns, and which pairs of query and key in them are high, boolean ``[B, 1, 1, R, C]``."""
+
+
 @dataclass(frozen=True)
 class _Call:
     """What the blocks of query rows share.
@@ -33,12 +37,16 @@ class _Call:
         p_dtype: What probabilities are rounded to.
         visible: The keys of ``kv_range``, boolean ``[B, Tk]``; ``None`` for all.
         offsets: Positions of query 0 and key 0 in each batch row, on the host, so that no block waits for the device.
+        recipe: For its band.
+        is_causal: Likewise.
     """
 
     operands: PreparedOperands
     p_dtype: torch.dtype
     visible: Tensor | None
     offsets: frozenset[tuple[int, int]]
+    recipe: Recipe
+    is_causal: bool
 
 
 def attention_reference(
@@ -71,19 +79,47 @@ def attention_reference(
     """
     keys, geometry = geometry.trimmed(key.shape[2])
     key, value = key[:, :, keys], value[:, :, keys]
-    batch, q_heads, q_len, _ = query.shape
-    kv_heads, kv_len = key.shape[1:3]
-    compute_dtype = torch.promote_types(query.dtype, torch.float32)
-    out = query.new_empty((batch, q_len, q_heads, value.shape[-1])).transpose(1, 2)
-    lse = query.new_empty((batch, q_heads, q_len), dtype=compute_dtype)
+    visible = geometry.visible_keys(key.shape[2])
+    operands = prepare_operands(query, key, value, recipe, kv_position=geometry.kv_position, visible=visible)
+    return attend(operands, geometry, recipe, dtype=query.dtype, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def attend(
+    operands: PreparedOperands,
+    geometry: AttentionGeometry,
+    recipe: Recipe,
+    *,
+    dtype: torch.dtype,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of operands that are in their precisions already.
+
+    Args:
+        operands: Queries, keys and values. What no query may see must be finite.
+        geometry: Visibility and positions.
+        recipe: Its band, and ``pv``.
+        dtype: Of the output, and of the probabilities where ``pv = "bf16"``.
+        scale: As for :func:`attention_reference`, like the rest and the result.
+        softcap: Cap of the scores.
+        sinks: Sink logits.
+    """
+    batch, q_heads, q_len, _ = operands.q_high.shape
+    kv_heads, kv_len = operands.k_high.shape[1:3]
+    compute_dtype = operands.q_high.dtype
+    query = operands.q_high
+    out = query.new_empty((batch, q_len, q_heads, operands.value.shape[-1]), dtype=dtype).transpose(1, 2)
+    lse = query.new_empty((batch, q_heads, q_len))
     if lse.numel() == 0:
         return out, lse
-    visible = geometry.visible_keys(kv_len)
     call = _Call(
-        operands=prepare_operands(query, key, value, recipe, kv_position=geometry.kv_position, visible=visible),
-        p_dtype=value.dtype if recipe.pv == "bf16" else torch.float8_e4m3fn,
-        visible=visible,
+        operands=operands,
+        p_dtype=dtype if recipe.pv == "bf16" else torch.float8_e4m3fn,
+        visible=geometry.visible_keys(kv_len),
         offsets=frozenset(zip(geometry.q_position.tolist(), geometry.kv_position.tolist(), strict=True)),
+        recipe=recipe,
+        is_causal=geometry.is_causal,
     )
     if sinks is not None:
         sinks = sinks.to(compute_dtype).view(1, kv_heads, q_heads // kv_heads, 1, 1)
@@ -93,13 +129,14 @@ def attention_reference(
         columns = _visible_columns(call, block, geometry, kv_len)
         q_pos = geometry.q_position[:, None] + torch.arange(block.start, block.stop, device=query.device)  # [B, R]
         k_pos = geometry.kv_position[:, None] + torch.arange(columns.start, columns.stop, device=query.device)  # [B, C]
-        scores = _scores(call, block, columns, q_pos, k_pos, geometry.is_causal, recipe).mul_(scale)
+        high = [] if recipe.is_uniform else list(_high_parts(call, block, columns, q_pos, k_pos))
+        scores = _scores(call, block, columns, high).mul_(scale)
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         hidden = _hidden(call, block, columns, q_pos, k_pos, geometry, kv_heads)
         if hidden is not None:
             scores.masked_fill_(hidden, -math.inf)
-        block_out, block_lse = _softmax_times_value(scores, call, columns, sinks)
+        block_out, block_lse = _softmax_times_value(scores, call, columns, high, sinks)
         out[:, :, block] = block_out.flatten(1, 2).to(out.dtype)
         lse[:, :, block] = block_lse.flatten(1, 2)
     return out, lse
@@ -120,35 +157,33 @@ def _visible_columns(call: _Call, block: slice, geometry: AttentionGeometry, kv_
     return slice(low, max(high, low))
 
 
-def _scores(
-    call: _Call,
-    block: slice,
-    columns: slice,
-    q_pos: Tensor,
-    k_pos: Tensor,
-    is_causal: bool,
-    recipe: Recipe,
-) -> Tensor:
-    """Return unscaled scores ``[B, Hkv, G, R, C]``: low everywhere, then high in the columns that can be high."""
+def _scores(call: _Call, block: slice, columns: slice, high: list[_HighPart]) -> Tensor:
+    """Return unscaled scores ``[B, Hkv, G, R, C]``: low everywhere, then high where the rule says so."""
     operands = call.operands
     scores = _product(operands.q_low[:, :, block], operands.k_low[:, :, columns])
-    if recipe.is_uniform:
-        return scores
-    q_tile = q_pos.div(TILE, rounding_mode="floor")[:, :, None]  # [B, R, 1]
-    k_tile = k_pos.div(TILE, rounding_mode="floor")[:, None]  # [B, 1, C]
-    newest = q_tile if is_causal else q_tile + recipe.diagonal_tiles
-    for part in _high_columns(call, block, columns, is_causal, recipe):
+    for part, is_high in high:
         local = slice(part.start - columns.start, part.stop - columns.start)
-        tile = k_tile[..., local]
-        is_high = ((tile >= q_tile - recipe.diagonal_tiles) & (tile <= newest)) | (tile < recipe.sink_tiles)
-        high = _product(operands.q_high[:, :, block], operands.k_high[:, :, part])
-        scores[..., local] = torch.where(is_high[:, None, None], high, scores[..., local])
+        scores_high = _product(operands.q_high[:, :, block], operands.k_high[:, :, part])
+        scores[..., local] = torch.where(is_high, scores_high, scores[..., local])
     return scores
 
 
-def _high_columns(call: _Call, block: slice, columns: slice, is_causal: bool, recipe: Recipe) -> Iterator[slice]:
+def _high_parts(call: _Call, block: slice, columns: slice, q_pos: Tensor, k_pos: Tensor) -> Iterator[_HighPart]:
+    """Yield disjoint slices of ``columns`` with every high key of these queries, and which pairs are high."""
+    recipe = call.recipe
+    q_tile = q_pos.div(TILE, rounding_mode="floor")[:, :, None]  # [B, R, 1]
+    k_tile = k_pos.div(TILE, rounding_mode="floor")[:, None]  # [B, 1, C]
+    newest = q_tile if call.is_causal else q_tile + recipe.diagonal_tiles
+    for part in _high_columns(call, block, columns):
+        tile = k_tile[..., part.start - columns.start : part.stop - columns.start]
+        is_high = ((tile >= q_tile - recipe.diagonal_tiles) & (tile <= newest)) | (tile < recipe.sink_tiles)
+        yield part, is_high[:, None, None]
+
+
+def _high_columns(call: _Call, block: slice, columns: slice) -> Iterator[slice]:
     """Yield disjoint slices of ``columns`` that hold every key that is high for some of these queries."""
-    ahead = 0 if is_causal else recipe.diagonal_tiles
+    recipe = call.recipe
+    ahead = 0 if call.is_causal else recipe.diagonal_tiles
     sinks_end = max(recipe.sink_tiles * TILE - k for _, k in call.offsets)
     band_start = min(((q + block.start) // TILE - recipe.diagonal_tiles) * TILE - k for q, k in call.offsets)
     band_end = max(((q + block.stop - 1) // TILE + ahead + 1) * TILE - k for q, k in call.offsets)
@@ -199,11 +234,13 @@ def _hidden(
     return functools.reduce(torch.logical_or, parts) if parts else None
 
 
-def _softmax_times_value(scores: Tensor, call: _Call, columns: slice, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def _softmax_times_value(
+    scores: Tensor, call: _Call, columns: slice, high: list[_HighPart], sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, Hkv, G, R, Dv]`` and the log of the denominator ``[B, Hkv, G, R]``; spends ``scores``."""
-    batch, kv_heads, group, rows, width = scores.shape
+    width = scores.shape[-1]
     operands = call.operands
-    value = operands.value[:, :, columns]
+    value = (operands.value if operands.v_low is None else operands.v_low)[:, :, columns]
     row_max = scores.amax(-1, keepdim=True) if width else scores.new_full((*scores.shape[:-1], 1), -math.inf)
     if sinks is not None:
         row_max = torch.maximum(row_max, sinks)
@@ -217,7 +254,19 @@ def _softmax_times_value(scores: Tensor, call: _Call, columns: slice, sinks: Ten
         weights = weights.to(call.p_dtype).to(value.dtype)
     else:
         weights = to_e4m3(weights.mul_(P_SCALE)).to(value.dtype)
-    out = (weights.view(batch, kv_heads, group * rows, width) @ value).view(*scores.shape[:-1], value.shape[-1])
+    out = _weighted_sum(weights, value)
+    if operands.v_low is not None:
+        for part, is_high in high:
+            local = slice(part.start - columns.start, part.stop - columns.start)
+            difference = operands.value[:, :, part] - operands.v_low[:, :, part]
+            out = out + _weighted_sum(weights[..., local].masked_fill(~is_high, 0.0), difference)
     if operands.value_scale is not None:
         out = out * (operands.value_scale[:, :, None] / P_SCALE)
     return out / denominator.masked_fill(denominator == 0, 1.0), lse
+
+
+def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
+    """Return ``weights @ value`` for grouped heads, ``[B, Hkv, G, R, C] x [B, Hkv, C, Dv] -> [B, Hkv, G, R, Dv]``."""
+    batch, kv_heads, group, rows, width = weights.shape
+    flat = weights.reshape(batch, kv_heads, group * rows, width) @ value
+    return flat.view(batch, kv_heads, group, rows, value.shape[-1])

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from .formats import TILE
+
 
 def hadamard_size(head_dim: int) -> int:
     """Return the order of the Hadamard blocks for a head dimension: its largest power-of-two divisor.
@@ -42,19 +44,26 @@ def hadamard_rotate(x: Tensor) -> Tensor:
 
 
 def key_mean(key: Tensor, visible: Tensor | None = None) -> Tensor:
-    """Return the mean key of each batch row and kv head, the vector that ``smooth_k`` subtracts.
+    """Return the mean of the first tile of each batch row and kv head, the vector that ``smooth_k`` subtracts.
+
+    The softmax does not see it, so any vector near the keys will do. That of the first tile is known before there is a
+    low tile: a longer context does not move it, so decode and prefill quantise the same numbers. On SmolLM2-135M at
+    2,048 tokens it is as good as the mean of all keys (KL .00090 and .00087 per token; .00098 without smoothing).
 
     Args:
         key: ``[B, H, T, D]``.
-        visible: Boolean ``[B, T]``, the keys to average over; all where it is ``None``.
+        visible: Boolean ``[B, T]``, the keys that count; all where it is ``None``. The first 128 of them are averaged.
 
     Returns:
         fp32 (fp64 for fp64) ``[B, H, 1, D]`` whose values are bfloat16 numbers; 0 where no key is visible.
     """
-    key = key.to(torch.promote_types(key.dtype, torch.float32))
+    dtype = torch.promote_types(key.dtype, torch.float32)
     if visible is None:
-        mean = key.sum(-2, keepdim=True) / max(key.shape[-2], 1)
+        first = key[:, :, :TILE].to(dtype)
+        mean = first.sum(-2, keepdim=True) / max(first.shape[-2], 1)
     else:
-        weight = visible[:, None, :, None]
-        mean = key.masked_fill(~weight, 0.0).sum(-2, keepdim=True) / weight.sum(-2, keepdim=True).clamp(min=1)
-    return mean.to(torch.bfloat16).to(key.dtype)
+        counted = (visible & (visible.cumsum(-1) <= TILE))[:, None, :, None]
+        mean = key.to(dtype).masked_fill(~counted, 0.0).sum(-2, keepdim=True) / counted.sum(-2, keepdim=True).clamp(
+            min=1
+        )
+    return mean.to(torch.bfloat16).to(dtype)

@@ -56,7 +56,7 @@ def naive_rule(
     kv_len, group = k.shape[1], len(q) // len(k)
     first = kv_len - q.shape[1]
     if recipe.smooth_k:
-        k = k - k.mean(1, keepdims=True).astype(ml_dtypes.bfloat16).astype(np.float64)
+        k = k - k[:, :128].mean(1, keepdims=True).astype(ml_dtypes.bfloat16).astype(np.float64)
     if recipe.rotate:
         size = q.shape[-1] & -q.shape[-1]
         signs = np.array([[(-1.0) ** bin(i & j).count("1") for j in range(size)] for i in range(size)])
@@ -74,10 +74,11 @@ def naive_rule(
     if recipe.pv == "fp8":
         v_scale = np.exp2(np.ceil(np.log2(np.abs(v).max(1, keepdims=True) / 448.0)))
         v = (v / v_scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * v_scale
+    v_low = v if recipe.low_v is None else cast(v, recipe.low_v, "block")
     out = np.zeros((len(q), len(positions), v.shape[-1]))
     for h in range(len(q)):
         for row, p in enumerate(positions):
-            seen, scores = [], []
+            scores, values = [], []
             for j in range(kv_len):
                 distance = p - j
                 if is_causal and (distance < 0 or (window is not None and distance >= window)):
@@ -90,7 +91,7 @@ def naive_rule(
                 score = float(np.dot(q_row, k_row)) * SCALE
                 if softcap is not None:
                     score = softcap * math.tanh(score / softcap)
-                seen.append(j)
+                values.append((v if is_high else v_low)[h // group, j])
                 scores.append(score)
             sink = [] if sinks is None else [sinks[h]]
             largest = max(scores + sink)
@@ -98,8 +99,8 @@ def naive_rule(
             denominator = weights.sum() + sum(math.exp(s - largest) for s in sink)
             if recipe.pv == "fp8":
                 weights = (weights * 256.0).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / 256.0
-            for weight, j in zip(weights, seen, strict=True):
-                out[h, row] += weight * v[h // group, j]
+            for weight, row_value in zip(weights, values, strict=True):
+                out[h, row] += weight * row_value
             out[h, row] /= denominator
     return out
 
@@ -264,16 +265,16 @@ class TestDecode:
     @recipes
     @pytest.mark.parametrize("length", [1, 127, 128, 129, 256, 257, 385, 400], ids=lambda n: f"T{n}")
     def test_token_by_token_is_prefill(self, recipe: Recipe, length: int) -> None:
-        recipe = dataclasses.replace(recipe, smooth_k=False)  # the mean key grows with the context
         query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=400, kv_len=400, dtype=torch.float64)
         prefill = attention(query, key, value, recipe)[:, :, length - 1 : length]
         decode = attention(query[:, :, length - 1 : length], key[:, :, :length], value[:, :, :length], recipe)
+        if recipe.smooth_k and recipe.high != "bf16" and length < 128:
+            return  # the mean of the first tile is not known yet, and quantised high keys see it
         # A channel's E4M3 scale grows with the context, which moves values far below its largest between subnormals.
         assert relative_error(decode, prefill) < (1e-5 if recipe.pv == "fp8" else 1e-12)
 
     @recipes
     def test_prefill_in_chunks(self, recipe: Recipe) -> None:
-        recipe = dataclasses.replace(recipe, smooth_k=False)
         query, key, value = random_qkv(q_len=400, kv_len=400, dtype=torch.float64)
         whole = attention(query, key, value, recipe)
         for start, end in ((0, 130), (130, 131), (131, 300), (300, 400)):

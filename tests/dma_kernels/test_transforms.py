@@ -107,8 +107,17 @@ class TestKeyMean:
         assert_bits_equal(key_mean(torch.zeros(1, 2, 0, 8)), torch.zeros(1, 2, 1, 8))
 
     def test_the_order_of_the_keys_does_not_matter(self) -> None:
-        _, key, _ = random_qkv(kv_heads=4, q_len=1, kv_len=500)
+        _, key, _ = random_qkv(kv_heads=4, q_len=1, kv_len=128)
         assert_bits_equal(key_mean(key.flip(-2)), key_mean(key))
+
+    def test_only_the_first_tile_counts(self) -> None:
+        _, key, _ = random_qkv(batch=2, kv_heads=2, q_len=1, kv_len=300)
+        visible = torch.ones(2, 300, dtype=torch.bool)
+        visible[0, :50] = False
+        mean = key_mean(key, visible)
+        assert_bits_equal(mean[0], key_mean(key[:1, :, 50:178])[0])
+        assert_bits_equal(mean[1], key_mean(key[1:, :, :128])[0])
+        assert_bits_equal(key_mean(key), key_mean(key[:, :, :128]))
 
     def test_subtracting_it_moves_every_score_of_a_query_alike(self) -> None:
         query, key, _ = random_qkv(q_len=4, kv_len=11, dtype=torch.float64)
