@@ -43,6 +43,9 @@ FP32_EXPONENT_SPECIAL = 255
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
+E2M1_SECOND = 4.0
+SEARCH_MARGIN = 1.0 - 2.0**-10
+"""A second scale wins if its loss is below this times the first's: numbers of a few bits often draw, to rounding."""
 E4M3_MAX = 448.0
 E4M3_SMALLEST = 2.0**-9
 MXINT8_UNIT = 2.0**-6
@@ -53,12 +56,19 @@ P_SCALE = 256.0
 
 
 class ScaleRounding(StrEnum):
-    """How the E8M0 exponent of a block is chosen from the largest magnitude ``amax`` in the block."""
+    """How the scale of a block is chosen from the largest magnitude ``amax`` in it.
+
+    NVFP4's E4M3 scale is rounded to nearest under ``floor`` and ``ceil``, which speak of E8M0 exponents.
+    """
 
     FLOOR = "floor"
     """``floor(log2(amax)) - emax`` (OCP MX v1.0, 6.3): magnitudes above the element's largest saturate."""
     CEIL = "ceil"
     """The smallest exponent with which ``amax`` does not saturate."""
+    SEARCH = "search"
+    """Of two scales the one with the smaller sum of absolute errors in the block: E8M0's ``floor`` and ``ceil``; for
+    NVFP4 the scales that take ``amax`` to 6 and to 4, since E2M1 has nothing between these ("four over six", arXiv
+    2512.02010). Needs ``shared_scale = "block"``."""
 
 
 class SharedScale(StrEnum):

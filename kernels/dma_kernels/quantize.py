@@ -6,6 +6,7 @@ and NVFP4 divides once, correctly rounded. Fused kernels reproduce these results
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
@@ -18,6 +19,7 @@ from .formats import (
     E2M1,
     E2M1_MAGNITUDES,
     E2M1_MAX,
+    E2M1_SECOND,
     E4M3,
     E4M3_MAX,
     E4M3_SMALLEST,
@@ -28,6 +30,7 @@ from .formats import (
     FP32_MANTISSA_MASK,
     MXINT8_MAX_CODE,
     MXINT8_UNIT,
+    SEARCH_MARGIN,
     TILE,
     BlockFormat,
     ElementFormat,
@@ -85,7 +88,7 @@ def quantize(
     Args:
         x: ``[..., T, D]``, floating point; computed on in fp32.
         format: A block format or its name.
-        scale_rounding: ``floor`` or ``ceil``, for E8M0 scales. NVFP4 rounds its scales to nearest.
+        scale_rounding: ``floor``, ``ceil`` or ``search``, see :class:`~dma_kernels.formats.ScaleRounding`.
         shared_scale: ``block``, ``row``, or ``tile`` (rows whose positions lie in one tile of 128 share a scale).
         global_scale: NVFP4's fp32 scale, broadcastable to ``[..., 1, 1]``. By default :func:`nvfp4_global_scale` of
             the largest finite block, for each ``[T, D]`` matrix.
@@ -95,7 +98,8 @@ def quantize(
     Raises:
         TypeError: ``x`` is not floating point.
         ValueError: ``x`` has fewer than two dimensions; ``format``, ``scale_rounding`` or ``shared_scale`` is unknown;
-            an NVFP4 scale is to be shared; another format is given a ``global_scale``; ``tile_offset`` is not as above.
+            an NVFP4 scale, or one that is searched for, is to be shared; another format is given a ``global_scale``;
+            ``tile_offset`` is not as above.
     """
     fmt = block_format(format) if isinstance(format, str) else format
     if not x.is_floating_point():
@@ -107,21 +111,39 @@ def quantize(
     head_dim = x.shape[-1]
     blocks = _split(F.pad(x.float(), (0, -head_dim % fmt.block_size)), fmt.block_size)
     amax = blocks.abs().amax(-1)  # [..., T, D' / block]
+    is_searched = rounding is ScaleRounding.SEARCH
+    if is_searched and shared is not SharedScale.BLOCK:
+        raise ValueError(f"scale_rounding='search' needs shared_scale='block', got {str(shared)!r}")
     if fmt.scale is ScaleFormat.E4M3:
         if shared is not SharedScale.BLOCK:
             raise ValueError(f"shared_scale={str(shared)!r} applies to E8M0 scales; {fmt.name} needs 'block'")
         if global_scale is None:
             # An infinity or a NaN breaks its own block, not the head.
             finite = F.pad(amax.masked_fill(~amax.isfinite(), 0.0), (0, 1, 0, 1))  # so that no dimension is empty
-            global_scale = nvfp4_global_scale(finite.amax((-2, -1), keepdim=True))
-        scale = _nvfp4_block_scale(amax, global_scale)
+            largest = E2M1_SECOND if is_searched else E2M1_MAX
+            global_scale = nvfp4_global_scale(finite.amax((-2, -1), keepdim=True), largest)
+        scale = _nvfp4_block_scale(amax, global_scale, E2M1_MAX)
         scaled = blocks / (scale.float() * global_scale)[..., None]
+        if is_searched:
+            other = _nvfp4_block_scale(amax, global_scale, E2M1_SECOND)
+            scaled_by_other = blocks / (other.float() * global_scale)[..., None]
+            is_better = _is_better(_loss(scaled_by_other, E2M1) * other.float(), _loss(scaled, E2M1) * scale.float())
+            scale = torch.where(is_better, other.float(), scale.float()).to(torch.float8_e4m3fn)
+            scaled = torch.where(is_better[..., None], scaled_by_other, scaled)
     else:
         if global_scale is not None:
             raise ValueError(f"global_scale applies to nvfp4, not to {fmt.name}, whose scales are powers of two alone")
-        scale = e8m0_scale(_share_amax(amax, shared, tile_offset), fmt.element, rounding)
-        scale = scale.expand(amax.shape).contiguous()
+        amax = _share_amax(amax, shared, tile_offset).expand(amax.shape)
+        scale = e8m0_scale(amax, fmt.element, ScaleRounding.CEIL if is_searched else rounding)
         scaled = blocks / e8m0_to_float(scale)[..., None]
+        if is_searched:
+            floor = e8m0_scale(amax, fmt.element, ScaleRounding.FLOOR)
+            scaled_by_floor = blocks / e8m0_to_float(floor)[..., None]
+            # Where the two differ, ceil is twice floor.
+            is_better = _is_better(_loss(scaled_by_floor, fmt.element), 2 * _loss(scaled, fmt.element))
+            is_better &= floor < scale
+            scale = torch.where(is_better, floor, scale)
+            scaled = torch.where(is_better[..., None], scaled_by_floor, scaled)
     return QuantizedTensor(_encode_elements(scaled.flatten(-2), fmt.element), scale, global_scale, fmt, head_dim)
 
 
@@ -148,14 +170,19 @@ def e8m0_to_float(code: Tensor) -> Tensor:
     return torch.where(code == E8M0_NAN, torch.nan, bits.view(torch.float32))
 
 
-def nvfp4_global_scale(amax: Tensor) -> Tensor:
+def nvfp4_global_scale(amax: Tensor, largest: float = E2M1_MAX) -> Tensor:
     """Return NVFP4's fp32 scale for heads with the largest magnitudes ``amax``: a power of two.
 
     The smallest power of two with which no block scale overflows E4M3. NVIDIA's choice is ``amax / (6 * 448)`` itself;
     a power of two costs less than one of E4M3's 15 binades and makes the quantised values independent of it: a longer
     context with a larger maximum leaves the earlier keys as they were, so decode and prefill see the same numbers.
+
+    Args:
+        amax: fp32, any shape.
+        largest: The smallest E2M1 number that a block's largest magnitude may become: 6, or 4 for a searched scale.
     """
-    element = ElementFormat("E4M3 scale of E2M1", emax=11, max_value=E2M1_MAX * E4M3_MAX, bits=8)
+    top = largest * E4M3_MAX
+    element = ElementFormat("E4M3 scale of E2M1", emax=math.frexp(top)[1] - 1, max_value=top, bits=8)
     return e8m0_to_float(e8m0_scale(amax, element)).clamp(min=2.0**-126)
 
 
@@ -248,9 +275,23 @@ def _share_amax(amax: Tensor, shared: SharedScale, tile_offset: int | Tensor) ->
     return largest.gather(-2, index)
 
 
-def _nvfp4_block_scale(amax: Tensor, global_scale: Tensor) -> Tensor:
+def _is_better(loss: Tensor, other: Tensor) -> Tensor:
+    return loss < other * SEARCH_MARGIN
+
+
+def _loss(scaled: Tensor, element: ElementFormat) -> Tensor:
+    """Return the sum of absolute errors of each block ``[..., n]``, neighbours first, so that it is one to the bit."""
+    coded = _encode_elements(scaled.flatten(-2), element)
+    error = (scaled - _split(_decode_elements(coded, element), scaled.shape[-1])).abs()
+    while error.shape[-1] > 1:
+        error = error[..., ::2] + error[..., 1::2]
+    return error[..., 0]
+
+
+def _nvfp4_block_scale(amax: Tensor, global_scale: Tensor, largest: float) -> Tensor:
+    """Return the E4M3 scale that takes ``amax`` to the E2M1 number ``largest``."""
     # NaN is put back by hand: a clamp to E4M3's range would hide an infinite block.
-    scale = (amax / E2M1_MAX / global_scale).clamp(E4M3_SMALLEST, E4M3_MAX)
+    scale = (amax / largest / global_scale).clamp(E4M3_SMALLEST, E4M3_MAX)
     return torch.where(amax.isfinite(), scale, torch.nan).to(torch.float8_e4m3fn)
 
 

@@ -26,7 +26,7 @@ class Recipe:
         high: Format of queries and keys in high tiles.
         diagonal_tiles: Tiles below the query's own that are high.
         sink_tiles: Tiles at the start of the sequence that are high.
-        scale_rounding: ``floor`` or ``ceil``, see :class:`~dma_kernels.formats.ScaleRounding`.
+        scale_rounding: ``floor``, ``ceil`` or ``search``, see :class:`~dma_kernels.formats.ScaleRounding`.
         shared_scale: ``block``, ``row`` or ``tile``: which blocks of the low E8M0-scaled formats share a scale, see
             :class:`~dma_kernels.formats.SharedScale`. High tiles always have block scales.
         smooth_k: Subtract from the keys of each kv head the mean of the first 128; the softmax does not see it.
@@ -70,6 +70,8 @@ class Recipe:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be true or false, got {value!r}")
+        if self.scale_rounding == ScaleRounding.SEARCH and self.shared_scale != SharedScale.BLOCK:
+            raise ValueError(f"scale_rounding='search' needs shared_scale='block', got {self.shared_scale!r}")
         if self.low_v is not None and self.pv != "bf16":
             raise ValueError(f"low_v={self.low_v!r} needs pv='bf16', got pv={self.pv!r}")
         if self.shared_scale != SharedScale.BLOCK and "nvfp4" in (self.query_low, self.key_low):

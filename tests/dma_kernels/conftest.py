@@ -73,26 +73,36 @@ class Oracle:
             if not np.isfinite(largest):
                 scales[n, t, b], values[n, t, b] = np.nan, np.nan
                 continue
-            if format == "nvfp4":
-                head_scale = self.nvfp4_head_scale(amax[n])
-                # fp32 arithmetic, one rounding at each step.
-                scale = np.float32(largest) / np.float32(6.0) / np.float32(head_scale)
-                scale = np.clip(scale, 2.0**-9, 448.0).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
-                scales[n, t, b] = np.float64(scale)
-                total = np.float32(scale) * np.float32(head_scale)
-            else:
-                total = np.float64(2.0) ** self.scale_exponent(float(largest), format, rounding)
-                scales[n, t, b] = total
-            codes[n, t, b], elements = self.elements(array[n, t, b] / total, format)
-            values[n, t, b] = elements * np.float64(total)
+            head_scale = self.nvfp4_head_scale(amax[n], rounding) if format == "nvfp4" else 1.0
+            best = math.inf
+            for scale in self.candidates(float(largest), format, rounding, head_scale):
+                total = np.float32(scale) * np.float32(head_scale) if format == "nvfp4" else np.float64(scale)
+                tried_codes, elements = self.elements(array[n, t, b] / total, format)
+                tried = elements * np.float64(total)
+                loss = np.abs(array[n, t, b].astype(np.float64) - tried).sum()
+                if loss < best * (1 - 2.0**-10):
+                    best = loss
+                    scales[n, t, b], codes[n, t, b], values[n, t, b] = scale, tried_codes, tried
         flat = (batch, length, array.shape[2] * size)
         return OracleTensor(codes.reshape(flat), scales, values.reshape(flat)[..., :head_dim])
 
-    def nvfp4_head_scale(self, amax: np.ndarray) -> float:
-        """Return the smallest power of two, at least ``2 ** -126``, that keeps finite blocks within 6 * 448."""
+    def candidates(self, amax: float, format: str, rounding: str, head_scale: float) -> list[float]:
+        """Return the scales to choose from, the one that wins a draw first."""
+        if format == "nvfp4":
+            # fp32 arithmetic, one rounding at each step.
+            tops = (6.0, 4.0) if rounding == "search" else (6.0,)
+            exact = [np.float32(amax) / np.float32(top) / np.float32(head_scale) for top in tops]
+            limited = [np.clip(scale, 2.0**-9, 448.0).astype(np.float32) for scale in exact]
+            return [float(scale.astype(ml_dtypes.float8_e4m3fn)) for scale in limited]
+        roundings = ("ceil", "floor") if rounding == "search" else (rounding,)
+        return [2.0 ** self.scale_exponent(amax, format, each) for each in roundings]
+
+    def nvfp4_head_scale(self, amax: np.ndarray, rounding: str) -> float:
+        """Return the smallest power of two, at least ``2 ** -126``, that keeps block scales within 448."""
+        top = 4.0 if rounding == "search" else 6.0
         largest = float(amax[np.isfinite(amax)].max(initial=0.0))
         exponent = -126
-        while largest > math.ldexp(6.0 * 448.0, exponent):
+        while largest > math.ldexp(top * 448.0, exponent):
             exponent += 1
         return math.ldexp(1.0, exponent)
 

@@ -150,6 +150,25 @@ class TestAgainstOracle:
         x = mixed_magnitudes(1, 5, 64, seed=4, binades=3, dtype=dtype)
         self.check(quantize(x, format), oracle.quantize(x, format))
 
+    @pytest.mark.parametrize("format", ALL_FORMATS)
+    @given(seed=SEEDS)
+    def test_search(self, oracle, format: str, seed: int) -> None:
+        x = mixed_magnitudes(1, 4, 64, seed=seed, binades=4)
+        self.check(quantize(x, format, scale_rounding="search"), oracle.quantize(x, format, rounding="search"))
+
+    @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+    def test_search_loses_less(self, format: str) -> None:
+        x = mixed_magnitudes(1, 64, 64, seed=1, binades=4)
+        size = block_format(format).block_size
+
+        def loss(rounding: str) -> torch.Tensor:
+            error = quantize(x, format, scale_rounding=rounding).dequantize() - x
+            return error.abs().view(-1, size).sum(-1)
+
+        searched, ceil = loss("search"), loss("ceil")
+        assert (searched <= ceil * (1 + 1e-6)).all()
+        assert (searched < 0.99 * ceil).float().mean() > 0.1
+
     @pytest.mark.parametrize("rounding", ["floor", "ceil"])
     @pytest.mark.parametrize("format", E8M0_FORMATS)
     @given(exponent=st.integers(-149, 127), seed=SEEDS)
@@ -403,7 +422,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
     def test_unknown_rounding(self, format: str) -> None:
-        with pytest.raises(ValueError, match="scale_rounding must be one of floor, ceil; got 'even'"):
+        with pytest.raises(ValueError, match="scale_rounding must be one of floor, ceil, search; got 'even'"):
             quantize(torch.zeros(2, 32), format, scale_rounding="even")
 
     @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])

@@ -76,7 +76,7 @@ def test_is_uniform_when_low_and_high_tiles_are_alike(fields: dict[str, Any], is
         ({"low_k": 8}, f"low_k must be one of {FORMATS}; got 8"),
         ({"high": "fp16"}, f"high must be one of {FORMATS}; got 'fp16'"),
         ({"high": None}, f"high must be one of {FORMATS}; got None"),
-        ({"scale_rounding": "even"}, "scale_rounding must be one of floor, ceil; got 'even'"),
+        ({"scale_rounding": "even"}, "scale_rounding must be one of floor, ceil, search; got 'even'"),
         ({"shared_scale": "head"}, "shared_scale must be one of block, row, tile; got 'head'"),
         ({"pv": "fp4"}, "pv must be one of bf16, fp8; got 'fp4'"),
         ({"diagonal_tiles": -1}, "diagonal_tiles must be an integer of at least 0, got -1"),
@@ -87,6 +87,10 @@ def test_is_uniform_when_low_and_high_tiles_are_alike(fields: dict[str, Any], is
         ({"rotate": "yes"}, "rotate must be true or false, got 'yes'"),
         ({"low": "nvfp4", "shared_scale": "row"}, "shared_scale='row' applies to E8M0 scales; nvfp4 needs 'block'"),
         ({"low_q": "nvfp4", "shared_scale": "tile"}, "shared_scale='tile' applies to E8M0 scales; nvfp4 needs 'block'"),
+        (
+            {"scale_rounding": "search", "shared_scale": "tile"},
+            "scale_rounding='search' needs shared_scale='block', got 'tile'",
+        ),
         ({"low_v": "bf16"}, "low_v must be one of mxfp4, mxfp8, mxint8, nvfp4; got 'bf16'"),
         ({"low_v": "nvfp4", "pv": "fp8"}, "low_v='nvfp4' needs pv='bf16', got pv='fp8'"),
         ({"low_k": "nvfp4", "shared_scale": "row"}, "shared_scale='row' applies to E8M0 scales; nvfp4 needs 'block'"),
@@ -113,7 +117,7 @@ def test_shared_recipes_take_every_choice() -> None:
     formats = {name for r in recipes for name in (r.query_low, r.key_low, r.high)}
     assert formats == set(FORMATS.split(", "))
     assert {r.shared_scale for r in recipes} == {"block", "row", "tile"}
-    assert {r.scale_rounding for r in recipes} == {"floor", "ceil"}
+    assert {r.scale_rounding for r in recipes} == {"floor", "ceil", "search"}
     assert {r.pv for r in recipes} == {"bf16", "fp8"}
     assert {r.low_v for r in recipes} == {None, "nvfp4"}
     assert {r.diagonal_tiles for r in recipes} == {r.sink_tiles for r in recipes} == {0, 1, 2}
