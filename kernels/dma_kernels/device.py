@@ -89,12 +89,56 @@ def round_to_e4m3(x):
 
 @triton.jit
 def to_e4m3(x, IS_INTERPRETED: tl.constexpr):
-    """Cast fp32 in -448..448 to E4M3, nearest-even."""
+    """Cast fp32 in -448..448 to E4M3, nearest-even; NaN stays NaN."""
     if IS_INTERPRETED:
-        # The interpreter's cast does not round to nearest; of a number that E4M3 has, every cast is exact.
-        magnitude = round_to_e4m3(tl.abs(x))
-        x = tl.where(x < 0.0, -magnitude, magnitude)
-    return x.to(tl.float8e4nv)
+        # The interpreter's cast does not round to nearest, and makes a number of a NaN; of a number that E4M3 has,
+        # every cast is exact.
+        sign = x.to(tl.int32, bitcast=True) & (-2147483648)
+        rounded = (round_to_e4m3(tl.abs(x)).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        code = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        result = tl.where(x == x, code, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        result = x.to(tl.float8e4nv)
+    return result
+
+
+@triton.jit
+def pack_e4m3(a, b, c, d, IS_INTERPRETED: tl.constexpr):
+    """Cast four fp32 tensors in -448..448 to E4M3 and pack them in the bytes of an int32, ``a`` in the lowest."""
+    if IS_INTERPRETED:
+        word = to_e4m3(a, IS_INTERPRETED).to(tl.uint8, bitcast=True).to(tl.int32)
+        word = word | (to_e4m3(b, IS_INTERPRETED).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+        word = word | (to_e4m3(c, IS_INTERPRETED).to(tl.uint8, bitcast=True).to(tl.int32) << 16)
+        word = word | (to_e4m3(d, IS_INTERPRETED).to(tl.uint8, bitcast=True).to(tl.int32) << 24)
+    else:
+        # The cast takes two numbers; Triton would take them from one tensor, and unpack the bytes again.
+        word = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 low, high;
+                cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+                cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+                mov.b32 $0, {low, high};
+            }
+            """,
+            "=r,f,f,f,f",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return word
+
+
+@triton.jit
+def to_e5m2(x, IS_INTERPRETED: tl.constexpr):
+    """Cast fp32 that E5M2 has, or NaN, to E5M2."""
+    result = x.to(tl.float8e5)
+    if IS_INTERPRETED:
+        # As in to_e4m3.
+        code = tl.where(x == x, result.to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8)
+        result = code.to(tl.float8e5, bitcast=True)
+    return result
 
 
 @triton.jit
@@ -113,11 +157,17 @@ def permute_keys(p):
 
 
 @triton.jit
-def hadamard(x, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, NORM):
-    """Rotate the rows of fp32 ``[ROWS, BLOCK_D]`` by Hadamard blocks of order ``SIZE``, in the reference's order."""
-    for level in tl.static_range(0, 8):
+def hadamard_levels(x, ROWS: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Apply the butterflies of strides ``2 ** FIRST`` up to ``SIZE / 2`` to the rows of fp32 ``[ROWS, BLOCK_D]``."""
+    for level in tl.static_range(FIRST, 8):
         if (1 << level) < SIZE:
             pairs = tl.reshape(x, [ROWS, BLOCK_D // (2 << level), 2, 1 << level])
             even, odd = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
             x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), [0, 1, 3, 2]), [ROWS, BLOCK_D])
-    return x * NORM
+    return x
+
+
+@triton.jit
+def hadamard(x, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, NORM):
+    """Rotate the rows of fp32 ``[ROWS, BLOCK_D]`` by Hadamard blocks of order ``SIZE``, in the reference's order."""
+    return hadamard_levels(x, ROWS, 0, SIZE, BLOCK_D) * NORM

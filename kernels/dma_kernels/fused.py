@@ -1,17 +1,18 @@
-"""The ``triton`` backend: choose a lowering for the device, prepare the operands, launch the kernel."""
+"""The ``triton`` backend: choose a lowering for the device, quantise the keys and values, launch the attention."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from dataclasses import replace
 
 import torch
 import triton
 from torch import Tensor
 
-from .fused_quantize import quantize_keys_values, quantize_queries
-from .operands import Operands, prepare_portable, select_lowering
-from .prefill import prefill_attention
+from .fused_quantize import quantize_keys_values, query_factor
+from .operands import select_lowering
+from .prefill import PrefillGeometry, prefill_attention
 from .recipe import Recipe
 from .tuning import select_tiles
 
@@ -70,91 +71,48 @@ def attention_triton(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention in fused kernels; arguments and results as in the custom op of :mod:`dma_kernels.api`."""
-    batch, kv_heads, kv_len = key.shape[:3]
     arch = device_arch(query.device)
+    lowering = select_lowering(recipe, arch)
     rows = None
     if q_offset_rows is not None or kv_offset_rows is not None or kv_range is not None:
-        rows = _row_geometry(batch, kv_len, q_offset, kv_offset, q_offset_rows, kv_offset_rows, kv_range, query.device)
+        rows = _row_geometry(key, q_offset, kv_offset, q_offset_rows, kv_offset_rows, kv_range)
     interpreted = is_interpreted()
     on_device = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()
     with on_device:
-        if select_lowering(recipe, arch) == "8bit":
-            k_high, k_low, k_factor, v_low, v_factor = quantize_keys_values(
-                key, value, recipe, kv_offset=kv_offset, rows=rows, is_interpreted=interpreted
-            )
-            q_high, q_low, q_factor = quantize_queries(query, recipe, is_interpreted=interpreted)
-            operands = Operands(
-                q_high=query if q_high is None else q_high,
-                k_high=key if k_high is None else k_high,
-                value=value if v_low is None else v_low,
-                q_low=q_low,
-                k_low=k_low,
-                q_factor=q_factor,
-                k_factor=k_factor,
-                value_factor=v_factor,
-                pv="16bit" if v_low is None else "fp8",
-                is_high_aligned=k_high is not None,
-                is_low_aligned=True,
-            )
-        else:
-            operands = _prepare_portable(query, key, value, recipe, kv_offset=kv_offset, rows=rows)
-        tiles = select_tiles(
-            arch,
-            triton.next_power_of_2(query.shape[3]),
-            triton.next_power_of_2(value.shape[3]),
-            low_bits=8 * (operands.q_high if operands.k_low is None else operands.k_low).element_size(),
-            value_bits=8 * operands.value.element_size(),
+        operands = quantize_keys_values(
+            key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, is_interpreted=interpreted
         )
+        head_scale = query_factor(query, recipe, is_interpreted=interpreted)
+        if head_scale is not None:
+            operands = replace(operands, query_factor=head_scale)
         return prefill_attention(
             query,
             operands,
-            kv_len=kv_len,
-            kv_heads=kv_heads,
-            value_dim=value.shape[3],
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            rows=rows,
-            recipe=recipe,
-            is_causal=is_causal,
-            window=window,
+            PrefillGeometry(key.shape[2], q_offset, kv_offset, rows, is_causal, window, mask),
+            recipe,
+            select_tiles(arch, lowering, query.shape[3], value.shape[3]),
+            scale=scale,
             softcap=softcap,
             sinks=sinks,
-            mask=mask,
-            scale=scale,
-            tiles=tiles,
-            # A descriptor's rows start at multiples of 16 bytes.
-            use_tma=arch >= 90 and query.shape[3] % 8 == 0,
+            use_tma=arch >= 90,
             is_interpreted=interpreted,
         )
 
 
-def _prepare_portable(
-    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, kv_offset: int, rows: Tensor | None
-) -> Operands:
-    if rows is None:
-        kv_position = torch.full((key.shape[0],), kv_offset, device=key.device)
-        return prepare_portable(query, key, value, recipe, kv_position=kv_position, visible=None)
-    index = torch.arange(key.shape[2], device=key.device)
-    visible = (index >= rows[:, 2:3]) & (index < rows[:, 3:4])
-    return prepare_portable(query, key, value, recipe, kv_position=rows[:, 1].long(), visible=visible)
-
-
 def _row_geometry(
-    batch: int,
-    kv_len: int,
+    key: Tensor,
     q_offset: int,
     kv_offset: int,
     q_offset_rows: Tensor | None,
     kv_offset_rows: Tensor | None,
     kv_range: Tensor | None,
-    device: torch.device,
 ) -> Tensor:
     """Return int32 ``[B, 4]``: positions of query 0 and key 0, first visible key, and the one past the last."""
-    rows = torch.empty((batch, 4), dtype=torch.int32, device=device)
+    rows = torch.empty((key.shape[0], 4), dtype=torch.int32, device=key.device)
     rows[:, 0] = q_offset if q_offset_rows is None else q_offset_rows + q_offset
     rows[:, 1] = kv_offset if kv_offset_rows is None else kv_offset_rows + kv_offset
     if kv_range is None:
-        rows[:, 2], rows[:, 3] = 0, kv_len
+        rows[:, 2], rows[:, 3] = 0, key.shape[2]
     else:
         rows[:, 2:] = kv_range
     return rows

@@ -1,335 +1,302 @@
-"""Fused quantisers in Triton for the ``8bit`` lowering of :mod:`dma_kernels.operands`.
+"""Fused quantisers: the key and value operands of every lowering, in one Triton launch or two.
 
-Keys and values are read twice and written once: a first pass gathers, tile by tile, what needs the whole sequence (the
-mean key that ``smooth_k`` subtracts and the largest value of each channel), a second one writes every operand. Queries
-are read and written once.
+Where a tile must know of others (``smooth_k``, values of ``pv = "fp8"``, NVFP4) a first launch gathers what it needs
+(:mod:`dma_kernels.fused_statistics`); one more launch writes every operand
+(:mod:`dma_kernels.fused_quantize_kernel`). Inputs may have any strides; nothing is copied beforehand.
 
-Inputs may have any strides. Results equal :mod:`dma_kernels.quantize` to the bit, given the same mean key.
+Results equal :mod:`dma_kernels.quantize` to the bit, given the same mean key. That mean is a sum of up to 128 numbers
+in another order, rounded to bfloat16.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from .device import (
-    e8m0_decode,
-    e8m0_encode,
-    e8m0_reciprocal,
-    hadamard,
-    permute_keys,
-    round_to_bfloat16,
-    round_to_int8,
-    to_e4m3,
-)
-from .formats import E4M3, INT8, MXINT8_UNIT, TILE, ElementFormat, ScaleRounding
+from .formats import BLOCK_FORMATS, TILE, UNQUANTIZED, ScaleFormat
+from .fused_quantize_kernel import quantize_kernel
+from .fused_statistics import CHUNKS, query_factor_kernel, statistics_kernel
+from .launch import Launcher
+from .operands import Form, Lowering, Operands, TileOperands, dequantized_dtype
 from .recipe import Recipe
 from .transforms import hadamard_size
 
-_TILE = tl.constexpr(TILE)
-_TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
-_E4M3_EMAX = tl.constexpr(E4M3.emax)
-_E4M3_MAX_MANTISSA = tl.constexpr(E4M3.max_mantissa)
-
-
-@triton.jit
-def _load_tile(
-    base, rows_ptr, i_b, i_tile, stride_t, stride_d, kv_offset, kv_len,
-    HAS_ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Load the keys or values of a tile in aligned storage as fp32, with which of them exist and are visible.
-
-    Returns:
-        ``[TILE, BLOCK_D]``, zeros where nothing is visible, and boolean ``[TILE]``.
-    """
-    if HAS_ROWS:
-        k_start = tl.load(rows_ptr + i_b * 4 + 1)
-        first = tl.maximum(tl.load(rows_ptr + i_b * 4 + 2), 0)
-        last = tl.minimum(tl.load(rows_ptr + i_b * 4 + 3), kv_len)
-    else:
-        k_start = kv_offset
-        first = 0
-        last = kv_len
-    aligned_start = (k_start >> _TILE_SHIFT) << _TILE_SHIFT
-    rows = i_tile * _TILE + aligned_start - k_start + tl.arange(0, _TILE)
-    o_d = tl.arange(0, BLOCK_D)
-    m_row = (rows >= first) & (rows < last)
-    offset = rows.to(tl.int64)[:, None] * stride_t + o_d[None, :] * stride_d
-    x = tl.load(base + offset, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
-    return x.to(tl.float32), m_row
-
-
-@triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles"])
-def _statistics_kernel(
-    k_ptr, v_ptr, sum_ptr, amax_ptr, rows_ptr,
-    stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_ROWS: tl.constexpr, HAS_SUM: tl.constexpr, HAS_AMAX: tl.constexpr,
-):  # fmt: skip
-    """Sum the keys, and take the largest magnitude of the values, of one tile and kv head, for each channel."""
-    i_tile = tl.program_id(0)
-    i_head = tl.program_id(1)
-    i_b = (i_head // KV_HEADS).to(tl.int64)
-    i_h = i_head % KV_HEADS
-    row = i_head.to(tl.int64) * tiles + i_tile
-    if HAS_SUM:
-        base = k_ptr + i_b * stride_kb + i_h * stride_kh
-        x, _ = _load_tile(base, rows_ptr, i_b, i_tile, stride_kt, stride_kd, kv_offset, kv_len, HAS_ROWS, D, BLOCK_D)
-        o_d = tl.arange(0, BLOCK_D)
-        tl.store(sum_ptr + row * D + o_d, tl.sum(x, 0), mask=o_d < D)
-    if HAS_AMAX:
-        base = v_ptr + i_b * stride_vb + i_h * stride_vh
-        x, _ = _load_tile(base, rows_ptr, i_b, i_tile, stride_vt, stride_vd, kv_offset, kv_len, HAS_ROWS, DV, BLOCK_DV)
-        o_d = tl.arange(0, BLOCK_DV)
-        # The bits of a magnitude order like the number, with infinity and NaN above all others.
-        bits = tl.abs(x).to(tl.int32, bitcast=True)
-        tl.store(amax_ptr + row * DV + o_d, tl.max(bits, 0), mask=o_d < DV)
-
-
-@triton.jit(do_not_specialize=["kv_len", "tiles"])
-def _reduce_kernel(
-    sum_ptr, amax_ptr, rows_ptr, mean_ptr, factor_ptr, kv_len, tiles,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_ROWS: tl.constexpr, HAS_SUM: tl.constexpr, HAS_AMAX: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Reduce one kv head over its tiles: the mean key, rounded to bfloat16, and the scales of the values."""
-    i_head = tl.program_id(0)
-    row = i_head.to(tl.int64) * tiles
-    o_t = tl.arange(0, BLOCK_T)
-    if HAS_SUM:
-        o_d = tl.arange(0, BLOCK_D)
-        total = tl.zeros([BLOCK_D], tl.float32)
-        for t in range(0, tiles, BLOCK_T):
-            m = (t + o_t < tiles)[:, None] & (o_d < D)[None, :]
-            total += tl.sum(tl.load(sum_ptr + (row + t + o_t)[:, None] * D + o_d[None, :], mask=m, other=0.0), 0)
-        count = kv_len
-        if HAS_ROWS:
-            i_b = i_head // KV_HEADS
-            first = tl.maximum(tl.load(rows_ptr + i_b * 4 + 2), 0)
-            count = tl.minimum(tl.load(rows_ptr + i_b * 4 + 3), kv_len) - first
-        mean = tl.math.div_rn(total, tl.maximum(count, 1).to(tl.float32))
-        tl.store(mean_ptr + i_head * D + o_d, round_to_bfloat16(mean), mask=o_d < D)
-    if HAS_AMAX:
-        o_d = tl.arange(0, BLOCK_DV)
-        bits = tl.zeros([BLOCK_DV], tl.int32)
-        for t in range(0, tiles, BLOCK_T):
-            m = (t + o_t < tiles)[:, None] & (o_d < DV)[None, :]
-            part = tl.load(amax_ptr + (row + t + o_t)[:, None] * DV + o_d[None, :], mask=m, other=0)
-            bits = tl.maximum(bits, tl.max(part, 0))
-        code = e8m0_encode(bits.to(tl.float32, bitcast=True), _E4M3_EMAX, _E4M3_MAX_MANTISSA, True)
-        # As in value_scale: the smallest scale is fp32's smallest normal number.
-        tl.store(factor_ptr + i_head * DV + o_d, e8m0_decode(tl.maximum(code, 1)), mask=o_d < DV)
-
-
-@triton.jit
-def _quantize_tile(x, code, UNIT: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """Scale fp32 ``x`` down by ``2 ** (code - 127)``, broadcast, and cast it to int8 or E4M3."""
-    x = x * e8m0_reciprocal(code)
-    if UNIT == 1.0:
-        low = to_e4m3(tl.minimum(tl.maximum(x, -448.0), 448.0), IS_INTERPRETED)
-    else:
-        low = round_to_int8(x * (1.0 / UNIT))
-    return low
-
-
-@triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles"])
-def _quantize_kernel(
-    k_ptr, v_ptr, mean_ptr, value_factor_ptr, k_high_ptr, k_low_ptr, k_factor_ptr, v_low_ptr, rows_ptr,
-    stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
-    kv_offset, kv_len, tiles, norm,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    STORED_D: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_VALUES: tl.constexpr,
-    WRITE_HIGH: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
-    EMAX: tl.constexpr, MAX_MANTISSA: tl.constexpr, UNIT: tl.constexpr, IS_CEIL: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Write every operand of one tile and kv head, in aligned storage."""
-    i_tile = tl.program_id(0)
-    i_head = tl.program_id(1)
-    i_b = (i_head // KV_HEADS).to(tl.int64)
-    i_h = i_head % KV_HEADS
-    storage_len = tiles * _TILE
-    o_t = tl.arange(0, _TILE)
-    o_d = tl.arange(0, BLOCK_D)
-    base = k_ptr + i_b * stride_kb + i_h * stride_kh
-    x, m_row = _load_tile(base, rows_ptr, i_b, i_tile, stride_kt, stride_kd, kv_offset, kv_len, HAS_ROWS, D, BLOCK_D)
-    if HAS_MEAN:
-        mean = tl.load(mean_ptr + i_head * D + o_d, mask=o_d < D, other=0.0)
-        x = tl.where(m_row[:, None], x - mean[None, :], 0.0)
-    if ROTATE:
-        x = hadamard(x, _TILE, HADAMARD_SIZE, BLOCK_D, norm)
-    stored = (i_head.to(tl.int64) * storage_len + i_tile * _TILE + o_t)[:, None]
-    if WRITE_HIGH:
-        high = x.to(k_high_ptr.dtype.element_ty)
-        tl.store(k_high_ptr + stored * D + o_d[None, :], high, mask=(o_d < D)[None, :])
-    bits = tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0)
-    code = e8m0_encode(bits.to(tl.float32, bitcast=True), EMAX, MAX_MANTISSA, IS_CEIL)
-    low = _quantize_tile(x, code, UNIT, IS_INTERPRETED)
-    tl.store(k_low_ptr + stored * STORED_D + o_d[None, :], low, mask=(o_d < STORED_D)[None, :])
-    # A tile of zeros has no use for its scale, and the smallest scale could make a factor underflow.
-    factor = tl.where(bits == 0, 1.0, e8m0_decode(code) * UNIT)
-    tl.store(k_factor_ptr + i_head * tiles + i_tile, factor)
-    if HAS_VALUES:
-        o_v = tl.arange(0, BLOCK_DV)
-        base = v_ptr + i_b * stride_vb + i_h * stride_vh
-        x, _ = _load_tile(base, rows_ptr, i_b, i_tile, stride_vt, stride_vd, kv_offset, kv_len, HAS_ROWS, DV, BLOCK_DV)
-        factor = tl.load(value_factor_ptr + i_head * DV + o_v, mask=o_v < DV, other=1.0)
-        # The factor is a power of two, so its reciprocal is exact.
-        x = x * (1.0 / factor)[None, :]
-        x = permute_keys(tl.trans(tl.minimum(tl.maximum(x, -448.0), 448.0)))
-        offset = (i_head.to(tl.int64) * DV + o_v)[:, None] * storage_len + (i_tile * _TILE + o_t)[None, :]
-        tl.store(v_low_ptr + offset, to_e4m3(x, IS_INTERPRETED), mask=(o_v < DV)[:, None])
-
-
-@triton.jit(do_not_specialize=["q_len"])
-def _quantize_queries_kernel(
-    q_ptr, q_high_ptr, q_low_ptr, q_factor_ptr, stride_qb, stride_qh, stride_qt, stride_qd, q_len, norm,
-    Q_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, STORED_D: tl.constexpr,
-    ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
-    EMAX: tl.constexpr, MAX_MANTISSA: tl.constexpr, UNIT: tl.constexpr, IS_CEIL: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Write a block of queries of one head quantised, with a scale for each row; rotated, also in 16 bits."""
-    i_head = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    o_d = tl.arange(0, BLOCK_D)
-    m_row = rows < q_len
-    base = q_ptr + (i_head // Q_HEADS) * stride_qb + (i_head % Q_HEADS) * stride_qh
-    offset = rows.to(tl.int64)[:, None] * stride_qt + o_d[None, :] * stride_qd
-    x = tl.load(base + offset, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
-    stored = i_head * q_len + rows
-    if ROTATE:
-        x = hadamard(x, BLOCK_T, HADAMARD_SIZE, BLOCK_D, norm)
-        m_high = m_row[:, None] & (o_d < D)[None, :]
-        tl.store(q_high_ptr + stored[:, None] * D + o_d[None, :], x.to(q_high_ptr.dtype.element_ty), mask=m_high)
-    bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1)
-    code = e8m0_encode(bits.to(tl.float32, bitcast=True), EMAX, MAX_MANTISSA, IS_CEIL)
-    low = _quantize_tile(x, code[:, None], UNIT, IS_INTERPRETED)
-    m_low = m_row[:, None] & (o_d < STORED_D)[None, :]
-    tl.store(q_low_ptr + stored[:, None] * STORED_D + o_d[None, :], low, mask=m_low)
-    tl.store(q_factor_ptr + stored, tl.where(bits == 0, 1.0, e8m0_decode(code) * UNIT), mask=m_row)
-
-
-@dataclass(frozen=True)
-class Element:
-    """How the kernels see an 8-bit element format.
-
-    Attributes:
-        format: The element.
-        dtype: Its storage.
-        unit: What one of the stored numbers is worth.
-    """
-
-    format: ElementFormat
-    dtype: torch.dtype
-    unit: float
-
-
-ELEMENTS = {"mxfp8": Element(E4M3, torch.float8_e4m3fn, 1.0), "mxint8": Element(INT8, torch.int8, MXINT8_UNIT)}
+NVFP4 = "nvfp4"
+NONE = "none"
+QUERY_BLOCK = 64
 
 
 def quantize_keys_values(
-    key: Tensor, value: Tensor, recipe: Recipe, *, kv_offset: int, rows: Tensor | None, is_interpreted: bool
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Write the key and value operands of the ``8bit`` lowering.
+    key: Tensor,
+    value: Tensor,
+    recipe: Recipe,
+    lowering: Lowering,
+    *,
+    kv_offset: int,
+    rows: Tensor | None,
+    is_interpreted: bool,
+) -> Operands:
+    """Write the key and value operands of a call. What no query can see is zeros in aligned storage.
 
     Args:
         key: 16-bit ``[B, Hkv, Tk, D]``, any strides.
         value: 16-bit ``[B, Hkv, Tk, Dv]``, any strides.
-        recipe: With ``shared_scale = "tile"`` and MXINT8 or MXFP8 keys.
+        recipe: The precisions.
+        lowering: Their forms.
         kv_offset: Position of key 0, where ``rows`` is ``None``.
         rows: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key and the
             one past the last.
-        is_interpreted: Whether Triton's interpreter runs the kernel.
+        is_interpreted: Whether Triton's interpreter runs the kernels.
 
     Returns:
-        As :class:`~dma_kernels.operands.Operands` has them: ``k_high`` (``None`` if it is the key itself), ``k_low``,
-        ``k_factor``, ``value`` and ``value_factor`` (both ``None`` for ``pv = "bf16"``).
+        The operands, without ``query_factor``.
     """
     batch, heads, kv_len, head_dim = key.shape
-    value_dim = value.shape[-1]
+    plan = _plan(recipe, lowering, key.dtype, heads, head_dim, value.shape[3], rows is not None, is_interpreted)
     # Where a row starts inside its first tile is known on the device alone: up to 127 entries stay empty before it.
     first = kv_offset % TILE if rows is None else TILE - 1
-    tiles = max(1, triton.cdiv(kv_len + first, TILE))
-    stored_dim = triton.cdiv(head_dim, 32) * 32
-    element = ELEMENTS[recipe.key_low]
-    has_values = recipe.pv == "fp8"
-    write_high = recipe.smooth_k or recipe.rotate
-    new = key.new_empty
-    k_high = new((batch, heads, tiles * TILE, head_dim)) if write_high else None
-    k_low = new((batch, heads, tiles * TILE, stored_dim), dtype=element.dtype)
-    k_factor = new((batch, heads, tiles), dtype=torch.float32)
-    v_low = new((batch, heads, value_dim, tiles * TILE), dtype=torch.float8_e4m3fn) if has_values else None
-    value_factor = new((batch, heads, value_dim), dtype=torch.float32) if has_values else None
-    mean = new((batch, heads, head_dim), dtype=torch.float32) if recipe.smooth_k else None
-    blocks = {
-        "BLOCK_D": max(32, triton.next_power_of_2(head_dim)),
-        "BLOCK_DV": max(32, triton.next_power_of_2(value_dim)),
-    }
-    shape = {"KV_HEADS": heads, "D": head_dim, "DV": value_dim, "HAS_ROWS": rows is not None, **blocks}
-    if has_values or recipe.smooth_k:
-        sums = new((batch, heads, tiles, head_dim), dtype=torch.float32) if recipe.smooth_k else None
-        amax = new((batch, heads, tiles, value_dim), dtype=torch.int32) if has_values else None
-        statistics = {"HAS_SUM": recipe.smooth_k, "HAS_AMAX": has_values}
-        _statistics_kernel[(tiles, batch * heads)](
-            key, value, sums, amax, rows, *key.stride(), *value.stride(), kv_offset, kv_len, tiles,
-            **shape, **statistics,
-        )  # fmt: skip
-        _reduce_kernel[(batch * heads,)](
-            sums, amax, rows, mean, value_factor, kv_len, tiles, **shape, **statistics, BLOCK_T=32
-        )
-    _quantize_kernel[(tiles, batch * heads)](
-        key, value, mean, value_factor, k_high, k_low, k_factor, v_low, rows, *key.stride(), *value.stride(),
-        kv_offset, kv_len, tiles, math.pow(hadamard_size(head_dim), -0.5),
-        **shape,
-        STORED_D=stored_dim,
-        HAS_MEAN=recipe.smooth_k,
-        HAS_VALUES=has_values,
-        WRITE_HIGH=write_high,
-        IS_INTERPRETED=is_interpreted,
-        **_element_arguments(recipe, element, head_dim),
-        num_warps=8,
-    )  # fmt: skip
-    return k_high, k_low, k_factor, v_low, value_factor
+    tiles = max(1, -(-(kv_len + first) // TILE))
+    made = {name: key.new_empty(output.size(batch, heads, tiles), dtype=output.dtype) for name, output in plan.outputs}
+    get = made.get
+    chunks = min(2 * tiles, CHUNKS)
+    sizes = (*key.stride(), *value.stride(), kv_offset, kv_len, tiles, chunks)
+    statistics = tuple(map(get, _STATISTICS))
+    if plan.statistics is not None:
+        grid = (chunks if plan.has_maxima else 1, batch * heads, plan.statistics_layers)
+        plan.statistics(grid, key, value, *statistics, rows, *sizes)
+    if plan.quantize is not None:
+        grid = (tiles, batch * heads, plan.layers)
+        plan.quantize(grid, key, value, *statistics, rows, *map(get, _WRITTEN), *sizes)
+    return _operands(key, value, lowering, tiles, made)
 
 
-def quantize_queries(query: Tensor, recipe: Recipe, *, is_interpreted: bool) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Write the query operands of the ``8bit`` lowering, from ``[B, Hq, Tq, D]`` of any strides.
+def query_factor(query: Tensor, recipe: Recipe, *, is_interpreted: bool) -> Tensor | None:
+    """Return NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``; ``None`` for other formats.
 
-    Returns:
-        As :class:`~dma_kernels.operands.Operands` has them: ``q_high`` (``None`` if it is the query itself), ``q_low``
-        and ``q_factor``.
+    Args:
+        query: 16-bit ``[B, Hq, Tq, D]``, any strides.
+        recipe: The precisions.
+        is_interpreted: Whether Triton's interpreter runs the kernel.
     """
+    if NVFP4 not in (recipe.query_low, recipe.high):
+        return None
     batch, heads, q_len, head_dim = query.shape
-    stored_dim = triton.cdiv(head_dim, 32) * 32
-    element = ELEMENTS[recipe.query_low]
-    q_high = query.new_empty((batch, heads, q_len, head_dim)) if recipe.rotate else None
-    q_low = query.new_empty((batch, heads, q_len, stored_dim), dtype=element.dtype)
-    q_factor = query.new_empty((batch, heads, q_len), dtype=torch.float32)
-    _quantize_queries_kernel[(triton.cdiv(q_len, 64), batch * heads)](
-        query, q_high, q_low, q_factor, *query.stride(), q_len, math.pow(hadamard_size(head_dim), -0.5),
-        Q_HEADS=heads,
-        D=head_dim,
-        BLOCK_D=max(32, triton.next_power_of_2(head_dim)),
-        STORED_D=stored_dim,
-        IS_INTERPRETED=is_interpreted,
-        BLOCK_T=64,
-        **_element_arguments(recipe, element, head_dim),
-    )  # fmt: skip
-    return q_high, q_low, q_factor
+    factor = torch.zeros((batch, heads), dtype=torch.int32, device=query.device)
+    launch = _query_launcher(heads, head_dim, recipe.rotate, recipe.scale_rounding)
+    launch((-(-q_len // QUERY_BLOCK), batch * heads, 1), query, factor, *query.stride(), q_len)
+    return factor.view(torch.float32)
 
 
-def _element_arguments(recipe: Recipe, element: Element, head_dim: int) -> dict[str, float | bool]:
-    return {
-        "ROTATE": recipe.rotate,
-        "HADAMARD_SIZE": hadamard_size(head_dim),
-        "EMAX": element.format.emax,
-        "MAX_MANTISSA": element.format.max_mantissa,
-        "UNIT": element.unit,
-        "IS_CEIL": recipe.scale_rounding == ScaleRounding.CEIL,
+@dataclass(frozen=True)
+class _Output:
+    """Shape and dtype of a tensor that the kernels write, ``[B, Hkv, *shape]`` or, by tile, ``[B, Hkv, S, *shape]``.
+
+    Attributes:
+        shape: What follows the kv head, or the ``rows_per_tile`` entries of each tile.
+        dtype: Of the tensor.
+        rows_per_tile: Entries for each tile; 0 where there is no such dimension.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows_per_tile: int = 0
+
+    def size(self, batch: int, heads: int, tiles: int) -> tuple[int, ...]:
+        """Return the shape for storage of so many tiles."""
+        if self.rows_per_tile == 0:
+            return (batch, heads, *self.shape)
+        return (batch, heads, tiles * self.rows_per_tile, *self.shape)
+
+
+# The tensors that the two kernels write, in their order.
+_STATISTICS = ("mean", "key_head", "channels", "value_head")
+_WRITTEN = (
+    "high", "high_scale", "low", "low_scale", "key_factor", "head_factor", "value", "value_factor", "low_value",
+)  # fmt: skip
+
+
+# Parameters of both kernels that stay as they are for a plan: what is allocated here, and lengths.
+_SETTLED = frozenset({"kv_offset", "kv_len", "tiles", "chunks"} | {f"{name}_ptr" for name in (*_STATISTICS, *_WRITTEN)})
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What does not depend on lengths: the launches, and the outputs by name."""
+
+    statistics: Launcher | None
+    quantize: Launcher | None
+    has_maxima: bool
+    statistics_layers: int
+    layers: int
+    outputs: tuple[tuple[str, _Output], ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(
+    recipe: Recipe,
+    lowering: Lowering,
+    dtype: torch.dtype,
+    heads: int,
+    head_dim: int,
+    value_dim: int,
+    has_rows: bool,
+    is_interpreted: bool,
+) -> _Plan:
+    outputs = _outputs(recipe, lowering, dtype, head_dim, value_dim)
+    has_mean, has_key_head = "mean" in outputs, "key_head" in outputs
+    has_channels, has_value_head = "channels" in outputs, "value_head" in outputs
+    writes_keys = "high" in outputs or "low" in outputs
+    writes_values = "value" in outputs or "low_value" in outputs
+    shape: dict[str, Any] = {
+        "KV_HEADS": heads,
+        "D": head_dim,
+        "DV": value_dim,
+        "BLOCK_D": _block(head_dim),
+        "BLOCK_DV": _block(value_dim),
+        "HAS_ROWS": has_rows,
+        "HAS_MEAN": has_mean,
+        "HAS_KEY_HEAD": has_key_head,
+        **_rotation(recipe.rotate, head_dim),
     }
+    maxima = {"HAS_CHANNELS": has_channels, "HAS_VALUE_HEAD": has_value_head}
+    forms = {
+        "HIGH_FORM": lowering.key.value,
+        "HIGH_FORMAT": recipe.high,
+        "LOW_FORM": NONE if lowering.low_key is None else lowering.low_key.value,
+        "LOW_FORMAT": recipe.key_low,
+        "SHARED": recipe.shared_scale,
+        "VALUE_FORM": lowering.value.value,
+        "LOW_VALUE_FORMAT": recipe.low_v if "low_value" in outputs else NONE,
+        "ROUNDING": recipe.scale_rounding,
+        "IS_INTERPRETED": is_interpreted,
+    }
+    has_few_registers = max(head_dim, value_dim) <= 128
+    # On an H200, 32K tokens and 8 kv heads of 128: 4 warps against 8 take 83 us and 88 for MXINT8 keys and FP8 values;
+    # for block formats, which 4 warps have too few registers for, 142 and 85 (MXFP4 and MXFP8). Nor for a rotation.
+    is_light = has_few_registers and not recipe.rotate
+    is_light = is_light and lowering.key is Form.RAW and lowering.low_key in (None, Form.INT8, Form.E4M3)
+    statistics = quantize = None
+    if has_mean or has_key_head or has_channels or has_value_head:
+        warps = 4 if has_few_registers and not (has_key_head or has_value_head) else 8
+        statistics = Launcher(statistics_kernel, shape | maxima, settled=_SETTLED, num_warps=warps)
+    if writes_keys or writes_values:
+        quantize = Launcher(quantize_kernel, shape | forms, settled=_SETTLED, num_warps=4 if is_light else 8)
+    return _Plan(
+        statistics=statistics,
+        quantize=quantize,
+        has_maxima=has_key_head or has_channels or has_value_head,
+        statistics_layers=int(has_channels or has_value_head) + int(has_mean or has_key_head),
+        layers=int(writes_values) + int(writes_keys),
+        outputs=tuple(outputs.items()),
+    )
+
+
+def _outputs(
+    recipe: Recipe, lowering: Lowering, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> dict[str, _Output]:
+    """Return what the two kernels write, by the names of their parameters."""
+    outputs: dict[str, _Output] = {}
+    if recipe.smooth_k:
+        outputs["mean"] = _Output((head_dim,), torch.float32)
+    if lowering.key is not Form.RAW:
+        target = dequantized_dtype(dtype, recipe.high, recipe.high)
+        outputs |= _key_outputs("high", lowering.key, recipe.high, head_dim, target)
+    if lowering.low_key is not None:
+        target = dequantized_dtype(dtype, recipe.query_low, recipe.key_low)
+        outputs |= _key_outputs("low", lowering.low_key, recipe.key_low, head_dim, target)
+    if ("high" in outputs and recipe.high == NVFP4) or ("low" in outputs and recipe.key_low == NVFP4):
+        outputs["key_head"] = _Output((CHUNKS,), torch.int32)
+        outputs["head_factor"] = _Output((), torch.float32)
+    if lowering.value is Form.E4M3:
+        outputs["value"] = _Output((value_dim, TILE), torch.float8_e4m3fn, rows_per_tile=1)
+        outputs["value_factor"] = _Output((value_dim,), torch.float32)
+    elif lowering.value is Form.DEQUANTIZED:
+        outputs["value"] = _Output((value_dim,), torch.bfloat16, rows_per_tile=TILE)
+    if "value" in outputs:
+        outputs["channels"] = _Output((CHUNKS, value_dim), torch.int32)
+    if lowering.low_value is not None:
+        outputs["low_value"] = _Output((value_dim,), dtype, rows_per_tile=TILE)
+        if recipe.low_v == NVFP4:
+            outputs["value_head"] = _Output((CHUNKS,), torch.int32)
+    return outputs
+
+
+def _key_outputs(name: str, form: Form, format: str, head_dim: int, dequantized: torch.dtype) -> dict[str, _Output]:
+    """Return the outputs of keys in one form."""
+    if form is Form.DEQUANTIZED:
+        return {name: _Output((head_dim,), dequantized, rows_per_tile=TILE)}
+    assert format != UNQUANTIZED
+    block = BLOCK_FORMATS[format]
+    width = -(-head_dim // block.block_size) * block.block_size
+    if form is Form.PACKED:
+        is_e2m1 = block.element.bits == 4
+        dtype = torch.uint8 if is_e2m1 else torch.float8_e4m3fn
+        scale_dtype = torch.uint8 if block.scale is ScaleFormat.E8M0 else torch.float8_e4m3fn
+        return {
+            name: _Output((width // 2 if is_e2m1 else width,), dtype, rows_per_tile=TILE),
+            f"{name}_scale": _Output((width // block.block_size,), scale_dtype, rows_per_tile=TILE),
+        }
+    dtype = {Form.INT8: torch.int8, Form.E4M3: torch.float8_e4m3fn, Form.E5M2: torch.float8_e5m2}[form]
+    return {
+        name: _Output((width,), dtype, rows_per_tile=TILE),
+        "key_factor": _Output((), torch.float32, rows_per_tile=1),
+    }
+
+
+def _operands(
+    key: Tensor,
+    value: Tensor,
+    lowering: Lowering,
+    tiles: int,
+    made: dict[str, Tensor],
+) -> Operands:
+    head_factor = made.get("head_factor")
+    if head_factor is not None:
+        head_factor = head_factor[..., None].expand(-1, -1, tiles)
+
+    def tile_operands(name: str, form: Form, value_form: Form, own_value: Tensor | None) -> TileOperands:
+        own_key, scale = made.get(name), made.get(f"{name}_scale")
+        has_tile_factor = form in (Form.INT8, Form.E4M3, Form.E5M2)
+        is_nvfp4 = scale is not None and scale.dtype == torch.float8_e4m3fn
+        return TileOperands(
+            key=key if own_key is None else own_key,
+            value=value if own_value is None else own_value,
+            key_form=form,
+            value_form=value_form,
+            key_layout="caller" if own_key is None else "aligned",
+            value_layout="caller" if own_value is None else "aligned",
+            key_scale=scale,
+            key_factor=made["key_factor"] if has_tile_factor else head_factor if is_nvfp4 else None,
+            value_factor=made.get("value_factor"),
+        )
+
+    high = tile_operands("high", lowering.key, lowering.value, made.get("value"))
+    low = None
+    if lowering.low_key is not None:
+        if lowering.low_value is None:
+            low = tile_operands("low", lowering.low_key, lowering.value, made.get("value"))
+        else:
+            low = tile_operands("low", lowering.low_key, lowering.low_value, made.get("low_value"))
+    return Operands(high=high, low=low, key_mean=made.get("mean"))
+
+
+@functools.lru_cache(maxsize=256)
+def _query_launcher(heads: int, head_dim: int, rotate: bool, rounding: str) -> Launcher:
+    shape = {"ROUNDING": rounding, "Q_HEADS": heads, "D": head_dim, "BLOCK_D": _block(head_dim), "BLOCK_T": QUERY_BLOCK}
+    return Launcher(query_factor_kernel, shape | _rotation(rotate, head_dim), num_warps=4)
+
+
+def _block(head_dim: int) -> int:
+    """Return the channels of a tile in registers: a power of two, and a whole block of every format."""
+    return max(32, int(triton.next_power_of_2(head_dim)))
+
+
+def _rotation(rotate: bool, head_dim: int) -> dict[str, Any]:
+    size = hadamard_size(head_dim)
+    return {"ROTATE": rotate, "HADAMARD_SIZE": size, "NORM": math.pow(size, -0.5)}

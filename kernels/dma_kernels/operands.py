@@ -1,99 +1,182 @@
-"""What the prefill kernel reads: queries, keys and values in the precisions of a recipe, ready for one chip.
+"""What the prefill kernel reads, and in which form: the contract between the quantisers and the attention kernels.
 
-There are two lowerings.
+A *lowering* maps a recipe to the units of a chip. Keys and values come in the forms below, from a fused quantiser
+(:mod:`dma_kernels.fused_quantize`) or from a cache; queries are always the caller's own, and the attention kernel
+brings each block of them into the form of the keys it meets.
 
-``8bit``
-    For recipes whose low queries and keys are MXINT8 or MXFP8 with ``shared_scale = "tile"`` and whose high tiles are
-    unquantised. Low scores are products of the 8-bit elements themselves on INT8 or FP8 matrix units, times one factor
-    per query row and one per key tile; no factor is spent on a single score. Values of ``pv = "fp8"`` stay in E4M3 too.
-    Prepared by fused Triton kernels (:mod:`dma_kernels.fused_quantize`).
-``portable``
-    For every other recipe, and for chips without those units: the operands are dequantised to 16 bits, which is exact
-    (no format has more than 8 significant bits), and multiplied in 16 bits. Prepared in torch.
+Lowerings
+    ``8bit``: low scores are products of 8-bit elements on INT8 or FP8 units, times one factor per query row and one per
+    key tile; no factor is spent on a single score. Exact for MXINT8 and MXFP8 with ``shared_scale = "tile"``. MXFP4 is
+    exact in E5M2, whatever shares its scales: an E2M1 number times a power of two has one mantissa bit, and E5M2 holds
+    block scales up to 28 binades below the tile's (row's) largest; what lies below is lost in fp32 accumulation too.
+    ``scaled``: MXFP4, MXFP8 and NVFP4 as they are, elements and block scales, on block-scaled matrix units.
+    ``portable``: everything dequantised to 16 bits, which is exact (no format has more than 8 significant bits), and
+    multiplied in 16 bits.
 
-Aligned storage
-    What the fused kernels write is indexed by position: entry ``s`` of batch row ``b`` holds the key at position
-    ``kv_base[b] + s``, where ``kv_base`` is the start of the tile that key 0 lies in. Whatever the padding, every block
-    of the rule is then aligned in memory.
+High tiles of unquantised recipes
+    In exact arithmetic ``(q H) . ((k - mean) H) = q . k - q . mean``. So wherever ``high = "bf16"``, high tiles are
+    scored with the query and the key as the caller gave them, and ``q . mean`` is subtracted in fp32: no transformed
+    16-bit copy is written.
+
+Layouts of keys and values, ``kv_base[b]`` being the start of the tile that key 0 of batch row ``b`` lies in
+    ``caller``: entry ``j`` is key ``j`` of the caller.
+    ``aligned``: entry ``s`` holds position ``kv_base[b] + s``. Whole tiles of storage; whatever the padding, every
+    block of the rule is aligned in memory.
+    ``ring``: aligned, modulo the entries of storage: a sliding window's cache.
+    ``gapped``: position ``p`` is at entry ``p`` below the sinks' end and at ``p - gap[b]`` from there on: a cache's
+    16-bit sinks and band in one tensor.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from .formats import UNQUANTIZED, SharedScale
-from .preparation import prepare_operands
 from .recipe import Recipe
+
+
+class Form(StrEnum):
+    """How the keys or values of one kind of tile are stored."""
+
+    RAW = "raw"
+    """The caller's own 16 bits, any strides, neither transformed nor quantised."""
+    DEQUANTIZED = "dequantized"
+    """Transformed, quantised, and dequantised to 16 bits: ``[B, Hkv, S, D]``. Keys: :func:`dequantized_dtype`. Values:
+    bfloat16 for ``pv = "fp8"``, the caller's dtype for ``low_v``."""
+    INT8 = "int8"
+    """MXINT8 elements: int8 ``[B, Hkv, S, D']`` (``D'``: padded with zeros to a multiple of 32), a factor per tile."""
+    E4M3 = "e4m3"
+    """Keys: MXFP8 elements, ``[B, Hkv, S, D']``, a factor per tile. Values: ``[B, Hkv, S / 128, Dv, 128]``, the keys
+    of a tile in the order of :func:`~dma_kernels.device.permute_keys`, a factor per channel or per tile and channel."""
+    E5M2 = "e5m2"
+    """MXFP4 elements times their block's scale over the tile's largest, times ``2 ** 13``: ``[B, Hkv, S, D']``, a
+    factor per tile. A block whose scale is NaN is NaN in all its elements."""
+    PACKED = "packed"
+    """Elements and block scales as :class:`~dma_kernels.quantize.QuantizedTensor` has them, ``[B, Hkv, S, ..]``; for
+    NVFP4 the head's fp32 scale is the factor."""
+
+
+E5M2_TOP = 2.0**13
+"""What a tile's (or query row's) largest block scale becomes in E5M2: ``6 * 2 ** 13`` is below its largest number."""
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How a recipe runs on a chip.
+
+    Attributes:
+        name: ``8bit``, ``scaled`` or ``portable``.
+        key: Form of the keys of high tiles.
+        value: Form of the values of high tiles; of all tiles, where ``low_value`` is ``None``.
+        low_key: Form of the keys of low tiles; ``None`` for a recipe of one precision.
+        low_value: Form of the values of low tiles, where the recipe has ``low_v``.
+    """
+
+    name: str
+    key: Form
+    value: Form
+    low_key: Form | None
+    low_value: Form | None = None
+
+
+@dataclass(frozen=True)
+class TileOperands:
+    """What tiles of one kind, high or low, read. Shapes of ``key`` and ``value`` as their :class:`Form` says.
+
+    Attributes:
+        key: Keys.
+        value: Values.
+        key_form: Form of ``key``.
+        value_form: ``raw``, ``dequantized`` or ``e4m3``.
+        key_layout: ``caller``, ``aligned``, ``ring`` or ``gapped``.
+        value_layout: Likewise; E4M3 values are ``aligned`` or ``ring``.
+        key_scale: Block scales of packed keys, ``[B, Hkv, S, D' / block]``: E8M0 codes (uint8) or E4M3.
+        key_factor: fp32 ``[B, Hkv, S / 128]``, contiguous, what one stored unit of the keys of a tile is worth; of
+            packed NVFP4 keys, the head's scale, expanded from ``[B, Hkv]``. ``None`` for 1. At least fp32's smallest
+            normal number; 1 for a tile of zeros.
+        value_factor: fp32 ``[B, Hkv, Dv]`` or, where each tile has its own, ``[B, Hkv, S / 128, Dv]``; ``None`` for 1.
+    """
+
+    key: Tensor
+    value: Tensor
+    key_form: Form
+    value_form: Form
+    key_layout: str
+    value_layout: str
+    key_scale: Tensor | None = None
+    key_factor: Tensor | None = None
+    value_factor: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Operands:
-    """The tensors of one call.
+    """The tensors of one call. All aligned storage in it has the same number of tiles.
 
     Attributes:
-        q_high: 16-bit ``[B, Hq, Tq, D]``, any strides.
-        k_high: 16-bit ``[B, Hkv, Tk, D]``, any strides, or aligned ``[B, Hkv, S, D]``.
-        value: 16-bit ``[B, Hkv, Tk, Dv]``, any strides; or E4M3 ``[B, Hkv, Dv, S]``, aligned, the keys in the order of
-            :func:`~dma_kernels.device.permute_keys`.
-        q_low: ``[B, Hq, Tq, D']``; ``None`` where there are no low tiles.
-        k_low: ``[B, Hkv, Tk, D]``, any strides, or aligned ``[B, Hkv, S, D']``; ``None`` where there are no low tiles.
-        q_factor: fp32 ``[B, Hq, Tq]``, the scale of each row of ``q_low``; ``None`` for 1.
-        k_factor: fp32 ``[B, Hkv, S / 128]``, the scale of each tile of ``k_low``; ``None`` for 1.
-        value_factor: fp32 ``[B, Hkv, Dv]``, the scale of each channel of ``value``; ``None`` for 1.
-        pv: ``16bit``, ``fp8`` (E4M3 units), or ``fp8_emulated`` (probabilities rounded to E4M3, 16-bit units).
-        is_high_aligned: Whether ``k_high`` is in aligned storage.
-        is_low_aligned: Whether ``k_low`` is.
+        high: What high tiles read.
+        low: What low tiles read; ``None`` where the recipe has one precision. Its ``value`` and ``value_factor`` may be
+            the very tensors of ``high``; a raw ``value`` has to be.
+        key_mean: What ``smooth_k`` subtracted, fp32 ``[B, Hkv, D]``; given iff it did.
+        query_factor: NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``; given iff the recipe has
+            NVFP4 queries.
+        gap: int32 ``[B]``, for the layout ``gapped``.
     """
 
-    q_high: Tensor
-    k_high: Tensor
-    value: Tensor
-    q_low: Tensor | None = None
-    k_low: Tensor | None = None
-    q_factor: Tensor | None = None
-    k_factor: Tensor | None = None
-    value_factor: Tensor | None = None
-    pv: str = "16bit"
-    is_high_aligned: bool = False
-    is_low_aligned: bool = False
+    high: TileOperands
+    low: TileOperands | None
+    key_mean: Tensor | None = None
+    query_factor: Tensor | None = None
+    gap: Tensor | None = None
 
 
-def select_lowering(recipe: Recipe, arch: int) -> str:
-    """Return the lowering of a recipe on a chip of compute capability ``arch`` (90 is Hopper): see the module."""
-    has_8bit_scores = (
-        recipe.query_low == recipe.key_low
-        and recipe.key_low in ("mxint8", "mxfp8")
-        and recipe.shared_scale == SharedScale.TILE
-        and recipe.high == UNQUANTIZED
-    )
-    return "8bit" if has_8bit_scores and arch >= 89 else "portable"
+BLOCK_SCALED_ARCHS = frozenset({100, 103, 110, 120, 121})
+"""Chips with block-scaled matrix units."""
+MIN_FP8_ARCH = 89
+"""The first chip with FP8 units."""
 
 
-def prepare_portable(
-    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, kv_position: Tensor, visible: Tensor | None
-) -> Operands:
-    """Prepare the ``portable`` operands in torch; arguments as for :func:`~dma_kernels.preparation.prepare_operands`.
-
-    Quantised tensors become bfloat16, unquantised ones keep their dtype.
-    """
-    prepared = prepare_operands(query, key, value, recipe, kv_position=kv_position, visible=visible)
-    high = query.dtype if recipe.high == UNQUANTIZED else torch.bfloat16
-    is_mixed = not recipe.is_uniform
-    # The two sides of a product have one dtype; a model's 16 bits stay where neither side is quantised.
-    low = query.dtype if recipe.query_low == recipe.key_low == UNQUANTIZED else torch.bfloat16
+def select_lowering(recipe: Recipe, arch: int) -> Lowering:
+    """Return how a chip of compute capability ``arch`` (90 is Hopper) computes a recipe."""
+    low_key = None if recipe.is_uniform else _low_key_form(recipe, arch)
+    key = Form.DEQUANTIZED
+    if recipe.high == UNQUANTIZED:
+        key = Form.RAW
+    elif arch in BLOCK_SCALED_ARCHS and recipe.high != "mxint8":
+        key = Form.PACKED
+    value = Form.RAW
     if recipe.pv == "fp8":
-        assert prepared.value_scale is not None
-        dequantized = (prepared.value * prepared.value_scale).to(torch.bfloat16)
-    else:
-        dequantized = prepared.value.to(value.dtype)
-    return Operands(
-        q_high=prepared.q_high.to(high),
-        k_high=prepared.k_high.to(high),
-        value=dequantized,
-        q_low=prepared.q_low.to(low) if is_mixed else None,
-        k_low=prepared.k_low.to(low) if is_mixed else None,
-        pv="fp8_emulated" if recipe.pv == "fp8" else "16bit",
-    )
+        value = Form.E4M3 if arch >= MIN_FP8_ARCH else Form.DEQUANTIZED
+    name = "portable"
+    if low_key in (Form.INT8, Form.E4M3, Form.E5M2):
+        name = "8bit"
+    elif Form.PACKED in (key, low_key):
+        name = "scaled"
+    return Lowering(name, key, value, low_key, None if recipe.low_v is None else Form.DEQUANTIZED)
+
+
+def _low_key_form(recipe: Recipe, arch: int) -> Form:
+    query, key = recipe.query_low, recipe.key_low
+    has_fp8 = arch >= MIN_FP8_ARCH
+    if query == key and recipe.shared_scale == SharedScale.TILE:
+        if key == "mxint8":
+            return Form.INT8
+        if key == "mxfp8" and has_fp8:
+            return Form.E4M3
+    if arch in BLOCK_SCALED_ARCHS and ({query, key} <= {"mxfp4", "mxfp8"} or query == key == "nvfp4"):
+        return Form.PACKED
+    if query == key == "mxfp4" and has_fp8:
+        return Form.E5M2
+    return Form.DEQUANTIZED
+
+
+def dequantized_dtype(dtype: torch.dtype, query_format: str, key_format: str) -> torch.dtype:
+    """Return the dtype of dequantised keys, and of the queries they meet, in a model of 16-bit ``dtype``.
+
+    bfloat16 has the range of the scales. Where one side is not quantised the model's own dtype stays: fp16 would lose
+    bits of such a side to bfloat16.
+    """
+    return dtype if UNQUANTIZED in (query_format, key_format) else torch.bfloat16

@@ -155,7 +155,7 @@ def e8m0_scale(amax: Tensor, element: ElementFormat, rounding: str = ScaleRoundi
     would do.
     """
     bits = amax.float().view(torch.int32)
-    exponent = bits >> FP32_MANTISSA_BITS
+    exponent = (bits >> FP32_MANTISSA_BITS) & FP32_EXPONENT_SPECIAL  # a NaN may have a sign
     code = exponent - element.emax
     if ScaleRounding(rounding) is ScaleRounding.CEIL:
         code = code + ((bits & FP32_MANTISSA_MASK) > element.max_mantissa).int()

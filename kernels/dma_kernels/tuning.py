@@ -6,7 +6,10 @@ FP8 values, TFLOP/s).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
+
+from .operands import Form, Lowering
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,9 @@ class PrefillTiles:
         num_warps: Warps of a program.
         num_stages: Key blocks in flight in the loop over low tiles.
         max_registers: Of a thread; ``None`` for as many as the compiler likes.
+        high_block_n: Keys of a step in the loop over high tiles; divides 128.
+        high_stages: Key blocks in flight in that loop.
+        stage_queries: Whether the queries of low tiles go through memory, see the kernel.
     """
 
     block_m: int
@@ -26,36 +32,155 @@ class PrefillTiles:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    high_block_n: int = 64
+    high_stages: int = 1
+    stage_queries: bool = False
 
 
-def select_tiles(arch: int, head_dim: int, value_dim: int, low_bits: int, value_bits: int) -> PrefillTiles:
+@functools.cache
+def select_tiles(arch: int, lowering: Lowering, head_dim: int, value_dim: int) -> PrefillTiles:
     """Return the sizes for a chip of compute capability ``arch`` (90 is Hopper).
 
     Args:
         arch: Major version times ten plus minor.
-        head_dim: Of queries and keys, padded to a power of two.
-        value_dim: Of values, padded to a power of two.
-        low_bits: Storage bits of an operand of the low scores.
-        value_bits: Storage bits of a value.
+        lowering: Forms of keys and values.
+        head_dim: Of queries and keys.
+        value_dim: Of values.
     """
-    widest = max(head_dim, value_dim)
-    if arch >= 90 and low_bits == value_bits == 8 and widest <= 128:
-        # 64 x 128 with 4 warps against 128 x 128 with 8: 806 to 549 at head_dim 128 and 32K (attention alone). Several
-        # programs then share a multiprocessor, and one computes its softmax while another keeps the matrix units busy.
-        # On Hopper a cap on registers admits a third (fourth) program: 806 against 728 at head_dim 128 and 32K, 558
-        # against 419 at head_dim 64 and 16K; what it spills lies outside the loop over low tiles. On sm_100 and sm_120
-        # it would lie inside (compiled, not run).
+    widest = max(32, 1 << (max(head_dim, value_dim) - 1).bit_length())
+    is_hopper = arch == 90
+    is_packed = Form.PACKED in (lowering.key, lowering.low_key)
+    are_keys_8bit = lowering.low_key not in (None, Form.DEQUANTIZED)
+    are_values_8bit = lowering.value is Form.E4M3
+    if is_packed and arch in (100, 103, 110):
+        # Their block-scaled products are of 128 rows. 4 warps would spill registers in the loop over low tiles.
+        return PrefillTiles(128, 64 if widest > 128 else 128, num_warps=8, num_stages=2)
+    if widest <= 128 and is_hopper and (are_keys_8bit or are_values_8bit):
+        # 64 x 128 with 4 warps against 128 x 128 with 8: 806 to 549 at head_dim 128 and 32K (attention alone), and
+        # with 16-bit values 613 to 523. Several programs then share a multiprocessor, and one computes its softmax
+        # while another keeps the matrix units busy. Queries from shared memory, not registers: 820 against 668.
+        # High tiles in blocks of 64, two in flight: at 8K 720, against 689 with one and 690 with one of 128.
+        tiles = PrefillTiles(64, 128, num_warps=4, num_stages=2, high_stages=2, stage_queries=True)
+        if not (are_keys_8bit and are_values_8bit):
+            return tiles
+        # A cap on registers admits a third (fourth) program: 806 against 728 at head_dim 128 and 32K, 558 against 419
+        # at head_dim 64 and 16K. A third stage would push the third program out: 768 against 806.
         if widest == 128:
-            # A third stage would push the third program out: 768 against 806.
-            return PrefillTiles(64, 128, num_warps=4, num_stages=2, max_registers=168 if arch == 90 else None)
-        return PrefillTiles(64, 128, num_warps=4, num_stages=3, max_registers=128 if arch == 90 else None)
+            return replace(tiles, max_registers=168)
+        return replace(tiles, max_registers=128, num_stages=3)
+    if widest <= 128 and arch > 90 and are_keys_8bit and are_values_8bit:
+        return PrefillTiles(64, 128, num_warps=4, num_stages=2 if widest == 128 else 3)
+    if widest <= 128 and arch >= 90 and lowering.low_key is None:
+        # All tiles are high ones: their loop is the one that counts.
+        return PrefillTiles(64, 64, num_warps=4, num_stages=2, high_stages=2)
     if widest <= 64:
         return PrefillTiles(block_m=64, block_n=128, num_warps=4, num_stages=2)
     if widest <= 128:
         # 16-bit operands fill twice the shared memory.
         return PrefillTiles(block_m=64, block_n=64, num_warps=4, num_stages=2)
-    if arch in (80, 90, 100):
+    if arch in (80, 90, 100, 103, 110):
         # One program of 8 warps: 4 of them would spill registers at 256 channels of output.
-        return PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=2 if arch >= 90 else 1)
+        return PrefillTiles(128, 64, num_warps=8, num_stages=2 if arch >= 90 else 1, stage_queries=is_hopper)
     # The consumer chips have 99 KB of shared memory.
-    return PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=1)
+    return PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=1, high_block_n=32)
+
+
+L2_BYTES = 24 << 20
+"""Keys and values that programs running at the same time should share: about half of a Hopper's L2 cache of 50 MB."""
+
+
+def select_section(kv_heads: int, bytes_per_head: int) -> int:
+    """Return how many kv heads (of all batch rows) are worked on at a time.
+
+    As many as fit in the L2 cache: in a section the longest rows go first, and only the end of the last section leaves
+    multiprocessors idle.
+
+    Args:
+        kv_heads: Heads times batch rows.
+        bytes_per_head: Of keys and values.
+    """
+    return max(1, min(kv_heads, L2_BYTES // max(1, bytes_per_head)))
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Sizes of the decode kernel.
+
+    Attributes:
+        step: Keys of a step over low tiles; divides 128. Of 4-bit values a step takes the whole tile.
+        high_step: Keys of a step over high tiles; divides 128.
+        splits: Programs that share the tiles of a kv head.
+        high_weight: How many low tiles a high one counts for when they are shared out.
+        num_warps: Warps of a program.
+        num_stages: Low steps in flight.
+        high_stages: High steps in flight.
+        max_registers: Of a thread; ``None`` for as many as the compiler likes.
+    """
+
+    step: int
+    high_step: int
+    splits: int
+    high_weight: int
+    num_warps: int
+    num_stages: int
+    high_stages: int
+    max_registers: int | None = None
+
+
+def select_decode_tiles(
+    arch: int,
+    widest: int,
+    key_form: str,
+    value_form: str,
+    *,
+    columns: int,
+    programs: int,
+    tiles: int,
+    high_tiles: int,
+    processors: int,
+) -> DecodeTiles:
+    """Return the sizes of a decode step: a function of shapes and capacities, not of how much a cache holds.
+
+    Args:
+        arch: Compute capability, major version times ten plus minor.
+        widest: The larger head dimension of keys and values, padded to a power of two.
+        key_form: How low keys are stored, see :mod:`dma_kernels.decode_tiles`.
+        value_form: How low values are stored.
+        columns: Queries times heads of a program, padded.
+        programs: Programs without any split: kv heads of all batch rows.
+        tiles: Low tiles that the cache can hold.
+        high_tiles: High tiles that a query can have.
+        processors: Multiprocessors of the device.
+    """
+    is_4bit = "fp4" in (key_form, value_form)
+    # Measured on an H200 (Triton 3.6, 32 query and 8 kv heads, head_dim 128; batch 1 with 128K keys / batch 8 with 32K;
+    # SDPA: 124 / 238 us). 4 bits are bound by instructions: two warps, four programs to a multiprocessor: 51 / 90 us;
+    # three programs 60 / 113, eight 56 / 94; four warps 57 / 106; two stages 55 / 99. 8 bits are bound by memory: four
+    # warps, two programs: 69 / 129 us.
+    # Two warps keep sm_100 from its tensor memory, which takes no 8 columns of 8 bits (compiled, not run).
+    num_warps, per_processor = (2 if is_4bit or arch in (100, 103) else 4), (4 if is_4bit else 2)
+    takes_tile = value_form == "fp4" or (value_form == "e4m3" and key_form in ("int8", "e4m3", "fp4"))
+    step, num_stages = (128 if takes_tile else 32), 3
+    if columns > 16:
+        num_warps *= 2
+    if widest > 128:
+        num_warps, step, num_stages = max(4, num_warps), (128 if value_form == "fp4" else min(step, 64)), 2
+    elif arch not in (80, 90, 100, 103):
+        num_stages = 2  # the consumer chips have 99 KB of shared memory
+    # A high tile takes longer than its bytes say. Counted as 8 low ones: 69 / 129 us at 8 bits, as 4 75 / 134, as 2
+    # 81 / 137; at 4 bits 8 is 51 / 92, 4 51 / 89, 2 60 / 96.
+    weight = 1 if key_form == "16bit" else 4 if is_4bit else 8
+    # All programs at once, if they fill the chip; else in about four rounds, the last of which is a small loss.
+    slots = processors * per_processor
+    splits = slots // programs
+    if splits * programs < 0.8 * slots:
+        splits = -(-4 * slots // programs)
+    return DecodeTiles(
+        step=step,
+        high_step=32,
+        splits=max(1, min(splits, tiles + high_tiles)),
+        high_weight=weight,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        high_stages=2,
+    )

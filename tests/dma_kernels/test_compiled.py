@@ -19,16 +19,32 @@ SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_3
 
 # The matrix instructions of each call, as regular expressions.
 UNITS = {
-    "int8:80:128": ["mma.sync.*bf16"],
-    "int8:89:128": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
-    "int8:90:128": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3", "wgmma.mma_async.*bf16"],
+    "int8:80:128": [r"mma.sync.*s8\.s8", "mma.sync.*bf16"],
+    "int8:89:128": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3", "mma.sync.*bf16"],
     "int8:90:64": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:128": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3", "wgmma.mma_async.*bf16"],
     "int8:90:256": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
-    "int8:100:128": [r"tcgen05.mma.*kind::i8", r"tcgen05.mma.*kind::f8f6f4"],
+    "int8:100:128": [r"tcgen05.mma.*kind::i8", r"tcgen05.mma.*kind::f8f6f4", r"tcgen05.mma.*kind::f16"],
     "int8:120:128": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
     "int8:120:256": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
     "e4m3-rotated:90:128": [r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
-    "nvfp4:90:128": ["wgmma.mma_async.*bf16"],
+    "paper:89:128": [r"mma.sync.*e5m2\.e5m2"],
+    "paper:90:128": [r"wgmma.mma_async.*f32\.e5m2\.e5m2", "wgmma.mma_async.*bf16"],
+    "paper:100:128": [r"tcgen05.mma.*kind::mxf4\.block_scale", r"tcgen05.mma.*kind::mxf8f6f4\.block_scale"],
+    "paper:120:128": [r"mma.sync.*kind::mxf4nvf4\.block_scale.*ue8m0", r"mma.sync.*kind::mxf8f6f4\.block_scale"],
+    "nvfp4:90:128": ["wgmma.mma_async.*bf16", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "nvfp4:100:128": [
+        r"tcgen05.mma.*kind::mxf4nvf4\.block_scale",
+        r"tcgen05.mma.*kind::mxf8f6f4\.block_scale",
+        r"tcgen05.mma.*kind::f8f6f4",
+    ],
+    "nvfp4:120:128": [
+        r"mma.sync.*kind::mxf4nvf4\.block_scale",
+        r"mma.sync.*kind::mxf8f6f4\.block_scale",
+        r"mma.sync.*e4m3\.e4m3",
+    ],
+    "mixed:100:128": [r"tcgen05.mma.*kind::mxf8f6f4\.block_scale", r"tcgen05.mma.*kind::mxf4nvf4\.block_scale"],
+    "kv4:90:128": ["wgmma.mma_async.*bf16"],
     "identity:100:128": ["tcgen05.mma.*kind::f16"],
 }
 
@@ -38,16 +54,26 @@ def compiled() -> dict[str, list[dict[str, Any]]]:
     """All calls, compiled in a process of their own, without the interpreter."""
     program = Path(__file__).parents[1] / "support" / "aot.py"
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, program, *UNITS], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    # Two at a time: compiling takes seconds a call.
+    calls = list(UNITS)
+    running = [
+        subprocess.Popen(
+            [sys.executable, program, *part], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for part in (calls[::2], calls[1::2])
+    ]
+    result: dict[str, list[dict[str, Any]]] = {}
+    for process in running:
+        out, error = process.communicate()
+        assert process.returncode == 0, error
+        result |= json.loads(out)
     return result
 
 
 @pytest.mark.parametrize("call", UNITS)
 def test_products_run_on_the_units_of_the_chip(call: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
     attention = compiled[call][-1]
-    assert attention["name"] == "_prefill_kernel"
+    assert attention["name"] == "prefill_kernel"
     for unit in UNITS[call]:
         assert re.search(unit, attention["ptx"]), f"no {unit} in the PTX"
 
@@ -58,9 +84,23 @@ def test_shared_memory_is_within_the_chips_limit(call: str, compiled: dict[str, 
         assert kernel["shared"] <= SHARED_MEMORY[int(call.split(":")[1])], kernel["name"]
 
 
-@pytest.mark.parametrize("call", ["int8:90:128", "e4m3-rotated:90:128", "int8:100:128", "int8:89:128"])
-def test_the_loop_over_low_tiles_spills_no_register(call: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
-    assert compiled[call][-1]["loop_spills"] == 0
+@pytest.mark.parametrize(
+    "call",
+    [
+        "int8:90:64",
+        "int8:90:128",
+        "e4m3-rotated:90:128",
+        "paper:90:128",
+        "int8:100:128",
+        "nvfp4:100:128",
+        "int8:89:128",
+    ],
+)
+def test_the_loop_over_low_tiles_keeps_its_numbers_in_registers(
+    call: str, compiled: dict[str, list[dict[str, Any]]]
+) -> None:
+    # Of some 550 instructions, a scalar or two may be read back; one spilled tile would be 32 reads and writes.
+    assert compiled[call][-1]["loop_spills"] <= 2
 
 
 def test_three_programs_share_a_hopper_multiprocessor(compiled: dict[str, list[dict[str, Any]]]) -> None:

@@ -4,95 +4,54 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dma_kernels import Recipe, attention, fused, key_mean, quantize
-from dma_kernels.fused_quantize import quantize_keys_values, quantize_queries
+from dma_kernels import attention, fused
 from dma_kernels.operands import select_lowering
-from dma_kernels.quantize import e8m0_to_float, to_e4m3, value_scale
-from dma_kernels.testing import assert_bits_equal, random_qkv
-from dma_kernels.transforms import hadamard_rotate
+from dma_kernels.testing import random_qkv
 from fused_cases import CASES, RECIPES, assert_matches_reference
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
 
-SHORT = ("causal", "chunk", "bidirectional", "left-padded", "window")
+# Each recipe on a chip for each of its lowerings: on a Hopper, which copies by descriptor, where that has the lowering.
+LOWERED = {
+    (name, select_lowering(recipe, arch)): (name, arch)
+    for arch in (89, 100, 80, 90)
+    for name, recipe in RECIPES.items()
+}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_8bit_lowering_matches_the_reference(case: str) -> None:
+def test_default_recipe_matches_the_reference(case: str) -> None:
     assert_matches_reference(CASES[case], RECIPES["int8"], torch.float16, "cpu")
 
 
-@pytest.mark.parametrize("case", SHORT)
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "int8"])
-def test_other_recipes_match_the_reference(recipe: str, case: str) -> None:
+@pytest.mark.parametrize("case", ["causal", "left-padded"])
+@pytest.mark.parametrize(("recipe", "arch"), [*LOWERED.values(), ("int8", 89), ("paper", 89)])
+def test_every_lowering_matches_the_reference(
+    recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "INTERPRETED_ARCH", arch)
     assert_matches_reference(CASES[case], RECIPES[recipe], torch.float16, "cpu")
 
 
-@pytest.mark.parametrize("arch", [80, 89])
-@pytest.mark.parametrize("case", ["causal", "bidirectional"])
-def test_chips_without_tensor_copies_match_the_reference(case: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["bidirectional", "window", "softcap", "sinks", "mask", "offset", "head-dim-80-96"])
+@pytest.mark.parametrize(("recipe", "arch"), [("paper", 90), ("kv4", 90), ("nvfp4", 100)])
+def test_features_with_four_bits_match_the_reference(
+    recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fused, "INTERPRETED_ARCH", arch)
-    assert_matches_reference(CASES[case], RECIPES["int8"], torch.float16, "cpu")
+    assert_matches_reference(CASES[case], RECIPES[recipe], torch.float16, "cpu")
 
 
-@pytest.mark.parametrize(
-    ("recipe", "arch", "lowering"),
-    [
-        ("int8", 80, "portable"),
-        ("int8", 89, "8bit"),
-        ("int8", 90, "8bit"),
-        ("int8", 100, "8bit"),
-        ("e4m3-rotated", 90, "8bit"),
-        ("nvfp4", 90, "portable"),
-        ("paper", 90, "portable"),
-        ("identity", 90, "portable"),
-    ],
-)
-def test_lowering_of_a_recipe(recipe: str, arch: int, lowering: str) -> None:
-    assert select_lowering(RECIPES[recipe], arch) == lowering
-
-
-@pytest.mark.parametrize("low", ["mxint8", "mxfp8"])
-@pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_fused_key_and_value_operands_equal_the_specification(low: str, rotate: bool, head_dim: int) -> None:
-    recipe = Recipe(low=low, shared_scale="tile", smooth_k=True, rotate=rotate, pv="fp8")
-    _, key, value = random_qkv(batch=2, kv_heads=2, q_len=1, kv_len=300, head_dim=head_dim, dtype=torch.float16)
-    k_high, k_low, k_factor, v_low, v_factor = quantize_keys_values(
-        key, value, recipe, kv_offset=0, rows=None, is_interpreted=True
-    )
-    x = key.float() - key_mean(key)
-    x = hadamard_rotate(x) if rotate else x
-    expected = quantize(x, low, shared_scale="tile")
-    unit = 2.0**-6 if low == "mxint8" else 1.0
-    assert k_high is not None
-    assert v_low is not None
-    assert_bits_equal(k_high[:, :, :300], x.half())
-    assert_bits_equal(k_low[:, :, :300], expected.data)
-    assert_bits_equal(k_factor, e8m0_to_float(expected.scale[:, :, ::128, 0]) * unit)
-    scale = value_scale(value)
-    assert_bits_equal(v_factor, scale[:, :, 0])
-    # Entry 4 t + 2 j + c of a group of 16 holds the key 8 j + 2 t + c.
-    order = [
-        group + 8 * j + 2 * t + c for group in range(0, 288, 16) for t in range(4) for j in range(2) for c in (0, 1)
-    ]
-    transposed = to_e4m3(value.float() / scale).transpose(-1, -2)
-    assert_bits_equal(v_low[..., :288], transposed[..., order])
-
-
-@pytest.mark.parametrize("low", ["mxint8", "mxfp8"])
-@pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
-def test_fused_query_operands_equal_the_specification(low: str, rotate: bool) -> None:
-    recipe = Recipe(low=low, shared_scale="tile", rotate=rotate)
-    query, _, _ = random_qkv(batch=2, q_heads=2, q_len=70, kv_len=1, head_dim=96, dtype=torch.float16)
-    q_high, q_low, q_factor = quantize_queries(query, recipe, is_interpreted=True)
-    x = hadamard_rotate(query) if rotate else query.float()
-    expected = quantize(x, low, shared_scale="row")
-    assert (q_high is None) == (not rotate)
-    if q_high is not None:
-        assert_bits_equal(q_high, x.half())
-    assert_bits_equal(q_low, expected.data)
-    assert_bits_equal(q_factor, e8m0_to_float(expected.scale[..., 0]) * (2.0**-6 if low == "mxint8" else 1.0))
+@pytest.mark.parametrize("recipe", ["identity", "int8", "int8-pv16"])
+def test_hidden_keys_and_values_may_be_anything(recipe: str) -> None:
+    query, key, value = random_qkv(batch=2, q_len=300, kv_len=300, dtype=torch.float16)
+    kv_range = torch.tensor([[45, 300], [0, 290]])
+    options = {"q_offset": torch.tensor([-45, 0]), "kv_offset": torch.tensor([-45, 0]), "kv_range": kv_range}
+    expected = attention(query, key, value, RECIPES[recipe], backend="triton", **options)
+    for tensor in (key, value):
+        tensor[0, :, :45] = float("nan")
+        tensor[1, :, 290:] = float("inf")
+    assert torch.equal(attention(query, key, value, RECIPES[recipe], backend="triton", **options), expected)
 
 
 def test_zero_keys_and_queries_do_not_break_masked_scores() -> None:

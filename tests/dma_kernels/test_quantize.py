@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from dma_kernels import quantize
-from dma_kernels.formats import BLOCK_FORMATS, E2M1_MAGNITUDES, block_format
+from dma_kernels.formats import BLOCK_FORMATS, E2M1_MAGNITUDES, E4M3, block_format
 from dma_kernels.quantize import (
     QuantizedTensor,
     e2m1_decode,
+    e8m0_scale,
     e8m0_to_float,
     nvfp4_global_scale,
     to_e4m3,
@@ -237,6 +238,11 @@ class TestUnusualValues:
         TestAgainstOracle.check(ours, oracle.quantize(x, format))
         if format != "mxfp8":  # E4M3 has a NaN of its own; other elements of a broken block are 0
             assert not (element_codes(ours)[0, 1, :size] != 0).any()
+
+    def test_the_scale_of_a_nan_is_nan_whatever_its_sign(self) -> None:
+        # A vectorised maximum makes NaNs with the sign bit set.
+        nan = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
+        assert e8m0_scale(nan, E4M3).tolist() == [255, 255]
 
     @pytest.mark.parametrize("value", [math.inf, math.nan], ids=["inf", "nan"])
     @pytest.mark.parametrize(("shared", "rows"), [("row", {1}), ("tile", {0, 1, 2})])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dma_kernels import attention
+from dma_kernels import attention, prefill
 from dma_kernels.testing import random_qkv, relative_error
 from fused_cases import CASES, RECIPES, Case, assert_matches_reference
 
@@ -19,13 +19,20 @@ def test_matches_the_reference(case: str, recipe: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("recipe", ["int8", "e4m3-rotated", "identity", "paper"])
+@pytest.mark.parametrize("recipe", ["int8", "e4m3-rotated", "identity", "paper", "kv4"])
 def test_head_dims(recipe: str, head_dim: int) -> None:
     assert_matches_reference(Case(q_len=1000, kv_len=1000, head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
 
 
-def test_long_rows() -> None:
+@pytest.mark.parametrize("recipe", ["int8", "mxfp4-row", "nvfp4"])
+def test_long_rows(recipe: str) -> None:
     case = Case(q_len=300, kv_len=20_000, q_heads=8, kv_heads=2, head_dim=128)
+    assert_matches_reference(case, RECIPES[recipe], torch.bfloat16, "cuda")
+
+
+def test_sections_of_heads_are_all_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(batch=3, q_heads=6, kv_heads=3, q_len=700, kv_len=700)
+    monkeypatch.setattr(prefill, "select_section", lambda kv_heads, size: 2)  # 9 heads: the last section has one
     assert_matches_reference(case, RECIPES["int8"], torch.bfloat16, "cuda")
 
 
@@ -37,14 +44,14 @@ def test_every_output_is_written() -> None:
 
 
 def test_no_compilation_when_only_lengths_change() -> None:
-    from dma_kernels.prefill import _prefill_kernel
+    from dma_kernels.prefill_kernel import prefill_kernel
 
     def run(length: int) -> None:
         qkv = random_qkv(q_heads=4, kv_heads=2, q_len=length, kv_len=length, dtype=torch.bfloat16, device="cuda")
         attention(*qkv, RECIPES["int8"], backend="triton")
 
     def compiled() -> int:
-        return sum(len(cache[0]) for cache in _prefill_kernel.device_caches.values())
+        return sum(len(cache[0]) for cache in prefill_kernel.device_caches.values())
 
     run(300)
     before = compiled()

@@ -21,11 +21,14 @@ from unittest import mock
 
 import torch
 import triton
-from dma_kernels import fused
+from dma_kernels import fused, launch
 from fused_cases import RECIPES
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+EIGHT_BIT_PRODUCT = r"\b(IGMMA|QGMMA|IMMA|QMMA|UTCQMMA|UTCIMMA|UTCOMMA|OMMA)\b"
+"""Matrix instructions with operands of at most 8 bits, as the disassembler names them."""
 
 
 class _CompileOnlyDriver:
@@ -57,8 +60,7 @@ class Compiled:
         shared: Bytes of shared memory.
         registers: Registers of a thread.
         stack: Bytes of local memory of a thread; more than 0 are spilled registers.
-        loop_spills: Accesses to local memory inside the shortest loop that holds 8-bit matrix products: the loop over
-            low tiles, where the time goes.
+        loop_spills: Accesses to local memory inside the loop over low tiles, where the time goes.
     """
 
     name: str
@@ -88,6 +90,7 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
     try:
         with (
             mock.patch.object(JITFunction, "run", compile_launch),
+            mock.patch.object(launch, "launches_directly", return_value=False),
             mock.patch.object(fused, "device_arch", return_value=arch),
             mock.patch.object(fused, "is_interpreted", return_value=False),
         ):
@@ -108,10 +111,15 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
     for at, text in instructions:
         target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
         if target and int(target[1], 16) < at:
-            body = [text for where, text in instructions if int(target[1], 16) <= where <= at]
-            if any(re.search(r"\b(IGMMA|QGMMA|IMMA|QMMA)\b", text) for text in body):
-                loops.append(body)
-    hot = min(loops, key=len, default=[])
+            start = int(target[1], 16)
+            body = [text for where, text in instructions if start <= where <= at]
+            products = sum(bool(re.search(EIGHT_BIT_PRODUCT, text)) for text in body)
+            if products:
+                loops.append((-products, len(body), start, at, body))
+    # A jump back from code moved out of the way spans whole loops.
+    loops = [a for a in loops if not any(a[2] <= b[2] and b[3] <= a[3] and a is not b for b in loops)]
+    # Low tiles have the most 8-bit products; of their two loops, the one at an edge is the longer.
+    hot = min(loops, default=(0, 0, 0, 0, []))[4]
     return int(registers), int(stack), sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in hot)
 
 

@@ -1,0 +1,133 @@
+"""A chunk of queries over a cache on the Triton backend: the prefill kernel reads the body where it lies.
+
+High tiles are read from one tensor of the sinks and of everything from the chunk's band on, raw; that is as long as the
+chunk and the band. 8-bit bodies are the kernel's own operands. Those of other formats are dequantised to 16 bits first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from . import fused
+from .append import append_tokens
+from .blocks import Fp8Values, TileScaled
+from .formats import TILE, UNQUANTIZED
+from .fused_quantize import query_factor
+from .operands import Form, Operands, TileOperands, dequantized_dtype, select_lowering
+from .prefill import PrefillGeometry, prefill_attention
+from .quantize import to_e4m3, value_scale
+from .storage import LayerStorage
+from .tuning import select_tiles
+
+
+def unsupported_reason(query: Tensor, storage: LayerStorage) -> str | None:
+    """Return why the prefill kernel cannot answer a causal chunk over a cache; ``None`` if it can."""
+    if storage.recipe.high != UNQUANTIZED:
+        return f"chunks over a cache need high='bf16', got {storage.recipe.high!r}"
+    if storage.window is not None and query.shape[2] > TILE:
+        return f"over a sliding window's cache it takes chunks of at most {TILE} queries, got {query.shape[2]}"
+    if storage.slots == 0:
+        return "the cache has no complete tile yet"
+    return None
+
+
+def prefill_over_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    storage: LayerStorage,
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Attend causally to stored and new keys, and store the new ones; arguments as for ``cached_attention``.
+
+    Returns:
+        Output ``[B, Hq, T, Dv]`` and the logarithm of the denominator, fp32 ``[B, Hq, T]``.
+    """
+    recipe, arch = storage.recipe, fused.device_arch(query.device)
+    length = storage.lengths.clone()
+    # Before the chunk takes the place of the oldest keys in the tail.
+    gap, band_keys, band_values = _band(storage, key, value)
+    append_tokens(storage, key, value)
+    high_key = torch.cat((storage.key_sink, band_keys), 2)
+    high_value = torch.cat((storage.value_sink, band_values), 2)
+    if recipe.pv == "fp8":
+        factor = value_scale(high_value)
+        high_value = (to_e4m3(high_value.float() / factor).float() * factor).to(high_value.dtype)
+    rows = torch.zeros((len(length), 4), dtype=torch.int32, device=query.device)
+    rows[:, 0], rows[:, 3] = length, (length + key.shape[2]).clamp(min=0)
+    lowering = select_lowering(recipe, arch)
+    interpreted = fused.is_interpreted()
+    on_device = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()
+    with on_device:
+        operands = Operands(
+            high=TileOperands(high_key, high_value, Form.RAW, Form.RAW, "gapped", "gapped"),
+            low=_low_operands(storage),
+            key_mean=storage.key_mean if recipe.smooth_k else None,
+            query_factor=query_factor(query, recipe, is_interpreted=interpreted),
+            gap=gap,
+        )
+        return prefill_attention(
+            query,
+            operands,
+            PrefillGeometry((storage.slots + 1) * TILE, 0, 0, rows, is_causal=True, window=window, mask=None),
+            recipe,
+            select_tiles(arch, lowering, query.shape[3], value.shape[3]),
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            use_tma=arch >= 90,
+            is_interpreted=interpreted,
+        )
+
+
+def _band(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gap behind the sinks, and the raw keys and values from the chunk's first high tile on."""
+    recipe = storage.recipe
+    length = storage.lengths.clamp(min=0)[:, None].long()
+    sink_end = recipe.sink_tiles * TILE
+    start = ((length // TILE - recipe.diagonal_tiles) * TILE).clamp(min=sink_end)
+    position = start + torch.arange((recipe.diagonal_tiles + 1) * TILE + key.shape[2], device=key.device)  # [B, N]
+    new = (position - storage.lengths[:, None]).clamp(max=key.shape[2] - 1)
+    entry = torch.where(position < length, position % storage.ring, storage.ring + new)
+    entry = entry[:, None, :, None].expand(-1, key.shape[1], -1, -1)
+    bands = [
+        torch.cat((tail, tokens), 2).gather(2, entry.expand(-1, -1, -1, tail.shape[3]))
+        for tail, tokens in ((storage.key_tail, key), (storage.value_tail, value))
+    ]
+    return (start[:, 0] - sink_end).to(torch.int32), bands[0], bands[1]
+
+
+def _low_operands(storage: LayerStorage) -> TileOperands:
+    """Return the body as the kernel takes it."""
+    recipe, dtype = storage.recipe, storage.key_tail.dtype
+    layout = "aligned" if storage.window is None else "ring"
+    codec, body, factor = storage.key_codec, storage.key_body, None
+    has_8bit_queries = recipe.query_low == recipe.key_low
+    if isinstance(codec, TileScaled) and has_8bit_queries:
+        key, factor = body["data"], body["factor"]
+        form = Form.INT8 if key.dtype == torch.int8 else Form.E4M3
+    else:
+        key = codec.decode(body).to(dequantized_dtype(dtype, recipe.query_low, recipe.key_low))
+        form = Form.DEQUANTIZED
+    if isinstance(storage.value_codec, Fp8Values):
+        value, value_form, value_factor = storage.value_body["data"], Form.E4M3, storage.value_body["factor"]
+    else:
+        value = storage.value_codec.decode(storage.value_body).to(dtype).flatten(2, 3)
+        value_form, value_factor = Form.DEQUANTIZED, None
+    return TileOperands(
+        key=key.flatten(2, 3),
+        value=value,
+        key_form=form,
+        value_form=value_form,
+        key_layout=layout,
+        value_layout=layout,
+        key_factor=factor,
+        value_factor=value_factor,
+    )

@@ -1,0 +1,302 @@
+"""Decode attention on the Triton backend: up to 16 queries against the packed tiles and the raw band of a cache.
+
+How many keys there are is read on the device, and the grid depends on shapes and capacities alone, so a CUDA graph of a
+step can be replayed while the cache fills.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import fused
+from .blocks import interleaved_blocks, key_codec, value_codec
+from .decode_kernel import combine_kernel, decode_kernel
+from .formats import TILE, UNQUANTIZED, SharedScale, block_format
+from .launch import Launcher
+from .operands import MIN_FP8_ARCH, dequantized_dtype
+from .prefill import LOG2_E, MAX_BAND_TILES
+from .recipe import Recipe
+from .storage import LayerStorage
+from .transforms import hadamard_size
+from .tuning import select_decode_tiles
+
+MAX_QUERIES = 16
+"""Queries of a call; longer chunks are for the prefill kernel."""
+_INTERPRETED_PROCESSORS = 2
+_MAX_COLUMNS = 32  # of a program; more would spill registers
+
+_TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def decode_attention(
+    query: Tensor,
+    storage: LayerStorage,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend causally to a cache whose last keys are those of the queries.
+
+    Query ``i`` of ``T`` stands at the position ``lengths - T + i``. NVFP4's second scale is one for each query, and for
+    each raw key, where the rule has one for the head: they differ for blocks 2^14 below the largest.
+
+    Args:
+        query: bf16 or fp16 ``[B, Hq, T, D]``, ``T <= 16``, any strides, in the dtype of the cache.
+        storage: The cache, on the device of ``query``; its body must be contiguous.
+        scale: Factor of the scores.
+        window: Sliding window; at most that of the storage, if that has one.
+        softcap: Caps scores: ``softcap * tanh(score / softcap)``, after ``scale``.
+        sinks: One logit per query head, ``[Hq]``.
+
+    Returns:
+        Output ``[B, Hq, T, Dv]`` in the dtype of ``query``, 0 in rows that see no key, laid out so that
+        ``.transpose(1, 2)`` is contiguous; and the natural logarithm of the softmax denominator, fp32 ``[B, Hq, T]``.
+
+    Raises:
+        ValueError: ``query`` has more than 16 positions.
+    """
+    batch, q_heads, q_len, head_dim = query.shape
+    if q_len > MAX_QUERIES:
+        raise ValueError(f"query must have at most {MAX_QUERIES} positions, got {q_len}; use the prefill kernel")
+    kv_heads, value_dim = storage.value_tail.shape[1], storage.value_tail.shape[3]
+    out = query.new_empty((batch, q_len, q_heads, value_dim)).transpose(1, 2)
+    lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
+    if lse.numel() == 0:
+        return out, lse
+    plan = _plan(
+        storage.recipe,
+        fused.device_arch(query.device),
+        _processors(query.device),
+        query.dtype,
+        (batch, q_heads, q_len, head_dim),
+        kv_heads,
+        value_dim,
+        storage.slots,
+        storage.ring // TILE,
+        window is not None,
+        softcap is not None,
+        sinks is not None,
+        fused.is_interpreted(),
+    )
+    forms, rows, splits = plan.forms, plan.rows, plan.splits
+    partial = query.new_empty((batch * kv_heads, rows, splits, value_dim), dtype=torch.float32)
+    partial_lse = query.new_empty((batch * kv_heads, rows, splits), dtype=torch.float32)
+    key_body, value_body = storage.key_body, storage.value_body
+    on_device = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()
+    with on_device:
+        plan.attend(
+            plan.grid,
+            query,
+            _units(key_body["data"], forms.key, forms.query), key_body.get("scale"), key_body.get("factor"),
+            _units(value_body["data"], forms.value, forms.pv), value_body.get("scale"), value_body.get("factor"),
+            storage.key_tail, storage.value_tail, storage.key_sink, storage.value_sink,
+            storage.key_mean, storage.lengths, partial, partial_lse,
+            *query.stride(), q_len, storage.slots, storage.ring // TILE, window or 0,
+            (softcap or 0.0) * LOG2_E, scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5), *plan.band,
+        )  # fmt: skip
+        plan.combine(
+            (batch * kv_heads, q_heads // kv_heads * q_len, 1),
+            partial, partial_lse, sinks, out, lse, *out.stride()[:3], splits, q_len, rows,
+        )  # fmt: skip
+    return out, lse
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the calls of one shape have in common.
+
+    Attributes:
+        forms: How the body is read.
+        attend: The first kernel.
+        combine: The second.
+        grid: Of the first.
+        rows: Columns of a kv head, padded, for which there are partial results.
+        splits: Partial results of each.
+        band: ``diagonal_tiles``, ``sink_tiles`` and the weight of a high tile.
+    """
+
+    forms: DecodeForms
+    attend: Launcher
+    combine: Launcher
+    grid: tuple[int, int, int]
+    rows: int
+    splits: int
+    band: tuple[int, int, int]
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(
+    recipe: Recipe,
+    arch: int,
+    processors: int,
+    dtype: torch.dtype,
+    query_shape: tuple[int, int, int, int],
+    kv_heads: int,
+    value_dim: int,
+    slots: int,
+    ring_tiles: int,
+    has_window: bool,
+    has_softcap: bool,
+    has_sinks: bool,
+    is_interpreted: bool,
+) -> _Plan:
+    batch, q_heads, q_len, head_dim = query_shape
+    group = q_heads // kv_heads
+    forms = select_forms(recipe, arch)
+    block_d, block_dv = (max(32, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
+    block_n = min(_MAX_COLUMNS, max(8, triton.next_power_of_2(group * q_len)))
+    blocks = triton.cdiv(group * q_len, block_n)
+    sink_tiles = min(recipe.sink_tiles, MAX_BAND_TILES)
+    tiles = select_decode_tiles(
+        arch,
+        max(block_d, block_dv),
+        forms.key,
+        forms.value,
+        columns=block_n,
+        programs=batch * kv_heads * blocks,
+        tiles=slots,
+        high_tiles=sink_tiles + ring_tiles,
+        processors=processors,
+    )
+    key_stored, value_stored = body_widths(recipe, forms, head_dim, value_dim, dtype)
+    constants = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "D": head_dim,
+        "DV": value_dim,
+        "BLOCK_N": block_n,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "KEY_FORM": forms.key,
+        "QUERY_FORM": forms.query,
+        "VALUE_FORM": forms.value,
+        "PV": forms.pv,
+        "KEY_STORED": key_stored,
+        "KEY_BLOCK": block_d // 2 if forms.key == "fp4" else block_d,
+        "WIDTH": interleaved_blocks(2 * key_stored) if forms.key == "fp4" else 1,
+        "VALUE_STORED": value_stored,
+        "LOW_FORMAT": recipe.query_low,
+        "HIGH_FORMAT": recipe.high,
+        "SHARED": "block" if recipe.shared_scale == SharedScale.BLOCK else "row",
+        "ROUNDING": recipe.scale_rounding,
+        "HAS_MEAN": recipe.smooth_k,
+        "ROTATE": recipe.rotate,
+        "HADAMARD_SIZE": hadamard_size(head_dim),
+        "HAS_ROWS": q_len > 1,
+        "HAS_WINDOW": has_window,
+        "HAS_SOFTCAP": has_softcap,
+        "LOW_DTYPE": _TRITON_DTYPES[dequantized_dtype(dtype, recipe.query_low, recipe.key_low)],
+        "HIGH_DTYPE": _TRITON_DTYPES[dequantized_dtype(dtype, recipe.high, recipe.high)],
+        "STEP": tiles.step,
+        "HIGH_STEP": tiles.high_step,
+        "NUM_STAGES": tiles.num_stages,
+        "HIGH_STAGES": tiles.high_stages,
+        "IS_INTERPRETED": is_interpreted,
+    }
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    if tiles.max_registers is not None:
+        options["maxnreg"] = tiles.max_registers
+    combined = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "DV": value_dim,
+        "BLOCK_DV": block_dv,
+        # All at once, up to what the registers hold.
+        "BLOCK_S": min(triton.next_power_of_2(tiles.splits), 8192 // block_dv),
+        "HAS_SINKS": has_sinks,
+    }
+    return _Plan(
+        forms=forms,
+        attend=_launcher(decode_kernel, tuple(constants.items()), tuple(options.items())),
+        combine=_launcher(combine_kernel, tuple(combined.items()), ()),
+        grid=(tiles.splits, batch * kv_heads, blocks),
+        rows=blocks * block_n,
+        splits=tiles.splits,
+        band=(min(recipe.diagonal_tiles, MAX_BAND_TILES), sink_tiles, tiles.high_weight),
+    )
+
+
+@functools.cache
+def _launcher(kernel: Any, constants: tuple[tuple[str, Any], ...], options: tuple[tuple[str, Any], ...]) -> Launcher:
+    """Return the launcher of a kernel, one for all plans that agree in its constants."""
+    return Launcher(kernel, dict(constants), **dict(options))
+
+
+def body_widths(
+    recipe: Recipe, forms: DecodeForms, head_dim: int, value_dim: int, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Return the stored elements of a key (of 4-bit keys: bytes) and the stored channels of a value."""
+    key = key_codec(recipe, head_dim, dtype).parts["data"].shape[-1]
+    value = value_codec(recipe, value_dim, dtype).parts["data"].shape
+    return key, value[-2 if forms.value in ("fp4", "e4m3") else -1]
+
+
+@dataclass(frozen=True)
+class DecodeForms:
+    """How the kernel reads a body and what it makes of low queries; see :mod:`dma_kernels.decode_tiles`.
+
+    Attributes:
+        key: Form of the keys.
+        query: Form of the queries.
+        value: Form of the values.
+        pv: ``16bit``, ``fp8`` (E4M3 units) or ``fp8_emulated`` (probabilities rounded to E4M3, 16-bit units).
+    """
+
+    key: str
+    query: str
+    value: str
+    pv: str
+
+
+def select_forms(recipe: Recipe, arch: int) -> DecodeForms:
+    """Return how a chip of compute capability ``arch`` (90 is Hopper) computes the low tiles of a cache."""
+    has_fp8 = arch >= MIN_FP8_ARCH
+    is_shared = recipe.shared_scale != SharedScale.BLOCK
+    key = _body_form(recipe.key_low, recipe.shared_scale == SharedScale.TILE)
+    query = {"fp4": "halves", "int8": "split"}.get(key, "16bit")
+    if is_shared and recipe.query_low == recipe.key_low and (key == "int8" or (key == "e4m3" and has_fp8)):
+        query = "codes"
+    value = "16bit" if recipe.low_v is None else _body_form(recipe.low_v, False)
+    if recipe.pv == "fp8":
+        value = "e4m3"
+    pv = "16bit" if recipe.pv == "bf16" else "fp8" if has_fp8 else "fp8_emulated"
+    return DecodeForms(key, query, value, pv)
+
+
+def _body_form(format: str, is_tile_scaled: bool) -> str:
+    if format == UNQUANTIZED:
+        return "16bit"
+    element = block_format(format).element.name
+    if element == "E2M1":
+        return "fp4"
+    return {"INT8": "int8", "E4M3": "e4m3"}[element] if is_tile_scaled else f"block_{element.lower()}"
+
+
+def _units(data: Tensor, form: str, other: str) -> Tensor:
+    """Return the elements of a body as the kernel takes them: E4M3 as bytes, unless FP8 units multiply them."""
+    if data.dtype == torch.float8_e4m3fn and not (form == "e4m3" and other in ("codes", "fp8")):
+        return data.view(torch.uint8)
+    return data
+
+
+def _processors(device: torch.device) -> int:
+    """Return the multiprocessors of a device."""
+    if device.type == "cpu":
+        return _INTERPRETED_PROCESSORS
+    return _cuda_processors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cuda_processors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)

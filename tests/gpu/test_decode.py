@@ -1,0 +1,120 @@
+"""The decode and append kernels on the device: the interpreter's cases, and what only a device shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from decode_cases import CASES, RECIPES, Case, assert_decode_matches
+from dma_kernels.append import append_tokens
+from dma_kernels.decode import decode_attention
+from dma_kernels.decode_kernel import decode_kernel
+from dma_kernels.storage import LayerStorage
+from dma_kernels.testing import assert_bits_equal
+
+pytestmark = pytest.mark.gpu
+
+LONG = Case(kv_len=5000, q_heads=32, kv_heads=8, head_dim=128, padding=(0, 77))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case", CASES)
+def test_matches_the_reference(case: str, recipe: str, dtype: torch.dtype) -> None:
+    assert_decode_matches(CASES[case], RECIPES[recipe], dtype, "cuda")
+
+
+@pytest.mark.parametrize("recipe", ["kv8", "kv8-q16", "kv4"])
+def test_long_rows(recipe: str) -> None:
+    assert_decode_matches(LONG, RECIPES[recipe], torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 96), (256, 256)], ids=str)
+def test_appended_bits_equal_those_of_torch(recipe: str, dims: tuple[int, int]) -> None:
+    case = Case(kv_len=1500, head_dim=dims[0], value_dim=dims[1], padding=(0, 77))
+    _, key, value = case.inputs(torch.bfloat16, "cuda")
+    ours, expected = (case.storage(RECIPES[recipe], torch.bfloat16, "cuda", is_filled=False) for _ in range(2))
+    start = 0
+    for step in (100, 20, 30, 300, 1, 1046, 3):
+        new = slice(start, start + step)
+        append_tokens(ours, key[:, :, new], value[:, :, new])
+        expected.append(key[:, :, new], value[:, :, new])
+        start += step
+    for name, tensor in expected.tensors().items():
+        assert_bits_equal(ours.tensors()[name], tensor)
+
+
+def _steps(storage: LayerStorage, case: Case, start: int, count: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    query, key, value = case.inputs(torch.bfloat16, "cuda")
+    for position in range(start, start + count):
+        new = slice(position, position + 1)
+        yield query, key[:, :, new].contiguous(), value[:, :, new].contiguous()
+
+
+@pytest.mark.parametrize("recipe", ["kv8", "kv4"])
+def test_a_cuda_graph_of_a_step_fills_the_cache(recipe: str) -> None:
+    case = Case(kv_len=700, q_heads=8, kv_heads=2, head_dim=128)
+    _, key, value = case.inputs(torch.bfloat16, "cuda")
+
+    def storage() -> LayerStorage:
+        made = case.storage(RECIPES[recipe], torch.bfloat16, "cuda", is_filled=False)
+        append_tokens(made, key[:, :, :500], value[:, :, :500])
+        return made
+
+    expected = storage()
+    outputs = []
+    for inputs in _steps(expected, case, 500, 150):
+        append_tokens(expected, *inputs[1:])
+        outputs.append(decode_attention(inputs[0], expected, scale=0.1)[0])
+    ours = storage()
+    static = next(_steps(ours, case, 500, 1))
+    lengths = ours.lengths.clone()
+    append_tokens(ours, *static[1:])  # compiles
+    decode_attention(static[0], ours, scale=0.1)
+    ours.lengths.copy_(lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        append_tokens(ours, *static[1:])
+        out, _ = decode_attention(static[0], ours, scale=0.1)
+    for inputs, expected_out in zip(_steps(ours, case, 500, 150), outputs, strict=True):
+        for old, new in zip(static, inputs, strict=True):
+            old.copy_(new)
+        graph.replay()
+        assert torch.equal(out, expected_out)
+    for name, tensor in expected.tensors().items():
+        assert_bits_equal(ours.tensors()[name], tensor)
+
+
+def test_no_compilation_when_only_lengths_change() -> None:
+    def run(length: int) -> None:
+        case = Case(kv_len=length, head_dim=128)
+        storage = LayerStorage.allocate(
+            RECIPES["kv8"], batch=1, kv_heads=2, head_dim=128, value_dim=128, dtype=torch.bfloat16,
+            device=torch.device("cuda"), tiles=20,
+        )  # fmt: skip
+        query, key, value = case.inputs(torch.bfloat16, "cuda")
+        append_tokens(storage, key, value)
+        decode_attention(query, storage, scale=0.1)
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for cache in decode_kernel.device_caches.values())
+
+    run(300)
+    before = compiled()
+    for length in (1, 301, 512, 777, 2049):
+        run(length)
+    assert compiled() == before
+
+
+def test_every_output_is_written() -> None:
+    case = Case(kv_len=1000, head_dim=128, q_len=5)
+    storage = case.storage(RECIPES["kv8"], torch.bfloat16, "cuda")
+    query, _, _ = case.inputs(torch.bfloat16, "cuda")
+    poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
+    del poison  # the allocator hands this memory to the outputs
+    out, lse = decode_attention(query, storage, scale=0.1)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()

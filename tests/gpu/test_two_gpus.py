@@ -1,0 +1,111 @@
+"""One model on two GPUs computes what it computes on one: layers on two devices, layers split, shares of a batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from parallel_worker import compute, token_ids
+from tiny_models import FAMILIES
+from transformers import AutoModelForCausalLM
+
+import dma_hf
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+WORKER = ROOT / "tests" / "support" / "parallel_worker.py"
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 4}
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory):
+    """A small bf16 Llama with the preset ``balanced``, on disk."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    model = FAMILIES["llama"].build(dma_hf.NAME, **SIZES)
+    dma_hf.configure(model, "balanced")
+    folder = tmp_path_factory.mktemp("model")
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def on_one_gpu(saved_model):
+    return compute(_load(saved_model, device_map={"": 0}), token_ids())
+
+
+def _load(folder, **options):
+    options |= {"attn_implementation": dma_hf.NAME, "dtype": torch.bfloat16}
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def _same(actual, expected):
+    """To the rounding of bf16; the sums of tensor parallelism are ordered differently."""
+    error = (actual["logits"] - expected["logits"]).norm() / expected["logits"].norm()
+    assert error < 0.02, f"relative error {error:.2e}"
+
+
+def test_the_kernels_run_on_the_tensors_device(saved_model, on_one_gpu):
+    """The second GPU, while the first is current."""
+    torch.cuda.set_device(0)
+    result = compute(_load(saved_model, device_map={"": 1}), token_ids())
+    assert torch.equal(result["logits"], on_one_gpu["logits"])
+    assert torch.equal(result["tokens"], on_one_gpu["tokens"])
+
+
+def test_layers_on_two_devices(saved_model, on_one_gpu):
+    ends = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+    model = _load(saved_model, device_map=ends | {f"model.layers.{i}": i // 2 for i in range(4)})
+    assert {parameter.device.index for parameter in model.parameters()} == {0, 1}
+    result = compute(model, token_ids())
+    assert torch.equal(result["logits"], on_one_gpu["logits"])
+    assert torch.equal(result["tokens"], on_one_gpu["tokens"])
+
+
+def test_device_map_auto(saved_model, on_one_gpu):
+    room = {0: "2MiB", 1: "1GiB"}  # too little for the whole model, so that both are used
+    model = _load(saved_model, device_map="auto", max_memory=room)
+    result = compute(model, token_ids())
+    assert len({parameter.device for parameter in model.parameters()}) >= 2
+    assert torch.equal(result["logits"], on_one_gpu["logits"])
+
+
+@pytest.mark.parametrize("mode", ["tensor", "data"])
+def test_processes(mode, saved_model, on_one_gpu, tmp_path):
+    """Tensor parallelism and shares of a batch, one process for each GPU."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support")))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(WORKER), str(saved_model), str(tmp_path), mode]
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (torch.load(tmp_path / f"{mode}{rank}.pt") for rank in range(2))
+    if mode == "tensor":
+        assert first["q_proj_rows"] == 128  # half of the 256
+        _same(first, on_one_gpu)
+        assert torch.equal(first["tokens"], second["tokens"])
+    else:
+        together = {name: torch.cat((first[name], second[name])) for name in ("logits", "tokens")}
+        _same(together, on_one_gpu)
+
+
+def test_two_streams(saved_model, on_one_gpu):
+    """Two models at the same time, each in a stream of its own."""
+    models = [_load(saved_model, device_map={"": 0}) for _ in range(2)]
+    ids = token_ids().to("cuda:0")
+    streams = [torch.cuda.Stream() for _ in models]
+    logits = []
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        for _ in range(3):
+            for model, stream in zip(models, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    logits.append(model(ids).logits)
+    torch.cuda.synchronize()
+    for each in logits:
+        assert torch.equal(each.float().cpu(), on_one_gpu["logits"])

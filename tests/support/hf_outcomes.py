@@ -1,0 +1,329 @@
+"""What a model class does with ``dma_mxfp``, feature by feature, against Transformers' own attention.
+
+The model is tiny and random, and ``dma_mxfp`` quantises nothing: then every number has to be that of SDPA (or of eager
+attention where SDPA leaves something out, a softcap for one). A feature that Transformers' own attention cannot do
+either is an upstream limit; an error of ours has to name ``dma_mxfp``; everything else is a failure.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hf_architectures import Architecture
+from hf_inputs import LENGTH, Inputs, candidate_inputs
+from hf_shrink import CannotShrink, tiny_configs
+from tiny_models import IDENTITY
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import dma_hf
+
+WORKS, FALLBACK, REFUSED, UPSTREAM, FAILS = "works", "fallback", "refused", "upstream", "FAILS"
+STATUSES = (WORKS, FALLBACK, REFUSED, UPSTREAM, FAILS)
+
+TOLERANCE = 2e-5
+"""Of the largest logit: fp32 rounding through a few layers."""
+MAX_PARAMETERS = 60_000_000
+NEW_TOKENS = 5
+PADDING = 5
+CHUNKS = ((0, 9), (9, LENGTH - 1), (LENGTH - 1, LENGTH))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a feature.
+
+    Attributes:
+        status: One of ``STATUSES``.
+        detail: The error, or what the result was compared with if not with SDPA.
+    """
+
+    status: str
+    detail: str = ""
+
+
+@dataclass
+class Record:
+    """What became of an architecture.
+
+    Attributes:
+        architecture: Which one.
+        skipped: Why nothing could be tested; empty if it was.
+        features: An outcome for each feature.
+    """
+
+    architecture: Architecture
+    skipped: str = ""
+    features: dict[str, Outcome] = field(default_factory=dict)
+
+    @property
+    def failures(self) -> dict[str, Outcome]:
+        """The features that neither work nor are refused as they should."""
+        return {name: outcome for name, outcome in self.features.items() if outcome.status == FAILS}
+
+
+Feature = Callable[[PreTrainedModel, Inputs], Tensor]
+
+
+def examine(architecture: Architecture) -> Record:
+    """Build the architecture twice and try every feature that its kind has."""
+    record = Record(architecture)
+    try:
+        model_class = architecture.model_class
+        pair, inputs = find_pair(architecture, model_class)
+    except (ImportError, AttributeError) as error:  # in the registry, and not in the library
+        record.skipped = f"upstream: {_brief(error)}"
+        return record
+    except CannotShrink as error:
+        record.skipped = str(error)
+        return record
+    for name, feature in features_of(architecture, pair.reference, inputs).items():
+        record.features[name] = pair.compare(feature, inputs)
+        if name == "forward" and pair.calls == 0 and record.features[name].status == WORKS:
+            record.skipped = "no attention layer that calls an implementation"
+            record.features.clear()
+            break
+    return record
+
+
+def find_pair(architecture: Architecture, model_class: type[PreTrainedModel]) -> tuple[_Pair, Inputs]:
+    """Return models and inputs on which Transformers' own attention runs.
+
+    Raises:
+        CannotShrink: There are none; the message is the error that came closest.
+    """
+    problem = "no inputs: its forward pass takes other things than text, images and sound"
+    is_new = True
+    for config in tiny_configs(model_class, architecture.model_type):
+        if isinstance(config, CannotShrink):
+            problem = f"no tiny configuration: {config}" if is_new else problem
+            continue
+        try:
+            reference = build(model_class, config, ("sdpa", "eager"))
+        except CannotShrink as error:
+            problem = f"no tiny configuration: {error}" if is_new else problem
+            continue
+        wants_more, is_new = False, False
+        for inputs in candidate_inputs(architecture, reference):
+            result = _run(forward, reference, inputs)
+            if isinstance(result, Tensor):
+                return _Pair(model_class, config, reference), inputs
+            problem = f"no inputs: {_brief(result)}"
+            wants_more = isinstance(result, TypeError) and "required positional argument" in str(result)
+        if wants_more:  # other sizes do not help
+            break
+    raise CannotShrink(problem)
+
+
+def features_of(architecture: Architecture, model: PreTrainedModel, inputs: Inputs) -> dict[str, Feature]:
+    """Return the features to try, by name."""
+    features: dict[str, Feature] = {"forward": forward}
+    if inputs.is_text and "attention_mask" in inspect.signature(model.forward).parameters:
+        features["padded batch"] = padded_batch
+    if architecture.kind in ("decoder", "multimodal") and not model.config.is_encoder_decoder and inputs.is_text:
+        features["chunked prefill"] = chunked_prefill
+        features["static cache"] = static_cache
+    if architecture.kind not in ("encoder", "tower") and model.can_generate():
+        features["generate"] = generate
+    return features
+
+
+def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, implementations: tuple[str, ...]) -> Any:
+    """Return a random model with the first of the implementations that its class has.
+
+    Raises:
+        CannotShrink: It has too many parameters, or building it fails.
+    """
+    try:
+        with torch.device("meta"):
+            size = sum(p.numel() for p in model_class(_copy(config)).parameters())
+    except Exception as error:
+        raise CannotShrink(_brief(error)) from error
+    if size > MAX_PARAMETERS:
+        raise CannotShrink(f"it still has {size // 10**6} million parameters")
+    problem: Exception | None = None
+    for implementation in implementations:
+        try:
+            model = model_class._from_config(_copy(config), attn_implementation=implementation).eval()
+        except Exception as error:
+            problem = error
+            continue
+        randomise(model)
+        return model
+    raise CannotShrink(_brief(problem)) from problem
+
+
+def randomise(model: PreTrainedModel, seed: int = 0) -> None:
+    """Draw weights that make attention matter: Transformers' own are so small that every score is about zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        if not weight.is_floating_point() or weight.numel() == 0:
+            continue
+        if weight.ndim >= 2:
+            fan_in = weight[0].numel()
+            weight.normal_(0.0, fan_in**-0.5, generator=generator)
+        elif not weight.any() or not weight.isfinite().all():
+            weight.normal_(0.0, 0.1, generator=generator)
+
+
+def forward(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+    """One forward pass over a batch without padding."""
+    return inputs.output(model(**inputs.arguments))
+
+
+def padded_batch(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+    """A batch whose first row begins (decoders) or ends (encoders) with padding; the output at real tokens."""
+    mask = inputs.padding_mask(PADDING)
+    out = inputs.output(model(**inputs.arguments | {"attention_mask": mask}))
+    return out[mask.bool()] if out.shape[:2] == mask.shape else out
+
+
+def chunked_prefill(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+    """The prompt in three parts, each attending to the cache that the others have filled."""
+    return _in_chunks(model, inputs, {})
+
+
+def static_cache(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+    """The same with a preallocated cache, whose last slots stay empty."""
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH + 7)
+    return _in_chunks(model, inputs, {"past_key_values": cache})
+
+
+def generate(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+    """Greedy decoding of a left-padded batch, as token ids."""
+    settings = model.generation_config
+    settings.eos_token_id, settings.pad_token_id = None, 0
+    if model.config.is_encoder_decoder and settings.bos_token_id is None and settings.decoder_start_token_id is None:
+        settings.decoder_start_token_id = 1
+    arguments = dict(inputs.arguments)
+    if inputs.is_text:
+        arguments["attention_mask"] = inputs.padding_mask(PADDING)
+    arguments.pop("decoder_input_ids", None)
+    tokens: Tensor = model.generate(**arguments, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return tokens
+
+
+def _in_chunks(model: PreTrainedModel, inputs: Inputs, options: dict[str, Any]) -> Tensor:
+    ids = inputs.arguments["input_ids"]
+    outputs = []
+    for start, end in CHUNKS:
+        out = model(input_ids=ids[:, start:end], use_cache=True, **options)
+        options = {"past_key_values": out.past_key_values}
+        outputs.append(inputs.output(out))
+    return torch.cat(outputs, dim=1)
+
+
+class _Pair:
+    """The reference model and ``dma_mxfp`` with the same weights, with eager attention as a second reference."""
+
+    def __init__(self, model_class: type[PreTrainedModel], config: PreTrainedConfig, reference: PreTrainedModel):
+        self.model_class, self.config, self.reference = model_class, config, reference
+        self.calls = 0
+        self._models: dict[str, Any] = {}
+
+    def compare(self, feature: Feature, inputs: Inputs) -> Outcome:
+        """Run a feature on the reference and on ours."""
+        expected = _run(feature, self.reference, inputs)
+        if isinstance(expected, Exception):
+            return Outcome(UPSTREAM, _brief(expected))
+        status, actual = WORKS, self._ours(feature, inputs)
+        if isinstance(actual, Exception):
+            if "dma_mxfp" not in str(actual):
+                return Outcome(FAILS, _brief(actual))
+            if "on_unsupported='sdpa'" not in str(actual):
+                return Outcome(REFUSED, _brief(actual))
+            status, actual, refusal = FALLBACK, self._ours(feature, inputs, on_unsupported="sdpa"), actual
+            if isinstance(actual, Exception):
+                is_ours = "dma_mxfp" in str(actual)
+                return Outcome(REFUSED, _brief(refusal)) if is_ours else Outcome(FAILS, _brief(actual))
+        error = difference(actual, expected)
+        if error <= TOLERANCE:
+            return Outcome(status, "" if status == WORKS else _brief(refusal))
+        eager = self._eager(feature, inputs)
+        if isinstance(eager, Tensor) and difference(actual, eager) <= TOLERANCE:
+            return Outcome(status, "as eager attention; SDPA differs" if status == WORKS else _brief(refusal))
+        return Outcome(FAILS, f"differs from {self.reference.config._attn_implementation} by {error:.1e}")
+
+    def _ours(self, feature: Feature, inputs: Inputs, **changes: Any) -> Tensor | Exception:
+        model = self._model("dma_mxfp")
+        if isinstance(model, Exception):
+            return model
+        try:
+            dma_hf.configure(model, IDENTITY, **changes)
+        except ValueError as error:
+            return error
+        with counted() as calls:
+            result = _run(feature, model, inputs)
+        self.calls += calls[0]
+        return result
+
+    def _eager(self, feature: Feature, inputs: Inputs) -> Tensor | Exception:
+        model = self._model("eager")
+        return model if isinstance(model, Exception) else _run(feature, model, inputs)
+
+    def _model(self, implementation: str) -> Any:
+        if implementation not in self._models:
+            try:
+                model = self.model_class._from_config(_copy(self.config), attn_implementation=implementation).eval()
+                model.load_state_dict(self.reference.state_dict())
+            except Exception as error:
+                self._models[implementation] = error
+            else:
+                self._models[implementation] = model
+        return self._models[implementation]
+
+
+def _run(feature: Feature, model: PreTrainedModel, inputs: Inputs) -> Tensor | Exception:
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return feature(model, inputs)
+    except Exception as error:
+        return error
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Count the calls of the attention function."""
+    calls = [0]
+    original = ALL_ATTENTION_FUNCTIONS[dma_hf.NAME]
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return original(*args, **kwargs)
+
+    AttentionInterface.register(dma_hf.NAME, counting)
+    try:
+        yield calls
+    finally:
+        AttentionInterface.register(dma_hf.NAME, original)
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest expected number; infinity if it makes no sense."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return float("inf")
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(actual, expected) else float("inf")
+    finite = expected.isfinite()
+    if not torch.equal(finite, actual.isfinite()) or not finite.any():
+        return float("inf")
+    error, size = (actual - expected)[finite].abs().max(), expected[finite].abs().max()
+    return float(error / size.clamp(min=1e-6))
+
+
+def _copy(config: PreTrainedConfig) -> PreTrainedConfig:
+    return type(config).from_dict(config.to_dict())
+
+
+def _brief(error: BaseException | None) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:200]

@@ -1,0 +1,142 @@
+"""The page ``docs/support.md``: every architecture beside what became of each of its features."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from hf_outcomes import FALLBACK, REFUSED, UPSTREAM, WORKS, Outcome, Record
+
+KIND_TITLES = {
+    "decoder": "Causal language models",
+    "encoder-decoder": "Encoder-decoders",
+    "multimodal": "Vision-language and other composite models",
+    "encoder": "Encoders",
+    "tower": "Vision, audio and other base models",
+}
+FEATURES = ("forward", "padded batch", "chunked prefill", "static cache", "generate")
+CELLS = {WORKS: "yes", FALLBACK: "sdpa", REFUSED: "refused", UPSTREAM: "upstream"}
+
+REASONS: tuple[tuple[str, str], ...] = (
+    ("does not reach", "its attention is built in"),
+    ("this model computes its attention itself", "its attention is built in"),
+    ("KeyError: 'dma_mxfp'", "upstream looks its attention class up by the implementation's name: `KeyError`"),
+    ("position_bias", "adds a position bias to its scores"),
+    ("an additive bias", "adds a bias to its scores"),
+    ("needs an additive one", "needs an additive mask"),
+    ("this head_dim", "has a head wider than 256"),
+    ("as eager attention", "equals eager attention; SDPA differs from it"),
+)
+
+HEADER = """# Which architectures run `dma_mxfp`
+
+Written by `python scripts/support_table.py`, from the same code as the tests in `tests/hf/`; do not edit. Every
+architecture in Transformers {version}'s registries is made tiny and random, and run twice with the same weights: with
+Transformers' own attention, and with `dma_mxfp` that quantises nothing. Then all logits have to be equal to fp32
+rounding, and all generated tokens equal.
+
+| cell | meaning |
+|---|---|
+| yes | equal |
+| sdpa | refused with an error that names the reason; equal with `on_unsupported="sdpa"`, which then runs SDPA |
+| refused | refused with an error that names the reason |
+| upstream | Transformers' own attention cannot do it with this model either |
+| (empty) | this kind of model has no such feature, or none that the tiny model could be asked for |
+
+A decoder's padded batch is padded on the left, the others' on the right. A prompt's chunks are 9, 14 and 1 tokens.
+Windows are 8 tokens wide, so that they matter. Composite models are given text alone if they take it so; their towers
+have rows of their own in the last table.
+
+"""
+
+
+def page(records: Sequence[Record], version: str) -> str:
+    """Return the page."""
+    parts = [HEADER.format(version=version), _summary(records)]
+    for kind, title in KIND_TITLES.items():
+        of_kind = sorted((r for r in records if r.architecture.kind == kind), key=lambda r: r.architecture.model_type)
+        tested = [record for record in of_kind if not record.skipped]
+        names = [name for name in FEATURES if any(name in record.features for record in tested)]
+        parts.append(f"## {title}\n\n| architecture | class | {' | '.join(names)} | |\n|{'---|' * (len(names) + 3)}\n")
+        parts.extend(f"{row(record, names)} {_reasons(record)} |\n" for record in tested)
+        parts.append("\nNot tested:\n\n")
+        parts.extend(
+            f"- `{record.architecture.model_type}`: {_plain(record.skipped)}\n" for record in of_kind if record.skipped
+        )
+        parts.append("\n")
+    return "".join(parts).rstrip() + "\n"
+
+
+def row(record: Record, names: Sequence[str] | None = None) -> str:
+    """Return a row of the table without its last column."""
+    if names is None:
+        names = FEATURES
+    cells = [CELLS.get(record.features[name].status, "FAILS") if name in record.features else "" for name in names]
+    return f"| `{record.architecture.model_type}` | `{record.architecture.name}` | {' | '.join(cells)} |"
+
+
+def cells_on(text: str) -> dict[tuple[str, str], dict[str, str]]:
+    """Return the cells of a page by title of the table and class name: feature to cell."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    title, names = "", []
+    for line in text.splitlines():
+        if line.startswith("## "):
+            title = line[3:]
+        elif line.startswith("| architecture |"):
+            names = [cell.strip() for cell in line.split("|")[3:-2]]
+        elif line.startswith("| `") and title:
+            parts = [cell.strip() for cell in line.split("|")]
+            found[title, parts[1] + parts[2]] = dict(zip(names, parts[3:], strict=False))
+    return found
+
+
+def cells_of(record: Record) -> dict[str, str]:
+    """Return what the page has to say of a record, empty cells left out."""
+    return {name: CELLS.get(outcome.status, "FAILS") for name, outcome in record.features.items()}
+
+
+def key_of(record: Record) -> tuple[str, str]:
+    """Return where the page says it."""
+    architecture = record.architecture
+    return KIND_TITLES[architecture.kind], f"`{architecture.model_type}``{architecture.name}`"
+
+
+def _summary(records: Sequence[Record]) -> str:
+    lines = ["| | listed | tested | all equal | refused, at least in part | not tested |\n|---|---|---|---|---|---|\n"]
+    for kind, title in KIND_TITLES.items():
+        of_kind = [record for record in records if record.architecture.kind == kind]
+        counts = Counter(_verdict(record) for record in of_kind)
+        tested = len(of_kind) - counts["not tested"]
+        numbers = (len(of_kind), tested, counts["equal"], counts["refused"], counts["not tested"])
+        lines.append(f"| {title} | {' | '.join(map(str, numbers))} |\n")
+    return "".join(lines) + "\n"
+
+
+def _verdict(record: Record) -> str:
+    if record.skipped:
+        return "not tested"
+    statuses = {outcome.status for outcome in record.features.values()}
+    return "refused" if statuses & {REFUSED, FALLBACK} else "equal"
+
+
+def _reasons(record: Record) -> str:
+    reasons = dict.fromkeys(_reason(outcome) for outcome in record.features.values() if outcome.detail)
+    return "; ".join(reasons)
+
+
+def _reason(outcome: Outcome) -> str:
+    for part, reason in REASONS:
+        if part in outcome.detail:
+            return reason
+    argument = re.search(r"the argument '(\w+)'", outcome.detail)
+    if argument:
+        return f"passes `{argument[1]}` to its attention"
+    prefix = "upstream: " if outcome.status == UPSTREAM else ""
+    return f"{prefix}{_plain(outcome.detail)}"
+
+
+def _plain(text: str) -> str:
+    """Return an error's text so that Markdown shows it as it is."""
+    text = re.sub(r"\(?requires the (\w+) library.*", r"requires the \1 library", " ".join(text.split()))
+    return text.replace("|", "/").replace("<", "").replace(">", "")[:140]

@@ -1,0 +1,60 @@
+"""The messages in the sources and on the page of messages; run it to see which errors the page does not have."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "troubleshooting.md"
+SOURCES = (ROOT / "dma_hf", ROOT / "kernels" / "dma_kernels", ROOT / "eval" / "dma_eval")
+BUILDER = ROOT / "scripts" / "build_hub_kernel.py"
+ERRORS = ("ValueError", "TypeError", "RuntimeError", "ImportError", "UserError")
+GAP = "…"
+"""Stands for what a message takes from the call."""
+
+
+def quoted_messages() -> list[str]:
+    """Return what the first column of the page's tables quotes, without what others than this project say."""
+    rows = [line.split(" | ")[0] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    return [text for row in rows if "(from Transformers)" not in row for text in re.findall(r"`([^`]+)`", row)]
+
+
+def source_messages() -> set[str]:
+    """Return every string of the sources, with gaps where it is formatted."""
+    return {text for tree in _trees().values() for node in ast.walk(tree) if (text := as_template(node))}
+
+
+def undocumented() -> Iterator[tuple[str, str]]:
+    """Yield the place and message of every error that is raised and that the page does not quote."""
+    quoted = [text for text in quoted_messages() if len(text) > 8]
+    for path, tree in _trees().items():
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
+                continue
+            template = as_template(node.exc.args[0])
+            is_known = not template.strip(f"{GAP}: ,") or any(text in template for text in quoted)
+            if ast.unparse(node.exc.func) in ERRORS and not is_known:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", template
+
+
+def as_template(node: ast.AST) -> str:
+    """Return a string expression with gaps for what is formatted into it; empty for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        parts = (as_template(value) if isinstance(value, ast.Constant) else GAP for value in node.values)
+        return re.sub(f"{GAP}+", GAP, "".join(parts))
+    return ""
+
+
+def _trees() -> dict[Path, ast.Module]:
+    files = [*sorted(file for folder in SOURCES for file in folder.rglob("*.py")), BUILDER]
+    return {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
+
+
+if __name__ == "__main__":
+    for place, message in undocumented():
+        print(f"{place}: {message}")

@@ -1,0 +1,204 @@
+"""The operands of a lowering made in torch, from ``dma_kernels.quantize``: what the fused quantiser is held against."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from dma_kernels import Recipe, key_mean, quantize
+from dma_kernels.formats import MXINT8_UNIT, TILE, UNQUANTIZED
+from dma_kernels.fused_quantize import quantize_keys_values
+from dma_kernels.operands import Form, Lowering, Operands, TileOperands, dequantized_dtype, select_lowering
+from dma_kernels.quantize import e2m1_decode, e8m0_to_float, to_e4m3, unpack_e2m1, value_scale
+from dma_kernels.testing import assert_bits_equal
+from dma_kernels.transforms import hadamard_rotate
+from torch import Tensor
+
+HOPPER, AMPERE, BLACKWELL = 90, 80, 100
+SMALLEST_FACTOR = 2.0**-126
+
+RECIPES = {
+    "int8": Recipe(low="mxint8", shared_scale="tile", smooth_k=True, pv="fp8"),
+    "int8-floor-rotated": Recipe(low="mxint8", shared_scale="tile", rotate=True, scale_rounding="floor"),
+    "e4m3": Recipe(low="mxfp8", shared_scale="tile", smooth_k=True, rotate=True, pv="fp8"),
+    "e4m3-floor": Recipe(low="mxfp8", shared_scale="tile", scale_rounding="floor"),
+    "e5m2": Recipe(low="mxfp4", high="mxfp8", scale_rounding="floor", sink_tiles=0),
+    "e5m2-row": Recipe(low="mxfp4", shared_scale="row", smooth_k=True),
+    "nvfp4": Recipe(low="nvfp4", high="mxfp8", smooth_k=True, rotate=True, pv="fp8"),
+    "nvfp4-high": Recipe(low="mxfp4", high="nvfp4", rotate=True),
+    "row": Recipe(low="mxfp8", high="mxint8", shared_scale="row", smooth_k=True),
+    "int8-block": Recipe(low="mxint8", high="mxfp4", smooth_k=True),
+    "keys-only": Recipe(low_q="bf16", low_k="nvfp4", low_v="nvfp4", smooth_k=True, rotate=True),
+    "search": Recipe(low="nvfp4", high="mxint8", low_v="nvfp4", scale_rounding="search", smooth_k=True, rotate=True),
+    "search-e8m0": Recipe(low="mxfp4", high="mxfp8", low_v="mxint8", scale_rounding="search"),
+    "mxfp4-values": Recipe(low_q="bf16", low_k="mxfp4", low_v="mxfp4"),
+    "unquantized-keys": Recipe(low_q="mxfp8", low_k="bf16", smooth_k=True, rotate=True),
+    "uniform": Recipe(low="bf16", high="bf16", smooth_k=True, pv="fp8"),
+    "uniform-mxfp8": Recipe(low="mxfp8", high="mxfp8"),
+    "identity": Recipe(low="bf16", high="bf16"),
+}
+
+
+def lowering_of(recipe: Recipe, arch: int) -> Lowering:
+    lowering = select_lowering(recipe, arch)
+    return lowering if recipe.low_v is None else replace(lowering, low_value=Form.DEQUANTIZED)
+
+
+def check(
+    key: Tensor, value: Tensor, recipe: Recipe, arch: int, *, kv_offset: int = 0, rows: Tensor | None = None
+) -> Operands:
+    """Hold the operands of a call against the specification, given the mean key that the kernels found."""
+    lowering = lowering_of(recipe, arch)
+    actual = quantize_keys_values(
+        key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, is_interpreted=not key.is_cuda
+    )
+    expected = expected_operands(key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, mean=actual.key_mean)
+    assert_operands_equal(actual, expected)
+    return actual
+
+
+def assert_operands_equal(actual: Operands, expected: Operands) -> None:
+    assert (actual.low is None) == (expected.low is None)
+    assert (actual.key_mean is None) == (expected.key_mean is None)
+    if actual.key_mean is not None and expected.key_mean is not None:
+        assert_bits_equal(actual.key_mean, expected.key_mean)
+    for ours, theirs in ((actual.high, expected.high), (actual.low, expected.low)):
+        if ours is not None and theirs is not None:
+            assert_tile_operands_equal(ours, theirs)
+
+
+def assert_tile_operands_equal(actual: TileOperands, expected: TileOperands) -> None:
+    for name, wanted in vars(expected).items():
+        got = getattr(actual, name)
+        if not isinstance(wanted, Tensor):
+            assert got == wanted, name
+            continue
+        assert isinstance(got, Tensor), name
+        try:
+            # Raw values are the caller's own tensor and may hold anything.
+            if got is not wanted:
+                assert_bits_equal(got, wanted)
+        except AssertionError as error:
+            raise AssertionError(f"{name} in form {actual.key_form}: {error}") from None
+
+
+def expected_operands(
+    key: Tensor,
+    value: Tensor,
+    recipe: Recipe,
+    lowering: Lowering,
+    *,
+    kv_offset: int,
+    rows: Tensor | None,
+    mean: Tensor | None,
+) -> Operands:
+    """Return what :func:`dma_kernels.fused_quantize.quantize_keys_values` has to return.
+
+    ``mean`` is the mean key that it found, fp32 ``[B, Hkv, D]``: a sum in another order may round to the neighbouring
+    bfloat16, and that is checked here.
+    """
+    batch, kv_len = key.shape[0], key.shape[2]
+    index = torch.arange(kv_len, device=key.device)
+    if rows is None:
+        position = torch.full((batch,), kv_offset, device=key.device)
+        visible = torch.ones(batch, kv_len, dtype=torch.bool, device=key.device)
+        tiles = max(1, -(-(kv_len + kv_offset % TILE) // TILE))
+    else:
+        position = rows[:, 1].long()
+        visible = (index >= rows[:, 2:3]) & (index < rows[:, 3:4])
+        tiles = max(1, -(-(kv_len + TILE - 1) // TILE))
+    entry = (position % TILE)[:, None] + index  # [B, Tk]
+
+    def aligned(x: Tensor) -> Tensor:
+        storage = x.new_zeros(*x.shape[:2], tiles * TILE, x.shape[3])
+        return storage.scatter_(2, entry[:, None, :, None].expand(x.shape), x)
+
+    assert (mean is not None) == recipe.smooth_k
+    if mean is not None:
+        mean = mean[:, :, None]
+        torch.testing.assert_close(mean, key_mean(key, visible), rtol=2.0**-8, atol=0.0, equal_nan=True)
+        assert_bits_equal(mean, mean.to(torch.bfloat16).float())
+    hidden = ~visible[:, None, :, None]
+    x = key.float().masked_fill(hidden, 0.0)
+    if mean is not None:
+        x = (x - mean).masked_fill(hidden, 0.0)
+    x = aligned(hadamard_rotate(x) if recipe.rotate else x)
+    v = aligned(value.masked_fill(hidden, 0.0))
+
+    def tile_operands(form: Form, key_format: str, query_format: str, shared: str, value_form: Form) -> TileOperands:
+        own, scale, factor = _keys(x, form, key_format, shared, recipe, key.dtype, query_format)
+        own_value, value_factor = _values(v, value_form, recipe, value.dtype)
+        return TileOperands(
+            key=key if own is None else own,
+            value=value if own_value is None else own_value,
+            key_form=form,
+            value_form=value_form,
+            key_layout="caller" if own is None else "aligned",
+            value_layout="caller" if own_value is None else "aligned",
+            key_scale=scale,
+            key_factor=factor,
+            value_factor=value_factor,
+        )
+
+    low = None
+    if lowering.low_key is not None:
+        low_value = lowering.value if lowering.low_value is None else lowering.low_value
+        low = tile_operands(lowering.low_key, recipe.key_low, recipe.query_low, recipe.shared_scale, low_value)
+        if lowering.low_value is not None:
+            assert recipe.low_v is not None
+            coded = quantize(v, recipe.low_v, scale_rounding=recipe.scale_rounding)
+            low = TileOperands(**{**vars(low), "value": coded.dequantize().to(value.dtype), "value_layout": "aligned"})
+    return Operands(
+        high=tile_operands(lowering.key, recipe.high, recipe.high, "block", lowering.value),
+        low=low,
+        key_mean=None if mean is None else mean[:, :, 0],
+    )
+
+
+def _keys(
+    x: Tensor, form: Form, format: str, shared: str, recipe: Recipe, dtype: torch.dtype, query_format: str
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return aligned keys in a form, their block scales, and their factors."""
+    if form is Form.RAW:
+        return None, None, None
+    target = dequantized_dtype(dtype, query_format, format)
+    if format == UNQUANTIZED:
+        return x.to(target), None, None
+    coded = quantize(x, format, scale_rounding=recipe.scale_rounding, shared_scale=shared)
+    tiles = x.shape[2] // TILE
+    if form is Form.DEQUANTIZED:
+        return coded.dequantize().to(target), None, None
+    if form is Form.PACKED:
+        head = coded.global_scale
+        return coded.data, coded.scale, None if head is None else head[..., 0].expand(-1, -1, tiles)
+    zero = (x.unflatten(2, (tiles, TILE)) == 0).all(-1).all(-1)
+    if form in (Form.INT8, Form.E4M3):
+        unit = MXINT8_UNIT if form is Form.INT8 else 1.0
+        factor = e8m0_to_float(coded.scale[:, :, ::TILE, 0]) * unit
+    else:
+        assert form is Form.E5M2
+        code = coded.scale.int().unflatten(2, (tiles, TILE))
+        top = code.masked_fill(code == 255, 0).amax((-2, -1))  # [B, H, tiles]
+        factor = torch.exp2((top - 127 - 13).clamp(min=-126).float())
+        shift = e8m0_to_float(coded.scale).unflatten(2, (tiles, TILE)) / factor[..., None, None]
+        elements = e2m1_decode(unpack_e2m1(coded.data)).unflatten(2, (tiles, TILE)).unflatten(-1, (-1, 32))
+        coded_values = (elements * shift[..., None]).flatten(-2).flatten(2, 3).to(torch.float8_e5m2)
+        return coded_values, None, torch.where(zero, 1.0, factor)
+    factor = torch.where(factor < SMALLEST_FACTOR, SMALLEST_FACTOR, factor)
+    return coded.data, None, torch.where(zero, 1.0, factor)
+
+
+def _values(v: Tensor, form: Form, recipe: Recipe, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Return aligned values in a form, and their factors."""
+    if form is Form.RAW or recipe.pv != "fp8":
+        return None, None
+    factor = value_scale(v)
+    scaled = to_e4m3(v.float() / factor)
+    if form is Form.DEQUANTIZED:
+        return (scaled.float() * factor).to(torch.bfloat16), None
+    tiles = scaled.unflatten(2, (-1, TILE)).transpose(-1, -2)  # [B, H, tiles, Dv, 128]
+    # Entry 4 t + 2 j + c of a group of 16 holds the key 8 j + 2 t + c.
+    order = [
+        group + 8 * j + 2 * t + c for group in range(0, TILE, 16) for t in range(4) for j in range(2) for c in (0, 1)
+    ]
+    return tiles[..., order].contiguous(), factor[:, :, 0]

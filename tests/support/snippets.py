@@ -1,0 +1,101 @@
+"""The fenced blocks of the pages: finding them, checking their syntax, running them.
+
+A block is run unless an HTML comment ``<!-- not run: REASON -->`` stands above it; then it is only parsed. Sybil and
+its like would save one regular expression: none of them parses what it skips, or runs shell blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SHELLS = ("sh", "bash")
+FENCE = re.compile(
+    r"^(?:<!-- not run: (?P<reason>.+?) -->\n+)?```(?P<language>\w*)[^\n]*\n(?P<source>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        page: Where it stands, from the root of the repository.
+        line: Line of its first line of code, counted from 0.
+        language: What the fence says; empty for plain text.
+        source: The code.
+        reason: Why it is not run; ``None`` if it is.
+    """
+
+    page: str
+    line: int
+    language: str
+    source: str
+    reason: str | None
+
+    @property
+    def is_code(self) -> bool:
+        """Whether it can be run."""
+        return self.language == "python" or self.language in SHELLS
+
+    def parse(self) -> None:
+        """Check its syntax, for the languages that the pages use.
+
+        Raises:
+            SyntaxError: The Python or shell code is not valid.
+            ValueError: The TOML or JSON is not valid, or the language is another one.
+        """
+        if self.language == "python":
+            self._compile()
+        elif self.language in SHELLS:
+            done = subprocess.run(["bash", "-n", "-c", self.source], capture_output=True, text=True)
+            if done.returncode:
+                raise SyntaxError(f"{self.page}:{self.line + 1}: {done.stderr.strip()}")
+        elif self.language == "toml":
+            tomllib.loads(self.source)
+        elif self.language == "json":
+            json.loads(self.source)
+        elif self.language not in ("", "text"):
+            raise ValueError(f"{self.page}:{self.line + 1}: blocks of {self.language!r} are not checked")
+
+    def run(self, namespace: dict[str, Any]) -> None:
+        """Run Python code in ``namespace``, shell code in a process of its own.
+
+        Raises:
+            AssertionError: The shell code failed.
+        """
+        if self.language == "python":
+            exec(self._compile(), namespace)
+            return
+        bins = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "eval"))
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", self.source],
+            env=os.environ | {"PATH": bins, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{self.page}:{self.line + 1}: exit {done.returncode}\n{done.stderr[-3000:]}"
+
+    def _compile(self) -> Any:
+        return compile("\n" * self.line + self.source, str(ROOT / self.page), "exec")
+
+
+def find_blocks(page: Path) -> Iterator[Block]:
+    """Yield the blocks of a page in order."""
+    text = page.read_text(encoding="utf-8")
+    for match in FENCE.finditer(text):
+        line = text.count("\n", 0, match.start("source"))
+        name = page.relative_to(ROOT).as_posix() if page.is_relative_to(ROOT) else page.name
+        yield Block(name, line, match["language"], match["source"], match["reason"])
