@@ -12,6 +12,8 @@ Importing this package registers the attention implementation ``dma_mxfp``, and 
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import dma_attention_forward
+from .cache import DMACache
+from .cached_states import CachedStates
 from .compact_mask import CompactMask, MaskGeometry
 from .config import PRESETS, DMAConfig, preset, resolve
 from .masking import dma_mask
@@ -21,7 +23,9 @@ from .unsupported import fallback_counts, reset_fallback_counts
 __all__ = [
     "NAME",
     "PRESETS",
+    "CachedStates",
     "CompactMask",
+    "DMACache",
     "DMAConfig",
     "MaskGeometry",
     "configure",
@@ -33,5 +37,6 @@ __all__ = [
     "resolve",
 ]
 
-AttentionInterface.register(NAME, dma_attention_forward)
-AttentionMaskInterface.register(NAME, dma_mask)
+if __name__ == "dma_hf":  # the copy in a Hub kernel is registered by Transformers, under the repository's name
+    AttentionInterface.register(NAME, dma_attention_forward)
+    AttentionMaskInterface.register(NAME, dma_mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.import_utils import is_tracing
 
 from . import unsupported
+from .cached_states import step_of
 from .compact_mask import GEOMETRY, MaskGeometry
 from .settings import Settings, settings_of
 from .unsupported import Refusal
@@ -20,6 +22,9 @@ MASKED_BELOW = -9.9e3
 
 CROSS_ATTENTION_NAMES = ("CrossAttention", "MergedAttention")
 """Class names of layers whose keys are of another sequence, or (T5Gemma 2) of two sequences in a row."""
+
+NEVER_CAUSAL = ("BridgeTowerSelfAttention",)
+"""Class names of layers that call themselves causal, whose model makes no mask for them and means full attention."""
 
 
 def dma_attention_forward(
@@ -35,6 +40,7 @@ def dma_attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer; the interface is Transformers' ``AttentionInterface``.
@@ -50,8 +56,8 @@ def dma_attention_forward(
     Args:
         module: The layer; ``config``, ``is_causal``, ``training`` and the marks of cross-attention are read.
         query: ``[B, Hq, Tq, D]`` in bf16, fp16, fp32 or fp64; autocast applies as it does to SDPA.
-        key: ``[B, Hkv, Tk, D]``; ``Hkv`` divides ``Hq``.
-        value: ``[B, Hkv, Tk, Dv]``.
+        key: ``[B, Hkv, Tk, D]``; ``Hkv`` divides ``Hq``. What a :class:`~dma_hf.DMACache` returned stays packed.
+        value: ``[B, Hkv, Tk, Dv]``, likewise.
         attention_mask: ``None``, what :func:`dma_hf.masking.dma_mask` returned, or a 4-D mask broadcastable to
             ``[B, Hq, Tq, Tk]``: boolean, true where seen, or additive, of zeros and large negative numbers.
         scaling: Factor of the scores; ``D ** -0.5`` by default.
@@ -61,6 +67,8 @@ def dma_attention_forward(
         softcap: Cap of the scores.
         s_aux: Sink logits, ``[Hq]``.
         position_bias: Must be ``None``.
+        indices: The keys that the indexer of sparse attention chose for each query (DeepSeek V3.2, GLM-5), integer
+            ``[B, Tq, k]``; the others are hidden.
         kwargs: What else the model passes. Arguments that are known to change nothing are ignored.
 
     Returns:
@@ -72,12 +80,20 @@ def dma_attention_forward(
             allow SDPA for it; or the ``dma_mxfp`` section is not valid.
     """
     settings = settings_of(module.config)
-    query, key, value = _autocast(query, key, value)
+    step = step_of(key, value)
+    if step is None:
+        query, key, value = _autocast(query, key, value)
+    else:
+        query = query.to(key.dtype)  # under autocast too: a cache keeps the dtype of its first keys
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries of a resampler
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
     softcap = softcap or None
     geometry, bias = _geometry(module, query, key, attention_mask, is_causal, sliding_window)
+    if indices is not None:
+        geometry = _select(geometry, indices, query, key)
+        if bias is not None and geometry.pattern is not None:
+            bias = bias.masked_fill(~geometry.pattern, torch.finfo(bias.dtype).min)
     refusal = unsupported.find(
         module,
         query,
@@ -99,6 +115,20 @@ def dma_attention_forward(
         )
     if refusal is not None:
         return _refuse(refusal, settings, module, query, key, value, geometry, bias, scaling, dropout, position_bias)
+    sinks = None if s_aux is None else s_aux.reshape(-1)
+    if step is not None and not geometry.two_sequences:
+        out = step.attend(
+            query,
+            geometry,
+            settings.recipe,
+            scale=scaling,
+            softcap=softcap,
+            sinks=sinks,
+            backend=settings.backend,
+        )
+        return out.transpose(1, 2).contiguous(), None
+    if step is not None:
+        key, value = step.dense()
     out = attention(
         query,
         key,
@@ -111,7 +141,7 @@ def dma_attention_forward(
         kv_range=geometry.kv_range,
         window=geometry.window,
         softcap=softcap,
-        sinks=None if s_aux is None else s_aux.reshape(-1),
+        sinks=sinks,
         mask=geometry.pattern,
         backend=settings.backend,
     )
@@ -129,7 +159,7 @@ def _geometry(
     """Return what a layer's mask is, and the mask itself if it is additive."""
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
     if is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", True))
+        is_causal = bool(getattr(module, "is_causal", True)) and type(module).__name__ not in NEVER_CAUSAL
     geometry: MaskGeometry | None = getattr(mask, GEOMETRY, None)
     if geometry is not None:
         return _adopt(geometry, module, query, kv_len), None
@@ -167,6 +197,8 @@ def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int
     batch, q_len = query.shape[0], query.shape[2]
     if (geometry.q_len, geometry.kv_len) != (q_len, kv_len) and geometry.hides_nothing:  # nor does it for other lengths
         geometry = MaskGeometry(batch, q_len, kv_len, is_causal=False, two_sequences=q_len != kv_len)
+    if geometry.q_len == 1 < q_len and geometry.broadcasts_queries:
+        geometry = replace(geometry, q_len=q_len, q_offset=0, two_sequences=q_len != kv_len)
     if geometry.batch not in (1, batch) or (geometry.q_len, geometry.kv_len) != (q_len, kv_len):
         raise ValueError(
             f"attention_mask must be broadcastable to {[batch, query.shape[1], q_len, kv_len]}, got "
@@ -174,6 +206,18 @@ def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int
         )
     is_cross = not geometry.is_causal and _is_cross_attention(module, is_causal=False)
     return geometry.adapted(query.device, batch, two_sequences=geometry.two_sequences or is_cross)
+
+
+def _select(geometry: MaskGeometry, indices: Tensor, query: Tensor, key: Tensor) -> MaskGeometry:
+    """Return the geometry without the keys that a sparse-attention indexer left out."""
+    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
+    if indices.ndim != 3 or indices.shape[:2] != (batch, q_len):
+        raise ValueError(f"indices must be [{batch}, {q_len}, k], got {list(indices.shape)}")
+    if indices.shape[-1] >= kv_len:  # all of them
+        return geometry
+    chosen = torch.zeros((batch, q_len, kv_len), dtype=torch.bool, device=query.device)
+    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+    return replace(geometry, pattern=chosen if geometry.pattern is None else chosen & geometry.pattern)
 
 
 def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:

@@ -54,6 +54,11 @@ class MaskGeometry:
         return not (self.is_causal or self.window) and self.kv_range is None and self.pattern is None
 
     @property
+    def broadcasts_queries(self) -> bool:
+        """Whether every query sees the same keys, wherever it stands."""
+        return not (self.is_causal or self.window) and (self.pattern is None or self.pattern.shape[2] == 1)
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """The shape of the mask with one head."""
         return self.batch, 1, self.q_len, self.kv_len
@@ -137,13 +142,13 @@ class CompactMask(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what concerns the mask as a whole, refuse writes, and compute everything else on the dense mask."""
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _UNCHANGED:
             return args[0]
         if func is Tensor.to:
-            device = _device_only(args[1:], kwargs)
+            device = device_only(args[1:], kwargs)
             if device is not None:
                 return args[0] if device == args[0].device else cls.of(args[0].dma_geometry.to(device), device)
         elif func is Tensor.__getitem__:
@@ -164,13 +169,14 @@ class CompactMask(Tensor):
         return func(*args, **kwargs)
 
 
-_METADATA = frozenset(
+METADATA = frozenset(
     {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")}
     | {getattr(Tensor, name).__get__ for name in ("is_leaf", "grad_fn", "_base", "is_nested", "is_sparse", "is_meta")}
     | {getattr(Tensor, name).__get__ for name in ("is_quantized", "is_cuda", "is_cpu", "is_sparse_csr", "_version")}
     | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous}
     | {Tensor.is_floating_point, Tensor.is_complex, Tensor._is_view, Tensor.get_device, Tensor.__len__}
 )
+"""What a tensor subclass answers without looking at its values."""
 _UNCHANGED = frozenset({Tensor.contiguous, Tensor.detach, Tensor.bool, torch.detach})
 _WRITES = frozenset(
     {Tensor.__setitem__, Tensor.masked_fill_, Tensor.fill_, Tensor.copy_, Tensor.zero_, Tensor.index_fill_}
@@ -190,7 +196,7 @@ def _to(offset: int | Tensor, device: torch.device) -> int | Tensor:
     return offset.to(device) if isinstance(offset, Tensor) else offset
 
 
-def _device_only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+def device_only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
     """Return the device that these arguments of ``Tensor.to`` ask for, if they ask for nothing else."""
     device = args[0] if args else kwargs.get("device")
     others = [*args[1:], *(value for key, value in kwargs.items() if key not in ("device", "non_blocking"))]

@@ -123,6 +123,18 @@ PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
             rotate=False,
             pv="bf16",
         ),
+        # For caches. The first is "balanced" by another name: prefill on 8-bit units wants 8-bit queries too.
+        "kv8": DMAConfig(),
+        "kv4": DMAConfig(
+            low="nvfp4",
+            low_q="bf16",
+            low_v="nvfp4",
+            scale_rounding="search",
+            shared_scale="block",
+            smooth_k=True,
+            rotate=True,
+            pv="bf16",
+        ),
     }
 )
 

@@ -22,13 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from .compact_mask import CompactMask, MaskGeometry
 
 NEEDS_ADDITIVE_MASK = ("deepseek_v4",)
 """Models that join a bias to the mask and convert it to the mask's dtype, which turns it round if that is boolean."""
+
+ADDS_THE_MASK = ("gemma4_audio",)
+"""Models whose attention is built in and adds the mask to its scores: eager attention, whatever is asked for."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def dma_mask(
         use_vmap: Whether ``mask_function`` must be evaluated with ``vmap``.
         device: Where the mask is wanted.
         config: The model's configuration, which tells a window from a chunk.
-        kwargs: What other mask functions need, unused.
+        kwargs: What other mask functions need; ``dtype`` alone is used, for models that add the mask to their scores.
 
     Returns:
         A :class:`~dma_hf.CompactMask`, ``[B, 1, q_length, kv_length]``; also for plain causal and for full attention.
@@ -105,6 +108,20 @@ def dma_mask(
         raise ValueError(
             f"attention_mask must be [{batch_size}, kv_len] (padding) or 4-D, got shape {list(attention_mask.shape)}"
         )
+    if config is not None and config.model_type in ADDS_THE_MASK:
+        additive: Tensor = eager_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            dtype=kwargs.get("dtype", torch.float32),
+            use_vmap=use_vmap,
+            device=device,
+        )
+        return additive
     kind = _recognise(
         mask_function, local_size, kv_length, kv_offset, config, allow_is_causal_skip, allow_is_bidirectional_skip
     )

@@ -23,6 +23,9 @@ from .masking import built_in_attention, refuse_model
 NAME = "dma_mxfp"
 """The name of the attention implementation, and the key of its section in ``config.json``."""
 
+HUB_SUFFIX = f":{NAME}"
+"""How the name of the implementation ends where it comes from the Hub: ``org/repo:dma_mxfp``."""
+
 EVERY_TILE = 1 << 20
 """A band this wide holds every tile of any sequence."""
 
@@ -54,6 +57,11 @@ class Settings:
 _DEFAULT = Settings.of(DMAConfig())
 
 
+def is_dma(implementation: str) -> bool:
+    """Whether an attention implementation is this one: ``dma_mxfp``, or a Hub kernel's ``org/repo:dma_mxfp``."""
+    return implementation == NAME or implementation.endswith(HUB_SUFFIX)
+
+
 def settings_of(config: PreTrainedConfig) -> Settings:
     """Return the settings in the ``dma_mxfp`` section of a model's configuration, ``balanced`` where there is none.
 
@@ -73,6 +81,7 @@ def configure(
     setting: str | Path | Mapping[str, Any] | Recipe | None = None,
     *,
     activate: bool = False,
+    cache: bool | None = None,
     **changes: Any,
 ) -> DMAConfig:
     """Set the precisions of a model that runs ``dma_mxfp``.
@@ -85,6 +94,8 @@ def configure(
         setting: A preset's name, a TOML file, a mapping of fields or a :class:`DMAConfig`. By default what the model
             has already: the section of its configuration, or ``balanced``.
         activate: Also switch the model to ``dma_mxfp``, with ``set_attn_implementation``.
+        cache: True makes a new :class:`~dma_hf.DMACache` the cache of every ``generate`` of this model that does not
+            ask for another one; false takes that back. It concerns this object alone and is not saved.
         changes: Fields to change in ``setting``.
 
     Returns:
@@ -104,15 +115,19 @@ def configure(
         refuse_model(models[0].config)
     if activate:
         models[0].set_attn_implementation(NAME)
-    configs = _distinct_configs(models)
+    configs = _distinct_configs(model)
     running = sorted({str(each._attn_implementation) for each in configs})
-    if NAME not in running:
+    if not any(is_dma(name) for name in running):
         raise ValueError(
             f"{type(models[0]).__name__} runs attention {', '.join(map(repr, running))}, which the settings of {NAME} "
             f"do not reach; load it with attn_implementation={NAME!r}, or pass activate=True"
         )
     for each in configs:
         setattr(each, NAME, config.to_dict())
+    if cache is not None:
+        from .cache import make_default  # which itself reads settings
+
+        make_default(models[0], cache)
     return config
 
 
@@ -150,15 +165,17 @@ def _settings(key: Any) -> Settings:
         return Settings.of(_parse(dict(key) if isinstance(key, tuple) else key))
 
 
-def _distinct_configs(models: list[PreTrainedModel]) -> list[PreTrainedConfig]:
-    """Return the configuration of every model and those nested in them, each once, the outermost first."""
+def _distinct_configs(model: nn.Module) -> list[PreTrainedConfig]:
+    """Return the configurations that the modules of a model read, and those nested in them, each once, outermost first.
+
+    Not only models have one: some parts of a composite model are plain modules with a copy (X-CLIP).
+    """
     found: dict[int, PreTrainedConfig] = {}
-    pending = [module.config for module in models]
+    pending = [getattr(module, "config", None) for module in model.modules()]
     while pending:
         config = pending.pop(0)
-        if id(config) in found:
+        if not isinstance(config, PreTrainedConfig) or id(config) in found:
             continue
         found[id(config)] = config
-        nested = (getattr(config, name, None) for name in config.sub_configs)
-        pending.extend(each for each in nested if isinstance(each, PreTrainedConfig))
+        pending.extend(getattr(config, name, None) for name in config.sub_configs)
     return list(found.values())

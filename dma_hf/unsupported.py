@@ -19,6 +19,7 @@ HARMLESS = frozenset(
         # Handed down from the model's forward; they concern other layers, the output or the caches.
         *("position_ids", "cache_position", "use_cache", "past_key_values", "return_dict", "training"),
         *("output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep", "labels"),
+        *("shift_labels",),
         *("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "position_embeddings"),
         # Hints for FlashAttention. The packing that they describe is checked for in `find`.
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "deterministic"),
@@ -79,10 +80,10 @@ def find(
         is_packed_elsewhere: Whether the mask already keeps packed sequences apart.
         others: Keyword arguments that the adapter has no parameter for.
     """
-    refusal = _find_argument(others, is_packed_elsewhere)
+    can = softcap is None and s_aux is None
+    refusal = _find_argument(others, is_packed_elsewhere, can)
     if refusal is not None:
         return refusal
-    can = softcap is None and s_aux is None
     if position_bias is not None:
         asked = f"the model adds one of shape {list(position_bias.shape)} to its scores"
         return Refusal("position_bias", asked, WAY_OUT, sdpa_can=can)
@@ -102,21 +103,21 @@ def find(
     return None
 
 
-def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refusal | None:
+def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool, sdpa_can: bool) -> Refusal | None:
     for name, value in others.items():
         if value is None or name in HARMLESS:
             continue
         if name == "output_attentions":
             if not value:
                 continue
-            return _no_attention_weights(f"{name}={value}")
+            return _no_attention_weights(f"{name}={value}", sdpa_can)
         if name == "cache":
             asked = f"a paged cache ({type(value).__name__}) was passed, as generate_batch does"
             return Refusal("continuous batching", asked, "use generate(), or " + WAY_OUT)
         asked = f"{name}={_brief(value)} was passed and may change the result"
         return Refusal(f"the argument {name!r}", asked, "leave it out, or " + WAY_OUT)
     if _is_collecting_attentions():
-        return _no_attention_weights("output_attentions=True")
+        return _no_attention_weights("output_attentions=True", sdpa_can)
     lengths = others.get("cu_seq_lens_q")
     if isinstance(lengths, Tensor) and lengths.numel() > 2 and not is_packed_elsewhere:
         asked = f"cu_seq_lens_q packs {lengths.numel() - 1} sequences that the mask does not keep apart"
@@ -125,9 +126,10 @@ def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refu
     return None
 
 
-def _no_attention_weights(asked: str) -> Refusal:
-    way_out = "attention weights are never materialised; load the model with attn_implementation='eager'"
-    return Refusal("output_attentions", f"{asked} was asked for", way_out)
+def _no_attention_weights(asked: str, sdpa_can: bool) -> Refusal:
+    """Return the refusal; SDPA has no weights to return either, and leaves them out as it does without us."""
+    way_out = "attention weights are never materialised; load the model with attn_implementation='eager' to get them"
+    return Refusal("output_attentions", f"{asked} was asked for", way_out, sdpa_can)
 
 
 def _is_collecting_attentions() -> bool:

@@ -256,6 +256,57 @@ class TestCrossAttention:
         _same(cross, _expected(*states))
 
 
+class TestChosenKeys:
+    """``indices``, the keys that the indexer of sparse attention chose for each query."""
+
+    @pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
+    def test_they_hide_the_others(self, layer, is_padded):
+        indices = torch.rand(2, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2)).argsort(-1)[..., :5].int()
+        chosen = torch.zeros(2, TOKENS, TOKENS, dtype=torch.bool).scatter(-1, indices.long(), True)
+        padding = torch.ones(2, TOKENS, dtype=torch.bool)
+        if is_padded:
+            padding[0, :3] = False
+        mask = dma_mask(2, TOKENS, TOKENS, attention_mask=padding if is_padded else None)
+        seen = chosen & padding[:, None] & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+        out, _ = dma_attention_forward(layer, *_states(), mask, indices=indices)
+        expected = _expected(*_states(), attn_mask=seen[:, None])
+        some = seen.any(-1)
+        _same(out[some], expected[some])
+        assert not out[~some].any()
+
+    def test_all_of_them_change_nothing(self, layer):
+        indices = torch.arange(TOKENS).flip(0).expand(2, TOKENS, TOKENS)
+        out, _ = dma_attention_forward(layer, *_states(), None, indices=indices)
+        assert torch.equal(out, dma_attention_forward(layer, *_states(), None)[0])
+
+    def test_their_shape_is_checked(self, layer):
+        with pytest.raises(ValueError, match=r"indices must be \[2, 9, k\], got \[2, 3\]"):
+            dma_attention_forward(layer, *_states(), None, indices=torch.zeros(2, 3, dtype=torch.int32))
+
+
+class TestQuirks:
+    """What single models do otherwise than all the rest."""
+
+    def test_a_mask_for_one_query_is_for_all(self, identity):
+        """BridgeTower asks for one, and means every query."""
+        padding = torch.ones(2, TOKENS, dtype=torch.bool)
+        padding[0, -3:] = False
+        mask = dma_mask(2, 1, TOKENS, attention_mask=padding, mask_function=bidirectional_mask_function)
+        out, _ = dma_attention_forward(_Layer(identity, is_causal=False), *_states(), mask)
+        _same(out, _expected(*_states(), attn_mask=padding[:, None, None].expand(-1, 1, TOKENS, -1)))
+
+    def test_a_causal_mask_for_one_query_is_not(self, layer):
+        with pytest.raises(ValueError, match="the model made it for other queries or keys"):
+            dma_attention_forward(layer, *_states(), dma_mask(2, 1, TOKENS, q_offset=TOKENS - 1))
+
+    def test_a_layer_that_is_causal_in_name_alone(self, identity):
+        class BridgeTowerSelfAttention(_Layer):
+            pass
+
+        out, _ = dma_attention_forward(BridgeTowerSelfAttention(identity), *_states(), None)
+        _same(out, _expected(*_states()))
+
+
 ERRORS = {
     "dropout": ({"dropout": 0.1}, r"dropout: dropout=0\.1 was asked for; call model\.eval\(\)"),
     "position_bias": (
@@ -268,7 +319,6 @@ ERRORS = {
         {"temperature": 0.5},
         "the argument 'temperature': temperature=0.5 was passed and may change the result",
     ),
-    "indices": ({"indices": torch.zeros(2, 9, 3)}, r"the argument 'indices': indices=Tensor\[2, 9, 3\]"),
     "cache": ({"cache": object()}, r"continuous batching: a paged cache \(object\) was passed.*use generate\(\)"),
     "packing": (
         {"cu_seq_lens_q": torch.tensor([0, 4, 9])},
@@ -403,12 +453,27 @@ class TestFallback:
         assert query.grad is not None
         assert dma_hf.fallback_counts() == {"gradients": 1}
 
-    @pytest.mark.parametrize("name", ["output_attentions", "head_mask", "unknown", "indices", "cache", "packing"])
+    @pytest.mark.parametrize("name", ["head_mask", "unknown", "cache", "packing"])
     def test_what_sdpa_would_ignore_is_still_an_error(self, name, layer):
         arguments, message = ERRORS[name]
         with pytest.raises(ValueError, match=message):
             dma_attention_forward(layer, *_states(), None, **arguments)
         assert dma_hf.fallback_counts() == {}
+
+    def test_sdpa_leaves_out_the_attention_weights(self, layer):
+        with pytest.warns(UserWarning, match="does not support output_attentions"):
+            out, weights = dma_attention_forward(layer, *_states(), None, output_attentions=True)
+        assert weights is None
+        _same(out, _expected(*_states(), is_causal=True))
+
+    def test_the_choice_of_an_indexer_survives_beside_a_bias(self, layer):
+        """The bias makes it a call for SDPA, which must not see what the indexer left out."""
+        bias = torch.randn(2, 1, TOKENS, TOKENS, generator=torch.Generator().manual_seed(1))
+        indices = torch.arange(4).expand(2, TOKENS, 4)
+        with pytest.warns(UserWarning, match="an additive bias"):
+            out, _ = dma_attention_forward(layer, *_states(), bias, indices=indices)
+        bias[..., 4:] = torch.finfo(torch.float32).min
+        _same(out, _expected(*_states(), attn_mask=bias))
 
     @pytest.mark.parametrize("option", [{"softcap": 2.0}, {"s_aux": torch.zeros(4)}], ids=["softcap", "sinks"])
     def test_what_sdpa_lacks_is_still_an_error(self, option, layer):

@@ -106,3 +106,38 @@ def test_export(strict, families, token_ids, assert_same):
     exported = torch.export.export(Logits(), (ids, mask.clone()), strict=strict).module()
     mask[0, :9] = 0
     assert_same(exported(ids, mask), model(ids, attention_mask=mask, use_cache=False).logits, mask)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bert"])
+def test_lengths_do_not_recompile(name, families, model_pair, token_ids, assert_same):
+    """Beyond the second, which makes the length symbolic; Transformers' own attention is compiled as often."""
+    options = {} if name == "bert" else {"use_cache": False}
+    compiled_graphs = []
+    for model in model_pair(families[name]):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        for length in (300, 40, 129, 257, 64):
+            ids = token_ids(2, length)
+            logits = compiled(ids, **options).logits
+        compiled_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert_same(logits, model(ids, **options).logits)
+    assert compiled_graphs[1] <= max(2, compiled_graphs[0])
+
+
+def test_export_with_a_symbolic_length(families, token_ids, assert_same):
+    model = families["llama"].build("dma_mxfp")
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(ids, use_cache=False).logits
+
+    length = torch.export.Dim("length", min=2, max=1000)
+    exported = torch.export.export(Logits(), (token_ids(2, LENGTH),), dynamic_shapes={"ids": {1: length}}).module()
+    for tokens in (LENGTH, 7, 300):
+        ids = token_ids(2, tokens)
+        assert_same(exported(ids), model(ids, use_cache=False).logits)

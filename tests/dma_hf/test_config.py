@@ -14,7 +14,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_presets_are_those_of_the_design():
-    assert list(PRESETS) == ["balanced", "fp4", "paper"]
+    assert list(PRESETS) == ["balanced", "fp4", "paper", "kv8", "kv4"]
     balanced = PRESETS["balanced"]
     assert balanced == DMAConfig()
     assert (balanced.low, balanced.shared_scale, balanced.high, balanced.pv) == ("mxint8", "tile", "bf16", "fp8")
@@ -73,8 +73,12 @@ def test_resolve(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "error", "message"),
     [
-        ("fast", ValueError, "unknown preset 'fast'; expected one of balanced, fp4, paper, or the path of a .toml"),
-        (4, TypeError, r"expected the name of a preset \(balanced, fp4, paper\), .* got 4"),
+        (
+            "fast",
+            ValueError,
+            "unknown preset 'fast'; expected one of balanced, fp4, paper, kv8, kv4, or the path of a .toml",
+        ),
+        (4, TypeError, r"expected the name of a preset \(balanced, fp4, paper, kv8, kv4\), .* got 4"),
         ({"lo": "mxfp4"}, ValueError, "unknown key 'lo'; valid keys: low, low_q, .*on_unsupported"),
         ({"lo": "mxfp4", "hi": 1}, ValueError, "unknown keys 'lo', 'hi'"),
         ({"low": "fp4"}, ValueError, "low must be one of bf16, .*; got 'fp4'"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from transformers import StaticCache, set_seed
+from transformers import DynamicCache, StaticCache, set_seed
+from transformers.generation.streamers import BaseStreamer
 
 NEW_TOKENS = 14
 PROMPT = 31  # longer than the window, so that sliding caches drop keys at once
@@ -91,3 +92,65 @@ def test_a_static_cache_is_reused(name, families, model_pair, token_ids):
         cache.reset()
         actual = model.generate(ids, past_key_values=cache, max_new_tokens=NEW_TOKENS, disable_compile=True, **GREEDY)
         assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_streamer_gets_every_token(name, families, model_pair, token_ids):
+    class Collector(BaseStreamer):
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens.extend(value.flatten().tolist())
+
+        def end(self):
+            self.tokens.append("end")
+
+    _, model = model_pair(families[name])
+    streamer = Collector()
+    tokens = model.generate(token_ids(1, PROMPT), max_new_tokens=NEW_TOKENS, streamer=streamer, **GREEDY)
+    assert streamer.tokens == [*tokens[0].tolist(), "end"]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 4, "num_return_sequences": 2, "do_sample": False},
+        {"num_beams": 2, "do_sample": True},
+        {"do_sample": False, "output_scores": True, "return_dict_in_generate": True},
+        {"do_sample": False, "cache_implementation": "dynamic_full"},
+        {"do_sample": True, "min_p": 0.05, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"do_sample": False, "guidance_scale": 1.5},
+    ],
+    ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()),
+)
+def test_other_modes(name, options, families, model_pair, token_ids):
+    """With the same tokens and, where they are asked for, the same scores."""
+    results = []
+    for model, run in zip(model_pair(families[name]), (_upstream, _ours), strict=True):
+        set_seed(0)
+        results.append(run(model, token_ids(2, PROMPT), pad_token_id=0, **options))
+    expected, actual = results
+    if "return_dict_in_generate" in options:
+        torch.testing.assert_close(torch.stack(actual.scores), torch.stack(expected.scores), rtol=1e-4, atol=1e-4)
+        expected, actual = expected.sequences, actual.sequences
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_conversation_goes_on_with_its_cache(name, families, model_pair, token_ids):
+    """The second turn is a prefill on top of a cache that generation has filled."""
+    turns = []
+    for model in model_pair(families[name]):
+        cache, ids = DynamicCache(config=model.config), token_ids(1, PROMPT)
+        for seed in (5, 6):
+            ids = model.generate(ids, past_key_values=cache, max_new_tokens=NEW_TOKENS, pad_token_id=0, **GREEDY)
+            ids = torch.cat((ids, token_ids(1, 11, seed=seed)), dim=1)
+        turns.append(ids)
+    assert torch.equal(*turns)
+
+
+def _ours(model, *arguments, **options):
+    return model.generate(*arguments, max_new_tokens=NEW_TOKENS, **options)

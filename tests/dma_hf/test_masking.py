@@ -288,3 +288,14 @@ def test_caches_say_where_queries_stand():
         assert mask.shape == (1, 1, 3, kv_length)
         assert int(mask.dma_geometry.q_offset) == 7
     assert dma_hf.NAME in upstream.ALL_MASK_ATTENTION_FUNCTIONS
+
+
+def test_models_that_add_the_mask_to_their_scores():
+    """Gemma 4's audio tower computes eager attention whatever is asked for, and takes eager's mask."""
+    config = LlamaConfig()
+    config.model_type = "gemma4_audio"
+    arguments = {"attention_mask": torch.tensor([[True] * 4, [False] + [True] * 3]), "device": "cpu"}
+    arguments |= {"mask_function": upstream.bidirectional_mask_function, "dtype": torch.bfloat16}
+    mask = dma_mask(2, 4, 4, config=config, allow_is_bidirectional_skip=True, **arguments)
+    assert mask.dtype == torch.bfloat16
+    assert torch.equal(mask, upstream.eager_mask(2, 4, 4, **arguments))

@@ -155,7 +155,7 @@ def test_a_preset_by_name_in_config_json(llama, token_ids, tmp_path):
 @pytest.mark.parametrize(
     ("section", "error", "message"),
     [
-        ("fast", ValueError, "unknown preset 'fast'; expected one of balanced, fp4, paper, or a mapping"),
+        ("fast", ValueError, "unknown preset 'fast'; expected one of balanced, fp4, paper, kv8, kv4, or a mapping"),
         ({"lo": "mxfp4"}, ValueError, "unknown key 'lo'; valid keys: low, "),
         ({"low": "mxfp3"}, ValueError, "low must be one of"),
         ({"low": ["mxfp4"]}, ValueError, r"low must be one of .* got \['mxfp4'\]"),
@@ -203,3 +203,11 @@ def test_two_models_in_two_threads(families, token_ids):
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_configure_reaches_plain_modules_with_a_configuration_of_their_own(llama):
+    """X-CLIP's frame encoder is such a module: no model, and its configuration is a copy that no other one holds."""
+    layer = llama.model.layers[1].self_attn
+    layer.config = copy.deepcopy(layer.config)
+    dma_hf.configure(llama, "paper")
+    assert layer.config.dma_mxfp == PRESETS["paper"].to_dict()

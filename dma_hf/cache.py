@@ -1,0 +1,219 @@
+"""``DMACache``: the key-value cache of diagonal-tiled mixed-precision attention, for ``generate`` and ``forward``."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from dma_kernels import Recipe
+from dma_kernels.storage import LayerStorage
+from transformers import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StaticCache,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+
+from .cache_layers import DMALayer, DMASlidingLayer, DMAStaticLayer, Owner, check_crop_argument
+from .config import resolve
+from .settings import NAME, settings_of
+
+
+class DMACache(DynamicCache):  # type: ignore[misc]
+    """A key-value cache with the band and the sinks in the model's 16 bits and everything between in low precision.
+
+    Keys and values are encoded once, in tiles of 128, in the formats of the model's ``dma_mxfp`` configuration::
+
+        dma_hf.configure(model, "kv4")
+        model.generate(**inputs, past_key_values=DMACache(model.config))
+
+    Layers that run ``dma_mxfp`` attend to the packed tiles, and to the same numbers that one forward pass over the
+    whole sequence would. Under any other attention implementation the cache returns dequantised keys and values.
+    Layers that also, or only, hold something else (Mamba, linear attention, an indexer) stay Transformers' own.
+
+    It is a ``DynamicCache`` in name, because ``EncoderDecoderCache`` crops and repeats no other; nothing of it is used.
+
+    Args:
+        config: The model's configuration.
+        setting: Precisions for a model that runs another attention: a preset, a TOML file, a mapping or a
+            :class:`~dma_hf.DMAConfig`. By default those of the model. A model that runs ``dma_mxfp`` must agree.
+        max_cache_len: Makes a static cache, for ``torch.compile`` and CUDA graphs, with room for so many tokens.
+        offloading: Whether layers wait on the CPU for their turn.
+        offload_only_non_sliding: Whether layers with a sliding window, which are small, stay on the device.
+
+    Raises:
+        OSError: ``setting`` is a file that cannot be read.
+        TypeError: ``config`` or ``setting`` is not as described.
+        ValueError: Likewise; or ``max_cache_len`` is below 1.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        setting: str | Path | Mapping[str, Any] | Recipe | None = None,
+        *,
+        max_cache_len: int | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
+    ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config must be a model's configuration (model.config), got {type(config).__name__}")
+        if max_cache_len is not None and not (isinstance(max_cache_len, int) and max_cache_len >= 1):
+            raise ValueError(f"max_cache_len must be an integer of at least 1, got {max_cache_len!r}")
+        decoder = config.get_text_config(decoder=True)
+        recipe = settings_of(decoder).recipe if setting is None else resolve(setting).recipe
+        owner = Owner(decoder, recipe, NAME)
+        upstream = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
+        layers = [_own_layer(layer, owner, max_cache_len) for layer in upstream.layers]
+        Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
+        self.owner = owner
+
+    @property
+    def recipe(self) -> Recipe:
+        """The precisions that the cache holds."""
+        return self.owner.recipe
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the layers with packed keys and values take."""
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, DMALayer))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last ``-tokens_to_remove`` tokens.
+
+        Up to 129 of them leave the cache as if they had never come. Of more, the keys and values just before the new
+        end, which had been packed, go on in 16 bits with the precision of the packed form; layers with a sliding window
+        have dropped them.
+
+        Raises:
+            ValueError: ``tokens_to_remove`` is positive, or takes back more than there are; the cache is as it was.
+            RuntimeError: A layer cannot take them back; likewise.
+        """
+        count = check_crop_argument(tokens_to_remove)
+        for layer in self.layers:
+            if isinstance(layer, DMALayer):
+                layer.check_crop(count)
+        super().crop(-count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the contents, for ``torch.save``: plain values and tensors, which share memory with the cache.
+
+        Raises:
+            TypeError: A layer is not of this package (Mamba, linear attention).
+        """
+        layers: list[dict[str, Any] | None] = []
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, DMALayer):
+                layer.flush()
+                layers.append(_layer_state(layer))
+            elif getattr(layer, "keys", None) is None and not hasattr(layer, "conv_states"):
+                layers.append(None)  # shared or without attention: it has no contents
+            else:
+                raise TypeError(
+                    f"layer {index} is a {type(layer).__name__}, whose state is Transformers' own; use pickle"
+                )
+        return {"recipe": asdict(self.recipe), "layers": layers}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str | None = None) -> None:
+        """Take the contents that :meth:`state_dict` returned, of a cache of the same kind.
+
+        Args:
+            state: The contents; their tensors are copied.
+            device: Where to hold them; by default where they are.
+
+        Raises:
+            ValueError: The precisions or the layers differ from those of this cache, which is as it was.
+        """
+        if state["recipe"] != asdict(self.recipe):
+            raise ValueError(f"state holds the precisions {state['recipe']}, the cache {asdict(self.recipe)}")
+        kinds = [None if layer is None else (layer["window"], layer["max_cache_len"]) for layer in state["layers"]]
+        own = [
+            (layer.window, getattr(layer, "max_cache_len", None)) if isinstance(layer, DMALayer) else None
+            for layer in self.layers
+        ]
+        if kinds != own:
+            raise ValueError(f"state holds layers (window, max_cache_len) {kinds}, the cache {own}")
+        for layer, saved in zip(self.layers, state["layers"], strict=True):
+            if saved is not None:
+                _load_layer(layer, saved, device)
+
+
+def _own_layer(layer: Any, owner: Owner, max_cache_len: int | None) -> Any:
+    """Return the layer of this package that stands for one of Transformers', or that one where there is none."""
+    if type(layer) is DynamicLayer:
+        return DMALayer(owner)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return DMASlidingLayer(owner, layer.sliding_window)
+    if type(layer) is StaticLayer and max_cache_len is not None:
+        return DMAStaticLayer(owner, max_cache_len)
+    if type(layer) is StaticSlidingWindowLayer and max_cache_len is not None:
+        return DMAStaticLayer(owner, max_cache_len, sliding_window=layer.max_cache_len)
+    return layer
+
+
+def _layer_state(layer: DMALayer) -> dict[str, Any]:
+    storage = layer.storage
+    state: dict[str, Any] = {"window": layer.window, "max_cache_len": getattr(layer, "max_cache_len", None)}
+    if storage is not None:
+        state |= {"tokens": int(layer.tokens), "settled": layer.is_settled, "taken_back": storage.taken_back}
+        state["tensors"] = storage.tensors()
+    return state
+
+
+def _load_layer(layer: DMALayer, state: dict[str, Any], device: torch.device | str | None) -> None:
+    layer.reset()
+    if "tensors" not in state:
+        return
+    tensors = {name: tensor.to(device or tensor.device, copy=True) for name, tensor in state["tensors"].items()}
+    held = layer.storage
+    if held is not None:  # a static layer keeps its tensors where they are
+        for name, tensor in held.tensors().items():
+            tensor.copy_(tensors[name])
+        assert isinstance(layer.tokens, torch.Tensor)
+        layer.tokens.fill_(state["tokens"])
+    else:
+        layer.storage = LayerStorage.of_tensors(layer.owner.recipe, layer.window, tensors, state["taken_back"])
+        layer.device = layer.storage.lengths.device
+        is_static = isinstance(layer, DMAStaticLayer)
+        layer.tokens = torch.tensor(state["tokens"], device=layer.device) if is_static else state["tokens"]
+    layer.is_empty, layer.is_settled = state["tokens"] == 0, state["settled"]
+
+
+def make_default(model: PreTrainedModel, wanted: bool) -> None:
+    """Make ``DMACache`` the cache of a model's ``generate``, or take that back.
+
+    The model gets a ``generate`` of its own, which calls that of its class with ``past_key_values`` filled in.
+    Nothing of Transformers is changed, nor other models.
+    """
+    if wanted:
+        model.generate = types.MethodType(_generate, model)
+    else:
+        vars(model).pop("generate", None)
+
+
+def _generate(model: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
+    """Generate as the model's class does, with a ``DMACache`` unless the call says what to do about a cache."""
+    if options.get("past_key_values") is None and _leaves_cache_open(model, arguments, options):
+        cache = DMACache(model.config)
+        if any(isinstance(layer, DMALayer) for layer in cache.layers):  # Mamba calls its cache by another name
+            if model.config.is_encoder_decoder:
+                cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
+            options["past_key_values"] = cache
+    return type(model).generate(model, *arguments, **options)
+
+
+def _leaves_cache_open(model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Return whether neither a call of ``generate`` nor the generation's configuration asks for a cache or none."""
+    given = [options.get("generation_config"), *arguments[1:2], model.generation_config]
+    config = next((each for each in given if isinstance(each, GenerationConfig)), None)
+    use_cache = options.get("use_cache", getattr(config, "use_cache", True))
+    implementation = options.get("cache_implementation", getattr(config, "cache_implementation", None))
+    return use_cache is not False and implementation is None

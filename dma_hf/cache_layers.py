@@ -1,0 +1,438 @@
+"""The layers of a :class:`~dma_hf.DMACache`: a layer's storage, counted and masked as Transformers' caches are.
+
+Transformers counts tokens from the start of the batch, padding included; the storage counts positions from the first
+key that a row may see. What lies between, a row's padding, is known only from the mask, and that only the attention
+function gets. So ``update`` leaves the new keys in a :class:`Step`, and they are stored when ``dma_mxfp`` attends (with
+the padding left out), or at the latest when anything else needs them (with the padding as keys).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from dma_kernels import Recipe
+from dma_kernels.cached import append, check_fits, restore
+from dma_kernels.formats import TILE
+from dma_kernels.storage import LayerStorage
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from .cache_step import DECODED_AT_ONCE, Step
+from .cached_states import CachedStates
+from .compact_mask import MaskGeometry
+from .settings import is_dma
+
+
+class Owner:
+    """What the layers of a cache share; copies of a cache share it too, so that they see what the model runs.
+
+    Attributes:
+        config: The decoder's configuration.
+        recipe: The precisions of the cache.
+        name: The attention implementation that reads the packed form.
+    """
+
+    def __init__(self, config: PreTrainedConfig, recipe: Recipe, name: str) -> None:
+        self.config = config
+        self.recipe = recipe
+        self.name = name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
+        """Return itself."""
+        return self
+
+    @property
+    def reads_packed(self) -> bool:
+        """Whether the model's attention function recognises :class:`~dma_hf.cached_states.CachedStates`."""
+        return is_dma(str(self.config._attn_implementation))
+
+
+class DMALayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer that attends to all tokens, and grows.
+
+    Args:
+        owner: What the layers share.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    window: int | None = None
+
+    def __init__(self, owner: Owner) -> None:
+        # Not the base class's: it would set `keys` and `values`.
+        self.owner = owner
+        self.storage: LayerStorage | None = None
+        self.step: Step | None = None
+        self.tokens: int | Tensor = 0
+        self.is_empty = True
+        self.is_settled = False
+        self.is_offloading = False
+        self.device: torch.device | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether batch size, heads and dtype are known."""
+        return self.storage is not None
+
+    @property
+    def batch_size(self) -> int:
+        """Batch rows.
+
+        Raises:
+            AttributeError: Not known yet, as Transformers' layers say it.
+        """
+        if self.storage is None:
+            raise AttributeError("batch_size")
+        return len(self.storage.lengths)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the model's keys; ``None`` before the first."""
+        return None if self.storage is None else self.storage.key_tail.dtype
+
+    @property
+    def keys(self) -> Tensor | None:
+        """All keys that the layer still holds, dequantised, ``[B, Hkv, T, D]``."""
+        return self._dequantized(0)
+
+    @property
+    def values(self) -> Tensor | None:
+        """All values that the layer still holds, dequantised, ``[B, Hkv, T, Dv]``."""
+        return self._dequantized(1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the layer takes."""
+        return 0 if self.storage is None else self.storage.nbytes
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the storage, for tensors like these."""
+        self.device = key_states.device
+        self.storage = LayerStorage.allocate(
+            self.owner.recipe,
+            batch=key_states.shape[0],
+            kv_heads=key_states.shape[1],
+            head_dim=key_states.shape[3],
+            value_dim=value_states.shape[3],
+            dtype=key_states.dtype,
+            device=key_states.device,
+            window=self.window,
+        )
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take new keys and values.
+
+        Args:
+            key_states: ``[B, Hkv, T, D]``.
+            value_states: ``[B, Hkv, T, Dv]``.
+            args: Unused.
+            kwargs: Unused.
+
+        Returns:
+            All keys and values that the mask of the step speaks of: packed ones for ``dma_mxfp``, otherwise dequantised
+            (the new ones as they came).
+
+        Raises:
+            TypeError: Their dtype is not that of the first ones. The cache is as it was.
+            ValueError: Likewise, of shape or device; or there is no room.
+        """
+        self.flush()
+        if self.storage is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.storage is not None
+        if key_states.device == self.device:
+            self.prefetch()
+        check_fits(self.storage, key_states, value_states)
+        self.check_room(key_states.shape[2])
+        step = Step(self, key_states, value_states)
+        if not self.owner.reads_packed or not _takes_subclasses(key_states):
+            return step.dense()
+        self.step = step
+        return (
+            CachedStates.of(step, key_states, step.kv_len, is_value=False),
+            CachedStates.of(step, value_states, step.kv_len, is_value=True),
+        )
+
+    def check_room(self, count: int) -> None:
+        """Raise if ``count`` more tokens do not fit; here they always do."""
+
+    def flush(self) -> None:
+        """Store what no attention function has asked for."""
+        if self.step is not None:
+            self.store(self.step)
+
+    def settle(self, step: Step, geometry: MaskGeometry) -> None:
+        """Learn from the mask how many tokens of each row are padding, until every row has begun."""
+        storage = self.storage
+        assert storage is not None
+        if self.is_settled:
+            return
+        offset = geometry.kv_offset
+        if geometry.kv_range is None and isinstance(offset, int) and offset == step.kv_offset:
+            self.is_settled = True
+            return
+        count = step.key.shape[2]
+        before = (offset - step.kv_offset) + self.tokens  # position of the first new token
+        length = torch.as_tensor(before, device=storage.lengths.device).expand(len(storage.lengths))
+        if geometry.kv_range is not None:  # a row that sees no key is all padding, so far
+            sees = geometry.kv_range[:, 0] < geometry.kv_range[:, 1]
+            length = torch.where(sees, length, -count)
+        length = length.clamp(max=0).to(torch.int32)
+        storage.lengths.copy_(torch.where(storage.lengths > 0, storage.lengths, length))
+        if not torch.compiler.is_compiling():
+            self.is_settled = bool((storage.lengths + count > 0).all())
+
+    def store(self, step: Step) -> None:
+        """Store the keys of a step."""
+        assert self.storage is not None
+        self.make_room(step.key.shape[2])
+        append(self.storage, step.key.detach(), step.value.detach())
+        self.count(step)
+
+    def make_room(self, count: int) -> None:
+        """Grow the storage for ``count`` more tokens."""
+        assert self.storage is not None
+        assert isinstance(self.tokens, int)
+        self.storage.reserve((self.tokens + count) // TILE)
+
+    def count(self, step: Step) -> None:
+        """Note that the keys of a step have been stored."""
+        self.tokens += step.key.shape[2]
+        self._note_stored(step)
+
+    def position_of(self, step: Step) -> Tensor:
+        """Return the position of the first token that the mask of a step speaks of, int32 ``[B]``."""
+        assert self.storage is not None
+        return self.storage.lengths - (self.tokens - step.kv_offset)
+
+    def get_seq_length(self) -> int | Tensor:
+        """Return how many tokens the layer has seen."""
+        return self.tokens if self.step is None else self.tokens + self.step.key.shape[2]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many tokens a mask must speak of, and the number of the first."""
+        length = self.get_seq_length()
+        assert isinstance(length, int)
+        return length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return how many tokens a query can see at most; -1 for no limit."""
+        return -1
+
+    def check_crop(self, count: int) -> None:
+        """Raise if ``count`` tokens cannot be taken back."""
+        length = self.get_seq_length()
+        if self.storage is not None and isinstance(length, int) and count > length:
+            raise ValueError(f"crop({-count}) takes back {count} tokens, but the cache holds {length}")
+        if self.storage is not None:
+            self.storage.check_crop(count)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last ``-tokens_to_remove`` tokens; see :meth:`LayerStorage.crop` on what stays exact.
+
+        Raises:
+            ValueError: ``tokens_to_remove`` is positive, or takes back more than there are.
+            RuntimeError: The layer has a sliding window and does not hold what came before any more.
+        """
+        count = check_crop_argument(tokens_to_remove)
+        self.check_crop(count)
+        self.flush()
+        if count and self.storage is not None:
+            assert isinstance(self.tokens, int)
+            self.storage.crop(count)
+            self.tokens -= count
+            if self.tokens == 0:
+                self._start_anew()
+
+    def reset(self) -> None:
+        """Forget everything, the batch size too."""
+        self.storage = self.step = None
+        self.tokens = 0
+        self.is_empty, self.is_settled = True, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take batch rows as a beam search has chosen them."""
+        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row."""
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some batch rows, in this order."""
+        self._map(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def offload(self) -> None:
+        """Move the storage to the CPU, once the layer's attention has been computed."""
+        if self.step is not None:
+            self.is_offloading = True
+            return
+        self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move the storage back to the device of the keys."""
+        if self.storage is not None and self.storage.lengths.device != self.device:
+            self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def _note_stored(self, step: Step) -> None:
+        step.is_stored = True
+        self.step = None
+        self.is_empty = False
+        if self.is_offloading:
+            self.is_offloading = False
+            self.offload()
+
+    def _start_anew(self) -> None:
+        """Forget the padding of the rows, which an empty cache has not."""
+        assert self.storage is not None
+        self.storage.lengths.zero_()
+        self.is_empty, self.is_settled = True, False
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.flush()
+        if self.storage is not None:
+            self.storage = self.storage.mapped(function)
+
+    def _dequantized(self, which: int) -> Tensor | None:
+        self.flush()
+        if self.storage is None:
+            return None
+        length, first = self.get_mask_sizes(0)
+        return restore(self.storage, self.storage.lengths - (self.tokens - first), length)[which]
+
+
+class DMASlidingLayer(DMALayer):
+    """A layer with a sliding window (or with chunks, of which a window holds one): bounded memory.
+
+    Args:
+        owner: What the layers share.
+        sliding_window: Tokens that a query sees, its own included.
+    """
+
+    is_sliding = True
+
+    def __init__(self, owner: Owner, sliding_window: int) -> None:
+        super().__init__(owner)
+        self.sliding_window = self.window = sliding_window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many tokens a mask must speak of, and the number of the first."""
+        length = self.get_seq_length()
+        assert isinstance(length, int)
+        first = max(length - self.sliding_window + 1, 0)
+        return length - first + query_length, first
+
+    def get_max_length(self) -> int:
+        """Return how many tokens a query can see at most."""
+        return self.sliding_window
+
+
+class DMAStaticLayer(DMALayer):
+    """A layer of fixed size, whose steps do not depend on the host: for ``torch.compile`` and CUDA graphs.
+
+    A sliding window bounds its memory, but its masks speak of all tokens: what they cost does not depend on it.
+
+    Args:
+        owner: What the layers share.
+        max_cache_len: Tokens that fit.
+        sliding_window: Tokens that a query sees, its own included; ``None`` for all.
+    """
+
+    is_compileable = True
+    is_croppable = False
+
+    def __init__(self, owner: Owner, max_cache_len: int, sliding_window: int | None = None) -> None:
+        super().__init__(owner)
+        self.max_cache_len = max_cache_len
+        self.window = sliding_window
+        self.is_sliding = sliding_window is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the storage, for tensors like these, and give it a fixed address."""
+        super().lazy_initialization(key_states, value_states)
+        assert self.storage is not None
+        self.storage.reserve(-(-self.max_cache_len // TILE))
+        self.tokens = torch.zeros((), dtype=torch.int64, device=key_states.device)
+        if not torch.compiler.is_dynamo_compiling():
+            for tensor in (self.tokens, *self.storage.tensors().values()):
+                torch._dynamo.mark_static_address(tensor)
+
+    def check_room(self, count: int) -> None:
+        """Raise if ``count`` more tokens do not fit.
+
+        A step of decoding on a CUDA device does not wait to learn it; there the device raises.
+        """
+        assert isinstance(self.tokens, Tensor)
+        room = f"the static cache has room for {self.max_cache_len} tokens, and {count} more do not fit"
+        if torch.compiler.is_compiling() or (self.tokens.is_cuda and count <= DECODED_AT_ONCE):
+            torch._assert_async(self.tokens + count <= self.max_cache_len, room)
+        elif int(self.tokens) + count > self.max_cache_len:
+            raise ValueError(f"{room} behind {int(self.tokens)}; make it larger: DMACache(config, max_cache_len=...)")
+
+    def make_room(self, count: int) -> None:
+        """Do nothing: there is room."""
+
+    def count(self, step: Step) -> None:
+        """Note that the keys of a step have been stored."""
+        assert isinstance(self.tokens, Tensor)
+        self.tokens.add_(step.key.shape[2])
+        self._note_stored(step)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many tokens a mask must speak of, and the number of the first."""
+        return self.max_cache_len, 0
+
+    def get_max_length(self) -> int:
+        """Return how many tokens fit."""
+        return self.max_cache_len
+
+    def check_crop(self, count: int) -> None:
+        """Raise unless ``count`` is 0.
+
+        Raises:
+            RuntimeError: Always, else.
+        """
+        if count:
+            raise RuntimeError("a static cache cannot be cropped; use DMACache(config) without max_cache_len")
+
+    def reset(self) -> None:
+        """Forget every token, and keep the tensors."""
+        self.step = None
+        if self.storage is not None:
+            assert isinstance(self.tokens, Tensor)
+            self.tokens.zero_()
+            self._start_anew()
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to the storage; what keeps its shape and device keeps its address."""
+        self.flush()
+        if self.storage is None:
+            return
+        mapped = self.storage.mapped(function)
+        pairs = list(zip(self.storage.tensors().values(), mapped.tensors().values(), strict=True))
+        if all(old.shape == new.shape and old.device == new.device for old, new in pairs):
+            for old, new in pairs:
+                old.copy_(new)
+        else:
+            self.storage = mapped
+
+
+def check_crop_argument(tokens_to_remove: int) -> int:
+    """Return how many tokens to take back; Transformers 5.17 gives the number in a tensor.
+
+    Raises:
+        ValueError: The number is positive, which Transformers once took for the length to keep.
+    """
+    count = -int(tokens_to_remove)
+    if count < 0:
+        raise ValueError(f"crop takes the negative of the number of tokens to take back, got {-count}")
+    return count
+
+
+def _takes_subclasses(key: Tensor) -> bool:
+    """Return whether tensors are plain ones; a mode that makes others (fake ones, functorch) gets dense states."""
+    return torch.compiler.is_dynamo_compiling() or type(key) in (Tensor, torch.nn.Parameter)

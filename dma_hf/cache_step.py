@@ -1,0 +1,163 @@
+"""One update of a cache layer: new keys and values, and the attention to everything that the layer then holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from dma_kernels import Recipe, attention
+from dma_kernels.cached import cached_attention, restore
+from dma_kernels.formats import TILE
+from dma_kernels.recipe import RECIPE_FIELDS
+from torch import Tensor
+
+from .compact_mask import MaskGeometry
+
+if TYPE_CHECKING:
+    from .cache_layers import DMALayer
+
+DECODED_AT_ONCE = 16
+"""Calls with more queries, prompts above all, may wait for the device to check what they were given."""
+
+
+class Step:
+    """One update of a layer: new keys and values, from when they are handed over until they are stored.
+
+    Attributes:
+        layer: The cache layer.
+        key: New keys, raw, ``[B, Hkv, T, D]``.
+        value: New values, raw, ``[B, Hkv, T, Dv]``.
+        kv_offset: Number of the first token that the model's mask speaks of, padding included.
+        kv_len: How many tokens it speaks of.
+        is_first: Whether the layer was empty before.
+        is_stored: Whether the keys have been stored.
+    """
+
+    def __init__(self, layer: DMALayer, key: Tensor, value: Tensor) -> None:
+        self.layer = layer
+        self.key = key
+        self.value = value
+        self.kv_len, self.kv_offset = layer.get_mask_sizes(key.shape[2])
+        self.is_first = layer.is_empty
+        self.is_stored = False
+        self._dense: tuple[Tensor, Tensor] | None = None
+
+    def attend(
+        self,
+        query: Tensor,
+        geometry: MaskGeometry,
+        recipe: Recipe,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        """Return the attention of ``[B, Hq, T, D]`` queries to the layer, and store the new keys.
+
+        Raises:
+            ValueError: The model runs another recipe than the cache holds, or something of the call is not valid; the
+                new keys are dropped then, and the cache is as it was.
+        """
+        layer = self.layer
+        layer.step = None  # whatever happens now, it is not pending any more
+        held = layer.owner.recipe
+        differing = [name for name in RECIPE_FIELDS if getattr(recipe, name) != getattr(held, name)]
+        if differing:
+            raise ValueError(_other_recipe(recipe, held, differing))
+        storage = layer.storage
+        assert storage is not None
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
+        if self.is_first and (not self.is_stored or query.shape[2] > TILE):
+            pattern = geometry.pattern
+            if pattern is not None and pattern.shape[3] > 1:
+                pattern = pattern[..., : self.key.shape[2]]
+            out: Tensor = attention(
+                query,
+                self.key,
+                self.value,
+                recipe,
+                is_causal=geometry.is_causal,
+                window=geometry.window,
+                q_offset=geometry.kv_offset,
+                kv_offset=geometry.kv_offset,
+                kv_range=geometry.kv_range,
+                mask=pattern,
+                **options,
+            )
+            if not self.is_stored:
+                layer.settle(self, geometry)
+                layer.store(self)
+            return out
+        if self.is_stored and query.shape[2] > TILE:
+            raise ValueError(
+                f"{query.shape[2]} queries came to keys that another layer has stored already; where layers share keys "
+                f"give a prompt as a whole, or in chunks of at most {TILE} tokens"
+            )
+        if not self.is_stored:
+            layer.settle(self, geometry)
+            layer.make_room(self.key.shape[2])
+        mask = self._mask(geometry)
+        out = cached_attention(
+            query,
+            None if self.is_stored else self.key,
+            None if self.is_stored else self.value,
+            storage,
+            is_causal=geometry.is_causal,
+            window=geometry.window or storage.window,
+            mask=mask,
+            mask_position=None if mask is None else layer.position_of(self),
+            **options,
+        )
+        if not self.is_stored:
+            layer.count(self)
+        return out
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Return all keys and values that the mask speaks of, dequantised, and store the new ones.
+
+        The new ones are as they came, unless they have been stored already.
+        """
+        if self._dense is not None:
+            return self._dense
+        storage = self.layer.storage
+        assert storage is not None
+        keys, values = restore(storage, self.layer.position_of(self), self.kv_len)
+        if not self.is_stored:
+            index = self.layer.tokens - self.kv_offset + torch.arange(self.key.shape[2], device=self.key.device)
+            keys = keys.index_copy(2, index, self.key.detach())
+            values = values.index_copy(2, index, self.value.detach())
+            self.layer.store(self)
+        self._dense = keys, values
+        return keys, values
+
+    def _mask(self, geometry: MaskGeometry) -> Tensor | None:
+        """Return what the mask hides beyond what positions say, boolean ``[B, H, T, kv_len]``; mostly ``None``."""
+        hidden, visible = geometry.pattern, geometry.kv_range
+        if visible is None or (hidden is None and self._is_plain(visible)):
+            return hidden
+        index = torch.arange(self.kv_len, device=visible.device)
+        seen = ((index >= visible[:, :1]) & (index < visible[:, 1:]))[:, None, None]
+        return seen if hidden is None else seen & hidden
+
+    def _is_plain(self, visible: Tensor) -> bool:
+        """Return whether a range of visible keys, integer ``[B, 2]``, is all of the row's keys.
+
+        Not checked in a step of decoding on a device, which it would wait for: a row's padding does not change.
+        """
+        length = self.key.shape[2]
+        if torch.compiler.is_compiling() or (visible.is_cuda and length <= DECODED_AT_ONCE):
+            return True
+        start = self.layer.position_of(self)
+        end = self.layer.tokens + (0 if self.is_stored else length) - self.kv_offset
+        is_whole = (visible[:, 0] == (-start).clamp(min=0)) & (visible[:, 1] == end)
+        return bool((is_whole | (start + end <= 0)).all())
+
+
+def _other_recipe(asked: Recipe, held: Recipe, differing: list[str]) -> str:
+    model = ", ".join(f"{name}={getattr(asked, name)!r}" for name in differing)
+    cache = ", ".join(f"{name}={getattr(held, name)!r}" for name in differing)
+    return (
+        f"the cache holds other precisions than the model asks for: the model's configuration says {model}, the cache "
+        f"{cache}; call dma_hf.configure(model, ...) first, then make the cache with DMACache(model.config)"
+    )

@@ -1,0 +1,423 @@
+"""The contract of Transformers' caches: what ``DMACache`` says of itself, what it takes, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from dma_kernels.storage import LayerStorage
+from tiny_models import SIZES
+from transformers import DynamicCache, StaticCache
+
+import dma_hf
+from dma_hf import DMACache
+from dma_hf.cache_layers import DMALayer, DMASlidingLayer, DMAStaticLayer
+
+WINDOW = 100
+LENGTH = 290
+
+
+@pytest.fixture
+def build(families):
+    def make(name="llama", implementation="dma_mxfp", setting="kv4", **changes):
+        window = {"sliding_window": WINDOW} if name in ("mistral", "gemma3") else {}
+        model = families[name].build(implementation, **window)
+        if implementation == "dma_mxfp":
+            dma_hf.configure(model, setting, **({"sink_tiles": 0} | changes))
+        return model
+
+    return make
+
+
+def _state(cache):
+    """Every tensor and count of a cache, copied."""
+    layers = [(layer.tokens, layer.storage) for layer in cache.layers]
+    return [(int(tokens), {n: t.clone() for n, t in storage.tensors().items()}) for tokens, storage in layers]
+
+
+def _assert_unchanged(cache, before):
+    for (tokens, tensors), (tokens_before, tensors_before) in zip(_state(cache), before, strict=True):
+        assert tokens == tokens_before
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, tensors_before[name]), name
+
+
+def _new(batch=1, heads=2, length=5, dim=16, dtype=torch.float32):
+    return torch.ones(batch, heads, length, dim, dtype=dtype)
+
+
+class TestBookkeeping:
+    @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+    def test_sizes_are_those_of_a_dynamic_cache(self, name, build, token_ids):
+        """The masks are made by them, before the layers see the tokens."""
+        model = build(name)
+        ids = token_ids(2, LENGTH)
+        caches = DMACache(model.config), DynamicCache(config=model.config)
+        assert len(caches[0]) == len(caches[1])
+        assert caches[0].is_sliding == caches[1].is_sliding
+        for start, end in [(0, 0), (0, 80), (80, 120), (120, 121), (121, LENGTH)]:
+            for cache in caches if end else ():
+                model(ids[:, start:end], past_key_values=cache)
+            for index in range(len(caches[1])):
+                ours, theirs = caches
+                assert ours.get_seq_length(index) == theirs.get_seq_length(index) == end
+                assert ours.get_max_length(index) == theirs.get_max_length(index)
+                for queries in (1, 7):
+                    assert ours.get_mask_sizes(queries, index) == theirs.get_mask_sizes(queries, index)
+            assert caches[0].is_croppable
+            assert not caches[0].is_compileable
+
+    def test_static_sizes(self, build, token_ids):
+        model = build("gemma3")
+        cache = DMACache(model.config, max_cache_len=200)
+        assert cache.is_compileable
+        assert [type(layer) for layer in cache.layers] == [DMAStaticLayer] * 2
+        model(token_ids(1, 150), past_key_values=cache)
+        assert int(cache.get_seq_length()) == 150
+        assert cache.get_max_length() == 200
+        assert cache.get_mask_sizes(1, 0) == cache.get_mask_sizes(9, 1) == (200, 0)
+
+    def test_a_window_bounds_memory(self, build, token_ids):
+        model = build("mistral")
+        cache = DMACache(model.config)
+        sizes = []
+        for _ in range(4):
+            model(token_ids(1, 400), past_key_values=cache)
+            sizes.append(cache.nbytes)
+        assert sizes[1] == sizes[2] == sizes[3]
+        assert cache.layers[0].storage.slots == 4
+
+    def test_kinds_of_layers(self, build):
+        kinds = [type(layer) for layer in DMACache(build("gemma3").config).layers]
+        assert kinds == [DMASlidingLayer, DMALayer]
+
+    def test_early_initialization(self, build, token_ids, assert_same):
+        model = build()
+        cache = DMACache(model.config)
+        assert not cache.is_initialized
+        assert cache.batch_size == -1
+        cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+        assert cache.is_initialized
+        assert cache.batch_size == 2
+        assert cache.get_seq_length() == 0
+        ids = token_ids(2, 20)
+        assert_same(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+    def test_reset(self, build, token_ids):
+        model = build()
+        cache = DMACache(model.config)
+        model(token_ids(2, 30), past_key_values=cache)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        ids = token_ids(3, LENGTH)  # another batch size
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+    def test_offloading_a_layer(self, build, token_ids, monkeypatch):
+        """It waits until the attention has been computed; on this machine the two devices are one."""
+        model = build()
+        cache = DMACache(model.config)
+        ids = token_ids(1, 20)
+        moved = []
+        original = LayerStorage.mapped
+        monkeypatch.setattr(LayerStorage, "mapped", lambda self, f: moved.append(self) or original(self, f))
+        layer = cache.layers[0]
+        keys, _ = layer.update(_new(), _new())
+        layer.offload()
+        assert not moved
+        assert torch.equal(keys.sum(), _new().sum())  # looking at them stores them
+        assert len(moved) >= 1
+        layer.prefetch()
+        cache.reset()
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+
+class TestPackedStates:
+    """What ``update`` returns to a layer that runs ``dma_mxfp``."""
+
+    @pytest.fixture
+    def states(self, build):
+        layer = DMACache(build().config).layers[0]
+        generator = torch.Generator().manual_seed(0)
+        raw = torch.randn(2, 1, 2, 400, 16, generator=generator).unbind()
+        return layer, raw, layer.update(*raw)
+
+    def test_are_not_computed_before_they_are_looked_at(self, states):
+        layer, (key, _), (keys, values) = states
+        assert isinstance(keys, dma_hf.CachedStates)
+        assert keys.shape == key.shape
+        assert (keys.dtype, keys.device) == (key.dtype, key.device)
+        with torch._C.DisableTorchFunctionSubclass():
+            assert keys.untyped_storage().nbytes() == 4
+        assert keys.contiguous() is keys
+        assert values.to("cpu") is values
+        assert layer.get_seq_length() == 400
+        assert layer.storage.lengths.tolist() == [0]
+
+    def test_are_the_true_ones_to_anything_else(self, states):
+        layer, (key, value), (keys, values) = states
+        assert torch.equal(keys + 0, key)  # the new ones come back as they came
+        assert torch.equal(values[:, :1], value[:, :1])
+        assert torch.equal(torch.cat((values, keys), -1), torch.cat((value, key), -1))
+        assert layer.storage.lengths.tolist() == [400]
+        later = layer.update(key[:, :, :1], value[:, :, :1])
+        error = (later[0][:, :, :400] - key).abs().max() / key.abs().max()
+        assert 0 < error < 0.2
+        assert torch.equal(later[0][:, :, -200:-1], key[:, :, -199:])
+
+    def test_that_nobody_looked_at_are_stored_too(self, states):
+        layer, (key, value), _ = states
+        layer.update(key[:, :, :3], value[:, :, :3])
+        assert layer.get_seq_length() == 403
+        layer.flush()
+        assert layer.storage.lengths.tolist() == [403]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+class TestOtherAttention:
+    """Under SDPA the cache is one that returns dequantised keys and values."""
+
+    def test_without_quantisation_it_is_exact(self, name, static, build, token_ids, assert_same, identity):
+        model = build(name, "sdpa")
+        ids = token_ids(2, LENGTH)
+        mask = torch.ones_like(ids)
+        mask[0, :9] = 0
+        cache = DMACache(model.config, identity, max_cache_len=LENGTH if static else None)
+        decoded = []
+        for start, end in [(0, 150), (150, 280), *((i, i + 1) for i in range(280, LENGTH))]:
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:end]
+            arguments = {"attention_mask": mask[:, :end], "position_ids": positions}
+            decoded.append(model(ids[:, start:end], past_key_values=cache, **arguments).logits)
+        expected = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+        assert_same(torch.cat(decoded, 1), expected, mask)
+
+    def test_quantised_it_is_close(self, name, static, build, token_ids):
+        model = build(name, "sdpa")
+        ids = token_ids(2, LENGTH)
+        cache = DMACache(model.config, "kv4", max_cache_len=LENGTH if static else None)
+        decoded = [model(chunk, past_key_values=cache).logits for chunk in ids.split([280, 5, 5], 1)]
+        error = (torch.cat(decoded, 1) - model(ids).logits).abs().max() / decoded[0].abs().max()
+        assert error < 0.1
+
+
+class TestReuse:
+    @pytest.fixture
+    def prompt(self, build, token_ids):
+        model = build("gemma3")
+        ids = token_ids(1, LENGTH)
+        cache = DMACache(model.config)
+        model(ids[:, :270], past_key_values=cache)
+        expected = model(ids[:, 270:], past_key_values=copy.deepcopy(cache)).logits
+        return model, ids[:, 270:], cache, expected
+
+    def test_copies_are_independent(self, prompt):
+        model, rest, cache, expected = prompt
+        before = _state(cache)
+        for _ in range(2):
+            torch.testing.assert_close(model(rest, past_key_values=copy.deepcopy(cache)).logits, expected)
+        _assert_unchanged(cache, before)
+
+    def test_saving_the_object(self, prompt, tmp_path):
+        model, rest, cache, expected = prompt
+        torch.save(cache, tmp_path / "prompt.pt")
+        loaded = torch.load(tmp_path / "prompt.pt", weights_only=False)
+        torch.testing.assert_close(model(rest, past_key_values=loaded).logits, expected)
+
+    def test_state_dict(self, prompt, tmp_path):
+        model, rest, cache, expected = prompt
+        torch.save(cache.state_dict(), tmp_path / "prompt.pt")
+        loaded = DMACache(model.config)
+        loaded.load_state_dict(torch.load(tmp_path / "prompt.pt", weights_only=True))
+        torch.testing.assert_close(model(rest, past_key_values=loaded).logits, expected)
+
+    def test_state_dict_of_a_static_cache(self, prompt, build, token_ids):
+        """Loading leaves the tensors where a compiled step expects them."""
+        model, rest, _, expected = prompt
+        caches = [DMACache(model.config, max_cache_len=LENGTH) for _ in range(2)]
+        model(token_ids(1, LENGTH)[:, :270], past_key_values=caches[0])
+        model(token_ids(1, 20), past_key_values=caches[1])
+        addresses = [t.data_ptr() for layer in caches[1].layers for t in layer.storage.tensors().values()]
+        caches[1].load_state_dict(caches[0].state_dict())
+        assert addresses == [t.data_ptr() for layer in caches[1].layers for t in layer.storage.tensors().values()]
+        torch.testing.assert_close(model(rest, past_key_values=caches[1]).logits, expected)
+
+    def test_state_of_other_precisions(self, prompt):
+        model, _, cache, _ = prompt
+        other = DMACache(model.config, "kv8")
+        with pytest.raises(ValueError, match=r"state holds the precisions .*nvfp4.*, the cache .*mxint8"):
+            other.load_state_dict(cache.state_dict())
+        with pytest.raises(ValueError, match=r"state holds layers \(window, max_cache_len\) .*100, None"):
+            DMACache(model.config, max_cache_len=300).load_state_dict(cache.state_dict())
+
+    def test_a_long_crop_keeps_the_precision_of_the_codes(self, build, token_ids):
+        """Back to the prompt after 500 more tokens."""
+        model = build("llama", setting="kv8")
+        ids = token_ids(1, 900)
+        cache = DMACache(model.config)
+        model(ids, past_key_values=cache)
+        cache.crop(-500)
+        actual = model(ids[:, 400:410], past_key_values=cache).logits
+        expected = model(ids[:, :410]).logits[:, 400:]
+        assert 0 < (actual - expected).abs().max() / expected.abs().max() < 0.01
+
+
+HYBRIDS = {
+    "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 64}),
+    "linear attention": (
+        "Qwen3Next",
+        {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "num_experts": 4}
+        | {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    ),
+    "mamba": ("FalconH1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}),
+    "shared keys": (
+        "Gemma3n",
+        {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+        | {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8}
+        | {"laurel_rank": 8, "intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.0] * 4}
+        | {"altup_num_inputs": 2},
+    ),
+}
+PACKED = {"convolutions": 1, "linear attention": 1, "mamba": 0, "shared keys": 2}
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_hybrid_models(kind, token_ids):
+    """What is not softmax attention keeps Transformers' layers; layers that share keys read the packed form."""
+    name, sizes = HYBRIDS[kind]
+    config_class = getattr(transformers, "Gemma3nTextConfig" if name == "Gemma3n" else f"{name}Config")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")._from_config(
+        config_class(**(SIZES | sizes)), attn_implementation="dma_mxfp"
+    )
+    model.eval()
+    dma_hf.configure(model, "kv8", sink_tiles=0)
+    cache = DMACache(model.config)
+    assert sum(isinstance(layer, DMALayer) for layer in cache.layers) == PACKED[kind]
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(token_ids(1, 252), **options)
+    assert torch.equal(model.generate(token_ids(1, 252), past_key_values=cache, **options), expected)
+
+
+class TestErrors:
+    """Each is clear, and leaves the cache as it was."""
+
+    @pytest.fixture(params=[None, 400], ids=["dynamic", "static"])
+    def filled(self, request, build, token_ids):
+        model = build()
+        cache = DMACache(model.config, max_cache_len=request.param)
+        model(token_ids(2, 280), past_key_values=cache)
+        return model, cache
+
+    @pytest.mark.parametrize(
+        ("key", "error", "message"),
+        [
+            (
+                _new(batch=3),
+                ValueError,
+                r"key must be \[2, 2, tokens, 16\] as in the cache, got \[3, 2, 5, 16\]; reset",
+            ),
+            (_new(batch=2, heads=4), ValueError, r"key must be \[2, 2, tokens, 16\]"),
+            (_new(batch=2, dim=32), ValueError, r"key must be \[2, 2, tokens, 16\]"),
+            (_new(batch=2, dtype=torch.float64), TypeError, "key must have the dtype of the cache, torch.float32"),
+            (_new(batch=2).to("meta"), ValueError, "key must be on the device of the cache, cpu, got meta"),
+        ],
+        ids=["batch", "heads", "head_dim", "dtype", "device"],
+    )
+    def test_other_tensors_than_before(self, filled, key, error, message):
+        _, cache = filled
+        before = _state(cache)
+        with pytest.raises(error, match=message):
+            cache.update(key, key, 0)
+        _assert_unchanged(cache, before)
+
+    def test_another_configuration(self, filled, token_ids):
+        model, cache = filled
+        before = _state(cache)
+        dma_hf.configure(model, "kv8")
+        with pytest.raises(ValueError, match=r"the model's configuration says low='mxint8'.*the cache low='nvfp4'"):
+            model(token_ids(2, 5), past_key_values=cache)
+        _assert_unchanged(cache, before)
+
+    def test_an_unsupported_call(self, filled, token_ids):
+        model, cache = filled
+        before = _state(cache)
+        with pytest.raises(ValueError, match="does not support output_attentions"):
+            model(token_ids(2, 5), past_key_values=cache, output_attentions=True)
+        for layer in cache.layers:
+            layer.step = None  # of the pass that failed; the next one would store what is left
+        _assert_unchanged(cache, before)
+
+    def test_cropping_past_the_start(self, build, token_ids):
+        model = build("gemma3")
+        cache = DMACache(model.config)
+        model(token_ids(2, 20), past_key_values=cache)
+        before = _state(cache)
+        with pytest.raises(ValueError, match=r"crop\(-21\) takes back 21 tokens, but the cache holds 20"):
+            cache.crop(-21)
+        with pytest.raises(ValueError, match="crop takes the negative of the number of tokens to take back, got 5"):
+            cache.crop(5)
+        _assert_unchanged(cache, before)
+
+    def test_cropping_a_window_that_is_gone(self, build, token_ids):
+        """The layer without a window, which could, is not cropped either."""
+        model = build("gemma3")
+        cache = DMACache(model.config)
+        model(token_ids(1, 1000), past_key_values=cache)
+        before = _state(cache)
+        with pytest.raises(RuntimeError, match="crop takes back 700 tokens of a layer with a sliding window of 100"):
+            cache.crop(-700)
+        _assert_unchanged(cache, before)
+
+    def test_cropping_a_static_cache(self, build, token_ids):
+        model = build()
+        cache = DMACache(model.config, max_cache_len=50)
+        model(token_ids(1, 20), past_key_values=cache)
+        with pytest.raises(RuntimeError, match="a static cache cannot be cropped"):
+            cache.crop(-1)
+
+    def test_more_than_a_static_cache_holds(self, build, token_ids):
+        model = build()
+        cache = DMACache(model.config, max_cache_len=50)
+        model(token_ids(1, 48), past_key_values=cache)
+        before = _state(cache)
+        with pytest.raises(ValueError, match="room for 50 tokens, and 3 more do not fit behind 48; make it larger"):
+            model(token_ids(1, 3), past_key_values=cache)
+        _assert_unchanged(cache, before)
+        assert torch.isfinite(model(token_ids(1, 2), past_key_values=cache).logits).all()
+
+    def test_shared_keys_in_a_long_chunk(self, build):
+        """The tail holds them no more when the second layer asks."""
+        layer = DMACache(build().config).layers[0]
+        raw = torch.randn(1, 2, 200, 16)
+        layer.update(raw, raw)
+        keys, values = layer.update(raw, raw)
+        geometry = dma_hf.MaskGeometry(1, 200, 400, is_causal=True, q_offset=200)
+        options = {"scale": None, "softcap": None, "sinks": None, "backend": "auto"}
+        keys.dma_step.attend(raw, geometry, layer.owner.recipe, **options)
+        with pytest.raises(ValueError, match="200 queries came to keys that another layer has stored already"):
+            values.dma_step.attend(raw, geometry, layer.owner.recipe, **options)
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"config": None}, TypeError, r"config must be a model's configuration \(model.config\), got NoneType"),
+            ({"max_cache_len": 0}, ValueError, "max_cache_len must be an integer of at least 1, got 0"),
+            ({"setting": "kv2"}, ValueError, "unknown preset 'kv2'; expected one of balanced, fp4, paper, kv8, kv4"),
+        ],
+        ids=["config", "max_cache_len", "setting"],
+    )
+    def test_arguments(self, build, arguments, error, message):
+        with pytest.raises(error, match=message):
+            DMACache(**({"config": build().config} | arguments))
+
+
+def test_transformers_static_cache_gives_the_same(build, token_ids, assert_same):
+    """Both tell a layer's mask how much fits, and how far it is filled, on the device."""
+    model = build()
+    ids = token_ids(1, 20)
+    caches = DMACache(model.config, max_cache_len=64), StaticCache(model.config, max_cache_len=64)
+    assert_same(*(model(ids, past_key_values=cache).logits for cache in caches))
+    assert caches[0].get_mask_sizes(1, 0) == caches[1].get_mask_sizes(1, 0)

@@ -1,0 +1,187 @@
+"""A model with ``DMACache`` computes what one forward pass over the whole sequence computes, however it gets there.
+
+In fp64, where no rounding error of another order of summation carries a number across the border between two codes.
+Without sink tiles, so that the sequence is in its third tile when the first one is low. The first step completes the
+first tile: before, the mean that ``smooth_k`` subtracts is another one, which quantised high keys ("fp4") see.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import dma_hf
+from dma_hf import DMACache
+
+LENGTH = 300
+STEPS = [(0, 170), (170, 250), *((i, i + 1) for i in range(250, 259)), (259, 275), (275, LENGTH)]
+PADDING = 37
+TOLERANCE = 1e-6  # pv = "fp8" rounds probabilities in fp32
+
+MODELS = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": 150}),
+    "gemma3": ("gemma3", {"sliding_window": 100}),  # one layer of each kind
+}
+SETTINGS = [*dma_hf.PRESETS, "no band"]
+
+
+def _model(families, name, setting, **changes):
+    family, sizes = MODELS[name]
+    model = families[family].build("dma_mxfp", **sizes).double()
+    changes = {"sink_tiles": 0} | changes
+    if setting == "no band":
+        setting, changes = "kv4", changes | {"diagonal_tiles": 0}
+    dma_hf.configure(model, setting, **changes)
+    return model
+
+
+def _padded(ids):
+    mask = torch.ones_like(ids)
+    mask[0, :PADDING] = 0
+    return mask, (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def _decode(model, ids, cache, steps=STEPS, mask=None):
+    outputs = []
+    for start, end in steps:
+        arguments = {}
+        if mask is not None:
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:end]
+            arguments = {"attention_mask": mask[:, :end], "position_ids": positions}
+        outputs.append(model(ids[:, start:end], past_key_values=cache, **arguments).logits)
+    return torch.cat(outputs, 1)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_of_a_padded_batch(name, setting, families, token_ids, assert_same):
+    """Prompt, chunk, tokens across a border of tiles, 16 tokens as if to verify them, and another chunk."""
+    model = _model(families, name, setting)
+    ids = token_ids(2, LENGTH)
+    mask, positions = _padded(ids)
+    expected = model(ids, attention_mask=mask, position_ids=positions).logits
+    cache = DMACache(model.config)
+    assert_same(_decode(model, ids, cache, mask=mask), expected, mask, TOLERANCE)
+    assert cache.get_seq_length() == LENGTH
+
+
+def test_quantising_changes_something(families, token_ids, identity):
+    """Else the other tests of this module would pass for a cache that keeps everything in 16 bits."""
+    ids = token_ids(1, LENGTH)
+    for setting in ("kv8", "kv4"):
+        model = _model(families, "llama", setting)
+        quantized = _decode(model, ids, DMACache(model.config))
+        dma_hf.configure(model, identity)
+        exact = _decode(model, ids, DMACache(model.config))
+        torch.testing.assert_close(exact, model(ids).logits)
+        error = (quantized - exact)[:, 256:].abs().max() / exact.abs().max()
+        assert 1e-5 < error < 0.1
+
+
+@pytest.mark.parametrize("setting", ["kv8", "kv4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_static_cache(name, setting, families, token_ids, assert_same):
+    model = _model(families, name, setting)
+    ids = token_ids(2, LENGTH)
+    mask, positions = _padded(ids)
+    expected = model(ids, attention_mask=mask, position_ids=positions).logits
+    cache = DMACache(model.config, max_cache_len=LENGTH + 20)
+    assert_same(_decode(model, ids, cache, mask=mask), expected, mask, TOLERANCE)
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    other = token_ids(2, 140, seed=5)
+    assert_same(model(other, past_key_values=cache).logits, model(other).logits, tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", "llama4", "gpt2"])
+def test_softcap_sinks_value_dims_chunks(name, families, token_ids, assert_same):
+    """In fp32. Llama 4 has chunks, Gemma 2 a softcap, GPT-OSS sink logits, DeepSeek other value dims."""
+    model = families[name].build("dma_mxfp")
+    dma_hf.configure(model, "kv4", sink_tiles=0, smooth_k=False)
+    ids = token_ids(1, LENGTH)
+    expected = model(ids).logits
+    actual = _decode(model, ids, DMACache(model.config), [(0, 130), (130, 290), *((i, i + 1) for i in range(290, 300))])
+    assert_same(actual, expected, tolerance=1e-2)  # a rounding to a code may fall the other way in fp32
+
+
+def test_a_row_that_begins_in_a_later_chunk(families, token_ids, assert_same):
+    """Of its first chunk nothing is visible, so that nothing tells yet how long its padding is."""
+    model = _model(families, "llama", "kv8")
+    ids = token_ids(2, 290)
+    mask = torch.ones_like(ids)
+    mask[0, :150] = 0
+    steps = [(0, 100), (100, 140), (140, 280), *((i, i + 1) for i in range(280, 290))]
+    cache = DMACache(model.config)
+    decoded = _decode(model, ids, cache, steps, mask)
+    assert cache.layers[0].storage.lengths.tolist() == [140, 290]
+    assert_same(decoded[:1, 150:], model(ids[:1, 150:]).logits, tolerance=TOLERANCE)
+
+
+def test_holes_in_the_mask(families, token_ids, assert_same):
+    """Tokens in the middle that a later mask hides, as those of a right-padded prompt."""
+    model = _model(families, "llama", "kv8")
+    ids = token_ids(2, 290)
+    mask = torch.ones_like(ids)
+    mask[1, 200:230] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    expected = model(ids, attention_mask=mask, position_ids=positions).logits
+    decoded = _decode(model, ids, DMACache(model.config), [(0, 270), *((i, i + 1) for i in range(270, 290))], mask)
+    assert_same(decoded, expected, mask, TOLERANCE)
+
+
+def test_a_later_mask_that_hides_more(families, token_ids, assert_same, identity):
+    """What is stored keeps its place; the mask decides what is seen, and without quantisation that is all there is."""
+    model = _model(families, "llama", "kv8")
+    dma_hf.configure(model, identity)
+    ids = token_ids(2, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[0, :50] = 0
+    outputs = []
+    for cache in (DMACache(model.config), DynamicCache(config=model.config)):
+        model(ids[:, :200], past_key_values=cache)
+        steps = [(200, 201), (201, LENGTH)]
+        outputs.append([model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits for a, b in steps])
+    for actual, expected in zip(*outputs, strict=True):
+        assert_same(actual, expected, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_cropping_across_a_border(name, families, token_ids, assert_same):
+    """Rejected tokens leave no trace."""
+    model = _model(families, name, "kv4")
+    ids, others = token_ids(2, 290), token_ids(2, 20, seed=7)
+    mask, _ = _padded(ids)
+    cache = DMACache(model.config)
+    _decode(model, ids, cache, [(0, 250)], mask)
+    for start in (250, 253, 260):
+        positions = (mask.cumsum(-1) - 1)[:, start : start + 16]
+        arguments = {"attention_mask": mask[:, : start + 16], "position_ids": positions}
+        model(others[:, :16], past_key_values=cache, **arguments)
+        cache.crop(-16)
+        end = 253 if start == 250 else start + 7
+        assert cache.get_seq_length() == start
+        _decode(model, ids, cache, [(start, end)], mask)
+    cache.crop(-7)
+    decoded = _decode(model, ids, cache, [(260, 290)], mask)
+    expected = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[:, 260:]
+    assert_same(decoded, expected, tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_batch_operations(name, families, token_ids, assert_same):
+    """Rows are repeated, reordered and selected with all that is stored of them, padding too."""
+    model = _model(families, name, "kv8")
+    ids = token_ids(2, 290)
+    mask, positions = _padded(ids)
+    cache = DMACache(model.config)
+    _decode(model, ids, cache, [(0, 258)], mask)
+    cache.batch_repeat_interleave(2)  # 0 0 1 1
+    cache.reorder_cache(torch.tensor([2, 0, 3, 1]))  # 1 0 1 0
+    cache.batch_select_indices(torch.tensor([0, 1, 3]))  # 1 0 0
+    rows = torch.tensor([1, 0, 0])
+    assert cache.batch_size == 3
+    decoded = _decode(model, ids[rows], cache, [(258, 259), (259, 290)], mask[rows])
+    expected = model(ids, attention_mask=mask, position_ids=positions).logits[rows, 258:]
+    assert_same(decoded, expected, tolerance=TOLERANCE)

@@ -1,0 +1,156 @@
+"""``generate`` with ``DMACache`` writes what it writes with Transformers' cache, under the same configuration.
+
+With Transformers' cache ``dma_mxfp`` quantises the whole sequence anew in every step, which is one forward pass over
+it: the oracle. The prompts end shortly before a border of tiles behind which the first tile is low.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import CompileConfig, DynamicCache, set_seed
+
+import dma_hf
+from dma_hf import DMACache
+from dma_hf.cache_layers import DMALayer
+
+NEW_TOKENS = 10
+PROMPT = 250
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "several samples": {"do_sample": True, "num_return_sequences": 2},
+    "chunked prefill": {"do_sample": False, "prefill_chunk_size": 60},
+}
+
+
+@pytest.fixture
+def build(families):
+    def make(name, setting="kv4", seed=0):
+        window = {"sliding_window": 100} if name in ("mistral", "gemma3") else {}
+        model = families[name].build("dma_mxfp", seed=seed, **window).double()
+        dma_hf.configure(model, setting, sink_tiles=0)
+        return model
+
+    return make
+
+
+def _generate(model, ids, **options):
+    set_seed(0)
+    return model.generate(ids, max_new_tokens=NEW_TOKENS, pad_token_id=0, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_modes(name, mode, build, token_ids):
+    model = build(name)
+    ids = token_ids(2, PROMPT)
+    options = MODES[mode]
+    if mode != "chunked prefill":
+        mask = torch.ones_like(ids)
+        mask[0, :9] = 0
+        options = options | {"attention_mask": mask}
+    expected = _generate(model, ids, **options)
+    cache = DMACache(model.config)
+    assert torch.equal(_generate(model, ids, past_key_values=cache, **options), expected)
+    assert cache.get_seq_length() == PROMPT + NEW_TOKENS - 1
+
+
+@pytest.mark.parametrize("setting", dma_hf.PRESETS)
+def test_presets(setting, build, token_ids):
+    model = build("llama", setting)
+    ids = token_ids(1, PROMPT)
+    expected = _generate(model, ids, do_sample=False)
+    assert torch.equal(_generate(model, ids, do_sample=False, past_key_values=DMACache(model.config)), expected)
+
+
+@pytest.mark.parametrize("mode", ["assistant", "prompt lookup"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_speculation_crops(name, mode, build, token_ids):
+    model = build(name)
+    ids = token_ids(1, 50).repeat(1, 5)  # so that there is something to look up
+    expected = _generate(model, ids, do_sample=False)
+    if mode == "assistant":
+        assistant = build(name, seed=3)
+        dma_hf.configure(assistant, cache=True)
+        options = {"assistant_model": assistant}
+    else:
+        options = {"prompt_lookup_num_tokens": 3}
+    cache = DMACache(model.config)
+    assert torch.equal(_generate(model, ids, do_sample=False, past_key_values=cache, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_static_cache_compiles_to_one_graph(name, build, token_ids):
+    model = build(name, "kv8")
+    ids = token_ids(2, PROMPT)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    settings = CompileConfig(fullgraph=True, dynamic=None, backend="aot_eager")
+    settings._compile_all_devices = True  # else generate does not compile on a CPU
+    expected = _generate(model, ids, do_sample=False, attention_mask=mask)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    cache = DMACache(model.config, max_cache_len=PROMPT + NEW_TOKENS)
+    options = {"attention_mask": mask, "do_sample": False, "compile_config": settings, "past_key_values": cache}
+    assert torch.equal(_generate(model, ids, **options), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+def test_a_prompt_can_be_continued(build, token_ids):
+    """The cache of a conversation: its second turn begins where the first one ended."""
+    model = build("llama")
+    ids, more = token_ids(1, PROMPT), token_ids(1, 30, seed=2)
+    cache = DMACache(model.config)
+    first = _generate(model, ids, do_sample=False, past_key_values=cache)
+    second = torch.cat((first, more), 1)
+    expected = _generate(model, second, do_sample=False)
+    assert torch.equal(_generate(model, second, do_sample=False, past_key_values=cache), expected)
+
+
+class TestDefault:
+    """``configure(model, cache=True)``."""
+
+    def test_generate_uses_it(self, build, token_ids):
+        model = build("llama")
+        ids = token_ids(1, PROMPT)
+        options = {"do_sample": False, "return_dict_in_generate": True}
+        before = _generate(model, ids, **options)
+        assert type(before.past_key_values) is DynamicCache
+        dma_hf.configure(model, cache=True)
+        after = _generate(model, ids, **options)
+        assert type(after.past_key_values) is DMACache
+        assert torch.equal(after.sequences, before.sequences)
+        dma_hf.configure(model, cache=False)
+        assert type(_generate(model, ids, **options).past_key_values) is DynamicCache
+
+    def test_what_a_call_asks_for_counts_more(self, build, token_ids):
+        model = build("llama")
+        dma_hf.configure(model, cache=True)
+        ids = token_ids(1, 20)
+        options = {"do_sample": False, "return_dict_in_generate": True}
+        own = DynamicCache(config=model.config)
+        assert _generate(model, ids, past_key_values=own, **options).past_key_values is own
+        static = _generate(model, ids, cache_implementation="static", **options).past_key_values
+        assert type(static).__name__ == "StaticCache"
+        assert _generate(model, ids, use_cache=False, **options).past_key_values is None
+
+    def test_other_models_of_the_class_are_left_alone(self, build):
+        model, other = build("llama"), build("llama")
+        dma_hf.configure(model, cache=True)
+        assert "generate" in vars(model)
+        assert "generate" not in vars(other)
+        assert "generate" not in vars(type(model))
+
+    def test_encoder_decoder(self, families, token_ids):
+        """The decoder's self-attention is cached; its cross-attention keeps Transformers' cache."""
+        model = families["bart"].build("dma_mxfp")
+        dma_hf.configure(model, "kv8")
+        options = {"do_sample": False, "return_dict_in_generate": True, "num_beams": 2}
+        expected = _generate(model, token_ids(2, 30), **options)
+        dma_hf.configure(model, cache=True)
+        actual = _generate(model, token_ids(2, 30), **options)
+        assert torch.equal(actual.sequences, expected.sequences)
+        assert all(isinstance(layer, DMALayer) for layer in actual.past_key_values.self_attention_cache.layers)

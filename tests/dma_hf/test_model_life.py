@@ -1,0 +1,138 @@
+"""What users do to a model beside running it: casts, copies, files, switches, adapters, quantised weights, threads."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlavaConfig, LlavaForConditionalGeneration, TorchAoConfig
+
+import dma_hf
+
+LENGTH = 300  # more than two tiles: then the presets differ
+
+
+def _logits(model, ids):
+    return model(ids).logits
+
+
+@pytest.fixture
+def llama(families):
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "paper")
+    return model
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_casts(cast, llama, token_ids):
+    exact = _logits(llama, token_ids(1, LENGTH))
+    logits = _logits(llama.to(cast), token_ids(1, LENGTH))
+    assert logits.dtype == cast
+    assert (logits.float() - exact).norm() < 0.1 * exact.norm()
+
+
+def test_half(llama, token_ids):
+    assert _logits(llama.half(), token_ids(1, LENGTH)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save_pretrained"])
+def test_a_copy_computes_the_same(way, llama, token_ids, tmp_path):
+    if way == "deepcopy":
+        twin = copy.deepcopy(llama)
+    elif way == "pickle":
+        twin = pickle.loads(pickle.dumps(llama))
+    else:
+        llama.save_pretrained(tmp_path)
+        twin = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=dma_hf.NAME)
+    ids = token_ids(1, LENGTH)
+    paper = _logits(llama, ids)
+    assert torch.equal(_logits(twin, ids), paper)
+    dma_hf.configure(twin, "balanced")
+    assert not torch.equal(_logits(twin, ids), paper)
+    assert torch.equal(_logits(llama, ids), paper)  # the settings are the copy's own
+
+
+def test_switching_back_and_forth(llama, families, token_ids):
+    ids = token_ids(1, LENGTH)
+    paper, sdpa = _logits(llama, ids), _logits(families["llama"].build("sdpa"), ids)
+    for _ in range(2):
+        llama.set_attn_implementation("sdpa")
+        assert torch.equal(_logits(llama, ids), sdpa)
+        llama.set_attn_implementation(dma_hf.NAME)
+        assert torch.equal(_logits(llama, ids), paper)
+
+
+def test_parts_of_a_composite_model(families):
+    """The language model runs ``dma_mxfp`` and the vision tower SDPA, and the other way round."""
+    vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8, "projection_dim": 64}
+    text = families["llama"].sizes | {"model_type": "llama"}
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=96, image_seq_length=16)
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
+    ids = torch.randint(3, 90, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids[:, 4:20] = 96
+    pixels = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    sdpa = model(input_ids=ids, pixel_values=pixels).logits
+    results = {}
+    for part in ("text_config", "vision_config"):
+        model.set_attn_implementation({part: dma_hf.NAME})
+        dma_hf.configure(model, "paper")
+        results[part] = model(input_ids=ids, pixel_values=pixels).logits
+        model.set_attn_implementation("sdpa")
+    assert torch.equal(model(input_ids=ids, pixel_values=pixels).logits, sdpa)
+    for logits in results.values():
+        assert 0 < (logits - sdpa).norm() < 0.5 * sdpa.norm()
+
+
+def test_models_in_threads(families, token_ids):
+    """Each keeps its settings; the first forward passes of all start at the same time."""
+    ids = token_ids(1, LENGTH)
+    settings = ["paper", "fp4", "balanced"] * 2
+    models = [families["llama"].build(dma_hf.NAME) for _ in settings]
+    for model, setting in zip(models, settings, strict=True):
+        dma_hf.configure(model, setting)
+
+    def run(model):
+        with torch.no_grad():  # of the thread
+            return _logits(model, ids)
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        together = list(pool.map(run, models))
+    for model, logits in zip(models, together, strict=True):
+        assert torch.equal(logits, run(model))
+    assert not torch.equal(together[0], together[1])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchao_weights(families, token_ids, tmp_path):
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    families["llama"].build("sdpa").save_pretrained(tmp_path)
+    results = {}
+    for name in ("sdpa", dma_hf.NAME):
+        options = {"attn_implementation": name, "quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **options)
+        assert type(model.model.layers[0].self_attn.q_proj.weight) is not torch.nn.Parameter
+        results[name] = _logits(model, token_ids(1, LENGTH))
+    error = (results["sdpa"] - results[dma_hf.NAME]).norm() / results["sdpa"].norm()
+    assert 0 < error < 0.05
+
+
+def test_peft_adapters(llama, token_ids, tmp_path):
+    peft = pytest.importorskip("peft")
+    ids = token_ids(1, LENGTH)
+    base = _logits(llama, ids)
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama, settings).eval()
+    adapted = _logits(model, ids)
+    assert not torch.allclose(adapted, base, atol=1e-3)
+    with model.disable_adapter():
+        assert torch.equal(_logits(model, ids), base)
+    dma_hf.configure(model, "balanced")  # through the wrapper
+    assert not torch.equal(_logits(model, ids), adapted)
+    dma_hf.configure(model, "paper")
+    torch.testing.assert_close(_logits(model.merge_and_unload(), ids), adapted, rtol=1e-2, atol=1e-2)

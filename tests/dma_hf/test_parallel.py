@@ -1,0 +1,62 @@
+"""Two processes compute what one does: tensor parallelism, and Accelerate's shares of a batch.
+
+Both are started by ``torchrun``, because ``accelerate launch`` starts several processes on CPUs only through MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from parallel_worker import compute, token_ids
+from transformers import AutoModelForCausalLM
+
+import dma_hf
+
+ROOT = Path(__file__).parents[2]
+WORKER = ROOT / "tests" / "support" / "parallel_worker.py"
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory):
+    """A tiny Llama with the preset ``balanced``, on disk."""
+    from tiny_models import FAMILIES
+
+    model = FAMILIES["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "balanced")
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return folder
+
+
+def _launch(saved_model, out, mode):
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support")))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(WORKER), str(saved_model), str(out), mode]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(out / f"{mode}{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_tensor_parallel(saved_model, tmp_path):
+    ranks = _launch(saved_model, tmp_path, "tensor")
+    expected = compute(AutoModelForCausalLM.from_pretrained(saved_model, attn_implementation=dma_hf.NAME), token_ids())
+    for result in ranks:
+        assert result["q_proj_rows"] == 32  # half of the 64
+        torch.testing.assert_close(result["logits"], expected["logits"], rtol=1e-4, atol=1e-4)
+        assert torch.equal(result["tokens"], expected["tokens"])
+
+
+@pytest.mark.slow
+def test_shares_of_a_batch(saved_model, tmp_path):
+    shares = _launch(saved_model, tmp_path, "data")
+    expected = compute(AutoModelForCausalLM.from_pretrained(saved_model, attn_implementation=dma_hf.NAME), token_ids())
+    assert [len(share["tokens"]) for share in shares] == [2, 2]
+    for name in ("logits", "tokens"):
+        torch.testing.assert_close(torch.cat([share[name] for share in shares]), expected[name])
