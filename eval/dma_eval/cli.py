@@ -11,11 +11,28 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from . import console
+from .commands.bench_decode import EPILOG as DECODE_EPILOG
+from .commands.bench_decode import decode
+from .commands.bench_generate import EPILOG as GENERATE_EPILOG
+from .commands.bench_generate import generate
+from .commands.bench_prefill import EPILOG as PREFILL_EPILOG
+from .commands.bench_prefill import prefill
+from .commands.card import EPILOG as CARD_EPILOG
+from .commands.card import card
 from .commands.demo import EPILOG as DEMO_EPILOG
 from .commands.demo import demo
 from .commands.env import env
+from .commands.fidelity import EPILOG as FIDELITY_EPILOG
+from .commands.fidelity import fidelity
+from .commands.lm_eval import EPILOG as LM_EVAL_EPILOG
+from .commands.lm_eval import lm_eval
 from .commands.ppl import EPILOG as PPL_EPILOG
 from .commands.ppl import ppl
+from .commands.report import BUILD_EPILOG, DIFF_EPILOG, build, diff
+from .commands.retrieval import EPILOG as RETRIEVAL_EPILOG
+from .commands.retrieval import retrieval
+from .commands.suite import EPILOG as SUITE_EPILOG
+from .commands.suite import suite
 
 EPILOG = """
 [bold]Start here[/]
@@ -104,8 +121,22 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command("ppl", cls=MultiValueCommand, epilog=PPL_EPILOG)(ppl)
+app.command("suite", cls=MultiValueCommand, epilog=SUITE_EPILOG)(suite)
+app.command("lm-eval", cls=MultiValueCommand, epilog=LM_EVAL_EPILOG)(lm_eval)
+app.command("fidelity", cls=MultiValueCommand, epilog=FIDELITY_EPILOG)(fidelity)
+app.command("retrieval", cls=MultiValueCommand, epilog=RETRIEVAL_EPILOG)(retrieval)
+app.command("card", epilog=CARD_EPILOG)(card)
 app.command("demo", epilog=DEMO_EPILOG)(demo)
 app.command("env")(env)
+bench = typer.Typer(help="Measure speed: of attention alone, and of generate.", no_args_is_help=True)
+bench.command("prefill", cls=MultiValueCommand, epilog=PREFILL_EPILOG)(prefill)
+bench.command("decode", cls=MultiValueCommand, epilog=DECODE_EPILOG)(decode)
+bench.command("generate", cls=MultiValueCommand, epilog=GENERATE_EPILOG)(generate)
+app.add_typer(bench, name="bench")
+report = typer.Typer(name="report", help="The page and plots of runs; two runs compared.", no_args_is_help=True)
+report.command("build", epilog=BUILD_EPILOG)(build)
+report.command("diff", epilog=DIFF_EPILOG)(diff)
+app.add_typer(report)
 
 
 @app.callback()

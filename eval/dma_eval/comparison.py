@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from .backends import Backend
 from .data import Text, make_windows, tokenize
 from .models import LoadedModel
@@ -52,17 +54,8 @@ def compare(
     measurements, memory_kind = measure(
         loaded.model, input_ids, windows, backends, batch_size=batch_size, on_pass=on_pass
     )
-    data = DataInfo(
-        name=text.name,
-        config=text.config,
-        split=text.split,
-        column=text.column,
-        sha256=text.sha256,
-        characters=len(text.content),
-        tokens=len(input_ids),
-    )
     return PerplexitySection(
-        data=data,
+        data=describe_text(text, input_ids),
         context=context,
         stride=stride,
         batch_size=batch_size,
@@ -71,4 +64,17 @@ def compare(
         memory_kind=memory_kind,
         position_edges=position_edges(context),
         backends=summarize(measurements, windows, context),
+    )
+
+
+def describe_text(text: Text, input_ids: Tensor) -> DataInfo:
+    """Facts about a text and its tokens."""
+    return DataInfo(
+        name=text.name,
+        config=text.config,
+        split=text.split,
+        column=text.column,
+        sha256=text.sha256,
+        characters=len(text.content),
+        tokens=len(input_ids),
     )

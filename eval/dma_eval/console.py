@@ -22,6 +22,7 @@ from .errors import UserError
 if TYPE_CHECKING:
     from .backends import Backend
     from .results import Generation, PerplexitySection
+    from .section_pages import Page
 
 USER_ERROR, BACKEND_FAILED = 2, 1  # exit codes
 MAX_WIDTH = 10_000  # of a table, to measure how wide it would be
@@ -41,6 +42,11 @@ def print_line(markup: str) -> None:
     out.print(markup, soft_wrap=not out.is_terminal, highlight=False)
 
 
+def print_plain(text: str) -> None:
+    """Show text as it is, to be piped into a file."""
+    out.file.write(text)
+
+
 @contextmanager
 def user_errors(debug: bool) -> Iterator[None]:
     """End the command with exit code 2 and one line if its input cannot work; with ``debug``, a traceback too."""
@@ -58,6 +64,30 @@ def working(message: str) -> Iterator[None]:
     """Show that something of unknown duration goes on."""
     with err.status(Text(message)):
         yield
+
+
+@contextmanager
+def answering() -> Iterator[tuple[Callable[[str, Backend, bool], None], Callable[[int], None]]]:
+    """A line on what is evaluated, with a count of answers; gives the two callbacks of ``evaluate_tasks``."""
+    columns = (TextColumn("[progress.description]{task.description}"), TimeElapsedColumn())
+    answers = 0
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("Preparing the tasks", total=None)
+        shown = ""
+
+        def on_unit(name: str, backend: Backend, resumed: bool) -> None:
+            nonlocal shown, answers
+            shown, answers = f"{name}, {backend.label}", 0
+            if resumed:
+                err.print(f"[dim]{escape(shown)}: taken from the folder[/]", highlight=False)
+            progress.update(task, description=escape(shown))
+
+        def on_answers(count: int) -> None:
+            nonlocal answers
+            answers += count
+            progress.update(task, description=f"{escape(shown)}: {answers:,} answers")
+
+        yield on_unit, on_answers
 
 
 @contextmanager
@@ -89,7 +119,7 @@ def print_section(section: PerplexitySection) -> None:
     """Show the table of a comparison, how it was made, and what went wrong."""
     from .report import protocol_lines, warnings
 
-    page = out if out.is_terminal else Console(file=out.file, emoji=False, width=max(out.width, FILE_WIDTH))
+    page = _screen()
     table = _comparison(section)
     if Measurement.get(page, page.options.update(width=MAX_WIDTH), table).maximum > page.width:
         table = _comparison(section, narrow=True)
@@ -98,7 +128,14 @@ def print_section(section: PerplexitySection) -> None:
     for line in protocol_lines(section):
         print_line(f"[dim]{escape(line.replace('`', ''))}[/]")
     for line in warnings(section):
-        err.print(f"[bold yellow]Warning:[/] {escape(line)}", soft_wrap=True, highlight=False)
+        print_warning(line)
+
+
+def print_table(table: Table) -> None:
+    """Show a table; one that goes to a file or a pipe is as wide as it needs to be."""
+    page = out if out.is_terminal else Console(file=out.file, emoji=False, width=max(out.width, FILE_WIDTH))
+    page.print(table)
+    page.print()
 
 
 def _comparison(section: PerplexitySection, *, narrow: bool = False) -> Table:
@@ -120,6 +157,42 @@ def _comparison(section: PerplexitySection, *, narrow: bool = False) -> Table:
     return table
 
 
+def print_page(page: Page) -> None:
+    """Show the tables of a section, how it was measured, and what went wrong."""
+    screen = _screen()
+    for each in page.tables:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+        for index, header in enumerate(each.headers):
+            table.add_column(escape(header), justify="right" if index else "left", overflow="fold")
+        for row in each.rows:
+            table.add_row(*map(escape, row))
+        if each.caption:
+            screen.print(escape(each.caption))
+        screen.print(table)
+        screen.print()
+    for line in page.notes:
+        print_line(f"[dim]{escape(line.replace('`', ''))}[/]")
+    for line in page.warnings:
+        print_warning(line)
+
+
+def print_warning(message: str) -> None:
+    """Show what a reader must not miss, on standard error."""
+    err.print(f"[bold yellow]Warning:[/] {escape(message)}", soft_wrap=True, highlight=False)
+
+
+def quiet() -> None:
+    """Say nothing from here on: another process of this run speaks for all."""
+    out.quiet = err.quiet = True
+
+
+def _screen() -> Console:
+    """The console for tables: a file or a pipe has no width of its own."""
+    if out.is_terminal:
+        return out
+    return Console(file=out.file, emoji=False, width=max(out.width, FILE_WIDTH), quiet=out.quiet)
+
+
 def command_line() -> str:
     """The command as it was typed, without the folders that the program lies in."""
     import shlex
@@ -130,7 +203,7 @@ def command_line() -> str:
 @contextmanager
 def starting() -> Iterator[None]:
     """Import what is slow to import, and keep the notes of libraries from here on to errors."""
-    for library in ("torchao", "torch.utils._pytree"):
+    for library in ("torchao", "torch.utils._pytree", "lm_eval"):
         logging.getLogger(library).setLevel(logging.ERROR)
     with working("Starting PyTorch and Transformers"):
         yield

@@ -1,5 +1,8 @@
 """Models by name: from the Hub, from a local folder, or from a GGUF file."""
 
+# Whether psutil has types, in itself or in a package of stubs, must not matter.
+# mypy: disable-error-code="import-untyped"
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_gguf_pytorch_utils
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_gguf_pytorch_utils
 from transformers.utils import logging as transformers_logging
 
 from .errors import UserError, one_line
@@ -146,6 +150,9 @@ def load_model(
     try:
         with without_progress_bars():
             tokenizer = AutoTokenizer.from_pretrained(source.path, **options)
+            if source.gguf_file is None:
+                config = AutoConfig.from_pretrained(source.path, **options)
+                check_memory(name, config, chosen_dtype, None if device_map is not None else chosen_device)
             model, loading = AutoModelForCausalLM.from_pretrained(
                 source.path, dtype=chosen_dtype or "auto", device_map=device_map, output_loading_info=True, **options
             )
@@ -160,6 +167,41 @@ def load_model(
             f"{missing[0]} among them; check that it belongs to its configuration"
         )
     return LoadedModel(title or name, source, model.eval(), tokenizer, revision, device_map)
+
+
+def check_memory(name: str, config: Any, dtype: torch.dtype | None, device: torch.device | None) -> None:
+    """Check that the weights of a model fit, before they are read. Quantised checkpoints are not checked.
+
+    Args:
+        name: What the model was asked for by.
+        config: Its configuration.
+        dtype: The dtype of the weights; the checkpoint's own by default.
+        device: Where they go; ``None`` for all devices and the host together.
+
+    Raises:
+        UserError: They do not; the message says how much they need.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    chosen = dtype or config.dtype or torch.float32
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=chosen)
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    free = free_memory(device)
+    if needed > free:
+        place = "this machine" if device is None else str(device)
+        raise UserError(
+            f"--model: {name} needs {needed / 2**30:,.1f} GiB for its weights in {str(chosen).removeprefix('torch.')}, "
+            f"and {place} has {free / 2**30:,.1f} GiB free; use another --dtype, a larger device, or --device-map auto"
+        )
+
+
+def free_memory(device: torch.device | None) -> int:
+    """Bytes that are free on ``device``, or on all CUDA devices and the host together."""
+    host = int(psutil.virtual_memory().available)
+    if device is None:
+        return host + sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+    return host if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 @contextmanager

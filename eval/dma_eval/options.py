@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 MODEL_PANEL, TEXT_PANEL, WINDOW_PANEL, OUTPUT_PANEL = "Model", "Text", "Windows", "Output"
+TASK_PANEL = "Tasks"
 
 Model = Annotated[
     str,
@@ -60,6 +61,90 @@ DeviceMap = Annotated[
         rich_help_panel=MODEL_PANEL,
     ),
 ]
+Data = Annotated[
+    str,
+    typer.Option(
+        "--data",
+        "-d",
+        metavar="FILE|DATASET",
+        help="Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset as NAME, NAME:CONFIG or "
+        "NAME:CONFIG:SPLIT.",
+        show_default=False,
+    ),
+]
+Split = Annotated[
+    str | None,
+    typer.Option(
+        help="Split of the dataset, if --data does not name it.",
+        show_default="test; all of a file",
+        rich_help_panel=TEXT_PANEL,
+    ),
+]
+Column = Annotated[str, typer.Option(help="The dataset's column of text.", rich_help_panel=TEXT_PANEL)]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        "-c",
+        help="Tokens per window.",
+        show_default="2048, or the model's maximum if less",
+        rich_help_panel=WINDOW_PANEL,
+    ),
+]
+MaxWindows = Annotated[
+    int | None, typer.Option(help="Stop after so many windows.", show_default="all", rich_help_panel=WINDOW_PANEL)
+]
+WindowBatchSize = Annotated[
+    int, typer.Option("--batch-size", help="Windows per forward pass.", rich_help_panel=WINDOW_PANEL)
+]
+Tasks = Annotated[
+    list[str],
+    typer.Option(
+        "--tasks",
+        "-t",
+        metavar="TASK...",
+        help="Tasks or groups of lm-eval, or YAML files. Takes several values, with commas or spaces between them.",
+        show_default=False,
+    ),
+]
+IncludePath = Annotated[
+    list[Path],
+    typer.Option(
+        "--include-path",
+        metavar="FOLDER...",
+        help="Folders with task YAMLs of your own.",
+        show_default="none",
+        rich_help_panel=TASK_PANEL,
+    ),
+]
+Limit = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Take the first so many samples of each task.", show_default="all", rich_help_panel=TASK_PANEL
+    ),
+]
+FewShot = Annotated[
+    int | None,
+    typer.Option(
+        "--num-fewshot",
+        min=0,
+        help="Examples in each prompt.",
+        show_default="what each task says",
+        rich_help_panel=TASK_PANEL,
+    ),
+]
+ChatTemplate = Annotated[
+    bool,
+    typer.Option(
+        "--apply-chat-template",
+        help="Put prompts through the model's chat template.",
+        show_default="off",
+        rich_help_panel=TASK_PANEL,
+    ),
+]
+TaskBatchSize = Annotated[
+    int, typer.Option("--batch-size", min=1, help="Sequences per forward pass.", rich_help_panel=TASK_PANEL)
+]
 Seed = Annotated[
     int, typer.Option(min=0, max=2**32 - 1, help="Seed of PyTorch's random numbers.", rich_help_panel=MODEL_PANEL)
 ]
@@ -78,6 +163,16 @@ Plot = Annotated[
     typer.Option(
         "--plot",
         help="Write the plots, as .png, .svg or .pdf.",
+        show_default="not written",
+        rich_help_panel=OUTPUT_PANEL,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        "-o",
+        help="Folder for the whole report: results.json, a page, plots, configurations.",
         show_default="not written",
         rich_help_panel=OUTPUT_PANEL,
     ),

@@ -26,13 +26,10 @@ from .data import Window
 from .errors import UserError, one_line
 from .memory import MemoryMeter
 from .models import LoadedModel
+from .nonfinite import NonFiniteLogitsError, origin
 
 FloatArray = NDArray[np.float32]
 CHUNK_ELEMENTS = 2**24  # logits taken to fp32 at a time: 64 MiB
-
-
-class NonFiniteLogitsError(RuntimeError):
-    """A forward pass gave NaN or infinity."""
 
 
 @dataclass
@@ -95,6 +92,7 @@ def measure(
     backends: Sequence[Backend],
     *,
     batch_size: int = 1,
+    reference_model: PreTrainedModel | None = None,
     on_pass: Callable[[Backend], None] = lambda backend: None,
 ) -> tuple[list[Measurement], str]:
     """Run every backend on every window.
@@ -108,6 +106,7 @@ def measure(
         windows: Which tokens to read and to score.
         backends: The backends; the first is the reference.
         batch_size: Windows per forward pass.
+        reference_model: What the first backend runs on, the same weights in another dtype; ``model`` by default.
         on_pass: Called with the backend once per window, also for the windows that a failed backend is spared.
 
     Returns:
@@ -116,17 +115,20 @@ def measure(
     Raises:
         UserError: The model cannot run a backend at all.
     """
-    for backend in backends:
-        activate(model, backend)
+    models = [model] * len(backends)
+    if reference_model is not None:
+        models[0] = reference_model
+    for running, backend in zip(models, backends, strict=True):
+        activate(running, backend)
     measurements = [Measurement(backend) for backend in backends]
     meter = MemoryMeter(model.device)
     for batch in make_batches(windows, batch_size):
         ids = torch.stack([input_ids[window.begin : window.end] for window in batch]).to(model.device)
         reference: Tensor | None = None
-        for index, measurement in enumerate(measurements):
+        for index, (running, measurement) in enumerate(zip(models, measurements, strict=True)):
             if measurement.failure is None:
                 try:
-                    logits = _forward(model, ids, measurement, meter)
+                    logits = _forward(running, ids, measurement, meter)
                     measurement.scores += [
                         score(row, window_ids, window, None if reference is None else reference[i])
                         for i, (row, window_ids, window) in enumerate(zip(logits, ids, batch, strict=True))
@@ -135,7 +137,7 @@ def measure(
                         reference = logits
                     del logits
                 except NonFiniteLogitsError as error:
-                    measurement.failure = f"{error}{_origin(model, ids)}"
+                    measurement.failure = f"{error}{origin(running, input_ids=ids)}"
                 except (RuntimeError, ValueError, TypeError) as error:
                     measurement.failure = one_line(error)
             for _ in batch:
@@ -209,25 +211,3 @@ def _forward(model: PreTrainedModel, ids: Tensor, measurement: Measurement, mete
     measurement.peak_memory = max(measurement.peak_memory, meter.baseline + meter.increase)
     measurement.fallbacks.update(dma_hf.fallback_counts())
     return logits
-
-
-@torch.inference_mode()
-def _origin(model: PreTrainedModel, ids: Tensor) -> str:
-    """Name the module that first gives a value that is not finite, by running the batch once more."""
-    found: list[str] = []
-
-    def watch(name: str) -> Callable[[torch.nn.Module, tuple[object, ...], object], None]:
-        def check(module: torch.nn.Module, inputs: tuple[object, ...], output: object) -> None:
-            tensor = output[0] if isinstance(output, tuple) else output
-            if not found and isinstance(tensor, Tensor) and not tensor.isfinite().all():
-                found.append(name)
-
-        return check
-
-    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
-    try:
-        model(input_ids=ids, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return f"; they begin in the output of {found[0]}" if found else ""

@@ -35,28 +35,29 @@ def plot_comparison(section: PerplexitySection, title: str, path: Path) -> None:
     (top,), (bottom,) = figure.subfigures(2, 1, squeeze=False, height_ratios=heights, hspace=0.04)
     _draw_quality(top, section)
     _draw_positions(bottom, section)
-    _save(figure, title, path)
+    save(figure, title, path)
 
 
 def plot_quality(section: PerplexitySection, title: str, path: Path) -> None:
     """Change of perplexity, KL and disagreement of every backend against the reference."""
     figure = Figure(figsize=(WIDTH, _quality_height(len(section.backends) - 1)), dpi=DPI, layout="constrained")
     _draw_quality(figure, section)
-    _save(figure, title, path)
+    save(figure, title, path)
 
 
 def plot_positions(section: PerplexitySection, title: str, path: Path) -> None:
     """Loss, and KL from the reference, by position in the window."""
     figure = Figure(figsize=(WIDTH, 4.2), dpi=DPI, layout="constrained")
     _draw_positions(figure, section)
-    _save(figure, title, path)
+    save(figure, title, path)
 
 
 def _quality_height(rows: int) -> float:
     return 1.7 + 0.42 * rows
 
 
-def _save(figure: Figure, title: str, path: Path) -> None:
+def save(figure: Figure, title: str, path: Path) -> None:
+    """Give the figure its title and write it."""
     figure.suptitle(title, fontsize=12, fontweight="bold")
     figure.savefig(path)
 
@@ -66,7 +67,7 @@ def _draw_quality(figure: FigureBase, section: PerplexitySection) -> None:
     reference, *others = section.backends
     axes = figure.subplots(1, 3, sharey=True)
     absolute = "" if reference.perplexity is None else f"\n({reference.label}: {reference.perplexity:,.3f})"
-    colors = [color for color, _ in _styles(section)][1:]
+    colors = [color for color, _ in backend_styles(len(section.backends))][1:]
     _dots(axes[0], others, colors, lambda r: r.change_percent, lambda v: f"{v:+.2f} %", errors=True)
     axes[0].set_xlabel(f"Change of perplexity, %{absolute}")
     axes[0].axvline(0, color=REFERENCE_COLOR, linewidth=1)
@@ -98,7 +99,7 @@ def _dots(
     *,
     errors: bool = False,
 ) -> None:
-    _tidy(ax)
+    tidy(ax)
     for row, (result, color) in enumerate(zip(results, colors, strict=True)):
         value = value_of(result)
         if value is None:
@@ -114,7 +115,7 @@ def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
     axes = figure.subplots(1, 2 if has_kl else 1, squeeze=False)[0]
     edges = section.position_edges
     centers = [(low + high - 1) / 2 for low, high in pairwise(edges)]
-    for result, (color, line) in zip(section.backends, _styles(section), strict=True):
+    for result, (color, line) in zip(section.backends, backend_styles(len(section.backends)), strict=True):
         width = 2.4 if result is reference else 1.5
         if result.position_nll:
             axes[0].plot(centers, _gaps(result.position_nll), line, color=color, linewidth=width, label=result.label)
@@ -126,7 +127,7 @@ def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
         if all(value is None or value > 0 for result in others for value in result.position_kl):
             axes[1].set_yscale("log")
     for ax in axes:
-        _tidy(ax)
+        tidy(ax)
         ax.set_xlabel("Position in the window, tokens")
         ax.set_xlim(0, section.context)
         ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
@@ -135,17 +136,18 @@ def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
             ax.legend(frameon=False, fontsize=9)
 
 
-def _styles(section: PerplexitySection) -> list[tuple[str, str]]:
-    """Colour and line style of each backend."""
+def backend_styles(count: int) -> list[tuple[str, str]]:
+    """Colour and line style of each of ``count`` backends; the reference is the first."""
     styles = zip(cycle(COLORS), cycle(LINES), strict=False)
-    return [(REFERENCE_COLOR, "-"), *(next(styles) for _ in section.backends[1:])]
+    return [(REFERENCE_COLOR, "-"), *(next(styles) for _ in range(count - 1))]
 
 
 def _gaps(values: Sequence[float | None]) -> list[float]:
     return [float("nan") if value is None else value for value in values]
 
 
-def _tidy(ax: Axes) -> None:
+def tidy(ax: Axes) -> None:
+    """A grid behind the data, and no more frame than two axes."""
     ax.grid(True, **GRID)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)

@@ -1,14 +1,15 @@
-"""Reports: the results of a run put together, and as Markdown. The file format is in ``results.py``."""
+"""Reports: the results of a run put together, and how they read. The file format is in ``results.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
+from typing import Any
 
 from . import environment
 from .models import LoadedModel
-from .results import BackendResult, Generation, ModelInfo, PerplexitySection, Report
+from .results import BackendResult, FidelitySection, Generation, ModelInfo, PerplexitySection, Report
+from .sections import RetrievalBackend, RetrievalSection, TaskBackend, TaskSection
 
 MEMORY_KINDS = {
     "cuda_allocated": "GPU memory allocated by PyTorch, summed over GPUs",
@@ -20,11 +21,15 @@ MISSING = "–"
 
 def make_report(
     loaded: LoadedModel,
-    sections: list[PerplexitySection],
+    sections: Sequence[PerplexitySection] = (),
     *,
     command: str,
     seed: int,
-    generations: list[Generation] | None = None,
+    generations: Sequence[Generation] = (),
+    tasks: Sequence[TaskSection] = (),
+    fidelity: Sequence[FidelitySection] = (),
+    retrieval: Sequence[RetrievalSection] = (),
+    part_seconds: Mapping[str, float] | None = None,
 ) -> Report:
     """Put a run's results together with what they depend on: model, versions, device, command line, seed, date."""
     return Report(
@@ -33,9 +38,24 @@ def make_report(
         seed=seed,
         environment=environment.collect(),
         model=describe_model(loaded),
-        perplexity=sections,
-        generations=generations or [],
+        perplexity=list(sections),
+        generations=list(generations),
+        tasks=list(tasks),
+        fidelity=list(fidelity),
+        retrieval=list(retrieval),
+        part_seconds=dict(part_seconds or {}),
     )
+
+
+def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
+    """The configuration of every ``dma_mxfp`` backend in a report, by label."""
+    sections: list[Sequence[BackendResult | TaskBackend | RetrievalBackend]] = [
+        *(section.backends for section in report.perplexity),
+        *(section.backends for section in report.tasks),
+        *(section.tokens.backends for section in report.fidelity),
+        *(section.backends for section in report.retrieval),
+    ]
+    return {backend.label: backend.config for group in sections for backend in group if backend.config is not None}
 
 
 def describe_model(loaded: LoadedModel) -> ModelInfo:
@@ -116,73 +136,6 @@ def warnings(section: PerplexitySection) -> list[str]:
         for reason, count in result.fallbacks.items():
             lines.append(f"{result.label} fell back to other attention {count} times: {reason}")
     return lines
-
-
-def to_markdown(report: Report, plots: Sequence[tuple[str, str]] = ()) -> str:
-    """The report as Markdown.
-
-    Args:
-        report: The results.
-        plots: Caption and relative path of each plot.
-    """
-    parts = [f"# Attention backends on {Path(report.model.name).name}\n"]
-    for section in report.perplexity:
-        parts.append(f"## Perplexity at context {section.context:,}\n")
-        parts.append(_table(HEADERS, [table_row(result) for result in section.backends]))
-        parts += [f"> **Warning**: {line}\n" for line in warnings(section)]
-        parts.append("\n".join(f"- {line}" for line in protocol_lines(section)) + "\n")
-    parts += [f"![{caption}]({path})\n" for caption, path in plots]
-    parts += _configurations(report)
-    if report.generations:
-        parts.append("## Greedy continuations with the KV cache\n")
-        parts.append(f"Prompt, its end: {_quote(report.generations[0].prompt_end)}\n")
-        for generation in report.generations:
-            parts.append(
-                f"**{generation.label}**, {generation.same_tokens} of {len(generation.tokens)} tokens as the first:\n\n"
-                f"{_quote(generation.continuation)}\n"
-            )
-    parts.append("## Model and machine\n")
-    parts.append(_table(("", ""), _facts(report)))
-    return "\n".join(parts)
-
-
-def _configurations(report: Report) -> list[str]:
-    configs = {result.label: result.config for section in report.perplexity for result in section.backends}
-    shown = {label: config for label, config in configs.items() if config is not None}
-    if not shown:
-        return []
-    names = list(dict.fromkeys(name for config in shown.values() for name in config))
-    rows = [[f"`{name}`", *(_plain(config.get(name)) for config in shown.values())] for name in names]
-    return ["## Configurations\n", _table(["field", *shown], rows)]
-
-
-def _facts(report: Report) -> list[list[str]]:
-    model, machine = report.model, report.environment
-    heads = f"{model.query_heads} query heads, {model.kv_heads} kv heads, head_dim {model.head_dim}"
-    revision = f" at `{model.commit or model.revision}`" if model.commit or model.revision else ""
-    return [
-        ["model", f"`{model.name}`{revision}"],
-        ["architecture", f"{model.architecture}, {model.parameters:,} parameters, {model.layers} layers, {heads}"],
-        ["dtype, device", f"{model.dtype}, {model.device}"],
-        ["machine", ", ".join([machine.cpu, f"{machine.threads} threads", *machine.gpus])],
-        ["versions", ", ".join(f"{name} {version}" for name, version in machine.packages.items())],
-        ["Python, system", f"{machine.python}, {machine.system}"],
-        ["command", f"`{report.command}`"],
-        ["seed, date", f"{report.seed}, {report.created}"],
-    ]
-
-
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
-
-
-def _quote(text: str) -> str:
-    return "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines())
-
-
-def _plain(value: object) -> str:
-    return MISSING if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _format(value: float | None, template: str) -> str:

@@ -1,9 +1,12 @@
 """The results file: its schema, as dataclasses, with reading and writing.
 
 ``results.json`` is the JSON of a :class:`Report`: objects have the fields of the dataclasses below under the same
-names, and every field is present. ``schema_version`` counts up when a field comes, goes or changes its meaning; a
-reader of one version refuses the others. Numbers that do not exist (of a failed backend, or without a reference) are
-null.
+names, and every field is present. ``schema_version`` counts up when a field comes, goes or changes its meaning. Numbers
+that do not exist (of a failed backend, or without a reference) are null. ``sections.py`` has the dataclasses of the
+sections on tasks, fidelity and retrieval.
+
+Version 2 added ``tasks``, ``fidelity``, ``retrieval`` and ``part_seconds``; files of version 1 are read as having none
+of them. A reader refuses all other versions.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from .environment import Environment
 from .errors import UserError
+from .sections import Divergence, HeadErrors, RetrievalSection, TaskSection
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+ADDED: dict[int, dict[str, Any]] = {1: {"tasks": [], "fidelity": [], "retrieval": [], "part_seconds": {}}}
+"""What the version after each older one added to a report, and its value there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +184,34 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FidelitySection:
+    """Backends against SDPA in fp32 on the same text.
+
+    Attributes:
+        tokens: Token by token; the first backend is SDPA with the weights in fp32.
+        dtype: Data type of the other backends.
+        bucket_edges: Edges of the position buckets below.
+        bucket_change: Change of the perplexity in percent in each position bucket, by backend; null where no token is
+            scored.
+        head_windows: Windows that the errors of heads were taken over.
+        heads: Errors by layer and head, of every backend that can be run layer by layer.
+        prompt_tokens: Length of each prompt of the greedy continuations.
+        new_tokens: Tokens generated after each.
+        divergence: Where greedy continuations part; one entry per backend.
+    """
+
+    tokens: PerplexitySection
+    dtype: str
+    bucket_edges: list[int]
+    bucket_change: dict[str, list[float | None]]
+    head_windows: int
+    heads: list[HeadErrors]
+    prompt_tokens: int
+    new_tokens: int
+    divergence: list[Divergence]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """Everything that one run measured.
 
@@ -190,6 +224,10 @@ class Report:
         model: The model.
         perplexity: One section per text and context.
         generations: Continuations, where some were made.
+        tasks: One section per evaluation on lm-eval tasks.
+        fidelity: One section per comparison with SDPA in fp32.
+        retrieval: One section per kind of retrieval.
+        part_seconds: Wall-clock seconds of the parts of the run, by name.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -200,6 +238,10 @@ class Report:
     model: ModelInfo
     perplexity: list[PerplexitySection] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
+    tasks: list[TaskSection] = field(default_factory=list)
+    fidelity: list[FidelitySection] = field(default_factory=list)
+    retrieval: list[RetrievalSection] = field(default_factory=list)
+    part_seconds: dict[str, float] = field(default_factory=dict)
 
 
 def write_report(report: Report, path: Path) -> None:
@@ -222,17 +264,23 @@ def read_report(path: Path) -> Report:
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     version = values.get("schema_version") if isinstance(values, dict) else None
-    if version != SCHEMA_VERSION:
-        raise UserError(f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}")
+    if isinstance(version, int) and version in ADDED:
+        values |= ADDED[version] | {"schema_version": SCHEMA_VERSION}
+    elif version != SCHEMA_VERSION:
+        raise UserError(f"{path}: expected schema_version {SCHEMA_VERSION} or older, got {version!r}")
     try:
-        report: Report = _parse(Report, values, "report")
+        report: Report = parse(Report, values, "report")
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
     return report
 
 
-def _parse(kind: Any, value: Any, where: str) -> Any:
-    """``value`` of JSON as the type ``kind``, strictly. Raises ValueError naming the place."""
+def parse(kind: Any, value: Any, where: str) -> Any:
+    """``value`` of JSON as the type ``kind``, strictly.
+
+    Raises:
+        ValueError: It is not as the type says; the message names the place, which begins with ``where``.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -240,18 +288,18 @@ def _parse(kind: Any, value: Any, where: str) -> Any:
         if value is None and type(None) in arguments:
             return None
         (kind,) = (argument for argument in arguments if argument is not type(None))
-        return _parse(kind, value, where)
+        return parse(kind, value, where)
     if is_dataclass(kind):
         names = {field.name for field in fields(kind)}
         if not isinstance(value, dict) or value.keys() != names:
             got = ", ".join(sorted(names ^ value.keys())) if isinstance(value, dict) else repr(value)
             raise ValueError(f"{where} must be an object with the fields of {_name(kind)}; differs in: {got}")
         hints = get_type_hints(kind)
-        return kind(**{name: _parse(hints[name], value[name], f"{where}.{name}") for name in names})  # type: ignore[operator]
+        return kind(**{name: parse(hints[name], value[name], f"{where}.{name}") for name in names})  # type: ignore[operator]
     if origin is list and isinstance(value, list):
-        return [_parse(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [parse(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):
-        return {key: _parse(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+        return {key: parse(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(kind, type) and isinstance(value, kind) and not (kind is int and isinstance(value, bool)):

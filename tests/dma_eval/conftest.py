@@ -33,7 +33,7 @@ IDENTITY = 'low = "bf16"\nhigh = "bf16"\npv = "bf16"\nsmooth_k = false\nshared_s
 def restored() -> Iterator[None]:
     """The command line owns its process and quietens libraries; here others live in it."""
     verbosity = transformers.logging.get_verbosity()
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree", "lm_eval")]
     levels = [logger.level for logger in loggers]
     yield
     transformers.logging.set_verbosity(verbosity)
@@ -157,3 +157,11 @@ def refused() -> Callable[[Result], str]:
         return message
 
     return check
+
+
+@pytest.fixture(scope="session")
+def tiny_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of lm-eval tasks of every kind, on made-up documents."""
+    from tiny_tasks import write_tiny_tasks
+
+    return write_tiny_tasks(tmp_path_factory.mktemp("tasks"))

@@ -42,10 +42,10 @@ class TestParse:
         [
             (
                 "flash",
-                r"unknown backend 'flash'; valid: .*dma_mxfp, .*eager, .*sdpa.*\(balanced, fp4, paper\) or a TOML",
+                r"unknown backend 'flash'; valid: .*dma_mxfp, .*eager, .*sdpa.*\(balanced, .*kv4\) or a TOML",
             ),
-            ("dma_mxfp:fast", r"unknown preset 'fast'; valid: balanced, fp4, paper, or a TOML file"),
-            ("dma_mxfp:", r"'dma_mxfp:' names no preset; valid: balanced, fp4, paper, or a TOML file"),
+            ("dma_mxfp:fast", r"unknown preset 'fast'; valid: balanced, fp4, paper, kv8, kv4, or a TOML file"),
+            ("dma_mxfp:", r"'dma_mxfp:' names no preset; valid: balanced, fp4, paper, kv8, kv4, or a TOML file"),
             ("sdpa:fp4", r"'sdpa' takes no setting, got 'sdpa:fp4'; only dma_mxfp:PRESET does"),
             ("dma_mxfp:missing.toml", r"no such file: missing.toml"),
             ("", r"unknown backend ''"),

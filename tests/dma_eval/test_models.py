@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dma_eval import models
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel, ModelSource, load_model, parse_source, without_progress_bars
 from gguf import GGUFWriter
@@ -115,3 +116,24 @@ def test_progress_bars_come_back(shown: bool, request: pytest.FixtureRequest) ->
         assert modeling_gguf_pytorch_utils.tqdm([]).disable
     assert logging.is_progress_bar_enabled() == shown
     assert modeling_gguf_pytorch_utils.tqdm is bar
+
+
+class TestMemory:
+    def test_what_does_not_fit_says_how_much_it_needs(
+        self, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(models, "free_memory", lambda device: 2**16)
+        with pytest.raises(
+            UserError, match=r"needs 0.0 GiB for its weights in float32, and cpu has 0.0 GiB free; use ano"
+        ):
+            load_model(str(model_folder), dtype="float32", device="cpu")
+
+    def test_counts_the_weights_in_their_dtype(self, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        needed = 2 * load_model(str(model_folder), device="cpu").model.num_parameters()
+        monkeypatch.setattr(models, "free_memory", lambda device: needed)
+        assert load_model(str(model_folder), dtype="bfloat16", device="cpu").model.dtype == torch.bfloat16
+        with pytest.raises(UserError, match="for its weights in float32"):
+            load_model(str(model_folder), dtype="float32", device="cpu")
+
+    def test_everything_together(self) -> None:
+        assert models.free_memory(None) >= models.free_memory(torch.device("cpu")) * 0.5

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from dma_eval.errors import UserError
+from dma_eval.markdown import to_markdown
 from dma_eval.models import LoadedModel
 from dma_eval.plots import plot_comparison, plot_positions, plot_quality
-from dma_eval.report import format_bytes, format_kl, make_report, table_row, to_markdown, warnings
+from dma_eval.report import format_bytes, format_kl, make_report, table_row, warnings
 from dma_eval.results import SCHEMA_VERSION, BackendResult, Generation, PerplexitySection, Report, read_report
 from dma_eval.results import write_report as write
 from PIL import Image
@@ -72,8 +73,8 @@ class TestJson:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (lambda v: v.update(schema_version=99), f"expected schema_version {SCHEMA_VERSION}, got 99"),
-            (lambda v: v.pop("schema_version"), f"expected schema_version {SCHEMA_VERSION}, got None"),
+            (lambda v: v.update(schema_version=99), f"expected schema_version {SCHEMA_VERSION} or older, got 99"),
+            (lambda v: v.pop("schema_version"), f"expected schema_version {SCHEMA_VERSION} or older, got None"),
             (lambda v: v.update(extra=1), "report must be an object with the fields of Report; differs in: extra"),
             (lambda v: v.pop("seed"), "report must be an object with the fields of Report; differs in: seed"),
             (lambda v: v.update(seed="0"), "report.seed must be int, got '0'"),
@@ -100,7 +101,11 @@ class TestJson:
 
     @pytest.mark.parametrize(
         ("content", "message"),
-        [(None, "cannot read the report"), ("{", "is not JSON"), ("[]", "expected schema_version 1, got None")],
+        [
+            (None, "cannot read the report"),
+            ("{", "is not JSON"),
+            ("[]", f"expected schema_version {SCHEMA_VERSION} or older, got None"),
+        ],
     )
     def test_no_report(self, tmp_path: Path, content: str | None, message: str) -> None:
         if content is not None:

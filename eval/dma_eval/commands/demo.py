@@ -52,9 +52,10 @@ def demo(
             from dma_eval.comparison import compare
             from dma_eval.data import load_text, tokenize
             from dma_eval.generation import continue_greedily
+            from dma_eval.markdown import to_markdown
             from dma_eval.models import load_model
             from dma_eval.plots import plot_positions, plot_quality
-            from dma_eval.report import make_report, to_markdown
+            from dma_eval.report import make_report
             from dma_eval.results import write_report
 
         torch.manual_seed(0)

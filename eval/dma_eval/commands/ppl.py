@@ -27,39 +27,11 @@ dma-hf ppl -m ./model --data rows.jsonl --column content --attn sdpa dma_mxfp:my
 
 def ppl(
     model: options.Model,
-    data: Annotated[
-        str,
-        typer.Option(
-            "--data",
-            "-d",
-            metavar="FILE|DATASET",
-            help="Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset as NAME, NAME:CONFIG or "
-            "NAME:CONFIG:SPLIT.",
-            show_default=False,
-        ),
-    ],
+    data: options.Data,
     attn: options.Attn = DEFAULT_ATTN,
-    split: Annotated[
-        str | None,
-        typer.Option(
-            help="Split of the dataset, if --data does not name it.",
-            show_default="test; all of a file",
-            rich_help_panel=options.TEXT_PANEL,
-        ),
-    ] = None,
-    column: Annotated[
-        str, typer.Option(help="The dataset's column of text.", rich_help_panel=options.TEXT_PANEL)
-    ] = "text",
-    context: Annotated[
-        int | None,
-        typer.Option(
-            "--context",
-            "-c",
-            help="Tokens per window.",
-            show_default="2048, or the model's maximum if less",
-            rich_help_panel=options.WINDOW_PANEL,
-        ),
-    ] = None,
+    split: options.Split = None,
+    column: options.Column = "text",
+    context: options.Context = None,
     stride: Annotated[
         int | None,
         typer.Option(
@@ -68,13 +40,8 @@ def ppl(
             rich_help_panel=options.WINDOW_PANEL,
         ),
     ] = None,
-    max_windows: Annotated[
-        int | None,
-        typer.Option(help="Stop after so many windows.", show_default="all", rich_help_panel=options.WINDOW_PANEL),
-    ] = None,
-    batch_size: Annotated[
-        int, typer.Option(help="Windows per forward pass.", rich_help_panel=options.WINDOW_PANEL)
-    ] = 1,
+    max_windows: options.MaxWindows = None,
+    batch_size: options.WindowBatchSize = 1,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     device_map: options.DeviceMap = None,
@@ -101,8 +68,9 @@ def ppl(
             from dma_eval.backends import parse_backends
             from dma_eval.comparison import compare
             from dma_eval.data import load_text
+            from dma_eval.markdown import to_markdown
             from dma_eval.models import load_model
-            from dma_eval.report import make_report, to_markdown
+            from dma_eval.report import make_report
             from dma_eval.results import write_report
 
         torch.manual_seed(seed)

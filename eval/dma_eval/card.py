@@ -1,0 +1,209 @@
+"""A Hub model card made from a report: metadata that the Hub reads, what was measured, and how to use it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, get_token
+from huggingface_hub.errors import HfHubHTTPError
+
+import dma_hf
+
+from .errors import UserError, one_line
+from .markdown import page_to_markdown, table
+from .report import HEADERS, backend_configs, protocol_lines, table_row
+from .results import Report
+from .section_pages import all_pages
+
+TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
+TASK = "text-generation"
+README, RESULTS = "README.md", "results.json"
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What a push would do; nothing is done before :meth:`run`.
+
+    Attributes:
+        repository: The repository on the Hub.
+        files: Name in the repository and content of each file.
+        token: The user's token.
+    """
+
+    repository: str
+    files: dict[str, str]
+    token: str
+
+    def plan(self) -> list[str]:
+        """What :meth:`run` will do, as lines for people."""
+        lines = [f"repository https://huggingface.co/{self.repository} (made, public, if it does not exist)"]
+        lines += [f"upload {name}, {len(content.encode()):,} bytes" for name, content in self.files.items()]
+        return [*lines, "files of the same names are replaced, in one commit; nothing else is touched"]
+
+    def run(self) -> str:
+        """Upload; returns the address of the commit.
+
+        Raises:
+            UserError: The Hub refuses, or cannot be reached.
+        """
+        from huggingface_hub import CommitOperationAdd
+
+        api = HfApi(token=self.token)
+        operations = [CommitOperationAdd(name, content.encode()) for name, content in self.files.items()]
+        try:
+            api.create_repo(self.repository, exist_ok=True)
+            commit = api.create_commit(self.repository, operations, commit_message="Model card and results of dma-hf")
+        except (HfHubHTTPError, OSError, ValueError) as error:
+            raise UserError(f"--push: the Hub refused {self.repository}: {one_line(error)}") from error
+        return str(commit.commit_url)
+
+
+def make_card(
+    report: Report, *, backend: str | None = None, base_model: str | None = None, license_name: str | None = None
+) -> ModelCard:
+    """Make the card of a model that is meant to run one of the report's ``dma_mxfp`` backends.
+
+    Args:
+        report: What was measured.
+        backend: Its label; by default the first ``dma_mxfp`` backend of the report.
+        base_model: The model's name on the Hub; by default the name that it was measured by, if that is one.
+        license_name: The licence, as the Hub spells it.
+
+    Raises:
+        UserError: The report has no such backend, or the base model is not known.
+    """
+    label = _label(report, backend)
+    base = _base_model(report, base_model)
+    name = f"{base.rpartition('/')[2]} with {label}"
+    results = list(_eval_results(report, label))
+    data = ModelCardData(
+        base_model=base,
+        library_name="transformers",
+        pipeline_tag=TASK,
+        license=license_name,
+        tags=TAGS,
+        model_name=name if results else None,
+        eval_results=results or None,
+        ignore_metadata_errors=False,
+    )
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(report, label, base, name)}", ignore_metadata_errors=False)
+
+
+def prepare_upload(card: ModelCard, report_file: Path, repository: str) -> Upload:
+    """Prepare a push of the card and the results behind it.
+
+    Raises:
+        UserError: ``repository`` is no name of one, there is no token, or the results cannot be read.
+    """
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", repository) is None:
+        raise UserError(f"--push: expected OWNER/NAME, got {repository!r}")
+    token = get_token()
+    if token is None:
+        raise UserError("--push needs a token of the Hub: run 'hf auth login', or set HF_TOKEN")
+    try:
+        results = report_file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {report_file}: {error.strerror}") from error
+    return Upload(repository, {README: str(card), RESULTS: results}, token)
+
+
+def _label(report: Report, backend: str | None) -> str:
+    configs = backend_configs(report)
+    if not configs:
+        raise UserError("the report has no dma_mxfp backend to make a card of")
+    if backend is None:
+        return next(iter(configs))
+    if backend not in configs:
+        raise UserError(f"--backend: the report has no {backend!r}; it has: {', '.join(configs)}")
+    return backend
+
+
+def _base_model(report: Report, base_model: str | None) -> str:
+    name = base_model or report.model.name
+    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not name.endswith(".gguf")
+    if not is_hub_name or (base_model is None and Path(name).exists()):
+        given = f"{base_model!r} is no name on the Hub" if base_model else f"{name} was measured from local files"
+        raise UserError(f"--base-model: {given}; name the model as the Hub does, OWNER/NAME")
+    return name
+
+
+def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
+    """The backend's results in the form of a model index."""
+
+    def result(dataset: str, kind: str, name: str, value: float, **more: Any) -> EvalResult:
+        return EvalResult(
+            task_type=TASK,
+            dataset_type=re.sub(r"[^\w.-]+", "_", dataset),
+            dataset_name=dataset,
+            metric_type=kind,
+            metric_name=name,
+            metric_value=value,
+            **more,
+        )
+
+    for section in report.perplexity:
+        for each in section.backends:
+            if each.label == label and each.perplexity is not None:
+                data = section.data
+                name = f"perplexity, context {section.context:,}"
+                yield result(
+                    Path(data.name).name,
+                    "perplexity",
+                    name,
+                    round(each.perplexity, 4),
+                    dataset_config=data.config,
+                    dataset_split=data.split,
+                )
+    for tasks in report.tasks:
+        for task in tasks.tasks:
+            for metric in task.metrics:
+                for value in metric.values:
+                    if value.label == label and value.value is not None:
+                        suffix = "" if metric.filter == "none" else f", {metric.filter}"
+                        name = f"{metric.name}{suffix}, {task.num_fewshot}-shot"
+                        yield result(task.name, metric.name, name, round(value.value, 6))
+
+
+def _text(report: Report, label: str, base: str, name: str) -> str:
+    config = backend_configs(report)[label]
+    preset = next((name for name, each in dma_hf.PRESETS.items() if each.to_dict() == config), None)
+    section = json.dumps({"dma_mxfp": config}, indent=2)
+    setting = repr(preset) if preset else f"{config!r}"
+    configure = "" if preset == "balanced" else f"\ndma_hf.configure(model, {setting})"
+    model, machine = report.model, report.environment
+    parts = [
+        f"# {name}",
+        f"[`{base}`](https://huggingface.co/{base}) with **Diagonal-tiled Mixed-precision Attention** "
+        f"([arXiv 2604.03950](https://arxiv.org/abs/2604.03950)), by the package `dma-hf`. The weights are those of "
+        "the base model; what is quantised is the attention: keys near the diagonal, and the first ones, are scored in "
+        f"`{config['high']}`, all others in `{config['low']}`.",
+        "## Use",
+        "```python\nimport dma_hf\nfrom transformers import AutoModelForCausalLM\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{base}", attn_implementation="dma_mxfp"){configure}\n```',
+        "The same setting as a section of the model's `config.json`, which `from_pretrained` then honours:",
+        f"```json\n{section}\n```",
+        "## What was measured",
+        f"Against the reference in each table, on the same tokens and samples. {model.architecture}, "
+        f"{model.parameters:,} parameters, {model.dtype}, on {', '.join(machine.gpus) or machine.cpu}; "
+        + ", ".join(f"{package} {version}" for package, version in machine.packages.items())
+        + f"; {report.created[:10]}.",
+    ]
+    for perplexity in report.perplexity:
+        parts.append(f"### Perplexity at context {perplexity.context:,}")
+        parts.append(table(HEADERS, [table_row(each) for each in perplexity.backends]).rstrip())
+        parts.append("\n".join(f"- {line}" for line in protocol_lines(perplexity)))
+    for page in all_pages(report.tasks, report.fidelity, report.retrieval):
+        parts.append(page_to_markdown(page, heading="###").rstrip())
+    parts += [
+        f"Made by `{report.command}`.",
+        "## Limits",
+        "- Inference only. What the backend cannot compute (dropout, attention weights, a position bias) is an error.\n"
+        "- The results are those of this model, text and hardware; measure yours with `dma-hf suite`.\n"
+        "- On GPUs whose units lack the format, the operands are exact but the speed is that of 16 bits.",
+    ]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,108 @@
+"""The results file of ``dma-hf bench decode``: its schema, as dataclasses.
+
+The file is the JSON of a :class:`DecodeReport`: objects have the fields of the dataclasses below under the same names,
+and every field is present. ``schema_version`` counts up when a field comes, goes or changes its meaning. Numbers that
+do not exist (of a failed implementation, or on a CPU) are null.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .environment import Environment
+from .timing import DeviceFacts
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeShape:
+    """One new token against the cache of one layer.
+
+    Attributes:
+        length: Keys in the cache.
+        batch: Sequences.
+        head_dim: Of queries, keys and values.
+        query_heads: Query heads.
+        kv_heads: Key and value heads.
+    """
+
+    length: int
+    batch: int
+    head_dim: int
+    query_heads: int
+    kv_heads: int
+
+    def cache_bytes(self, itemsize: int) -> int:
+        """Return the bytes of all keys and values with elements of ``itemsize`` bytes."""
+        return 2 * self.batch * self.kv_heads * self.length * self.head_dim * itemsize
+
+    @property
+    def family(self) -> str:
+        """All of it but length and batch, for titles."""
+        return f"head_dim {self.head_dim}, {self.query_heads}/{self.kv_heads} heads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeResult:
+    """One implementation on one shape.
+
+    Attributes:
+        shape: The shape.
+        label: The implementation: ``sdpa``, ``sdpa:flash``, ``sdpa:dynamic``, or ``dma_mxfp:PRESET``.
+        config: Its resolved configuration; null for any implementation but ``dma_mxfp``.
+        failure: Why it did not run; null if it did. If it did not, the numbers below are null.
+        milliseconds: Median time of a step called from Python; storing the new key is counted but for ``sdpa`` and
+            ``sdpa:flash``.
+        graph_milliseconds: Median time of the step as a CUDA graph.
+        repeats: Timed calls of either kind.
+        cache_bytes: Of the cache of the layer, with its room for more tokens.
+        bytes_ratio: ``cache_bytes`` over the bytes of 16-bit keys and values.
+        bytes_per_second: ``cache_bytes`` over the time as a graph (on a CPU: of a call).
+        speedup: Time of the shape's first implementation over this one's, as graphs.
+    """
+
+    shape: DecodeShape
+    label: str
+    config: dict[str, Any] | None
+    failure: str | None = None
+    milliseconds: float | None = None
+    graph_milliseconds: float | None = None
+    repeats: int | None = None
+    cache_bytes: int | None = None
+    bytes_ratio: float | None = None
+    bytes_per_second: float | None = None
+    speedup: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeReport:
+    """Everything that one run measured.
+
+    Attributes:
+        schema_version: Version of this schema.
+        created: Date and time in UTC, ISO 8601.
+        command: The command line.
+        seed: Seed of PyTorch's random numbers.
+        dtype: Data type of queries and 16-bit caches.
+        environment: Versions and devices.
+        device: The device.
+        results: By shape, then in the order asked for.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    created: str
+    command: str
+    seed: int
+    dtype: str
+    environment: Environment
+    device: DeviceFacts
+    results: list[DecodeResult]
+
+
+def write_decode_report(report: DecodeReport, path: Path) -> None:
+    """Write ``report`` as JSON (RFC 8259: a NaN is an error)."""
+    path.write_text(json.dumps(asdict(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,0 +1,201 @@
+"""A step of decoding timed side by side: SDPA on preallocated and on concatenated keys, and packed caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from dma_kernels.api import resolve_backend
+from dma_kernels.append import append_tokens
+from dma_kernels.cached import append, cached_attention
+from dma_kernels.decode import decode_attention
+from dma_kernels.formats import TILE
+from dma_kernels.storage import LayerStorage
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import dma_hf
+from dma_hf import DMAConfig
+
+from .backends import DMA, parse_backends
+from .decode_results import DecodeResult, DecodeShape
+from .errors import UserError, one_line
+from .timing import FAILURES, Run, capture, time_in_turns
+
+PREALLOCATED: dict[str, SDPBackend | None] = {"sdpa": None, "sdpa:flash": SDPBackend.FLASH_ATTENTION}
+"""SDPA on keys and values that lie ready: what a 16-bit cache costs at the least. ``sdpa`` is PyTorch's choice."""
+DYNAMIC = "sdpa:dynamic"
+"""SDPA behind the concatenation that Transformers' ``DynamicCache`` makes of the old keys and the new one."""
+CACHES = ("kv8", "kv4")
+ROOM = 512
+"""Tokens of room for the runs, each of which appends one."""
+FILLED_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class DecodeImplementation:
+    """A cache with its attention, by the name that it has in results."""
+
+    label: str
+    config: DMAConfig | None = None
+
+    def prepare(self, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> tuple[Run, int]:
+        """Return the step that is timed, and the bytes of keys and values that it has to read."""
+        sizes = (shape.batch, shape.kv_heads, shape.length, shape.head_dim)
+        query = torch.randn(shape.batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
+        new = torch.randn(*sizes[:2], 1, shape.head_dim, device=device, dtype=dtype)
+        if self.config is not None:
+            return self._packed(shape, query, new)
+        key, value = (torch.randn(sizes, device=device, dtype=dtype) for _ in range(2))
+        stored = key.nbytes + value.nbytes
+
+        def attend(key: Tensor, value: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+        if self.label == DYNAMIC:
+            return lambda: attend(torch.cat((key, new), 2), torch.cat((value, new), 2)), stored
+        chosen = PREALLOCATED[self.label]
+
+        def forced() -> Tensor:
+            assert chosen is not None
+            with sdpa_kernel(chosen):
+                return attend(key, value)
+
+        return (lambda: attend(key, value)) if chosen is None else forced, stored
+
+    def _packed(self, shape: DecodeShape, query: Tensor, new: Tensor) -> tuple[Run, int]:
+        """Return a step that stores the new key and value and attends to all."""
+        assert self.config is not None
+        storage = filled_storage(self.config, shape, query.device, query.dtype)
+        backend, scale = self.config.backend, shape.head_dim**-0.5
+        if resolve_backend(backend, query.device, query.dtype) != "triton":
+            return lambda: cached_attention(query, new, new, storage, backend=backend), storage.nbytes
+
+        def step() -> Tensor:
+            append_tokens(storage, new, new)
+            return decode_attention(query, storage, scale=scale)[0]
+
+        return step, storage.nbytes
+
+
+def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> LayerStorage:
+    """Return the cache of a layer that holds ``shape.length`` random keys and values, and has room for more."""
+    storage = LayerStorage.allocate(
+        config.recipe,
+        batch=shape.batch,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.head_dim,
+        dtype=dtype,
+        device=device,
+        tiles=(shape.length + ROOM) // TILE,
+    )
+    store = append_tokens if resolve_backend(config.backend, device, dtype) == "triton" else append
+    for start in range(0, shape.length, FILLED_AT_ONCE):
+        tokens = min(FILLED_AT_ONCE, shape.length - start)
+        key, value = (
+            torch.randn(shape.batch, shape.kv_heads, tokens, shape.head_dim, device=device, dtype=dtype)
+            for _ in range(2)
+        )
+        store(storage, key, value)
+    return storage
+
+
+def default_names() -> list[str]:
+    """Everything that is compared by default; the first is what others are compared with."""
+    return [*PREALLOCATED, DYNAMIC, *(f"{DMA}:{preset}" for preset in CACHES)]
+
+
+def parse_implementations(names: Sequence[str]) -> list[DecodeImplementation]:
+    """Resolve names as given on the command line.
+
+    Raises:
+        UserError: There are none, two are the same, or one is unknown; the message lists the valid ones.
+    """
+    if not names:
+        raise UserError(f"--cache needs at least one cache, for example: --cache {default_names()[0]}")
+    found = []
+    for name in names:
+        if name in PREALLOCATED or name == DYNAMIC:
+            found.append(DecodeImplementation(name))
+        elif name.partition(":")[0] == DMA:
+            (backend,) = parse_backends([name])
+            found.append(DecodeImplementation(backend.label, backend.config))
+        else:
+            known = [*PREALLOCATED, DYNAMIC, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
+            raise UserError(f"--cache: unknown cache {name!r}; valid: {', '.join(known)}, and {DMA}:FILE.toml")
+    labels = [implementation.label for implementation in found]
+    repeated = {label for label in labels if labels.count(label) > 1}
+    if repeated:
+        raise UserError(f"--cache: {', '.join(sorted(repeated))} is given more than once")
+    return found
+
+
+def measure(
+    shapes: Iterable[DecodeShape],
+    implementations: Sequence[DecodeImplementation],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    seconds: float,
+    on_shape: Callable[[DecodeShape], None] = lambda shape: None,
+) -> list[DecodeResult]:
+    """Time all implementations on all shapes.
+
+    Args:
+        shapes: What to measure.
+        implementations: The first is what the others' ``speedup`` refers to.
+        device: Where to measure.
+        dtype: Of queries and of 16-bit caches.
+        seconds: About how long the rounds of one shape take, without compiling.
+        on_shape: Called before each shape.
+    """
+    results = []
+    for shape in shapes:
+        on_shape(shape)
+        results += _measure_shape(shape, implementations, device, dtype, seconds=seconds)
+    return results
+
+
+def _measure_shape(
+    shape: DecodeShape,
+    implementations: Sequence[DecodeImplementation],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    seconds: float,
+) -> list[DecodeResult]:
+    results: dict[str, DecodeResult] = {}
+    runs: dict[str, Run] = {}
+    for implementation in implementations:
+        label, config = implementation.label, implementation.config
+        result = DecodeResult(shape=shape, label=label, config=config.to_dict() if config else None)
+        try:
+            runs[label], stored = implementation.prepare(shape, device, dtype)
+            runs[label]()  # compiles
+        except FAILURES as error:
+            runs.pop(label, None)
+            results[label] = replace(result, failure=one_line(error))
+            continue
+        results[label] = replace(result, cache_bytes=stored)
+    replays = {label: capture(run, device) for label, run in runs.items()} if device.type == "cuda" else {}
+    # Half the rounds each: a packed cache has room for so many tokens only.
+    limit = ROOM // 2 - 8
+    plain = time_in_turns(runs, device, seconds=seconds / 2, max_repeats=min(100, limit))
+    graphs = time_in_turns(replays, device, seconds=seconds / 2, max_repeats=min(100, limit)) if replays else {}
+    best = {label: graphs.get(label, timing).median for label, timing in plain.items()}
+    first = best.get(implementations[0].label)
+    for label, milliseconds in best.items():
+        stored = results[label].cache_bytes or 0
+        results[label] = replace(
+            results[label],
+            milliseconds=plain[label].median,
+            graph_milliseconds=graphs[label].median if label in graphs else None,
+            repeats=plain[label].repeats,
+            bytes_per_second=1e3 * stored / milliseconds,
+            bytes_ratio=stored / shape.cache_bytes(dtype.itemsize),
+            speedup=None if first is None else first / milliseconds,
+        )
+    return list(results.values())

@@ -1,0 +1,288 @@
+"""The speed of ``generate`` with one attention and cache after another, on one model: what a user waits for.
+
+A run is named ``ATTENTION+CACHE``. The attention is a backend (:mod:`dma_eval.backends`); the cache is ``dynamic`` or
+``static`` (Transformers' own, in 16 bits), ``dma`` or ``dma-static`` (:class:`dma_hf.DMACache`). With a static cache on
+a GPU ``generate`` compiles its steps by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+import dma_hf
+
+from .backends import DMA, Backend, activate, parse_backends
+from .errors import UserError, one_line
+from .generate_results import GenerateResult, LongestContext
+from .timing import FAILURES
+
+CACHES = ("dynamic", "static", "dma", "dma-static")
+DEFAULT_RUNS = ("sdpa+dynamic", "sdpa+static", *(f"{DMA}:{p}+{c}" for p in ("kv8", "kv4") for c in CACHES[2:]))
+SHAPES = {
+    "llama-3.1-8b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=1 << 21,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    ),
+    "llama-3.2-1b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=1 << 21,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=True,
+    ),
+    "tiny": LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1 << 14,
+    ),
+}
+"""Models with random weights; the speed does not depend on what the weights are."""
+UNTIMED_STEPS = 4
+"""Steps at the start that are not counted: what they compile or capture comes once."""
+FILL_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class GenerateRun:
+    """An attention with a cache."""
+
+    label: str
+    backend: Backend
+    cache: str
+
+    def make_cache(self, model: PreTrainedModel, max_tokens: int) -> Cache:
+        """Return an empty cache with room for ``max_tokens`` tokens."""
+        if self.cache == "dynamic":
+            return DynamicCache(config=model.config)
+        if self.cache == "static":
+            return StaticCache(config=model.config, max_cache_len=max_tokens)
+        return dma_hf.DMACache(model.config, max_cache_len=max_tokens if self.cache == "dma-static" else None)
+
+
+def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
+    """Resolve names as given on the command line.
+
+    Raises:
+        UserError: There are none, two are the same, or an attention or a cache is unknown; the message lists the valid
+            ones.
+    """
+    if not names:
+        raise UserError(f"--run needs at least one ATTENTION+CACHE, for example: --run {DEFAULT_RUNS[0]}")
+    runs = []
+    for name in names:
+        attention, _, cache = name.partition("+")
+        if cache not in CACHES:
+            raise UserError(f"--run: expected ATTENTION+CACHE with a cache of {', '.join(CACHES)}, got {name!r}")
+        (backend,) = parse_backends([attention])
+        runs.append(GenerateRun(f"{backend.label}+{cache}", backend, cache))
+    labels = [run.label for run in runs]
+    repeated = {label for label in labels if labels.count(label) > 1}
+    if repeated:
+        raise UserError(f"--run: {', '.join(sorted(repeated))} is given more than once")
+    return runs
+
+
+def build_model(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model of a shape with random weights, made on the device.
+
+    Raises:
+        UserError: There is no such shape, or the device has no room for it.
+    """
+    if shape not in SHAPES:
+        raise UserError(f"--shape: unknown shape {shape!r}; valid: {', '.join(SHAPES)}")
+    try:
+        with device:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(SHAPES[shape], dtype=dtype)
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"--shape {shape} does not fit on {device}: {one_line(error)}") from None
+    # Random weights stop wherever they like.
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def measure(
+    model: PreTrainedModel,
+    contexts: Sequence[int],
+    runs: Sequence[GenerateRun],
+    *,
+    batch: int,
+    new_tokens: int,
+    on_run: Callable[[int, GenerateRun], None] = lambda context, run: None,
+) -> list[GenerateResult]:
+    """Generate from random prompts of every length with every run.
+
+    Args:
+        model: In evaluation mode, on its device.
+        contexts: Tokens of a prompt.
+        runs: The first is what the others' ``speedup`` refers to.
+        batch: Sequences.
+        new_tokens: To generate in each.
+        on_run: Called before each run.
+    """
+    results: list[GenerateResult] = []
+    for context in contexts:
+        first: float | None = None
+        for run in runs:
+            on_run(context, run)
+            result = _measure_one(model, context, run, batch, new_tokens)
+            if run is runs[0]:
+                first = result.step_milliseconds
+            if first is not None and result.step_milliseconds is not None:
+                result = replace(result, speedup=first / result.step_milliseconds)
+            results.append(result)
+    return results
+
+
+def longest_context(model: PreTrainedModel, run: GenerateRun, batch: int, upper: int) -> LongestContext:
+    """Find the longest context, of at most ``upper`` tokens, over which one more token can be computed."""
+    low, high = 0, FILL_TOKENS
+    while high <= upper and _fits(model, run, batch, high):
+        low, high = high, 2 * high
+    high = min(high, upper + 1)
+    while low and high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        low, high = (middle, high) if _fits(model, run, batch, middle) else (low, middle)
+    return LongestContext(label=run.label, tokens=low)
+
+
+class _Clock(BaseStreamer):  # type: ignore[misc]
+    """Notes when each token comes. ``generate`` brings tokens to the host for it, so the device has computed them."""
+
+    def __init__(self) -> None:
+        self.times = [time.perf_counter()]
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def first_token_seconds(self) -> float:
+        """The prompt comes first of all."""
+        return self.times[2] - self.times[0]
+
+    @property
+    def step_milliseconds(self) -> list[float]:
+        steps = self.times[2 + UNTIMED_STEPS :]
+        return [1e3 * (end - start) for start, end in itertools.pairwise(steps)]
+
+
+@torch.inference_mode()
+def _measure_one(model: PreTrainedModel, context: int, run: GenerateRun, batch: int, new_tokens: int) -> GenerateResult:
+    config = None if run.backend.config is None else run.backend.config.to_dict()
+    result = GenerateResult(label=run.label, context=context, config=config)
+    device = model.device
+    torch.compiler.reset()
+    try:
+        activate(model, run.backend)
+        cache = run.make_cache(model, context + new_tokens)
+        prompt = torch.randint(model.config.vocab_size, (batch, context), device=device)
+        # Kernels and steps are compiled on a few tokens, with the very cache of the run.
+        _generate(model, prompt[:, :16], cache, UNTIMED_STEPS, None)
+        _generate(model, prompt[:, : min(context, 1024)], _emptied(run, model, cache, context + new_tokens), 2, None)
+        cache = _emptied(run, model, cache, context + new_tokens)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        clock = _Clock()
+        _generate(model, prompt, cache, new_tokens, clock)
+    except torch.OutOfMemoryError as error:
+        return replace(result, failure=f"out of memory: {one_line(error)}")
+    except FAILURES as error:
+        return replace(result, failure=one_line(error))
+    fast, median, slow = statistics.quantiles(clock.step_milliseconds, n=4, method="inclusive")
+    peak = torch.cuda.max_memory_allocated(device) - weight_bytes(model) if device.type == "cuda" else None
+    return replace(
+        result,
+        first_token_seconds=clock.first_token_seconds,
+        step_milliseconds=median,
+        step_milliseconds_fast=fast,
+        step_milliseconds_slow=slow,
+        steps=len(clock.step_milliseconds),
+        tokens_per_second=1e3 * batch / median,
+        cache_bytes=cache_bytes(cache),
+        peak_bytes=peak,
+    )
+
+
+def _emptied(run: GenerateRun, model: PreTrainedModel, cache: Cache, max_tokens: int) -> Cache:
+    """Return an empty cache: a static one is the same object, since compiled steps know its tensors."""
+    if run.cache in ("static", "dma-static"):
+        cache.reset()
+        return cache
+    return run.make_cache(model, max_tokens)
+
+
+def _generate(model: PreTrainedModel, prompt: Tensor, cache: Cache, new_tokens: int, clock: _Clock | None) -> None:
+    model.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        past_key_values=cache,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        streamer=clock,
+    )
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Return what parameters and buffers take."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Return what a cache's keys and values take."""
+    if isinstance(cache, dma_hf.DMACache):
+        return cache.nbytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+@torch.inference_mode()
+def _fits(model: PreTrainedModel, run: GenerateRun, batch: int, context: int) -> bool:
+    """Whether a token can be computed over a cache of ``context`` tokens, filled with random keys and values."""
+    text = model.config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    activate(model, run.backend)
+    cache = None
+    try:
+        cache = run.make_cache(model, context + 1)
+        shape = (batch, text.num_key_value_heads, min(context, FILL_TOKENS), head_dim)
+        chunk = torch.randn(shape, dtype=model.dtype, device=model.device)
+        for layer in range(text.num_hidden_layers):
+            for start in range(0, context, FILL_TOKENS):
+                part = chunk[:, :, : min(FILL_TOKENS, context - start)]
+                cache.update(part, part, layer)
+        token = torch.zeros((batch, 1), dtype=torch.int64, device=model.device)
+        model(token, past_key_values=cache)
+        torch.cuda.synchronize(model.device)
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        del cache
+        torch.cuda.empty_cache()
+    return True

@@ -1,0 +1,202 @@
+"""The lm-eval model ``dma-hf``: lm-eval's Hugging Face model with a choice of attention backend.
+
+The package declares it as an entry point of lm-eval, ``lm_eval.models``. An lm-eval that reads entry points needs no
+more than its name; for one that does not, ``python -m dma_eval.lm_eval`` is lm-eval's own command line with the model
+registered::
+
+    python -m dma_eval.lm_eval run --model dma-hf --model_args pretrained=gpt2,attn_preset=fp4 --tasks lambada_openai
+
+It differs from lm-eval's ``hf`` in how log-likelihoods are scored, not in what they are. Padding is masked: a quantised
+format has scales that several keys share, so that padding which the model sees would change the scores of its
+neighbours, and with them the results by the batch they happen to be in. Probabilities are taken in fp32, and only of
+the positions that are scored. Logits that are not finite stop the evaluation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import Collator
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from .backends import DMA, Backend, activate, parse_backends
+from .distributed import Processes
+from .errors import one_line
+from .models import LoadedModel
+from .nonfinite import NonFiniteLogitsError, origin
+
+Request = tuple[Any, list[int], list[int]]
+"""The strings (or ``None``), the tokens of the context and those of the continuation."""
+
+PAD = 0
+"""Any token would do: padding is masked, and what the model says after it is not read."""
+
+
+class BackendFailure(RuntimeError):
+    """The backend cannot go on with these tasks; the message says why."""
+
+
+@register_model("dma-hf")
+class DMALM(HFLM):  # type: ignore[misc]
+    """A causal language model under one attention backend.
+
+    Args:
+        pretrained: Hub name, folder or loaded model.
+        attn: The backend: an ``attn_implementation`` of Transformers, ``dma_mxfp:PRESET`` or ``dma_mxfp:FILE.toml``.
+        attn_preset: Short for ``attn="dma_mxfp:PRESET"``.
+        batch_size: Sequences per forward pass.
+        kwargs: What lm-eval's ``hf`` takes: ``dtype``, ``revision``, ``gguf_file``, ``parallelize``, ...
+
+    Raises:
+        ValueError: Both ``attn`` and ``attn_preset`` are given; the batch size is no number; the model is not causal.
+        UserError: There is no such backend, or the model cannot run it.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        attn: str | None = None,
+        attn_preset: str | None = None,
+        batch_size: int | str | None = 1,
+        **kwargs: Any,
+    ) -> None:
+        """Load the model, where it is named, and switch it to the backend."""
+        if attn is not None and attn_preset is not None:
+            raise ValueError(f"attn={attn} and attn_preset={attn_preset} exclude each other; give one of them")
+        if not str(batch_size).isdecimal():
+            raise ValueError(f"batch_size must be a number, got {batch_size!r}; dma-hf does not search for one")
+        (backend,) = parse_backends([attn or (f"{DMA}:{attn_preset}" if attn_preset else DMA)])
+        super().__init__(pretrained=pretrained, batch_size=batch_size, **kwargs)
+        if self.backend != "causal":
+            raise ValueError(f"dma-hf evaluates causal language models, got {type(self.model).__name__}")
+        accelerator = getattr(self, "accelerator", None)
+        if accelerator is not None:  # lm-eval counts processes on GPUs only
+            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+        self.failure: str | None = None
+        self.on_answers: Callable[[int], None] = lambda count: None
+        self.use(backend)
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, processes: Processes, *, batch_size: int) -> DMALM:
+        """Wrap a loaded model, in each process of a run."""
+        lm = cls(loaded.model, attn="sdpa", tokenizer=loaded.tokenizer, batch_size=batch_size)
+        if processes.accelerator is not None:
+            lm.accelerator = processes.accelerator
+            lm._rank, lm._world_size = processes.rank, processes.count
+        return lm
+
+    def use(self, backend: Backend) -> None:
+        """Switch to ``backend``, and forget the failure of the one before.
+
+        Raises:
+            UserError: The model cannot run it.
+        """
+        activate(self.model, backend)
+        self.failure = None
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation, and whether it is the greedy one."""
+        del disable_tqdm  # lm-eval's bar counts one process of several; the command line shows its own
+        if self.failure is None:
+            try:
+                return self._score(requests, override_bs or self.batch_size)
+            except (RuntimeError, ValueError, TypeError) as error:
+                self._fail(error)
+        return [(0.0, False)] * len(requests)
+
+    def _score(self, requests: Sequence[Request], batch_size: int) -> list[tuple[float, bool]]:
+        collator = Collator(
+            requests,
+            sort_fn=lambda request: (-len(request[1]) - len(request[2]), tuple(request[1] + request[2])),
+            group_by="contexts" if self.logits_cache else None,
+            group_fn=lambda request: request[-2] + request[-1][:-1],
+        )
+        answers: list[tuple[float, bool]] = []
+        for chunk in collator.get_batched(n=batch_size):
+            done = len(answers)
+            for (strings, context, continuation), row in zip(chunk, self._log_probs(chunk), strict=True):
+                # One row serves all requests that differ in the last token only.
+                for key, tokens, shared in collator.get_cache(strings, context, continuation, row[None]):
+                    answer = _answer(shared[0], tokens)
+                    answers.append(answer)
+                    if key is not None:
+                        self.cache_hook.add_partial("loglikelihood", key, answer)
+            self.on_answers(len(answers) - done)
+        original: list[tuple[float, bool]] = collator.get_original(answers)
+        return original
+
+    @torch.inference_mode()
+    def _log_probs(self, chunk: Sequence[Request]) -> Iterator[Tensor]:
+        """Log-probabilities at the positions that predict each request's continuation, fp32 ``[continuation, V]``."""
+        sequences = [(context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in chunk]
+        scored = [len(continuation) for _, _, continuation in chunk]
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        longest = int(lengths.max())
+        ids = torch.full((len(chunk), longest), PAD)
+        for row, sequence in zip(ids, sequences, strict=True):
+            row[: len(sequence)] = torch.tensor(sequence)
+        inputs: dict[str, Any] = {"input_ids": ids.to(self.device)}
+        if int(lengths.min()) < longest:
+            inputs["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long().to(self.device)
+        first = 0  # position of the first logits
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            first = min(len(sequence) - count for sequence, count in zip(sequences, scored, strict=True))
+            inputs["logits_to_keep"] = longest - first
+        logits: Tensor = self.model(**inputs, use_cache=False).logits
+        for row, sequence, count in zip(logits, sequences, scored, strict=True):
+            end = len(sequence) - first
+            log_probs = row[end - count : end].float().log_softmax(-1)
+            if bool(log_probs.isnan().any()):  # minus infinity is how some models rule a token out
+                raise NonFiniteLogitsError(f"NaN or infinite logits{origin(self.model, **inputs)}")
+            yield log_probs
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
+        """Continue each context greedily, or as the task says, up to a stop string."""
+        if self.failure is None:
+            try:
+                answers: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
+            except (RuntimeError, ValueError, TypeError) as error:
+                self._fail(error)
+            else:
+                self.on_answers(len(answers))
+                return answers
+        return [""] * len(requests)
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+        inputs = {"input_ids": context, "attention_mask": options.get("attention_mask")}
+        processors = LogitsProcessorList([_FiniteLogits(lambda: origin(self.model, **inputs))])
+        generated: Tensor = super()._model_generate(context, max_length, stop, logits_processor=processors, **options)
+        return generated
+
+    def _fail(self, error: Exception) -> None:
+        """Stop the evaluation; among several processes note it only, for all of them to come to the end together."""
+        self.failure = one_line(error)
+        if self.world_size == 1:
+            raise BackendFailure(self.failure) from error
+
+
+class _FiniteLogits(LogitsProcessor):  # type: ignore[misc]
+    """Changes nothing; raises where logits are NaN or plus infinity, before a token is chosen from them."""
+
+    def __init__(self, origin_of: Callable[[], str]) -> None:
+        self._origin_of = origin_of
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if bool((scores.isnan() | scores.isposinf()).any()):
+            raise NonFiniteLogitsError(f"NaN or infinite logits after {input_ids.shape[1]:,} tokens{self._origin_of()}")
+        return scores
+
+
+def _answer(log_probs: Tensor, tokens: Sequence[int]) -> tuple[float, bool]:
+    """Log-likelihood of ``tokens``, and whether each is the most likely; the last rows, ``[T, V]``, predict them."""
+    ids = torch.tensor(tokens, device=log_probs.device)
+    rows = log_probs[-len(tokens) :]
+    return float(rows.gather(-1, ids[:, None]).sum()), bool((rows.argmax(-1) == ids).all())

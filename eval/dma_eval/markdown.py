@@ -1,0 +1,95 @@
+"""A report as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .report import HEADERS, MISSING, backend_configs, protocol_lines, table_row, warnings
+from .results import Report
+from .section_pages import Page, all_pages
+
+
+def to_markdown(report: Report, plots: Sequence[tuple[str, str]] = ()) -> str:
+    """The report as Markdown.
+
+    Args:
+        report: The results.
+        plots: Caption and relative path of each plot.
+    """
+    parts = [f"# Attention backends on {Path(report.model.name).name}\n"]
+    for section in report.perplexity:
+        parts.append(f"## Perplexity at context {section.context:,}\n")
+        parts.append(table(HEADERS, [table_row(result) for result in section.backends]))
+        parts += [f"> **Warning**: {line}\n" for line in warnings(section)]
+        parts.append("\n".join(f"- {line}" for line in protocol_lines(section)) + "\n")
+    for page in all_pages(report.tasks, report.fidelity, report.retrieval):
+        parts.append(page_to_markdown(page, heading="##"))
+    parts += [f"![{caption}]({path})\n" for caption, path in plots]
+    parts += _configurations(report)
+    if report.generations:
+        parts.append("## Greedy continuations with the KV cache\n")
+        parts.append(f"Prompt, its end: {_quote(report.generations[0].prompt_end)}\n")
+        for generation in report.generations:
+            parts.append(
+                f"**{generation.label}**, {generation.same_tokens} of {len(generation.tokens)} tokens as the first:\n\n"
+                f"{_quote(generation.continuation)}\n"
+            )
+    parts.append("## Model and machine\n")
+    parts.append(table(("", ""), _facts(report)))
+    return "\n".join(parts)
+
+
+def page_to_markdown(page: Page, heading: str = "#") -> str:
+    """One section, or the comparison of two runs, as Markdown."""
+    parts = [f"{heading} {page.title}\n"]
+    for each in page.tables:
+        parts += [f"{each.caption}:\n"] if each.caption else []
+        parts.append(table(each.headers, each.rows))
+    parts += [f"> **Warning**: {line}\n" for line in page.warnings]
+    parts.append("\n".join(f"- {line}" for line in page.notes) + "\n")
+    return "\n".join(parts)
+
+
+def _configurations(report: Report) -> list[str]:
+    shown = backend_configs(report)
+    if not shown:
+        return []
+    names = list(dict.fromkeys(name for config in shown.values() for name in config))
+    rows = [[f"`{name}`", *(_plain(config.get(name)) for config in shown.values())] for name in names]
+    return ["## Configurations\n", table(["field", *shown], rows)]
+
+
+def _facts(report: Report) -> list[list[str]]:
+    model, machine = report.model, report.environment
+    heads = f"{model.query_heads} query heads, {model.kv_heads} kv heads, head_dim {model.head_dim}"
+    revision = f" at `{model.commit or model.revision}`" if model.commit or model.revision else ""
+    return [
+        ["model", f"`{model.name}`{revision}"],
+        ["architecture", f"{model.architecture}, {model.parameters:,} parameters, {model.layers} layers, {heads}"],
+        ["dtype, device", f"{model.dtype}, {model.device}"],
+        ["machine", ", ".join([machine.cpu, f"{machine.threads} threads", *machine.gpus])],
+        ["versions", ", ".join(f"{name} {version}" for name, version in machine.packages.items())],
+        ["Python, system", f"{machine.python}, {machine.system}"],
+        ["command", f"`{report.command}`"],
+        ["seed, date", f"{report.seed}, {report.created}"],
+        *(
+            [["seconds", ", ".join(f"{name} {value:,.1f}" for name, value in report.part_seconds.items())]]
+            if report.part_seconds
+            else []
+        ),
+    ]
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def _quote(text: str) -> str:
+    return "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines())
+
+
+def _plain(value: object) -> str:
+    return MISSING if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,245 @@
+"""Retrieval from long prompts: a sentence hidden in prose, or one pair among pairs of keys and values.
+
+Each prompt ends in the middle of a repetition of what it asks for, so that its answer is the text that followed there
+before. The answer is scored in one forward pass: it counts as found if each of its tokens is the most likely one after
+those before it, which is to say if the model would generate it greedily.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .backends import Backend, activate
+from .data import Text, tokenize
+from .errors import UserError, one_line
+from .models import LoadedModel
+from .nonfinite import NonFiniteLogitsError, origin
+from .sections import RetrievalBackend, RetrievalCell, RetrievalSection
+
+KINDS = ("needle", "kv")
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SHORTEST = 1024
+PLACES = ("Oslo", "Lima", "Cairo", "Delhi", "Paris", "Quito", "Tokyo", "Dakar")
+NEEDLE = "\n\nThe secret number of {place} is"
+DIGITS = "0123456789abcdef"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question.
+
+    Attributes:
+        tokens: The prompt.
+        answer: The tokens that should follow.
+    """
+
+    tokens: list[int]
+    answer: list[int]
+
+
+@dataclass
+class _Score:
+    correct: int = 0
+    nll: list[float] = field(default_factory=list)
+
+
+def default_lengths(max_context: int | None) -> list[int]:
+    """1,024 tokens and its doubles, up to what the model takes and at most four of them."""
+    limit = max_context or 4 * SHORTEST
+    lengths = [SHORTEST * 2**i for i in range(12) if SHORTEST * 2**i <= limit]
+    return lengths[-4:] or [limit]
+
+
+def measure_retrieval(
+    loaded: LoadedModel,
+    backends: Sequence[Backend],
+    kind: str,
+    *,
+    text: Text | None = None,
+    lengths: Sequence[int] = (),
+    depths: Sequence[float] = DEPTHS,
+    samples: int = 5,
+    seed: int = 0,
+    on_start: Callable[[int], None] = lambda passes: None,
+    on_pass: Callable[[Backend], None] = lambda backend: None,
+) -> RetrievalSection:
+    """Ask every backend the same questions.
+
+    Args:
+        loaded: The model and its tokenizer.
+        backends: The backends; the first is the reference.
+        kind: ``needle`` or ``kv``.
+        text: The prose around needles; needed for them only.
+        lengths: Tokens per prompt, its answer counted; by default 1,024 and its doubles up to the model's maximum.
+        depths: Places of the answer, from 0 (the prompt's begin) to 1 (its end).
+        samples: Questions for each length and depth.
+        seed: Seed of the questions.
+        on_start: Called once with the number of passes to come.
+        on_pass: Called after each pass with its backend.
+
+    Raises:
+        UserError: An option is out of range, the text is too short, or the model cannot run a backend.
+    """
+    lengths = sorted(set(lengths)) or default_lengths(loaded.max_context)
+    depths = sorted(set(depths))
+    _check(kind, text, lengths, depths, samples, loaded.max_context)
+    for backend in backends:
+        activate(loaded.model, backend)
+    prompts = _Prompts(loaded.tokenizer, kind, text, lengths[-1])
+    on_start(len(lengths) * len(depths) * samples * len(backends))
+    scores: dict[tuple[str, int, float], _Score] = {}
+    failures: dict[str, str] = {}
+    for length in lengths:
+        for depth in depths:
+            for sample in range(samples):
+                prompt = prompts.make(length, depth, random.Random(f"{seed} {length} {depth} {sample}"))
+                for backend in backends:
+                    if backend.label not in failures:
+                        score = scores.setdefault((backend.label, length, depth), _Score())
+                        try:
+                            _ask(loaded.model, backend, prompt, score)
+                        except (RuntimeError, ValueError, TypeError) as error:
+                            failures[backend.label] = one_line(error)
+                            del scores[backend.label, length, depth]
+                    on_pass(backend)
+    return RetrievalSection(
+        kind=kind,
+        lengths=list(lengths),
+        depths=list(depths),
+        samples=samples,
+        backends=[
+            RetrievalBackend(
+                label=backend.label,
+                implementation=backend.implementation,
+                config=None if backend.config is None else backend.config.to_dict(),
+                failure=failures.get(backend.label),
+                cells=list(_cells(backend.label, lengths, depths, scores)),
+            )
+            for backend in backends
+        ],
+    )
+
+
+class _Prompts:
+    """Makes prompts of exactly the length asked for."""
+
+    def __init__(self, tokenizer: Any, kind: str, text: Text | None, longest: int) -> None:
+        self._tokenizer = tokenizer
+        self._kind = kind
+        first = tokenizer("x")["input_ids"][:1]
+        self._begin: list[int] = first if first == [tokenizer.bos_token_id] else []
+        self._prose: list[int] = []
+        if kind == "needle":
+            assert text is not None
+            self._prose = tokenize(tokenizer, text.content)[len(self._begin) :].tolist()
+            if len(self._prose) < longest:
+                raise UserError(
+                    f"--data: the text has {len(self._prose):,} tokens, too few for prompts of {longest:,}; "
+                    "give more text or smaller --lengths"
+                )
+
+    def make(self, length: int, depth: float, rng: random.Random) -> Prompt:
+        """A prompt of ``length`` tokens less those of the answer."""
+        return (self._needle if self._kind == "needle" else self._pairs)(length, depth, rng)
+
+    def _needle(self, length: int, depth: float, rng: random.Random) -> Prompt:
+        question = self._encode(NEEDLE.format(place=rng.choice(PLACES)))
+        answer = self._encode(f" {rng.randrange(10_000, 100_000)}")
+        needle = [*question, *answer, *self._encode(".\n\n")]
+        room = self._room(length, len(self._begin) + len(needle) + len(question) + len(answer))
+        start = rng.randrange(len(self._prose) - room + 1)
+        prose = self._prose[start : start + room]
+        place = round(depth * room)
+        return Prompt([*self._begin, *prose[:place], *needle, *prose[place:], *question], answer)
+
+    def _pairs(self, length: int, depth: float, rng: random.Random) -> Prompt:
+        def pair() -> tuple[list[int], list[int]]:
+            key, value = ("".join(rng.choices(DIGITS, k=4)) for _ in range(2))
+            return self._encode(f"\n{key}:"), self._encode(f" {value}")
+
+        question, answer = pair()
+        room = self._room(length, len(self._begin) + 2 * len(question) + 2 * len(answer))
+        others: list[list[int]] = []
+        while True:
+            key, value = pair()
+            if sum(map(len, others)) + len(key) + len(value) > room:
+                break
+            if key != question:
+                others.append([*key, *value])
+        fill = room - sum(map(len, others))  # less than a pair: the first one's tail, to come to the very length
+        others.insert(0, [*key, *value][len(key) + len(value) - fill :])
+        place = round(depth * (len(others) - 1)) + 1
+        body = [token for each in [*others[:place], [*question, *answer], *others[place:]] for token in each]
+        return Prompt([*self._begin, *body, *question], answer)
+
+    def _encode(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
+
+    @staticmethod
+    def _room(length: int, taken: int) -> int:
+        if length <= taken:
+            raise UserError(f"--lengths: {length} tokens hold no prompt; the least is {taken + 1}")
+        return length - taken
+
+
+@torch.inference_mode()
+def _ask(model: PreTrainedModel, backend: Backend, prompt: Prompt, score: _Score) -> None:
+    """Score one answer, in one forward pass over prompt and answer."""
+    activate(model, backend)
+    ids = torch.tensor([[*prompt.tokens, *prompt.answer[:-1]]], device=model.device)
+    count = len(prompt.answer)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        inputs["logits_to_keep"] = count
+    logits: Tensor = model(**inputs, use_cache=False).logits[0, -count:].float()
+    log_probs = logits.log_softmax(-1)
+    if bool(log_probs.isnan().any()):
+        raise NonFiniteLogitsError(f"NaN or infinite logits{origin(model, **inputs)}")
+    answer = torch.tensor(prompt.answer, device=logits.device)
+    score.correct += int((log_probs.argmax(-1) == answer).all())
+    score.nll.append(-float(log_probs.gather(-1, answer[:, None]).mean()))
+
+
+def _cells(
+    label: str, lengths: Sequence[int], depths: Sequence[float], scores: dict[tuple[str, int, float], _Score]
+) -> Iterator[RetrievalCell]:
+    for length in lengths:
+        for depth in depths:
+            score = scores.get((label, length, depth))
+            if score is not None:
+                yield RetrievalCell(
+                    length=length,
+                    depth=depth,
+                    correct=score.correct,
+                    samples=len(score.nll),
+                    nll=sum(score.nll) / len(score.nll),
+                )
+
+
+def _check(
+    kind: str,
+    text: Text | None,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    samples: int,
+    max_context: int | None,
+) -> None:
+    if kind not in KINDS:
+        raise UserError(f"--kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    if kind == "needle" and text is None:
+        raise UserError("--data: needles need a text to be hidden in; name one")
+    if max_context is not None and lengths[-1] > max_context:
+        raise UserError(f"--lengths: {lengths[-1]:,} is more than the model's maximum of {max_context:,} positions")
+    if not depths or depths[0] < 0 or depths[-1] > 1:
+        raise UserError(f"--depths must be from 0 to 1, got {', '.join(map(str, depths))}")
+    if samples < 1:
+        raise UserError(f"--samples must be at least 1, got {samples}")

@@ -1,0 +1,258 @@
+"""Sections on tasks, fidelity and retrieval as tables and notes, the same for the screen and for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from .report import HEADERS as TOKEN_HEADERS
+from .report import MISSING, format_kl, table_row
+from .report import warnings as token_warnings
+from .results import FidelitySection
+from .sections import MetricResult, MetricValue, RetrievalSection, TaskSection
+from .task_summary import accuracy
+
+WORST_HEADS = 5
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text; the first column is flush left, the others flush right."""
+
+    headers: tuple[str, ...]
+    rows: list[list[str]]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """One section as it is shown.
+
+    Attributes:
+        title: Its title.
+        tables: Its tables.
+        notes: How it was measured.
+        warnings: What a reader must not miss.
+    """
+
+    title: str
+    tables: list[Table]
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def task_page(section: TaskSection) -> Page:
+    """A section on tasks: a summary by backend, and every metric of every task."""
+    warnings = [
+        f"{backend.label} failed in {name}: {failure}"
+        for backend in section.backends
+        for name, failure in backend.failures.items()
+    ] + [
+        f"{backend.label} fell back to other attention {count} times: {reason}"
+        for backend in section.backends
+        for reason, count in backend.fallbacks.items()
+    ]
+    tables = [_task_summary(section), _task_metrics(section)]
+    if section.groups:
+        labels = [backend.label for backend in section.backends]
+        rows = [
+            [f"{group.group}, {group.metric.partition(',')[0]}", *(_number(group.values[label]) for label in labels)]
+            for group in section.groups
+        ]
+        tables.append(Table(("group", *labels), rows, "Groups, as lm-eval aggregates them"))
+    limit = "all samples" if section.limit is None else f"the first {section.limit:,} samples"
+    notes = [
+        f"Scored by lm-eval on {limit} of each task, the same for every backend; batch size {section.batch_size}"
+        + (f"; {section.processes} processes" if section.processes > 1 else "")
+        + ("; with the model's chat template." if section.chat_template else "."),
+        f"Differences are paired, sample by sample, against `{section.backends[0].label}`; in brackets the "
+        f"{section.confidence:.0%} interval of a bootstrap of {section.resamples:,} resamples. "
+        "A star marks an interval without 0. No correction is made for the number of comparisons.",
+        "Flips: samples right under one backend and wrong under the other (lost + gained). "
+        "p: McNemar's exact test, two-sided.",
+    ]
+    return Page("Tasks", tables, notes, warnings)
+
+
+def fidelity_page(section: FidelitySection) -> Page:
+    """A section on fidelity: tokens, positions, worst heads, and where greedy continuations part."""
+    tokens = section.tokens
+    reference, *others = tokens.backends
+    rows = [
+        [*table_row(result)[:5], format_kl(result.kl_p99), format_kl(result.kl_max)] for result in (reference, *others)
+    ]
+    tables = [Table((*TOKEN_HEADERS[:5], "KL p99", "KL max"), rows)]
+    edges = section.bucket_edges
+    headers = ("position", *(f"{low:,}–{high - 1:,}" for low, high in pairwise(edges)))
+    rows = [[label, *(_percent(value) for value in changes)] for label, changes in section.bucket_change.items()]
+    tables.append(Table(headers, rows, "Change of perplexity by position in the window"))
+    if section.heads:
+        rows = []
+        for heads in section.heads:
+            errors = np.array(heads.relative_l1)
+            worst = np.argsort(errors, axis=None)[::-1][:WORST_HEADS]
+            where = [np.unravel_index(int(index), errors.shape) for index in worst]
+            cosine = np.array(heads.cosine)
+            listed = ", ".join(f"{layer}.{head} ({errors[layer, head]:.2%})" for layer, head in where)
+            rows.append([heads.label, f"{np.median(errors):.3%}", f"{errors.max():.2%}", f"{cosine.min():.5f}", listed])
+        tables.append(
+            Table(
+                ("backend", "median error", "largest", "least cosine", "worst heads: layer.head (error)"),
+                rows,
+                "Attention output by head: relative L1 error, each layer given SDPA's own inputs",
+            )
+        )
+    if section.divergence:
+        rows = [
+            [
+                each.label,
+                f"{np.median(each.same_tokens):.0f}",
+                str(min(each.same_tokens)),
+                f"{sum(same == section.new_tokens for same in each.same_tokens)} of {len(each.same_tokens)}",
+            ]
+            for each in section.divergence
+        ]
+        tables.append(
+            Table(
+                ("backend", "median", "least", "identical"),
+                rows,
+                f"Greedy tokens before the first that differs, of {section.new_tokens}",
+            )
+        )
+    notes = [
+        f"Text: `{tokens.data.name}`; {tokens.windows} windows of {tokens.context:,} tokens, "
+        f"{tokens.tokens_scored:,} tokens scored.",
+        f"The reference is SDPA with weights and arithmetic in fp32; the backends run in {section.dtype}.",
+    ]
+    if section.heads:
+        notes.append(
+            f"Heads: over {section.head_windows} window{'' if section.head_windows == 1 else 's'}; every layer's "
+            "query, key and value are those of the fp32 pass, so that an error is its own and not an echo."
+        )
+    return Page("Fidelity to SDPA in fp32", tables, notes, token_warnings(tokens))
+
+
+def retrieval_page(section: RetrievalSection) -> Page:
+    """A section on retrieval: one row per backend and length, one column per depth."""
+    rows = []
+    for backend in section.backends:
+        for length in section.lengths:
+            cells = {cell.depth: cell for cell in backend.cells if cell.length == length}
+            nll = [cell.nll for cell in cells.values()]
+            rows.append(
+                [
+                    backend.label,
+                    f"{length:,}",
+                    *(f"{cells[d].correct}/{cells[d].samples}" if d in cells else MISSING for d in section.depths),
+                    f"{np.mean(nll):.4f}" if nll else MISSING,
+                ]
+            )
+    headers = ("backend", "tokens", *(f"depth {100 * depth:.0f} %" for depth in section.depths), "loss")
+    warnings = [f"{b.label} failed: {b.failure}" for b in section.backends if b.failure is not None]
+    notes = [
+        "Found: the whole answer is the greedy continuation of the prompt. Loss: nats per token of the answer, "
+        "mean over depths.",
+    ]
+    kind = {"needle": "a sentence in prose", "kv": "one pair of many"}[section.kind]
+    return Page(f"Retrieval: {kind}", [Table(headers, rows)], notes, warnings)
+
+
+def _task_summary(section: TaskSection) -> Table:
+    reference = section.backends[0]
+    rows = []
+    for backend in section.backends:
+        pairs = [
+            (task, metric, value)
+            for task in section.tasks
+            if (metric := accuracy(task)) is not None
+            for value in metric.values
+            if value.label == backend.label
+        ]
+        flips = [
+            value.lost + value.gained for _, _, value in pairs if value.lost is not None and value.gained is not None
+        ]
+        asked = sum(task.samples for task, _, value in pairs if value.lost is not None)
+        drops = [task.name for task, metric, value in pairs if _verdict(metric, value) < 0]
+        mean, base = backend.mean_accuracy, reference.mean_accuracy
+        is_other = backend is not reference
+        rows.append(
+            [
+                backend.label,
+                MISSING if mean is None else f"{100 * mean:.2f} %",
+                f"{100 * (mean - base):+.2f}" if is_other and mean is not None and base is not None else MISSING,
+                f"{sum(flips) / asked:.2%}" if asked else MISSING,
+                (", ".join(drops) or "none") if is_other and pairs else MISSING,
+                f"{sum(backend.seconds.values()):,.1f}",
+            ]
+        )
+    return Table(("backend", "mean accuracy", "points", "flips", "significant drops", "seconds"), rows)
+
+
+def _task_metrics(section: TaskSection) -> Table:
+    rows = []
+    for task in section.tasks:
+        for metric in task.metrics:
+            suffix = "" if metric.filter == "none" else f", {metric.filter}"
+            for value in metric.values:
+                flips = MISSING
+                if value.lost is not None and value.gained is not None:
+                    flips = f"{value.lost} + {value.gained}"
+                rows.append(
+                    [
+                        f"{task.name}, {metric.name}{suffix}",
+                        value.label,
+                        f"{task.samples:,}",
+                        _value(value.value, metric),
+                        _difference(value, metric),
+                        flips,
+                        MISSING if value.mcnemar_p is None else f"{value.mcnemar_p:.3f}",
+                    ]
+                )
+    return Table(("task, metric", "backend", "samples", "value", "difference [95 %]", "flips", "p"), rows)
+
+
+def _verdict(metric: MetricResult, value: MetricValue) -> int:
+    """-1 for a significant loss, +1 for a significant gain, else 0."""
+    if value.low is None or value.high is None or value.low <= 0 <= value.high:
+        return 0
+    rises = value.low > 0
+    return 1 if rises == (metric.higher_is_better is not False) else -1
+
+
+def _value(value: float | None, metric: MetricResult) -> str:
+    if value is None:
+        return MISSING
+    return f"{100 * value:.2f} %" if metric.right_or_wrong else f"{value:,.4g}"
+
+
+def _difference(value: MetricValue, metric: MetricResult) -> str:
+    if value.difference is None:
+        return MISSING
+    scale, digits = (100.0, "+.2f") if metric.right_or_wrong else (1.0, "+.3g")
+    text = format(scale * value.difference, digits)
+    if value.low is None or value.high is None:
+        return text
+    star = "*" if _verdict(metric, value) else ""
+    return f"{text} [{format(scale * value.low, digits)}, {format(scale * value.high, digits)}]{star}"
+
+
+def _number(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.4f}"
+
+
+def _percent(value: float | None) -> str:
+    return MISSING if value is None else f"{value:+.2f} %"
+
+
+def all_pages(
+    tasks: Sequence[TaskSection], fidelity: Sequence[FidelitySection], retrieval: Sequence[RetrievalSection]
+) -> list[Page]:
+    """The pages of all these sections."""
+    return [
+        *(task_page(section) for section in tasks),
+        *(fidelity_page(section) for section in fidelity),
+        *(retrieval_page(section) for section in retrieval),
+    ]

@@ -1,0 +1,201 @@
+"""What one backend answered to one task or group, sample by sample: made from lm-eval's results, kept as files.
+
+The files are both the record for whoever wants to look at single answers, and what an interrupted run resumes from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError
+from .results import parse
+
+FOLDER = "samples"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One answer.
+
+    Attributes:
+        doc_id: Number of the document in its task.
+        filter: The filter of the answers that the values belong to.
+        prompt_hash: lm-eval's hash of the prompt: equal for every backend, or the comparison is not paired.
+        answer: What was answered: the number of the choice, whether a continuation is the greedy one, or a text; null
+            for tasks that only measure likelihood.
+        values: Value and weight of each metric that averages over samples.
+    """
+
+    doc_id: int
+    filter: str
+    prompt_hash: str
+    answer: Any
+    values: dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRecord:
+    """One task.
+
+    Attributes:
+        name: Its name.
+        version: Version of its definition.
+        output_type: lm-eval's output type.
+        num_fewshot: Examples in each prompt.
+        aggregations: lm-eval's name of each metric's aggregation; null where it has none.
+        higher_is_better: Direction of each metric.
+        metrics: lm-eval's own value of each metric, by ``metric,filter``.
+        samples: Every answer, ordered by document.
+    """
+
+    name: str
+    version: str
+    output_type: str
+    num_fewshot: int
+    aggregations: dict[str, str | None]
+    higher_is_better: dict[str, bool | None]
+    metrics: dict[str, float | None]
+    samples: list[Sample]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitRecord:
+    """One backend's answers to one name that was asked for, a task or a group.
+
+    Attributes:
+        fingerprint: Everything that the answers depend on; a record of another fingerprint is not resumed from.
+        seconds: Time of the evaluation.
+        fallbacks: How often something ran with other attention, by reason.
+        tasks: The tasks behind the name.
+        groups: Metrics of groups, by group and ``metric,filter``.
+    """
+
+    fingerprint: dict[str, Any]
+    seconds: float
+    fallbacks: dict[str, int]
+    tasks: list[TaskRecord]
+    groups: dict[str, dict[str, float | None]]
+
+
+class RecordStore:
+    """The records of one run, one file for each backend and name; none if there is no folder.
+
+    Args:
+        folder: The run's folder.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def path(self, label: str, name: str) -> Path | None:
+        """Where the record of a backend and a name lies."""
+        return None if self._folder is None else self._folder / FOLDER / slug(label) / f"{slug(name)}.json"
+
+    def load(self, label: str, name: str, fingerprint: Mapping[str, Any]) -> UnitRecord | None:
+        """Return the record if there is one of this fingerprint."""
+        path = self.path(label, name)
+        if path is None or not path.is_file():
+            return None
+        try:
+            record: UnitRecord = parse(UnitRecord, json.loads(path.read_text(encoding="utf-8")), path.name)
+        except ValueError:  # cut off, or written by another version: evaluate again
+            return None
+        return record if record.fingerprint == json.loads(json.dumps(fingerprint)) else None
+
+    def save(self, label: str, name: str, record: UnitRecord) -> None:
+        """Write a record; it appears whole or not at all.
+
+        Raises:
+            UserError: The folder cannot be written.
+        """
+        path = self.path(label, name)
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(asdict(record), ensure_ascii=False, allow_nan=False), encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            raise UserError(f"--out: cannot write {path}: {error.strerror}") from error
+
+
+def slug(name: str) -> str:
+    """``name`` as a file name: readable, and another one for every name."""
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")
+    if readable == name:
+        return name
+    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+
+
+def task_record(name: str, results: Mapping[str, Any], task: Any) -> TaskRecord:
+    """Make the record of one task from the results of ``lm_eval.evaluate``."""
+    aggregations = {metric: _aggregation_name(function) for metric, function in task.aggregation().items()}
+    samples = [_sample(sample, task.OUTPUT_TYPE) for sample in results["samples"][name]]
+    return TaskRecord(
+        name=name,
+        version=str(results["versions"][name]),
+        output_type=str(task.OUTPUT_TYPE),
+        num_fewshot=int(results["n-shot"].get(name) or 0),
+        aggregations=aggregations,
+        higher_is_better={metric: task.higher_is_better().get(metric) for metric in aggregations},
+        metrics=metric_values(results["results"][name]),
+        samples=sorted(samples, key=lambda sample: (sample.filter, sample.doc_id)),
+    )
+
+
+def metric_values(results: Mapping[str, Any]) -> dict[str, float | None]:
+    """The metrics among lm-eval's results of a task or a group, by ``metric,filter``; null where one is no number."""
+    return {
+        key: _finite(value)
+        for key, value in results.items()
+        if "," in key and not key.partition(",")[0].endswith("_stderr")
+    }
+
+
+def _finite(value: Any) -> float | None:
+    number = float(value) if isinstance(value, (int, float)) else None
+    return number if number is not None and abs(number) < float("inf") else None
+
+
+def _aggregation_name(function: Any) -> str | None:
+    from lm_eval.api.registry import aggregation_registry
+
+    return next((name for name in aggregation_registry if aggregation_registry[name] is function), None)
+
+
+def _sample(sample: Mapping[str, Any], output_type: str) -> Sample:
+    values = {metric: value for metric in sample["metrics"] if (value := _weighted(sample[metric])) is not None}
+    return Sample(
+        doc_id=int(sample["doc_id"]),
+        filter=str(sample["filter"]),
+        prompt_hash=str(sample["prompt_hash"]),
+        answer=_answer(sample["filtered_resps"], output_type),
+        values=values,
+    )
+
+
+def _weighted(value: Any) -> list[float] | None:
+    """Value and weight of one sample; None of what has none, such as the pair of a reference and a prediction."""
+    pair = tuple(value) if isinstance(value, (list, tuple)) else (value, 1)
+    if len(pair) != 2 or not all(isinstance(part, (bool, int, float)) for part in pair):
+        return None
+    numbers = [float(part) for part in pair]
+    return numbers if all(abs(number) < float("inf") for number in numbers) else None
+
+
+def _answer(responses: list[Any], output_type: str) -> Any:
+    if output_type == "multiple_choice":
+        scores = [float(log_likelihood) for log_likelihood, _ in responses]
+        return scores.index(max(scores))
+    if output_type == "loglikelihood":
+        return bool(responses[0][1])
+    if output_type == "generate_until":
+        return str(responses[0])
+    return None

@@ -1,0 +1,217 @@
+"""How speed is measured: what every benchmark shares.
+
+Implementations are timed in turns, round after round, so that a drift of the machine (clocks, other tenants) meets all
+of them alike, and medians are taken. On a CUDA device a run is timed by events on the stream, after a large read: the
+L2 cache then holds nothing of the round before, and nothing that has yet to be written back; and while that goes on the
+host gets ahead, as it does inside a model. A run's launches count as far as the device waits for them; captured in a
+CUDA graph they cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .errors import UserError
+
+Run = Callable[[], object]
+FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
+"""What an implementation raises that cannot compute a call; ``torch.OutOfMemoryError`` is a ``RuntimeError``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Repeated runs of one implementation, in milliseconds.
+
+    Attributes:
+        median: The middle run.
+        fast: The run that a quarter are faster than.
+        slow: The run that a quarter are slower than.
+        repeats: How many there were.
+    """
+
+    median: float
+    fast: float
+    slow: float
+    repeats: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """The device that was measured, with the two rates that bound what is possible on it.
+
+    Attributes:
+        name: Of the device.
+        capability: Compute capability, such as ``9.0``; null for a CPU.
+        multiprocessors: How many; null for a CPU, as the rest.
+        memory_bytes: Device memory.
+        l2_bytes: L2 cache.
+        copy_bytes_per_second: Measured: bytes read plus bytes written by a large copy.
+        matmul_flops_per_second: Measured: a large matrix product in bfloat16.
+    """
+
+    name: str
+    capability: str | None = None
+    multiprocessors: int | None = None
+    memory_bytes: int | None = None
+    l2_bytes: int | None = None
+    copy_bytes_per_second: float | None = None
+    matmul_flops_per_second: float | None = None
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device called ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        UserError: There is no such device here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device: expected auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device: expected auto, cpu, cuda or cuda:N, got {name!r}")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UserError(f"--device {name}: this machine has {count} CUDA devices; use --device cpu")
+    return device
+
+
+def time_in_turns(
+    runs: Mapping[str, Run],
+    device: torch.device,
+    *,
+    seconds: float,
+    min_repeats: int = 3,
+    max_repeats: int = 100,
+) -> dict[str, Timing]:
+    """Time implementations of one thing, one run of each per round.
+
+    Args:
+        runs: By name. Each has run before, so that nothing is compiled now.
+        device: Where they run.
+        seconds: About how long all rounds take together, within the limits on repeats.
+        min_repeats: Fewest timed rounds.
+        max_repeats: Most.
+    """
+    clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
+    start = time.perf_counter()
+    for run in runs.values():
+        clock.record(run)
+    clock.milliseconds()
+    one_round = time.perf_counter() - start
+    repeats = min(max(round(seconds / max(one_round, 1e-9)), min_repeats), max_repeats)
+    for _ in range(repeats):
+        for run in runs.values():
+            clock.record(run)
+    times = clock.milliseconds()
+    return {name: _timing(times[index :: len(runs)]) for index, name in enumerate(runs)}
+
+
+def capture(run: Run, device: torch.device) -> Run:
+    """Return a replay of ``run`` as a CUDA graph; its result stays alive as long as the replay."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = run()
+
+    def replay() -> object:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def extra_memory(run: Run, device: torch.device) -> tuple[object, int | None]:
+    """Run once; return the result, and the most memory that was allocated during it (``None`` on a CPU)."""
+    if device.type != "cuda":
+        return run(), None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = run()
+    torch.cuda.synchronize(device)
+    return result, torch.cuda.max_memory_allocated(device) - before
+
+
+def look_at(device: torch.device) -> DeviceFacts:
+    """Look a device up, and measure how fast it copies and multiplies."""
+    if device.type != "cuda":
+        return DeviceFacts(name=device.type)
+    properties = torch.cuda.get_device_properties(device)
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    size = 8192
+    factor = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    product = torch.empty_like(factor)
+    runs: dict[str, Run] = {
+        "copy": lambda: target.copy_(source),
+        "matmul": lambda: torch.mm(factor, factor, out=product),
+    }
+    timings = time_in_turns(runs, device, seconds=0.2, min_repeats=10)
+    return DeviceFacts(
+        name=properties.name,
+        capability=f"{properties.major}.{properties.minor}",
+        multiprocessors=properties.multi_processor_count,
+        memory_bytes=properties.total_memory,
+        l2_bytes=properties.L2_cache_size,
+        copy_bytes_per_second=2e3 * source.nbytes / timings["copy"].median,
+        matmul_flops_per_second=2e3 * size**3 / timings["matmul"].median,
+    )
+
+
+class _CudaClock:
+    """Times runs by events, each after a read of more than the cache holds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        cached = torch.cuda.get_device_properties(device).L2_cache_size
+        self._large = torch.ones(max(cached, 1 << 26), dtype=torch.float32, device=device)  # four times the cache
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def record(self, run: Run) -> None:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            self._large.sum()
+            start.record()
+            run()
+            end.record()
+        self._events.append((start, end))
+
+    def milliseconds(self) -> list[float]:
+        """Wait for all runs; return their times, and forget them."""
+        torch.cuda.synchronize(self._device)
+        events, self._events = self._events, []
+        return [start.elapsed_time(end) for start, end in events]
+
+
+class _HostClock:
+    """Times runs by the host's clock."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def record(self, run: Run) -> None:
+        start = time.perf_counter()
+        run()
+        self._times.append(1e3 * (time.perf_counter() - start))
+
+    def milliseconds(self) -> list[float]:
+        times, self._times = self._times, []
+        return times
+
+
+def _timing(times: list[float]) -> Timing:
+    fast, median, slow = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    return Timing(median=median, fast=fast, slow=slow, repeats=len(times))

@@ -1,0 +1,84 @@
+"""``dma-hf bench decode``: what it measures, shows and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dma_eval.commands.bench_decode import HEAD_DIMS, HEADS, SIZES, make_shapes
+from dma_eval.decode_results import DecodeReport, DecodeResult, DecodeShape
+from dma_eval.decode_speed import filled_storage, measure, parse_implementations
+from dma_eval.errors import UserError
+
+import dma_hf
+
+Run = Callable[..., Any]
+TINY = ("--device", "cpu", "--size", "2x300", "--head-dim", 32, "--heads", "2/1", "--seconds", 0.0)
+SHAPE = DecodeShape(length=300, batch=2, head_dim=32, query_heads=2, kv_heads=1)
+
+
+def test_shows_and_writes_every_cache(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "r.json"
+    done = run("bench", "decode", *TINY, "--json", path)
+    assert done.exit_code == 0, done.output
+    assert "head_dim 32, 2/1 heads" in done.stdout
+    report = json.loads(path.read_text())
+    assert report.keys() == {field.name for field in fields(DecodeReport)}
+    labels = ["sdpa", "sdpa:flash", "sdpa:dynamic", "dma_mxfp:kv8", "dma_mxfp:kv4"]
+    assert [result["label"] for result in report["results"]] == labels
+    for result in report["results"]:
+        assert result.keys() == {field.name for field in fields(DecodeResult)}
+    assert report["results"][0]["speedup"] == 1.0
+    assert report["results"][0]["bytes_ratio"] == 1.0
+
+
+def test_a_cache_that_cannot_run_is_reported_beside_the_others() -> None:
+    config = dma_hf.PRESETS["kv8"].to_dict() | {"backend": "triton"}
+    sdpa, packed = parse_implementations(["sdpa", "dma_mxfp:kv8"])
+    broken = type(packed)("broken", dma_hf.DMAConfig(**config))
+    results = measure([SHAPE], [sdpa, broken], torch.device("cpu"), torch.float32, seconds=0.0)
+    assert results[0].failure is None
+    assert results[1].failure is not None
+    assert "bf16 and fp16" in results[1].failure
+    assert results[1].milliseconds is None
+
+
+def test_the_packed_cache_holds_what_the_shape_says() -> None:
+    storage = filled_storage(dma_hf.PRESETS["kv4"], SHAPE, torch.device("cpu"), torch.float32)
+    assert storage.lengths.tolist() == [300, 300]
+    assert storage.slots * 128 >= 300 + 384
+
+
+def test_default_shapes_vary_one_thing_at_a_time() -> None:
+    shapes = make_shapes(SIZES, HEADS, HEAD_DIMS)
+    families = {(s.query_heads, s.kv_heads, s.head_dim) for s in shapes}
+    assert families == {(32, 8, 128), (32, 8, 64), (32, 32, 128), (9, 3, 128)}
+    assert len(shapes) == 4 * len(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--size", "8"), "--size: expected BATCHxKEYS, such as 8x32768, got '8'"),
+        (("--size", "0x300"), "--size: expected BATCHxKEYS, such as 8x32768, got '0x300'"),
+        (("--heads", "9/2"), "--heads: expected QUERY/KV with KV dividing QUERY"),
+        (("--head-dim", 0), "--head-dim: expected at least 1, got 0"),
+        (("--dtype", "float8"), "--dtype: expected bfloat16 or float16, got 'float8'"),
+        (("--cache", "sdpa", "sdpa"), "--cache: sdpa is given more than once"),
+        (("--cache", "fp8"), "--cache: unknown cache 'fp8'; valid: sdpa, sdpa:flash, sdpa:dynamic, dma_mxfp:balanced"),
+    ],
+)
+def test_invalid_input_is_refused(run: Run, arguments: tuple[object, ...], message: str) -> None:
+    done = run("bench", "decode", *TINY, *arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
+
+
+def test_no_cache_at_all_is_refused() -> None:
+    with pytest.raises(UserError, match="--cache needs at least one cache"):
+        parse_implementations([])

@@ -1,0 +1,131 @@
+"""``dma-hf bench generate``: the runs and their figures, on a tiny model and a CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from dma_eval import generate_speed
+from dma_eval.errors import UserError
+from dma_eval.generate_speed import GenerateRun, build_model, cache_bytes, measure, parse_runs
+
+RUNS = ("sdpa+dynamic", "sdpa+static", "dma_mxfp:kv8+dma", "dma_mxfp:kv4+dma-static")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model("tiny", CPU, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def results(model):
+    return measure(model, [40, 400], parse_runs(RUNS), batch=2, new_tokens=12)
+
+
+def test_every_run_is_timed_at_every_context(results):
+    assert [(r.context, r.label) for r in results] == [(c, label) for c in (40, 400) for label in RUNS]
+    for result in results:
+        assert result.failure is None
+        assert result.steps == 12 - 1 - generate_speed.UNTIMED_STEPS
+        assert 0 < result.step_milliseconds_fast <= result.step_milliseconds <= result.step_milliseconds_slow
+        assert result.tokens_per_second == pytest.approx(2000 / result.step_milliseconds)
+        assert result.first_token_seconds > 0
+        assert result.peak_bytes is None  # no GPU
+        assert (result.config is None) == result.label.startswith("sdpa")
+
+
+def test_the_first_run_is_what_the_others_are_compared_with(results):
+    for context in (40, 400):
+        group = [r for r in results if r.context == context]
+        assert [r.speedup for r in group] == [group[0].step_milliseconds / r.step_milliseconds for r in group]
+
+
+def test_cache_bytes(model, results):
+    text = model.config
+    per_token = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 4  # batch, K and V, fp32
+    of = {(r.context, r.label): r.cache_bytes for r in results}
+    assert of[400, "sdpa+dynamic"] == per_token * (400 + 12 - 1)
+    assert of[400, "sdpa+static"] == per_token * (400 + 12)
+    cache = parse_runs(["dma_mxfp:kv8+dma"])[0].make_cache(model, 1)
+    assert cache_bytes(cache) == cache.nbytes
+
+
+def test_a_run_that_fails_leaves_the_others(model, monkeypatch):
+    def broken(run: GenerateRun, *arguments: object) -> None:
+        if run.cache == "static":
+            raise ValueError("no room")
+        return made(run, *arguments)
+
+    made = GenerateRun.make_cache
+    monkeypatch.setattr(GenerateRun, "make_cache", broken)
+    first, second = measure(model, [20], parse_runs(RUNS[1:3]), batch=1, new_tokens=8)
+    assert (first.failure, first.step_milliseconds) == ("no room", None)
+    assert second.failure is None
+    assert second.speedup is None  # there is nothing to compare with
+
+
+def test_the_longest_context_is_found_to_a_sixteenth(model, monkeypatch):
+    asked = []
+
+    def fits(model: object, run: object, batch: int, context: int) -> bool:
+        asked.append(context)
+        return context <= 100_000
+
+    monkeypatch.setattr(generate_speed, "_fits", fits)
+    (run,) = parse_runs(["sdpa+dynamic"])
+    assert 100_000 * 15 / 16 <= generate_speed.longest_context(model, run, 1, 1 << 21).tokens <= 100_000
+    assert len(asked) < 12
+    assert generate_speed.longest_context(model, run, 1, 50_000).tokens >= 50_000 * 15 / 16
+    monkeypatch.setattr(generate_speed, "_fits", lambda *arguments: False)
+    assert generate_speed.longest_context(model, run, 1, 50_000).tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "--run needs at least one ATTENTION"),
+        (["sdpa"], "expected ATTENTION.CACHE with a cache of dynamic, static, dma, dma-static, got 'sdpa'"),
+        (["sdpa+quantized"], "got 'sdpa.quantized'"),
+        (["flash9+dynamic"], "unknown backend 'flash9'"),
+        (["dma_mxfp:kv9+dma"], "unknown preset 'kv9'"),
+        (["sdpa+static", "sdpa+static"], "sdpa.static is given more than once"),
+    ],
+    ids=str,
+)
+def test_wrong_runs(names, message):
+    with pytest.raises(UserError, match=message):
+        parse_runs(names)
+
+
+def test_unknown_shape():
+    with pytest.raises(UserError, match=re.escape("unknown shape '8b'; valid: llama-3.1-8b, llama-3.2-1b, tiny")):
+        build_model("8b", CPU, torch.float32)
+
+
+def test_command(tmp_path, run):
+    arguments = ["--device", "cpu", "--shape", "tiny", "--dtype", "float32", "--context", "40", "--new-tokens", "10"]
+    files = {"--json": tmp_path / "g.json", "--plot": tmp_path / "g.png"}
+    result = run("bench", "generate", *arguments, "--run", *RUNS[:3], *(str(x) for pair in files.items() for x in pair))
+    assert result.exit_code == 0, result.output
+    report = json.loads(files["--json"].read_text())
+    assert [r["label"] for r in report["results"]] == list(RUNS[:3])
+    assert report["weight_bytes"] >= 4 * report["parameters"]
+    assert files["--plot"].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "cpu", "--longest"], "--longest needs a CUDA device"),
+        (["--device", "cpu", "--context", "0"], "--context: expected at least 1, got 0"),
+        (["--device", "cpu", "--dtype", "int8"], "--dtype: expected one of"),
+    ],
+    ids=str,
+)
+def test_wrong_command_lines(arguments, message, run):
+    result = run("bench", "generate", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())

@@ -1,0 +1,206 @@
+"""``dma-hf bench prefill``: what it measures, shows and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dma_eval import speed
+from dma_eval.commands.bench_prefill import HEAD_DIMS, HEADS, LENGTHS, MASKS, make_shapes
+from dma_eval.errors import UserError
+from dma_eval.speed import (
+    Implementation,
+    causal_block_mask,
+    default_names,
+    exact_rows,
+    measure_shape,
+    parse_implementations,
+)
+from dma_eval.speed_report import failures, plot_prefill, tables
+from dma_eval.speed_results import PrefillReport, PrefillResult, Shape
+from dma_eval.timing import DeviceFacts
+from PIL import Image
+from rich.console import Console
+from torch.nn import functional as F
+
+import dma_hf
+
+Run = Callable[..., Any]
+TINY = ("--device", "cpu", "--length", 48, "--head-dim", 32, "--heads", "2/1", "--seconds", 0.0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def bench(run: Run) -> Run:
+    """Run ``dma-hf bench prefill`` on a tiny shape; later options take precedence."""
+    return lambda *arguments: run("bench", "prefill", *TINY, *arguments)
+
+
+def result(label: str, length: int, **changes: Any) -> PrefillResult:
+    shape = Shape(length=length, head_dim=64, query_heads=4, kv_heads=2, is_causal=True)
+    return PrefillResult(shape=shape, label=label, config=None, **changes)
+
+
+class TestCommand:
+    def test_shows_and_writes_every_implementation(self, bench: Run, tmp_path: Path) -> None:
+        path, picture = tmp_path / "new" / "r.json", tmp_path / "r.png"
+        done = bench("--attn", "sdpa", "dma_mxfp:balanced", "--mask", "causal", "--json", path, "--plot", picture)
+        assert done.exit_code == 0, done.output
+        assert "head_dim 32, 2/1 heads, causal" in done.stdout
+        report = json.loads(path.read_text())
+        assert report.keys() == {field.name for field in fields(PrefillReport)}
+        assert report["device"]["name"] == "cpu"
+        reference, balanced = report["results"]
+        assert reference.keys() == {field.name for field in fields(PrefillResult)}
+        assert [reference["label"], balanced["label"]] == ["sdpa", "dma_mxfp:balanced"]
+        assert balanced["shape"] == {
+            "length": 48, "head_dim": 32, "query_heads": 2, "kv_heads": 1, "is_causal": True, "batch": 1,
+        }  # fmt: skip
+        assert balanced["config"] == dma_hf.PRESETS["balanced"].to_dict()
+        assert reference["speedup"] == 1.0
+        assert balanced["speedup"] == pytest.approx(reference["milliseconds"] / balanced["milliseconds"])
+        assert 0.0 < reference["error"] < 0.01 < balanced["error"] < 0.1
+        # Not on a CPU.
+        assert balanced["extra_bytes"] is balanced["graph_milliseconds"] is balanced["quantize_milliseconds"] is None
+        with Image.open(picture) as image:
+            assert image.width > 1000
+
+    def test_masks_and_families(self, bench: Run, tmp_path: Path) -> None:
+        done = bench("--attn", "sdpa", "--length", 8, 16, "--heads", "2/1", "2/2", "--json", tmp_path / "r.json")
+        assert done.exit_code == 0, done.output
+        shapes = [r["shape"] for r in json.loads((tmp_path / "r.json").read_text())["results"]]
+        found = [(s["length"], s["kv_heads"], s["is_causal"]) for s in shapes]
+        assert found == [
+            (length, kv_heads, is_causal)
+            for kv_heads, is_causal in ((1, True), (1, False), (2, True))
+            for length in (8, 16, 48)
+        ]
+
+    def test_one_that_cannot_run_is_told_and_the_rest_is_measured(self, bench: Run, tmp_path: Path) -> None:
+        done = bench("--attn", "sdpa", "sdpa:cudnn", "--mask", "full", "--json", tmp_path / "r.json")
+        assert done.exit_code == 0, done.output
+        assert "Warning: sdpa:cudnn did not run: " in done.stderr
+        ran, failed = json.loads((tmp_path / "r.json").read_text())["results"]
+        assert ran["failure"] is None
+        assert failed["failure"]
+        assert failed["milliseconds"] is None
+
+    def test_a_shape_that_nothing_ran_on_is_a_failure(self, bench: Run) -> None:
+        done = bench("--attn", "sdpa:cudnn", "--mask", "full")
+        assert done.exit_code == 1, done.output
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--attn", "sdpa", "flsh"], "--attn: unknown implementation 'flsh'; valid: sdpa, sdpa:flash, sdpa:cudnn"),
+            (["--attn", "dma_mxfp:fast"], "--attn: unknown preset 'fast'; valid: balanced"),
+            (["--attn", "sdpa", "sdpa"], "--attn: sdpa is given more than once"),
+            (["--length", "0"], "--length: expected at least 1, got 0"),
+            (["--heads", "6/4"], "--heads: expected QUERY/KV with KV dividing QUERY, such as 32/8, got '6/4'"),
+            (["--heads", "8"], "--heads: expected QUERY/KV with KV dividing QUERY, such as 32/8, got '8'"),
+            (["--mask", "window"], "--mask: expected causal or full, got 'window'"),
+            (["--dtype", "float64"], "--dtype: expected bfloat16 or float16, got 'float64'"),
+            (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
+            (["--device", "meta"], "--device: expected auto, cpu, cuda or cuda:N, got 'meta'"),
+            (["--device", "cuda:99"], "CUDA devices; use --device cpu"),
+            (["--plot", "r.gif"], "--plot: expected a file ending in .png, .svg, .pdf, got r.gif"),
+        ],
+    )
+    def test_refuses(self, arguments: list[str], message: str, run: Run, refused: Callable[[Any], str]) -> None:
+        assert message in refused(run("bench", "prefill", "--device", "cpu", "--length", 8, *arguments))
+
+    def test_help_of_the_group(self, run: Run) -> None:
+        assert "prefill" in run("bench", "--help").stdout
+
+
+class TestShapes:
+    def test_default_departs_in_one_option_at_a_time(self) -> None:
+        shapes = make_shapes(LENGTHS, HEAD_DIMS, HEADS, MASKS, 1, every_combination=False)
+        assert len(shapes) == 4 * len(LENGTHS)
+        assert len({shape.family for shape in shapes}) == 4
+
+    def test_every_combination(self) -> None:
+        assert len(make_shapes([64], HEAD_DIMS, HEADS, MASKS, 1, every_combination=True)) == 8
+
+    def test_flops(self) -> None:
+        (shape,) = make_shapes([100], [64], ["4/2"], ["full"], 2, every_combination=False)
+        assert shape.flops == 2 * 4 * 2 * 2 * 100 * 100 * 64  # batch, heads, products, a multiply and an add
+        (half,) = make_shapes([100], [64], ["4/2"], ["causal"], 2, every_combination=False)
+        assert 2 * half.flops == shape.flops
+
+    def test_refuses_a_head_dim(self) -> None:
+        with pytest.raises(UserError, match="--head-dim: expected at least 1, got -1"):
+            make_shapes([1], [-1], ["4/2"], ["full"], 1, every_combination=False)
+
+
+class TestMeasuring:
+    def test_default_has_every_preset(self) -> None:
+        names = default_names()
+        assert names[:4] == ["sdpa", "sdpa:flash", "sdpa:cudnn", "flex"]
+        assert names[4:] == [f"dma_mxfp:{preset}" for preset in dma_hf.PRESETS]
+        assert [implementation.label for implementation in parse_implementations(names)] == names
+
+    @pytest.mark.parametrize("is_causal", [True, False])
+    def test_error_is_against_exact_attention(self, is_causal: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(2, h, 20, 16, generator=generator) for h in (4, 2, 2))
+        rows = torch.tensor([0, 7, 19])
+        expected = F.scaled_dot_product_attention(
+            query.double(), key.double(), value.double(), is_causal=is_causal, enable_gqa=True
+        )
+        torch.testing.assert_close(exact_rows(query, key, value, rows, is_causal=is_causal), expected[:, :, rows])
+
+    def test_a_wrong_implementation_shows_in_the_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        shape = Shape(length=40, head_dim=16, query_heads=2, kv_heads=1, is_causal=True)
+        monkeypatch.setattr(
+            Implementation, "prepare", lambda self, query, key, value, *, is_causal: lambda: torch.zeros_like(query)
+        )
+        (found,) = measure_shape(
+            shape, [Implementation("sdpa")], DeviceFacts(name="cpu"), CPU, torch.bfloat16, seconds=0.0
+        )
+        assert found.error == 1.0
+
+    def test_causal_block_mask_is_the_triangle(self) -> None:
+        mask = causal_block_mask(300, CPU)
+        blocks = torch.arange(3)
+        assert torch.equal(mask.to_dense()[0, 0].bool(), blocks[:, None] >= blocks)
+        assert mask.full_kv_num_blocks is not None
+        assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1, 2]
+        index = torch.arange(300)
+        assert torch.equal(speed._is_visible(index, index, index[:, None], index), index[:, None] >= index)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("is_causal", [True, False])
+    def test_flex_computes_the_same(self, is_causal: bool) -> None:
+        query, key, value = (torch.randn(1, h, 200, 32) for h in (4, 2, 2))
+        out = Implementation("flex").prepare(query, key, value, is_causal=is_causal)()
+        expected = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+class TestReport:
+    def test_table(self) -> None:
+        shown = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 (closed with the process)
+        numbers = {"milliseconds": 2.0, "tflops": 123.4, "speedup": 1.5, "error": 0.01, "extra_bytes": 50}
+        quantized = {"quantize_milliseconds": 0.3, "quantize_copy_milliseconds": 0.2, "input_bytes": 100}
+        for table in tables([result("a", 2048, **numbers, **quantized), result("b", 2048, failure="no unit")]):
+            shown.print(table)
+        text = shown.export_text()
+        assert "head_dim 64, 4/2 heads, causal" in text
+        (first,) = [line.split() for line in text.splitlines() if " a " in line]
+        assert first == [
+            "2,048", "a", "2.000", "–", "0.300", "(1.50", "copies)", "123", "1.50x", "0.0100", "0.50", "of", "QKV",
+        ]  # fmt: skip
+
+    def test_failures_are_told_once(self) -> None:
+        found = failures([result("b", n, failure="no unit") for n in (64, 128, 256)] + [result("a", 64)])
+        assert found == ["b did not run: no unit (64 tokens, head_dim 64, 4/2 heads, causal and 2 more)"]
+
+    def test_plot_of_failures_alone(self, tmp_path: Path) -> None:
+        plot_prefill([result("b", 64, failure="no unit")], "title", tmp_path / "p.svg")
+        assert "title" in (tmp_path / "p.svg").read_text()

@@ -1,0 +1,178 @@
+"""Fidelity: the reference in fp32, positions, heads that are found where they are, and greedy continuations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dma_eval.backends import parse_backends
+from dma_eval.data import Window, load_text, tokenize
+from dma_eval.errors import UserError
+from dma_eval.fidelity import bucket_changes, bucket_edges, compare_with_fp32, in_fp32
+from dma_eval.heads import head_errors
+from dma_eval.models import LoadedModel, load_model
+from dma_eval.results import BackendResult, FidelitySection, read_report
+from dma_eval.section_pages import fidelity_page
+
+Run = Callable[..., Any]
+Fidelity = Callable[..., FidelitySection]
+
+
+@pytest.fixture
+def windows(loaded: LoadedModel, text_file: Path) -> list[torch.Tensor]:
+    ids = tokenize(loaded.tokenizer, load_text(str(text_file)).content)
+    return [ids[:512], ids[512:1024]]
+
+
+@pytest.fixture
+def fidelity(loaded: LoadedModel, text_file: Path) -> Fidelity:
+    def compare(*attn: str, model: LoadedModel = loaded, **options: Any) -> FidelitySection:
+        common: dict[str, Any] = {"context": 256, "max_windows": 2, "prompts": 2, "new_tokens": 6, "head_windows": 1}
+        return compare_with_fp32(model, load_text(str(text_file)), parse_backends(attn), **(common | options))
+
+    return compare
+
+
+class TestHeads:
+    def test_sdpa_in_fp32_has_no_error(self, loaded: LoadedModel, windows: list[torch.Tensor]) -> None:
+        (heads,) = head_errors(loaded.model, windows, parse_backends(["sdpa"]), dtype=torch.float32)
+        assert np.shape(heads.relative_l1) == (2, 2)
+        assert np.array(heads.relative_l1) == pytest.approx(0, abs=0)
+        assert np.array(heads.cosine) == pytest.approx(1)
+
+    def test_identity_has_rounding_only(
+        self, loaded: LoadedModel, windows: list[torch.Tensor], identity_file: Path
+    ) -> None:
+        backends = parse_backends([f"dma_mxfp:{identity_file}"])
+        (heads,) = head_errors(loaded.model, windows, backends, dtype=torch.float32)
+        assert np.max(heads.relative_l1) < 1e-5
+
+    def test_finds_the_bad_head_and_no_echo(
+        self, loaded: LoadedModel, windows: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A head of layer 0 whose output is tripled is off by 200 %; layer 1 knows nothing of it."""
+        import dma_hf.attention
+
+        backends = parse_backends(["dma_mxfp:paper"])
+        (before,) = head_errors(loaded.model, windows, backends, dtype=torch.float32)
+        attend, calls = dma_hf.attention.attention, []
+
+        def spoilt(*args: Any, **options: Any) -> torch.Tensor:
+            output = attend(*args, **options)
+            if len(calls) % 2 == 0:  # the layers take turns
+                output = output * torch.tensor([1.0, 3.0])[:, None, None]
+            calls.append(1)
+            return output
+
+        monkeypatch.setattr(dma_hf.attention, "attention", spoilt)
+        (after,) = head_errors(loaded.model, windows, backends, dtype=torch.float32)
+        assert after.relative_l1[0][1] == pytest.approx(2.0, abs=0.1)
+        assert after.relative_l1[0][0] == before.relative_l1[0][0]
+        assert after.relative_l1[1] == before.relative_l1[1]
+        assert after.cosine[0] == pytest.approx(before.cosine[0])
+
+    def test_dtype_of_the_backends(self, loaded: LoadedModel, windows: list[torch.Tensor]) -> None:
+        """SDPA in bf16 has bf16's error: about 2 ** -9."""
+        (heads,) = head_errors(loaded.model, windows, parse_backends(["sdpa"]), dtype=torch.bfloat16)
+        assert 2**-10 < np.median(heads.relative_l1) < 2**-6
+
+    def test_leaves_the_model_as_it_was(self, loaded: LoadedModel, windows: list[torch.Tensor]) -> None:
+        head_errors(loaded.model, windows[:1], parse_backends(["dma_mxfp:fp4"]), dtype=torch.float32)
+        assert loaded.model.config._attn_implementation == "sdpa"
+        assert getattr(loaded.model.config, "dma_mxfp", None) is None
+
+    def test_eager_is_left_out(self, loaded: LoadedModel, windows: list[torch.Tensor]) -> None:
+        found = head_errors(loaded.model, windows[:1], parse_backends(["eager", "sdpa"]), dtype=torch.float32)
+        assert [heads.label for heads in found] == ["sdpa"]
+
+
+class TestComparison:
+    def test_sdpa_of_an_fp32_model_is_the_reference(self, fidelity: Fidelity) -> None:
+        section = fidelity("sdpa", "dma_mxfp:paper")
+        reference, sdpa, paper = section.tokens.backends
+        assert (reference.label, section.dtype) == ("sdpa, fp32", "float32")
+        assert sdpa.kl_max == pytest.approx(0, abs=1e-6)
+        assert paper.kl_mean is not None
+        assert paper.kl_mean > 1e-5
+        assert section.divergence[0].same_tokens == [6, 6]
+        assert section.bucket_change["sdpa"] == pytest.approx([0] * 8, abs=1e-4)
+
+    def test_other_dtypes_are_held_against_fp32(self, fidelity: Fidelity, model_folder: Path) -> None:
+        model = load_model(str(model_folder), dtype="bfloat16", device="cpu")
+        section = fidelity("sdpa", model=model)
+        assert section.dtype == "bfloat16"
+        assert section.tokens.backends[1].kl_mean is not None
+        assert section.tokens.backends[1].kl_mean > 1e-6
+        assert model.model.dtype == torch.bfloat16
+
+    def test_parts_can_be_left_out(self, fidelity: Fidelity) -> None:
+        section = fidelity("sdpa", head_windows=0, prompts=0)
+        assert (section.heads, section.divergence) == ([], [])
+        assert fidelity_page(section).tables
+
+    def test_failed_backend(self, fidelity: Fidelity, monkeypatch: pytest.MonkeyPatch) -> None:
+        import dma_hf.attention
+
+        monkeypatch.setattr(
+            dma_hf.attention, "attention", lambda query, key, value, *_, **__: torch.full_like(query, torch.nan)
+        )
+        section = fidelity("dma_mxfp:paper", "sdpa")
+        assert "model.layers.0.self_attn" in (section.tokens.backends[1].failure or "")
+        assert [heads.label for heads in section.heads] == ["sdpa"]
+        assert section.bucket_change["dma_mxfp:paper"] == []
+        assert fidelity_page(section).warnings
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"head_windows": -1}, "--head-windows must be at least 0, got -1"),
+            ({"prompts": -1}, "--prompts must be at least 0, got -1"),
+            ({"new_tokens": 0}, "--new-tokens must be at least 1, got 0"),
+            ({"context": 1024}, "larger than the model's maximum of 512"),
+        ],
+    )
+    def test_refused(self, fidelity: Fidelity, options: dict[str, int], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            fidelity("sdpa", **options)
+
+
+class TestBuckets:
+    def test_edges(self) -> None:
+        assert bucket_edges([0, 4, 8, 12, 14]) == [0, 4, 8, 12, 14]
+        assert bucket_edges([*range(0, 512, 8), 512]) == list(range(0, 513, 64))
+        assert bucket_edges([*range(0, 100, 2), 100]) == [*range(0, 98, 14), 98, 100]
+
+    def test_changes_by_hand(self) -> None:
+        """Two windows of 4: position 0 is not scored; the buckets hold 2 and 4 tokens."""
+
+        def result(*losses: float | None) -> BackendResult:
+            return BackendResult(label="a", implementation="a", config=None, failure=None, position_nll=list(losses))
+
+        windows = [Window(0, 4, 1), Window(4, 8, 1)]
+        changes = bucket_changes(
+            result(None, 1.0, 2.0, 3.0), result(None, 1.5, 2.1, 3.3), windows, [0, 1, 2, 3, 4], [0, 2, 4]
+        )
+        assert changes == pytest.approx([100 * (np.exp(0.5) - 1), 100 * (np.exp(0.2) - 1)])
+
+
+def test_in_fp32(loaded: LoadedModel, model_folder: Path) -> None:
+    assert in_fp32(loaded.model) is loaded.model
+    half = load_model(str(model_folder), dtype="float16", device="cpu").model
+    assert in_fp32(half).dtype == torch.float32
+    assert half.dtype == torch.float16
+
+
+def test_command(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    arguments = ["-m", model_folder, "-d", text_file, "--device", "cpu", "--dtype", "bfloat16", "-c", 256]
+    arguments += ["--max-windows", 2, "--new-tokens", 4, "--attn", "sdpa", "dma_mxfp:fp4", "--out", tmp_path / "run"]
+    result = run("fidelity", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "worst heads" in result.stdout
+    section = read_report(tmp_path / "run/results.json").fidelity[0]
+    assert [heads.label for heads in section.heads] == ["sdpa", "dma_mxfp:fp4"]
+    for name in ("heads.png", "fidelity.png", "report.md", "configs/fp4.toml"):
+        assert (tmp_path / "run" / name).is_file()

@@ -1,0 +1,164 @@
+"""The lm-eval model: scored as lm-eval's own, padding that changes nothing, and failures that are told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dma_eval.distributed import Processes
+from dma_eval.harness import DMALM, BackendFailure
+from dma_eval.models import LoadedModel
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+EVAL = Path(__file__).parents[2] / "eval"
+CONTEXT = "the captain said upon the white sea"
+PAIRS = [
+    (CONTEXT, " the ship"),
+    (CONTEXT, " a"),
+    (CONTEXT, " the"),
+    ("", " the whale and a thousand ship"),
+    (" ".join(["the white whale"] * 50), " upon the water"),
+    ("the", " sea"),
+]
+
+
+def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
+    return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
+
+
+@pytest.fixture
+def make(loaded: LoadedModel) -> Callable[..., DMALM]:
+    def wrap(attn: str = "sdpa", batch_size: int = 4) -> DMALM:
+        from dma_eval.backends import parse_backends
+
+        lm = DMALM.of(loaded, Processes(), batch_size=batch_size)
+        lm.use(parse_backends([attn])[0])
+        return lm
+
+    return wrap
+
+
+@pytest.fixture
+def hugging_face(loaded: LoadedModel) -> HFLM:
+    return HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=4)
+
+
+class TestScores:
+    def test_as_lm_eval_scores(self, make: Callable[..., DMALM], hugging_face: HFLM) -> None:
+        requests = instances("loglikelihood", PAIRS)
+        expected = hugging_face.loglikelihood(requests, disable_tqdm=True)
+        for (ours, greedy), (theirs, theirs_greedy) in zip(make().loglikelihood(requests), expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+            assert greedy == theirs_greedy
+
+    def test_rolling_as_lm_eval_scores(self, make: Callable[..., DMALM], hugging_face: HFLM, prose: str) -> None:
+        texts: list[tuple[Any, ...]] = [(prose[:4000],), ("the sea",)]
+        requests = instances("loglikelihood_rolling", texts)  # the first takes three windows of 512 tokens
+        expected = hugging_face.loglikelihood_rolling(requests, disable_tqdm=True)
+        assert make().loglikelihood_rolling(requests) == pytest.approx(expected, abs=1e-2)
+
+    def test_generates_as_lm_eval(self, make: Callable[..., DMALM], hugging_face: HFLM) -> None:
+        options = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+        requests = instances("generate_until", [(CONTEXT, options), ("the", options)])
+        assert make().generate_until(requests) == hugging_face.generate_until(requests, disable_tqdm=True)
+
+    @pytest.mark.parametrize("attn", ["sdpa", "dma_mxfp:balanced", "dma_mxfp:paper"])
+    def test_do_not_depend_on_the_batch(self, make: Callable[..., DMALM], prose: str, attn: str) -> None:
+        """The longer prompts reach beyond the first tile and the last: only there are keys in low precision."""
+        long = [(prose[:1200], " the ship"), (prose[:900], " white sea upon"), (prose[300:1400], " a whale")]
+        requests = instances("loglikelihood", [*PAIRS, *long])
+        alone = [score for score, _ in make(attn, batch_size=1).loglikelihood(requests)]
+        together = [score for score, _ in make(attn, batch_size=9).loglikelihood(requests)]
+        assert together == pytest.approx(alone, abs=1e-4)
+
+    def test_padding_is_masked(self, make: Callable[..., DMALM]) -> None:
+        """The tiny model hardly feels padding that it sees; a real one with outliers in its keys would."""
+        lm, masks = make(), []
+        lm.model.register_forward_pre_hook(
+            lambda module, args, inputs: masks.append((inputs["input_ids"], inputs["attention_mask"])), with_kwargs=True
+        )
+        lm.loglikelihood(instances("loglikelihood", [(CONTEXT, " the ship"), ("the", " sea"), (CONTEXT, " a")]))
+        ((ids, mask),) = masks
+        lengths = sorted(len(lm.tok_encode(CONTEXT + each)) - 1 for each in (" the ship", " a"))
+        lengths.insert(0, len(lm.tok_encode("the sea")) - 1)
+        assert sorted(mask.sum(-1).tolist()) == lengths
+        assert bool((mask.diff(dim=-1) <= 0).all())  # padding is at the end
+        assert bool((ids[mask == 0] == 0).all())
+
+    def test_backends_differ(self, make: Callable[..., DMALM]) -> None:
+        requests = instances("loglikelihood", [(" ".join(["the white whale said"] * 100), " upon the water")])
+        assert make("dma_mxfp:paper").loglikelihood(requests) != make("sdpa").loglikelihood(requests)
+
+    def test_one_pass_for_continuations_of_one_token(self, make: Callable[..., DMALM]) -> None:
+        lm, calls = make(), []
+        lm.model.register_forward_pre_hook(lambda *_: calls.append(1))
+        lm.loglikelihood(instances("loglikelihood", [(CONTEXT, " the"), (CONTEXT, " a"), (CONTEXT, " sea")]))
+        assert len(calls) == 1
+
+
+class TestFailures:
+    @pytest.fixture
+    def broken(self, make: Callable[..., DMALM]) -> DMALM:
+        lm = make()
+        with torch.no_grad():
+            lm.model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
+        return lm
+
+    def test_log_likelihood(self, broken: DMALM) -> None:
+        with pytest.raises(BackendFailure, match=r"NaN or infinite logits; they begin in .* model.layers.1.mlp"):
+            broken.loglikelihood(instances("loglikelihood", PAIRS))
+
+    def test_generation(self, broken: DMALM) -> None:
+        with pytest.raises(BackendFailure, match=r"NaN .* they begin in the output of model.layers.1.mlp"):
+            broken.generate_until(instances("generate_until", [("the", {"until": ["\n"], "max_gen_toks": 4})]))
+
+    def test_among_several_processes_it_is_kept(self, broken: DMALM) -> None:
+        """To raise in one process would leave the others waiting for it."""
+        broken._world_size = 2
+        answers = broken.loglikelihood(instances("loglikelihood", PAIRS))
+        assert answers == [(0.0, False)] * len(PAIRS)
+        assert broken.generate_until(instances("generate_until", [("the", {"until": []})])) == [""]
+        assert broken.failure is not None
+        assert "model.layers.1.mlp" in broken.failure
+
+    def test_next_backend_starts_anew(self, broken: DMALM) -> None:
+        from dma_eval.backends import parse_backends
+
+        broken.failure = "before"
+        broken.use(parse_backends(["sdpa"])[0])
+        assert broken.failure is None
+
+
+class TestArguments:
+    def test_preset(self, model_folder: Path) -> None:
+        lm = DMALM(str(model_folder), attn_preset="fp4", device="cpu", dtype="float32")
+        assert lm.model.config._attn_implementation == "dma_mxfp"
+        assert lm.model.config.dma_mxfp["low"] == "nvfp4"
+
+    def test_default_is_balanced(self, model_folder: Path) -> None:
+        lm = DMALM.create_from_arg_string(f"pretrained={model_folder}", {"device": "cpu", "batch_size": 2})
+        assert lm.model.config.dma_mxfp["low"] == "mxint8"
+
+    def test_both(self, model_folder: Path) -> None:
+        with pytest.raises(ValueError, match="attn=sdpa and attn_preset=fp4 exclude each other"):
+            DMALM(str(model_folder), attn="sdpa", attn_preset="fp4")
+
+    def test_batch_size(self, model_folder: Path) -> None:
+        with pytest.raises(ValueError, match="batch_size must be a number, got 'auto'"):
+            DMALM(str(model_folder), batch_size="auto")
+
+
+@pytest.mark.slow
+def test_in_lm_evals_own_command_line(model_folder: Path, tiny_tasks: Path) -> None:
+    command = [sys.executable, "-m", "dma_eval.lm_eval", "run", "--model", "dma-hf", "--tasks", "tiny_choice"]
+    command += ["--model_args", f"pretrained={model_folder},attn_preset=fp4,dtype=float32", "--device", "cpu"]
+    command += ["--include_path", str(tiny_tasks), "--limit", "4", "--batch_size", "4"]
+    done = subprocess.run(command, cwd=EVAL, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "|tiny_choice|" in done.stdout.replace(" ", "")

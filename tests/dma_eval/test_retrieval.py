@@ -1,0 +1,129 @@
+"""Retrieval: prompts of the length asked for, the answer where it should be, and scores that tell found from not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dma_eval.backends import parse_backends
+from dma_eval.data import Text
+from dma_eval.models import LoadedModel
+from dma_eval.results import read_report
+from dma_eval.retrieval import KINDS, _Prompts, default_lengths, measure_retrieval
+from dma_eval.section_pages import retrieval_page
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def prompts(loaded: LoadedModel, prose: str) -> Callable[[str], _Prompts]:
+    return lambda kind: _Prompts(loaded.tokenizer, kind, Text(content=prose, name="prose"), 512)
+
+
+class TestPrompts:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("length", [200, 201, 512])
+    @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+    def test_length_and_answer(
+        self, prompts: Callable[[str], _Prompts], loaded: LoadedModel, kind: str, length: int, depth: float
+    ) -> None:
+        prompt = prompts(kind).make(length, depth, random.Random(0))
+        assert len(prompt.tokens) + len(prompt.answer) == length
+        text, answer = loaded.tokenizer.decode(prompt.tokens), loaded.tokenizer.decode(prompt.answer)
+        question = text[text.rindex("\n") :]  # what the prompt ends with was followed by the answer once before
+        assert text.count(question + answer) == 1
+        place = text.index(question + answer) / (len(text) - 2 * len(question) - len(answer))
+        assert place == pytest.approx(depth, abs=0.12)
+
+    def test_seed(self, prompts: Callable[[str], _Prompts]) -> None:
+        make = prompts("kv").make
+        assert make(256, 0.5, random.Random("a")) == make(256, 0.5, random.Random("a"))
+        assert make(256, 0.5, random.Random("a")) != make(256, 0.5, random.Random("b"))
+
+
+class TestScores:
+    def test_a_model_that_knows_the_answer(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Logits that point at the next token of the prompt itself find everything; of any other, nothing."""
+        forward = loaded.model.forward
+
+        def oracle(input_ids: torch.Tensor, shift: int = 0, **options: Any) -> Any:
+            output = forward(input_ids=input_ids, **options)
+            output.logits = torch.zeros_like(output.logits)
+            for row, answer in zip(output.logits[0], answers[-1], strict=True):
+                row[answer + shift] = 50.0
+            return output
+
+        answers: list[list[int]] = []
+        make = _Prompts.make
+
+        def remember(self: _Prompts, *arguments: Any) -> Any:
+            prompt = make(self, *arguments)
+            answers.append(prompt.answer)
+            return prompt
+
+        monkeypatch.setattr(_Prompts, "make", remember)
+        for shift, correct in ((0, 2), (1, 0)):
+            monkeypatch.setattr(
+                loaded.model,
+                "forward",
+                lambda input_ids, logits_to_keep=0, shift=shift, **options: oracle(
+                    input_ids, shift, logits_to_keep=logits_to_keep, **options
+                ),
+            )
+            section = measure_retrieval(loaded, parse_backends(["sdpa"]), "kv", lengths=[128], depths=[0.5], samples=2)
+            (cell,) = section.backends[0].cells
+            assert (cell.correct, cell.samples) == (correct, 2)
+            assert cell.nll == pytest.approx(50.0 * (shift != 0), abs=1e-6)
+
+    def test_backends_are_asked_the_same(self, loaded: LoadedModel, identity_file: Path) -> None:
+        backends = parse_backends(["sdpa", f"dma_mxfp:{identity_file}"])
+        one, two = measure_retrieval(loaded, backends, "kv", lengths=[256], depths=[0, 1], samples=2).backends
+        assert [cell.correct for cell in one.cells] == [cell.correct for cell in two.cells]
+        assert [cell.nll for cell in one.cells] == pytest.approx([cell.nll for cell in two.cells], abs=1e-4)
+
+    def test_failure_keeps_the_others(self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        import dma_hf.attention
+
+        monkeypatch.setattr(dma_hf.attention, "attention", lambda query, *_, **__: query * torch.nan)
+        backends = parse_backends(["sdpa", "dma_mxfp:paper"])
+        section = measure_retrieval(loaded, backends, "kv", lengths=[128], depths=[0.0, 1.0], samples=1)
+        assert [len(backend.cells) for backend in section.backends] == [2, 0]
+        assert "they begin in the output of model.layers.0.self_attn" in (section.backends[1].failure or "")
+        assert retrieval_page(section).warnings
+
+
+@pytest.mark.parametrize(
+    ("limit", "lengths"), [(None, [1024, 2048, 4096]), (8192, [1024, 2048, 4096, 8192]), (512, [512]), (40_000, None)]
+)
+def test_default_lengths(limit: int | None, lengths: list[int] | None) -> None:
+    assert default_lengths(limit) == (lengths or [4096, 8192, 16384, 32768])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kind", "haystack"], "--kind must be one of needle, kv; got 'haystack'"),
+        (["--kind", "needle"], "--data: needles need a text to be hidden in; name one"),
+        (["--lengths", "4096"], "--lengths: 4,096 is more than the model's maximum of 512 positions"),
+        (["--depths", "1.5"], "--depths must be from 0 to 1, got 1.5"),
+        (["--lengths", "8"], "--lengths: 8 tokens hold no prompt; the least is"),
+    ],
+)
+def test_refused(
+    run: Run, refused: Callable[[Any], str], model_folder: Path, arguments: list[str], message: str
+) -> None:
+    assert message in refused(run("retrieval", "-m", model_folder, "--device", "cpu", *arguments))
+
+
+def test_command(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    arguments = ["-m", model_folder, "-d", text_file, "--device", "cpu", "--kind", "kv", "needle", "--samples", 1]
+    arguments += ["--lengths", 128, 256, "--depths", 0, 1, "--out", tmp_path / "run"]
+    result = run("retrieval", *arguments)
+    assert result.exit_code == 0, result.output
+    assert [section.kind for section in read_report(tmp_path / "run/results.json").retrieval] == ["kv", "needle"]
+    assert (tmp_path / "run/retrieval-kv.png").is_file()
+    assert (tmp_path / "run/retrieval-needle.png").is_file()

@@ -1,0 +1,302 @@
+"""The folder of a run, several runs together, two runs compared, and the model card of one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from dma_eval import card as card_module
+from dma_eval.card import make_card, prepare_upload
+from dma_eval.errors import UserError
+from dma_eval.markdown import page_to_markdown
+from dma_eval.results import SCHEMA_VERSION, Report, read_report, write_report
+from dma_eval.run_diff import compare_reports
+from dma_eval.run_folder import merge, read_run, write_run
+from huggingface_hub import ModelCard
+from PIL import Image
+
+import dma_hf
+
+Run = Callable[..., Any]
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks/quality"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def report(run: Run, folder: Path, model_folder: Path, text_file: Path, tiny_tasks: Path) -> Report:
+    """A report with every kind of section, of the tiny model; made once."""
+    if not (folder / "all/results.json").is_file():
+        common = ["-m", model_folder, "--device", "cpu", "--dtype", "float32", "--attn", "sdpa", "dma_mxfp:paper"]
+        text = ["-d", text_file, "-c", 128, "--max-windows", 2]
+        commands: list[list[Any]] = [
+            ["ppl", *common, *text, "--json", folder / "ppl.json"],
+            ["fidelity", *common, *text, "--new-tokens", 4, "--out", folder / "fidelity"],
+            ["retrieval", *common, "--lengths", 128, "--depths", 0, 1, "--samples", 1, "--out", folder / "retrieval"],
+            ["lm-eval", *common, "--tasks", "tiny_group", "--include-path", tiny_tasks, "--out", folder / "tasks"],
+        ]
+        for command in commands:
+            assert run(*command).exit_code == 0
+        runs = [folder / name for name in ("ppl.json", "fidelity", "retrieval", "tasks")]
+        assert run("report", "build", *runs, "--out", folder / "all").exit_code == 0
+    return read_report(folder / "all/results.json")
+
+
+class TestFolder:
+    def test_holds_everything(self, report: Report, folder: Path) -> None:
+        names = {path.relative_to(folder / "all").as_posix() for path in (folder / "all").rglob("*.*")}
+        plots = {"quality-128.png", "positions-128.png", "tradeoff.png", "tasks.png", "fidelity.png", "heads.png"}
+        assert names == {"results.json", "report.md", "configs/paper.toml", "retrieval-kv.png", *plots}
+        for plot in plots:
+            with Image.open(folder / "all" / plot) as image:
+                assert image.width == 1650
+                assert len(image.convert("L").getcolors() or []) > 20  # something is drawn
+
+    def test_page_has_every_section(self, report: Report, folder: Path) -> None:
+        page = (folder / "all/report.md").read_text(encoding="utf-8")
+        for heading in (
+            "Perplexity at context 128",
+            "Tasks",
+            "Fidelity to SDPA in fp32",
+            "Retrieval",
+            "Configurations",
+        ):
+            assert f"## {heading}" in page
+        for line in page.splitlines():
+            if line.startswith("!["):
+                assert (folder / "all" / line[line.index("](") + 2 : -1]).is_file()
+
+    def test_configurations_are_those_that_ran(self, report: Report, folder: Path) -> None:
+        assert dma_hf.resolve(folder / "all/configs/paper.toml") == dma_hf.PRESETS["paper"]
+
+    def test_is_written_again(self, report: Report, folder: Path, run: Run, tmp_path: Path) -> None:
+        write_report(report, tmp_path / "results.json")
+        assert run("report", "build", tmp_path).exit_code == 0
+        assert (tmp_path / "report.md").read_text(encoding="utf-8") == (folder / "all/report.md").read_text(
+            encoding="utf-8"
+        )
+
+    def test_cannot_be_made(self, report: Report, text_file: Path) -> None:
+        with pytest.raises(UserError, match="--out: cannot make the folder"):
+            write_run(report, text_file / "run")
+
+
+class TestMerge:
+    def test_other_model(self, report: Report) -> None:
+        other = replace(report, model=replace(report.model, name="another"))
+        with pytest.raises(UserError, match=r"the runs are of different models: .* and another in float32"):
+            merge([report, other])
+
+    def test_needs_a_folder(self, run: Run, refused: Callable[[Any], str], folder: Path, report: Report) -> None:
+        assert "--out: say which folder" in refused(run("report", "build", folder / "tasks", folder / "fidelity"))
+
+    @pytest.mark.parametrize("version", ["smollm2-2048-fp32.json", "smollm2-8192-fp32.json"])
+    def test_reads_files_of_version_1(self, version: str) -> None:
+        values = json.loads((BENCHMARKS / version).read_text(encoding="utf-8"))
+        assert values["schema_version"] == 1
+        old = read_run(BENCHMARKS / version)
+        assert (old.schema_version, old.tasks, old.part_seconds) == (SCHEMA_VERSION, [], {})
+        assert len(old.perplexity[0].backends) == 4
+
+
+class TestDiff:
+    def test_same(self, report: Report) -> None:
+        page = compare_reports(report, report)
+        assert len(page.tables) == 1
+        assert {row[-1] for row in page.tables[0].rows} <= {"same", "–"}
+        measured = {row[0] for row in page.tables[0].rows}
+        assert measured == {"perplexity, 128", "fidelity, 128", "tiny_choice", "tiny_few", "retrieval, kv"}
+        assert page.warnings == []
+
+    def test_numbers_settings_and_what_is_missing(self, report: Report) -> None:
+        section = report.perplexity[0]
+        changed = replace(section.backends[1], perplexity=(section.backends[1].perplexity or 0) + 1)
+        second = replace(
+            report,
+            seed=5,
+            perplexity=[replace(section, backends=[section.backends[0], changed], windows=1)],
+            retrieval=[],
+            environment=replace(report.environment, packages=report.environment.packages | {"torch": "9"}),
+        )
+        page = compare_reports(report, second)
+        assert ["perplexity, 128", "dma_mxfp:paper", "perplexity"] in [
+            row[:3] for row in page.tables[0].rows if row[-1] == "+1.000"
+        ]
+        missing = next(table for table in page.tables if table.caption == "Only in the first")
+        assert missing.rows == [["retrieval, kv", "sdpa"], ["retrieval, kv", "dma_mxfp:paper"]]
+        settings = next(table for table in page.tables if table.caption == "Settings that differ")
+        assert [row[0] for row in settings.rows] == ["version: torch", "seed"]
+        assert page.warnings == ["perplexity at 128: the windows differ (2, 1)"]
+        assert "+1.000" in page_to_markdown(page)
+
+    def test_other_text_and_samples(self, report: Report) -> None:
+        section, tasks = report.perplexity[0], report.tasks[0]
+        second = replace(
+            report,
+            perplexity=[replace(section, data=replace(section.data, sha256="0"))],
+            tasks=[replace(tasks, tasks=[replace(tasks.tasks[0], samples=3), *tasks.tasks[1:]])],
+        )
+        warnings = compare_reports(report, second).warnings
+        assert len(warnings) == 2
+        assert "the texts differ" in warnings[0]
+        assert warnings[1].startswith("tiny_choice: the samples")
+
+    def test_nothing_in_common(self, report: Report) -> None:
+        assert (
+            "no number in common"
+            in compare_reports(
+                replace(report, perplexity=[], fidelity=[], tasks=[]), replace(report, retrieval=[])
+            ).notes[0]
+        )
+
+    def test_command(self, run: Run, report: Report, folder: Path, tmp_path: Path) -> None:
+        result = run("report", "diff", folder / "tasks", folder / "all", "--markdown", tmp_path / "diff.md")
+        assert result.exit_code == 0, result.output
+        assert "tiny_choice" in result.stdout
+        assert (tmp_path / "diff.md").read_text(encoding="utf-8").startswith("# Two runs compared")
+
+    def test_no_run(self, run: Run, refused: Callable[[Any], str], tmp_path: Path) -> None:
+        assert "cannot read the report" in refused(run("report", "diff", tmp_path, tmp_path))
+
+
+class TestCard:
+    def test_round_trip(self, report: Report, tmp_path: Path) -> None:
+        """What the Hub's library writes and reads again are the same results and the same text."""
+        card = make_card(report, base_model="me/tiny", license_name="apache-2.0")
+        card.validate = None  # type: ignore[method-assign]  # asks the Hub
+        card.save(tmp_path / "README.md")
+        again = ModelCard.load(tmp_path / "README.md")
+        assert again.text.strip() == card.text.strip()
+        assert again.data.to_dict() == card.data.to_dict()
+        assert (again.data.base_model, again.data.library_name, again.data.license) == (
+            "me/tiny",
+            "transformers",
+            "apache-2.0",
+        )
+        found = {(result.dataset_name, result.metric_name): result.metric_value for result in again.data.eval_results}
+        section = report.perplexity[0].backends[1]
+        assert found["prose.txt", "perplexity, context 128"] == pytest.approx(section.perplexity, abs=1e-4)
+        task = report.tasks[0].tasks[0]
+        assert found["tiny_choice", "acc, 0-shot"] == pytest.approx(task.metrics[0].values[1].value, abs=1e-6)
+
+    def test_text(self, report: Report) -> None:
+        text = make_card(report, base_model="me/tiny").text
+        assert "dma_hf.configure(model, 'paper')" in text
+        config = json.loads(text[text.index("```json\n") + 8 :].partition("```")[0])
+        assert dma_hf.resolve(config["dma_mxfp"]) == dma_hf.PRESETS["paper"]
+        for heading in ("## Use", "## What was measured", "### Tasks", "## Limits"):
+            assert heading in text
+
+    def test_use_runs(self, report: Report, model_folder: Path) -> None:
+        text = make_card(report, base_model="me/tiny").text
+        code = text[text.index("```python\n") + 10 :].partition("```")[0].replace("me/tiny", str(model_folder))
+        names: dict[str, Any] = {}
+        exec(code, names)
+        assert names["model"].config.dma_mxfp["low"] == "mxfp4"
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({}, "--base-model: .* was measured from local files; name the model as the Hub does"),
+            ({"base_model": "a/b/c"}, "--base-model: 'a/b/c' is no name on the Hub"),
+            ({"base_model": "me/tiny", "backend": "dma_mxfp:fp4"}, "has no 'dma_mxfp:fp4'; it has: dma_mxfp:paper"),
+        ],
+    )
+    def test_refused(self, report: Report, options: dict[str, str], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            make_card(report, **options)
+
+    def test_only_sdpa(self, report: Report) -> None:
+        with pytest.raises(UserError, match="has no dma_mxfp backend"):
+            make_card(replace(report, perplexity=[], fidelity=[], tasks=[], retrieval=[]), base_model="me/tiny")
+
+
+class TestPush:
+    @pytest.fixture
+    def hub(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """A Hub that notes what it is asked for."""
+        calls: list[Any] = []
+
+        class Api:
+            def __init__(self, token: str) -> None:
+                calls.append(token)
+
+            def create_repo(self, name: str, exist_ok: bool) -> None:
+                calls.append((name, exist_ok))
+
+            def create_commit(self, name: str, operations: list[Any], commit_message: str) -> Any:
+                calls.append((name, [operation.path_in_repo for operation in operations]))
+                return type("Commit", (), {"commit_url": f"https://huggingface.co/{name}/commit/1"})
+
+        monkeypatch.setattr(card_module, "HfApi", Api)
+        monkeypatch.setattr(card_module, "get_token", lambda: "secret")
+        return calls
+
+    def push(self, run: Run, folder: Path, *more: object, input: str | None = None) -> Any:
+        from dma_eval.cli import app
+        from typer.testing import CliRunner
+
+        arguments = ["card", folder / "all", "--base-model", "me/tiny", "--push", "me/tiny-dma", *more]
+        return CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
+
+    def test_shows_and_asks_first(self, run: Run, hub: list[Any], report: Report, folder: Path) -> None:
+        result = self.push(run, folder, input="n\n")
+        assert "repository https://huggingface.co/me/tiny-dma" in result.stdout
+        assert "upload README.md" in result.stdout
+        assert "upload results.json" in result.stdout
+        assert "secret" not in result.output
+        assert result.exit_code == 130
+        assert hub == []
+
+    @pytest.mark.parametrize(("more", "input"), [(["--yes"], None), ([], "y\n")])
+    def test_uploads(
+        self, run: Run, hub: list[Any], report: Report, folder: Path, more: list[str], input: str | None
+    ) -> None:
+        result = self.push(run, folder, *more, input=input)
+        assert result.exit_code == 0, result.output
+        assert hub == ["secret", ("me/tiny-dma", True), ("me/tiny-dma", ["README.md", "results.json"])]
+        assert "Uploaded: https://huggingface.co/me/tiny-dma/commit/1" in result.stdout
+
+    def test_no_token(self, report: Report, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(card_module, "get_token", lambda: None)
+        with pytest.raises(UserError, match="--push needs a token of the Hub: run 'hf auth login', or set HF_TOKEN"):
+            prepare_upload(make_card(report, base_model="me/tiny"), folder / "all/results.json", "me/x")
+
+    @pytest.mark.parametrize("name", ["tiny", "a/b/c", "a b/c", ""])
+    def test_no_repository(self, report: Report, folder: Path, name: str) -> None:
+        with pytest.raises(UserError, match="--push: expected OWNER/NAME"):
+            prepare_upload(make_card(report, base_model="me/tiny"), folder / "all/results.json", name)
+
+    def test_refusal_of_the_hub(
+        self, hub: list[Any], report: Report, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: Any, **__: Any) -> None:
+            raise OSError("no network")
+
+        monkeypatch.setattr(card_module.HfApi, "create_commit", refuse)
+        upload = prepare_upload(make_card(report, base_model="me/tiny"), folder / "all/results.json", "me/x")
+        with pytest.raises(UserError, match="--push: the Hub refused me/x: no network"):
+            upload.run()
+
+    def test_library_reads_the_token_of_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_TOKEN", "hf_x")
+        assert huggingface_hub.get_token() == "hf_x"
+
+
+class TestCardCommand:
+    def test_writes_a_file(self, run: Run, report: Report, folder: Path, tmp_path: Path) -> None:
+        result = run("card", folder / "all", "--base-model", "me/tiny", "--out", tmp_path / "README.md")
+        assert result.exit_code == 0, result.output
+        assert (tmp_path / "README.md").read_text(encoding="utf-8").startswith("---\nbase_model: me/tiny\n")
+
+    def test_shows_it(self, run: Run, report: Report, folder: Path) -> None:
+        result = run("card", folder / "all", "--base-model", "me/tiny")
+        assert result.stdout == str(make_card(report, base_model="me/tiny"))

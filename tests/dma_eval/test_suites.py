@@ -1,0 +1,210 @@
+"""Suites: the files that come with the package, files of one's own, and a run of all parts."""
+
+from __future__ import annotations
+
+import bz2
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dma_eval.errors import UserError
+from dma_eval.results import read_report
+from dma_eval.suite_files import PARTS, Suite, load_suite, parse_suite, suite_names
+
+Run = Callable[..., Any]
+ROOT = Path(__file__).parents[2]
+EVERYTHING = """
+description = "all parts"
+[perplexity]
+contexts = [128, 256, 4096]
+max_windows = 1
+[fidelity]
+context = 128
+max_windows = 1
+new_tokens = 4
+[tasks]
+names = ["tiny_choice"]
+limit = 4
+[retrieval]
+kinds = ["kv"]
+lengths = [128, 1024]
+depths = [0.5]
+samples = 1
+"""
+
+
+class TestFiles:
+    def test_names(self) -> None:
+        assert suite_names() == ["local-quality", "long-context", "quick", "standard"]
+
+    def test_configs_show_those_of_the_package(self) -> None:
+        assert sorted(path.stem for path in (ROOT / "configs/suites").glob("*.toml")) == suite_names()
+
+    @pytest.mark.parametrize("name", suite_names())
+    def test_is_valid(self, name: str) -> None:
+        suite = load_suite(name)
+        assert suite.description
+        assert suite.tasks is not None
+
+    @pytest.mark.slow
+    def test_tasks_exist(self) -> None:
+        from dma_eval.tasks import find_tasks
+
+        names = [load_suite(name).tasks.names for name in suite_names() if name != "local-quality"]  # type: ignore[union-attr]
+        assert find_tasks([name for group in names for name in group]).names
+
+    def test_defaults(self) -> None:
+        suite = parse_suite("mine", {"fidelity": {}})
+        assert (suite.fidelity.new_tokens, suite.tasks) == (64, None)  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize(
+        ("values", "needed"),
+        [
+            ({"perplexity": {"contexts": [1], "data": "x"}}, False),
+            ({"perplexity": {"contexts": [1]}}, True),
+            ({"retrieval": {"kinds": ["kv"]}}, False),
+            ({"retrieval": {"kinds": ["kv", "needle"]}}, True),
+        ],
+    )
+    def test_needs_a_text(self, values: dict[str, Any], needed: bool) -> None:
+        assert parse_suite("mine", values).needs_text is needed
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("", f"nothing to measure; give one of the tables {', '.join(f'[{part}]' for part in PARTS)}"),
+            ("ppl = 1", "unknown key 'ppl'; valid: description, perplexity, fidelity, tasks, retrieval"),
+            ("[tasks]\nname = 1", r"\[tasks\] unknown key 'name'; valid: names, limit, num_fewshot"),
+            ("[tasks]", r"\[tasks\] lacks the key 'names'"),
+            ("[tasks]\nnames = 'arc_easy'", "tasks.names must be list"),
+            ("tasks = 3", "tasks must be a table, got 3"),
+            ("[tasks", "Expected"),
+        ],
+    )
+    def test_refused(self, tmp_path: Path, content: str, message: str) -> None:
+        path = tmp_path / "mine.toml"
+        path.write_text(content, encoding="utf-8")
+        pattern = message if "\\" in message else message.replace("[", r"\[").replace("]", r"\]")
+        with pytest.raises(UserError, match=pattern) as caught:
+            load_suite(str(path))
+        assert str(caught.value).startswith(f"--suite: {path}: ")
+
+    def test_unknown(self) -> None:
+        with pytest.raises(
+            UserError, match="unknown suite 'fast'; valid: local-quality, long-context, quick, standard"
+        ):
+            load_suite("fast")
+
+    def test_no_file(self) -> None:
+        with pytest.raises(UserError, match=r"--suite: cannot read none.toml: No such file"):
+            load_suite("none.toml")
+
+
+class TestRun:
+    @pytest.fixture
+    def suite(self, run: Run, model_folder: Path, text_file: Path, tiny_tasks: Path, tmp_path: Path) -> Run:
+        (tmp_path / "mine.toml").write_text(EVERYTHING, encoding="utf-8")
+
+        def invoke(*arguments: object) -> Any:
+            common = ("-m", model_folder, "--device", "cpu", "--include-path", tiny_tasks, "--out", tmp_path / "run")
+            return run("suite", "--suite", tmp_path / "mine.toml", *common, "-d", text_file, *arguments)
+
+        return invoke
+
+    def test_all_parts(self, suite: Run, tmp_path: Path) -> None:
+        result = suite("--attn", "sdpa", "dma_mxfp:paper")
+        assert result.exit_code == 0, result.output
+        report = read_report(tmp_path / "run/results.json")
+        assert [section.context for section in report.perplexity] == [128, 256]
+        assert [len(part) for part in (report.fidelity, report.tasks, report.retrieval)] == [1, 1, 1]
+        parts = ["preparation", "perplexity, 128", "perplexity, 256", "fidelity", "tasks", "retrieval, kv"]
+        assert list(report.part_seconds) == parts
+        for part in parts:
+            assert f"\n{part}: " in f"\n{result.stdout}"
+        assert "perplexity at 4,096 is skipped: the model takes 512 positions" in result.stderr
+        assert "retrieval at 1,024 is skipped" in result.stderr
+
+    def test_default_is_every_preset(self, suite: Run, tmp_path: Path) -> None:
+        (tmp_path / "mine.toml").write_text('[tasks]\nnames = ["tiny_choice"]\n', encoding="utf-8")
+        assert suite("--limit", 1).exit_code == 0
+        labels = [backend.label for backend in read_report(tmp_path / "run/results.json").tasks[0].backends]
+        assert labels == ["sdpa", "dma_mxfp:balanced", "dma_mxfp:fp4", "dma_mxfp:paper"]
+
+    def test_failure_of_a_backend(self, suite: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        import dma_hf.attention
+
+        monkeypatch.setattr(dma_hf.attention, "attention", lambda query, *_, **__: query * float("nan"))
+        result = suite("--attn", "sdpa", "dma_mxfp:paper")
+        assert result.exit_code == 1
+        assert result.stderr.count("dma_mxfp:paper failed") == 5
+
+    def test_lacks_a_text(self, run: Run, refused: Callable[[Any], str], model_folder: Path, tmp_path: Path) -> None:
+        result = run("suite", "--suite", "local-quality", "-m", model_folder, "--out", tmp_path / "run")
+        assert "--data: suite local-quality names no text of its own; name one" in refused(result)
+
+
+class TestLocalQuality:
+    @pytest.fixture
+    def script(self) -> Any:
+        spec = importlib.util.spec_from_file_location("measure_quality", ROOT / "scripts/measure_quality.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    @pytest.fixture
+    def data(self, tmp_path: Path, prose: str) -> Path:
+        """Files of the form of the real ones."""
+        folder = tmp_path / "data"
+        (folder / "tasks").mkdir(parents=True)
+        (folder / "wikitext2").mkdir()
+        (folder / "wikitext2/wiki.test.raw").write_text(prose * 2, encoding="utf-8")
+        question = {"query": "the white whale", "choices": ["sea", "ship"], "gold": 1}
+        for name in ("arc_easy", "boolq"):
+            (folder / f"tasks/{name}.jsonl").write_text(
+                json.dumps(question) + "\n" + json.dumps(question), encoding="utf-8"
+            )
+        (folder / "tasks/lambada_openai.jsonl").write_text(json.dumps({"context": "the", "continuation": "sea"}))
+        items = "".join(f"a whale {i}\n{i % 4}\nswims\nsinks\nsails\nsaid\n" for i in range(5))
+        (folder / "tasks/hellaswag_val_full.txt.bz2").write_bytes(bz2.compress(items.encode()))
+        return folder
+
+    def test_hellaswag(self, script: Any, data: Path) -> None:
+        rows = script.read_hellaswag(data / "tasks/hellaswag_val_full.txt.bz2", 3)
+        assert rows[2] == {"query": "a whale 2", "gold": 2, "choices": ["swims", "sinks", "sails", "said"]}
+        assert len(rows) == 3
+
+    def test_no_hellaswag(self, script: Any, tmp_path: Path) -> None:
+        (tmp_path / "x.bz2").write_bytes(bz2.compress(b"a\nb\n"))
+        with pytest.raises(ValueError, match="expected 6 lines for each item, got 2 lines"):
+            script.read_hellaswag(tmp_path / "x.bz2", 3)
+
+    def test_tasks_are_those_of_the_suite(self, script: Any, data: Path, tmp_path: Path) -> None:
+        script.write_tasks(data / "tasks", tmp_path / "tasks", 5)
+        written = [
+            yaml.safe_load(path.read_text(encoding="utf-8"))["task"] for path in (tmp_path / "tasks").glob("*.yaml")
+        ]
+        suite: Suite = load_suite("local-quality")
+        assert suite.tasks is not None
+        assert sorted(written) == sorted(suite.tasks.names)
+
+    def test_runs(
+        self, script: Any, data: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The whole of it, but for what needs more context than the tiny model has."""
+        arguments = ["--model", model_folder, "--data", data, "--out", tmp_path / "out", "--device", "cpu"]
+        arguments += ["--attn", "sdpa", "dma_mxfp:paper", "--suite", tmp_path / "small.toml"]
+        monkeypatch.setattr("sys.argv", ["x", *map(str, arguments)])
+        names = load_suite("local-quality").tasks.names  # type: ignore[union-attr]
+        (tmp_path / "small.toml").write_text(f"[perplexity]\ncontexts = [256]\n[tasks]\nnames = {names}\n")
+        with pytest.raises(SystemExit) as stopped:
+            script.main()
+        assert stopped.value.code == 0
+        report = read_report(tmp_path / "out/results.json")
+        assert [task.name for task in report.tasks[0].tasks] == names
+        assert report.command.startswith("dma-hf suite --suite local-quality ")

@@ -1,0 +1,336 @@
+"""Tasks under several backends: lm-eval's own numbers, paired, resumed, and split over processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dma_eval import tasks as tasks_module
+from dma_eval.backends import Backend, parse_backends
+from dma_eval.errors import UserError
+from dma_eval.models import LoadedModel
+from dma_eval.report import describe_model
+from dma_eval.results import Report, read_report
+from dma_eval.section_pages import task_page
+from dma_eval.sections import TaskResult, TaskSection
+from dma_eval.task_records import RecordStore, slug
+from dma_eval.tasks import TaskOptions, evaluate_tasks, find_tasks
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+Run = Callable[..., Any]
+Evaluate = Callable[..., TaskSection]
+ALL = "tiny_choice,tiny_last_word,tiny_text,tiny_answer,tiny_few"
+
+
+@pytest.fixture
+def evaluate(loaded: LoadedModel, tiny_tasks: Path) -> Evaluate:
+    def run(
+        names: str, *attn: str, folder: Path | None = None, seen: list[Any] | None = None, **options: Any
+    ) -> TaskSection:
+        def on_unit(name: str, backend: Backend, resumed: bool) -> None:
+            if seen is not None:
+                seen.append((name, backend.label, resumed))
+
+        return evaluate_tasks(
+            loaded,
+            describe_model(loaded),
+            find_tasks([names], [tiny_tasks]),
+            parse_backends(attn or ("sdpa", "dma_mxfp:balanced", "dma_mxfp:paper")),
+            TaskOptions(**options),
+            store=RecordStore(folder),
+            on_unit=on_unit,
+        )
+
+    return run
+
+
+def by_name(section: TaskSection) -> dict[str, TaskResult]:
+    return {task.name: task for task in section.tasks}
+
+
+class TestNumbers:
+    def test_are_lm_evals(self, evaluate: Evaluate, loaded: LoadedModel, tiny_tasks: Path) -> None:
+        section = evaluate(ALL, "sdpa")
+        manager = TaskManager(include_path=str(tiny_tasks), include_defaults=False)
+        lm = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=4)
+        expected = simple_evaluate(
+            lm, tasks=ALL.split(","), task_manager=manager, bootstrap_iters=0, fewshot_random_seed=0
+        )["results"]
+        checked = 0
+        for task in section.tasks:
+            for metric in task.metrics:
+                (value,) = metric.values
+                assert value.value == pytest.approx(expected[task.name][f"{metric.name},{metric.filter}"], rel=1e-4)
+                checked += 1
+        assert checked == 8
+
+    def test_identity_changes_nothing(self, evaluate: Evaluate, identity_file: Path) -> None:
+        section = evaluate(ALL, "sdpa", f"dma_mxfp:{identity_file}")
+        for task in section.tasks:
+            for metric in task.metrics:
+                assert metric.values[1].difference == pytest.approx(
+                    0, abs=1e-3 * max(1.0, abs(metric.values[0].value or 0))
+                )
+                if metric.right_or_wrong:
+                    assert (metric.values[1].lost, metric.values[1].gained, metric.values[1].mcnemar_p) == (0, 0, 1.0)
+            assert task.answers_changed.popitem()[1] in (0, None)
+
+    def test_group(self, evaluate: Evaluate) -> None:
+        section = evaluate("tiny_group", "sdpa", limit=6)
+        assert [task.name for task in section.tasks] == ["tiny_choice", "tiny_few"]
+        (group,) = section.groups
+        accuracies = [task.metrics[0].values[0].value for task in section.tasks]
+        assert group.values["sdpa"] == pytest.approx(np.mean([value or 0.0 for value in accuracies]))
+        assert section.backends[0].mean_accuracy == pytest.approx(np.mean([value or 0.0 for value in accuracies]))
+
+    def test_limit(self, evaluate: Evaluate) -> None:
+        assert by_name(evaluate("tiny_choice", "sdpa", limit=5))["tiny_choice"].samples == 5
+
+    def test_fewshot(self, evaluate: Evaluate) -> None:
+        found = by_name(evaluate("tiny_choice,tiny_few", "sdpa", limit=3))
+        assert [found[name].num_fewshot for name in ("tiny_choice", "tiny_few")] == [0, 2]
+        assert by_name(evaluate("tiny_few", "sdpa", limit=3, num_fewshot=1))["tiny_few"].num_fewshot == 1
+
+
+class TestPairs:
+    def test_every_backend_has_the_same_prompts(self, evaluate: Evaluate, tmp_path: Path) -> None:
+        """Examples are drawn anew for each backend; without a seed they would be others."""
+        evaluate("tiny_few", "sdpa", "dma_mxfp:paper", folder=tmp_path)
+        hashes = []
+        for label in ("sdpa", "dma_mxfp:paper"):
+            record = json.loads((tmp_path / "samples" / slug(label) / "tiny_few.json").read_text(encoding="utf-8"))
+            hashes.append([sample["prompt_hash"] for sample in record["tasks"][0]["samples"]])
+        assert hashes[0] == hashes[1]
+        assert len(set(hashes[0])) == 24
+
+    def test_other_prompts_are_refused(self, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
+        from lm_eval.api.task import Task
+
+        monkeypatch.setattr(Task, "set_fewshot_seed", lambda self, seed: None)
+        with pytest.raises(RuntimeError, match="task tiny_few: dma_mxfp:paper was not asked the same questions"):
+            evaluate("tiny_few", "sdpa", "dma_mxfp:paper")
+
+    def test_differences(self, evaluate: Evaluate) -> None:
+        """A backend of another quality: its numbers, intervals and flips belong together."""
+        section = evaluate("tiny_last_word", "sdpa", "dma_mxfp:paper")
+        for metric in section.tasks[0].metrics:
+            reference, other = metric.values
+            assert reference.difference is None
+            assert other.difference == pytest.approx((other.value or 0) - (reference.value or 0))
+            assert other.low is not None
+            assert other.high is not None
+            assert other.low <= other.difference <= other.high
+            if metric.right_or_wrong:
+                assert ((other.gained or 0) - (other.lost or 0)) / 24 == pytest.approx(other.difference)
+
+    def test_one_pass_per_backend(self, evaluate: Evaluate, loaded: LoadedModel) -> None:
+        rows: list[int] = []
+        loaded.model.register_forward_pre_hook(
+            lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
+        evaluate("tiny_last_word", "sdpa", "dma_mxfp:balanced", "dma_mxfp:paper", batch_size=8)
+        assert rows == [8, 8, 8] * 3
+
+
+class TestResuming:
+    def test_takes_what_is_there(self, evaluate: Evaluate, tmp_path: Path) -> None:
+        names = "tiny_choice,tiny_text"
+        first = evaluate(names, "sdpa", "dma_mxfp:paper", folder=tmp_path)
+        (tmp_path / "samples" / slug("dma_mxfp:paper") / "tiny_text.json").unlink()
+        seen: list[Any] = []
+        second = evaluate(names, "sdpa", "dma_mxfp:paper", folder=tmp_path, seen=seen)
+        assert [resumed for _, _, resumed in seen] == [True, True, True, False]
+        assert second.tasks == first.tasks
+
+    def test_data_of_finished_tasks_is_not_loaded(
+        self, evaluate: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = evaluate("tiny_choice", "sdpa", folder=tmp_path)
+        monkeypatch.setattr(tasks_module, "_load", None)
+        assert evaluate("tiny_choice", "sdpa", folder=tmp_path).tasks == first.tasks
+
+    @pytest.mark.parametrize("change", [{"limit": 7}, {"seed": 1}, {"num_fewshot": 1}])
+    def test_other_settings_are_evaluated(self, evaluate: Evaluate, tmp_path: Path, change: dict[str, int]) -> None:
+        evaluate("tiny_choice", "sdpa", folder=tmp_path)
+        seen: list[Any] = []
+        evaluate("tiny_choice", "sdpa", folder=tmp_path, seen=seen, **change)
+        assert seen == [("tiny_choice", "sdpa", False)]
+
+    def test_half_a_file_is_evaluated(self, evaluate: Evaluate, tmp_path: Path) -> None:
+        first = evaluate("tiny_choice", "sdpa", folder=tmp_path)
+        (file,) = tmp_path.rglob("tiny_choice.json")
+        file.write_text(file.read_text(encoding="utf-8")[:500], encoding="utf-8")
+        assert evaluate("tiny_choice", "sdpa", folder=tmp_path).tasks == first.tasks
+
+    def test_interrupted(self, evaluate: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = tasks_module._evaluate
+
+        def interrupt(lm: Any, unit: Any, backend: Backend, *others: Any) -> Any:
+            if backend.label == "dma_mxfp:paper":
+                raise KeyboardInterrupt
+            return original(lm, unit, backend, *others)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tasks_module, "_evaluate", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                evaluate("tiny_choice", "sdpa", "dma_mxfp:paper", folder=tmp_path)
+        seen: list[Any] = []
+        evaluate("tiny_choice", "sdpa", "dma_mxfp:paper", folder=tmp_path, seen=seen)
+        assert [resumed for _, _, resumed in seen] == [True, False]
+
+    @pytest.mark.parametrize("name", ["a", "dma_mxfp:fp4", "dma_mxfp:fp4 #2", "ü/../x", "..", "a-b", "a:b", "a/b"])
+    def test_file_names(self, name: str) -> None:
+        assert "/" not in slug(name)
+        assert slug(name) not in ("", ".", "..")
+        assert len({slug(each) for each in ("a-b", "a:b", "a/b", "a b")}) == 4
+
+
+class TestFailure:
+    def test_keeps_the_others(self, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """NaN under one backend: it is stopped, its layer is named, and the others' results stand."""
+        import dma_hf.attention
+
+        attend = dma_hf.attention.attention
+        monkeypatch.setattr(
+            dma_hf.attention, "attention", lambda *args, **options: attend(*args, **options) * torch.nan
+        )
+        section = evaluate("tiny_choice,tiny_answer", "sdpa", "dma_mxfp:paper", folder=tmp_path)
+        failures = section.backends[1].failures
+        assert failures.keys() == {"tiny_choice", "tiny_answer"}
+        assert "NaN or infinite logits; they begin in the output of model.layers.0.self_attn" in failures["tiny_choice"]
+        assert section.backends[1].mean_accuracy is None
+        for task in section.tasks:
+            for metric in task.metrics:
+                assert metric.values[0].value is not None
+                assert (metric.values[1].value, metric.values[1].difference) == (None, None)
+        assert any("dma_mxfp:paper failed in tiny_choice" in line for line in task_page(section).warnings)
+        assert not (tmp_path / "samples" / slug("dma_mxfp:paper")).exists()  # so that the next run tries again
+
+    def test_of_the_reference(self, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
+        import dma_hf.attention
+
+        attend = dma_hf.attention.attention
+        monkeypatch.setattr(
+            dma_hf.attention, "attention", lambda *args, **options: attend(*args, **options) * torch.nan
+        )
+        section = evaluate("tiny_choice", "dma_mxfp:paper", "sdpa")
+        values = section.tasks[0].metrics[0].values
+        assert (values[0].value, values[1].difference, values[1].low) == (None, None, None)
+        assert values[1].value is not None
+        assert task_page(section).tables
+
+
+class TestNames:
+    @pytest.mark.slow  # lm-eval looks through all its own tasks
+    def test_unknown_lists_near_and_local_ones(self, tiny_tasks: Path) -> None:
+        with pytest.raises(UserError, match=r"unknown task 'tiny_choic'; did you mean: tiny_choice, .*in --incl"):
+            find_tasks(["tiny_choic"], [tiny_tasks])
+
+    @pytest.mark.parametrize("names", [[], ["", ","]])
+    def test_none(self, names: list[str]) -> None:
+        with pytest.raises(UserError, match="--tasks needs at least one name"):
+            find_tasks(names)
+
+    def test_no_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="--include-path: no such folder"):
+            find_tasks(["a"], [tmp_path / "none"])
+
+    def test_yaml_file(self, tiny_tasks: Path, evaluate: Evaluate) -> None:
+        assert [t.name for t in evaluate(str(tiny_tasks / "tiny_choice.yaml"), "sdpa", limit=2).tasks] == [
+            "tiny_choice"
+        ]
+
+    def test_twice(self, evaluate: Evaluate) -> None:
+        with pytest.raises(UserError, match="task 'tiny_choice' is in both 'tiny_choice' and 'tiny_group'; name it"):
+            evaluate("tiny_choice,tiny_group", "sdpa")
+
+    def test_lacking_data(self, tmp_path: Path, loaded: LoadedModel) -> None:
+        text = "task: gone\ndataset_path: json\ndataset_kwargs: {data_files: {test: /none.jsonl}}\ntest_split: test\n"
+        (tmp_path / "gone.yaml").write_text(text + "doc_to_text: a\ndoc_to_target: b\n", encoding="utf-8")
+        with pytest.raises(UserError, match="--tasks: cannot load 'gone': "):
+            evaluate_tasks(
+                loaded,
+                describe_model(loaded),
+                find_tasks(["gone"], [tmp_path]),
+                parse_backends(["sdpa"]),
+                TaskOptions(),
+                store=RecordStore(None),
+            )
+
+
+class TestCommand:
+    @pytest.fixture
+    def lm_eval(self, run: Run, model_folder: Path, tiny_tasks: Path) -> Run:
+        def invoke(*arguments: object) -> Any:
+            common = ("-m", model_folder, "--include-path", tiny_tasks, "--device", "cpu", "--dtype", "float32")
+            return run("lm-eval", *common, *arguments)
+
+        return invoke
+
+    def test_writes_the_folder(self, lm_eval: Run, tmp_path: Path) -> None:
+        result = lm_eval("--tasks", "tiny_choice,tiny_last_word", "tiny_text", "--limit", 6, "--out", tmp_path / "run")
+        assert result.exit_code == 0, result.output
+        assert "significant drops" in result.stdout
+        report = read_report(tmp_path / "run/results.json")
+        assert report.tasks[0].asked == ["tiny_choice", "tiny_last_word", "tiny_text"]
+        assert (tmp_path / "run/tasks.png").is_file()
+        page = (tmp_path / "run/report.md").read_text(encoding="utf-8")
+        assert "| tiny_choice, acc | dma_mxfp:balanced |" in page
+        assert "](tasks.png)" in page
+        assert 'low = "mxint8"' in (tmp_path / "run/configs/balanced.toml").read_text(encoding="utf-8")
+
+    def test_no_chat_template(self, lm_eval: Run, refused: Callable[[Any], str]) -> None:
+        result = lm_eval("--tasks", "tiny_choice", "--apply-chat-template")
+        assert "the model's tokenizer has no chat template" in refused(result)
+
+    def test_exit_code_of_a_failure(self, lm_eval: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        import dma_hf.attention
+
+        monkeypatch.setattr(dma_hf.attention, "attention", lambda query, *_, **__: query * torch.nan)
+        result = lm_eval("--tasks", "tiny_choice", "--limit", 2)
+        assert result.exit_code == 1
+        assert "Warning: dma_mxfp:balanced failed in tiny_choice" in result.stderr
+
+
+def numbers(report: Report) -> Any:
+    return report.tasks[0].tasks, report.tasks[0].groups, [b.mean_accuracy for b in report.tasks[0].backends]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_numbers_of_one(run: Run, model_folder: Path, tiny_tasks: Path, tmp_path: Path) -> None:
+    """``accelerate launch`` on the CPU, with gloo. An odd number of samples, so that one process has one more."""
+    arguments = ["lm-eval", "-m", str(model_folder), "--dtype", "float32", "--device", "cpu", "--limit", "7"]
+    arguments += ["--tasks", "tiny_choice,tiny_last_word,tiny_answer,tiny_few", "--include-path", str(tiny_tasks)]
+    arguments += ["--attn", "sdpa", "dma_mxfp:paper", "--out"]
+    assert run(*arguments, tmp_path / "one").exit_code == 0
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), str(root / "kernels"), str(root / "eval")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # --multi_gpu is its way to start several processes, on the CPU as well.
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command = [sys.executable, *launch, "-m", "dma_eval", *arguments, str(tmp_path / "two")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("mean accuracy") == 1  # one process speaks for all
+    reports = [read_report(tmp_path / name / "results.json") for name in ("one", "two")]
+    assert [report.tasks[0].processes for report in reports] == [1, 2]
+    one, two = (numbers(report) for report in reports)
+    assert one[1:] == two[1:]
+    for first, second in zip(one[0], two[0], strict=True):
+        for metric, twin in zip(first.metrics, second.metrics, strict=True):
+            for value, other in zip(metric.values, twin.values, strict=True):
+                if metric.right_or_wrong:
+                    assert value == other
+                else:  # sums of other batches, in fp32
+                    assert value.value == pytest.approx(other.value, rel=1e-5)

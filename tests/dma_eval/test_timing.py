@@ -1,0 +1,67 @@
+"""The timing that benchmarks share, on a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from dma_eval.errors import UserError
+from dma_eval.timing import DeviceFacts, Timing, extra_memory, look_at, resolve_device, time_in_turns
+
+CPU = torch.device("cpu")
+
+
+def recorder(name: str, calls: list[str]) -> Callable[[], None]:
+    return lambda: calls.append(name)
+
+
+def test_runs_take_turns() -> None:
+    calls: list[str] = []
+    timings = time_in_turns({n: recorder(n, calls) for n in "abc"}, CPU, seconds=0.0, min_repeats=4)
+    assert "".join(calls) == "abc" * 5  # a round to estimate with, and four
+    assert {timing.repeats for timing in timings.values()} == {4}
+
+
+def test_each_run_has_its_own_times() -> None:
+    timings = time_in_turns({"slow": lambda: time.sleep(0.02), "fast": lambda: None}, CPU, seconds=0.0)
+    assert timings["fast"].median < 10.0 < 20.0 <= timings["slow"].median
+
+
+def test_repeats_fill_the_time_within_limits() -> None:
+    def repeats(seconds: float) -> int:
+        return time_in_turns({"run": lambda: time.sleep(0.01)}, CPU, seconds=seconds, max_repeats=8)["run"].repeats
+
+    assert repeats(0.0) == 3
+    assert repeats(100.0) == 8
+
+
+def test_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.0, 0.001, 0.0] + [t for seconds in (5, 1, 4, 2, 3) for t in (0.0, 1e-3 * seconds)])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    timings = time_in_turns({"run": lambda: None}, CPU, seconds=0.0, min_repeats=5)
+    assert timings["run"] == Timing(
+        median=pytest.approx(3.0), fast=pytest.approx(2.0), slow=pytest.approx(4.0), repeats=5
+    )
+
+
+def test_nothing_to_time() -> None:
+    assert time_in_turns({}, CPU, seconds=0.0) == {}
+
+
+def test_memory_is_not_counted_on_a_cpu() -> None:
+    assert extra_memory(lambda: 7, CPU) == (7, None)
+
+
+def test_facts_of_a_cpu_are_its_name() -> None:
+    assert look_at(CPU) == DeviceFacts(name="cpu")
+
+
+def test_devices() -> None:
+    assert resolve_device("cpu") == CPU
+    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(UserError, match=r"--device: expected auto, cpu, cuda or cuda:N, got 'gpu'"):
+        resolve_device("gpu")
+    with pytest.raises(UserError, match=r"--device cuda:99: this machine has \d+ CUDA devices; use --device cpu"):
+        resolve_device("cuda:99")
