@@ -1,0 +1,60 @@
+"""docs/support.md lists what the installed Transformers has, and as much of it runs as ever did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import transformers
+from hf_architectures import Architecture, architectures
+from hf_outcomes import FAILS, FALLBACK, REFUSED, UPSTREAM, WORKS, Outcome, Record
+from hf_page import KIND_TITLES, cells_of, cells_on, key_of, page
+
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+
+WORKING_AT_LEAST = {"decoder": 153, "encoder-decoder": 30, "multimodal": 74, "encoder": 28, "tower": 96}
+"""Architectures with every cell equal, by kind; a shrinker that reaches fewer than it did is a regression."""
+
+
+@pytest.fixture(scope="module")
+def text():
+    return PAGE.read_text(encoding="utf-8")
+
+
+def test_it_lists_every_architecture(text):
+    if f"Transformers {transformers.__version__}'s" not in text:
+        pytest.skip("the page is about another version of Transformers")
+    tables = text.split("## ")[1:]
+    for kind, table in zip(KIND_TITLES, tables, strict=True):
+        expected = {each.model_type for each in architectures() if each.kind == kind}
+        assert {line.split("`")[1] for line in table.splitlines() if line.startswith(("| `", "- `"))} == expected
+
+
+@pytest.mark.parametrize("kind", KIND_TITLES)
+def test_no_fewer_work_than_ever(kind, text):
+    counts = Counter()
+    for (title, _), cells in cells_on(text).items():
+        statuses = {cell for cell in cells.values() if cell}
+        counts[title] += "yes" in statuses and statuses <= {"yes", "upstream"}
+    assert counts[KIND_TITLES[kind]] >= WORKING_AT_LEAST[kind]
+
+
+def test_nothing_on_it_fails(text):
+    assert FAILS not in text
+
+
+def test_a_page_is_read_as_it_was_written():
+    first, second = (Architecture(name, f"{name.title()}Model", "decoder") for name in ("first", "second"))
+    features = {"forward": Outcome(WORKS), "padded batch": Outcome(FALLBACK, "does not support position_bias: a | b")}
+    features |= {
+        "static cache": Outcome(UPSTREAM, "ValueError: <no>"),
+        "generate": Outcome(REFUSED, "KeyError: 'dma_mxfp'"),
+    }
+    records = [Record(first, features=features), Record(second, skipped="no inputs:\nValueError: pixel | values")]
+    written = page(records, "1.2.3")
+    cells = cells_on(written)
+    assert list(cells) == [key_of(records[0])]
+    assert {name: cell for name, cell in cells[key_of(records[0])].items() if cell} == cells_of(records[0])
+    assert "- `second`: no inputs: ValueError: pixel / values" in written
+    assert "| Causal language models | 2 | 1 | 0 | 1 | 1 |" in written
