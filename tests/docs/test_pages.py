@@ -1,0 +1,145 @@
+"""What the pages say of the code, held against the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import tomllib
+
+import pytest
+from dma_kernels.operands import Form, select_lowering
+from messages import as_template, quoted_messages, source_messages
+from snippets import PAGES, ROOT
+
+import dma_hf
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def _text(name):
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def _anchors(text):
+    """The anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)  # a comment of Python is no heading
+    headings = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(text))
+    return {heading.replace(" ", "-") for heading in headings}
+
+
+@pages
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{link} leads nowhere"
+        if anchor:
+            assert anchor in _anchors(target.read_text(encoding="utf-8")), f"{link}: no such heading"
+
+
+def test_the_index_has_every_page():
+    links = {link.split("#")[0] for link in LINK.findall(_text("index.md"))}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= links
+
+
+def test_every_figure_is_shown_and_has_a_script():
+    shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    scripts = "".join(script.read_text(encoding="utf-8") for script in (ROOT / "scripts").glob("draw_*.py"))
+    for figure in (ROOT / "docs" / "figures").glob("*.png"):
+        assert f"figures/{figure.name})" in shown
+        assert f"docs/figures/{figure.name}" in scripts
+
+
+def test_every_field_has_a_row_with_its_default():
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", _text("configuration.md"), re.MULTILINE))
+    for name, value in dma_hf.DMAConfig().to_dict().items():
+        shown = {"None": "unset", "True": "true", "False": "false"}.get(str(value), str(value))
+        assert rows[name].strip("` ") == shown, name
+
+
+def test_every_preset_has_a_row():
+    rows = re.findall(r"^\| `(\w+)` \|", _text("configuration.md").split("## Presets")[1], re.MULTILINE)
+    assert set(dma_hf.PRESETS) <= set(rows)
+
+
+def test_sections_of_a_configuration_are_valid():
+    text = _text("configuration.md")
+    (toml,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    (section,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    assert dma_hf.DMAConfig.from_dict(tomllib.loads(toml)).low == "mxfp8"
+    assert dma_hf.DMAConfig.from_dict(json.loads(section)["dma_mxfp"]) == dma_hf.preset("fp4")
+
+
+def test_measured_times_are_those_of_the_committed_results():
+    spec = importlib.util.spec_from_file_location("update", ROOT / "scripts" / "update_hardware_page.py")
+    update = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(update)
+    (section,) = update.SECTION.findall(_text("hardware.md"))
+    assert section == update.make_table(json.loads(update.RESULTS.read_text())["results"])
+
+
+UNITS = {
+    Form.INT8: "INT8",
+    Form.E4M3: "FP8",
+    Form.E5M2: "FP8 (E5M2)",
+    Form.PACKED: "block-scaled FP4",
+    Form.DEQUANTIZED: "16 bits",
+}
+ARCHS = ((80, 86), (89,), (90,), (100, 103, 110, 120, 121))
+"""The chips of each column of the table of units."""
+
+
+def test_units_of_each_preset_are_those_of_its_lowering():
+    section = _text("hardware.md").split("## What each preset runs on")[1].split("\n## ")[0]
+    rows = {}
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            names, *cells = line.strip("| ").split(" | ")
+            rows |= dict.fromkeys(re.findall(r"`(\w+)`", names), cells)
+    assert set(rows) == set(dma_hf.PRESETS)
+    for name, cells in rows.items():
+        for cell, archs in zip(cells, ARCHS, strict=True):
+            for arch in archs:
+                lowering = select_lowering(dma_hf.PRESETS[name].recipe, arch)
+                pv = "FP8" if lowering.value is Form.E4M3 else "16 bits"
+                assert cell.replace("P·V in ", "") == f"{UNITS[lowering.low_key]}; {pv}", f"{name} on {arch}"
+
+
+def test_files_that_are_named_exist():
+    text = _text("extending.md")
+    named = re.findall(r"`((?:dma_hf|kernels|eval|configs|scripts|tests|docs|benchmarks)/[\w./-]+)`", text)
+    assert len(named) > 15
+    for path in named:
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_quoted_messages_are_in_the_sources(message, sources):
+    assert any(message in text for text in sources)
+
+
+@pytest.fixture(scope="module")
+def sources():
+    """Every string of the sources."""
+    return source_messages()
+
+
+@pytest.mark.parametrize(
+    ("source", "template"),
+    [
+        ('"plain"', "plain"),
+        ('f"got {x!r}, expected {y}"', "got …, expected …"),
+        ('f"{a}{b}: one " f"text"', "…: one text"),
+        ("1 + 2", ""),
+    ],
+)
+def test_gaps_of_a_message(source, template):
+    import ast
+
+    assert as_template(ast.parse(source, mode="eval").body) == template

@@ -1,0 +1,124 @@
+"""Every code block of the README and of ``docs/`` runs, or is marked and at least parses.
+
+The blocks of a page are run in order, in one namespace, in a folder where small local files stand in for what the text
+names: the demo model for models of the Hub, a stretch of text for a data set. Nothing may reach for the network.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+from snippets import PAGES, ROOT, Block, find_blocks
+
+DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
+MODELS = ("meta-llama/Llama-3.1-8B", "HuggingFaceTB/SmolLM2-135M")
+DATA = "Salesforce/wikitext:wikitext-2-raw-v1:test"
+OF_THE_CHECKOUT = ("benchmarks", "configs", "eval", "scripts")
+CHARACTERS = 7_000  # a little more than a window of 2,048 tokens
+
+NOT_RUN = {
+    "docs/usage.md": Counter({"needs a GPU": 1, "needs the Hub": 1}),
+    "README.md": Counter({"continuous integration runs it as it stands": 2}),
+}
+"""How many blocks of a page are not run, and why. What is not listed is run."""
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    """The folder that a page's blocks are run in."""
+    for name in MODELS:
+        folder = tmp_path / name
+        folder.parent.mkdir(exist_ok=True)
+        folder.symlink_to(DEMO_MODEL)
+    text = (DEMO_MODEL.parent / "heldout.txt").read_text(encoding="utf-8")[:CHARACTERS]
+    for path in (tmp_path / DATA, tmp_path / "text.txt"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    for name in OF_THE_CHECKOUT:
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "my.toml").write_text((ROOT / "configs" / "balanced.toml").read_text())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Have connections fail, here and (``HF_HUB_OFFLINE``) in the shells that blocks start."""
+    connect = socket.socket.connect
+
+    def refuse(self, address):
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            raise AssertionError(f"a snippet reached for the network: {address}")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pages
+def test_blocks_parse(page):
+    for block in find_blocks(page):
+        block.parse()
+
+
+@pages
+def test_blocks_that_are_not_run_are_counted(page):
+    reasons = Counter(block.reason for block in find_blocks(page) if block.reason is not None)
+    assert reasons == NOT_RUN.get(page.relative_to(ROOT).as_posix(), Counter())
+
+
+@pytest.mark.slow
+@pages
+def test_blocks_run(page, workspace, no_network):
+    namespace = {"__name__": "__main__"}
+    for block in find_blocks(page):
+        if block.is_code and block.reason is None:
+            block.run(namespace)
+
+
+def test_the_pages_have_blocks():
+    """The pattern finds what it is meant to find: Python and shell on the first page."""
+    languages = {block.language for block in find_blocks(ROOT / "README.md")}
+    assert {"python", "sh"} <= languages
+
+
+def test_a_marked_block_is_found_with_its_line(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# T\n\n```python\nx = 1\n```\n\n<!-- not run: gpu -->\n```sh\nls\n```\n")
+    assert list(find_blocks(page)) == [
+        Block("page.md", 3, "python", "x = 1\n", None),
+        Block("page.md", 8, "sh", "ls\n", "gpu"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("language", "source", "error"),
+    [
+        ("python", "x = = 1", SyntaxError),
+        ("sh", "if then", SyntaxError),
+        ("toml", "a b", ValueError),
+        ("json", "{", ValueError),
+        ("yaml", "a: b", ValueError),
+    ],
+)
+def test_wrong_syntax_is_found(language, source, error):
+    with pytest.raises(error):
+        Block("page.md", 0, language, source, None).parse()
+
+
+def test_a_failing_shell_block_fails():
+    with pytest.raises(AssertionError, match=r"page\.md:8: exit 3"):
+        Block("page.md", 7, "sh", "true | exit 3\ntrue\n", None).run({})
+
+
+def test_a_failing_python_block_names_its_line():
+    with pytest.raises(ZeroDivisionError) as raised:
+        Block("docs/page.md", 7, "python", "x = 1\nx / 0\n", None).run({})
+    assert raised.traceback[-1].lineno == 8
+    assert Path(raised.traceback[-1].path) == ROOT / "docs" / "page.md"

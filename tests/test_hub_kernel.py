@@ -1,0 +1,299 @@
+"""The Hub kernel: built to a folder, loaded from there by Hugging Face's ``kernels`` and by Transformers.
+
+Transformers accepts one minor release of ``kernels``, which need not be the one at hand; then its check of the version
+is all that is replaced here. ``LOCAL_KERNELS`` is how ``kernels`` itself takes a repository from a folder.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from snippets import find_blocks
+from tiny_models import DECODERS, ENCODERS, IDENTITY, VOCABULARY
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations import hub_kernels
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import dma_hf
+
+kernels = pytest.importorskip("kernels", minversion="0.16")
+
+ROOT = Path(__file__).parents[1]
+REPO = "acme/dma"
+HUB = f"{REPO}:dma_mxfp"
+LENGTH = 430  # four tiles: in the last one, a query has keys of tile 1 that are neither band nor sink
+
+
+def _load_builder():
+    spec = importlib.util.spec_from_file_location("build_hub_kernel", ROOT / "scripts" / "build_hub_kernel.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+builder = _load_builder()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The built repository."""
+    out = tmp_path_factory.mktemp("hub") / "dma"
+    builder.build(out, REPO, version=1)
+    return out
+
+
+@pytest.fixture(scope="module")
+def kernel(folder):
+    """The kernel as ``kernels`` loads it from a folder."""
+    return kernels.get_local_kernel(folder)
+
+
+@pytest.fixture
+def hub(folder, monkeypatch):
+    """Transformers with the repository at hand, whatever release of ``kernels`` is installed."""
+    monkeypatch.setenv("LOCAL_KERNELS", f"{REPO}={folder}")
+    if not hub_kernels.is_kernels_available():
+        monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+        monkeypatch.setattr(hub_kernels, "get_kernel_hub", kernels.get_kernel, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    """The attention is for inference."""
+    with torch.no_grad():
+        yield
+
+
+def _ids(batch, length):
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def _left_padded(ids, padding):
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    return mask
+
+
+def _error(actual, expected):
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+def test_kernels_loads_it_from_the_folder(kernel, folder):
+    assert kernel.dma_attention_forward is not dma_hf.dma_attention_forward
+    assert Path(kernel.__file__).is_relative_to(folder)
+    assert set(dma_hf.__all__) <= set(dir(kernel))
+
+
+def test_nothing_of_the_installed_package_is_used(kernel):
+    copies = {name: module for name, module in sys.modules.items() if name.startswith(kernel.__name__ + ".")}
+    assert f"{kernel.__name__}.dma_kernels.api" in copies
+    for module in copies.values():
+        for value in vars(module).values():
+            assert not str(getattr(value, "__module__", "")).startswith(("dma_hf", "dma_kernels"))
+
+
+def test_every_file_of_both_packages_is_in_it(folder):
+    for backend in builder.BACKENDS:
+        for package, source in builder.PACKAGES.items():
+            copied = folder / "build" / f"torch-{backend}" / package
+            names = {file.relative_to(source) for file in source.rglob("*.py")}
+            assert names == {file.relative_to(copied) for file in copied.rglob("*.py")}
+        metadata = json.loads((folder / "build" / f"torch-{backend}" / "metadata.json").read_text())
+        assert metadata["backend"] == {"type": backend}
+
+
+def test_building_twice_gives_the_same_files(folder, tmp_path):
+    builder.build(tmp_path, REPO, version=1)
+    files = [file.relative_to(folder) for file in folder.rglob("*") if file.suffix in (".py", ".json", ".md")]
+    assert len(files) > 40
+    assert all((folder / file).read_bytes() == (tmp_path / file).read_bytes() for file in files)
+
+
+def test_from_pretrained_as_a_user_calls_it(hub, tmp_path):
+    DECODERS["llama"].build("sdpa").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=HUB, allow_all_kernels=True)
+    assert model.config._attn_implementation == HUB
+    kernel = sys.modules[ALL_ATTENTION_FUNCTIONS[HUB].__module__.removesuffix(".dma_hf.hub_kernel")]
+    assert ALL_ATTENTION_FUNCTIONS[HUB] is kernel.dma_mxfp
+    assert ALL_MASK_ATTENTION_FUNCTIONS[HUB] is kernel.dma_mask
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = _ids(1, LENGTH)
+    assert 0 < _error(model(ids).logits, reference(ids).logits) < 0.1
+
+
+def test_an_installed_package_stays_registered(hub):
+    DECODERS["llama"].build(HUB)
+    assert AttentionInterface()[dma_hf.NAME] is dma_hf.dma_attention_forward
+    assert ALL_MASK_ATTENTION_FUNCTIONS[dma_hf.NAME] is dma_hf.dma_mask
+
+
+@pytest.mark.parametrize("preset", [None, "fp4", "paper"])
+@pytest.mark.parametrize("padding", [0, 37])
+def test_it_computes_what_the_installed_package_computes(hub, preset, padding):
+    """To the bit, in left-padded rows too, where the tiles depend on what the mask function says of positions."""
+    installed, ours = DECODERS["llama"].build("dma_mxfp"), DECODERS["llama"].build(HUB)
+    installed.config.dma_mxfp = ours.config.dma_mxfp = preset
+    ids = _ids(2, LENGTH)
+    mask = _left_padded(ids, padding)
+    assert torch.equal(ours(ids, attention_mask=mask).logits, installed(ids, attention_mask=mask).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "llama4", "gpt_oss"])
+def test_identity_equals_transformers_own_attention(hub, name):
+    family = DECODERS[name]
+    reference, model = family.build(family.reference), family.build(HUB)
+    dma_hf.configure(model, IDENTITY)
+    ids = _ids(2, 60)
+    mask = _left_padded(ids, 13)
+    real = mask.bool()
+    expected = reference(ids, attention_mask=mask).logits[real]
+    assert _error(model(ids, attention_mask=mask).logits[real], expected) <= 1e-5
+
+
+def test_identity_in_an_encoder(hub):
+    reference, model = ENCODERS["bert"].build("sdpa"), ENCODERS["bert"].build(HUB)
+    dma_hf.configure(model, IDENTITY)
+    ids = _ids(2, 60)
+    mask = torch.ones_like(ids)
+    mask[1, -9:] = 0
+    expected = reference(ids, attention_mask=mask).logits[mask.bool()]
+    assert _error(model(ids, attention_mask=mask).logits[mask.bool()], expected) <= 1e-5
+
+
+def test_generate(hub):
+    installed, ours = DECODERS["llama"].build("dma_mxfp"), DECODERS["llama"].build(HUB)
+    ids = _ids(2, 140)
+    arguments = {"attention_mask": _left_padded(ids, 5), "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(ours.generate(ids, **arguments), installed.generate(ids, **arguments))
+
+
+@pytest.mark.parametrize("preset", ["kv8", "kv4"])
+def test_its_own_cache(hub, kernel, preset):
+    """It reads the packed form, as the installed package does of its own cache."""
+    installed, ours = DECODERS["llama"].build("dma_mxfp"), DECODERS["llama"].build(HUB)
+    installed.config.dma_mxfp = ours.config.dma_mxfp = preset
+    ids = _ids(2, LENGTH)
+    arguments = {"attention_mask": _left_padded(ids, 5), "max_new_tokens": 4, "do_sample": False}
+    expected = installed.generate(ids, past_key_values=dma_hf.DMACache(installed.config), **arguments)
+    cache = kernel.DMACache(ours.config)
+    assert torch.equal(ours.generate(ids, past_key_values=cache, **arguments), expected)
+    assert cache.owner.reads_packed
+
+
+def test_switching_back_and_forth(hub):
+    model = DECODERS["llama"].build("sdpa")
+    ids = _ids(1, LENGTH)
+    expected = model(ids).logits
+    model.set_attn_implementation(HUB, allow_all_kernels=True)
+    first = model(ids).logits
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model(ids).logits, expected)
+    model.set_attn_implementation(HUB, allow_all_kernels=True)
+    assert torch.equal(model(ids).logits, first)
+    assert not torch.equal(first, expected)
+
+
+def test_compiled_beside_the_installed_package(hub):
+    """Both define an operator; in one namespace, the second would take the place of the first."""
+    ids = _ids(1, LENGTH)
+    for name in ("dma_mxfp", HUB):
+        model = DECODERS["llama"].build(name)
+        expected = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert _error(compiled(ids, use_cache=False).logits, expected) <= 1e-5
+
+
+def test_configure_of_the_kernel(hub, kernel):
+    model = DECODERS["llama"].build(HUB)
+    assert kernel.configure(model, "fp4", sink_tiles=2).sink_tiles == 2
+    assert model.config.dma_mxfp["low"] == "nvfp4"
+    with pytest.raises(ValueError, match="unknown key 'lwo'"):
+        kernel.configure(model, lwo="mxfp4")
+
+
+def test_another_mask_function_is_an_error(hub, monkeypatch):
+    model = DECODERS["llama"].build(HUB)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, HUB, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    with pytest.raises(RuntimeError, match=r"another mask function than its own.*register_masks\(\)"):
+        model(_ids(1, 5))
+    sys.modules[ALL_ATTENTION_FUNCTIONS[HUB].__module__].register_masks()
+    assert torch.isfinite(model(_ids(1, 5)).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from dma_kernels import attention\n", "from ..dma_kernels import attention\n"),
+        ("def f():\n    from dma_kernels.api import X\n", "def f():\n    from ..dma_kernels.api import X\n"),
+        ("from dma_hf.config import (\n    X,\n)\n", "from ..dma_hf.config import (\n    X,\n)\n"),
+        ('"""from dma_kernels import x"""\nimport os\n', '"""from dma_kernels import x"""\nimport os\n'),
+        ("from .config import X\n", "from .config import X\n"),
+    ],
+)
+def test_imports_become_relative(source, expected):
+    assert builder.make_relative(source, "dma_hf/module.py") == expected
+
+
+def test_imports_in_a_subpackage_climb_further():
+    source = "from dma_kernels import X\n"
+    assert builder.make_relative(source, "dma_hf/deep/module.py") == "from ...dma_kernels import X\n"
+
+
+@pytest.mark.parametrize("source", ["import dma_kernels\n", "import dma_kernels.api as api\n"])
+def test_an_import_that_cannot_be_relative_is_an_error(source):
+    with pytest.raises(ValueError, match=r"dma_hf/m\.py:1: import dma_kernels.* write from dma_kernels"):
+        builder.make_relative(source, "dma_hf/m.py")
+
+
+def test_operators_are_renamed():
+    source = '@custom_op("dma_kernels::f")\ndef f(): return torch.ops.dma_kernels.f\n'
+    assert builder.rename_operators(source, "m.py", "_x") == '@custom_op("_x::f")\ndef f(): return torch.ops._x.f\n'
+
+
+def test_an_unknown_use_of_the_operators_namespace_is_an_error():
+    with pytest.raises(ValueError, match=r"m\.py:2: .*extend rename_operators"):
+        builder.rename_operators('import torch\nlib = Library("dma_kernels", "DEF")\n', "m.py", "_x")
+
+
+@pytest.mark.parametrize("repo", ["dma", "acme/my-flash-kernel", "acme/dma:dma_mxfp"])
+def test_names_that_transformers_would_not_take_are_errors(repo, tmp_path):
+    with pytest.raises(ValueError, match=r"repo must"):
+        builder.build(tmp_path, repo, version=1)
+
+
+def test_another_release_of_transformers_is_an_error(folder, monkeypatch):
+    original = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "5.0.0" if name == "transformers" else original(name)
+    )
+    init = (folder / "build" / "torch-cpu" / "__init__.py").read_text()
+    with pytest.raises(ImportError, match=r"needs transformers>=5\.17,<6, got 5\.0\.0"):
+        exec(init, {"__name__": "probe", "__package__": "probe"})
+
+
+def test_the_card_names_the_repository(folder):
+    card = (folder / "README.md").read_text()
+    assert f'attn_implementation="{HUB}"' in card
+    assert "{" not in card
+    assert "transformers >=5.17,<6" in card
+
+
+def test_the_code_of_the_card_runs(hub, folder, tmp_path, monkeypatch):
+    model = tmp_path / "meta-llama" / "Llama-3.1-8B"
+    model.parent.mkdir()
+    model.symlink_to(ROOT / "eval" / "dma_eval" / "assets" / "demo_model")
+    monkeypatch.chdir(tmp_path)
+    blocks = list(find_blocks(folder / "README.md"))
+    assert len(blocks) == 3
+    namespace = {}
+    for block in blocks:
+        block.run(namespace)
+    assert namespace["model"].config._attn_implementation == HUB
+    assert namespace["model"].config.dma_mxfp["sink_tiles"] == 2
