@@ -1,4 +1,4 @@
-"""Write the table of measured times in docs/hardware.md from benchmarks/prefill-h200.json."""
+"""Write the table of measured times in docs/hardware.md from benchmarks/prefill-*h200.json."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from typing import Any
 import typer
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "prefill-h200.json"
+RESULTS = tuple(ROOT / "benchmarks" / name for name in ("prefill-h200.json", "prefill-shapes-h200.json"))
 PAGE = ROOT / "docs" / "hardware.md"
-SHAPE = ("length", "head_dim", "q_heads", "kv_heads", "is_causal")
+SHAPE = ("length", "head_dim", "query_heads", "kv_heads", "is_causal")
 SECTION = re.compile(r"(?<=<!-- prefill-h200\.json -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def read_results() -> list[dict[str, Any]]:
+    """Return the results of all files."""
+    return [result for path in RESULTS for result in json.loads(path.read_text(encoding="utf-8"))["results"]]
 
 
 def describe(length: int, head_dim: int, q_heads: int, kv_heads: int, is_causal: bool) -> str:
@@ -30,14 +35,14 @@ def make_table(results: list[dict[str, Any]]) -> str:
     """Return the table, a row for each shape in the order of the results."""
     shapes: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for result in results:
-        shapes.setdefault(tuple(result[name] for name in SHAPE), {})[result["name"]] = result
+        shapes.setdefault(tuple(result["shape"][name] for name in SHAPE), {})[result["label"]] = result
     lines = [
         "| `balanced` | TFLOP/s | over SDPA | over FlashAttention-2 | extra memory over Q, K, V |",
         "|---|---|---|---|---|",
     ]
     for shape, named in shapes.items():
-        ours = named["dma:balanced"]
-        times = (named[name]["milliseconds"] / ours["milliseconds"] for name in ("sdpa", "sdpa-flash"))
+        ours = named["dma_mxfp:balanced"]
+        times = (named[name]["milliseconds"] / ours["milliseconds"] for name in ("sdpa", "sdpa:flash"))
         ratios = " | ".join(f"{ratio:.2f}x" for ratio in times)
         memory = ours["extra_bytes"] / ours["input_bytes"]
         lines.append(f"| {describe(*shape)} | {ours['tflops']:.0f} | {ratios} | {memory:.2f} |")
@@ -46,7 +51,7 @@ def make_table(results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Replace the table between the page's marks."""
-    table = make_table(json.loads(RESULTS.read_text(encoding="utf-8"))["results"])
+    table = make_table(read_results())
     page, count = SECTION.subn(table.replace("\\", r"\\"), PAGE.read_text(encoding="utf-8"))
     if count != 1:
         raise typer.BadParameter(f"{PAGE} must have the marks <!-- prefill-h200.json --> and <!-- end --> once")

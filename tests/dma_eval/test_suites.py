@@ -15,6 +15,8 @@ from dma_eval.errors import UserError
 from dma_eval.results import read_report
 from dma_eval.suite_files import PARTS, Suite, load_suite, parse_suite, suite_names
 
+from dma_hf import PRESETS
+
 Run = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
 EVERYTHING = """
@@ -132,7 +134,7 @@ class TestRun:
         (tmp_path / "mine.toml").write_text('[tasks]\nnames = ["tiny_choice"]\n', encoding="utf-8")
         assert suite("--limit", 1).exit_code == 0
         labels = [backend.label for backend in read_report(tmp_path / "run/results.json").tasks[0].backends]
-        assert labels == ["sdpa", "dma_mxfp:balanced", "dma_mxfp:fp4", "dma_mxfp:paper"]
+        assert labels == ["sdpa", *(f"dma_mxfp:{preset}" for preset in PRESETS)]
 
     def test_failure_of_a_backend(self, suite: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         import dma_hf.attention

@@ -70,7 +70,7 @@ class Block:
             raise ValueError(f"{self.page}:{self.line + 1}: blocks of {self.language!r} are not checked")
 
     def run(self, namespace: dict[str, Any]) -> None:
-        """Run Python code in ``namespace``, shell code in a process of its own.
+        """Run Python code in ``namespace``, shell code in a process of its own with the variables of earlier blocks.
 
         Raises:
             AssertionError: The shell code failed.
@@ -78,15 +78,17 @@ class Block:
         if self.language == "python":
             exec(self._compile(), namespace)
             return
+        variables = namespace.setdefault("SHELL_VARIABLES", [])
         bins = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "eval"))
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", self.source],
+            ["bash", "-euo", "pipefail", "-c", "\n".join([*variables, self.source])],
             env=os.environ | {"PATH": bins, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "120"},
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, f"{self.page}:{self.line + 1}: exit {done.returncode}\n{done.stderr[-3000:]}"
+        variables += re.findall(r"^[A-Z_]+=.*$", self.source, re.MULTILINE)
 
     def _compile(self) -> Any:
         return compile("\n" * self.line + self.source, str(ROOT / self.page), "exec")
