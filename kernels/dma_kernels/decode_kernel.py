@@ -22,7 +22,7 @@ from .decode_tiles import (
 )
 from .device import dot, hadamard, round_to_e4m3
 from .formats import TILE
-from .queries import rotate_queries, smoothing_shift
+from .queries import rotate_queries
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
@@ -44,7 +44,7 @@ def _softmax_step(s, l_i, m_i, EXPONENT: tl.constexpr):
 
 @triton.jit
 def _high_tiles(
-    q, mean, shift, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr,
+    q, mean, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr,
     i_head, first, last, length, q_pos, sinks, band_first, visible_tile, window, softcap, logit_scale, norm,
     diagonal_tiles, sink_tiles, ring_tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
@@ -63,10 +63,14 @@ def _high_tiles(
     o_d = tl.arange(0, BLOCK_D)
     o_v = tl.arange(0, BLOCK_DV)
     o_t = tl.arange(0, STEP)
+    x = q.to(tl.float32)
+    shift = tl.zeros([COLUMNS], tl.float32)
     if FORMAT == "bf16":
+        # In exact arithmetic (q H) . ((k - mean) H) is q . k - q . mean.
         queries = tl.trans(q)
+        if HAS_MEAN:
+            shift = tl.sum(x * mean[None, :], 1)
     else:
-        x = q.to(tl.float32)
         if ROTATE:
             x = rotate_queries(q, norm, HADAMARD_SIZE, IS_INTERPRETED)
         queries = tl.trans(rounded_rows(x, FORMAT, "block", ROUNDING).to(DTYPE))
@@ -89,10 +93,7 @@ def _high_tiles(
         m_t = (k_pos < length)[:, None]
         k = tl.load(k_base + (entry + o_t)[:, None] * D + o_d[None, :], mask=m_t & (o_d < D)[None, :], other=0.0)
         if FORMAT == "bf16":
-            s = dot(k, queries, IS_INTERPRETED)
-            if not HAS_SOFTCAP:
-                # In exact arithmetic (q H) . ((k - mean) H) is q . k - q . mean.
-                s -= shift[None, :]
+            s = dot(k, queries, IS_INTERPRETED) - shift[None, :]
         else:
             y = k.to(tl.float32)
             if HAS_MEAN:
@@ -100,8 +101,6 @@ def _high_tiles(
             if ROTATE:
                 y = hadamard(y, STEP, HADAMARD_SIZE, BLOCK_D, norm)
             s = dot(rounded_rows(y, FORMAT, "block", ROUNDING).to(DTYPE), queries, IS_INTERPRETED)
-            if HAS_SOFTCAP:
-                s += shift[None, :]
         s = s * logit_scale
         if HAS_SOFTCAP:
             s = cap(s, softcap)
@@ -120,7 +119,7 @@ def _high_tiles(
 
 @triton.jit
 def _low_tiles(
-    acc, total, m_i, q, shift, key_ptr, key_scale_ptr, key_factor_ptr, value_ptr, value_scale_ptr, value_factor_ptr,
+    acc, total, m_i, q, key_ptr, key_scale_ptr, key_factor_ptr, value_ptr, value_scale_ptr, value_factor_ptr,
     i_head, first, last, q_pos, window, softcap, logit_scale, norm, diagonal_tiles, slots,
     BLOCK_DV: tl.constexpr, KEY_FORM: tl.constexpr, QUERY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr,
     FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr, PV: tl.constexpr, EXPONENT: tl.constexpr,
@@ -157,7 +156,7 @@ def _low_tiles(
             KEY_FORM, QUERY_FORM, KEY_STORED, KEY_BLOCK, WIDTH, DTYPE, IS_INTERPRETED,
         )  # fmt: skip
         s = logits(
-            s, factor * worth, shift * logit_scale, softcap, tile, tile * _TILE + rows, q_pos, low_end, window,
+            s, factor * worth, softcap, tile, tile * _TILE + rows, q_pos, low_end, window,
             HAS_SOFTCAP, HAS_WINDOW, HAS_ROWS,
         )  # fmt: skip
         if IN_HALVES:
@@ -167,7 +166,7 @@ def _low_tiles(
                 KEY_FORM, QUERY_FORM, KEY_STORED, KEY_BLOCK, WIDTH, DTYPE, IS_INTERPRETED,
             )  # fmt: skip
             s_rest = logits(
-                s_rest, factor * worth, shift * logit_scale, softcap, tile, tile * _TILE + rest, q_pos, low_end, window,
+                s_rest, factor * worth, softcap, tile, tile * _TILE + rest, q_pos, low_end, window,
                 HAS_SOFTCAP, HAS_WINDOW, HAS_ROWS,
             )  # fmt: skip
             m_new = tl.maximum(m_i, tl.max(tl.maximum(s, s_rest), 0))
@@ -188,19 +187,16 @@ def _low_tiles(
 
 @triton.jit
 def _store_partial(
-    out_ptr, lse_ptr, acc, total, m_i, shift, rows, i_split, splits,
+    out_ptr, lse_ptr, acc, total, m_i, rows, i_split, splits,
     EXPONENT: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Store a program's normalised output ``[rows, splits, DV]`` and base-2 logarithms ``[rows, splits]``.
-
-    ``shift`` is what the logits lack, ``[COLUMNS]``.
-    """
+    """Store a program's normalised output ``[rows, splits, DV]`` and base-2 logarithms ``[rows, splits]``."""
     o_v = tl.arange(0, BLOCK_DV)
     is_empty = total == 0.0
     acc = acc / tl.where(is_empty, 1.0, total)[None, :]
     entry = rows * splits + i_split
     tl.store(out_ptr + entry[None, :] * DV + o_v[:, None], acc, mask=(o_v < DV)[:, None])
-    tl.store(lse_ptr + entry, tl.where(is_empty, float("-inf"), m_i + shift + tl.math.log2(total) - EXPONENT))
+    tl.store(lse_ptr + entry, tl.where(is_empty, float("-inf"), m_i + tl.math.log2(total) - EXPONENT))
 
 
 @triton.jit(do_not_specialize=["q_len", "slots", "ring_tiles", "window", "diagonal_tiles", "sink_tiles", "high_weight"])
@@ -256,17 +252,15 @@ def decode_kernel(
     low_start = tl.minimum(tl.maximum(start, 0), low_count)
     low_end = tl.minimum(tl.maximum(start + share, 0), low_count)
 
-    mean = tl.zeros([BLOCK_D], tl.float32)
-    shift = tl.zeros([BLOCK_N], tl.float32)
-    if HAS_MEAN:
-        mean = tl.load(mean_ptr + i_head * D + o_d, mask=o_d < D, other=0.0)
-        shift = smoothing_shift(q, mean_ptr + i_head * D, D)
     m_i = tl.full([BLOCK_N], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_DV, BLOCK_N], tl.float32)
     if high_start < high_end:
+        mean = tl.zeros([BLOCK_D], tl.float32)
+        if HAS_MEAN:
+            mean = tl.load(mean_ptr + i_head * D + o_d, mask=o_d < D, other=0.0)
         acc, total, m_i = _high_tiles(
-            q, mean, shift, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr,
+            q, mean, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr,
             i_head, high_start, high_end, length, q_pos, sinks, band_first, visible_tile, window, softcap, logit_scale,
             norm, diagonal_tiles, sink_tiles, ring_tiles,
             D, DV, BLOCK_DV, HIGH_FORMAT, ROUNDING, PV, EXPONENT, HAS_MEAN, ROTATE, HADAMARD_SIZE, HAS_WINDOW,
@@ -274,18 +268,14 @@ def decode_kernel(
         )  # fmt: skip
     if low_start < low_end:
         acc, total, m_i = _low_tiles(
-            acc, total, m_i, q, shift, key_ptr, key_scale_ptr, key_factor_ptr,
-            value_ptr, value_scale_ptr, value_factor_ptr, i_head, low_first + low_start, low_first + low_end,
-            q_pos, window, softcap, logit_scale, norm, diagonal_tiles, slots,
+            acc, total, m_i, q, key_ptr, key_scale_ptr, key_factor_ptr, value_ptr, value_scale_ptr, value_factor_ptr,
+            i_head, low_first + low_start, low_first + low_end, q_pos, window, softcap, logit_scale, norm,
+            diagonal_tiles, slots,
             BLOCK_DV, KEY_FORM, QUERY_FORM, VALUE_FORM, LOW_FORMAT, SHARED, ROUNDING, PV, EXPONENT, KEY_STORED,
             KEY_BLOCK, WIDTH, VALUE_STORED, ROTATE, HADAMARD_SIZE, HAS_ROWS, HAS_WINDOW, HAS_SOFTCAP, LOW_DTYPE,
             STEP, NUM_STAGES, IS_INTERPRETED,
         )  # fmt: skip
-    if HAS_SOFTCAP:
-        shift = tl.zeros([BLOCK_N], tl.float32)  # the logits have it already
-    _store_partial(
-        out_ptr, lse_ptr, acc, total, m_i, shift * logit_scale, rows, i_split, splits, EXPONENT, DV, BLOCK_DV
-    )
+    _store_partial(out_ptr, lse_ptr, acc, total, m_i, rows, i_split, splits, EXPONENT, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=["splits", "q_len", "rows"])

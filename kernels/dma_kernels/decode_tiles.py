@@ -215,7 +215,7 @@ def low_scores(
 
 @triton.jit
 def logits(
-    s, factor, shift, softcap, tile, k_pos, q_pos, low_end, window,
+    s, factor, softcap, tile, k_pos, q_pos, low_end, window,
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Scale, cap and mask scores ``[ROWS, COLUMNS]`` of a low tile, to base-2 logits.
@@ -223,7 +223,6 @@ def logits(
     Args:
         s: Scores.
         factor: What one is worth, ``[COLUMNS]``.
-        shift: What smoothing took from a logit, ``[COLUMNS]``; only a cap sees it.
         softcap: The cap times log2(e).
         tile: The tile.
         k_pos: Positions ``[ROWS]``.
@@ -236,7 +235,7 @@ def logits(
     """
     s = s * factor[None, :]
     if HAS_SOFTCAP:
-        s = cap(s + shift[None, :], softcap)
+        s = cap(s, softcap)
     if HAS_ROWS:
         s = tl.where((tile < low_end)[None, :], s, float("-inf"))
     if HAS_WINDOW:

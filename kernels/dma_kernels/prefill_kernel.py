@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .formats import TILE
-from .queries import load_queries, prepare_queries, rotate_queries, smoothing_shift
+from .queries import load_queries, prepare_queries, rotate_queries
 from .scores import (
     attend,
     load_keys,
@@ -186,16 +186,14 @@ def prefill_kernel(
         m_staged = ((rows >= 0) & (rows < q_len))[:, None] & (o_d < 2 * DV)[None, :]
         tl.store(staged, q_low, mask=m_staged)
 
-    shift = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_MEAN:
-        shift = smoothing_shift(q, mean_ptr + i_row * D, D)
-    if HAS_SINKS and not HAS_SOFTCAP:
-        m_i -= shift * logit_scale
-
     # ---- high tiles: the sinks, then the band; everything, where the recipe has one precision
+    shift = tl.zeros([BLOCK_M], tl.float32)
     if HIGH_FORM == "raw":
         q_scale = q
         factor = tl.full([BLOCK_M], 1.0, tl.float32)
+        if HAS_MEAN:
+            mean = tl.load(mean_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
+            shift = tl.sum(q.to(tl.float32) * mean[None, :], 1)
     else:
         x = rotate_queries(q, norm, HADAMARD_SIZE, IS_INTERPRETED) if ROTATE else q.to(tl.float32)
         q, q_scale, factor = prepare_queries(
@@ -236,13 +234,12 @@ def prefill_kernel(
                 D, BLOCK_D, BLOCK_H,
             )  # fmt: skip
         s = score(q, q_scale, k, k_scale, HIGH_FORM, HIGH_FORMAT, HIGH_FORMAT, IS_INTERPRETED)
-        if HIGH_FORM == "raw" and HAS_MEAN and not HAS_SOFTCAP:
+        if HIGH_FORM == "raw" and HAS_MEAN:
             s -= shift[:, None]
         s = logits(
-            s, factor, shift * logit_scale, softcap, q_pos, position + o_h, visible_start, visible_end, window,
+            s, factor, softcap, q_pos, position + o_h, visible_start, visible_end, window,
             mask_base, stride_mq, stride_mk, q_start, q_end, k_start,
             (position < inner_start) | (position + BLOCK_H > inner_end), IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK,
-            HAS_SOFTCAP and HAS_MEAN and HIGH_FORM != "raw",
         )  # fmt: skip
         entry = storage_entry(position, k_start, aligned_start, storage_len, sink_end, gap, HIGH_VALUE_LAYOUT)
         v = load_values(
@@ -318,10 +315,9 @@ def prefill_kernel(
                     block_factor *= tl.load(k_low_factor_ptr + tile_row + (entry >> _TILE_SHIFT))
                 if HAS_SOFTCAP or not IS_INNER:
                     s = logits(
-                        s, block_factor, shift * logit_scale, softcap, q_pos, position + o_n,
-                        visible_start, visible_end, window,
+                        s, block_factor, softcap, q_pos, position + o_n, visible_start, visible_end, window,
                         mask_base, stride_mq, stride_mk, q_start, q_end, k_start,
-                        not IS_INNER, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, HAS_SOFTCAP and HAS_MEAN,
+                        not IS_INNER, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK,
                     )  # fmt: skip
                 entry = storage_entry(position, k_start, aligned_start, storage_len, sink_end, gap, LOW_VALUE_LAYOUT)
                 v = load_values(
@@ -348,9 +344,5 @@ def prefill_kernel(
     offset = rows.to(tl.int64)[:, None] * stride_ot + o_v[None, :]
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + i_b * stride_ob + i_h * stride_oh + offset, out, mask=m_row[:, None] & (o_v < DV)[None, :])
-    if HAS_MEAN and not HAS_SOFTCAP:
-        # Computed again: registers are dear in the loops.
-        q = load_queries(q_base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
-        m_i += smoothing_shift(q, mean_ptr + i_row * D, D) * logit_scale
     lse = (m_i + tl.math.log2(l_i) - EXPONENT) * 0.6931471805599453
     tl.store(lse_ptr + (i_b * Q_HEADS + i_h) * q_len + rows, tl.where(is_empty, float("-inf"), lse), mask=m_row)

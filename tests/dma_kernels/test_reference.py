@@ -227,14 +227,8 @@ class TestIdentity:
     @pytest.mark.parametrize("transform", ["smooth_k", "rotate"])
     def test_transforms_cancel(self, transform: str) -> None:
         recipe = Recipe(low="bf16", **{transform: True})
-        query, key, value = random_qkv(q_len=40, kv_len=40, dtype=torch.float64)
-        key = key + 1.0
-        # What is not a plain softmax sees a shift of all its scores.
-        sinks = torch.tensor([0.5, -1.0], dtype=torch.float64)
-        for options in ({}, {"sinks": sinks}, {"softcap": 2.0}, {"softcap": 2.0, "sinks": sinks}):
-            transformed = attention(query, key, value, recipe, return_lse=True, **options)
-            plain = attention(query, key, value, IDENTITY, return_lse=True, **options)
-            torch.testing.assert_close(transformed, plain, rtol=1e-11, atol=1e-12)
+        qkv = random_qkv(q_len=40, kv_len=40, dtype=torch.float64)
+        torch.testing.assert_close(attention(*qkv, recipe), attention(*qkv, IDENTITY), rtol=1e-11, atol=1e-12)
 
 
 class TestRowsWithoutKeys:
