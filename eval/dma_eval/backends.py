@@ -52,6 +52,17 @@ def parse_backends(names: Sequence[str]) -> tuple[Backend, ...]:
     return tuple(unique)
 
 
+def refuse_repeats(option: str, labels: Sequence[str]) -> None:
+    """Refuse an option that names something twice.
+
+    Raises:
+        UserError: It does; the message says what.
+    """
+    repeated = {label for label in labels if labels.count(label) > 1}
+    if repeated:
+        raise UserError(f"{option}: {', '.join(sorted(repeated))} is given more than once")
+
+
 def activate(model: PreTrainedModel, backend: Backend) -> None:
     """Switch ``model`` to ``backend``; nothing is loaded again.
 

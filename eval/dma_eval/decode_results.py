@@ -7,9 +7,7 @@ do not exist (of a failed implementation, or on a CPU) are null.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from .environment import Environment
@@ -101,8 +99,3 @@ class DecodeReport:
     environment: Environment
     device: DeviceFacts
     results: list[DecodeResult]
-
-
-def write_decode_report(report: DecodeReport, path: Path) -> None:
-    """Write ``report`` as JSON (RFC 8259: a NaN is an error)."""
-    path.write_text(json.dumps(asdict(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")

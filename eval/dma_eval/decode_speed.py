@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import dma_hf
 from dma_hf import DMAConfig
 
-from .backends import DMA, parse_backends
+from .backends import DMA, parse_backends, refuse_repeats
 from .decode_results import DecodeResult, DecodeShape
 from .errors import UserError, one_line
 from .timing import FAILURES, Run, capture, time_in_turns
@@ -126,10 +126,7 @@ def parse_implementations(names: Sequence[str]) -> list[DecodeImplementation]:
         else:
             known = [*PREALLOCATED, DYNAMIC, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
             raise UserError(f"--cache: unknown cache {name!r}; valid: {', '.join(known)}, and {DMA}:FILE.toml")
-    labels = [implementation.label for implementation in found]
-    repeated = {label for label in labels if labels.count(label) > 1}
-    if repeated:
-        raise UserError(f"--cache: {', '.join(sorted(repeated))} is given more than once")
+    refuse_repeats("--cache", [implementation.label for implementation in found])
     return found
 
 

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import dma_hf
 
-from .backends import DMA, Backend, activate, parse_backends
+from .backends import DMA, Backend, activate, parse_backends, refuse_repeats
 from .errors import UserError, one_line
 from .generate_results import GenerateResult, LongestContext
 from .timing import FAILURES
@@ -99,10 +99,7 @@ def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
             raise UserError(f"--run: expected ATTENTION+CACHE with a cache of {', '.join(CACHES)}, got {name!r}")
         (backend,) = parse_backends([attention])
         runs.append(GenerateRun(f"{backend.label}+{cache}", backend, cache))
-    labels = [run.label for run in runs]
-    repeated = {label for label in labels if labels.count(label) > 1}
-    if repeated:
-        raise UserError(f"--run: {', '.join(sorted(repeated))} is given more than once")
+    refuse_repeats("--run", [run.label for run in runs])
     return runs
 
 

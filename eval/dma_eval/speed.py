@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import dma_hf
 from dma_hf import DMAConfig
 
-from .backends import DMA, parse_backends
+from .backends import DMA, parse_backends, refuse_repeats
 from .errors import UserError, one_line
 from .speed_results import PrefillResult, Shape
 from .timing import FAILURES, DeviceFacts, Run, capture, extra_memory, time_in_turns
@@ -91,10 +91,7 @@ def parse_implementations(names: Sequence[str]) -> list[Implementation]:
             raise UserError(
                 f"--attn: unknown implementation {name!r}; valid: {', '.join(default_names())}, and {DMA}:FILE.toml"
             )
-    labels = [implementation.label for implementation in implementations]
-    repeated = {label for label in labels if labels.count(label) > 1}
-    if repeated:
-        raise UserError(f"--attn: {', '.join(sorted(repeated))} is given more than once")
+    refuse_repeats("--attn", [implementation.label for implementation in implementations])
     return implementations
 
 

@@ -90,9 +90,10 @@ def decode(
         with console.starting():
             import torch
 
-            from dma_eval.decode_results import DecodeReport, write_decode_report
+            from dma_eval.decode_results import DecodeReport
             from dma_eval.decode_speed import default_names, measure, parse_implementations
             from dma_eval.environment import collect
+            from dma_eval.speed_results import write_speed_report
             from dma_eval.timing import look_at, resolve_device
 
         where = resolve_device(device)
@@ -123,7 +124,7 @@ def decode(
                 where_failed = f"{result.shape.batch} x {result.shape.length:,} keys, {result.shape.family}"
                 console.print_warning(f"{result.label} did not run: {result.failure} ({where_failed})")
         if json is not None:
-            write_decode_report(report, json)
+            write_speed_report(report, json)
             console.print_line(f"Wrote {escape(str(json))}")
     if any(all(r.failure is not None for r in results if r.shape == shape) for shape in shapes):
         raise typer.Exit(console.BACKEND_FAILED)

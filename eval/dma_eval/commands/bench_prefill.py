@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from dma_eval import console, options
-from dma_eval.commands.ppl import PLOT_SUFFIXES, prepare_output
+from dma_eval.commands.ppl import check_plot, prepare_output
 from dma_eval.errors import UserError
 
 if TYPE_CHECKING:
@@ -94,8 +94,7 @@ def prefill(
     shape, 2 for invalid input. The default takes several minutes on an H200; --length, --attn and --seconds shorten it.
     """
     with console.user_errors(debug):
-        if plot is not None and not plot.is_dir() and plot.suffix not in PLOT_SUFFIXES:
-            raise UserError(f"--plot: expected a file ending in {', '.join(PLOT_SUFFIXES)}, got {plot}")
+        check_plot(plot)
         for path in (json, plot):
             prepare_output(path)
         if dtype not in DTYPES:

@@ -58,8 +58,7 @@ def ppl(
     Every backend reads the same tokens with the same weights. Exit code 1 if a backend failed, 2 for invalid input.
     """
     with console.user_errors(debug):
-        if plot is not None and not plot.is_dir() and plot.suffix not in PLOT_SUFFIXES:
-            raise UserError(f"--plot: expected a file ending in {', '.join(PLOT_SUFFIXES)}, got {plot}")
+        check_plot(plot)
         for path in (json, markdown, plot):
             prepare_output(path)
         with console.starting():
@@ -114,6 +113,16 @@ def ppl(
                 console.print_line(f"Wrote {escape(str(path))}")
     if any(result.failure is not None for result in section.backends):
         raise typer.Exit(console.BACKEND_FAILED)
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse a plot in a format that there is not; what else can be wrong, :func:`prepare_output` says.
+
+    Raises:
+        UserError: ``path`` ends in something else.
+    """
+    if path is not None and not path.is_dir() and path.suffix not in PLOT_SUFFIXES:
+        raise UserError(f"--plot: expected a file ending in {', '.join(PLOT_SUFFIXES)}, got {path}")
 
 
 def prepare_output(path: Path | None) -> None:
