@@ -112,7 +112,8 @@ FIELDS = tuple(field.name for field in fields(DMAConfig))
 PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
     {
         "balanced": DMAConfig(),
-        "fp4": DMAConfig(low="nvfp4", high="mxfp8", shared_scale="block", rotate=True),
+        # Perplexity at 8,192 +1.24 %; with high="mxfp8" +1.84 %, and with scales not searched for +2.05 %.
+        "fp4": DMAConfig(low="nvfp4", scale_rounding="search", shared_scale="block", rotate=True),
         "paper": DMAConfig(
             low="mxfp4",
             high="mxfp8",

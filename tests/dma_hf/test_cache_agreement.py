@@ -2,7 +2,7 @@
 
 In fp64, where no rounding error of another order of summation carries a number across the border between two codes.
 Without sink tiles, so that the sequence is in its third tile when the first one is low. The first step completes the
-first tile: before, the mean that ``smooth_k`` subtracts is another one, which quantised high keys ("fp4") see.
+first tile: before, the mean that ``smooth_k`` subtracts is another one, which quantised high keys see.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ RECIPES = {
     "int8": Recipe(low="mxint8", shared_scale="tile", smooth_k=True, pv="fp8"),
     "int8-pv16": Recipe(low="mxint8", shared_scale="tile"),
     "e4m3-rotated": Recipe(low="mxfp8", shared_scale="tile", smooth_k=True, rotate=True, pv="fp8"),
+    "fp4": Recipe(low="nvfp4", scale_rounding="search", smooth_k=True, rotate=True, pv="fp8"),
     "nvfp4": Recipe(low="nvfp4", high="mxfp8", smooth_k=True, rotate=True, pv="fp8"),
     "paper": Recipe(low="mxfp4", high="mxfp8", scale_rounding="floor", sink_tiles=0),
     "mxfp4-row": Recipe(low="mxfp4", shared_scale="row", smooth_k=True, rotate=True, pv="fp8"),
