@@ -78,7 +78,7 @@ def prefill_over_cache(
             operands,
             PrefillGeometry((storage.slots + 1) * TILE, 0, 0, rows, is_causal=True, window=window, mask=None),
             recipe,
-            select_tiles(arch, lowering, query.shape[3], value.shape[3]),
+            select_tiles(arch, lowering, query.shape[3], value.shape[3], has_softcap=softcap is not None),
             scale=scale,
             softcap=softcap,
             sinks=sinks,

@@ -90,7 +90,7 @@ def attention_triton(
             operands,
             PrefillGeometry(key.shape[2], q_offset, kv_offset, rows, is_causal, window, mask),
             recipe,
-            select_tiles(arch, lowering, query.shape[3], value.shape[3]),
+            select_tiles(arch, lowering, query.shape[3], value.shape[3], has_softcap=softcap is not None),
             scale=scale,
             softcap=softcap,
             sinks=sinks,

@@ -17,12 +17,15 @@ pytestmark = pytest.mark.slow
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory that a program may have (CUDA programming guide, technical specifications)."""
 
-# The matrix instructions of each call, as regular expressions.
+# The matrix instructions of each call, as regular expressions: RECIPE:ARCH:HEAD_DIM[:OPTION].
 UNITS = {
     "int8:80:128": [r"mma.sync.*s8\.s8", "mma.sync.*bf16"],
     "int8:89:128": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3", "mma.sync.*bf16"],
     "int8:90:64": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
     "int8:90:128": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3", "wgmma.mma_async.*bf16"],
+    "int8:90:64:softcap": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:128:softcap": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:64:sinks": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
     "int8:90:256": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
     "int8:100:128": [r"tcgen05.mma.*kind::i8", r"tcgen05.mma.*kind::f8f6f4", r"tcgen05.mma.*kind::f16"],
     "int8:120:128": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
@@ -96,6 +99,9 @@ def test_shared_memory_is_within_the_chips_limit(call: str, compiled: dict[str, 
     [
         "int8:90:64",
         "int8:90:128",
+        "int8:90:64:softcap",
+        "int8:90:128:softcap",
+        "int8:90:64:sinks",
         "e4m3-rotated:90:128",
         "paper:90:128",
         "int8:100:128",

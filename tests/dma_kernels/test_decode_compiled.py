@@ -17,23 +17,28 @@ pytestmark = pytest.mark.slow
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory that a program may have (CUDA programming guide, technical specifications)."""
 
-# The matrix instructions of each step, as regular expressions: RECIPE:ARCH:HEAD_DIM:QUERIES. On Hopper
+# The matrix instructions of each step, as regular expressions: RECIPE:ARCH:HEAD_DIM:QUERIES[:OPTION]. On Hopper
 # Triton 3.6 multiplies E4M3 numbers with 8 columns as fp16 numbers, which decoding, bound by memory, does not notice.
 UNITS = {
     "kv8:80:128:1": [r"mma.sync.*s8\.s8", "mma.sync.*bf16"],
     "kv8:89:128:1": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
     "kv8:90:128:1": [r"(mma.sync|wgmma).*s8\.s8", r"(mma.sync|wgmma).*(e4m3\.e4m3|f16\.f16)"],
     "kv8:90:128:16": [r"(mma.sync|wgmma).*s8\.s8", r"(mma.sync|wgmma).*e4m3\.e4m3"],
+    "kv8:90:128:1:softcap": [r"(mma.sync|wgmma).*s8\.s8"],
+    "kv8:90:128:1:sinks": [r"(mma.sync|wgmma).*s8\.s8"],
+    "kv8:80:128:1:softcap": [r"mma.sync.*s8\.s8"],
     "kv8-q16:90:64:1": [r"(mma.sync|wgmma).*s8\.s8"],
     "kv8:100:128:1": [r"mma.sync.*s8\.s8", r"mma.sync.*f16\.f16"],
     "kv8:120:128:1": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
     "kv4:80:128:1": [r"mma.sync.*f16\.f16"],
     "kv4:90:128:1": [r"mma.sync.*f16\.f16"],
+    "kv4:90:128:1:softcap": [r"mma.sync.*f16\.f16"],
     "kv4:90:128:16": [r"(mma.sync|wgmma).*f16\.f16"],
     "kv4:100:128:1": [r"mma.sync.*f16\.f16"],
     "kv4:120:256:1": [r"mma.sync.*f16\.f16"],
 }
 PLAIN = ("kv8:90:128:1", "kv4:90:128:1", "kv8:80:128:1", "kv4:80:128:1", "kv4:100:128:1", "kv8:120:128:1")
+NOT_PLAIN = ("kv8:90:128:1:softcap", "kv8:90:128:1:sinks", "kv8:80:128:1:softcap", "kv4:90:128:1:softcap")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,7 @@ def test_shared_memory_is_within_the_chips_limit(step: str, compiled: dict[str, 
     assert compiled[step]["shared"] <= SHARED_MEMORY[int(step.split(":")[1])]
 
 
-@pytest.mark.parametrize("step", PLAIN)
+@pytest.mark.parametrize("step", PLAIN + NOT_PLAIN)
 def test_no_register_is_spilled(step: str, compiled: dict[str, dict[str, Any]]) -> None:
     assert compiled[step]["stack"] == 0
 

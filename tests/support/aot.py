@@ -2,7 +2,8 @@
 
 Inside :func:`compile_only` a Triton launch compiles for the chip in question and returns; the launches' compiled
 kernels are collected. Tensors stay on the CPU and are not read. The interpreter replaces the compiler in a process for
-good, so tests run this file as a program: ``python aot.py RECIPE:ARCH:HEAD_DIM ...`` prints the kernels as JSON.
+good, so tests run this file as a program: ``python aot.py RECIPE:ARCH:HEAD_DIM[:OPTION] ...`` prints the kernels as
+JSON. An option is a name in ``OPTIONS``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ from fused_cases import RECIPES
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {"softcap": None, "sinks": None},
+    "softcap": {"softcap": 50.0, "sinks": None},
+    "sinks": {"softcap": None, "sinks": torch.empty(4)},
+}
+"""What a call may have beside the plain softmax, by name."""
 
 EIGHT_BIT_PRODUCT = r"\b(IGMMA|QGMMA|IMMA|QMMA|UTCQMMA|UTCIMMA|UTCOMMA|OMMA)\b"
 """Matrix instructions with operands of at most 8 bits, as the disassembler names them."""
@@ -128,18 +136,19 @@ def _cuobjdump(option: str, path: str) -> str:
     return subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
 
 
-def compile_call(recipe: str, arch: int, head_dim: int) -> list[Compiled]:
+def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> list[Compiled]:
     """Compile a causal call with 4 query and 2 kv heads."""
     query = torch.empty(1, 256, 4, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     key = torch.empty(1, 256, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     with compile_only(arch) as compiled:
         fused.attention_triton(
             query, key, key, RECIPES[recipe], q_offset=0, kv_offset=0, q_offset_rows=None, kv_offset_rows=None,
-            kv_range=None, mask=None, sinks=None, is_causal=True, window=None, scale=0.125, softcap=None,
+            kv_range=None, mask=None, is_causal=True, window=None, scale=0.125, **OPTIONS[option],
         )  # fmt: skip
     return compiled
 
 
 if __name__ == "__main__":
     calls = [argument.split(":") for argument in sys.argv[1:]]
-    print(json.dumps({":".join(c): [asdict(k) for k in compile_call(c[0], int(c[1]), int(c[2]))] for c in calls}))
+    found = {":".join(c): compile_call(c[0], int(c[1]), int(c[2]), *c[3:]) for c in calls}
+    print(json.dumps({call: [asdict(kernel) for kernel in kernels] for call, kernels in found.items()}))

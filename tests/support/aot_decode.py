@@ -1,6 +1,7 @@
 """Compile the kernels of a decode step for any NVIDIA chip, without one: see :mod:`aot`.
 
-Tests run this file as a program: ``python aot_decode.py RECIPE:ARCH:HEAD_DIM:QUERIES ...`` prints the kernels as JSON.
+Tests run this file as a program: ``python aot_decode.py RECIPE:ARCH:HEAD_DIM:QUERIES[:OPTION] ...`` prints the kernels
+as JSON. An option is a name in ``aot.OPTIONS``.
 """
 
 from __future__ import annotations
@@ -10,28 +11,25 @@ import sys
 from dataclasses import asdict
 
 import torch
-from aot import Compiled, compile_only
+from aot import OPTIONS, Compiled, compile_only
 from decode_cases import RECIPES
 from dma_kernels.decode import decode_attention
 from dma_kernels.storage import LayerStorage
 
 
-def compile_step(recipe: str, arch: int, head_dim: int, queries: int, dtype: torch.dtype) -> list[Compiled]:
+def compile_step(recipe: str, arch: int, head_dim: int, queries: int, option: str = "") -> list[Compiled]:
     """Compile a decode step with 32 query and 8 kv heads."""
+    dtype = torch.bfloat16
     storage = LayerStorage.allocate(
         RECIPES[recipe], batch=1, kv_heads=8, head_dim=head_dim, value_dim=head_dim, dtype=dtype,
         device=torch.device("cpu"), tiles=64,
     )  # fmt: skip
     query = torch.empty(1, 32, queries, head_dim, dtype=dtype)
     with compile_only(arch) as compiled:
-        decode_attention(query, storage, scale=0.125)
+        decode_attention(query, storage, scale=0.125, **OPTIONS[option])
     return compiled
 
 
 if __name__ == "__main__":
-    result = {}
-    for argument in sys.argv[1:]:
-        recipe, arch, head_dim, queries, *rest = argument.split(":")
-        dtype = torch.float16 if rest else torch.bfloat16
-        result[argument] = [asdict(k) for k in compile_step(recipe, int(arch), int(head_dim), int(queries), dtype)]
-    print(json.dumps(result))
+    steps = [argument.split(":") for argument in sys.argv[1:]]
+    print(json.dumps({":".join(s): [asdict(k) for k in compile_step(s[0], *map(int, s[1:4]), *s[4:])] for s in steps}))
