@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from .blocks import Codec
 from .formats import TILE, SharedScale
 from .geometry import AttentionGeometry
-from .preparation import PreparedOperands, cast, prepare_queries
+from .preparation import PreparedOperands, cast, prepare_queries, smoothing_shift
 from .reference import attend
 from .storage import LayerStorage
 
@@ -111,6 +111,7 @@ def _dense_operands(
         v_low=None if recipe.low_v is None else v_low,
         # The factors of E4M3 values are powers of two, multiplied into the values already.
         value_scale=v_low.new_ones((len(query), v_low.shape[1], 1, v_low.shape[3])) if is_fp8 else None,
+        shift=smoothing_shift(query, mean[:, :, None].to(compute_dtype)) if recipe.smooth_k else None,
     )
 
 

@@ -107,7 +107,8 @@ def decode_attention(
         )  # fmt: skip
         plan.combine(
             (batch * kv_heads, q_heads // kv_heads * q_len, 1),
-            partial, partial_lse, sinks, out, lse, *out.stride()[:3], splits, q_len, rows,
+            partial, partial_lse, query, storage.key_mean, sinks, out, lse,
+            *query.stride(), *out.stride()[:3], splits, q_len, rows, scale * LOG2_E,
         )  # fmt: skip
     return out, lse
 
@@ -210,11 +211,15 @@ def _plan(
     combined = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
+        "D": head_dim,
+        "BLOCK_D": block_d,
         "DV": value_dim,
         "BLOCK_DV": block_dv,
         # All at once, up to what the registers hold.
         "BLOCK_S": min(triton.next_power_of_2(tiles.splits), 8192 // block_dv),
         "HAS_SINKS": has_sinks,
+        # Under a softcap the first kernel's logits are whole.
+        "IS_SHIFTED": recipe.smooth_k and not has_softcap,
     }
     return _Plan(
         forms=forms,

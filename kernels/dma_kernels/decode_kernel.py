@@ -22,7 +22,7 @@ from .decode_tiles import (
 )
 from .device import dot, hadamard, round_to_e4m3
 from .formats import TILE
-from .queries import rotate_queries
+from .queries import finite_or_zero, rotate_queries, smoothing_shift
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
@@ -44,7 +44,7 @@ def _softmax_step(s, l_i, m_i, EXPONENT: tl.constexpr):
 
 @triton.jit
 def _high_tiles(
-    q, mean, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr,
+    q, mean_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr,
     i_head, first, last, length, q_pos, sinks, band_first, visible_tile, window, softcap, logit_scale, norm,
     diagonal_tiles, sink_tiles, ring_tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
@@ -63,14 +63,19 @@ def _high_tiles(
     o_d = tl.arange(0, BLOCK_D)
     o_v = tl.arange(0, BLOCK_DV)
     o_t = tl.arange(0, STEP)
-    x = q.to(tl.float32)
-    shift = tl.zeros([COLUMNS], tl.float32)
-    if FORMAT == "bf16":
+    # Logits are as those of low tiles: without q . mean, but for those of a cap, which sees it.
+    IS_RAW: tl.constexpr = FORMAT == "bf16"
+    ADDS_SHIFT: tl.constexpr = HAS_MEAN and HAS_SOFTCAP and not IS_RAW
+    TAKES_SHIFT: tl.constexpr = HAS_MEAN and not HAS_SOFTCAP and IS_RAW
+    if ADDS_SHIFT or TAKES_SHIFT:
+        shift = smoothing_shift(q, mean_ptr, D)
+    if IS_RAW:
         # In exact arithmetic (q H) . ((k - mean) H) is q . k - q . mean.
         queries = tl.trans(q)
-        if HAS_MEAN:
-            shift = tl.sum(x * mean[None, :], 1)
     else:
+        if HAS_MEAN:
+            mean = tl.load(mean_ptr + o_d, mask=o_d < D, other=0.0)
+        x = q.to(tl.float32)
         if ROTATE:
             x = rotate_queries(q, norm, HADAMARD_SIZE, IS_INTERPRETED)
         queries = tl.trans(rounded_rows(x, FORMAT, "block", ROUNDING).to(DTYPE))
@@ -92,8 +97,8 @@ def _high_tiles(
         k_pos = tile * _TILE + inside + o_t
         m_t = (k_pos < length)[:, None]
         k = tl.load(k_base + (entry + o_t)[:, None] * D + o_d[None, :], mask=m_t & (o_d < D)[None, :], other=0.0)
-        if FORMAT == "bf16":
-            s = dot(k, queries, IS_INTERPRETED) - shift[None, :]
+        if IS_RAW:
+            s = dot(k, queries, IS_INTERPRETED)
         else:
             y = k.to(tl.float32)
             if HAS_MEAN:
@@ -101,6 +106,10 @@ def _high_tiles(
             if ROTATE:
                 y = hadamard(y, STEP, HADAMARD_SIZE, BLOCK_D, norm)
             s = dot(rounded_rows(y, FORMAT, "block", ROUNDING).to(DTYPE), queries, IS_INTERPRETED)
+        if TAKES_SHIFT:
+            s -= shift[None, :]
+        if ADDS_SHIFT:
+            s += shift[None, :]
         s = s * logit_scale
         if HAS_SOFTCAP:
             s = cap(s, softcap)
@@ -119,13 +128,14 @@ def _high_tiles(
 
 @triton.jit
 def _low_tiles(
-    acc, total, m_i, q, key_ptr, key_scale_ptr, key_factor_ptr, value_ptr, value_scale_ptr, value_factor_ptr,
+    acc, total, m_i, q, mean_ptr, key_ptr, key_scale_ptr, key_factor_ptr,
+    value_ptr, value_scale_ptr, value_factor_ptr,
     i_head, first, last, q_pos, window, softcap, logit_scale, norm, diagonal_tiles, slots,
-    BLOCK_DV: tl.constexpr, KEY_FORM: tl.constexpr, QUERY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr,
+    D: tl.constexpr, BLOCK_DV: tl.constexpr, KEY_FORM: tl.constexpr, QUERY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr,
     FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr, PV: tl.constexpr, EXPONENT: tl.constexpr,
     KEY_STORED: tl.constexpr, KEY_BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_STORED: tl.constexpr,
-    ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
+    HAS_MEAN: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, HAS_ROWS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
     STEP: tl.constexpr, NUM_STAGES: tl.constexpr, IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Attend to the low tiles ``first..last``, behind what :func:`_high_tiles` returned; returns the same."""
@@ -141,6 +151,10 @@ def _low_tiles(
         x, QUERY_FORM, KEY_FORM, FORMAT, SHARED, ROUNDING, WIDTH, DTYPE, IS_INTERPRETED
     )
     factor *= logit_scale
+    ADDS_SHIFT: tl.constexpr = HAS_MEAN and HAS_SOFTCAP
+    shift = factor
+    if ADDS_SHIFT:
+        shift = smoothing_shift(q, mean_ptr, D) * logit_scale
     low_end = (q_pos >> _TILE_SHIFT) - diagonal_tiles
     body = i_head * slots
     m_before = m_i
@@ -156,8 +170,8 @@ def _low_tiles(
             KEY_FORM, QUERY_FORM, KEY_STORED, KEY_BLOCK, WIDTH, DTYPE, IS_INTERPRETED,
         )  # fmt: skip
         s = logits(
-            s, factor * worth, softcap, tile, tile * _TILE + rows, q_pos, low_end, window,
-            HAS_SOFTCAP, HAS_WINDOW, HAS_ROWS,
+            s, factor * worth, shift, softcap, tile, tile * _TILE + rows, q_pos, low_end, window,
+            HAS_SOFTCAP, HAS_WINDOW, HAS_ROWS, ADDS_SHIFT,
         )  # fmt: skip
         if IN_HALVES:
             rest = rows + ROWS
@@ -166,8 +180,8 @@ def _low_tiles(
                 KEY_FORM, QUERY_FORM, KEY_STORED, KEY_BLOCK, WIDTH, DTYPE, IS_INTERPRETED,
             )  # fmt: skip
             s_rest = logits(
-                s_rest, factor * worth, softcap, tile, tile * _TILE + rest, q_pos, low_end, window,
-                HAS_SOFTCAP, HAS_WINDOW, HAS_ROWS,
+                s_rest, factor * worth, shift, softcap, tile, tile * _TILE + rest, q_pos, low_end, window,
+                HAS_SOFTCAP, HAS_WINDOW, HAS_ROWS, ADDS_SHIFT,
             )  # fmt: skip
             m_new = tl.maximum(m_i, tl.max(tl.maximum(s, s_rest), 0))
             p = tl.math.exp2(s + (EXPONENT - m_new)[None, :])
@@ -256,11 +270,8 @@ def decode_kernel(
     total = tl.zeros([BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_DV, BLOCK_N], tl.float32)
     if high_start < high_end:
-        mean = tl.zeros([BLOCK_D], tl.float32)
-        if HAS_MEAN:
-            mean = tl.load(mean_ptr + i_head * D + o_d, mask=o_d < D, other=0.0)
         acc, total, m_i = _high_tiles(
-            q, mean, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr,
+            q, mean_ptr + i_head * D, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr,
             i_head, high_start, high_end, length, q_pos, sinks, band_first, visible_tile, window, softcap, logit_scale,
             norm, diagonal_tiles, sink_tiles, ring_tiles,
             D, DV, BLOCK_DV, HIGH_FORMAT, ROUNDING, PV, EXPONENT, HAS_MEAN, ROTATE, HADAMARD_SIZE, HAS_WINDOW,
@@ -268,23 +279,28 @@ def decode_kernel(
         )  # fmt: skip
     if low_start < low_end:
         acc, total, m_i = _low_tiles(
-            acc, total, m_i, q, key_ptr, key_scale_ptr, key_factor_ptr, value_ptr, value_scale_ptr, value_factor_ptr,
+            acc, total, m_i, q, mean_ptr + i_head * D, key_ptr, key_scale_ptr, key_factor_ptr,
+            value_ptr, value_scale_ptr, value_factor_ptr,
             i_head, low_first + low_start, low_first + low_end, q_pos, window, softcap, logit_scale, norm,
             diagonal_tiles, slots,
-            BLOCK_DV, KEY_FORM, QUERY_FORM, VALUE_FORM, LOW_FORMAT, SHARED, ROUNDING, PV, EXPONENT, KEY_STORED,
-            KEY_BLOCK, WIDTH, VALUE_STORED, ROTATE, HADAMARD_SIZE, HAS_ROWS, HAS_WINDOW, HAS_SOFTCAP, LOW_DTYPE,
-            STEP, NUM_STAGES, IS_INTERPRETED,
+            D, BLOCK_DV, KEY_FORM, QUERY_FORM, VALUE_FORM, LOW_FORMAT, SHARED, ROUNDING, PV, EXPONENT, KEY_STORED,
+            KEY_BLOCK, WIDTH, VALUE_STORED, HAS_MEAN, ROTATE, HADAMARD_SIZE, HAS_ROWS, HAS_WINDOW, HAS_SOFTCAP,
+            LOW_DTYPE, STEP, NUM_STAGES, IS_INTERPRETED,
         )  # fmt: skip
     _store_partial(out_ptr, lse_ptr, acc, total, m_i, rows, i_split, splits, EXPONENT, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=["splits", "q_len", "rows"])
 def combine_kernel(
-    partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_ot, splits, q_len, rows,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    partial_ptr, partial_lse_ptr, q_ptr, mean_ptr, sinks_ptr, out_ptr, lse_ptr,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_ob, stride_oh, stride_ot, splits, q_len, rows, logit_scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, IS_SHIFTED: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial results of one query of one head; its sink logit takes part here."""
+    """Combine the partial results of one query of one head; its sink logit takes part here.
+
+    Where ``IS_SHIFTED``, partial results are of logits that lack what smoothing took, ``q . mean``.
+    """
     i_head = tl.program_id(0).to(tl.int64)  # batch row and kv head
     i_n = tl.program_id(1)
     i_h = (i_head % KV_HEADS) * GROUP + i_n % GROUP
@@ -294,8 +310,15 @@ def combine_kernel(
     o_v = tl.arange(0, BLOCK_DV)
     m_v = o_v < DV
     base = (i_head * rows + i_n) * splits
+    shift = 0.0
+    if IS_SHIFTED:
+        o_d = tl.arange(0, BLOCK_D)
+        query = q_ptr + i_b * stride_qb + i_h * stride_qh + i_t * stride_qt + o_d * stride_qd
+        q = tl.load(query, mask=o_d < D, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + i_head * D + o_d, mask=o_d < D, other=0.0)
+        shift = finite_or_zero(tl.sum(q * mean, 0) * logit_scale)
     if HAS_SINKS:
-        m_i = 1.4426950408889634 * tl.load(sinks_ptr + i_h).to(tl.float32)
+        m_i = 1.4426950408889634 * tl.load(sinks_ptr + i_h).to(tl.float32) - shift
         l_i = 1.0
     else:
         m_i = -1.0e30
@@ -316,5 +339,5 @@ def combine_kernel(
     out = acc / tl.where(is_empty, 1.0, l_i)
     offset = i_b * stride_ob + i_h * stride_oh + i_t * stride_ot
     tl.store(out_ptr + offset + o_v, out.to(out_ptr.dtype.element_ty), mask=m_v)
-    lse = tl.where(is_empty, float("-inf"), (m_i + tl.math.log2(l_i)) * 0.6931471805599453)
+    lse = tl.where(is_empty, float("-inf"), (m_i + shift + tl.math.log2(l_i)) * 0.6931471805599453)
     tl.store(lse_ptr + (i_b * KV_HEADS * GROUP + i_h) * q_len + i_t, lse)

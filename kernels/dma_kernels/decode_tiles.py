@@ -215,14 +215,15 @@ def low_scores(
 
 @triton.jit
 def logits(
-    s, factor, softcap, tile, k_pos, q_pos, low_end, window,
-    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ROWS: tl.constexpr,
+    s, factor, shift, softcap, tile, k_pos, q_pos, low_end, window,
+    HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Scale, cap and mask scores ``[ROWS, COLUMNS]`` of a low tile, to base-2 logits.
 
     Args:
         s: Scores.
         factor: What one is worth, ``[COLUMNS]``.
+        shift: What the logits lack, ``[COLUMNS]``.
         softcap: The cap times log2(e).
         tile: The tile.
         k_pos: Positions ``[ROWS]``.
@@ -232,8 +233,11 @@ def logits(
         HAS_SOFTCAP: Whether there is a cap.
         HAS_WINDOW: Whether there is a window.
         HAS_ROWS: Whether the program's queries differ in what is low.
+        HAS_SHIFT: Whether the logits lack a shift.
     """
     s = s * factor[None, :]
+    if HAS_SHIFT:
+        s += shift[None, :]
     if HAS_SOFTCAP:
         s = cap(s, softcap)
     if HAS_ROWS:

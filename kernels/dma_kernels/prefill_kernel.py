@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .formats import TILE
-from .queries import load_queries, prepare_queries, rotate_queries
+from .queries import finite_or_zero, load_queries, prepare_queries, rotate_queries, smoothing_shift
 from .scores import (
     attend,
     load_keys,
@@ -99,6 +99,10 @@ def prefill_kernel(
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     EXPONENT: tl.constexpr = 8.0 if IS_PV_FP8 else 0.0
+    # A plain softmax does not see what smoothing takes from a row's scores: sinks are moved as the scores are, and the
+    # log of the denominator gets it back. A cap sees it: scores of raw keys have it, and all others get it back.
+    IS_SHIFTED: tl.constexpr = HAS_MEAN and not HAS_SOFTCAP
+    RESTORES_SHIFT: tl.constexpr = HAS_MEAN and HAS_SOFTCAP
     MASK_HIGH: tl.constexpr = HIGH_LAYOUT == "caller" or HIGH_LAYOUT == "gapped"
     MASK_HIGH_VALUES: tl.constexpr = HIGH_VALUE_LAYOUT == "caller" or HIGH_VALUE_LAYOUT == "gapped"
     MASK_LOW_VALUES: tl.constexpr = LOW_VALUE_LAYOUT == "caller"
@@ -174,6 +178,17 @@ def prefill_kernel(
         head_scale = tl.load(query_factor_ptr + i_b * Q_HEADS + i_h)
 
     q = load_queries(q_base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
+    m_row = (rows >= 0) & (rows < q_len)
+    lse_rows = lse_ptr + (i_b * Q_HEADS + i_h) * q_len + rows
+    shift = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_MEAN:
+        shift = smoothing_shift(q, mean_ptr + i_row * D, D)
+    logit_shift = finite_or_zero(shift * logit_scale)
+    if IS_SHIFTED:
+        # It waits where the result will be: there is no register for it in the loops.
+        tl.store(lse_rows, logit_shift * 0.6931471805599453, mask=m_row)
+        if HAS_SINKS:
+            m_i -= logit_shift
     if HAS_LOW and STAGE_QUERIES:
         # Hopper's matrix units take what was loaded from shared memory, and what was computed from registers, of which
         # there are none to spare. The output's rows are this program's own and hold nothing yet.
@@ -187,13 +202,9 @@ def prefill_kernel(
         tl.store(staged, q_low, mask=m_staged)
 
     # ---- high tiles: the sinks, then the band; everything, where the recipe has one precision
-    shift = tl.zeros([BLOCK_M], tl.float32)
     if HIGH_FORM == "raw":
         q_scale = q
         factor = tl.full([BLOCK_M], 1.0, tl.float32)
-        if HAS_MEAN:
-            mean = tl.load(mean_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
-            shift = tl.sum(q.to(tl.float32) * mean[None, :], 1)
     else:
         x = rotate_queries(q, norm, HADAMARD_SIZE, IS_INTERPRETED) if ROTATE else q.to(tl.float32)
         q, q_scale, factor = prepare_queries(
@@ -234,12 +245,13 @@ def prefill_kernel(
                 D, BLOCK_D, BLOCK_H,
             )  # fmt: skip
         s = score(q, q_scale, k, k_scale, HIGH_FORM, HIGH_FORMAT, HIGH_FORMAT, IS_INTERPRETED)
-        if HIGH_FORM == "raw" and HAS_MEAN:
+        if HIGH_FORM == "raw" and IS_SHIFTED:
             s -= shift[:, None]
         s = logits(
-            s, factor, softcap, q_pos, position + o_h, visible_start, visible_end, window,
+            s, factor, logit_shift, softcap, q_pos, position + o_h, visible_start, visible_end, window,
             mask_base, stride_mq, stride_mk, q_start, q_end, k_start,
             (position < inner_start) | (position + BLOCK_H > inner_end), IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK,
+            RESTORES_SHIFT and HIGH_FORM != "raw",
         )  # fmt: skip
         entry = storage_entry(position, k_start, aligned_start, storage_len, sink_end, gap, HIGH_VALUE_LAYOUT)
         v = load_values(
@@ -315,9 +327,9 @@ def prefill_kernel(
                     block_factor *= tl.load(k_low_factor_ptr + tile_row + (entry >> _TILE_SHIFT))
                 if HAS_SOFTCAP or not IS_INNER:
                     s = logits(
-                        s, block_factor, softcap, q_pos, position + o_n, visible_start, visible_end, window,
-                        mask_base, stride_mq, stride_mk, q_start, q_end, k_start,
-                        not IS_INNER, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK,
+                        s, block_factor, logit_shift, softcap, q_pos, position + o_n, visible_start, visible_end,
+                        window, mask_base, stride_mq, stride_mk, q_start, q_end, k_start,
+                        not IS_INNER, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, RESTORES_SHIFT,
                     )  # fmt: skip
                 entry = storage_entry(position, k_start, aligned_start, storage_len, sink_end, gap, LOW_VALUE_LAYOUT)
                 v = load_values(
@@ -340,9 +352,14 @@ def prefill_kernel(
     acc *= (1.0 / tl.where(is_empty, 1.0, l_i))[:, None]
     if VALUE_FACTOR == "channel":
         acc *= tl.load(value_factor_ptr + i_row * DV + o_v, mask=o_v < DV, other=0.0)[None, :]
-    m_row = (rows >= 0) & (rows < q_len)
     offset = rows.to(tl.int64)[:, None] * stride_ot + o_v[None, :]
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + i_b * stride_ob + i_h * stride_oh + offset, out, mask=m_row[:, None] & (o_v < DV)[None, :])
     lse = (m_i + tl.math.log2(l_i) - EXPONENT) * 0.6931471805599453
-    tl.store(lse_ptr + (i_b * Q_HEADS + i_h) * q_len + rows, tl.where(is_empty, float("-inf"), lse), mask=m_row)
+    lse = tl.where(is_empty, float("-inf"), lse)
+    if IS_SHIFTED:
+        # To what waits there, stored by any thread of the program. A load would cost registers in the loops.
+        tl.debug_barrier()
+        tl.atomic_add(lse_rows, lse, mask=m_row, sem="relaxed", scope="cta")
+    else:
+        tl.store(lse_rows, lse, mask=m_row)

@@ -25,6 +25,8 @@ class PreparedOperands:
         value: Values; for ``pv = "fp8"`` the E4M3 numbers, without their scale.
         v_low: Values of low tiles where the recipe's ``low_v`` says; ``None``: ``value`` for all tiles.
         value_scale: Scale of E4M3 values, ``[B, Hkv, 1, Dv]``; ``None`` for ``pv = "bf16"``.
+        shift: What smoothing took from every score of a query, ``[B, Hq, Tq]``; ``None`` without. A plain softmax does
+            not see it; sink logits, a softcap and the log of the denominator do.
     """
 
     q_low: Tensor
@@ -34,6 +36,7 @@ class PreparedOperands:
     value: Tensor
     v_low: Tensor | None
     value_scale: Tensor | None
+    shift: Tensor | None
 
 
 def prepare_operands(
@@ -54,8 +57,11 @@ def prepare_operands(
         value = value.masked_fill(~visible[:, None, :, None], 0.0)
     compute_dtype = torch.promote_types(query.dtype, torch.float32)
     k = key.to(compute_dtype)
+    shift = None
     if recipe.smooth_k:
-        k = k - key_mean(key, visible)
+        mean = key_mean(key, visible)
+        shift = smoothing_shift(query, mean)
+        k = k - mean
         if visible is not None:
             k = k.masked_fill(~visible[:, None, :, None], 0.0)
     if recipe.rotate:
@@ -72,7 +78,14 @@ def prepare_operands(
         v_low=None if recipe.low_v is None else cast(value, recipe.low_v, recipe, SharedScale.BLOCK, query.dtype),
         value=(value if v_scale is None else to_e4m3(value.float() / v_scale)).to(compute_dtype),
         value_scale=None if v_scale is None else v_scale.to(compute_dtype),
+        shift=shift,
     )
+
+
+def smoothing_shift(query: Tensor, mean: Tensor) -> Tensor:
+    """Return ``q . mean`` of queries ``[B, Hq, Tq, D]`` and means ``[B, Hkv, 1, D]``: ``[B, Hq, Tq]``."""
+    group = query.shape[1] // mean.shape[1]
+    return (query.to(mean.dtype) * mean.repeat_interleave(group, 1)).sum(-1)
 
 
 def prepare_queries(query: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,20 @@ def load_queries(base, rows, stride_t, stride_d, q_len, D: tl.constexpr, BLOCK_D
 
 
 @triton.jit
+def smoothing_shift(q, mean_ptr, D: tl.constexpr):
+    """Return what smoothing takes from every score of queries ``[ROWS, BLOCK_D]``: ``q . mean``, fp32 ``[ROWS]``."""
+    o_d = tl.arange(0, q.shape[1])
+    mean = tl.load(mean_ptr + o_d, mask=o_d < D, other=0.0)
+    return tl.sum(q.to(tl.float32) * mean[None, :], 1)
+
+
+@triton.jit
+def finite_or_zero(x):
+    """Return fp32 ``x``, 0 in place of infinities and NaN: a row that sees no key is as defined whatever it holds."""
+    return tl.where(x - x == 0.0, x, 0.0)
+
+
+@triton.jit
 def _hadamard_matrix(SIZE: tl.constexpr, DTYPE: tl.constexpr):
     """Return the Sylvester-Hadamard matrix of order ``SIZE`` <= 256: -1 where ``i & j`` has an odd number of ones."""
     o = tl.arange(0, SIZE)

@@ -165,6 +165,10 @@ def _scores(call: _Call, block: slice, columns: slice, high: list[_HighPart]) ->
         local = slice(part.start - columns.start, part.stop - columns.start)
         scores_high = _product(operands.q_high[:, :, block], operands.k_high[:, :, part])
         scores[..., local] = torch.where(is_high, scores_high, scores[..., local])
+    if operands.shift is not None:
+        kv_heads, group = scores.shape[1:3]
+        shift = operands.shift[:, :, block]
+        scores += shift.reshape(len(shift), kv_heads, group, -1, 1)
     return scores
 
 

@@ -206,6 +206,7 @@ def score(
 def logits(
     s,
     factor,  # [BM] turns a score into a base-2 logit
+    shift,  # [BM] what the logits lack, used where HAS_SHIFT
     softcap,
     q_pos,  # [BM]
     k_pos,  # [BN]
@@ -223,9 +224,12 @@ def logits(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
 ):
     """Scale, cap and mask the scores of one block, to base-2 logits; minus infinity where a key is not seen."""
     s = s.to(tl.float32) * factor[:, None]
+    if HAS_SHIFT:
+        s += shift[:, None]
     if HAS_SOFTCAP:
         # tanh(y) = 1 - 2 / (exp(2 y) + 1), where s is y * softcap * log2(e) and softcap carries the log2(e).
         s = softcap * (1.0 - 2.0 / (tl.math.exp2(s * (2.8853900817779268 / softcap)) + 1.0))

@@ -99,7 +99,7 @@ def test_static_cache(name, setting, families, token_ids, assert_same):
 def test_softcap_sinks_value_dims_chunks(name, families, token_ids, assert_same):
     """In fp32. Llama 4 has chunks, Gemma 2 a softcap, GPT-OSS sink logits, DeepSeek other value dims."""
     model = families[name].build("dma_mxfp")
-    dma_hf.configure(model, "kv4", sink_tiles=0, smooth_k=False)
+    dma_hf.configure(model, "kv4", sink_tiles=0)
     ids = token_ids(1, LENGTH)
     expected = model(ids).logits
     actual = _decode(model, ids, DMACache(model.config), [(0, 130), (130, 290), *((i, i + 1) for i in range(290, 300))])

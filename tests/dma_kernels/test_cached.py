@@ -8,6 +8,8 @@ import pytest
 import torch
 from dma_kernels import attention
 from dma_kernels.cached import append, cached_attention
+from dma_kernels.cached_prefill import prefill_over_cache
+from dma_kernels.decode import decode_attention
 from dma_kernels.storage import LayerStorage
 from dma_kernels.testing import RECIPES, random_qkv
 
@@ -62,6 +64,30 @@ def test_chunks_over_a_cache(name, window):
         assert (actual - expected).abs().max() / expected.abs().max() < tolerance
     for (part, a), b in zip(storages[0].tensors().items(), storages[1].tensors().values(), strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), part
+
+
+@pytest.mark.parametrize("name", ["mxint8-tile", "nvfp4-keys-values"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"sinks": [0.5, 3.0]}], ids=["plain", "softcap", "sinks"])
+def test_chunks_and_steps_over_smoothed_keys_equal_one_pass(name, options):
+    """The log of the denominator too, which sees what smoothing takes from the scores, as sinks and caps do."""
+    recipe, length, first, step = RECIPES[name], 460, 385, 455
+    query, key, value = random_qkv(q_len=length, kv_len=length, head_dim=32, dtype=torch.float16)
+    options = {key: torch.tensor(value) if key == "sinks" else value for key, value in options.items()}
+    exact, exact_lse = attention(
+        *(x.double() for x in (query, key, value)), recipe, scale=0.2, return_lse=True, **options
+    )
+    sizes = {"batch": 1, "kv_heads": 1, "head_dim": 32, "value_dim": 32, "tiles": 4}
+    storage = LayerStorage.allocate(recipe, **sizes, dtype=torch.float16, device=torch.device("cpu"))
+    append(storage, key[:, :, :first], value[:, :, :first])
+    options = {"window": None, "scale": 0.2, "softcap": None, "sinks": None, **options}
+    chunk = [x[:, :, first:step] for x in (query, key, value)]
+    of_chunk = prefill_over_cache(*chunk, storage, **options)
+    append(storage, key[:, :, step:], value[:, :, step:])
+    of_step = decode_attention(query[:, :, step:], storage, **options)
+    out, lse = (torch.cat(parts, 2) for parts in zip(of_chunk, of_step, strict=True))
+    tolerance = 2e-2 if recipe.pv == "fp8" else 5e-3
+    assert (out - exact[:, :, first:]).abs().max() / exact.abs().max() < tolerance
+    torch.testing.assert_close(lse.double(), exact_lse[:, :, first:], atol=2e-2, rtol=0.0)
 
 
 @pytest.mark.parametrize(

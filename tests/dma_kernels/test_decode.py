@@ -28,6 +28,11 @@ def test_other_recipes_match_the_reference(recipe: str, case: str) -> None:
     assert_decode_matches(CASES[case], RECIPES[recipe], torch.float16, "cpu")
 
 
+@pytest.mark.parametrize("case", ["sinks-of-many", "softcap-and-sinks-of-many"])
+def test_smoothed_keys_of_quantised_high_tiles_match_the_reference(case: str) -> None:
+    assert_decode_matches(CASES[case], RECIPES["nvfp4-mxfp8"], torch.float16, "cpu")
+
+
 def test_chips_without_fp8_units_match_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "INTERPRETED_ARCH", 80)
     assert_decode_matches(CASES["one-query"], RECIPES["kv8"], torch.float16, "cpu")

@@ -19,6 +19,9 @@ LOWERED = {
 }
 
 
+FEATURES = ("bidirectional", "window", "softcap", "sinks", "softcap-and-sinks", "mask", "offset", "head-dim-80-96")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_default_recipe_matches_the_reference(case: str) -> None:
     assert_matches_reference(CASES[case], RECIPES["int8"], torch.float16, "cpu")
@@ -33,7 +36,7 @@ def test_every_lowering_matches_the_reference(
     assert_matches_reference(CASES[case], RECIPES[recipe], torch.float16, "cpu")
 
 
-@pytest.mark.parametrize("case", ["bidirectional", "window", "softcap", "sinks", "mask", "offset", "head-dim-80-96"])
+@pytest.mark.parametrize("case", FEATURES)
 @pytest.mark.parametrize(("recipe", "arch"), [("paper", 90), ("kv4", 90), ("nvfp4", 100)])
 def test_features_with_four_bits_match_the_reference(
     recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch

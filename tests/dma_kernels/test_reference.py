@@ -227,8 +227,30 @@ class TestIdentity:
     @pytest.mark.parametrize("transform", ["smooth_k", "rotate"])
     def test_transforms_cancel(self, transform: str) -> None:
         recipe = Recipe(low="bf16", **{transform: True})
-        qkv = random_qkv(q_len=40, kv_len=40, dtype=torch.float64)
-        torch.testing.assert_close(attention(*qkv, recipe), attention(*qkv, IDENTITY), rtol=1e-11, atol=1e-12)
+        query, key, value = random_qkv(q_len=40, kv_len=40, dtype=torch.float64)
+        key = key + 1.0
+        # What is not a plain softmax sees a shift of all its scores.
+        sinks = torch.tensor([0.5, -1.0], dtype=torch.float64)
+        for options in ({}, {"sinks": sinks}, {"softcap": 2.0}, {"softcap": 2.0, "sinks": sinks}):
+            transformed = attention(query, key, value, recipe, return_lse=True, **options)
+            plain = attention(query, key, value, IDENTITY, return_lse=True, **options)
+            torch.testing.assert_close(transformed, plain, rtol=1e-11, atol=1e-12)
+
+    @pytest.mark.parametrize("options", [{}, {"sinks": [0.5, -1.0]}, {"softcap": 20.0}], ids=["plain", "sinks", "cap"])
+    def test_smoothing_keeps_the_error_of_keys_that_share_a_large_mean_small(self, options: dict[str, Any]) -> None:
+        query, key, value = random_qkv(q_len=300, kv_len=300, dtype=torch.float64)
+        key = key + 20.0
+        if "sinks" in options:
+            options = {"sinks": torch.tensor(options["sinks"], dtype=torch.float64)}
+        exact, exact_lse = attention(query, key, value, IDENTITY, return_lse=True, **options)
+
+        def errors(*, smooth_k: bool) -> tuple[float, float]:
+            recipe = Recipe(low="mxint8", diagonal_tiles=0, sink_tiles=0, smooth_k=smooth_k)
+            out, lse = attention(query, key, value, recipe, return_lse=True, **options)
+            return relative_error(out, exact), float((lse - exact_lse).abs().max())
+
+        for smoothed, plain in zip(errors(smooth_k=True), errors(smooth_k=False), strict=True):
+            assert smoothed < 0.5 * plain
 
 
 class TestRowsWithoutKeys:

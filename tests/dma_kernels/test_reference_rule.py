@@ -55,8 +55,11 @@ def naive_rule(
     q, k, v = (x.double().numpy() for x in (query, key, value))
     kv_len, group = k.shape[1], len(q) // len(k)
     first = kv_len - q.shape[1]
+    shift = np.zeros(q.shape[:2])
     if recipe.smooth_k:
-        k = k - k[:, :128].mean(1, keepdims=True).astype(ml_dtypes.bfloat16).astype(np.float64)
+        mean = k[:, :128].mean(1, keepdims=True).astype(ml_dtypes.bfloat16).astype(np.float64)
+        shift = np.einsum("htd,htd->ht", q, np.broadcast_to(np.repeat(mean, group, 0), q.shape))
+        k = k - mean
     if recipe.rotate:
         size = q.shape[-1] & -q.shape[-1]
         signs = np.array([[(-1.0) ** bin(i & j).count("1") for j in range(size)] for i in range(size)])
@@ -88,7 +91,7 @@ def naive_rule(
                 is_high = in_band(p, j, recipe, is_causal)
                 q_row = (q_high if is_high else q_low)[h, p - first]
                 k_row = (k_high if is_high else k_low)[h // group, j]
-                score = float(np.dot(q_row, k_row)) * SCALE
+                score = (float(np.dot(q_row, k_row)) + shift[h, p - first]) * SCALE
                 if softcap is not None:
                     score = softcap * math.tanh(score / softcap)
                 values.append((v if is_high else v_low)[h // group, j])

@@ -97,6 +97,8 @@ CASES = {
     "window-across-a-border": Case(kv_len=645, q_len=16, window=260),
     "softcap": Case(softcap=15.0),
     "sinks": Case(sinks=(0.5, 3.0, -2.0, 0.0)),
+    "sinks-of-many": Case(kv_len=645, q_len=9, sinks=(0.5, 3.0, -2.0, 0.0)),
+    "softcap-and-sinks-of-many": Case(kv_len=645, q_len=9, softcap=5.0, sinks=(0.5, 3.0, -2.0, 0.0)),
     "head-dim-80-96": Case(head_dim=80, value_dim=96),
     "head-dim-96-40": Case(head_dim=96, value_dim=40),
     "head-dim-128": Case(head_dim=128, kv_heads=1),
