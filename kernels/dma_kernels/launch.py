@@ -3,7 +3,7 @@
 Triton's own launch binds every argument, specialises on each, makes a string of it all to look the kernel up, and
 compares every global constant that the kernel uses: 50 to 90 microseconds for a kernel of 70 parameters. A
 :class:`Launcher` fixes the constexprs and the options once, keys on what can still differ, and launches the compiled
-kernel itself, which Triton offers as ``kernel[grid](*arguments)``; Triton's hooks and profilers see it as ever.
+kernel itself, as Triton does; Triton's hooks and profilers see it as ever.
 
 The first launch of every key goes through Triton, which compiles. So do all launches where Triton's interpreter runs
 the kernels, or where someone has hung a hook before the launch (``add_pre_run_hook``).
@@ -12,7 +12,9 @@ the kernels, or where someone has hung a hook before the launch (``add_pre_run_h
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,8 +26,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 Grid = tuple[int, int, int]
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
 """Triton compiles other code for pointers (in bytes) and integers that this divides."""
+
+Observer = Callable[[Any, CompiledKernel | None, Grid, tuple[Any, ...]], None]
+"""Is told of a launch: the kernel, its compiled form (``None`` if Triton's own launch has to be used), the grid, and
+all arguments with the constexprs."""
+
+
+class _Watch(threading.local):
+    """Who observes the launches of this thread."""
+
+    observer: Observer | None = None
+
+
+_WATCH = _Watch()
 
 
 class Launcher:
@@ -83,22 +98,29 @@ class Launcher:
             raise TypeError(f"{self._kernel.fn.__name__} takes {self._runtime} arguments, got {len(arguments)}")
         if 0 in grid:
             return
+        compiled = self._launch(grid, arguments)
+        if _WATCH.observer is not None:
+            _WATCH.observer(self._kernel, compiled, grid, (*arguments, *self._constants))
+
+    def _launch(self, grid: Grid, arguments: tuple[Any, ...]) -> CompiledKernel | None:
+        """Launch; return the compiled kernel if it may be launched without Triton's own launch."""
         if not launches_directly(self._kernel):
             self._kernel[grid](*arguments, **self._keywords)
-            return
+            return None
         key = self._key(arguments)
         compiled = self._compiled.get(key)
         if compiled is not None:
-            compiled[grid](*arguments, *self._constants)
-            return
+            launch_compiled(compiled, grid, (*arguments, *self._constants), current_stream())
+            return compiled
         launched = self._kernel[grid](*arguments, **self._keywords)
-        if isinstance(launched, CompiledKernel):
-            self._compiled[key] = launched
+        if not isinstance(launched, CompiledKernel):
+            return None
+        self._compiled[key] = launched
+        return launched
 
     def _key(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return all that Triton may compile differently for; it may tell apart what Triton does not."""
-        knobs = triton.knobs
-        key = [torch.cuda.current_device(), knobs.runtime.debug, knobs.compilation.instrumentation_mode]
+        key: list[Any] = [torch.cuda.current_device(), *settings()]
         add = key.append
         for index, is_specialized in self._open:
             argument = arguments[index]
@@ -109,7 +131,7 @@ class Launcher:
                 elif argument == 1:  # Triton makes a constant of it
                     add(-1)
                 else:
-                    add(argument & (_ALIGNMENT - 1))
+                    add(argument & (ALIGNMENT - 1))
                 if not -(2**31) <= argument < 2**31:
                     add((index, 64))
             elif argument is None or kind is float:
@@ -119,10 +141,54 @@ class Launcher:
                 add((*argument.block_shape, argument.padding))
             else:
                 add(argument.dtype)
-                misalignment = argument.data_ptr() & (_ALIGNMENT - 1)
+                misalignment = argument.data_ptr() & (ALIGNMENT - 1)
                 if misalignment:
                     add((index, misalignment))
         return tuple(key)
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Tell ``observer`` of every launch of this thread."""
+    previous, _WATCH.observer = _WATCH.observer, observer
+    try:
+        yield
+    finally:
+        _WATCH.observer = previous
+
+
+def settings() -> tuple[Any, ...]:
+    """Return the settings of Triton's that it compiles a kernel anew for."""
+    knobs = triton.knobs
+    return knobs.runtime.debug, knobs.compilation.instrumentation_mode
+
+
+def current_stream() -> int:
+    """Return the current stream of the current device."""
+    driver: Any = triton.runtime.driver.active
+    return int(driver.get_current_stream(driver.get_current_device()))
+
+
+def launch_compiled(compiled: CompiledKernel, grid: Grid, arguments: Sequence[Any], stream: int) -> None:
+    """Launch a compiled kernel on the current device.
+
+    Args:
+        compiled: What Triton's launch returned.
+        grid: Programs.
+        arguments: All arguments, constexprs too; addresses may stand for tensors.
+        stream: The current stream.
+    """
+    hooks = triton.knobs.runtime
+    if _is_hooked(hooks.launch_enter_hook) or _is_hooked(hooks.launch_exit_hook):
+        compiled[grid](*arguments)
+    else:
+        # As Triton launches, without collecting what hooks would be told.
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+
+def _is_hooked(hook: Any) -> bool:
+    """Whether a hook of Triton's does anything: ``None``, a function, or a chain of functions."""
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def launches_directly(kernel: Any) -> bool:

@@ -31,14 +31,27 @@ add = triton.jit(do_not_specialize=["length"])(_add)
 CONSTANTS = {"SIGN": -1, "BLOCK": 4}
 
 
+STREAM = 7
+
+
 class Recorder:
-    """Stands for a compiled kernel: records its launches."""
+    """Stands for a compiled kernel: records its launches, and those that Triton's hooks are told of."""
+
+    function = 1
+    packed_metadata = (8, 1, 0)
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
+        self.hooked: list[tuple[Any, ...]] = []
+
+    def run(self, x: int, y: int, z: int, *arguments: Any) -> None:
+        stream, function, metadata, launch_metadata, enter_hook, exit_hook, *rest = arguments
+        assert (stream, function, metadata) == (STREAM, self.function, self.packed_metadata)
+        assert launch_metadata is enter_hook is exit_hook is None
+        self.launches.append(((x, y, z), *rest))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.launches.append((grid, *arguments))
+        return lambda *arguments: self.hooked.append((grid, *arguments))
 
 
 class Triton:
@@ -48,10 +61,11 @@ class Triton:
         self.kernel = JITFunction(_add, do_not_specialize=["length"])
         self.calls: list[dict[str, Any]] = []
         self.compiled: list[Recorder] = []
+        self.device = 0
         monkeypatch.setattr(JITFunction, "run", self._run)
         monkeypatch.setattr(launch, "CompiledKernel", Recorder)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
-        self.device = 0
+        monkeypatch.setattr(launch, "current_stream", lambda: STREAM)
 
     def _run(self, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Recorder:
         self.calls.append({"grid": grid, "arguments": arguments, **options})
@@ -139,6 +153,29 @@ def test_a_hook_before_the_launch_is_called(jit: Triton) -> None:
     launcher(GRID, *usual())
     launcher(GRID, *usual())
     assert len(jit.calls) == 2  # Triton's launch calls it
+
+
+def test_hooks_around_the_launch_are_called(jit: Triton, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher(jit.kernel, CONSTANTS)
+    arguments = usual()
+    launcher(GRID, *arguments)
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    launcher(GRID, *arguments)
+    assert jit.compiled[0].hooked == [(GRID, *arguments, 4, -1)]  # Triton's own launcher calls them
+    assert not jit.compiled[0].launches
+
+
+def test_an_observer_is_told_of_every_launch(jit: Triton) -> None:
+    launcher, seen = Launcher(jit.kernel, CONSTANTS), []
+    with launch.observed(lambda *launched: seen.append(launched)):
+        for arguments in (usual(), usual(length=12)):
+            launcher(GRID, *arguments)
+            assert seen[-1] == (jit.kernel, jit.compiled[0], GRID, (*arguments, 4, -1))
+        jit.kernel.add_pre_run_hook(lambda *arguments, **options: None)
+        launcher(GRID, *usual())
+        assert seen[-1][1] is None
+    launcher(GRID, *usual())
+    assert len(seen) == 3
 
 
 def test_a_kernel_that_triton_did_not_compile_is_not_kept(jit: Triton, monkeypatch: pytest.MonkeyPatch) -> None:
