@@ -14,6 +14,7 @@ from .fused_quantize import quantize_keys_values, query_factor
 from .operands import select_lowering
 from .prefill import PrefillGeometry, prefill_attention
 from .recipe import Recipe
+from .replay import Call, Results
 from .tuning import select_tiles
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -52,6 +53,12 @@ def unsupported_reason(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=1024, typed=True)
+def call_of(*signature: object) -> Call:
+    """Return the call of a signature: all that decides what is launched, but for the addresses of tensors."""
+    return Call()
+
+
 def attention_triton(
     query: Tensor,
     key: Tensor,
@@ -69,18 +76,80 @@ def attention_triton(
     window: int | None,
     scale: float,
     softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute attention in fused kernels; arguments and results as in the custom op of :mod:`dma_kernels.api`."""
-    arch = device_arch(query.device)
-    lowering = select_lowering(recipe, arch)
+    return_lse: bool = True,
+    call: Call | None = None,
+) -> Results:
+    """Compute attention in fused kernels; arguments as in the custom op of :mod:`dma_kernels.api`.
+
+    Args:
+        query: This and all up to ``softcap`` as the op takes them.
+        key: Likewise.
+        value: Likewise.
+        recipe: The fields that the op takes one by one.
+        q_offset: Likewise.
+        kv_offset: Likewise.
+        q_offset_rows: Likewise.
+        kv_offset_rows: Likewise.
+        kv_range: Likewise.
+        mask: Likewise.
+        sinks: Likewise.
+        is_causal: Likewise.
+        window: Likewise.
+        scale: Likewise.
+        softcap: Likewise.
+        return_lse: Whether the logarithms of the denominators are wanted.
+        call: What has been recorded of calls like this; found out where it is ``None``.
+
+    Returns:
+        The output and, if they are wanted, the logarithms.
+    """
     rows = None
     if q_offset_rows is not None or kv_offset_rows is not None or kv_range is not None:
         rows = _row_geometry(key, q_offset, kv_offset, q_offset_rows, kv_offset_rows, kv_range)
+        q_offset = kv_offset = 0  # not read
+    inputs = (query, key, value, sinks, mask, rows)
+    options = (q_offset, kv_offset, is_causal, window, scale, softcap, return_lse)
+    if call is None:
+        call = call_of(recipe, *map(tensor_kind, inputs), *options)
+
+    def run() -> Results:
+        geometry = PrefillGeometry(key.shape[2], q_offset, kv_offset, rows, is_causal, window, mask)
+        results = _attend(query, key, value, recipe, geometry, scale=scale, softcap=softcap, sinks=sinks)
+        return results if return_lse else results[:1]
+
+    return call.run(inputs, run)
+
+
+def tensor_kind(tensor: Tensor | None) -> tuple[object, ...] | None:
+    """Return all of a tensor that decides what is launched, but for its address."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    recipe: Recipe,
+    geometry: PrefillGeometry,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Quantise and launch."""
+    arch = device_arch(query.device)
+    lowering = select_lowering(recipe, arch)
     interpreted = is_interpreted()
     on_device = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()
     with on_device:
         operands = quantize_keys_values(
-            key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, is_interpreted=interpreted
+            key,
+            value,
+            recipe,
+            lowering,
+            kv_offset=geometry.kv_offset,
+            rows=geometry.rows,
+            is_interpreted=interpreted,
         )
         head_scale = query_factor(query, recipe, is_interpreted=interpreted)
         if head_scale is not None:
@@ -88,7 +157,7 @@ def attention_triton(
         return prefill_attention(
             query,
             operands,
-            PrefillGeometry(key.shape[2], q_offset, kv_offset, rows, is_causal, window, mask),
+            geometry,
             recipe,
             select_tiles(arch, lowering, query.shape[3], value.shape[3], has_softcap=softcap is not None),
             scale=scale,

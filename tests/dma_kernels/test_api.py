@@ -11,8 +11,9 @@ from typing import Any, get_overloads
 import dma_kernels
 import pytest
 import torch
-from dma_kernels import Recipe, attention
+from dma_kernels import Recipe, api, attention
 from dma_kernels.api import BACKENDS, resolve_backend
+from dma_kernels.replay import Call
 from dma_kernels.testing import RECIPES, assert_bits_equal, random_qkv
 from torch import Tensor
 
@@ -419,3 +420,62 @@ class TestCompile:
         compiled, _ = self.compiled(lambda q, k, v: attention(q, k, v, BALANCED, window=0), dynamic=True)
         with pytest.raises(Exception, match="window must be an integer of at least 1, got 0"):
             compiled(*random_qkv(q_len=4, kv_len=4))
+
+
+class Signatures:
+    """Collects what calls are told apart by; nothing is ever repeated."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[object, ...]] = []
+        monkeypatch.setattr(api, "call_of", self._call_of)
+
+    def _call_of(self, *signature: object) -> Call:
+        self.seen.append(signature)
+        return Call()
+
+    def of(self, **changes: Any) -> tuple[object, ...]:
+        query, key, value = random_qkv(q_len=5, kv_len=5, q_heads=2, kv_heads=2, head_dim=32)
+        tensors = {"query": query, "key": key, "value": value}
+        tensors |= {name: change for name, change in changes.items() if name in tensors}
+        others = {name: change for name, change in changes.items() if name not in tensors}
+        attention(**tensors, **({"recipe": Recipe()} | others))
+        return self.seen[-1]
+
+
+ONES = torch.ones(1, 2, 5, 32)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"query": ONES.transpose(1, 2).contiguous().transpose(1, 2)},
+        {"query": ONES[:, :, :4]},
+        {"query": ONES.double(), "key": ONES.double(), "value": ONES.double()},
+        {"key": ONES[:, :1], "value": ONES[:, :1]},
+        {"value": ONES[..., :16]},
+        {"recipe": Recipe(sink_tiles=2)},
+        {"is_causal": False},
+        {"scale": 0.5},
+        {"q_offset": 3},
+        {"kv_offset": 3},
+        {"window": 2},
+        {"softcap": 3.0},
+        {"sinks": torch.zeros(2)},
+        {"mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)},
+        {"return_lse": True},
+        {"backend": "reference"},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_calls_of_another_kind_are_told_apart(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    signatures = Signatures(monkeypatch)
+    assert signatures.of() == signatures.of(query=ONES, key=ONES + 1.0, value=ONES + 2.0)
+    assert signatures.of(**change) != signatures.of()
+
+
+def test_what_is_read_on_the_device_is_part_of_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    signatures = Signatures(monkeypatch)
+    query, key, value = random_qkv(q_len=5, kv_len=5)
+    attention(query, key, value, Recipe(), kv_range=torch.tensor([[0, 5]] * len(key)))
+    attention(query, key, value, Recipe(), kv_offset=torch.zeros(len(key), dtype=torch.int64))
+    assert not signatures.seen

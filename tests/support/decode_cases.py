@@ -115,6 +115,11 @@ def assert_decode_matches(case: Case, recipe: Recipe, dtype: torch.dtype, device
     """
     query, _, _ = case.inputs(dtype, device)
     out, lse = decode_attention(query, case.storage(recipe, dtype, device), **case.options(device))  # type: ignore[arg-type]
+    if torch.device(device).type == "cuda":  # the second call is recorded, the third repeated
+        for _ in range(2):
+            again, again_lse = decode_attention(query, case.storage(recipe, dtype, device), **case.options(device))  # type: ignore[arg-type]
+            assert torch.equal(again, out)
+            assert torch.equal(again_lse, lse)
     reference, expected_lse = case.reference(recipe, torch.float32, device)
     exact, _ = case.reference(replace(recipe, pv="bf16"), torch.float64, device)
     assert out.dtype == dtype

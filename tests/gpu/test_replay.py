@@ -1,0 +1,131 @@
+"""Calls that are repeated from a recording, on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import triton
+from dma_kernels import attention
+from dma_kernels.fused import call_of
+from fused_cases import RECIPES
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+pytestmark = pytest.mark.gpu
+
+RECIPE = RECIPES["int8"]
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded() -> Iterator[None]:
+    call_of.cache_clear()
+    yield
+    call_of.cache_clear()
+
+
+def make(seed: int = 0, device: str = "cuda") -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
+    query, key, value = (
+        torch.randn(2, heads, 300, 64, device=device, dtype=torch.bfloat16, generator=generator) for heads in (4, 2, 2)
+    )
+    return query, key, value
+
+
+def compute(inputs: Inputs) -> Tensor:
+    return attention(*inputs, RECIPE, backend="triton")
+
+
+def expected(inputs: Inputs) -> Tensor:
+    """Compute without a recording."""
+    call_of.cache_clear()
+    out = compute(inputs)
+    call_of.cache_clear()
+    return out
+
+
+def record(inputs: Inputs) -> None:
+    for _ in range(2):
+        compute(inputs)
+
+
+def test_other_tensors() -> None:
+    inputs = [make(seed) for seed in range(4)]
+    outputs = [expected(each) for each in inputs]
+    record(inputs[0])
+    results = [compute(each) for each in inputs]  # all alive at once
+    for result, output in zip(results, outputs, strict=True):
+        assert torch.equal(result, output)
+
+
+def test_one_tensor_for_keys_and_values() -> None:
+    query, key, value = make()
+    record((query, key, value))
+    assert torch.equal(compute((query, key, key)), expected((query, key, key)))
+
+
+def test_other_strides() -> None:
+    query, key, value = make()
+    record((query, key, value))
+    transposed = query.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(compute((transposed, key, value)), compute((query, key, value)))
+
+
+def test_streams_and_graphs() -> None:
+    inputs, other = make(0), make(1)
+    outputs = expected(inputs), expected(other)
+    record(inputs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = compute(inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(out, outputs[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compute(inputs)
+    for old, new in zip(inputs, other, strict=True):
+        old.copy_(new)
+    graph.replay()
+    assert torch.equal(out, outputs[1])
+
+
+def test_threads() -> None:
+    inputs = [make(seed) for seed in range(8)]
+    outputs = [expected(each) for each in inputs]
+    torch.cuda.synchronize()
+
+    def work(index: int) -> bool:
+        return all(torch.equal(compute(inputs[index]), outputs[index]) for _ in range(30))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+def test_hooks_and_profilers_see_every_launch() -> None:
+    inputs, names = make(), []
+    record(inputs)
+    previous = triton.knobs.runtime.launch_enter_hook
+    triton.knobs.runtime.launch_enter_hook = lambda metadata: names.append(metadata.get()["name"])
+    try:
+        compute(inputs)
+    finally:
+        triton.knobs.runtime.launch_enter_hook = previous
+    assert names[-1] == "prefill_kernel"
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        compute(inputs)
+        torch.cuda.synchronize()
+    seen = [event.name for event in profiler.events()]
+    assert set(names) <= set(seen)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_the_device_of_the_tensors_is_used() -> None:
+    inputs = make(device="cuda:1")
+    outputs = expected(inputs)
+    record(inputs)
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(compute(inputs), outputs)
