@@ -19,7 +19,7 @@ from torch import Tensor
 from . import fused
 from .append_tiles import encode_keys, encode_values
 from .blocks import interleaved_blocks
-from .decode import body_widths, select_forms
+from .decode import body_widths, select_forms, storage_kind, storage_tensors
 from .device import hadamard, round_to_bfloat16
 from .formats import TILE, SharedScale
 from .launch import Launcher
@@ -143,9 +143,17 @@ def append_tokens(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
         key: Raw ``[B, Hkv, T, D]`` in the dtype of the tail, any strides.
         value: Raw ``[B, Hkv, T, Dv]``.
     """
-    batch, kv_heads, new_len, head_dim = key.shape
     if key.numel() == 0:
         return
+    call = fused.call_of("append", fused.tensor_kind(key), fused.tensor_kind(value), *storage_kind(storage))
+    call.run((key, value, *storage_tensors(storage)), lambda: _launch(storage, key, value))
+    storage.lengths += key.shape[2]
+    storage.taken_back = max(0, storage.taken_back - key.shape[2])
+
+
+def _launch(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()]:
+    """Launch the kernel; it returns nothing."""
+    batch, kv_heads, new_len, head_dim = key.shape
     recipe, ring_tiles = storage.recipe, storage.ring // TILE
     key_body, value_body = storage.key_body, storage.value_body
     tiles = (new_len + TILE - 2) // TILE + 1
@@ -164,8 +172,7 @@ def append_tokens(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
                 *key.stride(), *value.stride(), new_len, storage.slots, ring_tiles,
                 min(recipe.sink_tiles, MAX_BAND_TILES), math.pow(hadamard_size(head_dim), -0.5),
             )  # fmt: skip
-    storage.lengths += new_len
-    storage.taken_back = max(0, storage.taken_back - new_len)
+    return ()
 
 
 @functools.lru_cache(maxsize=256)

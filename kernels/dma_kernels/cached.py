@@ -187,8 +187,7 @@ def _compute(
         if reason is None:
             if key.shape[2]:
                 append_tokens(storage, key, value)
-            out, _ = decode_attention(query, storage, **options)
-            return out
+            return decode_attention(query, storage, return_lse=False, **options)[0]
         if backend == "triton":
             raise RuntimeError(f"backend='triton' cannot run: {reason}; use backend='reference' or 'auto'")
     out, _ = cached_attention_reference(

@@ -45,7 +45,8 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    return_lse: bool = True,
+) -> tuple[Tensor, ...]:
     """Attend causally to a cache whose last keys are those of the queries.
 
     Query ``i`` of ``T`` stands at the position ``lengths - T + i``. NVFP4's second scale is one for each query, and for
@@ -58,17 +59,62 @@ def decode_attention(
         window: Sliding window; at most that of the storage, if that has one.
         softcap: Caps scores: ``softcap * tanh(score / softcap)``, after ``scale``.
         sinks: One logit per query head, ``[Hq]``.
+        return_lse: Whether the logarithms of the softmax denominators are wanted.
 
     Returns:
         Output ``[B, Hq, T, Dv]`` in the dtype of ``query``, 0 in rows that see no key, laid out so that
-        ``.transpose(1, 2)`` is contiguous; and the natural logarithm of the softmax denominator, fp32 ``[B, Hq, T]``.
+        ``.transpose(1, 2)`` is contiguous; and, if they are wanted, the natural logarithms of the softmax denominators,
+        fp32 ``[B, Hq, T]``.
 
     Raises:
         ValueError: ``query`` has more than 16 positions.
     """
+    if query.shape[2] > MAX_QUERIES:
+        raise ValueError(
+            f"query must have at most {MAX_QUERIES} positions, got {query.shape[2]}; use the prefill kernel"
+        )
+    inputs = (query, sinks, *storage_tensors(storage))
+    options = (scale, window, softcap, return_lse)
+    call = fused.call_of("decode", fused.tensor_kind(query), fused.tensor_kind(sinks), *storage_kind(storage), *options)
+
+    def run() -> tuple[Tensor, ...]:
+        results = _launch(query, storage, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return results if return_lse else results[:1]
+
+    return call.run(inputs, run)
+
+
+def storage_tensors(storage: LayerStorage) -> tuple[Tensor, ...]:
+    """Return every tensor of a storage, always in the same order."""
+    return (
+        *storage.key_body.values(),
+        *storage.value_body.values(),
+        storage.key_tail,
+        storage.value_tail,
+        storage.key_sink,
+        storage.value_sink,
+        storage.key_mean,
+        storage.lengths,
+    )
+
+
+def storage_kind(storage: LayerStorage) -> tuple[object, ...]:
+    """Return what a storage's tensors follow from, but for their addresses; they are contiguous."""
+    tail = storage.key_tail
+    return storage.recipe, tail.shape, storage.value_tail.shape, tail.dtype, tail.device, storage.slots
+
+
+def _launch(
+    query: Tensor,
+    storage: LayerStorage,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Launch both kernels; arguments and results as for :func:`decode_attention`."""
     batch, q_heads, q_len, head_dim = query.shape
-    if q_len > MAX_QUERIES:
-        raise ValueError(f"query must have at most {MAX_QUERIES} positions, got {q_len}; use the prefill kernel")
     kv_heads, value_dim = storage.value_tail.shape[1], storage.value_tail.shape[3]
     out = query.new_empty((batch, q_len, q_heads, value_dim)).transpose(1, 2)
     lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
