@@ -17,16 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import ALIGNMENT, Grid, current_stream, launch_compiled, launches_directly, observed, settings
 
 _BUFFER_ALIGNMENT = 256
 """Of intermediate tensors, in bytes: that of PyTorch's own allocations."""
+
+_CONSTANTS = (int, float, str, type(None), tl.dtype, tl.constexpr)
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty_strided)
@@ -94,7 +96,7 @@ class _Launch:
         grid: Programs.
         arguments: All arguments; ``None`` in place of tensors and descriptors.
         pointers: For each tensor its place among the arguments, and the index of its address.
-        descriptors: Likewise for descriptors, with their attributes.
+        descriptors: Likewise for descriptors, with their type and attributes.
     """
 
     kernel: JITFunction[Any]
@@ -102,7 +104,7 @@ class _Launch:
     grid: Grid
     arguments: tuple[Any, ...]
     pointers: tuple[tuple[int, int], ...]
-    descriptors: tuple[tuple[int, int, Mapping[str, Any]], ...]
+    descriptors: tuple[tuple[int, int, type, Mapping[str, Any]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +184,9 @@ class _Replay:
             arguments = list(launch.arguments)
             for place, address in launch.pointers:
                 arguments[place] = addresses[address]
-            for place, address, attributes in launch.descriptors:
+            for place, address, kind, attributes in launch.descriptors:
                 # Made without the checks of its constructor, which it has passed.
-                descriptor = TensorDescriptor.__new__(TensorDescriptor)
+                descriptor: Any = object.__new__(kind)
                 descriptor.__dict__.update(attributes, base=_Address(addresses[address]))
                 arguments[place] = descriptor
             launch_compiled(launch.compiled, launch.grid, arguments, stream)
@@ -255,15 +257,21 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _without_addresses(
     kernel: JITFunction[Any], compiled: CompiledKernel, grid: Grid, arguments: tuple[Any, ...], index: dict[int, int]
 ) -> _Launch | None:
-    """Return a launch whose tensors are named by the index of their address; ``None`` if one has no known origin."""
+    """Return a launch whose tensors are named by the index of their address.
+
+    Returns:
+        ``None`` if a tensor has no known origin, or an argument is neither a constant, a tensor nor its descriptor.
+    """
     kept: list[Any] = []
     pointers: list[tuple[int, int]] = []
-    descriptors: list[tuple[int, int, Mapping[str, Any]]] = []
+    descriptors: list[tuple[int, int, type, Mapping[str, Any]]] = []
     for place, argument in enumerate(arguments):
-        base = argument.base if isinstance(argument, TensorDescriptor) else argument
-        if not isinstance(base, Tensor):
+        if isinstance(argument, _CONSTANTS):
             kept.append(argument)
             continue
+        base = argument if isinstance(argument, Tensor) else getattr(argument, "base", None)
+        if not isinstance(base, Tensor):
+            return None
         address = base.data_ptr()
         if address == 0:  # an empty tensor
             kept.append(0)
@@ -275,5 +283,5 @@ def _without_addresses(
             pointers.append((place, index[address]))
         else:
             attributes = {name: value for name, value in vars(argument).items() if name != "base"}
-            descriptors.append((place, index[address], attributes))
+            descriptors.append((place, index[address], type(argument), attributes))
     return _Launch(kernel, compiled, grid, tuple(kept), tuple(pointers), tuple(descriptors))

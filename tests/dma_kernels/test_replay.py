@@ -168,6 +168,12 @@ def test_a_tensor_of_unknown_origin_is_not_recorded(device: Device) -> None:
     assert call.repeat((x,)) is None
 
 
+def test_an_argument_that_may_hide_a_tensor_is_not_recorded(device: Device) -> None:
+    x = torch.ones(SIZE)
+    recorded = replay._without_addresses(device.kernel, device.compiled, (1, 1, 1), (x, [x]), {x.data_ptr(): 0})
+    assert recorded is None
+
+
 def test_inputs_at_one_address_are_not_recorded(device: Device) -> None:
     call = Call()
     for _ in range(3):
