@@ -64,9 +64,14 @@ def find(
     softcap: float | None,
     s_aux: Tensor | None,
     is_packed_elsewhere: bool,
+    may_fall_back: bool,
     others: Mapping[str, Any],
 ) -> Refusal | None:
     """Return why a call cannot be computed, or ``None`` if it can.
+
+    A gradient that somebody may ask for is no reason, but in two cases. Training can be had from SDPA, if that is
+    allowed. And the compiler would ask at once for the backward pass that there is not. In all others the result is
+    what it should be, and ``backward`` is the error.
 
     Args:
         module: The attention layer.
@@ -78,10 +83,11 @@ def find(
         softcap: Cap of the scores.
         s_aux: Sink logits.
         is_packed_elsewhere: Whether the mask already keeps packed sequences apart.
+        may_fall_back: Whether SDPA may compute the call instead.
         others: Keyword arguments that the adapter has no parameter for.
     """
     can = softcap is None and s_aux is None
-    refusal = _find_argument(others, is_packed_elsewhere, can)
+    refusal = _find_argument(others, is_packed_elsewhere)
     if refusal is not None:
         return refusal
     if position_bias is not None:
@@ -90,7 +96,7 @@ def find(
     if dropout > 0:
         asked = f"dropout={dropout} was asked for"
         return Refusal("dropout", asked, "call model.eval(), or set the attention dropout in the config to 0", can)
-    if torch.is_grad_enabled() and (module.training or torch.compiler.is_compiling()):
+    if torch.is_grad_enabled() and ((module.training and may_fall_back) or torch.compiler.is_compiling()):
         tensors = (("query", query), ("key", key), ("value", value), ("s_aux", s_aux))
         asked_of = [name for name, tensor in tensors if tensor is not None and tensor.requires_grad]
         if asked_of:
@@ -103,33 +109,27 @@ def find(
     return None
 
 
-def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool, sdpa_can: bool) -> Refusal | None:
+def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refusal | None:
     for name, value in others.items():
         if value is None or name in HARMLESS:
             continue
         if name == "output_attentions":
-            if not value:
-                continue
-            return _no_attention_weights(f"{name}={value}", sdpa_can)
+            if value:
+                note_missing_weights()
+            continue
         if name == "cache":
             asked = f"a paged cache ({type(value).__name__}) was passed, as generate_batch does"
             return Refusal("continuous batching", asked, "use generate(), or " + WAY_OUT)
         asked = f"{name}={_brief(value)} was passed and may change the result"
         return Refusal(f"the argument {name!r}", asked, "leave it out, or " + WAY_OUT)
     if _is_collecting_attentions():
-        return _no_attention_weights("output_attentions=True", sdpa_can)
+        note_missing_weights()
     lengths = others.get("cu_seq_lens_q")
     if isinstance(lengths, Tensor) and lengths.numel() > 2 and not is_packed_elsewhere:
         asked = f"cu_seq_lens_q packs {lengths.numel() - 1} sequences that the mask does not keep apart"
         way_out = "pass position_ids that start again with each sequence, no attention_mask, and use_cache=False"
         return Refusal("packing by cu_seq_lens_q", asked, way_out)
     return None
-
-
-def _no_attention_weights(asked: str, sdpa_can: bool) -> Refusal:
-    """Return the refusal; SDPA has no weights to return either, and leaves them out as it does without us."""
-    way_out = "attention weights are never materialised; load the model with attn_implementation='eager' to get them"
-    return Refusal("output_attentions", f"{asked} was asked for", way_out, sdpa_can)
 
 
 def _is_collecting_attentions() -> bool:
@@ -149,6 +149,16 @@ def _brief(value: Any) -> str:
 
 _counts: Counter[str] = Counter()
 _lock = threading.Lock()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def note_missing_weights() -> None:
+    """Warn that attention weights are left out; Transformers' SDPA and FlashAttention do likewise."""
+    warnings.warn(
+        "dma_mxfp attention has no attention weights to return for output_attentions=True, because they are never "
+        "materialised; they are left out. Load the model with attn_implementation='eager' to get them.",
+        stacklevel=2,  # of this file, so that Python shows it once and not for every layer
+    )
 
 
 def fallback_counts() -> dict[str, int]:

@@ -313,7 +313,6 @@ ERRORS = {
         {"position_bias": torch.zeros(1, 4, TOKENS, TOKENS)},
         r"position_bias: the model adds one of shape \[1, 4, 9, 9\].* attn_implementation='sdpa' or 'eager'",
     ),
-    "output_attentions": ({"output_attentions": True}, "output_attentions: .* never materialised; .*='eager'"),
     "head_mask": ({"head_mask": torch.ones(4)}, r"the argument 'head_mask': head_mask=Tensor\[4\] was passed"),
     "unknown": (
         {"temperature": 0.5},
@@ -384,22 +383,21 @@ class TestRefusals:
         with pytest.raises(TypeError, match=r"value must have the dtype of query, torch\.float32, got torch\.bfloat16"):
             dma_attention_forward(layer, query, key, value.bfloat16(), None)
 
-    def test_gradients_in_training(self, layer):
-        query, key, value = _states()
-        with (
-            torch.enable_grad(),
-            pytest.raises(ValueError, match=r"gradients: query require one.*use torch\.no_grad\(\)"),
-        ):
-            dma_attention_forward(layer.train(), query.requires_grad_(), key, value, None)
-        dma_attention_forward(layer.train(), query, key, value, None)  # no gradient is asked for
-
-    def test_gradients_in_evaluation_fail_in_backward(self, layer):
-        """Evaluating without ``torch.no_grad()`` is common and harmless."""
+    @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+    def test_gradients_fail_in_backward(self, training, layer):
+        """A forward pass without ``torch.no_grad()``, or ``model.eval()``, is common and harmless."""
         query, key, value = _states()
         with torch.enable_grad():
-            out, _ = dma_attention_forward(layer, query.requires_grad_(), key, value, None)
+            out, _ = dma_attention_forward(layer.train(training), query.requires_grad_(), key, value, None)
             with pytest.raises(RuntimeError, match=r"has no gradient; .*torch\.no_grad.*attn_implementation='sdpa'"):
                 out.sum().backward()
+
+    def test_attention_weights_are_left_out(self, layer):
+        """As SDPA and FlashAttention leave them out: the result is that without the argument."""
+        with pytest.warns(UserWarning, match="no attention weights to return .* attn_implementation='eager'"):
+            out, weights = dma_attention_forward(layer, *_states(), None, output_attentions=True)
+        assert weights is None
+        _same(out, _expected(*_states(), is_causal=True))
 
 
 class TestFallback:
@@ -459,12 +457,6 @@ class TestFallback:
         with pytest.raises(ValueError, match=message):
             dma_attention_forward(layer, *_states(), None, **arguments)
         assert dma_hf.fallback_counts() == {}
-
-    def test_sdpa_leaves_out_the_attention_weights(self, layer):
-        with pytest.warns(UserWarning, match="does not support output_attentions"):
-            out, weights = dma_attention_forward(layer, *_states(), None, output_attentions=True)
-        assert weights is None
-        _same(out, _expected(*_states(), is_causal=True))
 
     def test_the_choice_of_an_indexer_survives_beside_a_bias(self, layer):
         """The bias makes it a call for SDPA, which must not see what the indexer left out."""

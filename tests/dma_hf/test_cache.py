@@ -344,8 +344,8 @@ class TestErrors:
     def test_an_unsupported_call(self, filled, token_ids):
         model, cache = filled
         before = _state(cache)
-        with pytest.raises(ValueError, match="does not support output_attentions"):
-            model(token_ids(2, 5), past_key_values=cache, output_attentions=True)
+        with pytest.raises(ValueError, match="does not support the argument 'temperature'"):
+            model(token_ids(2, 5), past_key_values=cache, temperature=0.5)
         for layer in cache.layers:
             layer.step = None  # of the pass that failed; the next one would store what is left
         _assert_unchanged(cache, before)
