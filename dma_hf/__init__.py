@@ -17,7 +17,8 @@ from .cached_states import CachedStates
 from .compact_mask import CompactMask, MaskGeometry
 from .config import PRESETS, DMAConfig, preset, resolve
 from .masking import dma_mask
-from .settings import NAME, configure
+from .paged import continuous_batching, dma_paged_attention_forward
+from .settings import NAME, PAGED_NAME, configure
 from .unsupported import fallback_counts, reset_fallback_counts
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "DMAConfig",
     "MaskGeometry",
     "configure",
+    "continuous_batching",
     "dma_attention_forward",
     "dma_mask",
     "fallback_counts",
@@ -39,4 +41,5 @@ __all__ = [
 
 if __name__ == "dma_hf":  # the copy in a Hub kernel is registered by Transformers, under the repository's name
     AttentionInterface.register(NAME, dma_attention_forward)
+    AttentionInterface.register(PAGED_NAME, dma_paged_attention_forward)
     AttentionMaskInterface.register(NAME, dma_mask)

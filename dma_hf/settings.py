@@ -23,6 +23,9 @@ from .masking import built_in_attention, refuse_model
 NAME = "dma_mxfp"
 """The name of the attention implementation, and the key of its section in ``config.json``."""
 
+PAGED_NAME = f"{NAME}_paged|flash"
+"""The name while a model batches continuously; :mod:`dma_hf.paged` says why it is such a name."""
+
 HUB_SUFFIX = f":{NAME}"
 """How the name of the implementation ends where it comes from the Hub: ``org/repo:dma_mxfp``."""
 
@@ -59,7 +62,7 @@ _DEFAULT = Settings.of(DMAConfig())
 
 def is_dma(implementation: str) -> bool:
     """Whether an attention implementation is this one: ``dma_mxfp``, or a Hub kernel's ``org/repo:dma_mxfp``."""
-    return implementation == NAME or implementation.endswith(HUB_SUFFIX)
+    return implementation in (NAME, PAGED_NAME) or implementation.endswith(HUB_SUFFIX)
 
 
 def settings_of(config: PreTrainedConfig) -> Settings:
@@ -115,7 +118,7 @@ def configure(
         refuse_model(models[0].config)
     if activate:
         models[0].set_attn_implementation(NAME)
-    configs = _distinct_configs(model)
+    configs = distinct_configs(model)
     running = sorted({str(each._attn_implementation) for each in configs})
     if not any(is_dma(name) for name in running):
         raise ValueError(
@@ -165,7 +168,7 @@ def _settings(key: Any) -> Settings:
         return Settings.of(_parse(dict(key) if isinstance(key, tuple) else key))
 
 
-def _distinct_configs(model: nn.Module) -> list[PreTrainedConfig]:
+def distinct_configs(model: nn.Module) -> list[PreTrainedConfig]:
     """Return the configurations that the modules of a model read, and those nested in them, each once, outermost first.
 
     Not only models have one: some parts of a composite model are plain modules with a copy (X-CLIP).

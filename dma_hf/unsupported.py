@@ -47,9 +47,10 @@ class Refusal:
     way_out: str
     sdpa_can: bool = False
 
-    def error(self) -> ValueError:
-        """Return the error that says so."""
-        hint = ", or allow SDPA for such calls with on_unsupported='sdpa'" if self.sdpa_can else ""
+    def error(self, may_fall_back: bool = True) -> ValueError:
+        """Return the error that says so, and that SDPA may be allowed to compute the call if it can and may."""
+        can = self.sdpa_can and may_fall_back
+        hint = ", or allow SDPA for such calls with on_unsupported='sdpa'" if can else ""
         return ValueError(f"dma_mxfp attention does not support {self.option}: {self.asked}; {self.way_out}{hint}")
 
 
@@ -119,7 +120,8 @@ def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refu
             continue
         if name == "cache":
             asked = f"a paged cache ({type(value).__name__}) was passed, as generate_batch does"
-            return Refusal("continuous batching", asked, "use generate(), or " + WAY_OUT)
+            way_out = "call generate_batch within dma_hf.continuous_batching(model)"
+            return Refusal("continuous batching", asked, way_out)
         asked = f"{name}={_brief(value)} was passed and may change the result"
         return Refusal(f"the argument {name!r}", asked, "leave it out, or " + WAY_OUT)
     if _is_collecting_attentions():

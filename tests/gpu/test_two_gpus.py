@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "support" / "parallel_worker.py"
-SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 4}
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 128}
 
 
 @pytest.fixture(scope="module")

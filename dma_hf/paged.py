@@ -1,0 +1,216 @@
+"""Continuous batching: ``generate_batch`` with ``dma_mxfp``, over Transformers' paged cache.
+
+Transformers takes an implementation for continuous batching by its name: ``sdpa``, ``paged|eager``, and what has
+``flash`` in it, which promises to keep packed requests apart by their lengths, without a mask. (Up to 5.17 it was the
+prefix ``paged|``.) :data:`PAGED_NAME` is such a name. It is set for as long as :func:`continuous_batching` lasts, and
+at no other time, because elsewhere Transformers takes those names for FlashAttention.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from dma_kernels import attention
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+from . import unsupported
+from .settings import PAGED_NAME, Settings, distinct_configs, is_dma, settings_of
+
+_TAKES_INDICES = "read_index" in inspect.signature(PagedAttentionCache.update).parameters
+"""Whether ``update`` takes its indices one by one, as up to Transformers 5.17, and not the layer's arguments."""
+
+_OF_THE_BATCH = frozenset(
+    {"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal"}
+    | {"max_seqlen_q", "max_seqlen_k", "cu_seq_lens_k"}
+)
+"""Arguments that describe the batch; what attention needs of them is read before the others are checked."""
+
+
+@contextmanager
+def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model that runs ``dma_mxfp`` batch continuously within a ``with`` block::
+
+        with dma_hf.continuous_batching(model):
+            outputs = model.generate_batch(prompts, generation_config=settings)
+
+    Every request is computed as it would be alone. The paged cache stays in the model's 16 bits. On a GPU, pass
+    ``continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)``: the lengths of the requests are
+    needed on the host.
+
+    Raises:
+        ValueError: The model does not run ``dma_mxfp``.
+    """
+    saved = [(config, config._attn_implementation) for config in distinct_configs(model)]
+    if not is_dma(str(model.config._attn_implementation)):
+        raise ValueError(
+            f"{type(model).__name__} runs attention {model.config._attn_implementation!r}; continuous_batching is for "
+            "models with attn_implementation='dma_mxfp'"
+        )
+    try:
+        for config, name in saved:  # outermost first: the setter writes to nested ones too
+            config._attn_implementation = PAGED_NAME if is_dma(str(name)) else name
+        yield
+    finally:
+        for config, name in saved:
+            config._attn_implementation = name
+
+
+def dma_paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: PagedAttentionCache | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of one layer for requests that are packed into one row.
+
+    Args:
+        module: The layer; ``config`` and ``layer_idx`` are read.
+        query: ``[1, Hq, tokens, D]``, the new tokens of all requests and padding behind them.
+        key: ``[1, Hkv, tokens, D]``, likewise; the cache adds those of earlier steps.
+        value: ``[1, Hkv, tokens, Dv]``.
+        attention_mask: Not used; the lengths say what it would.
+        scaling: Factor of the scores; ``D ** -0.5`` by default.
+        dropout: Must be 0.
+        sliding_window: Window of the layer.
+        softcap: Cap of the scores.
+        s_aux: Sink logits, ``[Hq]``.
+        position_bias: Must be ``None``.
+        cache: The paged cache.
+        cu_seq_lens_q: Where requests begin among the queries, int32 ``[requests + 1]``.
+        position_ids: ``[1, tokens]``, of every query in its request.
+        kwargs: What else continuous batching and the model pass.
+
+    Returns:
+        ``[1, tokens, Hq, Dv]``, and ``None`` in place of attention weights.
+
+    Raises:
+        RuntimeError: It is called outside continuous batching, or while a CUDA graph is captured.
+        ValueError: As :func:`~dma_hf.dma_attention_forward`.
+    """
+    if cache is None or cu_seq_lens_q is None or position_ids is None:
+        raise RuntimeError(
+            f"attn_implementation={PAGED_NAME!r} is for generate_batch; call generate and forward outside of "
+            "dma_hf.continuous_batching(model)"
+        )
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "dma_mxfp attention needs the lengths of the requests on the host, which a CUDA graph cannot give; pass "
+            "continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)"
+        )
+    settings, softcap = settings_of(module.config), softcap or None
+    refusal = unsupported.find(
+        module,
+        query,
+        key,
+        value,
+        dropout=dropout,
+        position_bias=position_bias,
+        softcap=softcap,
+        s_aux=s_aux,
+        is_packed_elsewhere=True,
+        may_fall_back=False,
+        others={name: value for name, value in kwargs.items() if name not in _OF_THE_BATCH},
+    )
+    if refusal is not None:
+        raise refusal.error(may_fall_back=False)
+    key, value, key_starts = _update(cache, module, key, value, sliding_window, kwargs)
+    options = {
+        "window": sliding_window,
+        "scale": scaling,
+        "softcap": softcap,
+        "sinks": None if s_aux is None else s_aux.reshape(-1),
+        "backend": settings.backend,
+    }
+    out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1]))
+    last = cu_seq_lens_q[1:].long() - 1
+    ends = position_ids.reshape(-1)[last.clamp(min=0)] + 1  # of the requests: tokens until now
+    requests = torch.stack((cu_seq_lens_q[:-1], cu_seq_lens_q[1:], key_starts[:-1], key_starts[1:], ends)).T.tolist()
+    decoding = [request for request in requests if request[1] - request[0] == 1]
+    for start, stop, key_start, key_stop, end in requests:
+        if stop - start > 1:
+            out[:, start:stop] = attention(
+                query[:, :, start:stop],
+                key[:, :, key_start:key_stop],
+                value[:, :, key_start:key_stop],
+                settings.recipe,
+                is_causal=True,
+                q_offset=end - (stop - start),
+                kv_offset=end - (key_stop - key_start),
+                **options,
+            ).transpose(1, 2)
+    if decoding:
+        rows = [start for start, *_ in decoding]
+        out[0, rows] = _decode(query, key, value, torch.tensor(decoding, device=query.device), settings, options)
+    return out, None
+
+
+def _update(
+    cache: PagedAttentionCache,
+    module: nn.Module,
+    key: Tensor,
+    value: Tensor,
+    sliding_window: int | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Store keys and values, and return those of all requests, with where each request begins among them."""
+    starts = kwargs["cu_seq_lens_k"]
+    if _TAKES_INDICES:
+        indices = {name: kwargs[name] for name in ("read_index", "write_index")}
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **indices)
+        key, value = (states.transpose(0, 1)[None] for states in (key, value))
+        if isinstance(starts, dict):
+            starts = starts["sliding_attention" if sliding_window else "full_attention"]
+        return key, value, starts
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    return key, value, kwargs["cu_seq_lens_k"]  # that of the layer's kind, since the update
+
+
+def _decode(
+    query: Tensor, key: Tensor, value: Tensor, requests: Tensor, settings: Settings, options: dict[str, Any]
+) -> Tensor:
+    """Compute all requests with one query as a batch.
+
+    Args:
+        query: ``[1, Hq, tokens, D]``.
+        key: ``[1, Hkv, keys, D]``.
+        value: ``[1, Hkv, keys, Dv]``.
+        requests: Bounds of the query, bounds of the keys and tokens until now, integer ``[requests, 5]``.
+        settings: What to compute with.
+        options: Further arguments of :func:`dma_kernels.attention`.
+
+    Returns:
+        ``[requests, Hq, Dv]``.
+    """
+    start, _, key_start, key_stop, end = requests.unbind(-1)
+    lengths = key_stop - key_start
+    index = torch.arange(int(lengths.max()), device=query.device)
+    chosen = (key_start[:, None] + index).clamp(max=key.shape[2] - 1)  # [requests, keys]; beyond the range: any
+    out = attention(
+        query[0, :, start].transpose(0, 1)[:, :, None],
+        key[0, :, chosen].transpose(0, 1),
+        value[0, :, chosen].transpose(0, 1),
+        settings.recipe,
+        is_causal=True,
+        q_offset=end - 1,
+        kv_offset=end - lengths,
+        kv_range=torch.stack((torch.zeros_like(lengths), lengths), dim=-1),
+        **options,
+    )
+    return out[:, :, 0]

@@ -1,0 +1,84 @@
+"""Whole models as CUDA graphs, and continuous batching, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import FAMILIES
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import dma_hf
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {"hidden_size": 256, "head_dim": 64}
+LENGTH = 300  # more than two tiles
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def _model(name, setting="balanced"):
+    model = FAMILIES[name].build(dma_hf.NAME, **SIZES).cuda().bfloat16()
+    dma_hf.configure(model, setting)
+    return model
+
+
+def _ids(batch, length, seed=0):
+    return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_forward_pass_as_one_graph(name):
+    """Replayed with other tokens; nothing of the mask or of the first call's values is baked in."""
+    model = _model(name)
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    for seed in range(4):  # two to warm up and record, two replays
+        torch.compiler.cudagraph_mark_step_begin()
+        ids = _ids(2, LENGTH, seed)
+        logits = compiled(ids, use_cache=False).logits.float()
+        expected = model(ids, use_cache=False).logits.float()
+        assert (logits - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("cache", ["static", "packed"])
+def test_decoding_steps_as_graphs(cache):
+    """``generate`` compiles its steps by itself, with CUDA graphs, when the cache is static."""
+    model = _model("llama")
+    ids = _ids(2, LENGTH)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    tokens = []
+    for disable_compile in (True, False):
+        if cache == "packed":
+            options["past_key_values"] = dma_hf.DMACache(model.config, max_cache_len=LENGTH + 20)
+        else:
+            options["cache_implementation"] = "static"
+        tokens.append(model.generate(ids, disable_compile=disable_compile, **options))
+    assert torch.equal(*tokens)
+
+
+def _batched(prompts, model, **options):
+    settings = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0, bos_token_id=1)
+    batching = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=512, **options)
+    with dma_hf.continuous_batching(model):
+        return model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_continuous_batching(name):
+    """Against the prompts alone; the sums of bf16 may choose another token where two are all but equal."""
+    model = _model(name)
+    prompts = [_ids(1, length, seed=length)[0].tolist() for length in (5, LENGTH, 17, 140)]
+    outputs = _batched(prompts, model, use_cuda_graph=False)
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        assert output.error is None
+        tokens = output.generated_tokens
+        assert len(tokens) == 6
+        logits = model(torch.tensor([prompt + tokens[:-1]]).cuda()).logits[0, len(prompt) - 1 :].float()
+        chosen = logits.gather(-1, torch.tensor(tokens)[:, None].cuda())[:, 0]
+        assert (logits.amax(-1) - chosen).max() < 0.05 * logits.abs().max()
