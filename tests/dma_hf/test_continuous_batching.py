@@ -73,10 +73,14 @@ def test_a_shared_prefix(families, prompts):
 
 def test_the_name_is_put_back_after_an_error(families):
     model = families["llama"].build(dma_hf.NAME)
-    with pytest.raises(KeyError), dma_hf.continuous_batching(model):
+
+    def fail():
         assert model.config._attn_implementation == dma_hf.PAGED_NAME
         dma_hf.configure(model, "paper")  # as outside
         raise KeyError
+
+    with pytest.raises(KeyError), dma_hf.continuous_batching(model):
+        fail()
     assert model.config._attn_implementation == dma_hf.NAME
 
 

@@ -49,7 +49,8 @@ def test_tensor_parallel(saved_model, tmp_path):
     expected = compute(AutoModelForCausalLM.from_pretrained(saved_model, attn_implementation=dma_hf.NAME), token_ids())
     for result in ranks:
         assert result["q_proj_rows"] == 32  # half of the 64
-        torch.testing.assert_close(result["logits"], expected["logits"], rtol=1e-4, atol=1e-4)
+        error = (result["logits"] - expected["logits"]).norm() / expected["logits"].norm()
+        assert error < 1e-4  # sums in another order, and the codes that they tip over
         assert torch.equal(result["tokens"], expected["tokens"])
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from dma_eval.results import read_report
 from parallel_worker import compute, token_ids
 from tiny_models import FAMILIES
+from tiny_tasks import write_tiny_tasks
 from transformers import AutoModelForCausalLM
 
 import dma_hf
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "support" / "parallel_worker.py"
+DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 128}
 
 
@@ -81,7 +84,7 @@ def test_processes(mode, saved_model, on_one_gpu, tmp_path):
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support")))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, str(WORKER), str(saved_model), str(tmp_path), mode]
-    environment = os.environ | {"PYTHONPATH": paths}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((paths, os.environ.get("PYTHONPATH", "")))}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (torch.load(tmp_path / f"{mode}{rank}.pt") for rank in range(2))
@@ -92,6 +95,29 @@ def test_processes(mode, saved_model, on_one_gpu, tmp_path):
     else:
         together = {name: torch.cat((first[name], second[name])) for name in ("logits", "tokens")}
         _same(together, on_one_gpu)
+
+
+def test_accelerate_launch(tmp_path):
+    """Two processes of ``dma-hf lm-eval`` share the samples of one."""
+    pytest.importorskip("lm_eval")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    arguments = ["-m", "dma_eval", "lm-eval", "-m", str(DEMO_MODEL), "--dtype", "bfloat16", "--limit", "9"]
+    arguments += ["--tasks", "tiny_choice,tiny_answer", "--include-path", str(write_tiny_tasks(tmp_path / "tasks"))]
+    arguments += ["--attn", "sdpa", "dma_mxfp:balanced", "--out"]
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "eval")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((paths, os.environ.get("PYTHONPATH", "")))}
+    accuracies = []
+    for name, start in (("one", []), ("two", launch)):
+        command = [sys.executable, *start, *arguments, str(tmp_path / name)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        section = read_report(tmp_path / name / "results.json").tasks[0]
+        assert section.processes == len(accuracies) + 1
+        accuracies.append([backend.mean_accuracy for backend in section.backends])
+    assert accuracies[1] == pytest.approx(accuracies[0], abs=0.12)  # one of nine answers: bf16 in other batches
 
 
 def test_two_streams(saved_model, on_one_gpu):
