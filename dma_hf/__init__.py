@@ -41,5 +41,4 @@ __all__ = [
 
 if __name__ == "dma_hf":  # the copy in a Hub kernel is registered by Transformers, under the repository's name
     AttentionInterface.register(NAME, dma_attention_forward)
-    AttentionInterface.register(PAGED_NAME, dma_paged_attention_forward)
     AttentionMaskInterface.register(NAME, dma_mask)

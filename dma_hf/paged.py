@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from dma_kernels import attention
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from . import unsupported
@@ -46,12 +46,13 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
     Raises:
         ValueError: The model does not run ``dma_mxfp``.
     """
-    saved = [(config, config._attn_implementation) for config in distinct_configs(model)]
     if not is_dma(str(model.config._attn_implementation)):
         raise ValueError(
             f"{type(model).__name__} runs attention {model.config._attn_implementation!r}; continuous_batching is for "
             "models with attn_implementation='dma_mxfp'"
         )
+    AttentionInterface.register(PAGED_NAME, dma_paged_attention_forward)
+    saved = [(config, config._attn_implementation) for config in distinct_configs(model)]
     try:
         for config, name in saved:  # outermost first: the setter writes to nested ones too
             config._attn_implementation = PAGED_NAME if is_dma(str(name)) else name
