@@ -17,8 +17,8 @@ from .cached_states import CachedStates
 from .compact_mask import CompactMask, MaskGeometry
 from .config import PRESETS, DMAConfig, preset, resolve
 from .masking import dma_mask
-from .paged import continuous_batching, dma_paged_attention_forward
-from .settings import NAME, PAGED_NAME, configure
+from .paged import continuous_batching
+from .settings import NAME, configure
 from .unsupported import fallback_counts, reset_fallback_counts
 
 __all__ = [

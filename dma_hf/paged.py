@@ -132,7 +132,7 @@ def dma_paged_attention_forward(
     if refusal is not None:
         raise refusal.error(may_fall_back=False)
     key, value, key_starts = _update(cache, module, key, value, sliding_window, kwargs)
-    options = {
+    options: dict[str, Any] = {
         "window": sliding_window,
         "scale": scaling,
         "softcap": softcap,
@@ -203,7 +203,7 @@ def _decode(
     lengths = key_stop - key_start
     index = torch.arange(int(lengths.max()), device=query.device)
     chosen = (key_start[:, None] + index).clamp(max=key.shape[2] - 1)  # [requests, keys]; beyond the range: any
-    out = attention(
+    out: Tensor = attention(
         query[0, :, start].transpose(0, 1)[:, :, None],
         key[0, :, chosen].transpose(0, 1),
         value[0, :, chosen].transpose(0, 1),

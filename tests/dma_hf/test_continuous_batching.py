@@ -7,6 +7,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf
+from dma_hf.settings import PAGED_NAME
 
 BLOCK_SIZE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"  # up to 5.17
 NEW_TOKENS = 4
@@ -75,7 +76,7 @@ def test_the_name_is_put_back_after_an_error(families):
     model = families["llama"].build(dma_hf.NAME)
 
     def fail():
-        assert model.config._attn_implementation == dma_hf.PAGED_NAME
+        assert model.config._attn_implementation == PAGED_NAME
         dma_hf.configure(model, "paper")  # as outside
         raise KeyError
 
