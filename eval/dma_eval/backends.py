@@ -1,10 +1,14 @@
-"""Attention backends by name: ``sdpa``, ``eager``, ``dma_mxfp``, ``dma_mxfp:PRESET``, ``dma_mxfp:FILE.toml``."""
+"""Attention backends by name: ``sdpa``, ``eager``, ``dma_mxfp``, ``dma_mxfp:PRESET``, ``dma_mxfp:FILE.toml``.
+
+``+cache`` after one of ``dma_mxfp`` (``dma_mxfp:kv4+cache``) lets the model read everything through a ``DMACache``:
+what is scored then is what the cache stores. See :mod:`dma_eval.reading`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -12,10 +16,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
 from dma_hf import DMAConfig
+from dma_hf.cache_layers import DMALayer
 
 from .errors import UserError, one_line
 
 DMA = "dma_mxfp"
+CACHE_SUFFIX = "+cache"
+CACHE_PRESETS = ("kv8", "kv4")
+"""Presets that are meant for caches: where all presets are compared, these read through one."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +34,18 @@ class Backend:
         label: What tables and plots call it; no two backends of a run share one.
         implementation: Its name in Transformers (``attn_implementation``).
         config: Its precisions; None for any implementation but ``dma_mxfp``.
+        reads_cache: Whether it reads every sequence through a ``DMACache``.
     """
 
     label: str
     implementation: str
     config: DMAConfig | None = None
+    reads_cache: bool = False
+
+
+def default_names() -> list[str]:
+    """SDPA and every preset."""
+    return ["sdpa", *(f"{DMA}:{name}{CACHE_SUFFIX if name in CACHE_PRESETS else ''}" for name in dma_hf.PRESETS)]
 
 
 def parse_backends(names: Sequence[str]) -> tuple[Backend, ...]:
@@ -48,7 +63,7 @@ def parse_backends(names: Sequence[str]) -> tuple[Backend, ...]:
     for backend in backends:
         seen[backend.label] += 1
         label = backend.label if total[backend.label] == 1 else f"{backend.label} #{seen[backend.label]}"
-        unique.append(Backend(label, backend.implementation, backend.config))
+        unique.append(replace(backend, label=label))
     return tuple(unique)
 
 
@@ -61,6 +76,16 @@ def refuse_repeats(option: str, labels: Sequence[str]) -> None:
     repeated = {label for label in labels if labels.count(label) > 1}
     if repeated:
         raise UserError(f"{option}: {', '.join(sorted(repeated))} is given more than once")
+
+
+def refuse_cache(option: str, backend: Backend) -> None:
+    """Refuse ``+cache`` where a benchmark has caches of its own, or none.
+
+    Raises:
+        UserError: ``backend`` reads through a cache.
+    """
+    if backend.reads_cache:
+        raise UserError(f"{option}: {backend.label!r} reads through a cache, which is not timed here; leave out +cache")
 
 
 def activate(model: PreTrainedModel, backend: Backend) -> None:
@@ -81,6 +106,21 @@ def activate(model: PreTrainedModel, backend: Backend) -> None:
             f"{type(model).__name__} does not let its attention be chosen: it stays {active!r} when "
             f"{backend.implementation!r} is set"
         )
+    new_cache(model, backend)
+
+
+def new_cache(model: PreTrainedModel, backend: Backend) -> dma_hf.DMACache | None:
+    """An empty cache for a model that runs ``backend``; ``None`` if the backend reads without one.
+
+    Raises:
+        UserError: The model has no layer that a ``DMACache`` packs.
+    """
+    if not backend.reads_cache:
+        return None
+    cache = dma_hf.DMACache(model.config)
+    if not any(isinstance(layer, DMALayer) for layer in cache.layers):
+        raise UserError(f"{type(model).__name__} cannot run {backend.label!r}: a DMACache packs none of its layers")
+    return cache
 
 
 def implementations() -> list[str]:
@@ -89,21 +129,25 @@ def implementations() -> list[str]:
 
 
 def _parse_backend(name: str) -> Backend:
-    implementation, separator, setting = name.partition(":")
+    reads_cache = name.endswith(CACHE_SUFFIX)
+    implementation, separator, setting = name.removesuffix(CACHE_SUFFIX).partition(":")
     if implementation not in implementations():
         raise UserError(
             f"--attn: unknown backend {name!r}; valid: {', '.join(implementations())}, and {DMA}:PRESET with a preset "
             f"({', '.join(dma_hf.PRESETS)}) or a TOML file"
         )
     if implementation != DMA:
-        if separator:
-            raise UserError(f"--attn: {implementation!r} takes no setting, got {name!r}; only {DMA}:PRESET does")
+        if separator or reads_cache:
+            raise UserError(
+                f"--attn: {implementation!r} takes no setting, got {name!r}; only {DMA}:PRESET and "
+                f"{DMA}:PRESET{CACHE_SUFFIX} do"
+            )
         return Backend(implementation, implementation)
     if separator and not setting:
         raise UserError(f"--attn: {name!r} names no preset; valid: {', '.join(dma_hf.PRESETS)}, or a TOML file")
-    if not separator:
-        return Backend(DMA, DMA, dma_hf.resolve("balanced"))
-    return Backend(f"{DMA}:{_short(setting)}", DMA, _resolve(setting))
+    label = f"{DMA}:{_short(setting)}" if separator else DMA
+    config = _resolve(setting) if separator else dma_hf.resolve("balanced")
+    return Backend(f"{label}{CACHE_SUFFIX}" if reads_cache else label, DMA, config, reads_cache)
 
 
 def _resolve(setting: str) -> DMAConfig:
@@ -113,7 +157,8 @@ def _resolve(setting: str) -> DMAConfig:
         raise UserError(f"--attn: no such file: {setting}")
     if not is_file and setting not in dma_hf.PRESETS:
         raise UserError(
-            f"--attn: unknown preset {setting!r}; valid: {', '.join(dma_hf.PRESETS)}, or a TOML file ({DMA}:FILE.toml)"
+            f"--attn: unknown preset {setting!r}; valid: {', '.join(dma_hf.PRESETS)}, or a TOML file "
+            f"({DMA}:FILE.toml); {CACHE_SUFFIX} after it reads through a cache"
         )
     try:
         return dma_hf.resolve(path if is_file else setting)

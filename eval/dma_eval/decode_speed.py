@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import dma_hf
 from dma_hf import DMAConfig
 
-from .backends import DMA, parse_backends, refuse_repeats
+from .backends import DMA, parse_backends, refuse_cache, refuse_repeats
 from .decode_results import DecodeResult, DecodeShape
 from .errors import UserError, one_line
 from .timing import FAILURES, Run, capture, time_in_turns
@@ -122,6 +122,7 @@ def parse_implementations(names: Sequence[str]) -> list[DecodeImplementation]:
             found.append(DecodeImplementation(name))
         elif name.partition(":")[0] == DMA:
             (backend,) = parse_backends([name])
+            refuse_cache("--cache", backend)
             found.append(DecodeImplementation(backend.label, backend.config))
         else:
             known = [*PREALLOCATED, DYNAMIC, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]

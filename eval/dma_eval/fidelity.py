@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .backends import Backend, activate
+from .backends import Backend, activate, new_cache
 from .comparison import DEFAULT_CONTEXT, describe_text
 from .data import Text, Window, make_windows, tokenize
 from .errors import UserError
@@ -199,6 +199,7 @@ def _continue(model: PreTrainedModel, backend: Backend, prompts: Sequence[Tensor
         min_new_tokens=new_tokens,
         do_sample=False,
         use_cache=True,
+        past_key_values=new_cache(model, backend),
     )
     tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
     return tokens

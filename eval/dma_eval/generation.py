@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .backends import Backend, activate
+from .backends import Backend, activate, new_cache
 from .models import LoadedModel
 from .results import Generation
 
@@ -37,6 +37,7 @@ def continue_greedily(
             max_new_tokens=new_tokens,
             do_sample=False,
             use_cache=True,
+            past_key_values=new_cache(model, backend),
         )
         tokens = output[0, ids.shape[1] :].tolist()
         seconds = time.perf_counter() - began

@@ -14,7 +14,6 @@ the positions that are scored. Logits that are not finite stop the evaluation.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,11 +24,12 @@ from lm_eval.models.utils import Collator
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from .backends import DMA, Backend, activate, parse_backends
+from .backends import DMA, Backend, activate, new_cache, parse_backends
 from .distributed import Processes
 from .errors import one_line
 from .models import LoadedModel
 from .nonfinite import NonFiniteLogitsError, origin
+from .reading import read
 
 Request = tuple[Any, list[int], list[int]]
 """The strings (or ``None``), the tokens of the context and those of the continuation."""
@@ -48,7 +48,8 @@ class DMALM(HFLM):  # type: ignore[misc]
 
     Args:
         pretrained: Hub name, folder or loaded model.
-        attn: The backend: an ``attn_implementation`` of Transformers, ``dma_mxfp:PRESET`` or ``dma_mxfp:FILE.toml``.
+        attn: The backend: an ``attn_implementation`` of Transformers, ``dma_mxfp:PRESET`` or ``dma_mxfp:FILE.toml``,
+            with ``+cache`` read through a ``DMACache``.
         attn_preset: Short for ``attn="dma_mxfp:PRESET"``.
         batch_size: Sequences per forward pass.
         kwargs: What lm-eval's ``hf`` takes: ``dtype``, ``revision``, ``gguf_file``, ``parallelize``, ...
@@ -98,6 +99,7 @@ class DMALM(HFLM):  # type: ignore[misc]
             UserError: The model cannot run it.
         """
         activate(self.model, backend)
+        self._reader = backend
         self.failure = None
 
     def _loglikelihood_tokens(
@@ -133,29 +135,29 @@ class DMALM(HFLM):  # type: ignore[misc]
         original: list[tuple[float, bool]] = collator.get_original(answers)
         return original
 
-    @torch.inference_mode()
     def _log_probs(self, chunk: Sequence[Request]) -> Iterator[Tensor]:
         """Log-probabilities at the positions that predict each request's continuation, fp32 ``[continuation, V]``."""
         sequences = [(context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in chunk]
         scored = [len(continuation) for _, _, continuation in chunk]
-        lengths = torch.tensor([len(sequence) for sequence in sequences])
-        longest = int(lengths.max())
-        ids = torch.full((len(chunk), longest), PAD)
-        for row, sequence in zip(ids, sequences, strict=True):
-            row[: len(sequence)] = torch.tensor(sequence)
-        inputs: dict[str, Any] = {"input_ids": ids.to(self.device)}
-        if int(lengths.min()) < longest:
-            inputs["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long().to(self.device)
-        first = 0  # position of the first logits
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            first = min(len(sequence) - count for sequence, count in zip(sequences, scored, strict=True))
-            inputs["logits_to_keep"] = longest - first
-        logits: Tensor = self.model(**inputs, use_cache=False).logits
-        for row, sequence, count in zip(logits, sequences, scored, strict=True):
-            end = len(sequence) - first
-            log_probs = row[end - count : end].float().log_softmax(-1)
+        longest = max(map(len, sequences))
+        ids, mask = torch.full((len(chunk), longest), PAD), torch.zeros((len(chunk), longest), dtype=torch.int64)
+        # A cache stores no padding on its left, and all models read what has none there.
+        begins = [longest - len(sequence) if self._reader.reads_cache else 0 for sequence in sequences]
+        for row, row_mask, begin, sequence in zip(ids, mask, begins, sequences, strict=True):
+            row[begin : begin + len(sequence)] = torch.tensor(sequence)
+            row_mask[begin : begin + len(sequence)] = 1
+        ends = [begin + len(sequence) for begin, sequence in zip(begins, sequences, strict=True)]
+        first = min(end - count for end, count in zip(ends, scored, strict=True))  # position of the first logits
+        inputs: dict[str, Any] = {"last": longest - first}
+        if not bool(mask.all()):
+            inputs["mask"] = mask.to(self.device)
+        ids = ids.to(self.device)
+        logits = read(self.model, self._reader, ids, **inputs)
+        for row, end, count in zip(logits, ends, scored, strict=True):
+            log_probs = row[end - count - first : end - first].float().log_softmax(-1)
             if bool(log_probs.isnan().any()):  # minus infinity is how some models rule a token out
-                raise NonFiniteLogitsError(f"NaN or infinite logits{origin(self.model, **inputs)}")
+                where = origin(self.model, lambda: read(self.model, self._reader, ids, **inputs))
+                raise NonFiniteLogitsError(f"NaN or infinite logits{where}")
             yield log_probs
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
@@ -171,8 +173,11 @@ class DMALM(HFLM):  # type: ignore[misc]
         return [""] * len(requests)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
-        inputs = {"input_ids": context, "attention_mask": options.get("attention_mask")}
-        processors = LogitsProcessorList([_FiniteLogits(lambda: origin(self.model, **inputs))])
+        inputs = {"input_ids": context, "attention_mask": options.get("attention_mask"), "use_cache": False}
+        processors = LogitsProcessorList([_FiniteLogits(lambda: origin(self.model, lambda: self.model(**inputs)))])
+        cache = new_cache(self.model, self._reader)
+        if cache is not None:
+            options["past_key_values"] = cache
         generated: Tensor = super()._model_generate(context, max_length, stop, logits_processor=processors, **options)
         return generated
 

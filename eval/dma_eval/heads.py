@@ -73,7 +73,8 @@ def head_errors(
 ) -> list[HeadErrors]:
     """Measure the error of every head under every backend that Transformers runs through its attention interface.
 
-    ``eager`` is a function of each model's own, which the interface does not give, and is left out.
+    ``eager`` is a function of each model's own, which the interface does not give, and is left out; so are backends
+    that read through a cache, whose heads are those of the same precisions without one.
 
     Args:
         model: The model in fp32; it is left with SDPA.
@@ -85,7 +86,8 @@ def head_errors(
     Raises:
         UserError: The model does not run SDPA, or a backend refuses its calls.
     """
-    measured = [backend for backend in backends if backend.implementation in ALL_ATTENTION_FUNCTIONS.valid_keys()]
+    known = ALL_ATTENTION_FUNCTIONS.valid_keys()
+    measured = [backend for backend in backends if backend.implementation in known and not backend.reads_cache]
     sums = {backend.label: _Sums() for backend in measured}
 
     def probe(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +14,12 @@ class NonFiniteLogitsError(RuntimeError):
 
 
 @torch.inference_mode()
-def origin(model: PreTrainedModel, **inputs: Any) -> str:
-    """Name the module that first gives a value that is not finite, by running the same forward pass once more.
+def origin(model: PreTrainedModel, again: Callable[[], object]) -> str:
+    """Name the module that first gives a value that is not finite, by running the same pass once more.
+
+    Args:
+        model: The model.
+        again: Runs the pass.
 
     Returns:
         A clause to end a message with; empty if no module's output shows it.
@@ -33,7 +36,7 @@ def origin(model: PreTrainedModel, **inputs: Any) -> str:
 
     hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
     try:
-        model(**inputs, use_cache=False)
+        again()
     finally:
         for hook in hooks:
             hook.remove()

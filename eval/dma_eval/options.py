@@ -27,7 +27,8 @@ Attn = Annotated[
         "-a",
         metavar="BACKEND...",
         help="Attention backends to compare; the first is the reference. An attn_implementation of Transformers, or "
-        "dma_mxfp:PRESET, or dma_mxfp:FILE.toml. Takes several values, and may be repeated.",
+        "dma_mxfp:PRESET, or dma_mxfp:FILE.toml; +cache after it reads through a DMACache. Takes several values, and "
+        "may be repeated.",
     ),
 ]
 Revision = Annotated[

@@ -27,6 +27,7 @@ from .errors import UserError, one_line
 from .memory import MemoryMeter
 from .models import LoadedModel
 from .nonfinite import NonFiniteLogitsError, origin
+from .reading import read
 
 FloatArray = NDArray[np.float32]
 CHUNK_ELEMENTS = 2**24  # logits taken to fp32 at a time: 64 MiB
@@ -137,7 +138,7 @@ def measure(
                         reference = logits
                     del logits
                 except NonFiniteLogitsError as error:
-                    measurement.failure = f"{error}{origin(running, input_ids=ids)}"
+                    measurement.failure = f"{error}{_origin(running, measurement.backend, ids)}"
                 except (RuntimeError, ValueError, TypeError) as error:
                     measurement.failure = one_line(error)
             for _ in batch:
@@ -195,7 +196,10 @@ def score(logits: Tensor, ids: Tensor, window: Window, reference: Tensor | None 
     return TokenScores(torch.cat(nll).cpu().numpy(), torch.cat(kl).cpu().numpy(), torch.cat(agree).cpu().numpy())
 
 
-@torch.inference_mode()
+def _origin(model: PreTrainedModel, backend: Backend, ids: Tensor) -> str:
+    return origin(model, lambda: read(model, backend, ids))
+
+
 def _forward(model: PreTrainedModel, ids: Tensor, measurement: Measurement, meter: MemoryMeter) -> Tensor:
     """Logits ``[B, T, V]`` of one backend, with time, memory and fallbacks noted in ``measurement``."""
     activate(model, measurement.backend)
@@ -203,7 +207,7 @@ def _forward(model: PreTrainedModel, ids: Tensor, measurement: Measurement, mete
     with meter.measure():
         meter.synchronize()
         began = time.perf_counter()
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+        logits = read(model, measurement.backend, ids)
         meter.synchronize()
         seconds = time.perf_counter() - began
     measurement.forward_seconds.append(seconds)

@@ -7,14 +7,12 @@ those before it, which is to say if the model would generate it greedily.
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from .backends import Backend, activate
@@ -22,6 +20,7 @@ from .data import Text, tokenize
 from .errors import UserError, one_line
 from .models import LoadedModel
 from .nonfinite import NonFiniteLogitsError, origin
+from .reading import read
 from .sections import RetrievalBackend, RetrievalCell, RetrievalSection
 
 KINDS = ("needle", "kv")
@@ -197,13 +196,10 @@ def _ask(model: PreTrainedModel, backend: Backend, prompt: Prompt, score: _Score
     activate(model, backend)
     ids = torch.tensor([[*prompt.tokens, *prompt.answer[:-1]]], device=model.device)
     count = len(prompt.answer)
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        inputs["logits_to_keep"] = count
-    logits: Tensor = model(**inputs, use_cache=False).logits[0, -count:].float()
+    logits = read(model, backend, ids, last=count)[0].float()
     log_probs = logits.log_softmax(-1)
     if bool(log_probs.isnan().any()):
-        raise NonFiniteLogitsError(f"NaN or infinite logits{origin(model, **inputs)}")
+        raise NonFiniteLogitsError(f"NaN or infinite logits{origin(model, lambda: read(model, backend, ids))}")
     answer = torch.tensor(prompt.answer, device=logits.device)
     score.correct += int((log_probs.argmax(-1) == answer).all())
     score.nll.append(-float(log_probs.gather(-1, answer[:, None]).mean()))

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import dma_hf
 from dma_hf import DMAConfig
 
-from .backends import DMA, parse_backends, refuse_repeats
+from .backends import DMA, parse_backends, refuse_cache, refuse_repeats
 from .errors import UserError, one_line
 from .speed_results import PrefillResult, Shape
 from .timing import FAILURES, DeviceFacts, Run, capture, extra_memory, time_in_turns
@@ -86,6 +86,7 @@ def parse_implementations(names: Sequence[str]) -> list[Implementation]:
             implementations.append(Implementation(name))
         elif name.partition(":")[0] == DMA:
             (backend,) = parse_backends([name])
+            refuse_cache("--attn", backend)
             implementations.append(Implementation(backend.label, backend.config))
         else:
             raise UserError(

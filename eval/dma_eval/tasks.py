@@ -189,6 +189,7 @@ def _fingerprint(
         "device": model.device.partition(":")[0],
         "implementation": backend.implementation,
         "config": None if backend.config is None else backend.config.to_dict(),
+        "reads_cache": backend.reads_cache,
         "limit": options.limit,
         "num_fewshot": options.num_fewshot,
         "chat_template": options.chat_template,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dma_eval.backends import Backend, activate, implementations, parse_backends
+from dma_eval.backends import CACHE_PRESETS, Backend, activate, default_names, implementations, parse_backends
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
 
@@ -24,6 +24,24 @@ class TestParse:
 
     def test_balanced_is_the_default(self) -> None:
         assert parse_backends(["dma_mxfp"]) == (Backend("dma_mxfp", "dma_mxfp", dma_hf.preset("balanced")),)
+
+    @pytest.mark.parametrize(
+        ("name", "preset"),
+        [("dma_mxfp+cache", "balanced"), ("dma_mxfp:kv4+cache", "kv4"), ("dma_mxfp:fp4+cache", "fp4")],
+    )
+    def test_cache(self, name: str, preset: str) -> None:
+        assert parse_backends([name]) == (Backend(name, "dma_mxfp", dma_hf.preset(preset), reads_cache=True),)
+
+    def test_file_with_cache(self, identity_file: Path) -> None:
+        (backend,) = parse_backends([f"dma_mxfp:{identity_file}+cache"])
+        assert (backend.label, backend.reads_cache) == ("dma_mxfp:identity+cache", True)
+
+    def test_default_names_hold_every_preset(self) -> None:
+        backends = parse_backends(default_names())
+        assert [backend.config for backend in backends[1:]] == list(dma_hf.PRESETS.values())
+        assert [backend.label for backend in backends if backend.reads_cache] == [
+            f"dma_mxfp:{preset}+cache" for preset in CACHE_PRESETS
+        ]
 
     @pytest.mark.parametrize("preset", dma_hf.PRESETS)
     def test_every_preset(self, preset: str) -> None:
@@ -46,7 +64,10 @@ class TestParse:
             ),
             ("dma_mxfp:fast", r"unknown preset 'fast'; valid: balanced, fp4, paper, kv8, kv4, or a TOML file"),
             ("dma_mxfp:", r"'dma_mxfp:' names no preset; valid: balanced, fp4, paper, kv8, kv4, or a TOML file"),
-            ("sdpa:fp4", r"'sdpa' takes no setting, got 'sdpa:fp4'; only dma_mxfp:PRESET does"),
+            ("sdpa:fp4", r"'sdpa' takes no setting, got 'sdpa:fp4'; only dma_mxfp:PRESET and .*cache do"),
+            ("sdpa+cache", r"'sdpa' takes no setting, got 'sdpa\+cache'"),
+            ("dma_mxfp:+cache", r"'dma_mxfp:\+cache' names no preset"),
+            ("dma_mxfp:balanced+kv8", r"unknown preset 'balanced\+kv8'; .*; \+cache after it reads through a cache"),
             ("dma_mxfp:missing.toml", r"no such file: missing.toml"),
             ("", r"unknown backend ''"),
         ],

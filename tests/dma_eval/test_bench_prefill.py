@@ -97,6 +97,10 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
+            (
+                ["--attn", "dma_mxfp:kv4+cache"],
+                "--attn: 'dma_mxfp:kv4+cache' reads through a cache, which is not timed",
+            ),
             (["--attn", "sdpa", "flsh"], "--attn: unknown implementation 'flsh'; valid: sdpa, sdpa:flash, sdpa:cudnn"),
             (["--attn", "dma_mxfp:fast"], "--attn: unknown preset 'fast'; valid: balanced"),
             (["--attn", "sdpa", "sdpa"], "--attn: sdpa is given more than once"),

@@ -91,8 +91,7 @@ def suite(
         with console.starting():
             import torch
 
-            import dma_hf
-            from dma_eval.backends import parse_backends
+            from dma_eval.backends import default_names, parse_backends
             from dma_eval.models import load_model
             from dma_eval.report import make_report
             from dma_eval.results import write_report
@@ -102,7 +101,7 @@ def suite(
 
         torch.manual_seed(seed)
         make_folder(out)
-        backends = parse_backends(attn or ["sdpa", *(f"dma_mxfp:{preset}" for preset in dma_hf.PRESETS)])
+        backends = parse_backends(attn or default_names())
         chosen = load_suite(suite)
         with timed("preparation"):
             run = SuiteRun(

@@ -1,0 +1,125 @@
+"""What a backend with a cache reads is what the cache stores, and the same as one pass at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from dma_eval.backends import CACHE_PRESETS, Backend, activate, new_cache, parse_backends
+from dma_eval.data import tokenize
+from dma_eval.errors import UserError
+from dma_eval.models import LoadedModel
+from dma_eval.reading import read
+from dma_kernels.storage import LayerStorage
+from torch import Tensor
+from transformers import MambaConfig, MambaForCausalLM
+
+LENGTH = 450
+
+
+@pytest.fixture
+def double(loaded: LoadedModel) -> LoadedModel:
+    """In fp64, where no rounding error carries a number across the border between two codes."""
+    return replace(loaded, model=loaded.model.double())
+
+
+@pytest.fixture
+def ids(loaded: LoadedModel, prose: str) -> Tensor:
+    return tokenize(loaded.tokenizer, prose)[: 2 * LENGTH].view(2, LENGTH)
+
+
+def backend(name: str) -> Backend:
+    return parse_backends([name])[0]
+
+
+def logits(loaded: LoadedModel, name: str, ids: Tensor, **options: object) -> Tensor:
+    chosen = backend(name)
+    activate(loaded.model, chosen)
+    return read(loaded.model, chosen, ids, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("preset", CACHE_PRESETS)
+class TestThroughACache:
+    def test_is_one_pass_at_once(self, double: LoadedModel, ids: Tensor, preset: str) -> None:
+        at_once = logits(double, f"dma_mxfp:{preset}", ids)
+        cached = logits(double, f"dma_mxfp:{preset}+cache", ids)
+        assert (cached - at_once).abs().max() < 1e-6 * at_once.abs().max()
+        exact = logits(double, "sdpa", ids)
+        assert (at_once - exact).abs().max() > 1e-3 * exact.abs().max()  # what is compared is quantised
+
+    def test_padding_on_the_left(self, double: LoadedModel, ids: Tensor, preset: str) -> None:
+        """Also where a row's first chunk is nothing but padding."""
+        alone = logits(double, f"dma_mxfp:{preset}+cache", ids[:1, 200:], last=9)
+        mask = torch.ones_like(ids)
+        mask[0, :200] = 0
+        together = logits(double, f"dma_mxfp:{preset}+cache", ids, mask=mask, last=9)
+        assert (together[:1] - alone).abs().max() < 1e-6 * alone.abs().max()
+
+    def test_reads_what_is_stored(
+        self, loaded: LoadedModel, ids: Tensor, preset: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Were stored tiles not read, spoiling them would change nothing."""
+        honest = logits(loaded, f"dma_mxfp:{preset}+cache", ids)
+        append = LayerStorage.append
+
+        def spoil(storage: LayerStorage, *arguments: Tensor) -> None:
+            append(storage, *arguments)
+            for name, tensor in storage.tensors().items():
+                if name.startswith("value_body"):
+                    tensor.zero_()
+
+        monkeypatch.setattr(LayerStorage, "append", spoil)
+        spoiled = logits(loaded, f"dma_mxfp:{preset}+cache", ids)
+        # With 16-bit values, queries in tile 3 are the first to see a packed tile behind the sink and the band; in FP8
+        # every complete tile is.
+        first = {"kv8": 128, "kv4": 384}[preset]
+        changed = ((spoiled - honest).abs() > 1e-3).any(-1).any(0).nonzero()
+        assert int(changed[0]) == first
+        assert not torch.isclose(spoiled[:, first:], honest[:, first:], rtol=1e-3).all(-1).any()
+
+
+@pytest.mark.parametrize("name", ["sdpa", "dma_mxfp:kv4", "dma_mxfp:kv4+cache"])
+@pytest.mark.parametrize("last", [1, 66, 67, 200, LENGTH])
+def test_last_logits(loaded: LoadedModel, ids: Tensor, name: str, last: int) -> None:
+    """The last chunk holds 66 tokens."""
+    torch.testing.assert_close(logits(loaded, name, ids, last=last), logits(loaded, name, ids)[:, -last:])
+
+
+@pytest.mark.parametrize("name", ["sdpa", "dma_mxfp:kv4", "dma_mxfp:kv4+cache"])
+def test_passes(loaded: LoadedModel, ids: Tensor, name: str) -> None:
+    """One pass, or one for each tile."""
+    lengths: list[int] = []
+    loaded.model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    logits(loaded, name, ids)
+    assert lengths == ([128, 128, 128, 66] if name.endswith("+cache") else [LENGTH])
+
+
+def test_no_cache_unless_asked(loaded: LoadedModel) -> None:
+    assert new_cache(loaded.model, backend("dma_mxfp:kv4")) is None
+
+
+def test_model_without_attention() -> None:
+    config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1)
+    with pytest.raises(UserError, match="MambaForCausalLM"):
+        activate(MambaForCausalLM(config), backend("dma_mxfp:kv4+cache"))
+
+
+def test_generation_uses_the_cache(loaded: LoadedModel, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dma_eval.generation import continue_greedily
+
+    stored: list[int] = []
+    append = LayerStorage.append
+    monkeypatch.setattr(
+        LayerStorage,
+        "append",
+        lambda storage, key, value: (stored.append(key.shape[2]), append(storage, key, value))[1],
+    )
+    run: Callable[[str], object] = lambda name: continue_greedily(loaded, parse_backends([name]), ids[0], 3)  # noqa: E731
+    run("dma_mxfp:kv4")
+    assert stored == []
+    run("dma_mxfp:kv4+cache")
+    assert stored[:2] == [LENGTH, LENGTH]
