@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from .backends import Backend
 from .data import Text, make_windows, tokenize
+from .distributed import Processes
 from .models import LoadedModel
 from .perplexity import check_context, measure
 from .results import DataInfo, PerplexitySection
@@ -25,6 +27,7 @@ def compare(
     stride: int | None = None,
     max_windows: int | None = None,
     batch_size: int = 1,
+    processes: Processes | None = None,
     on_start: Callable[[int], None] = lambda passes: None,
     on_pass: Callable[[Backend], None] = lambda backend: None,
 ) -> PerplexitySection:
@@ -38,7 +41,8 @@ def compare(
         stride: Distance of two windows; ``context`` by default.
         max_windows: Read at most so many windows.
         batch_size: Windows per forward pass.
-        on_start: Called once with the number of window passes to come.
+        processes: The processes that split the windows; one by default. Each must make this call, and gets all results.
+        on_start: Called once with the number of window passes to come in this process, or a few more.
         on_pass: Called after each window pass with its backend.
 
     Raises:
@@ -50,9 +54,10 @@ def compare(
     input_ids = tokenize(loaded.tokenizer, text.content)
     windows = make_windows(len(input_ids), context, stride, max_windows)
     check_context(loaded, input_ids, context)
-    on_start(len(windows) * len(backends))
+    processes = processes or Processes()
+    on_start(math.ceil(len(windows) / processes.count) * len(backends))
     measurements, memory_kind = measure(
-        loaded.model, input_ids, windows, backends, batch_size=batch_size, on_pass=on_pass
+        loaded.model, input_ids, windows, backends, batch_size=batch_size, processes=processes, on_pass=on_pass
     )
     return PerplexitySection(
         data=describe_text(text, input_ids),

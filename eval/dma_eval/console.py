@@ -79,7 +79,7 @@ def answering() -> Iterator[tuple[Callable[[str, Backend, bool], None], Callable
             nonlocal shown, answers
             shown, answers = f"{name}, {backend.label}", 0
             if resumed:
-                err.print(f"[dim]{escape(shown)}: taken from the folder[/]", highlight=False)
+                print_note(f"{shown}: taken from the folder")
             progress.update(task, description=escape(shown))
 
         def on_answers(count: int) -> None:
@@ -179,6 +179,11 @@ def print_page(page: Page) -> None:
 def print_warning(message: str) -> None:
     """Show what a reader must not miss, on standard error."""
     err.print(f"[bold yellow]Warning:[/] {escape(message)}", soft_wrap=True, highlight=False)
+
+
+def print_note(message: str) -> None:
+    """Show what is good to know, on standard error."""
+    err.print(f"[dim]{escape(message)}[/]", highlight=False)
 
 
 def quiet() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,6 +34,10 @@ class Processes:
     def is_main(self) -> bool:
         """Whether this is process 0."""
         return self.rank == 0
+
+    def share(self, items: Sequence[Value]) -> list[Value]:
+        """Return what of ``items`` is this process's work: every ``count``-th one."""
+        return list(items[self.rank :: self.count])
 
     def from_main(self, value: Value) -> Value:
         """Return what process 0 passed; the other processes' values are ignored."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from .backends import Backend, activate, new_cache
 from .comparison import DEFAULT_CONTEXT, describe_text
 from .data import Text, Window, make_windows, tokenize
+from .distributed import Processes
 from .errors import UserError
 from .generation import common_prefix
 from .heads import head_errors
@@ -40,6 +41,7 @@ def compare_with_fp32(
     head_windows: int = HEAD_WINDOWS,
     prompts: int = PROMPTS,
     new_tokens: int = NEW_TOKENS,
+    processes: Processes | None = None,
     on_start: Callable[[int], None] = lambda passes: None,
     on_pass: Callable[[Backend], None] = lambda backend: None,
 ) -> FidelitySection:
@@ -55,7 +57,9 @@ def compare_with_fp32(
         head_windows: Windows for the errors by head; 0 leaves them out.
         prompts: Greedy continuations, each of the first half of a window; 0 leaves them out.
         new_tokens: Tokens to generate after each prompt.
-        on_start: Called once with the number of passes to come, continuations not counted.
+        processes: The processes that split the work; one by default. Each must make this call, and gets all results.
+        on_start: Called once with the number of passes to come in this process, or a few more, continuations
+            not counted.
         on_pass: Called after each pass with its backend.
 
     Raises:
@@ -75,7 +79,8 @@ def compare_with_fp32(
     runs = [REFERENCE, *backends]
     full = [input_ids[window.begin : window.end] for window in windows if window.length == context]
     measured = full[:head_windows]
-    on_start(len(windows) * len(runs) + len(measured))
+    processes = processes or Processes()
+    on_start(math.ceil(len(windows) / processes.count) * len(runs) + len(processes.share(measured)))
     measurements, memory_kind = measure(
         loaded.model,
         input_ids,
@@ -83,12 +88,20 @@ def compare_with_fp32(
         runs,
         batch_size=batch_size,
         reference_model=reference_model,
+        processes=processes,
         on_pass=on_pass,
     )
     results = summarize(measurements, windows, context)
     working = [run for run, result in zip(runs, results, strict=True) if run is not REFERENCE and not result.failure]
     heads = (
-        head_errors(reference_model, measured, working, dtype=loaded.model.dtype, on_window=lambda: on_pass(REFERENCE))
+        head_errors(
+            reference_model,
+            measured,
+            working,
+            dtype=loaded.model.dtype,
+            processes=processes,
+            on_window=lambda: on_pass(REFERENCE),
+        )
         if measured and working
         else []
     )
@@ -118,7 +131,7 @@ def compare_with_fp32(
         heads=heads,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
-        divergence=_divergence(loaded, reference_model, working, starts, new_tokens) if starts else [],
+        divergence=_divergence(loaded, reference_model, working, starts, new_tokens, processes) if starts else [],
     )
 
 
@@ -177,14 +190,18 @@ def _divergence(
     backends: Sequence[Backend],
     prompts: Sequence[Tensor],
     new_tokens: int,
+    processes: Processes,
 ) -> list[Divergence]:
-    expected = _continue(reference_model, REFERENCE, prompts, new_tokens)
-    found = []
-    for backend in backends:
+    """Processes split the backends, not the prompts: a prompt's tokens may hang on the batch that it is in."""
+    own = processes.share(backends)
+    expected = _continue(reference_model, REFERENCE, prompts, new_tokens) if own else []
+    found: dict[str, Divergence] = {}
+    for backend in own:
         tokens = _continue(loaded.model, backend, prompts, new_tokens)
         same = [common_prefix(first, second) for first, second in zip(expected, tokens, strict=True)]
-        found.append(Divergence(label=backend.label, same_tokens=same))
-    return found
+        found[backend.label] = Divergence(label=backend.label, same_tokens=same)
+    everything = {label: each for share in processes.gathered(found) for label, each in share.items()}
+    return [everything[backend.label] for backend in backends]
 
 
 @torch.inference_mode()

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dma_hf import NAME as DMA
 
 from .backends import Backend
+from .distributed import Processes
 from .errors import UserError, one_line
 from .sections import HeadErrors
 
@@ -52,6 +53,18 @@ class _Sums:
             sums[layer] = sums.get(layer, np.zeros(len(values))) + values.cpu().numpy()
         self.tokens[layer] = self.tokens.get(layer, 0) + output.shape[0] * output.shape[1]
 
+    def include(self, other: _Sums) -> None:
+        """Add the sums over other tokens."""
+        for own, more in (
+            (self.difference, other.difference),
+            (self.magnitude, other.magnitude),
+            (self.cosine, other.cosine),
+        ):
+            for layer, values in more.items():
+                own[layer] = own.get(layer, np.zeros(len(values))) + values
+        for layer, tokens in other.tokens.items():
+            self.tokens[layer] = self.tokens.get(layer, 0) + tokens
+
     def errors(self, label: str) -> HeadErrors:
         """What the sums come to; layers that never ran are left out."""
         layers = sorted(self.difference)
@@ -69,6 +82,7 @@ def head_errors(
     backends: Sequence[Backend],
     *,
     dtype: torch.dtype,
+    processes: Processes | None = None,
     on_window: Callable[[], None] = lambda: None,
 ) -> list[HeadErrors]:
     """Measure the error of every head under every backend that Transformers runs through its attention interface.
@@ -81,12 +95,14 @@ def head_errors(
         windows: Token ids, int64 ``[T]`` each.
         backends: The backends.
         dtype: What the backends are given their query, key and value in.
-        on_window: Called after each window.
+        processes: The processes that split the windows; one by default. Each must make this call, and gets all results.
+        on_window: Called after each window of this process.
 
     Raises:
         UserError: The model does not run SDPA, or a backend refuses its calls.
     """
     known = ALL_ATTENTION_FUNCTIONS.valid_keys()
+    processes = processes or Processes()
     measured = [backend for backend in backends if backend.implementation in known and not backend.reads_cache]
     sums = {backend.label: _Sums() for backend in measured}
 
@@ -101,19 +117,27 @@ def head_errors(
             sums[backend.label].add(int(getattr(module, "layer_idx", 0)), output, reference)
         return reference, None
 
+    failure: str | None = None
     AttentionInterface.register(PROBE, probe)
     AttentionMaskInterface.register(PROBE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     try:
         model.set_attn_implementation(PROBE)
         with torch.inference_mode():
-            for ids in windows:
+            for ids in processes.share(windows):
                 model(input_ids=ids[None].to(model.device), use_cache=False, **_no_logits(model))
                 on_window()
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise UserError(f"{type(model).__name__}: the heads cannot be measured: {one_line(error)}") from error
+        failure = one_line(error)
     finally:
         model.set_attn_implementation("sdpa")
-    return [sums[backend.label].errors(backend.label) for backend in measured]
+    failures = [each for each in processes.gathered(failure) if each is not None]
+    if failures:
+        raise UserError(f"{type(model).__name__}: the heads cannot be measured: {failures[0]}")
+    first, *others = processes.gathered(sums)
+    for other in others:
+        for label, more in other.items():
+            first[label].include(more)
+    return [first[backend.label].errors(backend.label) for backend in measured]
 
 
 def _no_logits(model: PreTrainedModel) -> dict[str, int]:

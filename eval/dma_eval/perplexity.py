@@ -23,6 +23,7 @@ import dma_hf
 
 from .backends import Backend, activate
 from .data import Window
+from .distributed import Processes
 from .errors import UserError, one_line
 from .memory import MemoryMeter
 from .models import LoadedModel
@@ -60,6 +61,7 @@ class Measurement:
         peak_memory: Bytes in use with the model loaded, plus the most that a forward pass of this backend added.
         fallbacks: How often something ran with other attention than this one, by reason.
         failure: Why the backend was stopped; None if it was not.
+        warm_ups: Forward passes, the first ones, that are slow for being the first of a process.
     """
 
     backend: Backend
@@ -69,6 +71,7 @@ class Measurement:
     peak_memory: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     failure: str | None = None
+    warm_ups: int = 1
 
 
 def check_context(loaded: LoadedModel, input_ids: Tensor, context: int) -> None:
@@ -94,6 +97,7 @@ def measure(
     *,
     batch_size: int = 1,
     reference_model: PreTrainedModel | None = None,
+    processes: Processes | None = None,
     on_pass: Callable[[Backend], None] = lambda backend: None,
 ) -> tuple[list[Measurement], str]:
     """Run every backend on every window.
@@ -108,7 +112,8 @@ def measure(
         backends: The backends; the first is the reference.
         batch_size: Windows per forward pass.
         reference_model: What the first backend runs on, the same weights in another dtype; ``model`` by default.
-        on_pass: Called with the backend once per window, also for the windows that a failed backend is spared.
+        processes: The processes that split the batches; one by default. Each must make this call, and gets all results.
+        on_pass: Called with the backend once per window of this process, also for those that a failed one is spared.
 
     Returns:
         One measurement per backend, in order, and what their memory counts (``MemoryMeter.kind``).
@@ -123,7 +128,9 @@ def measure(
         activate(running, backend)
     measurements = [Measurement(backend) for backend in backends]
     meter = MemoryMeter(model.device)
-    for batch in make_batches(windows, batch_size):
+    processes = processes or Processes()
+    batches = make_batches(windows, batch_size)
+    for batch in processes.share(batches):
         ids = torch.stack([input_ids[window.begin : window.end] for window in batch]).to(model.device)
         reference: Tensor | None = None
         for index, (running, measurement) in enumerate(zip(models, measurements, strict=True)):
@@ -143,7 +150,34 @@ def measure(
                     measurement.failure = one_line(error)
             for _ in batch:
                 on_pass(measurement.backend)
-    return measurements, meter.kind
+    shares = processes.gathered(measurements)
+    return [merge(parts, [len(batch) for batch in batches]) for parts in zip(*shares, strict=True)], meter.kind
+
+
+def merge(shares: Sequence[Measurement], batch_sizes: Sequence[int]) -> Measurement:
+    """Put together what each of several processes measured of one backend.
+
+    Args:
+        shares: One measurement per process; batch ``i`` was measured by process ``i % len(shares)``.
+        batch_sizes: Windows of every batch.
+    """
+    failure = next((share.failure for share in shares if share.failure is not None), None)
+    merged = Measurement(
+        shares[0].backend,
+        peak_memory=max(share.peak_memory for share in shares),
+        fallbacks=sum((share.fallbacks for share in shares), Counter()),
+        failure=failure,
+        warm_ups=sum(bool(share.forward_tokens) for share in shares),
+    )
+    if failure is not None:
+        return merged
+    scores = [iter(share.scores) for share in shares]
+    for index, size in enumerate(batch_sizes):
+        owner, turn = index % len(shares), index // len(shares)
+        merged.scores += [next(scores[owner]) for _ in range(size)]
+        merged.forward_seconds.append(shares[owner].forward_seconds[turn])
+        merged.forward_tokens.append(shares[owner].forward_tokens[turn])
+    return merged
 
 
 def make_batches(windows: Sequence[Window], batch_size: int) -> list[list[Window]]:

@@ -101,9 +101,11 @@ class BackendResult:
         kl_p99: Its 99th percentile over tokens.
         kl_max: Its maximum over tokens.
         top1_agreement: Share of scored tokens at which the most likely token is the reference's.
-        tokens_per_second: Tokens read per second of forward passes, without the first pass where there are several.
+        tokens_per_second: Tokens that one process reads per second of forward passes; its first pass does not count
+            where there are others.
         forward_seconds: Seconds of each forward pass; the first one warms up.
-        peak_memory_bytes: Memory in use with the model loaded, plus the most that a forward pass added.
+        peak_memory_bytes: Memory in use with the model loaded, plus the most that a forward pass added; of several
+            processes, the one that uses most.
         fallbacks: How often something ran with other attention than this backend, by reason. Empty is good.
         window_nll: Mean ``nll`` of each window.
         position_nll: Mean ``nll`` in each position bucket of the section; null where no token is scored.

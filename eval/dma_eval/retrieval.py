@@ -7,9 +7,10 @@ those before it, which is to say if the model would generate it greedily.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from .backends import Backend, activate
 from .data import Text, tokenize
+from .distributed import Processes
 from .errors import UserError, one_line
 from .models import LoadedModel
 from .nonfinite import NonFiniteLogitsError, origin
@@ -29,6 +31,7 @@ SHORTEST = 1024
 PLACES = ("Oslo", "Lima", "Cairo", "Delhi", "Paris", "Quito", "Tokyo", "Dakar")
 NEEDLE = "\n\nThe secret number of {place} is"
 DIGITS = "0123456789abcdef"
+BATCH_TOKENS = 16_384  # of questions that are asked in one pass
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,6 @@ class Prompt:
 
     tokens: list[int]
     answer: list[int]
-
-
-@dataclass
-class _Score:
-    correct: int = 0
-    nll: list[float] = field(default_factory=list)
 
 
 def default_lengths(max_context: int | None) -> list[int]:
@@ -67,6 +64,7 @@ def measure_retrieval(
     depths: Sequence[float] = DEPTHS,
     samples: int = 5,
     seed: int = 0,
+    processes: Processes | None = None,
     on_start: Callable[[int], None] = lambda passes: None,
     on_pass: Callable[[Backend], None] = lambda backend: None,
 ) -> RetrievalSection:
@@ -81,8 +79,10 @@ def measure_retrieval(
         depths: Places of the answer, from 0 (the prompt's begin) to 1 (its end).
         samples: Questions for each length and depth.
         seed: Seed of the questions.
-        on_start: Called once with the number of passes to come.
-        on_pass: Called after each pass with its backend.
+        processes: The processes that split the lengths and depths; one by default. Each must make this call, and
+            gets all results.
+        on_start: Called once with the number of calls of ``on_pass`` to come in this process.
+        on_pass: Called with the backend after the questions of one length and depth.
 
     Raises:
         UserError: An option is out of range, the text is too short, or the model cannot run a backend.
@@ -93,22 +93,29 @@ def measure_retrieval(
     for backend in backends:
         activate(loaded.model, backend)
     prompts = _Prompts(loaded.tokenizer, kind, text, lengths[-1])
-    on_start(len(lengths) * len(depths) * samples * len(backends))
-    scores: dict[tuple[str, int, float], _Score] = {}
+    prompts.make(lengths[0], depths[0], random.Random(seed))  # the shortest tells every process if there is room
+    processes = processes or Processes()
+    places = list(itertools.product(lengths, depths))
+    own = processes.share(places)
+    on_start(len(own) * len(backends))
+    cells: dict[tuple[str, int, float], RetrievalCell] = {}
     failures: dict[str, str] = {}
-    for length in lengths:
-        for depth in depths:
-            for sample in range(samples):
-                prompt = prompts.make(length, depth, random.Random(f"{seed} {length} {depth} {sample}"))
-                for backend in backends:
-                    if backend.label not in failures:
-                        score = scores.setdefault((backend.label, length, depth), _Score())
-                        try:
-                            _ask(loaded.model, backend, prompt, score)
-                        except (RuntimeError, ValueError, TypeError) as error:
-                            failures[backend.label] = one_line(error)
-                            del scores[backend.label, length, depth]
-                    on_pass(backend)
+    for length, depth in own:
+        asked = [
+            prompts.make(length, depth, random.Random(f"{seed} {length} {depth} {sample}")) for sample in range(samples)
+        ]
+        for backend in backends:
+            if backend.label not in failures:
+                try:
+                    correct, nll = _ask(loaded.model, backend, asked)
+                    cells[backend.label, length, depth] = RetrievalCell(
+                        length=length, depth=depth, correct=correct, samples=samples, nll=nll
+                    )
+                except (RuntimeError, ValueError, TypeError) as error:
+                    failures[backend.label] = one_line(error)
+            on_pass(backend)
+    cells = {key: cell for share in processes.gathered(cells) for key, cell in share.items()}
+    failures = {label: why for share in reversed(processes.gathered(failures)) for label, why in share.items()}
     return RetrievalSection(
         kind=kind,
         lengths=list(lengths),
@@ -120,7 +127,7 @@ def measure_retrieval(
                 implementation=backend.implementation,
                 config=None if backend.config is None else backend.config.to_dict(),
                 failure=failures.get(backend.label),
-                cells=list(_cells(backend.label, lengths, depths, scores)),
+                cells=[cells[key] for place in places if (key := (backend.label, *place)) in cells],
             )
             for backend in backends
         ],
@@ -191,34 +198,24 @@ class _Prompts:
 
 
 @torch.inference_mode()
-def _ask(model: PreTrainedModel, backend: Backend, prompt: Prompt, score: _Score) -> None:
-    """Score one answer, in one forward pass over prompt and answer."""
+def _ask(model: PreTrainedModel, backend: Backend, prompts: Sequence[Prompt]) -> tuple[int, float]:
+    """Ask questions of one length; returns how many answers are right, and their mean loss per token in nats."""
     activate(model, backend)
-    ids = torch.tensor([[*prompt.tokens, *prompt.answer[:-1]]], device=model.device)
-    count = len(prompt.answer)
-    logits = read(model, backend, ids, last=count)[0].float()
-    log_probs = logits.log_softmax(-1)
-    if bool(log_probs.isnan().any()):
-        raise NonFiniteLogitsError(f"NaN or infinite logits{origin(model, lambda: read(model, backend, ids))}")
-    answer = torch.tensor(prompt.answer, device=logits.device)
-    score.correct += int((log_probs.argmax(-1) == answer).all())
-    score.nll.append(-float(log_probs.gather(-1, answer[:, None]).mean()))
-
-
-def _cells(
-    label: str, lengths: Sequence[int], depths: Sequence[float], scores: dict[tuple[str, int, float], _Score]
-) -> Iterator[RetrievalCell]:
-    for length in lengths:
-        for depth in depths:
-            score = scores.get((label, length, depth))
-            if score is not None:
-                yield RetrievalCell(
-                    length=length,
-                    depth=depth,
-                    correct=score.correct,
-                    samples=len(score.nll),
-                    nll=sum(score.nll) / len(score.nll),
-                )
+    correct, losses = 0, []
+    rows = max(1, BATCH_TOKENS // len(prompts[0].tokens))
+    for begin in range(0, len(prompts), rows):
+        batch = prompts[begin : begin + rows]
+        ids = torch.tensor([[*prompt.tokens, *prompt.answer[:-1]] for prompt in batch], device=model.device)
+        logits = read(model, backend, ids, last=max(len(prompt.answer) for prompt in batch))
+        for prompt, row in zip(batch, logits, strict=True):
+            log_probs = row[-len(prompt.answer) :].float().log_softmax(-1)
+            if bool(log_probs.isnan().any()):
+                where = origin(model, lambda ids=ids: read(model, backend, ids))  # type: ignore[misc]
+                raise NonFiniteLogitsError(f"NaN or infinite logits{where}")
+            answer = torch.tensor(prompt.answer, device=logits.device)
+            correct += int((log_probs.argmax(-1) == answer).all())
+            losses.append(-float(log_probs.gather(-1, answer[:, None]).mean()))
+    return correct, sum(losses) / len(losses)
 
 
 def _check(

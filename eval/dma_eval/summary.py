@@ -63,7 +63,9 @@ def _summarize(
         kl_p99=None if kl is None else float(np.percentile(kl, 99)),
         kl_max=None if kl is None else float(kl.max()),
         top1_agreement=None if reference is None else float(_all(measurement, "agree").mean()),
-        tokens_per_second=tokens_per_second(measurement.forward_tokens, measurement.forward_seconds),
+        tokens_per_second=tokens_per_second(
+            measurement.forward_tokens, measurement.forward_seconds, measurement.warm_ups
+        ),
         forward_seconds=measurement.forward_seconds,
         peak_memory_bytes=measurement.peak_memory,
         fallbacks=dict(measurement.fallbacks),
@@ -73,9 +75,9 @@ def _summarize(
     )
 
 
-def tokens_per_second(tokens: Sequence[int], seconds: Sequence[float]) -> float:
-    """Throughput of all passes but the first, which warms up; of the first where it is the only one."""
-    skip = 1 if len(tokens) > 1 else 0
+def tokens_per_second(tokens: Sequence[int], seconds: Sequence[float], warm_ups: int = 1) -> float:
+    """Throughput of all passes but the first ``warm_ups``; of all where there are no others."""
+    skip = warm_ups if len(tokens) > warm_ups else 0
     return sum(tokens[skip:]) / sum(seconds[skip:])
 
 

@@ -117,13 +117,22 @@ class RecordStore:
         path = self.path(label, name)
         if path is None:
             return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(asdict(record), ensure_ascii=False, allow_nan=False), encoding="utf-8")
-            partial.replace(path)
-        except OSError as error:
-            raise UserError(f"--out: cannot write {path}: {error.strerror}") from error
+        write_whole(path, json.dumps(asdict(record), ensure_ascii=False, allow_nan=False))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of a run's folder; it appears whole or not at all.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"--out: cannot write {path}: {error.strerror}") from error
 
 
 def slug(name: str) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from lm_eval.tasks import TaskManager
 
 import dma_hf
 
+from . import fingerprint
 from .backends import Backend, activate
 from .distributed import Processes
 from .errors import UserError, one_line
@@ -33,7 +33,6 @@ from .task_records import RecordStore, UnitRecord, metric_values, task_record
 from .task_summary import summarize_tasks
 
 SHOWN_NAMES = 12
-FINGERPRINT_PACKAGES = ("dma-hf", "lm-eval", "transformers", "torch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +131,8 @@ def evaluate_tasks(
     failures: dict[tuple[str, str], str] = {}
     for name in tasks.names:
         for backend in backends:
-            fingerprint = _fingerprint(model_info, tasks.manager, name, backend, options)
-            record = processes.from_main(store.load(backend.label, name, fingerprint) if processes.is_main else None)
+            identity = _fingerprint(model_info, tasks.manager, name, backend, options)
+            record = processes.from_main(store.load(backend.label, name, identity) if processes.is_main else None)
             if record is not None:
                 records[backend.label, name] = record
     # All data before all evaluations: what cannot be loaded should not come to light hours later.
@@ -150,9 +149,9 @@ def evaluate_tasks(
                 on_unit(name, backend, (backend.label, name) in records)
                 if (backend.label, name) in records:
                     continue
-                fingerprint = _fingerprint(model_info, tasks.manager, name, backend, options)
+                identity = _fingerprint(model_info, tasks.manager, name, backend, options)
                 try:
-                    record = _evaluate(lm, units[name], backend, options, fingerprint, processes)
+                    record = _evaluate(lm, units[name], backend, options, identity, processes)
                 except BackendFailure as error:
                     failures[backend.label, name] = str(error)
                     continue
@@ -185,24 +184,14 @@ def _fingerprint(
     return {
         "name": name,
         "definition": hashlib.sha256(file.read_bytes()).hexdigest() if file is not None else None,
-        "model": [model.name, model.revision, model.commit, model.parameters, model.dtype],
-        "device": model.device.partition(":")[0],
-        "implementation": backend.implementation,
-        "config": None if backend.config is None else backend.config.to_dict(),
-        "reads_cache": backend.reads_cache,
+        **fingerprint.of_model(model),
+        **fingerprint.of_backend(backend),
         "limit": options.limit,
         "num_fewshot": options.num_fewshot,
         "chat_template": options.chat_template,
         "seed": options.seed,
-        "versions": {package: _version(package) for package in FINGERPRINT_PACKAGES},
+        "versions": fingerprint.of_versions(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # dma-hf, run from a source tree
-        return None
 
 
 def _load(manager: TaskManager, name: str, options: TaskOptions) -> Mapping[str, Any]:
@@ -266,7 +255,7 @@ def _evaluate(
     unit: Mapping[str, Any],
     backend: Backend,
     options: TaskOptions,
-    fingerprint: dict[str, Any],
+    identity: dict[str, Any],
     processes: Processes,
 ) -> UnitRecord:
     """One backend on one loaded task or group.
@@ -303,7 +292,7 @@ def _evaluate(
     record = None
     if processes.is_main:
         record = UnitRecord(
-            fingerprint=fingerprint,
+            fingerprint=identity,
             seconds=seconds,
             fallbacks=fallbacks,
             tasks=[task_record(name, results, task) for name, task in unit["tasks"].items()],

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -128,6 +131,23 @@ def run() -> Run:
 
     def invoke(*arguments: object) -> Result:
         return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    return invoke
+
+
+@pytest.fixture
+def run_in_two_processes() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run ``dma-hf`` with these arguments under ``accelerate launch``, on the CPU with gloo."""
+
+    def invoke(*arguments: object) -> subprocess.CompletedProcess[str]:
+        root = Path(__file__).parents[2]
+        path = os.pathsep.join([str(root), str(root / "kernels"), str(root / "eval")])
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        # --multi_gpu is its way to start several processes, on the CPU as well.
+        launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+        launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+        command = [sys.executable, *launch, "-m", "dma_eval", *map(str, arguments)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
 
     return invoke
 

@@ -53,8 +53,9 @@ class TestScores:
         def oracle(input_ids: torch.Tensor, shift: int = 0, **options: Any) -> Any:
             output = forward(input_ids=input_ids, **options)
             output.logits = torch.zeros_like(output.logits)
-            for row, answer in zip(output.logits[0], answers[-1], strict=True):
-                row[answer + shift] = 50.0
+            for rows, tokens in zip(output.logits, answers[-len(input_ids) :], strict=True):
+                for row, answer in zip(rows, tokens, strict=True):
+                    row[answer + shift] = 50.0
             return output
 
         answers: list[list[int]] = []

@@ -6,16 +6,16 @@ import bz2
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from dma_eval.backends import default_names
 from dma_eval.errors import UserError
 from dma_eval.results import read_report
 from dma_eval.suite_files import PARTS, Suite, load_suite, parse_suite, suite_names
-
-from dma_hf import PRESETS
 
 Run = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
@@ -37,6 +37,51 @@ lengths = [128, 1024]
 depths = [0.5]
 samples = 1
 """
+
+
+SPLIT = """
+[perplexity]
+contexts = [128]
+max_windows = 5
+[fidelity]
+context = 256
+max_windows = 3
+head_windows = 2
+prompts = 2
+new_tokens = 4
+[tasks]
+names = ["tiny_choice"]
+limit = 5
+[retrieval]
+kinds = ["kv", "needle"]
+lengths = [128, 256]
+depths = [0, 0.5, 1]
+samples = 3
+"""
+OF_THE_MACHINE = {"seconds", "forward_seconds", "tokens_per_second", "peak_memory_bytes", "processes"}
+
+
+def without_times(value: Any) -> Any:
+    """``value`` without what differs between two runs of the same."""
+    if isinstance(value, dict):
+        return {key: without_times(each) for key, each in value.items() if key not in OF_THE_MACHINE}
+    return [without_times(each) for each in value] if isinstance(value, list) else value
+
+
+def assert_same(first: Any, second: Any, where: str) -> None:
+    """Equal but for fp32 sums, whose order depends on the number of threads."""
+    if isinstance(first, dict):
+        assert first.keys() == second.keys(), where
+        for key in first:
+            assert_same(first[key], second[key], f"{where}.{key}")
+    elif isinstance(first, list):
+        assert len(first) == len(second), where
+        for index, pair in enumerate(zip(first, second, strict=True)):
+            assert_same(*pair, f"{where}[{index}]")
+    elif isinstance(first, float):
+        assert first == pytest.approx(second, rel=1e-4, abs=1e-5), where
+    else:
+        assert first == second, where
 
 
 class TestFiles:
@@ -134,7 +179,7 @@ class TestRun:
         (tmp_path / "mine.toml").write_text('[tasks]\nnames = ["tiny_choice"]\n', encoding="utf-8")
         assert suite("--limit", 1).exit_code == 0
         labels = [backend.label for backend in read_report(tmp_path / "run/results.json").tasks[0].backends]
-        assert labels == ["sdpa", *(f"dma_mxfp:{preset}" for preset in PRESETS)]
+        assert labels == default_names()
 
     def test_failure_of_a_backend(self, suite: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         import dma_hf.attention
@@ -143,6 +188,69 @@ class TestRun:
         result = suite("--attn", "sdpa", "dma_mxfp:paper")
         assert result.exit_code == 1
         assert result.stderr.count("dma_mxfp:paper failed") == 5
+
+    def test_goes_on_where_it_stopped(self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        attn = ("--attn", "sdpa", "dma_mxfp:kv4+cache")
+        with monkeypatch.context() as patch:
+            patch.setattr("dma_eval.suite_run.measure_retrieval", None)
+            assert isinstance(suite(*attn).exception, TypeError)  # as if it were cut off in the last part
+        before = read_report(tmp_path / "run/results.json")
+        for name in ("compare", "compare_with_fp32"):
+            monkeypatch.setattr(f"dma_eval.suite_run.{name}", None)
+        result = suite(*attn)
+        assert result.exit_code == 0, result.output
+        assert result.stderr.count("taken from the folder") == 3 + 2  # perplexity twice, fidelity, and two task units
+        after = read_report(tmp_path / "run/results.json")
+        assert (after.perplexity, after.fidelity, after.tasks) == (before.perplexity, before.fidelity, before.tasks)
+        assert after.part_seconds["perplexity, 128"] == before.part_seconds["perplexity, 128"]
+        assert len(after.retrieval) == 1
+
+    @pytest.mark.parametrize("change", [("--max-windows", 2), ("--attn", "sdpa", "dma_mxfp:paper")])
+    def test_other_settings_are_measured_anew(self, suite: Run, tmp_path: Path, change: tuple[object, ...]) -> None:
+        (tmp_path / "mine.toml").write_text("[perplexity]\ncontexts = [128]\nmax_windows = 1\n", encoding="utf-8")
+        suite("--attn", "sdpa")
+        assert "taken from the folder" in suite("--attn", "sdpa").stderr
+        assert "taken from the folder" not in suite("--attn", "sdpa", *change).stderr
+
+    def test_failures_are_tried_again(self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import dma_hf.attention
+
+        (tmp_path / "mine.toml").write_text("[perplexity]\ncontexts = [128]\nmax_windows = 1\n", encoding="utf-8")
+        with monkeypatch.context() as patch:
+            patch.setattr(dma_hf.attention, "attention", lambda query, *_, **__: query * float("nan"))
+            assert suite("--attn", "sdpa", "dma_mxfp:paper").exit_code == 1
+        assert suite("--attn", "sdpa", "dma_mxfp:paper").exit_code == 0
+
+    def test_half_a_file_is_measured_anew(self, suite: Run, tmp_path: Path) -> None:
+        (tmp_path / "mine.toml").write_text("[perplexity]\ncontexts = [128]\nmax_windows = 1\n", encoding="utf-8")
+        suite("--attn", "sdpa")
+        (file,) = (tmp_path / "run/parts").glob("*.json")
+        file.write_text(file.read_text(encoding="utf-8")[:300], encoding="utf-8")
+        result = suite("--attn", "sdpa")
+        assert (result.exit_code, "taken from" in result.stderr) == (0, False)
+
+    @pytest.mark.slow
+    def test_two_processes_give_the_numbers_of_one(
+        self,
+        suite: Run,
+        run_in_two_processes: Run,
+        model_folder: Path,
+        text_file: Path,
+        tiny_tasks: Path,
+        tmp_path: Path,
+    ) -> None:
+        """Odd numbers of windows, questions and samples, so that one process has more than the other."""
+        (tmp_path / "mine.toml").write_text(SPLIT, encoding="utf-8")
+        assert suite("--attn", "sdpa", "dma_mxfp:paper", "dma_mxfp:kv4+cache").exit_code == 0
+        arguments = ["--suite", tmp_path / "mine.toml", "-m", model_folder, "--device", "cpu", "-d", text_file]
+        arguments += ["--include-path", tiny_tasks, "--attn", "sdpa", "dma_mxfp:paper", "dma_mxfp:kv4+cache"]
+        done = run_in_two_processes("suite", *arguments, "--out", tmp_path / "two")
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("Wrote results.json") == 1  # one process speaks for all
+        one, two = (read_report(tmp_path / name / "results.json") for name in ("run", "two"))
+        for part in ("perplexity", "fidelity", "tasks", "retrieval"):
+            first, second = (without_times([asdict(section) for section in getattr(each, part)]) for each in (one, two))
+            assert_same(first, second, part)
 
     def test_lacks_a_text(self, run: Run, refused: Callable[[Any], str], model_folder: Path, tmp_path: Path) -> None:
         result = run("suite", "--suite", "local-quality", "-m", model_folder, "--out", tmp_path / "run")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -307,20 +304,15 @@ def numbers(report: Report) -> Any:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_numbers_of_one(run: Run, model_folder: Path, tiny_tasks: Path, tmp_path: Path) -> None:
+def test_two_processes_give_the_numbers_of_one(
+    run: Run, run_in_two_processes: Run, model_folder: Path, tiny_tasks: Path, tmp_path: Path
+) -> None:
     """``accelerate launch`` on the CPU, with gloo. An odd number of samples, so that one process has one more."""
     arguments = ["lm-eval", "-m", str(model_folder), "--dtype", "float32", "--device", "cpu", "--limit", "7"]
     arguments += ["--tasks", "tiny_choice,tiny_last_word,tiny_answer,tiny_few", "--include-path", str(tiny_tasks)]
     arguments += ["--attn", "sdpa", "dma_mxfp:paper", "--out"]
     assert run(*arguments, tmp_path / "one").exit_code == 0
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(root / "kernels"), str(root / "eval")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    # --multi_gpu is its way to start several processes, on the CPU as well.
-    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command = [sys.executable, *launch, "-m", "dma_eval", *arguments, str(tmp_path / "two")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    done = run_in_two_processes(*arguments, tmp_path / "two")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("mean accuracy") == 1  # one process speaks for all
     reports = [read_report(tmp_path / name / "results.json") for name in ("one", "two")]

@@ -6,6 +6,7 @@ import typer
 from rich.markup import escape
 
 from dma_eval import console, options
+from dma_eval.commands.shared import join, leave, load
 
 DEFAULT_ATTN = ["sdpa", "dma_mxfp:balanced"]
 EPILOG = """
@@ -45,35 +46,20 @@ def lm_eval(
     """
     with console.user_errors(debug):
         with console.starting():
-            import torch
-
             from dma_eval.backends import parse_backends
-            from dma_eval.distributed import join_processes, leave_processes
-            from dma_eval.models import load_model
             from dma_eval.report import describe_model, make_report
             from dma_eval.run_folder import make_folder, write_run
             from dma_eval.section_pages import task_page
             from dma_eval.task_records import RecordStore
             from dma_eval.tasks import TaskOptions, evaluate_tasks, find_tasks
 
-        processes = join_processes(device)
-        if not processes.is_main:
-            console.quiet()
-        torch.manual_seed(seed)
+        processes = join(device, seed)
         if out is not None and processes.is_main:
             make_folder(out)
         backends = parse_backends(attn)
         with console.working("Looking for the tasks"):
             names = find_tasks(tasks, include_path)
-        with console.working(f"Loading {model}"):
-            loaded = load_model(
-                model,
-                dtype=dtype,
-                device=str(processes.device) if processes.device is not None and device == "auto" else device,
-                device_map=device_map,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-            )
+        loaded = load(model, processes, dtype, device, device_map, revision, trust_remote_code)
         settings = TaskOptions(
             limit=limit, num_fewshot=num_fewshot, batch_size=batch_size, chat_template=apply_chat_template, seed=seed
         )
@@ -97,6 +83,6 @@ def lm_eval(
             )
             files = write_run(report, out)
             console.print_line(f"\nWrote {escape(', '.join(files))} to {escape(str(out))}/")
-        leave_processes()
+        leave()
     if any(backend.failures for backend in section.backends):
         raise typer.Exit(console.BACKEND_FAILED)

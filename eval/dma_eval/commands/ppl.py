@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from dma_eval import console, options
+from dma_eval.commands.shared import join, leave, load
 from dma_eval.errors import UserError
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -55,36 +56,26 @@ def ppl(
 ) -> None:
     """Compare attention backends: perplexity, divergence from the first one, speed and memory.
 
-    Every backend reads the same tokens with the same weights. Exit code 1 if a backend failed, 2 for invalid input.
+    Every backend reads the same tokens with the same weights. Started by accelerate launch, the processes split the
+    windows. Exit code 1 if a backend failed, 2 for invalid input.
     """
     with console.user_errors(debug):
         check_plot(plot)
         for path in (json, markdown, plot):
             prepare_output(path)
         with console.starting():
-            import torch
-
             from dma_eval.backends import parse_backends
             from dma_eval.comparison import compare
             from dma_eval.data import load_text
             from dma_eval.markdown import to_markdown
-            from dma_eval.models import load_model
             from dma_eval.report import make_report
             from dma_eval.results import write_report
 
-        torch.manual_seed(seed)
+        processes = join(device, seed)
         backends = parse_backends(attn)
         with console.working(f"Reading {data}"):
             text = load_text(data, split=split, column=column)
-        with console.working(f"Loading {model}"):
-            loaded = load_model(
-                model,
-                dtype=dtype,
-                device=device,
-                device_map=device_map,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-            )
+        loaded = load(model, processes, dtype, device, device_map, revision, trust_remote_code)
         with console.measuring() as (on_start, on_pass):
             section = compare(
                 loaded,
@@ -94,23 +85,25 @@ def ppl(
                 stride=stride,
                 max_windows=max_windows,
                 batch_size=batch_size,
+                processes=processes,
                 on_start=on_start,
                 on_pass=on_pass,
             )
         console.print_section(section)
         report = make_report(loaded, [section], command=console.command_line(), seed=seed)
-        if json is not None:
+        if json is not None and processes.is_main:
             write_report(report, json)
-        if plot is not None:
+        if plot is not None and processes.is_main:
             from dma_eval.plots import plot_comparison
 
             plot_comparison(section, f"{Path(model).name}, context {section.context:,}", plot)
-        if markdown is not None:
+        if markdown is not None and processes.is_main:
             plots = [] if plot is None else [("Comparison of the backends", relative(plot, markdown))]
             markdown.write_text(to_markdown(report, plots), encoding="utf-8")
         for path in (json, markdown, plot):
             if path is not None:
                 console.print_line(f"Wrote {escape(str(path))}")
+        leave()
     if any(result.failure is not None for result in section.backends):
         raise typer.Exit(console.BACKEND_FAILED)
 
@@ -143,7 +136,7 @@ def prepare_output(path: Path | None) -> None:
     except OSError as error:
         raise UserError(f"cannot write to {path}: {error.strerror}") from error
     if not existed:
-        path.unlink()
+        path.unlink(missing_ok=True)  # another process of the run may have done so
 
 
 def relative(path: Path, page: Path) -> str:

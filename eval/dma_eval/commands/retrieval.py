@@ -8,6 +8,7 @@ import typer
 from rich.markup import escape
 
 from dma_eval import console, options
+from dma_eval.commands.shared import join, leave, load
 
 DEFAULT_ATTN = ["sdpa", "dma_mxfp:balanced"]
 PROMPT_PANEL = "Prompts"
@@ -76,33 +77,22 @@ def retrieval(
     """
     with console.user_errors(debug):
         with console.starting():
-            import torch
-
             from dma_eval.backends import parse_backends
             from dma_eval.data import load_text
-            from dma_eval.models import load_model
             from dma_eval.report import make_report
             from dma_eval.retrieval import measure_retrieval
             from dma_eval.run_folder import make_folder, write_run
             from dma_eval.section_pages import retrieval_page
 
-        torch.manual_seed(seed)
-        if out is not None:
+        processes = join(device, seed)
+        if out is not None and processes.is_main:
             make_folder(out)
         backends = parse_backends(attn)
         text = None
         if data is not None:
             with console.working(f"Reading {data}"):
                 text = load_text(data, split=split, column=column)
-        with console.working(f"Loading {model}"):
-            loaded = load_model(
-                model,
-                dtype=dtype,
-                device=device,
-                device_map=device_map,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-            )
+        loaded = load(model, processes, dtype, device, device_map, revision, trust_remote_code)
         sections = []
         for each in dict.fromkeys(kind):
             with console.measuring() as (on_start, on_pass):
@@ -115,13 +105,15 @@ def retrieval(
                     depths=depths,
                     samples=samples,
                     seed=seed,
+                    processes=processes,
                     on_start=on_start,
                     on_pass=on_pass,
                 )
             sections.append(section)
             console.print_page(retrieval_page(section))
-        if out is not None:
+        if out is not None and processes.is_main:
             report = make_report(loaded, command=console.command_line(), seed=seed, retrieval=sections)
             console.print_line(f"\nWrote {escape(', '.join(write_run(report, out)))} to {escape(str(out))}/")
+        leave()
     if any(backend.failure is not None for section in sections for backend in section.backends):
         raise typer.Exit(console.BACKEND_FAILED)

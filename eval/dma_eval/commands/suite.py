@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +10,14 @@ import typer
 from rich.markup import escape
 
 from dma_eval import console, options
+from dma_eval.commands.shared import join, leave, load
 
 EPILOG = """
 [bold]Examples[/]
 
 dma-hf suite --suite quick -m HuggingFaceTB/SmolLM2-135M --out run
+
+accelerate launch -m dma_eval suite --suite standard -m ./model --out run
 
 dma-hf suite --suite my.toml -m ./model --data book.txt --include-path ./tasks --out run
 """
@@ -75,62 +76,58 @@ def suite(
 ) -> None:
     """Measure everything that a suite asks for: perplexity, fidelity, tasks, retrieval.
 
-    Results in --out are written after each part, and tasks that are finished there are not evaluated again.
-    Exit code 1 if a backend failed, 2 for invalid input.
+    Results in --out are written after each part, and what is finished there is not measured again. Started by
+    accelerate launch, the processes split the work. Exit code 1 if a backend failed, 2 for invalid input.
     """
     seconds: dict[str, float] = {}
 
-    @contextmanager
-    def timed(part: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        seconds[part] = time.perf_counter() - began
-        console.print_line(f"[bold]{escape(part)}: {seconds[part]:,.1f} s[/]\n")
+    def finish(part: str, value: float) -> None:
+        seconds[part] = value
+        console.print_line(f"[bold]{escape(part)}: {value:,.1f} s[/]\n")
 
     with console.user_errors(debug):
         with console.starting():
-            import torch
-
             from dma_eval.backends import default_names, parse_backends
-            from dma_eval.models import load_model
             from dma_eval.report import make_report
             from dma_eval.results import write_report
             from dma_eval.run_folder import RESULTS, make_folder, write_run
             from dma_eval.suite_files import load_suite
             from dma_eval.suite_run import SuiteRun
 
-        torch.manual_seed(seed)
-        make_folder(out)
+        processes = join(device, seed)
+        if processes.is_main:
+            make_folder(out)
         backends = parse_backends(attn or default_names())
         chosen = load_suite(suite)
-        with timed("preparation"):
-            run = SuiteRun(
-                chosen, backends, data=data, include_paths=include_path, limit=limit, max_windows=max_windows
-            )
-            with console.working(f"Loading {model}"):
-                loaded = load_model(
-                    model,
-                    dtype=dtype,
-                    device=device,
-                    device_map=device_map,
-                    revision=revision,
-                    trust_remote_code=trust_remote_code,
-                )
+        began = time.perf_counter()
+        run = SuiteRun(
+            chosen,
+            backends,
+            data=data,
+            include_paths=include_path,
+            limit=limit,
+            max_windows=max_windows,
+            processes=processes,
+        )
+        loaded = load(model, processes, dtype, device, device_map, revision, trust_remote_code)
+        finish("preparation", time.perf_counter() - began)
         for part, measure in run.parts(loaded, out, batch_size=batch_size, seed=seed):
-            with timed(part):
-                measure()
-            report = make_report(
-                loaded,
-                run.perplexity,
-                command=console.command_line(),
-                seed=seed,
-                tasks=run.tasks,
-                fidelity=run.fidelity,
-                retrieval=run.retrieval,
-                part_seconds=seconds,
-            )
-            write_report(report, out / RESULTS)
-        files = write_run(report, out)
-        console.print_line(f"Wrote {escape(', '.join(files))} to {escape(str(out))}/")
+            finish(part, measure())
+            if processes.is_main:
+                report = make_report(
+                    loaded,
+                    run.perplexity,
+                    command=console.command_line(),
+                    seed=seed,
+                    tasks=run.tasks,
+                    fidelity=run.fidelity,
+                    retrieval=run.retrieval,
+                    part_seconds=seconds,
+                )
+                write_report(report, out / RESULTS)
+        if processes.is_main:
+            files = write_run(report, out)
+            console.print_line(f"Wrote {escape(', '.join(files))} to {escape(str(out))}/")
+        leave()
     if run.has_failures:
         raise typer.Exit(console.BACKEND_FAILED)
