@@ -123,8 +123,8 @@ def fidelity_page(section: FidelitySection) -> Page:
             )
         )
     notes = [
-        f"Text: `{tokens.data.name}`; {tokens.windows} windows of {tokens.context:,} tokens, "
-        f"{tokens.tokens_scored:,} tokens scored.",
+        f"Text: `{tokens.data.name}`; {tokens.windows} window{'' if tokens.windows == 1 else 's'} of "
+        f"{tokens.context:,} tokens, {tokens.tokens_scored:,} tokens scored.",
         f"The reference is SDPA with weights and arithmetic in fp32; the backends run in {section.dtype}.",
     ]
     if section.heads:

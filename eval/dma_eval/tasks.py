@@ -240,7 +240,7 @@ def _without_progress_bars() -> Iterator[None]:
     datasets.disable_progress_bars()
     bars = [(module, module.tqdm) for module in (lm_eval.api.model, lm_eval.api.task, lm_eval.models.huggingface)]
     for module, bar in bars:
-        module.tqdm = partial(bar, disable=True)
+        module.tqdm = partial(_without_bar, bar)
     try:
         yield
     finally:
@@ -248,6 +248,11 @@ def _without_progress_bars() -> Iterator[None]:
             module.tqdm = bar
         if shown:
             datasets.enable_progress_bars()
+
+
+def _without_bar(bar: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Make a bar that is not shown, whatever the caller says about it."""
+    return bar(*arguments, **(options | {"disable": True}))
 
 
 def _evaluate(

@@ -278,6 +278,7 @@ class TestCommand:
         result = lm_eval("--tasks", "tiny_choice,tiny_last_word", "tiny_text", "--limit", 6, "--out", tmp_path / "run")
         assert result.exit_code == 0, result.output
         assert "significant drops" in result.stdout
+        assert "it/s" not in result.stderr  # lm-eval's bars
         report = read_report(tmp_path / "run/results.json")
         assert report.tasks[0].asked == ["tiny_choice", "tiny_last_word", "tiny_text"]
         assert (tmp_path / "run/tasks.png").is_file()
