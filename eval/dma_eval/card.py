@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from huggingface_hub.errors import HfHubHTTPError
 
 import dma_hf
 
+from .backends import CACHE_SUFFIX
 from .errors import UserError, one_line
 from .markdown import page_to_markdown, table
 from .report import HEADERS, backend_configs, protocol_lines, table_row
 from .results import Report
 from .section_pages import all_pages
+from .sections import MetricResult, TaskSection
 
 TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
 TASK = "text-generation"
@@ -169,12 +171,55 @@ def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
                         yield result(task.name, metric.name, name, round(value.value, 6))
 
 
+def _only(report: Report, label: str) -> Report:
+    """The report of one backend and its references."""
+
+    def kept(backends: Sequence[Any]) -> list[Any]:
+        return [each for index, each in enumerate(backends) if index == 0 or each.label == label]
+
+    def own(by_label: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in by_label.items() if name == label}
+
+    def metric(result: MetricResult) -> MetricResult:
+        return replace(result, values=kept(result.values))
+
+    def of_tasks(section: TaskSection) -> TaskSection:
+        tasks = [
+            replace(task, metrics=[metric(each) for each in task.metrics], answers_changed=own(task.answers_changed))
+            for task in section.tasks
+        ]
+        backends = kept(section.backends)
+        labels = [backend.label for backend in backends]
+        groups = [replace(group, values={name: group.values[name] for name in labels}) for group in section.groups]
+        return replace(section, backends=backends, tasks=tasks, groups=groups)
+
+    return replace(
+        report,
+        perplexity=[replace(section, backends=kept(section.backends)) for section in report.perplexity],
+        tasks=[of_tasks(section) for section in report.tasks],
+        fidelity=[
+            replace(
+                section,
+                tokens=replace(section.tokens, backends=kept(section.tokens.backends)),
+                bucket_change=own(section.bucket_change),
+                heads=[each for each in section.heads if each.label == label],
+                divergence=[each for each in section.divergence if each.label == label],
+            )
+            for section in report.fidelity
+        ],
+        retrieval=[replace(section, backends=kept(section.backends)) for section in report.retrieval],
+    )
+
+
 def _text(report: Report, label: str, base: str, name: str) -> str:
     config = backend_configs(report)[label]
     preset = next((name for name, each in dma_hf.PRESETS.items() if each.to_dict() == config), None)
     section = json.dumps({"dma_mxfp": config}, indent=2)
-    setting = repr(preset) if preset else f"{config!r}"
-    configure = "" if preset == "balanced" else f"\ndma_hf.configure(model, {setting})"
+    arguments = [f'"{preset}"' if preset else repr(config)]
+    if label.endswith(CACHE_SUFFIX):
+        arguments.append("cache=True")
+    configure = "" if arguments == ['"balanced"'] else f"\ndma_hf.configure(model, {', '.join(arguments)})"
+    report = _only(report, label)
     model, machine = report.model, report.environment
     parts = [
         f"# {name}",

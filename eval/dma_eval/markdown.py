@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from .report import HEADERS, MISSING, backend_configs, protocol_lines, table_row, warnings
-from .results import Report
+from .results import PerplexitySection, Report
 from .section_pages import Page, all_pages
 
 
-def to_markdown(report: Report, plots: Sequence[tuple[str, str]] = ()) -> str:
-    """The report as Markdown.
+@dataclass(frozen=True)
+class Plot:
+    """A plot on a page.
 
-    Args:
-        report: The results.
-        plots: Caption and relative path of each plot.
+    Attributes:
+        caption: What it shows.
+        path: Where it is, relative to the page.
+        title: Title of the section that it belongs to; it comes after all sections by default.
     """
+
+    caption: str
+    path: str
+    title: str = ""
+
+
+def perplexity_title(section: PerplexitySection) -> str:
+    """The title of a section on perplexity."""
+    return f"Perplexity at context {section.context:,}"
+
+
+def to_markdown(report: Report, plots: Sequence[Plot] = ()) -> str:
+    """The report as Markdown, each plot with the section that it belongs to."""
     parts = [f"# Attention backends on {Path(report.model.name).name}\n"]
     for section in report.perplexity:
-        parts.append(f"## Perplexity at context {section.context:,}\n")
+        parts.append(f"## {perplexity_title(section)}\n")
         parts.append(table(HEADERS, [table_row(result) for result in section.backends]))
         parts += [f"> **Warning**: {line}\n" for line in warnings(section)]
         parts.append("\n".join(f"- {line}" for line in protocol_lines(section)) + "\n")
+        parts += _images(plots, perplexity_title(section))
     for page in all_pages(report.tasks, report.fidelity, report.retrieval):
         parts.append(page_to_markdown(page, heading="##"))
-    parts += [f"![{caption}]({path})\n" for caption, path in plots]
+        parts += _images(plots, page.title)
+    parts += _images(plots, "")
     parts += _configurations(report)
     if report.generations:
         parts.append("## Greedy continuations with the KV cache\n")
@@ -49,6 +67,10 @@ def page_to_markdown(page: Page, heading: str = "#") -> str:
     parts += [f"> **Warning**: {line}\n" for line in page.warnings]
     parts.append("\n".join(f"- {line}" for line in page.notes) + "\n")
     return "\n".join(parts)
+
+
+def _images(plots: Sequence[Plot], title: str) -> list[str]:
+    return [f"![{plot.caption}]({plot.path})\n" for plot in plots if plot.title == title]
 
 
 def _configurations(report: Report) -> list[str]:

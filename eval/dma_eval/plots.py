@@ -30,7 +30,7 @@ def plot_comparison(section: PerplexitySection, title: str, path: Path) -> None:
     if not rows:
         plot_positions(section, title, path)
         return
-    heights = [_quality_height(rows), 3.8]
+    heights = [_quality_height(rows), 4.2]
     figure = Figure(figsize=(WIDTH, sum(heights)), dpi=DPI, layout="constrained")
     (top,), (bottom,) = figure.subfigures(2, 1, squeeze=False, height_ratios=heights, hspace=0.04)
     _draw_quality(top, section)
@@ -47,7 +47,7 @@ def plot_quality(section: PerplexitySection, title: str, path: Path) -> None:
 
 def plot_positions(section: PerplexitySection, title: str, path: Path) -> None:
     """Loss, and KL from the reference, by position in the window."""
-    figure = Figure(figsize=(WIDTH, 4.2), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.6), dpi=DPI, layout="constrained")
     _draw_positions(figure, section)
     save(figure, title, path)
 
@@ -87,6 +87,8 @@ def _draw_quality(figure: FigureBase, section: PerplexitySection) -> None:
     axes[0].set_ylim(len(others) - 0.4, -0.6)
     for ax in axes:
         ax.margins(x=0.3)
+    axes[2].set_xlim(left=max(axes[2].get_xlim()[0], -0.08 * axes[2].get_xlim()[1]))  # no share is below 0
+    for ax in axes:
         ax.tick_params(axis="y", length=0)
 
 
@@ -132,8 +134,14 @@ def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
         ax.set_xlim(0, section.context)
         ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        if ax.get_legend_handles_labels()[0]:
-            ax.legend(frameon=False, fontsize=9)
+
+    if axes[0].get_legend_handles_labels()[0]:
+        legend_below(figure, axes[0])
+
+
+def legend_below(figure: FigureBase, ax: Axes) -> None:
+    """Put the legend of one plot below all, where it hides nothing."""
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
 def backend_styles(count: int) -> list[tuple[str, str]]:

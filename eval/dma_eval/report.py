@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from dma_kernels.formats import TILE
+
 from . import environment
+from .backends import CACHE_SUFFIX
 from .models import LoadedModel
 from .results import BackendResult, FidelitySection, Generation, ModelInfo, PerplexitySection, Report
 from .sections import RetrievalBackend, RetrievalSection, TaskBackend, TaskSection
@@ -126,6 +129,17 @@ def protocol_lines(section: PerplexitySection) -> list[str]:
         f"Change, KL and top-1 are against `{section.backends[0].label}`, token by token; "
         "± is one standard error of the change over tokens.",
         f"Peak memory: {MEMORY_KINDS[section.memory_kind]}.",
+        *cache_lines(result.label for result in section.backends),
+    ]
+
+
+def cache_lines(labels: Iterable[str]) -> list[str]:
+    """What a reader must know of backends that read through a cache, if there are some."""
+    if not any(label.endswith(CACHE_SUFFIX) for label in labels):
+        return []
+    return [
+        f"`{CACHE_SUFFIX}`: everything is read through a packed `DMACache`, {TILE} tokens at a time, so that what is "
+        "scored is what the cache stores. Times and memory are those of such small steps."
     ]
 
 

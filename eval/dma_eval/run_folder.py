@@ -10,10 +10,11 @@ from dma_hf import DMAConfig
 
 from . import section_plots
 from .errors import UserError, one_line
-from .markdown import to_markdown
+from .markdown import Plot, perplexity_title, to_markdown
 from .plots import plot_positions, plot_quality
 from .report import backend_configs
 from .results import Report, read_report, write_report
+from .section_pages import FIDELITY_TITLE, RETRIEVAL_TITLES, TASKS_TITLE
 from .task_records import slug
 
 RESULTS, PAGE, CONFIGS = "results.json", "report.md", "configs"
@@ -48,7 +49,7 @@ def write_run(report: Report, folder: Path) -> list[str]:
         configs = _configs(report, folder)
     except OSError as error:
         raise UserError(f"--out: cannot write to {folder}: {one_line(error)}") from error
-    return [RESULTS, PAGE, *(name for _, name in plots), *configs]
+    return [RESULTS, PAGE, *(plot.path for plot in plots), *configs]
 
 
 def read_run(path: Path) -> Report:
@@ -89,14 +90,14 @@ def merge(reports: Sequence[Report]) -> Report:
     )
 
 
-def _plots(report: Report, folder: Path) -> list[tuple[str, str]]:
-    """Draw every plot that the report has results for; captions and file names."""
+def _plots(report: Report, folder: Path) -> list[Plot]:
+    """Draw every plot that the report has results for."""
     name = Path(report.model.name).name
-    drawn: list[tuple[str, str]] = []
+    drawn: list[Plot] = []
 
-    def draw(caption: str, file: str, plot: Callable[[Path], None]) -> None:
+    def draw(caption: str, file: str, plot: Callable[[Path], None], title: str = "") -> None:
         plot(folder / file)
-        drawn.append((caption, file))
+        drawn.append(Plot(caption, file, title))
 
     for section in report.perplexity:
         title, end = f"{name}, context {section.context:,}", f"{section.context}.png"
@@ -105,11 +106,13 @@ def _plots(report: Report, folder: Path) -> list[tuple[str, str]]:
                 f"Quality of each backend at context {section.context:,}",
                 f"quality-{end}",
                 lambda path, s=section, t=title: plot_quality(s, t, path),  # type: ignore[misc]
+                perplexity_title(section),
             )
         draw(
             f"Loss and divergence by position, context {section.context:,}",
             f"positions-{end}",
             lambda path, s=section, t=title: plot_positions(s, t, path),  # type: ignore[misc]
+            perplexity_title(section),
         )
     if any(len(section.backends) > 1 for section in report.perplexity):
         draw(
@@ -123,24 +126,28 @@ def _plots(report: Report, folder: Path) -> list[tuple[str, str]]:
                 "Difference of accuracy, with 95 % intervals",
                 "tasks.png",
                 lambda path, s=tasks: section_plots.plot_tasks(s, name, path),  # type: ignore[misc]
+                TASKS_TITLE,
             )
     for fidelity in report.fidelity:
         draw(
             "Loss and divergence by position, against SDPA in fp32",
             "fidelity.png",
             lambda path, s=fidelity: plot_positions(s.tokens, f"{name}, against SDPA in fp32", path),  # type: ignore[misc]
+            FIDELITY_TITLE,
         )
         if fidelity.heads:
             draw(
                 "Error of every head's output, each layer given the inputs that SDPA gives it",
                 "heads.png",
                 lambda path, s=fidelity: section_plots.plot_heads(s, name, path),  # type: ignore[misc]
+                FIDELITY_TITLE,
             )
     for retrieval in report.retrieval:
         draw(
             f"Retrieval ({retrieval.kind}) by length and depth",
             f"retrieval-{retrieval.kind}.png",
             lambda path, s=retrieval: section_plots.plot_retrieval(s, name, path),  # type: ignore[misc]
+            RETRIEVAL_TITLES[retrieval.kind],
         )
     return drawn
 

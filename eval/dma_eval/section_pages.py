@@ -9,13 +9,16 @@ from itertools import pairwise
 import numpy as np
 
 from .report import HEADERS as TOKEN_HEADERS
-from .report import MISSING, format_kl, table_row
+from .report import MISSING, cache_lines, format_kl, table_row
 from .report import warnings as token_warnings
 from .results import FidelitySection
 from .sections import MetricResult, MetricValue, RetrievalSection, TaskSection
 from .task_summary import accuracy
 
 WORST_HEADS = 5
+TASKS_TITLE = "Tasks"
+FIDELITY_TITLE = "Fidelity to SDPA in fp32"
+RETRIEVAL_TITLES = {"needle": "Retrieval: a sentence in prose", "kv": "Retrieval: one pair of many"}
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,13 @@ def task_page(section: TaskSection) -> Page:
         + (f"; {section.processes} processes" if section.processes > 1 else "")
         + ("; with the model's chat template." if section.chat_template else "."),
         f"Differences are paired, sample by sample, against `{section.backends[0].label}`; in brackets the "
-        f"{section.confidence:.0%} interval of a bootstrap of {section.resamples:,} resamples. "
+        f"{_share(section.confidence, 0)} interval of a bootstrap of {section.resamples:,} resamples. "
         "A star marks an interval without 0. No correction is made for the number of comparisons.",
         "Flips: samples right under one backend and wrong under the other (lost + gained). "
         "p: McNemar's exact test, two-sided.",
+        *cache_lines(backend.label for backend in section.backends),
     ]
-    return Page("Tasks", tables, notes, warnings)
+    return Page(TASKS_TITLE, tables, notes, warnings)
 
 
 def fidelity_page(section: FidelitySection) -> Page:
@@ -96,8 +100,9 @@ def fidelity_page(section: FidelitySection) -> Page:
             worst = np.argsort(errors, axis=None)[::-1][:WORST_HEADS]
             where = [np.unravel_index(int(index), errors.shape) for index in worst]
             cosine = np.array(heads.cosine)
-            listed = ", ".join(f"{layer}.{head} ({errors[layer, head]:.2%})" for layer, head in where)
-            rows.append([heads.label, f"{np.median(errors):.3%}", f"{errors.max():.2%}", f"{cosine.min():.5f}", listed])
+            listed = ", ".join(f"{layer}.{head} ({_share(errors[layer, head])})" for layer, head in where)
+            middle, largest = _share(float(np.median(errors)), 3), _share(errors.max())
+            rows.append([heads.label, middle, largest, f"{cosine.min():.5f}", listed])
         tables.append(
             Table(
                 ("backend", "median error", "largest", "least cosine", "worst heads: layer.head (error)"),
@@ -132,7 +137,7 @@ def fidelity_page(section: FidelitySection) -> Page:
             f"Heads: over {section.head_windows} window{'' if section.head_windows == 1 else 's'}; every layer's "
             "query, key and value are those of the fp32 pass, so that an error is its own and not an echo."
         )
-    return Page("Fidelity to SDPA in fp32", tables, notes, token_warnings(tokens))
+    return Page(FIDELITY_TITLE, tables, notes, token_warnings(tokens))
 
 
 def retrieval_page(section: RetrievalSection) -> Page:
@@ -156,8 +161,7 @@ def retrieval_page(section: RetrievalSection) -> Page:
         "Found: the whole answer is the greedy continuation of the prompt. Loss: nats per token of the answer, "
         "mean over depths.",
     ]
-    kind = {"needle": "a sentence in prose", "kv": "one pair of many"}[section.kind]
-    return Page(f"Retrieval: {kind}", [Table(headers, rows)], notes, warnings)
+    return Page(RETRIEVAL_TITLES[section.kind], [Table(headers, rows)], notes, warnings)
 
 
 def _task_summary(section: TaskSection) -> Table:
@@ -181,9 +185,9 @@ def _task_summary(section: TaskSection) -> Table:
         rows.append(
             [
                 backend.label,
-                MISSING if mean is None else f"{100 * mean:.2f} %",
+                MISSING if mean is None else _share(mean),
                 f"{100 * (mean - base):+.2f}" if is_other and mean is not None and base is not None else MISSING,
-                f"{sum(flips) / asked:.2%}" if asked else MISSING,
+                _share(sum(flips) / asked) if asked else MISSING,
                 (", ".join(drops) or "none") if is_other and pairs else MISSING,
                 f"{sum(backend.seconds.values()):,.1f}",
             ]
@@ -225,7 +229,7 @@ def _verdict(metric: MetricResult, value: MetricValue) -> int:
 def _value(value: float | None, metric: MetricResult) -> str:
     if value is None:
         return MISSING
-    return f"{100 * value:.2f} %" if metric.right_or_wrong else f"{value:,.4g}"
+    return _share(value) if metric.right_or_wrong else f"{value:,.4g}"
 
 
 def _difference(value: MetricValue, metric: MetricResult) -> str:
@@ -241,6 +245,10 @@ def _difference(value: MetricValue, metric: MetricResult) -> str:
 
 def _number(value: float | None) -> str:
     return MISSING if value is None else f"{value:.4f}"
+
+
+def _share(value: float, digits: int = 2) -> str:
+    return f"{100 * value:.{digits}f} %"
 
 
 def _percent(value: float | None) -> str:

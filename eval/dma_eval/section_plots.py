@@ -9,9 +9,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from .plots import DPI, REFERENCE_COLOR, WIDTH, backend_styles, save, tidy
+from .backends import CACHE_SUFFIX
+from .plots import DPI, REFERENCE_COLOR, WIDTH, backend_styles, legend_below, save, tidy
 from .results import BackendResult, FidelitySection, PerplexitySection
 from .sections import RetrievalBackend, RetrievalSection, TaskSection
 from .task_summary import accuracy
@@ -60,14 +61,19 @@ def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
     ax.set_ylim(len(rows) - 0.4, -0.6)
     reach = max(LEAST_REACH, *(abs(edge) for edge in ax.get_xlim()))
     ax.set_xlim(-reach, reach)
-    ax.set_xlabel(f"Difference from {reference.label}, percentage points, with {section.confidence:.0%} intervals")
+    ax.set_xlabel(
+        f"Difference from {reference.label}, percentage points, with {100 * section.confidence:.0f} % intervals"
+    )
     if ax.get_legend_handles_labels()[0]:
-        figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    save(figure, title, path)
+        legend_below(figure, ax)
+    save(figure, f"{title}: accuracy", path)
 
 
 def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path) -> None:
-    """Quality against speed and against memory, one point for each backend and context."""
+    """Quality against speed and against memory, one point for each backend and context.
+
+    Those that read through a cache, a tile at a time, are left out: nobody runs a model at that speed.
+    """
     figure = Figure(figsize=(WIDTH, 4.6), dpi=DPI, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     labels = list(dict.fromkeys(backend.label for section in sections for backend in section.backends))
@@ -75,7 +81,7 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path)
     for index, section in enumerate(sections):
         for backend in section.backends:
             change = 0.0 if backend is section.backends[0] else backend.change_percent
-            if change is None:
+            if change is None or backend.label.endswith(CACHE_SUFFIX):
                 continue
             style = {"marker": MARKERS[index % len(MARKERS)], "color": colors[backend.label], "s": 55}
             if backend.tokens_per_second is not None:
@@ -90,8 +96,8 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path)
     left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     left.set_ylabel("Change of perplexity, %")
     right.set_xlabel("Peak memory, GiB")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    save(figure, title, path)
+    legend_below(figure, left)
+    save(figure, f"{title}: quality against speed and memory", path)
 
 
 def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
@@ -113,7 +119,7 @@ def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
     for ax, heads, value in zip(axes, shown, values, strict=False):
         image = ax.imshow(np.maximum(value, lowest), norm=norm, aspect="auto", interpolation="nearest")
         worst = np.unravel_index(int(value.argmax()), value.shape)
-        ax.set_title(f"{heads.label}\nworst: layer {worst[0]}, head {worst[1]}, {value.max():.2%}", fontsize=9)
+        ax.set_title(f"{heads.label}\nworst: layer {worst[0]}, head {worst[1]}, {100 * value.max():.2f} %", fontsize=9)
         ax.set_xlabel("Query head")
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.yaxis.get_major_locator().set_params(integer=True)
@@ -121,8 +127,12 @@ def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
         ax.set_visible(False)
     figure.axes[0].set_ylabel("Layer")
     if image is not None:
-        figure.colorbar(image, ax=figure.axes, label="Relative L1 error of the attention output")
-    save(figure, title, path)
+        bar = figure.colorbar(image, ax=figure.axes, label="Relative L1 error")
+        for axis_format in (bar.ax.yaxis.set_major_formatter, bar.ax.yaxis.set_minor_formatter):
+            axis_format(FuncFormatter(lambda value, _: f"{100 * value:.2g} %"))
+        if high > 10 * lowest:
+            bar.ax.yaxis.set_minor_formatter(NullFormatter())
+    save(figure, f"{title}: error of each head's attention output", path)
 
 
 def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
@@ -149,7 +159,7 @@ def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
     for ax in axes.flat[len(section.backends) :]:
         ax.set_visible(False)
     figure.colorbar(image, ax=axes, label="Found, share of samples")
-    save(figure, f"{title}: {section.kind}", path)
+    save(figure, f"{title}: retrieval, {section.kind}", path)
 
 
 def _grid(section: RetrievalSection, backend: RetrievalBackend) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:

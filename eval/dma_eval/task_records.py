@@ -137,7 +137,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def slug(name: str) -> str:
     """``name`` as a file name: readable, and another one for every name."""
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")
+    readable = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.")
     if readable == name:
         return name
     return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from dma_eval.errors import UserError
-from dma_eval.markdown import to_markdown
+from dma_eval.markdown import Plot, to_markdown
 from dma_eval.models import LoadedModel
 from dma_eval.plots import plot_comparison, plot_positions, plot_quality
 from dma_eval.report import format_bytes, format_kl, make_report, table_row, warnings
@@ -147,7 +147,7 @@ class TestMarkdown:
         assert "> **Warning**: broken failed" in to_markdown(report)
 
     def test_plots_and_continuations(self, report: Report) -> None:
-        text = to_markdown(report, [("A plot", "plots/a.png")])
+        text = to_markdown(report, [Plot("A plot", "plots/a.png")])
         assert "![A plot](plots/a.png)" in text
         assert "**sdpa**, 2 of 2 tokens as the first:\n\n> and\n>\n>  ä" in text
 

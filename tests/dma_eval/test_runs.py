@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from dma_eval import card as card_module
 from dma_eval.card import make_card, prepare_upload
 from dma_eval.errors import UserError
 from dma_eval.markdown import page_to_markdown
-from dma_eval.results import SCHEMA_VERSION, Report, read_report, write_report
+from dma_eval.results import SCHEMA_VERSION, Report, parse, read_report, write_report
 from dma_eval.run_diff import compare_reports
 from dma_eval.run_folder import merge, read_run, write_run
 from huggingface_hub import ModelCard
@@ -70,6 +70,8 @@ class TestFolder:
             "Configurations",
         ):
             assert f"## {heading}" in page
+        tasks = page[page.index("## Tasks") : page.index("## Fidelity")]
+        assert "](tasks.png)" in tasks  # a plot is where it belongs
         for line in page.splitlines():
             if line.startswith("!["):
                 assert (folder / "all" / line[line.index("](") + 2 : -1]).is_file()
@@ -187,9 +189,25 @@ class TestCard:
         task = report.tasks[0].tasks[0]
         assert found["tiny_choice", "acc, 0-shot"] == pytest.approx(task.metrics[0].values[1].value, abs=1e-6)
 
+    def test_shows_one_backend_and_the_reference(self, report: Report) -> None:
+        section = report.perplexity[0]
+        other = replace(section.backends[1], label="another")
+        text = make_card(
+            replace(report, perplexity=[replace(section, backends=[*section.backends, other])]), base_model="me/tiny"
+        ).text
+        assert "| sdpa |" in text
+        assert "| dma_mxfp:paper |" in text
+        assert "another" not in text
+
+    def test_cache(self, report: Report) -> None:
+        values = json.loads(json.dumps(asdict(report)).replace('"dma_mxfp:paper"', '"dma_mxfp:paper+cache"'))
+        text = make_card(parse(Report, values, "report"), base_model="me/tiny").text
+        assert 'dma_hf.configure(model, "paper", cache=True)' in text
+        assert "`+cache`: everything is read through a packed `DMACache`" in text
+
     def test_text(self, report: Report) -> None:
         text = make_card(report, base_model="me/tiny").text
-        assert "dma_hf.configure(model, 'paper')" in text
+        assert 'dma_hf.configure(model, "paper")' in text
         config = json.loads(text[text.index("```json\n") + 8 :].partition("```")[0])
         assert dma_hf.resolve(config["dma_mxfp"]) == dma_hf.PRESETS["paper"]
         for heading in ("## Use", "## What was measured", "### Tasks", "## Limits"):

@@ -138,6 +138,22 @@ class TestPairs:
         evaluate("tiny_last_word", "sdpa", "dma_mxfp:balanced", "dma_mxfp:paper", batch_size=8)
         assert rows == [8, 8, 8] * 3
 
+    def test_as_many_passes_as_lm_eval_itself(self, evaluate: Evaluate, loaded: LoadedModel, tiny_tasks: Path) -> None:
+        """Of every kind of task; each backend costs as many again."""
+        passes: list[tuple[int, ...]] = []
+        loaded.model.register_forward_pre_hook(
+            lambda module, args, kwargs: passes.append(tuple((args[0] if args else kwargs["input_ids"]).shape)),
+            with_kwargs=True,
+        )
+        manager = TaskManager(include_path=str(tiny_tasks), include_defaults=False)
+        lm = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=4)
+        simple_evaluate(lm, tasks=ALL.split(","), task_manager=manager, bootstrap_iters=0, fewshot_random_seed=0)
+        expected = list(passes)
+        passes.clear()
+        evaluate(ALL, "sdpa", "eager", batch_size=4)
+        assert len(passes) == 2 * len(expected)
+        assert sorted(passes) == sorted(2 * expected)
+
 
 class TestResuming:
     def test_takes_what_is_there(self, evaluate: Evaluate, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def demo(
             from dma_eval.comparison import compare
             from dma_eval.data import load_text, tokenize
             from dma_eval.generation import continue_greedily
-            from dma_eval.markdown import to_markdown
+            from dma_eval.markdown import Plot, to_markdown
             from dma_eval.models import load_model
             from dma_eval.plots import plot_positions, plot_quality
             from dma_eval.report import make_report
@@ -80,7 +80,10 @@ def demo(
         title = f"Demo model, context {section.context:,}"
         plot_quality(section, title, out / "quality.png")
         plot_positions(section, title, out / "positions.png")
-        plots = [("Quality of each backend", "quality.png"), ("Loss and divergence by position", "positions.png")]
+        plots = [
+            Plot("Quality of each backend", "quality.png"),
+            Plot("Loss and divergence by position", "positions.png"),
+        ]
         (out / "report.md").write_text(to_markdown(report, plots), encoding="utf-8")
         console.print_line(f"\nWrote results.json, report.md, quality.png and positions.png to {escape(str(out))}/")
     if any(result.failure is not None for result in section.backends):

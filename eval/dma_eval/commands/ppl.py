@@ -67,7 +67,7 @@ def ppl(
             from dma_eval.backends import parse_backends
             from dma_eval.comparison import compare
             from dma_eval.data import load_text
-            from dma_eval.markdown import to_markdown
+            from dma_eval.markdown import Plot, to_markdown
             from dma_eval.report import make_report
             from dma_eval.results import write_report
 
@@ -98,7 +98,7 @@ def ppl(
 
             plot_comparison(section, f"{Path(model).name}, context {section.context:,}", plot)
         if markdown is not None and processes.is_main:
-            plots = [] if plot is None else [("Comparison of the backends", relative(plot, markdown))]
+            plots = [] if plot is None else [Plot("Comparison of the backends", relative(plot, markdown))]
             markdown.write_text(to_markdown(report, plots), encoding="utf-8")
         for path in (json, markdown, plot):
             if path is not None:
