@@ -47,7 +47,8 @@ def demo(
         with console.starting():
             import torch
 
-            from dma_eval.backends import default_names, parse_backends
+            import dma_hf
+            from dma_eval.backends import parse_backends
             from dma_eval.comparison import compare
             from dma_eval.data import load_text, tokenize
             from dma_eval.generation import continue_greedily
@@ -58,7 +59,7 @@ def demo(
             from dma_eval.results import write_report
 
         torch.manual_seed(0)
-        backends = parse_backends(default_names())
+        backends = parse_backends(["sdpa", *(f"dma_mxfp:{preset}" for preset in dma_hf.PRESETS)])
         assets = resources.files("dma_eval") / "assets"
         with resources.as_file(assets / "demo_model") as folder, resources.as_file(assets / "heldout.txt") as file:
             if not folder.is_dir() or not file.is_file():
