@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .backends import Backend, activate, new_cache
@@ -139,18 +139,27 @@ def in_fp32(model: PreTrainedModel) -> PreTrainedModel:
     """The model itself if its weights are fp32, else a copy with the same weights in fp32.
 
     Raises:
-        UserError: There is no memory for the copy.
+        UserError: There is no memory for the copy, or the weights are packed.
     """
     if model.dtype == torch.float32:
         return model
+    packed = next((name for name, weight in model.named_parameters() if not _is_plain(weight)), None)
+    if packed is not None:
+        raise UserError(f"the reference needs weights that fp32 can hold as they are, and {packed} is packed")
     try:
-        converted: PreTrainedModel = copy.deepcopy(model).float()
+        # Not the model's own float(): that refuses whatever came from a quantised file, be it dequantised by now.
+        converted: PreTrainedModel = nn.Module.float(copy.deepcopy(model))
     except (torch.OutOfMemoryError, MemoryError) as error:
         gib = 4 * model.num_parameters() / 2**30
         raise UserError(
             f"the reference needs {gib:,.1f} GiB more for the weights in fp32; use a larger device"
         ) from error
     return converted
+
+
+def _is_plain(weight: nn.Parameter) -> bool:
+    """Whether a weight is a tensor of floating-point numbers, and not one of a library's packed ones."""
+    return weight.is_floating_point() and type(weight) is nn.Parameter and type(weight.data) is Tensor
 
 
 def bucket_edges(edges: Sequence[int]) -> list[int]:

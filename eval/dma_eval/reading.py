@@ -40,7 +40,7 @@ def read(
     takes_last = "logits_to_keep" in inspect.signature(model.forward).parameters
     cache = new_cache(model, backend)
     step = length if cache is None else TILE
-    parts: list[Tensor] = []
+    found: Tensor | None = None
     for begin in range(0, length, step):
         end = min(begin + step, length)
         wanted = min(end - begin, last - (length - end))  # below 1 before the positions that are wanted
@@ -54,6 +54,13 @@ def read(
             if mask is not None:
                 inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, begin:end]
         logits: Tensor = model(**inputs).logits
-        if wanted > 0:
-            parts.append(logits[:, -wanted:])
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if wanted <= 0:
+            continue
+        if wanted == last:
+            return logits[:, -wanted:]
+        if found is None:
+            found = logits.new_empty((len(ids), last, logits.shape[2]))
+        place = last - (length - end) - wanted
+        found[:, place : place + wanted] = logits[:, -wanted:]
+    assert found is not None
+    return found

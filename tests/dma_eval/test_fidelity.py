@@ -166,6 +166,21 @@ def test_in_fp32(loaded: LoadedModel, model_folder: Path) -> None:
     assert half.dtype == torch.float16
 
 
+def test_in_fp32_of_a_dequantised_file(model_folder: Path) -> None:
+    """Transformers marks what it loads from GGUF as quantised, and will not convert it; its weights are plain."""
+    half = load_model(str(model_folder), dtype="float16", device="cpu").model
+    half.is_quantized = True
+    assert in_fp32(half).dtype == torch.float32
+
+
+def test_in_fp32_of_packed_weights(model_folder: Path) -> None:
+    half = load_model(str(model_folder), dtype="float16", device="cpu").model
+    projection = half.model.layers[0].self_attn.q_proj
+    projection.weight = torch.nn.Parameter(projection.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight is packed"):
+        in_fp32(half)
+
+
 def test_command(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) -> None:
     arguments = ["-m", model_folder, "-d", text_file, "--device", "cpu", "--dtype", "bfloat16", "-c", 256]
     arguments += ["--max-windows", 2, "--new-tokens", 4, "--attn", "sdpa", "dma_mxfp:fp4", "--out", tmp_path / "run"]

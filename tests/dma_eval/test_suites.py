@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from dma_eval.backends import default_names
 from dma_eval.errors import UserError
@@ -193,7 +194,7 @@ class TestRun:
         attn = ("--attn", "sdpa", "dma_mxfp:kv4+cache")
         with monkeypatch.context() as patch:
             patch.setattr("dma_eval.suite_run.measure_retrieval", None)
-            assert isinstance(suite(*attn).exception, TypeError)  # as if it were cut off in the last part
+            assert suite(*attn).exit_code == 1  # as if it were cut off in the last part
         before = read_report(tmp_path / "run/results.json")
         for name in ("compare", "compare_with_fp32"):
             monkeypatch.setattr(f"dma_eval.suite_run.{name}", None)
@@ -204,6 +205,28 @@ class TestRun:
         assert (after.perplexity, after.fidelity, after.tasks) == (before.perplexity, before.fidelity, before.tasks)
         assert after.part_seconds["perplexity, 128"] == before.part_seconds["perplexity, 128"]
         assert len(after.retrieval) == 1
+
+    @pytest.mark.parametrize("error", [UserError("no room"), ValueError("no room"), torch.OutOfMemoryError("no room")])
+    def test_failure_of_a_part(
+        self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    ) -> None:
+        def fail(*arguments: Any, **options: Any) -> None:
+            raise error
+
+        monkeypatch.setattr("dma_eval.suite_run.compare_with_fp32", fail)
+        monkeypatch.setattr("dma_eval.suite_run.compare", fail)
+        result = suite("--attn", "sdpa")
+        assert result.exit_code == 1
+        for part in ("perplexity, 128", "perplexity, 256", "fidelity"):
+            assert f"Error: {part} failed: no room" in result.stderr
+        report = read_report(tmp_path / "run/results.json")
+        assert [len(part) for part in (report.perplexity, report.fidelity, report.tasks, report.retrieval)] == [
+            0,
+            0,
+            1,
+            1,
+        ]
+        assert "Wrote results.json" in result.stdout
 
     @pytest.mark.parametrize("change", [("--max-windows", 2), ("--attn", "sdpa", "dma_mxfp:paper")])
     def test_other_settings_are_measured_anew(self, suite: Run, tmp_path: Path, change: tuple[object, ...]) -> None:

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from dma_eval import console, options
 from dma_eval.commands.shared import join, leave, load
+from dma_eval.errors import UserError, one_line
 
 EPILOG = """
 [bold]Examples[/]
@@ -21,6 +22,9 @@ accelerate launch -m dma_eval suite --suite standard -m ./model --out run
 
 dma-hf suite --suite my.toml -m ./model --data book.txt --include-path ./tasks --out run
 """
+
+FAILURES = (UserError, RuntimeError, ValueError, TypeError)
+"""What a part that cannot be measured raises: input that does not fit it, or an error of a model or a library."""
 
 
 def suite(
@@ -77,9 +81,11 @@ def suite(
     """Measure everything that a suite asks for: perplexity, fidelity, tasks, retrieval.
 
     Results in --out are written after each part, and what is finished there is not measured again. Started by
-    accelerate launch, the processes split the work. Exit code 1 if a backend failed, 2 for invalid input.
+    accelerate launch, the processes split the work. A part that fails is reported, and the others go on. Exit code 1 if
+    a part or a backend failed, 2 for invalid input.
     """
     seconds: dict[str, float] = {}
+    failed: list[str] = []
 
     def finish(part: str, value: float) -> None:
         seconds[part] = value
@@ -112,7 +118,15 @@ def suite(
         loaded = load(model, processes, dtype, device, device_map, revision, trust_remote_code)
         finish("preparation", time.perf_counter() - began)
         for part, measure in run.parts(loaded, out, batch_size=batch_size, seed=seed):
-            finish(part, measure())
+            try:
+                finish(part, measure())
+            except FAILURES as error:
+                if processes.count > 1:  # the others wait for this one
+                    raise
+                if debug:
+                    console.err.print_exception()
+                console.print_error(f"{part} failed: {one_line(error)}")
+                failed.append(part)
             if processes.is_main:
                 report = make_report(
                     loaded,
@@ -129,5 +143,5 @@ def suite(
             files = write_run(report, out)
             console.print_line(f"Wrote {escape(', '.join(files))} to {escape(str(out))}/")
         leave()
-    if run.has_failures:
+    if failed or run.has_failures:
         raise typer.Exit(console.BACKEND_FAILED)
