@@ -100,13 +100,18 @@ class TestMerge:
     def test_needs_a_folder(self, run: Run, refused: Callable[[Any], str], folder: Path, report: Report) -> None:
         assert "--out: say which folder" in refused(run("report", "build", folder / "tasks", folder / "fidelity"))
 
-    @pytest.mark.parametrize("version", ["smollm2-2048-fp32.json", "smollm2-8192-fp32.json"])
-    def test_reads_files_of_version_1(self, version: str) -> None:
-        values = json.loads((BENCHMARKS / version).read_text(encoding="utf-8"))
-        assert values["schema_version"] == 1
-        old = read_run(BENCHMARKS / version)
+    def test_reads_files_of_version_1(self, report: Report, tmp_path: Path) -> None:
+        values = asdict(report) | {"schema_version": 1}
+        for name in ("tasks", "fidelity", "retrieval", "part_seconds"):
+            del values[name]
+        (tmp_path / "old.json").write_text(json.dumps(values), encoding="utf-8")
+        old = read_run(tmp_path / "old.json")
         assert (old.schema_version, old.tasks, old.part_seconds) == (SCHEMA_VERSION, [], {})
-        assert len(old.perplexity[0].backends) == 4
+        assert old.perplexity == report.perplexity
+
+    @pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.json")), ids=lambda path: path.name)
+    def test_reads_committed_results(self, path: Path) -> None:
+        assert read_run(path).perplexity
 
 
 class TestDiff:
