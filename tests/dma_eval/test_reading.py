@@ -12,6 +12,7 @@ from dma_eval.data import tokenize
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
 from dma_eval.reading import read
+from dma_eval.results import PerplexitySection
 from dma_kernels.storage import LayerStorage
 from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
@@ -123,3 +124,20 @@ def test_generation_uses_the_cache(loaded: LoadedModel, ids: Tensor, monkeypatch
     assert stored == []
     run("dma_mxfp:kv4+cache")
     assert stored[:2] == [LENGTH, LENGTH]
+
+
+def test_not_finite_through_a_cache(
+    compared: Callable[..., PerplexitySection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, with the layer named; the others have their results."""
+    import dma_hf.cache_step
+
+    attend = dma_hf.cache_step.cached_attention
+    monkeypatch.setattr(
+        dma_hf.cache_step, "cached_attention", lambda *args, **options: attend(*args, **options) * torch.nan
+    )
+    sdpa, at_once, cached = compared("sdpa", "dma_mxfp:kv4", "dma_mxfp:kv4+cache", context=256, max_windows=1).backends
+    assert (sdpa.failure, at_once.failure) == (None, None)
+    assert "first at position 128 of a window; they begin in the output of model.layers.0.self_attn" in (
+        cached.failure or ""
+    )
