@@ -37,16 +37,16 @@ def _store_channels(base, x, STORED: tl.constexpr):
 
 
 @triton.jit
-def _quantize_4bit(x, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr):
+def _quantize_4bit(x, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr):
     """Quantise a tile: int32 codes ``[TILE, CHANNELS]``, scale bytes ``[TILE, CHANNELS / 16]``, and the factor."""
     CHANNELS: tl.constexpr = x.shape[1]
     if FORMAT == "nvfp4":
         factor = nvfp4_head_scale(largest_finite_block(x), ROUNDING)
-        elements, scale = quantize_blocks(x, factor, FORMAT, SHARED, ROUNDING)
+        elements, scale = quantize_blocks(x, factor, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
         byte = (scale.to(tl.int32, bitcast=True) >> 20) - (_SCALE_OFFSET << 3)
         byte = tl.where(scale == scale, byte, 255)
     else:
-        elements, scale = quantize_blocks(x, 1.0, FORMAT, SHARED, ROUNDING)
+        elements, scale = quantize_blocks(x, 1.0, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
         finite = tl.where(scale == _NAN_CODE, 0, scale)
         unit = tl.maximum(tl.max(tl.max(finite, 1), 0) - _TOP_EXPONENT, 1)
         factor = e8m0_decode(unit)
@@ -67,7 +67,7 @@ def _store_blocks(
     if FORM == "16bit":
         _store_matrix(base, x.to(data_ptr.dtype.element_ty), STORED)
     else:
-        elements, scale = quantize_blocks(x, 1.0, FORMAT, SHARED, ROUNDING)
+        elements, scale = quantize_blocks(x, 1.0, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
         elements = tl.reshape(elements, [_TILE, x.shape[1]])
         if FORM == "block_int8":
             _store_matrix(base, elements.to(tl.int8), STORED)
@@ -98,13 +98,13 @@ def encode_keys(
         IS_INTERPRETED: Whether Triton's interpreter runs the kernel.
     """
     if FORM == "fp4":
-        codes, byte, factor = _quantize_4bit(x, FORMAT, SHARED, ROUNDING)
+        codes, byte, factor = _quantize_4bit(x, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
         low, high = split_channels(codes, WIDTH)
         _store_matrix(data_ptr + slot * (_TILE * STORED), pack_codes(low, high).to(tl.uint8), STORED)
         _store_matrix(scale_ptr + slot * (_TILE * STORED // 8), byte.to(tl.uint8), STORED // 8)
         tl.store(factor_ptr + slot, factor)
     elif FORM == "int8" or FORM == "e4m3":
-        elements, scale = quantize_blocks(x, 1.0, FORMAT, SHARED, ROUNDING)
+        elements, scale = quantize_blocks(x, 1.0, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
         elements = tl.reshape(elements, [_TILE, x.shape[1]])
         factor = e8m0_decode(tl.max(tl.max(scale, 1), 0))
         if FORM == "int8":
@@ -127,7 +127,7 @@ def encode_values(
     """Write values; arguments as for :func:`encode_keys`."""
     CHANNELS: tl.constexpr = x.shape[1]
     if FORM == "fp4":
-        codes, byte, factor = _quantize_4bit(x, FORMAT, "block", ROUNDING)
+        codes, byte, factor = _quantize_4bit(x, FORMAT, "block", ROUNDING, IS_INTERPRETED)
         halves = tl.reshape(tl.trans(codes), [CHANNELS, 2, _TILE // 2])
         is_low = (tl.arange(0, 2) == 0)[None, :, None]
         low = tl.sum(tl.where(is_low, halves, 0), 1)

@@ -78,7 +78,7 @@ def _high_tiles(
         x = q.to(tl.float32)
         if ROTATE:
             x = rotate_queries(q, norm, HADAMARD_SIZE, IS_INTERPRETED)
-        queries = tl.trans(rounded_rows(x, FORMAT, "block", ROUNDING).to(DTYPE))
+        queries = tl.trans(rounded_rows(x, FORMAT, "block", ROUNDING, IS_INTERPRETED).to(DTYPE))
     q_tile = q_pos >> _TILE_SHIFT
     m_i = tl.full([COLUMNS], -1.0e30, tl.float32)
     l_i = tl.zeros([STEP, COLUMNS], tl.float32)
@@ -105,7 +105,7 @@ def _high_tiles(
                 y = tl.where(m_t, y - mean[None, :], 0.0)
             if ROTATE:
                 y = hadamard(y, STEP, HADAMARD_SIZE, BLOCK_D, norm)
-            s = dot(rounded_rows(y, FORMAT, "block", ROUNDING).to(DTYPE), queries, IS_INTERPRETED)
+            s = dot(rounded_rows(y, FORMAT, "block", ROUNDING, IS_INTERPRETED).to(DTYPE), queries, IS_INTERPRETED)
         if TAKES_SHIFT:
             s -= shift[None, :]
         if ADDS_SHIFT:

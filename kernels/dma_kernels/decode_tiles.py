@@ -35,22 +35,22 @@ _SPLIT_BITS = tl.constexpr(13)  # of a query's largest magnitude, whose high par
 
 
 @triton.jit
-def quantize_rows(x, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr):
+def quantize_rows(x, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr):
     """Quantise fp32 rows; returns elements, scales and NVFP4's second scale, one for each row (1 in other formats)."""
     head_scale = tl.full([x.shape[0], 1], 1.0, tl.float32)
     if FORMAT == "nvfp4":
         # Where the rule has one for the head: a smaller power of two moves no codes but those of tiny blocks.
         bits = block_amax(x, 16)
         head_scale = nvfp4_head_scale(tl.max(tl.where(bits < 0x7F800000, bits, 0), 1, keep_dims=True), ROUNDING)
-    elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING)
+    elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
     return elements, scale, head_scale
 
 
 @triton.jit
-def rounded_rows(x, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr):
+def rounded_rows(x, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr):
     """Return fp32 rows as they are after quantising; unchanged for ``bf16``."""
     if FORMAT != "bf16":
-        elements, scale, head_scale = quantize_rows(x, FORMAT, SHARED, ROUNDING)
+        elements, scale, head_scale = quantize_rows(x, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
         x = dequantize_blocks(elements, scale, head_scale, FORMAT)
     return x
 
@@ -70,7 +70,7 @@ def prepare_queries(
     CHANNELS: tl.constexpr = x.shape[1]
     factor = tl.full([COLUMNS], 1.0, tl.float32)
     if QUERY_FORM == "codes":
-        elements, scale, _ = quantize_rows(x, FORMAT, "row", ROUNDING)
+        elements, scale, _ = quantize_rows(x, FORMAT, "row", ROUNDING, IS_INTERPRETED)
         elements = tl.reshape(elements, [COLUMNS, CHANNELS])
         is_zero = tl.max(tl.abs(elements), 1) == 0.0
         factor = tl.where(is_zero, 1.0, e8m0_decode(tl.max(scale, 1)))
@@ -81,7 +81,7 @@ def prepare_queries(
             first = to_e4m3(elements, IS_INTERPRETED)
         second = first
     else:
-        x = rounded_rows(x, FORMAT, SHARED, ROUNDING)
+        x = rounded_rows(x, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
         if QUERY_FORM == "split":
             exponent = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1) >> _MANTISSA_BITS
             factor = e8m0_decode(tl.maximum(exponent - _SPLIT_BITS, 1))

@@ -162,8 +162,12 @@ def hadamard_levels(x, ROWS: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constex
     for level in tl.static_range(FIRST, 8):
         if (1 << level) < SIZE:
             pairs = tl.reshape(x, [ROWS, BLOCK_D // (2 << level), 2, 1 << level])
-            even, odd = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
-            x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), [0, 1, 3, 2]), [ROWS, BLOCK_D])
+            bits = pairs.to(tl.int32, bitcast=True)
+            # The other one of a pair is what is left of the sum of their bits, which may wrap. Reductions leave every
+            # number where it is; tl.split and tl.join would move them, and scatter the blocks of a format over threads.
+            other = (tl.sum(bits, 2)[:, :, None, :] - bits).to(tl.float32, bitcast=True)
+            sign = tl.where(tl.arange(0, 2) == 0, 1.0, -1.0)[None, None, :, None]
+            x = tl.reshape(other + sign * pairs, [ROWS, BLOCK_D])
     return x
 
 

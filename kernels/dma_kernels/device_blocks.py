@@ -57,11 +57,10 @@ _E5M2_SHIFT = tl.constexpr(13)  # log2 of operands.E5M2_TOP
 def round_to_e2m1(x):
     """Round fp32 to the nearest E2M1 number, ties to the even code, saturating at 6; still fp32. NaN becomes 6."""
     magnitude = tl.abs(x)
-    bits = magnitude.to(tl.int32, bitcast=True)
-    # 22 of fp32's 23 mantissa bits go; below 1 E2M1 has the fixed step 0.5, which is the ulp of 2^22.
-    normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) & ~0x3FFFFF).to(tl.float32, bitcast=True)
-    subnormal = (magnitude + 4194304.0) - 4194304.0
-    rounded = tl.minimum(tl.where(magnitude < 1.0, subnormal, normal), _E2M1_MAX)
+    # E2M1's steps are 0.5 below 2, 1 below 4 and 2 above: the ulp of x's own binade, but at least [1, 2), times 2^22.
+    binade = tl.maximum(magnitude.to(tl.int32, bitcast=True), 0x3F800000) & 0x7F800000
+    shift = (binade + (22 << 23)).to(tl.float32, bitcast=True)
+    rounded = tl.minimum((magnitude + shift) - shift, _E2M1_MAX)
     # By the sign bit, so that a negative number rounds to -0.0, which has a code of its own.
     sign = x.to(tl.int32, bitcast=True) & (-2147483648)
     return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
@@ -124,7 +123,11 @@ def nvfp4_head_scale(bits, ROUNDING: tl.constexpr):
 @triton.jit
 def _nvfp4_block_scale(bits, head_scale, LARGEST: tl.constexpr):
     """Return the E4M3 scale, still fp32, that takes a block's largest magnitude to the E2M1 number ``LARGEST``."""
-    scale = tl.math.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, LARGEST, tl.float32))
+    amax = bits.to(tl.float32, bitcast=True)
+    if LARGEST == 4.0:  # noqa: SIM108 (a constexpr branch)
+        scale = amax * 0.25
+    else:
+        scale = tl.math.div_rn(amax, tl.full(bits.shape, LARGEST, tl.float32))
     # head_scale is a power of two of at least 2^-126, so its reciprocal is exact.
     scale = tl.minimum(tl.maximum(scale * (1.0 / head_scale), _E4M3_SMALLEST), _E4M3_MAX)
     return tl.where(bits < _INFINITY_BITS, round_to_e4m3(scale), float("nan"))
@@ -148,9 +151,26 @@ def round_to_element(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _divide_blocks(blocks, divisor):
-    """Divide ``[ROWS, BLOCKS, SIZE]`` by ``[ROWS, BLOCKS]``, correctly rounded."""
-    return tl.math.div_rn(blocks, tl.broadcast_to(divisor[:, :, None], blocks.shape))
+def _divide_blocks(blocks, scale, head_scale, IS_INTERPRETED: tl.constexpr):
+    """Divide ``[ROWS, BLOCKS, SIZE]`` by E4M3 numbers ``[ROWS, BLOCKS]`` times a power of two, correctly rounded.
+
+    One division for a block; its elements take a product and Markstein's correction, which together are the rounded
+    quotient for every divisor of four significant bits: a test tries them all.
+    """
+    ROWS: tl.constexpr = blocks.shape[0]
+    BLOCKS: tl.constexpr = blocks.shape[1]
+    # head_scale is a power of two of at least 2^-126, so its reciprocal is exact.
+    blocks = blocks * (tl.zeros([ROWS, BLOCKS], tl.float32) + 1.0 / head_scale)[:, :, None]
+    if IS_INTERPRETED:
+        # Its fma rounds twice.
+        quotient = tl.math.div_rn(blocks, tl.broadcast_to(scale[:, :, None], blocks.shape))
+    else:
+        reciprocal = tl.math.div_rn(tl.full([ROWS, BLOCKS], 1.0, tl.float32), scale)[:, :, None]
+        divisor = tl.broadcast_to(scale[:, :, None], blocks.shape)
+        quotient = blocks * reciprocal
+        rest = tl.fma(-quotient, divisor, blocks)
+        quotient = tl.fma(rest, tl.broadcast_to(reciprocal, blocks.shape), quotient)
+    return quotient
 
 
 @triton.jit
@@ -164,13 +184,15 @@ def _loss(scaled, rounded, FORMAT: tl.constexpr):
     error = tl.abs(scaled - rounded)
     for level in tl.static_range(0, 5):
         if (SIZE >> level) > 1:
-            even, odd = tl.split(tl.reshape(error, [ROWS, BLOCKS, SIZE >> (level + 1), 2]))
-            error = even + odd
+            # Not tl.split, for whose layout the compiler would compute the blocks a second time.
+            error = tl.sum(tl.reshape(error, [ROWS, BLOCKS, SIZE >> (level + 1), 2]), 3)
     return tl.reshape(error, [ROWS, BLOCKS])
 
 
 @triton.jit
-def quantize_blocks(x, head_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr):
+def quantize_blocks(
+    x, head_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr
+):
     """Quantise ``[ROWS, WIDTH]``; returns elements and scales as the module says.
 
     Args:
@@ -179,6 +201,7 @@ def quantize_blocks(x, head_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr, R
         FORMAT: Block format.
         SHARED: ``block``, ``row``, or ``tile`` (all rows carry one scale).
         ROUNDING: ``floor``, ``ceil``, or ``search`` (``SHARED`` is ``block`` then).
+        IS_INTERPRETED: Whether Triton's interpreter runs the kernel.
     """
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
@@ -187,11 +210,11 @@ def quantize_blocks(x, head_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr, R
     blocks = tl.reshape(x, [ROWS, WIDTH // SIZE, SIZE])
     if FORMAT == "nvfp4":
         scale = _nvfp4_block_scale(bits, head_scale, _E2M1_MAX)
-        scaled = _divide_blocks(blocks, scale * head_scale)
+        scaled = _divide_blocks(blocks, scale, head_scale, IS_INTERPRETED)
         elements = round_to_element(scaled, FORMAT)
         if ROUNDING == "search":
             other = _nvfp4_block_scale(bits, head_scale, _E2M1_SECOND)
-            scaled_by_other = _divide_blocks(blocks, other * head_scale)
+            scaled_by_other = _divide_blocks(blocks, other, head_scale, IS_INTERPRETED)
             others = round_to_element(scaled_by_other, FORMAT)
             loss = _loss(scaled, elements, FORMAT) * scale
             is_better = _loss(scaled_by_other, others, FORMAT) * other < loss * _SEARCH_MARGIN

@@ -24,6 +24,9 @@ from .formats import E4M3, E8M0_MAX_CODE, E8M0_NAN, MXINT8_UNIT, TILE
 from .fused_statistics import CHUNKS, reduce_channel_chunks, reduce_chunks
 
 _TILE = tl.constexpr(TILE)
+# Keys or values that a program has in registers at a time, in block formats without a scale for the tile: few enough
+# for four programs on a multiprocessor.
+_ROWS = tl.constexpr(32)
 _CHUNKS = tl.constexpr(CHUNKS)
 _INT8_UNIT = tl.constexpr(MXINT8_UNIT)
 _INT8_STEPS = tl.constexpr(1.0 / MXINT8_UNIT)
@@ -80,7 +83,7 @@ def _write_blocks(
     if FORMAT == "bf16":
         tl.store(element_ptr + row[:, None] * D + o_d[None, :], x.to(element_ptr.dtype.element_ty), (o_d < D)[None, :])
     else:
-        elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING)
+        elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
         if FORM == "dequantized":
             values = dequantize_blocks(elements, scale, head_scale, FORMAT).to(element_ptr.dtype.element_ty)
             tl.store(element_ptr + row[:, None] * D + o_d[None, :], values, mask=(o_d < D)[None, :])
@@ -91,7 +94,7 @@ def _write_blocks(
         else:
             tl.static_assert(FORM == "packed", "forms are dequantized, int8, e4m3, e5m2 and packed")
             if FORMAT == "mxfp8":
-                codes = to_e4m3(tl.reshape(elements, [_TILE, BLOCK_D]), IS_INTERPRETED)
+                codes = to_e4m3(tl.reshape(elements, [x.shape[0], BLOCK_D]), IS_INTERPRETED)
                 tl.store(element_ptr + row[:, None] * STORED_D + o_d[None, :], codes, mask=m_d)
             else:
                 o_p = tl.arange(0, BLOCK_D // 2)
@@ -144,37 +147,42 @@ def _quantize_keys(
     i_b = i_head // KV_HEADS
     base = k_ptr + i_b * stride_kb + (i_head % KV_HEADS) * stride_kh
     first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
-    o_t = tl.arange(0, _TILE)
     o_d = tl.arange(0, BLOCK_D)
     mean = tl.zeros([BLOCK_D], tl.float32)
     if HAS_MEAN:
         mean = tl.load(mean_ptr + i_head * D + o_d, mask=o_d < D, other=0.0)
-    x = load_transformed(
-        base, start + i_tile * _TILE + o_t, first, last, stride_kt, stride_kd, mean,
-        D, BLOCK_D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM,
-    )  # fmt: skip
     head_scale = 1.0
     if HAS_HEAD:
         head_scale = nvfp4_head_scale(reduce_chunks(head_ptr + i_head * _CHUNKS, chunks), ROUNDING)
         if i_tile == 0:
             tl.store(head_factor_ptr + i_head, head_scale)
     i_tile_row = i_head * tiles + i_tile
-    row = i_tile_row * _TILE + o_t
-    if HIGH_FORM != "raw":
-        _write_blocks(
-            x, high_ptr, high_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
-            HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, D, BLOCK_D, IS_INTERPRETED,
+    HAS_TILE_SCALE: tl.constexpr = (
+        LOW_FORM == "int8" or LOW_FORM == "e4m3" or LOW_FORM == "e5m2" or (LOW_FORM != "none" and SHARED == "tile")
+    )
+    ROWS: tl.constexpr = _TILE if HAS_TILE_SCALE else _ROWS
+    for part in tl.range(0, _TILE // ROWS):
+        o_t = part * ROWS + tl.arange(0, ROWS)
+        row = i_tile_row * _TILE + o_t
+        x = load_transformed(
+            base, start + i_tile * _TILE + o_t, first, last, stride_kt, stride_kd, mean,
+            D, BLOCK_D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM,
         )  # fmt: skip
-    if LOW_FORM == "int8" or LOW_FORM == "e4m3":
-        _write_tile_scaled(
-            x, low_ptr, key_factor_ptr, row, i_tile_row, LOW_FORM, LOW_FORMAT, ROUNDING,
-            (D + 31) // 32 * 32, BLOCK_D, IS_INTERPRETED,
-        )  # fmt: skip
-    elif LOW_FORM != "none":
-        _write_blocks(
-            x, low_ptr, low_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
-            LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, D, BLOCK_D, IS_INTERPRETED,
-        )  # fmt: skip
+        if HIGH_FORM != "raw":
+            _write_blocks(
+                x, high_ptr, high_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
+                HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, D, BLOCK_D, IS_INTERPRETED,
+            )  # fmt: skip
+        if LOW_FORM == "int8" or LOW_FORM == "e4m3":
+            _write_tile_scaled(
+                x, low_ptr, key_factor_ptr, row, i_tile_row, LOW_FORM, LOW_FORMAT, ROUNDING,
+                (D + 31) // 32 * 32, BLOCK_D, IS_INTERPRETED,
+            )  # fmt: skip
+        elif LOW_FORM != "none":
+            _write_blocks(
+                x, low_ptr, low_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
+                LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, D, BLOCK_D, IS_INTERPRETED,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -213,10 +221,13 @@ def _quantize_values(
         head_scale = 1.0
         if LOW_VALUE_FORMAT == "nvfp4":
             head_scale = nvfp4_head_scale(reduce_chunks(head_ptr + i_head * _CHUNKS, chunks), ROUNDING)
-        x = load_visible(base, start + o_t, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
-        elements, scale = quantize_blocks(x, head_scale, LOW_VALUE_FORMAT, "block", ROUNDING)
-        x = dequantize_blocks(elements, scale, head_scale, LOW_VALUE_FORMAT)
-        tl.store(low_value_ptr + offset, x.to(low_value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
+        for part in tl.range(0, _TILE // _ROWS):
+            o_r = part * _ROWS + tl.arange(0, _ROWS)
+            v = load_visible(base, start + o_r, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
+            elements, scale = quantize_blocks(v, head_scale, LOW_VALUE_FORMAT, "block", ROUNDING, IS_INTERPRETED)
+            v = dequantize_blocks(elements, scale, head_scale, LOW_VALUE_FORMAT)
+            p_row = low_value_ptr + (i_tile_row * _TILE + o_r)[:, None] * DV
+            tl.store(p_row + o_d[None, :], v.to(low_value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
 
 
 @triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles", "chunks"])

@@ -23,6 +23,7 @@ from .tuning import PrefillTiles, select_section
 LOG2_E = math.log2(math.e)
 MAX_BAND_TILES = 1 << 20
 """More tiles than a sequence has. A wider band is clamped to it, so that positions stay in int32."""
+_SIXTEEN_BIT = (Form.RAW, Form.DEQUANTIZED)
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,9 @@ def prefill_attention(
         return out, lse
     rows, mask = geometry.rows, geometry.mask
     # A descriptor's rows start at multiples of 16 bytes.
-    raw = [
-        tensor
-        for tensor, form in ((high.key, high.key_form), (high.value, high.value_form), (low.value, low.value_form))
-        if form == Form.RAW
-    ]
-    use_raw_tma = use_tma and all(map(is_describable, raw))
+    described = [high.key] if high.key_form == Form.RAW else []
+    described += [each.value for each in (high, low) if each.value_form in _SIXTEEN_BIT]
+    use_raw_tma = use_tma and all(map(is_describable, described))
     use_tma = use_tma and low.key.shape[3] * low.key.element_size() % 16 == 0
     constants = _constants(
         query.shape[1], kv_heads, head_dim, value_dim, recipe, tiles, use_tma, use_raw_tma, is_interpreted,
@@ -111,9 +109,9 @@ def prefill_attention(
     if use_raw_tma:
         if high.key_form == Form.RAW:
             k_desc = head_descriptor(high.key, tiles.high_block_n, values["BLOCK_D"])
-        if high.value_form == Form.RAW:
+        if high.value_form in _SIXTEEN_BIT:
             v_desc = head_descriptor(high.value, tiles.high_block_n, values["BLOCK_DV"])
-        if operands.low is not None and low.value_form == Form.RAW:
+        if operands.low is not None and low.value_form in _SIXTEEN_BIT:
             v_low_desc = head_descriptor(low.value, tiles.block_n, values["BLOCK_DV"])
     if use_tma:
         if high.value_form == Form.E4M3:
@@ -239,9 +237,7 @@ def _constants(
         "K_LOW_FACTOR": ("head" if low_form is Form.PACKED else "tile") if has_k_low_factor else "none",
         "VALUE_FACTOR": {0: "none", 3: "channel", 4: "tile"}[value_factor_dims],
         "IS_PV_FP8": recipe.pv != UNQUANTIZED,
-        "STAGE_QUERIES": tiles.stage_queries
-        and low_form in (Form.INT8, Form.E4M3, Form.E5M2)
-        and head_dim <= 2 * value_dim,
+        "STAGE_QUERIES": tiles.stage_queries and has_low and head_dim <= _staged_dim(low_form, value_dim),
         "USE_TMA": use_tma,
         "USE_RAW_TMA": use_raw_tma,
         "IS_INTERPRETED": is_interpreted,
@@ -250,6 +246,13 @@ def _constants(
     if tiles.max_registers is not None:
         options["maxnreg"] = tiles.max_registers
     return _Constants(values, Launcher(prefill_kernel, values, **options))
+
+
+def _staged_dim(low_form: Form, value_dim: int) -> int:
+    """Return how many channels of a query in the form of low keys fit in its row of the output."""
+    if low_form in (Form.INT8, Form.E4M3, Form.E5M2):
+        return 2 * value_dim
+    return value_dim if low_form is Form.DEQUANTIZED else 0
 
 
 def is_describable(tensor: Tensor) -> bool:

@@ -197,8 +197,10 @@ def prefill_kernel(
             x, head_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE, IS_INTERPRETED
         )
         staged = (out_ptr + i_b * stride_ob + i_h * stride_oh).to(tl.pointer_type(q_low.dtype))
-        staged += rows.to(tl.int64)[:, None] * (2 * stride_ot) + o_d[None, :]
-        m_staged = ((rows >= 0) & (rows < q_len))[:, None] & (o_d < 2 * DV)[None, :]
+        # A row of the output has room for two 8-bit elements a channel, or for one of 16 bits.
+        PER_CHANNEL: tl.constexpr = 1 if LOW_FORM == "dequantized" else 2
+        staged += rows.to(tl.int64)[:, None] * (PER_CHANNEL * stride_ot) + o_d[None, :]
+        m_staged = ((rows >= 0) & (rows < q_len))[:, None] & (o_d < PER_CHANNEL * DV)[None, :]
         tl.store(staged, q_low, mask=m_staged)
 
     # ---- high tiles: the sinks, then the band; everything, where the recipe has one precision

@@ -130,7 +130,7 @@ def prepare_queries(
         q = x.to(DTYPE)
         scale = q
     else:
-        elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING)
+        elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
         if FORM == "dequantized":
             q = dequantize_blocks(elements, scale, head_scale, FORMAT).to(DTYPE)
         elif FORM == "e5m2":

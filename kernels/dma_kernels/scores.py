@@ -130,7 +130,7 @@ def load_values(
     """Load the values of a block of keys, ``[BLOCK_N, BLOCK_DV]``; E4M3 in the order of ``permute_keys``.
 
     Args:
-        desc: All E4M3 values, as a matrix; raw ones as :func:`load_raw` has them.
+        desc: All E4M3 values, as a matrix; 16-bit ones as :func:`load_raw` has them.
         base: Values of the head; where they are E4M3, all values.
         row: Row of the matrix of E4M3 values that the head starts at, int64.
         i_b: Batch row.
@@ -142,7 +142,7 @@ def load_values(
         FORM: ``raw``, ``dequantized`` or ``e4m3``.
         MASK_ROWS: Whether the block may reach outside the head.
         USE_TMA: Whether ``desc`` is given for E4M3 values.
-        USE_RAW_TMA: Whether it is given for raw ones.
+        USE_RAW_TMA: Whether it is given for 16-bit ones.
         DV: Channels.
         BLOCK_DV: Channels, padded.
         BLOCK_N: Keys of the block.
@@ -159,7 +159,7 @@ def load_values(
                 v = tl.trans(tl.load(pointers))
             else:
                 v = tl.trans(tl.load(pointers, mask=(o_d < DV)[:, None], other=0.0))
-    elif FORM == "dequantized":
+    elif FORM == "dequantized" and not USE_RAW_TMA:
         v = load_rows(base, entry, DV, 1, length, MASK_ROWS, DV, BLOCK_DV, BLOCK_N)
     else:
         v = load_raw(

@@ -54,6 +54,7 @@ UNITS = {
         r"mma.sync.*e4m3\.e4m3",
     ],
     "mixed:100:128": [r"tcgen05.mma.*kind::mxf8f6f4\.block_scale", r"tcgen05.mma.*kind::mxf4nvf4\.block_scale"],
+    "kv4:90:64": ["wgmma.mma_async.*bf16"],
     "kv4:90:128": ["wgmma.mma_async.*bf16"],
     "identity:100:128": ["tcgen05.mma.*kind::f16"],
 }
@@ -104,6 +105,8 @@ def test_shared_memory_is_within_the_chips_limit(call: str, compiled: dict[str, 
         "int8:90:64:sinks",
         "e4m3-rotated:90:128",
         "paper:90:128",
+        "kv4:90:64",
+        "kv4:90:128",
         "int8:100:128",
         "fp4:100:128",
         "nvfp4:100:128",
@@ -121,3 +124,22 @@ def test_three_programs_share_a_hopper_multiprocessor(compiled: dict[str, list[d
     kernel = compiled["int8:90:128"][-1]
     assert 3 * 4 * 32 * kernel["registers"] <= 65_536
     assert 3 * (kernel["shared"] + 1024) <= 233_472  # CUDA keeps 1 KB for each program
+
+
+@pytest.mark.parametrize("call", ["kv4:90:64", "kv4:90:128"])
+def test_two_programs_of_16_bit_operands_share_a_hopper_multiprocessor(
+    call: str, compiled: dict[str, list[dict[str, Any]]]
+) -> None:
+    kernel = compiled[call][-1]
+    assert 2 * 8 * 32 * kernel["registers"] <= 65_536
+    assert 2 * (kernel["shared"] + 1024) <= 233_472
+
+
+@pytest.mark.parametrize("call", ["kv4:90:64", "kv4:90:128", "nvfp4:90:128"])
+def test_quantisers_of_block_formats_fill_a_hopper_multiprocessor(
+    call: str, compiled: dict[str, list[dict[str, Any]]]
+) -> None:
+    (kernel,) = [kernel for kernel in compiled[call] if kernel["name"] == "quantize_kernel"]
+    # Two programs of 8 warps, nothing in local memory. With a whole tile at once there was one, which spilled.
+    assert 2 * 8 * 32 * kernel["registers"] <= 65_536
+    assert kernel["stack"] == 0

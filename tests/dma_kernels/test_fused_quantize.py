@@ -25,6 +25,19 @@ def keys_values(**shape: int) -> tuple[Tensor, Tensor]:
     return key, value
 
 
+@pytest.mark.parametrize("scale", range(8, 16))
+def test_the_kernels_quotient_is_the_rounded_one(scale: int) -> None:
+    """Of every fp32 number and every E4M3 scale: powers of two change nothing, so mantissas are enough."""
+    number = (torch.arange(1 << 23, dtype=torch.int32) + 0x3F800000).view(torch.float32)
+    divisor = torch.tensor(float(scale))
+    reciprocal = 1 / divisor
+    quotient = number * reciprocal
+    # fp64 holds the first sum exactly, the second well enough: no quotient is that near to the middle of two numbers.
+    rest = (number.double() - quotient.double() * divisor.double()).float()
+    corrected = (quotient.double() + rest.double() * reciprocal.double()).float()
+    assert torch.equal(corrected, number / divisor)
+
+
 @pytest.mark.parametrize("arch", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_form_equals_the_specification(recipe: str, arch: int) -> None:

@@ -121,12 +121,12 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
         if target and int(target[1], 16) < at:
             start = int(target[1], 16)
             body = [text for where, text in instructions if start <= where <= at]
-            products = sum(bool(re.search(EIGHT_BIT_PRODUCT, text)) for text in body)
-            if products:
-                loops.append((-products, len(body), start, at, body))
+            eight, any_width = (sum(bool(re.search(p, text)) for text in body) for p in (EIGHT_BIT_PRODUCT, r"MMA\b"))
+            if any_width:
+                loops.append((-eight, len(body), start, at, body))
     # A jump back from code moved out of the way spans whole loops.
     loops = [a for a in loops if not any(a[2] <= b[2] and b[3] <= a[3] and a is not b for b in loops)]
-    # Low tiles have the most 8-bit products; of their two loops, the one at an edge is the longer.
+    # Low tiles have the most 8-bit products, if there are any. Of their loops the one without a mask is the shortest.
     hot = min(loops, default=(0, 0, 0, 0, []))[4]
     return int(registers), int(stack), sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in hot)
 
