@@ -50,17 +50,18 @@ class DecodeResult:
 
     Attributes:
         shape: The shape.
-        label: The implementation: ``sdpa``, ``sdpa:flash``, ``sdpa:dynamic``, or ``dma_mxfp:PRESET``.
+        label: The implementation: ``sdpa``, ``sdpa:flash``, ``sdpa:dynamic``, ``sdpa:quanto`` (or another backend of
+            ``QuantizedCache``), or ``dma_mxfp:PRESET``.
         config: Its resolved configuration; null for any implementation but ``dma_mxfp``.
         failure: Why it did not run; null if it did. If it did not, the numbers below are null.
         milliseconds: Median time of a step called from Python; storing the new key is counted but for ``sdpa`` and
             ``sdpa:flash``.
-        graph_milliseconds: Median time of the step as a CUDA graph.
+        graph_milliseconds: Median time of the step as a CUDA graph; null where it cannot be one.
         repeats: Timed calls of either kind.
         cache_bytes: Of the cache of the layer, with its room for more tokens.
         bytes_ratio: ``cache_bytes`` over the bytes of 16-bit keys and values.
-        bytes_per_second: ``cache_bytes`` over the time as a graph (on a CPU: of a call).
-        speedup: Time of the shape's first implementation over this one's, as graphs.
+        bytes_per_second: ``cache_bytes`` over the time as a graph (of a call, where there is none).
+        speedup: Time of the shape's first implementation over this one's, likewise.
     """
 
     shape: DecodeShape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from dma_kernels.storage import LayerStorage
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig, QuantizedCache
 
 import dma_hf
 from dma_hf import DMAConfig
@@ -22,15 +23,19 @@ from dma_hf import DMAConfig
 from .backends import DMA, parse_backends, refuse_cache, refuse_repeats
 from .decode_results import DecodeResult, DecodeShape
 from .errors import UserError, one_line
-from .timing import FAILURES, Run, capture, time_in_turns
+from .timing import FAILURES, Run, captured, time_in_turns
 
 PREALLOCATED: dict[str, SDPBackend | None] = {"sdpa": None, "sdpa:flash": SDPBackend.FLASH_ATTENTION}
 """SDPA on keys and values that lie ready: what a 16-bit cache costs at the least. ``sdpa`` is PyTorch's choice."""
 DYNAMIC = "sdpa:dynamic"
 """SDPA behind the concatenation that Transformers' ``DynamicCache`` makes of the old keys and the new one."""
+QUANTIZED = {"sdpa:quanto": "quanto", "sdpa:hqq": "hqq", "sdpa:fp8": "fp8"}
+"""SDPA behind Transformers' ``QuantizedCache`` of each backend with its default settings. It dequantises everything for
+each token, and the first two quantise everything anew for every 128th, which a median does not show."""
+_SDPA = (*PREALLOCATED, DYNAMIC, *QUANTIZED)
 CACHES = ("kv8", "kv4")
-ROOM = 512
-"""Tokens of room for the runs, each of which appends one."""
+ROOM = 256
+"""Tokens of room for the runs, each of which appends one; it counts as memory of a packed cache."""
 FILLED_AT_ONCE = 8192
 
 
@@ -54,6 +59,10 @@ class DecodeImplementation:
         def attend(key: Tensor, value: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
+        if self.label in QUANTIZED:
+            cache = QuantizedCache(QUANTIZED[self.label], LlamaConfig(num_hidden_layers=1))
+            cache.update(key, value, 0)
+            return lambda: attend(*cache.update(new, new, 0)), stored_bytes(vars(cache.layers[0]))
         if self.label == DYNAMIC:
             return lambda: attend(torch.cat((key, new), 2), torch.cat((value, new), 2)), stored
         chosen = PREALLOCATED[self.label]
@@ -103,9 +112,19 @@ def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, 
     return storage
 
 
+def stored_bytes(held: object) -> int:
+    """Return the bytes of all tensors in nested containers, those that tensor subclasses are made of included."""
+    if isinstance(held, Tensor):
+        flatten = getattr(held, "__tensor_flatten__", None)
+        return held.nbytes if flatten is None else sum(stored_bytes(getattr(held, name)) for name in flatten()[0])
+    if isinstance(held, Mapping):
+        return sum(map(stored_bytes, held.values()))
+    return sum(map(stored_bytes, held)) if isinstance(held, tuple | list) else 0
+
+
 def default_names() -> list[str]:
     """Everything that is compared by default; the first is what others are compared with."""
-    return [*PREALLOCATED, DYNAMIC, *(f"{DMA}:{preset}" for preset in CACHES)]
+    return [*PREALLOCATED, DYNAMIC, next(iter(QUANTIZED)), *(f"{DMA}:{preset}" for preset in CACHES)]
 
 
 def parse_implementations(names: Sequence[str]) -> list[DecodeImplementation]:
@@ -118,14 +137,14 @@ def parse_implementations(names: Sequence[str]) -> list[DecodeImplementation]:
         raise UserError(f"--cache needs at least one cache, for example: --cache {default_names()[0]}")
     found = []
     for name in names:
-        if name in PREALLOCATED or name == DYNAMIC:
+        if name in _SDPA:
             found.append(DecodeImplementation(name))
         elif name.partition(":")[0] == DMA:
             (backend,) = parse_backends([name])
             refuse_cache("--cache", backend)
             found.append(DecodeImplementation(backend.label, backend.config))
         else:
-            known = [*PREALLOCATED, DYNAMIC, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
+            known = [*_SDPA, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
             raise UserError(f"--cache: unknown cache {name!r}; valid: {', '.join(known)}, and {DMA}:FILE.toml")
     refuse_repeats("--cache", [implementation.label for implementation in found])
     return found
@@ -173,12 +192,12 @@ def _measure_shape(
         try:
             runs[label], stored = implementation.prepare(shape, device, dtype)
             runs[label]()  # compiles
-        except FAILURES as error:
+        except (*FAILURES, ImportError) as error:
             runs.pop(label, None)
             results[label] = replace(result, failure=one_line(error))
             continue
         results[label] = replace(result, cache_bytes=stored)
-    replays = {label: capture(run, device) for label, run in runs.items()} if device.type == "cuda" else {}
+    replays = captured(runs, device)
     # Half the rounds each: a packed cache has room for so many tokens only.
     limit = ROOM // 2 - 8
     plain = time_in_turns(runs, device, seconds=seconds / 2, max_repeats=min(100, limit))

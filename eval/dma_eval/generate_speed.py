@@ -130,6 +130,7 @@ def measure(
     batch: int,
     new_tokens: int,
     on_run: Callable[[int, GenerateRun], None] = lambda context, run: None,
+    on_results: Callable[[list[GenerateResult]], None] = lambda results: None,
 ) -> list[GenerateResult]:
     """Generate from random prompts of every length with every run.
 
@@ -140,6 +141,7 @@ def measure(
         batch: Sequences.
         new_tokens: To generate in each.
         on_run: Called before each run.
+        on_results: Called after each run, with all results so far.
     """
     results: list[GenerateResult] = []
     for context in contexts:
@@ -152,19 +154,46 @@ def measure(
             if first is not None and result.step_milliseconds is not None:
                 result = replace(result, speedup=first / result.step_milliseconds)
             results.append(result)
+            on_results(results)
     return results
 
 
-def longest_context(model: PreTrainedModel, run: GenerateRun, batch: int, upper: int) -> LongestContext:
-    """Find the longest context, of at most ``upper`` tokens, over which one more token can be computed."""
-    low, high = 0, FILL_TOKENS
-    while high <= upper and _fits(model, run, batch, high):
-        low, high = high, 2 * high
-    high = min(high, upper + 1)
-    while low and high - low > max(1, low // 16):
-        middle = (low + high) // 2
-        low, high = (middle, high) if _fits(model, run, batch, middle) else (low, middle)
+def longest_context(
+    model: PreTrainedModel, run: GenerateRun, batch: int, upper: int, guess: int = 8 * FILL_TOKENS
+) -> LongestContext:
+    """Find the longest context over which one more token can be computed.
+
+    Args:
+        model: In evaluation mode, on its device.
+        run: The attention and the cache.
+        batch: Sequences.
+        upper: The longest that is tried.
+        guess: What is tried first. Each trial fills the memory, so a good guess saves most of the time.
+    """
+    low, high = 0, upper + 1  # one that fits, and one that does not
+    tried = min(guess, upper)
+    step = max(1, tried // 8)
+    while high - low > max(1, low // 16):
+        if _fits(model, run, batch, tried):
+            low = tried
+        else:
+            high = tried
+        if low > 0 and high <= upper:
+            tried = (low + high) // 2
+        else:
+            tried = min(low + step, upper) if low else max(high - step, 1)
+            step *= 2
     return LongestContext(label=run.label, tokens=low)
+
+
+def guess_longest(model: PreTrainedModel, run: GenerateRun, results: Sequence[GenerateResult]) -> int:
+    """Return about how many tokens fit in the free memory of a device, by what a cache of this run took."""
+    taken = [r.cache_bytes / r.context for r in results if r.label == run.label and r.cache_bytes is not None]
+    if not taken:
+        return 8 * FILL_TOKENS
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(model.device)
+    return int(0.9 * free / taken[-1])
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]

@@ -23,7 +23,7 @@ from dma_hf import DMAConfig
 from .backends import DMA, parse_backends, refuse_cache, refuse_repeats
 from .errors import UserError, one_line
 from .speed_results import PrefillResult, Shape
-from .timing import FAILURES, DeviceFacts, Run, capture, extra_memory, time_in_turns
+from .timing import FAILURES, DeviceFacts, Run, captured, extra_memory, time_in_turns
 
 SDPA_BACKENDS: dict[str, SDPBackend | None] = {
     "sdpa": None,
@@ -201,14 +201,9 @@ def exact_rows(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, *, is_ca
 
 def _time_graphs(runs: dict[str, Run], device: torch.device, seconds: float) -> dict[str, float]:
     """Return the median milliseconds of each run as a CUDA graph; those that cannot be captured are left out."""
-    if device.type != "cuda":
+    replays = captured(runs, device)
+    if not replays:
         return {}
-    replays = {}
-    for label, run in runs.items():
-        try:
-            replays[label] = capture(run, device)
-        except FAILURES:
-            torch.cuda.synchronize(device)
     return {label: timing.median for label, timing in time_in_turns(replays, device, seconds=seconds / 2).items()}
 
 

@@ -125,5 +125,8 @@ class PrefillReport:
 
 
 def write_speed_report(report: DataclassInstance, path: Path) -> None:
-    """Write a report of any benchmark as JSON (RFC 8259: a NaN is an error)."""
-    path.write_text(json.dumps(asdict(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    """Write a report of any benchmark as JSON (RFC 8259: a NaN is an error); an interruption leaves an earlier one."""
+    text = json.dumps(asdict(report), indent=1, allow_nan=False) + "\n"
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)

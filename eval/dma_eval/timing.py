@@ -133,6 +133,17 @@ def capture(run: Run, device: torch.device) -> Run:
     return replay
 
 
+def captured(runs: Mapping[str, Run], device: torch.device) -> dict[str, Run]:
+    """Return a replay of each run that can be captured as a CUDA graph; nothing on a CPU."""
+    replays: dict[str, Run] = {}
+    for label, run in runs.items() if device.type == "cuda" else ():
+        try:
+            replays[label] = capture(run, device)
+        except FAILURES:
+            torch.cuda.synchronize(device)
+    return replays
+
+
 def extra_memory(run: Run, device: torch.device) -> tuple[object, int | None]:
     """Run once; return the result, and the most memory that was allocated during it (``None`` on a CPU)."""
     if device.type != "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import fields
@@ -14,6 +15,7 @@ from dma_eval.commands.bench_decode import HEAD_DIMS, HEADS, SIZES, make_shapes
 from dma_eval.decode_results import DecodeReport, DecodeResult, DecodeShape
 from dma_eval.decode_speed import filled_storage, measure, parse_implementations
 from dma_eval.errors import UserError
+from transformers import QuantizedCache
 
 import dma_hf
 
@@ -29,7 +31,7 @@ def test_shows_and_writes_every_cache(run: Run, tmp_path: Path) -> None:
     assert "head_dim 32, 2/1 heads" in done.stdout
     report = json.loads(path.read_text())
     assert report.keys() == {field.name for field in fields(DecodeReport)}
-    labels = ["sdpa", "sdpa:flash", "sdpa:dynamic", "dma_mxfp:kv8", "dma_mxfp:kv4"]
+    labels = ["sdpa", "sdpa:flash", "sdpa:dynamic", "sdpa:quanto", "dma_mxfp:kv8", "dma_mxfp:kv4"]
     assert [result["label"] for result in report["results"]] == labels
     for result in report["results"]:
         assert result.keys() == {field.name for field in fields(DecodeResult)}
@@ -48,10 +50,29 @@ def test_a_cache_that_cannot_run_is_reported_beside_the_others() -> None:
     assert results[1].milliseconds is None
 
 
+def test_a_quantized_cache_without_its_package_is_reported_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.cache_utils.is_optimum_quanto_available", lambda: False)
+    arguments = [*TINY[:3], "2x300", "1x200", *TINY[4:]]
+    done = run("bench", "decode", *arguments, "--cache", "sdpa", "sdpa:quanto")
+    assert done.exit_code == 0, done.output  # what else there is was measured
+    assert done.stderr.count("did not run") == 1
+    assert "optimum-quanto" in done.stderr
+    assert "and 1 more" in " ".join(done.stderr.split())
+
+
+def test_transformers_quantized_cache_is_measured_where_its_backend_is_there() -> None:
+    if "fp8" not in inspect.getsource(QuantizedCache.__init__):
+        pytest.skip("Transformers before 5.23 has no fp8 backend, and the others need packages")
+    sdpa, quantized = parse_implementations(["sdpa", "sdpa:fp8"])
+    results = measure([SHAPE], [sdpa, quantized], torch.device("cpu"), torch.bfloat16, seconds=0.0)
+    assert [result.failure for result in results] == [None, None]
+    assert results[1].bytes_ratio == pytest.approx(0.5, abs=0.01)
+
+
 def test_the_packed_cache_holds_what_the_shape_says() -> None:
     storage = filled_storage(dma_hf.PRESETS["kv4"], SHAPE, torch.device("cpu"), torch.float32)
     assert storage.lengths.tolist() == [300, 300]
-    assert storage.slots * 128 >= 300 + 384
+    assert storage.slots * 128 >= 300 + 205  # a token for each run of a measurement
 
 
 def test_default_shapes_vary_one_thing_at_a_time() -> None:
@@ -71,7 +92,10 @@ def test_default_shapes_vary_one_thing_at_a_time() -> None:
         (("--dtype", "float8"), "--dtype: expected bfloat16 or float16, got 'float8'"),
         (("--cache", "sdpa", "sdpa"), "--cache: sdpa is given more than once"),
         (("--cache", "dma_mxfp:kv4+cache"), "--cache: 'dma_mxfp:kv4+cache' reads through a cache, which is not timed"),
-        (("--cache", "fp8"), "--cache: unknown cache 'fp8'; valid: sdpa, sdpa:flash, sdpa:dynamic, dma_mxfp:balanced"),
+        (
+            ("--cache", "fp8"),
+            "--cache: unknown cache 'fp8'; valid: sdpa, sdpa:flash, sdpa:dynamic, sdpa:quanto, sdpa:hqq, sdpa:fp8",
+        ),
     ],
 )
 def test_invalid_input_is_refused(run: Run, arguments: tuple[object, ...], message: str) -> None:

@@ -67,6 +67,24 @@ def test_a_run_that_fails_leaves_the_others(model, monkeypatch):
     assert second.speedup is None  # there is nothing to compare with
 
 
+def test_an_interruption_keeps_what_there_is(tmp_path, run, monkeypatch):
+    def interrupted(*arguments: object, **options: object) -> None:
+        calls.append(arguments)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return measure_one(*arguments, **options)
+
+    calls: list[object] = []
+    measure_one = generate_speed._measure_one
+    monkeypatch.setattr(generate_speed, "_measure_one", interrupted)
+    path = tmp_path / "g.json"
+    arguments = ["--device", "cpu", "--shape", "tiny", "--dtype", "float32", "--context", "40", "--new-tokens", "10"]
+    result = run("bench", "generate", *arguments, "--run", *RUNS, "--json", str(path))
+    assert result.exit_code != 0
+    assert [r["label"] for r in json.loads(path.read_text())["results"]] == list(RUNS[:2])
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_the_longest_context_is_found_to_a_sixteenth(model, monkeypatch):
     asked = []
 
@@ -78,6 +96,10 @@ def test_the_longest_context_is_found_to_a_sixteenth(model, monkeypatch):
     (run,) = parse_runs(["sdpa+dynamic"])
     assert 100_000 * 15 / 16 <= generate_speed.longest_context(model, run, 1, 1 << 21).tokens <= 100_000
     assert len(asked) < 12
+    asked.clear()
+    generate_speed.longest_context(model, run, 1, 1 << 21, guess=95_000)
+    assert len(asked) <= 4  # each fills the memory of a device
+    assert 100_000 * 15 / 16 <= generate_speed.longest_context(model, run, 1, 1 << 21, 1_000_000).tokens <= 100_000
     assert generate_speed.longest_context(model, run, 1, 50_000).tokens >= 50_000 * 15 / 16
     monkeypatch.setattr(generate_speed, "_fits", lambda *arguments: False)
     assert generate_speed.longest_context(model, run, 1, 50_000).tokens == 0

@@ -43,9 +43,9 @@ def decode(
             "-c",
             metavar="CACHE...",
             help="What to compare; the first is the reference. sdpa (PyTorch's choice, on preallocated keys and "
-            "values), sdpa:flash, sdpa:dynamic (behind the concatenation of a DynamicCache), dma_mxfp:PRESET, "
-            "dma_mxfp:FILE.toml.",
-            show_default="sdpa sdpa:flash sdpa:dynamic dma_mxfp:kv8 dma_mxfp:kv4",
+            "values), sdpa:flash, sdpa:dynamic (behind the concatenation of a DynamicCache), sdpa:quanto, sdpa:hqq and "
+            "sdpa:fp8 (behind a QuantizedCache of that backend), dma_mxfp:PRESET, dma_mxfp:FILE.toml.",
+            show_default="sdpa sdpa:flash sdpa:dynamic sdpa:quanto dma_mxfp:kv8 dma_mxfp:kv4",
         ),
     ] = None,
     size: Annotated[
@@ -119,10 +119,8 @@ def decode(
         )
         for table in tables(results):
             console.print_table(table)
-        for result in results:
-            if result.failure is not None:
-                where_failed = f"{result.shape.batch} x {result.shape.length:,} keys, {result.shape.family}"
-                console.print_warning(f"{result.label} did not run: {result.failure} ({where_failed})")
+        for warning in warnings(results):
+            console.print_warning(warning)
         if json is not None:
             write_speed_report(report, json)
             console.print_line(f"Wrote {escape(str(json))}")
@@ -155,6 +153,20 @@ def _size(value: str) -> tuple[int, int]:
     if not (batch.isdecimal() and length.isdecimal() and int(batch) > 0 and int(length) > 0):
         raise UserError(f"--size: expected BATCHxKEYS, such as 8x32768, got {value!r}")
     return int(batch), int(length)
+
+
+def warnings(results: list[DecodeResult]) -> list[str]:
+    """Return what did not run and why, once for all shapes that share the reason."""
+    failed: dict[tuple[str, str], list[DecodeShape]] = {}
+    for result in results:
+        if result.failure is not None:
+            failed.setdefault((result.label, result.failure), []).append(result.shape)
+    found = []
+    for (label, failure), shapes in failed.items():
+        first = f"{shapes[0].batch} x {shapes[0].length:,} keys, {shapes[0].family}"
+        more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
+        found.append(f"{label} did not run: {failure} ({first}{more})")
+    return found
 
 
 def tables(results: list[DecodeResult]) -> list[Table]:

@@ -13,6 +13,7 @@ from dma_eval.commands.ppl import check_plot, prepare_output
 from dma_eval.errors import UserError
 
 if TYPE_CHECKING:
+    from dma_eval.generate_results import GenerateResult, LongestContext
     from dma_eval.generate_speed import GenerateRun
 
 CONTEXTS = [8192, 32768, 65536, 131072]
@@ -64,7 +65,8 @@ def generate(
 ) -> None:
     """Time generate: seconds to the first token, tokens per second, memory.
 
-    The weights are random, which changes nothing about the speed. Exit code 1 if no run worked at some context, 2 for
+    The weights are random, which changes nothing about the speed. The JSON file is written after every run, so that an
+    interruption keeps what there is. Exit code 1 if no run worked at some context, 2 for
     invalid input.
     """
     with console.user_errors(debug):
@@ -98,37 +100,47 @@ def generate(
         def announce(tokens: int, each: GenerateRun) -> None:
             console.err.print(f"[dim]{tokens:>7,} tokens, {escape(each.label)}[/]", highlight=False)
 
+        def write(results: list[GenerateResult], found: list[LongestContext]) -> None:
+            if json is None:
+                return
+            report = GenerateReport(
+                created=created,
+                command=console.command_line(),
+                seed=seed,
+                model=shape,
+                parameters=sum(parameter.numel() for parameter in model.parameters()),
+                weight_bytes=generate_speed.weight_bytes(model),
+                dtype=dtype,
+                batch=batch,
+                new_tokens=new_tokens,
+                environment=environment,
+                device=facts,
+                results=results,
+                longest=found,
+            )
+            write_speed_report(report, json)
+
+        created, environment = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), collect()
+        found: list[LongestContext] = []
         results = generate_speed.measure(
-            model, sorted(set(contexts)), runs, batch=batch, new_tokens=new_tokens, on_run=announce
-        )
-        found = []
-        if longest:
-            for each in runs:
-                with console.working(f"Looking for the longest context of {each.label}"):
-                    found.append(
-                        generate_speed.longest_context(model, each, batch, model.config.max_position_embeddings)
-                    )
-        report = GenerateReport(
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            command=console.command_line(),
-            seed=seed,
-            model=shape,
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            weight_bytes=generate_speed.weight_bytes(model),
-            dtype=dtype,
+            model,
+            sorted(set(contexts)),
+            runs,
             batch=batch,
             new_tokens=new_tokens,
-            environment=collect(),
-            device=facts,
-            results=results,
-            longest=found,
+            on_run=announce,
+            on_results=lambda so_far: write(so_far, found),
         )
+        for each in runs if longest else ():
+            with console.working(f"Looking for the longest context of {each.label}"):
+                guess = generate_speed.guess_longest(model, each, results)
+                most = model.config.max_position_embeddings
+                found.append(generate_speed.longest_context(model, each, batch, most, guess))
+            write(results, found)
         title = f"{shape}, {dtype}, batch {batch}, {facts.name}"
         console.print_table(generate_report.table(results, title))
         if found:
             console.print_table(generate_report.longest_table(found))
-        if json is not None:
-            write_speed_report(report, json)
         if plot is not None:
             generate_report.plot(results, title, plot)
         for path in (json, plot):
