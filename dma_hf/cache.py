@@ -118,7 +118,8 @@ class DMACache(DynamicCache):  # type: ignore[misc]
                 layers.append(None)  # shared or without attention: it has no contents
             else:
                 raise TypeError(
-                    f"layer {index} is a {type(layer).__name__}, whose state is Transformers' own; use pickle"
+                    f"layer {index} is a {type(layer).__name__}, whose state is Transformers' own; "
+                    "use torch.save(cache, ...)"
                 )
         return {"recipe": asdict(self.recipe), "layers": layers}
 
