@@ -318,7 +318,10 @@ ERRORS = {
         {"temperature": 0.5},
         "the argument 'temperature': temperature=0.5 was passed and may change the result",
     ),
-    "cache": ({"cache": object()}, r"continuous batching: a paged cache \(object\) was passed.*use generate\(\)"),
+    "cache": (
+        {"cache": object()},
+        r"continuous batching: a paged cache \(object\) was passed.*within dma_hf\.continuous_batching\(model\)",
+    ),
     "packing": (
         {"cu_seq_lens_q": torch.tensor([0, 4, 9])},
         "packing by cu_seq_lens_q: cu_seq_lens_q packs 2 sequences .*pass position_ids that start again",
