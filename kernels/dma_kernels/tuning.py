@@ -77,10 +77,11 @@ def select_tiles(
     if widest <= 128 and is_hopper and lowering.low_key is Form.DEQUANTIZED:
         # 16-bit keys and values (kv4, 32K, quantising counted; SDPA 14.8 ms): 17.0 ms. Blocks of 64 queries read the L2
         # cache twice as often: 17.2 at best. One program of 128 x 128 17.4, of 128 x 64 18.5. The cap lets two programs
-        # share a multiprocessor: without it 22.6. At head_dim 64 and 16K 2.50, against 2.57 and more (SDPA 2.37).
-        if widest == 128:
+        # share a multiprocessor: without it 22.6. A softcap has no room under it, and gets the second best.
+        if widest == 128 and not has_softcap:
             return PrefillTiles(128, 64, 8, num_stages=2, max_registers=128, stage_queries=True)
-        return PrefillTiles(128, 128, 8, num_stages=2, max_registers=128, high_stages=2, stage_queries=True)
+        # At head_dim 64 and 16K 2.57 ms (SDPA 2.37), with two stages 2.97. 128 x 128 under a cap took 2.50 and spilled.
+        return PrefillTiles(64, 64 if widest == 128 else 128, 4, num_stages=3, high_stages=2, stage_queries=True)
     if widest <= 128 and arch > 90 and are_keys_8bit and are_values_8bit:
         return PrefillTiles(64, 128, num_warps=4, num_stages=2 if widest == 128 else 3)
     if widest <= 128 and arch >= 90 and lowering.low_key is None:
