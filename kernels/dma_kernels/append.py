@@ -22,8 +22,8 @@ from .blocks import interleaved_blocks
 from .decode import body_widths, select_forms, storage_kind, storage_tensors
 from .device import hadamard, round_to_bfloat16
 from .formats import TILE, SharedScale
+from .geometry import MAX_BAND_TILES
 from .launch import Launcher
-from .prefill import MAX_BAND_TILES
 from .recipe import Recipe
 from .storage import LayerStorage
 from .transforms import hadamard_size

@@ -16,8 +16,9 @@ from .append import append_tokens
 from .blocks import Fp8Values, TileScaled
 from .formats import TILE, UNQUANTIZED
 from .fused_quantize import query_factor
+from .geometry import PrefillGeometry
 from .operands import Form, Operands, TileOperands, dequantized_dtype, select_lowering
-from .prefill import PrefillGeometry, prefill_attention
+from .prefill import prefill_attention
 from .quantize import to_e4m3, value_scale
 from .storage import LayerStorage
 from .tuning import select_tiles

@@ -21,9 +21,9 @@ from . import fused
 from .blocks import interleaved_blocks, key_codec, value_codec
 from .decode_kernel import combine_kernel, decode_kernel
 from .formats import TILE, UNQUANTIZED, SharedScale, block_format
+from .geometry import LOG2_E, MAX_BAND_TILES
 from .launch import Launcher
 from .operands import MIN_FP8_ARCH, dequantized_dtype
-from .prefill import LOG2_E, MAX_BAND_TILES
 from .recipe import Recipe
 from .storage import LayerStorage
 from .transforms import hadamard_size

@@ -11,8 +11,9 @@ import triton
 from torch import Tensor
 
 from .fused_quantize import quantize_keys_values, query_factor
+from .geometry import PrefillGeometry
 from .operands import select_lowering
-from .prefill import PrefillGeometry, prefill_attention
+from .prefill import prefill_attention
 from .recipe import Recipe
 from .replay import Call, Results
 from .tuning import select_tiles

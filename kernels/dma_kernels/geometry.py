@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+LOG2_E = math.log2(math.e)
+MAX_BAND_TILES = 1 << 20
+"""More tiles than a sequence has. A wider band is clamped to it, so that positions stay in int32."""
 
 
 @dataclass(frozen=True)
@@ -55,3 +60,27 @@ class AttentionGeometry:
             self, kv_position=self.kv_position + keys.start, kv_range=self.kv_range - keys.start, mask=mask
         )
         return keys, shifted
+
+
+@dataclass(frozen=True)
+class PrefillGeometry:
+    """Where the queries and keys of a call stand; see :func:`dma_kernels.attention`.
+
+    Attributes:
+        kv_len: Keys as the caller counts them.
+        q_offset: Position of query 0, where ``rows`` is ``None``.
+        kv_offset: Position of key 0, likewise.
+        rows: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key and the
+            one past the last.
+        is_causal: Whether a query sees no key behind its own position.
+        window: Sliding window.
+        mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``.
+    """
+
+    kv_len: int
+    q_offset: int
+    kv_offset: int
+    rows: Tensor | None
+    is_causal: bool
+    window: int | None
+    mask: Tensor | None

@@ -21,6 +21,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -136,7 +137,7 @@ class Launcher:
                     add((index, 64))
             elif argument is None or kind is float:
                 add(kind)
-            elif kind is TensorDescriptor:
+            elif kind in (TensorDescriptor, GluonDescriptor):
                 add(argument.base.dtype)
                 add((*argument.block_shape, argument.padding))
             else:

@@ -12,42 +12,18 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .descriptors import head_strides, is_describable
 from .formats import TILE, UNQUANTIZED, SharedScale
+from .geometry import LOG2_E, MAX_BAND_TILES, PrefillGeometry
 from .launch import Launcher, matrix_descriptor
 from .operands import Form, Operands, TileOperands
+from .prefill_hopper import prefill_hopper, takes
 from .prefill_kernel import prefill_kernel
 from .recipe import Recipe
 from .transforms import hadamard_size
 from .tuning import PrefillTiles, select_section
 
-LOG2_E = math.log2(math.e)
-MAX_BAND_TILES = 1 << 20
-"""More tiles than a sequence has. A wider band is clamped to it, so that positions stay in int32."""
 _SIXTEEN_BIT = (Form.RAW, Form.DEQUANTIZED)
-
-
-@dataclass(frozen=True)
-class PrefillGeometry:
-    """Where the queries and keys of a call stand; see :func:`dma_kernels.attention`.
-
-    Attributes:
-        kv_len: Keys as the caller counts them.
-        q_offset: Position of query 0, where ``rows`` is ``None``.
-        kv_offset: Position of key 0, likewise.
-        rows: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key and the
-            one past the last.
-        is_causal: Whether a query sees no key behind its own position.
-        window: Sliding window.
-        mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``.
-    """
-
-    kv_len: int
-    q_offset: int
-    kv_offset: int
-    rows: Tensor | None
-    is_causal: bool
-    window: int | None
-    mask: Tensor | None
 
 
 def prefill_attention(
@@ -63,7 +39,7 @@ def prefill_attention(
     use_tma: bool,
     is_interpreted: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel.
+    """Launch the kernel: that of :mod:`dma_kernels.prefill_hopper` for the calls that it takes.
 
     Args:
         query: ``[B, Hq, Tq, D]``, 16-bit, any strides.
@@ -89,6 +65,13 @@ def prefill_attention(
     lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
+    if (
+        tiles.hopper is not None
+        and not is_interpreted  # the interpreter has no Gluon
+        and takes(query, operands, geometry, tiles.hopper, has_softcap=softcap is not None, has_sinks=sinks is not None)
+    ):
+        prefill_hopper(query, operands, geometry, recipe, tiles.hopper, out, lse, scale=scale)
+        return out, lse
     rows, mask = geometry.rows, geometry.mask
     # A descriptor's rows start at multiples of 16 bytes.
     described = [high.key] if high.key_form == Form.RAW else []
@@ -108,11 +91,11 @@ def prefill_attention(
     k_desc = v_desc = k_low_desc = v_low_desc = low.key  # unused without tensor copies
     if use_raw_tma:
         if high.key_form == Form.RAW:
-            k_desc = head_descriptor(high.key, tiles.high_block_n, values["BLOCK_D"])
+            k_desc = _head_descriptor(high.key, tiles.high_block_n, values["BLOCK_D"])
         if high.value_form in _SIXTEEN_BIT:
-            v_desc = head_descriptor(high.value, tiles.high_block_n, values["BLOCK_DV"])
+            v_desc = _head_descriptor(high.value, tiles.high_block_n, values["BLOCK_DV"])
         if operands.low is not None and low.value_form in _SIXTEEN_BIT:
-            v_low_desc = head_descriptor(low.value, tiles.block_n, values["BLOCK_DV"])
+            v_low_desc = _head_descriptor(low.value, tiles.block_n, values["BLOCK_DV"])
     if use_tma:
         if high.value_form == Form.E4M3:
             v_desc = matrix_descriptor(high.value, values["BLOCK_DV"], tiles.high_block_n)
@@ -255,25 +238,9 @@ def _staged_dim(low_form: Form, value_dim: int) -> int:
     return value_dim if low_form is Form.DEQUANTIZED else 0
 
 
-def is_describable(tensor: Tensor) -> bool:
-    """Whether a descriptor can describe ``[B, H, T, D]``: channels side by side, all else at multiples of 16 bytes."""
-    unit = 16 // tensor.element_size()
-    *outer, channels = tensor.stride()
-    sizes = tensor.shape
-    return (
-        channels == 1
-        and tensor.numel() > 0
-        and tensor.data_ptr() % 16 == 0
-        and all(size == 1 or (stride > 0 and stride % unit == 0) for size, stride in zip(sizes, outer, strict=False))
-    )
-
-
-def head_descriptor(tensor: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
+def _head_descriptor(tensor: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
     """Describe ``[B, H, T, D]`` of any strides that :func:`is_describable`, copied in blocks of rows of a head."""
-    unit = 16 // tensor.element_size()
-    # The stride of a single row or head is never used; the descriptor still checks it.
-    strides = [max(stride, unit) // unit * unit for stride in tensor.stride()[:3]]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, block_rows, block_columns])
+    return TensorDescriptor(tensor, list(tensor.shape), head_strides(tensor), [1, 1, block_rows, block_columns])
 
 
 def _value_dim(operands: TileOperands) -> int:

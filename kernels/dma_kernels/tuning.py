@@ -13,6 +13,25 @@ from .operands import Form, Lowering
 
 
 @dataclass(frozen=True)
+class HopperTiles:
+    """Sizes of the warp-specialised prefill kernel, and which calls are long enough for it.
+
+    Attributes:
+        groups: Warpgroups of 64 query positions in a program.
+        stages: Blocks of keys and values in flight.
+        registers: Of a thread of these warpgroups.
+        min_keys: Fewest keys of a call.
+        min_rows: Fewest query rows of all heads and batch rows.
+    """
+
+    groups: int
+    stages: int
+    registers: int
+    min_keys: int
+    min_rows: int
+
+
+@dataclass(frozen=True)
 class PrefillTiles:
     """Sizes of the prefill kernel.
 
@@ -25,6 +44,7 @@ class PrefillTiles:
         high_block_n: Keys of a step in the loop over high tiles; divides 128.
         high_stages: Key blocks in flight in that loop.
         stage_queries: Whether the queries of low tiles go through memory, see the kernel.
+        hopper: Of the kernel that takes long calls on Hopper, see :func:`dma_kernels.prefill_hopper.takes`.
     """
 
     block_m: int
@@ -35,6 +55,7 @@ class PrefillTiles:
     high_block_n: int = 64
     high_stages: int = 1
     stage_queries: bool = False
+    hopper: HopperTiles | None = None
 
 
 @functools.cache
@@ -63,7 +84,8 @@ def select_tiles(
         # with 16-bit values 613 to 523. Several programs then share a multiprocessor, and one computes its softmax
         # while another keeps the matrix units busy. Queries from shared memory, not registers: 820 against 668.
         # High tiles in blocks of 64, two in flight: at 8K 720, against 689 with one and 690 with one of 128.
-        tiles = PrefillTiles(64, 128, num_warps=4, num_stages=2, high_stages=2, stage_queries=True)
+        hopper = _hopper_tiles(are_values_8bit) if are_keys_8bit and widest == 128 else None
+        tiles = PrefillTiles(64, 128, num_warps=4, num_stages=2, high_stages=2, stage_queries=True, hopper=hopper)
         if not (are_keys_8bit and are_values_8bit):
             return tiles
         # A cap on registers admits a third (fourth) program: 806 against 728 at head_dim 128 and 32K, 558 against 419
@@ -97,6 +119,24 @@ def select_tiles(
         return PrefillTiles(128, 64, num_warps=8, num_stages=2 if arch >= 90 else 1, stage_queries=is_hopper)
     # The consumer chips have 99 KB of shared memory.
     return PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=1, high_block_n=32)
+
+
+def _hopper_tiles(are_values_8bit: bool) -> HopperTiles:
+    """Return the sizes for head dimensions of 128, where products are of 64 x 128 scores.
+
+    Three warpgroups leave a thread 160 registers, which a block's scores, its product and the output just fit in. Two,
+    with 240 registers and the next block's scores computed beside this block's softmax: 740 TFLOP/s against 900, as the
+    slower units (exponentials, conversions) then idle more. One program fills a multiprocessor, and what it does before
+    and behind its loop is hidden by nothing. So it pays for long rows alone: against the other kernel, with FP8 values,
+    865 to 811 at 32K, 828 to 786 at 16K, 741 to 734 at 8K, 579 to 656 at 4K; with 16-bit values 684 to 607 at 32K, 603
+    to 532 at 8K, 492 to 463 at 4K. At head_dim 64 and 16K it is 532 to 571.
+    """
+    # 1,024 programs: some eight for each multiprocessor, so that few idle at the end.
+    min_rows = 1024 * 3 * 64
+    if are_values_8bit:
+        return HopperTiles(groups=3, stages=4, registers=160, min_keys=16_384, min_rows=min_rows)
+    # A fourth block of 16-bit values would not fit in shared memory.
+    return HopperTiles(groups=3, stages=3, registers=160, min_keys=8_192, min_rows=min_rows)
 
 
 L2_BYTES = 24 << 20

@@ -26,6 +26,11 @@ UNITS = {
     "int8:90:64:softcap": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
     "int8:90:128:softcap": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
     "int8:90:64:sinks": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:128:long": [
+        r"wgmma.mma_async.*s32\.s8\.s8",
+        r"wgmma.mma_async.*f32\.e4m3\.e4m3",
+        "wgmma.mma_async.*bf16",
+    ],
     "int8:90:256": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
     "int8:100:128": [r"tcgen05.mma.*kind::i8", r"tcgen05.mma.*kind::f8f6f4", r"tcgen05.mma.*kind::f16"],
     "int8:120:128": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
@@ -33,6 +38,7 @@ UNITS = {
     "e4m3-rotated:90:128": [r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
     "paper:89:128": [r"mma.sync.*e5m2\.e5m2"],
     "paper:90:128": [r"wgmma.mma_async.*f32\.e5m2\.e5m2", "wgmma.mma_async.*bf16"],
+    "paper:90:128:long": [r"wgmma.mma_async.*f32\.e5m2\.e5m2", "wgmma.mma_async.*bf16"],
     "paper:100:128": [r"tcgen05.mma.*kind::mxf4\.block_scale", r"tcgen05.mma.*kind::mxf8f6f4\.block_scale"],
     "paper:120:128": [r"mma.sync.*kind::mxf4nvf4\.block_scale.*ue8m0", r"mma.sync.*kind::mxf8f6f4\.block_scale"],
     "fp4:90:128": ["wgmma.mma_async.*bf16", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
@@ -61,6 +67,9 @@ UNITS = {
     "identity:100:128": ["tcgen05.mma.*kind::f16"],
 }
 
+LONG = [call for call in UNITS if call.endswith(":long")]
+"""Calls of the kernel for long prompts."""
+
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[dict[str, Any]]]:
@@ -86,7 +95,7 @@ def compiled() -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.parametrize("call", UNITS)
 def test_products_run_on_the_units_of_the_chip(call: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
     attention = compiled[call][-1]
-    assert attention["name"] == "prefill_kernel"
+    assert attention["name"] == ("prefill_hopper_kernel" if call in LONG else "prefill_kernel")
     for unit in UNITS[call]:
         assert re.search(unit, attention["ptx"]), f"no {unit} in the PTX"
 
@@ -115,6 +124,7 @@ def test_shared_memory_is_within_the_chips_limit(call: str, compiled: dict[str, 
         "fp4:100:128",
         "nvfp4:100:128",
         "int8:89:128",
+        *LONG,
     ],
 )
 def test_the_loop_over_low_tiles_keeps_its_numbers_in_registers(
@@ -146,3 +156,15 @@ def test_quantisers_of_block_formats_fill_a_hopper_multiprocessor(
     # Two programs of 8 warps, nothing in local memory. With a whole tile at once there was one, which spilled.
     assert 2 * 8 * 32 * kernel["registers"] <= 65_536
     assert kernel["stack"] == 0
+
+
+@pytest.mark.parametrize("call", LONG)
+def test_warpgroups_of_long_prompts_copy_and_compute_apart(
+    call: str, compiled: dict[str, list[dict[str, Any]]]
+) -> None:
+    kernel = compiled[call][-1]
+    assert "cp.async.bulk.tensor" in kernel["ptx"]
+    assert "cp.async.cg" not in kernel["ptx"]
+    assert kernel["registers"] == 128  # at the start, of 512 threads
+    for registers in (24, 160, 168):  # of the warp that copies, and of those that compute
+        assert re.search(rf"setmaxnreg\.\w+\.sync\.aligned\.u32\s+{registers};", kernel["ptx"])

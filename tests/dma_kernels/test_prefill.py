@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from dma_kernels import Recipe, prefill
+from dma_kernels.descriptors import is_describable
 from dma_kernels.formats import TILE
 from dma_kernels.fused_quantize import quantize_keys_values
+from dma_kernels.geometry import PrefillGeometry
 from dma_kernels.operands import Form, Operands, select_lowering
-from dma_kernels.prefill import PrefillGeometry, is_describable, prefill_attention
+from dma_kernels.prefill import prefill_attention
 from dma_kernels.testing import random_qkv, relative_error
 from dma_kernels.tuning import select_section, select_tiles
 from fused_cases import Case, assert_matches_reference

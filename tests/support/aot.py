@@ -32,8 +32,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "": {"softcap": None, "sinks": None},
     "softcap": {"softcap": 50.0, "sinks": None},
     "sinks": {"softcap": None, "sinks": torch.empty(4)},
+    "long": {"softcap": None, "sinks": None},
 }
-"""What a call may have beside the plain softmax, by name."""
+"""What a call may have beside the plain softmax, by name; ``long`` is one of the kernel for long prompts."""
 
 EIGHT_BIT_PRODUCT = r"\b(IGMMA|QGMMA|IMMA|QMMA|UTCQMMA|UTCIMMA|UTCOMMA|OMMA)\b"
 """Matrix instructions with operands of at most 8 bits, as the disassembler names them."""
@@ -127,8 +128,11 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
     # A jump back from code moved out of the way spans whole loops.
     loops = [a for a in loops if not any(a[2] <= b[2] and b[3] <= a[3] and a is not b for b in loops)]
     # Low tiles have the most 8-bit products, if there are any. Of their loops the one without a mask is the shortest.
-    hot = min(loops, default=(0, 0, 0, 0, []))[4]
-    return int(registers), int(stack), sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in hot)
+    # Warpgroups that compute side by side have one each.
+    products, length = min(loops, default=(0, 0))[:2]
+    hot = [body for loop_products, n, *_, body in loops if loop_products == products and n <= 1.1 * length]
+    spills = max((sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in body) for body in hot), default=0)
+    return int(registers), int(stack), spills
 
 
 def _cuobjdump(option: str, path: str) -> str:
@@ -138,8 +142,9 @@ def _cuobjdump(option: str, path: str) -> str:
 
 def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> list[Compiled]:
     """Compile a causal call with 4 query and 2 kv heads."""
-    query = torch.empty(1, 256, 4, head_dim, dtype=torch.bfloat16).transpose(1, 2)
-    key = torch.empty(1, 256, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
+    length = 65_536 if option == "long" else 256
+    query = torch.empty(1, length, 4, head_dim, dtype=torch.bfloat16).transpose(1, 2)
+    key = torch.empty(1, length, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     with compile_only(arch) as compiled:
         fused.attention_triton(
             query, key, key, RECIPES[recipe], q_offset=0, kv_offset=0, q_offset_rows=None, kv_offset_rows=None,

@@ -1,0 +1,428 @@
+"""The prefill kernel for long prompts on Hopper, in Gluon: warp-specialised, copies and products asynchronous.
+
+One warp copies blocks of keys and values to shared memory, ``GROUPS`` warpgroups of 64 query positions each compute
+with them. So a block is read from the L2 cache once for ``64 * GROUPS`` queries, and no warpgroup waits for a copy that
+it has just asked for, as programs of :mod:`dma_kernels.prefill_kernel` do for a seventh of their time. A warpgroup
+waits for its own products; the other two have the exponentials and conversions of their blocks to do meanwhile.
+
+It computes the rule of :mod:`dma_kernels.prefill_kernel`, for the calls that :mod:`dma_kernels.prefill_hopper` selects.
+64 positions lie in one tile; the positions of a program in two at most. All its warpgroups walk over the same blocks,
+the union of what they need, and each passes over those that are not its own.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .device import permute_keys as _permute_keys_triton
+from .formats import TILE
+from .prefill_kernel import _schedule as _schedule_triton
+from .queries import finite_or_zero as _finite_or_zero_triton
+
+ROWS = 64
+"""Query positions of a warpgroup: the rows of its matrix instructions."""
+
+_ROWS = gl.constexpr(ROWS)
+_TILE = gl.constexpr(TILE)
+_HIGH = gl.constexpr(TILE // 2)  # keys of a block of a high tile: in 16 bits as many bytes as a low tile in 8
+_schedule = gluon.jit(_schedule_triton.fn)
+_permute_keys = gluon.jit(_permute_keys_triton.fn)
+_finite_or_zero = gluon.jit(_finite_or_zero_triton.fn)
+# Triton 3.8 and 3.9 gave these two their present names.
+_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
+
+@gluon.jit
+def _high_blocks(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.constexpr):
+    """Return the blocks of high tiles that a program visits: ``a_0..a_1`` of sinks and ``b_0..b_1`` of the band."""
+    last = (end + _HIGH - 1) // _HIGH
+    reach = 0 if IS_CAUSAL else diagonal_tiles
+    a_0 = 2 * first
+    a_1 = gl.maximum(gl.minimum(2 * sink_tiles, last), a_0)
+    b_0 = gl.maximum(gl.maximum(2 * (t_0 - diagonal_tiles), 2 * sink_tiles), a_0)
+    b_1 = gl.maximum(gl.minimum(2 * (t_1 + reach + 1), last), b_0)
+    return a_0, a_1, b_0, b_1
+
+
+@gluon.jit
+def _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.constexpr):
+    """Return the low tiles that a program visits: ``c_0..c_1`` before the band and ``d_0..d_1`` behind it."""
+    last = (end + _TILE - 1) // _TILE
+    c_0 = gl.maximum(first, sink_tiles)
+    c_1 = gl.maximum(gl.minimum(t_1 - diagonal_tiles, last), c_0)
+    if IS_CAUSAL:
+        d_0, d_1 = c_1, c_1
+    else:
+        d_0 = gl.maximum(t_0 + diagonal_tiles + 1, c_0)
+        d_1 = gl.maximum(last, d_0)
+    return c_0, c_1, d_0, d_1
+
+
+@gluon.jit
+def _produce(
+    q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem,
+    q_full, k_full, v_full, k_empty, v_empty, i_b, i_h, i_kv, i_row, row, first, t_0, t_1, end, storage_tiles,
+    diagonal_tiles, sink_tiles,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Copy the program's queries, then every block of keys and values as soon as its place is free."""
+    IS_FP8: gl.constexpr = v_low_desc.dtype == gl.float8e4nv
+    WIDTH: gl.constexpr = 1 if IS_FP8 else 2
+    mbarrier.expect(q_full, GROUPS * _ROWS * D * 3)
+    for g in gl.static_range(GROUPS):
+        _copy(q_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_smem.index(g))
+        _copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
+    a_0, a_1, b_0, b_1 = _high_blocks(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+    n_a = a_1 - a_0
+    n_high = n_a + b_1 - b_0
+    for t in range(n_high):
+        block = gl.where(t < n_a, a_0 + t, b_0 + t - n_a)
+        slot = t % STAGES
+        phase = (t // STAGES & 1) ^ 1
+        entry = block * _HIGH - first * _TILE
+        mbarrier.wait(k_empty.index(slot), phase)
+        mbarrier.expect(k_full.index(slot), _HIGH * D * 2)
+        k = _view(k_smem.index(slot), k_desc.dtype, [1, 1, _HIGH, D], k_desc.layout)
+        _copy(k_desc, [i_b, i_kv, entry, 0], k_full.index(slot), k)
+        mbarrier.wait(v_empty.index(slot), phase)
+        mbarrier.expect(v_full.index(slot), _HIGH * DV * WIDTH)
+        if IS_FP8:
+            v = _view(v_smem.index(slot), v_desc.dtype, [2, DV, _HIGH], v_desc.layout).index(0)
+            tile = i_row * storage_tiles + (entry // _TILE)
+            _copy(v_desc, [tile * DV, entry % _TILE], v_full.index(slot), v)
+        else:
+            v = _view(v_smem.index(slot), v_desc.dtype, [2, 1, 1, _HIGH, DV], v_desc.layout).index(0)
+            _copy(v_desc, [i_b, i_kv, entry, 0], v_full.index(slot), v)
+    c_0, c_1, d_0, d_1 = _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+    n_c = c_1 - c_0
+    for j in range(n_c + d_1 - d_0):
+        tile = gl.where(j < n_c, c_0 + j, d_0 + j - n_c) - first
+        slot = (n_high + j) % STAGES
+        phase = ((n_high + j) // STAGES & 1) ^ 1
+        mbarrier.wait(k_empty.index(slot), phase)
+        mbarrier.expect(k_full.index(slot), _TILE * D)
+        _copy(k_low_desc, [(i_row * storage_tiles + tile) * _TILE, 0], k_full.index(slot), k_smem.index(slot))
+        mbarrier.wait(v_empty.index(slot), phase)
+        mbarrier.expect(v_full.index(slot), _TILE * DV * WIDTH)
+        if IS_FP8:
+            _copy(v_low_desc, [(i_row * storage_tiles + tile) * DV, 0], v_full.index(slot), v_smem.index(slot))
+        else:
+            _copy(v_low_desc, [i_b, i_kv, tile * _TILE, 0], v_full.index(slot), v_smem.index(slot))
+
+
+@gluon.jit
+def _add_values(acc, p, alpha, v, v_full, v_empty, phase, P_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """Return ``acc * alpha + p v``, of probabilities ``[64, N]``, when the values have arrived; then let go of them."""
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
+    if v.dtype == gl.float8e4nv:
+        # A fresh accumulator for each block: Hopper's FP8 units add up in fewer bits than fp32.
+        zero = gl.zeros(acc.shape, gl.float32, O_LAYOUT)
+        # Before the conversion: where a wait lies between, the assembler packs its bytes in a step of their own.
+        mbarrier.wait(v_full, phase)
+        p = gl.convert_layout(_permute_keys(p).to(gl.float8e4nv), P_LAYOUT, assert_trivial=True)
+        product = warpgroup_mma(p, v, zero, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(v_empty)
+        acc = acc * alpha + product
+    else:
+        p = gl.convert_layout(p.to(v.dtype), P_LAYOUT, assert_trivial=True)
+        acc = acc * alpha
+        mbarrier.wait(v_full, phase)
+        acc = warpgroup_mma(p, v, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty)
+    return acc
+
+
+@gluon.jit
+def _consume(
+    q_smem, q_low_smem, k_smem, v_smem, q_full, k_full, v_full, k_empty, v_empty,
+    out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len, position,
+    first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
+    G: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    HIGH_LAYOUT: gl.constexpr, V_HIGH_LAYOUT: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr, HAS_VALUE_FACTOR: gl.constexpr,
+):  # fmt: skip
+    """Compute the output of 64 query positions from ``position + 64 G`` on."""
+    V_DTYPE: gl.constexpr = v_smem.dtype
+    IS_FP8: gl.constexpr = gl.float8e4nv == V_DTYPE
+    EXPONENT: gl.constexpr = 8.0 if IS_FP8 else 0.0
+    S_DTYPE: gl.constexpr = gl.int32 if q_low_smem.dtype == gl.int8 else gl.float32
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 32])
+    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HIGH, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 32 if IS_FP8 else 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    H_ROW: gl.constexpr = gl.SliceLayout(1, H_LAYOUT)
+    O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+
+    start = position + G * _ROWS
+    tile_q = start // _TILE
+    q_end = q_offset + q_len
+    is_mine = start < q_end
+    reach = 0 if IS_CAUSAL else diagonal_tiles
+    my_end = gl.minimum(end, start + _ROWS) if IS_CAUSAL else end
+    rows = start - q_offset + gl.arange(0, _ROWS, layout=ROW)
+    m_row = (rows >= 0) & (rows < q_len)
+    row_factor = gl.load(rows_ptr + rows, mask=m_row, other=1.0)
+    m_i = gl.full([_ROWS], -1.0e30, gl.float32, ROW)
+    l_i = gl.full([_ROWS], 0.0, gl.float32, ROW)
+    acc = gl.zeros([_ROWS, DV], gl.float32, O_LAYOUT)
+    mbarrier.wait(q_full, 0)
+
+    # ---- high tiles
+    a_0, a_1, b_0, b_1 = _high_blocks(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+    n_a = a_1 - a_0
+    n_high = n_a + b_1 - b_0
+    q = q_smem.index(G).reshape([_ROWS, D])
+    q_pos = start + gl.arange(0, _ROWS, layout=H_ROW)
+    shift = gl.zeros([_ROWS], gl.float32, H_ROW)
+    if HAS_MEAN and IS_HIGH_RAW:
+        h_rows = q_pos - q_offset
+        shift = gl.load(rows_ptr + plane + h_rows, mask=(h_rows >= 0) & (h_rows < q_len), other=0.0)
+    for t in range(n_high):
+        block = gl.where(t < n_a, a_0 + t, b_0 + t - n_a)
+        slot = t % STAGES
+        phase = t // STAGES & 1
+        tile = block // 2
+        is_band = (tile >= tile_q - diagonal_tiles) & (tile <= tile_q + reach)
+        mbarrier.wait(k_full.index(slot), phase)
+        if is_mine & (block * _HIGH < my_end) & ((tile < sink_tiles) | is_band):
+            k = _view(k_smem.index(slot), q_smem.dtype, [1, 1, _HIGH, D], HIGH_LAYOUT).reshape([_HIGH, D])
+            s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
+            s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(k_empty.index(slot))
+            s = (s - shift[:, None]) * logit_scale if HAS_MEAN and IS_HIGH_RAW else s * logit_scale
+            block_end = block * _HIGH + _HIGH
+            is_edge = block_end > kv_end
+            if IS_CAUSAL:
+                is_edge = is_edge | (block_end > start)
+            if is_edge:
+                k_pos = block * _HIGH + gl.arange(0, _HIGH, layout=gl.SliceLayout(0, H_LAYOUT))
+                seen = (k_pos < kv_end)[None, :]
+                if IS_CAUSAL:
+                    seen = seen & (k_pos[None, :] <= q_pos[:, None])
+                s = gl.where(seen, s, float("-inf"))
+            m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
+            m_new = gl.maximum(m_old, gl.max(s, 1))
+            p = gl.exp2(s + (EXPONENT - m_new)[:, None])
+            alpha = gl.exp2(m_old - m_new)
+            l_new = gl.convert_layout(l_i, H_ROW, assert_trivial=True) * alpha + gl.sum(p, 1)
+            if IS_FP8:
+                v = _view(v_smem.index(slot), V_DTYPE, [2, DV, _HIGH], V_HIGH_LAYOUT).index(0).permute([1, 0])
+            else:
+                v = _view(v_smem.index(slot), V_DTYPE, [2, 1, 1, _HIGH, DV], V_HIGH_LAYOUT).index(0)
+                v = v.reshape([_HIGH, DV])
+            acc = _add_values(acc, p, alpha, v, v_full.index(slot), v_empty.index(slot), phase, P_LAYOUT, O_LAYOUT)
+            m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
+            l_i = gl.convert_layout(l_new, ROW, assert_trivial=True)
+        else:
+            mbarrier.arrive(k_empty.index(slot))
+            mbarrier.wait(v_full.index(slot), phase)
+            mbarrier.arrive(v_empty.index(slot))
+
+    # ---- low tiles: the whole ones, then one that the keys end in
+    c_0, c_1, d_0, d_1 = _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+    n_c = c_1 - c_0
+    n_low = n_c + d_1 - d_0
+    n_whole = n_low
+    if not IS_CAUSAL:
+        is_cut = (kv_end % _TILE != 0) & (gl.where(d_1 > d_0, d_1, c_1) * _TILE > kv_end)
+        n_whole = gl.where(is_cut & (n_low > 0), n_low - 1, n_low)
+    q = q_low_smem.index(G).reshape([_ROWS, D])
+    zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
+    first_tile = gl.where(n_c > 0, c_0, d_0)
+    key_factor = gl.load(k_low_factor_ptr + first_tile - first, mask=n_low > 0, other=1.0)
+    for IS_EDGE in gl.static_range(0, 1 if IS_CAUSAL else 2):
+        for j in range(n_whole if IS_EDGE else 0, n_low if IS_EDGE else n_whole):
+            tile = gl.where(j < n_c, c_0 + j, d_0 + j - n_c)
+            slot = (n_high + j) % STAGES
+            phase = (n_high + j) // STAGES & 1
+            next_tile = gl.where(j + 1 < n_c, c_0 + j + 1, d_0 + j + 1 - n_c)
+            next_ptr = k_low_factor_ptr + next_tile - first
+            mbarrier.wait(k_full.index(slot), phase)
+            if is_mine & ((tile < tile_q - diagonal_tiles) | (tile > tile_q + reach)):
+                k = k_smem.index(slot).permute([1, 0])
+                s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+                # A block ahead and behind the product: neither waits for the other.
+                next_factor = gl.load(next_ptr, mask=j + 1 < n_low, other=1.0)
+                s = warpgroup_mma_wait(0, deps=[s])
+                mbarrier.arrive(k_empty.index(slot))
+                factor = row_factor * key_factor
+                if IS_EDGE:
+                    k_pos = tile * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_LAYOUT))
+                    logits = gl.where((k_pos < kv_end)[None, :], s.to(gl.float32) * factor[:, None], float("-inf"))
+                    m_new = gl.maximum(m_i, gl.max(logits, 1))
+                    p = gl.exp2(logits + (EXPONENT - m_new)[:, None])
+                else:
+                    # Of integers Hopper takes the larger of three at a time.
+                    m_new = gl.maximum(m_i, gl.max(s, 1).to(gl.float32) * factor)
+                    p = gl.exp2(s.to(gl.float32) * factor[:, None] + (EXPONENT - m_new)[:, None])
+                alpha = gl.exp2(m_i - m_new)
+                l_i = l_i * alpha + gl.sum(p, 1)
+                m_i = m_new
+                v = v_smem.index(slot).permute([1, 0]) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
+                acc = _add_values(acc, p, alpha, v, v_full.index(slot), v_empty.index(slot), phase, P_LAYOUT, O_LAYOUT)
+            else:
+                next_factor = gl.load(next_ptr, mask=j + 1 < n_low, other=1.0)
+                mbarrier.arrive(k_empty.index(slot))
+                mbarrier.wait(v_full.index(slot), phase)
+                mbarrier.arrive(v_empty.index(slot))
+            key_factor = next_factor
+
+    is_empty = l_i == 0.0
+    scale = gl.convert_layout(1.0 / gl.where(is_empty, 1.0, l_i), O_ROW, assert_trivial=True)
+    acc = acc * scale[:, None]
+    o_v = gl.arange(0, DV, layout=gl.SliceLayout(0, O_LAYOUT))
+    if HAS_VALUE_FACTOR:
+        acc = acc * gl.load(value_factor_ptr + o_v)[None, :]
+    o_rows = start - q_offset + gl.arange(0, _ROWS, layout=O_ROW)
+    m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_v >= 0)[None, :]
+    offset = o_rows.to(gl.int64)[:, None] * stride_ot + o_v[None, :]
+    gl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=m_out)
+    lse = (m_i + gl.log2(l_i) - EXPONENT) * 0.6931471805599453
+    if HAS_MEAN:
+        # The log of the denominator gets back what smoothing took.
+        taken = _finite_or_zero(gl.load(rows_ptr + plane + rows, mask=m_row, other=0.0) * logit_scale)
+        lse += taken * 0.6931471805599453
+    gl.store(lse_ptr + rows, gl.where(is_empty, float("-inf"), lse), mask=m_row)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "section", "kv_rows", "diagonal_tiles",
+        "sink_tiles",
+    ],
+)  # fmt: skip
+def prefill_hopper_kernel(
+    q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc,
+    out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ob, stride_oh, stride_ot,
+    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, diagonal_tiles, sink_tiles,
+    logit_scale,
+    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr, HAS_VALUE_FACTOR: gl.constexpr,
+):  # fmt: skip
+    """Compute attention for a block of ``64 * GROUPS`` query positions of one head.
+
+    Args:
+        q_desc: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``.
+        q_low_desc: Queries of low tiles, 8-bit ``[B, Hq, Tq, D]``.
+        k_desc: Keys of high tiles, 16-bit ``[B, Hkv, T, D]``; key 0 is at ``kv_offset``.
+        v_desc: Values of high tiles: E4M3, a matrix of rows of a tile's keys, or 16-bit ``[B, Hkv, T, Dv]``.
+        k_low_desc: Keys of low tiles, an 8-bit matrix.
+        v_low_desc: Values of low tiles, as those of high ones.
+        out_ptr: ``[B, Hq, Tq, Dv]``.
+        lse_ptr: fp32 ``[B, Hq, Tq]``.
+        rows_ptr: fp32 ``[2, B, Hq, Tq]``: what turns the scores of low tiles, but for the key factor, into base-2
+            logits; and what smoothing takes from every score.
+        k_low_factor_ptr: fp32 ``[B, Hkv, tiles]``.
+        value_factor_ptr: fp32 ``[B, Hkv, Dv]``.
+        stride_ob: Of the output.
+        stride_oh: Of the output.
+        stride_ot: Of the output.
+        q_offset: Position of query 0.
+        kv_offset: Position of key 0, a multiple of the tile.
+        q_len: Queries.
+        kv_len: Keys; causal, they reach at least as far as the queries.
+        storage_tiles: Tiles of low keys of a head.
+        blocks: Programs of a head.
+        section: kv heads worked on at a time.
+        kv_rows: kv heads of all batch rows.
+        diagonal_tiles: Of the rule.
+        sink_tiles: Of the rule.
+        logit_scale: Turns scores of high tiles into base-2 logits.
+        Q_HEADS: Query heads.
+        KV_HEADS: Key heads.
+        D: Channels of keys.
+        DV: Channels of values.
+        GROUPS: Warpgroups that compute.
+        STAGES: Blocks in flight.
+        REGISTERS: Of a thread of those warpgroups but the first, which has what is left.
+        IS_CAUSAL: Whether a query sees no key behind its own position.
+        HAS_MEAN: Whether smoothing takes something from the scores.
+        IS_HIGH_RAW: Whether keys of high tiles are the caller's own, from whose scores it is still to be taken.
+        HAS_VALUE_FACTOR: Whether values have a factor.
+    """
+    GROUP: gl.constexpr = Q_HEADS // KV_HEADS
+    i_row, i_group, i_block = _schedule(blocks, kv_rows, section, GROUP, IS_CAUSAL)
+    i_b = i_row // KV_HEADS
+    i_kv = i_row % KV_HEADS
+    i_h = i_kv * GROUP + i_group
+    position = (q_offset // _ROWS + i_block * GROUPS) * _ROWS
+    q_end = q_offset + q_len
+    kv_end = kv_offset + kv_len
+    last = gl.minimum(position + GROUPS * _ROWS, q_end)
+    first = kv_offset // _TILE
+    t_0 = position // _TILE
+    t_1 = (last - 1) // _TILE
+    end = gl.minimum(kv_end, last) if IS_CAUSAL else kv_end
+
+    head = (i_b * Q_HEADS + i_h).to(gl.int64)
+    out_ptr += i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh
+    lse_ptr += head * q_len
+    rows_ptr += head * q_len
+    plane = (kv_rows * GROUP).to(gl.int64) * q_len
+    k_low_factor_ptr += i_row * storage_tiles
+    if HAS_VALUE_FACTOR:
+        value_factor_ptr += i_row * DV
+
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_desc.layout)
+    q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [STAGES, _TILE, D], k_low_desc.layout)
+    V_SHAPE: gl.constexpr = [STAGES, DV, _TILE] if v_low_desc.dtype == gl.float8e4nv else [STAGES, 1, 1, _TILE, DV]
+    v_smem = gl.allocate_shared_memory(v_low_desc.dtype, V_SHAPE, v_low_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=GROUPS)
+        mbarrier.init(v_empty.index(i), count=GROUPS)
+    fence_async_shared()
+    K_LAYOUT: gl.constexpr = k_desc.layout
+    V_LAYOUT: gl.constexpr = v_desc.layout
+    gl.static_assert(GROUPS == 3, "as many warpgroups as are listed here")
+    gl.warp_specialize(
+        [
+            (_consume, (
+                q_smem, q_low_smem, k_smem, v_smem, q_full, k_full, v_full, k_empty, v_empty,
+                out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
+                position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
+                0, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_VALUE_FACTOR,
+            )),
+            (_consume, (
+                q_smem, q_low_smem, k_smem, v_smem, q_full, k_full, v_full, k_empty, v_empty,
+                out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
+                position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
+                1, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_VALUE_FACTOR,
+            )),
+            (_consume, (
+                q_smem, q_low_smem, k_smem, v_smem, q_full, k_full, v_full, k_empty, v_empty,
+                out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
+                position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
+                2, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_VALUE_FACTOR,
+            )),
+            (_produce, (
+                q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem,
+                q_full, k_full, v_full, k_empty, v_empty, i_b, i_h, i_kv, i_row, position - q_offset,
+                first, t_0, t_1, end, storage_tiles, diagonal_tiles, sink_tiles, GROUPS, STAGES, D, DV, IS_CAUSAL,
+            )),
+        ],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
+    )  # fmt: skip

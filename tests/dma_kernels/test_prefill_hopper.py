@@ -1,0 +1,177 @@
+"""Which calls the kernel for long prompts on Hopper takes, and the queries that are made for it.
+
+The kernel itself runs on a GPU alone: ``tests/gpu/test_prefill_hopper.py``; ``test_compiled.py`` compiles it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from dma_kernels import Recipe, prefill
+from dma_kernels.formats import TILE
+from dma_kernels.fused_quantize import quantize_keys_values
+from dma_kernels.geometry import LOG2_E, PrefillGeometry
+from dma_kernels.operands import Form, Operands, select_lowering
+from dma_kernels.prefill_hopper import takes
+from dma_kernels.quantize import e8m0_to_float, quantize
+from dma_kernels.stage_queries import stage_queries
+from dma_kernels.testing import assert_bits_equal, random_qkv
+from dma_kernels.tuning import HopperTiles, select_tiles
+from fused_cases import RECIPES
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs these")
+
+LENGTH = 300
+ANY_LENGTH = HopperTiles(groups=3, stages=4, registers=160, min_keys=0, min_rows=0)
+
+
+def inputs(head_dim: int = 128, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
+    return random_qkv(q_len=length, kv_len=length, head_dim=head_dim, dtype=torch.bfloat16)
+
+
+def operands(key: Tensor, value: Tensor, recipe: Recipe, kv_offset: int = 0) -> Operands:
+    lowering = select_lowering(recipe, 90)
+    return quantize_keys_values(key, value, recipe, lowering, kv_offset=kv_offset, rows=None, is_interpreted=True)
+
+
+def geometry(**changes: Any) -> PrefillGeometry:
+    return replace(PrefillGeometry(LENGTH, 0, 0, None, is_causal=True, window=None, mask=None), **changes)
+
+
+def is_taken(
+    recipe: str = "int8",
+    head_dim: int = 128,
+    tiles: HopperTiles = ANY_LENGTH,
+    change: Callable[[Operands], Operands] = lambda made: made,
+    has_softcap: bool = False,
+    has_sinks: bool = False,
+    **changes: Any,
+) -> bool:
+    query, key, value = inputs(head_dim)
+    made = change(operands(key, value, RECIPES[recipe], changes.get("kv_offset", 0)))
+    return takes(query, made, geometry(**changes), tiles, has_softcap=has_softcap, has_sinks=has_sinks)
+
+
+def low_with(**changes: Any) -> Callable[[Operands], Operands]:
+    def change(made: Operands) -> Operands:
+        assert made.low is not None
+        return replace(made, low=replace(made.low, **changes))
+
+    return change
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8"])
+def test_takes_recipes_with_8bit_low_keys(recipe: str) -> None:
+    assert is_taken(recipe)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"is_causal": False},
+        {"kv_offset": TILE, "q_offset": TILE},
+        {"q_offset": 5, "is_causal": False},
+        {"tiles": replace(ANY_LENGTH, min_keys=LENGTH, min_rows=2 * LENGTH)},
+    ],
+    ids=str,
+)
+def test_takes_plain_calls(call: dict[str, Any]) -> None:
+    assert is_taken(**call)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"recipe": "identity"},
+        {"recipe": "nvfp4"},
+        {"recipe": "kv4"},
+        {"head_dim": 64},
+        {"head_dim": 96},
+        {"tiles": replace(ANY_LENGTH, min_keys=LENGTH + 1)},
+        {"tiles": replace(ANY_LENGTH, min_rows=2 * LENGTH + 1)},
+        {"rows": torch.zeros(1, 4, dtype=torch.int32)},
+        {"window": 200},
+        {"mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
+        {"kv_offset": 5, "q_offset": 5},
+        {"kv_offset": -TILE, "q_offset": 0},
+        {"q_offset": -1, "is_causal": False},
+        {"q_offset": 1},  # the last query has no key of its own
+        {"has_softcap": True},
+        {"has_sinks": True},
+        {"change": low_with(key_layout="ring")},
+        {"change": low_with(value_factor=torch.ones(1, 1, 3, 128))},
+        {"change": lambda made: replace(made, high=replace(made.high, key_layout="gapped"))},
+        {"change": lambda made: replace(made, high=replace(made.high, key=made.high.key[..., 1:]))},
+    ],
+    ids=lambda call: " ".join(call),
+)
+def test_leaves_other_calls(call: dict[str, Any]) -> None:
+    assert not is_taken(**call)
+
+
+def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("launched")
+
+    monkeypatch.setattr(prefill, "prefill_hopper", refuse)
+    recipe = RECIPES["int8"]
+    query, key, value = inputs()
+    tiles = replace(select_tiles(90, select_lowering(recipe, 90), 128, 128), hopper=ANY_LENGTH)
+    options: dict[str, Any] = {"scale": 0.1, "softcap": None, "sinks": None, "use_tma": True}
+    arguments = (query, operands(key, value, recipe), geometry(), recipe, tiles)
+    out, _ = prefill.prefill_attention(*arguments, **options, is_interpreted=True)
+    assert out.isfinite().all()
+    with pytest.raises(AssertionError, match="launched"):
+        prefill.prefill_attention(*arguments, **options, is_interpreted=False)
+
+
+@pytest.mark.parametrize(("arch", "head_dim", "recipe", "is_there"), [
+    (90, 128, "int8", True),
+    (90, 128, "paper", True),
+    (90, 96, "int8", True),
+    (90, 64, "int8", False),
+    (90, 128, "nvfp4", False),
+    (90, 128, "identity", False),
+    (100, 128, "int8", False),
+    (89, 128, "int8", False),
+])  # fmt: skip
+def test_hopper_alone_has_it(arch: int, head_dim: int, recipe: str, is_there: bool) -> None:
+    tiles = select_tiles(arch, select_lowering(RECIPES[recipe], arch), head_dim, head_dim)
+    assert (tiles.hopper is not None) == is_there
+
+
+@pytest.mark.parametrize(("form", "format"), [(Form.INT8, "mxint8"), (Form.E4M3, "mxfp8")])
+def test_staged_queries_have_the_bits_of_the_specification(form: Form, format: str) -> None:
+    query, _, _ = inputs(length=70)
+    recipe = Recipe(low=format, shared_scale="tile", pv="fp8")
+    staged = stage_queries(query, None, recipe, form, Form.RAW, scale=0.25, is_interpreted=True)
+    expected = quantize(query.float(), format, shared_scale="row")
+    assert_bits_equal(staged.low, expected.data)
+    unit = 2.0**-6 if form is Form.INT8 else 1.0
+    torch.testing.assert_close(
+        staged.rows[0], e8m0_to_float(expected.scale[..., 0]) * unit * (0.25 * LOG2_E), rtol=1e-6, atol=0.0
+    )
+    assert staged.high is query
+
+
+def test_staged_queries_of_the_paper_are_exact_in_both_forms() -> None:
+    query, _, _ = inputs(length=70)
+    recipe = RECIPES["paper"]
+    staged = stage_queries(query, None, recipe, Form.E5M2, Form.DEQUANTIZED, scale=1.0, is_interpreted=True)
+    low = quantize(query.float(), "mxfp4", scale_rounding="floor").dequantize()
+    torch.testing.assert_close(staged.low.float() * staged.rows[0][..., None] / LOG2_E, low, rtol=1e-6, atol=0.0)
+    high = quantize(query.float(), "mxfp8", scale_rounding="floor").dequantize()
+    assert torch.equal(staged.high.float(), high)
+
+
+def test_staged_queries_know_their_product_with_the_mean() -> None:
+    query, _, _ = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=70, kv_len=70, head_dim=128, dtype=torch.bfloat16)
+    mean = torch.randn(2, 2, 128)
+    staged = stage_queries(query, mean, RECIPES["int8"], Form.INT8, Form.RAW, scale=1.0, is_interpreted=True)
+    expected = (query.float() * mean.repeat_interleave(2, dim=1)[:, :, None]).sum(-1)
+    torch.testing.assert_close(staged.rows[1], expected, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,152 @@
+"""The kernel for long prompts on Hopper, on the device: against the reference and against the other kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from dma_kernels import Recipe, attention, fused, prefill
+from dma_kernels.testing import random_qkv, relative_error
+from dma_kernels.tuning import PrefillTiles, select_tiles
+from fused_cases import RECIPES, Case, assert_matches_reference
+from torch import Tensor
+
+
+def _is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _is_hopper(), reason="needs a Hopper")]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernel takes calls of any length; each launch is noted."""
+    noted: list[str] = []
+    launch = prefill.prefill_hopper
+
+    def note(*arguments: Any, **options: Any) -> None:
+        noted.append("hopper")
+        launch(*arguments, **options)
+
+    def select(*arguments: Any, **options: Any) -> PrefillTiles:
+        tiles = select_tiles(*arguments, **options)
+        assert tiles.hopper is not None
+        return replace(tiles, hopper=replace(tiles.hopper, min_keys=0, min_rows=0))
+
+    monkeypatch.setattr(prefill, "prefill_hopper", note)
+    monkeypatch.setattr(fused, "select_tiles", select)
+    return noted
+
+
+def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Run a call on the other kernel."""
+
+    def select(*arguments: Any, **options: Any) -> PrefillTiles:
+        return replace(select_tiles(*arguments, **options), hopper=None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fused, "select_tiles", select)
+        return run()
+
+
+SHAPES = {
+    "odd": Case(q_len=1000, kv_len=1000, head_dim=128, q_heads=4, kv_heads=2, batch=2),
+    "one-tile": Case(q_len=37, kv_len=37, head_dim=128),
+    "whole-tiles": Case(q_len=768, kv_len=768, head_dim=128, q_heads=3),
+    "chunk": Case(q_len=300, kv_len=1500, head_dim=128, options={"q_offset": 1200}),
+    "offset": Case(q_len=300, kv_len=1500, head_dim=128, options={"q_offset": 1300, "kv_offset": 256}),
+    "bidirectional": Case(q_len=1000, kv_len=1000, head_dim=128, q_heads=4, options={"is_causal": False}),
+    "cross": Case(q_len=1000, kv_len=450, head_dim=128, options={"is_causal": False}),
+    "wide": Case(q_len=200, kv_len=1500, head_dim=128, options={"is_causal": False, "q_offset": 700}),
+}
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_the_reference(shape: str, recipe: str, launches: list[str]) -> None:
+    assert_matches_reference(SHAPES[shape], RECIPES[recipe], torch.bfloat16, "cuda")
+    assert launches
+
+
+def test_smoothed_keys_of_high_tiles_in_mxfp8(launches: list[str]) -> None:
+    recipe = Recipe(low="mxint8", high="mxfp8", shared_scale="tile", smooth_k=True, pv="fp8")
+    assert_matches_reference(SHAPES["odd"], recipe, torch.bfloat16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1), (100, 0), (0, 100)])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_bands_are_those_of_the_other_kernel(
+    is_causal: bool, bands: tuple[int, int], launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe(low="mxint8", shared_scale="tile", diagonal_tiles=bands[0], sink_tiles=bands[1])
+    qkv = random_qkv(q_heads=4, kv_heads=2, q_len=1090, kv_len=1090, head_dim=128, dtype=torch.bfloat16, device="cuda")
+
+    def run() -> tuple[Tensor, Tensor]:
+        return attention(*qkv, recipe, is_causal=is_causal, return_lse=True, backend="triton")
+
+    out, lse = run()
+    expected, expected_lse = without(monkeypatch, run)
+    assert launches == ["hopper"]
+    assert relative_error(out, expected) < 0.01
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
+
+
+def test_fp16_and_transposed_views(launches: list[str]) -> None:
+    assert_matches_reference(SHAPES["odd"], RECIPES["int8"], torch.float16, "cuda")
+    assert launches
+
+
+def test_long_calls_take_it_and_equal_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[int] = []
+    launch = prefill.prefill_hopper
+
+    def note(*arguments: Any, **options: Any) -> None:
+        noted.append(1)
+        launch(*arguments, **options)
+
+    monkeypatch.setattr(prefill, "prefill_hopper", note)
+    qkv = random_qkv(
+        q_heads=12, kv_heads=4, q_len=16_400, kv_len=16_400, head_dim=128, dtype=torch.bfloat16, device="cuda"
+    )
+
+    def run() -> tuple[Tensor, Tensor]:
+        return attention(*qkv, RECIPES["int8"], return_lse=True, backend="triton")
+
+    out, lse = run()
+    assert noted
+    expected, expected_lse = without(monkeypatch, run)
+    assert relative_error(out, expected) < 0.01
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
+
+
+def test_runs_are_equal_to_the_bit(launches: list[str]) -> None:
+    qkv = random_qkv(q_heads=8, kv_heads=2, q_len=3000, kv_len=3000, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    first = attention(*qkv, RECIPES["int8"], backend="triton")
+    poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
+    del poison  # the allocator hands this memory to the outputs
+    for _ in range(5):
+        assert torch.equal(attention(*qkv, RECIPES["int8"], backend="triton"), first)
+    assert len(launches) == 6
+
+
+def test_cuda_graph_replays_with_new_inputs(launches: list[str]) -> None:
+    sizes: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "q_len": 900, "kv_len": 900, "head_dim": 128}
+    inputs = random_qkv(**sizes, dtype=torch.bfloat16, device="cuda")
+    other = random_qkv(**sizes, dtype=torch.bfloat16, device="cuda", seed=1)
+    expected = attention(*other, RECIPES["int8"], backend="triton")
+    attention(*inputs, RECIPES["int8"], backend="triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(*inputs, RECIPES["int8"], backend="triton")
+    for old, new in zip(inputs, other, strict=True):
+        old.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+    assert launches
