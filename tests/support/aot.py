@@ -130,7 +130,7 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
     # Low tiles have the most 8-bit products, if there are any. Of their loops the one without a mask is the shortest.
     # Warpgroups that compute side by side have one each.
     products, length = min(loops, default=(0, 0))[:2]
-    hot = [body for loop_products, n, *_, body in loops if loop_products == products and n <= 1.1 * length]
+    hot = [body for loop_products, n, *_, body in loops if loop_products == products and n <= 1.5 * length]
     spills = max((sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in body) for body in hot), default=0)
     return int(registers), int(stack), spills
 
