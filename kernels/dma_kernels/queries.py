@@ -38,7 +38,7 @@ def smoothing_shift(q, mean_ptr, D: tl.constexpr):
 @triton.jit
 def finite_or_zero(x):
     """Return fp32 ``x``, 0 in place of infinities and NaN: a row that sees no key is as defined whatever it holds."""
-    return tl.where(x - x == 0.0, x, 0.0)
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
