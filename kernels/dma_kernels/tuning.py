@@ -125,11 +125,11 @@ def _hopper_tiles(are_values_8bit: bool) -> HopperTiles:
     """Return the sizes for head dimensions of 128, where products are of 64 x 128 scores.
 
     Three warpgroups leave a thread 160 registers, which a block's scores, its product and the output just fit in. Two,
-    with 240 registers and the next block's scores computed beside this block's softmax: 740 TFLOP/s against 900, as the
-    slower units (exponentials, conversions) then idle more. One program fills a multiprocessor, and what it does before
-    and behind its loop is hidden by nothing. So it pays for long rows alone: against the other kernel, with FP8 values,
-    865 to 811 at 32K, 828 to 786 at 16K, 741 to 734 at 8K, 579 to 656 at 4K; with 16-bit values 684 to 607 at 32K, 603
-    to 532 at 8K, 492 to 463 at 4K. At head_dim 64 and 16K it is 532 to 571.
+    with 240 registers and the next block's scores computed beside this block's softmax: 740 TFLOP/s against 900 (the
+    loop alone), as the slower units (exponentials, conversions) then idle more. One program fills a multiprocessor, and
+    what it does before and behind its loop is hidden by nothing. So it pays for long rows alone: against the other
+    kernel, with FP8 values, 865 to 811 at 32K, 828 to 786 at 16K, 741 to 734 at 8K, 579 to 656 at 4K; with 16-bit
+    values 684 to 607 at 32K, 603 to 532 at 8K, 492 to 463 at 4K. At head_dim 64 and 16K it is 532 to 571.
     """
     # 1,024 programs: some eight for each multiprocessor, so that few idle at the end.
     min_rows = 1024 * 3 * 64

@@ -56,15 +56,17 @@ def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Ten
         return run()
 
 
+# Of the same heads, so that each recipe compiles twice.
+HEADS: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 128}
 SHAPES = {
-    "odd": Case(q_len=1000, kv_len=1000, head_dim=128, q_heads=4, kv_heads=2, batch=2),
-    "one-tile": Case(q_len=37, kv_len=37, head_dim=128),
-    "whole-tiles": Case(q_len=768, kv_len=768, head_dim=128, q_heads=3),
-    "chunk": Case(q_len=300, kv_len=1500, head_dim=128, options={"q_offset": 1200}),
-    "offset": Case(q_len=300, kv_len=1500, head_dim=128, options={"q_offset": 1300, "kv_offset": 256}),
-    "bidirectional": Case(q_len=1000, kv_len=1000, head_dim=128, q_heads=4, options={"is_causal": False}),
-    "cross": Case(q_len=1000, kv_len=450, head_dim=128, options={"is_causal": False}),
-    "wide": Case(q_len=200, kv_len=1500, head_dim=128, options={"is_causal": False, "q_offset": 700}),
+    "odd": Case(q_len=1000, kv_len=1000, batch=2, **HEADS),
+    "one-tile": Case(q_len=37, kv_len=37, **HEADS),
+    "whole-tiles": Case(q_len=768, kv_len=768, **HEADS),
+    "chunk": Case(q_len=300, kv_len=1500, options={"q_offset": 1200}, **HEADS),
+    "offset": Case(q_len=300, kv_len=1500, options={"q_offset": 1300, "kv_offset": 256}, **HEADS),
+    "bidirectional": Case(q_len=1000, kv_len=1000, options={"is_causal": False}, **HEADS),
+    "cross": Case(q_len=1000, kv_len=450, options={"is_causal": False}, **HEADS),
+    "wide": Case(q_len=200, kv_len=1500, options={"is_causal": False, "q_offset": 700}, **HEADS),
 }
 
 
@@ -87,7 +89,7 @@ def test_bands_are_those_of_the_other_kernel(
     is_causal: bool, bands: tuple[int, int], launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe(low="mxint8", shared_scale="tile", diagonal_tiles=bands[0], sink_tiles=bands[1])
-    qkv = random_qkv(q_heads=4, kv_heads=2, q_len=1090, kv_len=1090, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    qkv = random_qkv(q_len=1090, kv_len=1090, **HEADS, dtype=torch.bfloat16, device="cuda")
 
     def run() -> tuple[Tensor, Tensor]:
         return attention(*qkv, recipe, is_causal=is_causal, return_lse=True, backend="triton")
@@ -128,7 +130,7 @@ def test_long_calls_take_it_and_equal_the_other_kernel(monkeypatch: pytest.Monke
 
 
 def test_runs_are_equal_to_the_bit_and_are_repeated(launches: list[str]) -> None:
-    qkv = random_qkv(q_heads=8, kv_heads=2, q_len=3000, kv_len=3000, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    qkv = random_qkv(q_len=3000, kv_len=3000, **HEADS, dtype=torch.bfloat16, device="cuda")
     first = attention(*qkv, RECIPES["int8"], backend="triton")
     poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
     del poison  # the allocator hands this memory to the outputs
@@ -138,7 +140,7 @@ def test_runs_are_equal_to_the_bit_and_are_repeated(launches: list[str]) -> None
 
 
 def test_cuda_graph_replays_with_new_inputs(launches: list[str]) -> None:
-    sizes: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "q_len": 900, "kv_len": 900, "head_dim": 128}
+    sizes: dict[str, Any] = {"q_len": 900, "kv_len": 900, **HEADS}
     inputs = random_qkv(**sizes, dtype=torch.bfloat16, device="cuda")
     other = random_qkv(**sizes, dtype=torch.bfloat16, device="cuda", seed=1)
     expected = attention(*other, RECIPES["int8"], backend="triton")
