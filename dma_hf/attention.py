@@ -45,8 +45,8 @@ def dma_attention_forward(
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer; the interface is Transformers' ``AttentionInterface``.
 
-    The numerics come from the ``dma_mxfp`` section of ``module.config``. Inference only: the result has no gradient,
-    and asking for one is an error, while ``torch.compile`` traces the layer and in ``backward`` otherwise.
+    The numerics come from the ``dma_mxfp`` section of ``module.config``. Gradients go straight through the
+    rounding (:func:`dma_kernels.attention`); what comes from a ``DMACache`` has none.
 
     Cross-attention, where queries and keys share no positions, has no diagonal: every key is held in high precision. A
     layer is taken for one if it is not causal and either its ``is_cross_attention`` is true (GPT-2), its class is
@@ -95,16 +95,13 @@ def dma_attention_forward(
         if bias is not None and geometry.pattern is not None:
             bias = bias.masked_fill(~geometry.pattern, torch.finfo(bias.dtype).min)
     refusal = unsupported.find(
-        module,
         query,
-        key,
         value,
         dropout=dropout,
         position_bias=position_bias,
         softcap=softcap,
         s_aux=s_aux,
         is_packed_elsewhere=geometry.pattern is not None and geometry.pattern.shape[2] > 1,
-        may_fall_back=settings.on_unsupported == "sdpa",
         others=kwargs,
     )
     if refusal is None and bias is not None and not _is_additive_mask(bias):

@@ -117,16 +117,13 @@ def dma_paged_attention_forward(
         )
     settings, softcap = settings_of(module.config), softcap or None
     refusal = unsupported.find(
-        module,
         query,
-        key,
         value,
         dropout=dropout,
         position_bias=position_bias,
         softcap=softcap,
         s_aux=s_aux,
         is_packed_elsewhere=True,
-        may_fall_back=False,
         others={name: value for name, value in kwargs.items() if name not in _OF_THE_BATCH},
     )
     if refusal is not None:

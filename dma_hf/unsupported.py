@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from dma_kernels.api import MAX_HEAD_DIM, MIN_HEAD_DIM
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import output_capturing
 
 HARMLESS = frozenset(
@@ -55,9 +55,7 @@ class Refusal:
 
 
 def find(
-    module: nn.Module,
     query: Tensor,
-    key: Tensor,
     value: Tensor,
     *,
     dropout: float,
@@ -65,26 +63,18 @@ def find(
     softcap: float | None,
     s_aux: Tensor | None,
     is_packed_elsewhere: bool,
-    may_fall_back: bool,
     others: Mapping[str, Any],
 ) -> Refusal | None:
     """Return why a call cannot be computed, or ``None`` if it can.
 
-    A gradient that somebody may ask for is no reason, but in two cases. Training can be had from SDPA, if that is
-    allowed. And the compiler would ask at once for the backward pass that there is not. In all others the result is
-    what it should be, and ``backward`` is the error.
-
     Args:
-        module: The attention layer.
         query: ``[B, Hq, Tq, D]``.
-        key: ``[B, Hkv, Tk, D]``.
         value: ``[B, Hkv, Tk, Dv]``.
         dropout: Probability of dropping an attention weight.
         position_bias: Addend of the scores.
         softcap: Cap of the scores.
         s_aux: Sink logits.
         is_packed_elsewhere: Whether the mask already keeps packed sequences apart.
-        may_fall_back: Whether SDPA may compute the call instead.
         others: Keyword arguments that the adapter has no parameter for.
     """
     can = softcap is None and s_aux is None
@@ -97,12 +87,6 @@ def find(
     if dropout > 0:
         asked = f"dropout={dropout} was asked for"
         return Refusal("dropout", asked, "call model.eval(), or set the attention dropout in the config to 0", can)
-    if torch.is_grad_enabled() and ((module.training and may_fall_back) or torch.compiler.is_compiling()):
-        tensors = (("query", query), ("key", key), ("value", value), ("s_aux", s_aux))
-        asked_of = [name for name, tensor in tensors if tensor is not None and tensor.requires_grad]
-        if asked_of:
-            asked = f"{', '.join(asked_of)} require one, in {'training' if module.training else 'a compiled'} forward"
-            return Refusal("gradients", asked, "use torch.no_grad(), or model.eval(); to train, " + WAY_OUT, can)
     for name, tensor in (("query", query), ("value", value)):
         if not MIN_HEAD_DIM <= tensor.shape[-1] <= MAX_HEAD_DIM:
             asked = f"{name} has {tensor.shape[-1]}, expected {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"

@@ -66,7 +66,7 @@ def hub(folder, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_gradients():
-    """The attention is for inference."""
+    """No test here trains."""
     with torch.no_grad():
         yield
 

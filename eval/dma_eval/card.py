@@ -247,7 +247,7 @@ def _text(report: Report, label: str, base: str, name: str) -> str:
     parts += [
         f"Made by `{report.command}`.",
         "## Limits",
-        "- Inference only. What the backend cannot compute (dropout, attention weights, a position bias) is an error.\n"
+        "- What the backend cannot compute (dropout, a position bias) is an error.\n"
         "- The results are those of this model, text and hardware; measure yours with `dma-hf suite`.\n"
         "- On GPUs whose units lack the format, the operands are exact but the speed is that of 16 bits.",
     ]

@@ -7,7 +7,7 @@ op, so that ``torch.compile(fullgraph=True)`` and ``torch.export`` see one node,
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,12 +15,17 @@ from torch import Tensor
 from .fused import attention_triton, call_of, tensor_kind, unsupported_reason
 from .geometry import AttentionGeometry
 from .recipe import RECIPE_FIELDS, Recipe
-from .reference import attention_reference
+from .reference import attention_gradient, attention_reference
 from .replay import Call
 
 BACKENDS = ("auto", "reference", "triton")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
+_GEOMETRY = (
+    *("q_offset", "kv_offset", "q_offset_rows", "kv_offset_rows", "kv_range", "mask", "sinks"),
+    *("is_causal", "window", "scale", "softcap"),
+)
+"""Arguments of the custom ops behind query, key and value."""
 _HASHED = (int, float, bool, str, type(None))
 
 
@@ -84,7 +89,10 @@ def attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute diagonal-tiled mixed-precision attention (arXiv 2604.03950). Inference only: it has no gradient.
+    """Compute diagonal-tiled mixed-precision attention (arXiv 2604.03950).
+
+    Its gradient goes straight through the rounding: it is that of the attention which the recipe approximates, computed
+    in torch on every backend (:func:`~dma_kernels.reference.attention_gradient`). The logarithms have none.
 
     Positions are counted from the first key that a batch row may see: query ``i`` stands at ``q_offset + i``, key
     ``j`` at ``kv_offset + j``. They decide what is causal, what the window reaches and which tiles are high.
@@ -245,17 +253,7 @@ def _compute(
             return_lse=return_lse,
             call=call,
         )
-    batch, kv_len = key.shape[0], key.shape[2]
-    if kv_range is None:
-        kv_range = torch.tensor([[0, kv_len]], device=query.device).expand(batch, 2)
-    geometry = AttentionGeometry(
-        q_position=_row_positions(q_offset, q_offset_rows, batch, query.device),
-        kv_position=_row_positions(kv_offset, kv_offset_rows, batch, query.device),
-        kv_range=kv_range.long(),
-        is_causal=is_causal,
-        window=window,
-        mask=mask,
-    )
+    geometry = _geometry(key, q_offset, kv_offset, q_offset_rows, kv_offset_rows, kv_range, mask, is_causal, window)
     return attention_reference(query, key, value, geometry, recipe, scale=scale, softcap=softcap, sinks=sinks)
 
 
@@ -332,14 +330,85 @@ def _(query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
     return _empty_outputs(query, value)
 
 
-def _refuse_backward(context: object, *gradients: Tensor) -> None:
-    raise RuntimeError(
-        "diagonal-tiled mixed-precision attention has no gradient; compute it under torch.no_grad(), or use another "
-        "attention (Transformers: attn_implementation='sdpa') where a gradient is needed"
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    named = dict(zip(_GEOMETRY, inputs[3:14], strict=True))
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    ctx.save_for_backward(*inputs[:3], *tensors.values())
+    ctx.tensor_names = tuple(tensors)
+    ctx.options = {name: value for name, value in named.items() if name not in tensors}
+    ctx.count = len(inputs)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    query, key, value, *others = ctx.saved_tensors
+    named = ctx.options | dict(zip(ctx.tensor_names, others, strict=True))
+    gradients = _attention_backward(grad_out, query, key, value, *(named[name] for name in _GEOMETRY))
+    all_gradients: list[Tensor | None] = [None] * ctx.count
+    all_gradients[:3] = gradients[:3]
+    if named["sinks"] is not None:
+        all_gradients[3 + _GEOMETRY.index("sinks")] = gradients[3]
+    return tuple(all_gradients)
+
+
+_attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+@torch.library.custom_op("dma_kernels::attention_backward", mutates_args=())
+def _attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_offset: int,
+    kv_offset: int,
+    q_offset_rows: Tensor | None,
+    kv_offset_rows: Tensor | None,
+    kv_range: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value and sinks; without sinks the last is empty."""
+    geometry = _geometry(key, q_offset, kv_offset, q_offset_rows, kv_offset_rows, kv_range, mask, is_causal, window)
+    grad_q, grad_k, grad_v, grad_sinks = attention_gradient(
+        grad_out, query, key, value, geometry, scale=scale, softcap=softcap, sinks=sinks
     )
+    return grad_q, grad_k, grad_v, query.new_empty(0) if grad_sinks is None else grad_sinks
 
 
-_attention.register_autograd(_refuse_backward)
+@_attention_backward.register_fake
+def _(grad_out, query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
+    sinks = args[_GEOMETRY.index("sinks")]
+    empty = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return (*(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)), empty)
+
+
+def _geometry(
+    key: Tensor,
+    q_offset: int,
+    kv_offset: int,
+    q_offset_rows: Tensor | None,
+    kv_offset_rows: Tensor | None,
+    kv_range: Tensor | None,
+    mask: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+) -> AttentionGeometry:
+    batch, kv_len = key.shape[0], key.shape[2]
+    if kv_range is None:
+        kv_range = torch.tensor([[0, kv_len]], device=key.device).expand(batch, 2)
+    return AttentionGeometry(
+        q_position=_row_positions(q_offset, q_offset_rows, batch, key.device),
+        kv_position=_row_positions(kv_offset, kv_offset_rows, batch, key.device),
+        kv_range=kv_range.long(),
+        is_causal=is_causal,
+        window=window,
+        mask=mask,
+    )
 
 
 def _empty_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

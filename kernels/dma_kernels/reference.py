@@ -10,11 +10,12 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from .formats import P_SCALE, TILE
+from .formats import P_SCALE, TILE, UNQUANTIZED
 from .geometry import AttentionGeometry
 from .preparation import PreparedOperands, prepare_operands
 from .quantize import to_e4m3
@@ -22,6 +23,8 @@ from .recipe import Recipe
 
 SCORE_BYTES = 64 << 20
 """Target size of one block of fp32 scores; it sets the number of query rows in a block."""
+
+_EXACT = Recipe(low=UNQUANTIZED, high=UNQUANTIZED)
 
 
 _HighPart = tuple[slice, Tensor]
@@ -47,6 +50,18 @@ class _Call:
     offsets: frozenset[tuple[int, int]]
     recipe: Recipe
     is_causal: bool
+
+    @classmethod
+    def of(cls, operands: PreparedOperands, geometry: AttentionGeometry, recipe: Recipe, dtype: torch.dtype) -> Self:
+        """Return what the blocks share, where values and probabilities of ``pv = "bf16"`` are in ``dtype``."""
+        return cls(
+            operands=operands,
+            p_dtype=dtype if recipe.pv == UNQUANTIZED else torch.float8_e4m3fn,
+            visible=geometry.visible_keys(operands.k_high.shape[2]),
+            offsets=frozenset(zip(geometry.q_position.tolist(), geometry.kv_position.tolist(), strict=True)),
+            recipe=recipe,
+            is_causal=geometry.is_causal,
+        )
 
 
 def attention_reference(
@@ -106,40 +121,118 @@ def attend(
         sinks: Sink logits.
     """
     batch, q_heads, q_len, _ = operands.q_high.shape
-    kv_heads, kv_len = operands.k_high.shape[1:3]
+    kv_heads = operands.k_high.shape[1]
     compute_dtype = operands.q_high.dtype
     query = operands.q_high
     out = query.new_empty((batch, q_len, q_heads, operands.value.shape[-1]), dtype=dtype).transpose(1, 2)
     lse = query.new_empty((batch, q_heads, q_len))
     if lse.numel() == 0:
         return out, lse
-    call = _Call(
-        operands=operands,
-        p_dtype=dtype if recipe.pv == "bf16" else torch.float8_e4m3fn,
-        visible=geometry.visible_keys(kv_len),
-        offsets=frozenset(zip(geometry.q_position.tolist(), geometry.kv_position.tolist(), strict=True)),
-        recipe=recipe,
-        is_causal=geometry.is_causal,
-    )
+    call = _Call.of(operands, geometry, recipe, dtype)
     if sinks is not None:
         sinks = sinks.to(compute_dtype).view(1, kv_heads, q_heads // kv_heads, 1, 1)
-    rows = max(16, SCORE_BYTES // max(1, batch * q_heads * kv_len * 4))
-    for start in range(0, q_len, rows):
-        block = slice(start, min(start + rows, q_len))
-        columns = _visible_columns(call, block, geometry, kv_len)
-        q_pos = geometry.q_position[:, None] + torch.arange(block.start, block.stop, device=query.device)  # [B, R]
-        k_pos = geometry.kv_position[:, None] + torch.arange(columns.start, columns.stop, device=query.device)  # [B, C]
-        high = [] if recipe.is_uniform else list(_high_parts(call, block, columns, q_pos, k_pos))
+    for block, columns, high, hidden in _blocks(call, geometry):
         scores = _scores(call, block, columns, high).mul_(scale)
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
-        hidden = _hidden(call, block, columns, q_pos, k_pos, geometry, kv_heads)
         if hidden is not None:
             scores.masked_fill_(hidden, -math.inf)
         block_out, block_lse = _softmax_times_value(scores, call, columns, high, sinks)
         out[:, :, block] = block_out.flatten(1, 2).to(out.dtype)
         lse[:, :, block] = block_lse.flatten(1, 2)
     return out, lse
+
+
+def attention_gradient(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    geometry: AttentionGeometry,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute the gradient of attention straight through the rounding (arXiv 1308.3432).
+
+    Rounding has a gradient of 0 almost everywhere. So what is differentiated is the attention that a recipe
+    approximates, in fp32 (fp64 for fp64), at the tensors as they were given: exact where nothing is quantised.
+
+    Args:
+        grad_out: Gradient of the output, ``[B, Hq, Tq, Dv]``.
+        query: As for :func:`attention_reference`, like the rest.
+        key: ``[B, Hkv, Tk, D]``.
+        value: ``[B, Hkv, Tk, Dv]``.
+        geometry: Visibility and positions.
+        scale: Factor of the scores.
+        softcap: Cap of the scores.
+        sinks: One logit per query head, ``[Hq]``.
+
+    Returns:
+        The gradients of ``query``, ``key``, ``value`` and ``sinks`` in the dtypes of these; 0 of keys that no query
+        sees.
+    """
+    keys, geometry = geometry.trimmed(key.shape[2])
+    visible = geometry.visible_keys(keys.stop - keys.start)
+    operands = prepare_operands(
+        query, key[:, :, keys], value[:, :, keys], _EXACT, kv_position=geometry.kv_position, visible=visible
+    )
+    q, k, v = operands.q_high, operands.k_high, operands.value
+    batch, q_heads, _, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group = q_heads // kv_heads
+    logit = None if sinks is None else sinks.to(q.dtype).view(1, kv_heads, group, 1, 1)
+    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    grad_sinks = None if logit is None else torch.zeros_like(logit)
+    call = _Call.of(operands, geometry, _EXACT, q.dtype)
+    for block, columns, _, hidden in _blocks(call, geometry) if grad_out.numel() else ():
+        scores = _product(q[:, :, block], k[:, :, columns]).mul_(scale)
+        slope = None
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_()
+            slope = 1.0 - scores.square()
+            scores = scores.mul_(softcap)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -math.inf)
+        weights, shift = _exponentials(scores, logit)
+        denominator = weights.sum(-1, keepdim=True)
+        sink_weight = None if logit is None else torch.exp(logit - shift)
+        if sink_weight is not None:
+            denominator = denominator + sink_weight
+        denominator = denominator.masked_fill(denominator == 0, 1.0)
+        p = weights.div_(denominator)  # [B, Hkv, G, R, C]
+        grad = grad_out[:, :, block].to(q.dtype)  # [B, Hq, R, Dv]
+        grad_p = _product(grad, v[:, :, columns])
+        mean = (grad_p * p).sum(-1, keepdim=True)
+        if grad_sinks is not None:
+            grad_sinks -= (sink_weight / denominator * mean).sum((0, 3), keepdim=True)
+        grad_v[:, :, columns] += _transposed_sum(p, grad)
+        grad_s = grad_p.sub_(mean).mul_(p).mul_(scale)
+        if slope is not None:
+            grad_s.mul_(slope)
+        grad_q[:, :, block] = _weighted_sum(grad_s, k[:, :, columns]).reshape(batch, q_heads, -1, head_dim)
+        grad_k[:, :, columns] += _transposed_sum(grad_s, q[:, :, block])
+    whole_k, whole_v = torch.zeros_like(key), torch.zeros_like(value)
+    whole_k[:, :, keys], whole_v[:, :, keys] = grad_k, grad_v
+    if sinks is not None and grad_sinks is not None:
+        grad_sinks = grad_sinks.view(sinks.shape).to(sinks.dtype)
+    return grad_q.to(query.dtype), whole_k, whole_v, grad_sinks
+
+
+def _blocks(call: _Call, geometry: AttentionGeometry) -> Iterator[tuple[slice, slice, list[_HighPart], Tensor | None]]:
+    """Yield blocks of query rows: the rows, the columns that they see, which of these are high, and what is hidden."""
+    batch, q_heads, q_len, _ = call.operands.q_high.shape
+    kv_heads, kv_len = call.operands.k_high.shape[1:3]
+    device = call.operands.q_high.device
+    rows = max(16, SCORE_BYTES // max(1, batch * q_heads * kv_len * 4))
+    for start in range(0, q_len, rows):
+        block = slice(start, min(start + rows, q_len))
+        columns = _visible_columns(call, block, geometry, kv_len)
+        q_pos = geometry.q_position[:, None] + torch.arange(block.start, block.stop, device=device)  # [B, R]
+        k_pos = geometry.kv_position[:, None] + torch.arange(columns.start, columns.stop, device=device)  # [B, C]
+        high = [] if call.recipe.is_uniform else list(_high_parts(call, block, columns, q_pos, k_pos))
+        yield block, columns, high, _hidden(call, block, columns, q_pos, k_pos, geometry, kv_heads)
 
 
 def _visible_columns(call: _Call, block: slice, geometry: AttentionGeometry, kv_len: int) -> slice:
@@ -242,14 +335,9 @@ def _softmax_times_value(
     scores: Tensor, call: _Call, columns: slice, high: list[_HighPart], sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, Hkv, G, R, Dv]`` and the log of the denominator ``[B, Hkv, G, R]``; spends ``scores``."""
-    width = scores.shape[-1]
     operands = call.operands
     value = (operands.value if operands.v_low is None else operands.v_low)[:, :, columns]
-    row_max = scores.amax(-1, keepdim=True) if width else scores.new_full((*scores.shape[:-1], 1), -math.inf)
-    if sinks is not None:
-        row_max = torch.maximum(row_max, sinks)
-    shift = row_max.masked_fill(row_max == -math.inf, 0.0)
-    weights = scores.sub_(shift).exp_()
+    weights, shift = _exponentials(scores, sinks)
     denominator = weights.sum(-1, keepdim=True)
     if sinks is not None:
         denominator = denominator + torch.exp(sinks - shift)
@@ -267,6 +355,23 @@ def _softmax_times_value(
     if operands.value_scale is not None:
         out = out * (operands.value_scale[:, :, None] / P_SCALE)
     return out / denominator.masked_fill(denominator == 0, 1.0), lse
+
+
+def _exponentials(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return ``exp(scores - shift)`` and the finite shift of each row, ``[B, Hkv, G, R, 1]``; spends ``scores``."""
+    empty = scores.new_full((*scores.shape[:-1], 1), -math.inf)
+    row_max = scores.amax(-1, keepdim=True) if scores.shape[-1] else empty
+    if sinks is not None:
+        row_max = torch.maximum(row_max, sinks)
+    shift = row_max.masked_fill(row_max == -math.inf, 0.0)
+    return scores.sub_(shift).exp_(), shift
+
+
+def _transposed_sum(weights: Tensor, x: Tensor) -> Tensor:
+    """Sum over the queries of a group, ``[B, Hkv, G, R, C] x [B, Hq, R, N] -> [B, Hkv, C, N]``."""
+    batch, kv_heads, group, rows, width = weights.shape
+    flat = weights.reshape(batch, kv_heads, group * rows, width)
+    return flat.transpose(-1, -2) @ x.reshape(batch, kv_heads, group * rows, x.shape[-1])
 
 
 def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def no_gradients() -> Iterator[None]:
-    """The attention is for inference; tests that want gradients enable them."""
+    """Tests that want gradients enable them."""
     with torch.no_grad():
         yield
 

@@ -386,15 +386,6 @@ class TestRefusals:
         with pytest.raises(TypeError, match=r"value must have the dtype of query, torch\.float32, got torch\.bfloat16"):
             dma_attention_forward(layer, query, key, value.bfloat16(), None)
 
-    @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
-    def test_gradients_fail_in_backward(self, training, layer):
-        """A forward pass without ``torch.no_grad()``, or ``model.eval()``, is common and harmless."""
-        query, key, value = _states()
-        with torch.enable_grad():
-            out, _ = dma_attention_forward(layer.train(training), query.requires_grad_(), key, value, None)
-            with pytest.raises(RuntimeError, match=r"has no gradient; .*torch\.no_grad.*attn_implementation='sdpa'"):
-                out.sum().backward()
-
     def test_attention_weights_are_left_out(self, layer):
         """As SDPA and FlashAttention leave them out: the result is that without the argument."""
         with pytest.warns(UserWarning, match="no attention weights to return .* attn_implementation='eager'"):
@@ -445,14 +436,6 @@ class TestFallback:
         assert dma_hf.fallback_counts() == {}
         with pytest.warns(UserWarning, match="does not support position_bias"):
             dma_attention_forward(layer, *_states(), None, position_bias=bias)
-
-    def test_training_gets_gradients(self, layer):
-        query, key, value = _states()
-        with torch.enable_grad(), warnings.catch_warnings(record=True):
-            out, _ = dma_attention_forward(layer.train(), query.requires_grad_(), key, value, None)
-            out.sum().backward()
-        assert query.grad is not None
-        assert dma_hf.fallback_counts() == {"gradients": 1}
 
     @pytest.mark.parametrize("name", ["head_mask", "unknown", "cache", "packing"])
     def test_what_sdpa_would_ignore_is_still_an_error(self, name, layer):

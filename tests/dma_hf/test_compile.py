@@ -81,11 +81,17 @@ def test_the_fallback_compiles(token_ids):
     torch.testing.assert_close(states, model(token_ids(2, 12), **arguments).last_hidden_state)
 
 
-def test_asking_for_gradients_is_an_error(families, token_ids):
-    model = families["llama"].build("dma_mxfp")
+def test_training(families, token_ids):
+    model = families["llama"].build("dma_mxfp").train()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with torch.enable_grad(), pytest.raises(torch._dynamo.exc.Unsupported, match="does not support gradients"):
-        compiled(token_ids(1, 8), use_cache=False)
+    ids = token_ids(2, 8)
+    gradients = []
+    for run in (model, compiled):
+        with torch.enable_grad():
+            loss = run(ids, labels=ids, use_cache=False).loss
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    for actual, expected in zip(*reversed(gradients), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")

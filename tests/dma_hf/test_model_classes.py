@@ -113,19 +113,29 @@ def test_attention_weights_of_encoder_decoders_are_left_out(name, families, toke
     assert torch.equal(model(**inputs).logits, logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
-@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
-def test_a_backward_pass_is_refused(name, training, families, token_ids):
-    model = families[name].build("dma_mxfp", attention_dropout=0.0).train(training)
-    model.config.attention_probs_dropout_prob = 0.0
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    ids = token_ids(1, 5)
-    with torch.enable_grad():
-        loss = model(ids, labels=ids).loss
-        with pytest.raises(RuntimeError, match="has no gradient"):
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral"])
+def test_gradients_are_those_of_the_models_own_attention(name, is_checkpointed, families, token_ids):
+    """Of a padded batch, where nothing is quantised."""
+    ids = token_ids(2, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    labels = ids.clone()
+    labels[0, :8] = -100  # what padding predicts too
+    gradients = []
+    for implementation in ("eager", "dma_mxfp"):
+        model = families[name].build(implementation, attention_dropout=0.0).train()
+        if implementation == "dma_mxfp":
+            dma_hf.configure(model, low="bf16", high="bf16", pv="bf16", shared_scale="block", smooth_k=False)
+        if is_checkpointed:
+            model.gradient_checkpointing_enable()
+        with torch.enable_grad():
+            loss = model(ids, attention_mask=mask, labels=labels, use_cache=False).loss
             loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    expected, actual = gradients
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(actual[parameter], gradient, msg=lambda text, p=parameter: f"{p}: {text}")
 
 
 def test_dropout_is_refused(families, token_ids):

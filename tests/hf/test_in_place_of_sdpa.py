@@ -68,8 +68,8 @@ def test_it_matches_eager_attention(name, dtype, side):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_forward_pass_in_training_mode(name):
-    """As tests do that build a model and never call ``eval``; the loss is that of SDPA."""
+def test_training(name):
+    """Loss and gradients are those of SDPA."""
     family, inputs = FAMILIES[name], _inputs(name, "none")
     without = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
     without |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
@@ -86,8 +86,12 @@ def test_a_forward_pass_in_training_mode(name):
                 setattr(module, option, 0.0)
     labels = inputs["input_ids"]
     expected = model(**inputs, labels=labels).loss
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(expected, parameters, allow_unused=True)
     with in_place_of_sdpa():
         loss = model(**inputs, labels=labels).loss
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(RuntimeError, match="has no gradient"):
-        loss.backward()
+    largest = max(float(gradient.abs().max()) for gradient in gradients if gradient is not None)
+    for actual, gradient in zip(found, gradients, strict=True):
+        torch.testing.assert_close(actual, gradient, rtol=1e-3, atol=1e-5 * largest)
