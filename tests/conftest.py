@@ -9,10 +9,10 @@ import pytest
 import torch
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Without a CUDA device, run Triton kernels in its interpreter: it has to be told before a kernel is defined."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+# Without a CUDA device Triton kernels run in its interpreter, which has to be told before a kernel is defined: so here, as
+# the conftest files of the folders, which are imported next, import kernels.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -205,7 +205,7 @@ def attention_gradient(
         grad = grad_out[:, :, block].to(q.dtype)  # [B, Hq, R, Dv]
         grad_p = _product(grad, v[:, :, columns])
         mean = (grad_p * p).sum(-1, keepdim=True)
-        if grad_sinks is not None:
+        if grad_sinks is not None and sink_weight is not None:
             grad_sinks -= (sink_weight / denominator * mean).sum((0, 3), keepdim=True)
         grad_v[:, :, columns] += _transposed_sum(p, grad)
         grad_s = grad_p.sub_(mean).mul_(p).mul_(scale)
