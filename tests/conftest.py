@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-
-# Without a CUDA device Triton kernels run in its interpreter, which has to be told before a kernel is defined: so here, as
-# the conftest files of the folders, which are imported next, import kernels.
+# Without a CUDA device Triton kernels run in its interpreter, which has to be told before a kernel is defined: so here,
+# because the folders' own conftest files, which are imported next, import kernels.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
