@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_gguf_pytorch_utils
 from transformers.utils import logging as transformers_logging
 
+from .devices import parse_device
 from .errors import UserError, one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -92,26 +93,6 @@ def parse_dtype(name: str) -> torch.dtype | None:
     if name not in DTYPES:
         raise UserError(f"--dtype must be one of auto, {', '.join(DTYPES)}; got {name!r}")
     return DTYPES[name]
-
-
-def parse_device(name: str) -> torch.device:
-    """The device of that name; for ``auto``, CUDA where there is one and else the CPU.
-
-    Raises:
-        UserError: There is no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"--device: expected auto, cpu, cuda or cuda:N; got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device: expected auto, cpu, cuda or cuda:N; got {name!r}")
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise UserError(f"--device: {name!r} is not there: {count} CUDA devices found; --device cpu works everywhere")
-    return device
 
 
 def load_model(

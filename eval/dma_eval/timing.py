@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import UserError
-
 Run = Callable[[], object]
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
 """What an implementation raises that cannot compute a call; ``torch.OutOfMemoryError`` is a ``RuntimeError``."""
@@ -61,26 +59,6 @@ class DeviceFacts:
     l2_bytes: int | None = None
     copy_bytes_per_second: float | None = None
     matmul_flops_per_second: float | None = None
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device called ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-
-    Raises:
-        UserError: There is no such device here.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"--device: expected auto, cpu, cuda or cuda:N, got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device: expected auto, cpu, cuda or cuda:N, got {name!r}")
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise UserError(f"--device {name}: this machine has {count} CUDA devices; use --device cpu")
-    return device
 
 
 def time_in_turns(

@@ -109,9 +109,9 @@ class TestCommand:
             (["--heads", "8"], "--heads: expected QUERY/KV with KV dividing QUERY, such as 32/8, got '8'"),
             (["--mask", "window"], "--mask: expected causal or full, got 'window'"),
             (["--dtype", "float64"], "--dtype: expected bfloat16 or float16, got 'float64'"),
-            (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N, got 'tpu'"),
-            (["--device", "meta"], "--device: expected auto, cpu, cuda or cuda:N, got 'meta'"),
-            (["--device", "cuda:99"], "CUDA devices; use --device cpu"),
+            (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N; got 'tpu'"),
+            (["--device", "meta"], "--device: expected auto, cpu, cuda or cuda:N; got 'meta'"),
+            (["--device", "cuda:99"], "--device: 'cuda:99' is not there: "),
             (["--plot", "r.gif"], "--plot: expected a file ending in .png, .svg, .pdf, got r.gif"),
         ],
     )

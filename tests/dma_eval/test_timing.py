@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from dma_eval.errors import UserError
-from dma_eval.timing import DeviceFacts, Timing, extra_memory, look_at, resolve_device, time_in_turns
+from dma_eval.timing import DeviceFacts, Timing, extra_memory, look_at, time_in_turns
 
 CPU = torch.device("cpu")
 
@@ -56,12 +55,3 @@ def test_memory_is_not_counted_on_a_cpu() -> None:
 
 def test_facts_of_a_cpu_are_its_name() -> None:
     assert look_at(CPU) == DeviceFacts(name="cpu")
-
-
-def test_devices() -> None:
-    assert resolve_device("cpu") == CPU
-    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(UserError, match=r"--device: expected auto, cpu, cuda or cuda:N, got 'gpu'"):
-        resolve_device("gpu")
-    with pytest.raises(UserError, match=r"--device cuda:99: this machine has \d+ CUDA devices; use --device cpu"):
-        resolve_device("cuda:99")

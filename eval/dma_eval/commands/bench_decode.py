@@ -92,11 +92,12 @@ def decode(
 
             from dma_eval.decode_results import DecodeReport
             from dma_eval.decode_speed import default_names, measure, parse_implementations
+            from dma_eval.devices import parse_device
             from dma_eval.environment import collect
             from dma_eval.speed_results import write_speed_report
-            from dma_eval.timing import look_at, resolve_device
+            from dma_eval.timing import look_at
 
-        where = resolve_device(device)
+        where = parse_device(device)
         implementations = parse_implementations(default_names() if cache is None else cache)
         sizes = size or (SIZES if where.type == "cuda" else CPU_SIZES)
         shapes = make_shapes(sizes, heads or HEADS, head_dim or HEAD_DIMS)

@@ -79,12 +79,13 @@ def generate(
             import torch
 
             from dma_eval import generate_report, generate_speed
+            from dma_eval.devices import parse_device
             from dma_eval.environment import collect
             from dma_eval.generate_results import GenerateReport
             from dma_eval.speed_results import write_speed_report
-            from dma_eval.timing import look_at, resolve_device
+            from dma_eval.timing import look_at
 
-        where = resolve_device(device)
+        where = parse_device(device)
         if longest and where.type != "cuda":
             raise UserError("--longest needs a CUDA device: on a CPU memory has no clear end")
         runs = generate_speed.parse_runs(generate_speed.DEFAULT_RUNS if run is None else run)

@@ -102,13 +102,14 @@ def prefill(
         with console.starting():
             import torch
 
+            from dma_eval.devices import parse_device
             from dma_eval.environment import collect
             from dma_eval.speed import default_names, measure, parse_implementations
             from dma_eval.speed_report import failures, plot_prefill, tables
             from dma_eval.speed_results import PrefillReport, write_speed_report
-            from dma_eval.timing import look_at, resolve_device
+            from dma_eval.timing import look_at
 
-        where = resolve_device(device)
+        where = parse_device(device)
         implementations = parse_implementations(default_names() if attn is None else attn)
         lengths = length or (LENGTHS if where.type == "cuda" else CPU_LENGTHS)
         shapes = make_shapes(
