@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .environment import Environment
-from .timing import DeviceFacts
+from .speed_results import SpeedReport
 
 SCHEMA_VERSION = 1
 
@@ -78,25 +77,12 @@ class DecodeResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeReport:
+class DecodeReport(SpeedReport):
     """Everything that one run measured.
 
     Attributes:
-        schema_version: Version of this schema.
-        created: Date and time in UTC, ISO 8601.
-        command: The command line.
-        seed: Seed of PyTorch's random numbers.
-        dtype: Data type of queries and 16-bit caches.
-        environment: Versions and devices.
-        device: The device.
         results: By shape, then in the order asked for.
     """
 
     schema_version: int = SCHEMA_VERSION
-    created: str
-    command: str
-    seed: int
-    dtype: str
-    environment: Environment
-    device: DeviceFacts
     results: list[DecodeResult]

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .environment import Environment
-from .timing import DeviceFacts
+from .speed_results import SpeedReport
 
 SCHEMA_VERSION = 1
 
@@ -66,37 +65,24 @@ class LongestContext:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateReport:
+class GenerateReport(SpeedReport):
     """Everything that one run measured.
 
     Attributes:
-        schema_version: Version of this schema.
-        created: Date and time in UTC, ISO 8601.
-        command: The command line.
-        seed: Seed of PyTorch's random numbers.
         model: The shape's name, or that of a real model.
         parameters: How many the model has.
         weight_bytes: What its weights take.
-        dtype: Of weights and activations.
         batch: Sequences.
         new_tokens: Generated in each sequence.
-        environment: Versions and devices.
-        device: The device.
         results: By context, then in the order asked for.
         longest: If it was asked for.
     """
 
     schema_version: int = SCHEMA_VERSION
-    created: str
-    command: str
-    seed: int
     model: str
     parameters: int
     weight_bytes: int
-    dtype: str
     batch: int
     new_tokens: int
-    environment: Environment
-    device: DeviceFacts
     results: list[GenerateResult]
     longest: list[LongestContext]

@@ -10,13 +10,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .environment import Environment
 from .timing import DeviceFacts
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 SCHEMA_VERSION = 1
 
@@ -100,31 +97,41 @@ class PrefillResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillReport:
-    """Everything that one run measured.
+class SpeedReport:
+    """What the report of every benchmark begins with.
 
     Attributes:
         schema_version: Version of this schema.
         created: Date and time in UTC, ISO 8601.
         command: The command line.
         seed: Seed of PyTorch's random numbers.
-        dtype: Data type of the inputs.
+        dtype: Data type of what is not quantised.
         environment: Versions and devices.
         device: The device.
-        results: By shape, then in the order asked for.
     """
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int
     created: str
     command: str
     seed: int
     dtype: str
     environment: Environment
     device: DeviceFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillReport(SpeedReport):
+    """Everything that one run measured.
+
+    Attributes:
+        results: By shape, then in the order asked for.
+    """
+
+    schema_version: int = SCHEMA_VERSION
     results: list[PrefillResult]
 
 
-def write_speed_report(report: DataclassInstance, path: Path) -> None:
+def write_speed_report(report: SpeedReport, path: Path) -> None:
     """Write a report of any benchmark as JSON (RFC 8259: a NaN is an error); an interruption leaves an earlier one."""
     text = json.dumps(asdict(report), indent=1, allow_nan=False) + "\n"
     unfinished = path.with_name(f"{path.name}.part")

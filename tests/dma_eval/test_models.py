@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,64 +9,16 @@ import torch
 from dma_eval import models
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel, ModelSource, load_model, parse_source, without_progress_bars
-from gguf import GGUFWriter
-from torch import Tensor
+from gguf_files import write_gguf
 from transformers import modeling_gguf_pytorch_utils
 from transformers.utils import logging
-
-# Names of a Llama's weights in GGUF files and in Transformers.
-GGUF_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """GGUF pairs the dimensions that rotate together; Transformers splits a head into two halves."""
-    return weight.view(heads, 2, -1, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
 
 
 @pytest.fixture
 def gguf_file(loaded: LoadedModel, model_folder: Path, tmp_path: Path) -> Path:
     """The tiny Llama in fp32 as a GGUF file."""
     path = tmp_path / "tiny.gguf"
-    config, state = loaded.model.config, loaded.model.state_dict()
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    bpe = json.loads((model_folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(sorted(bpe["vocab"], key=bpe["vocab"].__getitem__))
-    writer.add_token_merges([" ".join(merge) for merge in bpe["merges"]])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
-    tensors = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-    for layer in range(config.num_hidden_layers):
-        tensors |= {f"blk.{layer}.{short}": f"model.layers.{layer}.{name}" for short, name in GGUF_NAMES.items()}
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for short, name in tensors.items():
-        weight = state[f"{name}.weight"]
-        kind = short.rpartition(".")[2]
-        weight = _interleaved(weight, heads[kind]) if kind in heads else weight
-        writer.add_tensor(f"{short}.weight", weight.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(path, loaded.model, tokenizer=model_folder / "tokenizer.json")
     return path
 
 

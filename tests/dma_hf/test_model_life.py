@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import gguf
 import pytest
 import torch
+from gguf_files import write_gguf
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -145,44 +146,10 @@ def test_peft_adapters(llama, token_ids, tmp_path):
     torch.testing.assert_close(_logits(model.merge_and_unload(), ids), adapted, rtol=1e-2, atol=1e-2)
 
 
-def _write_gguf(path, model):
-    """Write a tiny Llama as llama.cpp would: its names, its order of rotary channels, a vocabulary of its own."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, weight in model.state_dict().items():
-        base, _, suffix = name.rpartition(".")
-        for kind, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-            if base.endswith(kind):
-                weight = weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
-        data = weight.float().numpy()
-        if weight.ndim == 2:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            writer.add_tensor(f"{names.get_name(base)}.{suffix}", gguf.quantize(data, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(f"{names.get_name(base)}.{suffix}", data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def test_gguf_weights(families, token_ids, tmp_path):
     """Transformers dequantises them; the attention has to be the same as with any other weights."""
     source = families["llama"].build("sdpa")
-    _write_gguf(tmp_path / "tiny.gguf", source)
+    write_gguf(tmp_path / "tiny.gguf", source, quantization=gguf.GGMLQuantizationType.Q8_0)
     results = {}
     for name in ("sdpa", dma_hf.NAME):
         options = {"attn_implementation": name, "dtype": torch.float32}
