@@ -112,7 +112,8 @@ FIELDS = tuple(field.name for field in fields(DMAConfig))
 PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
     {
         "balanced": DMAConfig(),
-        # Perplexity at 8,192 +1.24 %; with high="mxfp8" +1.84 %, and with scales not searched for +2.05 %.
+        # Perplexity at 8,192 +1.24 %; with high="mxfp8" +1.84 %, and with scales not searched for +2.05 %
+        # (benchmarks/quality/smollm2-8192-variants-fp32.json).
         "fp4": DMAConfig(low="nvfp4", scale_rounding="search", shared_scale="block", rotate=True),
         "paper": DMAConfig(
             low="mxfp4",
