@@ -158,6 +158,7 @@ def measure(
     *,
     seconds: float,
     on_shape: Callable[[DecodeShape], None] = lambda shape: None,
+    on_results: Callable[[list[DecodeResult]], None] = lambda results: None,
 ) -> list[DecodeResult]:
     """Time all implementations on all shapes.
 
@@ -168,11 +169,13 @@ def measure(
         dtype: Of queries and of 16-bit caches.
         seconds: About how long the rounds of one shape take, without compiling.
         on_shape: Called before each shape.
+        on_results: Called after each shape, with all results so far.
     """
-    results = []
+    results: list[DecodeResult] = []
     for shape in shapes:
         on_shape(shape)
         results += _measure_shape(shape, implementations, device, dtype, seconds=seconds)
+        on_results(results)
     return results
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from dma_eval import decode_speed
 from dma_eval.commands.bench_decode import HEAD_DIMS, HEADS, SIZES, make_shapes
 from dma_eval.decode_results import DecodeReport, DecodeResult, DecodeShape
 from dma_eval.decode_speed import filled_storage, measure, parse_implementations
@@ -37,6 +38,24 @@ def test_shows_and_writes_every_cache(run: Run, tmp_path: Path) -> None:
         assert result.keys() == {field.name for field in fields(DecodeResult)}
     assert report["results"][0]["speedup"] == 1.0
     assert report["results"][0]["bytes_ratio"] == 1.0
+
+
+def test_an_interruption_keeps_what_there_is(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = decode_speed._measure_shape
+
+    def interrupted(shape: DecodeShape, *arguments: Any, **options: Any) -> list[DecodeResult]:
+        if shape.length == 200:
+            raise KeyboardInterrupt
+        return whole(shape, *arguments, **options)
+
+    monkeypatch.setattr(decode_speed, "_measure_shape", interrupted)
+    path = tmp_path / "r.json"
+    run("bench", "decode", *TINY[:3], "2x300", "1x200", *TINY[4:], "--cache", "sdpa", "dma_mxfp:kv4", "--json", path)
+    results = json.loads(path.read_text())["results"]
+    assert [(result["shape"]["length"], result["label"]) for result in results] == [
+        (300, "sdpa"),
+        (300, "dma_mxfp:kv4"),
+    ]
 
 
 def test_a_cache_that_cannot_run_is_reported_beside_the_others() -> None:

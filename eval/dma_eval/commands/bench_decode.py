@@ -81,7 +81,8 @@ def decode(
     """Time one step of decoding: SDPA on 16-bit caches and dma_mxfp on packed ones.
 
     Medians of steps in turns, called from Python and, on a CUDA device, replayed as CUDA graphs. A step of dma_mxfp
-    stores the new key and attends. Exit code 1 if no implementation ran on some shape, 2 for invalid input.
+    stores the new key and attends. The JSON file is written after every shape, so that an interruption keeps what there
+    is. Exit code 1 if no implementation ran on some shape, 2 for invalid input.
     """
     with console.user_errors(debug):
         prepare_output(json)
@@ -108,22 +109,35 @@ def decode(
         def announce(shape: DecodeShape) -> None:
             console.err.print(f"[dim]{shape.batch:>3} x {shape.length:>7,} keys, {shape.family}[/]", highlight=False)
 
-        results = measure(shapes, implementations, where, getattr(torch, dtype), seconds=seconds, on_shape=announce)
-        report = DecodeReport(
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            command=console.command_line(),
-            seed=seed,
-            dtype=dtype,
-            environment=collect(),
-            device=facts,
-            results=results,
+        def write(results: list[DecodeResult]) -> None:
+            if json is None:
+                return
+            report = DecodeReport(
+                created=created,
+                command=console.command_line(),
+                seed=seed,
+                dtype=dtype,
+                environment=environment,
+                device=facts,
+                results=results,
+            )
+            write_speed_report(report, json)
+
+        created, environment = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), collect()
+        results = measure(
+            shapes,
+            implementations,
+            where,
+            getattr(torch, dtype),
+            seconds=seconds,
+            on_shape=announce,
+            on_results=write,
         )
         for table in tables(results):
             console.print_table(table)
         for warning in warnings(results):
             console.print_warning(warning)
         if json is not None:
-            write_speed_report(report, json)
             console.print_line(f"Wrote {escape(str(json))}")
     if any(all(r.failure is not None for r in results if r.shape == shape) for shape in shapes):
         raise typer.Exit(console.BACKEND_FAILED)
