@@ -76,12 +76,32 @@ def test_sections_of_a_configuration_are_valid():
     assert dma_hf.DMAConfig.from_dict(json.loads(section)["dma_mxfp"]) == dma_hf.preset("fp4")
 
 
-def test_measured_times_are_those_of_the_committed_results():
-    spec = importlib.util.spec_from_file_location("update", ROOT / "scripts" / "update_hardware_page.py")
-    update = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(update)
-    (section,) = update.SECTION.findall(_text("hardware.md"))
-    assert section == update.make_table(update.read_results())
+@pytest.fixture(scope="module")
+def speed_docs():
+    spec = importlib.util.spec_from_file_location("update", ROOT / "scripts" / "update_speed_docs.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/hardware.md"])
+def test_measured_times_are_those_of_the_committed_results(speed_docs, page):
+    assert speed_docs.updated(page) == (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_a_page_without_the_marks_of_its_tables(speed_docs, tmp_path, monkeypatch):
+    (tmp_path / "README.md").write_text("nothing", encoding="utf-8")
+    monkeypatch.setattr(speed_docs, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match=r"README\.md must have the marks <!-- decode-h200\.json --> and <!-- end -->"):
+        speed_docs.updated("README.md")
+
+
+def test_a_cache_that_did_not_run_leaves_a_gap(speed_docs):
+    ran = {"graph_milliseconds": None, "milliseconds": 0.3}
+    failed = {"graph_milliseconds": None, "milliseconds": None}
+    named = {"ours": ran, "theirs": {"graph_milliseconds": 0.6, "milliseconds": 9.0}, "failed": failed}
+    assert speed_docs.times_faster(named, "ours", "theirs") == "2.00x"
+    assert {speed_docs.times_faster(named, "ours", other) for other in ("failed", "absent")} == {"–"}
 
 
 UNITS = {

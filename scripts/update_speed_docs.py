@@ -1,0 +1,212 @@
+"""Write the tables of measured times in README.md and docs/hardware.md from the results in benchmarks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dma_eval.markdown import table
+from dma_eval.report import MISSING
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+PREFILL_SHAPE = ("length", "head_dim", "query_heads", "kv_heads", "is_causal")
+DECODE_SHAPE = ("batch", "length", "head_dim", "query_heads", "kv_heads")
+USUAL_HEADS, USUAL_DIM = (32, 8), 128
+CACHES = ("kv8", "kv4")
+GIB = 1 << 30
+
+Result = dict[str, Any]
+ByShape = dict[tuple[Any, ...], dict[str, Result]]
+"""The results of each shape by their label."""
+
+
+def read(*names: str, key: str = "results") -> list[Result]:
+    """Return a list of all files, one after the other."""
+    return [each for name in names for each in json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))[key]]
+
+
+def by_shape(results: list[Result], names: tuple[str, ...]) -> ByShape:
+    """Return the results of each shape, which is named by its values of ``names``."""
+    shapes: ByShape = {}
+    for result in results:
+        shapes.setdefault(tuple(result["shape"][name] for name in names), {})[result["label"]] = result
+    return shapes
+
+
+def departures(head_dim: int, q_heads: int, kv_heads: int) -> list[str]:
+    """Return what of a shape differs from the page's usual one."""
+    parts = [f"head_dim {head_dim}"] if head_dim != USUAL_DIM else []
+    return parts if (q_heads, kv_heads) == USUAL_HEADS else [*parts, f"{q_heads}/{kv_heads} heads"]
+
+
+def describe_prefill(length: int, head_dim: int, q_heads: int, kv_heads: int, is_causal: bool) -> str:
+    """Return how a row names its call: the length, and what differs from the page's usual one."""
+    parts = [f"{length // 1024}K", *departures(head_dim, q_heads, kv_heads)]
+    return ", ".join(parts if is_causal else [*parts, "bidirectional"])
+
+
+def describe_decode(batch: int, length: int, head_dim: int, q_heads: int, kv_heads: int) -> str:
+    """Return how a row names its step: sequences and keys, and what differs from the page's usual one."""
+    return ", ".join([f"{batch} x {length // 1024}K", *departures(head_dim, q_heads, kv_heads)])
+
+
+def prefill_table() -> str:
+    """Return a row for each shape: the usual ones, then those that depart from them, each by length."""
+    shapes = by_shape(read("prefill-h200.json", "prefill-shapes-h200.json"), PREFILL_SHAPE)
+    headers = ("`balanced`", "TFLOP/s", "over SDPA", "over FlashAttention-2", "extra memory over Q, K, V")
+    rows = []
+
+    def order(item: tuple[tuple[Any, ...], object]) -> tuple[Any, ...]:
+        length, head_dim, q_heads, kv_heads, is_causal = item[0]
+        return head_dim != USUAL_DIM, (q_heads, kv_heads) != USUAL_HEADS, not is_causal, length
+
+    for shape, named in sorted(shapes.items(), key=order):
+        ours = named["dma_mxfp:balanced"]
+        ratios = [f"{named[name]['milliseconds'] / ours['milliseconds']:.2f}x" for name in ("sdpa", "sdpa:flash")]
+        memory = f"{ours['extra_bytes'] / ours['input_bytes']:.2f}"
+        rows.append([describe_prefill(*shape), f"{ours['tflops']:.0f}", *ratios, memory])
+    return table(headers, rows)
+
+
+def step_time(result: Result | None) -> float | None:
+    """Return the milliseconds of a step of decoding: as a CUDA graph, where it can be one."""
+    if result is None:
+        return None
+    time: float | None = result["graph_milliseconds"] or result["milliseconds"]
+    return time
+
+
+def times_faster(named: dict[str, Result], ours: str, other: str) -> str:
+    """Return how many times faster than ``other`` a step is."""
+    mine, theirs = step_time(named.get(ours)), step_time(named.get(other))
+    if mine is None or theirs is None:
+        return MISSING
+    ratio = theirs / mine
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
+
+
+def decode_table() -> str:
+    """Return a row for each shape: times of a step, and what the caches take."""
+    shapes = by_shape(read("decode-h200.json"), DECODE_SHAPE)
+    headers = ["sequences x keys", "SDPA, us"]
+    others = {"sdpa": "SDPA", "sdpa:flash": "FA2", "sdpa:dynamic": "`DynamicCache`", "sdpa:quanto": "`QuantizedCache`"}
+    measured = {label for named in shapes.values() for label, each in named.items() if each["failure"] is None}
+    others = {label: name for label, name in others.items() if label in measured}
+    for cache in CACHES:
+        headers += [f"`{cache}`, us", f"over {', '.join(others.values())}", "of 16 bit"]
+    rows = []
+    for shape, named in shapes.items():
+        row = [describe_decode(*shape), _microseconds(named["sdpa"])]
+        for cache in CACHES:
+            label = f"dma_mxfp:{cache}"
+            ratios = ", ".join(times_faster(named, label, other) for other in others)
+            row += [_microseconds(named[label]), ratios, f"{named[label]['bytes_ratio']:.2f}"]
+        rows.append(row)
+    return table(headers, rows)
+
+
+def decode_summary() -> str:
+    """Return the README's table: one head shape, over SDPA and over ``DynamicCache``."""
+    shapes = by_shape(read("decode-h200.json"), DECODE_SHAPE)
+    sizes = [(1, 32768), (1, 131072), (8, 32768), (64, 4096)]
+    named = {size: shapes[*size, USUAL_DIM, *USUAL_HEADS] for size in sizes}
+    headers = ["", *(f"{batch} x {length // 1024}K" for batch, length in sizes), "cache at 1 x 128K"]
+    rows = []
+    for cache in CACHES:
+        label = f"dma_mxfp:{cache}"
+        ratios = [
+            f"{times_faster(each, label, 'sdpa')}, {times_faster(each, label, 'sdpa:dynamic')}"
+            for each in named.values()
+        ]
+        row = [f"`{cache}` over SDPA, over `DynamicCache`", *ratios]
+        rows.append([*row, f"{named[1, 131072][label]['bytes_ratio']:.2f} of 16 bit"])
+    return table(headers, rows)
+
+
+def describe_run(label: str) -> str:
+    """Return the name of a run of ``bench generate``: its attention and its cache."""
+    attention, cache = label.split("+")
+    names = {
+        "dynamic": "`DynamicCache`",
+        "static": "`StaticCache`, compiled",
+        "dma": "`DMACache`",
+        "dma-static": "`DMACache` of fixed size, compiled",
+    }
+    name = f"`{attention.removeprefix('dma_mxfp:')}`" if attention.startswith("dma_mxfp:") else "SDPA"
+    return f"{name}, {names[cache]}"
+
+
+def generate_table(*, of_static_caches: bool = False) -> str:
+    """Return a row for each run: tokens per second at each context, and the rest at the longest.
+
+    Args:
+        of_static_caches: Leave the other runs out.
+    """
+    results = read("generate-h200.json")
+    longest = {each["label"]: each["tokens"] for each in read("generate-h200.json", key="longest")}
+    contexts = sorted({each["context"] for each in results})
+    labels = [
+        label for label in dict.fromkeys(r["label"] for r in results) if not of_static_caches or "static" in label
+    ]
+    last = f"{contexts[-1] // 1024}K"
+    headers = ["tokens per second at", *(f"{context // 1024}K" for context in contexts)]
+    headers += [f"first token at {last}", f"cache at {last}", *(["longest context"] if longest else [])]
+    rows = []
+    for label in labels:
+        mine = {each["context"]: each for each in results if each["label"] == label}
+        speeds = [_number(mine.get(context, {}).get("tokens_per_second"), ".1f") for context in contexts]
+        end = mine.get(contexts[-1], {})
+        size = end.get("cache_bytes")
+        row = [describe_run(label), *speeds, _number(end.get("first_token_seconds"), ".1f", " s")]
+        row.append(_number(None if size is None else size / GIB, ".1f", " GiB"))
+        if longest:
+            row.append(_number(longest.get(label), ",d"))
+        rows.append(row)
+    return table(headers, rows)
+
+
+def _microseconds(result: Result) -> str:
+    time = step_time(result)
+    return _number(None if time is None else 1e3 * time, ".0f")
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return MISSING if value is None else format(value, form) + unit
+
+
+BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"decode": decode_summary, "generate": lambda: generate_table(of_static_caches=True)},
+    "docs/hardware.md": {"prefill": prefill_table, "decode": decode_table, "generate": generate_table},
+}
+"""By page and mark what stands between ``<!-- mark-h200.json -->`` and ``<!-- end -->``."""
+
+
+def updated(page: str) -> str:
+    """Return the text of a page with its tables made anew.
+
+    Raises:
+        ValueError: The page has not one pair of each mark.
+    """
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for mark, make in BLOCKS[page].items():
+        start, end = f"<!-- {mark}-h200.json -->", "<!-- end -->"
+        block = f"{start}\n\n{make()}\n{end}"
+        pattern = re.compile(rf"{re.escape(start)}\n.*?{re.escape(end)}", re.DOTALL)
+        text, count = pattern.subn(lambda _, block=block: block, text)
+        if count != 1:
+            raise ValueError(f"{page} must have the marks {start} and {end} once")
+    return text
+
+
+def main() -> None:
+    """Write the pages."""
+    for page in BLOCKS:
+        (ROOT / page).write_text(updated(page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
