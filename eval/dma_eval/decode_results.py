@@ -56,7 +56,7 @@ class DecodeResult:
         milliseconds: Median time of a step called from Python; storing the new key is counted but for ``sdpa`` and
             ``sdpa:flash``.
         graph_milliseconds: Median time of the step as a CUDA graph; null where it cannot be one.
-        repeats: Timed calls of either kind.
+        repeats: Timed calls from Python.
         cache_bytes: Of the cache of the layer, with its room for more tokens.
         bytes_ratio: ``cache_bytes`` over the bytes of 16-bit keys and values.
         bytes_per_second: ``cache_bytes`` over the time as a graph (of a call, where there is none).

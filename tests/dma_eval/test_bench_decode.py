@@ -79,13 +79,16 @@ def test_a_quantized_cache_without_its_package_is_reported_once(run: Run, monkey
     assert "and 1 more" in " ".join(done.stderr.split())
 
 
-def test_transformers_quantized_cache_is_measured_where_its_backend_is_there() -> None:
+def test_transformers_quantized_cache_is_measured_where_its_backend_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[str] = []
+    monkeypatch.setattr(decode_speed, "captured", lambda runs, device: captured.extend(runs) or {})
     if "fp8" not in inspect.getsource(QuantizedCache.__init__):
         pytest.skip("Transformers before 5.23 has no fp8 backend, and the others need packages")
     sdpa, quantized = parse_implementations(["sdpa", "sdpa:fp8"])
     results = measure([SHAPE], [sdpa, quantized], torch.device("cpu"), torch.bfloat16, seconds=0.0)
     assert [result.failure for result in results] == [None, None]
     assert results[1].bytes_ratio == pytest.approx(0.5, abs=0.01)
+    assert captured == ["sdpa"]  # a graph would read tensors that the quantised cache has replaced
 
 
 def test_the_packed_cache_holds_what_the_shape_says() -> None:
