@@ -93,9 +93,7 @@ def decode_table() -> str:
     """Return a row for each shape: times of a step, and what the caches take."""
     shapes = by_shape(read("decode-h200.json"), DECODE_SHAPE)
     headers = ["sequences x keys", "SDPA, us"]
-    others = {"sdpa": "SDPA", "sdpa:flash": "FA2", "sdpa:dynamic": "`DynamicCache`", "sdpa:quanto": "`QuantizedCache`"}
-    measured = {label for named in shapes.values() for label, each in named.items() if each["failure"] is None}
-    others = {label: name for label, name in others.items() if label in measured}
+    others = {"sdpa": "SDPA", "sdpa:flash": "FA2", "sdpa:dynamic": "`DynamicCache`"}
     for cache in CACHES:
         headers += [f"`{cache}`, us", f"over {', '.join(others.values())}", "of 16 bit"]
     rows = []
@@ -106,7 +104,17 @@ def decode_table() -> str:
             ratios = ", ".join(times_faster(named, label, other) for other in others)
             row += [_microseconds(named[label]), ratios, f"{named[label]['bytes_ratio']:.2f}"]
         rows.append(row)
-    return table(headers, rows)
+    return "\n".join([table(headers, rows), *quantized_cache(shapes)])
+
+
+def quantized_cache(shapes: ByShape) -> list[str]:
+    """Return a sentence on Transformers' ``QuantizedCache``, which no CUDA graph can hold; none if it did not run."""
+    found = [each["sdpa:quanto"] for each in shapes.values() if "sdpa:quanto" in each]
+    times = sorted(each["milliseconds"] for each in found if each["milliseconds"] is not None)
+    if not times:
+        return []
+    text = "SDPA behind Transformers' `QuantizedCache` (quanto) cannot be a graph. Called from Python a step took"
+    return [f"{text}\n{times[0]:.0f} to {times[-1]:.0f} ms, at short lengths as at long ones.\n"]
 
 
 def decode_summary() -> str:
