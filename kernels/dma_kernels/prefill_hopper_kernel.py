@@ -68,10 +68,16 @@ def _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.c
 
 
 @gluon.jit
+def _next_slot(slot, phase, STAGES: gl.constexpr):
+    """Return the place behind ``slot`` in the ring, and the phase of its barriers there."""
+    is_last = slot == STAGES - 1
+    return gl.where(is_last, 0, slot + 1), gl.where(is_last, phase ^ 1, phase)
+
+
+@gluon.jit
 def _produce(
     q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem,
-    q_full, k_full, v_full, k_empty, v_empty, i_b, i_h, i_kv, i_row, row, first, t_0, t_1, end, storage_tiles,
-    diagonal_tiles, sink_tiles,
+    q_full, full, empty, i_b, i_h, i_kv, i_row, row, first, t_0, t_1, end, storage_tiles, diagonal_tiles, sink_tiles,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Copy the program's queries, then every block of keys and values as soon as its place is free."""
@@ -84,68 +90,93 @@ def _produce(
     a_0, a_1, b_0, b_1 = _high_blocks(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_a = a_1 - a_0
     n_high = n_a + b_1 - b_0
+    slot, phase = 0, 1
     for t in range(n_high):
         block = gl.where(t < n_a, a_0 + t, b_0 + t - n_a)
-        slot = t % STAGES
-        phase = (t // STAGES & 1) ^ 1
         entry = block * _HIGH - first * _TILE
-        mbarrier.wait(k_empty.index(slot), phase)
-        mbarrier.expect(k_full.index(slot), _HIGH * D * 2)
+        mbarrier.wait(empty.index(slot), phase)
+        mbarrier.expect(full.index(slot), _HIGH * (D * 2 + DV * WIDTH))
         k = _view(k_smem.index(slot), k_desc.dtype, [1, 1, _HIGH, D], k_desc.layout)
-        _copy(k_desc, [i_b, i_kv, entry, 0], k_full.index(slot), k)
-        mbarrier.wait(v_empty.index(slot), phase)
-        mbarrier.expect(v_full.index(slot), _HIGH * DV * WIDTH)
+        _copy(k_desc, [i_b, i_kv, entry, 0], full.index(slot), k)
         if IS_FP8:
             v = _view(v_smem.index(slot), v_desc.dtype, [2, DV, _HIGH], v_desc.layout).index(0)
             tile = i_row * storage_tiles + (entry // _TILE)
-            _copy(v_desc, [tile * DV, entry % _TILE], v_full.index(slot), v)
+            _copy(v_desc, [tile * DV, entry % _TILE], full.index(slot), v)
         else:
             v = _view(v_smem.index(slot), v_desc.dtype, [2, 1, 1, _HIGH, DV], v_desc.layout).index(0)
-            _copy(v_desc, [i_b, i_kv, entry, 0], v_full.index(slot), v)
+            _copy(v_desc, [i_b, i_kv, entry, 0], full.index(slot), v)
+        slot, phase = _next_slot(slot, phase, STAGES)
     c_0, c_1, d_0, d_1 = _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_c = c_1 - c_0
     for j in range(n_c + d_1 - d_0):
         tile = gl.where(j < n_c, c_0 + j, d_0 + j - n_c) - first
-        slot = (n_high + j) % STAGES
-        phase = ((n_high + j) // STAGES & 1) ^ 1
-        mbarrier.wait(k_empty.index(slot), phase)
-        mbarrier.expect(k_full.index(slot), _TILE * D)
-        _copy(k_low_desc, [(i_row * storage_tiles + tile) * _TILE, 0], k_full.index(slot), k_smem.index(slot))
-        mbarrier.wait(v_empty.index(slot), phase)
-        mbarrier.expect(v_full.index(slot), _TILE * DV * WIDTH)
+        mbarrier.wait(empty.index(slot), phase)
+        mbarrier.expect(full.index(slot), _TILE * (D + DV * WIDTH))
+        _copy(k_low_desc, [(i_row * storage_tiles + tile) * _TILE, 0], full.index(slot), k_smem.index(slot))
         if IS_FP8:
-            _copy(v_low_desc, [(i_row * storage_tiles + tile) * DV, 0], v_full.index(slot), v_smem.index(slot))
+            _copy(v_low_desc, [(i_row * storage_tiles + tile) * DV, 0], full.index(slot), v_smem.index(slot))
         else:
-            _copy(v_low_desc, [i_b, i_kv, tile * _TILE, 0], v_full.index(slot), v_smem.index(slot))
+            _copy(v_low_desc, [i_b, i_kv, tile * _TILE, 0], full.index(slot), v_smem.index(slot))
+        slot, phase = _next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
-def _add_values(acc, p, alpha, v, v_full, v_empty, phase, P_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Return ``acc * alpha + p v``, of probabilities ``[64, N]``, when the values have arrived; then let go of them."""
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
+def _values_product(acc, p, alpha, v, P_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """Begin the product of probabilities ``[64, N]`` and values; :func:`_add_values` adds it to the output."""
     if v.dtype == gl.float8e4nv:
         # A fresh accumulator for each block: Hopper's FP8 units add up in fewer bits than fp32.
         zero = gl.zeros(acc.shape, gl.float32, O_LAYOUT)
-        # Before the conversion: where a wait lies between, the assembler packs its bytes in a step of their own.
-        mbarrier.wait(v_full, phase)
         p = gl.convert_layout(_permute_keys(p).to(gl.float8e4nv), P_LAYOUT, assert_trivial=True)
-        product = warpgroup_mma(p, v, zero, use_acc=False, is_async=True)
-        product = warpgroup_mma_wait(0, deps=[product])
-        mbarrier.arrive(v_empty)
-        acc = acc * alpha + product
+        return warpgroup_mma(p, v, zero, use_acc=False, is_async=True)
     else:
         p = gl.convert_layout(p.to(v.dtype), P_LAYOUT, assert_trivial=True)
-        acc = acc * alpha
-        mbarrier.wait(v_full, phase)
-        acc = warpgroup_mma(p, v, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty)
-    return acc
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
+        return warpgroup_mma(p, v, acc * alpha, is_async=True)
+
+
+@gluon.jit
+def _add_values(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """Wait for the product; return ``acc * alpha`` plus that."""
+    product = warpgroup_mma_wait(0, deps=[product])
+    if IS_FP8:
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
+        return acc * alpha + product
+    else:
+        return product
+
+
+@gluon.jit
+def _pass_by(full, empty, slot, phase, count, STAGES: gl.constexpr):
+    """Let go of the next ``count`` blocks as they come; return the place behind them."""
+    for _ in range(count):
+        mbarrier.wait(full.index(slot), phase)
+        mbarrier.arrive(empty.index(slot))
+        slot, phase = _next_slot(slot, phase, STAGES)
+    return slot, phase
+
+
+@gluon.jit
+def _thread_sums(p):
+    """Return what each of the four threads of a row has of the sum over the columns of ``[M, N]``: ``[M, 4]``.
+
+    No thread waits for another: only the end of all blocks adds them up.
+    """
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(gl.reshape(p, [M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _add_sums(sums, p, alpha):
+    """Return ``sums * alpha`` plus those of ``p``."""
+    LAYOUT: gl.constexpr = sums.type.layout
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+    return sums * alpha + gl.convert_layout(_thread_sums(p), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def _consume(
-    q_smem, q_low_smem, k_smem, v_smem, q_full, k_full, v_full, k_empty, v_empty,
+    q_smem, q_low_smem, k_smem, v_smem, q_full, full, empty,
     out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len, position,
     first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
     G: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
@@ -175,7 +206,7 @@ def _consume(
     m_row = (rows >= 0) & (rows < q_len)
     row_factor = gl.load(rows_ptr + rows, mask=m_row, other=1.0)
     m_i = gl.full([_ROWS], -1.0e30, gl.float32, ROW)
-    l_i = gl.full([_ROWS], 0.0, gl.float32, ROW)
+    sums = _thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
     acc = gl.zeros([_ROWS, DV], gl.float32, O_LAYOUT)
     mbarrier.wait(q_full, 0)
 
@@ -188,21 +219,18 @@ def _consume(
     shift = gl.zeros([_ROWS], gl.float32, H_ROW)
     if HAS_MEAN and IS_HIGH_RAW:
         h_rows = q_pos - q_offset
-        shift = gl.load(rows_ptr + plane + h_rows, mask=(h_rows >= 0) & (h_rows < q_len), other=0.0)
+        shift = gl.load(rows_ptr + plane + h_rows, mask=(h_rows >= 0) & (h_rows < q_len), other=0.0) * logit_scale
+    slot, phase = 0, 0
     for t in range(n_high):
         block = gl.where(t < n_a, a_0 + t, b_0 + t - n_a)
-        slot = t % STAGES
-        phase = t // STAGES & 1
         tile = block // 2
         is_band = (tile >= tile_q - diagonal_tiles) & (tile <= tile_q + reach)
-        mbarrier.wait(k_full.index(slot), phase)
+        mbarrier.wait(full.index(slot), phase)
         if is_mine & (block * _HIGH < my_end) & ((tile < sink_tiles) | is_band):
             k = _view(k_smem.index(slot), q_smem.dtype, [1, 1, _HIGH, D], HIGH_LAYOUT).reshape([_HIGH, D])
             s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
             s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(slot))
-            s = (s - shift[:, None]) * logit_scale if HAS_MEAN and IS_HIGH_RAW else s * logit_scale
             block_end = block * _HIGH + _HIGH
             is_edge = block_end > kv_end
             if IS_CAUSAL:
@@ -214,72 +242,73 @@ def _consume(
                     seen = seen & (k_pos[None, :] <= q_pos[:, None])
                 s = gl.where(seen, s, float("-inf"))
             m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
-            m_new = gl.maximum(m_old, gl.max(s, 1))
-            p = gl.exp2(s + (EXPONENT - m_new)[:, None])
+            m_new = gl.maximum(m_old, gl.max(s, 1) * logit_scale - shift)
+            p = gl.exp2(s * logit_scale + (EXPONENT - m_new - shift)[:, None])
             alpha = gl.exp2(m_old - m_new)
-            l_new = gl.convert_layout(l_i, H_ROW, assert_trivial=True) * alpha + gl.sum(p, 1)
+            sums = _add_sums(sums, p, alpha)
             if IS_FP8:
                 v = _view(v_smem.index(slot), V_DTYPE, [2, DV, _HIGH], V_HIGH_LAYOUT).index(0).permute([1, 0])
             else:
                 v = _view(v_smem.index(slot), V_DTYPE, [2, 1, 1, _HIGH, DV], V_HIGH_LAYOUT).index(0)
                 v = v.reshape([_HIGH, DV])
-            acc = _add_values(acc, p, alpha, v, v_full.index(slot), v_empty.index(slot), phase, P_LAYOUT, O_LAYOUT)
+            product = _values_product(acc, p, alpha, v, P_LAYOUT, O_LAYOUT)
+            acc = _add_values(acc, product, alpha, IS_FP8, O_LAYOUT)
             m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
-            l_i = gl.convert_layout(l_new, ROW, assert_trivial=True)
-        else:
-            mbarrier.arrive(k_empty.index(slot))
-            mbarrier.wait(v_full.index(slot), phase)
-            mbarrier.arrive(v_empty.index(slot))
+        mbarrier.arrive(empty.index(slot))
+        slot, phase = _next_slot(slot, phase, STAGES)
 
     # ---- low tiles: the whole ones, then one that the keys end in
     c_0, c_1, d_0, d_1 = _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
-    n_c = c_1 - c_0
-    n_low = n_c + d_1 - d_0
-    n_whole = n_low
+    # Of those the program visits, the warpgroup's own are c_0..c_2 and d_2..d_1; it passes by the others.
+    c_2 = gl.where(is_mine, gl.maximum(gl.minimum(c_1, tile_q - diagonal_tiles), c_0), c_0)
+    d_2 = gl.where(is_mine, gl.minimum(gl.maximum(d_0, tile_q + reach + 1), d_1), d_1)
+    n_c = c_2 - c_0
+    n_own = n_c + d_1 - d_2
+    n_passed = c_1 - c_2 + d_2 - d_0
+    n_whole = n_own
     if not IS_CAUSAL:
-        is_cut = (kv_end % _TILE != 0) & (gl.where(d_1 > d_0, d_1, c_1) * _TILE > kv_end)
-        n_whole = gl.where(is_cut & (n_low > 0), n_low - 1, n_low)
+        is_cut = (kv_end % _TILE != 0) & (gl.where(d_1 > d_2, d_1, c_2) * _TILE > kv_end)
+        n_whole = gl.where(is_cut & (n_own > 0), n_own - 1, n_own)
     q = q_low_smem.index(G).reshape([_ROWS, D])
     zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
-    first_tile = gl.where(n_c > 0, c_0, d_0)
-    key_factor = gl.load(k_low_factor_ptr + first_tile - first, mask=n_low > 0, other=1.0)
+    if n_c == 0:
+        slot, phase = _pass_by(full, empty, slot, phase, n_passed, STAGES)
+    mbarrier.wait(full.index(slot), phase, pred=n_own > 0)
+    tile = gl.where(n_c > 0, c_0, d_2)
+    key_factor = gl.load(k_low_factor_ptr + tile - first, mask=n_own > 0, other=1.0)
     for IS_EDGE in gl.static_range(0, 1 if IS_CAUSAL else 2):
-        for j in range(n_whole if IS_EDGE else 0, n_low if IS_EDGE else n_whole):
-            tile = gl.where(j < n_c, c_0 + j, d_0 + j - n_c)
-            slot = (n_high + j) % STAGES
-            phase = (n_high + j) // STAGES & 1
-            next_tile = gl.where(j + 1 < n_c, c_0 + j + 1, d_0 + j + 1 - n_c)
-            next_ptr = k_low_factor_ptr + next_tile - first
-            mbarrier.wait(k_full.index(slot), phase)
-            if is_mine & ((tile < tile_q - diagonal_tiles) | (tile > tile_q + reach)):
-                k = k_smem.index(slot).permute([1, 0])
-                s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-                # A block ahead and behind the product: neither waits for the other.
-                next_factor = gl.load(next_ptr, mask=j + 1 < n_low, other=1.0)
-                s = warpgroup_mma_wait(0, deps=[s])
-                mbarrier.arrive(k_empty.index(slot))
-                factor = row_factor * key_factor
-                if IS_EDGE:
-                    k_pos = tile * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_LAYOUT))
-                    logits = gl.where((k_pos < kv_end)[None, :], s.to(gl.float32) * factor[:, None], float("-inf"))
-                    m_new = gl.maximum(m_i, gl.max(logits, 1))
-                    p = gl.exp2(logits + (EXPONENT - m_new)[:, None])
-                else:
-                    # Of integers Hopper takes the larger of three at a time.
-                    m_new = gl.maximum(m_i, gl.max(s, 1).to(gl.float32) * factor)
-                    p = gl.exp2(s.to(gl.float32) * factor[:, None] + (EXPONENT - m_new)[:, None])
-                alpha = gl.exp2(m_i - m_new)
-                l_i = l_i * alpha + gl.sum(p, 1)
-                m_i = m_new
-                v = v_smem.index(slot).permute([1, 0]) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
-                acc = _add_values(acc, p, alpha, v, v_full.index(slot), v_empty.index(slot), phase, P_LAYOUT, O_LAYOUT)
+        for j in range(n_whole if IS_EDGE else 0, n_own if IS_EDGE else n_whole):
+            next_tile = gl.where(j + 1 == n_c, d_2, tile + 1)
+            next_slot, next_phase = _next_slot(slot, phase, STAGES)
+            k = k_smem.index(slot).permute([1, 0])
+            v = v_smem.index(slot).permute([1, 0]) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
+            s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+            # A block ahead and behind the product: neither waits for the other.
+            next_factor = gl.load(k_low_factor_ptr + next_tile - first, mask=j + 1 < n_own, other=1.0)
+            s = warpgroup_mma_wait(0, deps=[s])
+            factor = row_factor * key_factor
+            if IS_EDGE:
+                k_pos = tile * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_LAYOUT))
+                logits = gl.where((k_pos < kv_end)[None, :], s.to(gl.float32) * factor[:, None], float("-inf"))
+                m_new = gl.maximum(m_i, gl.max(logits, 1))
+                p = gl.exp2(logits + (EXPONENT - m_new)[:, None])
             else:
-                next_factor = gl.load(next_ptr, mask=j + 1 < n_low, other=1.0)
-                mbarrier.arrive(k_empty.index(slot))
-                mbarrier.wait(v_full.index(slot), phase)
-                mbarrier.arrive(v_empty.index(slot))
-            key_factor = next_factor
+                # Of integers Hopper takes the larger of three at a time.
+                m_new = gl.maximum(m_i, gl.max(s, 1).to(gl.float32) * factor)
+                p = gl.exp2(s.to(gl.float32) * factor[:, None] + (EXPONENT - m_new)[:, None])
+            alpha = gl.exp2(m_i - m_new)
+            product = _values_product(acc, p, alpha, v, P_LAYOUT, O_LAYOUT)
+            sums = _add_sums(sums, p, alpha)
+            m_i = m_new
+            if j + 1 == n_c:
+                next_slot, next_phase = _pass_by(full, empty, next_slot, next_phase, n_passed, STAGES)
+            # For the next block, while the product is computed.
+            mbarrier.wait(full.index(next_slot), next_phase, pred=j + 1 < n_own)
+            acc = _add_values(acc, product, alpha, IS_FP8, O_LAYOUT)
+            mbarrier.arrive(empty.index(slot))
+            tile, key_factor, slot, phase = next_tile, next_factor, next_slot, next_phase
 
+    l_i = gl.convert_layout(gl.sum(sums, 1), ROW, assert_trivial=True)
     is_empty = l_i == 0.0
     scale = gl.convert_layout(1.0 / gl.where(is_empty, 1.0, l_i), O_ROW, assert_trivial=True)
     acc = acc * scale[:, None]
@@ -383,16 +412,12 @@ def prefill_hopper_kernel(
     V_SHAPE: gl.constexpr = [STAGES, DV, _TILE] if v_low_desc.dtype == gl.float8e4nv else [STAGES, 1, 1, _TILE, DV]
     v_smem = gl.allocate_shared_memory(v_low_desc.dtype, V_SHAPE, v_low_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
-        mbarrier.init(v_empty.index(i), count=GROUPS)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()
     K_LAYOUT: gl.constexpr = k_desc.layout
     V_LAYOUT: gl.constexpr = v_desc.layout
@@ -400,26 +425,26 @@ def prefill_hopper_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                q_smem, q_low_smem, k_smem, v_smem, q_full, k_full, v_full, k_empty, v_empty,
+                q_smem, q_low_smem, k_smem, v_smem, q_full, full, empty,
                 out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
                 position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
                 0, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_VALUE_FACTOR,
             )),
             (_consume, (
-                q_smem, q_low_smem, k_smem, v_smem, q_full, k_full, v_full, k_empty, v_empty,
+                q_smem, q_low_smem, k_smem, v_smem, q_full, full, empty,
                 out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
                 position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
                 1, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_VALUE_FACTOR,
             )),
             (_consume, (
-                q_smem, q_low_smem, k_smem, v_smem, q_full, k_full, v_full, k_empty, v_empty,
+                q_smem, q_low_smem, k_smem, v_smem, q_full, full, empty,
                 out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
                 position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
                 2, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_VALUE_FACTOR,
             )),
             (_produce, (
                 q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem,
-                q_full, k_full, v_full, k_empty, v_empty, i_b, i_h, i_kv, i_row, position - q_offset,
+                q_full, full, empty, i_b, i_h, i_kv, i_row, position - q_offset,
                 first, t_0, t_1, end, storage_tiles, diagonal_tiles, sink_tiles, GROUPS, STAGES, D, DV, IS_CAUSAL,
             )),
         ],
