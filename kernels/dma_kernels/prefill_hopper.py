@@ -21,7 +21,7 @@ from .stage_queries import stage_queries
 from .tuning import HopperTiles, select_section
 
 HEAD_DIM = 128
-LOW_FORMS = (Form.INT8, Form.E4M3, Form.E5M2)
+LOW_FORMS = (Form.INT8, Form.E4M3, Form.E5M2, Form.DEQUANTIZED)
 HIGH_FORMS = (Form.RAW, Form.DEQUANTIZED)
 _DTYPES = {
     torch.bfloat16: gl.bfloat16,
@@ -43,9 +43,9 @@ def takes(
 ) -> bool:
     """Whether the kernel computes a call. All others are computed by :mod:`dma_kernels.prefill_kernel`.
 
-    It takes long calls with head dimensions of 128, whose low keys are 8-bit elements with a factor per tile in aligned
-    storage, and whose values are the same for all tiles; without sink logits, softcap, window, padding or mask; with
-    key 0 at the start of a tile and, if causal, a key for every query.
+    It takes long calls with head dimensions of 128, whose low keys lie in aligned storage, 8-bit elements with a factor
+    per tile or dequantised ones, and whose values are E4M3, the same for all tiles, or 16-bit; without sink logits,
+    softcap, window, padding or mask; with key 0 at the start of a tile and, if causal, a key for every query.
 
     Args:
         query: ``[B, Hq, Tq, D]``.
@@ -65,18 +65,19 @@ def takes(
     is_plain = geometry.rows is None and geometry.window is None and geometry.mask is None
     is_aligned = geometry.q_offset >= 0 and geometry.kv_offset >= 0 and geometry.kv_offset % TILE == 0
     is_covered = not geometry.is_causal or geometry.q_offset + q_len <= geometry.kv_offset + geometry.kv_len
+    whole = ("caller", "aligned")
     has_layouts = (
         low.key_layout == "aligned"
-        and high.key_layout in ("caller", "aligned")
-        and high.value_layout in (("aligned",) if is_e4m3 else ("caller", "aligned"))
+        and high.key_layout in whole
+        and low.value_layout in whole
+        and high.value_layout in whole
     )
     has_factors = (
-        low.key_factor is not None
+        (low.key_factor is None) == (low.key_form is Form.DEQUANTIZED)
         and high.key_factor is None
-        and operands.query_factor is None
         and (low.value_factor is None or low.value_factor.ndim == 3)
     )
-    wide = [query, high.key] if is_e4m3 else [query, high.key, high.value]
+    wide = [query, high.key] if is_e4m3 else [query, high.key, high.value, low.value]
     return (
         is_long
         and is_plain
@@ -87,7 +88,7 @@ def takes(
         and not has_softcap
         and not has_sinks
         and head_dim == value_dim == HEAD_DIM
-        and low.value is high.value
+        and (low.value is high.value or not is_e4m3)
         and all(map(is_describable, wide))
     )
 
@@ -121,8 +122,9 @@ def prefill_hopper(
     kv_heads = high.key.shape[1]
     is_e4m3 = low.value_form is Form.E4M3
     staged = stage_queries(
-        query, operands.key_mean, recipe, low.key_form, high.key_form, scale=scale, is_interpreted=False
-    )
+        query, operands.key_mean, operands.query_factor, recipe, low.key_form, high.key_form,
+        scale=scale, is_interpreted=False,
+    )  # fmt: skip
     if is_e4m3:
         v_desc, v_low_desc = _matrix(high.value, head_dim, TILE // 2), _matrix(low.value, head_dim, TILE)
     else:
@@ -133,7 +135,7 @@ def prefill_hopper(
     section = select_section(all_heads, (low.key.nbytes + low.value.nbytes) // all_heads)
     launch = _launcher(
         q_heads, kv_heads, head_dim, tiles, geometry.is_causal, operands.key_mean is not None,
-        high.key_form is Form.RAW, low.value_factor is not None,
+        high.key_form is Form.RAW, low.key_factor is not None, low.value_factor is not None,
     )  # fmt: skip
     launch(
         (blocks * q_heads * batch, 1, 1),
@@ -154,6 +156,7 @@ def _launcher(
     is_causal: bool,
     has_mean: bool,
     is_high_raw: bool,
+    has_key_factor: bool,
     has_value_factor: bool,
 ) -> Launcher:
     constants: dict[str, Any] = {
@@ -167,6 +170,7 @@ def _launcher(
         "IS_CAUSAL": is_causal,
         "HAS_MEAN": has_mean,
         "IS_HIGH_RAW": is_high_raw,
+        "HAS_KEY_FACTOR": has_key_factor,
         "HAS_VALUE_FACTOR": has_value_factor,
     }
     return Launcher(prefill_hopper_kernel, constants, num_warps=4)

@@ -67,6 +67,19 @@ def _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.c
     return c_0, c_1, d_0, d_1
 
 
+@gluon.constexpr_function
+def _is_16bit(dtype):
+    return dtype.primitive_bitwidth == 16
+
+
+@gluon.jit
+def _high_keys(slot, dtype: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the place of a block of keys of high tiles, ``[1, 1, 64, D]``, in that of a low tile's."""
+    if _is_16bit(slot.dtype):
+        return _view(slot, dtype, [2, 1, 1, _HIGH, D], LAYOUT).index(0)
+    return _view(slot, dtype, [1, 1, _HIGH, D], LAYOUT)
+
+
 @gluon.jit
 def _next_slot(slot, phase, STAGES: gl.constexpr):
     """Return the place behind ``slot`` in the ring, and the phase of its barriers there."""
@@ -77,16 +90,22 @@ def _next_slot(slot, phase, STAGES: gl.constexpr):
 @gluon.jit
 def _produce(
     q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem,
-    q_full, full, empty, i_b, i_h, i_kv, i_row, row, first, t_0, t_1, end, storage_tiles, diagonal_tiles, sink_tiles,
+    q_full, q_empty, full, empty, i_b, i_h, i_kv, i_row, row, first, t_0, t_1, end, storage_tiles, diagonal_tiles,
+    sink_tiles,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Copy the program's queries, then every block of keys and values as soon as its place is free."""
     IS_FP8: gl.constexpr = v_low_desc.dtype == gl.float8e4nv
-    WIDTH: gl.constexpr = 1 if IS_FP8 else 2
-    mbarrier.expect(q_full, GROUPS * _ROWS * D * 3)
+    Q_DTYPE: gl.constexpr = q_smem.dtype
+    K_LAYOUT: gl.constexpr = k_desc.layout
+    ARE_KEYS_WIDE: gl.constexpr = _is_16bit(k_low_desc.dtype)
+    K_BYTES: gl.constexpr = D * (2 if ARE_KEYS_WIDE else 1)
+    V_BYTES: gl.constexpr = DV * (1 if IS_FP8 else 2)
+    mbarrier.expect(q_full, GROUPS * _ROWS * D * (2 if ARE_KEYS_WIDE else 3))
     for g in gl.static_range(GROUPS):
         _copy(q_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_smem.index(g))
-        _copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
+        if not ARE_KEYS_WIDE:
+            _copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
     a_0, a_1, b_0, b_1 = _high_blocks(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_a = a_1 - a_0
     n_high = n_a + b_1 - b_0
@@ -95,8 +114,8 @@ def _produce(
         block = gl.where(t < n_a, a_0 + t, b_0 + t - n_a)
         entry = block * _HIGH - first * _TILE
         mbarrier.wait(empty.index(slot), phase)
-        mbarrier.expect(full.index(slot), _HIGH * (D * 2 + DV * WIDTH))
-        k = _view(k_smem.index(slot), k_desc.dtype, [1, 1, _HIGH, D], k_desc.layout)
+        mbarrier.expect(full.index(slot), _HIGH * (D * 2 + V_BYTES))
+        k = _high_keys(k_smem.index(slot), Q_DTYPE, D, K_LAYOUT)
         _copy(k_desc, [i_b, i_kv, entry, 0], full.index(slot), k)
         if IS_FP8:
             v = _view(v_smem.index(slot), v_desc.dtype, [2, DV, _HIGH], v_desc.layout).index(0)
@@ -108,10 +127,18 @@ def _produce(
         slot, phase = _next_slot(slot, phase, STAGES)
     c_0, c_1, d_0, d_1 = _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_c = c_1 - c_0
-    for j in range(n_c + d_1 - d_0):
+    n_low = n_c + d_1 - d_0
+    if ARE_KEYS_WIDE:  # noqa: SIM102 (a constexpr branch)
+        if n_low > 0:
+            # There is no room for both: these take the place of those of high tiles.
+            mbarrier.wait(q_empty, 0)
+            mbarrier.expect(q_full, GROUPS * _ROWS * D * 2)
+            for g in gl.static_range(GROUPS):
+                _copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
+    for j in range(n_low):
         tile = gl.where(j < n_c, c_0 + j, d_0 + j - n_c) - first
         mbarrier.wait(empty.index(slot), phase)
-        mbarrier.expect(full.index(slot), _TILE * (D + DV * WIDTH))
+        mbarrier.expect(full.index(slot), _TILE * (K_BYTES + V_BYTES))
         _copy(k_low_desc, [(i_row * storage_tiles + tile) * _TILE, 0], full.index(slot), k_smem.index(slot))
         if IS_FP8:
             _copy(v_low_desc, [(i_row * storage_tiles + tile) * DV, 0], full.index(slot), v_smem.index(slot))
@@ -128,10 +155,9 @@ def _values_product(acc, p, alpha, v, P_LAYOUT: gl.constexpr, O_LAYOUT: gl.const
         zero = gl.zeros(acc.shape, gl.float32, O_LAYOUT)
         p = gl.convert_layout(_permute_keys(p).to(gl.float8e4nv), P_LAYOUT, assert_trivial=True)
         return warpgroup_mma(p, v, zero, use_acc=False, is_async=True)
-    else:
-        p = gl.convert_layout(p.to(v.dtype), P_LAYOUT, assert_trivial=True)
-        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
-        return warpgroup_mma(p, v, acc * alpha, is_async=True)
+    p = gl.convert_layout(p.to(v.dtype), P_LAYOUT, assert_trivial=True)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
+    return warpgroup_mma(p, v, acc * alpha, is_async=True)
 
 
 @gluon.jit
@@ -141,8 +167,7 @@ def _add_values(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexp
     if IS_FP8:
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
         return acc * alpha + product
-    else:
-        return product
+    return product
 
 
 @gluon.jit
@@ -176,19 +201,22 @@ def _add_sums(sums, p, alpha):
 
 @gluon.jit
 def _consume(
-    q_smem, q_low_smem, k_smem, v_smem, q_full, full, empty,
+    q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
     out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len, position,
     first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
     G: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     HIGH_LAYOUT: gl.constexpr, V_HIGH_LAYOUT: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr, HAS_VALUE_FACTOR: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr, HAS_KEY_FACTOR: gl.constexpr,
+    HAS_VALUE_FACTOR: gl.constexpr,
 ):  # fmt: skip
     """Compute the output of 64 query positions from ``position + 64 G`` on."""
+    Q_DTYPE: gl.constexpr = q_smem.dtype
     V_DTYPE: gl.constexpr = v_smem.dtype
     IS_FP8: gl.constexpr = gl.float8e4nv == V_DTYPE
     EXPONENT: gl.constexpr = 8.0 if IS_FP8 else 0.0
     S_DTYPE: gl.constexpr = gl.int32 if q_low_smem.dtype == gl.int8 else gl.float32
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 32])
+    ARE_KEYS_WIDE: gl.constexpr = _is_16bit(k_smem.dtype)
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16 if ARE_KEYS_WIDE else 32])
     H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HIGH, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 32 if IS_FP8 else 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
@@ -227,7 +255,7 @@ def _consume(
         is_band = (tile >= tile_q - diagonal_tiles) & (tile <= tile_q + reach)
         mbarrier.wait(full.index(slot), phase)
         if is_mine & (block * _HIGH < my_end) & ((tile < sink_tiles) | is_band):
-            k = _view(k_smem.index(slot), q_smem.dtype, [1, 1, _HIGH, D], HIGH_LAYOUT).reshape([_HIGH, D])
+            k = _high_keys(k_smem.index(slot), Q_DTYPE, D, HIGH_LAYOUT).reshape([_HIGH, D])
             s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
             s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
@@ -269,13 +297,18 @@ def _consume(
     if not IS_CAUSAL:
         is_cut = (kv_end % _TILE != 0) & (gl.where(d_1 > d_2, d_1, c_2) * _TILE > kv_end)
         n_whole = gl.where(is_cut & (n_own > 0), n_own - 1, n_own)
+    if ARE_KEYS_WIDE:
+        mbarrier.arrive(q_empty)
+        mbarrier.wait(q_full, 1, pred=n_own > 0)
     q = q_low_smem.index(G).reshape([_ROWS, D])
     zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
     if n_c == 0:
         slot, phase = _pass_by(full, empty, slot, phase, n_passed, STAGES)
     mbarrier.wait(full.index(slot), phase, pred=n_own > 0)
     tile = gl.where(n_c > 0, c_0, d_2)
-    key_factor = gl.load(k_low_factor_ptr + tile - first, mask=n_own > 0, other=1.0)
+    key_factor = 1.0
+    if HAS_KEY_FACTOR:
+        key_factor = gl.load(k_low_factor_ptr + tile - first, mask=n_own > 0, other=1.0)
     for IS_EDGE in gl.static_range(0, 1 if IS_CAUSAL else 2):
         for j in range(n_whole if IS_EDGE else 0, n_own if IS_EDGE else n_whole):
             next_tile = gl.where(j + 1 == n_c, d_2, tile + 1)
@@ -283,8 +316,10 @@ def _consume(
             k = k_smem.index(slot).permute([1, 0])
             v = v_smem.index(slot).permute([1, 0]) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
             s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-            # A block ahead and behind the product: neither waits for the other.
-            next_factor = gl.load(k_low_factor_ptr + next_tile - first, mask=j + 1 < n_own, other=1.0)
+            next_factor = key_factor
+            if HAS_KEY_FACTOR:
+                # A block ahead and behind the product: neither waits for the other.
+                next_factor = gl.load(k_low_factor_ptr + next_tile - first, mask=j + 1 < n_own, other=1.0)
             s = warpgroup_mma_wait(0, deps=[s])
             factor = row_factor * key_factor
             if IS_EDGE:
@@ -302,10 +337,14 @@ def _consume(
             m_i = m_new
             if j + 1 == n_c:
                 next_slot, next_phase = _pass_by(full, empty, next_slot, next_phase, n_passed, STAGES)
-            # For the next block, while the product is computed.
-            mbarrier.wait(full.index(next_slot), next_phase, pred=j + 1 < n_own)
+            if STAGES > 2:
+                # For the next block, while the product is computed.
+                mbarrier.wait(full.index(next_slot), next_phase, pred=j + 1 < n_own)
             acc = _add_values(acc, product, alpha, IS_FP8, O_LAYOUT)
             mbarrier.arrive(empty.index(slot))
+            if STAGES <= 2:
+                # Where a block is passed by, the next one takes the place that this one has just left.
+                mbarrier.wait(full.index(next_slot), next_phase, pred=j + 1 < n_own)
             tile, key_factor, slot, phase = next_tile, next_factor, next_slot, next_phase
 
     l_i = gl.convert_layout(gl.sum(sums, 1), ROW, assert_trivial=True)
@@ -340,16 +379,17 @@ def prefill_hopper_kernel(
     logit_scale,
     Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr, HAS_VALUE_FACTOR: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr, HAS_KEY_FACTOR: gl.constexpr,
+    HAS_VALUE_FACTOR: gl.constexpr,
 ):  # fmt: skip
     """Compute attention for a block of ``64 * GROUPS`` query positions of one head.
 
     Args:
         q_desc: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``.
-        q_low_desc: Queries of low tiles, 8-bit ``[B, Hq, Tq, D]``.
+        q_low_desc: Queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``.
         k_desc: Keys of high tiles, 16-bit ``[B, Hkv, T, D]``; key 0 is at ``kv_offset``.
         v_desc: Values of high tiles: E4M3, a matrix of rows of a tile's keys, or 16-bit ``[B, Hkv, T, Dv]``.
-        k_low_desc: Keys of low tiles, an 8-bit matrix.
+        k_low_desc: Keys of low tiles, a matrix of as many bits.
         v_low_desc: Values of low tiles, as those of high ones.
         out_ptr: ``[B, Hq, Tq, Dv]``.
         lse_ptr: fp32 ``[B, Hq, Tq]``.
@@ -381,6 +421,7 @@ def prefill_hopper_kernel(
         IS_CAUSAL: Whether a query sees no key behind its own position.
         HAS_MEAN: Whether smoothing takes something from the scores.
         IS_HIGH_RAW: Whether keys of high tiles are the caller's own, from whose scores it is still to be taken.
+        HAS_KEY_FACTOR: Whether keys of low tiles have a factor.
         HAS_VALUE_FACTOR: Whether values have a factor.
     """
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
@@ -402,19 +443,25 @@ def prefill_hopper_kernel(
     lse_ptr += head * q_len
     rows_ptr += head * q_len
     plane = (kv_rows * GROUP).to(gl.int64) * q_len
-    k_low_factor_ptr += i_row * storage_tiles
+    if HAS_KEY_FACTOR:
+        k_low_factor_ptr += i_row * storage_tiles
     if HAS_VALUE_FACTOR:
         value_factor_ptr += i_row * DV
 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_desc.layout)
-    q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
+    if _is_16bit(q_low_desc.dtype):
+        q_low_smem = _view(q_smem, q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
+    else:
+        q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
     k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [STAGES, _TILE, D], k_low_desc.layout)
     V_SHAPE: gl.constexpr = [STAGES, DV, _TILE] if v_low_desc.dtype == gl.float8e4nv else [STAGES, 1, 1, _TILE, DV]
     v_smem = gl.allocate_shared_memory(v_low_desc.dtype, V_SHAPE, v_low_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=GROUPS)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
@@ -425,26 +472,29 @@ def prefill_hopper_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                q_smem, q_low_smem, k_smem, v_smem, q_full, full, empty,
+                q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
                 out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
                 position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
-                0, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_VALUE_FACTOR,
+                0, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_KEY_FACTOR,
+                HAS_VALUE_FACTOR,
             )),
             (_consume, (
-                q_smem, q_low_smem, k_smem, v_smem, q_full, full, empty,
+                q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
                 out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
                 position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
-                1, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_VALUE_FACTOR,
+                1, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_KEY_FACTOR,
+                HAS_VALUE_FACTOR,
             )),
             (_consume, (
-                q_smem, q_low_smem, k_smem, v_smem, q_full, full, empty,
+                q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
                 out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
                 position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
-                2, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_VALUE_FACTOR,
+                2, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_KEY_FACTOR,
+                HAS_VALUE_FACTOR,
             )),
             (_produce, (
                 q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem,
-                q_full, full, empty, i_b, i_h, i_kv, i_row, position - q_offset,
+                q_full, q_empty, full, empty, i_b, i_h, i_kv, i_row, position - q_offset,
                 first, t_0, t_1, end, storage_tiles, diagonal_tiles, sink_tiles, GROUPS, STAGES, D, DV, IS_CAUSAL,
             )),
         ],

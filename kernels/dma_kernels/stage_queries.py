@@ -29,7 +29,7 @@ class StagedQueries:
 
     Attributes:
         high: Of high tiles, 16-bit ``[B, Hq, Tq, D]``: the caller's own, where these are what high tiles read.
-        low: Of low tiles, 8-bit ``[B, Hq, Tq, D]``, contiguous.
+        low: Of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``, contiguous.
         rows: fp32 ``[2, B, Hq, Tq]``, contiguous: what one unit of a low score is worth, but for the key's factor, as a
             base-2 logit; and the product of query and mean key, which smoothing takes from every score.
     """
@@ -41,12 +41,12 @@ class StagedQueries:
 
 @triton.jit(do_not_specialize=["q_len"])
 def stage_queries_kernel(
-    q_ptr, mean_ptr, high_ptr, low_ptr, rows_ptr,
+    q_ptr, mean_ptr, factor_ptr, high_ptr, low_ptr, rows_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, q_len, plane, logit_scale, norm,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr, LOW_SHARED: tl.constexpr, HIGH_FORMAT: tl.constexpr,
     ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, HAS_MEAN: tl.constexpr,
-    HAS_HIGH: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_HIGH: tl.constexpr, IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Write what :class:`StagedQueries` holds for ``ROWS`` queries of one head."""
     i_head = tl.program_id(1).to(tl.int64)  # counted over all batch rows
@@ -57,7 +57,12 @@ def stage_queries_kernel(
     m_row = rows < q_len
     q = load_queries(q_ptr + i_b * stride_qb + i_h * stride_qh, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
     x = rotate_queries(q, norm, HADAMARD_SIZE, IS_INTERPRETED) if ROTATE else q.to(tl.float32)
-    low, _, factor = prepare_queries(x, 1.0, LOW_FORM, LOW_FORMAT, LOW_SHARED, ROUNDING, tl.bfloat16, IS_INTERPRETED)
+    head_scale = 1.0
+    if HAS_FACTOR:
+        head_scale = tl.load(factor_ptr + i_head)
+    low, _, factor = prepare_queries(
+        x, head_scale, LOW_FORM, LOW_FORMAT, LOW_SHARED, ROUNDING, low_ptr.dtype.element_ty, IS_INTERPRETED
+    )
     offset = (i_head * q_len + rows)[:, None] * D + o_d[None, :]
     mask = m_row[:, None] & (o_d < D)[None, :]
     tl.store(low_ptr + offset, low, mask=mask)
@@ -67,7 +72,7 @@ def stage_queries_kernel(
         tl.store(rows_ptr + plane + i_head * q_len + rows, smoothing_shift(q, mean_ptr + i_kv * D, D), mask=m_row)
     if HAS_HIGH:
         high, _, _ = prepare_queries(
-            x, 1.0, "dequantized", HIGH_FORMAT, "block", ROUNDING, high_ptr.dtype.element_ty, IS_INTERPRETED
+            x, head_scale, "dequantized", HIGH_FORMAT, "block", ROUNDING, high_ptr.dtype.element_ty, IS_INTERPRETED
         )
         tl.store(high_ptr + offset, high, mask=mask)
 
@@ -75,6 +80,7 @@ def stage_queries_kernel(
 def stage_queries(
     query: Tensor,
     mean: Tensor | None,
+    query_factor: Tensor | None,
     recipe: Recipe,
     low_form: Form,
     high_form: Form,
@@ -87,23 +93,28 @@ def stage_queries(
     Args:
         query: 16-bit ``[B, Hq, Tq, D]``, any strides; ``D`` is a multiple of 32.
         mean: What was subtracted from keys, fp32 ``[B, Hkv, D]``.
-        recipe: The precisions; NVFP4 has no place here.
-        low_form: Of the keys of low tiles: ``int8``, ``e4m3`` or ``e5m2``.
+        query_factor: NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``, if they are in NVFP4.
+        recipe: The precisions.
+        low_form: Of the keys of low tiles: ``int8``, ``e4m3``, ``e5m2`` or ``dequantized``.
         high_form: Of the keys of high tiles: ``raw`` or ``dequantized``.
         scale: Of the scores.
         is_interpreted: Whether Triton's interpreter runs the kernel.
     """
     batch, heads, q_len, head_dim = query.shape
     rows = query.new_empty((2, batch, heads, q_len), dtype=torch.float32)
-    low = query.new_empty(query.shape, dtype=_DTYPES[low_form])
+    low_dtype = _DTYPES.get(low_form) or dequantized_dtype(query.dtype, recipe.query_low, recipe.key_low)
+    low = query.new_empty(query.shape, dtype=low_dtype)
     high = query
     if high_form is not Form.RAW:
         high = query.new_empty(query.shape, dtype=dequantized_dtype(query.dtype, recipe.high, recipe.high))
     kv_heads = heads if mean is None else mean.shape[1]
-    launch = _launcher(heads, kv_heads, head_dim, recipe, low_form, mean is not None, high is not query, is_interpreted)
+    launch = _launcher(
+        heads, kv_heads, head_dim, recipe, low_form, mean is not None, query_factor is not None, high is not query,
+        is_interpreted,
+    )  # fmt: skip
     launch(
         (triton.cdiv(q_len, _ROWS), batch * heads, 1),
-        query, mean, high, low, rows, *query.stride(), q_len, rows[0].numel(),
+        query, mean, query_factor, high, low, rows, *query.stride(), q_len, rows[0].numel(),
         scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5),
     )  # fmt: skip
     return StagedQueries(high, low, rows)
@@ -117,6 +128,7 @@ def _launcher(
     recipe: Recipe,
     low_form: Form,
     has_mean: bool,
+    has_factor: bool,
     has_high: bool,
     is_interpreted: bool,
 ) -> Launcher:
@@ -135,6 +147,7 @@ def _launcher(
         "ROTATE": recipe.rotate,
         "HADAMARD_SIZE": hadamard_size(head_dim),
         "HAS_MEAN": has_mean,
+        "HAS_FACTOR": has_factor,
         "HAS_HIGH": has_high,
         "IS_INTERPRETED": is_interpreted,
     }

@@ -84,7 +84,7 @@ def select_tiles(
         # with 16-bit values 613 to 523. Several programs then share a multiprocessor, and one computes its softmax
         # while another keeps the matrix units busy. Queries from shared memory, not registers: 820 against 668.
         # High tiles in blocks of 64, two in flight: at 8K 720, against 689 with one and 690 with one of 128.
-        hopper = _hopper_tiles(are_values_8bit) if are_keys_8bit and widest == 128 else None
+        hopper = _hopper_tiles(are_keys_8bit, are_values_8bit) if widest == 128 else None
         tiles = PrefillTiles(64, 128, num_warps=4, num_stages=2, high_stages=2, stage_queries=True, hopper=hopper)
         if not (are_keys_8bit and are_values_8bit):
             return tiles
@@ -101,7 +101,8 @@ def select_tiles(
         # cache twice as often: 17.2 at best. One program of 128 x 128 17.4, of 128 x 64 18.5. The cap lets two programs
         # share a multiprocessor: without it 22.6. A softcap has no room under it, and gets the second best.
         if widest == 128 and not has_softcap:
-            return PrefillTiles(128, 64, 8, num_stages=2, max_registers=128, stage_queries=True)
+            hopper = _hopper_tiles(are_keys_8bit=False, are_values_8bit=False)
+            return PrefillTiles(128, 64, 8, num_stages=2, max_registers=128, stage_queries=True, hopper=hopper)
         # At head_dim 64 and 16K 2.57 ms (SDPA 2.37), with two stages 2.97. 128 x 128 under a cap took 2.50 and spilled.
         return PrefillTiles(64, 64 if widest == 128 else 128, 4, num_stages=3, high_stages=2, stage_queries=True)
     if widest <= 128 and arch > 90 and are_keys_8bit and are_values_8bit:
@@ -121,7 +122,7 @@ def select_tiles(
     return PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=1, high_block_n=32)
 
 
-def _hopper_tiles(are_values_8bit: bool) -> HopperTiles:
+def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     """Return the sizes for head dimensions of 128, where products are of 64 x 128 scores.
 
     Three warpgroups leave a thread 160 registers, which a block's scores, its product and the output just fit in. Two,
@@ -133,10 +134,10 @@ def _hopper_tiles(are_values_8bit: bool) -> HopperTiles:
     """
     # 1,024 programs: some eight for each multiprocessor, so that few idle at the end.
     min_rows = 1024 * 3 * 64
-    if are_values_8bit:
-        return HopperTiles(groups=3, stages=4, registers=160, min_keys=16_384, min_rows=min_rows)
-    # A fourth block of 16-bit values would not fit in shared memory.
-    return HopperTiles(groups=3, stages=3, registers=160, min_keys=8_192, min_rows=min_rows)
+    # As many blocks as fit in shared memory.
+    stages = {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2}[are_keys_8bit, are_values_8bit]
+    min_keys = 16_384 if are_keys_8bit and are_values_8bit else 8_192
+    return HopperTiles(groups=3, stages=stages, registers=160, min_keys=min_keys, min_rows=min_rows)
 
 
 L2_BYTES = 24 << 20

@@ -38,6 +38,8 @@ UNITS = {
     "e4m3-rotated:90:128": [r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
     "paper:89:128": [r"mma.sync.*e5m2\.e5m2"],
     "paper:90:128": [r"wgmma.mma_async.*f32\.e5m2\.e5m2", "wgmma.mma_async.*bf16"],
+    "fp4:90:128:long": ["wgmma.mma_async.*bf16", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "kv4:90:128:long": ["wgmma.mma_async.*bf16"],
     "paper:90:128:long": [r"wgmma.mma_async.*f32\.e5m2\.e5m2", "wgmma.mma_async.*bf16"],
     "paper:100:128": [r"tcgen05.mma.*kind::mxf4\.block_scale", r"tcgen05.mma.*kind::mxf8f6f4\.block_scale"],
     "paper:120:128": [r"mma.sync.*kind::mxf4nvf4\.block_scale.*ue8m0", r"mma.sync.*kind::mxf8f6f4\.block_scale"],

@@ -13,13 +13,14 @@ import pytest
 import torch
 from dma_kernels import Recipe, prefill
 from dma_kernels.formats import TILE
-from dma_kernels.fused_quantize import quantize_keys_values
+from dma_kernels.fused_quantize import quantize_keys_values, query_factor
 from dma_kernels.geometry import LOG2_E, PrefillGeometry
 from dma_kernels.operands import Form, Operands, select_lowering
 from dma_kernels.prefill_hopper import takes
 from dma_kernels.quantize import e8m0_to_float, quantize
 from dma_kernels.stage_queries import stage_queries
 from dma_kernels.testing import assert_bits_equal, random_qkv
+from dma_kernels.transforms import hadamard_rotate
 from dma_kernels.tuning import HopperTiles, select_tiles
 from fused_cases import RECIPES
 from torch import Tensor
@@ -65,8 +66,10 @@ def low_with(**changes: Any) -> Callable[[Operands], Operands]:
     return change
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8"])
-def test_takes_recipes_with_8bit_low_keys(recipe: str) -> None:
+@pytest.mark.parametrize(
+    "recipe", ["int8", "int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8", "fp4", "nvfp4", "mixed", "kv4"]
+)
+def test_takes_recipes_with_low_tiles(recipe: str) -> None:
     assert is_taken(recipe)
 
 
@@ -88,8 +91,6 @@ def test_takes_plain_calls(call: dict[str, Any]) -> None:
     "call",
     [
         {"recipe": "identity"},
-        {"recipe": "nvfp4"},
-        {"recipe": "kv4"},
         {"head_dim": 64},
         {"head_dim": 96},
         {"tiles": replace(ANY_LENGTH, min_keys=LENGTH + 1)},
@@ -135,7 +136,9 @@ def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     (90, 128, "paper", True),
     (90, 96, "int8", True),
     (90, 64, "int8", False),
-    (90, 128, "nvfp4", False),
+    (90, 128, "fp4", True),
+    (90, 128, "kv4", True),
+    (90, 64, "kv4", False),
     (90, 128, "identity", False),
     (100, 128, "int8", False),
     (89, 128, "int8", False),
@@ -149,7 +152,7 @@ def test_hopper_alone_has_it(arch: int, head_dim: int, recipe: str, is_there: bo
 def test_staged_queries_have_the_bits_of_the_specification(form: Form, format: str) -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low=format, shared_scale="tile", pv="fp8")
-    staged = stage_queries(query, None, recipe, form, Form.RAW, scale=0.25, is_interpreted=True)
+    staged = stage_queries(query, None, None, recipe, form, Form.RAW, scale=0.25, is_interpreted=True)
     expected = quantize(query.float(), format, shared_scale="row")
     assert_bits_equal(staged.low, expected.data)
     unit = 2.0**-6 if form is Form.INT8 else 1.0
@@ -162,7 +165,7 @@ def test_staged_queries_have_the_bits_of_the_specification(form: Form, format: s
 def test_staged_queries_of_the_paper_are_exact_in_both_forms() -> None:
     query, _, _ = inputs(length=70)
     recipe = RECIPES["paper"]
-    staged = stage_queries(query, None, recipe, Form.E5M2, Form.DEQUANTIZED, scale=1.0, is_interpreted=True)
+    staged = stage_queries(query, None, None, recipe, Form.E5M2, Form.DEQUANTIZED, scale=1.0, is_interpreted=True)
     low = quantize(query.float(), "mxfp4", scale_rounding="floor").dequantize()
     torch.testing.assert_close(staged.low.float() * staged.rows[0][..., None] / LOG2_E, low, rtol=1e-6, atol=0.0)
     high = quantize(query.float(), "mxfp8", scale_rounding="floor").dequantize()
@@ -172,6 +175,26 @@ def test_staged_queries_of_the_paper_are_exact_in_both_forms() -> None:
 def test_staged_queries_know_their_product_with_the_mean() -> None:
     query, _, _ = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=70, kv_len=70, head_dim=128, dtype=torch.bfloat16)
     mean = torch.randn(2, 2, 128)
-    staged = stage_queries(query, mean, RECIPES["int8"], Form.INT8, Form.RAW, scale=1.0, is_interpreted=True)
+    staged = stage_queries(query, mean, None, RECIPES["int8"], Form.INT8, Form.RAW, scale=1.0, is_interpreted=True)
     expected = (query.float() * mean.repeat_interleave(2, dim=1)[:, :, None]).sum(-1)
     torch.testing.assert_close(staged.rows[1], expected, rtol=1e-5, atol=1e-4)
+
+
+def test_staged_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
+    query, _, _ = inputs(length=70)
+    recipe = Recipe(low="nvfp4", scale_rounding="search", pv="fp8")
+    factor = query_factor(query, recipe, is_interpreted=True)
+    staged = stage_queries(query, None, factor, recipe, Form.DEQUANTIZED, Form.RAW, scale=0.5, is_interpreted=True)
+    expected = quantize(query.float(), "nvfp4", scale_rounding="search").dequantize()
+    assert staged.low.dtype == torch.bfloat16
+    assert torch.equal(staged.low.float(), expected)
+    assert (staged.rows[0] == 0.5 * LOG2_E).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_staged_queries_that_are_only_rotated_keep_their_dtype(dtype: torch.dtype) -> None:
+    query = random_qkv(q_len=70, kv_len=70, head_dim=128, dtype=dtype)[0]
+    recipe = RECIPES["kv4"]
+    staged = stage_queries(query, None, None, recipe, Form.DEQUANTIZED, Form.RAW, scale=1.0, is_interpreted=True)
+    assert staged.low.dtype == dtype
+    torch.testing.assert_close(staged.low.float(), hadamard_rotate(query.float()), rtol=2e-2, atol=2e-3)

@@ -70,7 +70,9 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", ["int8", "int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8", "fp4", "nvfp4", "mixed", "kv4"]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_the_reference(shape: str, recipe: str, launches: list[str]) -> None:
     assert_matches_reference(SHAPES[shape], RECIPES[recipe], torch.bfloat16, "cuda")
@@ -85,10 +87,11 @@ def test_smoothed_keys_of_high_tiles_in_mxfp8(launches: list[str]) -> None:
 
 @pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1), (100, 0), (0, 100)])
 @pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("name", ["int8-pv16", "kv4"])  # three blocks in flight, and two
 def test_bands_are_those_of_the_other_kernel(
-    is_causal: bool, bands: tuple[int, int], launches: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, is_causal: bool, bands: tuple[int, int], launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = Recipe(low="mxint8", shared_scale="tile", diagonal_tiles=bands[0], sink_tiles=bands[1])
+    recipe = replace(RECIPES[name], diagonal_tiles=bands[0], sink_tiles=bands[1])
     qkv = random_qkv(q_len=1090, kv_len=1090, **HEADS, dtype=torch.bfloat16, device="cuda")
 
     def run() -> tuple[Tensor, Tensor]:
@@ -101,8 +104,9 @@ def test_bands_are_those_of_the_other_kernel(
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
-def test_fp16_and_transposed_views(launches: list[str]) -> None:
-    assert_matches_reference(SHAPES["odd"], RECIPES["int8"], torch.float16, "cuda")
+@pytest.mark.parametrize("recipe", ["int8", "fp4", "kv4"])
+def test_fp16_and_transposed_views(recipe: str, launches: list[str]) -> None:
+    assert_matches_reference(SHAPES["odd"], RECIPES[recipe], torch.float16, "cuda")
     assert launches
 
 
