@@ -105,6 +105,7 @@ def measure(
     *,
     seconds: float,
     on_shape: Callable[[Shape], None] = lambda shape: None,
+    on_results: Callable[[list[PrefillResult]], None] = lambda results: None,
 ) -> list[PrefillResult]:
     """Time all implementations on all shapes.
 
@@ -116,11 +117,13 @@ def measure(
         dtype: Of queries, keys and values.
         seconds: About how long the rounds of one shape take, without compiling.
         on_shape: Called before each shape.
+        on_results: Called after each shape, with all results so far.
     """
-    results = []
+    results: list[PrefillResult] = []
     for shape in shapes:
         on_shape(shape)
         results += measure_shape(shape, implementations, facts, device, dtype, seconds=seconds)
+        on_results(results)
     return results
 
 

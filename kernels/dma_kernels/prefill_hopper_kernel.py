@@ -76,8 +76,10 @@ def _is_16bit(dtype):
 def _high_keys(slot, dtype: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the place of a block of keys of high tiles, ``[1, 1, 64, D]``, in that of a low tile's."""
     if _is_16bit(slot.dtype):
-        return _view(slot, dtype, [2, 1, 1, _HIGH, D], LAYOUT).index(0)
-    return _view(slot, dtype, [1, 1, _HIGH, D], LAYOUT)
+        place = _view(slot, dtype, [2, 1, 1, _HIGH, D], LAYOUT).index(0)
+    else:
+        place = _view(slot, dtype, [1, 1, _HIGH, D], LAYOUT)
+    return place
 
 
 @gluon.jit
@@ -149,24 +151,26 @@ def _produce(
 
 @gluon.jit
 def _values_product(acc, p, alpha, v, P_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Begin the product of probabilities ``[64, N]`` and values; :func:`_add_values` adds it to the output."""
+    """Begin the product of probabilities ``[64, N]`` and values, which :func:`_add_values` waits for."""
     if v.dtype == gl.float8e4nv:
         # A fresh accumulator for each block: Hopper's FP8 units add up in fewer bits than fp32.
         zero = gl.zeros(acc.shape, gl.float32, O_LAYOUT)
         p = gl.convert_layout(_permute_keys(p).to(gl.float8e4nv), P_LAYOUT, assert_trivial=True)
-        return warpgroup_mma(p, v, zero, use_acc=False, is_async=True)
-    p = gl.convert_layout(p.to(v.dtype), P_LAYOUT, assert_trivial=True)
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
-    return warpgroup_mma(p, v, acc * alpha, is_async=True)
+        product = warpgroup_mma(p, v, zero, use_acc=False, is_async=True)
+    else:
+        p = gl.convert_layout(p.to(v.dtype), P_LAYOUT, assert_trivial=True)
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
+        product = warpgroup_mma(p, v, acc * alpha, is_async=True)
+    return product
 
 
 @gluon.jit
 def _add_values(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Wait for the product; return ``acc * alpha`` plus that."""
+    """Return ``acc * alpha`` plus the product, when that is there."""
     product = warpgroup_mma_wait(0, deps=[product])
     if IS_FP8:
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
-        return acc * alpha + product
+        product = acc * alpha + product
     return product
 
 

@@ -126,18 +126,20 @@ def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     """Return the sizes for head dimensions of 128, where products are of 64 x 128 scores.
 
     Three warpgroups leave a thread 160 registers, which a block's scores, its product and the output just fit in. Two,
-    with 240 registers and the next block's scores computed beside this block's softmax: 740 TFLOP/s against 900 (the
-    loop alone), as the slower units (exponentials, conversions) then idle more. One program fills a multiprocessor, and
-    what it does before and behind its loop is hidden by nothing. So it pays for long rows alone: against the other
-    kernel, with FP8 values, 865 to 811 at 32K, 828 to 786 at 16K, 741 to 734 at 8K, 579 to 656 at 4K; with 16-bit
-    values 684 to 607 at 32K, 603 to 532 at 8K, 492 to 463 at 4K. At head_dim 64 and 16K it is 532 to 571.
+    with 240 registers and two blocks of keys at a time: 813 TFLOP/s at 32K against 918, as the slower units (exponentials,
+    conversions) then idle more. A token that makes warpgroups begin their scores one after the other: 883 to 920 against
+    912; a quarter of the exponentials as polynomials: 840 against 891 (their instructions cost more than they spare).
+
+    One program fills a multiprocessor, and what it does before and behind its loop is hidden by nothing. So it pays for
+    long rows alone. Against the other kernel, quantising counted, in milliseconds: 8-bit keys and E4M3 values 0.236 to
+    0.226 at 4K, 0.694 to 0.733 at 8K, 9.31 to 10.94 at 32K; 16-bit keys (``fp4``) 0.365 to 0.416 at 4K, 11.37 to 15.49
+    at 32K, and 16-bit values too (``kv4``) 0.308 to 0.370 and 13.18 to 17.38; 8-bit keys and 16-bit values (``paper``)
+    0.273 to 0.299 and 11.52 to 14.57. At head_dim 64 an earlier version lost to it at 16K, 532 to 571 TFLOP/s.
     """
-    # 1,024 programs: some eight for each multiprocessor, so that few idle at the end.
-    min_rows = 1024 * 3 * 64
     # As many blocks as fit in shared memory.
     stages = {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2}[are_keys_8bit, are_values_8bit]
-    min_keys = 16_384 if are_keys_8bit and are_values_8bit else 8_192
-    return HopperTiles(groups=3, stages=stages, registers=160, min_keys=min_keys, min_rows=min_rows)
+    min_keys = 8_192 if are_keys_8bit and are_values_8bit else 4_096
+    return HopperTiles(groups=3, stages=stages, registers=160, min_keys=min_keys, min_rows=32 * min_keys)
 
 
 L2_BYTES = 24 << 20

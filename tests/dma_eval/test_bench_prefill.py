@@ -70,6 +70,22 @@ class TestCommand:
         with Image.open(picture) as image:
             assert image.width > 1000
 
+    def test_an_interruption_keeps_what_there_is(
+        self, bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole = speed.measure_shape
+
+        def interrupted(shape: Shape, *arguments: Any, **options: Any) -> list[PrefillResult]:
+            if not shape.is_causal:
+                raise KeyboardInterrupt
+            return whole(shape, *arguments, **options)
+
+        monkeypatch.setattr(speed, "measure_shape", interrupted)
+        path = tmp_path / "r.json"
+        bench("--attn", "sdpa", "dma_mxfp", "--mask", "causal", "full", "--json", path)
+        results = json.loads(path.read_text())["results"]
+        assert [(r["shape"]["is_causal"], r["label"]) for r in results] == [(True, "sdpa"), (True, "dma_mxfp")]
+
     def test_masks_and_families(self, bench: Run, tmp_path: Path) -> None:
         done = bench("--attn", "sdpa", "--length", 8, 16, "--heads", "2/1", "2/2", "--json", tmp_path / "r.json")
         assert done.exit_code == 0, done.output

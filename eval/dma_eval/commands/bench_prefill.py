@@ -90,8 +90,9 @@ def prefill(
 ) -> None:
     """Time prefill attention: SDPA, FlexAttention and dma_mxfp on the same inputs, quantisation counted.
 
-    Medians of calls in turns. The error is against fp64 on sampled rows. Exit code 1 if no implementation ran on some
-    shape, 2 for invalid input. The default takes several minutes on an H200; --length, --attn and --seconds shorten it.
+    Medians of calls in turns. The error is against fp64 on sampled rows. The JSON file is written after every shape, so
+    that an interruption keeps what there is. Exit code 1 if no implementation ran on some shape, 2 for invalid input.
+    The default takes several minutes on an H200; --length, --attn and --seconds shorten it.
     """
     with console.user_errors(debug):
         check_plot(plot)
@@ -106,7 +107,7 @@ def prefill(
             from dma_eval.environment import collect
             from dma_eval.speed import default_names, measure, parse_implementations
             from dma_eval.speed_report import failures, plot_prefill, tables
-            from dma_eval.speed_results import PrefillReport, write_speed_report
+            from dma_eval.speed_results import PrefillReport, PrefillResult, write_speed_report
             from dma_eval.timing import look_at
 
         where = parse_device(device)
@@ -122,22 +123,35 @@ def prefill(
         def announce(shape: Shape) -> None:
             console.err.print(f"[dim]{shape.length:>7,} tokens, {shape.family}[/]", highlight=False)
 
-        results = measure(shapes, implementations, facts, where, _dtype(dtype), seconds=seconds, on_shape=announce)
-        report = PrefillReport(
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            command=console.command_line(),
-            seed=seed,
-            dtype=dtype,
-            environment=collect(),
-            device=facts,
-            results=results,
+        def write(results: list[PrefillResult]) -> None:
+            if json is None:
+                return
+            report = PrefillReport(
+                created=created,
+                command=console.command_line(),
+                seed=seed,
+                dtype=dtype,
+                environment=environment,
+                device=facts,
+                results=results,
+            )
+            write_speed_report(report, json)
+
+        created, environment = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), collect()
+        results = measure(
+            shapes,
+            implementations,
+            facts,
+            where,
+            _dtype(dtype),
+            seconds=seconds,
+            on_shape=announce,
+            on_results=write,
         )
         for table in tables(results):
             console.print_table(table)
         for line in failures(results):
             console.print_warning(line)
-        if json is not None:
-            write_speed_report(report, json)
         if plot is not None:
             plot_prefill(results, f"Prefill attention on {facts.name}, {dtype}", plot)
         for path in (json, plot):
