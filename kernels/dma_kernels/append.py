@@ -24,6 +24,7 @@ from .device import hadamard, round_to_bfloat16
 from .formats import TILE, SharedScale
 from .geometry import MAX_BAND_TILES
 from .launch import Launcher
+from .operands import MIN_FP8_ARCH
 from .recipe import Recipe
 from .storage import LayerStorage
 from .transforms import hadamard_size
@@ -156,6 +157,11 @@ def _launch(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()]:
     batch, kv_heads, new_len, head_dim = key.shape
     recipe, ring_tiles = storage.recipe, storage.ring // TILE
     key_body, value_body = storage.key_body, storage.value_body
+    has_fp8 = fused.device_arch(key.device) >= MIN_FP8_ARCH
+    key_data, value_data = (
+        data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn and not has_fp8 else data
+        for data in (key_body["data"], value_body["data"])
+    )
     tiles = (new_len + TILE - 2) // TILE + 1
     # A tile that comes round the ring would overwrite stored keys that are still to be encoded.
     phases = ((True, True),) if tiles <= ring_tiles else ((False, True), (True, False))
@@ -167,8 +173,8 @@ def _launch(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()]:
                 (tiles, batch * kv_heads, 1),
                 key, value, storage.key_tail, storage.value_tail, storage.key_sink, storage.value_sink,
                 storage.key_mean, storage.lengths,
-                key_body["data"], key_body.get("scale"), key_body.get("factor"),
-                value_body["data"], value_body.get("scale"), value_body.get("factor"),
+                key_data, key_body.get("scale"), key_body.get("factor"),
+                value_data, value_body.get("scale"), value_body.get("factor"),
                 *key.stride(), *value.stride(), new_len, storage.slots, ring_tiles,
                 min(recipe.sink_tiles, MAX_BAND_TILES), math.pow(hadamard_size(head_dim), -0.5),
             )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import e8m0_decode, e8m0_encode, permute_keys, to_e4m3
+from .device import e4m3_bytes, e8m0_decode, e8m0_encode, permute_keys, to_e4m3
 from .device_blocks import e2m1_code, largest_finite_block, nvfp4_head_scale, quantize_blocks
 from .device_fp4 import pack_codes, split_channels
 from .formats import E4M3, E8M0_NAN, MXINT8_UNIT, TILE
@@ -34,6 +34,16 @@ def _store_channels(base, x, STORED: tl.constexpr):
     o = tl.arange(0, x.shape[0])
     columns = tl.arange(0, LENGTH)
     tl.store(base + o[:, None] * LENGTH + columns[None, :], x, mask=(o < STORED)[:, None])
+
+
+@triton.jit
+def _e4m3(x, DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Cast fp32 to E4M3, or to its bytes where a body is stored as such."""
+    if tl.uint8 == DTYPE:  # noqa: SIM108 (a constexpr branch)
+        codes = e4m3_bytes(x)
+    else:
+        codes = to_e4m3(x, IS_INTERPRETED)
+    return codes
 
 
 @triton.jit
@@ -72,7 +82,7 @@ def _store_blocks(
         if FORM == "block_int8":
             _store_matrix(base, elements.to(tl.int8), STORED)
         else:
-            _store_matrix(base, to_e4m3(elements, IS_INTERPRETED), STORED)
+            _store_matrix(base, _e4m3(elements, data_ptr.dtype.element_ty, IS_INTERPRETED), STORED)
         _store_matrix(scale_ptr + slot * (_TILE * STORED // 32), scale.to(tl.uint8), STORED // 32)
 
 
@@ -85,7 +95,7 @@ def encode_keys(
 
     Args:
         x: fp32 ``[TILE, CHANNELS]``, zeros in padded channels.
-        data_ptr: Parts of the body.
+        data_ptr: Parts of the body. E4M3 elements may be bytes, for chips without the cast.
         scale_ptr: Likewise.
         factor_ptr: Likewise.
         slot: Where in the body, int64.
@@ -111,7 +121,8 @@ def encode_keys(
             _store_matrix(data_ptr + slot * (_TILE * STORED), elements.to(tl.int8), STORED)
             factor *= _INT8_UNIT
         else:
-            _store_matrix(data_ptr + slot * (_TILE * STORED), to_e4m3(elements, IS_INTERPRETED), STORED)
+            codes = _e4m3(elements, data_ptr.dtype.element_ty, IS_INTERPRETED)
+            _store_matrix(data_ptr + slot * (_TILE * STORED), codes, STORED)
         # A tile of zeros has no use for its scale, and the smallest scale could make a factor underflow.
         is_zero = tl.max(tl.max((x != 0.0).to(tl.int32), 1), 0) == 0
         tl.store(factor_ptr + slot, tl.where(is_zero, 1.0, factor))
@@ -142,7 +153,7 @@ def encode_values(
         factor = e8m0_decode(tl.maximum(code, 1))
         # The factor is a power of two, so its reciprocal is exact.
         x = tl.minimum(tl.maximum(x * (1.0 / factor)[None, :], -448.0), 448.0)
-        codes = to_e4m3(permute_keys(tl.trans(x)), IS_INTERPRETED)
+        codes = _e4m3(permute_keys(tl.trans(x)), data_ptr.dtype.element_ty, IS_INTERPRETED)
         _store_channels(data_ptr + slot * (STORED * _TILE), codes, STORED)
         o = tl.arange(0, CHANNELS)
         tl.store(factor_ptr + slot * STORED + o, factor, mask=o < STORED)

@@ -103,6 +103,18 @@ def to_e4m3(x, IS_INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def e4m3_bytes(x):
+    """Do what :func:`to_e4m3` does, for chips without the cast: the bytes, uint8, of fp32 in -448..448."""
+    rounded = round_to_e4m3(tl.abs(x))
+    # E4M3's bias is 120 below fp32's; below 2^-6 its codes count steps of 2^-9.
+    code = tl.where(
+        rounded < 0.015625, (rounded * 512.0).to(tl.int32), (rounded.to(tl.int32, bitcast=True) >> 20) - 960
+    )
+    code = tl.where(x == x, code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80), 0x7F)
+    return code.to(tl.uint8)
+
+
+@triton.jit
 def pack_e4m3(a, b, c, d, IS_INTERPRETED: tl.constexpr):
     """Cast four fp32 tensors in -448..448 to E4M3 and pack them in the bytes of an int32, ``a`` in the lowest."""
     if IS_INTERPRETED:

@@ -127,8 +127,8 @@ def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
 
     Three warpgroups leave a thread 160 registers, which a block's scores, its product and the output just fit in. Two,
     with 240 registers and two blocks of keys at a time: 813 TFLOP/s at 32K against 918, as the slower units
-    (exponentials, conversions) then idle more. A token that makes warpgroups begin their scores one after the other: 883
-    to 920 against 912. A quarter of the exponentials as polynomials, of more instructions: 840 against 891.
+    (exponentials, conversions) then idle more. A token that makes warpgroups begin their scores one after the other:
+    883 to 920 against 912. A quarter of the exponentials as polynomials, of more instructions: 840 against 891.
 
     One program fills a multiprocessor, and what it does before and behind its loop is hidden by nothing. So it pays for
     long rows alone. Against the other kernel, quantising counted, in milliseconds: 8-bit keys and E4M3 values 0.236 to

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from decode_cases import RECIPES, Case
+from dma_kernels import fused
 from dma_kernels.append import append_tokens
 from dma_kernels.storage import LayerStorage
 from dma_kernels.testing import assert_bits_equal
@@ -37,6 +38,12 @@ def _append_both(case: Case, recipe: str, steps: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bits_equal_those_of_torch(recipe: str) -> None:
+    _append_both(Case(kv_len=sum(STEPS), kv_heads=1, head_dim=80, value_dim=96), recipe, STEPS)
+
+
+@pytest.mark.parametrize("recipe", ["kv8", "e4m3", "blocks"])
+def test_chips_without_the_cast_to_e4m3_write_the_same_bytes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "device_arch", lambda device: 80)
     _append_both(Case(kv_len=sum(STEPS), kv_heads=1, head_dim=80, value_dim=96), recipe, STEPS)
 
 

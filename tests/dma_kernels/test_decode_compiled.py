@@ -42,14 +42,27 @@ NOT_PLAIN = ("kv8:90:128:1:softcap", "kv8:90:128:1:sinks", "kv8:80:128:1:softcap
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, dict[str, Any]]:
-    """The first kernel of every step, compiled in a process of its own, without the interpreter."""
+def kernels() -> dict[str, list[dict[str, Any]]]:
+    """The kernels of every step, compiled in a process of its own, without the interpreter."""
     program = Path(__file__).parents[1] / "support" / "aot_decode.py"
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, program, *UNITS], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    kernels: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled(kernels: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The first kernel of every step: the one that attends."""
     return {step: found[0] for step, found in kernels.items()}
+
+
+@pytest.mark.parametrize("step", UNITS)
+def test_new_keys_are_stored_on_every_chip(step: str, kernels: dict[str, list[dict[str, Any]]]) -> None:
+    append = kernels[step][-1]
+    assert append["name"] == "_append_kernel"
+    assert append["shared"] <= SHARED_MEMORY[int(step.split(":")[1])]
 
 
 @pytest.mark.parametrize("step", UNITS)
