@@ -17,6 +17,7 @@ PREFILL_SHAPE = ("length", "head_dim", "query_heads", "kv_heads", "is_causal")
 DECODE_SHAPE = ("batch", "length", "head_dim", "query_heads", "kv_heads")
 USUAL_HEADS, USUAL_DIM = (32, 8), 128
 CACHES = ("kv8", "kv4")
+PREFILL_PRESETS = ("balanced", "paper", "fp4", "kv4")
 GIB = 1 << 30
 
 Result = dict[str, Any]
@@ -54,22 +55,60 @@ def describe_decode(batch: int, length: int, head_dim: int, q_heads: int, kv_hea
     return ", ".join([f"{batch} x {length // 1024}K", *departures(head_dim, q_heads, kv_heads)])
 
 
+def prefill_shapes() -> ByShape:
+    """Return what was measured of prefill on the kernels of today."""
+    results = read("prefill-h200.json", "prefill-shapes-h200.json")
+    # Of the run before this one what ran on the kernels of today.
+    results += [each for each in read("prefill-shapes-before-h200.json") if each["shape"]["head_dim"] != USUAL_DIM]
+    return by_shape(results, PREFILL_SHAPE)
+
+
 def prefill_table() -> str:
     """Return a row for each shape: the usual ones, then those that depart from them, each by length."""
-    shapes = by_shape(read("prefill-h200.json", "prefill-shapes-h200.json"), PREFILL_SHAPE)
-    headers = ("`balanced`", "TFLOP/s", "over SDPA", "over FlashAttention-2", "extra memory over Q, K, V")
+    headers = ["over SDPA", *(f"`{preset}`" for preset in PREFILL_PRESETS)]
+    headers += ["`balanced`, TFLOP/s", "over FlashAttention-2", "extra memory over Q, K, V"]
     rows = []
 
     def order(item: tuple[tuple[Any, ...], object]) -> tuple[Any, ...]:
         length, head_dim, q_heads, kv_heads, is_causal = item[0]
         return head_dim != USUAL_DIM, (q_heads, kv_heads) != USUAL_HEADS, not is_causal, length
 
-    for shape, named in sorted(shapes.items(), key=order):
+    for shape, named in sorted(prefill_shapes().items(), key=order):
+        ratios = [ratio_to_sdpa(named, f"dma_mxfp:{preset}") for preset in PREFILL_PRESETS]
         ours = named["dma_mxfp:balanced"]
-        ratios = [f"{named[name]['milliseconds'] / ours['milliseconds']:.2f}x" for name in ("sdpa", "sdpa:flash")]
+        flash = ratio(named, "dma_mxfp:balanced", "sdpa:flash")
         memory = f"{ours['extra_bytes'] / ours['input_bytes']:.2f}"
-        rows.append([describe_prefill(*shape), f"{ours['tflops']:.0f}", *ratios, memory])
+        rows.append([describe_prefill(*shape), *ratios, f"{ours['tflops']:.0f}", flash, memory])
     return table(headers, rows)
+
+
+def prefill_summary() -> str:
+    """Return the README's table: long prompts, and two that depart from the usual."""
+    usual = [(length << 10, USUAL_DIM, *USUAL_HEADS, True) for length in (8, 16, 32, 64, 128)]
+    shapes = [*usual, (16384, USUAL_DIM, *USUAL_HEADS, False), (16384, 64, *USUAL_HEADS, True)]
+    measured = prefill_shapes()
+    rows = [
+        [name, *(ratio(measured[shape], f"dma_mxfp:{preset}", other) for shape in shapes)]
+        for name, preset, other in (
+            ("`balanced` over SDPA", "balanced", "sdpa"),
+            ("`balanced` over FlashAttention-2", "balanced", "sdpa:flash"),
+            *((f"`{preset}` over SDPA", preset, "sdpa") for preset in PREFILL_PRESETS[1:]),
+        )
+    ]
+    return table(["", *(describe_prefill(*shape) for shape in shapes)], rows)
+
+
+def ratio(named: dict[str, Result], label: str, other: str, field: str = "milliseconds") -> str:
+    """Return how many times faster a call is than the other."""
+    return f"{named[other][field] / named[label][field]:.2f}x"
+
+
+def ratio_to_sdpa(named: dict[str, Result], label: str) -> str:
+    """Return how many times faster than SDPA a call is; of short ones also as CUDA graphs, without the host's work."""
+    called = ratio(named, label, "sdpa")
+    if not (named[label]["graph_milliseconds"] and named["sdpa"]["graph_milliseconds"]):
+        return called
+    return f"{called} ({ratio(named, label, 'sdpa', 'graph_milliseconds')})"
 
 
 def step_time(result: Result | None) -> float | None:
@@ -187,7 +226,11 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"decode": decode_summary, "generate": lambda: generate_table(of_static_caches=True)},
+    "README.md": {
+        "prefill": prefill_summary,
+        "decode": decode_summary,
+        "generate": lambda: generate_table(of_static_caches=True),
+    },
     "docs/hardware.md": {"prefill": prefill_table, "decode": decode_table, "generate": generate_table},
 }
 """By page and mark what stands between ``<!-- mark-h200.json -->`` and ``<!-- end -->``."""
