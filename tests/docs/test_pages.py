@@ -92,7 +92,7 @@ def test_measured_times_are_those_of_the_committed_results(speed_docs, page):
 def test_a_page_without_the_marks_of_its_tables(speed_docs, tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text("nothing", encoding="utf-8")
     monkeypatch.setattr(speed_docs, "ROOT", tmp_path)
-    with pytest.raises(ValueError, match=r"README\.md must have the marks <!-- prefill-h200\.json --> and <!-- end -->"):
+    with pytest.raises(ValueError, match=r"README\.md must have the marks <!-- prefill-h200\.json --> and "):
         speed_docs.updated("README.md")
 
 
