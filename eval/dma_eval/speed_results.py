@@ -7,12 +7,14 @@ that do not exist (of a failed implementation, or on a CPU) are null.
 
 from __future__ import annotations
 
+import datetime
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .environment import Environment
+from .environment import Environment, collect
 from .timing import DeviceFacts
 
 SCHEMA_VERSION = 1
@@ -137,3 +139,21 @@ def write_speed_report(report: SpeedReport, path: Path) -> None:
     unfinished = path.with_name(f"{path.name}.part")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
+
+
+def report_writer(kind: type[SpeedReport], path: Path | None, **fields: Any) -> Callable[..., None]:
+    """Return what writes a report as far as it has come, so that an interruption keeps what there is.
+
+    Args:
+        kind: Of the report.
+        path: Where it goes; ``None`` to write nothing.
+        fields: Of the report, those that stay. The date and the environment are added; the others are what each writing
+            is given.
+    """
+    created, environment = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), collect()
+
+    def write(**others: Any) -> None:
+        if path is not None:
+            write_speed_report(kind(created=created, environment=environment, **fields, **others), path)
+
+    return write

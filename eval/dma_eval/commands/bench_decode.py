@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -94,8 +93,7 @@ def decode(
             from dma_eval.decode_results import DecodeReport
             from dma_eval.decode_speed import default_names, measure, parse_implementations
             from dma_eval.devices import parse_device
-            from dma_eval.environment import collect
-            from dma_eval.speed_results import write_speed_report
+            from dma_eval.speed_results import report_writer
             from dma_eval.timing import look_at
 
         where = parse_device(device)
@@ -109,21 +107,7 @@ def decode(
         def announce(shape: DecodeShape) -> None:
             console.err.print(f"[dim]{shape.batch:>3} x {shape.length:>7,} keys, {shape.family}[/]", highlight=False)
 
-        def write(results: list[DecodeResult]) -> None:
-            if json is None:
-                return
-            report = DecodeReport(
-                created=created,
-                command=console.command_line(),
-                seed=seed,
-                dtype=dtype,
-                environment=environment,
-                device=facts,
-                results=results,
-            )
-            write_speed_report(report, json)
-
-        created, environment = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), collect()
+        write = report_writer(DecodeReport, json, command=console.command_line(), seed=seed, dtype=dtype, device=facts)
         results = measure(
             shapes,
             implementations,
@@ -131,7 +115,7 @@ def decode(
             getattr(torch, dtype),
             seconds=seconds,
             on_shape=announce,
-            on_results=write,
+            on_results=lambda so_far: write(results=so_far),
         )
         for table in tables(results):
             console.print_table(table)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +12,7 @@ from dma_eval.commands.ppl import check_plot, prepare_output
 from dma_eval.errors import UserError
 
 if TYPE_CHECKING:
-    from dma_eval.generate_results import GenerateResult, LongestContext
+    from dma_eval.generate_results import LongestContext
     from dma_eval.generate_speed import GenerateRun
 
 CONTEXTS = [8192, 32768, 65536, 131072]
@@ -80,9 +79,8 @@ def generate(
 
             from dma_eval import generate_report, generate_speed
             from dma_eval.devices import parse_device
-            from dma_eval.environment import collect
             from dma_eval.generate_results import GenerateReport
-            from dma_eval.speed_results import write_speed_report
+            from dma_eval.speed_results import report_writer
             from dma_eval.timing import look_at
 
         where = parse_device(device)
@@ -101,27 +99,19 @@ def generate(
         def announce(tokens: int, each: GenerateRun) -> None:
             console.err.print(f"[dim]{tokens:>7,} tokens, {escape(each.label)}[/]", highlight=False)
 
-        def write(results: list[GenerateResult], found: list[LongestContext]) -> None:
-            if json is None:
-                return
-            report = GenerateReport(
-                created=created,
-                command=console.command_line(),
-                seed=seed,
-                model=shape,
-                parameters=sum(parameter.numel() for parameter in model.parameters()),
-                weight_bytes=generate_speed.weight_bytes(model),
-                dtype=dtype,
-                batch=batch,
-                new_tokens=new_tokens,
-                environment=environment,
-                device=facts,
-                results=results,
-                longest=found,
-            )
-            write_speed_report(report, json)
-
-        created, environment = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), collect()
+        write = report_writer(
+            GenerateReport,
+            json,
+            command=console.command_line(),
+            seed=seed,
+            model=shape,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            weight_bytes=generate_speed.weight_bytes(model),
+            dtype=dtype,
+            batch=batch,
+            new_tokens=new_tokens,
+            device=facts,
+        )
         found: list[LongestContext] = []
         results = generate_speed.measure(
             model,
@@ -130,14 +120,14 @@ def generate(
             batch=batch,
             new_tokens=new_tokens,
             on_run=announce,
-            on_results=lambda so_far: write(so_far, found),
+            on_results=lambda so_far: write(results=so_far, longest=found),
         )
         for each in runs if longest else ():
             with console.working(f"Looking for the longest context of {each.label}"):
                 guess = generate_speed.guess_longest(model, each, results)
                 most = model.config.max_position_embeddings
                 found.append(generate_speed.longest_context(model, each, batch, most, guess))
-            write(results, found)
+            write(results=results, longest=found)
         title = f"{shape}, {dtype}, batch {batch}, {facts.name}"
         console.print_table(generate_report.table(results, title))
         if found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,10 +103,9 @@ def prefill(
             import torch
 
             from dma_eval.devices import parse_device
-            from dma_eval.environment import collect
             from dma_eval.speed import default_names, measure, parse_implementations
             from dma_eval.speed_report import failures, plot_prefill, tables
-            from dma_eval.speed_results import PrefillReport, PrefillResult, write_speed_report
+            from dma_eval.speed_results import PrefillReport, report_writer
             from dma_eval.timing import look_at
 
         where = parse_device(device)
@@ -123,21 +121,7 @@ def prefill(
         def announce(shape: Shape) -> None:
             console.err.print(f"[dim]{shape.length:>7,} tokens, {shape.family}[/]", highlight=False)
 
-        def write(results: list[PrefillResult]) -> None:
-            if json is None:
-                return
-            report = PrefillReport(
-                created=created,
-                command=console.command_line(),
-                seed=seed,
-                dtype=dtype,
-                environment=environment,
-                device=facts,
-                results=results,
-            )
-            write_speed_report(report, json)
-
-        created, environment = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), collect()
+        write = report_writer(PrefillReport, json, command=console.command_line(), seed=seed, dtype=dtype, device=facts)
         results = measure(
             shapes,
             implementations,
@@ -146,7 +130,7 @@ def prefill(
             _dtype(dtype),
             seconds=seconds,
             on_shape=announce,
-            on_results=write,
+            on_results=lambda so_far: write(results=so_far),
         )
         for table in tables(results):
             console.print_table(table)
