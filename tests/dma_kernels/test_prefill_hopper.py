@@ -1,17 +1,19 @@
 """Which calls the kernel for long prompts on Hopper takes, and the queries that are made for it.
 
-The kernel itself runs on a GPU alone: ``tests/gpu/test_prefill_hopper.py``; ``test_compiled.py`` compiles it.
+The interpreter has no Gluon. So the kernel itself runs here in an emulator, and on a GPU in
+``tests/gpu/test_prefill_hopper.py``; ``test_compiled.py`` compiles it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import gluon_emulator
 import pytest
 import torch
-from dma_kernels import Recipe, prefill
+from dma_kernels import Recipe, fused, prefill, prefill_hopper
 from dma_kernels.formats import TILE
 from dma_kernels.fused_quantize import quantize_keys_values, query_factor
 from dma_kernels.geometry import LOG2_E, PrefillGeometry
@@ -22,7 +24,7 @@ from dma_kernels.stage_queries import stage_queries
 from dma_kernels.testing import assert_bits_equal, random_qkv
 from dma_kernels.transforms import hadamard_rotate
 from dma_kernels.tuning import HopperTiles, select_tiles
-from fused_cases import RECIPES
+from fused_cases import RECIPES, Case, assert_matches_reference
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs these")
@@ -198,3 +200,84 @@ def test_staged_queries_that_are_only_rotated_keep_their_dtype(dtype: torch.dtyp
     staged = stage_queries(query, None, None, recipe, Form.DEQUANTIZED, Form.RAW, scale=1.0, is_interpreted=True)
     assert staged.low.dtype == dtype
     torch.testing.assert_close(staged.low.float(), hadamard_rotate(query.float()), rtol=2e-2, atol=2e-3)
+
+
+# ---- the kernel itself, emulated
+
+HEADS: dict[str, Any] = {"q_heads": 2, "kv_heads": 1, "head_dim": 128}
+CASES = {
+    "causal": Case(q_len=500, kv_len=500, **HEADS),
+    "one-tile": Case(q_len=37, kv_len=37, **HEADS),
+    "batch": Case(q_len=330, kv_len=330, batch=2, q_heads=2, kv_heads=2, head_dim=128),
+    "chunk": Case(q_len=150, kv_len=900, options={"q_offset": 750}, **HEADS),
+    "offset": Case(q_len=150, kv_len=700, options={"q_offset": 800, "kv_offset": 256}, **HEADS),
+    "bidirectional": Case(q_len=500, kv_len=500, options={"is_causal": False}, **HEADS),
+    "cross": Case(q_len=400, kv_len=300, options={"is_causal": False}, **HEADS),
+    "wide": Case(q_len=100, kv_len=900, options={"is_causal": False, "q_offset": 470}, **HEADS),
+}
+RECIPES_TAKEN = (
+    "int8",
+    "int8-pv16",
+    "e4m3-rotated",
+    "paper",
+    "mxfp4-row",
+    "int8-mxfp8",
+    "fp4",
+    "nvfp4",
+    "mixed",
+    "kv4",
+)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls of the Triton backend run on the kernel, which is emulated."""
+
+    class Emulated:
+        def __init__(self, kernel: Any, constants: dict[str, Any], **options: Any) -> None:
+            self.constants = constants
+
+        def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
+            gluon_emulator.run(grid, arguments, self.constants)
+
+    def attend(
+        query: Tensor, operands: Operands, geometry: PrefillGeometry, recipe: Recipe, *_: Any, scale: float, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        tiles = select_tiles(90, select_lowering(recipe, 90), 128, 128).hopper
+        assert tiles is not None
+        any_length = replace(tiles, min_keys=0, min_rows=0)
+        assert takes(query, operands, geometry, any_length, has_softcap=False, has_sinks=False)
+        batch, heads, q_len, head_dim = query.shape
+        out = query.new_empty(batch, q_len, heads, head_dim).transpose(1, 2)
+        lse = torch.empty(batch, heads, q_len)
+        prefill_hopper.prefill_hopper(query, operands, geometry, recipe, tiles, out, lse, scale=scale)
+        return out, lse
+
+    monkeypatch.setattr(prefill_hopper, "Launcher", Emulated)
+    monkeypatch.setattr(
+        prefill_hopper, "stage_queries", lambda *a, **options: stage_queries(*a, **options | {"is_interpreted": True})
+    )
+    monkeypatch.setattr(fused, "device_arch", lambda device: 90)
+    monkeypatch.setattr(fused, "prefill_attention", attend)
+    prefill_hopper._launcher.cache_clear()
+    yield
+    prefill_hopper._launcher.cache_clear()
+
+
+@pytest.mark.parametrize("recipe", RECIPES_TAKEN)
+def test_emulated_recipes_match_the_reference(recipe: str, emulated: None) -> None:
+    assert_matches_reference(CASES["causal"], RECIPES[recipe], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("recipe", ["int8", "kv4"])
+@pytest.mark.parametrize("case", CASES)
+def test_emulated_cases_match_the_reference(case: str, recipe: str, emulated: None) -> None:
+    assert_matches_reference(CASES[case], RECIPES[recipe], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("bands", [(0, 0), (0, 2), (2, 0), (100, 0), (0, 100)])
+@pytest.mark.parametrize("case", ["causal", "bidirectional"])
+@pytest.mark.parametrize("name", ["int8-pv16", "kv4"])  # three blocks in flight, and two
+def test_emulated_bands_match_the_reference(name: str, case: str, bands: tuple[int, int], emulated: None) -> None:
+    recipe = replace(RECIPES[name], diagonal_tiles=bands[0], sink_tiles=bands[1])
+    assert_matches_reference(CASES[case], recipe, torch.bfloat16, "cpu")

@@ -1,0 +1,261 @@
+"""Run the Gluon kernel for long prompts on the CPU: Triton's interpreter has no Gluon.
+
+:func:`run` executes the kernel's own Python code, one program after the other and each partition of its warps in a
+thread of its own, with :mod:`torch` in the place of the language. Layouts are left out, as they move no number. What is
+modelled is what a kernel can get wrong by itself: shared memory holds bytes that views read anew, barriers count
+arrivals and bytes in phases, a copy may overwrite whatever it was let to, and a product reads its operands when it is
+waited for, not when it is begun. A barrier that nobody completes is an error.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from dma_kernels import prefill_hopper_kernel
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+PATIENCE = 30.0
+"""Seconds after which a thread that waits at a barrier waits in vain."""
+
+
+class Tile(Tensor):
+    """A tensor with the methods that the language has and torch has not."""
+
+    @property
+    def type(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Tile:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+
+def tile(value: Any) -> Tile:
+    return torch.as_tensor(value).as_subclass(Tile)
+
+
+class Pointer:
+    """An address in a tensor, or a tensor of them, counted in elements."""
+
+    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+    def __sub__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset - offset)
+
+    def storage(self) -> Tensor:
+        """All of the memory behind the tensor, as elements side by side."""
+        return torch.as_strided(self.memory, (self.memory.untyped_storage().nbytes() // self.memory.itemsize,), (1,), 0)
+
+    def index(self) -> Tensor:
+        return torch.as_tensor(self.offset + self.memory.storage_offset()).as_subclass(Tensor)
+
+
+def load(pointer: Pointer, mask: Any = True, other: Any = 0.0) -> Tile:
+    index, mask = torch.broadcast_tensors(pointer.index(), torch.as_tensor(mask).as_subclass(Tensor))
+    assert bool(((index >= 0) | ~mask).all()), "a load before the memory"
+    return tile(torch.where(mask, pointer.storage()[torch.where(mask, index, 0)], other))
+
+
+def store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
+    index, value, mask = torch.broadcast_tensors(pointer.index(), value.as_subclass(Tensor), mask.as_subclass(Tensor))
+    pointer.storage()[index[mask]] = value[mask]
+
+
+class Shared:
+    """A place in shared memory."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.dtype = memory, memory.dtype
+
+    def index(self, i: int) -> Shared:
+        return Shared(self.memory[int(i)])
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.memory.permute(*order))
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return Shared(self.memory.view(*shape))
+
+    def view_as(self, dtype: torch.dtype, shape: Sequence[int], layout: None) -> Shared:
+        data = self.memory.view(-1).view(torch.uint8)
+        assert data.numel() == math.prod(shape) * dtype.itemsize, "a view is as large as what it views"
+        return Shared(data.view(dtype).view(*shape))
+
+
+class Barrier:
+    """A barrier, or an array of them: completes a phase when all have arrived and all bytes that are expected came."""
+
+    turned = threading.Condition()
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.parts = [Barrier(shape[1:]) for _ in range(shape[0])] if len(shape) > 1 else []
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def index(self, i: int) -> Barrier:
+        return self.parts[int(i)]
+
+    def advance(self, arrivals: int, copied: int) -> None:
+        with self.turned:
+            self.pending -= arrivals
+            self.bytes += copied
+            assert self.pending >= 0, "more arrive than the barrier was made for"
+            if self.pending == 0 and self.bytes == 0:
+                self.pending, self.phase = self.count, self.phase + 1
+                self.turned.notify_all()
+
+
+def init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.pending = count
+
+
+def wait(barrier: Barrier, phase: int, pred: Any = True) -> None:
+    if not pred:
+        return
+    with Barrier.turned:
+        if not Barrier.turned.wait_for(lambda: barrier.phase % 2 != int(phase) % 2, PATIENCE):
+            raise TimeoutError("a barrier that nobody completes")
+
+
+def copy(descriptor: Any, position: Sequence[Any], barrier: Barrier, target: Shared) -> None:
+    """Copy a block as the copy engine does: zeros outside of the tensor."""
+    source = torch.as_strided(descriptor.base, list(descriptor.shape), list(descriptor.strides))
+    block = torch.zeros(list(descriptor.block_shape), dtype=source.dtype)
+    taken, put = [], []
+    for start, size, length in zip(map(int, position), descriptor.block_shape, descriptor.shape, strict=True):
+        low, high = max(start, 0), max(min(start + size, length), 0)
+        taken.append(slice(low, max(high, low)))
+        put.append(slice(low - start, max(high, low) - start))
+    block[tuple(put)] = source[tuple(taken)]
+    assert target.memory.dtype == source.dtype
+    target.memory.copy_(block.view(target.memory.shape))
+    barrier.advance(0, -block.nbytes)
+
+
+def product(a: Any, b: Shared, acc: Tile, use_acc: bool = True, is_async: bool = False) -> Callable[[], Tile]:
+    """Begin a product; the result computes it."""
+
+    def compute() -> Tile:
+        left, right = (x.memory if isinstance(x, Shared) else x.as_subclass(Tensor) for x in (a, b))
+        is_whole = acc.dtype == torch.int32
+        assert left.dtype == right.dtype or {left.dtype, right.dtype} <= {torch.float8_e4m3fn, torch.float8_e5m2}
+        wide = torch.float64 if is_whole else torch.float32
+        result = (left.to(wide) @ right.to(wide)).to(acc.dtype)
+        return tile(result + acc if use_acc else result)
+
+    return compute
+
+
+def reduce(function: Callable[..., Tensor]) -> Callable[[Tile, int], Tile]:
+    return lambda x, axis: tile(function(x, dim=axis))
+
+
+def elementwise(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    return lambda *arguments: tile(function(*map(torch.as_tensor, arguments)))
+
+
+def where(condition: Any, a: Any, b: Any) -> Any:
+    if not any(isinstance(x, Tensor) for x in (condition, a, b)):
+        return a if condition else b
+    return tile(torch.where(torch.as_tensor(condition), torch.as_tensor(a), torch.as_tensor(b)))
+
+
+def specialize(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *resources: Any) -> None:
+    """Run every partition in a thread, and raise what one of them raised."""
+    errors: list[BaseException] = []
+
+    def run_partition(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        try:
+            function(*arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run_partition, args=partition, daemon=True) for partition in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, TimeoutError))
+
+
+def allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Shared | Barrier:
+    if dtype == torch.int64:
+        return Barrier(shape)
+    # What was never written are NaNs, of integers -1.
+    return Shared(torch.full((math.prod(shape) * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype).view(*shape))
+
+
+def language(program: int) -> SimpleNamespace:
+    """The language as a program sees it."""
+    none = lambda *arguments, **options: None  # noqa: E731
+    return SimpleNamespace(
+        int32=torch.int32, int64=torch.int64, int8=torch.int8, float32=torch.float32,
+        float8e4nv=torch.float8_e4m3fn, constexpr=gl.constexpr,
+        program_id=lambda axis: tile(program), arange=lambda start, end, layout=None: tile(torch.arange(start, end)),
+        zeros=lambda shape, dtype, layout=None: tile(torch.zeros(list(shape), dtype=dtype)),
+        full=lambda shape, value, dtype, layout=None: tile(torch.full(list(shape), value, dtype=dtype)),
+        maximum=elementwise(torch.maximum), minimum=elementwise(torch.minimum), abs=elementwise(torch.abs),
+        exp2=elementwise(torch.exp2), log2=elementwise(torch.log2), max=reduce(torch.amax), sum=reduce(torch.sum),
+        where=where, load=load, store=store, reshape=lambda x, shape: tile(x.reshape(shape)),
+        permute=lambda x, order: tile(x.permute(*order)), convert_layout=lambda x, *options, **more: x,
+        static_range=range, static_assert=none, allocate_shared_memory=allocate, warp_specialize=specialize,
+        NVMMADistributedLayout=none, SliceLayout=none, DotOperandLayout=none,
+    )  # fmt: skip
+
+
+def emulated(program: int) -> dict[str, Any]:
+    """Return the names of the kernel's module, with its functions as plain Python."""
+    fake = language(program)
+    names: dict[str, Any] = {
+        name: value.value if isinstance(value, gl.constexpr) else value
+        for name, value in vars(prefill_hopper_kernel).items()
+    }
+    names |= {
+        "gl": fake, "_copy": copy, "_view": Shared.view_as, "fence_async_shared": lambda: None,
+        "mbarrier": SimpleNamespace(
+            init=init, wait=wait, MBarrierLayout=lambda: None,
+            arrive=lambda barrier: barrier.advance(1, 0), expect=lambda barrier, size: barrier.advance(1, size),
+        ),
+        "warpgroup_mma": product, "warpgroup_mma_wait": lambda count, deps: deps[0](),
+        "_is_16bit": lambda dtype: dtype.itemsize == 2,
+    }  # fmt: skip
+    for name, value in vars(prefill_hopper_kernel).items():
+        function = getattr(value, "fn", None)
+        if isinstance(function, FunctionType) and name != "_is_16bit":
+            is_own = function.__module__ == prefill_hopper_kernel.__name__
+            scope = names if is_own else {**function.__globals__, "tl": fake}
+            names[name] = FunctionType(function.__code__, scope, name, function.__defaults__, function.__closure__)
+    return names
+
+
+def run(grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> None:
+    """Launch the kernel.
+
+    Args:
+        grid: Programs, along the first axis.
+        arguments: As for a launch: tensors, ``None``, numbers and tensor descriptors.
+        constants: The constexprs.
+    """
+
+    def given(argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return Pointer(argument)
+        if isinstance(argument, int):
+            return tile(argument)
+        if hasattr(argument, "base"):
+            fields = {name: getattr(argument, name) for name in ("base", "shape", "strides", "block_shape")}
+            return SimpleNamespace(**fields, dtype=argument.base.dtype, layout=None)
+        return argument
+
+    for program in range(grid[0]):
+        emulated(program)["prefill_hopper_kernel"](*map(given, arguments), **constants)
