@@ -7,13 +7,13 @@ is all that is replaced here. ``LOCAL_KERNELS`` is how ``kernels`` itself takes 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from script_files import load_script
 from snippets import find_blocks
 from tiny_models import DECODERS, ENCODERS, IDENTITY, VOCABULARY
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -31,14 +31,7 @@ HUB = f"{REPO}:dma_mxfp"
 LENGTH = 430  # four tiles: in the last one, a query has keys of tile 1 that are neither band nor sink
 
 
-def _load_builder():
-    spec = importlib.util.spec_from_file_location("build_hub_kernel", ROOT / "scripts" / "build_hub_kernel.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-builder = _load_builder()
+builder = load_script("build_hub_kernel")
 
 
 @pytest.fixture(scope="module")

@@ -472,6 +472,7 @@ def prefill_hopper_kernel(
     fence_async_shared()
     K_LAYOUT: gl.constexpr = k_desc.layout
     V_LAYOUT: gl.constexpr = v_desc.layout
+    # Arguments in full for each of them: a tuple to share would make tensors of the constexprs.
     gl.static_assert(GROUPS == 3, "as many warpgroups as are listed here")
     gl.warp_specialize(
         [

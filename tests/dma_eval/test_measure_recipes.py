@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dma_eval.results import read_report
+from script_files import load_script
 
 from dma_hf import DMAConfig
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("measure_recipes", ROOT / "scripts/measure_recipes.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("measure_recipes")
 
 
 def test_recipes_differ(script: Any) -> None:

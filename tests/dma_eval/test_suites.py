@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from dma_eval.backends import default_names
 from dma_eval.errors import UserError
 from dma_eval.results import read_report
 from dma_eval.suite_files import PARTS, Suite, load_suite, parse_suite, suite_names
+from script_files import load_script
 
 Run = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
@@ -283,12 +283,7 @@ class TestRun:
 class TestLocalQuality:
     @pytest.fixture
     def script(self) -> Any:
-        spec = importlib.util.spec_from_file_location("measure_quality", ROOT / "scripts/measure_quality.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return load_script("measure_quality")
 
     @pytest.fixture
     def data(self, tmp_path: Path, prose: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import tomllib
@@ -10,6 +9,7 @@ import tomllib
 import pytest
 from dma_kernels.operands import Form, select_lowering
 from messages import as_template, quoted_messages, source_messages
+from script_files import load_script
 from snippets import PAGES, ROOT
 
 import dma_hf
@@ -78,10 +78,7 @@ def test_sections_of_a_configuration_are_valid():
 
 @pytest.fixture(scope="module")
 def speed_docs():
-    spec = importlib.util.spec_from_file_location("update", ROOT / "scripts" / "update_speed_docs.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+    return load_script("update_speed_docs")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/hardware.md"])
