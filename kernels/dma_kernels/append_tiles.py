@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .device import e4m3_bytes, e8m0_decode, e8m0_encode, permute_keys, to_e4m3
 from .device_blocks import e2m1_code, largest_finite_block, nvfp4_head_scale, quantize_blocks
-from .device_fp4 import pack_codes, split_channels
+from .device_fp4 import SCALE_BYTE_OFFSET, pack_codes, split_channels
 from .formats import E4M3, E8M0_NAN, MXINT8_UNIT, TILE
 
 _TILE = tl.constexpr(TILE)
@@ -15,7 +15,7 @@ _INT8_UNIT = tl.constexpr(MXINT8_UNIT)
 _NAN_CODE = tl.constexpr(E8M0_NAN)
 _E4M3_EMAX = tl.constexpr(E4M3.emax)
 _E4M3_MAX_MANTISSA = tl.constexpr(E4M3.max_mantissa)
-_SCALE_OFFSET = tl.constexpr(127 - 22)  # between fp32's exponent bias and that of 4-bit tiles' scale bytes
+_SCALE_OFFSET = tl.constexpr(SCALE_BYTE_OFFSET)
 _TOP_EXPONENT = tl.constexpr(8)  # of the largest scale byte
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from . import fused
 from .append import append_tokens
-from .blocks import Fp8Values, TileScaled
+from .blocks import Fp8Values, TileScaled, Unquantized
+from .dequantize import dequantize_body
 from .formats import TILE, UNQUANTIZED
 from .fused_quantize import query_factor
 from .geometry import PrefillGeometry
-from .operands import Form, Operands, TileOperands, dequantized_dtype, select_lowering
+from .operands import Form, Lowering, Operands, TileOperands, dequantized_dtype, select_lowering
 from .prefill import prefill_attention
 from .quantize import to_e4m3, value_scale
 from .storage import LayerStorage
@@ -69,7 +70,7 @@ def prefill_over_cache(
     with on_device:
         operands = Operands(
             high=TileOperands(high_key, high_value, Form.RAW, Form.RAW, "gapped", "gapped"),
-            low=_low_operands(storage),
+            low=_low_operands(storage, lowering),
             key_mean=storage.key_mean if recipe.smooth_k else None,
             query_factor=query_factor(query, recipe, is_interpreted=interpreted),
             gap=gap,
@@ -105,30 +106,30 @@ def _band(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[Tensor, Te
     return (start[:, 0] - sink_end).to(torch.int32), bands[0], bands[1]
 
 
-def _low_operands(storage: LayerStorage) -> TileOperands:
-    """Return the body as the kernel takes it."""
+def _low_operands(storage: LayerStorage, lowering: Lowering) -> TileOperands:
+    """Return the body as the kernel takes it: as it is where it can be multiplied so, else in 16 bits."""
     recipe, dtype = storage.recipe, storage.key_tail.dtype
     layout = "aligned" if storage.window is None else "ring"
-    codec, body, factor = storage.key_codec, storage.key_body, None
-    has_8bit_queries = recipe.query_low == recipe.key_low
-    if isinstance(codec, TileScaled) and has_8bit_queries:
-        key, factor = body["data"], body["factor"]
-        form = Form.INT8 if key.dtype == torch.int8 else Form.E4M3
-    else:
-        key = codec.decode(body).to(dequantized_dtype(dtype, recipe.query_low, recipe.key_low))
-        form = Form.DEQUANTIZED
-    if isinstance(storage.value_codec, Fp8Values):
+    key_codec, value_codec = storage.key_codec, storage.value_codec
+    key, value = (body["data"].flatten(2, 3) for body in (storage.key_body, storage.value_body))
+    key_form = value_form = Form.DEQUANTIZED
+    key_factor = value_factor = key_dtype = value_dtype = None
+    if isinstance(key_codec, TileScaled) and lowering.low_key in (Form.INT8, Form.E4M3):
+        key_form, key_factor = lowering.low_key, storage.key_body["factor"]
+    elif not isinstance(key_codec, Unquantized):
+        key_dtype = dequantized_dtype(dtype, recipe.query_low, recipe.key_low)
+    if isinstance(value_codec, Fp8Values) and lowering.value is Form.E4M3:
         value, value_form, value_factor = storage.value_body["data"], Form.E4M3, storage.value_body["factor"]
-    else:
-        value = storage.value_codec.decode(storage.value_body).to(dtype).flatten(2, 3)
-        value_form, value_factor = Form.DEQUANTIZED, None
+    elif not isinstance(value_codec, Unquantized):
+        value_dtype = dtype
+    keys, values = dequantize_body(storage, key_dtype, value_dtype)
     return TileOperands(
-        key=key.flatten(2, 3),
-        value=value,
-        key_form=form,
+        key=key if keys is None else keys,
+        value=value if values is None else values,
+        key_form=key_form,
         value_form=value_form,
         key_layout=layout,
         value_layout=layout,
-        key_factor=factor,
+        key_factor=key_factor,
         value_factor=value_factor,
     )

@@ -105,7 +105,7 @@ def prepare_queries(
 
 
 @triton.jit
-def _load_rows(base, rows, STORED: tl.constexpr, BLOCK: tl.constexpr):
+def load_rows(base, rows, STORED: tl.constexpr, BLOCK: tl.constexpr):
     """Load ``[ROWS, BLOCK]`` of a contiguous matrix with ``STORED`` columns; zeros beyond them."""
     o = tl.arange(0, BLOCK)
     pointers = base + rows[:, None] * STORED + o[None, :]
@@ -117,7 +117,7 @@ def _load_rows(base, rows, STORED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_channels(base, columns, STORED: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr):
+def load_channels(base, columns, STORED: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr):
     """Load columns of ``[BLOCK, LENGTH]``; zeros in the rows from ``STORED`` on."""
     o = tl.arange(0, BLOCK)
     pointers = base + o[:, None] * LENGTH + columns[None, :]
@@ -129,8 +129,8 @@ def _load_channels(base, columns, STORED: tl.constexpr, BLOCK: tl.constexpr, LEN
 
 
 @triton.jit
-def _from_e4m3(x, DTYPE: tl.constexpr):
-    """Return E4M3 numbers, given as bytes, in 16 bits, for chips without the cast; its NaN becomes a number."""
+def from_e4m3(x, DTYPE: tl.constexpr):
+    """Return E4M3 numbers, given as bytes, in 16 bits or fp32, for chips without the cast; NaN becomes a number."""
     bits = x.to(tl.int16)
     if tl.bfloat16 == DTYPE:
         number = (((bits & 0x80) << 8) | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
@@ -142,19 +142,19 @@ def _from_e4m3(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _dequantize(
+def dequantize_rows(
     data_ptr, scale_ptr, slot, rows,
     FORM: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Load rows of a tile of a ``block_int8``, ``block_e4m3`` or ``16bit`` body as ``[ROWS, BLOCK]`` in 16 bits."""
-    x = _load_rows(data_ptr + slot * (_TILE * STORED), rows, STORED, BLOCK)
+    x = load_rows(data_ptr + slot * (_TILE * STORED), rows, STORED, BLOCK)
     if FORM != "16bit":
         scale_base = scale_ptr + slot * (_TILE * STORED // 32)
-        scale = _load_rows(scale_base, rows, STORED // 32, BLOCK // 32).to(tl.int32)
+        scale = load_rows(scale_base, rows, STORED // 32, BLOCK // 32).to(tl.int32)
         if FORM == "block_int8":  # noqa: SIM108 (a constexpr branch)
             elements = x.to(tl.float32) * _INT8_UNIT
         else:
-            elements = _from_e4m3(x, DTYPE).to(tl.float32)
+            elements = from_e4m3(x, tl.float32)
         blocks = tl.reshape(elements, [rows.shape[0], BLOCK // 32, 32]) * e8m0_decode(scale)[:, :, None]
         x = tl.reshape(blocks, [rows.shape[0], BLOCK])
     return x.to(DTYPE)
@@ -188,23 +188,23 @@ def low_scores(
     worth = 1.0
     if KEY_FORM == "fp4":
         scale_base = scale_ptr + slot * (_TILE * STORED // 8)
-        data = _load_rows(base, rows, STORED, BLOCK)
-        scale = _load_rows(scale_base, rows, STORED // 8, BLOCK // 8)
+        data = load_rows(base, rows, STORED, BLOCK)
+        scale = load_rows(scale_base, rows, STORED // 8, BLOCK // 8)
         low, high = unpack_keys(data, scale, WIDTH, IS_INTERPRETED)
         if IS_INTERPRETED:
             s = dot(low, first, True) + dot(high, second, True)
         else:
             s = tl.dot(high, second, tl.dot(low, first))
     elif QUERY_FORM == "split":
-        keys = _load_rows(base, rows, STORED, BLOCK)
+        keys = load_rows(base, rows, STORED, BLOCK)
         s = (tl.dot(keys, first, out_dtype=tl.int32) << 8) + tl.dot(keys, second, out_dtype=tl.int32)
         s = s.to(tl.float32)
     elif QUERY_FORM == "codes":
-        s = dot(_load_rows(base, rows, STORED, BLOCK), first, IS_INTERPRETED)
+        s = dot(load_rows(base, rows, STORED, BLOCK), first, IS_INTERPRETED)
     elif KEY_FORM == "e4m3":
-        s = dot(_from_e4m3(_load_rows(base, rows, STORED, BLOCK), DTYPE), first, IS_INTERPRETED)
+        s = dot(from_e4m3(load_rows(base, rows, STORED, BLOCK), DTYPE), first, IS_INTERPRETED)
     else:
-        keys = _dequantize(key_ptr, scale_ptr, slot, rows, KEY_FORM, STORED, BLOCK, DTYPE)
+        keys = dequantize_rows(key_ptr, scale_ptr, slot, rows, KEY_FORM, STORED, BLOCK, DTYPE)
         s = dot(keys, first, IS_INTERPRETED)
     if KEY_FORM == "int8" or KEY_FORM == "e4m3" or KEY_FORM == "fp4":
         worth = tl.load(factor_ptr + slot)
@@ -283,10 +283,10 @@ def add_low_values(
     if VALUE_FORM == "fp4":
         HALF: tl.constexpr = _TILE // 2
         o_t = tl.arange(0, HALF)
-        data = _load_channels(value_ptr + slot * (STORED * HALF), o_t, STORED, BLOCK, HALF)
+        data = load_channels(value_ptr + slot * (STORED * HALF), o_t, STORED, BLOCK, HALF)
         scale_base = scale_ptr + slot * (STORED * _TILE // 16)
-        scale_low = _load_channels(scale_base, o_t, STORED // 16, BLOCK // 16, _TILE)
-        scale_high = _load_channels(scale_base, o_t + HALF, STORED // 16, BLOCK // 16, _TILE)
+        scale_low = load_channels(scale_base, o_t, STORED // 16, BLOCK // 16, _TILE)
+        scale_high = load_channels(scale_base, o_t + HALF, STORED // 16, BLOCK // 16, _TILE)
         low, high = unpack_values(data, scale_low, scale_high, IS_INTERPRETED)
         if IS_INTERPRETED:
             added = dot(low, p.to(tl.float16), True) + dot(high, p_rest.to(tl.float16), True)
@@ -299,15 +299,15 @@ def add_low_values(
         # As device.permute_keys, of rows: the order in which the keys of 16 are stored.
         p = tl.permute(tl.reshape(p, [ROWS // 16, 2, 4, 2, COLUMNS]), [0, 2, 1, 3, 4])
         p = tl.reshape(p, [ROWS, COLUMNS])
-        v = _load_channels(value_ptr + slot * (STORED * _TILE), rows, STORED, BLOCK, _TILE)
+        v = load_channels(value_ptr + slot * (STORED * _TILE), rows, STORED, BLOCK, _TILE)
         if PV == "fp8":
             added = dot(v, to_e4m3(p, IS_INTERPRETED), IS_INTERPRETED)
         else:
-            added = dot(_from_e4m3(v, DTYPE), round_to_e4m3(p).to(DTYPE), IS_INTERPRETED)
+            added = dot(from_e4m3(v, DTYPE), round_to_e4m3(p).to(DTYPE), IS_INTERPRETED)
         factor = tl.load(factor_ptr + slot * STORED + o_v, mask=o_v < STORED, other=0.0)
         acc = acc * alpha[None, :] + added * factor[:, None]
     else:
-        v = _dequantize(value_ptr, scale_ptr, slot, rows, VALUE_FORM, STORED, BLOCK, DTYPE)
+        v = dequantize_rows(value_ptr, scale_ptr, slot, rows, VALUE_FORM, STORED, BLOCK, DTYPE)
         acc = acc * alpha[None, :] + dot(tl.trans(v), p.to(DTYPE), IS_INTERPRETED)
     return acc
 

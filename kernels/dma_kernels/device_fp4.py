@@ -15,7 +15,11 @@ import triton.language as tl
 
 from .formats import E2M1_MAX
 
+SCALE_BYTE_OFFSET = 127 - 22
+"""Between the exponent biases of fp32 and of scale bytes (:class:`~dma_kernels.blocks.Fp4Keys`)."""
+
 _MAX = tl.constexpr(E2M1_MAX)
+_SCALE_OFFSET = tl.constexpr(SCALE_BYTE_OFFSET)
 
 # Four bytes at a time, each element from its own byte whatever the compiler puts side by side: the low codes in two
 # registers, the high codes in two, times the pairs of factors in operands 5 to 8.
@@ -89,6 +93,20 @@ def _factor(scale, IS_INTERPRETED: tl.constexpr):
     else:
         factor = tl.inline_asm_elementwise(_SCALES, "=r,=r,r", [scale], dtype=tl.float16, is_pure=True, pack=4)
     return factor
+
+
+@triton.jit
+def unpack_codes(data, IS_INTERPRETED: tl.constexpr):
+    """Return the low and the high codes of bytes as the E2M1 numbers that they are, fp16, the shape of ``data``."""
+    factor = tl.full(data.shape, 16384.0, tl.float16)
+    return _unpack(data, factor, factor, IS_INTERPRETED)
+
+
+@triton.jit
+def scale_numbers(byte):
+    """Return scale bytes as fp32 numbers, in units of the tile's factor."""
+    bits = (byte.to(tl.int32) + (_SCALE_OFFSET << 3)) << 20
+    return tl.where(byte == 255, float("nan"), bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
