@@ -1,12 +1,15 @@
 """A chunk of queries over a cache on the Triton backend: the prefill kernel reads the body where it lies.
 
 High tiles are read from one tensor of the sinks and of everything from the chunk's band on, raw; that is as long as the
-chunk and the band. 8-bit bodies are the kernel's own operands. Those of other formats are dequantised to 16 bits first.
+chunk and the band (:mod:`dma_kernels.high_tiles`). 8-bit bodies are the kernel's own operands. Those of other formats
+are dequantised to 16 bits first, for this call alone (:mod:`dma_kernels.dequantize`): every block of queries reads all
+keys, and would have to unpack them again.
 """
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,13 +17,14 @@ from torch import Tensor
 from . import fused
 from .append import append_tokens
 from .blocks import Fp8Values, TileScaled, Unquantized
+from .decode import storage_kind, storage_tensors
 from .dequantize import dequantize_body
 from .formats import TILE, UNQUANTIZED
 from .fused_quantize import query_factor
 from .geometry import PrefillGeometry
+from .high_tiles import HighTiles, gather_high_tiles
 from .operands import Form, Lowering, Operands, TileOperands, dequantized_dtype, select_lowering
 from .prefill import prefill_attention
-from .quantize import to_e4m3, value_scale
 from .storage import LayerStorage
 from .tuning import select_tiles
 
@@ -52,58 +56,61 @@ def prefill_over_cache(
     Returns:
         Output ``[B, Hq, T, Dv]`` and the logarithm of the denominator, fp32 ``[B, Hq, T]``.
     """
-    recipe, arch = storage.recipe, fused.device_arch(query.device)
-    length = storage.lengths.clone()
     # Before the chunk takes the place of the oldest keys in the tail.
-    gap, band_keys, band_values = _band(storage, key, value)
+    high = gather_high_tiles(storage, key, value)
     append_tokens(storage, key, value)
-    high_key = torch.cat((storage.key_sink, band_keys), 2)
-    high_value = torch.cat((storage.value_sink, band_values), 2)
-    if recipe.pv == "fp8":
-        factor = value_scale(high_value)
-        high_value = (to_e4m3(high_value.float() / factor).float() * factor).to(high_value.dtype)
-    rows = torch.zeros((len(length), 4), dtype=torch.int32, device=query.device)
-    rows[:, 0], rows[:, 3] = length, (length + key.shape[2]).clamp(min=0)
+    inputs = (query, sinks, high.key, high.value, high.gap, high.rows, *storage_tensors(storage))
+    options = (scale, window, softcap, storage.window)
+    kinds = (fused.tensor_kind(query), fused.tensor_kind(sinks), high.key.shape)
+    call = fused.call_of("chunk", *kinds, *storage_kind(storage), *options)
+
+    def run() -> tuple[Tensor, Tensor]:
+        return _attend(query, high, storage, window=window, scale=scale, softcap=softcap, sinks=sinks)
+
+    out, lse = call.run(inputs, run)
+    return out, lse
+
+
+def _attend(
+    query: Tensor,
+    high: HighTiles,
+    storage: LayerStorage,
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Attend to a cache that holds the chunk; arguments and results as for :func:`prefill_over_cache`."""
+    recipe, arch = storage.recipe, fused.device_arch(query.device)
     lowering = select_lowering(recipe, arch)
     interpreted = fused.is_interpreted()
+    tiles = select_tiles(arch, lowering, query.shape[3], storage.value_tail.shape[3], has_softcap=softcap is not None)
+    if lowering.value is Form.E4M3:
+        # Where every tile of values has factors of its own, they take registers that a cap would not leave: under that
+        # of Hopper the loop over low tiles would spill (compiled, not timed).
+        tiles = replace(tiles, max_registers=None)
     on_device = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()
     with on_device:
         operands = Operands(
-            high=TileOperands(high_key, high_value, Form.RAW, Form.RAW, "gapped", "gapped"),
+            high=TileOperands(high.key, high.value, Form.RAW, Form.RAW, "gapped", "gapped"),
             low=_low_operands(storage, lowering),
             key_mean=storage.key_mean if recipe.smooth_k else None,
             query_factor=query_factor(query, recipe, is_interpreted=interpreted),
-            gap=gap,
+            gap=high.gap,
         )
         return prefill_attention(
             query,
             operands,
-            PrefillGeometry((storage.slots + 1) * TILE, 0, 0, rows, is_causal=True, window=window, mask=None),
+            PrefillGeometry((storage.slots + 1) * TILE, 0, 0, high.rows, is_causal=True, window=window, mask=None),
             recipe,
-            select_tiles(arch, lowering, query.shape[3], value.shape[3], has_softcap=softcap is not None),
+            tiles,
             scale=scale,
             softcap=softcap,
             sinks=sinks,
             use_tma=arch >= 90,
             is_interpreted=interpreted,
         )
-
-
-def _band(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gap behind the sinks, and the raw keys and values from the chunk's first high tile on."""
-    recipe = storage.recipe
-    length = storage.lengths.clamp(min=0)[:, None].long()
-    sink_end = recipe.sink_tiles * TILE
-    start = ((length // TILE - recipe.diagonal_tiles) * TILE).clamp(min=sink_end)
-    position = start + torch.arange((recipe.diagonal_tiles + 1) * TILE + key.shape[2], device=key.device)  # [B, N]
-    new = (position - storage.lengths[:, None]).clamp(max=key.shape[2] - 1)
-    entry = torch.where(position < length, position % storage.ring, storage.ring + new)
-    entry = entry[:, None, :, None].expand(-1, key.shape[1], -1, -1)
-    bands = [
-        torch.cat((tail, tokens), 2).gather(2, entry.expand(-1, -1, -1, tail.shape[3]))
-        for tail, tokens in ((storage.key_tail, key), (storage.value_tail, value))
-    ]
-    return (start[:, 0] - sink_end).to(torch.int32), bands[0], bands[1]
 
 
 def _low_operands(storage: LayerStorage, lowering: Lowering) -> TileOperands:
@@ -122,10 +129,12 @@ def _low_operands(storage: LayerStorage, lowering: Lowering) -> TileOperands:
         value, value_form, value_factor = storage.value_body["data"], Form.E4M3, storage.value_body["factor"]
     elif not isinstance(value_codec, Unquantized):
         value_dtype = dtype
-    keys, values = dequantize_body(storage, key_dtype, value_dtype)
+    if key_dtype is not None or value_dtype is not None:
+        keys, values = dequantize_body(storage, key_dtype, value_dtype)
+        key, value = key if keys is None else keys, value if values is None else values
     return TileOperands(
-        key=key if keys is None else keys,
-        value=value if values is None else values,
+        key=key,
+        value=value,
         key_form=key_form,
         value_form=value_form,
         key_layout=layout,

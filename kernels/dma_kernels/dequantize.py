@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import fused
 from .blocks import interleaved_blocks
-from .decode import body_widths, select_forms, storage_kind
+from .decode import body_widths, select_forms
 from .decode_tiles import dequantize_rows, from_e4m3, load_channels, load_rows
 from .device_fp4 import scale_numbers, unpack_codes
 from .formats import TILE
@@ -177,26 +177,13 @@ def dequantize_body(
         Keys ``[B, Hkv, slots * 128, D]`` and values ``[B, Hkv, slots * 128, Dv]``, contiguous, as the body has them:
         tile ``J`` at slot ``J % slots``. What is not wanted is ``None``; what holds no complete tile is not written.
     """
-    if key_dtype is None and value_dtype is None:
-        return None, None
-    bodies = storage.key_body, storage.value_body
-    inputs = (*(part for body in bodies for part in body.values()), storage.lengths)
-    call = fused.call_of("dequantize", *storage_kind(storage), key_dtype, value_dtype)
-    results = iter(call.run(inputs, lambda: _launch(storage, key_dtype, value_dtype)))
-    return None if key_dtype is None else next(results), None if value_dtype is None else next(results)
-
-
-def _launch(
-    storage: LayerStorage, key_dtype: torch.dtype | None, value_dtype: torch.dtype | None
-) -> tuple[Tensor, ...]:
-    """Launch the kernel; returns what is wanted."""
     (batch, kv_heads, _, head_dim), value_dim = storage.key_tail.shape, storage.value_tail.shape[3]
     device, slots = storage.lengths.device, storage.slots
     outputs = [
         None if dtype is None else torch.empty((batch, kv_heads, slots * TILE, dim), dtype=dtype, device=device)
         for dim, dtype in ((head_dim, key_dtype), (value_dim, value_dtype))
     ]
-    wanted = tuple(output for output in outputs if output is not None)
+    wanted = sum(output is not None for output in outputs)
     launcher = _launcher(
         storage.recipe, kv_heads, head_dim, value_dim, storage.key_tail.dtype, key_dtype, value_dtype,
         fused.is_interpreted(),
@@ -204,8 +191,8 @@ def _launch(
     parts = (body.get(name) for body in (storage.key_body, storage.value_body) for name in ("data", "scale", "factor"))
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device:
-        launcher((slots, batch * kv_heads, len(wanted)), *outputs, *map(_as_bytes, parts), storage.lengths, slots)
-    return wanted
+        launcher((slots, batch * kv_heads, wanted), *outputs, *map(_as_bytes, parts), storage.lengths, slots)
+    return outputs[0], outputs[1]
 
 
 def _as_bytes(part: Tensor | None) -> Tensor | None:
