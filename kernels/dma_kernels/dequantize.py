@@ -229,4 +229,6 @@ def _launcher(
         "HAS_VALUES": value_dtype is not None,
         "IS_INTERPRETED": is_interpreted,
     }
-    return Launcher(dequantize_kernel, constants, settled=("key_ptr", "value_ptr"), num_warps=8)
+    # 32 elements for a thread, 64 of head dimensions over 128; with twice as many some masked shapes spill.
+    num_warps = 16 if max(head_dim, value_dim) > 64 else 8
+    return Launcher(dequantize_kernel, constants, settled=("key_ptr", "value_ptr"), num_warps=num_warps)
