@@ -25,6 +25,7 @@ CHUNKS = [
     "kv4:90:64:64",
     "kv4:100:128:128",
     "kv4:120:128:128",
+    "kv8:80:128:128",
     "kv8:90:128:128",
     "kv8:90:64:64",
     "k8v4:90:128:128",
@@ -59,7 +60,8 @@ def compiled() -> Kernels:
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_what_is_launched(chunk: str, compiled: Kernels) -> None:
-    needed = [] if chunk.startswith("kv8") else ["dequantize_kernel"]
+    # Ampere has no units for values in E4M3.
+    needed = [] if chunk.startswith("kv8:90") else ["dequantize_kernel"]
     names = [kernel["name"] for kernel in compiled[chunk]]
     assert names == ["high_tiles_kernel", "_append_kernel", *needed, "prefill_kernel"]
     assert all(kernel["shared"] <= SHARED_MEMORY[int(chunk.split(":")[1])] for kernel in compiled[chunk])
