@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu run
 CASES = {
     "across-tiles": Case(kv_len=700, padding=(0, 300, 640)),
     "first-tiles": Case(kv_len=200, padding=(0, 90)),
-    "padding-goes-on": Case(kv_len=400, padding=(0, 390, 400)),
+    "padding-goes-on": Case(kv_len=400, padding=(0, 390, 420)),
     "window": Case(kv_len=900, window=200),
     "head-dim-80-96": Case(head_dim=80, value_dim=96),
     "head-dim-96-40": Case(head_dim=96, value_dim=40, padding=(5,)),
