@@ -154,6 +154,7 @@ def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
         ax.set_yticks(range(len(section.depths)), [f"{100 * depth:.0f} %" for depth in section.depths])
         if index >= len(section.backends) - columns:
             ax.set_xlabel("Prompt, tokens")
+            ax.tick_params(labelbottom=True)  # also where the row below has no heat map
         if index % columns == 0:
             ax.set_ylabel("Depth of the answer")
     for ax in axes.flat[len(section.backends) :]:

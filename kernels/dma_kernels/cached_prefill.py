@@ -88,7 +88,7 @@ def _attend(
     tiles = select_tiles(arch, lowering, query.shape[3], storage.value_tail.shape[3], has_softcap=softcap is not None)
     if lowering.value is Form.E4M3:
         # Where every tile of values has factors of its own, they take registers that a cap would not leave: under that
-        # of Hopper the loop over low tiles would spill (compiled, not timed).
+        # of Hopper the loop over low tiles spills (an H200, kv8, 2,048 queries after 32K keys: 2.6 ms against 2.25).
         tiles = replace(tiles, max_registers=None)
     on_device = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()
     with on_device:
