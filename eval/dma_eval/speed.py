@@ -12,6 +12,7 @@ from dma_kernels.api import resolve_backend
 from dma_kernels.fused import device_arch, is_interpreted
 from dma_kernels.fused_quantize import quantize_keys_values, query_factor
 from dma_kernels.operands import Operands, select_lowering
+from dma_kernels.tuning import starts_early
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,7 +24,7 @@ from dma_hf import DMAConfig
 from .backends import DMA, parse_backends, refuse_cache, refuse_repeats
 from .errors import UserError, one_line
 from .speed_results import PrefillResult, Shape
-from .timing import FAILURES, DeviceFacts, Run, captured, extra_memory, time_in_turns
+from .timing import FAILURES, DeviceFacts, Run, capture, captured, extra_memory, time_in_turns
 
 SDPA_BACKENDS: dict[str, SDPBackend | None] = {
     "sdpa": None,
@@ -223,22 +224,29 @@ def _time_quantization(
     if resolve_backend(config.backend, device, query.dtype) != "triton":
         return {}
     recipe: Recipe = config.recipe
-    lowering = select_lowering(recipe, device_arch(device))
+    arch, interpreted = device_arch(device), is_interpreted()
+    lowering = select_lowering(recipe, arch)
+    use_pdl = starts_early(arch, key.shape[2]) and not interpreted
 
     def run() -> Operands:
-        query_factor(query, recipe, is_interpreted=is_interpreted())
+        query_factor(query, recipe, is_interpreted=interpreted)
         return quantize_keys_values(
-            key, value, recipe, lowering, kv_offset=0, rows=None, is_interpreted=is_interpreted()
+            key, value, recipe, lowering, kv_offset=0, rows=None, is_interpreted=interpreted, use_pdl=use_pdl
         )
 
     moved = _moved_bytes(key, value, run())
     if not moved:
         return {}
-    timing = time_in_turns({"quantize": run}, device, seconds=seconds / 4)["quantize"]
+    source, target = torch.empty((2, -(-moved // 16)), dtype=torch.float64, device=device)
+    runs: dict[str, Run] = {"quantize": run, "copy": lambda: target.copy_(source)}
+    if device.type == "cuda":
+        runs = {name: capture(each, device) for name, each in runs.items()}
+    timings = time_in_turns(runs, device, seconds=seconds / 4)
     rate = facts.copy_bytes_per_second
     return {
-        "quantize_milliseconds": timing.median,
+        "quantize_milliseconds": timings["quantize"].median,
         "quantize_copy_milliseconds": None if rate is None else 1e3 * moved / rate,
+        "plain_copy_milliseconds": timings["copy"].median,
     }
 
 

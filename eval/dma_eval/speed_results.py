@@ -17,7 +17,7 @@ from typing import Any
 from .environment import Environment, collect
 from .timing import DeviceFacts
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +70,12 @@ class PrefillResult:
         repeats: Timed calls.
         graph_milliseconds: Median time as a CUDA graph; measured where a call is short.
         quantize_milliseconds: Median time of quantising keys and values (and what else precedes the attention kernel)
-            alone, already counted above; null for implementations that do not.
+            alone, already counted above; null for implementations that do not. On a CUDA device as a CUDA graph since
+            version 2, called from Python before.
         quantize_copy_milliseconds: What moving the bytes that quantisation must read and write would take at the
-            device's copy speed.
+            device's copy speed, which is that of a large copy.
+        plain_copy_milliseconds: Median time of a copy that reads and writes as many bytes, beside the quantisation and
+            timed likewise; since version 2.
         tflops: 10 ** 12 floating-point operations per second, by ``milliseconds``.
         speedup: Time of the shape's first implementation over this one's.
         error: Norm of the difference from fp64 over the norm, on sampled query rows.
@@ -91,6 +94,7 @@ class PrefillResult:
     graph_milliseconds: float | None = None
     quantize_milliseconds: float | None = None
     quantize_copy_milliseconds: float | None = None
+    plain_copy_milliseconds: float | None = None
     tflops: float | None = None
     speedup: float | None = None
     error: float | None = None

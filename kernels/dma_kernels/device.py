@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .formats import (
     E8M0_MAX_CODE,
@@ -22,6 +23,23 @@ _NAN_CODE = tl.constexpr(E8M0_NAN)
 
 PERMUTED_KEYS = 16
 """Keys in a group that :func:`permute_keys` reorders."""
+
+
+@triton.jit
+def let_next_start(USE_PDL: tl.constexpr):
+    """Let the programs of the next kernel take their places as soon as all of this one have theirs."""
+    if USE_PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(USE_PDL: tl.constexpr):
+    """Wait until all that kernels before this one have written can be read.
+
+    A kernel that may start early reads before this nothing but what the caller gave, and writes nothing.
+    """
+    if USE_PDL:
+        gdc_wait()
 
 
 @triton.jit

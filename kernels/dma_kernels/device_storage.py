@@ -40,16 +40,25 @@ def load_visible(base, rows, first, last, stride_t, stride_d, D: tl.constexpr, B
 
 
 @triton.jit
+def transform(
+    x, rows, first, last, mean, HAS_MEAN: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """Return visible keys ``[ROWS, BLOCK_D]`` as low tiles quantise them: less ``mean`` ``[BLOCK_D]``, then rotated."""
+    if HAS_MEAN:
+        m_row = (rows >= first) & (rows < last)
+        x = tl.where(m_row[:, None], x - mean[None, :], 0.0)
+    if ROTATE:
+        x = hadamard(x, x.shape[0], HADAMARD_SIZE, x.shape[1], NORM)
+    return x
+
+
+@triton.jit
 def load_transformed(
     base, rows, first, last, stride_t, stride_d, mean,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_MEAN: tl.constexpr,
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Load keys as the low tiles see them before they are quantised: smoothed by ``mean`` ``[BLOCK_D]``, rotated."""
+    """Load keys and :func:`transform` them."""
     x = load_visible(base, rows, first, last, stride_t, stride_d, D, BLOCK_D)
-    if HAS_MEAN:
-        m_row = (rows >= first) & (rows < last)
-        x = tl.where(m_row[:, None], x - mean[None, :], 0.0)
-    if ROTATE:
-        x = hadamard(x, x.shape[0], HADAMARD_SIZE, BLOCK_D, NORM)
-    return x
+    return transform(x, rows, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM)

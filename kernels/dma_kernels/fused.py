@@ -16,7 +16,7 @@ from .operands import select_lowering
 from .prefill import prefill_attention
 from .recipe import Recipe
 from .replay import Call, Results
-from .tuning import select_tiles
+from .tuning import select_tiles, starts_early
 
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_ARCH = 80
@@ -151,6 +151,7 @@ def _attend(
             kv_offset=geometry.kv_offset,
             rows=geometry.rows,
             is_interpreted=interpreted,
+            use_pdl=not interpreted and starts_early(arch, key.shape[2]),
         )
         head_scale = query_factor(query, recipe, is_interpreted=interpreted)
         if head_scale is not None:

@@ -9,7 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import e8m0_decode, e8m0_encode, e8m0_reciprocal, pack_e4m3, to_e4m3, to_e5m2
+from .device import (
+    e8m0_decode,
+    e8m0_encode,
+    e8m0_reciprocal,
+    let_next_start,
+    pack_e4m3,
+    to_e4m3,
+    to_e5m2,
+    wait_for_previous,
+)
 from .device_blocks import (
     dequantize_blocks,
     e8m0_scale,
@@ -19,7 +28,7 @@ from .device_blocks import (
     quantize_blocks,
     round_to_element,
 )
-from .device_storage import load_transformed, load_visible, visible_rows
+from .device_storage import load_visible, transform, visible_rows
 from .formats import E4M3, E8M0_MAX_CODE, E8M0_NAN, MXINT8_UNIT, TILE
 from .fused_statistics import CHUNKS, reduce_channel_chunks, reduce_chunks
 
@@ -110,9 +119,18 @@ def _write_blocks(
 
 
 @triton.jit
+def _value_factor(channels_ptr, i_head, chunks, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Return the scales of a head's channels, fp32 ``[BLOCK_DV]``."""
+    bits = reduce_channel_chunks(channels_ptr + i_head * (_CHUNKS * DV), chunks, DV, BLOCK_DV)
+    code = e8m0_encode(bits.to(tl.float32, bitcast=True), _E4M3_EMAX, _E4M3_MAX_MANTISSA, True)
+    # As in value_scale: the smallest scale is fp32's smallest normal number.
+    return e8m0_decode(tl.maximum(code, 1))
+
+
+@triton.jit
 def _write_fp8_values(
-    base, value_ptr, factor, i_tile_row, start, first, last, stride_t, stride_d,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    base, channels_ptr, value_ptr, value_factor_ptr, i_head, i_tile, i_tile_row, start, first, last, stride_t, stride_d,
+    chunks, DV: tl.constexpr, BLOCK_DV: tl.constexpr, IS_INTERPRETED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of values in E4M3, transposed, the keys of a group of 16 as ``permute_keys`` has them.
 
@@ -122,13 +140,17 @@ def _write_fp8_values(
     o_w = tl.arange(0, _TILE // 4)
     o_d = tl.arange(0, BLOCK_DV)
     rows = start + (o_w // 4) * 16 + (o_w % 4) * 2
+    a = load_visible(base, rows, first, last, stride_t, stride_d, DV, BLOCK_DV)
+    b = load_visible(base, rows + 1, first, last, stride_t, stride_d, DV, BLOCK_DV)
+    c = load_visible(base, rows + 8, first, last, stride_t, stride_d, DV, BLOCK_DV)
+    d = load_visible(base, rows + 9, first, last, stride_t, stride_d, DV, BLOCK_DV)
+    wait_for_previous(USE_PDL)
+    factor = _value_factor(channels_ptr, i_head, chunks, DV, BLOCK_DV)
+    if i_tile == 0:
+        tl.store(value_factor_ptr + i_head * DV + o_d, factor, mask=o_d < DV)
     # factor is a power of two of at least 2^-126, so its reciprocal is exact.
     scale = (1.0 / factor)[None, :]
-    a = load_visible(base, rows, first, last, stride_t, stride_d, DV, BLOCK_DV) * scale
-    b = load_visible(base, rows + 1, first, last, stride_t, stride_d, DV, BLOCK_DV) * scale
-    c = load_visible(base, rows + 8, first, last, stride_t, stride_d, DV, BLOCK_DV) * scale
-    d = load_visible(base, rows + 9, first, last, stride_t, stride_d, DV, BLOCK_DV) * scale
-    word = pack_e4m3(a, b, c, d, IS_INTERPRETED)
+    word = pack_e4m3(a * scale, b * scale, c * scale, d * scale, IS_INTERPRETED)
     offset = (i_tile_row * DV + o_d)[:, None] * (_TILE // 4) + o_w[None, :]
     word_ptr = value_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.store(word_ptr + offset, tl.trans(word), mask=(o_d < DV)[:, None])
@@ -141,13 +163,21 @@ def _quantize_keys(
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_HEAD: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
-    SHARED: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    SHARED: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    i_head = tl.program_id(1).to(tl.int64)
+    HAS_TILE_SCALE: tl.constexpr = (
+        LOW_FORM == "int8" or LOW_FORM == "e4m3" or LOW_FORM == "e5m2" or (LOW_FORM != "none" and SHARED == "tile")
+    )
+    ROWS: tl.constexpr = _TILE if HAS_TILE_SCALE else _ROWS
+    i_head = tl.program_id(0).to(tl.int64)
     i_b = i_head // KV_HEADS
     base = k_ptr + i_b * stride_kb + (i_head % KV_HEADS) * stride_kh
     first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
+    start += i_tile * _TILE
     o_d = tl.arange(0, BLOCK_D)
+    if HAS_TILE_SCALE:
+        x = load_visible(base, start + tl.arange(0, ROWS), first, last, stride_kt, stride_kd, D, BLOCK_D)
+    wait_for_previous(USE_PDL)
     mean = tl.zeros([BLOCK_D], tl.float32)
     if HAS_MEAN:
         mean = tl.load(mean_ptr + i_head * D + o_d, mask=o_d < D, other=0.0)
@@ -157,17 +187,12 @@ def _quantize_keys(
         if i_tile == 0:
             tl.store(head_factor_ptr + i_head, head_scale)
     i_tile_row = i_head * tiles + i_tile
-    HAS_TILE_SCALE: tl.constexpr = (
-        LOW_FORM == "int8" or LOW_FORM == "e4m3" or LOW_FORM == "e5m2" or (LOW_FORM != "none" and SHARED == "tile")
-    )
-    ROWS: tl.constexpr = _TILE if HAS_TILE_SCALE else _ROWS
     for part in tl.range(0, _TILE // ROWS):
         o_t = part * ROWS + tl.arange(0, ROWS)
         row = i_tile_row * _TILE + o_t
-        x = load_transformed(
-            base, start + i_tile * _TILE + o_t, first, last, stride_kt, stride_kd, mean,
-            D, BLOCK_D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM,
-        )  # fmt: skip
+        if not HAS_TILE_SCALE:
+            x = load_visible(base, start + o_t, first, last, stride_kt, stride_kd, D, BLOCK_D)
+        x = transform(x, start + o_t, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM)
         if HIGH_FORM != "raw":
             _write_blocks(
                 x, high_ptr, high_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
@@ -191,8 +216,9 @@ def _quantize_values(
     stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, chunks, i_tile,
     KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ROWS: tl.constexpr,
     VALUE_FORM: tl.constexpr, LOW_VALUE_FORMAT: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    i_head = tl.program_id(1).to(tl.int64)
+    i_head = tl.program_id(0).to(tl.int64)
     i_b = i_head // KV_HEADS
     base = v_ptr + i_b * stride_vb + (i_head % KV_HEADS) * stride_vh
     first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
@@ -201,22 +227,18 @@ def _quantize_values(
     o_t = tl.arange(0, _TILE)
     o_d = tl.arange(0, BLOCK_DV)
     offset = (i_tile_row * _TILE + o_t)[:, None] * DV + o_d[None, :]
-    if VALUE_FORM != "raw":
-        bits = reduce_channel_chunks(channels_ptr + i_head * (_CHUNKS * DV), chunks, DV, BLOCK_DV)
-        code = e8m0_encode(bits.to(tl.float32, bitcast=True), _E4M3_EMAX, _E4M3_MAX_MANTISSA, True)
-        # As in value_scale: the smallest scale is fp32's smallest normal number.
-        factor = e8m0_decode(tl.maximum(code, 1))
-        if VALUE_FORM == "e4m3":
-            if i_tile == 0:
-                tl.store(value_factor_ptr + i_head * DV + o_d, factor, mask=o_d < DV)
-            _write_fp8_values(
-                base, value_ptr, factor, i_tile_row, start, first, last, stride_vt, stride_vd,
-                DV, BLOCK_DV, IS_INTERPRETED,
-            )  # fmt: skip
-        else:
-            x = load_visible(base, start + o_t, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
-            x = round_to_element(x * (1.0 / factor)[None, :], "mxfp8") * factor[None, :]
-            tl.store(value_ptr + offset, x.to(value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
+    if VALUE_FORM == "e4m3":
+        _write_fp8_values(
+            base, channels_ptr, value_ptr, value_factor_ptr, i_head, i_tile, i_tile_row, start, first, last,
+            stride_vt, stride_vd, chunks, DV, BLOCK_DV, IS_INTERPRETED, USE_PDL,
+        )  # fmt: skip
+    else:
+        wait_for_previous(USE_PDL)
+    if VALUE_FORM == "dequantized":
+        factor = _value_factor(channels_ptr, i_head, chunks, DV, BLOCK_DV)
+        x = load_visible(base, start + o_t, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
+        x = round_to_element(x * (1.0 / factor)[None, :], "mxfp8") * factor[None, :]
+        tl.store(value_ptr + offset, x.to(value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
     if LOW_VALUE_FORMAT != "none":
         head_scale = 1.0
         if LOW_VALUE_FORMAT == "nvfp4":
@@ -242,20 +264,22 @@ def quantize_kernel(
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
     SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, LOW_VALUE_FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of values in the first layer of programs, of keys in the last.
 
     Forms are those of :class:`~dma_kernels.operands.Form`; ``none`` and, for keys and values, ``raw`` write nothing.
     """
-    # The statistics pass went through the tiles in ascending order: begin with those that are still in the L2 cache.
-    i_tile = (tiles - 1 - tl.program_id(0)).to(tl.int64)
+    let_next_start(USE_PDL)
+    # The statistics pass went through the tiles of all heads in ascending order: begin with those that are still in the
+    # L2 cache.
+    i_tile = (tiles - 1 - tl.program_id(1)).to(tl.int64)
     if VALUE_FORM != "raw" or LOW_VALUE_FORMAT != "none":  # noqa: SIM102 (a constexpr branch)
         if tl.program_id(2) == 0:
             _quantize_values(
                 v_ptr, channels_ptr, value_head_ptr, value_ptr, value_factor_ptr, low_value_ptr, rows_ptr,
                 stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, chunks, i_tile,
-                KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM, LOW_VALUE_FORMAT, ROUNDING, IS_INTERPRETED,
+                KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM, LOW_VALUE_FORMAT, ROUNDING, IS_INTERPRETED, USE_PDL,
             )  # fmt: skip
     if HIGH_FORM != "raw" or LOW_FORM != "none":  # noqa: SIM102
         if tl.program_id(2) == tl.num_programs(2) - 1:
@@ -263,5 +287,5 @@ def quantize_kernel(
                 k_ptr, mean_ptr, key_head_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr,
                 head_factor_ptr, rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles, chunks,
                 i_tile, KV_HEADS, D, BLOCK_D, HAS_ROWS, HAS_MEAN, HAS_KEY_HEAD, ROTATE, HADAMARD_SIZE, NORM,
-                HIGH_FORM, HIGH_FORMAT, LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, IS_INTERPRETED,
+                HIGH_FORM, HIGH_FORMAT, LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, IS_INTERPRETED, USE_PDL,
             )  # fmt: skip

@@ -124,6 +124,8 @@ class Operands:
         query_factor: NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``; given iff the recipe has
             NVFP4 queries.
         gap: int32 ``[B]``, for the layout ``gapped``.
+        lets_next_start: Whether the kernels that write them, launched right before, let the next one start before they
+            end. It may read the caller's tensors, and has to wait for all else.
     """
 
     high: TileOperands
@@ -131,6 +133,7 @@ class Operands:
     key_mean: Tensor | None = None
     query_factor: Tensor | None = None
     gap: Tensor | None = None
+    lets_next_start: bool = False
 
 
 BLOCK_SCALED_ARCHS = frozenset({100, 103, 110, 120, 121})

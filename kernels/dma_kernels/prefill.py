@@ -85,7 +85,7 @@ def prefill_attention(
         geometry.is_causal, operands.low is not None, rows is not None, geometry.window is not None,
         softcap is not None, sinks is not None, mask is not None, operands.key_mean is not None,
         operands.query_factor is not None, high.key_factor is not None, low.key_factor is not None,
-        0 if low.value_factor is None else low.value_factor.ndim,
+        0 if low.value_factor is None else low.value_factor.ndim, operands.lets_next_start,
     )  # fmt: skip
     values = constants.values
     k_desc = v_desc = k_low_desc = v_low_desc = low.key  # unused without tensor copies
@@ -172,6 +172,7 @@ def _constants(
     has_k_factor: bool,
     has_k_low_factor: bool,
     value_factor_dims: int,
+    use_pdl: bool,
 ) -> _Constants:
     is_packed = Form.PACKED in (high_form, low_form)
     # Block-scaled units take 64 channels at a time.
@@ -224,8 +225,9 @@ def _constants(
         "USE_TMA": use_tma,
         "USE_RAW_TMA": use_raw_tma,
         "IS_INTERPRETED": is_interpreted,
+        "USE_PDL": use_pdl,
     }
-    options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": use_pdl}
     if tiles.max_registers is not None:
         options["maxnreg"] = tiles.max_registers
     return _Constants(values, Launcher(prefill_kernel, values, **options))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .device import wait_for_previous
 from .formats import TILE
 from .queries import finite_or_zero, load_queries, prepare_queries, rotate_queries, smoothing_shift
 from .scores import (
@@ -90,7 +91,7 @@ def prefill_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_QUERY_FACTOR: tl.constexpr, HAS_K_FACTOR: tl.constexpr, K_LOW_FACTOR: tl.constexpr,
     VALUE_FACTOR: tl.constexpr, IS_PV_FP8: tl.constexpr, STAGE_QUERIES: tl.constexpr,
-    USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute attention for a block of queries of one head; arguments as :mod:`dma_kernels.operands` names them.
 
@@ -173,11 +174,12 @@ def prefill_kernel(
     else:
         m_i = tl.full([BLOCK_M], -1.0e30, tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
+
+    q = load_queries(q_base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
+    wait_for_previous(USE_PDL)
     head_scale = 1.0
     if HAS_QUERY_FACTOR:
         head_scale = tl.load(query_factor_ptr + i_b * Q_HEADS + i_h)
-
-    q = load_queries(q_base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
     m_row = (rows >= 0) & (rows < q_len)
     lse_rows = lse_ptr + (i_b * Q_HEADS + i_h) * q_len + rows
     shift = tl.zeros([BLOCK_M], tl.float32)

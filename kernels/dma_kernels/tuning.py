@@ -142,6 +142,20 @@ def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     return HopperTiles(groups=3, stages=stages, registers=160, min_keys=min_keys, min_rows=32 * min_keys)
 
 
+def starts_early(arch: int, kv_len: int) -> bool:
+    """Whether the kernels of a call start before the one before them has ended (programmatic dependent launch).
+
+    Short calls wait for launches as long as for some kernels: ``balanced`` at 2K takes 80.5 us instead of 86.0, at 4K
+    222 instead of 224. In long ones the quantiser's programs, which read their tile before they wait, take memory from
+    the statistics: 297 us instead of 273 at 128K.
+
+    Args:
+        arch: Compute capability, major version times ten plus minor.
+        kv_len: Keys.
+    """
+    return arch >= 90 and kv_len < 4_096
+
+
 L2_BYTES = 24 << 20
 """Keys and values that programs running at the same time should share: about half of a Hopper's L2 cache of 50 MB."""
 

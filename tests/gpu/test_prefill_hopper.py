@@ -120,7 +120,7 @@ def test_long_calls_take_it_and_equal_the_other_kernel(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(prefill, "prefill_hopper", note)
     qkv = random_qkv(
-        q_heads=12, kv_heads=4, q_len=16_400, kv_len=16_400, head_dim=128, dtype=torch.bfloat16, device="cuda"
+        q_heads=16, kv_heads=4, q_len=16_400, kv_len=16_400, head_dim=128, dtype=torch.bfloat16, device="cuda"
     )
 
     def run() -> tuple[Tensor, Tensor]:

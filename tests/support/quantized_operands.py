@@ -45,12 +45,19 @@ def lowering_of(recipe: Recipe, arch: int) -> Lowering:
 
 
 def check(
-    key: Tensor, value: Tensor, recipe: Recipe, arch: int, *, kv_offset: int = 0, rows: Tensor | None = None
+    key: Tensor,
+    value: Tensor,
+    recipe: Recipe,
+    arch: int,
+    *,
+    kv_offset: int = 0,
+    rows: Tensor | None = None,
+    use_pdl: bool = False,
 ) -> Operands:
     """Hold the operands of a call against the specification, given the mean key that the kernels found."""
     lowering = lowering_of(recipe, arch)
     actual = quantize_keys_values(
-        key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, is_interpreted=not key.is_cuda
+        key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, is_interpreted=not key.is_cuda, use_pdl=use_pdl
     )
     expected = expected_operands(key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, mean=actual.key_mean)
     assert_operands_equal(actual, expected)
