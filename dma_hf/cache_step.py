@@ -70,8 +70,11 @@ class Step:
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
         if self.is_first and (not self.is_stored or query.shape[2] > TILE):
             pattern = geometry.pattern
+            length = self.key.shape[2]
             if pattern is not None and pattern.shape[3] > 1:
-                pattern = pattern[..., : self.key.shape[2]]
+                pattern = pattern[..., :length]
+            # What else the mask of a static cache hides is not there yet.
+            is_seen = geometry.is_unpadded and length <= geometry.q_len
             out: Tensor = attention(
                 query,
                 self.key,
@@ -81,7 +84,7 @@ class Step:
                 window=geometry.window,
                 q_offset=geometry.kv_offset,
                 kv_offset=geometry.kv_offset,
-                kv_range=geometry.kv_range,
+                kv_range=None if is_seen else geometry.kv_range,
                 mask=pattern,
                 **options,
             )

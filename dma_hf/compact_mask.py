@@ -33,6 +33,8 @@ class MaskGeometry:
         q_offset: Position of query 0: an int, or integer ``[]`` or ``[B]``.
         kv_offset: Position of key 0, likewise; negative in left-padded rows.
         kv_range: Indices of the first visible key and of the one past the last, integer ``[B, 2]``; ``None`` for all.
+        is_unpadded: Whether it is known that padding hides none of the first ``q_len`` keys. A number that grows would
+            have every step compiled anew.
         pattern: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``: what the rest of the geometry cannot say.
         two_sequences: Whether queries and keys belong to two sequences that share no positions (cross-attention).
     """
@@ -45,6 +47,7 @@ class MaskGeometry:
     q_offset: int | Tensor = 0
     kv_offset: int | Tensor = 0
     kv_range: Tensor | None = None
+    is_unpadded: bool = False
     pattern: Tensor | None = None
     two_sequences: bool = False
 
@@ -78,6 +81,7 @@ class MaskGeometry:
             q_offset=_to(self.q_offset, device),
             kv_offset=_to(self.kv_offset, device),
             kv_range=None if self.kv_range is None else self.kv_range.to(device).expand(batch, 2),
+            is_unpadded=self.is_unpadded,
             pattern=None if self.pattern is None else self.pattern.to(device),
             two_sequences=two_sequences,
         )

@@ -52,12 +52,14 @@ class _Padding:
         first: Index of the first visible key that is still in the cache.
         end: Index past the last visible key.
         pattern: Boolean ``[B, 1, 1, Tk]`` where ``first..end`` has holes, or may have.
+        unpadded: How many keys from the first on it is known not to hide in any row.
     """
 
     origin: int | Tensor
     first: Tensor
     end: Tensor
     pattern: Tensor | None
+    unpadded: int = 0
 
 
 def dma_mask(
@@ -152,6 +154,7 @@ def dma_mask(
         q_offset=q_offset - origin,
         kv_offset=kv_offset - origin,
         kv_range=_visible_range(kind, padding, batch_size, q_length, kv_length, q_offset, kv_offset, device),
+        is_unpadded=padding is None or padding.unpadded >= q_length,
         pattern=pattern,
         two_sequences=_has_two_sequences(kind, q_length, kv_length, q_offset, kv_offset),
     )
@@ -206,7 +209,8 @@ def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int)
         if missing <= 0:
             return None
         first = torch.zeros(mask.shape[0], dtype=torch.int64, device=mask.device)
-        return _Padding(0, first, torch.full_like(first, max(kv_length - missing, 0)), None)
+        length = max(kv_length - missing, 0)
+        return _Padding(0, first, torch.full_like(first, length), None, unpadded=length)
     mask = torch.nn.functional.pad(mask, (0, max(missing, 0)), value=False)
     seen = mask[:, kv_offset : kv_offset + kv_length]
     pattern = seen[:, None, None, :]

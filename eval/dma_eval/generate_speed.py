@@ -64,6 +64,8 @@ SHAPES = {
 UNTIMED_STEPS = 4
 """Steps at the start that are not counted: what they compile or capture comes once."""
 FILL_TOKENS = 8192
+WARM_TOKENS = 8192
+"""Of a prompt that compiles the kernels of longer ones too; the kernel for long prompts begins here."""
 
 
 @dataclass(frozen=True)
@@ -229,9 +231,10 @@ def _measure_one(model: PreTrainedModel, context: int, run: GenerateRun, batch: 
         activate(model, run.backend)
         cache = run.make_cache(model, context + new_tokens)
         prompt = torch.randint(model.config.vocab_size, (batch, context), device=device)
-        # Kernels and steps are compiled on a few tokens, with the very cache of the run.
+        # Steps and kernels are compiled with the very cache of the run.
         _generate(model, prompt[:, :16], cache, UNTIMED_STEPS, None)
-        _generate(model, prompt[:, : min(context, 1024)], _emptied(run, model, cache, context + new_tokens), 2, None)
+        cache = _emptied(run, model, cache, context + new_tokens)
+        _generate(model, prompt[:, :WARM_TOKENS], cache, 2, None)
         cache = _emptied(run, model, cache, context + new_tokens)
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -12,7 +12,7 @@ from tiny_models import SIZES
 from transformers import DynamicCache, StaticCache
 
 import dma_hf
-from dma_hf import DMACache
+from dma_hf import DMACache, cache_step
 from dma_hf.cache_layers import DMALayer, DMASlidingLayer, DMAStaticLayer
 
 WINDOW = 100
@@ -421,3 +421,27 @@ def test_transformers_static_cache_gives_the_same(build, token_ids, assert_same)
     caches = DMACache(model.config, max_cache_len=64), StaticCache(model.config, max_cache_len=64)
     assert_same(*(model(ids, past_key_values=cache).logits for cache in caches))
     assert caches[0].get_mask_sizes(1, 0) == caches[1].get_mask_sizes(1, 0)
+
+
+@pytest.mark.parametrize("padded", ["no", "none hidden", "left", "right"])
+def test_a_prompt_in_a_static_cache_is_computed_as_in_a_dynamic_one(padded, build, token_ids, assert_same, monkeypatch):
+    """Without a range of visible keys, which costs the kernels time, unless the prompt is padded."""
+    ranges = []
+    attention = cache_step.attention
+
+    def note(*arguments, **options):
+        ranges.append(options["kv_range"])
+        return attention(*arguments, **options)
+
+    monkeypatch.setattr(cache_step, "attention", note)
+    model = build("gemma3")
+    ids = token_ids(2, 150)
+    mask = None if padded == "no" else torch.ones_like(ids)
+    if padded in ("left", "right"):
+        mask[1, slice(0, 30) if padded == "left" else slice(120, 150)] = 0
+    caches = DMACache(model.config, max_cache_len=400), DMACache(model.config)
+    static, dynamic = (model(ids, attention_mask=mask, past_key_values=cache).logits for cache in caches)
+    seen = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    assert_same(static[seen], dynamic[seen])
+    assert len(ranges) == 4
+    assert all((each is None) == (padded in ("no", "none hidden")) for each in ranges)

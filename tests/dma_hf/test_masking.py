@@ -133,7 +133,19 @@ def test_positions_count_from_the_first_real_key_of_the_row():
 def test_keys_that_a_static_cache_has_yet_to_write_are_invisible():
     geometry = _geometry(q_length=3, kv_length=40, q_offset=torch.tensor(7))
     assert geometry.kv_range.tolist() == [[0, 10], [0, 10]]
+    assert geometry.is_unpadded
     assert geometry.q_offset == 7
+
+
+def test_padding_that_may_hide_a_key_of_a_prompt():
+    assert _geometry(kv_length=40).is_unpadded
+    mask = torch.ones(2, 10, dtype=torch.bool)
+    assert _geometry(kv_length=40, attention_mask=mask).is_unpadded
+    assert not _geometry(kv_length=40, attention_mask=mask[:, :9]).is_unpadded  # what is missing is invisible
+    for column in (0, 4, 9):
+        hidden = mask.clone()
+        hidden[1, column] = False
+        assert not _geometry(kv_length=40, attention_mask=hidden).is_unpadded
 
 
 def test_two_sequences():
