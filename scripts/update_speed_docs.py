@@ -57,9 +57,9 @@ def describe_decode(batch: int, length: int, head_dim: int, q_heads: int, kv_hea
 
 def prefill_shapes() -> ByShape:
     """Return what was measured of prefill on the kernels of today."""
-    results = read("prefill-h200.json", "prefill-shapes-h200.json")
-    # Of the run before this one what ran on the kernels of today.
-    results += [each for each in read("prefill-shapes-before-h200.json") if each["shape"]["head_dim"] != USUAL_DIM]
+    # Of the oldest run what ran on the kernels of today; of what several runs have, the newest.
+    results = [each for each in read("prefill-shapes-before-h200.json") if each["shape"]["head_dim"] != USUAL_DIM]
+    results += read("prefill-shapes-h200.json", "prefill-h200.json")
     return by_shape(results, PREFILL_SHAPE)
 
 
@@ -130,7 +130,7 @@ def times_faster(named: dict[str, Result], ours: str, other: str) -> str:
 
 def decode_table() -> str:
     """Return a row for each shape: times of a step, and what the caches take."""
-    shapes = by_shape(read("decode-h200.json"), DECODE_SHAPE)
+    shapes = by_shape(read("decode-h200.json", "decode-heads-h200.json"), DECODE_SHAPE)
     headers = ["sequences x keys", "SDPA, us"]
     others = {"sdpa": "SDPA", "sdpa:flash": "FA2", "sdpa:dynamic": "`DynamicCache`"}
     for cache in CACHES:
@@ -199,6 +199,8 @@ def generate_table(*, of_static_caches: bool = False) -> str:
     labels = [
         label for label in dict.fromkeys(r["label"] for r in results) if not of_static_caches or "static" in label
     ]
+    if not set(labels) <= set(longest):  # the run was ended before all were found
+        longest = {}
     last = f"{contexts[-1] // 1024}K"
     headers = ["tokens per second at", *(f"{context // 1024}K" for context in contexts)]
     headers += [f"first token at {last}", f"cache at {last}", *(["longest context"] if longest else [])]

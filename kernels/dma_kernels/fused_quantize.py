@@ -189,12 +189,13 @@ def _plan(
         "IS_INTERPRETED": is_interpreted,
     }
     has_few_registers = max(head_dim, value_dim) <= 128
-    # On an H200, 32K tokens and 8 kv heads of 128: 4 warps against 8 take 83 us and 88 for MXINT8 keys and FP8 values;
+    # On an H200, 32K tokens and 8 kv heads of 128: 4 warps against 8 take 79 us and 94 for MXINT8 keys and FP8 values;
     # for block formats, which 4 warps have too few registers for, 142 and 85 (MXFP4 and MXFP8). Nor for a rotation.
-    # What else was tried was slower (80 us in that run): keys written beside the statistics of the values, 91; that
-    # with 8 warps, or with two key tiles in flight, 87 to 91; one launch whose programs wait for the statistics of
-    # their head, so that values are read from the L2 cache, 84 (131,072 tokens: 307 against 281). All programs of a
-    # launch have the registers of the largest, and too few of them then share a multiprocessor.
+    # Tiles of all heads in turn, not head after head: 75 against 79 (131,072 tokens: 271 against 281; MXFP4 and MXFP8
+    # keys 298 against 396). What else was tried was slower (80 us in that run): keys written beside the statistics of
+    # the values, 91; that with 8 warps, or with two key tiles in flight, 87 to 91; one launch whose programs wait for
+    # the statistics of their head, so that values are read from the L2 cache, 84. All programs of a launch have the
+    # registers of the largest, and too few of them then share a multiprocessor. Hints to the L2 cache change nothing.
     is_light = has_few_registers and not recipe.rotate
     is_light = is_light and lowering.key is Form.RAW and lowering.low_key in (None, Form.INT8, Form.E4M3)
     statistics = quantize = None

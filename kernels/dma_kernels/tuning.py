@@ -134,7 +134,8 @@ def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     long rows alone. Against the other kernel, quantising counted, in milliseconds: 8-bit keys and E4M3 values 0.236 to
     0.226 at 4K, 0.694 to 0.733 at 8K, 9.31 to 10.94 at 32K; 16-bit keys (``fp4``) 0.365 to 0.416 at 4K, 11.37 to 15.49
     at 32K, and 16-bit values too (``kv4``) 0.308 to 0.370 and 13.18 to 17.38; 8-bit keys and 16-bit values (``paper``)
-    0.273 to 0.299 and 11.52 to 14.57. At head_dim 64 an earlier version lost to it at 16K, 532 to 571 TFLOP/s.
+    0.273 to 0.299 and 11.52 to 14.57. At head_dim 64 (``balanced``) it gains too little: 2.05 to 2.02 at 16K, 31.4 to
+    32.4 at 64K.
     """
     # As many blocks as fit in shared memory.
     stages = {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2}[are_keys_8bit, are_values_8bit]
