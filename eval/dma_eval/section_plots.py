@@ -116,11 +116,13 @@ def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
     image = None
-    for ax, heads, value in zip(axes, shown, values, strict=False):
+    for index, (ax, heads, value) in enumerate(zip(axes, shown, values, strict=False)):
         image = ax.imshow(np.maximum(value, lowest), norm=norm, aspect="auto", interpolation="nearest")
         worst = np.unravel_index(int(value.argmax()), value.shape)
         ax.set_title(f"{heads.label}\nworst: layer {worst[0]}, head {worst[1]}, {100 * value.max():.2f} %", fontsize=9)
-        ax.set_xlabel("Query head")
+        if index >= len(shown) - columns:
+            ax.set_xlabel("Query head")
+            ax.tick_params(labelbottom=True)  # also where the row below has no heat map
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.yaxis.get_major_locator().set_params(integer=True)
     for ax in axes[len(shown) :]:
@@ -154,7 +156,7 @@ def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
         ax.set_yticks(range(len(section.depths)), [f"{100 * depth:.0f} %" for depth in section.depths])
         if index >= len(section.backends) - columns:
             ax.set_xlabel("Prompt, tokens")
-            ax.tick_params(labelbottom=True)  # also where the row below has no heat map
+            ax.tick_params(labelbottom=True)
         if index % columns == 0:
             ax.set_ylabel("Depth of the answer")
     for ax in axes.flat[len(section.backends) :]:
