@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,26 +15,24 @@ from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 
-Run = Callable[[], list[tuple[Tensor, Tensor]]]
+Results = list[tuple[Tensor, Tensor]]
 
 
 @pytest.fixture(autouse=True)
-def chip_starts_early() -> None:
+def nothing_recorded() -> Iterator[None]:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("programmatic dependent launch needs compute capability 9.0")
-
-
-def waiting(monkeypatch: pytest.MonkeyPatch, run: Run) -> list[tuple[Tensor, Tensor]]:
-    """Run with kernels that begin when those before them have ended."""
+    yield
     fused.call_of.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(fused, "starts_early", lambda arch, kv_len: False)
-        results = run()
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, *, starts_early: bool) -> None:
+    """Have kernels of calls of any length start early, or none."""
+    monkeypatch.setattr(fused, "starts_early", lambda arch, kv_len: starts_early)
     fused.call_of.cache_clear()
-    return results
 
 
-def assert_equal(results: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor, Tensor]]) -> None:
+def assert_equal(results: Results, expected: Results) -> None:
     for got, wanted in zip(results, expected, strict=True):
         for ours, theirs in zip(got, wanted, strict=True):
             assert torch.equal(ours, theirs)
@@ -56,10 +54,12 @@ def test_layers_in_a_row_are_equal_to_the_bit(recipe: str, length: int, monkeypa
     sizes = {"q_heads": 8, "kv_heads": 2, "q_len": length, "kv_len": length, "head_dim": 128}
     layers = [random_qkv(**sizes, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in range(4)]
 
-    def run() -> list[tuple[Tensor, Tensor]]:
+    def run() -> Results:
         return [attention(*layer, RECIPES[recipe], return_lse=True, backend="triton") for layer in layers]
 
-    expected = waiting(monkeypatch, run)
+    choose(monkeypatch, starts_early=False)
+    expected = run()
+    choose(monkeypatch, starts_early=True)
     for _ in range(5):  # the third is a recording's
         assert_equal(run(), expected)
     graph = torch.cuda.CUDAGraph()
