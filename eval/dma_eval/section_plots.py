@@ -116,17 +116,13 @@ def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
     image = None
-    for index, (ax, heads, value) in enumerate(zip(axes, shown, values, strict=False)):
+    for ax, heads, value in zip(axes, shown, values, strict=False):
         image = ax.imshow(np.maximum(value, lowest), norm=norm, aspect="auto", interpolation="nearest")
         worst = np.unravel_index(int(value.argmax()), value.shape)
         ax.set_title(f"{heads.label}\nworst: layer {worst[0]}, head {worst[1]}, {100 * value.max():.2f} %", fontsize=9)
-        if index >= len(shown) - columns:
-            ax.set_xlabel("Query head")
-            ax.tick_params(labelbottom=True)  # also where the row below has no heat map
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.yaxis.get_major_locator().set_params(integer=True)
-    for ax in axes[len(shown) :]:
-        ax.set_visible(False)
+    _finish_grid(axes, len(shown), columns, "Query head")
     figure.axes[0].set_ylabel("Layer")
     if image is not None:
         bar = figure.colorbar(image, ax=figure.axes, label="Relative L1 error")
@@ -154,15 +150,20 @@ def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
         ax.set_title(backend.label + (" (failed)" if backend.failure else ""), fontsize=10)
         ax.set_xticks(range(len(section.lengths)), [f"{length:,}" for length in section.lengths])
         ax.set_yticks(range(len(section.depths)), [f"{100 * depth:.0f} %" for depth in section.depths])
-        if index >= len(section.backends) - columns:
-            ax.set_xlabel("Prompt, tokens")
-            ax.tick_params(labelbottom=True)
         if index % columns == 0:
             ax.set_ylabel("Depth of the answer")
-    for ax in axes.flat[len(section.backends) :]:
-        ax.set_visible(False)
+    _finish_grid(list(axes.flat), len(section.backends), columns, "Prompt, tokens")
     figure.colorbar(image, ax=axes, label="Found, share of samples")
     save(figure, f"{title}: retrieval, {section.kind}", path)
+
+
+def _finish_grid(axes: Sequence[Axes], shown: int, columns: int, xlabel: str) -> None:
+    """Label the lowest of the ``shown`` heat maps in each column, which need not be in the last row; hide the rest."""
+    for ax in axes[max(shown - columns, 0) : shown]:
+        ax.set_xlabel(xlabel)
+        ax.tick_params(labelbottom=True)
+    for ax in axes[shown:]:
+        ax.set_visible(False)
 
 
 def _grid(section: RetrievalSection, backend: RetrievalBackend) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from dma_kernels import Recipe, attention
 from dma_kernels.api import resolve_backend
-from dma_kernels.fused import device_arch, is_interpreted
-from dma_kernels.fused_quantize import quantize_keys_values, query_factor
-from dma_kernels.operands import Operands, select_lowering
-from dma_kernels.tuning import starts_early
+from dma_kernels.fused import quantize_operands
+from dma_kernels.operands import Operands
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -224,15 +222,9 @@ def _time_quantization(
     if resolve_backend(config.backend, device, query.dtype) != "triton":
         return {}
     recipe: Recipe = config.recipe
-    arch, interpreted = device_arch(device), is_interpreted()
-    lowering = select_lowering(recipe, arch)
-    use_pdl = starts_early(arch, key.shape[2]) and not interpreted
 
     def run() -> Operands:
-        query_factor(query, recipe, is_interpreted=interpreted)
-        return quantize_keys_values(
-            key, value, recipe, lowering, kv_offset=0, rows=None, is_interpreted=interpreted, use_pdl=use_pdl
-        )
+        return quantize_operands(query, key, value, recipe)
 
     moved = _moved_bytes(key, value, run())
     if not moved:

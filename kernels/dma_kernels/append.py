@@ -7,7 +7,6 @@ holds the step encodes a tile on every 128th replay. The codes are bit for bit t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 
@@ -18,12 +17,11 @@ from torch import Tensor
 
 from . import fused
 from .append_tiles import encode_keys, encode_values
-from .blocks import interleaved_blocks
-from .decode import body_widths, select_forms, storage_kind, storage_tensors
+from .decode import body_constants, e4m3_as_bytes, select_forms, storage_kind, storage_tensors
 from .device import hadamard, round_to_bfloat16
 from .formats import TILE, SharedScale
 from .geometry import MAX_BAND_TILES
-from .launch import Launcher
+from .launch import Launcher, on_device
 from .operands import MIN_FP8_ARCH
 from .recipe import Recipe
 from .storage import LayerStorage
@@ -157,17 +155,14 @@ def _launch(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()]:
     batch, kv_heads, new_len, head_dim = key.shape
     recipe, ring_tiles = storage.recipe, storage.ring // TILE
     key_body, value_body = storage.key_body, storage.value_body
-    has_fp8 = fused.device_arch(key.device) >= MIN_FP8_ARCH
-    key_data, value_data = (
-        data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn and not has_fp8 else data
-        for data in (key_body["data"], value_body["data"])
-    )
+    arch, is_interpreted = fused.device_arch(key.device), fused.is_interpreted()
+    key_data, value_data = key_body["data"], value_body["data"]
+    if arch < MIN_FP8_ARCH:
+        key_data, value_data = e4m3_as_bytes(key_data), e4m3_as_bytes(value_data)
     tiles = (new_len + TILE - 2) // TILE + 1
     # A tile that comes round the ring would overwrite stored keys that are still to be encoded.
     phases = ((True, True),) if tiles <= ring_tiles else ((False, True), (True, False))
-    arch, is_interpreted = fused.device_arch(key.device), fused.is_interpreted()
-    on_device = torch.cuda.device(key.device) if key.is_cuda else contextlib.nullcontext()
-    with on_device:
+    with on_device(key.device):
         for phase in phases:
             _launcher(recipe, arch, kv_heads, head_dim, value.shape[3], key.dtype, phase, is_interpreted)(
                 (tiles, batch * kv_heads, 1),
@@ -194,20 +189,10 @@ def _launcher(
 ) -> Launcher:
     """Return the launcher for a kind of cache; ``phase`` says whether raw keys are stored and whether tiles encoded."""
     forms = select_forms(recipe, arch)
-    key_stored, value_stored = body_widths(recipe, forms, head_dim, value_dim, dtype)
     constants = {
-        "KV_HEADS": kv_heads,
-        "D": head_dim,
-        "DV": value_dim,
-        "BLOCK_D": max(32, triton.next_power_of_2(head_dim)),
-        "BLOCK_DV": max(32, triton.next_power_of_2(value_dim)),
-        "KEY_FORM": forms.key,
-        "VALUE_FORM": forms.value,
+        **body_constants(recipe, forms, kv_heads, head_dim, value_dim, dtype),
         "KEY_FORMAT": recipe.key_low,
         "VALUE_FORMAT": recipe.low_v,
-        "KEY_STORED": key_stored,
-        "VALUE_STORED": value_stored,
-        "WIDTH": interleaved_blocks(2 * key_stored) if forms.key == "fp4" else 1,
         "SHARED": str(SharedScale(recipe.shared_scale)),
         "ROUNDING": recipe.scale_rounding,
         "HAS_MEAN": recipe.smooth_k,

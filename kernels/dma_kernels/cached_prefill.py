@@ -8,10 +8,8 @@ keys, and would have to unpack them again.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from . import fused
@@ -23,6 +21,7 @@ from .formats import TILE, UNQUANTIZED
 from .fused_quantize import query_factor
 from .geometry import PrefillGeometry
 from .high_tiles import HighTiles, gather_high_tiles
+from .launch import on_device
 from .operands import Form, Lowering, Operands, TileOperands, dequantized_dtype, select_lowering
 from .prefill import prefill_attention
 from .storage import LayerStorage
@@ -90,8 +89,7 @@ def _attend(
         # Where every tile of values has factors of its own, they take registers that a cap would not leave: under that
         # of Hopper the loop over low tiles spills (an H200, kv8, 2,048 queries after 32K keys: 2.6 ms against 2.25).
         tiles = replace(tiles, max_registers=None)
-    on_device = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()
-    with on_device:
+    with on_device(query.device):
         operands = Operands(
             high=TileOperands(high.key, high.value, Form.RAW, Form.RAW, "gapped", "gapped"),
             low=_low_operands(storage, lowering),

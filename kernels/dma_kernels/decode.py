@@ -6,7 +6,6 @@ step can be replayed while the cache fills.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ from torch import Tensor
 from . import fused
 from .blocks import interleaved_blocks, key_codec, value_codec
 from .decode_kernel import combine_kernel, decode_kernel
-from .formats import TILE, UNQUANTIZED, SharedScale, block_format
+from .formats import TILE, UNQUANTIZED, SharedScale, block_format, padded_channels
 from .geometry import LOG2_E, MAX_BAND_TILES
-from .launch import Launcher
+from .launch import Launcher, on_device
 from .operands import MIN_FP8_ARCH, dequantized_dtype
 from .recipe import Recipe
 from .storage import LayerStorage
@@ -139,8 +138,7 @@ def _launch(
     partial = query.new_empty((batch * kv_heads, rows, splits, value_dim), dtype=torch.float32)
     partial_lse = query.new_empty((batch * kv_heads, rows, splits), dtype=torch.float32)
     key_body, value_body = storage.key_body, storage.value_body
-    on_device = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()
-    with on_device:
+    with on_device(query.device):
         plan.attend(
             plan.grid,
             query,
@@ -201,7 +199,7 @@ def _plan(
     batch, q_heads, q_len, head_dim = query_shape
     group = q_heads // kv_heads
     forms = select_forms(recipe, arch)
-    block_d, block_dv = (max(32, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
+    block_d, block_dv = padded_channels(head_dim), padded_channels(value_dim)
     block_n = min(_MAX_COLUMNS, max(8, triton.next_power_of_2(group * q_len)))
     blocks = triton.cdiv(group * q_len, block_n)
     sink_tiles = min(recipe.sink_tiles, MAX_BAND_TILES)
@@ -216,23 +214,13 @@ def _plan(
         high_tiles=sink_tiles + ring_tiles,
         processors=processors,
     )
-    key_stored, value_stored = body_widths(recipe, forms, head_dim, value_dim, dtype)
     constants = {
-        "KV_HEADS": kv_heads,
+        **body_constants(recipe, forms, kv_heads, head_dim, value_dim, dtype),
         "GROUP": group,
-        "D": head_dim,
-        "DV": value_dim,
         "BLOCK_N": block_n,
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
-        "KEY_FORM": forms.key,
         "QUERY_FORM": forms.query,
-        "VALUE_FORM": forms.value,
         "PV": forms.pv,
-        "KEY_STORED": key_stored,
         "KEY_BLOCK": block_d // 2 if forms.key == "fp4" else block_d,
-        "WIDTH": interleaved_blocks(2 * key_stored) if forms.key == "fp4" else 1,
-        "VALUE_STORED": value_stored,
         "LOW_FORMAT": recipe.query_low,
         "HIGH_FORMAT": recipe.high,
         "SHARED": "block" if recipe.shared_scale == SharedScale.BLOCK else "row",
@@ -284,13 +272,25 @@ def _launcher(kernel: Any, constants: tuple[tuple[str, Any], ...], options: tupl
     return Launcher(kernel, dict(constants), **dict(options))
 
 
-def body_widths(
-    recipe: Recipe, forms: DecodeForms, head_dim: int, value_dim: int, dtype: torch.dtype
-) -> tuple[int, int]:
-    """Return the stored elements of a key (of 4-bit keys: bytes) and the stored channels of a value."""
-    key = key_codec(recipe, head_dim, dtype).parts["data"].shape[-1]
+def body_constants(
+    recipe: Recipe, forms: DecodeForms, kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the constexprs of every kernel over a packed body: its heads, its channels, and how they are stored."""
+    # Elements of a key (of 4-bit keys: bytes), and channels of a value.
+    key_stored = key_codec(recipe, head_dim, dtype).parts["data"].shape[-1]
     value = value_codec(recipe, value_dim, dtype).parts["data"].shape
-    return key, value[-2 if forms.value in ("fp4", "e4m3") else -1]
+    return {
+        "KV_HEADS": kv_heads,
+        "D": head_dim,
+        "DV": value_dim,
+        "BLOCK_D": padded_channels(head_dim),
+        "BLOCK_DV": padded_channels(value_dim),
+        "KEY_FORM": forms.key,
+        "VALUE_FORM": forms.value,
+        "KEY_STORED": key_stored,
+        "VALUE_STORED": value[-2 if forms.value in ("fp4", "e4m3") else -1],
+        "WIDTH": interleaved_blocks(2 * key_stored) if forms.key == "fp4" else 1,
+    }
 
 
 @dataclass(frozen=True)
@@ -336,9 +336,12 @@ def _body_form(format: str, is_tile_scaled: bool) -> str:
 
 def _units(data: Tensor, form: str, other: str) -> Tensor:
     """Return the elements of a body as the kernel takes them: E4M3 as bytes, unless FP8 units multiply them."""
-    if data.dtype == torch.float8_e4m3fn and not (form == "e4m3" and other in ("codes", "fp8")):
-        return data.view(torch.uint8)
-    return data
+    return data if form == "e4m3" and other in ("codes", "fp8") else e4m3_as_bytes(data)
+
+
+def e4m3_as_bytes(part: Tensor) -> Tensor:
+    """Return a part of a body, E4M3 numbers as bytes, for chips without the cast."""
+    return part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
 
 
 def _processors(device: torch.device) -> int:

@@ -129,6 +129,18 @@ def load_channels(base, columns, STORED: tl.constexpr, BLOCK: tl.constexpr, LENG
 
 
 @triton.jit
+def load_fp4_values(data_ptr, scale_ptr, slot, STORED: tl.constexpr, BLOCK: tl.constexpr):
+    """Load a tile of 4-bit values ``[BLOCK, 64]``, and the scale bytes of its first 64 keys and of its last."""
+    HALF: tl.constexpr = _TILE // 2
+    o_t = tl.arange(0, HALF)
+    data = load_channels(data_ptr + slot * (STORED * HALF), o_t, STORED, BLOCK, HALF)
+    scale_base = scale_ptr + slot * (STORED * _TILE // 16)
+    scale_low = load_channels(scale_base, o_t, STORED // 16, BLOCK // 16, _TILE)
+    scale_high = load_channels(scale_base, o_t + HALF, STORED // 16, BLOCK // 16, _TILE)
+    return data, scale_low, scale_high
+
+
+@triton.jit
 def from_e4m3(x, DTYPE: tl.constexpr):
     """Return E4M3 numbers, given as bytes, in 16 bits or fp32, for chips without the cast; NaN becomes a number."""
     bits = x.to(tl.int16)
@@ -281,12 +293,7 @@ def add_low_values(
     """
     o_v = tl.arange(0, BLOCK)
     if VALUE_FORM == "fp4":
-        HALF: tl.constexpr = _TILE // 2
-        o_t = tl.arange(0, HALF)
-        data = load_channels(value_ptr + slot * (STORED * HALF), o_t, STORED, BLOCK, HALF)
-        scale_base = scale_ptr + slot * (STORED * _TILE // 16)
-        scale_low = load_channels(scale_base, o_t, STORED // 16, BLOCK // 16, _TILE)
-        scale_high = load_channels(scale_base, o_t + HALF, STORED // 16, BLOCK // 16, _TILE)
+        data, scale_low, scale_high = load_fp4_values(value_ptr, scale_ptr, slot, STORED, BLOCK)
         low, high = unpack_values(data, scale_low, scale_high, IS_INTERPRETED)
         if IS_INTERPRETED:
             added = dot(low, p.to(tl.float16), True) + dot(high, p_rest.to(tl.float16), True)

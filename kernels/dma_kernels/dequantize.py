@@ -10,7 +10,6 @@ that a row has completed are written; what lies behind is left as it was allocat
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import torch
@@ -19,12 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from . import fused
-from .blocks import interleaved_blocks
-from .decode import body_widths, select_forms
-from .decode_tiles import dequantize_rows, from_e4m3, load_channels, load_rows
+from .decode import body_constants, e4m3_as_bytes, select_forms
+from .decode_tiles import dequantize_rows, from_e4m3, load_channels, load_fp4_values, load_rows
 from .device_fp4 import scale_numbers, unpack_codes
 from .formats import TILE
-from .launch import Launcher
+from .launch import Launcher, on_device
 from .recipe import Recipe
 from .storage import LayerStorage
 
@@ -111,16 +109,11 @@ def _write_values(
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     base = out_ptr + slot * (_TILE * DV)
     if FORM == "fp4":
-        HALF: tl.constexpr = _TILE // 2
-        o_t = tl.arange(0, HALF)
-        data = load_channels(data_ptr + slot * (STORED * HALF), o_t, STORED, BLOCK, HALF)
-        scale_base = scale_ptr + slot * (STORED * _TILE // 16)
-        scale_low = load_channels(scale_base, o_t, STORED // 16, BLOCK // 16, _TILE)
-        scale_high = load_channels(scale_base, o_t + HALF, STORED // 16, BLOCK // 16, _TILE)
+        data, scale_low, scale_high = load_fp4_values(data_ptr, scale_ptr, slot, STORED, BLOCK)
         factor = tl.load(factor_ptr + slot)
         low, high = unpack_codes(data, IS_INTERPRETED)
         _store_rows(base, _fp4_values(low, scale_low, factor, DTYPE), 0, DV)
-        _store_rows(base, _fp4_values(high, scale_high, factor, DTYPE), HALF, DV)
+        _store_rows(base, _fp4_values(high, scale_high, factor, DTYPE), _TILE // 2, DV)
     elif FORM == "e4m3":
         o_v = tl.arange(0, BLOCK)
         # Keys of a group of 16 in their own order, from where device.permute_keys has them.
@@ -188,16 +181,14 @@ def dequantize_body(
         storage.recipe, kv_heads, head_dim, value_dim, storage.key_tail.dtype, key_dtype, value_dtype,
         fused.is_interpreted(),
     )  # fmt: skip
-    parts = (body.get(name) for body in (storage.key_body, storage.value_body) for name in ("data", "scale", "factor"))
-    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with on_device:
-        launcher((slots, batch * kv_heads, wanted), *outputs, *map(_as_bytes, parts), storage.lengths, slots)
+    parts = [
+        part
+        for body in (storage.key_body, storage.value_body)
+        for part in (e4m3_as_bytes(body["data"]), body.get("scale"), body.get("factor"))
+    ]
+    with on_device(device):
+        launcher((slots, batch * kv_heads, wanted), *outputs, *parts, storage.lengths, slots)
     return outputs[0], outputs[1]
-
-
-def _as_bytes(part: Tensor | None) -> Tensor | None:
-    """Return E4M3 numbers as bytes, for chips without the cast."""
-    return part.view(torch.uint8) if part is not None and part.dtype == torch.float8_e4m3fn else part
 
 
 @functools.lru_cache(maxsize=256)
@@ -213,18 +204,8 @@ def _launcher(
 ) -> Launcher:
     """Return the launcher for a kind of cache and the dtypes of the results."""
     forms = select_forms(recipe, fused.INTERPRETED_ARCH)  # how a body is stored is the same on every chip
-    key_stored, value_stored = body_widths(recipe, forms, head_dim, value_dim, dtype)
     constants = {
-        "KV_HEADS": kv_heads,
-        "D": head_dim,
-        "DV": value_dim,
-        "BLOCK_D": max(32, triton.next_power_of_2(head_dim)),
-        "BLOCK_DV": max(32, triton.next_power_of_2(value_dim)),
-        "KEY_FORM": forms.key,
-        "VALUE_FORM": forms.value,
-        "KEY_STORED": key_stored,
-        "VALUE_STORED": value_stored,
-        "WIDTH": interleaved_blocks(2 * key_stored) if forms.key == "fp4" else 1,
+        **body_constants(recipe, forms, kv_heads, head_dim, value_dim, dtype),
         "HAS_KEYS": key_dtype is not None,
         "HAS_VALUES": value_dtype is not None,
         "IS_INTERPRETED": is_interpreted,

@@ -55,6 +55,11 @@ P_SCALE = 256.0
 """Probabilities in ``(0, 1]`` are multiplied by this before they are cast to E4M3 (``pv = "fp8"``)."""
 
 
+def padded_channels(channels: int) -> int:
+    """Return the channels of a tile in registers: a power of two, and a whole block of every format."""
+    return max(32, 1 << (channels - 1).bit_length())
+
+
 class ScaleRounding(StrEnum):
     """How the scale of a block is chosen from the largest magnitude ``amax`` in it.
 

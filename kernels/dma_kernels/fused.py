@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import replace
 
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from .fused_quantize import quantize_keys_values, query_factor
 from .geometry import PrefillGeometry
-from .operands import select_lowering
+from .launch import on_device
+from .operands import Operands, select_lowering
 from .prefill import prefill_attention
 from .recipe import Recipe
 from .replay import Call, Results
@@ -140,22 +140,8 @@ def _attend(
     """Quantise and launch."""
     arch = device_arch(query.device)
     lowering = select_lowering(recipe, arch)
-    interpreted = is_interpreted()
-    on_device = torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext()
-    with on_device:
-        operands = quantize_keys_values(
-            key,
-            value,
-            recipe,
-            lowering,
-            kv_offset=geometry.kv_offset,
-            rows=geometry.rows,
-            is_interpreted=interpreted,
-            use_pdl=not interpreted and starts_early(arch, key.shape[2]),
-        )
-        head_scale = query_factor(query, recipe, is_interpreted=interpreted)
-        if head_scale is not None:
-            operands = replace(operands, query_factor=head_scale)
+    with on_device(query.device):
+        operands = quantize_operands(query, key, value, recipe, kv_offset=geometry.kv_offset, rows=geometry.rows)
         return prefill_attention(
             query,
             operands,
@@ -166,8 +152,27 @@ def _attend(
             softcap=softcap,
             sinks=sinks,
             use_tma=arch >= 90,
-            is_interpreted=interpreted,
+            is_interpreted=is_interpreted(),
         )
+
+
+def quantize_operands(
+    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, kv_offset: int = 0, rows: Tensor | None = None
+) -> Operands:
+    """Launch what precedes the attention kernel; arguments as for :func:`quantize_keys_values`."""
+    arch, interpreted = device_arch(query.device), is_interpreted()
+    operands = quantize_keys_values(
+        key,
+        value,
+        recipe,
+        select_lowering(recipe, arch),
+        kv_offset=kv_offset,
+        rows=rows,
+        is_interpreted=interpreted,
+        use_pdl=not interpreted and starts_early(arch, key.shape[2]),
+    )
+    head_scale = query_factor(query, recipe, is_interpreted=interpreted)
+    return operands if head_scale is None else replace(operands, query_factor=head_scale)
 
 
 def _row_geometry(

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from .formats import BLOCK_FORMATS, TILE, UNQUANTIZED, ScaleFormat
+from .formats import BLOCK_FORMATS, TILE, UNQUANTIZED, ScaleFormat, padded_channels
 from .fused_quantize_kernel import quantize_kernel
 from .fused_statistics import CHUNKS, query_factor_kernel, statistics_kernel
 from .launch import Launcher
@@ -168,8 +167,8 @@ def _plan(
         "KV_HEADS": heads,
         "D": head_dim,
         "DV": value_dim,
-        "BLOCK_D": _block(head_dim),
-        "BLOCK_DV": _block(value_dim),
+        "BLOCK_D": padded_channels(head_dim),
+        "BLOCK_DV": padded_channels(value_dim),
         "HAS_ROWS": has_rows,
         "HAS_MEAN": has_mean,
         "HAS_KEY_HEAD": has_key_head,
@@ -309,13 +308,14 @@ def _operands(
 
 @functools.lru_cache(maxsize=256)
 def _query_launcher(heads: int, head_dim: int, rotate: bool, rounding: str) -> Launcher:
-    shape = {"ROUNDING": rounding, "Q_HEADS": heads, "D": head_dim, "BLOCK_D": _block(head_dim), "BLOCK_T": QUERY_BLOCK}
+    shape = {
+        "ROUNDING": rounding,
+        "Q_HEADS": heads,
+        "D": head_dim,
+        "BLOCK_D": padded_channels(head_dim),
+        "BLOCK_T": QUERY_BLOCK,
+    }
     return Launcher(query_factor_kernel, shape | _rotation(rotate, head_dim), num_warps=4)
-
-
-def _block(head_dim: int) -> int:
-    """Return the channels of a tile in registers: a power of two, and a whole block of every format."""
-    return max(32, int(triton.next_power_of_2(head_dim)))
 
 
 def _rotation(rotate: bool, head_dim: int) -> dict[str, Any]:

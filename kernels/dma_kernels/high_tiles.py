@@ -7,7 +7,6 @@ takes the place of the oldest keys in the tail; it also writes the geometry of t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass
 
@@ -20,8 +19,8 @@ from . import fused
 from .decode import storage_kind
 from .device import e8m0_decode, e8m0_encode
 from .device_blocks import round_to_element
-from .formats import E4M3, TILE
-from .launch import Launcher
+from .formats import E4M3, TILE, padded_channels
+from .launch import Launcher, on_device
 from .storage import LayerStorage
 
 _TILE = tl.constexpr(TILE)
@@ -144,8 +143,7 @@ def _launch(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[Tensor, 
         storage.lengths.new_empty(batch),
         storage.lengths.new_empty((batch, 4)),
     )
-    on_device = torch.cuda.device(key.device) if key.is_cuda else contextlib.nullcontext()
-    with on_device:
+    with on_device(key.device):
         _launcher(kv_heads, head_dim, value_dim, key.dtype, recipe.pv == "fp8")(
             (-(-entries // TILE), batch * kv_heads, 2),
             *made,
@@ -162,8 +160,8 @@ def _launcher(kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype, 
         "KV_HEADS": kv_heads,
         "D": head_dim,
         "DV": value_dim,
-        "BLOCK_D": max(32, triton.next_power_of_2(head_dim)),
-        "BLOCK_DV": max(32, triton.next_power_of_2(value_dim)),
+        "BLOCK_D": padded_channels(head_dim),
+        "BLOCK_DV": padded_channels(value_dim),
         "ROUND_VALUES": round_values,
     }
     settled = ("key_out_ptr", "value_out_ptr", "gap_ptr", "rows_ptr")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -162,6 +162,11 @@ def settings() -> tuple[Any, ...]:
     """Return the settings of Triton's that it compiles a kernel anew for."""
     knobs = triton.knobs
     return knobs.runtime.debug, knobs.compilation.instrumentation_mode
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one; for a CPU, where the interpreter runs kernels, there is nothing to do."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def current_stream() -> int:

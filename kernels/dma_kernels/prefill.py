@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .descriptors import head_strides, is_describable
-from .formats import TILE, UNQUANTIZED, SharedScale
+from .formats import TILE, UNQUANTIZED, SharedScale, padded_channels
 from .geometry import LOG2_E, MAX_BAND_TILES, PrefillGeometry
 from .launch import Launcher, matrix_descriptor
 from .operands import Form, Operands, TileOperands
@@ -176,7 +175,7 @@ def _constants(
 ) -> _Constants:
     is_packed = Form.PACKED in (high_form, low_form)
     # Block-scaled units take 64 channels at a time.
-    smallest = 64 if is_packed else 32
+    smallest = 64 if is_packed else 0
     values: dict[str, Any] = {
         "Q_HEADS": q_heads,
         "KV_HEADS": kv_heads,
@@ -185,8 +184,8 @@ def _constants(
         "BLOCK_M": tiles.block_m,
         "BLOCK_H": tiles.high_block_n,
         "BLOCK_N": tiles.block_n,
-        "BLOCK_D": max(smallest, triton.next_power_of_2(head_dim)),
-        "BLOCK_DV": max(32, triton.next_power_of_2(value_dim)),
+        "BLOCK_D": max(smallest, padded_channels(head_dim)),
+        "BLOCK_DV": padded_channels(value_dim),
         "M_SHIFT": tiles.block_m.bit_length() - 1,
         "H_SHIFT": tiles.high_block_n.bit_length() - 1,
         "N_SHIFT": tiles.block_n.bit_length() - 1,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .formats import SharedScale
+from .formats import SharedScale, padded_channels
 from .geometry import LOG2_E
 from .launch import Launcher
 from .operands import Form, dequantized_dtype
@@ -137,7 +137,7 @@ def _launcher(
         "Q_HEADS": heads,
         "KV_HEADS": kv_heads,
         "D": head_dim,
-        "BLOCK_D": max(32, triton.next_power_of_2(head_dim)),
+        "BLOCK_D": padded_channels(head_dim),
         "ROWS": _ROWS,
         "LOW_FORM": str(low_form),
         "LOW_FORMAT": recipe.query_low,

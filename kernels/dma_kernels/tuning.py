@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from .formats import padded_channels
 from .operands import Form, Lowering
 
 
@@ -71,7 +72,7 @@ def select_tiles(
         value_dim: Of values.
         has_softcap: Whether scores are capped.
     """
-    widest = max(32, 1 << (max(head_dim, value_dim) - 1).bit_length())
+    widest = padded_channels(max(head_dim, value_dim))
     is_hopper = arch == 90
     is_packed = Form.PACKED in (lowering.key, lowering.low_key)
     are_keys_8bit = lowering.low_key not in (None, Form.DEQUANTIZED)
