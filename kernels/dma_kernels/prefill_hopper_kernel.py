@@ -460,8 +460,10 @@ def prefill_hopper_kernel(
     k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [STAGES, _TILE, D], k_low_desc.layout)
     V_SHAPE: gl.constexpr = [STAGES, DV, _TILE] if v_low_desc.dtype == gl.float8e4nv else [STAGES, 1, 1, _TILE, DV]
     v_smem = gl.allocate_shared_memory(v_low_desc.dtype, V_SHAPE, v_low_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    # In one piece: with 8-bit keys nobody waits for the second, and its memory would be given to the arguments of the
+    # warpgroups. Who writes over a barrier faults when the chip switches to another process and back.
+    q_barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full, q_empty = q_barriers.index(0), q_barriers.index(1)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)

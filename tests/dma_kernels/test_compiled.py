@@ -192,3 +192,22 @@ def test_warpgroups_of_long_prompts_copy_and_compute_apart(
     assert kernel["registers"] == 128  # at the start, of 512 threads
     for registers in (24, 160, 168):  # of the warp that copies, and of those that compute
         assert re.search(rf"setmaxnreg\.\w+\.sync\.aligned\.u32\s+{registers};", kernel["ptx"])
+
+
+@pytest.mark.parametrize("call", LONG)
+def test_nothing_is_stored_over_a_barrier(call: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
+    """A program whose barrier was written over faults when the chip switches to another process and back."""
+    kernel = compiled[call][-1]
+    ptx = kernel["ptx"]
+    assert kernel["name"] == "prefill_hopper_kernel"
+    offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    registers = re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", ptx)
+    assert len(registers) == ptx.count("mbarrier.init")
+    barriers = {int(offsets[register]) + byte for register in registers for byte in range(8)}
+    assert len(barriers) == 8 * len(registers) >= 8 * 6  # of queries, and of two places at least
+    stores = re.findall(r"st\.shared(?:\.v(\d))?\.b(\d+)\s+\[global_smem(?:\+(\d+))?\]", ptx)
+    stored = {
+        int(offset or 0) + byte for count, bits, offset in stores for byte in range(int(count or 1) * int(bits) // 8)
+    }
+    assert stored  # the arguments of warpgroups
+    assert not stored & barriers

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -54,6 +57,44 @@ def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Ten
     with monkeypatch.context() as patch:
         patch.setattr(fused, "select_tiles", select)
         return run()
+
+
+AMONG_OTHERS = """
+import time, torch
+from dma_kernels import attention, fused, prefill
+from fused_cases import RECIPES
+q = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda")
+k, v = (torch.randn(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+launches = []
+launch = prefill.prefill_hopper
+prefill.prefill_hopper = lambda *a, **b: (launches.append(1), launch(*a, **b))
+for name in ("int8", "paper", "fp4", "kv4"):
+    expected = attention(q, k, v, RECIPES[name])
+    end = time.perf_counter() + 3
+    while time.perf_counter() < end:
+        results = [attention(q, k, v, RECIPES[name]) for _ in range(20)]
+        assert all(torch.equal(result, expected) for result in results), name
+assert launches
+"""
+
+
+def test_processes_that_share_a_chip_do_not_harm_each_other() -> None:
+    """The chip switches between them in the middle of programs."""
+    processes = [
+        subprocess.Popen([sys.executable, "-c", AMONG_OTHERS], stderr=subprocess.PIPE, text=True, env=_environment())
+        for _ in range(4)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(processes), errors
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment, with the paths that this process finds its modules in."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 # Of the same heads, so that each recipe compiles twice.
