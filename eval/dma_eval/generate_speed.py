@@ -63,7 +63,8 @@ SHAPES = {
 """Models with random weights; the speed does not depend on what the weights are."""
 UNTIMED_STEPS = 4
 """Steps at the start that are not counted: what they compile or capture comes once."""
-FILL_TOKENS = 8192
+FILL_TOKENS = 65_536
+"""That a cache is filled with at a time, for the longest context: so many that the host is not what it waits for."""
 WARM_TOKENS = 8192
 """Of a prompt that compiles the kernels of longer ones too; the kernel for long prompts begins here."""
 
@@ -161,7 +162,7 @@ def measure(
 
 
 def longest_context(
-    model: PreTrainedModel, run: GenerateRun, batch: int, upper: int, guess: int = 8 * FILL_TOKENS
+    model: PreTrainedModel, run: GenerateRun, batch: int, upper: int, guess: int = FILL_TOKENS
 ) -> LongestContext:
     """Find the longest context over which one more token can be computed.
 
@@ -192,7 +193,7 @@ def guess_longest(model: PreTrainedModel, run: GenerateRun, results: Sequence[Ge
     """Return about how many tokens fit in the free memory of a device, by what a cache of this run took."""
     taken = [r.cache_bytes / r.context for r in results if r.label == run.label and r.cache_bytes is not None]
     if not taken:
-        return 8 * FILL_TOKENS
+        return FILL_TOKENS
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(model.device)
     return int(0.9 * free / taken[-1])

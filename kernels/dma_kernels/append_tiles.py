@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .device import e4m3_bytes, e8m0_decode, e8m0_encode, permute_keys, to_e4m3
-from .device_blocks import e2m1_code, largest_finite_block, nvfp4_head_scale, quantize_blocks
+from .device_blocks import e2m1_code, finite_block_amax, nvfp4_head_scale, quantize_blocks
 from .device_fp4 import SCALE_BYTE_OFFSET, pack_codes, split_channels
 from .formats import E4M3, E8M0_NAN, MXINT8_UNIT, TILE
 
@@ -51,7 +51,7 @@ def _quantize_4bit(x, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.c
     """Quantise a tile: int32 codes ``[TILE, CHANNELS]``, scale bytes ``[TILE, CHANNELS / 16]``, and the factor."""
     CHANNELS: tl.constexpr = x.shape[1]
     if FORMAT == "nvfp4":
-        factor = nvfp4_head_scale(largest_finite_block(x), ROUNDING)
+        factor = nvfp4_head_scale(tl.max(tl.max(finite_block_amax(x), 1), 0), ROUNDING)
         elements, scale = quantize_blocks(x, factor, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
         byte = (scale.to(tl.int32, bitcast=True) >> 20) - (_SCALE_OFFSET << 3)
         byte = tl.where(scale == scale, byte, 255)

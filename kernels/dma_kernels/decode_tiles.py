@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from .device import dot, e8m0_decode, round_to_e4m3, to_e4m3
-from .device_blocks import block_amax, dequantize_blocks, nvfp4_head_scale, quantize_blocks
+from .device_blocks import dequantize_blocks, finite_block_amax, nvfp4_head_scale, quantize_blocks
 from .device_fp4 import split_channels, unpack_keys, unpack_values
 from .formats import FP32_MANTISSA_BITS, MXINT8_UNIT, TILE
 
@@ -40,8 +40,7 @@ def quantize_rows(x, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.co
     head_scale = tl.full([x.shape[0], 1], 1.0, tl.float32)
     if FORMAT == "nvfp4":
         # Where the rule has one for the head: a smaller power of two moves no codes but those of tiny blocks.
-        bits = block_amax(x, 16)
-        head_scale = nvfp4_head_scale(tl.max(tl.where(bits < 0x7F800000, bits, 0), 1, keep_dims=True), ROUNDING)
+        head_scale = nvfp4_head_scale(tl.max(finite_block_amax(x), 1, keep_dims=True), ROUNDING)
     elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
     return elements, scale, head_scale
 

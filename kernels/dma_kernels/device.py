@@ -162,12 +162,17 @@ def pack_e4m3(a, b, c, d, IS_INTERPRETED: tl.constexpr):
 
 @triton.jit
 def to_e5m2(x, IS_INTERPRETED: tl.constexpr):
-    """Cast fp32 that E5M2 has, or NaN, to E5M2."""
-    result = x.to(tl.float8e5)
+    """Cast fp32 in -57344..57344 that E5M2 has, or has a subnormal for, to E5M2, nearest-even; NaN stays NaN."""
     if IS_INTERPRETED:
-        # As in to_e4m3.
-        code = tl.where(x == x, result.to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8)
+        # Subnormals have the step 2^-16, the ulp of 2^7. Then as in to_e4m3.
+        magnitude = tl.abs(x)
+        rounded = tl.where(magnitude < 0.00006103515625, (magnitude + 128.0) - 128.0, magnitude)
+        sign = x.to(tl.int32, bitcast=True) & (-2147483648)
+        rounded = (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        code = tl.where(x == x, rounded.to(tl.float8e5).to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8)
         result = code.to(tl.float8e5, bitcast=True)
+    else:
+        result = x.to(tl.float8e5)
     return result
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from .device import e8m0_decode, e8m0_encode, e8m0_reciprocal, round_to_e4m3
 from .formats import (
@@ -54,16 +55,27 @@ _E5M2_SHIFT = tl.constexpr(13)  # log2 of operands.E5M2_TOP
 
 
 @triton.jit
-def round_to_e2m1(x):
-    """Round fp32 to the nearest E2M1 number, ties to the even code, saturating at 6; still fp32. NaN becomes 6."""
-    magnitude = tl.abs(x)
-    # E2M1's steps are 0.5 below 2, 1 below 4 and 2 above: the ulp of x's own binade, but at least [1, 2), times 2^22.
-    binade = tl.maximum(magnitude.to(tl.int32, bitcast=True), 0x3F800000) & 0x7F800000
-    shift = (binade + (22 << 23)).to(tl.float32, bitcast=True)
-    rounded = tl.minimum((magnitude + shift) - shift, _E2M1_MAX)
-    # By the sign bit, so that a negative number rounds to -0.0, which has a code of its own.
+def _with_sign(magnitude, x):
+    """Return magnitudes with the signs of fp32 ``x``. By the bit, so that -0.0, which has an E2M1 code, stays so."""
     sign = x.to(tl.int32, bitcast=True) & (-2147483648)
-    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round_magnitude(x, FORMAT: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Round fp32 from 0 on to the nearest element of a block format, ties to even, saturating; of NaN anything."""
+    if FORMAT == "mxint8":
+        # Adding and subtracting 2^23 rounds at the unit.
+        rounded = tl.minimum((x * _INT8_STEPS + 8388608.0) - 8388608.0, _INT8_MAX)
+    elif FORMAT == "mxfp8":
+        rounded = _to_e4m3_and_back(x, IS_INTERPRETED)
+    else:
+        # E2M1's steps are 0.5 below 2, 1 below 4 and 2 above: the ulp of x's own binade, but at least [1, 2), times
+        # 2^22.
+        binade = (tl.maximum(x, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        # Both products are exact.
+        rounded = tl.minimum(tl.fma(binade, -4194304.0, tl.fma(binade, 4194304.0, x)), _E2M1_MAX)
+    return rounded
 
 
 @triton.jit
@@ -103,10 +115,10 @@ def e8m0_scale(bits, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr):
 
 
 @triton.jit
-def largest_finite_block(x):
-    """Return the bits of the largest magnitude in NVFP4 blocks without an infinity or NaN, an int32 scalar."""
+def finite_block_amax(x):
+    """Return what :func:`block_amax` does for NVFP4's blocks; 0 for those that hold an infinity or a NaN."""
     bits = block_amax(x, 16)
-    return tl.max(tl.max(tl.where(bits < _INFINITY_BITS, bits, 0), 1), 0)
+    return tl.where(bits < _INFINITY_BITS, bits, 0)
 
 
 @triton.jit
@@ -121,56 +133,68 @@ def nvfp4_head_scale(bits, ROUNDING: tl.constexpr):
 
 
 @triton.jit
-def _nvfp4_block_scale(bits, head_scale, LARGEST: tl.constexpr):
-    """Return the E4M3 scale, still fp32, that takes a block's largest magnitude to the E2M1 number ``LARGEST``."""
-    amax = bits.to(tl.float32, bitcast=True)
-    if LARGEST == 4.0:  # noqa: SIM108 (a constexpr branch)
-        scale = amax * 0.25
+def _to_e4m3_and_back(x, IS_INTERPRETED: tl.constexpr):
+    """Round fp32 from 0 on to the nearest E4M3 value, ties to even, saturating, still fp32; of NaN anything."""
+    if cuda_capability_geq(8, 9) and not IS_INTERPRETED:
+        rounded = x.to(tl.float8e4nv).to(tl.float32)
     else:
-        scale = tl.math.div_rn(amax, tl.full(bits.shape, LARGEST, tl.float32))
-    # head_scale is a power of two of at least 2^-126, so its reciprocal is exact.
-    scale = tl.minimum(tl.maximum(scale * (1.0 / head_scale), _E4M3_SMALLEST), _E4M3_MAX)
-    return tl.where(bits < _INFINITY_BITS, round_to_e4m3(scale), float("nan"))
-
-
-@triton.jit
-def round_to_element(x, FORMAT: tl.constexpr):
-    """Round fp32 to the nearest element of a block format (of MXINT8 the integer), ties to even, saturating."""
-    if FORMAT == "mxint8":
-        # Adding and subtracting 1.5 * 2^23 rounds at the unit.
-        rounded = (x * _INT8_STEPS + 12582912.0) - 12582912.0
-        rounded = tl.minimum(tl.maximum(tl.where(x == x, rounded, 0.0), -_INT8_MAX), _INT8_MAX)
-    elif FORMAT == "mxfp8":
-        magnitude = round_to_e4m3(tl.minimum(tl.abs(x), _E4M3_MAX))
-        sign = x.to(tl.int32, bitcast=True) & (-2147483648)
-        rounded = (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-        rounded = tl.where(x == x, rounded, x)
-    else:
-        rounded = tl.where(x == x, round_to_e2m1(x), 0.0)
+        rounded = round_to_e4m3(tl.minimum(x, _E4M3_MAX))
     return rounded
 
 
 @triton.jit
-def _divide_blocks(blocks, scale, head_scale, IS_INTERPRETED: tl.constexpr):
-    """Divide ``[ROWS, BLOCKS, SIZE]`` by E4M3 numbers ``[ROWS, BLOCKS]`` times a power of two, correctly rounded.
+def _divide(x, divisor, reciprocal, IS_INTERPRETED: tl.constexpr):
+    """Divide fp32 by a number of at most four significant bits, given its rounded reciprocal; correctly rounded.
 
-    One division for a block; its elements take a product and Markstein's correction, which together are the rounded
-    quotient for every divisor of four significant bits: a test tries them all.
+    A product and Markstein's correction are the rounded quotient for every such divisor: a test tries them all.
     """
-    ROWS: tl.constexpr = blocks.shape[0]
-    BLOCKS: tl.constexpr = blocks.shape[1]
-    # head_scale is a power of two of at least 2^-126, so its reciprocal is exact.
-    blocks = blocks * (tl.zeros([ROWS, BLOCKS], tl.float32) + 1.0 / head_scale)[:, :, None]
     if IS_INTERPRETED:
         # Its fma rounds twice.
-        quotient = tl.math.div_rn(blocks, tl.broadcast_to(scale[:, :, None], blocks.shape))
+        quotient = tl.math.div_rn(x, tl.broadcast_to(divisor, x.shape))
     else:
-        reciprocal = tl.math.div_rn(tl.full([ROWS, BLOCKS], 1.0, tl.float32), scale)[:, :, None]
-        divisor = tl.broadcast_to(scale[:, :, None], blocks.shape)
-        quotient = blocks * reciprocal
-        rest = tl.fma(-quotient, divisor, blocks)
-        quotient = tl.fma(rest, tl.broadcast_to(reciprocal, blocks.shape), quotient)
+        divisor, reciprocal = tl.broadcast_to(divisor, x.shape), tl.broadcast_to(reciprocal, x.shape)
+        quotient = x * reciprocal
+        quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
     return quotient
+
+
+@triton.jit
+def _reciprocal(x, IS_INTERPRETED: tl.constexpr):
+    """Return the rounded reciprocal of E4M3 numbers above 0, fp32; NaN of NaN."""
+    if IS_INTERPRETED:
+        reciprocal = tl.math.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    else:
+        # The hardware's is off by an ulp at most. Newton's step leaves 2^-46, and the reciprocals of eight mantissas
+        # are not that near to the middle of two numbers.
+        reciprocal = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
+        one = tl.full(x.shape, 1.0, tl.float32)
+        reciprocal = tl.fma(reciprocal, tl.fma(-x, reciprocal, one), reciprocal)
+    return reciprocal
+
+
+@triton.jit
+def _nvfp4_block_scale(bits, amax, LARGEST: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Return the E4M3 scale, still fp32, that takes a block's largest magnitude to the E2M1 number ``LARGEST``.
+
+    Args:
+        bits: Of the magnitude.
+        amax: The magnitude in units of the scale of the head.
+        LARGEST: 4 or 6.
+        IS_INTERPRETED: Whether Triton's interpreter runs the kernel.
+    """
+    scale = _divide(
+        amax, tl.full([1, 1], LARGEST, tl.float32), tl.full([1, 1], 1.0 / LARGEST, tl.float32), IS_INTERPRETED
+    )
+    scale = _to_e4m3_and_back(tl.maximum(scale, _E4M3_SMALLEST), IS_INTERPRETED)
+    return tl.where(bits < _INFINITY_BITS, scale, float("nan"))
+
+
+@triton.jit
+def round_to_units_e4m3(x, factor):
+    """Return fp32 ``x`` as a cast to E4M3 leaves it, in units of ``factor``, a power of two; NaN stays NaN."""
+    scaled = x * (1.0 / factor)
+    rounded = _with_sign(round_to_e4m3(tl.minimum(tl.abs(scaled), _E4M3_MAX)), x) * factor
+    return tl.where(scaled == scaled, rounded, scaled)
 
 
 @triton.jit
@@ -207,19 +231,27 @@ def quantize_blocks(
     WIDTH: tl.constexpr = x.shape[1]
     SIZE: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
     bits = block_amax(x, SIZE)
-    blocks = tl.reshape(x, [ROWS, WIDTH // SIZE, SIZE])
+    # Magnitudes, whose rounding takes fewer instructions; they get their signs back at the end.
+    blocks = tl.reshape(tl.abs(x), [ROWS, WIDTH // SIZE, SIZE])
     if FORMAT == "nvfp4":
-        scale = _nvfp4_block_scale(bits, head_scale, _E2M1_MAX)
-        scaled = _divide_blocks(blocks, scale, head_scale, IS_INTERPRETED)
-        elements = round_to_element(scaled, FORMAT)
+        # head_scale is a power of two of at least 2^-126, so its reciprocal is exact.
+        unit = tl.zeros(bits.shape, tl.float32) + 1.0 / head_scale
+        amax = bits.to(tl.float32, bitcast=True) * unit
+        blocks *= unit[:, :, None]
+        scale = _nvfp4_block_scale(bits, amax, _E2M1_MAX, IS_INTERPRETED)
+        scaled = _divide(blocks, scale[:, :, None], _reciprocal(scale, IS_INTERPRETED)[:, :, None], IS_INTERPRETED)
+        elements = _round_magnitude(scaled, FORMAT, IS_INTERPRETED)
         if ROUNDING == "search":
-            other = _nvfp4_block_scale(bits, head_scale, _E2M1_SECOND)
-            scaled_by_other = _divide_blocks(blocks, other, head_scale, IS_INTERPRETED)
-            others = round_to_element(scaled_by_other, FORMAT)
+            other = _nvfp4_block_scale(bits, amax, _E2M1_SECOND, IS_INTERPRETED)
+            scaled_by_other = _divide(
+                blocks, other[:, :, None], _reciprocal(other, IS_INTERPRETED)[:, :, None], IS_INTERPRETED
+            )
+            others = _round_magnitude(scaled_by_other, FORMAT, IS_INTERPRETED)
             loss = _loss(scaled, elements, FORMAT) * scale
             is_better = _loss(scaled_by_other, others, FORMAT) * other < loss * _SEARCH_MARGIN
             scale = tl.where(is_better, other, scale)
             elements = tl.where(is_better[:, :, None], others, elements)
+        is_broken = scale != scale
     else:
         if SHARED != "block":
             tl.static_assert(ROUNDING != "search", "a scale that is searched for is its block's own")
@@ -229,16 +261,21 @@ def quantize_blocks(
             bits = tl.broadcast_to(bits, [ROWS, WIDTH // SIZE])
         scale = e8m0_scale(bits, FORMAT, ROUNDING != "floor")
         scaled = blocks * e8m0_reciprocal(scale)[:, :, None]
-        elements = round_to_element(scaled, FORMAT)
+        elements = _round_magnitude(scaled, FORMAT, IS_INTERPRETED)
         if ROUNDING == "search":
             other = e8m0_scale(bits, FORMAT, False)
             scaled_by_other = blocks * e8m0_reciprocal(other)[:, :, None]
-            others = round_to_element(scaled_by_other, FORMAT)
+            others = _round_magnitude(scaled_by_other, FORMAT, IS_INTERPRETED)
             # Where the two differ, ceil is twice floor.
             loss = 2.0 * _loss(scaled, elements, FORMAT)
             is_better = (_loss(scaled_by_other, others, FORMAT) < loss * _SEARCH_MARGIN) & (other < scale)
             scale = tl.where(is_better, other, scale)
             elements = tl.where(is_better[:, :, None], others, elements)
+        is_broken = scale == _NAN_CODE
+    elements = _with_sign(elements, tl.reshape(x, elements.shape))
+    if FORMAT == "mxint8":
+        elements += 0.0  # an integer has no -0.0
+    elements = tl.where(is_broken[:, :, None], float("nan") if FORMAT == "mxfp8" else 0.0, elements)
     return elements, scale
 
 
@@ -286,10 +323,5 @@ def mxfp4_to_e5m2(elements, scale, AXIS: tl.constexpr):
     shift = e8m0_decode(tl.maximum(scale - factor_code + 127, 0))
     shift = tl.where(scale == _NAN_CODE, float("nan"), shift)
     values = tl.reshape(elements * shift[:, :, None], [elements.shape[0], elements.shape[1] * elements.shape[2]])
-    # E5M2's subnormals have the step 2^-16, the ulp of 2^7.
-    magnitude = tl.abs(values)
-    rounded = ((magnitude + 128.0) - 128.0).to(tl.int32, bitcast=True)
-    rounded = (rounded | (values.to(tl.int32, bitcast=True) & (-2147483648))).to(tl.float32, bitcast=True)
-    values = tl.where(magnitude < 0.00006103515625, rounded, values)
     factor = tl.where(largest == 0.0, 1.0, e8m0_decode(factor_code))
     return values, factor

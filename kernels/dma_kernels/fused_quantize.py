@@ -175,7 +175,16 @@ def _plan(
         "USE_PDL": uses_pdl,
         **_rotation(recipe.rotate, head_dim),
     }
-    maxima = {"HAS_CHANNELS": has_channels, "HAS_VALUE_HEAD": has_value_head}
+    has_few_registers = max(head_dim, value_dim) <= 128
+    maxima = {
+        "HAS_CHANNELS": has_channels,
+        "HAS_VALUE_HEAD": has_value_head,
+        # Six blocks on their way, not four: on an H200 67.6 us, not 74.0, for the values of 131,072 tokens and 8 heads
+        # of 128; 216, not 247, for keys and values in NVFP4. But their 80 KB of shared memory leave no room for a
+        # kernel that starts early: ``balanced`` at 2K takes 90 us, 80 with four.
+        "ROWS": 64 if has_few_registers else 32,
+        "STAGES": 4 if uses_pdl else 6,
+    }
     forms = {
         "HIGH_FORM": lowering.key.value,
         "HIGH_FORMAT": recipe.high,
@@ -187,23 +196,28 @@ def _plan(
         "ROUNDING": recipe.scale_rounding,
         "IS_INTERPRETED": is_interpreted,
     }
-    has_few_registers = max(head_dim, value_dim) <= 128
-    # On an H200, 32K tokens and 8 kv heads of 128: 4 warps against 8 take 79 us and 94 for MXINT8 keys and FP8 values;
-    # for block formats, which 4 warps have too few registers for, 142 and 85 (MXFP4 and MXFP8). Nor for a rotation.
-    # Tiles of all heads in turn, not head after head: 75 against 79 (131,072 tokens: 271 against 281; MXFP4 and MXFP8
-    # keys 298 against 396). What else was tried was slower (80 us in that run): keys written beside the statistics of
-    # the values, 91; that with 8 warps, or with two key tiles in flight, 87 to 91; one launch whose programs wait for
-    # the statistics of their head, so that values are read from the L2 cache, 84. All programs of a launch have the
-    # registers of the largest, and too few of them then share a multiprocessor. Hints to the L2 cache change nothing.
-    is_light = has_few_registers and not recipe.rotate
-    is_light = is_light and lowering.key is Form.RAW and lowering.low_key in (None, Form.INT8, Form.E4M3)
+    options: dict[str, Any] = {"num_warps": 8}
+    # On an H200, 32K tokens and 8 kv heads of 128: 4 warps against 8 take 79 us and 94 for MXINT8 keys and FP8 values.
+    # Tiles of all heads in turn, not head after head: 75 against 79 (131,072 tokens: 271 against 281). What else was
+    # tried was slower (80 us in that run): keys written beside the statistics of the values, 91; that with 8 warps, or
+    # with two key tiles in flight, 87 to 91; one launch whose programs wait for the statistics of their head, so that
+    # values are read from the L2 cache, 84. All programs of a launch have the registers of the largest, and too few of
+    # them then share a multiprocessor. Hints to the L2 cache change nothing.
+    if has_few_registers and not recipe.rotate:
+        if lowering.key is Form.RAW and lowering.low_key in (None, Form.INT8, Form.E4M3):
+            options = {"num_warps": 4}
+        # MXFP4 and MXFP8 keys: 54.4 us, 82 with 8 warps, 73 with 4.
+        elif lowering.low_key is Form.E5M2:
+            options = {"num_warps": 16}
+    # NVFP4 keys and FP8 values, beside their statistics: 109 us, 120 with the registers that the compiler likes.
+    elif has_few_registers and lowering.low_key is Form.DEQUANTIZED and lowering.value is Form.E4M3:
+        options["maxnreg"] = 80
     statistics = quantize = None
     if has_statistics:
         warps = 4 if has_few_registers and not (has_key_head or has_value_head) else 8
         statistics = Launcher(statistics_kernel, shape | maxima, settled=_SETTLED, num_warps=warps)
     if writes_keys or writes_values:
-        warps = 4 if is_light else 8
-        quantize = Launcher(quantize_kernel, shape | forms, settled=_SETTLED, num_warps=warps, launch_pdl=uses_pdl)
+        quantize = Launcher(quantize_kernel, shape | forms, settled=_SETTLED, launch_pdl=uses_pdl, **options)
     return _Plan(
         statistics=statistics,
         quantize=quantize,

@@ -26,7 +26,7 @@ from .device_blocks import (
     nvfp4_head_scale,
     pack_e2m1,
     quantize_blocks,
-    round_to_element,
+    round_to_units_e4m3,
 )
 from .device_storage import load_visible, transform, visible_rows
 from .formats import E4M3, E8M0_MAX_CODE, E8M0_NAN, MXINT8_UNIT, TILE
@@ -237,7 +237,7 @@ def _quantize_values(
     if VALUE_FORM == "dequantized":
         factor = _value_factor(channels_ptr, i_head, chunks, DV, BLOCK_DV)
         x = load_visible(base, start + o_t, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
-        x = round_to_element(x * (1.0 / factor)[None, :], "mxfp8") * factor[None, :]
+        x = round_to_units_e4m3(x, factor[None, :])
         tl.store(value_ptr + offset, x.to(value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
     if LOW_VALUE_FORMAT != "none":
         head_scale = 1.0

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .device import let_next_start, round_to_bfloat16
-from .device_blocks import largest_finite_block, nvfp4_head_scale
+from .device_blocks import finite_block_amax, nvfp4_head_scale
 from .device_storage import load_transformed, load_visible, visible_rows
 from .formats import TILE
 
@@ -26,14 +26,21 @@ quantising 128K tokens of 8 kv heads takes a tenth longer."""
 
 _TILE = tl.constexpr(TILE)
 _CHUNKS = tl.constexpr(CHUNKS)
-_ROWS = tl.constexpr(64)
+
+
+@triton.jit
+def _largest(bits, factor):
+    """Return the bits of the largest of the magnitudes ``[ROWS, BLOCKS]`` times ``factor``, an int32 scalar."""
+    # Rounding is monotonic: the largest product is that of the largest number.
+    return (tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _key_statistics(
     k_ptr, mean_ptr, head_ptr, rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles, chunks,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr,
-    HAS_HEAD: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
+    HAS_HEAD: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     i_chunk = tl.program_id(0)
     i_head = tl.program_id(1)
@@ -51,14 +58,15 @@ def _key_statistics(
         if i_chunk == 0:
             tl.store(mean_ptr + i_head * D + o_d, mean, mask=o_d < D)
     if HAS_HEAD:
-        bits = tl.max(tl.zeros([2], tl.int32), 0)
-        for i_tile in range(i_chunk, tiles, chunks):
+        o_r = tl.arange(0, ROWS)
+        largest = tl.zeros([ROWS, BLOCK_D // 16], tl.int32)
+        for i_block in tl.range(i_chunk, tiles * (_TILE // ROWS), chunks, num_stages=STAGES):
             x = load_transformed(
-                base, start + i_tile * _TILE + o_t, first, last, stride_kt, stride_kd, mean,
-                D, BLOCK_D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM,
+                base, start + i_block * ROWS + o_r, first, last, stride_kt, stride_kd, mean,
+                D, BLOCK_D, HAS_MEAN, ROTATE, HADAMARD_SIZE, 1.0,
             )  # fmt: skip
-            bits = tl.maximum(bits, largest_finite_block(x))
-        tl.store(head_ptr + i_head * _CHUNKS + i_chunk, bits)
+            largest = tl.maximum(largest, finite_block_amax(x))
+        tl.store(head_ptr + i_head * _CHUNKS + i_chunk, _largest(largest, NORM if ROTATE else 1.0))
 
 
 @triton.jit
@@ -66,7 +74,7 @@ def _value_statistics(
     v_ptr, channels_ptr, head_ptr, rows_ptr, stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles,
     chunks,
     KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ROWS: tl.constexpr,
-    HAS_CHANNELS: tl.constexpr,
+    HAS_CHANNELS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i_chunk = tl.program_id(0)
     i_head = tl.program_id(1)
@@ -75,23 +83,22 @@ def _value_statistics(
     first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
     if HAS_CHANNELS:
         # Small blocks, several of them in flight, and one reduction over rows in the end.
-        o_r = tl.arange(0, _ROWS)
+        o_r = tl.arange(0, ROWS)
         o_d = tl.arange(0, BLOCK_DV)
-        largest = tl.zeros([_ROWS, BLOCK_DV], tl.int32)
-        for i_block in tl.range(i_chunk, tiles * (_TILE // _ROWS), chunks, num_stages=4):
-            rows = start + i_block * _ROWS + o_r
+        largest = tl.zeros([ROWS, BLOCK_DV], tl.int32)
+        for i_block in tl.range(i_chunk, tiles * (_TILE // ROWS), chunks, num_stages=STAGES):
+            rows = start + i_block * ROWS + o_r
             x = load_visible(base, rows, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
             largest = tl.maximum(largest, tl.abs(x).to(tl.int32, bitcast=True))
         offset = (i_head * _CHUNKS + i_chunk) * DV + o_d
         tl.store(channels_ptr + offset, tl.max(largest, 0), mask=o_d < DV)
     else:
-        o_t = tl.arange(0, _TILE)
-        bits = tl.max(tl.zeros([2], tl.int32), 0)
-        for i_tile in range(i_chunk, tiles, chunks):
-            rows = start + i_tile * _TILE + o_t
-            x = load_visible(base, rows, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
-            bits = tl.maximum(bits, largest_finite_block(x))
-        tl.store(head_ptr + i_head * _CHUNKS + i_chunk, bits)
+        o_r = tl.arange(0, ROWS)
+        largest = tl.zeros([ROWS, BLOCK_DV // 16], tl.int32)
+        for i_block in tl.range(i_chunk, tiles * (_TILE // ROWS), chunks, num_stages=STAGES):
+            x = load_visible(base, start + i_block * ROWS + o_r, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
+            largest = tl.maximum(largest, finite_block_amax(x))
+        tl.store(head_ptr + i_head * _CHUNKS + i_chunk, _largest(largest, 1.0))
 
 
 @triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles", "chunks"])
@@ -102,7 +109,7 @@ def statistics_kernel(
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_KEY_HEAD: tl.constexpr, HAS_CHANNELS: tl.constexpr,
     HAS_VALUE_HEAD: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Gather a chunk of the statistics of a kv head: of values in the first layer of programs, of keys in the last."""
     let_next_start(USE_PDL)
@@ -110,7 +117,7 @@ def statistics_kernel(
         if tl.program_id(2) == 0:
             _value_statistics(
                 v_ptr, channels_ptr, value_head_ptr, rows_ptr, stride_vb, stride_vh, stride_vt, stride_vd,
-                kv_offset, kv_len, tiles, chunks, KV_HEADS, DV, BLOCK_DV, HAS_ROWS, HAS_CHANNELS,
+                kv_offset, kv_len, tiles, chunks, KV_HEADS, DV, BLOCK_DV, HAS_ROWS, HAS_CHANNELS, ROWS, STAGES,
             )  # fmt: skip
     if HAS_MEAN or HAS_KEY_HEAD:
         # The mean alone is the work of one program.
@@ -119,7 +126,7 @@ def statistics_kernel(
             _key_statistics(
                 k_ptr, mean_ptr, key_head_ptr, rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd,
                 kv_offset, kv_len, tiles, chunks, KV_HEADS, D, BLOCK_D, HAS_ROWS, HAS_MEAN, HAS_KEY_HEAD,
-                ROTATE, HADAMARD_SIZE, NORM,
+                ROTATE, HADAMARD_SIZE, NORM, ROWS, STAGES,
             )  # fmt: skip
 
 
@@ -135,11 +142,11 @@ def query_factor_kernel(
     base = q_ptr + (i_head // Q_HEADS).to(tl.int64) * stride_qb + (i_head % Q_HEADS) * stride_qh
     mean = tl.zeros([BLOCK_D], tl.float32)
     x = load_transformed(
-        base, rows, 0, q_len, stride_qt, stride_qd, mean, D, BLOCK_D, False, ROTATE, HADAMARD_SIZE, NORM
+        base, rows, 0, q_len, stride_qt, stride_qd, mean, D, BLOCK_D, False, ROTATE, HADAMARD_SIZE, 1.0
     )
     # The scale grows with the largest magnitude, so the largest scale is the scale of all; positive floats order like
     # their bits.
-    scale = nvfp4_head_scale(largest_finite_block(x), ROUNDING)
+    scale = nvfp4_head_scale(_largest(finite_block_amax(x), NORM if ROTATE else 1.0), ROUNDING)
     tl.atomic_max(factor_ptr + i_head, scale.to(tl.int32, bitcast=True), sem="relaxed")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import fused
 from .decode import storage_kind
 from .device import e8m0_decode, e8m0_encode
-from .device_blocks import round_to_element
+from .device_blocks import round_to_units_e4m3
 from .formats import E4M3, TILE, padded_channels
 from .launch import Launcher, on_device
 from .storage import LayerStorage
@@ -73,8 +73,7 @@ def _gather(
         largest = tl.max(tl.abs(wide).to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
         factor = e8m0_decode(tl.maximum(e8m0_encode(largest, _E4M3_EMAX, _E4M3_MAX_MANTISSA, True), 1))
         # The factor is a power of two, so its reciprocal is exact.
-        wide = round_to_element(wide * (1.0 / factor)[None, :], "mxfp8") * factor[None, :]
-        x = wide.to(x.dtype)
+        x = round_to_units_e4m3(wide, factor[None, :]).to(x.dtype)
     tl.store(out_base + entry.to(tl.int64)[:, None] * D + o_d[None, :], x, mask=is_entry[:, None] & m_d)
 
 

@@ -291,7 +291,7 @@ def _loss(scaled: Tensor, element: ElementFormat) -> Tensor:
 def _nvfp4_block_scale(amax: Tensor, global_scale: Tensor, largest: float) -> Tensor:
     """Return the E4M3 scale that takes ``amax`` to the E2M1 number ``largest``."""
     # NaN is put back by hand: a clamp to E4M3's range would hide an infinite block.
-    scale = (amax / largest / global_scale).clamp(E4M3_SMALLEST, E4M3_MAX)
+    scale = (amax / global_scale / largest).clamp(E4M3_SMALLEST, E4M3_MAX)
     return torch.where(amax.isfinite(), scale, torch.nan).to(torch.float8_e4m3fn)
 
 
