@@ -89,6 +89,13 @@ def round_to_int8(x):
 
 
 @triton.jit
+def with_sign(magnitude, x):
+    """Return fp32 magnitudes with the signs of fp32 ``x``: by the bit, so that -0.0 stays what it is."""
+    sign = x.to(tl.int32, bitcast=True) & (-2147483648)
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def round_to_bfloat16(x):
     """Round fp32 to the nearest bfloat16 value, ties to even, still fp32."""
     bits = x.to(tl.int32, bitcast=True)
@@ -111,9 +118,7 @@ def to_e4m3(x, IS_INTERPRETED: tl.constexpr):
     if IS_INTERPRETED:
         # The interpreter's cast does not round to nearest, and makes a number of a NaN; of a number that E4M3 has,
         # every cast is exact.
-        sign = x.to(tl.int32, bitcast=True) & (-2147483648)
-        rounded = (round_to_e4m3(tl.abs(x)).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-        code = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        code = with_sign(round_to_e4m3(tl.abs(x)), x).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         result = tl.where(x == x, code, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     else:
         result = x.to(tl.float8e4nv)
@@ -167,9 +172,8 @@ def to_e5m2(x, IS_INTERPRETED: tl.constexpr):
         # Subnormals have the step 2^-16, the ulp of 2^7. Then as in to_e4m3.
         magnitude = tl.abs(x)
         rounded = tl.where(magnitude < 0.00006103515625, (magnitude + 128.0) - 128.0, magnitude)
-        sign = x.to(tl.int32, bitcast=True) & (-2147483648)
-        rounded = (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-        code = tl.where(x == x, rounded.to(tl.float8e5).to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8)
+        code = with_sign(rounded, x).to(tl.float8e5).to(tl.uint8, bitcast=True)
+        code = tl.where(x == x, code, 0x7F).to(tl.uint8)
         result = code.to(tl.float8e5, bitcast=True)
     else:
         result = x.to(tl.float8e5)

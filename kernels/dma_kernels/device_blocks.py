@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from .device import e8m0_decode, e8m0_encode, e8m0_reciprocal, round_to_e4m3
+from .device import e8m0_decode, e8m0_encode, e8m0_reciprocal, round_to_e4m3, with_sign
 from .formats import (
     E2M1,
     E2M1_MAX,
@@ -55,10 +55,13 @@ _E5M2_SHIFT = tl.constexpr(13)  # log2 of operands.E5M2_TOP
 
 
 @triton.jit
-def _with_sign(magnitude, x):
-    """Return magnitudes with the signs of fp32 ``x``. By the bit, so that -0.0, which has an E2M1 code, stays so."""
-    sign = x.to(tl.int32, bitcast=True) & (-2147483648)
-    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+def _to_e4m3_and_back(x, IS_INTERPRETED: tl.constexpr):
+    """Round fp32 from 0 on to the nearest E4M3 value, ties to even, saturating, still fp32; of NaN anything."""
+    if cuda_capability_geq(8, 9) and not IS_INTERPRETED:
+        rounded = x.to(tl.float8e4nv).to(tl.float32)
+    else:
+        rounded = round_to_e4m3(tl.minimum(x, _E4M3_MAX))
+    return rounded
 
 
 @triton.jit
@@ -133,16 +136,6 @@ def nvfp4_head_scale(bits, ROUNDING: tl.constexpr):
 
 
 @triton.jit
-def _to_e4m3_and_back(x, IS_INTERPRETED: tl.constexpr):
-    """Round fp32 from 0 on to the nearest E4M3 value, ties to even, saturating, still fp32; of NaN anything."""
-    if cuda_capability_geq(8, 9) and not IS_INTERPRETED:
-        rounded = x.to(tl.float8e4nv).to(tl.float32)
-    else:
-        rounded = round_to_e4m3(tl.minimum(x, _E4M3_MAX))
-    return rounded
-
-
-@triton.jit
 def _divide(x, divisor, reciprocal, IS_INTERPRETED: tl.constexpr):
     """Divide fp32 by a number of at most four significant bits, given its rounded reciprocal; correctly rounded.
 
@@ -193,7 +186,7 @@ def _nvfp4_block_scale(bits, amax, LARGEST: tl.constexpr, IS_INTERPRETED: tl.con
 def round_to_units_e4m3(x, factor):
     """Return fp32 ``x`` as a cast to E4M3 leaves it, in units of ``factor``, a power of two; NaN stays NaN."""
     scaled = x * (1.0 / factor)
-    rounded = _with_sign(round_to_e4m3(tl.minimum(tl.abs(scaled), _E4M3_MAX)), x) * factor
+    rounded = with_sign(round_to_e4m3(tl.minimum(tl.abs(scaled), _E4M3_MAX)), x) * factor
     return tl.where(scaled == scaled, rounded, scaled)
 
 
@@ -272,7 +265,7 @@ def quantize_blocks(
             scale = tl.where(is_better, other, scale)
             elements = tl.where(is_better[:, :, None], others, elements)
         is_broken = scale == _NAN_CODE
-    elements = _with_sign(elements, tl.reshape(x, elements.shape))
+    elements = with_sign(elements, tl.reshape(x, elements.shape))  # E2M1 has a code for -0.0
     if FORMAT == "mxint8":
         elements += 0.0  # an integer has no -0.0
     elements = tl.where(is_broken[:, :, None], float("nan") if FORMAT == "mxfp8" else 0.0, elements)

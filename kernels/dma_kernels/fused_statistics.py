@@ -81,24 +81,21 @@ def _value_statistics(
     i_b = (i_head // KV_HEADS).to(tl.int64)
     base = v_ptr + i_b * stride_vb + (i_head % KV_HEADS) * stride_vh
     first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
-    if HAS_CHANNELS:
-        # Small blocks, several of them in flight, and one reduction over rows in the end.
-        o_r = tl.arange(0, ROWS)
-        o_d = tl.arange(0, BLOCK_DV)
-        largest = tl.zeros([ROWS, BLOCK_DV], tl.int32)
-        for i_block in tl.range(i_chunk, tiles * (_TILE // ROWS), chunks, num_stages=STAGES):
-            rows = start + i_block * ROWS + o_r
-            x = load_visible(base, rows, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
+    # Small blocks, several of them in flight, and one reduction over rows in the end.
+    o_r = tl.arange(0, ROWS)
+    largest = tl.zeros([ROWS, BLOCK_DV if HAS_CHANNELS else BLOCK_DV // 16], tl.int32)
+    for i_block in tl.range(i_chunk, tiles * (_TILE // ROWS), chunks, num_stages=STAGES):
+        x = load_visible(base, start + i_block * ROWS + o_r, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
+        if HAS_CHANNELS:
             largest = tl.maximum(largest, tl.abs(x).to(tl.int32, bitcast=True))
-        offset = (i_head * _CHUNKS + i_chunk) * DV + o_d
-        tl.store(channels_ptr + offset, tl.max(largest, 0), mask=o_d < DV)
-    else:
-        o_r = tl.arange(0, ROWS)
-        largest = tl.zeros([ROWS, BLOCK_DV // 16], tl.int32)
-        for i_block in tl.range(i_chunk, tiles * (_TILE // ROWS), chunks, num_stages=STAGES):
-            x = load_visible(base, start + i_block * ROWS + o_r, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
+        else:
             largest = tl.maximum(largest, finite_block_amax(x))
-        tl.store(head_ptr + i_head * _CHUNKS + i_chunk, _largest(largest, 1.0))
+    i_part = i_head * _CHUNKS + i_chunk
+    if HAS_CHANNELS:
+        o_d = tl.arange(0, BLOCK_DV)
+        tl.store(channels_ptr + i_part * DV + o_d, tl.max(largest, 0), mask=o_d < DV)
+    else:
+        tl.store(head_ptr + i_part, _largest(largest, 1.0))
 
 
 @triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles", "chunks"])

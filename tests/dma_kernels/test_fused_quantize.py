@@ -38,6 +38,16 @@ def test_the_kernels_quotient_is_the_rounded_one(scale: int) -> None:
     assert torch.equal(corrected, number / divisor)
 
 
+@pytest.mark.parametrize("scale", range(8, 16))
+def test_one_step_makes_the_hardwares_reciprocal_the_rounded_one(scale: int) -> None:
+    reciprocal = torch.tensor(1 / scale, dtype=torch.float32)
+    bits = reciprocal.view(torch.int32)
+    approximate = torch.stack((bits - 1, bits, bits + 1)).view(torch.float32)  # one ulp off at most
+    rest = (1 - approximate.double() * scale).float()
+    corrected = (approximate.double() + rest.double() * approximate.double()).float()
+    assert torch.equal(corrected, reciprocal.expand(3))
+
+
 @pytest.mark.parametrize("arch", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_form_equals_the_specification(recipe: str, arch: int) -> None:

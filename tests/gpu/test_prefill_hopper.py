@@ -61,7 +61,7 @@ def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Ten
 
 AMONG_OTHERS = """
 import time, torch
-from dma_kernels import attention, fused, prefill
+from dma_kernels import attention, prefill
 from fused_cases import RECIPES
 q = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda")
 k, v = (torch.randn(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
