@@ -9,7 +9,7 @@ import torch
 from dma_kernels.api import resolve_backend
 from dma_kernels.append import append_tokens
 from dma_kernels.cached import append, cached_attention
-from dma_kernels.decode import decode_attention
+from dma_kernels.decode_step import decode_step
 from dma_kernels.formats import TILE
 from dma_kernels.storage import LayerStorage
 from torch import Tensor
@@ -51,9 +51,9 @@ class DecodeImplementation:
         """Return the step that is timed, and the bytes of keys and values that it has to read."""
         sizes = (shape.batch, shape.kv_heads, shape.length, shape.head_dim)
         query = torch.randn(shape.batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
-        new = torch.randn(*sizes[:2], 1, shape.head_dim, device=device, dtype=dtype)
+        new, new_value = (torch.randn(*sizes[:2], 1, shape.head_dim, device=device, dtype=dtype) for _ in range(2))
         if self.config is not None:
-            return self._packed(shape, query, new)
+            return self._packed(shape, query, new, new_value)
         key, value = (torch.randn(sizes, device=device, dtype=dtype) for _ in range(2))
         stored = key.nbytes + value.nbytes
 
@@ -63,9 +63,9 @@ class DecodeImplementation:
         if self.label in QUANTIZED:
             cache = QuantizedCache(QUANTIZED[self.label], LlamaConfig(num_hidden_layers=1))
             cache.update(key, value, 0)
-            return lambda: attend(*cache.update(new, new, 0)), stored_bytes(vars(cache.layers[0]))
+            return lambda: attend(*cache.update(new, new_value, 0)), stored_bytes(vars(cache.layers[0]))
         if self.label == DYNAMIC:
-            return lambda: attend(torch.cat((key, new), 2), torch.cat((value, new), 2)), stored
+            return lambda: attend(torch.cat((key, new), 2), torch.cat((value, new_value), 2)), stored
         chosen = PREALLOCATED[self.label]
 
         def forced() -> Tensor:
@@ -75,19 +75,14 @@ class DecodeImplementation:
 
         return (lambda: attend(key, value)) if chosen is None else forced, stored
 
-    def _packed(self, shape: DecodeShape, query: Tensor, new: Tensor) -> tuple[Run, int]:
+    def _packed(self, shape: DecodeShape, query: Tensor, key: Tensor, value: Tensor) -> tuple[Run, int]:
         """Return a step that stores the new key and value and attends to all."""
         assert self.config is not None
         storage = filled_storage(self.config, shape, query.device, query.dtype)
         backend, scale = self.config.backend, shape.head_dim**-0.5
         if resolve_backend(backend, query.device, query.dtype) != "triton":
-            return lambda: cached_attention(query, new, new, storage, backend=backend), storage.nbytes
-
-        def step() -> Tensor:
-            append_tokens(storage, new, new)
-            return decode_attention(query, storage, scale=scale)[0]
-
-        return step, storage.nbytes
+            return lambda: cached_attention(query, key, value, storage, backend=backend), storage.nbytes
+        return lambda: decode_step(query, key, value, storage, scale=scale), storage.nbytes
 
 
 def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> LayerStorage:

@@ -145,13 +145,13 @@ def append_tokens(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
     if key.numel() == 0:
         return
     call = fused.call_of("append", fused.tensor_kind(key), fused.tensor_kind(value), *storage_kind(storage))
-    call.run((key, value, *storage_tensors(storage)), lambda: _launch(storage, key, value))
+    call.run((key, value, *storage_tensors(storage)), lambda: launch_append(storage, key, value))
     storage.lengths += key.shape[2]
     storage.taken_back = max(0, storage.taken_back - key.shape[2])
 
 
-def _launch(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()]:
-    """Launch the kernel; it returns nothing."""
+def launch_append(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()]:
+    """Launch the kernel, which stores keys without counting them in ``lengths``; arguments as of `append_tokens`."""
     batch, kv_heads, new_len, head_dim = key.shape
     recipe, ring_tiles = storage.recipe, storage.ring // TILE
     key_body, value_body = storage.key_body, storage.value_body

@@ -19,6 +19,7 @@ from .append import append_tokens
 from .cached_prefill import prefill_over_cache
 from .cached_reference import cached_attention_reference
 from .decode import MAX_QUERIES, decode_attention
+from .decode_step import decode_step
 from .recipe import RECIPE_FIELDS, Recipe
 from .storage import LayerStorage
 
@@ -186,7 +187,7 @@ def _compute(
             return out
         if reason is None:
             if key.shape[2]:
-                append_tokens(storage, key, value)
+                return decode_step(query, key, value, storage, **options)
             return decode_attention(query, storage, return_lse=False, **options)[0]
         if backend == "triton":
             raise RuntimeError(f"backend='triton' cannot run: {reason}; use backend='reference' or 'auto'")

@@ -77,7 +77,7 @@ def decode_attention(
     call = fused.call_of("decode", fused.tensor_kind(query), fused.tensor_kind(sinks), *storage_kind(storage), *options)
 
     def run() -> tuple[Tensor, ...]:
-        results = _launch(query, storage, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        results = launch_decode(query, storage, scale=scale, window=window, softcap=softcap, sinks=sinks)
         return results if return_lse else results[:1]
 
     return call.run(inputs, run)
@@ -103,7 +103,7 @@ def storage_kind(storage: LayerStorage) -> tuple[object, ...]:
     return storage.recipe, tail.shape, storage.value_tail.shape, tail.dtype, tail.device, storage.slots
 
 
-def _launch(
+def launch_decode(
     query: Tensor,
     storage: LayerStorage,
     *,
@@ -111,8 +111,22 @@ def _launch(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    new_len: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Launch both kernels; arguments and results as for :func:`decode_attention`."""
+    """Launch both kernels.
+
+    Args:
+        query: As for :func:`decode_attention`.
+        storage: Likewise.
+        scale: Likewise.
+        window: Likewise.
+        softcap: Likewise.
+        sinks: Likewise.
+        new_len: Keys that the launch before this one stores, and ``lengths`` does not count yet; it does afterwards.
+
+    Returns:
+        Output and logarithms of :func:`decode_attention`.
+    """
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, value_dim = storage.value_tail.shape[1], storage.value_tail.shape[3]
     out = query.new_empty((batch, q_len, q_heads, value_dim)).transpose(1, 2)
@@ -146,13 +160,13 @@ def _launch(
             _units(value_body["data"], forms.value, forms.pv), value_body.get("scale"), value_body.get("factor"),
             storage.key_tail, storage.value_tail, storage.key_sink, storage.value_sink,
             storage.key_mean, storage.lengths, partial, partial_lse,
-            *query.stride(), q_len, storage.slots, storage.ring // TILE, window or 0,
+            *query.stride(), q_len, new_len, storage.slots, storage.ring // TILE, window or 0,
             (softcap or 0.0) * LOG2_E, scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5), *plan.band,
         )  # fmt: skip
         plan.combine(
             (batch * kv_heads, q_heads // kv_heads * q_len, 1),
-            partial, partial_lse, query, storage.key_mean, sinks, out, lse,
-            *query.stride(), *out.stride()[:3], splits, q_len, rows, scale * LOG2_E,
+            partial, partial_lse, query, storage.key_mean, sinks, storage.lengths, out, lse,
+            *query.stride(), *out.stride()[:3], splits, q_len, new_len, rows, scale * LOG2_E,
         )  # fmt: skip
     return out, lse
 

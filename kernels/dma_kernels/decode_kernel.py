@@ -213,12 +213,16 @@ def _store_partial(
     tl.store(lse_ptr + entry, tl.where(is_empty, float("-inf"), m_i + tl.math.log2(total) - EXPONENT))
 
 
-@triton.jit(do_not_specialize=["q_len", "slots", "ring_tiles", "window", "diagonal_tiles", "sink_tiles", "high_weight"])
+@triton.jit(
+    do_not_specialize=[
+        "q_len", "new_len", "slots", "ring_tiles", "window", "diagonal_tiles", "sink_tiles", "high_weight"
+    ]
+)  # fmt: skip
 def decode_kernel(
     q_ptr, key_ptr, key_scale_ptr, key_factor_ptr, value_ptr, value_scale_ptr, value_factor_ptr,
     key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr, mean_ptr, lengths_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd,
-    q_len, slots, ring_tiles, window, softcap, logit_scale, norm, diagonal_tiles, sink_tiles, high_weight,
+    q_len, new_len, slots, ring_tiles, window, softcap, logit_scale, norm, diagonal_tiles, sink_tiles, high_weight,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     KEY_FORM: tl.constexpr, QUERY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr, PV: tl.constexpr,
@@ -230,7 +234,10 @@ def decode_kernel(
     STEP: tl.constexpr, HIGH_STEP: tl.constexpr, NUM_STAGES: tl.constexpr, HIGH_STAGES: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Answer ``BLOCK_N`` columns of a kv head over a share of its tiles; grid ``(splits, B * Hkv, column blocks)``."""
+    """Answer ``BLOCK_N`` columns of a kv head over a share of its tiles; grid ``(splits, B * Hkv, column blocks)``.
+
+    The last ``new_len`` keys are stored, but not counted in ``lengths`` yet.
+    """
     # Of the factor of the weights: E4M3 and fp16 have not the range of fp32.
     EXPONENT: tl.constexpr = 8.0 if PV != "16bit" else 14.0 if VALUE_FORM == "fp4" else 0.0
     i_split = tl.program_id(0)
@@ -245,7 +252,7 @@ def decode_kernel(
     offset = i_b * stride_qb + (i_kv * GROUP + column % GROUP) * stride_qh + i_t.to(tl.int64) * stride_qt
     m_q = (i_t < q_len)[:, None] & (o_d < D)[None, :]
     q = tl.load(q_ptr + offset[:, None] + o_d[None, :] * stride_qd, mask=m_q, other=0.0)
-    length = tl.load(lengths_ptr + i_b)
+    length = tl.load(lengths_ptr + i_b) + new_len
     first_pos = length - q_len
     q_pos = first_pos + i_t
     visible_tile = 0
@@ -290,15 +297,17 @@ def decode_kernel(
     _store_partial(out_ptr, lse_ptr, acc, total, m_i, rows, i_split, splits, EXPONENT, DV, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=["splits", "q_len", "rows"])
+@triton.jit(do_not_specialize=["splits", "q_len", "new_len", "rows"])
 def combine_kernel(
-    partial_ptr, partial_lse_ptr, q_ptr, mean_ptr, sinks_ptr, out_ptr, lse_ptr,
-    stride_qb, stride_qh, stride_qt, stride_qd, stride_ob, stride_oh, stride_ot, splits, q_len, rows, logit_scale,
+    partial_ptr, partial_lse_ptr, q_ptr, mean_ptr, sinks_ptr, lengths_ptr, out_ptr, lse_ptr,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_ob, stride_oh, stride_ot,
+    splits, q_len, new_len, rows, logit_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, IS_SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """Combine the partial results of one query of one head; its sink logit takes part here.
 
+    It counts the ``new_len`` keys in ``lengths``, which nothing of the step reads any more.
     Where ``IS_SHIFTED``, partial results are of logits that lack what smoothing took, ``q . mean``.
     """
     i_head = tl.program_id(0).to(tl.int64)  # batch row and kv head
@@ -310,6 +319,8 @@ def combine_kernel(
     o_v = tl.arange(0, BLOCK_DV)
     m_v = o_v < DV
     base = (i_head * rows + i_n) * splits
+    if new_len > 0 and i_n == 0 and i_head % KV_HEADS == 0:
+        tl.store(lengths_ptr + i_b, tl.load(lengths_ptr + i_b) + new_len)
     shift = 0.0
     if IS_SHIFTED:
         o_d = tl.arange(0, BLOCK_D)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_cases import CASES, RECIPES, Case, assert_decode_matches
+from decode_cases import CASES, RECIPES, Case, assert_decode_matches, assert_steps_equal_their_parts
 from dma_kernels import Recipe, fused
 from dma_kernels.cached_reference import cached_attention_reference
 from dma_kernels.decode import MAX_QUERIES, decode_attention, select_forms
@@ -26,6 +26,12 @@ def test_matches_the_reference(recipe: str, case: str) -> None:
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ("kv8", "kv4")])
 def test_other_recipes_match_the_reference(recipe: str, case: str) -> None:
     assert_decode_matches(CASES[case], RECIPES[recipe], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("case", ["one-query", "across-a-border", "ragged", "nothing-visible", "window", "one-key"])
+@pytest.mark.parametrize("recipe", ["kv8", "kv4", "no-band"])
+def test_steps_equal_their_parts(recipe: str, case: str) -> None:
+    assert_steps_equal_their_parts(CASES[case], RECIPES[recipe], torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("case", ["sinks-of-many", "softcap-and-sinks-of-many"])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import CASES, RECIPES, Case, assert_decode_matches
+from decode_cases import CASES, RECIPES, Case, assert_decode_matches, assert_steps_equal_their_parts
 from dma_kernels.append import append_tokens
 from dma_kernels.decode import decode_attention
 from dma_kernels.decode_kernel import decode_kernel
+from dma_kernels.decode_step import decode_step
 from dma_kernels.storage import LayerStorage
 from dma_kernels.testing import assert_bits_equal
 
@@ -23,6 +25,18 @@ LONG = Case(kv_len=5000, q_heads=32, kv_heads=8, head_dim=128, padding=(0, 77))
 @pytest.mark.parametrize("case", CASES)
 def test_matches_the_reference(case: str, recipe: str, dtype: torch.dtype) -> None:
     assert_decode_matches(CASES[case], RECIPES[recipe], dtype, "cuda")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case", CASES)
+def test_steps_equal_their_parts(case: str, recipe: str) -> None:
+    assert_steps_equal_their_parts(CASES[case], RECIPES[recipe], torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("recipe", ["kv8", "kv4", "no-band"])
+@pytest.mark.parametrize("queries", [1, 16])
+def test_long_steps_equal_their_parts(queries: int, recipe: str) -> None:
+    assert_steps_equal_their_parts(replace(LONG, q_len=queries), RECIPES[recipe], torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("recipe", ["kv8", "kv8-q16", "kv4"])
@@ -71,14 +85,12 @@ def test_a_cuda_graph_of_a_step_fills_the_cache(recipe: str) -> None:
     ours = storage()
     static = next(_steps(ours, case, 500, 1))
     lengths = ours.lengths.clone()
-    append_tokens(ours, *static[1:])  # compiles
-    decode_attention(static[0], ours, scale=0.1)
+    decode_step(*static, ours, scale=0.1)  # compiles
     ours.lengths.copy_(lengths)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        append_tokens(ours, *static[1:])
-        out, _ = decode_attention(static[0], ours, scale=0.1)
+        out = decode_step(*static, ours, scale=0.1)
     for inputs, expected_out in zip(_steps(ours, case, 500, 150), outputs, strict=True):
         for old, new in zip(static, inputs, strict=True):
             old.copy_(new)

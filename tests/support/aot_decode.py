@@ -13,8 +13,7 @@ from dataclasses import asdict
 import torch
 from aot import OPTIONS, Compiled, compile_only
 from decode_cases import RECIPES
-from dma_kernels.append import append_tokens
-from dma_kernels.decode import decode_attention
+from dma_kernels.decode_step import decode_step
 from dma_kernels.storage import LayerStorage
 
 
@@ -28,8 +27,7 @@ def compile_step(recipe: str, arch: int, head_dim: int, queries: int, option: st
     query = torch.empty(1, 32, queries, head_dim, dtype=dtype)
     key = torch.empty(1, 8, queries, head_dim, dtype=dtype)
     with compile_only(arch) as compiled:
-        decode_attention(query, storage, scale=0.125, **OPTIONS[option])
-        append_tokens(storage, key, key)
+        decode_step(query, key, key, storage, scale=0.125, **OPTIONS[option])
     return compiled
 
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from dma_kernels import Recipe
+from dma_kernels.append import append_tokens
 from dma_kernels.cached_reference import cached_attention_reference
 from dma_kernels.decode import decode_attention
+from dma_kernels.decode_step import decode_step
 from dma_kernels.storage import LayerStorage
 from dma_kernels.testing import RECIPES as ALL_RECIPES
-from dma_kernels.testing import random_qkv, relative_error
+from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from torch import Tensor
 
 RECIPES = {
@@ -133,3 +135,20 @@ def assert_decode_matches(case: Case, recipe: Recipe, dtype: torch.dtype, device
     # Smoothed and rotated queries in 16 bits move a logit by its magnitude times their rounding.
     magnitude = float(expected_lse[seen].abs().max())
     torch.testing.assert_close(lse[seen], expected_lse[seen], atol=2.0 * rounding * magnitude, rtol=0.0)
+
+
+def assert_steps_equal_their_parts(case: Case, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
+    """Hold the last three steps (compiled, recorded, repeated) against storing and attending one after the other."""
+    query, key, value = case.inputs(dtype, device)
+    ours, expected = (case.storage(recipe, dtype, device, is_filled=False) for _ in range(2))
+    start = max(0, case.kv_len - 3 * case.q_len)
+    for storage in (ours, expected):
+        storage.append(key[:, :, :start], value[:, :, :start])
+    while start < case.kv_len:
+        new = slice(start, start + case.q_len)
+        out = decode_step(query, key[:, :, new], value[:, :, new], ours, **case.options(device))  # type: ignore[arg-type]
+        append_tokens(expected, key[:, :, new], value[:, :, new])
+        assert torch.equal(out, decode_attention(query, expected, **case.options(device))[0])  # type: ignore[arg-type]
+        for name, tensor in expected.tensors().items():
+            assert_bits_equal(ours.tensors()[name], tensor)
+        start += case.q_len
