@@ -55,32 +55,23 @@ def describe_decode(batch: int, length: int, head_dim: int, q_heads: int, kv_hea
     return ", ".join([f"{batch} x {length // 1024}K", *departures(head_dim, q_heads, kv_heads)])
 
 
-def prefill_shapes() -> ByShape:
-    """Return what was measured of prefill on the kernels of today."""
-    # Of the oldest run what ran on the kernels of today; of what several runs have, the newest.
-    results = [each for each in read("prefill-shapes-before-h200.json") if each["shape"]["head_dim"] != USUAL_DIM]
-    results += read("prefill-shapes-h200.json", "prefill-h200.json")
-    # In the newest run statistics took more shared memory than today, and at 2K nothing could start early beside them.
-    results += [each for each in read("prefill-before-h200.json") if each["shape"]["length"] == 2048]
-    return by_shape(results, PREFILL_SHAPE)
-
-
 def prefill_table() -> str:
     """Return a row for each shape: the usual ones, then those that depart from them, each by length."""
     headers = ["over SDPA", *(f"`{preset}`" for preset in PREFILL_PRESETS)]
-    headers += ["`balanced`, TFLOP/s", "over FlashAttention-2", "extra memory over Q, K, V"]
+    headers += ["`balanced`, TFLOP/s", "over FlashAttention-2", "over FlexAttention", "extra memory over Q, K, V"]
     rows = []
 
     def order(item: tuple[tuple[Any, ...], object]) -> tuple[Any, ...]:
         length, head_dim, q_heads, kv_heads, is_causal = item[0]
         return head_dim != USUAL_DIM, (q_heads, kv_heads) != USUAL_HEADS, not is_causal, length
 
-    for shape, named in sorted(prefill_shapes().items(), key=order):
-        ratios = [ratio_to_sdpa(named, f"dma_mxfp:{preset}") for preset in PREFILL_PRESETS]
+    for shape, named in sorted(by_shape(read("prefill-h200.json"), PREFILL_SHAPE).items(), key=order):
+        ratios = [times_faster(named, f"dma_mxfp:{preset}", "sdpa") for preset in PREFILL_PRESETS]
         ours = named["dma_mxfp:balanced"]
-        flash = ratio(named, "dma_mxfp:balanced", "sdpa:flash")
+        tflops = f"{ours['tflops'] * ours['milliseconds'] / device_time(ours):.0f}"
+        others = [times_faster(named, "dma_mxfp:balanced", other) for other in ("sdpa:flash", "flex")]
         memory = f"{ours['extra_bytes'] / ours['input_bytes']:.2f}"
-        rows.append([describe_prefill(*shape), *ratios, f"{ours['tflops']:.0f}", flash, memory])
+        rows.append([describe_prefill(*shape), *ratios, tflops, *others, memory])
     return table(headers, rows)
 
 
@@ -88,9 +79,9 @@ def prefill_summary() -> str:
     """Return the README's table: long prompts, and two that depart from the usual."""
     usual = [(length << 10, USUAL_DIM, *USUAL_HEADS, True) for length in (8, 16, 32, 64, 128)]
     shapes = [*usual, (16384, USUAL_DIM, *USUAL_HEADS, False), (16384, 64, *USUAL_HEADS, True)]
-    measured = prefill_shapes()
+    measured = by_shape(read("prefill-h200.json"), PREFILL_SHAPE)
     rows = [
-        [name, *(ratio(measured[shape], f"dma_mxfp:{preset}", other) for shape in shapes)]
+        [name, *(times_faster(measured[shape], f"dma_mxfp:{preset}", other) for shape in shapes)]
         for name, preset, other in (
             ("`balanced` over SDPA", "balanced", "sdpa"),
             ("`balanced` over FlashAttention-2", "balanced", "sdpa:flash"),
@@ -100,21 +91,8 @@ def prefill_summary() -> str:
     return table(["", *(describe_prefill(*shape) for shape in shapes)], rows)
 
 
-def ratio(named: dict[str, Result], label: str, other: str, field: str = "milliseconds") -> str:
-    """Return how many times faster a call is than the other."""
-    return f"{named[other][field] / named[label][field]:.2f}x"
-
-
-def ratio_to_sdpa(named: dict[str, Result], label: str) -> str:
-    """Return how many times faster than SDPA a call is; of short ones also as CUDA graphs, without the host's work."""
-    called = ratio(named, label, "sdpa")
-    if not (named[label]["graph_milliseconds"] and named["sdpa"]["graph_milliseconds"]):
-        return called
-    return f"{called} ({ratio(named, label, 'sdpa', 'graph_milliseconds')})"
-
-
-def step_time(result: Result | None) -> float | None:
-    """Return the milliseconds of a step of decoding: as a CUDA graph, where it can be one."""
+def device_time(result: Result | None) -> float | None:
+    """Return the milliseconds of a call: as a CUDA graph, without the host's work, where that was measured."""
     if result is None:
         return None
     time: float | None = result["graph_milliseconds"] or result["milliseconds"]
@@ -122,8 +100,8 @@ def step_time(result: Result | None) -> float | None:
 
 
 def times_faster(named: dict[str, Result], ours: str, other: str) -> str:
-    """Return how many times faster than ``other`` a step is."""
-    mine, theirs = step_time(named.get(ours)), step_time(named.get(other))
+    """Return how many times faster than ``other`` a call is."""
+    mine, theirs = device_time(named.get(ours)), device_time(named.get(other))
     if mine is None or theirs is None:
         return MISSING
     ratio = theirs / mine
@@ -195,7 +173,9 @@ def generate_table(*, of_static_caches: bool = False) -> str:
     Args:
         of_static_caches: Leave the other runs out.
     """
-    results = read("generate-h200.json")
+    # Of what two runs have, the newest.
+    runs = {(each["label"], each["context"]): each for each in read("generate-before-h200.json", "generate-h200.json")}
+    results = list(runs.values())
     longest = {each["label"]: each["tokens"] for each in read("generate-h200.json", key="longest")}
     contexts = sorted({each["context"] for each in results})
     labels = [
@@ -221,7 +201,7 @@ def generate_table(*, of_static_caches: bool = False) -> str:
 
 
 def _microseconds(result: Result) -> str:
-    time = step_time(result)
+    time = device_time(result)
     return _number(None if time is None else 1e3 * time, ".0f")
 
 
