@@ -82,7 +82,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend to a cache that holds the chunk; arguments and results as for :func:`prefill_over_cache`."""
     recipe, arch = storage.recipe, fused.device_arch(query.device)
-    lowering = select_lowering(recipe, arch)
+    lowering = select_lowering(recipe, arch, max(query.shape[3], storage.value_tail.shape[3]))
     interpreted = fused.is_interpreted()
     tiles = select_tiles(arch, lowering, query.shape[3], storage.value_tail.shape[3], has_softcap=softcap is not None)
     if lowering.value is Form.E4M3:

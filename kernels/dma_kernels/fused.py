@@ -139,7 +139,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Quantise and launch."""
     arch = device_arch(query.device)
-    lowering = select_lowering(recipe, arch)
+    lowering = select_lowering(recipe, arch, max(query.shape[3], value.shape[3]))
     with on_device(query.device):
         operands = quantize_operands(query, key, value, recipe, kv_offset=geometry.kv_offset, rows=geometry.rows)
         return prefill_attention(
@@ -165,7 +165,7 @@ def quantize_operands(
         key,
         value,
         recipe,
-        select_lowering(recipe, arch),
+        select_lowering(recipe, arch, max(key.shape[3], value.shape[3])),
         kv_offset=kv_offset,
         rows=rows,
         is_interpreted=interpreted,

@@ -138,17 +138,27 @@ class Operands:
 
 BLOCK_SCALED_ARCHS = frozenset({100, 103, 110, 120, 121})
 """Chips with block-scaled matrix units."""
+TENSOR_MEMORY_ARCHS = frozenset({100, 103, 110})
+"""Those of them that keep results in tensor memory. Their block-scaled products are of 128 rows, which with more than
+128 channels do not fit there."""
 MIN_FP8_ARCH = 89
 """The first chip with FP8 units."""
 
 
-def select_lowering(recipe: Recipe, arch: int) -> Lowering:
-    """Return how a chip of compute capability ``arch`` (90 is Hopper) computes a recipe."""
-    low_key = None if recipe.is_uniform else _low_key_form(recipe, arch)
+def select_lowering(recipe: Recipe, arch: int, channels: int = 128) -> Lowering:
+    """Return how a chip computes a recipe.
+
+    Args:
+        recipe: The recipe.
+        arch: Compute capability, major version times ten plus minor (90 is Hopper).
+        channels: The larger head dimension of keys and values.
+    """
+    is_block_scaled = arch in BLOCK_SCALED_ARCHS and (channels <= 128 or arch not in TENSOR_MEMORY_ARCHS)
+    low_key = None if recipe.is_uniform else _low_key_form(recipe, arch, is_block_scaled)
     key = Form.DEQUANTIZED
     if recipe.high == UNQUANTIZED:
         key = Form.RAW
-    elif arch in BLOCK_SCALED_ARCHS and recipe.high != "mxint8":
+    elif is_block_scaled and recipe.high != "mxint8":
         key = Form.PACKED
     value = Form.RAW
     if recipe.pv == "fp8":
@@ -161,7 +171,7 @@ def select_lowering(recipe: Recipe, arch: int) -> Lowering:
     return Lowering(name, key, value, low_key, None if recipe.low_v is None else Form.DEQUANTIZED)
 
 
-def _low_key_form(recipe: Recipe, arch: int) -> Form:
+def _low_key_form(recipe: Recipe, arch: int, is_block_scaled: bool) -> Form:
     query, key = recipe.query_low, recipe.key_low
     has_fp8 = arch >= MIN_FP8_ARCH
     if query == key and recipe.shared_scale == SharedScale.TILE:
@@ -169,7 +179,7 @@ def _low_key_form(recipe: Recipe, arch: int) -> Form:
             return Form.INT8
         if key == "mxfp8" and has_fp8:
             return Form.E4M3
-    if arch in BLOCK_SCALED_ARCHS and ({query, key} <= {"mxfp4", "mxfp8"} or query == key == "nvfp4"):
+    if is_block_scaled and ({query, key} <= {"mxfp4", "mxfp8"} or query == key == "nvfp4"):
         return Form.PACKED
     if query == key == "mxfp4" and has_fp8:
         return Form.E5M2

@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from .formats import padded_channels
-from .operands import Form, Lowering
+from .operands import TENSOR_MEMORY_ARCHS, Form, Lowering
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,12 @@ def select_tiles(
     is_packed = Form.PACKED in (lowering.key, lowering.low_key)
     are_keys_8bit = lowering.low_key not in (None, Form.DEQUANTIZED)
     are_values_8bit = lowering.value is Form.E4M3
-    if is_packed and arch in (100, 103, 110):
+    if arch in TENSOR_MEMORY_ARCHS and widest > 128:
+        # 128 rows of 256 channels take half of the tensor memory, and with scores and operands most forms do not fit.
+        return PrefillTiles(64, 64, num_warps=8, num_stages=2)
+    if is_packed and arch in TENSOR_MEMORY_ARCHS:
         # Their block-scaled products are of 128 rows. 4 warps would spill registers in the loop over low tiles.
-        return PrefillTiles(128, 64 if widest > 128 else 128, num_warps=8, num_stages=2)
+        return PrefillTiles(128, 128, num_warps=8, num_stages=2)
     if widest <= 128 and is_hopper and (are_keys_8bit or are_values_8bit):
         # 64 x 128 with 4 warps against 128 x 128 with 8: 806 to 549 at head_dim 128 and 32K (attention alone), and
         # with 16-bit values 613 to 523. Several programs then share a multiprocessor, and one computes its softmax
@@ -116,9 +119,9 @@ def select_tiles(
     if widest <= 128:
         # 16-bit operands fill twice the shared memory.
         return PrefillTiles(block_m=64, block_n=64, num_warps=4, num_stages=2)
-    if arch in (80, 90, 100, 103, 110):
+    if arch in (80, 90):
         # One program of 8 warps: 4 of them would spill registers at 256 channels of output.
-        return PrefillTiles(128, 64, num_warps=8, num_stages=2 if arch >= 90 else 1, stage_queries=is_hopper)
+        return PrefillTiles(128, 64, num_warps=8, num_stages=2 if is_hopper else 1, stage_queries=is_hopper)
     # The consumer chips have 99 KB of shared memory.
     return PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=1, high_block_n=32)
 
@@ -232,15 +235,17 @@ def select_decode_tiles(
     # SDPA: 124 / 238 us). 4 bits are bound by instructions: two warps, four programs to a multiprocessor: 51 / 90 us;
     # three programs 60 / 113, eight 56 / 94; four warps 57 / 106; two stages 55 / 99. 8 bits are bound by memory: four
     # warps, two programs: 69 / 129 us.
-    # Two warps keep sm_100 from its tensor memory, which takes no 8 columns of 8 bits (compiled, not run).
-    num_warps, per_processor = (2 if is_4bit or arch in (100, 103) else 4), (4 if is_4bit else 2)
+    # Two warps keep a chip from its tensor memory, which takes no 8 columns of 8 bits (compiled, not run).
+    has_tensor_memory = arch in TENSOR_MEMORY_ARCHS
+    num_warps, per_processor = (2 if is_4bit or has_tensor_memory else 4), (4 if is_4bit else 2)
     takes_tile = value_form == "fp4" or (value_form == "e4m3" and key_form in ("int8", "e4m3", "fp4"))
     step, num_stages = (128 if takes_tile else 32), 3
     if columns > 16:
         num_warps *= 2
     if widest > 128:
-        num_warps, step, num_stages = max(4, num_warps), (128 if value_form == "fp4" else min(step, 64)), 2
-    elif arch not in (80, 90, 100, 103):
+        num_warps = num_warps if has_tensor_memory else max(4, num_warps)
+        step, num_stages = (128 if value_form == "fp4" else min(step, 64)), 2
+    elif arch not in (80, 90) and not has_tensor_memory:
         num_stages = 2  # the consumer chips have 99 KB of shared memory
     # A high tile takes longer than its bytes say. Counted as 8 low ones: 69 / 129 us at 8 bits, as 4 75 / 134, as 2
     # 81 / 137; at 4 bits 8 is 51 / 92, 4 51 / 89, 2 60 / 96.

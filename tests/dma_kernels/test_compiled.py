@@ -34,22 +34,28 @@ UNITS = {
     ],
     "int8:90:256": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
     "int8:100:128": [r"tcgen05.mma.*kind::i8", r"tcgen05.mma.*kind::f8f6f4", r"tcgen05.mma.*kind::f16"],
+    "int8:100:256:softcap": [r"tcgen05.mma.*kind::i8", r"tcgen05.mma.*kind::f8f6f4"],
     "int8:120:128": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
     "int8:120:256": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
     "e4m3-rotated:90:128": [r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "paper:80:128": ["mma.sync.*bf16"],
     "paper:89:128": [r"mma.sync.*e5m2\.e5m2"],
     "paper:90:128": [r"wgmma.mma_async.*f32\.e5m2\.e5m2", "wgmma.mma_async.*bf16"],
     "fp4:90:128:long": ["wgmma.mma_async.*bf16", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
     "kv4:90:128:long": ["wgmma.mma_async.*bf16"],
     "paper:90:128:long": [r"wgmma.mma_async.*f32\.e5m2\.e5m2", "wgmma.mma_async.*bf16"],
     "paper:100:128": [r"tcgen05.mma.*kind::mxf4\.block_scale", r"tcgen05.mma.*kind::mxf8f6f4\.block_scale"],
+    "paper:100:256": ["tcgen05.mma.*kind::f8f6f4", "tcgen05.mma.*kind::f16"],
     "paper:120:128": [r"mma.sync.*kind::mxf4nvf4\.block_scale.*ue8m0", r"mma.sync.*kind::mxf8f6f4\.block_scale"],
+    "fp4:80:128": ["mma.sync.*bf16"],
+    "fp4:89:128": ["mma.sync.*bf16", r"mma.sync.*e4m3\.e4m3"],
     "fp4:90:128": ["wgmma.mma_async.*bf16", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
     "fp4:100:128": [
         r"tcgen05.mma.*kind::mxf4nvf4\.block_scale",
         r"tcgen05.mma.*kind::f16",
         r"tcgen05.mma.*kind::f8f6f4",
     ],
+    "fp4:100:256": ["tcgen05.mma.*kind::f16", r"tcgen05.mma.*kind::f8f6f4"],
     "fp4:120:128": [r"mma.sync.*kind::mxf4nvf4\.block_scale", "mma.sync.*bf16", r"mma.sync.*e4m3\.e4m3"],
     "nvfp4:90:128": ["wgmma.mma_async.*bf16", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
     "nvfp4:100:128": [
@@ -63,10 +69,14 @@ UNITS = {
         r"mma.sync.*e4m3\.e4m3",
     ],
     "mixed:100:128": [r"tcgen05.mma.*kind::mxf8f6f4\.block_scale", r"tcgen05.mma.*kind::mxf4nvf4\.block_scale"],
+    "kv4:80:128": ["mma.sync.*bf16"],
     "kv4:90:64": ["wgmma.mma_async.*bf16"],
     "kv4:90:64:softcap": ["wgmma.mma_async.*bf16"],
     "kv4:90:128": ["wgmma.mma_async.*bf16"],
     "kv4:90:128:softcap": ["wgmma.mma_async.*bf16"],
+    "kv4:100:128": ["tcgen05.mma.*kind::f16"],
+    "kv4:100:256": ["tcgen05.mma.*kind::f16"],
+    "kv4:120:128": ["mma.sync.*bf16"],
     "identity:100:128": ["tcgen05.mma.*kind::f16"],
 }
 
@@ -130,27 +140,8 @@ def test_shared_memory_is_within_the_chips_limit(call: str, compiled: dict[str, 
         assert kernel["shared"] <= SHARED_MEMORY[int(call.split(":")[1])], kernel["name"]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "int8:90:64",
-        "int8:90:128",
-        "int8:90:64:softcap",
-        "int8:90:128:softcap",
-        "int8:90:64:sinks",
-        "e4m3-rotated:90:128",
-        "paper:90:128",
-        "kv4:90:64",
-        "kv4:90:64:softcap",
-        "kv4:90:128",
-        "kv4:90:128:softcap",
-        "int8:100:128",
-        "fp4:100:128",
-        "nvfp4:100:128",
-        "int8:89:128",
-        *LONG,
-    ],
-)
+# Of 256 channels the output alone takes half of Hopper's registers.
+@pytest.mark.parametrize("call", [call for call in UNITS if call != "int8:90:256"])
 def test_the_loop_over_low_tiles_keeps_its_numbers_in_registers(
     call: str, compiled: dict[str, list[dict[str, Any]]]
 ) -> None:

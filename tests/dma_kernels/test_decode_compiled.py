@@ -29,12 +29,15 @@ UNITS = {
     "kv8:80:128:1:softcap": [r"mma.sync.*s8\.s8"],
     "kv8-q16:90:64:1": [r"(mma.sync|wgmma).*s8\.s8"],
     "kv8:100:128:1": [r"mma.sync.*s8\.s8", r"mma.sync.*f16\.f16"],
+    "kv8:100:256:1": [r"mma.sync.*s8\.s8", r"mma.sync.*f16\.f16"],
+    "kv8:100:256:16": [r"(mma.sync|tcgen05.mma).*(s8\.s8|kind::i8)"],
     "kv8:120:128:1": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
     "kv4:80:128:1": [r"mma.sync.*f16\.f16"],
     "kv4:90:128:1": [r"mma.sync.*f16\.f16"],
     "kv4:90:128:1:softcap": [r"mma.sync.*f16\.f16"],
     "kv4:90:128:16": [r"(mma.sync|wgmma).*f16\.f16"],
     "kv4:100:128:1": [r"mma.sync.*f16\.f16"],
+    "kv4:100:256:1": [r"mma.sync.*f16\.f16"],
     "kv4:120:256:1": [r"mma.sync.*f16\.f16"],
 }
 PLAIN = ("kv8:90:128:1", "kv4:90:128:1", "kv8:80:128:1", "kv4:80:128:1", "kv4:100:128:1", "kv8:120:128:1")

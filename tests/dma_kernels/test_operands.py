@@ -44,6 +44,13 @@ def test_lowering_of_a_recipe(recipe: Recipe, arch: int, expected: Lowering) -> 
     assert select_lowering(recipe, arch) == expected
 
 
+@pytest.mark.parametrize("arch", [100, 103, 110])
+def test_wide_heads_are_not_block_scaled_in_tensor_memory(arch: int) -> None:
+    assert select_lowering(PAPER, arch, 192) == Lowering("8bit", DEQUANTIZED, RAW, E5M2)
+    assert select_lowering(NVFP4, arch, 192) == Lowering("portable", DEQUANTIZED, E4M3, DEQUANTIZED)
+    assert select_lowering(NVFP4, 120, 192) == select_lowering(NVFP4, arch)
+
+
 def test_a_side_that_is_not_quantised_keeps_the_models_dtype() -> None:
     assert dequantized_dtype(torch.float16, "bf16", "nvfp4") == torch.float16
     assert dequantized_dtype(torch.float16, "mxfp8", "bf16") == torch.float16
