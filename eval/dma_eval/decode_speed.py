@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from dma_kernels.api import resolve_backend
-from dma_kernels.append import append_tokens
 from dma_kernels.cached import append, cached_attention
-from dma_kernels.decode_step import decode_step
 from dma_kernels.formats import TILE
 from dma_kernels.storage import LayerStorage
 from torch import Tensor
@@ -79,10 +76,8 @@ class DecodeImplementation:
         """Return a step that stores the new key and value and attends to all."""
         assert self.config is not None
         storage = filled_storage(self.config, shape, query.device, query.dtype)
-        backend, scale = self.config.backend, shape.head_dim**-0.5
-        if resolve_backend(backend, query.device, query.dtype) != "triton":
-            return lambda: cached_attention(query, key, value, storage, backend=backend), storage.nbytes
-        return lambda: decode_step(query, key, value, storage, scale=scale), storage.nbytes
+        backend = self.config.backend
+        return lambda: cached_attention(query, key, value, storage, backend=backend), storage.nbytes
 
 
 def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> LayerStorage:
@@ -97,14 +92,13 @@ def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, 
         device=device,
         tiles=(shape.length + ROOM) // TILE,
     )
-    store = append_tokens if resolve_backend(config.backend, device, dtype) == "triton" else append
     for start in range(0, shape.length, FILLED_AT_ONCE):
         tokens = min(FILLED_AT_ONCE, shape.length - start)
         key, value = (
             torch.randn(shape.batch, shape.kv_heads, tokens, shape.head_dim, device=device, dtype=dtype)
             for _ in range(2)
         )
-        store(storage, key, value)
+        append(storage, key, value)
     return storage
 
 

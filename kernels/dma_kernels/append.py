@@ -147,7 +147,7 @@ def append_tokens(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
     call = fused.call_of("append", fused.tensor_kind(key), fused.tensor_kind(value), *storage_kind(storage))
     call.run((key, value, *storage_tensors(storage)), lambda: launch_append(storage, key, value))
     storage.lengths += key.shape[2]
-    storage.taken_back = max(0, storage.taken_back - key.shape[2])
+    storage.replace_taken_back(key.shape[2])
 
 
 def launch_append(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()]:

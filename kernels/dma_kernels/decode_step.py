@@ -60,5 +60,5 @@ def decode_step(
         return (out,)
 
     (out,) = call.run((query, key, value, sinks, *storage_tensors(storage)), run)
-    storage.taken_back = max(0, storage.taken_back - new_len)
+    storage.replace_taken_back(new_len)
     return out

@@ -224,7 +224,11 @@ class LayerStorage:
         for rows, length, part in groups:
             part._append_to_equals(length, key[rows], value[rows])
         self.lengths += key.shape[2]
-        self.taken_back = max(0, self.taken_back - key.shape[2])
+        self.replace_taken_back(key.shape[2])
+
+    def replace_taken_back(self, count: int) -> None:
+        """Take note that ``count`` tokens have been stored where tokens may have been taken back."""
+        self.taken_back = max(0, self.taken_back - count)
 
     def recent(self, length: int, key: Tensor, value: Tensor) -> tuple[int, Tensor, Tensor]:
         """Return raw keys and values from the first tile that is not complete to the last of ``key``.

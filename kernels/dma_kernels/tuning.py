@@ -243,7 +243,8 @@ def select_decode_tiles(
     if columns > 16:
         num_warps *= 2
     if widest > 128:
-        num_warps = num_warps if has_tensor_memory else max(4, num_warps)
+        if not has_tensor_memory:
+            num_warps = max(4, num_warps)
         step, num_stages = (128 if value_form == "fp4" else min(step, 64)), 2
     elif arch not in (80, 90) and not has_tensor_memory:
         num_stages = 2  # the consumer chips have 99 KB of shared memory
