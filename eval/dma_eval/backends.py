@@ -48,16 +48,20 @@ def default_names() -> list[str]:
     return ["sdpa", *(f"{DMA}:{name}{CACHE_SUFFIX if name in CACHE_PRESETS else ''}" for name in dma_hf.PRESETS)]
 
 
-def parse_backends(names: Sequence[str]) -> tuple[Backend, ...]:
+def parse_backends(names: Sequence[str], option: str = "--attn") -> tuple[Backend, ...]:
     """Resolve names as given on the command line; the first one is the reference of a comparison.
+
+    Args:
+        names: Values of the option.
+        option: What errors call it.
 
     Raises:
         UserError: There are no names, an unknown implementation or preset (the message lists the valid ones), or a
             file that is not a valid configuration.
     """
     if not names:
-        raise UserError("--attn needs at least one backend, for example: --attn sdpa dma_mxfp:balanced")
-    backends = [_parse_backend(name) for name in names]
+        raise UserError(f"{option} needs at least one backend, for example: {option} sdpa dma_mxfp:balanced")
+    backends = [_parse_backend(name, option) for name in names]
     total, seen = Counter(backend.label for backend in backends), Counter[str]()
     unique = []
     for backend in backends:
@@ -128,42 +132,42 @@ def implementations() -> list[str]:
     return sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()})
 
 
-def _parse_backend(name: str) -> Backend:
+def _parse_backend(name: str, option: str) -> Backend:
     reads_cache = name.endswith(CACHE_SUFFIX)
     implementation, separator, setting = name.removesuffix(CACHE_SUFFIX).partition(":")
     if implementation not in implementations():
         raise UserError(
-            f"--attn: unknown backend {name!r}; valid: {', '.join(implementations())}, and {DMA}:PRESET with a preset "
-            f"({', '.join(dma_hf.PRESETS)}) or a TOML file"
+            f"{option}: unknown backend {name!r}; valid: {', '.join(implementations())}, and {DMA}:PRESET with a "
+            f"preset ({', '.join(dma_hf.PRESETS)}) or a TOML file"
         )
     if implementation != DMA:
         if separator or reads_cache:
             raise UserError(
-                f"--attn: {implementation!r} takes no setting, got {name!r}; only {DMA}:PRESET and "
+                f"{option}: {implementation!r} takes no setting, got {name!r}; only {DMA}:PRESET and "
                 f"{DMA}:PRESET{CACHE_SUFFIX} do"
             )
         return Backend(implementation, implementation)
     if separator and not setting:
-        raise UserError(f"--attn: {name!r} names no preset; valid: {', '.join(dma_hf.PRESETS)}, or a TOML file")
+        raise UserError(f"{option}: {name!r} names no preset; valid: {', '.join(dma_hf.PRESETS)}, or a TOML file")
     label = f"{DMA}:{_short(setting)}" if separator else DMA
-    config = _resolve(setting) if separator else dma_hf.resolve("balanced")
+    config = _resolve(setting, option) if separator else dma_hf.resolve("balanced")
     return Backend(f"{label}{CACHE_SUFFIX}" if reads_cache else label, DMA, config, reads_cache)
 
 
-def _resolve(setting: str) -> DMAConfig:
+def _resolve(setting: str, option: str) -> DMAConfig:
     path = Path(setting)
     is_file = setting not in dma_hf.PRESETS and (path.suffix == ".toml" or path.exists())
     if is_file and not path.is_file():
-        raise UserError(f"--attn: no such file: {setting}")
+        raise UserError(f"{option}: no such file: {setting}")
     if not is_file and setting not in dma_hf.PRESETS:
         raise UserError(
-            f"--attn: unknown preset {setting!r}; valid: {', '.join(dma_hf.PRESETS)}, or a TOML file "
+            f"{option}: unknown preset {setting!r}; valid: {', '.join(dma_hf.PRESETS)}, or a TOML file "
             f"({DMA}:FILE.toml); {CACHE_SUFFIX} after it reads through a cache"
         )
     try:
         return dma_hf.resolve(path if is_file else setting)
     except (ValueError, TypeError, OSError) as error:  # TOMLDecodeError is a ValueError
-        raise UserError(f"--attn: {setting}: {one_line(error)}") from error
+        raise UserError(f"{option}: {setting}: {one_line(error)}") from error
 
 
 def _short(setting: str) -> str:

@@ -130,7 +130,7 @@ def parse_implementations(names: Sequence[str]) -> list[DecodeImplementation]:
         if name in _SDPA:
             found.append(DecodeImplementation(name))
         elif name.partition(":")[0] == DMA:
-            (backend,) = parse_backends([name])
+            (backend,) = parse_backends([name], "--cache")
             refuse_cache("--cache", backend)
             found.append(DecodeImplementation(backend.label, backend.config))
         else:

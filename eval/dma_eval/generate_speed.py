@@ -100,7 +100,7 @@ def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
         attention, _, cache = name.partition("+")
         if cache not in CACHES:
             raise UserError(f"--run: expected ATTENTION+CACHE with a cache of {', '.join(CACHES)}, got {name!r}")
-        (backend,) = parse_backends([attention])
+        (backend,) = parse_backends([attention], "--run")
         runs.append(GenerateRun(f"{backend.label}+{cache}", backend, cache))
     refuse_repeats("--run", [run.label for run in runs])
     return runs

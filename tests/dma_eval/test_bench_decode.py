@@ -113,6 +113,7 @@ def test_default_shapes_vary_one_thing_at_a_time() -> None:
         (("--head-dim", 0), "--head-dim: expected at least 1, got 0"),
         (("--dtype", "float8"), "--dtype: expected bfloat16 or float16, got 'float8'"),
         (("--cache", "sdpa", "sdpa"), "--cache: sdpa is given more than once"),
+        (("--cache", "dma_mxfp:kv9"), "--cache: unknown preset 'kv9'"),
         (("--cache", "dma_mxfp:kv4+cache"), "--cache: 'dma_mxfp:kv4+cache' reads through a cache, which is not timed"),
         (
             ("--cache", "fp8"),
