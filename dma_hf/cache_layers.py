@@ -2,7 +2,7 @@
 
 Transformers counts tokens from the start of the batch, padding included; the storage counts positions from the first
 key that a row may see. What lies between, a row's padding, is known only from the mask, and that only the attention
-function gets. So ``update`` leaves the new keys in a :class:`Step`, and they are stored when ``dma_mxfp`` attends (with
+function gets. So ``update`` keeps the new keys as :class:`NewStates`, and they are stored when ``dma_mxfp`` attends (with
 the padding left out), or at the latest when anything else needs them (with the padding as keys).
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from .cache_step import DECODED_AT_ONCE, Step
+from .cache_step import DECODED_AT_ONCE, NewStates, Step
 from .cached_states import CachedStates
 from .compact_mask import MaskGeometry
 from .settings import is_dma
@@ -66,7 +66,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         # Not the base class's: it would set `keys` and `values`.
         self.owner = owner
         self.storage: LayerStorage | None = None
-        self.step: Step | None = None
+        self.pending: NewStates | None = None
         self.tokens: int | Tensor = 0
         self.is_empty = True
         self.is_settled = False
@@ -148,13 +148,14 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
             self.prefetch()
         check_fits(self.storage, key_states, value_states)
         self.check_room(key_states.shape[2])
-        step = Step(self, key_states, value_states)
+        new = NewStates(self, key_states, value_states)
+        step = Step(self, new)
         if not self.owner.reads_packed or not _takes_subclasses(key_states):
             return step.dense()
-        self.step = step
+        self.pending = new
         return (
-            CachedStates.of(step, key_states, step.kv_len, is_value=False),
-            CachedStates.of(step, value_states, step.kv_len, is_value=True),
+            CachedStates.of(step, key_states, new.kv_len, is_value=False),
+            CachedStates.of(step, value_states, new.kv_len, is_value=True),
         )
 
     def check_room(self, count: int) -> None:
@@ -162,21 +163,21 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 
     def flush(self) -> None:
         """Store what no attention function has asked for."""
-        if self.step is not None:
-            self.store(self.step)
+        if self.pending is not None:
+            self.store(self.pending)
 
-    def settle(self, step: Step, geometry: MaskGeometry) -> None:
+    def settle(self, new: NewStates, geometry: MaskGeometry) -> None:
         """Learn from the mask how many tokens of each row are padding, until every row has begun."""
         storage = self.storage
         assert storage is not None
         if self.is_settled:
             return
         offset = geometry.kv_offset
-        if geometry.kv_range is None and isinstance(offset, int) and offset == step.kv_offset:
+        if geometry.kv_range is None and isinstance(offset, int) and offset == new.kv_offset:
             self.is_settled = True
             return
-        count = step.key.shape[2]
-        before = (offset - step.kv_offset) + self.tokens  # position of the first new token
+        count = new.key.shape[2]
+        before = (offset - new.kv_offset) + self.tokens  # position of the first new token
         length = torch.as_tensor(before, device=storage.lengths.device).expand(len(storage.lengths))
         if geometry.kv_range is not None:  # a row that sees no key is all padding, so far
             sees = geometry.kv_range[:, 0] < geometry.kv_range[:, 1]
@@ -186,12 +187,12 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         if not torch.compiler.is_compiling():
             self.is_settled = bool((storage.lengths + count > 0).all())
 
-    def store(self, step: Step) -> None:
-        """Store the keys of a step."""
+    def store(self, new: NewStates) -> None:
+        """Store new keys and values."""
         assert self.storage is not None
-        self.make_room(step.key.shape[2])
-        append(self.storage, step.key.detach(), step.value.detach())
-        self.count(step)
+        self.make_room(new.key.shape[2])
+        append(self.storage, new.key.detach(), new.value.detach())
+        self.count(new)
 
     def make_room(self, count: int) -> None:
         """Grow the storage for ``count`` more tokens."""
@@ -199,19 +200,19 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         assert isinstance(self.tokens, int)
         self.storage.reserve((self.tokens + count) // TILE)
 
-    def count(self, step: Step) -> None:
-        """Note that the keys of a step have been stored."""
-        self.tokens += step.key.shape[2]
-        self._note_stored(step)
+    def count(self, new: NewStates) -> None:
+        """Note that new keys and values have been stored."""
+        self.tokens += new.key.shape[2]
+        self._note_stored(new)
 
-    def position_of(self, step: Step) -> Tensor:
+    def position_of(self, new: NewStates) -> Tensor:
         """Return the position of the first token that the mask of a step speaks of, int32 ``[B]``."""
         assert self.storage is not None
-        return self.storage.lengths - (self.tokens - step.kv_offset)
+        return self.storage.lengths - (self.tokens - new.kv_offset)
 
     def get_seq_length(self) -> int | Tensor:
         """Return how many tokens the layer has seen."""
-        return self.tokens if self.step is None else self.tokens + self.step.key.shape[2]
+        return self.tokens if self.pending is None else self.tokens + self.pending.key.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens a mask must speak of, and the number of the first."""
@@ -250,7 +251,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything, the batch size too."""
-        self.storage = self.step = None
+        self.storage = self.pending = None
         self.tokens = 0
         self.is_empty, self.is_settled = True, False
 
@@ -268,7 +269,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 
     def offload(self) -> None:
         """Move the storage to the CPU, once the layer's attention has been computed."""
-        if self.step is not None:
+        if self.pending is not None:
             self.is_offloading = True
             return
         self._map(lambda tensor: tensor.to("cpu", non_blocking=True))
@@ -278,9 +279,9 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         if self.storage is not None and self.storage.lengths.device != self.device:
             self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def _note_stored(self, step: Step) -> None:
-        step.is_stored = True
-        self.step = None
+    def _note_stored(self, new: NewStates) -> None:
+        new.is_stored = True
+        self.pending = None
         self.is_empty = False
         if self.is_offloading:
             self.is_offloading = False
@@ -376,11 +377,11 @@ class DMAStaticLayer(DMALayer):
     def make_room(self, count: int) -> None:
         """Do nothing: there is room."""
 
-    def count(self, step: Step) -> None:
-        """Note that the keys of a step have been stored."""
+    def count(self, new: NewStates) -> None:
+        """Note that new keys and values have been stored."""
         assert isinstance(self.tokens, Tensor)
-        self.tokens.add_(step.key.shape[2])
-        self._note_stored(step)
+        self.tokens.add_(new.key.shape[2])
+        self._note_stored(new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens a mask must speak of, and the number of the first."""
@@ -401,7 +402,7 @@ class DMAStaticLayer(DMALayer):
 
     def reset(self) -> None:
         """Forget every token, and keep the tensors."""
-        self.step = None
+        self.pending = None
         if self.storage is not None:
             assert isinstance(self.tokens, Tensor)
             self.tokens.zero_()

@@ -20,26 +20,40 @@ DECODED_AT_ONCE = 16
 """Calls with more queries, prompts above all, may wait for the device to check what they were given."""
 
 
-class Step:
-    """One update of a layer: new keys and values, from when they are handed over until they are stored.
+class NewStates:
+    """New keys and values of a layer, from when they are handed over until they are stored.
+
+    A layer holds those that are not stored yet. They do not know the layer: a cache that goes out of use in the middle
+    of a step, as when memory runs out, is then freed at once, not when Python looks for cycles.
 
     Attributes:
-        layer: The cache layer.
-        key: New keys, raw, ``[B, Hkv, T, D]``.
-        value: New values, raw, ``[B, Hkv, T, Dv]``.
+        key: Keys, raw, ``[B, Hkv, T, D]``.
+        value: Values, raw, ``[B, Hkv, T, Dv]``.
         kv_offset: Number of the first token that the model's mask speaks of, padding included.
         kv_len: How many tokens it speaks of.
         is_first: Whether the layer was empty before.
-        is_stored: Whether the keys have been stored.
+        is_stored: Whether they have been stored.
     """
 
     def __init__(self, layer: DMALayer, key: Tensor, value: Tensor) -> None:
-        self.layer = layer
         self.key = key
         self.value = value
         self.kv_len, self.kv_offset = layer.get_mask_sizes(key.shape[2])
         self.is_first = layer.is_empty
         self.is_stored = False
+
+
+class Step:
+    """One update of a layer, and the attention to it.
+
+    Attributes:
+        layer: The cache layer.
+        new: What the update brought.
+    """
+
+    def __init__(self, layer: DMALayer, new: NewStates) -> None:
+        self.layer = layer
+        self.new = new
         self._dense: tuple[Tensor, Tensor] | None = None
 
     def attend(
@@ -59,8 +73,8 @@ class Step:
             ValueError: The model runs another recipe than the cache holds, or something of the call is not valid; the
                 new keys are dropped then, and the cache is as it was.
         """
-        layer = self.layer
-        layer.step = None  # whatever happens now, it is not pending any more
+        layer, new = self.layer, self.new
+        layer.pending = None  # whatever happens now, it is not pending any more
         held = layer.owner.recipe
         differing = [name for name in RECIPE_FIELDS if getattr(recipe, name) != getattr(held, name)]
         if differing:
@@ -68,17 +82,17 @@ class Step:
         storage = layer.storage
         assert storage is not None
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
-        if self.is_first and (not self.is_stored or query.shape[2] > TILE):
+        if new.is_first and (not new.is_stored or query.shape[2] > TILE):
             pattern = geometry.pattern
-            length = self.key.shape[2]
+            length = new.key.shape[2]
             if pattern is not None and pattern.shape[3] > 1:
                 pattern = pattern[..., :length]
             # What else the mask of a static cache hides is not there yet.
             is_seen = geometry.is_unpadded and length <= geometry.q_len
             out: Tensor = attention(
                 query,
-                self.key,
-                self.value,
+                new.key,
+                new.value,
                 recipe,
                 is_causal=geometry.is_causal,
                 window=geometry.window,
@@ -88,32 +102,32 @@ class Step:
                 mask=pattern,
                 **options,
             )
-            if not self.is_stored:
-                layer.settle(self, geometry)
-                layer.store(self)
+            if not new.is_stored:
+                layer.settle(new, geometry)
+                layer.store(new)
             return out
-        if self.is_stored and query.shape[2] > TILE:
+        if new.is_stored and query.shape[2] > TILE:
             raise ValueError(
                 f"{query.shape[2]} queries came to keys that another layer has stored already; where layers share keys "
                 f"give a prompt as a whole, or in chunks of at most {TILE} tokens"
             )
-        if not self.is_stored:
-            layer.settle(self, geometry)
-            layer.make_room(self.key.shape[2])
+        if not new.is_stored:
+            layer.settle(new, geometry)
+            layer.make_room(new.key.shape[2])
         mask = self._mask(geometry)
         out = cached_attention(
             query,
-            None if self.is_stored else self.key,
-            None if self.is_stored else self.value,
+            None if new.is_stored else new.key,
+            None if new.is_stored else new.value,
             storage,
             is_causal=geometry.is_causal,
             window=geometry.window or storage.window,
             mask=mask,
-            mask_position=None if mask is None else layer.position_of(self),
+            mask_position=None if mask is None else layer.position_of(new),
             **options,
         )
-        if not self.is_stored:
-            layer.count(self)
+        if not new.is_stored:
+            layer.count(new)
         return out
 
     def dense(self) -> tuple[Tensor, Tensor]:
@@ -123,14 +137,14 @@ class Step:
         """
         if self._dense is not None:
             return self._dense
-        storage = self.layer.storage
+        new, storage = self.new, self.layer.storage
         assert storage is not None
-        keys, values = restore(storage, self.layer.position_of(self), self.kv_len)
-        if not self.is_stored:
-            index = self.layer.tokens - self.kv_offset + torch.arange(self.key.shape[2], device=self.key.device)
-            keys = keys.index_copy(2, index, self.key.detach())
-            values = values.index_copy(2, index, self.value.detach())
-            self.layer.store(self)
+        keys, values = restore(storage, self.layer.position_of(new), new.kv_len)
+        if not new.is_stored:
+            index = self.layer.tokens - new.kv_offset + torch.arange(new.key.shape[2], device=new.key.device)
+            keys = keys.index_copy(2, index, new.key.detach())
+            values = values.index_copy(2, index, new.value.detach())
+            self.layer.store(new)
         self._dense = keys, values
         return keys, values
 
@@ -139,7 +153,7 @@ class Step:
         hidden, visible = geometry.pattern, geometry.kv_range
         if visible is None or (hidden is None and self._is_plain(visible)):
             return hidden
-        index = torch.arange(self.kv_len, device=visible.device)
+        index = torch.arange(self.new.kv_len, device=visible.device)
         seen = ((index >= visible[:, :1]) & (index < visible[:, 1:]))[:, None, None]
         return seen if hidden is None else seen & hidden
 
@@ -148,11 +162,12 @@ class Step:
 
         Not checked in a step of decoding on a device, which it would wait for: a row's padding does not change.
         """
-        length = self.key.shape[2]
+        new = self.new
+        length = new.key.shape[2]
         if torch.compiler.is_compiling() or (visible.is_cuda and length <= DECODED_AT_ONCE):
             return True
-        start = self.layer.position_of(self)
-        end = self.layer.tokens + (0 if self.is_stored else length) - self.kv_offset
+        start = self.layer.position_of(new)
+        end = self.layer.tokens + (0 if new.is_stored else length) - new.kv_offset
         is_whole = (visible[:, 0] == (-start).clamp(min=0)) & (visible[:, 1] == end)
         return bool((is_whole | (start + end <= 0)).all())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -347,7 +349,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="does not support the argument 'temperature'"):
             model(token_ids(2, 5), past_key_values=cache, temperature=0.5)
         for layer in cache.layers:
-            layer.step = None  # of the pass that failed; the next one would store what is left
+            layer.pending = None  # of the pass that failed; the next one would store what is left
         _assert_unchanged(cache, before)
 
     def test_cropping_past_the_start(self, build, token_ids):
@@ -387,6 +389,21 @@ class TestErrors:
             model(token_ids(1, 3), past_key_values=cache)
         _assert_unchanged(cache, before)
         assert torch.isfinite(model(token_ids(1, 2), past_key_values=cache).logits).all()
+
+    def test_frees_a_cache_at_once_that_goes_out_of_use_in_the_middle_of_a_step(self, build):
+        cache = DMACache(build().config)
+        raw = torch.randn(1, 2, 200, 16)
+        keys, _ = cache.update(raw, raw, 0)
+        keys, _ = cache.update(raw, raw, 0)
+        storage = weakref.ref(cache.layers[0].storage)
+        gc.disable()
+        try:
+            del cache
+            assert storage() is not None  # the states can still be read
+            del keys, _
+            assert storage() is None
+        finally:
+            gc.enable()
 
     def test_shared_keys_in_a_long_chunk(self, build):
         """The tail holds them no more when the second layer asks."""
