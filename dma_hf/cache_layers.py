@@ -2,8 +2,8 @@
 
 Transformers counts tokens from the start of the batch, padding included; the storage counts positions from the first
 key that a row may see. What lies between, a row's padding, is known only from the mask, and that only the attention
-function gets. So ``update`` keeps the new keys as :class:`NewStates`, and they are stored when ``dma_mxfp`` attends (with
-the padding left out), or at the latest when anything else needs them (with the padding as keys).
+function gets. So ``update`` keeps the new keys as :class:`NewStates`, and they are stored when ``dma_mxfp`` attends
+(with the padding left out), or at the latest when anything else needs them (with the padding as keys).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from .recipe import Recipe
 from .stage_queries import stage_queries
 from .tuning import HopperTiles, select_section
 
-HEAD_DIM = 128
+HEAD_DIMS = (128, 256)
 LOW_FORMS = (Form.INT8, Form.E4M3, Form.E5M2, Form.DEQUANTIZED)
 HIGH_FORMS = (Form.RAW, Form.DEQUANTIZED)
 _DTYPES = {
@@ -87,7 +87,8 @@ def takes(
         and has_factors
         and not has_softcap
         and not has_sinks
-        and head_dim == value_dim == HEAD_DIM
+        and head_dim == value_dim
+        and head_dim in HEAD_DIMS
         and (low.value is high.value or not is_e4m3)
         and all(map(is_describable, wide))
     )

@@ -72,6 +72,12 @@ def _is_16bit(dtype):
     return dtype.primitive_bitwidth == 16
 
 
+@gluon.constexpr_function
+def _channels_at_once(channels, is_fp8):
+    """Channels of a product with values: 64 of 256, as one in FP8 has an accumulator of its own."""
+    return 64 if is_fp8 and channels > 128 else channels
+
+
 @gluon.jit
 def _high_keys(slot, dtype: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the place of a block of keys of high tiles, ``[1, 1, 64, D]``, in that of a low tile's."""
@@ -83,6 +89,24 @@ def _high_keys(slot, dtype: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
+def _repeated(x, count: gl.constexpr):
+    """Return ``(x, x, ...)``."""
+    found = (x,)
+    for _ in gl.static_range(1, count):
+        found += (x,)
+    return found
+
+
+@gluon.jit
+def _some_channels(v, part: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the ``part``-th ``WIDTH`` channels of values as ``[N, WIDTH]``; E4M3 ones are ``[Dv, N]``."""
+    if v.dtype == gl.float8e4nv:
+        SHAPE: gl.constexpr = [v.shape[0] // WIDTH, WIDTH, v.shape[1]]
+        v = _view(v, v.dtype, SHAPE, LAYOUT).index(part).permute([1, 0])
+    return v
+
+
+@gluon.jit
 def _next_slot(slot, phase, STAGES: gl.constexpr):
     """Return the place behind ``slot`` in the ring, and the phase of its barriers there."""
     is_last = slot == STAGES - 1
@@ -91,12 +115,14 @@ def _next_slot(slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem,
-    q_full, q_empty, full, empty, i_b, i_h, i_kv, i_row, row, first, t_0, t_1, end, storage_tiles, diagonal_tiles,
-    sink_tiles,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
-):  # fmt: skip
+    given, GROUPS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, IS_CAUSAL: gl.constexpr
+):
     """Copy the program's queries, then every block of keys and values as soon as its place is free."""
+    (
+        q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem,
+        q_full, q_empty, full, empty, i_b, i_h, i_kv, i_row, row, first, t_0, t_1, end, storage_tiles,
+        diagonal_tiles, sink_tiles,
+    ) = given  # fmt: skip
     IS_FP8: gl.constexpr = v_low_desc.dtype == gl.float8e4nv
     Q_DTYPE: gl.constexpr = q_smem.dtype
     K_LAYOUT: gl.constexpr = k_desc.layout
@@ -150,15 +176,21 @@ def _produce(
 
 
 @gluon.jit
-def _values_product(acc, p, alpha, v, P_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Begin the product of probabilities ``[64, N]`` and values, which :func:`_add_values` waits for."""
+def _operand(p, dtype: gl.constexpr, P_LAYOUT: gl.constexpr):
+    """Return probabilities ``[64, N]`` as what multiplies values of ``dtype``."""
+    if dtype == gl.float8e4nv:
+        p = _permute_keys(p)
+    return gl.convert_layout(p.to(dtype), P_LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _values_product(acc, p, alpha, v, O_LAYOUT: gl.constexpr):
+    """Begin the product of an :func:`_operand` and values, which :func:`_add_values` waits for."""
     if v.dtype == gl.float8e4nv:
         # A fresh accumulator for each block: Hopper's FP8 units add up in fewer bits than fp32.
         zero = gl.zeros(acc.shape, gl.float32, O_LAYOUT)
-        p = gl.convert_layout(_permute_keys(p).to(gl.float8e4nv), P_LAYOUT, assert_trivial=True)
         product = warpgroup_mma(p, v, zero, use_acc=False, is_async=True)
     else:
-        p = gl.convert_layout(p.to(v.dtype), P_LAYOUT, assert_trivial=True)
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
         product = warpgroup_mma(p, v, acc * alpha, is_async=True)
     return product
@@ -172,6 +204,17 @@ def _add_values(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexp
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
         product = acc * alpha + product
     return product
+
+
+@gluon.jit
+def _add_all_values(accs, product, p, alpha, v, WIDTH: gl.constexpr, LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """Return ``accs * alpha`` plus the products of ``p`` and the values, of which ``product`` is the first."""
+    IS_FP8: gl.constexpr = v.dtype == gl.float8e4nv
+    added = (_add_values(accs[0], product, alpha, IS_FP8, O_LAYOUT),)
+    for part in gl.static_range(1, len(accs)):
+        product = _values_product(accs[part], p, alpha, _some_channels(v, part, WIDTH, LAYOUT), O_LAYOUT)
+        added += (_add_values(accs[part], product, alpha, IS_FP8, O_LAYOUT),)
+    return added
 
 
 @gluon.jit
@@ -205,15 +248,17 @@ def _add_sums(sums, p, alpha):
 
 @gluon.jit
 def _consume(
-    q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
-    out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len, position,
-    first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
-    G: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    HIGH_LAYOUT: gl.constexpr, V_HIGH_LAYOUT: gl.constexpr,
+    given, G: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    HIGH_LAYOUT: gl.constexpr, V_HIGH_LAYOUT: gl.constexpr, V_LOW_LAYOUT: gl.constexpr,
     IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr, HAS_KEY_FACTOR: gl.constexpr,
     HAS_VALUE_FACTOR: gl.constexpr,
 ):  # fmt: skip
     """Compute the output of 64 query positions from ``position + 64 G`` on."""
+    (
+        q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
+        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
+        position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
+    ) = given  # fmt: skip
     Q_DTYPE: gl.constexpr = q_smem.dtype
     V_DTYPE: gl.constexpr = v_smem.dtype
     IS_FP8: gl.constexpr = gl.float8e4nv == V_DTYPE
@@ -222,7 +267,8 @@ def _consume(
     ARE_KEYS_WIDE: gl.constexpr = _is_16bit(k_smem.dtype)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16 if ARE_KEYS_WIDE else 32])
     H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HIGH, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 32 if IS_FP8 else 16])
+    WIDTH: gl.constexpr = _channels_at_once(DV, IS_FP8)
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32 if IS_FP8 else 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     H_ROW: gl.constexpr = gl.SliceLayout(1, H_LAYOUT)
@@ -239,7 +285,7 @@ def _consume(
     row_factor = gl.load(rows_ptr + rows, mask=m_row, other=1.0)
     m_i = gl.full([_ROWS], -1.0e30, gl.float32, ROW)
     sums = _thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
-    acc = gl.zeros([_ROWS, DV], gl.float32, O_LAYOUT)
+    accs = _repeated(gl.zeros([_ROWS, WIDTH], gl.float32, O_LAYOUT), DV // WIDTH)
     mbarrier.wait(q_full, 0)
 
     # ---- high tiles
@@ -278,13 +324,14 @@ def _consume(
             p = gl.exp2(s * logit_scale + (EXPONENT - m_new - shift)[:, None])
             alpha = gl.exp2(m_old - m_new)
             sums = _add_sums(sums, p, alpha)
+            p = _operand(p, V_DTYPE, P_LAYOUT)
             if IS_FP8:
-                v = _view(v_smem.index(slot), V_DTYPE, [2, DV, _HIGH], V_HIGH_LAYOUT).index(0).permute([1, 0])
+                v = _view(v_smem.index(slot), V_DTYPE, [2, DV, _HIGH], V_HIGH_LAYOUT).index(0)
             else:
                 v = _view(v_smem.index(slot), V_DTYPE, [2, 1, 1, _HIGH, DV], V_HIGH_LAYOUT).index(0)
                 v = v.reshape([_HIGH, DV])
-            product = _values_product(acc, p, alpha, v, P_LAYOUT, O_LAYOUT)
-            acc = _add_values(acc, product, alpha, IS_FP8, O_LAYOUT)
+            product = _values_product(accs[0], p, alpha, _some_channels(v, 0, WIDTH, V_HIGH_LAYOUT), O_LAYOUT)
+            accs = _add_all_values(accs, product, p, alpha, v, WIDTH, V_HIGH_LAYOUT, O_LAYOUT)
             m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
         mbarrier.arrive(empty.index(slot))
         slot, phase = _next_slot(slot, phase, STAGES)
@@ -318,7 +365,6 @@ def _consume(
             next_tile = gl.where(j + 1 == n_c, d_2, tile + 1)
             next_slot, next_phase = _next_slot(slot, phase, STAGES)
             k = k_smem.index(slot).permute([1, 0])
-            v = v_smem.index(slot).permute([1, 0]) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
             s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
             next_factor = key_factor
             if HAS_KEY_FACTOR:
@@ -336,15 +382,21 @@ def _consume(
                 m_new = gl.maximum(m_i, gl.max(s, 1).to(gl.float32) * factor)
                 p = gl.exp2(s.to(gl.float32) * factor[:, None] + (EXPONENT - m_new)[:, None])
             alpha = gl.exp2(m_i - m_new)
-            product = _values_product(acc, p, alpha, v, P_LAYOUT, O_LAYOUT)
-            sums = _add_sums(sums, p, alpha)
+            if WIDTH < DV:
+                # There are no registers to keep the probabilities in fp32 while the product is computed.
+                sums = _add_sums(sums, p, alpha)
+            operand = _operand(p, V_DTYPE, P_LAYOUT)
+            v = v_smem.index(slot) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
+            product = _values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH, V_LOW_LAYOUT), O_LAYOUT)
+            if WIDTH == DV:
+                sums = _add_sums(sums, p, alpha)
             m_i = m_new
             if j + 1 == n_c:
                 next_slot, next_phase = _pass_by(full, empty, next_slot, next_phase, n_passed, STAGES)
             if STAGES > 2:
                 # For the next block, while the product is computed.
                 mbarrier.wait(full.index(next_slot), next_phase, pred=j + 1 < n_own)
-            acc = _add_values(acc, product, alpha, IS_FP8, O_LAYOUT)
+            accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, V_LOW_LAYOUT, O_LAYOUT)
             mbarrier.arrive(empty.index(slot))
             if STAGES <= 2:
                 # Where a block is passed by, the next one takes the place that this one has just left.
@@ -354,14 +406,15 @@ def _consume(
     l_i = gl.convert_layout(gl.sum(sums, 1), ROW, assert_trivial=True)
     is_empty = l_i == 0.0
     scale = gl.convert_layout(1.0 / gl.where(is_empty, 1.0, l_i), O_ROW, assert_trivial=True)
-    acc = acc * scale[:, None]
-    o_v = gl.arange(0, DV, layout=gl.SliceLayout(0, O_LAYOUT))
-    if HAS_VALUE_FACTOR:
-        acc = acc * gl.load(value_factor_ptr + o_v)[None, :]
     o_rows = start - q_offset + gl.arange(0, _ROWS, layout=O_ROW)
-    m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_v >= 0)[None, :]
-    offset = o_rows.to(gl.int64)[:, None] * stride_ot + o_v[None, :]
-    gl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=m_out)
+    for part in gl.static_range(DV // WIDTH):
+        o_v = part * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))
+        result = accs[part] * scale[:, None]
+        if HAS_VALUE_FACTOR:
+            result = result * gl.load(value_factor_ptr + o_v)[None, :]
+        m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_v >= 0)[None, :]
+        offset = o_rows.to(gl.int64)[:, None] * stride_ot + o_v[None, :]
+        gl.store(out_ptr + offset, result.to(out_ptr.dtype.element_ty), mask=m_out)
     lse = (m_i + gl.log2(l_i) - EXPONENT) * 0.6931471805599453
     if HAS_MEAN:
         # The log of the denominator gets back what smoothing took.
@@ -474,37 +527,52 @@ def prefill_hopper_kernel(
     fence_async_shared()
     K_LAYOUT: gl.constexpr = k_desc.layout
     V_LAYOUT: gl.constexpr = v_desc.layout
-    # Arguments in full for each of them: a tuple to share would make tensors of the constexprs.
-    gl.static_assert(GROUPS == 3, "as many warpgroups as are listed here")
-    gl.warp_specialize(
-        [
-            (_consume, (
-                q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
-                out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
-                position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
-                0, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_KEY_FACTOR,
-                HAS_VALUE_FACTOR,
-            )),
-            (_consume, (
-                q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
-                out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
-                position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
-                1, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_KEY_FACTOR,
-                HAS_VALUE_FACTOR,
-            )),
-            (_consume, (
-                q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
-                out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
-                position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
-                2, STAGES, D, DV, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW, HAS_KEY_FACTOR,
-                HAS_VALUE_FACTOR,
-            )),
-            (_produce, (
-                q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem,
-                q_full, q_empty, full, empty, i_b, i_h, i_kv, i_row, position - q_offset,
-                first, t_0, t_1, end, storage_tiles, diagonal_tiles, sink_tiles, GROUPS, STAGES, D, DV, IS_CAUSAL,
-            )),
-        ],
-        [4, 4, 1],
-        [REGISTERS, REGISTERS, 24],
+    V_LOW_LAYOUT: gl.constexpr = v_low_desc.layout
+    # What they are given, but for the constexprs: a tuple would make tensors of those.
+    computing = (
+        q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
+        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
+        position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
     )  # fmt: skip
+    copying = (
+        q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem,
+        q_full, q_empty, full, empty, i_b, i_h, i_kv, i_row, position - q_offset,
+        first, t_0, t_1, end, storage_tiles, diagonal_tiles, sink_tiles,
+    )  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    computing, 0, STAGES, D, DV, K_LAYOUT, V_LAYOUT, V_LOW_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW,
+                    HAS_KEY_FACTOR, HAS_VALUE_FACTOR,
+                )),
+                (_consume, (
+                    computing, 1, STAGES, D, DV, K_LAYOUT, V_LAYOUT, V_LOW_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW,
+                    HAS_KEY_FACTOR, HAS_VALUE_FACTOR,
+                )),
+                (_produce, (copying, GROUPS, STAGES, D, DV, IS_CAUSAL)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.static_assert(GROUPS == 3, "as many warpgroups as are listed here")
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    computing, 0, STAGES, D, DV, K_LAYOUT, V_LAYOUT, V_LOW_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW,
+                    HAS_KEY_FACTOR, HAS_VALUE_FACTOR,
+                )),
+                (_consume, (
+                    computing, 1, STAGES, D, DV, K_LAYOUT, V_LAYOUT, V_LOW_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW,
+                    HAS_KEY_FACTOR, HAS_VALUE_FACTOR,
+                )),
+                (_consume, (
+                    computing, 2, STAGES, D, DV, K_LAYOUT, V_LAYOUT, V_LOW_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW,
+                    HAS_KEY_FACTOR, HAS_VALUE_FACTOR,
+                )),
+                (_produce, (copying, GROUPS, STAGES, D, DV, IS_CAUSAL)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )  # fmt: skip

@@ -119,8 +119,20 @@ def select_tiles(
     if widest <= 128:
         # 16-bit operands fill twice the shared memory.
         return PrefillTiles(block_m=64, block_n=64, num_warps=4, num_stages=2)
+    if is_hopper and are_values_8bit:
+        # 256 channels, 16 query and 8 kv heads, milliseconds at 8K and 32K (SDPA: cuDNN 0.87 and 12.2): 1.38 and 19.2.
+        # 128 x 64 1.49 and 22.5, with spills in the loop; 64 x 64 1.82 and 27.5, with three stages 1.54 and 22.0; with
+        # 4 warps 1.46 and 20.3, which spill too; one stage 1.71 and 24.4. 16-bit keys (``fp4``) 1.95 and 26.1; 128 x 64
+        # 2.21 and 26.9, 64 x 64 2.46 and 35.2.
+        hopper = HopperTiles(groups=2, stages=2, registers=240, min_keys=2048, min_rows=8 * 2048)
+        return PrefillTiles(64, 128, 8, num_stages=2, stage_queries=True, hopper=hopper if are_keys_8bit else None)
+    if is_hopper and are_keys_8bit:
+        # The same of ``paper``: 0.93 and 12.0, although a dozen scalars are spilled. 128 x 64 with 8 warps 1.01 and
+        # 13.2; without a spill 64 x 128 with 8 warps 1.58 and 22.8.
+        return PrefillTiles(64, 64, num_warps=4, num_stages=2, stage_queries=True)
     if arch in (80, 90):
-        # One program of 8 warps: 4 of them would spill registers at 256 channels of output.
+        # One program of 8 warps: 4 of them would spill registers at 256 channels of output. The same of ``kv4`` on
+        # Hopper: 1.22 and 15.8; 64 x 64 with 4 warps 1.60 and 22.0.
         return PrefillTiles(128, 64, num_warps=8, num_stages=2 if is_hopper else 1, stage_queries=is_hopper)
     # The consumer chips have 99 KB of shared memory.
     return PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=1, high_block_n=32)

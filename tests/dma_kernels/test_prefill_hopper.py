@@ -81,6 +81,7 @@ def test_takes_recipes_with_low_tiles(recipe: str) -> None:
         {"is_causal": False},
         {"kv_offset": TILE, "q_offset": TILE},
         {"q_offset": 5, "is_causal": False},
+        {"head_dim": 256},
         {"tiles": replace(ANY_LENGTH, min_keys=LENGTH, min_rows=2 * LENGTH)},
     ],
     ids=str,
@@ -95,6 +96,7 @@ def test_takes_plain_calls(call: dict[str, Any]) -> None:
         {"recipe": "identity"},
         {"head_dim": 64},
         {"head_dim": 96},
+        {"head_dim": 192},
         {"tiles": replace(ANY_LENGTH, min_keys=LENGTH + 1)},
         {"tiles": replace(ANY_LENGTH, min_rows=2 * LENGTH + 1)},
         {"rows": torch.zeros(1, 4, dtype=torch.int32)},
@@ -138,6 +140,10 @@ def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     (90, 128, "paper", True),
     (90, 96, "int8", True),
     (90, 64, "int8", False),
+    (90, 256, "int8", True),
+    (90, 256, "paper", False),
+    (90, 256, "fp4", False),
+    (90, 256, "kv4", False),
     (90, 128, "fp4", True),
     (90, 128, "kv4", True),
     (90, 64, "kv4", False),
@@ -215,6 +221,8 @@ CASES = {
     "cross": Case(q_len=400, kv_len=300, options={"is_causal": False}, **HEADS),
     "wide": Case(q_len=100, kv_len=900, options={"is_causal": False, "q_offset": 470}, **HEADS),
 }
+WIDE_RECIPES = ("int8", "e4m3-rotated", "int8-mxfp8")
+"""What the kernel takes with head dimensions of 256."""
 RECIPES_TAKEN = (
     "int8",
     "int8-pv16",
@@ -243,7 +251,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def attend(
         query: Tensor, operands: Operands, geometry: PrefillGeometry, recipe: Recipe, *_: Any, scale: float, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        tiles = select_tiles(90, select_lowering(recipe, 90), 128, 128).hopper
+        tiles = select_tiles(90, select_lowering(recipe, 90), query.shape[3], query.shape[3]).hopper
         assert tiles is not None
         any_length = replace(tiles, min_keys=0, min_rows=0)
         assert takes(query, operands, geometry, any_length, has_softcap=False, has_sinks=False)
@@ -267,6 +275,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("recipe", RECIPES_TAKEN)
 def test_emulated_recipes_match_the_reference(recipe: str, emulated: None) -> None:
     assert_matches_reference(CASES["causal"], RECIPES[recipe], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("recipe", WIDE_RECIPES)
+@pytest.mark.parametrize("case", ["causal", "one-tile", "wide"])
+def test_emulated_wide_heads_match_the_reference(case: str, recipe: str, emulated: None) -> None:
+    assert_matches_reference(replace(CASES[case], head_dim=256), RECIPES[recipe], torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("recipe", ["int8", "kv4"])

@@ -120,6 +120,13 @@ def test_matches_the_reference(shape: str, recipe: str, launches: list[str]) -> 
     assert launches
 
 
+@pytest.mark.parametrize("recipe", ["int8", "e4m3-rotated", "int8-mxfp8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_wide_heads_match_the_reference(shape: str, recipe: str, launches: list[str]) -> None:
+    assert_matches_reference(replace(SHAPES[shape], head_dim=256), RECIPES[recipe], torch.bfloat16, "cuda")
+    assert launches
+
+
 def test_smoothed_keys_of_high_tiles_in_mxfp8(launches: list[str]) -> None:
     recipe = Recipe(low="mxint8", high="mxfp8", shared_scale="tile", smooth_k=True, pv="fp8")
     assert_matches_reference(SHAPES["odd"], recipe, torch.bfloat16, "cuda")
@@ -151,7 +158,8 @@ def test_fp16_and_transposed_views(recipe: str, launches: list[str]) -> None:
     assert launches
 
 
-def test_long_calls_take_it_and_equal_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_long_calls_take_it_and_equal_the_other_kernel(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[int] = []
     launch = prefill.prefill_hopper
 
@@ -161,7 +169,7 @@ def test_long_calls_take_it_and_equal_the_other_kernel(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(prefill, "prefill_hopper", note)
     qkv = random_qkv(
-        q_heads=16, kv_heads=4, q_len=16_400, kv_len=16_400, head_dim=128, dtype=torch.bfloat16, device="cuda"
+        q_heads=16, kv_heads=4, q_len=16_400, kv_len=16_400, head_dim=head_dim, dtype=torch.bfloat16, device="cuda"
     )
 
     def run() -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ class Shared:
     """A place in shared memory."""
 
     def __init__(self, memory: Tensor) -> None:
-        self.memory, self.dtype = memory, memory.dtype
+        self.memory, self.dtype, self.shape = memory, memory.dtype, list(memory.shape)
 
     def index(self, i: int) -> Shared:
         return Shared(self.memory[int(i)])
