@@ -17,6 +17,7 @@ PREFILL_SHAPE = ("length", "head_dim", "query_heads", "kv_heads", "is_causal")
 DECODE_SHAPE = ("batch", "length", "head_dim", "query_heads", "kv_heads")
 USUAL_HEADS, USUAL_DIM = (32, 8), 128
 CACHES = ("kv8", "kv4")
+PREFILL_FILES = ("prefill-h200.json", "prefill-wide-h200.json")
 PREFILL_PRESETS = ("balanced", "paper", "fp4", "kv4")
 GIB = 1 << 30
 
@@ -63,9 +64,9 @@ def prefill_table() -> str:
 
     def order(item: tuple[tuple[Any, ...], object]) -> tuple[Any, ...]:
         length, head_dim, q_heads, kv_heads, is_causal = item[0]
-        return head_dim != USUAL_DIM, (q_heads, kv_heads) != USUAL_HEADS, not is_causal, length
+        return head_dim != USUAL_DIM, head_dim, (q_heads, kv_heads) != USUAL_HEADS, not is_causal, length
 
-    for shape, named in sorted(by_shape(read("prefill-h200.json"), PREFILL_SHAPE).items(), key=order):
+    for shape, named in sorted(by_shape(read(*PREFILL_FILES), PREFILL_SHAPE).items(), key=order):
         ratios = [times_faster(named, f"dma_mxfp:{preset}", "sdpa") for preset in PREFILL_PRESETS]
         ours = named["dma_mxfp:balanced"]
         tflops = f"{ours['tflops'] * ours['milliseconds'] / device_time(ours):.0f}"
@@ -76,10 +77,11 @@ def prefill_table() -> str:
 
 
 def prefill_summary() -> str:
-    """Return the README's table: long prompts, and two that depart from the usual."""
+    """Return the README's table: long prompts, and three that depart from the usual."""
     usual = [(length << 10, USUAL_DIM, *USUAL_HEADS, True) for length in (8, 16, 32, 64, 128)]
-    shapes = [*usual, (16384, USUAL_DIM, *USUAL_HEADS, False), (16384, 64, *USUAL_HEADS, True)]
-    measured = by_shape(read("prefill-h200.json"), PREFILL_SHAPE)
+    others = [(16384, USUAL_DIM, *USUAL_HEADS, False), (16384, 64, *USUAL_HEADS, True), (32768, 256, 16, 8, True)]
+    shapes = usual + others
+    measured = by_shape(read(*PREFILL_FILES), PREFILL_SHAPE)
     rows = [
         [name, *(times_faster(measured[shape], f"dma_mxfp:{preset}", other) for shape in shapes)]
         for name, preset, other in (
@@ -110,7 +112,7 @@ def times_faster(named: dict[str, Result], ours: str, other: str) -> str:
 
 def decode_table() -> str:
     """Return a row for each shape: times of a step, and what the caches take."""
-    shapes = by_shape(read("decode-h200.json", "decode-heads-h200.json"), DECODE_SHAPE)
+    shapes = by_shape(read("decode-h200.json"), DECODE_SHAPE)
     headers = ["sequences x keys", "SDPA, us"]
     others = {"sdpa": "SDPA", "sdpa:flash": "FA2", "sdpa:dynamic": "`DynamicCache`"}
     for cache in CACHES:
@@ -123,17 +125,15 @@ def decode_table() -> str:
             ratios = ", ".join(times_faster(named, label, other) for other in others)
             row += [_microseconds(named[label]), ratios, f"{named[label]['bytes_ratio']:.2f}"]
         rows.append(row)
-    return "\n".join([table(headers, rows), *quantized_cache(shapes)])
+    return f"{table(headers, rows)}\n{quantized_cache()}\n"
 
 
-def quantized_cache(shapes: ByShape) -> list[str]:
-    """Return a sentence on Transformers' ``QuantizedCache``, which no CUDA graph can hold; none if it did not run."""
-    found = [each["sdpa:quanto"] for each in shapes.values() if "sdpa:quanto" in each]
+def quantized_cache() -> str:
+    """Return a sentence on Transformers' ``QuantizedCache``, which no CUDA graph can hold."""
+    found = [each for each in read("decode-quanto-h200.json") if each["label"] == "sdpa:quanto"]
     times = sorted(each["milliseconds"] for each in found if each["milliseconds"] is not None)
-    if not times:
-        return []
     text = "SDPA behind Transformers' `QuantizedCache` (quanto) cannot be a graph. Called from Python a step took"
-    return [f"{text}\n{times[0]:.0f} to {times[-1]:.0f} ms, at short lengths as at long ones.\n"]
+    return f"{text}\n{times[0]:.0f} to {times[-1]:.0f} ms, at short lengths as at long ones."
 
 
 def decode_summary() -> str:
@@ -173,19 +173,15 @@ def generate_table(*, of_static_caches: bool = False) -> str:
     Args:
         of_static_caches: Leave the other runs out.
     """
-    # Of what two runs have, the newest.
-    runs = {(each["label"], each["context"]): each for each in read("generate-before-h200.json", "generate-h200.json")}
-    results = list(runs.values())
+    results = read("generate-h200.json")
     longest = {each["label"]: each["tokens"] for each in read("generate-h200.json", key="longest")}
     contexts = sorted({each["context"] for each in results})
     labels = [
         label for label in dict.fromkeys(r["label"] for r in results) if not of_static_caches or "static" in label
     ]
-    if not set(labels) <= set(longest):  # the run was ended before all were found
-        longest = {}
     last = f"{contexts[-1] // 1024}K"
     headers = ["tokens per second at", *(f"{context // 1024}K" for context in contexts)]
-    headers += [f"first token at {last}", f"cache at {last}", *(["longest context"] if longest else [])]
+    headers += [f"first token at {last}", f"cache at {last}", "longest context"]
     rows = []
     for label in labels:
         mine = {each["context"]: each for each in results if each["label"] == label}
@@ -193,9 +189,7 @@ def generate_table(*, of_static_caches: bool = False) -> str:
         end = mine.get(contexts[-1], {})
         size = end.get("cache_bytes")
         row = [describe_run(label), *speeds, _number(end.get("first_token_seconds"), ".1f", " s")]
-        row.append(_number(None if size is None else size / GIB, ".1f", " GiB"))
-        if longest:
-            row.append(_number(longest.get(label), ",d"))
+        row += [_number(None if size is None else size / GIB, ".1f", " GiB"), _number(longest.get(label), ",d")]
         rows.append(row)
     return table(headers, rows)
 

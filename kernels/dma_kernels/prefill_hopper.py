@@ -43,9 +43,9 @@ def takes(
 ) -> bool:
     """Whether the kernel computes a call. All others are computed by :mod:`dma_kernels.prefill_kernel`.
 
-    It takes long calls with head dimensions of 128, whose low keys lie in aligned storage, 8-bit elements with a factor
-    per tile or dequantised ones, and whose values are E4M3, the same for all tiles, or 16-bit; without sink logits,
-    softcap, window, padding or mask; with key 0 at the start of a tile and, if causal, a key for every query.
+    It takes long calls with head dimensions of 128 or 256, whose low keys lie in aligned storage, 8-bit elements with a
+    factor per tile or dequantised ones, and whose values are E4M3, the same for all tiles, or 16-bit; without sink
+    logits, softcap, window, padding or mask; with key 0 at the start of a tile and, if causal, a key for every query.
 
     Args:
         query: ``[B, Hq, Tq, D]``.

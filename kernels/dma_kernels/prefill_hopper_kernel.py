@@ -3,7 +3,7 @@
 One warp copies blocks of keys and values to shared memory, ``GROUPS`` warpgroups of 64 query positions each compute
 with them. So a block is read from the L2 cache once for ``64 * GROUPS`` queries, and no warpgroup waits for a copy that
 it has just asked for, as programs of :mod:`dma_kernels.prefill_kernel` do for a seventh of their time. A warpgroup
-waits for its own products; the other two have the exponentials and conversions of their blocks to do meanwhile.
+waits for its own products; the others have the exponentials and conversions of their blocks to do meanwhile.
 
 It computes the rule of :mod:`dma_kernels.prefill_kernel`, for the calls that :mod:`dma_kernels.prefill_hopper` selects.
 64 positions lie in one tile; the positions of a program in two at most. All its warpgroups walk over the same blocks,
@@ -93,7 +93,7 @@ def _repeated(x, count: gl.constexpr):
     """Return ``(x, x, ...)``."""
     found = (x,)
     for _ in gl.static_range(1, count):
-        found += (x,)
+        found += (x,)  # type: ignore[assignment]
     return found
 
 
@@ -213,7 +213,7 @@ def _add_all_values(accs, product, p, alpha, v, WIDTH: gl.constexpr, LAYOUT: gl.
     added = (_add_values(accs[0], product, alpha, IS_FP8, O_LAYOUT),)
     for part in gl.static_range(1, len(accs)):
         product = _values_product(accs[part], p, alpha, _some_channels(v, part, WIDTH, LAYOUT), O_LAYOUT)
-        added += (_add_values(accs[part], product, alpha, IS_FP8, O_LAYOUT),)
+        added += (_add_values(accs[part], product, alpha, IS_FP8, O_LAYOUT),)  # type: ignore[assignment]
     return added
 
 

@@ -119,20 +119,21 @@ def select_tiles(
     if widest <= 128:
         # 16-bit operands fill twice the shared memory.
         return PrefillTiles(block_m=64, block_n=64, num_warps=4, num_stages=2)
+    # Of 256 channels the output takes half of Hopper's registers. 16 query and 8 kv heads, quantising counted, in
+    # milliseconds at 8K / 32K (SDPA, which is cuDNN: 0.87 / 12.1).
     if is_hopper and are_values_8bit:
-        # 256 channels, 16 query and 8 kv heads, milliseconds at 8K and 32K (SDPA: cuDNN 0.87 and 12.2): 1.38 and 19.2.
-        # 128 x 64 1.49 and 22.5, with spills in the loop; 64 x 64 1.82 and 27.5, with three stages 1.54 and 22.0; with
-        # 4 warps 1.46 and 20.3, which spill too; one stage 1.71 and 24.4. 16-bit keys (``fp4``) 1.95 and 26.1; 128 x 64
-        # 2.21 and 26.9, 64 x 64 2.46 and 35.2.
-        hopper = HopperTiles(groups=2, stages=2, registers=240, min_keys=2048, min_rows=8 * 2048)
-        return PrefillTiles(64, 128, 8, num_stages=2, stage_queries=True, hopper=hopper if are_keys_8bit else None)
+        # 8-bit keys: 1.39 / 19.2. 128 x 64 1.49 / 22.5, with spills in the loop; 64 x 64 1.82 / 27.5, with three stages
+        # 1.54 / 22.0, with 4 warps 1.46 / 20.3 and spills; 64 x 128 with one stage 1.71 / 24.4. The kernel for long
+        # prompts: 0.71 / 8.3. 16-bit keys (``fp4``): 1.96 / 26.1, with 128 x 64 2.21 / 26.9, with 64 x 64 2.46 / 35.2.
+        hopper = _wide_hopper_tiles() if are_keys_8bit else None
+        return PrefillTiles(64, 128, num_warps=8, num_stages=2, stage_queries=True, hopper=hopper)
     if is_hopper and are_keys_8bit:
-        # The same of ``paper``: 0.93 and 12.0, although a dozen scalars are spilled. 128 x 64 with 8 warps 1.01 and
-        # 13.2; without a spill 64 x 128 with 8 warps 1.58 and 22.8.
+        # ``paper``: 0.93 / 12.0, although a dozen scalars are spilled. 128 x 64 with 8 warps 1.01 / 13.2; what spills
+        # nothing, 64 x 128 with 8 warps, 1.58 / 22.8.
         return PrefillTiles(64, 64, num_warps=4, num_stages=2, stage_queries=True)
     if arch in (80, 90):
-        # One program of 8 warps: 4 of them would spill registers at 256 channels of output. The same of ``kv4`` on
-        # Hopper: 1.22 and 15.8; 64 x 64 with 4 warps 1.60 and 22.0.
+        # One program of 8 warps: 4 of them would spill registers. ``kv4`` on Hopper: 1.22 / 15.8; 64 x 64 with 4 warps
+        # 1.60 / 22.0.
         return PrefillTiles(128, 64, num_warps=8, num_stages=2 if is_hopper else 1, stage_queries=is_hopper)
     # The consumer chips have 99 KB of shared memory.
     return PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=1, high_block_n=32)
@@ -157,6 +158,20 @@ def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     stages = {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2}[are_keys_8bit, are_values_8bit]
     min_keys = 8_192 if are_keys_8bit and are_values_8bit else 4_096
     return HopperTiles(groups=3, stages=stages, registers=160, min_keys=min_keys, min_rows=32 * min_keys)
+
+
+def _wide_hopper_tiles() -> HopperTiles:
+    """Return the sizes for head dimensions of 256, with 8-bit keys and E4M3 values.
+
+    The output takes 128 registers of a thread and a block's scores 64, so there are two warpgroups. The product with
+    values goes 64 channels at a time: with 128 a product, of which two are in flight, spills a quarter of the output,
+    0.92 / 13.0 ms against 0.71 / 8.3 at 8K / 32K (16 query and 8 kv heads). With 64 nine registers are spilled.
+
+    The other kernel has one program on a multiprocessor too, and is overtaken early, as CUDA graphs in microseconds:
+    512 keys 44.5 against 39.3, 1K 60.0 against 65.6, 2K 107 against 149, 4K 255 against 419; 8 query heads at 2K 68
+    against 76.
+    """
+    return HopperTiles(groups=2, stages=2, registers=240, min_keys=1_024, min_rows=16_384)
 
 
 def starts_early(arch: int, kv_len: int) -> bool:
