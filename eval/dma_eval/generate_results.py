@@ -57,7 +57,7 @@ class LongestContext:
     Attributes:
         label: ``ATTENTION+CACHE``.
         tokens: The longest context over which one more token could be computed, all sequences of one length; to a
-            sixteenth. The cache is filled without computing the context.
+            sixteenth, and not beyond the model's positions. The cache is filled without computing the context.
     """
 
     label: str
