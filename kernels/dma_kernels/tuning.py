@@ -131,12 +131,18 @@ def select_tiles(
         # ``paper``: 0.93 / 12.0, although a dozen scalars are spilled. 128 x 64 with 8 warps 1.01 / 13.2; what spills
         # nothing, 64 x 128 with 8 warps, 1.58 / 22.8.
         return PrefillTiles(64, 64, num_warps=4, num_stages=2, stage_queries=True)
-    if arch in (80, 90):
-        # One program of 8 warps: 4 of them would spill registers. ``kv4`` on Hopper: 1.22 / 15.8; 64 x 64 with 4 warps
-        # 1.60 / 22.0.
-        return PrefillTiles(128, 64, num_warps=8, num_stages=2 if is_hopper else 1, stage_queries=is_hopper)
-    # The consumer chips have 99 KB of shared memory.
-    return PrefillTiles(block_m=64, block_n=32, num_warps=4, num_stages=1, high_block_n=32)
+    if is_hopper:
+        # 16-bit operands. ``kv4``: 1.22 / 15.8; 64 x 64 with 4 warps 1.60 / 22.0.
+        return PrefillTiles(128, 64, num_warps=8, num_stages=2, stage_queries=True)
+    # Not measured, compiled: what spills least in the loop over low tiles.
+    if arch == 80:
+        # 0 to 9 accesses a step; 128 x 64, with room for one stage, 36 to 103. 64 x 64 none, but it would read keys and
+        # values from the L2 cache faster than that delivers them.
+        return PrefillTiles(128, 32, num_warps=8, num_stages=2, high_block_n=32, stage_queries=True)
+    # The consumer chips have 99 KB of shared memory. With 4 warps 16-bit and block-scaled operands spill up to 51 times
+    # a step, and 3 KB of a thread in all; with 8 never in the loop, and 700 bytes at most.
+    num_warps = 4 if are_keys_8bit and are_values_8bit and not is_packed else 8
+    return PrefillTiles(64, 32, num_warps=num_warps, num_stages=1, high_block_n=32, stage_queries=num_warps == 8)
 
 
 def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:

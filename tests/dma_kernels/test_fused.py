@@ -7,7 +7,7 @@ import torch
 from dma_kernels import attention, fused
 from dma_kernels.operands import select_lowering
 from dma_kernels.testing import random_qkv
-from fused_cases import CASES, RECIPES, assert_matches_reference
+from fused_cases import CASES, RECIPES, Case, assert_matches_reference
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
 
@@ -34,6 +34,16 @@ def test_every_lowering_matches_the_reference(
 ) -> None:
     monkeypatch.setattr(fused, "INTERPRETED_ARCH", arch)
     assert_matches_reference(CASES[case], RECIPES[recipe], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("recipe", ["int8", "paper", "fp4", "kv4"])
+def test_head_dim_256_matches_the_reference_on_every_chip(
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "INTERPRETED_ARCH", arch)
+    case = Case(q_len=150, kv_len=420, head_dim=256, options={"q_offset": 270})
+    assert_matches_reference(case, RECIPES[recipe], torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("case", FEATURES)
