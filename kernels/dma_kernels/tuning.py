@@ -136,8 +136,8 @@ def select_tiles(
         return PrefillTiles(128, 64, num_warps=8, num_stages=2, stage_queries=True)
     # Not measured, compiled: what spills least in the loop over low tiles.
     if arch == 80:
-        # 0 to 9 accesses a step; 128 x 64, with room for one stage, 36 to 103. 64 x 64 none, but it would read keys and
-        # values from the L2 cache faster than that delivers them.
+        # 0 to 9 accesses a step (in Triton 3.7 to 22); 128 x 64, with room for one stage, 36 to 103. 64 x 64 none, but
+        # it would read keys and values from the L2 cache about as fast as that can deliver them.
         return PrefillTiles(128, 32, num_warps=8, num_stages=2, high_block_n=32, stage_queries=True)
     # The consumer chips have 99 KB of shared memory. With 4 warps 16-bit and block-scaled operands spill up to 51 times
     # a step, and 3 KB of a thread in all; with 8 never in the loop, and 700 bytes at most.
