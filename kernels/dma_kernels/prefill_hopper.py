@@ -136,7 +136,7 @@ def prefill_hopper(
     section = select_section(all_heads, (low.key.nbytes + low.value.nbytes) // all_heads)
     launch = _launcher(
         q_heads, kv_heads, head_dim, tiles, geometry.is_causal, operands.key_mean is not None,
-        high.key_form is Form.RAW, low.key_factor is not None, low.value_factor is not None,
+        high.key_form is Form.RAW,
     )  # fmt: skip
     launch(
         (blocks * q_heads * batch, 1, 1),
@@ -157,8 +157,6 @@ def _launcher(
     is_causal: bool,
     has_mean: bool,
     is_high_raw: bool,
-    has_key_factor: bool,
-    has_value_factor: bool,
 ) -> Launcher:
     constants: dict[str, Any] = {
         "Q_HEADS": q_heads,
@@ -171,8 +169,6 @@ def _launcher(
         "IS_CAUSAL": is_causal,
         "HAS_MEAN": has_mean,
         "IS_HIGH_RAW": is_high_raw,
-        "HAS_KEY_FACTOR": has_key_factor,
-        "HAS_VALUE_FACTOR": has_value_factor,
     }
     return Launcher(prefill_hopper_kernel, constants, num_warps=4)
 

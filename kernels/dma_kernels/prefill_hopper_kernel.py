@@ -98,11 +98,11 @@ def _repeated(x, count: gl.constexpr):
 
 
 @gluon.jit
-def _some_channels(v, part: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+def _some_channels(v, part: gl.constexpr, WIDTH: gl.constexpr):
     """Return the ``part``-th ``WIDTH`` channels of values as ``[N, WIDTH]``; E4M3 ones are ``[Dv, N]``."""
     if v.dtype == gl.float8e4nv:
         SHAPE: gl.constexpr = [v.shape[0] // WIDTH, WIDTH, v.shape[1]]
-        v = _view(v, v.dtype, SHAPE, LAYOUT).index(part).permute([1, 0])
+        v = _view(v, v.dtype, SHAPE, v.layout).index(part).permute([1, 0])
     return v
 
 
@@ -207,12 +207,12 @@ def _add_values(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexp
 
 
 @gluon.jit
-def _add_all_values(accs, product, p, alpha, v, WIDTH: gl.constexpr, LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):
+def _add_all_values(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: gl.constexpr):
     """Return ``accs * alpha`` plus the products of ``p`` and the values, of which ``product`` is the first."""
     IS_FP8: gl.constexpr = v.dtype == gl.float8e4nv
     added = (_add_values(accs[0], product, alpha, IS_FP8, O_LAYOUT),)
     for part in gl.static_range(1, len(accs)):
-        product = _values_product(accs[part], p, alpha, _some_channels(v, part, WIDTH, LAYOUT), O_LAYOUT)
+        product = _values_product(accs[part], p, alpha, _some_channels(v, part, WIDTH), O_LAYOUT)
         added += (_add_values(accs[part], product, alpha, IS_FP8, O_LAYOUT),)  # type: ignore[assignment]
     return added
 
@@ -248,10 +248,8 @@ def _add_sums(sums, p, alpha):
 
 @gluon.jit
 def _consume(
-    given, G: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    HIGH_LAYOUT: gl.constexpr, V_HIGH_LAYOUT: gl.constexpr, V_LOW_LAYOUT: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr, HAS_KEY_FACTOR: gl.constexpr,
-    HAS_VALUE_FACTOR: gl.constexpr,
+    given, G: gl.constexpr, HIGH_LAYOUT: gl.constexpr, V_HIGH_LAYOUT: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
 ):  # fmt: skip
     """Compute the output of 64 query positions from ``position + 64 G`` on."""
     (
@@ -262,6 +260,9 @@ def _consume(
     Q_DTYPE: gl.constexpr = q_smem.dtype
     V_DTYPE: gl.constexpr = v_smem.dtype
     IS_FP8: gl.constexpr = gl.float8e4nv == V_DTYPE
+    STAGES: gl.constexpr = k_smem.shape[0]
+    D: gl.constexpr = k_smem.shape[2]
+    DV: gl.constexpr = v_smem.shape[1 if IS_FP8 else 4]
     EXPONENT: gl.constexpr = 8.0 if IS_FP8 else 0.0
     S_DTYPE: gl.constexpr = gl.int32 if q_low_smem.dtype == gl.int8 else gl.float32
     ARE_KEYS_WIDE: gl.constexpr = _is_16bit(k_smem.dtype)
@@ -330,8 +331,8 @@ def _consume(
             else:
                 v = _view(v_smem.index(slot), V_DTYPE, [2, 1, 1, _HIGH, DV], V_HIGH_LAYOUT).index(0)
                 v = v.reshape([_HIGH, DV])
-            product = _values_product(accs[0], p, alpha, _some_channels(v, 0, WIDTH, V_HIGH_LAYOUT), O_LAYOUT)
-            accs = _add_all_values(accs, product, p, alpha, v, WIDTH, V_HIGH_LAYOUT, O_LAYOUT)
+            product = _values_product(accs[0], p, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
+            accs = _add_all_values(accs, product, p, alpha, v, WIDTH, O_LAYOUT)
             m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
         mbarrier.arrive(empty.index(slot))
         slot, phase = _next_slot(slot, phase, STAGES)
@@ -358,7 +359,7 @@ def _consume(
     mbarrier.wait(full.index(slot), phase, pred=n_own > 0)
     tile = gl.where(n_c > 0, c_0, d_2)
     key_factor = 1.0
-    if HAS_KEY_FACTOR:
+    if k_low_factor_ptr is not None:
         key_factor = gl.load(k_low_factor_ptr + tile - first, mask=n_own > 0, other=1.0)
     for IS_EDGE in gl.static_range(0, 1 if IS_CAUSAL else 2):
         for j in range(n_whole if IS_EDGE else 0, n_own if IS_EDGE else n_whole):
@@ -367,7 +368,7 @@ def _consume(
             k = k_smem.index(slot).permute([1, 0])
             s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
             next_factor = key_factor
-            if HAS_KEY_FACTOR:
+            if k_low_factor_ptr is not None:
                 # A block ahead and behind the product: neither waits for the other.
                 next_factor = gl.load(k_low_factor_ptr + next_tile - first, mask=j + 1 < n_own, other=1.0)
             s = warpgroup_mma_wait(0, deps=[s])
@@ -387,7 +388,7 @@ def _consume(
                 sums = _add_sums(sums, p, alpha)
             operand = _operand(p, V_DTYPE, P_LAYOUT)
             v = v_smem.index(slot) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
-            product = _values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH, V_LOW_LAYOUT), O_LAYOUT)
+            product = _values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
             if WIDTH == DV:
                 sums = _add_sums(sums, p, alpha)
             m_i = m_new
@@ -396,7 +397,7 @@ def _consume(
             if STAGES > 2:
                 # For the next block, while the product is computed.
                 mbarrier.wait(full.index(next_slot), next_phase, pred=j + 1 < n_own)
-            accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, V_LOW_LAYOUT, O_LAYOUT)
+            accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, O_LAYOUT)
             mbarrier.arrive(empty.index(slot))
             if STAGES <= 2:
                 # Where a block is passed by, the next one takes the place that this one has just left.
@@ -410,7 +411,7 @@ def _consume(
     for part in gl.static_range(DV // WIDTH):
         o_v = part * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))
         result = accs[part] * scale[:, None]
-        if HAS_VALUE_FACTOR:
+        if value_factor_ptr is not None:
             result = result * gl.load(value_factor_ptr + o_v)[None, :]
         m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_v >= 0)[None, :]
         offset = o_rows.to(gl.int64)[:, None] * stride_ot + o_v[None, :]
@@ -436,8 +437,7 @@ def prefill_hopper_kernel(
     logit_scale,
     Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr, HAS_KEY_FACTOR: gl.constexpr,
-    HAS_VALUE_FACTOR: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
 ):  # fmt: skip
     """Compute attention for a block of ``64 * GROUPS`` query positions of one head.
 
@@ -452,8 +452,8 @@ def prefill_hopper_kernel(
         lse_ptr: fp32 ``[B, Hq, Tq]``.
         rows_ptr: fp32 ``[2, B, Hq, Tq]``: what turns the scores of low tiles, but for the key factor, into base-2
             logits; and what smoothing takes from every score.
-        k_low_factor_ptr: fp32 ``[B, Hkv, tiles]``.
-        value_factor_ptr: fp32 ``[B, Hkv, Dv]``.
+        k_low_factor_ptr: fp32 ``[B, Hkv, tiles]``, or ``None``.
+        value_factor_ptr: fp32 ``[B, Hkv, Dv]``, or ``None``.
         stride_ob: Of the output.
         stride_oh: Of the output.
         stride_ot: Of the output.
@@ -478,8 +478,6 @@ def prefill_hopper_kernel(
         IS_CAUSAL: Whether a query sees no key behind its own position.
         HAS_MEAN: Whether smoothing takes something from the scores.
         IS_HIGH_RAW: Whether keys of high tiles are the caller's own, from whose scores it is still to be taken.
-        HAS_KEY_FACTOR: Whether keys of low tiles have a factor.
-        HAS_VALUE_FACTOR: Whether values have a factor.
     """
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
     i_row, i_group, i_block = _schedule(blocks, kv_rows, section, GROUP, IS_CAUSAL)
@@ -500,9 +498,9 @@ def prefill_hopper_kernel(
     lse_ptr += head * q_len
     rows_ptr += head * q_len
     plane = (kv_rows * GROUP).to(gl.int64) * q_len
-    if HAS_KEY_FACTOR:
+    if k_low_factor_ptr is not None:
         k_low_factor_ptr += i_row * storage_tiles
-    if HAS_VALUE_FACTOR:
+    if value_factor_ptr is not None:
         value_factor_ptr += i_row * DV
 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_desc.layout)
@@ -527,7 +525,6 @@ def prefill_hopper_kernel(
     fence_async_shared()
     K_LAYOUT: gl.constexpr = k_desc.layout
     V_LAYOUT: gl.constexpr = v_desc.layout
-    V_LOW_LAYOUT: gl.constexpr = v_low_desc.layout
     # What they are given, but for the constexprs: a tuple would make tensors of those.
     computing = (
         q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
@@ -542,37 +539,22 @@ def prefill_hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (
-                    computing, 0, STAGES, D, DV, K_LAYOUT, V_LAYOUT, V_LOW_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW,
-                    HAS_KEY_FACTOR, HAS_VALUE_FACTOR,
-                )),
-                (_consume, (
-                    computing, 1, STAGES, D, DV, K_LAYOUT, V_LAYOUT, V_LOW_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW,
-                    HAS_KEY_FACTOR, HAS_VALUE_FACTOR,
-                )),
+                (_consume, (computing, 0, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 1, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
                 (_produce, (copying, GROUPS, STAGES, D, DV, IS_CAUSAL)),
             ],
             [4, 1],
             [REGISTERS, 24],
-        )  # fmt: skip
+        )
     else:
         gl.static_assert(GROUPS == 3, "as many warpgroups as are listed here")
         gl.warp_specialize(
             [
-                (_consume, (
-                    computing, 0, STAGES, D, DV, K_LAYOUT, V_LAYOUT, V_LOW_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW,
-                    HAS_KEY_FACTOR, HAS_VALUE_FACTOR,
-                )),
-                (_consume, (
-                    computing, 1, STAGES, D, DV, K_LAYOUT, V_LAYOUT, V_LOW_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW,
-                    HAS_KEY_FACTOR, HAS_VALUE_FACTOR,
-                )),
-                (_consume, (
-                    computing, 2, STAGES, D, DV, K_LAYOUT, V_LAYOUT, V_LOW_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW,
-                    HAS_KEY_FACTOR, HAS_VALUE_FACTOR,
-                )),
+                (_consume, (computing, 0, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 1, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 2, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
                 (_produce, (copying, GROUPS, STAGES, D, DV, IS_CAUSAL)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
-        )  # fmt: skip
+        )

@@ -74,6 +74,8 @@ def store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
 class Shared:
     """A place in shared memory."""
 
+    layout = None
+
     def __init__(self, memory: Tensor) -> None:
         self.memory, self.dtype, self.shape = memory, memory.dtype, list(memory.shape)
 
