@@ -160,9 +160,11 @@ def _resolve(setting: str, option: str) -> DMAConfig:
     if is_file and not path.is_file():
         raise UserError(f"{option}: no such file: {setting}")
     if not is_file and setting not in dma_hf.PRESETS:
+        # What --cache and --run name stands with a cache already.
+        suffix = f"; {CACHE_SUFFIX} after it reads through a cache" if option == "--attn" else ""
         raise UserError(
             f"{option}: unknown preset {setting!r}; valid: {', '.join(dma_hf.PRESETS)}, or a TOML file "
-            f"({DMA}:FILE.toml); {CACHE_SUFFIX} after it reads through a cache"
+            f"({DMA}:FILE.toml){suffix}"
         )
     try:
         return dma_hf.resolve(path if is_file else setting)
