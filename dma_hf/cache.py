@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from dma_kernels import Recipe
-from dma_kernels.storage import LayerStorage
+from dma_kernels.cache.storage import LayerStorage
 from transformers import (
     Cache,
     DynamicCache,

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from dma_kernels import Recipe
-from dma_kernels.cached import append, check_fits, restore
-from dma_kernels.formats import TILE
-from dma_kernels.storage import LayerStorage
+from dma_kernels.cache.api import append, check_fits, restore
+from dma_kernels.cache.storage import LayerStorage
+from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from dma_kernels import Recipe, attention
-from dma_kernels.cached import cached_attention, restore
-from dma_kernels.formats import TILE
-from dma_kernels.recipe import RECIPE_FIELDS
+from dma_kernels.cache.api import cached_attention, restore
+from dma_kernels.numerics.formats import TILE
+from dma_kernels.numerics.recipe import RECIPE_FIELDS
 from torch import Tensor
 
 from .compact_mask import MaskGeometry

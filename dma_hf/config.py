@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from dma_kernels import Recipe
-from dma_kernels.api import BACKENDS
-from dma_kernels.recipe import RECIPE_FIELDS
+from dma_kernels.numerics.recipe import RECIPE_FIELDS
+from dma_kernels.runtime.chip import BACKENDS
 
 ON_UNSUPPORTED = ("error", "sdpa")
 DEFAULT_PRESET = "balanced"

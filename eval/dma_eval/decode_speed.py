@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from dma_kernels.cached import append, cached_attention
-from dma_kernels.formats import TILE
-from dma_kernels.storage import LayerStorage
+from dma_kernels.cache.api import append, cached_attention
+from dma_kernels.cache.storage import LayerStorage
+from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -12,7 +12,7 @@ import inspect
 from typing import Any
 
 import torch
-from dma_kernels.formats import TILE
+from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from transformers import PreTrainedModel
 

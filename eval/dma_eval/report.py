@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from dma_kernels.formats import TILE
+from dma_kernels.numerics.formats import TILE
 
 from . import environment
 from .backends import CACHE_SUFFIX

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from dma_kernels import Recipe, attention
-from dma_kernels.api import resolve_backend
-from dma_kernels.fused import quantize_operands
-from dma_kernels.operands import Operands
+from dma_kernels.prefill.backend import quantize_operands
+from dma_kernels.prefill.operands import Operands
+from dma_kernels.runtime.chip import resolve_backend
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -4,10 +4,10 @@ Knows torch and Triton, not Transformers.
 """
 
 from .api import attention
-from .formats import BLOCK_FORMATS, FORMAT_NAMES, TILE, BlockFormat, ScaleRounding, SharedScale
-from .quantize import QuantizedTensor, quantize
-from .recipe import Recipe
-from .transforms import hadamard_rotate, key_mean
+from .numerics.formats import BLOCK_FORMATS, FORMAT_NAMES, TILE, BlockFormat, ScaleRounding, SharedScale
+from .numerics.quantize import QuantizedTensor, quantize
+from .numerics.recipe import Recipe
+from .numerics.transforms import hadamard_rotate, key_mean
 
 __all__ = [
     "BLOCK_FORMATS",

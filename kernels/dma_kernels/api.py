@@ -12,13 +12,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from .fused import attention_triton, call_of, tensor_kind, unsupported_reason
-from .geometry import AttentionGeometry
-from .recipe import RECIPE_FIELDS, Recipe
-from .reference import attention_gradient, attention_reference
-from .replay import Call
+from .numerics.geometry import AttentionGeometry
+from .numerics.recipe import RECIPE_FIELDS, Recipe
+from .prefill.backend import attention_triton
+from .reference.attention import attention_gradient, attention_reference
+from .runtime.chip import resolve_backend
+from .runtime.replay import Call, call_of, tensor_kind
 
-BACKENDS = ("auto", "reference", "triton")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
 _GEOMETRY = (
@@ -92,7 +92,7 @@ def attention(
     """Compute diagonal-tiled mixed-precision attention (arXiv 2604.03950).
 
     Its gradient goes straight through the rounding: it is that of the attention which the recipe approximates, computed
-    in torch on every backend (:func:`~dma_kernels.reference.attention_gradient`). The logarithms have none.
+    in torch on every backend (:func:`~dma_kernels.reference.attention.attention_gradient`). The logarithms have none.
 
     Positions are counted from the first key that a batch row may see: query ``i`` stands at ``q_offset + i``, key
     ``j`` at ``kv_offset + j``. They decide what is causal, what the window reaches and which tiles are high.
@@ -116,7 +116,7 @@ def attention(
         mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``; a key is seen where it is true and the rest allows it.
         return_lse: Also return the natural logarithm of the softmax denominator (sinks included), ``[B, Hq, Tq]``,
             fp32 (fp64 for fp64).
-        backend: ``reference`` (torch, any device), ``triton`` (fused kernels; bf16 and fp16 on CUDA), or ``auto``:
+        backend: ``reference`` (torch, any device), ``triton`` (kernels; bf16 and fp16 on CUDA), or ``auto``:
             Triton where it can run on CUDA, the reference elsewhere.
 
     Returns:
@@ -178,25 +178,6 @@ def attention(
     else:
         results = _compute(*arguments, recipe, return_lse, call)
     return (results[0], results[1]) if return_lse else results[0]
-
-
-def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the backend that computes on tensors of this device and dtype: ``reference`` or ``triton``.
-
-    Raises:
-        ValueError: There is no backend of that name.
-        RuntimeError: ``triton`` was asked for and cannot run on them.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
-    if backend == "reference":
-        return backend
-    reason = unsupported_reason(dtype, device)
-    if backend == "triton":
-        if reason is not None:
-            raise RuntimeError(f"backend='triton' cannot run: {reason}; use backend='reference' or 'auto'")
-        return backend
-    return "triton" if device.type == "cuda" and reason is None else "reference"
 
 
 def _needs_op(*tensors: Tensor | None) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .recipe import Recipe
+from .numerics.recipe import Recipe
 
 RECIPES = {
     "identity": Recipe(low="bf16", high="bf16", pv="bf16"),

@@ -13,7 +13,7 @@ from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
 from dma_eval.reading import read
 from dma_eval.results import PerplexitySection
-from dma_kernels.storage import LayerStorage
+from dma_kernels.cache.storage import LayerStorage
 from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
 

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 import transformers
-from dma_kernels.storage import LayerStorage
+from dma_kernels.cache.storage import LayerStorage
 from tiny_models import SIZES
 from transformers import DynamicCache, StaticCache
 

@@ -12,8 +12,8 @@ import dma_kernels
 import pytest
 import torch
 from dma_kernels import Recipe, api, attention
-from dma_kernels.api import BACKENDS, resolve_backend
-from dma_kernels.replay import Call
+from dma_kernels.runtime.chip import BACKENDS, resolve_backend
+from dma_kernels.runtime.replay import Call
 from dma_kernels.testing import RECIPES, assert_bits_equal, random_qkv
 from torch import Tensor
 

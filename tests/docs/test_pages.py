@@ -7,7 +7,7 @@ import re
 import tomllib
 
 import pytest
-from dma_kernels.operands import Form, select_lowering
+from dma_kernels.runtime.lowering import Form, select_lowering
 from messages import as_template, quoted_messages, source_messages
 from script_files import load_script
 from snippets import PAGES, ROOT

@@ -8,9 +8,9 @@ import pytest
 import torch
 from decode_cases import RECIPES, Case
 from dequantize_cases import CASES, DTYPES, assert_dequantized, random_body
-from dma_kernels.cached import cached_attention
-from dma_kernels.cached_prefill import prefill_over_cache
-from dma_kernels.storage import LayerStorage
+from dma_kernels.cache.api import cached_attention
+from dma_kernels.cache.chunk import prefill_over_cache
+from dma_kernels.cache.storage import LayerStorage
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from decode_cases import CASES, RECIPES, Case, assert_decode_matches, assert_steps_equal_their_parts
-from dma_kernels.append import append_tokens
-from dma_kernels.decode import decode_attention
-from dma_kernels.decode_kernel import decode_kernel
-from dma_kernels.decode_step import decode_step
-from dma_kernels.storage import LayerStorage
+from dma_kernels.cache.append import append_tokens
+from dma_kernels.cache.decode import decode_attention
+from dma_kernels.cache.decode_kernel import decode_kernel
+from dma_kernels.cache.decode_step import decode_step
+from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.testing import assert_bits_equal
 
 pytestmark = pytest.mark.gpu

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from dma_kernels import attention, fused
+from dma_kernels import attention
+from dma_kernels.prefill import backend
+from dma_kernels.runtime import replay
 from dma_kernels.testing import random_qkv
-from fused_cases import RECIPES
+from prefill_cases import RECIPES
 from quantized_operands import HOPPER, check
 from quantized_operands import RECIPES as QUANTIZED
 from torch import Tensor
@@ -23,13 +25,13 @@ def nothing_recorded() -> Iterator[None]:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("programmatic dependent launch needs compute capability 9.0")
     yield
-    fused.call_of.cache_clear()
+    replay.call_of.cache_clear()
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, *, starts_early: bool) -> None:
     """Have kernels of calls of any length start early, or none."""
-    monkeypatch.setattr(fused, "starts_early", lambda arch, kv_len: starts_early)
-    fused.call_of.cache_clear()
+    monkeypatch.setattr(backend, "starts_early", lambda arch, kv_len: starts_early)
+    replay.call_of.cache_clear()
 
 
 def assert_equal(results: Results, expected: Results) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from dma_kernels.launch import Launcher, matrix_descriptor
+from dma_kernels.runtime.launch import Launcher, matrix_descriptor
 
 pytestmark = pytest.mark.gpu
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dma_kernels import attention, prefill
+from dma_kernels import attention
+from dma_kernels.prefill import host
 from dma_kernels.testing import random_qkv, relative_error
-from fused_cases import CASES, RECIPES, Case, assert_matches_reference
+from prefill_cases import CASES, RECIPES, Case, assert_matches_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +33,7 @@ def test_long_rows(recipe: str) -> None:
 
 def test_sections_of_heads_are_all_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(batch=3, q_heads=6, kv_heads=3, q_len=700, kv_len=700)
-    monkeypatch.setattr(prefill, "select_section", lambda kv_heads, size: 2)  # 9 heads: the last section has one
+    monkeypatch.setattr(host, "select_section", lambda kv_heads, size: 2)  # 9 heads: the last section has one
     assert_matches_reference(case, RECIPES["int8"], torch.bfloat16, "cuda")
 
 
@@ -44,7 +45,7 @@ def test_every_output_is_written() -> None:
 
 
 def test_no_compilation_when_only_lengths_change() -> None:
-    from dma_kernels.prefill_kernel import prefill_kernel
+    from dma_kernels.prefill.kernel import prefill_kernel
 
     def run(length: int) -> None:
         qkv = random_qkv(q_heads=4, kv_heads=2, q_len=length, kv_len=length, dtype=torch.bfloat16, device="cuda")

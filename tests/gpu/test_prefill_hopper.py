@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from dma_kernels import Recipe, attention, fused, prefill
+from dma_kernels import Recipe, attention
+from dma_kernels.prefill import backend, host
+from dma_kernels.runtime import replay
+from dma_kernels.runtime.tuning import PrefillTiles, select_tiles
 from dma_kernels.testing import random_qkv, relative_error
-from dma_kernels.tuning import PrefillTiles, select_tiles
-from fused_cases import RECIPES, Case, assert_matches_reference
+from prefill_cases import RECIPES, Case, assert_matches_reference
 from torch import Tensor
 
 
@@ -29,7 +31,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _is_hopper(), reason="need
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The kernel takes calls of any length; each launch is noted."""
     noted: list[str] = []
-    launch = prefill.prefill_hopper
+    launch = host.prefill_hopper
 
     def note(*arguments: Any, **options: Any) -> None:
         noted.append("hopper")
@@ -40,11 +42,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         assert tiles.hopper is not None
         return replace(tiles, hopper=replace(tiles.hopper, min_keys=0, min_rows=0))
 
-    monkeypatch.setattr(prefill, "prefill_hopper", note)
-    monkeypatch.setattr(fused, "select_tiles", select)
-    fused.call_of.cache_clear()
+    monkeypatch.setattr(host, "prefill_hopper", note)
+    monkeypatch.setattr(backend, "select_tiles", select)
+    replay.call_of.cache_clear()
     yield noted
-    fused.call_of.cache_clear()
+    replay.call_of.cache_clear()
 
 
 def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -53,21 +55,22 @@ def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Ten
     def select(*arguments: Any, **options: Any) -> PrefillTiles:
         return replace(select_tiles(*arguments, **options), hopper=None)
 
-    fused.call_of.cache_clear()
+    replay.call_of.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "select_tiles", select)
+        patch.setattr(backend, "select_tiles", select)
         return run()
 
 
 AMONG_OTHERS = """
 import time, torch
-from dma_kernels import attention, prefill
-from fused_cases import RECIPES
+from dma_kernels import attention
+from dma_kernels.prefill import backend, host
+from prefill_cases import RECIPES
 q = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda")
 k, v = (torch.randn(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
 launches = []
-launch = prefill.prefill_hopper
-prefill.prefill_hopper = lambda *a, **b: (launches.append(1), launch(*a, **b))
+launch = host.prefill_hopper
+host.prefill_hopper = lambda *a, **b: (launches.append(1), launch(*a, **b))
 for name in ("int8", "paper", "fp4", "kv4"):
     expected = attention(q, k, v, RECIPES[name])
     end = time.perf_counter() + 3
@@ -161,13 +164,13 @@ def test_fp16_and_transposed_views(recipe: str, launches: list[str]) -> None:
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_long_calls_take_it_and_equal_the_other_kernel(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[int] = []
-    launch = prefill.prefill_hopper
+    launch = host.prefill_hopper
 
     def note(*arguments: Any, **options: Any) -> None:
         noted.append(1)
         launch(*arguments, **options)
 
-    monkeypatch.setattr(prefill, "prefill_hopper", note)
+    monkeypatch.setattr(host, "prefill_hopper", note)
     qkv = random_qkv(
         q_heads=16, kv_heads=4, q_len=16_400, kv_len=16_400, head_dim=head_dim, dtype=torch.bfloat16, device="cuda"
     )

@@ -1,4 +1,4 @@
-"""The fused quantiser on the device, against the torch quantiser on the same device, to the bit."""
+"""The quantiser on a device, against the torch quantiser on the same device, to the bit."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import triton
 from dma_kernels import attention
-from dma_kernels.fused import call_of
-from fused_cases import RECIPES
+from dma_kernels.runtime.replay import call_of
+from prefill_cases import RECIPES
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 

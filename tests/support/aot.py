@@ -22,8 +22,9 @@ from unittest import mock
 
 import torch
 import triton
-from dma_kernels import fused, launch
-from fused_cases import RECIPES
+from dma_kernels.prefill import backend
+from dma_kernels.runtime import chip, launch
+from prefill_cases import RECIPES
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -100,8 +101,8 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
         with (
             mock.patch.object(JITFunction, "run", compile_launch),
             mock.patch.object(launch, "launches_directly", return_value=False),
-            mock.patch.object(fused, "device_arch", return_value=arch),
-            mock.patch.object(fused, "is_interpreted", return_value=False),
+            mock.patch.object(chip, "device_arch", return_value=arch),
+            mock.patch.object(chip, "is_interpreted", return_value=False),
         ):
             yield compiled
     finally:
@@ -146,7 +147,7 @@ def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> lis
     query = torch.empty(1, length, 4, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     key = torch.empty(1, length, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     with compile_only(arch) as compiled:
-        fused.attention_triton(
+        backend.attention_triton(
             query, key, key, RECIPES[recipe], q_offset=0, kv_offset=0, q_offset_rows=None, kv_offset_rows=None,
             kv_range=None, mask=None, is_causal=True, window=None, scale=0.125, **OPTIONS[option],
         )  # fmt: skip

@@ -13,9 +13,9 @@ from dataclasses import asdict
 import torch
 from aot import Compiled, compile_only
 from decode_cases import RECIPES
-from dma_kernels.cached_prefill import prefill_over_cache
-from dma_kernels.dequantize import dequantize_body
-from dma_kernels.storage import LayerStorage
+from dma_kernels.cache.chunk import prefill_over_cache
+from dma_kernels.cache.dequantize import dequantize_body
+from dma_kernels.cache.storage import LayerStorage
 
 
 def compile_chunk(recipe: str, arch: int, head_dim: int, value_dim: int, option: str = "") -> list[Compiled]:

@@ -13,8 +13,8 @@ from dataclasses import asdict
 import torch
 from aot import OPTIONS, Compiled, compile_only
 from decode_cases import RECIPES
-from dma_kernels.decode_step import decode_step
-from dma_kernels.storage import LayerStorage
+from dma_kernels.cache.decode_step import decode_step
+from dma_kernels.cache.storage import LayerStorage
 
 
 def compile_step(recipe: str, arch: int, head_dim: int, queries: int, option: str = "") -> list[Compiled]:

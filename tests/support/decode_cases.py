@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from dma_kernels import Recipe
-from dma_kernels.append import append_tokens
-from dma_kernels.cached_reference import cached_attention_reference
-from dma_kernels.decode import decode_attention
-from dma_kernels.decode_step import decode_step
-from dma_kernels.storage import LayerStorage
+from dma_kernels.cache.append import append_tokens
+from dma_kernels.cache.decode import decode_attention
+from dma_kernels.cache.decode_step import decode_step
+from dma_kernels.cache.reference import cached_attention_reference
+from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.testing import RECIPES as ALL_RECIPES
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from torch import Tensor

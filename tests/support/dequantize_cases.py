@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from decode_cases import RECIPES, Case
-from dma_kernels.dequantize import dequantize_body
-from dma_kernels.formats import TILE
-from dma_kernels.storage import LayerStorage
+from dma_kernels.cache.dequantize import dequantize_body
+from dma_kernels.cache.storage import LayerStorage
+from dma_kernels.numerics.formats import TILE
 from dma_kernels.testing import assert_bits_equal
 from torch import Tensor
 

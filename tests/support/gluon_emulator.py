@@ -16,7 +16,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from dma_kernels import prefill_hopper_kernel
+from dma_kernels.prefill import hopper_kernel
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
@@ -219,8 +219,7 @@ def emulated(program: int) -> dict[str, Any]:
     """Return the names of the kernel's module, with its functions as plain Python."""
     fake = language(program)
     names: dict[str, Any] = {
-        name: value.value if isinstance(value, gl.constexpr) else value
-        for name, value in vars(prefill_hopper_kernel).items()
+        name: value.value if isinstance(value, gl.constexpr) else value for name, value in vars(hopper_kernel).items()
     }
     names |= {
         "gl": fake, "_copy": copy, "_view": Shared.view_as, "fence_async_shared": lambda: None,
@@ -231,10 +230,10 @@ def emulated(program: int) -> dict[str, Any]:
         "warpgroup_mma": product, "warpgroup_mma_wait": lambda count, deps: deps[0](),
         "_is_16bit": lambda dtype: dtype.itemsize == 2,
     }  # fmt: skip
-    for name, value in vars(prefill_hopper_kernel).items():
+    for name, value in vars(hopper_kernel).items():
         function = getattr(value, "fn", None)
         if isinstance(function, FunctionType) and name != "_is_16bit":
-            is_own = function.__module__ == prefill_hopper_kernel.__name__
+            is_own = function.__module__ == hopper_kernel.__name__
             scope = names if is_own else {**function.__globals__, "tl": fake}
             names[name] = FunctionType(function.__code__, scope, name, function.__defaults__, function.__closure__)
     return names

@@ -1,4 +1,4 @@
-"""The operands of a lowering made in torch, from ``dma_kernels.quantize``: what the fused quantiser is held against."""
+"""The operands of a lowering made in torch: what the quantiser on a device is held against."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import torch
 from dma_kernels import Recipe, key_mean, quantize
-from dma_kernels.formats import MXINT8_UNIT, TILE, UNQUANTIZED
-from dma_kernels.fused_quantize import quantize_keys_values
-from dma_kernels.operands import Form, Lowering, Operands, TileOperands, dequantized_dtype, select_lowering
-from dma_kernels.quantize import e2m1_decode, e8m0_to_float, to_e4m3, unpack_e2m1, value_scale
+from dma_kernels.numerics.formats import MXINT8_UNIT, TILE, UNQUANTIZED
+from dma_kernels.numerics.quantize import e2m1_decode, e8m0_to_float, to_e4m3, unpack_e2m1, value_scale
+from dma_kernels.numerics.transforms import hadamard_rotate
+from dma_kernels.prefill.operands import Operands, TileOperands
+from dma_kernels.prefill.quantizer import quantize_keys_values
+from dma_kernels.runtime.lowering import Form, Lowering, dequantized_dtype, select_lowering
 from dma_kernels.testing import assert_bits_equal
-from dma_kernels.transforms import hadamard_rotate
 from torch import Tensor
 
 HOPPER, AMPERE, BLACKWELL = 90, 80, 100
@@ -99,7 +100,7 @@ def expected_operands(
     rows: Tensor | None,
     mean: Tensor | None,
 ) -> Operands:
-    """Return what :func:`dma_kernels.fused_quantize.quantize_keys_values` has to return.
+    """Return what :func:`dma_kernels.prefill.quantizer.quantize_keys_values` has to return.
 
     ``mean`` is the mean key that it found, fp32 ``[B, Hkv, D]``: a sum in another order may round to the neighbouring
     bfloat16, and that is checked here.

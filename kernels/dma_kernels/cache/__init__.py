@@ -1,0 +1,1 @@
+"""The key-value cache of one layer: storage in tiles, and append, decoding and chunks over it."""

@@ -1,0 +1,308 @@
+"""The public door of attention over a cache: validate, attend, store the new keys; one backend, explicitly.
+
+The operation writes into the tensors of a :class:`~dma_kernels.cache.storage.LayerStorage`. Seen by a compiler it is a
+custom op that says so, and one step of a model with a cache of fixed size is one graph.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..numerics.recipe import RECIPE_FIELDS, Recipe
+from ..runtime.chip import resolve_backend
+from . import chunk
+from .append import append_tokens
+from .chunk import prefill_over_cache
+from .decode import MAX_QUERIES, decode_attention
+from .decode_step import decode_step
+from .reference import cached_attention_reference
+from .storage import LayerStorage
+
+
+def cached_attention(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    storage: LayerStorage,
+    *,
+    is_causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    mask_position: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend to the keys of a cache and to new ones, and store the new ones. Inference only.
+
+    It computes what :func:`dma_kernels.attention` computes of the whole sequence, under the recipe of the storage. The
+    last query stands at the position of the last key. The body must have room for the tiles that the new keys complete
+    (:meth:`LayerStorage.reserve`).
+
+    Args:
+        query: ``[B, Hq, T, D]`` in the dtype of the storage.
+        key: New keys, raw, ``[B, Hkv, T, D]``; ``None`` if they are stored already (of at most 128 tokens).
+        value: New values, raw, ``[B, Hkv, T, Dv]``; ``None`` with ``key``.
+        storage: The cache of the layer; written in place.
+        is_causal: Whether a query sees no key behind its own position.
+        window: Sliding window; not larger than that of the storage, if that has one.
+        scale: Factor of the scores; ``D ** -0.5`` by default.
+        softcap: Caps scores: ``softcap * tanh(score / softcap)``, after ``scale``.
+        sinks: One logit per query head, ``[Hq]``, that takes part in the softmax without a value.
+        mask: Boolean, broadcastable to ``[B, Hq, T, K]``: of ``K`` consecutive positions, those that may be seen.
+        mask_position: The position of column 0 of ``mask``, integer ``[B]``; needed unless ``K`` is 1.
+        backend: ``reference``, ``triton`` or ``auto``, as for :func:`dma_kernels.attention`. Triton takes causal calls
+            without ``mask``; more than 16 queries need ``high = "bf16"``, and a layer with a window takes 128 of them.
+
+    Returns:
+        ``[B, Hq, T, Dv]`` in the dtype of ``query``; 0 in rows that see no key.
+
+    Raises:
+        ValueError: Shapes or options are not as described; nothing was stored.
+        TypeError: Likewise, of a dtype.
+        RuntimeError: The backend that was asked for cannot run here; a gradient is asked for, in ``backward``.
+    """
+    if (key is None) != (value is None):
+        raise ValueError("key and value must be given together, or both be None")
+    if key is None or value is None:
+        key, value = storage.key_tail[:, :, :0], storage.value_tail[:, :, :0]
+    check_fits(storage, key, value)
+    _check_query(query, key, storage)
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and not 0.0 < number < math.inf:
+            raise ValueError(f"{name} must be a positive finite number, got {number!r}")
+    if storage.window is not None and (window is None or window > storage.window):
+        raise ValueError(f"window must be at most {storage.window}, what the cache keeps; got {window!r}")
+    if mask is not None and mask.shape[3] != 1 and mask_position is None:
+        raise ValueError(f"mask_position must say which position column 0 of mask {list(mask.shape)} is, got None")
+    options = (is_causal, window, scale, None if softcap is None else float(softcap))
+    arguments = (*options, sinks, mask, mask_position, backend)
+    if torch.compiler.is_compiling():
+        out: Tensor = _cached_attention(query, key, value, *_pieces(storage), *arguments)
+        return out
+    with torch.no_grad():
+        out = _compute(query, key, value, storage, *arguments)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
+        return _NoGradient.apply(out, query, key, value)  # type: ignore[no-any-return,no-untyped-call]
+    return out
+
+
+def append(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
+    """Store new keys and values that no query of this package attends to; arguments as :func:`cached_attention`'s.
+
+    Raises:
+        ValueError: They do not fit the storage; nothing was stored.
+        TypeError: Likewise.
+    """
+    check_fits(storage, key, value)
+    if torch.compiler.is_compiling():
+        _append(key, value, *_pieces(storage))
+    else:
+        with torch.no_grad():
+            _store(storage, key, value)
+
+
+def restore(storage: LayerStorage, position: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values as the model made them, to the precision of the cache.
+
+    Args:
+        storage: The cache of a layer.
+        position: The first position that is wanted of each row, integer ``[B]``; below 0 is padding.
+        length: How many.
+
+    Returns:
+        Keys ``[B, Hkv, length, D]`` and values ``[B, Hkv, length, Dv]``; zeros where nothing is stored.
+    """
+    if torch.compiler.is_compiling():
+        keys, values = _restore(position, length, *_pieces(storage))
+        return keys, values
+    with torch.no_grad():
+        return storage.restore(position, length)
+
+
+def check_fits(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
+    """Check that new keys and values are of the kind that a storage holds.
+
+    Raises:
+        ValueError: Batch, heads, head dimensions or the device differ, or ``key`` and ``value`` have not one length.
+        TypeError: The dtype differs.
+    """
+    for name, tensor, tail in (("key", key, storage.key_tail), ("value", value, storage.value_tail)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {list(tensor.shape)}")
+        batch, heads, _, channels = tail.shape
+        if (tensor.shape[0], tensor.shape[1], tensor.shape[3]) != (batch, heads, channels):
+            raise ValueError(
+                f"{name} must be [{batch}, {heads}, tokens, {channels}] as in the cache, got {list(tensor.shape)}; "
+                "reset the cache, or use another one, for another batch"
+            )
+        if tensor.dtype != tail.dtype:
+            raise TypeError(f"{name} must have the dtype of the cache, {tail.dtype}, got {tensor.dtype}")
+        if tensor.device != tail.device:
+            raise ValueError(f"{name} must be on the device of the cache, {tail.device}, got {tensor.device}")
+    if key.shape[2] != value.shape[2]:
+        raise ValueError(f"value must have as many tokens as key, {key.shape[2]}, got {value.shape[2]}")
+
+
+def _check_query(query: Tensor, key: Tensor, storage: LayerStorage) -> None:
+    batch, heads, _, head_dim = storage.key_tail.shape
+    if query.ndim != 4 or query.shape[0] != batch or query.shape[3] != head_dim or query.shape[1] % heads:
+        raise ValueError(
+            f"query must be [{batch}, a multiple of {heads}, tokens, {head_dim}] as in the cache, "
+            f"got {list(query.shape)}"
+        )
+    if query.dtype != storage.key_tail.dtype:
+        raise TypeError(f"query must have the dtype of the cache, {storage.key_tail.dtype}, got {query.dtype}")
+    if key.shape[2] not in (0, query.shape[2]):
+        raise ValueError(f"key must have as many tokens as query, {query.shape[2]}, got {key.shape[2]}")
+
+
+def _compute(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    storage: LayerStorage,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    mask_position: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """Run a backend, resolved in here because a compiler cannot trace questions to the device."""
+    if resolve_backend(backend, query.device, query.dtype) == "triton":
+        reason = _unsupported_reason(query, key, storage, is_causal, mask)
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        if reason is None and query.shape[2] > MAX_QUERIES:
+            out, _ = prefill_over_cache(query, key, value, storage, **options)
+            return out
+        if reason is None:
+            if key.shape[2]:
+                return decode_step(query, key, value, storage, **options)
+            return decode_attention(query, storage, return_lse=False, **options)[0]
+        if backend == "triton":
+            raise RuntimeError(f"backend='triton' cannot run: {reason}; use backend='reference' or 'auto'")
+    out, _ = cached_attention_reference(
+        query,
+        key,
+        value,
+        storage,
+        is_causal=is_causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        mask=mask,
+        mask_position=mask_position,
+    )
+    if key.shape[2]:
+        _store(storage, key, value)
+    return out
+
+
+def _unsupported_reason(
+    query: Tensor, key: Tensor, storage: LayerStorage, is_causal: bool, mask: Tensor | None
+) -> str | None:
+    """Return why no kernel can answer queries over a cache that the Triton backend could; ``None`` if one can."""
+    if mask is not None:
+        return f"over a cache it takes no mask, got one of shape {list(mask.shape)}"
+    if not is_causal:
+        return "over a cache it is causal, got is_causal=False"
+    if query.shape[2] <= MAX_QUERIES:
+        return None
+    if key.shape[2] == 0:
+        return f"of keys that are stored already it answers at most {MAX_QUERIES} queries, got {query.shape[2]}"
+    return chunk.unsupported_reason(query, storage)
+
+
+def _store(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
+    """Append in one launch where Triton runs by itself, and in torch elsewhere: to the bit the same."""
+    if resolve_backend("auto", key.device, key.dtype) == "triton":
+        append_tokens(storage, key, value)
+    else:
+        storage.append(key, value)
+
+
+def _pieces(storage: LayerStorage) -> tuple[list[Tensor], str, int | None, str]:
+    """Return a storage as an op takes it, for plain arguments are all that one takes."""
+    tensors = storage.tensors()
+    recipe = {name: getattr(storage.recipe, name) for name in RECIPE_FIELDS}
+    return list(tensors.values()), ",".join(tensors), storage.window, repr(recipe)
+
+
+def _storage_of(tensors: list[Tensor], names: str, window: int | None, recipe: str) -> LayerStorage:
+    named = dict(zip(names.split(","), tensors, strict=True))
+    return LayerStorage.of_tensors(Recipe(**ast.literal_eval(recipe)), window, named)
+
+
+@torch.library.custom_op("dma_kernels::cached_attention", mutates_args=("tensors",))
+def _cached_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: list[Tensor],
+    names: str,
+    storage_window: int | None,
+    recipe: str,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    mask_position: Tensor | None,
+    backend: str,
+) -> Tensor:
+    storage = _storage_of(tensors, names, storage_window, recipe)
+    return _compute(query, key, value, storage, is_causal, window, scale, softcap, sinks, mask, mask_position, backend)
+
+
+@_cached_attention.register_fake
+def _(query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
+    batch, heads, length, _ = query.shape
+    return query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
+
+
+@torch.library.custom_op("dma_kernels::cache_append", mutates_args=("tensors",))
+def _append(
+    key: Tensor, value: Tensor, tensors: list[Tensor], names: str, storage_window: int | None, recipe: str
+) -> None:
+    _store(_storage_of(tensors, names, storage_window, recipe), key, value)
+
+
+@torch.library.custom_op("dma_kernels::cache_restore", mutates_args=())
+def _restore(
+    position: Tensor, length: int, tensors: list[Tensor], names: str, storage_window: int | None, recipe: str
+) -> tuple[Tensor, Tensor]:
+    return _storage_of(tensors, names, storage_window, recipe).restore(position, length)
+
+
+@_restore.register_fake
+def _(position, length, tensors, names, *args):  # type: ignore[no-untyped-def]
+    named = dict(zip(names.split(","), tensors, strict=True))
+    tails = named["key_tail"], named["value_tail"]
+    return tuple(tail.new_empty((*tail.shape[:2], length, tail.shape[3])) for tail in tails)
+
+
+class _NoGradient(torch.autograd.Function):
+    """Passes a result on, and refuses to differentiate it."""
+
+    @staticmethod
+    def forward(context: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "attention over a cache has no gradient; compute it under torch.no_grad(), or use another attention "
+            "(Transformers: attn_implementation='sdpa') and cache where a gradient is needed"
+        )

@@ -1,0 +1,1 @@
+"""What Triton kernels share: arithmetic, block formats, scores, queries."""

@@ -1,0 +1,216 @@
+"""Triton functions that the kernels share: the formats' arithmetic on a device, bit for bit what ``quantize`` does."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..numerics.formats import (
+    E8M0_MAX_CODE,
+    E8M0_NAN,
+    FP32_EXPONENT_SPECIAL,
+    FP32_MANTISSA_BITS,
+    FP32_MANTISSA_MASK,
+)
+
+_MANTISSA_BITS = tl.constexpr(FP32_MANTISSA_BITS)
+_MANTISSA_MASK = tl.constexpr(FP32_MANTISSA_MASK)
+_SUBNORMAL = tl.constexpr(1 << (FP32_MANTISSA_BITS - 1))  # the bits of 2 ** -127
+_SPECIAL = tl.constexpr(FP32_EXPONENT_SPECIAL)
+_MAX_CODE = tl.constexpr(E8M0_MAX_CODE)
+_NAN_CODE = tl.constexpr(E8M0_NAN)
+
+PERMUTED_KEYS = 16
+"""Keys in a group that :func:`permute_keys` reorders."""
+
+
+@triton.jit
+def let_next_start(USE_PDL: tl.constexpr):
+    """Let the programs of the next kernel take their places as soon as all of this one have theirs."""
+    if USE_PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(USE_PDL: tl.constexpr):
+    """Wait until all that kernels before this one have written can be read.
+
+    A kernel that may start early reads before this nothing but what the caller gave, and writes nothing.
+    """
+    if USE_PDL:
+        gdc_wait()
+
+
+@triton.jit
+def e8m0_encode(amax, EMAX: tl.constexpr, MAX_MANTISSA: tl.constexpr, IS_CEIL: tl.constexpr):
+    """Return the E8M0 code, int32, of the scale of a block whose largest magnitude is the fp32 ``amax``."""
+    bits = amax.to(tl.int32, bitcast=True)
+    exponent = bits >> _MANTISSA_BITS
+    code = exponent - EMAX
+    if IS_CEIL:
+        code += ((bits & _MANTISSA_MASK) > MAX_MANTISSA).to(tl.int32)
+    code = tl.minimum(tl.maximum(code, 0), _MAX_CODE)
+    return tl.where(exponent == _SPECIAL, _NAN_CODE, code)
+
+
+@triton.jit
+def e8m0_decode(code):
+    """Return ``2 ** (code - 127)`` as fp32; NaN for the code 255."""
+    bits = tl.where(code == 0, _SUBNORMAL, code << _MANTISSA_BITS)
+    return tl.where(code == _NAN_CODE, float("nan"), bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def e8m0_reciprocal(code):
+    """Return ``2 ** (127 - code)`` as fp32, to multiply by where the specification divides: both are exact."""
+    return tl.where(code == _NAN_CODE, float("nan"), e8m0_decode(-code + _MAX_CODE))
+
+
+@triton.jit
+def dot(a, b, IS_INTERPRETED: tl.constexpr):
+    """Multiply tiles, adding up in fp32 or int32. The interpreter, which has no bfloat16 product, is given fp32."""
+    if a.dtype == tl.int8:
+        product = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
+    elif IS_INTERPRETED:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        product = tl.dot(a, b)
+    return product
+
+
+@triton.jit
+def round_to_int8(x):
+    """Round to the nearest integer, ties to even, in -127..127; int8. NaN becomes 0 (its scale is NaN)."""
+    # Adding and subtracting 1.5 * 2^23 rounds at the unit.
+    rounded = (x + 12582912.0) - 12582912.0
+    rounded = tl.minimum(tl.maximum(tl.where(x == x, rounded, 0.0), -127.0), 127.0)
+    return rounded.to(tl.int8)
+
+
+@triton.jit
+def with_sign(magnitude, x):
+    """Return fp32 magnitudes with the signs of fp32 ``x``: by the bit, so that -0.0 stays what it is."""
+    sign = x.to(tl.int32, bitcast=True) & (-2147483648)
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to_bfloat16(x):
+    """Round fp32 to the nearest bfloat16 value, ties to even, still fp32."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to_e4m3(x):
+    """Round fp32 in 0..448 to the nearest E4M3 value, ties to even, still fp32: for chips without the cast."""
+    bits = x.to(tl.int32, bitcast=True)
+    # 20 of fp32's 23 mantissa bits go; below 2^-6 E4M3 has the fixed step 2^-9, which is the ulp of 2^14.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
+    subnormal = (x + 16384.0) - 16384.0
+    return tl.where(x < 0.015625, subnormal, normal)
+
+
+@triton.jit
+def to_e4m3(x, IS_INTERPRETED: tl.constexpr):
+    """Cast fp32 in -448..448 to E4M3, nearest-even; NaN stays NaN."""
+    if IS_INTERPRETED:
+        # The interpreter's cast does not round to nearest, and makes a number of a NaN; of a number that E4M3 has,
+        # every cast is exact.
+        code = with_sign(round_to_e4m3(tl.abs(x)), x).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        result = tl.where(x == x, code, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        result = x.to(tl.float8e4nv)
+    return result
+
+
+@triton.jit
+def e4m3_bytes(x):
+    """Do what :func:`to_e4m3` does, for chips without the cast: the bytes, uint8, of fp32 in -448..448."""
+    rounded = round_to_e4m3(tl.abs(x))
+    # E4M3's bias is 120 below fp32's; below 2^-6 its codes count steps of 2^-9.
+    code = tl.where(
+        rounded < 0.015625, (rounded * 512.0).to(tl.int32), (rounded.to(tl.int32, bitcast=True) >> 20) - 960
+    )
+    code = tl.where(x == x, code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80), 0x7F)
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def pack_e4m3(a, b, c, d, IS_INTERPRETED: tl.constexpr):
+    """Cast four fp32 tensors in -448..448 to E4M3 and pack them in the bytes of an int32, ``a`` in the lowest."""
+    if IS_INTERPRETED:
+        word = to_e4m3(a, IS_INTERPRETED).to(tl.uint8, bitcast=True).to(tl.int32)
+        word = word | (to_e4m3(b, IS_INTERPRETED).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+        word = word | (to_e4m3(c, IS_INTERPRETED).to(tl.uint8, bitcast=True).to(tl.int32) << 16)
+        word = word | (to_e4m3(d, IS_INTERPRETED).to(tl.uint8, bitcast=True).to(tl.int32) << 24)
+    else:
+        # The cast takes two numbers; Triton would take them from one tensor, and unpack the bytes again.
+        word = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 low, high;
+                cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+                cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+                mov.b32 $0, {low, high};
+            }
+            """,
+            "=r,f,f,f,f",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return word
+
+
+@triton.jit
+def to_e5m2(x, IS_INTERPRETED: tl.constexpr):
+    """Cast fp32 in -57344..57344 that E5M2 has, or has a subnormal for, to E5M2, nearest-even; NaN stays NaN."""
+    if IS_INTERPRETED:
+        # Subnormals have the step 2^-16, the ulp of 2^7. Then as in to_e4m3.
+        magnitude = tl.abs(x)
+        rounded = tl.where(magnitude < 0.00006103515625, (magnitude + 128.0) - 128.0, magnitude)
+        code = with_sign(rounded, x).to(tl.float8e5).to(tl.uint8, bitcast=True)
+        code = tl.where(x == x, code, 0x7F).to(tl.uint8)
+        result = code.to(tl.float8e5, bitcast=True)
+    else:
+        result = x.to(tl.float8e5)
+    return result
+
+
+@triton.jit
+def permute_keys(p):
+    """Reorder the columns of ``[M, N]`` probabilities in groups of 16, as the values in memory are ordered.
+
+    A Hopper matrix unit hands thread ``t`` of four the columns ``8 j + 2 t + {0, 1}`` of a product, and takes from it
+    the columns ``4 t + {0, 1, 2, 3}`` of an 8-bit operand. The sum over keys does not care about their order, so the
+    values are stored in the order ``(t, j, c)`` of key ``8 j + 2 t + c``, and the probabilities need no exchange
+    between threads: this is a renaming of registers.
+    """
+    M: tl.constexpr = p.shape[0]
+    N: tl.constexpr = p.shape[1]
+    grouped = tl.permute(tl.reshape(p, [M, N // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
+    return tl.reshape(grouped, [M, N])
+
+
+@triton.jit
+def hadamard_levels(x, ROWS: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Apply the butterflies of strides ``2 ** FIRST`` up to ``SIZE / 2`` to the rows of fp32 ``[ROWS, BLOCK_D]``."""
+    for level in tl.static_range(FIRST, 8):
+        if (1 << level) < SIZE:
+            pairs = tl.reshape(x, [ROWS, BLOCK_D // (2 << level), 2, 1 << level])
+            bits = pairs.to(tl.int32, bitcast=True)
+            # The other one of a pair is what is left of the sum of their bits, which may wrap. Reductions leave every
+            # number where it is; tl.split and tl.join would move them, and scatter the blocks of a format over threads.
+            other = (tl.sum(bits, 2)[:, :, None, :] - bits).to(tl.float32, bitcast=True)
+            sign = tl.where(tl.arange(0, 2) == 0, 1.0, -1.0)[None, None, :, None]
+            x = tl.reshape(other + sign * pairs, [ROWS, BLOCK_D])
+    return x
+
+
+@triton.jit
+def hadamard(x, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, NORM):
+    """Rotate the rows of fp32 ``[ROWS, BLOCK_D]`` by Hadamard blocks of order ``SIZE``, in the reference's order."""
+    return hadamard_levels(x, ROWS, 0, SIZE, BLOCK_D) * NORM

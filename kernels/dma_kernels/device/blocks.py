@@ -1,0 +1,320 @@
+"""Triton functions for block formats: blocks of a tile quantised in registers, bit for bit what ``quantize`` does.
+
+A tile is fp32 ``[ROWS, WIDTH]``, ``WIDTH`` a multiple of the block, with zeros in padded rows and channels. Quantised
+it is a pair: the elements ``[ROWS, BLOCKS, SIZE]``, numbers of the element format still in fp32 (of MXINT8 the
+integers), and the scales ``[ROWS, BLOCKS]``: int32 E8M0 codes or, for NVFP4, fp32 numbers that E4M3 has. Nothing here
+needs a cast that some chips lack.
+
+Formats and scale sharing are the names of :mod:`dma_kernels.numerics.formats`, as constexprs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
+
+from ..numerics.formats import (
+    E2M1,
+    E2M1_MAX,
+    E2M1_SECOND,
+    E4M3,
+    E4M3_MAX,
+    E4M3_SMALLEST,
+    E8M0_NAN,
+    INT8,
+    MXINT8_MAX_CODE,
+    MXINT8_UNIT,
+    SEARCH_MARGIN,
+)
+from .arithmetic import e8m0_decode, e8m0_encode, e8m0_reciprocal, round_to_e4m3, with_sign
+
+_E2M1_EMAX = tl.constexpr(E2M1.emax)
+_E2M1_MAX_MANTISSA = tl.constexpr(E2M1.max_mantissa)
+_E4M3_EMAX = tl.constexpr(E4M3.emax)
+_E4M3_MAX_MANTISSA = tl.constexpr(E4M3.max_mantissa)
+_INT8_EMAX = tl.constexpr(INT8.emax)
+_INT8_MAX_MANTISSA = tl.constexpr(INT8.max_mantissa)
+# Of what the largest magnitude of a head may be in units of its scale: 6 * 448 = 1.3125 * 2 ** 11, and for scales that
+# are searched for 4 * 448 = 1.75 * 2 ** 10.
+_NVFP4_EMAX = tl.constexpr(11)
+_NVFP4_MAX_MANTISSA = tl.constexpr(round((E2M1_MAX * E4M3_MAX / 2**11 - 1.0) * (1 << 23)))
+_NVFP4_SEARCH_EMAX = tl.constexpr(10)
+_NVFP4_SEARCH_MAX_MANTISSA = tl.constexpr(round((E2M1_SECOND * E4M3_MAX / 2**10 - 1.0) * (1 << 23)))
+_E2M1_MAX = tl.constexpr(E2M1_MAX)
+_E2M1_SECOND = tl.constexpr(E2M1_SECOND)
+_SEARCH_MARGIN = tl.constexpr(SEARCH_MARGIN)
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_E4M3_SMALLEST = tl.constexpr(E4M3_SMALLEST)
+_INT8_STEPS = tl.constexpr(1.0 / MXINT8_UNIT)
+_INT8_UNIT = tl.constexpr(MXINT8_UNIT)
+_INT8_MAX = tl.constexpr(float(MXINT8_MAX_CODE))
+_NAN_CODE = tl.constexpr(E8M0_NAN)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_E5M2_SHIFT = tl.constexpr(13)  # log2 of operands.E5M2_TOP
+
+
+@triton.jit
+def _to_e4m3_and_back(x, IS_INTERPRETED: tl.constexpr):
+    """Round fp32 from 0 on to the nearest E4M3 value, ties to even, saturating, still fp32; of NaN anything."""
+    if cuda_capability_geq(8, 9) and not IS_INTERPRETED:
+        rounded = x.to(tl.float8e4nv).to(tl.float32)
+    else:
+        rounded = round_to_e4m3(tl.minimum(x, _E4M3_MAX))
+    return rounded
+
+
+@triton.jit
+def _round_magnitude(x, FORMAT: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Round fp32 from 0 on to the nearest element of a block format, ties to even, saturating; of NaN anything."""
+    if FORMAT == "mxint8":
+        # Adding and subtracting 2^23 rounds at the unit.
+        rounded = tl.minimum((x * _INT8_STEPS + 8388608.0) - 8388608.0, _INT8_MAX)
+    elif FORMAT == "mxfp8":
+        rounded = _to_e4m3_and_back(x, IS_INTERPRETED)
+    else:
+        # E2M1's steps are 0.5 below 2, 1 below 4 and 2 above: the ulp of x's own binade, but at least [1, 2), times
+        # 2^22.
+        binade = (tl.maximum(x, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        # Both products are exact.
+        rounded = tl.minimum(tl.fma(binade, -4194304.0, tl.fma(binade, 4194304.0, x)), _E2M1_MAX)
+    return rounded
+
+
+@triton.jit
+def e2m1_code(x):
+    """Return the code, int32, of an fp32 number that E2M1 has."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # From 1 on the exponent and the one mantissa bit count up; 1.0 has the code 2.
+    code = tl.where(magnitude < 0x3F800000, (magnitude != 0).to(tl.int32), (magnitude >> 22) - 252)
+    return code | ((bits >> 28) & 8)
+
+
+@triton.jit
+def block_amax(x, SIZE: tl.constexpr):
+    """Return the bits of the largest magnitude of each block of ``[ROWS, WIDTH]``, int32 ``[ROWS, WIDTH / SIZE]``.
+
+    The bits of magnitudes order like the numbers, with infinity and NaN above all others.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    return tl.max(tl.reshape(bits, [ROWS, WIDTH // SIZE, SIZE]), 2)
+
+
+@triton.jit
+def e8m0_scale(bits, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr):
+    """Return the E8M0 codes, int32, for largest magnitudes with the fp32 ``bits``, any shape."""
+    amax = bits.to(tl.float32, bitcast=True)
+    if FORMAT == "mxfp4":
+        code = e8m0_encode(amax, _E2M1_EMAX, _E2M1_MAX_MANTISSA, IS_CEIL)
+    elif FORMAT == "mxfp8":
+        code = e8m0_encode(amax, _E4M3_EMAX, _E4M3_MAX_MANTISSA, IS_CEIL)
+    else:
+        tl.static_assert(FORMAT == "mxint8", "E8M0 scales belong to mxfp4, mxfp8 and mxint8")
+        code = e8m0_encode(amax, _INT8_EMAX, _INT8_MAX_MANTISSA, IS_CEIL)
+    return code
+
+
+@triton.jit
+def finite_block_amax(x):
+    """Return what :func:`block_amax` does for NVFP4's blocks; 0 for those that hold an infinity or a NaN."""
+    bits = block_amax(x, 16)
+    return tl.where(bits < _INFINITY_BITS, bits, 0)
+
+
+@triton.jit
+def nvfp4_head_scale(bits, ROUNDING: tl.constexpr):
+    """Return NVFP4's fp32 scale of a head whose largest finite magnitude has these bits: a power of two."""
+    amax = bits.to(tl.float32, bitcast=True)
+    if ROUNDING == "search":
+        code = e8m0_encode(amax, _NVFP4_SEARCH_EMAX, _NVFP4_SEARCH_MAX_MANTISSA, True)
+    else:
+        code = e8m0_encode(amax, _NVFP4_EMAX, _NVFP4_MAX_MANTISSA, True)
+    return e8m0_decode(tl.maximum(code, 1))
+
+
+@triton.jit
+def _divide(x, divisor, reciprocal, IS_INTERPRETED: tl.constexpr):
+    """Divide fp32 by a number of at most four significant bits, given its rounded reciprocal; correctly rounded.
+
+    A product and Markstein's correction are the rounded quotient for every such divisor: a test tries them all.
+    """
+    if IS_INTERPRETED:
+        # Its fma rounds twice.
+        quotient = tl.math.div_rn(x, tl.broadcast_to(divisor, x.shape))
+    else:
+        divisor, reciprocal = tl.broadcast_to(divisor, x.shape), tl.broadcast_to(reciprocal, x.shape)
+        quotient = x * reciprocal
+        quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
+    return quotient
+
+
+@triton.jit
+def _reciprocal(x, IS_INTERPRETED: tl.constexpr):
+    """Return the rounded reciprocal of E4M3 numbers above 0, fp32; NaN of NaN."""
+    if IS_INTERPRETED:
+        reciprocal = tl.math.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    else:
+        # The hardware's is off by an ulp at most. Newton's step leaves 2^-46, and the reciprocals of eight mantissas
+        # are not that near to the middle of two numbers.
+        reciprocal = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
+        one = tl.full(x.shape, 1.0, tl.float32)
+        reciprocal = tl.fma(reciprocal, tl.fma(-x, reciprocal, one), reciprocal)
+    return reciprocal
+
+
+@triton.jit
+def _nvfp4_block_scale(bits, amax, LARGEST: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Return the E4M3 scale, still fp32, that takes a block's largest magnitude to the E2M1 number ``LARGEST``.
+
+    Args:
+        bits: Of the magnitude.
+        amax: The magnitude in units of the scale of the head.
+        LARGEST: 4 or 6.
+        IS_INTERPRETED: Whether Triton's interpreter runs the kernel.
+    """
+    scale = _divide(
+        amax, tl.full([1, 1], LARGEST, tl.float32), tl.full([1, 1], 1.0 / LARGEST, tl.float32), IS_INTERPRETED
+    )
+    scale = _to_e4m3_and_back(tl.maximum(scale, _E4M3_SMALLEST), IS_INTERPRETED)
+    return tl.where(bits < _INFINITY_BITS, scale, float("nan"))
+
+
+@triton.jit
+def round_to_units_e4m3(x, factor):
+    """Return fp32 ``x`` as a cast to E4M3 leaves it, in units of ``factor``, a power of two; NaN stays NaN."""
+    scaled = x * (1.0 / factor)
+    rounded = with_sign(round_to_e4m3(tl.minimum(tl.abs(scaled), _E4M3_MAX)), x) * factor
+    return tl.where(scaled == scaled, rounded, scaled)
+
+
+@triton.jit
+def _loss(scaled, rounded, FORMAT: tl.constexpr):
+    """Return the sum of absolute errors of each block, neighbours first, as the specification adds them up."""
+    ROWS: tl.constexpr = scaled.shape[0]
+    BLOCKS: tl.constexpr = scaled.shape[1]
+    SIZE: tl.constexpr = scaled.shape[2]
+    if FORMAT == "mxint8":
+        rounded = rounded * _INT8_UNIT
+    error = tl.abs(scaled - rounded)
+    for level in tl.static_range(0, 5):
+        if (SIZE >> level) > 1:
+            # Not tl.split, for whose layout the compiler would compute the blocks a second time.
+            error = tl.sum(tl.reshape(error, [ROWS, BLOCKS, SIZE >> (level + 1), 2]), 3)
+    return tl.reshape(error, [ROWS, BLOCKS])
+
+
+@triton.jit
+def quantize_blocks(
+    x, head_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr
+):
+    """Quantise ``[ROWS, WIDTH]``; returns elements and scales as the module says.
+
+    Args:
+        x: fp32.
+        head_scale: NVFP4's scale of the head, fp32; unused in other formats.
+        FORMAT: Block format.
+        SHARED: ``block``, ``row``, or ``tile`` (all rows carry one scale).
+        ROUNDING: ``floor``, ``ceil``, or ``search`` (``SHARED`` is ``block`` then).
+        IS_INTERPRETED: Whether Triton's interpreter runs the kernel.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    SIZE: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
+    bits = block_amax(x, SIZE)
+    # Magnitudes, whose rounding takes fewer instructions; they get their signs back at the end.
+    blocks = tl.reshape(tl.abs(x), [ROWS, WIDTH // SIZE, SIZE])
+    if FORMAT == "nvfp4":
+        # head_scale is a power of two of at least 2^-126, so its reciprocal is exact.
+        unit = tl.zeros(bits.shape, tl.float32) + 1.0 / head_scale
+        amax = bits.to(tl.float32, bitcast=True) * unit
+        blocks *= unit[:, :, None]
+        scale = _nvfp4_block_scale(bits, amax, _E2M1_MAX, IS_INTERPRETED)
+        scaled = _divide(blocks, scale[:, :, None], _reciprocal(scale, IS_INTERPRETED)[:, :, None], IS_INTERPRETED)
+        elements = _round_magnitude(scaled, FORMAT, IS_INTERPRETED)
+        if ROUNDING == "search":
+            other = _nvfp4_block_scale(bits, amax, _E2M1_SECOND, IS_INTERPRETED)
+            scaled_by_other = _divide(
+                blocks, other[:, :, None], _reciprocal(other, IS_INTERPRETED)[:, :, None], IS_INTERPRETED
+            )
+            others = _round_magnitude(scaled_by_other, FORMAT, IS_INTERPRETED)
+            loss = _loss(scaled, elements, FORMAT) * scale
+            is_better = _loss(scaled_by_other, others, FORMAT) * other < loss * _SEARCH_MARGIN
+            scale = tl.where(is_better, other, scale)
+            elements = tl.where(is_better[:, :, None], others, elements)
+        is_broken = scale != scale
+    else:
+        if SHARED != "block":
+            tl.static_assert(ROUNDING != "search", "a scale that is searched for is its block's own")
+            bits = tl.max(bits, 1, keep_dims=True)
+            if SHARED == "tile":
+                bits = tl.max(bits, 0, keep_dims=True)
+            bits = tl.broadcast_to(bits, [ROWS, WIDTH // SIZE])
+        scale = e8m0_scale(bits, FORMAT, ROUNDING != "floor")
+        scaled = blocks * e8m0_reciprocal(scale)[:, :, None]
+        elements = _round_magnitude(scaled, FORMAT, IS_INTERPRETED)
+        if ROUNDING == "search":
+            other = e8m0_scale(bits, FORMAT, False)
+            scaled_by_other = blocks * e8m0_reciprocal(other)[:, :, None]
+            others = _round_magnitude(scaled_by_other, FORMAT, IS_INTERPRETED)
+            # Where the two differ, ceil is twice floor.
+            loss = 2.0 * _loss(scaled, elements, FORMAT)
+            is_better = (_loss(scaled_by_other, others, FORMAT) < loss * _SEARCH_MARGIN) & (other < scale)
+            scale = tl.where(is_better, other, scale)
+            elements = tl.where(is_better[:, :, None], others, elements)
+        is_broken = scale == _NAN_CODE
+    elements = with_sign(elements, tl.reshape(x, elements.shape))  # E2M1 has a code for -0.0
+    if FORMAT == "mxint8":
+        elements += 0.0  # an integer has no -0.0
+    elements = tl.where(is_broken[:, :, None], float("nan") if FORMAT == "mxfp8" else 0.0, elements)
+    return elements, scale
+
+
+@triton.jit
+def dequantize_blocks(elements, scale, head_scale, FORMAT: tl.constexpr):
+    """Return the numbers that elements and scales stand for, fp32 ``[ROWS, WIDTH]``."""
+    if FORMAT == "nvfp4":
+        values = elements * (scale * head_scale)[:, :, None]
+    else:
+        if FORMAT == "mxint8":
+            elements = elements * _INT8_UNIT
+        values = elements * e8m0_decode(scale)[:, :, None]
+    return tl.reshape(values, [elements.shape[0], elements.shape[1] * elements.shape[2]])
+
+
+@triton.jit
+def pack_e2m1(elements):
+    """Return the codes of E2M1 elements in pairs, the even channel in the low nibble: uint8 ``[ROWS, WIDTH / 2]``."""
+    ROWS: tl.constexpr = elements.shape[0]
+    WIDTH: tl.constexpr = elements.shape[1] * elements.shape[2]
+    even, odd = tl.split(tl.reshape(e2m1_code(elements), [ROWS, WIDTH // 2, 2]))
+    return (even | (odd << 4)).to(tl.uint8)
+
+
+@triton.jit
+def mxfp4_to_e5m2(elements, scale, AXIS: tl.constexpr):
+    """Fold MXFP4 scales into E5M2 elements, exact for scales of at least ``2 ** -28`` times the largest.
+
+    Args:
+        elements: As :func:`quantize_blocks` returns them.
+        scale: E8M0 codes ``[ROWS, BLOCKS]``.
+        AXIS: What has one factor: ``tile`` or ``row``.
+
+    Returns:
+        fp32 ``[ROWS, WIDTH]`` of numbers that E5M2 has, a broken block NaN; and the factor, what one of them is worth:
+        fp32 ``[1, 1]`` or ``[ROWS, 1]``, a power of two of at least ``2 ** -126``. The factor of zeros is 1.
+    """
+    finite = tl.where(scale == _NAN_CODE, 0, scale)
+    top = tl.max(finite, 1, keep_dims=True)
+    largest = tl.max(tl.max(tl.abs(elements), 2), 1, keep_dims=True)
+    if AXIS == "tile":
+        top = tl.max(top, 0, keep_dims=True)
+        largest = tl.max(largest, 0, keep_dims=True)
+    factor_code = tl.maximum(top - _E5M2_SHIFT, 1)
+    shift = e8m0_decode(tl.maximum(scale - factor_code + 127, 0))
+    shift = tl.where(scale == _NAN_CODE, float("nan"), shift)
+    values = tl.reshape(elements * shift[:, :, None], [elements.shape[0], elements.shape[1] * elements.shape[2]])
+    factor = tl.where(largest == 0.0, 1.0, e8m0_decode(factor_code))
+    return values, factor

@@ -1,0 +1,151 @@
+"""The prologue of the attention kernel: a block of the caller's queries, brought into the form of the keys it meets.
+
+Every query belongs to one program, so quantising it there costs no launch and no memory traffic. Results equal
+:func:`dma_kernels.numerics.quantize.quantize` to the bit; a rotation before it is exact to the rounding of fp32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..numerics.formats import E4M3_MAX, MXINT8_MAX_CODE, MXINT8_UNIT
+from .arithmetic import dot, e8m0_decode, e8m0_reciprocal, hadamard_levels, to_e4m3, to_e5m2
+from .blocks import dequantize_blocks, e8m0_scale, mxfp4_to_e5m2, pack_e2m1, quantize_blocks
+
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_INT8_MAX = tl.constexpr(float(MXINT8_MAX_CODE))
+_INT8_UNIT = tl.constexpr(MXINT8_UNIT)
+
+
+@triton.jit
+def load_queries(base, rows, stride_t, stride_d, q_len, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load queries as they are, ``[ROWS, BLOCK_D]``; zeros outside ``0..q_len`` and from channel ``D`` on."""
+    o_d = tl.arange(0, BLOCK_D)
+    m_row = (rows >= 0) & (rows < q_len)
+    offset = rows.to(tl.int64)[:, None] * stride_t + o_d[None, :] * stride_d
+    return tl.load(base + offset, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def smoothing_shift(q, mean_ptr, D: tl.constexpr):
+    """Return what smoothing takes from every score of queries ``[ROWS, BLOCK_D]``: ``q . mean``, fp32 ``[ROWS]``."""
+    o_d = tl.arange(0, q.shape[1])
+    mean = tl.load(mean_ptr + o_d, mask=o_d < D, other=0.0)
+    return tl.sum(q.to(tl.float32) * mean[None, :], 1)
+
+
+@triton.jit
+def finite_or_zero(x):
+    """Return fp32 ``x``, 0 in place of infinities and NaN: a row that sees no key is as defined whatever it holds."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
+def _hadamard_matrix(SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the Sylvester-Hadamard matrix of order ``SIZE`` <= 256: -1 where ``i & j`` has an odd number of ones."""
+    o = tl.arange(0, SIZE)
+    common = o[:, None] & o[None, :]
+    common ^= common >> 4
+    # Bit n of 0x6996 is the parity of n.
+    return tl.where((0x6996 >> (common & 15)) & 1 == 0, 1.0, -1.0).to(DTYPE)
+
+
+@triton.jit
+def rotate_queries(q, norm, SIZE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Rotate 16-bit ``[ROWS, COLUMNS]`` by Hadamard blocks of order ``SIZE``; fp32.
+
+    Up to order 64 this is a product on the matrix units, exact but for the order of the sum: seven levels of
+    butterflies move every number between threads as often, and took longer than 2,048 keys of attention.
+    """
+    ROWS: tl.constexpr = q.shape[0]
+    COLUMNS: tl.constexpr = q.shape[1]
+    BASE: tl.constexpr = 64 if SIZE > 64 else SIZE
+    if BASE >= 16:
+        blocks = tl.reshape(q, [ROWS * COLUMNS // BASE, BASE])
+        x = tl.reshape(dot(blocks, _hadamard_matrix(BASE, q.dtype), IS_INTERPRETED), [ROWS, COLUMNS])
+        x = hadamard_levels(x, ROWS, 6, SIZE, COLUMNS)
+    else:
+        x = hadamard_levels(q.to(tl.float32), ROWS, 0, SIZE, COLUMNS)
+    return x * norm
+
+
+@triton.jit
+def quantize_rows(x, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Quantise rows of fp32 ``x`` with one scale each: for 8-bit units, as few instructions as it takes.
+
+    Returns:
+        int8 or E4M3 ``[ROWS, COLUMNS]``, and what one of their units is worth, fp32 ``[ROWS]``.
+    """
+    bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1)
+    code = e8m0_scale(bits, FORMAT, IS_CEIL)
+    x = x * e8m0_reciprocal(code)[:, None]
+    # A row of zeros has no use for its scale, and the smallest scale could make a factor underflow.
+    factor = tl.where(bits == 0, 1.0, e8m0_decode(code))
+    # Only scales that are rounded down let elements saturate. A NaN shows in the factor.
+    if FORM == "int8":
+        x = x * (1.0 / _INT8_UNIT)
+        if not IS_CEIL:
+            x = tl.minimum(tl.maximum(x, -_INT8_MAX), _INT8_MAX)
+        # The sum with 1.5 * 2^23 is rounded at the unit, and its lowest byte is the integer.
+        q = (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        factor *= _INT8_UNIT
+    else:
+        tl.static_assert(FORM == "e4m3", "FORM must be int8 or e4m3")
+        if not IS_CEIL:
+            x = tl.minimum(tl.maximum(x, -_E4M3_MAX), _E4M3_MAX)
+        q = to_e4m3(x, IS_INTERPRETED)
+    return q, factor
+
+
+@triton.jit
+def prepare_queries(
+    x, head_scale, FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
+    DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Bring transformed queries into the form of the keys that they meet (:class:`~dma_kernels.prefill.operands.Form`).
+
+    Args:
+        x: fp32 ``[ROWS, BLOCK_D]``.
+        head_scale: NVFP4's scale of the head, fp32; 1 for other formats.
+        FORM: Of the keys; any but ``raw``.
+        FORMAT: Of the queries.
+        SHARED: ``block`` or ``row``: what has a scale.
+        ROUNDING: Of the scales.
+        DTYPE: Of dequantised queries.
+        IS_INTERPRETED: Whether Triton's interpreter runs the kernel.
+
+    Returns:
+        The queries; their block scales (unused but for ``packed``); and what one of their units is worth, fp32
+        ``[ROWS]``.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    factor = tl.full([ROWS], 1.0, tl.float32)
+    if FORM == "int8" or FORM == "e4m3":
+        q, factor = quantize_rows(x, FORM, FORMAT, ROUNDING == "ceil", IS_INTERPRETED)
+        scale = q
+    elif FORMAT == "bf16":
+        tl.static_assert(FORM == "dequantized", "unquantised queries meet dequantised keys")
+        q = x.to(DTYPE)
+        scale = q
+    else:
+        elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
+        if FORM == "dequantized":
+            q = dequantize_blocks(elements, scale, head_scale, FORMAT).to(DTYPE)
+        elif FORM == "e5m2":
+            values, row_factor = mxfp4_to_e5m2(elements, scale, "row")
+            q = to_e5m2(values, IS_INTERPRETED)
+            factor = tl.reshape(row_factor, [ROWS])
+        else:
+            tl.static_assert(FORM == "packed", "FORM must be int8, e4m3, e5m2, packed or dequantized")
+            if FORMAT == "mxfp8":
+                q = to_e4m3(tl.reshape(elements, [ROWS, COLUMNS]), IS_INTERPRETED)
+            else:
+                q = pack_e2m1(elements)
+            if FORMAT == "nvfp4":
+                scale = to_e4m3(scale, IS_INTERPRETED)
+                factor *= head_scale
+            else:
+                scale = scale.to(tl.uint8)
+    return q, scale, factor

@@ -1,0 +1,64 @@
+"""Triton functions that find a tile of aligned storage in the keys and values of a caller."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..numerics.formats import TILE
+from .arithmetic import hadamard
+
+_TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
+
+
+@triton.jit
+def visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS: tl.constexpr):
+    """Return which keys of a batch row are visible, and where storage begins.
+
+    Returns:
+        Index of the first visible key, of the one past the last, and of the key in entry 0 of aligned storage (0 or
+        negative: the tile that key 0 lies in may begin before it).
+    """
+    if HAS_ROWS:
+        k_start = tl.load(rows_ptr + i_b * 4 + 1)
+        first = tl.maximum(tl.load(rows_ptr + i_b * 4 + 2), 0)
+        last = tl.minimum(tl.load(rows_ptr + i_b * 4 + 3), kv_len)
+    else:
+        k_start = kv_offset
+        first = kv_offset * 0
+        last = kv_len
+    return first, last, ((k_start >> _TILE_SHIFT) << _TILE_SHIFT) - k_start
+
+
+@triton.jit
+def load_visible(base, rows, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load the keys or values with the indices ``rows`` as fp32 ``[ROWS, BLOCK_D]``; zeros where none is visible."""
+    o_d = tl.arange(0, BLOCK_D)
+    m_row = (rows >= first) & (rows < last)
+    offset = rows.to(tl.int64)[:, None] * stride_t + o_d[None, :] * stride_d
+    return tl.load(base + offset, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def transform(
+    x, rows, first, last, mean, HAS_MEAN: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """Return visible keys ``[ROWS, BLOCK_D]`` as low tiles quantise them: less ``mean`` ``[BLOCK_D]``, then rotated."""
+    if HAS_MEAN:
+        m_row = (rows >= first) & (rows < last)
+        x = tl.where(m_row[:, None], x - mean[None, :], 0.0)
+    if ROTATE:
+        x = hadamard(x, x.shape[0], HADAMARD_SIZE, x.shape[1], NORM)
+    return x
+
+
+@triton.jit
+def load_transformed(
+    base, rows, first, last, stride_t, stride_d, mean,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_MEAN: tl.constexpr,
+    ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Load keys and :func:`transform` them."""
+    x = load_visible(base, rows, first, last, stride_t, stride_d, D, BLOCK_D)
+    return transform(x, rows, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM)

@@ -1,0 +1,311 @@
+"""Block quantisation in torch: the specification of every format, on any device.
+
+A cast never leaves the arithmetic of IEEE fp32: scales of MX formats are powers of two, so dividing by them is exact,
+and NVFP4 divides once, correctly rounded. Fused kernels reproduce these results to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .formats import (
+    E2M1,
+    E2M1_MAGNITUDES,
+    E2M1_MAX,
+    E2M1_SECOND,
+    E4M3,
+    E4M3_MAX,
+    E4M3_SMALLEST,
+    E8M0_MAX_CODE,
+    E8M0_NAN,
+    FP32_EXPONENT_SPECIAL,
+    FP32_MANTISSA_BITS,
+    FP32_MANTISSA_MASK,
+    MXINT8_MAX_CODE,
+    MXINT8_UNIT,
+    SEARCH_MARGIN,
+    TILE,
+    BlockFormat,
+    ElementFormat,
+    ScaleFormat,
+    ScaleRounding,
+    SharedScale,
+    block_format,
+)
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A tensor in a block format. Layouts: see :mod:`dma_kernels.numerics.formats`.
+
+    Attributes:
+        data: Elements ``[..., T, D']`` with ``D'`` the padded head dimension: ``float8_e4m3fn``, int8, or uint8 pairs
+            of E2M1 codes (then ``D' / 2``).
+        scale: ``[..., T, D' / block]``: uint8 E8M0 codes or, for NVFP4, ``float8_e4m3fn``.
+        global_scale: NVFP4's second scale, fp32 ``[..., 1, 1]``; ``None`` for the other formats.
+        format: What the tensor is in.
+        head_dim: ``D`` before padding.
+    """
+
+    data: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    format: BlockFormat
+    head_dim: int
+
+    def dequantize(self) -> Tensor:
+        """Return the represented values, fp32 ``[..., T, D]``."""
+        values = _decode_elements(self.data, self.format.element)
+        if self.format.scale is ScaleFormat.E8M0:
+            scale = e8m0_to_float(self.scale)
+        else:
+            assert self.global_scale is not None
+            scale = self.scale.float() * self.global_scale
+        blocks = _split(values, self.format.block_size) * scale[..., None]
+        return blocks.flatten(-2)[..., : self.head_dim]
+
+
+def quantize(
+    x: Tensor,
+    format: str | BlockFormat,
+    *,
+    scale_rounding: str = ScaleRounding.CEIL,
+    shared_scale: str = SharedScale.BLOCK,
+    global_scale: Tensor | None = None,
+    tile_offset: int | Tensor = 0,
+) -> QuantizedTensor:
+    """Quantise the last dimension of ``x`` in blocks.
+
+    Args:
+        x: ``[..., T, D]``, floating point; computed on in fp32.
+        format: A block format or its name.
+        scale_rounding: ``floor``, ``ceil`` or ``search``, see :class:`~dma_kernels.numerics.formats.ScaleRounding`.
+        shared_scale: ``block``, ``row``, or ``tile`` (rows whose positions lie in one tile of 128 share a scale).
+        global_scale: NVFP4's fp32 scale, broadcastable to ``[..., 1, 1]``. By default :func:`nvfp4_global_scale` of
+            the largest finite block, for each ``[T, D]`` matrix.
+        tile_offset: With ``tile``: the position of row 0, an int or, for each entry of the first dimension, an integer
+            tensor ``[B]``.
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: ``x`` has fewer than two dimensions; ``format``, ``scale_rounding`` or ``shared_scale`` is unknown;
+            an NVFP4 scale, or one that is searched for, is to be shared; another format is given a ``global_scale``;
+            ``tile_offset`` is not as above.
+    """
+    fmt = block_format(format) if isinstance(format, str) else format
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")
+    if x.ndim < 2:
+        raise ValueError(f"x must be [..., tokens, head_dim], got shape {tuple(x.shape)}")
+    rounding = _choice("scale_rounding", scale_rounding, ScaleRounding)
+    shared = _choice("shared_scale", shared_scale, SharedScale)
+    head_dim = x.shape[-1]
+    blocks = _split(F.pad(x.float(), (0, -head_dim % fmt.block_size)), fmt.block_size)
+    amax = blocks.abs().amax(-1)  # [..., T, D' / block]
+    is_searched = rounding is ScaleRounding.SEARCH
+    if is_searched and shared is not SharedScale.BLOCK:
+        raise ValueError(f"scale_rounding='search' needs shared_scale='block', got {str(shared)!r}")
+    if fmt.scale is ScaleFormat.E4M3:
+        if shared is not SharedScale.BLOCK:
+            raise ValueError(f"shared_scale={str(shared)!r} applies to E8M0 scales; {fmt.name} needs 'block'")
+        if global_scale is None:
+            # An infinity or a NaN breaks its own block, not the head.
+            finite = F.pad(amax.masked_fill(~amax.isfinite(), 0.0), (0, 1, 0, 1))  # so that no dimension is empty
+            largest = E2M1_SECOND if is_searched else E2M1_MAX
+            global_scale = nvfp4_global_scale(finite.amax((-2, -1), keepdim=True), largest)
+        scale = _nvfp4_block_scale(amax, global_scale, E2M1_MAX)
+        scaled = blocks / (scale.float() * global_scale)[..., None]
+        if is_searched:
+            other = _nvfp4_block_scale(amax, global_scale, E2M1_SECOND)
+            scaled_by_other = blocks / (other.float() * global_scale)[..., None]
+            is_better = _is_better(_loss(scaled_by_other, E2M1) * other.float(), _loss(scaled, E2M1) * scale.float())
+            scale = torch.where(is_better, other.float(), scale.float()).to(torch.float8_e4m3fn)
+            scaled = torch.where(is_better[..., None], scaled_by_other, scaled)
+    else:
+        if global_scale is not None:
+            raise ValueError(f"global_scale applies to nvfp4, not to {fmt.name}, whose scales are powers of two alone")
+        amax = _share_amax(amax, shared, tile_offset).expand(amax.shape)
+        scale = e8m0_scale(amax, fmt.element, ScaleRounding.CEIL if is_searched else rounding)
+        scaled = blocks / e8m0_to_float(scale)[..., None]
+        if is_searched:
+            floor = e8m0_scale(amax, fmt.element, ScaleRounding.FLOOR)
+            scaled_by_floor = blocks / e8m0_to_float(floor)[..., None]
+            # Where the two differ, ceil is twice floor.
+            is_better = _is_better(_loss(scaled_by_floor, fmt.element), 2 * _loss(scaled, fmt.element))
+            is_better &= floor < scale
+            scale = torch.where(is_better, floor, scale)
+            scaled = torch.where(is_better[..., None], scaled_by_floor, scaled)
+    return QuantizedTensor(_encode_elements(scaled.flatten(-2), fmt.element), scale, global_scale, fmt, head_dim)
+
+
+def e8m0_scale(amax: Tensor, element: ElementFormat, rounding: str = ScaleRounding.CEIL) -> Tensor:
+    """Return the uint8 E8M0 code of the scale for blocks with the fp32 largest magnitudes ``amax``, any shape.
+
+    The code stays in 0..254: an ``amax`` near the end of fp32 can saturate INT8, whose scale would have to be
+    ``2 ** 128``, and a subnormal one, whose bits are read like those of a normal number, can get the code 1 where 0
+    would do.
+    """
+    bits = amax.float().view(torch.int32)
+    exponent = (bits >> FP32_MANTISSA_BITS) & FP32_EXPONENT_SPECIAL  # a NaN may have a sign
+    code = exponent - element.emax
+    if ScaleRounding(rounding) is ScaleRounding.CEIL:
+        code = code + ((bits & FP32_MANTISSA_MASK) > element.max_mantissa).int()
+    code = code.clamp(0, E8M0_MAX_CODE)
+    return torch.where(exponent == FP32_EXPONENT_SPECIAL, E8M0_NAN, code).to(torch.uint8)
+
+
+def e8m0_to_float(code: Tensor) -> Tensor:
+    """Return ``2 ** (code - 127)`` as fp32; the code 255 is NaN and the code 0 the fp32 subnormal ``2 ** -127``."""
+    bits = code.int() << FP32_MANTISSA_BITS
+    bits = torch.where(code == 0, 1 << (FP32_MANTISSA_BITS - 1), bits)
+    return torch.where(code == E8M0_NAN, torch.nan, bits.view(torch.float32))
+
+
+def nvfp4_global_scale(amax: Tensor, largest: float = E2M1_MAX) -> Tensor:
+    """Return NVFP4's fp32 scale for heads with the largest magnitudes ``amax``: a power of two.
+
+    The smallest power of two with which no block scale overflows E4M3. NVIDIA's choice is ``amax / (6 * 448)`` itself;
+    a power of two costs less than one of E4M3's 15 binades and makes the quantised values independent of it: a longer
+    context with a larger maximum leaves the earlier keys as they were, so decode and prefill see the same numbers.
+
+    Args:
+        amax: fp32, any shape.
+        largest: The smallest E2M1 number that a block's largest magnitude may become: 6, or 4 for a searched scale.
+    """
+    top = largest * E4M3_MAX
+    element = ElementFormat("E4M3 scale of E2M1", emax=math.frexp(top)[1] - 1, max_value=top, bits=8)
+    return e8m0_to_float(e8m0_scale(amax, element)).clamp(min=2.0**-126)
+
+
+def value_scale(value: Tensor, visible: Tensor | None = None) -> Tensor:
+    """Return the scale of ``pv = "fp8"``: a power of two for each batch row, kv head and channel.
+
+    Args:
+        value: ``[B, H, T, D]``.
+        visible: Boolean ``[B, T]``: the tokens that count; all where it is ``None``.
+
+    Returns:
+        fp32 ``[B, H, 1, D]``, at least ``2 ** -126``; NaN for a channel that holds an infinity or a NaN.
+    """
+    if value.shape[-2] == 0:
+        return value.new_ones((*value.shape[:-2], 1, value.shape[-1]), dtype=torch.float32)
+    magnitude = value.float().abs()
+    if visible is not None:
+        magnitude = magnitude.masked_fill(~visible[:, None, :, None], 0.0)
+    return e8m0_to_float(e8m0_scale(magnitude.amax(-2, keepdim=True), E4M3)).clamp(min=2.0**-126)
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Cast to E4M3, nearest-even and saturating; NaN stays NaN. fp64 is rounded to fp32 first.
+
+    Torch itself saturates only from 2.12 on; before, it makes a NaN of what is beyond 464.
+    """
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """Pack uint8 E2M1 codes ``[..., D]`` in pairs, the even channel in the low nibble, to ``[..., D / 2]``."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """Undo :func:`pack_e2m1`."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def e2m1_encode(x: Tensor) -> Tensor:
+    """Round to the nearest E2M1 code, ties to the even code, saturating at 6.
+
+    NaN, which E2M1 has not, gives the code 0 whatever its sign bit: the scale of its block is NaN.
+
+    The boundaries are the midpoints of :data:`~dma_kernels.numerics.formats.E2M1_MAGNITUDES`; whether a midpoint itself
+    goes up depends on which neighbour is even.
+    """
+    m = x.abs()
+    code = (m > 0.25).to(torch.uint8) + (m >= 0.75) + (m > 1.25) + (m >= 1.75) + (m > 2.5) + (m >= 3.5) + (m > 5.0)
+    return code | ((torch.signbit(x) & ~x.isnan()).to(torch.uint8) << 3)
+
+
+def e2m1_decode(codes: Tensor) -> Tensor:
+    """Return the fp32 values of uint8 E2M1 codes; -0.0 for the code 8."""
+    magnitudes = torch.tensor(E2M1_MAGNITUDES, device=codes.device)
+    return torch.cat((magnitudes, -magnitudes))[codes.int()]
+
+
+def _choice(name: str, value: str, enum: type[_Choice]) -> _Choice:
+    try:
+        return enum(value)
+    except ValueError:
+        raise ValueError(f"{name} must be one of {', '.join(enum)}; got {value!r}") from None
+
+
+def _split(x: Tensor, block_size: int) -> Tensor:
+    """Split the last dimension in blocks, ``[..., D]`` to ``[..., D / block, block]``."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // block_size, block_size)
+
+
+def _share_amax(amax: Tensor, shared: SharedScale, tile_offset: int | Tensor) -> Tensor:
+    if shared is SharedScale.BLOCK or amax.numel() == 0:
+        return amax
+    row = amax.amax(-1, keepdim=True)  # [..., T, 1]
+    if shared is SharedScale.ROW:
+        return row
+    length = row.shape[-2]
+    if isinstance(tile_offset, Tensor):
+        if tile_offset.ndim != 1 or (tile_offset.shape[0] != 1 and (row.ndim < 3 or len(tile_offset) != len(row))):
+            raise ValueError(
+                f"tile_offset must be an int or a tensor [{len(row) if row.ndim > 2 else 1}], "
+                f"got shape {list(tile_offset.shape)}"
+            )
+        tile_offset = tile_offset.view(-1, *[1] * (row.ndim - 2))  # [B, 1..]
+    # Rows from the start of the first row's tile on; its own number does not matter.
+    index = (torch.arange(length, device=row.device) + tile_offset % TILE).div(TILE, rounding_mode="floor")
+    index = index.expand(row.shape[:-1])[..., None]
+    most_tiles = (length + TILE - 2) // TILE + 1
+    largest = row.new_zeros((*row.shape[:-2], most_tiles, 1)).scatter_reduce(-2, index, row, "amax")
+    return largest.gather(-2, index)
+
+
+def _is_better(loss: Tensor, other: Tensor) -> Tensor:
+    return loss < other * SEARCH_MARGIN
+
+
+def _loss(scaled: Tensor, element: ElementFormat) -> Tensor:
+    """Return the sum of absolute errors of each block ``[..., n]``, neighbours first, so that it is one to the bit."""
+    coded = _encode_elements(scaled.flatten(-2), element)
+    error = (scaled - _split(_decode_elements(coded, element), scaled.shape[-1])).abs()
+    while error.shape[-1] > 1:
+        error = error[..., ::2] + error[..., 1::2]
+    return error[..., 0]
+
+
+def _nvfp4_block_scale(amax: Tensor, global_scale: Tensor, largest: float) -> Tensor:
+    """Return the E4M3 scale that takes ``amax`` to the E2M1 number ``largest``."""
+    # NaN is put back by hand: a clamp to E4M3's range would hide an infinite block.
+    scale = (amax / global_scale / largest).clamp(E4M3_SMALLEST, E4M3_MAX)
+    return torch.where(amax.isfinite(), scale, torch.nan).to(torch.float8_e4m3fn)
+
+
+def _encode_elements(x: Tensor, element: ElementFormat) -> Tensor:
+    if element is E2M1:
+        return pack_e2m1(e2m1_encode(x))
+    if element is E4M3:
+        return to_e4m3(x)
+    return (x / MXINT8_UNIT).round().clamp(-MXINT8_MAX_CODE, MXINT8_MAX_CODE).nan_to_num().to(torch.int8)
+
+
+def _decode_elements(data: Tensor, element: ElementFormat) -> Tensor:
+    if element is E2M1:
+        return e2m1_decode(unpack_e2m1(data))
+    if element is E4M3:
+        return data.float()
+    return data.float() * MXINT8_UNIT

@@ -1,0 +1,69 @@
+"""Transforms of queries and keys that real arithmetic does not see and quantisation profits from.
+
+Both are defined to the bit, so that a kernel can be held against them: the Hadamard butterflies run from the
+smallest stride to the largest in fp32, and the mean key is rounded to bfloat16, which hides the order of its sum.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .formats import TILE
+
+
+def hadamard_size(head_dim: int) -> int:
+    """Return the order of the Hadamard blocks for a head dimension: its largest power-of-two divisor.
+
+    A head dimension of 96 is rotated by three blocks of order 32, one of 128 by a single block.
+    """
+    return head_dim & -head_dim
+
+
+def hadamard_rotate(x: Tensor) -> Tensor:
+    """Multiply the last dimension by the orthonormal (block-diagonal) Sylvester-Hadamard matrix.
+
+    Args:
+        x: ``[..., D]``, floating point.
+
+    Returns:
+        fp32 (fp64 for fp64) ``[..., D]``. The matrix is symmetric, so the transform is its own inverse.
+    """
+    head_dim = x.shape[-1]
+    size = hadamard_size(head_dim)
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    stride = 1
+    while stride < size:
+        pairs = y.reshape(*x.shape[:-1], head_dim // (2 * stride), 2, stride)
+        even, odd = pairs.unbind(-2)
+        y = torch.stack((even + odd, even - odd), dim=-2)
+        stride *= 2
+    return y.reshape(x.shape) * math.pow(size, -0.5)
+
+
+def key_mean(key: Tensor, visible: Tensor | None = None) -> Tensor:
+    """Return the mean of the first tile of each batch row and kv head, the vector that ``smooth_k`` subtracts.
+
+    The softmax does not see it, so any vector near the keys will do. That of the first tile is known before there is a
+    low tile: a longer context does not move it, so decode and prefill quantise the same numbers. On SmolLM2-135M at
+    2,048 tokens it is as good as the mean of all keys (KL .00090 and .00087 per token; .00098 without smoothing).
+
+    Args:
+        key: ``[B, H, T, D]``.
+        visible: Boolean ``[B, T]``, the keys that count; all where it is ``None``. The first 128 of them are averaged.
+
+    Returns:
+        fp32 (fp64 for fp64) ``[B, H, 1, D]`` whose values are bfloat16 numbers; 0 where no key is visible.
+    """
+    dtype = torch.promote_types(key.dtype, torch.float32)
+    if visible is None:
+        first = key[:, :, :TILE].to(dtype)
+        mean = first.sum(-2, keepdim=True) / max(first.shape[-2], 1)
+    else:
+        counted = (visible & (visible.cumsum(-1) <= TILE))[:, None, :, None]
+        mean = key.to(dtype).masked_fill(~counted, 0.0).sum(-2, keepdim=True) / counted.sum(-2, keepdim=True).clamp(
+            min=1
+        )
+    return mean.to(torch.bfloat16).to(dtype)

@@ -1,0 +1,195 @@
+"""Host side of the prefill kernel for long prompts on Hopper: which calls it takes, and its launches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..numerics.formats import TILE
+from ..numerics.geometry import LOG2_E, MAX_BAND_TILES, PrefillGeometry
+from ..numerics.recipe import Recipe
+from ..runtime.descriptors import head_strides, is_describable
+from ..runtime.launch import Launcher
+from ..runtime.lowering import Form
+from ..runtime.tuning import HopperTiles, select_section
+from .hopper_kernel import ROWS, prefill_hopper_kernel
+from .hopper_queries import stage_queries
+from .operands import Operands
+
+HEAD_DIMS = (128, 256)
+LOW_FORMS = (Form.INT8, Form.E4M3, Form.E5M2, Form.DEQUANTIZED)
+HIGH_FORMS = (Form.RAW, Form.DEQUANTIZED)
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.int8: gl.int8,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
+
+
+def takes(
+    query: Tensor,
+    operands: Operands,
+    geometry: PrefillGeometry,
+    tiles: HopperTiles,
+    *,
+    has_softcap: bool,
+    has_sinks: bool,
+) -> bool:
+    """Whether the kernel computes a call. All others are computed by :mod:`dma_kernels.prefill.kernel`.
+
+    It takes long calls with head dimensions of 128 or 256, whose low keys lie in aligned storage, 8-bit elements with a
+    factor per tile or dequantised ones, and whose values are E4M3, the same for all tiles, or 16-bit; without sink
+    logits, softcap, window, padding or mask; with key 0 at the start of a tile and, if causal, a key for every query.
+
+    Args:
+        query: ``[B, Hq, Tq, D]``.
+        operands: Keys and values.
+        geometry: Positions and visibility.
+        tiles: What a long call is.
+        has_softcap: Whether scores are capped.
+        has_sinks: Whether there are sink logits.
+    """
+    high, low = operands.high, operands.low
+    if low is None or low.key_form not in LOW_FORMS or high.key_form not in HIGH_FORMS:
+        return False
+    batch, heads, q_len, head_dim = query.shape
+    is_e4m3 = low.value_form is Form.E4M3
+    value_dim = low.value.shape[-2 if is_e4m3 else -1]
+    is_long = geometry.kv_len >= tiles.min_keys and batch * heads * q_len >= tiles.min_rows
+    is_plain = geometry.rows is None and geometry.window is None and geometry.mask is None
+    is_aligned = geometry.q_offset >= 0 and geometry.kv_offset >= 0 and geometry.kv_offset % TILE == 0
+    is_covered = not geometry.is_causal or geometry.q_offset + q_len <= geometry.kv_offset + geometry.kv_len
+    whole = ("caller", "aligned")
+    has_layouts = (
+        low.key_layout == "aligned"
+        and high.key_layout in whole
+        and low.value_layout in whole
+        and high.value_layout in whole
+    )
+    has_factors = (
+        (low.key_factor is None) == (low.key_form is Form.DEQUANTIZED)
+        and high.key_factor is None
+        and (low.value_factor is None or low.value_factor.ndim == 3)
+    )
+    wide = [query, high.key] if is_e4m3 else [query, high.key, high.value, low.value]
+    return (
+        is_long
+        and is_plain
+        and is_aligned
+        and is_covered
+        and has_layouts
+        and has_factors
+        and not has_softcap
+        and not has_sinks
+        and head_dim == value_dim
+        and head_dim in HEAD_DIMS
+        and (low.value is high.value or not is_e4m3)
+        and all(map(is_describable, wide))
+    )
+
+
+def prefill_hopper(
+    query: Tensor,
+    operands: Operands,
+    geometry: PrefillGeometry,
+    recipe: Recipe,
+    tiles: HopperTiles,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+) -> None:
+    """Launch the kernel for a call that it :func:`takes`.
+
+    Args:
+        query: ``[B, Hq, Tq, D]``, 16-bit.
+        operands: Keys and values.
+        geometry: Positions and visibility.
+        recipe: Formats and band.
+        tiles: Sizes.
+        out: Where the output goes, ``[B, Hq, Tq, Dv]``.
+        lse: Where the log of the softmax denominator goes, fp32 ``[B, Hq, Tq]``.
+        scale: Factor of the scores.
+    """
+    batch, q_heads, q_len, head_dim = query.shape
+    high, low = operands.high, operands.low
+    assert low is not None
+    kv_heads = high.key.shape[1]
+    is_e4m3 = low.value_form is Form.E4M3
+    staged = stage_queries(
+        query, operands.key_mean, operands.query_factor, recipe, low.key_form, high.key_form,
+        scale=scale, is_interpreted=False,
+    )  # fmt: skip
+    if is_e4m3:
+        v_desc, v_low_desc = _matrix(high.value, head_dim, TILE // 2), _matrix(low.value, head_dim, TILE)
+    else:
+        v_desc, v_low_desc = _heads(high.value, TILE // 2), _heads(low.value, TILE)
+    start = geometry.q_offset
+    blocks = -(-(start + q_len - start // ROWS * ROWS) // (ROWS * tiles.groups))
+    all_heads = batch * kv_heads
+    section = select_section(all_heads, (low.key.nbytes + low.value.nbytes) // all_heads)
+    launch = _launcher(
+        q_heads, kv_heads, head_dim, tiles, geometry.is_causal, operands.key_mean is not None,
+        high.key_form is Form.RAW,
+    )  # fmt: skip
+    launch(
+        (blocks * q_heads * batch, 1, 1),
+        _heads(staged.high, ROWS), _heads(staged.low, ROWS), _heads(high.key, TILE // 2), v_desc,
+        _matrix(low.key, TILE, head_dim), v_low_desc,
+        out, lse, staged.rows, low.key_factor, low.value_factor, *out.stride()[:3],
+        start, geometry.kv_offset, q_len, geometry.kv_len, low.key.shape[2] // TILE, blocks, section, all_heads,
+        min(recipe.diagonal_tiles, MAX_BAND_TILES), min(recipe.sink_tiles, MAX_BAND_TILES), scale * LOG2_E,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _launcher(
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    tiles: HopperTiles,
+    is_causal: bool,
+    has_mean: bool,
+    is_high_raw: bool,
+) -> Launcher:
+    constants: dict[str, Any] = {
+        "Q_HEADS": q_heads,
+        "KV_HEADS": kv_heads,
+        "D": head_dim,
+        "DV": head_dim,
+        "GROUPS": tiles.groups,
+        "STAGES": tiles.stages,
+        "REGISTERS": tiles.registers,
+        "IS_CAUSAL": is_causal,
+        "HAS_MEAN": has_mean,
+        "IS_HIGH_RAW": is_high_raw,
+    }
+    return Launcher(prefill_hopper_kernel, constants, num_warps=4)
+
+
+def _heads(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """Describe ``[B, H, T, D]``, copied in blocks of rows of a head."""
+    block = (1, 1, rows, tensor.shape[3])
+    layout = _layout(block, tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), head_strides(tensor), list(block), layout)
+
+
+def _matrix(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Describe a contiguous tensor as a matrix of its last dimension, copied in blocks."""
+    width = tensor.shape[-1]
+    block = (rows, columns)
+    return TensorDescriptor(
+        tensor, [tensor.numel() // width, width], [width, 1], list(block), _layout(block, tensor.dtype)
+    )
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])

@@ -1,0 +1,560 @@
+"""The prefill kernel for long prompts on Hopper, in Gluon: warp-specialised, copies and products asynchronous.
+
+One warp copies blocks of keys and values to shared memory, ``GROUPS`` warpgroups of 64 query positions each compute
+with them. So a block is read from the L2 cache once for ``64 * GROUPS`` queries, and no warpgroup waits for a copy that
+it has just asked for, as programs of :mod:`dma_kernels.prefill.kernel` do for a seventh of their time. A warpgroup
+waits for its own products; the others have the exponentials and conversions of their blocks to do meanwhile.
+
+It computes the rule of :mod:`dma_kernels.prefill.kernel`, for the calls that :mod:`dma_kernels.prefill.hopper` selects.
+64 positions lie in one tile; the positions of a program in two at most. All its warpgroups walk over the same blocks,
+the union of what they need, and each passes over those that are not its own.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..device.arithmetic import permute_keys as _permute_keys_triton
+from ..device.queries import finite_or_zero as _finite_or_zero_triton
+from ..numerics.formats import TILE
+from .kernel import _schedule as _schedule_triton
+
+ROWS = 64
+"""Query positions of a warpgroup: the rows of its matrix instructions."""
+
+_ROWS = gl.constexpr(ROWS)
+_TILE = gl.constexpr(TILE)
+_HIGH = gl.constexpr(TILE // 2)  # keys of a block of a high tile: in 16 bits as many bytes as a low tile in 8
+_schedule = gluon.jit(_schedule_triton.fn)
+_permute_keys = gluon.jit(_permute_keys_triton.fn)
+_finite_or_zero = gluon.jit(_finite_or_zero_triton.fn)
+# Triton 3.8 and 3.9 gave these two their present names.
+_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
+
+@gluon.jit
+def _high_blocks(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.constexpr):
+    """Return the blocks of high tiles that a program visits: ``a_0..a_1`` of sinks and ``b_0..b_1`` of the band."""
+    last = (end + _HIGH - 1) // _HIGH
+    reach = 0 if IS_CAUSAL else diagonal_tiles
+    a_0 = 2 * first
+    a_1 = gl.maximum(gl.minimum(2 * sink_tiles, last), a_0)
+    b_0 = gl.maximum(gl.maximum(2 * (t_0 - diagonal_tiles), 2 * sink_tiles), a_0)
+    b_1 = gl.maximum(gl.minimum(2 * (t_1 + reach + 1), last), b_0)
+    return a_0, a_1, b_0, b_1
+
+
+@gluon.jit
+def _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.constexpr):
+    """Return the low tiles that a program visits: ``c_0..c_1`` before the band and ``d_0..d_1`` behind it."""
+    last = (end + _TILE - 1) // _TILE
+    c_0 = gl.maximum(first, sink_tiles)
+    c_1 = gl.maximum(gl.minimum(t_1 - diagonal_tiles, last), c_0)
+    if IS_CAUSAL:
+        d_0, d_1 = c_1, c_1
+    else:
+        d_0 = gl.maximum(t_0 + diagonal_tiles + 1, c_0)
+        d_1 = gl.maximum(last, d_0)
+    return c_0, c_1, d_0, d_1
+
+
+@gluon.constexpr_function
+def _is_16bit(dtype):
+    return dtype.primitive_bitwidth == 16
+
+
+@gluon.constexpr_function
+def _channels_at_once(channels, is_fp8):
+    """Channels of a product with values: 64 of 256, as one in FP8 has an accumulator of its own."""
+    return 64 if is_fp8 and channels > 128 else channels
+
+
+@gluon.jit
+def _high_keys(slot, dtype: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the place of a block of keys of high tiles, ``[1, 1, 64, D]``, in that of a low tile's."""
+    if _is_16bit(slot.dtype):
+        place = _view(slot, dtype, [2, 1, 1, _HIGH, D], LAYOUT).index(0)
+    else:
+        place = _view(slot, dtype, [1, 1, _HIGH, D], LAYOUT)
+    return place
+
+
+@gluon.jit
+def _repeated(x, count: gl.constexpr):
+    """Return ``(x, x, ...)``."""
+    found = (x,)
+    for _ in gl.static_range(1, count):
+        found += (x,)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _some_channels(v, part: gl.constexpr, WIDTH: gl.constexpr):
+    """Return the ``part``-th ``WIDTH`` channels of values as ``[N, WIDTH]``; E4M3 ones are ``[Dv, N]``."""
+    if v.dtype == gl.float8e4nv:
+        SHAPE: gl.constexpr = [v.shape[0] // WIDTH, WIDTH, v.shape[1]]
+        v = _view(v, v.dtype, SHAPE, v.layout).index(part).permute([1, 0])
+    return v
+
+
+@gluon.jit
+def _next_slot(slot, phase, STAGES: gl.constexpr):
+    """Return the place behind ``slot`` in the ring, and the phase of its barriers there."""
+    is_last = slot == STAGES - 1
+    return gl.where(is_last, 0, slot + 1), gl.where(is_last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _produce(
+    given, GROUPS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, IS_CAUSAL: gl.constexpr
+):
+    """Copy the program's queries, then every block of keys and values as soon as its place is free."""
+    (
+        q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem,
+        q_full, q_empty, full, empty, i_b, i_h, i_kv, i_row, row, first, t_0, t_1, end, storage_tiles,
+        diagonal_tiles, sink_tiles,
+    ) = given  # fmt: skip
+    IS_FP8: gl.constexpr = v_low_desc.dtype == gl.float8e4nv
+    Q_DTYPE: gl.constexpr = q_smem.dtype
+    K_LAYOUT: gl.constexpr = k_desc.layout
+    ARE_KEYS_WIDE: gl.constexpr = _is_16bit(k_low_desc.dtype)
+    K_BYTES: gl.constexpr = D * (2 if ARE_KEYS_WIDE else 1)
+    V_BYTES: gl.constexpr = DV * (1 if IS_FP8 else 2)
+    mbarrier.expect(q_full, GROUPS * _ROWS * D * (2 if ARE_KEYS_WIDE else 3))
+    for g in gl.static_range(GROUPS):
+        _copy(q_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_smem.index(g))
+        if not ARE_KEYS_WIDE:
+            _copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
+    a_0, a_1, b_0, b_1 = _high_blocks(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+    n_a = a_1 - a_0
+    n_high = n_a + b_1 - b_0
+    slot, phase = 0, 1
+    for t in range(n_high):
+        block = gl.where(t < n_a, a_0 + t, b_0 + t - n_a)
+        entry = block * _HIGH - first * _TILE
+        mbarrier.wait(empty.index(slot), phase)
+        mbarrier.expect(full.index(slot), _HIGH * (D * 2 + V_BYTES))
+        k = _high_keys(k_smem.index(slot), Q_DTYPE, D, K_LAYOUT)
+        _copy(k_desc, [i_b, i_kv, entry, 0], full.index(slot), k)
+        if IS_FP8:
+            v = _view(v_smem.index(slot), v_desc.dtype, [2, DV, _HIGH], v_desc.layout).index(0)
+            tile = i_row * storage_tiles + (entry // _TILE)
+            _copy(v_desc, [tile * DV, entry % _TILE], full.index(slot), v)
+        else:
+            v = _view(v_smem.index(slot), v_desc.dtype, [2, 1, 1, _HIGH, DV], v_desc.layout).index(0)
+            _copy(v_desc, [i_b, i_kv, entry, 0], full.index(slot), v)
+        slot, phase = _next_slot(slot, phase, STAGES)
+    c_0, c_1, d_0, d_1 = _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+    n_c = c_1 - c_0
+    n_low = n_c + d_1 - d_0
+    if ARE_KEYS_WIDE:  # noqa: SIM102 (a constexpr branch)
+        if n_low > 0:
+            # There is no room for both: these take the place of those of high tiles.
+            mbarrier.wait(q_empty, 0)
+            mbarrier.expect(q_full, GROUPS * _ROWS * D * 2)
+            for g in gl.static_range(GROUPS):
+                _copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
+    for j in range(n_low):
+        tile = gl.where(j < n_c, c_0 + j, d_0 + j - n_c) - first
+        mbarrier.wait(empty.index(slot), phase)
+        mbarrier.expect(full.index(slot), _TILE * (K_BYTES + V_BYTES))
+        _copy(k_low_desc, [(i_row * storage_tiles + tile) * _TILE, 0], full.index(slot), k_smem.index(slot))
+        if IS_FP8:
+            _copy(v_low_desc, [(i_row * storage_tiles + tile) * DV, 0], full.index(slot), v_smem.index(slot))
+        else:
+            _copy(v_low_desc, [i_b, i_kv, tile * _TILE, 0], full.index(slot), v_smem.index(slot))
+        slot, phase = _next_slot(slot, phase, STAGES)
+
+
+@gluon.jit
+def _operand(p, dtype: gl.constexpr, P_LAYOUT: gl.constexpr):
+    """Return probabilities ``[64, N]`` as what multiplies values of ``dtype``."""
+    if dtype == gl.float8e4nv:
+        p = _permute_keys(p)
+    return gl.convert_layout(p.to(dtype), P_LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _values_product(acc, p, alpha, v, O_LAYOUT: gl.constexpr):
+    """Begin the product of an :func:`_operand` and values, which :func:`_add_values` waits for."""
+    if v.dtype == gl.float8e4nv:
+        # A fresh accumulator for each block: Hopper's FP8 units add up in fewer bits than fp32.
+        zero = gl.zeros(acc.shape, gl.float32, O_LAYOUT)
+        product = warpgroup_mma(p, v, zero, use_acc=False, is_async=True)
+    else:
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
+        product = warpgroup_mma(p, v, acc * alpha, is_async=True)
+    return product
+
+
+@gluon.jit
+def _add_values(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """Return ``acc * alpha`` plus the product, when that is there."""
+    product = warpgroup_mma_wait(0, deps=[product])
+    if IS_FP8:
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
+        product = acc * alpha + product
+    return product
+
+
+@gluon.jit
+def _add_all_values(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """Return ``accs * alpha`` plus the products of ``p`` and the values, of which ``product`` is the first."""
+    IS_FP8: gl.constexpr = v.dtype == gl.float8e4nv
+    added = (_add_values(accs[0], product, alpha, IS_FP8, O_LAYOUT),)
+    for part in gl.static_range(1, len(accs)):
+        product = _values_product(accs[part], p, alpha, _some_channels(v, part, WIDTH), O_LAYOUT)
+        added += (_add_values(accs[part], product, alpha, IS_FP8, O_LAYOUT),)  # type: ignore[assignment]
+    return added
+
+
+@gluon.jit
+def _pass_by(full, empty, slot, phase, count, STAGES: gl.constexpr):
+    """Let go of the next ``count`` blocks as they come; return the place behind them."""
+    for _ in range(count):
+        mbarrier.wait(full.index(slot), phase)
+        mbarrier.arrive(empty.index(slot))
+        slot, phase = _next_slot(slot, phase, STAGES)
+    return slot, phase
+
+
+@gluon.jit
+def _thread_sums(p):
+    """Return what each of the four threads of a row has of the sum over the columns of ``[M, N]``: ``[M, 4]``.
+
+    No thread waits for another: only the end of all blocks adds them up.
+    """
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(gl.reshape(p, [M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _add_sums(sums, p, alpha):
+    """Return ``sums * alpha`` plus those of ``p``."""
+    LAYOUT: gl.constexpr = sums.type.layout
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+    return sums * alpha + gl.convert_layout(_thread_sums(p), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _consume(
+    given, G: gl.constexpr, HIGH_LAYOUT: gl.constexpr, V_HIGH_LAYOUT: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
+):  # fmt: skip
+    """Compute the output of 64 query positions from ``position + 64 G`` on."""
+    (
+        q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
+        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
+        position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
+    ) = given  # fmt: skip
+    Q_DTYPE: gl.constexpr = q_smem.dtype
+    V_DTYPE: gl.constexpr = v_smem.dtype
+    IS_FP8: gl.constexpr = gl.float8e4nv == V_DTYPE
+    STAGES: gl.constexpr = k_smem.shape[0]
+    D: gl.constexpr = k_smem.shape[2]
+    DV: gl.constexpr = v_smem.shape[1 if IS_FP8 else 4]
+    EXPONENT: gl.constexpr = 8.0 if IS_FP8 else 0.0
+    S_DTYPE: gl.constexpr = gl.int32 if q_low_smem.dtype == gl.int8 else gl.float32
+    ARE_KEYS_WIDE: gl.constexpr = _is_16bit(k_smem.dtype)
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16 if ARE_KEYS_WIDE else 32])
+    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HIGH, 16])
+    WIDTH: gl.constexpr = _channels_at_once(DV, IS_FP8)
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32 if IS_FP8 else 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    H_ROW: gl.constexpr = gl.SliceLayout(1, H_LAYOUT)
+    O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+
+    start = position + G * _ROWS
+    tile_q = start // _TILE
+    q_end = q_offset + q_len
+    is_mine = start < q_end
+    reach = 0 if IS_CAUSAL else diagonal_tiles
+    my_end = gl.minimum(end, start + _ROWS) if IS_CAUSAL else end
+    rows = start - q_offset + gl.arange(0, _ROWS, layout=ROW)
+    m_row = (rows >= 0) & (rows < q_len)
+    row_factor = gl.load(rows_ptr + rows, mask=m_row, other=1.0)
+    m_i = gl.full([_ROWS], -1.0e30, gl.float32, ROW)
+    sums = _thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
+    accs = _repeated(gl.zeros([_ROWS, WIDTH], gl.float32, O_LAYOUT), DV // WIDTH)
+    mbarrier.wait(q_full, 0)
+
+    # ---- high tiles
+    a_0, a_1, b_0, b_1 = _high_blocks(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+    n_a = a_1 - a_0
+    n_high = n_a + b_1 - b_0
+    q = q_smem.index(G).reshape([_ROWS, D])
+    q_pos = start + gl.arange(0, _ROWS, layout=H_ROW)
+    shift = gl.zeros([_ROWS], gl.float32, H_ROW)
+    if HAS_MEAN and IS_HIGH_RAW:
+        h_rows = q_pos - q_offset
+        shift = gl.load(rows_ptr + plane + h_rows, mask=(h_rows >= 0) & (h_rows < q_len), other=0.0) * logit_scale
+    slot, phase = 0, 0
+    for t in range(n_high):
+        block = gl.where(t < n_a, a_0 + t, b_0 + t - n_a)
+        tile = block // 2
+        is_band = (tile >= tile_q - diagonal_tiles) & (tile <= tile_q + reach)
+        mbarrier.wait(full.index(slot), phase)
+        if is_mine & (block * _HIGH < my_end) & ((tile < sink_tiles) | is_band):
+            k = _high_keys(k_smem.index(slot), Q_DTYPE, D, HIGH_LAYOUT).reshape([_HIGH, D])
+            s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
+            s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            block_end = block * _HIGH + _HIGH
+            is_edge = block_end > kv_end
+            if IS_CAUSAL:
+                is_edge = is_edge | (block_end > start)
+            if is_edge:
+                k_pos = block * _HIGH + gl.arange(0, _HIGH, layout=gl.SliceLayout(0, H_LAYOUT))
+                seen = (k_pos < kv_end)[None, :]
+                if IS_CAUSAL:
+                    seen = seen & (k_pos[None, :] <= q_pos[:, None])
+                s = gl.where(seen, s, float("-inf"))
+            m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
+            m_new = gl.maximum(m_old, gl.max(s, 1) * logit_scale - shift)
+            p = gl.exp2(s * logit_scale + (EXPONENT - m_new - shift)[:, None])
+            alpha = gl.exp2(m_old - m_new)
+            sums = _add_sums(sums, p, alpha)
+            p = _operand(p, V_DTYPE, P_LAYOUT)
+            if IS_FP8:
+                v = _view(v_smem.index(slot), V_DTYPE, [2, DV, _HIGH], V_HIGH_LAYOUT).index(0)
+            else:
+                v = _view(v_smem.index(slot), V_DTYPE, [2, 1, 1, _HIGH, DV], V_HIGH_LAYOUT).index(0)
+                v = v.reshape([_HIGH, DV])
+            product = _values_product(accs[0], p, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
+            accs = _add_all_values(accs, product, p, alpha, v, WIDTH, O_LAYOUT)
+            m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
+        mbarrier.arrive(empty.index(slot))
+        slot, phase = _next_slot(slot, phase, STAGES)
+
+    # ---- low tiles: the whole ones, then one that the keys end in
+    c_0, c_1, d_0, d_1 = _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+    # Of those the program visits, the warpgroup's own are c_0..c_2 and d_2..d_1; it passes by the others.
+    c_2 = gl.where(is_mine, gl.maximum(gl.minimum(c_1, tile_q - diagonal_tiles), c_0), c_0)
+    d_2 = gl.where(is_mine, gl.minimum(gl.maximum(d_0, tile_q + reach + 1), d_1), d_1)
+    n_c = c_2 - c_0
+    n_own = n_c + d_1 - d_2
+    n_passed = c_1 - c_2 + d_2 - d_0
+    n_whole = n_own
+    if not IS_CAUSAL:
+        is_cut = (kv_end % _TILE != 0) & (gl.where(d_1 > d_2, d_1, c_2) * _TILE > kv_end)
+        n_whole = gl.where(is_cut & (n_own > 0), n_own - 1, n_own)
+    if ARE_KEYS_WIDE:
+        mbarrier.arrive(q_empty)
+        mbarrier.wait(q_full, 1, pred=n_own > 0)
+    q = q_low_smem.index(G).reshape([_ROWS, D])
+    zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
+    if n_c == 0:
+        slot, phase = _pass_by(full, empty, slot, phase, n_passed, STAGES)
+    mbarrier.wait(full.index(slot), phase, pred=n_own > 0)
+    tile = gl.where(n_c > 0, c_0, d_2)
+    key_factor = 1.0
+    if k_low_factor_ptr is not None:
+        key_factor = gl.load(k_low_factor_ptr + tile - first, mask=n_own > 0, other=1.0)
+    for IS_EDGE in gl.static_range(0, 1 if IS_CAUSAL else 2):
+        for j in range(n_whole if IS_EDGE else 0, n_own if IS_EDGE else n_whole):
+            next_tile = gl.where(j + 1 == n_c, d_2, tile + 1)
+            next_slot, next_phase = _next_slot(slot, phase, STAGES)
+            k = k_smem.index(slot).permute([1, 0])
+            s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+            next_factor = key_factor
+            if k_low_factor_ptr is not None:
+                # A block ahead and behind the product: neither waits for the other.
+                next_factor = gl.load(k_low_factor_ptr + next_tile - first, mask=j + 1 < n_own, other=1.0)
+            s = warpgroup_mma_wait(0, deps=[s])
+            factor = row_factor * key_factor
+            if IS_EDGE:
+                k_pos = tile * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_LAYOUT))
+                logits = gl.where((k_pos < kv_end)[None, :], s.to(gl.float32) * factor[:, None], float("-inf"))
+                m_new = gl.maximum(m_i, gl.max(logits, 1))
+                p = gl.exp2(logits + (EXPONENT - m_new)[:, None])
+            else:
+                # Of integers Hopper takes the larger of three at a time.
+                m_new = gl.maximum(m_i, gl.max(s, 1).to(gl.float32) * factor)
+                p = gl.exp2(s.to(gl.float32) * factor[:, None] + (EXPONENT - m_new)[:, None])
+            alpha = gl.exp2(m_i - m_new)
+            if WIDTH < DV:
+                # There are no registers to keep the probabilities in fp32 while the product is computed.
+                sums = _add_sums(sums, p, alpha)
+            operand = _operand(p, V_DTYPE, P_LAYOUT)
+            v = v_smem.index(slot) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
+            product = _values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
+            if WIDTH == DV:
+                sums = _add_sums(sums, p, alpha)
+            m_i = m_new
+            if j + 1 == n_c:
+                next_slot, next_phase = _pass_by(full, empty, next_slot, next_phase, n_passed, STAGES)
+            if STAGES > 2:
+                # For the next block, while the product is computed.
+                mbarrier.wait(full.index(next_slot), next_phase, pred=j + 1 < n_own)
+            accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, O_LAYOUT)
+            mbarrier.arrive(empty.index(slot))
+            if STAGES <= 2:
+                # Where a block is passed by, the next one takes the place that this one has just left.
+                mbarrier.wait(full.index(next_slot), next_phase, pred=j + 1 < n_own)
+            tile, key_factor, slot, phase = next_tile, next_factor, next_slot, next_phase
+
+    l_i = gl.convert_layout(gl.sum(sums, 1), ROW, assert_trivial=True)
+    is_empty = l_i == 0.0
+    scale = gl.convert_layout(1.0 / gl.where(is_empty, 1.0, l_i), O_ROW, assert_trivial=True)
+    o_rows = start - q_offset + gl.arange(0, _ROWS, layout=O_ROW)
+    for part in gl.static_range(DV // WIDTH):
+        o_v = part * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))
+        result = accs[part] * scale[:, None]
+        if value_factor_ptr is not None:
+            result = result * gl.load(value_factor_ptr + o_v)[None, :]
+        m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_v >= 0)[None, :]
+        offset = o_rows.to(gl.int64)[:, None] * stride_ot + o_v[None, :]
+        gl.store(out_ptr + offset, result.to(out_ptr.dtype.element_ty), mask=m_out)
+    lse = (m_i + gl.log2(l_i) - EXPONENT) * 0.6931471805599453
+    if HAS_MEAN:
+        # The log of the denominator gets back what smoothing took.
+        taken = _finite_or_zero(gl.load(rows_ptr + plane + rows, mask=m_row, other=0.0) * logit_scale)
+        lse += taken * 0.6931471805599453
+    gl.store(lse_ptr + rows, gl.where(is_empty, float("-inf"), lse), mask=m_row)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "section", "kv_rows", "diagonal_tiles",
+        "sink_tiles",
+    ],
+)  # fmt: skip
+def prefill_hopper_kernel(
+    q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc,
+    out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ob, stride_oh, stride_ot,
+    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, diagonal_tiles, sink_tiles,
+    logit_scale,
+    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
+):  # fmt: skip
+    """Compute attention for a block of ``64 * GROUPS`` query positions of one head.
+
+    Args:
+        q_desc: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``.
+        q_low_desc: Queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``.
+        k_desc: Keys of high tiles, 16-bit ``[B, Hkv, T, D]``; key 0 is at ``kv_offset``.
+        v_desc: Values of high tiles: E4M3, a matrix of rows of a tile's keys, or 16-bit ``[B, Hkv, T, Dv]``.
+        k_low_desc: Keys of low tiles, a matrix of as many bits.
+        v_low_desc: Values of low tiles, as those of high ones.
+        out_ptr: ``[B, Hq, Tq, Dv]``.
+        lse_ptr: fp32 ``[B, Hq, Tq]``.
+        rows_ptr: fp32 ``[2, B, Hq, Tq]``: what turns the scores of low tiles, but for the key factor, into base-2
+            logits; and what smoothing takes from every score.
+        k_low_factor_ptr: fp32 ``[B, Hkv, tiles]``, or ``None``.
+        value_factor_ptr: fp32 ``[B, Hkv, Dv]``, or ``None``.
+        stride_ob: Of the output.
+        stride_oh: Of the output.
+        stride_ot: Of the output.
+        q_offset: Position of query 0.
+        kv_offset: Position of key 0, a multiple of the tile.
+        q_len: Queries.
+        kv_len: Keys; causal, they reach at least as far as the queries.
+        storage_tiles: Tiles of low keys of a head.
+        blocks: Programs of a head.
+        section: kv heads worked on at a time.
+        kv_rows: kv heads of all batch rows.
+        diagonal_tiles: Of the rule.
+        sink_tiles: Of the rule.
+        logit_scale: Turns scores of high tiles into base-2 logits.
+        Q_HEADS: Query heads.
+        KV_HEADS: Key heads.
+        D: Channels of keys.
+        DV: Channels of values.
+        GROUPS: Warpgroups that compute.
+        STAGES: Blocks in flight.
+        REGISTERS: Of a thread of those warpgroups but the first, which has what is left.
+        IS_CAUSAL: Whether a query sees no key behind its own position.
+        HAS_MEAN: Whether smoothing takes something from the scores.
+        IS_HIGH_RAW: Whether keys of high tiles are the caller's own, from whose scores it is still to be taken.
+    """
+    GROUP: gl.constexpr = Q_HEADS // KV_HEADS
+    i_row, i_group, i_block = _schedule(blocks, kv_rows, section, GROUP, IS_CAUSAL)
+    i_b = i_row // KV_HEADS
+    i_kv = i_row % KV_HEADS
+    i_h = i_kv * GROUP + i_group
+    position = (q_offset // _ROWS + i_block * GROUPS) * _ROWS
+    q_end = q_offset + q_len
+    kv_end = kv_offset + kv_len
+    last = gl.minimum(position + GROUPS * _ROWS, q_end)
+    first = kv_offset // _TILE
+    t_0 = position // _TILE
+    t_1 = (last - 1) // _TILE
+    end = gl.minimum(kv_end, last) if IS_CAUSAL else kv_end
+
+    head = (i_b * Q_HEADS + i_h).to(gl.int64)
+    out_ptr += i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh
+    lse_ptr += head * q_len
+    rows_ptr += head * q_len
+    plane = (kv_rows * GROUP).to(gl.int64) * q_len
+    if k_low_factor_ptr is not None:
+        k_low_factor_ptr += i_row * storage_tiles
+    if value_factor_ptr is not None:
+        value_factor_ptr += i_row * DV
+
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_desc.layout)
+    if _is_16bit(q_low_desc.dtype):
+        q_low_smem = _view(q_smem, q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
+    else:
+        q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [STAGES, _TILE, D], k_low_desc.layout)
+    V_SHAPE: gl.constexpr = [STAGES, DV, _TILE] if v_low_desc.dtype == gl.float8e4nv else [STAGES, 1, 1, _TILE, DV]
+    v_smem = gl.allocate_shared_memory(v_low_desc.dtype, V_SHAPE, v_low_desc.layout)
+    # In one piece: with 8-bit keys nobody waits for the second, and its memory would be given to the arguments of the
+    # warpgroups. Who writes over a barrier faults when the chip switches to another process and back.
+    q_barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full, q_empty = q_barriers.index(0), q_barriers.index(1)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=GROUPS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    fence_async_shared()
+    K_LAYOUT: gl.constexpr = k_desc.layout
+    V_LAYOUT: gl.constexpr = v_desc.layout
+    # What they are given, but for the constexprs: a tuple would make tensors of those.
+    computing = (
+        q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
+        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
+        position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
+    )  # fmt: skip
+    copying = (
+        q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem,
+        q_full, q_empty, full, empty, i_b, i_h, i_kv, i_row, position - q_offset,
+        first, t_0, t_1, end, storage_tiles, diagonal_tiles, sink_tiles,
+    )  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (computing, 0, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 1, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
+                (_produce, (copying, GROUPS, STAGES, D, DV, IS_CAUSAL)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.static_assert(GROUPS == 3, "as many warpgroups as are listed here")
+        gl.warp_specialize(
+            [
+                (_consume, (computing, 0, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 1, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 2, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
+                (_produce, (copying, GROUPS, STAGES, D, DV, IS_CAUSAL)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )

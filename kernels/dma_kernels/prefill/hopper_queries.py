@@ -1,0 +1,167 @@
+"""The queries of a call, quantised ahead of :mod:`dma_kernels.prefill.hopper`, whose warps have no registers for it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..device.arithmetic import hadamard
+from ..device.queries import load_queries, prepare_queries, rotate_queries, smoothing_shift
+from ..numerics.formats import UNQUANTIZED, SharedScale, padded_channels
+from ..numerics.geometry import LOG2_E
+from ..numerics.recipe import Recipe
+from ..numerics.transforms import hadamard_size
+from ..runtime.launch import Launcher
+from ..runtime.lowering import Form, dequantized_dtype
+
+_DTYPES = {Form.INT8: torch.int8, Form.E4M3: torch.float8_e4m3fn, Form.E5M2: torch.float8_e5m2}
+
+
+@dataclass(frozen=True)
+class StagedQueries:
+    """Queries in the forms that tiles read.
+
+    Attributes:
+        high: Of high tiles, 16-bit ``[B, Hq, Tq, D]``: the caller's own, where these are what high tiles read.
+        low: Of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``, contiguous.
+        rows: fp32 ``[2, B, Hq, Tq]``, contiguous: what one unit of a low score is worth, but for the key's factor, as a
+            base-2 logit; and the product of query and mean key, which smoothing takes from every score.
+    """
+
+    high: Tensor
+    low: Tensor
+    rows: Tensor
+
+
+@triton.jit(do_not_specialize=["q_len"])
+def stage_queries_kernel(
+    q_ptr, mean_ptr, factor_ptr, high_ptr, low_ptr, rows_ptr,
+    stride_qb, stride_qh, stride_qt, stride_qd, q_len, plane, logit_scale, norm,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr, LOW_SHARED: tl.constexpr, HIGH_FORMAT: tl.constexpr,
+    ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, HAS_MEAN: tl.constexpr,
+    HAS_PRODUCT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_HIGH: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Write what :class:`StagedQueries` holds for ``ROWS`` queries of one head."""
+    i_head = tl.program_id(1).to(tl.int64)  # counted over all batch rows
+    i_b = i_head // Q_HEADS
+    i_h = i_head % Q_HEADS
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    o_d = tl.arange(0, BLOCK_D)
+    m_row = rows < q_len
+    q = load_queries(q_ptr + i_b * stride_qb + i_h * stride_qh, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
+    x = q.to(tl.float32)
+    if ROTATE:
+        if HAS_PRODUCT:
+            x = rotate_queries(q, norm, HADAMARD_SIZE, IS_INTERPRETED)
+        else:
+            x = hadamard(x, ROWS, HADAMARD_SIZE, BLOCK_D, norm)
+    head_scale = 1.0
+    if HAS_FACTOR:
+        head_scale = tl.load(factor_ptr + i_head)
+    low, _, factor = prepare_queries(
+        x, head_scale, LOW_FORM, LOW_FORMAT, LOW_SHARED, ROUNDING, low_ptr.dtype.element_ty, IS_INTERPRETED
+    )
+    offset = (i_head * q_len + rows)[:, None] * D + o_d[None, :]
+    mask = m_row[:, None] & (o_d < D)[None, :]
+    tl.store(low_ptr + offset, low, mask=mask)
+    tl.store(rows_ptr + i_head * q_len + rows, factor * logit_scale, mask=m_row)
+    if HAS_MEAN:
+        i_kv = i_b * KV_HEADS + i_h // (Q_HEADS // KV_HEADS)
+        tl.store(rows_ptr + plane + i_head * q_len + rows, smoothing_shift(q, mean_ptr + i_kv * D, D), mask=m_row)
+    if HAS_HIGH:
+        high, _, _ = prepare_queries(
+            x, head_scale, "dequantized", HIGH_FORMAT, "block", ROUNDING, high_ptr.dtype.element_ty, IS_INTERPRETED
+        )
+        tl.store(high_ptr + offset, high, mask=mask)
+
+
+def stage_queries(
+    query: Tensor,
+    mean: Tensor | None,
+    query_factor: Tensor | None,
+    recipe: Recipe,
+    low_form: Form,
+    high_form: Form,
+    *,
+    scale: float,
+    is_interpreted: bool,
+) -> StagedQueries:
+    """Quantise queries.
+
+    Args:
+        query: 16-bit ``[B, Hq, Tq, D]``, any strides; ``D`` is a multiple of 32.
+        mean: What was subtracted from keys, fp32 ``[B, Hkv, D]``.
+        query_factor: NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``, if they are in NVFP4.
+        recipe: The precisions.
+        low_form: Of the keys of low tiles: ``int8``, ``e4m3``, ``e5m2`` or ``dequantized``.
+        high_form: Of the keys of high tiles: ``raw`` or ``dequantized``.
+        scale: Of the scores.
+        is_interpreted: Whether Triton's interpreter runs the kernel.
+    """
+    batch, heads, q_len, head_dim = query.shape
+    rows = query.new_empty((2, batch, heads, q_len), dtype=torch.float32)
+    low_dtype = _DTYPES.get(low_form) or dequantized_dtype(query.dtype, recipe.query_low, recipe.key_low)
+    low = query.new_empty(query.shape, dtype=low_dtype)
+    high = query
+    if high_form is not Form.RAW:
+        high = query.new_empty(query.shape, dtype=dequantized_dtype(query.dtype, recipe.high, recipe.high))
+    kv_heads = heads if mean is None else mean.shape[1]
+    rows_of_program, launch = _launcher(
+        heads, kv_heads, head_dim, recipe, low_form, mean is not None, query_factor is not None, high is not query,
+        is_interpreted,
+    )  # fmt: skip
+    launch(
+        (triton.cdiv(q_len, rows_of_program), batch * heads, 1),
+        query, mean, query_factor, high, low, rows, *query.stride(), q_len, rows[0].numel(),
+        scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5),
+    )  # fmt: skip
+    return StagedQueries(high, low, rows)
+
+
+@functools.lru_cache(maxsize=256)
+def _launcher(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    recipe: Recipe,
+    low_form: Form,
+    has_mean: bool,
+    has_factor: bool,
+    has_high: bool,
+    is_interpreted: bool,
+) -> tuple[int, Launcher]:
+    """Return how many queries a program takes, and the launch."""
+    shared = SharedScale.BLOCK if recipe.shared_scale == SharedScale.BLOCK else SharedScale.ROW
+    # The rotation as a product leaves a block of channels with four threads, all of which then look for its scale;
+    # butterflies with two. On an H200, 8K queries and 32 heads of 128: NVFP4 76 us, 102 after a product. Unquantised
+    # queries take 47 us after a product, of 64 rows and 8 warps; of 64 and 4 50. MXINT8, not rotated, 29.5 us with 32
+    # rows, 30.8 with 64; MXFP4 52 and 54.
+    has_product = recipe.rotate and recipe.query_low in (UNQUANTIZED, "mxfp8", "mxint8")
+    rows, warps = (64, 8) if has_product else (32, 4)
+    constants = {
+        "Q_HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "D": head_dim,
+        "BLOCK_D": padded_channels(head_dim),
+        "ROWS": rows,
+        "LOW_FORM": str(low_form),
+        "LOW_FORMAT": recipe.query_low,
+        "LOW_SHARED": str(shared),
+        "HIGH_FORMAT": recipe.high,
+        "ROUNDING": recipe.scale_rounding,
+        "ROTATE": recipe.rotate,
+        "HADAMARD_SIZE": hadamard_size(head_dim),
+        "HAS_MEAN": has_mean,
+        "HAS_PRODUCT": has_product,
+        "HAS_FACTOR": has_factor,
+        "HAS_HIGH": has_high,
+        "IS_INTERPRETED": is_interpreted,
+    }
+    return rows, Launcher(stage_queries_kernel, constants, num_warps=warps)

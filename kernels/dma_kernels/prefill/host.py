@@ -1,0 +1,272 @@
+"""Host side of the prefill kernel: from operands and a geometry to one launch."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..numerics.formats import TILE, UNQUANTIZED, SharedScale, padded_channels
+from ..numerics.geometry import LOG2_E, MAX_BAND_TILES, PrefillGeometry
+from ..numerics.recipe import Recipe
+from ..numerics.transforms import hadamard_size
+from ..runtime.descriptors import head_strides, is_describable
+from ..runtime.launch import Launcher, matrix_descriptor
+from ..runtime.lowering import Form
+from ..runtime.tuning import PrefillTiles, select_section
+from .hopper import prefill_hopper, takes
+from .kernel import prefill_kernel
+from .operands import Operands, TileOperands
+
+_SIXTEEN_BIT = (Form.RAW, Form.DEQUANTIZED)
+
+
+def prefill_attention(
+    query: Tensor,
+    operands: Operands,
+    geometry: PrefillGeometry,
+    recipe: Recipe,
+    tiles: PrefillTiles,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    use_tma: bool,
+    is_interpreted: bool,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel: that of :mod:`dma_kernels.prefill.hopper` for the calls that it takes.
+
+    Args:
+        query: ``[B, Hq, Tq, D]``, 16-bit, any strides.
+        operands: Keys and values.
+        geometry: Positions and visibility.
+        recipe: Formats and band.
+        tiles: Block sizes.
+        scale: Factor of the scores.
+        softcap: Cap of the scores.
+        sinks: ``[Hq]``.
+        use_tma: Whether the device copies tiles by descriptor (Hopper and later).
+        is_interpreted: Whether Triton's interpreter runs the kernel.
+
+    Returns:
+        Output ``[B, Hq, Tq, Dv]`` and the log of the softmax denominator, fp32 ``[B, Hq, Tq]``.
+    """
+    batch, q_heads, q_len, head_dim = query.shape
+    high, low = operands.high, operands.low or operands.high
+    assert low.value_form != Form.RAW or low.value is high.value, "raw values of low tiles are those of high tiles"
+    kv_heads = high.key.shape[1]
+    value_dim = _value_dim(high)
+    out = query.new_empty((batch, q_len, q_heads, value_dim)).transpose(1, 2)
+    lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
+    if lse.numel() == 0:
+        return out, lse
+    if (
+        tiles.hopper is not None
+        and not is_interpreted  # the interpreter has no Gluon
+        and takes(query, operands, geometry, tiles.hopper, has_softcap=softcap is not None, has_sinks=sinks is not None)
+    ):
+        prefill_hopper(query, operands, geometry, recipe, tiles.hopper, out, lse, scale=scale)
+        return out, lse
+    rows, mask = geometry.rows, geometry.mask
+    # A descriptor's rows start at multiples of 16 bytes.
+    described = [high.key] if high.key_form == Form.RAW else []
+    described += [each.value for each in (high, low) if each.value_form in _SIXTEEN_BIT]
+    use_raw_tma = use_tma and all(map(is_describable, described))
+    use_tma = use_tma and low.key.shape[3] * low.key.element_size() % 16 == 0
+    constants = _constants(
+        query.shape[1], kv_heads, head_dim, value_dim, recipe, tiles, use_tma, use_raw_tma, is_interpreted,
+        high.key_form, high.key_layout, high.value_form, high.value_layout,
+        low.key_form, low.key_layout, low.value_form, low.value_layout,
+        geometry.is_causal, operands.low is not None, rows is not None, geometry.window is not None,
+        softcap is not None, sinks is not None, mask is not None, operands.key_mean is not None,
+        operands.query_factor is not None, high.key_factor is not None, low.key_factor is not None,
+        0 if low.value_factor is None else low.value_factor.ndim, operands.lets_next_start,
+    )  # fmt: skip
+    values = constants.values
+    k_desc = v_desc = k_low_desc = v_low_desc = low.key  # unused without tensor copies
+    if use_raw_tma:
+        if high.key_form == Form.RAW:
+            k_desc = _head_descriptor(high.key, tiles.high_block_n, values["BLOCK_D"])
+        if high.value_form in _SIXTEEN_BIT:
+            v_desc = _head_descriptor(high.value, tiles.high_block_n, values["BLOCK_DV"])
+        if operands.low is not None and low.value_form in _SIXTEEN_BIT:
+            v_low_desc = _head_descriptor(low.value, tiles.block_n, values["BLOCK_DV"])
+    if use_tma:
+        if high.value_form == Form.E4M3:
+            v_desc = matrix_descriptor(high.value, values["BLOCK_DV"], tiles.high_block_n)
+        if operands.low is not None:
+            if low.key_form != Form.PACKED:
+                k_low_desc = matrix_descriptor(low.key, tiles.block_n, values["BLOCK_D"])
+            if low.value_form == Form.E4M3:
+                v_low_desc = matrix_descriptor(low.value, values["BLOCK_DV"], tiles.block_n)
+    if rows is None:
+        # Aligned blocks of positions that hold queries.
+        start = geometry.q_offset
+        blocks = (start + q_len - 1) // tiles.block_m - start // tiles.block_m + 1
+    else:
+        blocks = (q_len + tiles.block_m - 2) // tiles.block_m + 1
+    all_heads = batch * kv_heads
+    section = select_section(all_heads, (low.key.nbytes + low.value.nbytes) // all_heads)
+    constants.launcher(
+        (blocks * q_heads * batch, 1, 1),
+        query, high.key, high.value, low.key, low.value, high.key_scale, low.key_scale,
+        high.key_factor, low.key_factor, low.value_factor, operands.query_factor, operands.key_mean, operands.gap,
+        k_desc, v_desc, k_low_desc, v_low_desc,
+        out, lse, sinks, None if mask is None else mask.view(torch.uint8), rows,
+        *query.stride(), *high.key.stride(), *_value_strides(high), *out.stride()[:3], *_mask_strides(mask),
+        geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len,
+        high.key.shape[2], high.value.shape[2], low.value.shape[2], _storage_len(operands), blocks, section,
+        all_heads, geometry.window or 0,
+        min(recipe.diagonal_tiles, MAX_BAND_TILES), min(recipe.sink_tiles, MAX_BAND_TILES),
+        (softcap or 0.0) * LOG2_E, scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5),
+    )  # fmt: skip
+    return out, lse
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """The kernel with its constexprs.
+
+    Attributes:
+        values: The constexprs by name.
+        launcher: The kernel.
+    """
+
+    values: dict[str, Any]
+    launcher: Launcher
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    recipe: Recipe,
+    tiles: PrefillTiles,
+    use_tma: bool,
+    use_raw_tma: bool,
+    is_interpreted: bool,
+    high_form: Form,
+    high_layout: str,
+    high_value_form: Form,
+    high_value_layout: str,
+    low_form: Form,
+    low_layout: str,
+    low_value_form: Form,
+    low_value_layout: str,
+    is_causal: bool,
+    has_low: bool,
+    has_rows: bool,
+    has_window: bool,
+    has_softcap: bool,
+    has_sinks: bool,
+    has_mask: bool,
+    has_mean: bool,
+    has_query_factor: bool,
+    has_k_factor: bool,
+    has_k_low_factor: bool,
+    value_factor_dims: int,
+    use_pdl: bool,
+) -> _Constants:
+    is_packed = Form.PACKED in (high_form, low_form)
+    # Block-scaled units take 64 channels at a time.
+    smallest = 64 if is_packed else 0
+    values: dict[str, Any] = {
+        "Q_HEADS": q_heads,
+        "KV_HEADS": kv_heads,
+        "D": head_dim,
+        "DV": value_dim,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_H": tiles.high_block_n,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_D": max(smallest, padded_channels(head_dim)),
+        "BLOCK_DV": padded_channels(value_dim),
+        "M_SHIFT": tiles.block_m.bit_length() - 1,
+        "H_SHIFT": tiles.high_block_n.bit_length() - 1,
+        "N_SHIFT": tiles.block_n.bit_length() - 1,
+        "HIGH_STAGES": tiles.high_stages,
+        "LOW_STAGES": tiles.num_stages,
+        "HIGH_FORM": str(high_form),
+        "HIGH_FORMAT": recipe.high,
+        "HIGH_LAYOUT": high_layout,
+        "HIGH_VALUE_FORM": str(high_value_form),
+        "HIGH_VALUE_LAYOUT": high_value_layout,
+        "LOW_FORM": str(low_form),
+        "LOW_Q_FORMAT": recipe.query_low,
+        "LOW_K_FORMAT": recipe.key_low,
+        "LOW_LAYOUT": low_layout,
+        # A tile's queries have a scale each.
+        "LOW_SHARED": str(SharedScale.BLOCK if recipe.shared_scale == SharedScale.BLOCK else SharedScale.ROW),
+        "LOW_VALUE_FORM": str(low_value_form),
+        "LOW_VALUE_LAYOUT": low_value_layout,
+        "ROUNDING": recipe.scale_rounding,
+        "ROTATE": recipe.rotate,
+        "HADAMARD_SIZE": hadamard_size(head_dim),
+        "IS_CAUSAL": is_causal,
+        "HAS_LOW": has_low,
+        "HAS_ROWS": has_rows,
+        "HAS_WINDOW": has_window,
+        "HAS_SOFTCAP": has_softcap,
+        "HAS_SINKS": has_sinks,
+        "HAS_MASK": has_mask,
+        "HAS_MEAN": has_mean,
+        "HAS_QUERY_FACTOR": has_query_factor,
+        "HAS_K_FACTOR": has_k_factor,
+        "K_LOW_FACTOR": ("head" if low_form is Form.PACKED else "tile") if has_k_low_factor else "none",
+        "VALUE_FACTOR": {0: "none", 3: "channel", 4: "tile"}[value_factor_dims],
+        "IS_PV_FP8": recipe.pv != UNQUANTIZED,
+        "STAGE_QUERIES": tiles.stage_queries and has_low and head_dim <= _staged_dim(low_form, value_dim),
+        "USE_TMA": use_tma,
+        "USE_RAW_TMA": use_raw_tma,
+        "IS_INTERPRETED": is_interpreted,
+        "USE_PDL": use_pdl,
+    }
+    options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": use_pdl}
+    if tiles.max_registers is not None:
+        options["maxnreg"] = tiles.max_registers
+    return _Constants(values, Launcher(prefill_kernel, values, **options))
+
+
+def _staged_dim(low_form: Form, value_dim: int) -> int:
+    """Return how many channels of a query in the form of low keys fit in its row of the output."""
+    if low_form in (Form.INT8, Form.E4M3, Form.E5M2):
+        return 2 * value_dim
+    return value_dim if low_form is Form.DEQUANTIZED else 0
+
+
+def _head_descriptor(tensor: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
+    """Describe ``[B, H, T, D]`` of any strides that :func:`is_describable`, copied in blocks of rows of a head."""
+    return TensorDescriptor(tensor, list(tensor.shape), head_strides(tensor), [1, 1, block_rows, block_columns])
+
+
+def _value_dim(operands: TileOperands) -> int:
+    return operands.value.shape[-2] if operands.value_form == Form.E4M3 else operands.value.shape[-1]
+
+
+def _value_strides(operands: TileOperands) -> tuple[int, ...]:
+    """Return the strides of 16-bit values; those in E4M3 are contiguous."""
+    return (0, 0, 0, 0) if operands.value_form == Form.E4M3 else operands.value.stride()
+
+
+def _storage_len(operands: Operands) -> int:
+    """Return the entries of aligned storage; one tile if there is none."""
+    for tile_operands in (operands.low, operands.high):
+        if tile_operands is not None:
+            if tile_operands.value_form == Form.E4M3:
+                return tile_operands.value.shape[2] * TILE
+            if tile_operands.key_layout in ("aligned", "ring"):
+                return tile_operands.key.shape[2]
+    return TILE
+
+
+def _mask_strides(mask: Tensor | None) -> tuple[int, ...]:
+    """Return strides that broadcast the mask's dimensions of size 1."""
+    if mask is None:
+        return (0, 0, 0, 0)
+    return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))

@@ -1,0 +1,80 @@
+"""What the prefill kernel reads, and in which form: the contract between the quantisers and the attention kernels.
+
+Keys and values come in the forms that the lowering names (:mod:`dma_kernels.runtime.lowering`), from the quantiser
+(:mod:`dma_kernels.prefill.quantizer`) or from a cache; queries are always the caller's own, and the attention kernel
+brings each block of them into the form of the keys it meets.
+
+High tiles of unquantised recipes
+    In exact arithmetic ``(q H) . ((k - mean) H) = q . k - q . mean``. So wherever ``high = "bf16"``, high tiles are
+    scored with the query and the key as the caller gave them, and ``q . mean`` is subtracted in fp32: no transformed
+    16-bit copy is written.
+
+Layouts of keys and values, ``kv_base[b]`` being the start of the tile that key 0 of batch row ``b`` lies in
+    ``caller``: entry ``j`` is key ``j`` of the caller.
+    ``aligned``: entry ``s`` holds position ``kv_base[b] + s``. Whole tiles of storage; whatever the padding, every
+    block of the rule is aligned in memory.
+    ``ring``: aligned, modulo the entries of storage: a sliding window's cache.
+    ``gapped``: position ``p`` is at entry ``p`` below the sinks' end and at ``p - gap[b]`` from there on: a cache's
+    16-bit sinks and band in one tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..runtime.lowering import Form
+
+
+@dataclass(frozen=True)
+class TileOperands:
+    """What tiles of one kind, high or low, read. Shapes of ``key`` and ``value`` as their :class:`Form` says.
+
+    Attributes:
+        key: Keys.
+        value: Values.
+        key_form: Form of ``key``.
+        value_form: ``raw``, ``dequantized`` or ``e4m3``.
+        key_layout: ``caller``, ``aligned``, ``ring`` or ``gapped``.
+        value_layout: Likewise; E4M3 values are ``aligned`` or ``ring``.
+        key_scale: Block scales of packed keys, ``[B, Hkv, S, D' / block]``: E8M0 codes (uint8) or E4M3.
+        key_factor: fp32 ``[B, Hkv, S / 128]``, contiguous, what one stored unit of the keys of a tile is worth; of
+            packed NVFP4 keys, the head's scale, expanded from ``[B, Hkv]``. ``None`` for 1. At least fp32's smallest
+            normal number; 1 for a tile of zeros.
+        value_factor: fp32 ``[B, Hkv, Dv]`` or, where each tile has its own, ``[B, Hkv, S / 128, Dv]``; ``None`` for 1.
+    """
+
+    key: Tensor
+    value: Tensor
+    key_form: Form
+    value_form: Form
+    key_layout: str
+    value_layout: str
+    key_scale: Tensor | None = None
+    key_factor: Tensor | None = None
+    value_factor: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of one call. All aligned storage in it has the same number of tiles.
+
+    Attributes:
+        high: What high tiles read.
+        low: What low tiles read; ``None`` where the recipe has one precision. Its ``value`` and ``value_factor`` may be
+            the very tensors of ``high``; a raw ``value`` has to be.
+        key_mean: What ``smooth_k`` subtracted, fp32 ``[B, Hkv, D]``; given iff it did.
+        query_factor: NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``; given iff the recipe has
+            NVFP4 queries.
+        gap: int32 ``[B]``, for the layout ``gapped``.
+        lets_next_start: Whether the kernels that write them, launched right before, let the next one start before they
+            end. It may read the caller's tensors, and has to wait for all else.
+    """
+
+    high: TileOperands
+    low: TileOperands | None
+    key_mean: Tensor | None = None
+    query_factor: Tensor | None = None
+    gap: Tensor | None = None
+    lets_next_start: bool = False

@@ -1,0 +1,292 @@
+"""The Triton kernel that writes the key and value operands of every lowering: see :mod:`dma_kernels.prefill.operands`.
+
+A program writes one tile of one kv head, of its keys or of its values. Results equal
+:mod:`dma_kernels.numerics.quantize` to the bit, given the same mean key.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..device.arithmetic import (
+    e8m0_decode,
+    e8m0_encode,
+    e8m0_reciprocal,
+    let_next_start,
+    pack_e4m3,
+    to_e4m3,
+    to_e5m2,
+    wait_for_previous,
+)
+from ..device.blocks import (
+    dequantize_blocks,
+    e8m0_scale,
+    mxfp4_to_e5m2,
+    nvfp4_head_scale,
+    pack_e2m1,
+    quantize_blocks,
+    round_to_units_e4m3,
+)
+from ..device.tiles import load_visible, transform, visible_rows
+from ..numerics.formats import E4M3, E8M0_MAX_CODE, E8M0_NAN, MXINT8_UNIT, TILE
+from .statistics import CHUNKS, reduce_channel_chunks, reduce_chunks
+
+_TILE = tl.constexpr(TILE)
+# Keys or values that a program has in registers at a time, in block formats without a scale for the tile: few enough
+# for four programs on a multiprocessor.
+_ROWS = tl.constexpr(32)
+_CHUNKS = tl.constexpr(CHUNKS)
+_INT8_UNIT = tl.constexpr(MXINT8_UNIT)
+_INT8_STEPS = tl.constexpr(1.0 / MXINT8_UNIT)
+_E4M3_EMAX = tl.constexpr(E4M3.emax)
+_E4M3_MAX_MANTISSA = tl.constexpr(E4M3.max_mantissa)
+_MAX_CODE = tl.constexpr(E8M0_MAX_CODE)
+_NAN_CODE = tl.constexpr(E8M0_NAN)
+_SMALLEST_FACTOR = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def _write_tile_scaled(
+    x, element_ptr, factor_ptr, row, i_tile_row, FORM: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
+    STORED_D: tl.constexpr, BLOCK_D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Write 8-bit elements that share one scale, and their factor."""
+    o_d = tl.arange(0, BLOCK_D)
+    bits = tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0)
+    code = e8m0_scale(bits, FORMAT, ROUNDING == "ceil")
+    x = x * e8m0_reciprocal(code)
+    factor = e8m0_decode(code)
+    if FORM == "int8":
+        x = x * _INT8_STEPS
+        # A scale that is rounded up keeps all numbers within 127, unless it would have to be 2^128.
+        if (ROUNDING != "ceil") | (code == _MAX_CODE):
+            x = tl.minimum(tl.maximum(x, -127.0), 127.0)
+        # Adding 1.5 * 2^23 rounds at the unit and leaves the integer in the lowest byte: half the instructions of a
+        # cast. A broken tile is all zeros.
+        bits_of_sum = (x + 12582912.0).to(tl.int32, bitcast=True)
+        elements = tl.where(code == _NAN_CODE, 0, bits_of_sum).to(tl.int8)
+        factor = factor * _INT8_UNIT
+    else:
+        if ROUNDING != "ceil":
+            # Rounding the scale down lets the largest overflow. A tile that holds a NaN is all NaN and stays so.
+            x = tl.where(x == x, tl.minimum(tl.maximum(x, -448.0), 448.0), x)
+        elements = to_e4m3(x, IS_INTERPRETED)
+    tl.store(element_ptr + row[:, None] * STORED_D + o_d[None, :], elements, mask=(o_d < STORED_D)[None, :])
+    # A tile of zeros has no use for its scale, and the smallest scales could make a factor underflow.
+    factor = tl.where(factor < _SMALLEST_FACTOR, _SMALLEST_FACTOR, factor)
+    tl.store(factor_ptr + i_tile_row, tl.where(bits == 0, 1.0, factor))
+
+
+@triton.jit
+def _write_blocks(
+    x, element_ptr, scale_ptr, factor_ptr, head_scale, row, i_tile_row,
+    FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Write a tile in a block format: dequantised, packed, or folded into E5M2."""
+    SIZE: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
+    STORED_D: tl.constexpr = (D + SIZE - 1) // SIZE * SIZE
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = (o_d < STORED_D)[None, :]
+    if FORMAT == "bf16":
+        tl.store(element_ptr + row[:, None] * D + o_d[None, :], x.to(element_ptr.dtype.element_ty), (o_d < D)[None, :])
+    else:
+        elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
+        if FORM == "dequantized":
+            values = dequantize_blocks(elements, scale, head_scale, FORMAT).to(element_ptr.dtype.element_ty)
+            tl.store(element_ptr + row[:, None] * D + o_d[None, :], values, mask=(o_d < D)[None, :])
+        elif FORM == "e5m2":
+            values, factor = mxfp4_to_e5m2(elements, scale, "tile")
+            tl.store(element_ptr + row[:, None] * STORED_D + o_d[None, :], to_e5m2(values, IS_INTERPRETED), mask=m_d)
+            tl.store(factor_ptr + i_tile_row + tl.zeros([1, 1], tl.int32), factor)
+        else:
+            tl.static_assert(FORM == "packed", "forms are dequantized, int8, e4m3, e5m2 and packed")
+            if FORMAT == "mxfp8":
+                codes = to_e4m3(tl.reshape(elements, [x.shape[0], BLOCK_D]), IS_INTERPRETED)
+                tl.store(element_ptr + row[:, None] * STORED_D + o_d[None, :], codes, mask=m_d)
+            else:
+                o_p = tl.arange(0, BLOCK_D // 2)
+                offset = row[:, None] * (STORED_D // 2) + o_p[None, :]
+                tl.store(element_ptr + offset, pack_e2m1(elements), mask=(o_p < STORED_D // 2)[None, :])
+            o_s = tl.arange(0, BLOCK_D // SIZE)
+            if FORMAT == "nvfp4":  # noqa: SIM108 (a constexpr branch)
+                scale = to_e4m3(scale, IS_INTERPRETED)
+            else:
+                scale = scale.to(tl.uint8)
+            offset = row[:, None] * (STORED_D // SIZE) + o_s[None, :]
+            tl.store(scale_ptr + offset, scale, mask=(o_s < STORED_D // SIZE)[None, :])
+
+
+@triton.jit
+def _value_factor(channels_ptr, i_head, chunks, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Return the scales of a head's channels, fp32 ``[BLOCK_DV]``."""
+    bits = reduce_channel_chunks(channels_ptr + i_head * (_CHUNKS * DV), chunks, DV, BLOCK_DV)
+    code = e8m0_encode(bits.to(tl.float32, bitcast=True), _E4M3_EMAX, _E4M3_MAX_MANTISSA, True)
+    # As in value_scale: the smallest scale is fp32's smallest normal number.
+    return e8m0_decode(tl.maximum(code, 1))
+
+
+@triton.jit
+def _write_fp8_values(
+    base, channels_ptr, value_ptr, value_factor_ptr, i_head, i_tile, i_tile_row, start, first, last, stride_t, stride_d,
+    chunks, DV: tl.constexpr, BLOCK_DV: tl.constexpr, IS_INTERPRETED: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of values in E4M3, transposed, the keys of a group of 16 as ``permute_keys`` has them.
+
+    Of the keys ``8 j + 2 t + c`` of a group those with the same ``t`` are neighbours there, so four keys of a channel
+    make a 32-bit word: a quarter of the elements to transpose, and no byte is moved by itself.
+    """
+    o_w = tl.arange(0, _TILE // 4)
+    o_d = tl.arange(0, BLOCK_DV)
+    rows = start + (o_w // 4) * 16 + (o_w % 4) * 2
+    a = load_visible(base, rows, first, last, stride_t, stride_d, DV, BLOCK_DV)
+    b = load_visible(base, rows + 1, first, last, stride_t, stride_d, DV, BLOCK_DV)
+    c = load_visible(base, rows + 8, first, last, stride_t, stride_d, DV, BLOCK_DV)
+    d = load_visible(base, rows + 9, first, last, stride_t, stride_d, DV, BLOCK_DV)
+    wait_for_previous(USE_PDL)
+    factor = _value_factor(channels_ptr, i_head, chunks, DV, BLOCK_DV)
+    if i_tile == 0:
+        tl.store(value_factor_ptr + i_head * DV + o_d, factor, mask=o_d < DV)
+    # factor is a power of two of at least 2^-126, so its reciprocal is exact.
+    scale = (1.0 / factor)[None, :]
+    word = pack_e4m3(a * scale, b * scale, c * scale, d * scale, IS_INTERPRETED)
+    offset = (i_tile_row * DV + o_d)[:, None] * (_TILE // 4) + o_w[None, :]
+    word_ptr = value_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.store(word_ptr + offset, tl.trans(word), mask=(o_d < DV)[:, None])
+
+
+@triton.jit
+def _quantize_keys(
+    k_ptr, mean_ptr, head_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr, head_factor_ptr,
+    rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles, chunks, i_tile,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr,
+    HAS_HEAD: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
+    HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
+    SHARED: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    HAS_TILE_SCALE: tl.constexpr = (
+        LOW_FORM == "int8" or LOW_FORM == "e4m3" or LOW_FORM == "e5m2" or (LOW_FORM != "none" and SHARED == "tile")
+    )
+    ROWS: tl.constexpr = _TILE if HAS_TILE_SCALE else _ROWS
+    i_head = tl.program_id(0).to(tl.int64)
+    i_b = i_head // KV_HEADS
+    base = k_ptr + i_b * stride_kb + (i_head % KV_HEADS) * stride_kh
+    first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
+    start += i_tile * _TILE
+    o_d = tl.arange(0, BLOCK_D)
+    if HAS_TILE_SCALE:
+        x = load_visible(base, start + tl.arange(0, ROWS), first, last, stride_kt, stride_kd, D, BLOCK_D)
+    wait_for_previous(USE_PDL)
+    mean = tl.zeros([BLOCK_D], tl.float32)
+    if HAS_MEAN:
+        mean = tl.load(mean_ptr + i_head * D + o_d, mask=o_d < D, other=0.0)
+    head_scale = 1.0
+    if HAS_HEAD:
+        head_scale = nvfp4_head_scale(reduce_chunks(head_ptr + i_head * _CHUNKS, chunks), ROUNDING)
+        if i_tile == 0:
+            tl.store(head_factor_ptr + i_head, head_scale)
+    i_tile_row = i_head * tiles + i_tile
+    for part in tl.range(0, _TILE // ROWS):
+        o_t = part * ROWS + tl.arange(0, ROWS)
+        row = i_tile_row * _TILE + o_t
+        if not HAS_TILE_SCALE:
+            x = load_visible(base, start + o_t, first, last, stride_kt, stride_kd, D, BLOCK_D)
+        x = transform(x, start + o_t, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM)
+        if HIGH_FORM != "raw":
+            _write_blocks(
+                x, high_ptr, high_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
+                HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, D, BLOCK_D, IS_INTERPRETED,
+            )  # fmt: skip
+        if LOW_FORM == "int8" or LOW_FORM == "e4m3":
+            _write_tile_scaled(
+                x, low_ptr, key_factor_ptr, row, i_tile_row, LOW_FORM, LOW_FORMAT, ROUNDING,
+                (D + 31) // 32 * 32, BLOCK_D, IS_INTERPRETED,
+            )  # fmt: skip
+        elif LOW_FORM != "none":
+            _write_blocks(
+                x, low_ptr, low_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
+                LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, D, BLOCK_D, IS_INTERPRETED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _quantize_values(
+    v_ptr, channels_ptr, head_ptr, value_ptr, value_factor_ptr, low_value_ptr, rows_ptr,
+    stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, chunks, i_tile,
+    KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ROWS: tl.constexpr,
+    VALUE_FORM: tl.constexpr, LOW_VALUE_FORMAT: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):  # fmt: skip
+    i_head = tl.program_id(0).to(tl.int64)
+    i_b = i_head // KV_HEADS
+    base = v_ptr + i_b * stride_vb + (i_head % KV_HEADS) * stride_vh
+    first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
+    start += i_tile * _TILE
+    i_tile_row = i_head * tiles + i_tile
+    o_t = tl.arange(0, _TILE)
+    o_d = tl.arange(0, BLOCK_DV)
+    offset = (i_tile_row * _TILE + o_t)[:, None] * DV + o_d[None, :]
+    if VALUE_FORM == "e4m3":
+        _write_fp8_values(
+            base, channels_ptr, value_ptr, value_factor_ptr, i_head, i_tile, i_tile_row, start, first, last,
+            stride_vt, stride_vd, chunks, DV, BLOCK_DV, IS_INTERPRETED, USE_PDL,
+        )  # fmt: skip
+    else:
+        wait_for_previous(USE_PDL)
+    if VALUE_FORM == "dequantized":
+        factor = _value_factor(channels_ptr, i_head, chunks, DV, BLOCK_DV)
+        x = load_visible(base, start + o_t, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
+        x = round_to_units_e4m3(x, factor[None, :])
+        tl.store(value_ptr + offset, x.to(value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
+    if LOW_VALUE_FORMAT != "none":
+        head_scale = 1.0
+        if LOW_VALUE_FORMAT == "nvfp4":
+            head_scale = nvfp4_head_scale(reduce_chunks(head_ptr + i_head * _CHUNKS, chunks), ROUNDING)
+        for part in tl.range(0, _TILE // _ROWS):
+            o_r = part * _ROWS + tl.arange(0, _ROWS)
+            v = load_visible(base, start + o_r, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
+            elements, scale = quantize_blocks(v, head_scale, LOW_VALUE_FORMAT, "block", ROUNDING, IS_INTERPRETED)
+            v = dequantize_blocks(elements, scale, head_scale, LOW_VALUE_FORMAT)
+            p_row = low_value_ptr + (i_tile_row * _TILE + o_r)[:, None] * DV
+            tl.store(p_row + o_d[None, :], v.to(low_value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
+
+
+@triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles", "chunks"])
+def quantize_kernel(
+    k_ptr, v_ptr, mean_ptr, key_head_ptr, channels_ptr, value_head_ptr, rows_ptr,
+    high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr, head_factor_ptr,
+    value_ptr, value_factor_ptr, low_value_ptr,
+    stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
+    kv_offset, kv_len, tiles, chunks,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_KEY_HEAD: tl.constexpr,
+    ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
+    HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
+    SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, LOW_VALUE_FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr, USE_PDL: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of values in the first layer of programs, of keys in the last.
+
+    Forms are those of :class:`~dma_kernels.prefill.operands.Form`; ``none`` and, for keys and values, ``raw`` write
+    nothing.
+    """
+    let_next_start(USE_PDL)
+    # The statistics pass went through the tiles of all heads in ascending order: begin with those that are still in the
+    # L2 cache.
+    i_tile = (tiles - 1 - tl.program_id(1)).to(tl.int64)
+    if VALUE_FORM != "raw" or LOW_VALUE_FORMAT != "none":  # noqa: SIM102 (a constexpr branch)
+        if tl.program_id(2) == 0:
+            _quantize_values(
+                v_ptr, channels_ptr, value_head_ptr, value_ptr, value_factor_ptr, low_value_ptr, rows_ptr,
+                stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, chunks, i_tile,
+                KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM, LOW_VALUE_FORMAT, ROUNDING, IS_INTERPRETED, USE_PDL,
+            )  # fmt: skip
+    if HIGH_FORM != "raw" or LOW_FORM != "none":  # noqa: SIM102
+        if tl.program_id(2) == tl.num_programs(2) - 1:
+            _quantize_keys(
+                k_ptr, mean_ptr, key_head_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr,
+                head_factor_ptr, rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles, chunks,
+                i_tile, KV_HEADS, D, BLOCK_D, HAS_ROWS, HAS_MEAN, HAS_KEY_HEAD, ROTATE, HADAMARD_SIZE, NORM,
+                HIGH_FORM, HIGH_FORMAT, LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, IS_INTERPRETED, USE_PDL,
+            )  # fmt: skip

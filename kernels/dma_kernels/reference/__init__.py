@@ -1,0 +1,1 @@
+"""The specification in torch: attention and its gradient, on any device."""

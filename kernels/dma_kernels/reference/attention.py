@@ -1,0 +1,381 @@
+"""Reference attention in torch: the specification that every kernel is held against, and the CPU backend.
+
+It follows the rule word for word and favours clarity over speed, but works in blocks of query rows, so that memory
+grows linearly with the sequence length.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ..numerics.formats import P_SCALE, TILE, UNQUANTIZED
+from ..numerics.geometry import AttentionGeometry
+from ..numerics.quantize import to_e4m3
+from ..numerics.recipe import Recipe
+from .operands import PreparedOperands, prepare_operands
+
+SCORE_BYTES = 64 << 20
+"""Target size of one block of fp32 scores; it sets the number of query rows in a block."""
+
+_EXACT = Recipe(low=UNQUANTIZED, high=UNQUANTIZED)
+
+
+_HighPart = tuple[slice, Tensor]
+"""Columns, and which pairs of query and key in them are high, boolean ``[B, 1, 1, R, C]``."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the blocks of query rows share.
+
+    Attributes:
+        operands: Queries, keys and values.
+        p_dtype: What probabilities are rounded to.
+        visible: The keys of ``kv_range``, boolean ``[B, Tk]``; ``None`` for all.
+        offsets: Positions of query 0 and key 0 in each batch row, on the host, so that no block waits for the device.
+        recipe: For its band.
+        is_causal: Likewise.
+    """
+
+    operands: PreparedOperands
+    p_dtype: torch.dtype
+    visible: Tensor | None
+    offsets: frozenset[tuple[int, int]]
+    recipe: Recipe
+    is_causal: bool
+
+    @classmethod
+    def of(cls, operands: PreparedOperands, geometry: AttentionGeometry, recipe: Recipe, dtype: torch.dtype) -> Self:
+        """Return what the blocks share, where values and probabilities of ``pv = "bf16"`` are in ``dtype``."""
+        return cls(
+            operands=operands,
+            p_dtype=dtype if recipe.pv == UNQUANTIZED else torch.float8_e4m3fn,
+            visible=geometry.visible_keys(operands.k_high.shape[2]),
+            offsets=frozenset(zip(geometry.q_position.tolist(), geometry.kv_position.tolist(), strict=True)),
+            recipe=recipe,
+            is_causal=geometry.is_causal,
+        )
+
+
+def attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    geometry: AttentionGeometry,
+    recipe: Recipe,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute diagonal-tiled mixed-precision attention.
+
+    Args:
+        query: ``[B, Hq, Tq, D]``, floating point.
+        key: ``[B, Hkv, Tk, D]``, the same dtype; ``Hkv`` divides ``Hq``.
+        value: ``[B, Hkv, Tk, Dv]``, the same dtype.
+        geometry: Visibility and positions.
+        recipe: The precision of every tile.
+        scale: Factor of the scores.
+        softcap: Caps scores smoothly: ``softcap * tanh(score / softcap)``, after ``scale``.
+        sinks: One logit per query head, ``[Hq]``, that takes part in the softmax and has no value.
+
+    Returns:
+        Output ``[B, Hq, Tq, Dv]`` in the dtype of ``query``, 0 in rows that see no key; and the natural logarithm of
+        the softmax denominator, fp32 (fp64 for fp64) ``[B, Hq, Tq]``. Sinks count in it: a row that sees no key has
+        its sink logit there, and ``-inf`` without sinks.
+    """
+    keys, geometry = geometry.trimmed(key.shape[2])
+    key, value = key[:, :, keys], value[:, :, keys]
+    visible = geometry.visible_keys(key.shape[2])
+    operands = prepare_operands(query, key, value, recipe, kv_position=geometry.kv_position, visible=visible)
+    return attend(operands, geometry, recipe, dtype=query.dtype, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def attend(
+    operands: PreparedOperands,
+    geometry: AttentionGeometry,
+    recipe: Recipe,
+    *,
+    dtype: torch.dtype,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of operands that are in their precisions already.
+
+    Args:
+        operands: Queries, keys and values. What no query may see must be finite.
+        geometry: Visibility and positions.
+        recipe: Its band, and ``pv``.
+        dtype: Of the output, and of the probabilities where ``pv = "bf16"``.
+        scale: As for :func:`attention_reference`, like the rest and the result.
+        softcap: Cap of the scores.
+        sinks: Sink logits.
+    """
+    batch, q_heads, q_len, _ = operands.q_high.shape
+    kv_heads = operands.k_high.shape[1]
+    compute_dtype = operands.q_high.dtype
+    query = operands.q_high
+    out = query.new_empty((batch, q_len, q_heads, operands.value.shape[-1]), dtype=dtype).transpose(1, 2)
+    lse = query.new_empty((batch, q_heads, q_len))
+    if lse.numel() == 0:
+        return out, lse
+    call = _Call.of(operands, geometry, recipe, dtype)
+    if sinks is not None:
+        sinks = sinks.to(compute_dtype).view(1, kv_heads, q_heads // kv_heads, 1, 1)
+    for block, columns, high, hidden in _blocks(call, geometry):
+        scores = _scores(call, block, columns, high).mul_(scale)
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -math.inf)
+        block_out, block_lse = _softmax_times_value(scores, call, columns, high, sinks)
+        out[:, :, block] = block_out.flatten(1, 2).to(out.dtype)
+        lse[:, :, block] = block_lse.flatten(1, 2)
+    return out, lse
+
+
+def attention_gradient(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    geometry: AttentionGeometry,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute the gradient of attention straight through the rounding (arXiv 1308.3432).
+
+    Rounding has a gradient of 0 almost everywhere. So what is differentiated is the attention that a recipe
+    approximates, in fp32 (fp64 for fp64), at the tensors as they were given: exact where nothing is quantised.
+
+    Args:
+        grad_out: Gradient of the output, ``[B, Hq, Tq, Dv]``.
+        query: As for :func:`attention_reference`, like the rest.
+        key: ``[B, Hkv, Tk, D]``.
+        value: ``[B, Hkv, Tk, Dv]``.
+        geometry: Visibility and positions.
+        scale: Factor of the scores.
+        softcap: Cap of the scores.
+        sinks: One logit per query head, ``[Hq]``.
+
+    Returns:
+        The gradients of ``query``, ``key``, ``value`` and ``sinks`` in the dtypes of these; 0 of keys that no query
+        sees.
+    """
+    keys, geometry = geometry.trimmed(key.shape[2])
+    visible = geometry.visible_keys(keys.stop - keys.start)
+    operands = prepare_operands(
+        query, key[:, :, keys], value[:, :, keys], _EXACT, kv_position=geometry.kv_position, visible=visible
+    )
+    q, k, v = operands.q_high, operands.k_high, operands.value
+    batch, q_heads, _, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group = q_heads // kv_heads
+    logit = None if sinks is None else sinks.to(q.dtype).view(1, kv_heads, group, 1, 1)
+    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    grad_sinks = None if logit is None else torch.zeros_like(logit)
+    call = _Call.of(operands, geometry, _EXACT, q.dtype)
+    for block, columns, _, hidden in _blocks(call, geometry) if grad_out.numel() else ():
+        scores = _product(q[:, :, block], k[:, :, columns]).mul_(scale)
+        slope = None
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_()
+            slope = 1.0 - scores.square()
+            scores = scores.mul_(softcap)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -math.inf)
+        weights, shift = _exponentials(scores, logit)
+        denominator = weights.sum(-1, keepdim=True)
+        sink_weight = None if logit is None else torch.exp(logit - shift)
+        if sink_weight is not None:
+            denominator = denominator + sink_weight
+        denominator = denominator.masked_fill(denominator == 0, 1.0)
+        p = weights.div_(denominator)  # [B, Hkv, G, R, C]
+        grad = grad_out[:, :, block].to(q.dtype)  # [B, Hq, R, Dv]
+        grad_p = _product(grad, v[:, :, columns])
+        mean = (grad_p * p).sum(-1, keepdim=True)
+        if grad_sinks is not None and sink_weight is not None:
+            grad_sinks -= (sink_weight / denominator * mean).sum((0, 3), keepdim=True)
+        grad_v[:, :, columns] += _transposed_sum(p, grad)
+        grad_s = grad_p.sub_(mean).mul_(p).mul_(scale)
+        if slope is not None:
+            grad_s.mul_(slope)
+        grad_q[:, :, block] = _weighted_sum(grad_s, k[:, :, columns]).reshape(batch, q_heads, -1, head_dim)
+        grad_k[:, :, columns] += _transposed_sum(grad_s, q[:, :, block])
+    whole_k, whole_v = torch.zeros_like(key), torch.zeros_like(value)
+    whole_k[:, :, keys], whole_v[:, :, keys] = grad_k, grad_v
+    if sinks is not None and grad_sinks is not None:
+        grad_sinks = grad_sinks.view(sinks.shape).to(sinks.dtype)
+    return grad_q.to(query.dtype), whole_k, whole_v, grad_sinks
+
+
+def _blocks(call: _Call, geometry: AttentionGeometry) -> Iterator[tuple[slice, slice, list[_HighPart], Tensor | None]]:
+    """Yield blocks of query rows: the rows, the columns that they see, which of these are high, and what is hidden."""
+    batch, q_heads, q_len, _ = call.operands.q_high.shape
+    kv_heads, kv_len = call.operands.k_high.shape[1:3]
+    device = call.operands.q_high.device
+    rows = max(16, SCORE_BYTES // max(1, batch * q_heads * kv_len * 4))
+    for start in range(0, q_len, rows):
+        block = slice(start, min(start + rows, q_len))
+        columns = _visible_columns(call, block, geometry, kv_len)
+        q_pos = geometry.q_position[:, None] + torch.arange(block.start, block.stop, device=device)  # [B, R]
+        k_pos = geometry.kv_position[:, None] + torch.arange(columns.start, columns.stop, device=device)  # [B, C]
+        high = [] if call.recipe.is_uniform else list(_high_parts(call, block, columns, q_pos, k_pos))
+        yield block, columns, high, _hidden(call, block, columns, q_pos, k_pos, geometry, kv_heads)
+
+
+def _visible_columns(call: _Call, block: slice, geometry: AttentionGeometry, kv_len: int) -> slice:
+    """Return the smallest slice of key indices that holds every key visible to these queries by position alone."""
+    low, high = 0, kv_len
+    leads = [q - k for q, k in call.offsets]  # index of the key at the position of query 0
+    first, last = min(leads) + block.start, max(leads) + block.stop - 1
+    if geometry.is_causal:
+        high = min(high, last + 1)
+    elif geometry.window is not None:
+        high = min(high, last + geometry.window + 1)
+    if geometry.window is not None:
+        low = first - (geometry.window - 1 if geometry.is_causal else geometry.window)
+    low = min(max(low, 0), kv_len)
+    return slice(low, max(high, low))
+
+
+def _scores(call: _Call, block: slice, columns: slice, high: list[_HighPart]) -> Tensor:
+    """Return unscaled scores ``[B, Hkv, G, R, C]``: low everywhere, then high where the rule says so."""
+    operands = call.operands
+    scores = _product(operands.q_low[:, :, block], operands.k_low[:, :, columns])
+    for part, is_high in high:
+        local = slice(part.start - columns.start, part.stop - columns.start)
+        scores_high = _product(operands.q_high[:, :, block], operands.k_high[:, :, part])
+        scores[..., local] = torch.where(is_high, scores_high, scores[..., local])
+    if operands.shift is not None:
+        kv_heads, group = scores.shape[1:3]
+        shift = operands.shift[:, :, block]
+        scores += shift.reshape(len(shift), kv_heads, group, -1, 1)
+    return scores
+
+
+def _high_parts(call: _Call, block: slice, columns: slice, q_pos: Tensor, k_pos: Tensor) -> Iterator[_HighPart]:
+    """Yield disjoint slices of ``columns`` with every high key of these queries, and which pairs are high."""
+    recipe = call.recipe
+    q_tile = q_pos.div(TILE, rounding_mode="floor")[:, :, None]  # [B, R, 1]
+    k_tile = k_pos.div(TILE, rounding_mode="floor")[:, None]  # [B, 1, C]
+    newest = q_tile if call.is_causal else q_tile + recipe.diagonal_tiles
+    for part in _high_columns(call, block, columns):
+        tile = k_tile[..., part.start - columns.start : part.stop - columns.start]
+        is_high = ((tile >= q_tile - recipe.diagonal_tiles) & (tile <= newest)) | (tile < recipe.sink_tiles)
+        yield part, is_high[:, None, None]
+
+
+def _high_columns(call: _Call, block: slice, columns: slice) -> Iterator[slice]:
+    """Yield disjoint slices of ``columns`` that hold every key that is high for some of these queries."""
+    recipe = call.recipe
+    ahead = 0 if call.is_causal else recipe.diagonal_tiles
+    sinks_end = max(recipe.sink_tiles * TILE - k for _, k in call.offsets)
+    band_start = min(((q + block.start) // TILE - recipe.diagonal_tiles) * TILE - k for q, k in call.offsets)
+    band_end = max(((q + block.stop - 1) // TILE + ahead + 1) * TILE - k for q, k in call.offsets)
+    done = columns.start
+    for start, end in ((0, sinks_end), (band_start, band_end)):
+        part = slice(max(start, done), min(end, columns.stop))
+        if part.start < part.stop:
+            yield part
+            done = part.stop
+
+
+def _product(q: Tensor, k: Tensor) -> Tensor:
+    """Return ``q k^T`` for grouped heads, ``[B, Hq, R, D] x [B, Hkv, C, D] -> [B, Hkv, G, R, C]``."""
+    batch, q_heads, rows, head_dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(batch, kv_heads, (q_heads // kv_heads) * rows, head_dim)
+    return (grouped @ k.transpose(-1, -2)).view(batch, kv_heads, q_heads // kv_heads, rows, k.shape[2])
+
+
+def _hidden(
+    call: _Call,
+    block: slice,
+    columns: slice,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    geometry: AttentionGeometry,
+    kv_heads: int,
+) -> Tensor | None:
+    """Return what these queries may not see, broadcastable to ``[B, Hkv, G, R, C]``; ``None`` if they see it all."""
+    q, k = q_pos[:, :, None], k_pos[:, None]
+    parts = []  # [B, R, C]
+    if geometry.is_causal:
+        parts.append(k > q)
+    elif geometry.window is not None:
+        parts.append(k > q + geometry.window)
+    if geometry.window is not None:
+        parts.append(k <= q - geometry.window if geometry.is_causal else k < q - geometry.window)
+    if call.visible is not None:
+        parts.append(~call.visible[:, None, columns])
+    parts = [part[:, None, None] for part in parts]
+    if geometry.mask is not None:
+        mask = geometry.mask
+        rows = mask if mask.shape[2] == 1 else mask[:, :, block]
+        cells = rows if mask.shape[3] == 1 else rows[..., columns]
+        # [B, 1 or Hq, R, C] to [B, 1 or Hkv, 1 or G, R, C]
+        split = (1, 1) if mask.shape[1] == 1 else (kv_heads, mask.shape[1] // kv_heads)
+        parts.append(~cells.view(cells.shape[0], *split, *cells.shape[2:]))
+    return functools.reduce(torch.logical_or, parts) if parts else None
+
+
+def _softmax_times_value(
+    scores: Tensor, call: _Call, columns: slice, high: list[_HighPart], sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the output ``[B, Hkv, G, R, Dv]`` and the log of the denominator ``[B, Hkv, G, R]``; spends ``scores``."""
+    operands = call.operands
+    value = (operands.value if operands.v_low is None else operands.v_low)[:, :, columns]
+    weights, shift = _exponentials(scores, sinks)
+    denominator = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        denominator = denominator + torch.exp(sinks - shift)
+    lse = (denominator.log() + shift).squeeze(-1)
+    if operands.value_scale is None:
+        weights = weights.to(call.p_dtype).to(value.dtype)
+    else:
+        weights = to_e4m3(weights.mul_(P_SCALE)).to(value.dtype)
+    out = _weighted_sum(weights, value)
+    if operands.v_low is not None:
+        for part, is_high in high:
+            local = slice(part.start - columns.start, part.stop - columns.start)
+            difference = operands.value[:, :, part] - operands.v_low[:, :, part]
+            out = out + _weighted_sum(weights[..., local].masked_fill(~is_high, 0.0), difference)
+    if operands.value_scale is not None:
+        out = out * (operands.value_scale[:, :, None] / P_SCALE)
+    return out / denominator.masked_fill(denominator == 0, 1.0), lse
+
+
+def _exponentials(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return ``exp(scores - shift)`` and the finite shift of each row, ``[B, Hkv, G, R, 1]``; spends ``scores``."""
+    empty = scores.new_full((*scores.shape[:-1], 1), -math.inf)
+    row_max = scores.amax(-1, keepdim=True) if scores.shape[-1] else empty
+    if sinks is not None:
+        row_max = torch.maximum(row_max, sinks)
+    shift = row_max.masked_fill(row_max == -math.inf, 0.0)
+    return scores.sub_(shift).exp_(), shift
+
+
+def _transposed_sum(weights: Tensor, x: Tensor) -> Tensor:
+    """Sum over the queries of a group, ``[B, Hkv, G, R, C] x [B, Hq, R, N] -> [B, Hkv, C, N]``."""
+    batch, kv_heads, group, rows, width = weights.shape
+    flat = weights.reshape(batch, kv_heads, group * rows, width)
+    return flat.transpose(-1, -2) @ x.reshape(batch, kv_heads, group * rows, x.shape[-1])
+
+
+def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
+    """Return ``weights @ value`` for grouped heads, ``[B, Hkv, G, R, C] x [B, Hkv, C, Dv] -> [B, Hkv, G, R, Dv]``."""
+    batch, kv_heads, group, rows, width = weights.shape
+    flat = weights.reshape(batch, kv_heads, group * rows, width) @ value
+    return flat.view(batch, kv_heads, group, rows, value.shape[-1])

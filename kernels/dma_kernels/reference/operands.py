@@ -1,0 +1,124 @@
+"""Queries, keys and values in the precisions of a recipe, in torch: what the rule says before any product is formed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..numerics.formats import UNQUANTIZED, SharedScale
+from ..numerics.quantize import quantize, to_e4m3, value_scale
+from ..numerics.recipe import Recipe
+from ..numerics.transforms import hadamard_rotate, key_mean
+
+
+@dataclass(frozen=True)
+class PreparedOperands:
+    """Dequantised operands of one call, ``[B, H, T, D]``, fp32 (fp64 for fp64).
+
+    Attributes:
+        q_low: Queries of low tiles; those of high tiles if the recipe is uniform.
+        q_high: Queries of high tiles.
+        k_low: Keys of low tiles; those of high tiles if the recipe is uniform.
+        k_high: Keys of high tiles.
+        value: Values; for ``pv = "fp8"`` the E4M3 numbers, without their scale.
+        v_low: Values of low tiles where the recipe's ``low_v`` says; ``None``: ``value`` for all tiles.
+        value_scale: Scale of E4M3 values, ``[B, Hkv, 1, Dv]``; ``None`` for ``pv = "bf16"``.
+        shift: What smoothing took from every score of a query, ``[B, Hq, Tq]``; ``None`` without. A plain softmax does
+            not see it; sink logits, a softcap and the log of the denominator do.
+    """
+
+    q_low: Tensor
+    q_high: Tensor
+    k_low: Tensor
+    k_high: Tensor
+    value: Tensor
+    v_low: Tensor | None
+    value_scale: Tensor | None
+    shift: Tensor | None
+
+
+def prepare_operands(
+    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, kv_position: Tensor, visible: Tensor | None
+) -> PreparedOperands:
+    """Transform and quantise. Keys and values that no query may see count as zeros.
+
+    Args:
+        query: ``[B, Hq, Tq, D]``, floating point.
+        key: ``[B, Hkv, Tk, D]``.
+        value: ``[B, Hkv, Tk, Dv]``.
+        recipe: The precisions.
+        kv_position: Position of key 0, integer ``[B]``.
+        visible: Which keys a query may see, boolean ``[B, Tk]``; ``None`` for all.
+    """
+    if visible is not None:
+        key = key.masked_fill(~visible[:, None, :, None], 0.0)
+        value = value.masked_fill(~visible[:, None, :, None], 0.0)
+    compute_dtype = torch.promote_types(query.dtype, torch.float32)
+    k = key.to(compute_dtype)
+    shift = None
+    if recipe.smooth_k:
+        mean = key_mean(key, visible)
+        shift = smoothing_shift(query, mean)
+        k = k - mean
+        if visible is not None:
+            k = k.masked_fill(~visible[:, None, :, None], 0.0)
+    if recipe.rotate:
+        k = hadamard_rotate(k)
+    q_low, q_high = prepare_queries(query, recipe)
+    k_high = cast(k, recipe.high, recipe, SharedScale.BLOCK, query.dtype)
+    k_shared = SharedScale(recipe.shared_scale)
+    v_scale = value_scale(value) if recipe.pv == "fp8" else None
+    return PreparedOperands(
+        q_low=q_low,
+        q_high=q_high,
+        k_low=k_high if recipe.is_uniform else cast(k, recipe.key_low, recipe, k_shared, query.dtype, kv_position),
+        k_high=k_high,
+        v_low=None if recipe.low_v is None else cast(value, recipe.low_v, recipe, SharedScale.BLOCK, query.dtype),
+        value=(value if v_scale is None else to_e4m3(value.float() / v_scale)).to(compute_dtype),
+        value_scale=None if v_scale is None else v_scale.to(compute_dtype),
+        shift=shift,
+    )
+
+
+def smoothing_shift(query: Tensor, mean: Tensor) -> Tensor:
+    """Return ``q . mean`` of queries ``[B, Hq, Tq, D]`` and means ``[B, Hkv, 1, D]``: ``[B, Hq, Tq]``."""
+    group = query.shape[1] // mean.shape[1]
+    return (query.to(mean.dtype) * mean.repeat_interleave(group, 1)).sum(-1)
+
+
+def prepare_queries(query: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Return the queries ``[B, Hq, Tq, D]`` of low and of high tiles, transformed and quantised."""
+    q = query.to(torch.promote_types(query.dtype, torch.float32))
+    if recipe.rotate:
+        q = hadamard_rotate(q)
+    high = cast(q, recipe.high, recipe, SharedScale.BLOCK, query.dtype)
+    if recipe.is_uniform:
+        return high, high
+    shared = SharedScale(recipe.shared_scale)
+    shared = SharedScale.ROW if shared is SharedScale.TILE else shared  # a tile's queries have a scale each
+    return cast(q, recipe.query_low, recipe, shared, query.dtype), high
+
+
+def cast(
+    x: Tensor, format: str, recipe: Recipe, shared: SharedScale, dtype: torch.dtype, position: int | Tensor = 0
+) -> Tensor:
+    """Round ``[B, H, T, D]`` to a format.
+
+    Args:
+        x: What to round.
+        format: Its name; what is not quantised is rounded to ``dtype``.
+        recipe: How to round scales.
+        shared: What shares a scale.
+        dtype: The model's.
+        position: Of row 0, an int or integer ``[B]``, where a tile shares a scale.
+
+    Returns:
+        The rounded values, fp32 (fp64 for a ``dtype`` of fp64).
+    """
+    compute_dtype = torch.promote_types(dtype, torch.float32)
+    if format == UNQUANTIZED:
+        return x.to(dtype).to(compute_dtype)
+    quantized = quantize(x, format, scale_rounding=recipe.scale_rounding, shared_scale=shared, tile_offset=position)
+    return quantized.dequantize().to(compute_dtype)

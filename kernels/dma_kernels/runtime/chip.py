@@ -1,0 +1,84 @@
+"""What the machine is: the chip, the interpreter in its place, and which backend computes on a tensor."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+BACKENDS = ("auto", "reference", "triton")
+DTYPES = (torch.bfloat16, torch.float16)
+MIN_ARCH = 80
+BLOCK_SCALED_ARCHS = frozenset({100, 103, 110, 120, 121})
+"""Chips with block-scaled matrix units."""
+TENSOR_MEMORY_ARCHS = frozenset({100, 103, 110})
+"""Those of them that keep results in tensor memory. Their block-scaled products are of 128 rows, which with more than
+128 channels do not fit there."""
+MIN_FP8_ARCH = 89
+"""The first chip with FP8 units."""
+INTERPRETED_ARCH = 90
+"""The chip that the Triton interpreter stands for, so that a CPU runs the code of Hopper."""
+INTERPRETED_PROCESSORS = 2
+"""Its multiprocessors: few, so that work is shared out unevenly."""
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU (``TRITON_INTERPRET=1``)."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def device_arch(device: torch.device) -> int:
+    """Return the compute capability of a CUDA device, major times ten plus minor."""
+    if device.type == "cpu" and is_interpreted():
+        return INTERPRETED_ARCH
+    return _cuda_arch(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cuda_arch(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+def unsupported_reason(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why the Triton backend cannot run on tensors of this dtype and device; ``None`` if it can."""
+    if device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):
+        return f"it needs a CUDA device, got {device}"
+    if dtype not in DTYPES:
+        return f"it takes bf16 and fp16, got {dtype}"
+    arch = device_arch(device)
+    if arch < MIN_ARCH:
+        return f"it needs compute capability 8.0 or later, {device} has {arch // 10}.{arch % 10}"
+    return None
+
+
+def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the backend that computes on tensors of this device and dtype: ``reference`` or ``triton``.
+
+    Raises:
+        ValueError: There is no backend of that name.
+        RuntimeError: ``triton`` was asked for and cannot run on them.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    if backend == "reference":
+        return backend
+    reason = unsupported_reason(dtype, device)
+    if backend == "triton":
+        if reason is not None:
+            raise RuntimeError(f"backend='triton' cannot run: {reason}; use backend='reference' or 'auto'")
+        return backend
+    return "triton" if device.type == "cuda" and reason is None else "reference"
+
+
+def processors(device: torch.device) -> int:
+    """Return how many multiprocessors a device has."""
+    if device.type == "cpu":
+        return INTERPRETED_PROCESSORS
+    return _cuda_processors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cuda_processors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)

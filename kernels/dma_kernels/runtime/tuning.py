@@ -1,0 +1,308 @@
+"""Tile sizes of the kernels: a pure function of the chip and the shape, with the measured reason beside each number.
+
+Measured on an H200 (torch 2.11, Triton 3.6, batch 1, 32 query and 8 kv heads, causal, MXINT8 low tiles and
+FP8 values, TFLOP/s).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from ..numerics.formats import padded_channels
+from .chip import TENSOR_MEMORY_ARCHS
+from .lowering import Form, Lowering
+
+
+@dataclass(frozen=True)
+class HopperTiles:
+    """Sizes of the warp-specialised prefill kernel, and which calls are long enough for it.
+
+    Attributes:
+        groups: Warpgroups of 64 query positions in a program.
+        stages: Blocks of keys and values in flight.
+        registers: Of a thread of these warpgroups.
+        min_keys: Fewest keys of a call.
+        min_rows: Fewest query rows of all heads and batch rows.
+    """
+
+    groups: int
+    stages: int
+    registers: int
+    min_keys: int
+    min_rows: int
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """Sizes of the prefill kernel.
+
+    Attributes:
+        block_m: Query positions of a program; divides 128.
+        block_n: Keys of a step; divides 128.
+        num_warps: Warps of a program.
+        num_stages: Key blocks in flight in the loop over low tiles.
+        max_registers: Of a thread; ``None`` for as many as the compiler likes.
+        high_block_n: Keys of a step in the loop over high tiles; divides 128.
+        high_stages: Key blocks in flight in that loop.
+        stage_queries: Whether the queries of low tiles go through memory, see the kernel.
+        hopper: Of the kernel that takes long calls on Hopper, see :func:`dma_kernels.prefill.hopper.takes`.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+    high_block_n: int = 64
+    high_stages: int = 1
+    stage_queries: bool = False
+    hopper: HopperTiles | None = None
+
+
+@functools.cache
+def select_tiles(
+    arch: int, lowering: Lowering, head_dim: int, value_dim: int, *, has_softcap: bool = False
+) -> PrefillTiles:
+    """Return the sizes for a chip of compute capability ``arch`` (90 is Hopper).
+
+    Args:
+        arch: Major version times ten plus minor.
+        lowering: Forms of keys and values.
+        head_dim: Of queries and keys.
+        value_dim: Of values.
+        has_softcap: Whether scores are capped.
+    """
+    widest = padded_channels(max(head_dim, value_dim))
+    is_hopper = arch == 90
+    is_packed = Form.PACKED in (lowering.key, lowering.low_key)
+    are_keys_8bit = lowering.low_key not in (None, Form.DEQUANTIZED)
+    are_values_8bit = lowering.value is Form.E4M3
+    if arch in TENSOR_MEMORY_ARCHS and widest > 128:
+        # 128 rows of 256 channels take half of the tensor memory, and with scores and operands most forms do not fit.
+        return PrefillTiles(64, 64, num_warps=8, num_stages=2)
+    if is_packed and arch in TENSOR_MEMORY_ARCHS:
+        # Their block-scaled products are of 128 rows. 4 warps would spill registers in the loop over low tiles.
+        return PrefillTiles(128, 128, num_warps=8, num_stages=2)
+    if widest <= 128 and is_hopper and (are_keys_8bit or are_values_8bit):
+        # 64 x 128 with 4 warps against 128 x 128 with 8: 806 to 549 at head_dim 128 and 32K (attention alone), and
+        # with 16-bit values 613 to 523. Several programs then share a multiprocessor, and one computes its softmax
+        # while another keeps the matrix units busy. Queries from shared memory, not registers: 820 against 668.
+        # High tiles in blocks of 64, two in flight: at 8K 720, against 689 with one and 690 with one of 128.
+        hopper = _hopper_tiles(are_keys_8bit, are_values_8bit) if widest == 128 else None
+        tiles = PrefillTiles(64, 128, num_warps=4, num_stages=2, high_stages=2, stage_queries=True, hopper=hopper)
+        if not (are_keys_8bit and are_values_8bit):
+            return tiles
+        # A cap on registers admits a third (fourth) program: 806 against 728 at head_dim 128 and 32K, 558 against 419
+        # at head_dim 64 and 16K. A third stage would push the third program out: 768 against 806.
+        # A softcap takes more registers than the cap leaves: its loop would spill (compiled, not timed).
+        if has_softcap:
+            return tiles
+        if widest == 128:
+            return replace(tiles, max_registers=168)
+        return replace(tiles, max_registers=128, num_stages=3)
+    if widest <= 128 and is_hopper and lowering.low_key is Form.DEQUANTIZED:
+        # 16-bit keys and values (kv4, 32K, quantising counted; SDPA 14.8 ms): 17.0 ms. Blocks of 64 queries read the L2
+        # cache twice as often: 17.2 at best. One program of 128 x 128 17.4, of 128 x 64 18.5. The cap lets two programs
+        # share a multiprocessor: without it 22.6. A softcap has no room under it, and gets the second best.
+        if widest == 128 and not has_softcap:
+            hopper = _hopper_tiles(are_keys_8bit=False, are_values_8bit=False)
+            return PrefillTiles(128, 64, 8, num_stages=2, max_registers=128, stage_queries=True, hopper=hopper)
+        # At head_dim 64 and 16K 2.57 ms (SDPA 2.37), with two stages 2.97. 128 x 128 under a cap took 2.50 and spilled.
+        return PrefillTiles(64, 64 if widest == 128 else 128, 4, num_stages=3, high_stages=2, stage_queries=True)
+    if widest <= 128 and arch > 90 and are_keys_8bit and are_values_8bit:
+        return PrefillTiles(64, 128, num_warps=4, num_stages=2 if widest == 128 else 3)
+    if widest <= 128 and arch >= 90 and lowering.low_key is None:
+        # All tiles are high ones: their loop is the one that counts.
+        return PrefillTiles(64, 64, num_warps=4, num_stages=2, high_stages=2)
+    if widest <= 64:
+        return PrefillTiles(block_m=64, block_n=128, num_warps=4, num_stages=2)
+    if widest <= 128:
+        # 16-bit operands fill twice the shared memory.
+        return PrefillTiles(block_m=64, block_n=64, num_warps=4, num_stages=2)
+    # Of 256 channels the output takes half of Hopper's registers. 16 query and 8 kv heads, quantising counted, in
+    # milliseconds at 8K / 32K (SDPA, which is cuDNN: 0.87 / 12.1).
+    if is_hopper and are_values_8bit:
+        # 8-bit keys: 1.39 / 19.2. 128 x 64 1.49 / 22.5, with spills in the loop; 64 x 64 1.82 / 27.5, with three stages
+        # 1.54 / 22.0, with 4 warps 1.46 / 20.3 and spills; 64 x 128 with one stage 1.71 / 24.4. The kernel for long
+        # prompts: 0.71 / 8.3. 16-bit keys (``fp4``): 1.96 / 26.1, with 128 x 64 2.21 / 26.9, with 64 x 64 2.46 / 35.2.
+        hopper = _wide_hopper_tiles() if are_keys_8bit else None
+        return PrefillTiles(64, 128, num_warps=8, num_stages=2, stage_queries=True, hopper=hopper)
+    if is_hopper and are_keys_8bit:
+        # ``paper``: 0.93 / 12.0, although a dozen scalars are spilled. 128 x 64 with 8 warps 1.01 / 13.2; what spills
+        # nothing, 64 x 128 with 8 warps, 1.58 / 22.8.
+        return PrefillTiles(64, 64, num_warps=4, num_stages=2, stage_queries=True)
+    if is_hopper:
+        # 16-bit operands. ``kv4``: 1.22 / 15.8; 64 x 64 with 4 warps 1.60 / 22.0.
+        return PrefillTiles(128, 64, num_warps=8, num_stages=2, stage_queries=True)
+    # Not measured, compiled: what spills least in the loop over low tiles.
+    if arch == 80:
+        # 0 to 9 accesses a step (in Triton 3.7 to 22); 128 x 64, with room for one stage, 36 to 103. 64 x 64 none, but
+        # it would read keys and values from the L2 cache about as fast as that can deliver them.
+        return PrefillTiles(128, 32, num_warps=8, num_stages=2, high_block_n=32, stage_queries=True)
+    # The consumer chips have 99 KB of shared memory. With 4 warps 16-bit and block-scaled operands spill up to 51 times
+    # a step, and 3 KB of a thread in all; with 8 never in the loop, and 700 bytes at most.
+    num_warps = 4 if are_keys_8bit and are_values_8bit and not is_packed else 8
+    return PrefillTiles(64, 32, num_warps=num_warps, num_stages=1, high_block_n=32, stage_queries=num_warps == 8)
+
+
+def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
+    """Return the sizes for head dimensions of 128, where products are of 64 x 128 scores.
+
+    Three warpgroups leave a thread 160 registers, which a block's scores, its product and the output just fit in. Two,
+    with 240 registers and two blocks of keys at a time: 813 TFLOP/s at 32K against 918, as the slower units
+    (exponentials, conversions) then idle more. A token that makes warpgroups begin their scores one after the other:
+    883 to 920 against 912. A quarter of the exponentials as polynomials, of more instructions: 840 against 891.
+
+    One program fills a multiprocessor, and what it does before and behind its loop is hidden by nothing. So it pays for
+    long rows alone. Against the other kernel, quantising counted, in milliseconds: 8-bit keys and E4M3 values 0.236 to
+    0.226 at 4K, 0.694 to 0.733 at 8K, 9.31 to 10.94 at 32K; 16-bit keys (``fp4``) 0.365 to 0.416 at 4K, 11.37 to 15.49
+    at 32K, and 16-bit values too (``kv4``) 0.308 to 0.370 and 13.18 to 17.38; 8-bit keys and 16-bit values (``paper``)
+    0.273 to 0.299 and 11.52 to 14.57. At head_dim 64 (``balanced``) it gains too little: 2.05 to 2.02 at 16K, 31.4 to
+    32.4 at 64K.
+    """
+    # As many blocks as fit in shared memory.
+    stages = {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2}[are_keys_8bit, are_values_8bit]
+    min_keys = 8_192 if are_keys_8bit and are_values_8bit else 4_096
+    return HopperTiles(groups=3, stages=stages, registers=160, min_keys=min_keys, min_rows=32 * min_keys)
+
+
+def _wide_hopper_tiles() -> HopperTiles:
+    """Return the sizes for head dimensions of 256, with 8-bit keys and E4M3 values.
+
+    The output takes 128 registers of a thread and a block's scores 64, so there are two warpgroups. The product with
+    values goes 64 channels at a time: with 128 a product, of which two are in flight, spills a quarter of the output,
+    0.92 / 13.0 ms against 0.71 / 8.3 at 8K / 32K (16 query and 8 kv heads). With 64 nine registers are spilled.
+
+    The other kernel has one program on a multiprocessor too, and is overtaken early, as CUDA graphs in microseconds:
+    512 keys 44.5 against 39.3, 1K 60.0 against 65.6, 2K 107 against 149, 4K 255 against 419; 8 query heads at 2K 68
+    against 76.
+    """
+    return HopperTiles(groups=2, stages=2, registers=240, min_keys=1_024, min_rows=16_384)
+
+
+def starts_early(arch: int, kv_len: int) -> bool:
+    """Whether the kernels of a call start before the one before them has ended (programmatic dependent launch).
+
+    In short calls launches take as long as some kernels: ``balanced`` at 2K takes 80.2 us instead of 84.4, ``kv4`` 127
+    instead of 131, ``fp4`` 177 instead of 174. But programs that come early go where there is room, not everywhere
+    alike: at 1K 42.3 instead of 39.4. And at 4K little is left to gain, 222 instead of 224, while in long calls the
+    quantiser's programs, which read their tile before they wait, take memory from the statistics: 297 us for both at
+    128K instead of 273.
+
+    Args:
+        arch: Compute capability, major version times ten plus minor.
+        kv_len: Keys.
+    """
+    return arch >= 90 and 2_048 <= kv_len < 4_096
+
+
+L2_BYTES = 24 << 20
+"""Keys and values that programs running at the same time should share: about half of a Hopper's L2 cache of 50 MB."""
+
+
+def select_section(kv_heads: int, bytes_per_head: int) -> int:
+    """Return how many kv heads (of all batch rows) are worked on at a time.
+
+    As many as fit in the L2 cache: in a section the longest rows go first, and only the end of the last section leaves
+    multiprocessors idle.
+
+    Args:
+        kv_heads: Heads times batch rows.
+        bytes_per_head: Of keys and values.
+    """
+    return max(1, min(kv_heads, L2_BYTES // max(1, bytes_per_head)))
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Sizes of the decode kernel.
+
+    Attributes:
+        step: Keys of a step over low tiles; divides 128. Of 4-bit values a step takes the whole tile.
+        high_step: Keys of a step over high tiles; divides 128.
+        splits: Programs that share the tiles of a kv head.
+        high_weight: How many low tiles a high one counts for when they are shared out.
+        num_warps: Warps of a program.
+        num_stages: Low steps in flight.
+        high_stages: High steps in flight.
+        max_registers: Of a thread; ``None`` for as many as the compiler likes.
+    """
+
+    step: int
+    high_step: int
+    splits: int
+    high_weight: int
+    num_warps: int
+    num_stages: int
+    high_stages: int
+    max_registers: int | None = None
+
+
+def select_decode_tiles(
+    arch: int,
+    widest: int,
+    key_form: str,
+    value_form: str,
+    *,
+    columns: int,
+    programs: int,
+    tiles: int,
+    high_tiles: int,
+    processors: int,
+) -> DecodeTiles:
+    """Return the sizes of a decode step: a function of shapes and capacities, not of how much a cache holds.
+
+    Args:
+        arch: Compute capability, major version times ten plus minor.
+        widest: The larger head dimension of keys and values, padded to a power of two.
+        key_form: How low keys are stored, see :mod:`dma_kernels.cache.decode_tiles`.
+        value_form: How low values are stored.
+        columns: Queries times heads of a program, padded.
+        programs: Programs without any split: kv heads of all batch rows.
+        tiles: Low tiles that the cache can hold.
+        high_tiles: High tiles that a query can have.
+        processors: Multiprocessors of the device.
+    """
+    is_4bit = "fp4" in (key_form, value_form)
+    # Measured on an H200 (Triton 3.6, 32 query and 8 kv heads, head_dim 128; batch 1 with 128K keys / batch 8 with 32K;
+    # SDPA: 124 / 238 us). 4 bits are bound by instructions: two warps, four programs to a multiprocessor: 51 / 90 us;
+    # three programs 60 / 113, eight 56 / 94; four warps 57 / 106; two stages 55 / 99. 8 bits are bound by memory: four
+    # warps, two programs: 69 / 129 us.
+    # Two warps keep a chip from its tensor memory, which takes no 8 columns of 8 bits (compiled, not run).
+    has_tensor_memory = arch in TENSOR_MEMORY_ARCHS
+    num_warps, per_processor = (2 if is_4bit or has_tensor_memory else 4), (4 if is_4bit else 2)
+    takes_tile = value_form == "fp4" or (value_form == "e4m3" and key_form in ("int8", "e4m3", "fp4"))
+    step, num_stages = (128 if takes_tile else 32), 3
+    if columns > 16:
+        num_warps *= 2
+    if widest > 128:
+        if not has_tensor_memory:
+            num_warps = max(4, num_warps)
+        step, num_stages = (128 if value_form == "fp4" else min(step, 64)), 2
+    elif arch not in (80, 90) and not has_tensor_memory:
+        num_stages = 2  # the consumer chips have 99 KB of shared memory
+    # A high tile takes longer than its bytes say. Counted as 8 low ones: 69 / 129 us at 8 bits, as 4 75 / 134, as 2
+    # 81 / 137; at 4 bits 8 is 51 / 92, 4 51 / 89, 2 60 / 96.
+    weight = 1 if key_form == "16bit" else 4 if is_4bit else 8
+    # Where a program has little but a high tile, larger steps end sooner (whole steps, 8 bits; 1 x 4K / 1 x 32K /
+    # 1 x 128K / 8 x 4K / 8 x 32K): 21.8 / 35.9 / 76.4 / 35.5 / 135.8 us with 32 keys, 20.7 / 32.2 / 76.1 / 35.2 / 137.0
+    # with 64, which then count as 6: 20.5 / 31.9 / 75.7 / 34.2 / 135.2. A third stage instead: 21.5 / 35.0 / 76.0 /
+    # 34.7 / 136.5. At 4 bits no gain: 20.8 / 32.5 / 60.6 / 33.7 / 104.4 against 21.1 / 33.2 / 62.7 / 34.3 / 108.8.
+    high_step = 32
+    if arch == 90 and takes_tile and not is_4bit and widest <= 128 and columns <= 16:
+        high_step, weight = 64, 6
+    # All programs at once, if they fill the chip; else in about four rounds, the last of which is a small loss.
+    slots = processors * per_processor
+    splits = slots // programs
+    if splits * programs < 0.8 * slots:
+        splits = -(-4 * slots // programs)
+    return DecodeTiles(
+        step=step,
+        high_step=high_step,
+        splits=max(1, min(splits, tiles + high_tiles)),
+        high_weight=weight,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        high_stages=2,
+    )

@@ -1,0 +1,361 @@
+"""The cache of a layer: what is stored where, and that attention over it is attention over the whole sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from dma_kernels import Recipe, attention
+from dma_kernels.cache.api import append, cached_attention, restore
+from dma_kernels.cache.storage import MAX_EXACT_CROP, LayerStorage
+from dma_kernels.testing import RECIPES
+
+BATCH, Q_HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 32, 24
+CPU = torch.device("cpu")
+PLANS = {
+    "tokens across borders": [126, *[1] * 4, 124, *[1] * 4, 127, 1, 1, 37],
+    "chunks": [100, 16, 200, 7, 101],
+    "one prompt": [424],
+}
+
+
+def sequence(length: int, dtype: torch.dtype = torch.float64, seed: int = 0):
+    """Queries, keys and values; the keys of a head have a mean, or smoothing would change nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(BATCH, Q_HEADS, length, DIM, generator=generator, dtype=dtype)
+    key = torch.randn(BATCH, KV_HEADS, length, DIM, generator=generator, dtype=dtype) + 1
+    value = torch.randn(BATCH, KV_HEADS, length, VALUE_DIM, generator=generator, dtype=dtype)
+    return query, key, value
+
+
+def empty(recipe: Recipe, dtype: torch.dtype = torch.float64, window: int | None = None, tiles: int = 0):
+    return LayerStorage.allocate(
+        recipe,
+        batch=BATCH,
+        kv_heads=KV_HEADS,
+        head_dim=DIM,
+        value_dim=VALUE_DIM,
+        dtype=dtype,
+        device=CPU,
+        window=window,
+        tiles=tiles,
+    )
+
+
+def filled(recipe: Recipe, key, value, plan=(1 << 20,), padding=(0, 0), window=None) -> LayerStorage:
+    storage = empty(recipe, key.dtype, window)
+    storage.lengths -= torch.tensor(padding, dtype=torch.int32)
+    for start, end in steps(plan, key.shape[2]):
+        storage.reserve(end // 128)
+        storage.append(key[:, :, start:end], value[:, :, start:end])
+    return storage
+
+
+def steps(plan, length):
+    """Yield the start and end of each step of a plan, cut off at ``length``."""
+    start = 0
+    for count in plan:
+        end = min(start + count, length)
+        if start < end:
+            yield start, end
+        start = end
+
+
+def decode(storage, query, key, value, plan, **options):
+    outputs = []
+    stored = int(storage.lengths.max())
+    for start, end in steps(plan, query.shape[2]):
+        storage.reserve((stored + end) // 128)
+        new = (x[:, :, start:end] for x in (query, key, value))
+        outputs.append(cached_attention(*new, storage, **options))
+    return torch.cat(outputs, 2)
+
+
+def relative_error(actual, expected) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def assert_equal_tensors(actual: LayerStorage, expected: LayerStorage) -> None:
+    for (name, a), e in zip(actual.tensors().items(), expected.tensors().values(), strict=True):
+        assert a.dtype == e.dtype, name
+        assert torch.equal(a.view(torch.uint8), e.view(torch.uint8)), name
+
+
+def recipes(*names: str):
+    return pytest.mark.parametrize("recipe", [pytest.param(RECIPES[name], id=name) for name in names or RECIPES])
+
+
+class TestAgreement:
+    """However the keys came, attention over the cache is :func:`dma_kernels.attention` over the sequence."""
+
+    @recipes()
+    def test_steps_of_padded_rows(self, recipe):
+        query, key, value = sequence(424)
+        padding = torch.tensor([0, 37])
+        visible = torch.stack((padding, torch.full((2,), 424)), -1)
+        expected = attention(query, key, value, recipe, q_offset=-padding, kv_offset=-padding, kv_range=visible)
+        storage = empty(recipe)
+        storage.lengths -= padding.int()
+        actual = decode(storage, query, key, value, PLANS["tokens across borders"])
+        if recipe.smooth_k and recipe.high != "bf16":
+            # Before it is complete the mean of the first tile is another one, and quantised high keys see it.
+            actual, expected = actual[:, :, 37 + 127 :], expected[:, :, 37 + 127 :]
+        # Probabilities are rounded to E4M3 after a sum of another order.
+        assert relative_error(actual, expected) < (1e-5 if recipe.pv == "fp8" else 1e-12)
+
+    @recipes("paper", "mxint8-tile", "nvfp4-keys-values")
+    @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+    @pytest.mark.parametrize("window", [None, 150, 20], ids=lambda w: f"window {w}")
+    def test_windows(self, recipe, plan, window):
+        query, key, value = sequence(424)
+        expected = attention(query, key, value, recipe, window=window)
+        actual = decode(empty(recipe, window=window), query, key, value, plan, window=window)
+        assert relative_error(actual, expected) < (1e-5 if recipe.pv == "fp8" else 1e-12)
+
+    @recipes("mxint8-tile", "nvfp4-mxfp8")
+    def test_in_fp32_with_softcap_and_sinks(self, recipe):
+        recipe = dataclasses.replace(recipe, smooth_k=False)
+        query, key, value = sequence(424, torch.float32)
+        options = {"softcap": 5.0, "sinks": torch.tensor([0.0, 2.0, -1.0, 5.0]), "scale": 0.3}
+        expected = attention(query, key, value, recipe, **options)
+        actual = decode(empty(recipe, torch.float32), query, key, value, PLANS["chunks"], **options)
+        assert relative_error(actual, expected) < 2e-3  # a rounding of P to E4M3 may fall the other way
+
+    @recipes("mxint8-tile")
+    def test_a_mask_and_no_causality(self, recipe):
+        """Of a prefix that all queries of a chunk see, with holes; the columns of the mask begin before position 0."""
+        query, key, value = sequence(400)
+        generator = torch.Generator().manual_seed(3)
+        mask = torch.rand(BATCH, 1, 100, 405, generator=generator) < 0.7
+        expected = attention(query[:, :, 300:], key, value, recipe, is_causal=False, q_offset=300, mask=mask[..., 5:])
+        storage = filled(recipe, key[:, :, :300], value[:, :, :300])
+        storage.reserve(3)
+        new = (x[:, :, 300:] for x in (query, key, value))
+        position = torch.tensor([-5, -5])
+        actual = cached_attention(*new, storage, is_causal=False, mask=mask, mask_position=position)
+        assert relative_error(actual, expected) < 1e-5
+
+    def test_stored_keys_can_be_asked_again(self):
+        recipe = RECIPES["nvfp4-keys-values"]
+        query, key, value = sequence(300)
+        storage = filled(recipe, key[:, :, :290], value[:, :, :290])
+        new = (x[:, :, 290:] for x in (query, key, value))
+        first = cached_attention(*new, storage)
+        again = cached_attention(query[:, :, 290:], None, None, storage)
+        assert relative_error(again, first) < 1e-12
+
+    def test_a_row_that_sees_nothing_is_zero(self):
+        query, key, value = sequence(10)
+        storage = empty(RECIPES["mxint8-tile"])
+        storage.lengths -= torch.tensor([0, 20], dtype=torch.int32)
+        out = cached_attention(query, key, value, storage)
+        assert out[0].abs().min() > 0
+        assert out[1].abs().max() == 0
+        assert storage.lengths.tolist() == [10, -10]
+
+
+class TestStores:
+    @recipes()
+    def test_codes_do_not_depend_on_how_keys_come(self, recipe):
+        _, key, value = sequence(424)
+        whole = filled(recipe, key, value, padding=(0, 37))
+        for plan in PLANS.values():
+            assert_equal_tensors(filled(recipe, key, value, plan, padding=(0, 37)), whole)
+
+    @recipes("mxint8-tile", "nvfp4-keys-values")
+    def test_body_is_the_low_form(self, recipe):
+        """Its keys are what the quantiser makes of smoothed and rotated ones, to about three significant bits."""
+        _, key, value = sequence(300)
+        storage = filled(recipe, key, value)
+        transformed = storage.transform(key[:, :, :256], storage.key_mean)
+        assert 0 < relative_error(storage.low_keys(0, 256), transformed) < 0.2
+        assert 0 < relative_error(storage.low_values(0, 256), value[:, :, :256]) < 0.2
+
+    def test_raw_stores_hold_the_ends(self):
+        _, key, value = sequence(424)
+        storage = filled(Recipe(diagonal_tiles=1, sink_tiles=2), key, value)
+        assert torch.equal(storage.key_sink, key[:, :, :256])
+        assert torch.equal(storage.value_sink, value[:, :, :256])
+        last = torch.arange(424 - 384, 424)
+        assert torch.equal(storage.key_tail[:, :, last % 384], key[:, :, last])
+        assert torch.equal(storage.value_tail[:, :, last % 384], value[:, :, last])
+
+    def test_growth_is_geometric_and_a_ring_is_bounded(self):
+        _, key, value = sequence(424)
+        storage = filled(Recipe(), key, value)
+        assert storage.slots == 3  # exactly what the prompt needs
+        before = storage.low_keys(0, 384)
+        storage.reserve(4)
+        assert storage.slots == 4
+        storage.reserve(100)
+        storage.reserve(101)
+        assert storage.slots == 101
+        storage.reserve(256)
+        storage.reserve(257)
+        assert storage.slots == 258
+        assert torch.equal(storage.low_keys(0, 384), before)
+        ring = empty(Recipe(), window=1000)
+        ring.reserve(1 << 20)
+        assert ring.slots == 11  # a window of 999 earlier keys, two tiles of slack, and the tile that it begins in
+
+    @pytest.mark.parametrize(
+        ("recipe", "bound"),
+        [
+            (RECIPES["mxint8-tile"], 0.55),
+            (Recipe(low_q="bf16", low_k="nvfp4", low_v="nvfp4", high="bf16"), 0.30),
+        ],
+        ids=["8 bit", "4 bit"],
+    )
+    def test_bytes_of_32k_tokens(self, recipe, bound):
+        sizes = {"batch": 1, "kv_heads": 8, "head_dim": 128, "value_dim": 128}
+        storage = LayerStorage.allocate(
+            recipe, **sizes, dtype=torch.bfloat16, device=torch.device("meta"), tiles=32768 // 128
+        )
+        assert storage.nbytes / (2 * 2 * 8 * 128 * 32768) < bound
+        storage.reserve(257)  # what a generation does next must not cost what was spared
+        assert storage.nbytes / (2 * 2 * 8 * 128 * 32768) < bound
+
+    def test_restoring(self):
+        """Raw where there is raw; else to the precision of the codes; zeros where there is nothing."""
+        recipe = RECIPES["nvfp4-keys-values"]  # smooths and rotates
+        _, key, value = sequence(700)
+        storage = filled(recipe, key, value, padding=(0, 37))
+        keys, values = restore(storage, torch.tensor([-5, -42]), 710)
+        for row, padding in enumerate((0, 37)):
+            assert keys[row, :, : padding + 5].abs().max() == 0
+            stored = slice(padding + 5, 705)
+            for actual, expected in ((keys, key), (values, value)):
+                assert 0 < relative_error(actual[row, :, stored], expected[row, :, padding:]) < 0.2
+                assert torch.equal(actual[row, :, 705 - 384 : 705], expected[row, :, -384:])
+                assert torch.equal(actual[row, :, stored][:, :128], expected[row, :, padding : padding + 128])
+                assert actual[row, :, 705:].abs().max() == 0
+
+
+class TestCrop:
+    @recipes("mxint8-tile", "nvfp4-keys-values", "mxint8-block-floor")
+    @pytest.mark.parametrize("count", [1, 60, MAX_EXACT_CROP], ids=lambda n: f"crop {n}")
+    def test_short_crops_leave_no_trace(self, recipe, count):
+        """Across a border of tiles, and with other keys in the place of those that were taken back."""
+        query, key, value = sequence(424)
+        other, wrong = sequence(424, seed=9)[1:]
+        storage = filled(recipe, key[:, :, :300], value[:, :, :300])
+        storage.reserve(4)
+        storage.append(other[:, :, :count], wrong[:, :, :count])
+        storage.crop(count)
+        rest = (x[:, :, 300:] for x in (query, key, value))
+        actual = decode(storage, *rest, [1, 84, 39])
+        expected = attention(query, key, value, recipe)[:, :, 300:]
+        assert relative_error(actual, expected) < (1e-5 if recipe.pv == "fp8" else 1e-12)
+
+    def test_repeated_crops_add_up(self):
+        """Two of 100 tokens are one of 200: the band is restored from codes, and all else is as it was."""
+        recipe = RECIPES["mxint8-tile"]
+        query, key, value = sequence(700)
+        storage = filled(recipe, key, value)
+        storage.crop(100)
+        assert storage.taken_back == 100
+        storage.crop(100)
+        assert storage.taken_back == 0
+        assert storage.lengths.tolist() == [500, 500]
+        fresh = filled(recipe, key[:, :, :500], value[:, :, :500])
+        assert torch.equal(storage.key_body["data"][:, :, :3], fresh.key_body["data"])
+        error = relative_error(storage.key_tail, fresh.key_tail)
+        assert 0 < error < 0.02
+        new = [x[:, :, 500:501] for x in (query, key, value)]
+        actual, expected = (cached_attention(*new, each) for each in (storage, fresh))
+        assert relative_error(actual, expected) < 0.02
+
+    def test_into_the_first_tile(self):
+        """The mean is that of the keys that are left."""
+        recipe = RECIPES["nvfp4-keys-values"]
+        _, key, value = sequence(200)
+        storage = filled(recipe, key, value)
+        storage.crop(100)
+        fresh = filled(recipe, key[:, :, :100], value[:, :, :100])
+        assert torch.equal(storage.key_mean, fresh.key_mean)
+
+    def test_a_window_that_is_gone(self):
+        _, key, value = sequence(1000)
+        storage = filled(Recipe(), key, value, window=100)
+        before = storage.mapped(torch.clone)
+        with pytest.raises(RuntimeError, match="crop takes back 600 tokens of a layer with a sliding window of 100"):
+            storage.crop(600)
+        assert_equal_tensors(storage, before)
+
+
+class TestErrors:
+    @pytest.fixture
+    def storage(self):
+        _, key, value = sequence(20)
+        return filled(Recipe(), key, value)
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "message"),
+        [
+            (
+                {"key": (2, 2, 3, 16)},
+                ValueError,
+                r"key must be \[2, 2, tokens, 32\] as in the cache, got \[2, 2, 3, 16\]",
+            ),
+            ({"value": (1, 2, 3, 24)}, ValueError, r"value must be \[2, 2, tokens, 24\] as in the cache"),
+            ({"key": (2, 3, 3, 32)}, ValueError, r"key must be \[2, 2, tokens, 32\]"),
+            ({"value": (2, 2, 4, 24)}, ValueError, "value must have as many tokens as key, 3, got 4"),
+            ({"query": (2, 4, 4, 32)}, ValueError, "key must have as many tokens as query, 4, got 3"),
+            ({"query": (2, 3, 3, 32)}, ValueError, r"query must be \[2, a multiple of 2, tokens, 32\]"),
+            ({"value": None}, ValueError, "key and value must be given together"),
+            ({"scale": 0.0}, ValueError, "scale must be a positive finite number, got 0.0"),
+            ({"softcap": -1.0}, ValueError, "softcap must be a positive finite number"),
+            ({"mask": torch.ones(1, 1, 3, 23).bool()}, ValueError, "mask_position must say which position column 0"),
+            ({"dtype": torch.float32}, TypeError, "key must have the dtype of the cache, torch.float64"),
+            ({"backend": "cuda"}, ValueError, "backend must be one of auto, reference, triton; got 'cuda'"),
+        ],
+        ids=str,
+    )
+    def test_the_cache_is_as_it_was(self, storage, changes, error, message):
+        dtype = changes.pop("dtype", torch.float64)
+        shapes = {"query": (2, 4, 3, 32), "key": (2, 2, 3, 32), "value": (2, 2, 3, 24)}
+        shapes |= {name: changes.pop(name) for name in tuple(changes) if name in shapes}
+        tensors = [None if shape is None else torch.ones(shape, dtype=dtype) for shape in shapes.values()]
+        before = storage.mapped(torch.clone)
+        with pytest.raises(error, match=message):
+            cached_attention(*tensors, storage, **changes)
+        assert_equal_tensors(storage, before)
+
+    def test_no_room(self, storage):
+        before = storage.mapped(torch.clone)
+        query, key, value = sequence(200)
+        with pytest.raises(ValueError, match=r"room for 0 tiles.*220 tokens fill 1; call reserve\(1\) first"):
+            cached_attention(query, key, value, storage)
+        assert_equal_tensors(storage, before)
+
+    def test_a_wider_window_than_the_cache_keeps(self):
+        query, key, value = sequence(3)
+        with pytest.raises(ValueError, match="window must be at most 100, what the cache keeps; got 200"):
+            cached_attention(query, key, value, empty(Recipe(), window=100), window=200)
+
+    def test_asking_for_a_gradient(self, storage):
+        query, key, value = sequence(3)
+        query.requires_grad_()
+        with torch.enable_grad(), pytest.raises(RuntimeError, match="attention over a cache has no gradient"):
+            cached_attention(query, key, value, storage).sum().backward()
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["mxint8-tile"], RECIPES["nvfp4-keys-values"]], ids=["8 bit", "4 bit"])
+def test_compilers_see_one_operation(recipe):
+    """Steps across a border of tiles, of a storage of fixed size, in one graph that is compiled once."""
+    query, key, value = sequence(260)
+    expected = decode(
+        filled(recipe, key[:, :, :250], value[:, :, :250]), *(x[:, :, 250:] for x in (query, key, value)), [1] * 10
+    )
+    storage = empty(recipe, tiles=3)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled_append = torch.compile(append, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(cached_attention, fullgraph=True, backend="aot_eager")
+    compiled_append(storage, key[:, :, :250], value[:, :, :250])
+    outputs = [compiled(*(x[:, :, i : i + 1].clone() for x in (query, key, value)), storage) for i in range(250, 260)]
+    assert relative_error(torch.cat(outputs, 2), expected) < 1e-12
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    keys, _ = torch.compile(restore, fullgraph=True, backend="aot_eager")(storage, storage.lengths - 10, 10)
+    assert torch.equal(keys, key[:, :, 250:])

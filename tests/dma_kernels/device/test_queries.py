@@ -1,0 +1,150 @@
+"""The query prologue of the attention kernel in Triton's interpreter, against the torch quantiser."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from dma_kernels.device.queries import prepare_queries, rotate_queries
+from dma_kernels.numerics.formats import MXINT8_UNIT
+from dma_kernels.numerics.quantize import QuantizedTensor, e8m0_to_float, nvfp4_global_scale, quantize
+from dma_kernels.numerics.transforms import hadamard_rotate, hadamard_size
+from dma_kernels.runtime.lowering import Form
+from dma_kernels.testing import assert_bits_equal, mixed_magnitudes, random_qkv, relative_error
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs these")
+
+ROWS, COLUMNS = 32, 128
+
+
+@triton.jit
+def _prepare_kernel(
+    x_ptr, q_ptr, scale_ptr, factor_ptr, head_scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr, FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
+    rows = tl.arange(0, ROWS)
+    x = tl.load(x_ptr + rows[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
+    q, scale, factor = prepare_queries(x, head_scale, FORM, FORMAT, SHARED, ROUNDING, tl.bfloat16, True)
+    tl.store(q_ptr + rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], q)
+    tl.store(factor_ptr + rows, factor)
+    if BLOCKS > 0:
+        tl.store(scale_ptr + rows[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :], scale)
+
+
+@triton.jit
+def _rotate_kernel(q_ptr, out_ptr, norm, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
+    offset = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(out_ptr + offset, rotate_queries(tl.load(q_ptr + offset), norm, SIZE, True))
+
+
+def queries() -> Tensor:
+    """Return fp32 ``[ROWS, COLUMNS]`` of many magnitudes, with a row and a block of zeros."""
+    x = mixed_magnitudes(ROWS, COLUMNS, seed=3)
+    x[5] = 0.0
+    x[7, 32:64] = 0.0
+    return x
+
+
+def prepare(
+    x: Tensor, form: Form, format: str, *, shared: str = "block", rounding: str = "ceil", scale: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return queries, block scales where ``scale`` gives their shape and dtype, and factors."""
+    dtypes = {Form.INT8: torch.int8, Form.E4M3: torch.float8_e4m3fn, Form.E5M2: torch.float8_e5m2}
+    dtype, width = dtypes.get(form, torch.bfloat16), COLUMNS
+    if form is Form.PACKED:
+        dtype, width = (torch.float8_e4m3fn, COLUMNS) if format == "mxfp8" else (torch.uint8, COLUMNS // 2)
+    q = torch.empty(ROWS, width, dtype=dtype)
+    factor = torch.full((ROWS,), torch.nan)
+    made_scale = None if scale is None else torch.empty_like(scale)
+    head_scale = float(nvfp4_global_scale(x.abs().amax())) if format == "nvfp4" else 1.0
+    arguments: dict[str, Any] = {"FORM": str(form), "FORMAT": format, "SHARED": shared, "ROUNDING": rounding}
+    _prepare_kernel[(1,)](
+        x, q, made_scale, factor, head_scale, ROWS=ROWS, COLUMNS=COLUMNS, WIDTH=width,
+        BLOCKS=0 if scale is None else scale.shape[1], **arguments,
+    )  # fmt: skip
+    return q, made_scale, factor
+
+
+def row_factor(x: Tensor, quantized: QuantizedTensor) -> Tensor:
+    return e8m0_to_float(quantized.scale[:, 0]).masked_fill(x.abs().amax(1) == 0.0, 1.0)
+
+
+@pytest.mark.parametrize("rounding", ["ceil", "floor"])
+@pytest.mark.parametrize(("form", "format", "unit"), [(Form.INT8, "mxint8", MXINT8_UNIT), (Form.E4M3, "mxfp8", 1.0)])
+def test_queries_for_8bit_units_have_the_bits_of_the_specification(
+    form: Form, format: str, unit: float, rounding: str
+) -> None:
+    x = queries()
+    expected = quantize(x, format, shared_scale="row", scale_rounding=rounding)
+    q, _, factor = prepare(x, form, format, shared="row", rounding=rounding)
+    assert_bits_equal(q, expected.data)
+    assert_bits_equal(factor, row_factor(x, expected) * unit)
+
+
+@pytest.mark.parametrize("rounding", ["ceil", "floor", "search"])
+@pytest.mark.parametrize("shared", ["block", "row"])
+def test_mxfp4_queries_are_exact_in_e5m2(shared: str, rounding: str) -> None:
+    if (shared, rounding) == ("row", "search"):
+        pytest.skip("a scale that is searched for is its block's own")
+    x = queries()
+    expected = quantize(x, "mxfp4", shared_scale=shared, scale_rounding=rounding)
+    q, _, factor = prepare(x, Form.E5M2, "mxfp4", shared=shared, rounding=rounding)
+    assert torch.equal(q.float() * factor[:, None], expected.dequantize())
+
+
+def test_e5m2_holds_28_binades_of_block_scales() -> None:
+    x = torch.zeros(ROWS, COLUMNS)
+    x[:, 0], x[:, 32], x[:, 64] = 1.0, 2.0**-28, 2.0**-40
+    q, _, factor = prepare(x, Form.E5M2, "mxfp4")
+    values = q.float() * factor[:, None]
+    assert torch.equal(values[:, :64], x[:, :64])
+    assert (values[:, 64:].abs() <= 2.0**-28).all()
+
+
+def test_a_broken_block_stays_nan_in_e5m2() -> None:
+    x = queries()
+    x[3, 40] = torch.inf
+    q, _, factor = prepare(x, Form.E5M2, "mxfp4")
+    values = q.float() * factor[:, None]
+    assert values[3, 32:64].isnan().all()
+    assert not values[3, :32].isnan().any()
+    assert not values[4].isnan().any()
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "nvfp4"])
+def test_packed_queries_have_the_bits_of_the_specification(format: str) -> None:
+    x = queries()
+    expected = quantize(x, format)
+    q, scale, factor = prepare(x, Form.PACKED, format, scale=expected.scale)
+    assert scale is not None
+    assert_bits_equal(q, expected.data)
+    assert_bits_equal(scale, expected.scale)
+    head_scale = torch.ones(()) if expected.global_scale is None else expected.global_scale
+    assert torch.equal(factor, head_scale.flatten().expand(ROWS))
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "mxint8", "nvfp4"])
+@pytest.mark.parametrize("shared", ["block", "row"])
+def test_dequantized_queries_equal_the_specification(format: str, shared: str) -> None:
+    shared = "block" if format == "nvfp4" else shared
+    x = queries()
+    q, _, factor = prepare(x, Form.DEQUANTIZED, format, shared=shared)
+    assert torch.equal(q.float(), quantize(x, format, shared_scale=shared).dequantize())
+    assert torch.equal(factor, torch.ones(ROWS))
+
+
+@pytest.mark.parametrize("head_dim", [8, 32, 64, 96, 128, 256])
+def test_rotation_is_exact_to_fp32_rounding(head_dim: int) -> None:
+    q, _, _ = random_qkv(q_heads=1, q_len=ROWS, kv_len=1, head_dim=head_dim, dtype=torch.float16)
+    columns = max(32, triton.next_power_of_2(head_dim))
+    padded = torch.zeros(ROWS, columns, dtype=torch.float16)
+    padded[:, :head_dim] = q[0, 0]
+    out = torch.full((ROWS, columns), torch.nan)
+    size = hadamard_size(head_dim)
+    _rotate_kernel[(1,)](padded, out, size**-0.5, ROWS=ROWS, COLUMNS=columns, SIZE=size)
+    assert relative_error(out[:, :head_dim], hadamard_rotate(q[0, 0])) < 1e-6
+    assert not out[:, head_dim:].any()

@@ -1,0 +1,238 @@
+"""Element casts and scales, over every code and every tie, against ml_dtypes and exact integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from dma_kernels.numerics import formats
+from dma_kernels.numerics.formats import BLOCK_FORMATS, E2M1, E4M3, INT8, ElementFormat, ScaleFormat
+from dma_kernels.numerics.quantize import (
+    e2m1_decode,
+    e2m1_encode,
+    e8m0_scale,
+    e8m0_to_float,
+    pack_e2m1,
+    quantize,
+    to_e4m3,
+    unpack_e2m1,
+)
+from dma_kernels.testing import assert_bits_equal
+from hypothesis import given
+from hypothesis import strategies as st
+
+ELEMENT_DTYPES = {"E2M1": ml_dtypes.float4_e2m1fn, "E4M3": ml_dtypes.float8_e4m3fn}
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True)
+
+
+def all_values(name: str) -> np.ndarray:
+    """Every value of an element format by its code, fp32; E4M3's two NaN included."""
+    return np.arange(16 if name == "E2M1" else 256, dtype=np.uint8).view(ELEMENT_DTYPES[name]).astype(np.float32)
+
+
+def ties_and_neighbours(name: str) -> torch.Tensor:
+    """Every finite value, every midpoint of neighbours, what lies beside each in fp32, and the ends of fp32."""
+    values = all_values(name)
+    values = np.unique(values[np.isfinite(values)])
+    middles = (values[1:] + values[:-1]) / 2
+    beyond = values[-1] + (values[-1] - values[-2]) * np.array([0.5, 1.0, 1.5], np.float32)
+    edges = np.array([2.0**-149, 2.0**-127, 2.0**-126, 1e30, 3e38], np.float32)
+    points = np.concatenate([values, middles, beyond, -beyond, edges, -edges])
+    points = np.concatenate(
+        [points, np.nextafter(points, np.float32(-np.inf)), np.nextafter(points, np.float32(np.inf))]
+    )
+    return torch.from_numpy(np.concatenate([points, np.array([0.0, -0.0], np.float32)]))
+
+
+def bfloat16_numbers() -> torch.Tensor:
+    """Every bfloat16 number but the NaN, as fp32."""
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    return x[~x.isnan()]
+
+
+def float16_numbers() -> torch.Tensor:
+    """Every fp16 number but the NaN, as fp32."""
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    return x[~x.isnan()]
+
+
+def saturated_codes(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Codes by ml_dtypes, which itself makes a large E4M3 a NaN."""
+    largest = float(ml_dtypes.finfo(ELEMENT_DTYPES[name]).max)
+    return torch.from_numpy(np.clip(x.numpy(), -largest, largest).astype(ELEMENT_DTYPES[name]).view(np.uint8))
+
+
+def encode(x: torch.Tensor, name: str) -> torch.Tensor:
+    return e2m1_encode(x) if name == "E2M1" else to_e4m3(x).view(torch.uint8)
+
+
+class TestConstants:
+    @pytest.mark.parametrize("element", [E2M1, E4M3], ids=lambda element: element.name)
+    def test_element_limits_are_those_of_ml_dtypes(self, element: ElementFormat) -> None:
+        info = ml_dtypes.finfo(ELEMENT_DTYPES[element.name])
+        assert element.max_value == float(info.max)
+        assert element.emax == math.floor(math.log2(float(info.max)))
+        assert element.bits == info.bits
+
+    @pytest.mark.parametrize("element", [E2M1, E4M3, INT8], ids=lambda element: element.name)
+    def test_max_mantissa_is_in_the_bits_of_the_largest_value(self, element: ElementFormat) -> None:
+        bits = torch.tensor(element.max_value).view(torch.int32).item()
+        assert element.max_mantissa == bits & 0x7FFFFF
+        assert element.emax == (bits >> 23) - 127
+
+    def test_smallest_and_unit(self) -> None:
+        assert float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).smallest_subnormal) == formats.E4M3_SMALLEST
+        assert INT8.max_value == 127 / 64
+        assert formats.MXINT8_UNIT == 1 / 64
+
+    @pytest.mark.parametrize(
+        ("name", "block", "bits", "scale"),
+        [
+            ("mxfp4", 32, 4.25, "E8M0"),
+            ("mxfp8", 32, 8.25, "E8M0"),
+            ("mxint8", 32, 8.25, "E8M0"),
+            ("nvfp4", 16, 4.5, "E4M3"),
+        ],
+    )
+    def test_block_formats(self, name: str, block: int, bits: float, scale: str) -> None:
+        fmt = formats.block_format(name)
+        assert (fmt.name, fmt.block_size, fmt.bits_per_element, fmt.scale) == (name, block, bits, ScaleFormat(scale))
+
+    def test_unknown_block_format_lists_the_known_ones(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"unknown block format 'fp3'; expected one of mxfp4, mxfp8, mxint8, nvfp4"
+        ):
+            formats.block_format("fp3")
+
+    def test_format_names(self) -> None:
+        assert list(formats.FORMAT_NAMES) == ["bf16", *BLOCK_FORMATS]
+
+
+class TestE2M1:
+    def test_decode_every_code(self) -> None:
+        assert_bits_equal(e2m1_decode(torch.arange(16, dtype=torch.uint8)), torch.from_numpy(all_values("E2M1")))
+
+    def test_encode_undoes_decode(self) -> None:
+        codes = torch.arange(16, dtype=torch.uint8)
+        assert_bits_equal(e2m1_encode(e2m1_decode(codes)), codes)
+
+    def test_ties_go_to_the_even_code(self) -> None:
+        # Midpoints 0.25 (0|1), 0.75 (1|2), 1.25 (2|3), 1.75 (3|4), 2.5 (4|5), 3.5 (5|6), 5 (6|7).
+        middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+        assert e2m1_encode(middles).tolist() == [0, 2, 2, 4, 4, 6, 6]
+        assert e2m1_encode(-middles).tolist() == [8, 10, 10, 12, 12, 14, 14]
+
+    def test_infinity_saturates_and_nan_is_zero(self) -> None:
+        x = torch.tensor([math.inf, -math.inf, math.nan, -math.nan])
+        assert e2m1_encode(x).tolist() == [7, 15, 0, 0]
+
+    def test_pack_every_byte(self) -> None:
+        packed = torch.arange(256, dtype=torch.uint8)
+        codes = unpack_e2m1(packed)
+        assert_bits_equal(codes[0::2], packed % 16)  # the even channel is the low nibble
+        assert_bits_equal(codes[1::2], packed // 16)
+        assert_bits_equal(pack_e2m1(codes), packed)
+
+
+class TestE4M3:
+    def test_every_code_is_a_fixed_point(self) -> None:
+        codes = torch.arange(256, dtype=torch.uint8)
+        values = torch.from_numpy(all_values("E4M3"))
+        assert_bits_equal(codes.view(torch.float8_e4m3fn).float(), values)
+        assert_bits_equal(to_e4m3(values), codes.view(torch.float8_e4m3fn))
+
+    def test_nan_stays_and_infinity_saturates(self) -> None:
+        cast = to_e4m3(torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 464.5, 1e30])).float()
+        assert cast[:2].isnan().all()
+        assert cast[2:].tolist() == [448.0, -448.0, 448.0, 448.0]
+
+
+@pytest.mark.parametrize("name", ["E2M1", "E4M3"])
+class TestElementCasts:
+    def test_ties_and_neighbours(self, name: str) -> None:
+        x = ties_and_neighbours(name)
+        assert_bits_equal(encode(x, name), saturated_codes(x, name))
+
+    @pytest.mark.parametrize("numbers", [bfloat16_numbers, float16_numbers], ids=["bf16", "fp16"])
+    def test_every_16_bit_number(self, name: str, numbers: Callable[[], torch.Tensor]) -> None:
+        x = numbers()
+        assert_bits_equal(encode(x, name), saturated_codes(x, name))
+
+    @given(st.lists(FINITE, min_size=1, max_size=64))
+    def test_any_fp32(self, name: str, numbers: list[float]) -> None:
+        x = torch.tensor(numbers)
+        assert_bits_equal(encode(x, name), saturated_codes(x, name))
+
+
+class TestMXINT8:
+    """A block whose largest magnitude is in [1, 2) has the floor scale 1, so that elements count 64ths."""
+
+    def test_codes_against_exact_integers(self) -> None:
+        halves = [Fraction(k, 128) for k in range(-255, 256)]  # every code and every tie
+        x = torch.tensor([float(h) for h in halves])
+        x = torch.cat([x, x.nextafter(torch.tensor(9.0)), x.nextafter(torch.tensor(-9.0))])
+        blocks = torch.zeros(len(x), 32)
+        blocks[:, 0], blocks[:, 1] = 1.0, x
+        # Python's round() of a Fraction is exact and takes ties to even.
+        expected = [max(-127, min(127, round(Fraction(v) * 64))) for v in x.tolist()]
+        quantized = quantize(blocks, "mxint8", scale_rounding="floor")
+        assert quantized.scale.unique().tolist() == [127]
+        assert quantized.data[:, 1].tolist() == expected
+        assert_bits_equal(quantized.dequantize()[:, 1], torch.tensor(expected) / 64)
+
+    def test_code_minus_128_is_unused(self) -> None:
+        block = torch.full((1, 32), -1.9999999)
+        assert quantize(block, "mxint8", scale_rounding="floor").data.unique().tolist() == [-127]
+
+
+class TestE8M0:
+    def test_every_code(self) -> None:
+        codes = torch.arange(256, dtype=torch.uint8)
+        expected = codes.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        assert_bits_equal(e8m0_to_float(codes), torch.from_numpy(expected))
+
+    @staticmethod
+    def exact_code(amax: float, element: ElementFormat, rounding: str) -> int:
+        """The definition in exact fractions: search upwards for the first exponent that fits."""
+        exponent = -127
+        if rounding == "floor":
+            while Fraction(2) ** (exponent + 1 + element.emax) <= Fraction(amax):
+                exponent += 1
+        else:
+            while Fraction(element.max_value) * Fraction(2) ** exponent < Fraction(amax):
+                exponent += 1
+        return min(exponent, 127) + 127
+
+    @pytest.mark.parametrize("rounding", ["floor", "ceil"])
+    @pytest.mark.parametrize("element", [E2M1, E4M3, INT8], ids=lambda element: element.name)
+    def test_scale_against_exact_fractions(self, element: ElementFormat, rounding: str) -> None:
+        top = element.max_mantissa
+        mantissas = [0, 1, top - 1, top, top + 1, 0x7FFFFF]
+        exponents = [1, 2, 8, 9, 10, 100, 126, 127, 128, 253, 254]
+        bits = [(e << 23) | m for e in exponents for m in mantissas]
+        amax = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+        expected = [self.exact_code(a, element, rounding) for a in amax.tolist()]
+        assert e8m0_scale(amax, element, rounding).tolist() == expected
+
+    @pytest.mark.parametrize("rounding", ["floor", "ceil"])
+    @pytest.mark.parametrize("element", [E2M1, E4M3, INT8], ids=lambda element: element.name)
+    def test_subnormal_and_zero_amax(self, element: ElementFormat, rounding: str) -> None:
+        amax = torch.tensor([0, 1, 0x3FFFFF, 0x400000, 0x7C0000], dtype=torch.int32).view(torch.float32)
+        assert e8m0_scale(amax, element, rounding).tolist() == [0] * 5
+        # The last subnormals reach 2 - 2**-22 in units of 2**-127, which INT8 (127 / 64) cannot hold.
+        last = torch.tensor([0x7FFFFF], dtype=torch.int32).view(torch.float32)
+        assert e8m0_scale(last, element, rounding).tolist() == [int(element is INT8 and rounding == "ceil")]
+
+    @pytest.mark.parametrize("rounding", ["floor", "ceil"])
+    def test_infinity_and_nan(self, rounding: str) -> None:
+        amax = torch.tensor([math.inf, math.nan])
+        assert e8m0_scale(amax, E4M3, rounding).tolist() == [255, 255]
+
+    def test_int8_cannot_scale_past_the_largest_code(self) -> None:
+        largest = torch.tensor([torch.finfo(torch.float32).max])
+        assert e8m0_scale(largest, INT8, "ceil").tolist() == [254]

@@ -1,0 +1,457 @@
+"""Block formats, bit for bit, against torchao, which nobody here wrote, and against the oracle where torchao ends."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from dma_kernels import quantize
+from dma_kernels.numerics.formats import BLOCK_FORMATS, E2M1_MAGNITUDES, E4M3, block_format
+from dma_kernels.numerics.quantize import (
+    QuantizedTensor,
+    e2m1_decode,
+    e8m0_scale,
+    e8m0_to_float,
+    nvfp4_global_scale,
+    to_e4m3,
+    unpack_e2m1,
+    value_scale,
+)
+from dma_kernels.testing import assert_bits_equal, mixed_magnitudes
+from hypothesis import given
+from hypothesis import strategies as st
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import to_mx
+from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
+
+E8M0_FORMATS = ("mxfp4", "mxfp8", "mxint8")
+ALL_FORMATS = (*E8M0_FORMATS, "nvfp4")
+TORCHAO_ELEMENTS = {"mxfp4": torch.float4_e2m1fn_x2, "mxfp8": torch.float8_e4m3fn}
+TORCHAO_MODES = {"floor": ScaleCalculationMode.FLOOR, "ceil": ScaleCalculationMode.RCEIL}
+SEEDS = st.integers(0, 2**31 - 1)
+
+
+def element_codes(quantized: QuantizedTensor) -> torch.Tensor:
+    """The codes as integers, unpacked."""
+    if quantized.format.name == "mxint8":
+        return quantized.data
+    codes = quantized.data.view(torch.uint8)
+    return codes if quantized.format.name == "mxfp8" else unpack_e2m1(codes)
+
+
+def scale_values(quantized: QuantizedTensor) -> torch.Tensor:
+    """The scale of each block, without NVFP4's scale of the head."""
+    return quantized.scale.float() if quantized.format.name == "nvfp4" else e8m0_to_float(quantized.scale)
+
+
+class TestAgainstTorchao:
+    @pytest.mark.parametrize("rounding", ["floor", "ceil"])
+    @pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
+    @given(seed=SEEDS, binades=st.integers(0, 90), is_bf16=st.booleans(), length=st.integers(1, 9))
+    def test_mx(self, format: str, rounding: str, seed: int, binades: int, is_bf16: bool, length: int) -> None:
+        # Common domain: torchao divides by no less than 2**-126, and its RCEIL not at all where the code is 0, so the
+        # magnitudes stay above 2**-110. Its RCEIL takes the logarithm in fp32, which loses an amax within about
+        # 2**-17 of a power of two times the element's largest value; those blocks are left to the oracle below.
+        dtype = torch.bfloat16 if is_bf16 else torch.float32
+        x = mixed_magnitudes(length, 96, seed=seed, binades=binades, dtype=dtype)
+        scale, data = to_mx(x, TORCHAO_ELEMENTS[format], 32, TORCHAO_MODES[rounding])
+        ours = quantize(x, format, scale_rounding=rounding)
+        clear = torch.ones(length, 3, dtype=torch.bool)
+        if rounding == "ceil":
+            amax = x.float().view(length, 3, 32).abs().amax(-1)
+            ratio = torch.log2(amax.double() / block_format(format).element.max_value)
+            clear = (ratio - ratio.round()).abs() > 2.0**-15
+            clear |= ratio == ratio.round()
+        assert_bits_equal(ours.scale[clear], scale.view(torch.uint8)[clear])
+        per_block = (length, 3, -1)
+        assert_bits_equal(
+            ours.data.view(torch.uint8).view(per_block)[clear], data.view(torch.uint8).view(per_block)[clear]
+        )
+
+    @given(seed=SEEDS, binades=st.integers(0, 5), is_bf16=st.booleans(), exponent=st.integers(-60, 60))
+    def test_nvfp4(self, seed: int, binades: int, is_bf16: bool, exponent: int) -> None:
+        # Differences: torchao keeps block scales at 2**-6 or more (ours go down to E4M3's subnormals), so such blocks
+        # are left out; and it multiplies by a rounded reciprocal where we divide, so that a quotient within a few ulp
+        # of a tie (bf16 data hit ties exactly) may round the other way there.
+        dtype = torch.bfloat16 if is_bf16 else torch.float32
+        x = torch.ldexp(mixed_magnitudes(6, 64, seed=seed, binades=binades), torch.tensor(exponent)).to(dtype)
+        head_scale = nvfp4_global_scale(x.float().abs().amax())
+        scale, data = nvfp4_quantize(x, 16, head_scale)
+        ours = quantize(x, "nvfp4", global_scale=head_scale)
+        normal = ours.scale.float() >= 2.0**-6
+        scale = scale.view(ours.scale.shape)
+        assert normal.any()
+        assert_bits_equal(ours.scale[normal], scale[normal])
+        theirs = unpack_e2m1(data).view(6, 4, 16)[normal]
+        codes = element_codes(ours).view(6, 4, 16)[normal]
+        blocks = x.float().view(6, 4, 16)[normal]
+        total = scale[normal].float() * head_scale
+        for block, index in (codes != theirs).nonzero().tolist():
+            quotient = abs(Fraction(blocks[block, index].item()) / Fraction(total[block].item()))
+            middles = [Fraction(a + b) / 2 for a, b in itertools.pairwise(E2M1_MAGNITUDES)]
+            assert min(abs(quotient / middle - 1) for middle in middles) < Fraction(1, 2**21)
+
+    def test_nvfp4_clear_of_ties(self) -> None:
+        # fp32 noise with a fixed seed has no quotient near a tie: every byte is equal.
+        x = mixed_magnitudes(64, 128, seed=1, binades=3)
+        head_scale = nvfp4_global_scale(x.abs().amax())
+        scale, data = nvfp4_quantize(x, 16, head_scale)
+        ours = quantize(x, "nvfp4", global_scale=head_scale)
+        normal = ours.scale.float() >= 2.0**-6
+        assert normal.float().mean() > 0.9
+        assert_bits_equal(ours.data.view(64, 8, 8)[normal], data.view(64, 8, 8)[normal])
+        assert_bits_equal(ours.scale[normal], scale.view(64, 8)[normal])
+
+    def test_nan_block_has_the_nan_scale(self) -> None:
+        x = torch.ones(2, 64)
+        x[0, 3] = math.nan
+        scale, _ = to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.FLOOR)
+        assert_bits_equal(quantize(x, "mxfp8", scale_rounding="floor").scale, scale.view(torch.uint8))
+
+
+class TestAgainstOracle:
+    @staticmethod
+    def check(ours: QuantizedTensor, expected) -> None:
+        broken = torch.from_numpy(np.isnan(expected.scales))
+        size = ours.format.block_size
+        assert_bits_equal(scale_values(ours).double(), torch.from_numpy(expected.scales))
+        codes = element_codes(ours).view(*ours.scale.shape, size)[~broken]
+        assert_bits_equal(codes, torch.from_numpy(expected.codes).view(*ours.scale.shape, size)[~broken])
+        values = ours.dequantize()
+        # Exact but for what rounds up past the end of fp32.
+        assert_bits_equal(values, torch.from_numpy(expected.values).float())
+
+    @pytest.mark.parametrize("shared", ["block", "row", "tile"])
+    @pytest.mark.parametrize("rounding", ["floor", "ceil"])
+    @pytest.mark.parametrize("format", E8M0_FORMATS)
+    def test_mx_shared_scales(self, oracle, format: str, rounding: str, shared: str) -> None:
+        x = mixed_magnitudes(2, 131, 64, seed=7, binades=8)
+        ours = quantize(x, format, scale_rounding=rounding, shared_scale=shared, tile_offset=100)
+        self.check(ours, oracle.quantize(x, format, rounding=rounding, shared=shared, offset=100))
+
+    @pytest.mark.parametrize("head_dim", [8, 16, 33, 80, 96, 200], ids=lambda d: f"D{d}")
+    @pytest.mark.parametrize("format", ALL_FORMATS)
+    def test_padded_head_dims(self, oracle, format: str, head_dim: int) -> None:
+        x = mixed_magnitudes(2, 7, head_dim, seed=3, binades=4)
+        ours = quantize(x, format)
+        size = block_format(format).block_size
+        blocks = math.ceil(head_dim / size)
+        assert ours.scale.shape == (2, 7, blocks)
+        assert element_codes(ours).shape == (2, 7, blocks * size)
+        assert ours.dequantize().shape == x.shape
+        self.check(ours, oracle.quantize(x, format))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=lambda d: str(d)[6:])
+    @pytest.mark.parametrize("format", ALL_FORMATS)
+    def test_dtypes(self, oracle, format: str, dtype: torch.dtype) -> None:
+        x = mixed_magnitudes(1, 5, 64, seed=4, binades=3, dtype=dtype)
+        self.check(quantize(x, format), oracle.quantize(x, format))
+
+    @pytest.mark.parametrize("format", ALL_FORMATS)
+    @given(seed=SEEDS)
+    def test_search(self, oracle, format: str, seed: int) -> None:
+        x = mixed_magnitudes(1, 4, 64, seed=seed, binades=4)
+        self.check(quantize(x, format, scale_rounding="search"), oracle.quantize(x, format, rounding="search"))
+
+    @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+    def test_search_loses_less(self, format: str) -> None:
+        x = mixed_magnitudes(1, 64, 64, seed=1, binades=4)
+        size = block_format(format).block_size
+
+        def loss(rounding: str) -> torch.Tensor:
+            error = quantize(x, format, scale_rounding=rounding).dequantize() - x
+            return error.abs().view(-1, size).sum(-1)
+
+        searched, ceil = loss("search"), loss("ceil")
+        assert (searched <= ceil * (1 + 1e-6)).all()
+        assert (searched < 0.99 * ceil).float().mean() > 0.1
+
+    @pytest.mark.parametrize("rounding", ["floor", "ceil"])
+    @pytest.mark.parametrize("format", E8M0_FORMATS)
+    @given(exponent=st.integers(-149, 127), seed=SEEDS)
+    def test_ends_of_fp32(self, oracle, format: str, rounding: str, exponent: int, seed: int) -> None:
+        # Subnormals of every size, and numbers up to the largest of fp32.
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.rand(1, 3, 32, generator=generator, dtype=torch.float64) * 1.96 * 2.0**exponent
+        x = x.clamp(max=torch.finfo(torch.float32).max).float()
+        self.check(quantize(x, format, scale_rounding=rounding), oracle.quantize(x, format, rounding=rounding))
+
+    @given(exponent=st.integers(-149, 127), seed=SEEDS)
+    def test_nvfp4_ends_of_fp32(self, oracle, exponent: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.rand(1, 3, 32, generator=generator, dtype=torch.float64) * 2.0**exponent
+        x = (x * torch.tensor([1.0, 2.0**-8, 2.0**-17])[:, None]).float()
+        self.check(quantize(x, "nvfp4"), oracle.quantize(x, "nvfp4"))
+
+    @pytest.mark.parametrize("format", E8M0_FORMATS)
+    def test_amax_at_the_edge_of_saturation(self, oracle, format: str) -> None:
+        largest = torch.tensor(block_format(format).element.max_value)
+        edge = torch.stack([largest, largest.nextafter(torch.tensor(0.0)), largest.nextafter(torch.tensor(1e9))])
+        x = (edge * torch.tensor([[2.0**-30], [1.0], [2.0**30]])).view(1, 9, 1).expand(1, 9, 32)
+        for rounding in ("floor", "ceil"):
+            self.check(quantize(x, format, scale_rounding=rounding), oracle.quantize(x, format, rounding=rounding))
+
+    @pytest.mark.parametrize("format", ALL_FORMATS)
+    def test_strides_do_not_matter(self, format: str) -> None:
+        x = mixed_magnitudes(3, 64, 5, seed=2, binades=3).mT
+        assert not x.is_contiguous()
+        ours, plain = quantize(x, format), quantize(x.contiguous(), format)
+        assert_bits_equal(ours.data, plain.data)
+        assert_bits_equal(ours.scale, plain.scale)
+
+
+class TestUnusualValues:
+    @pytest.mark.parametrize("format", ALL_FORMATS)
+    def test_zero_block(self, format: str) -> None:
+        x = torch.cat([torch.zeros(1, 32), torch.full((1, 32), 6.0)], dim=-1)
+        ours = quantize(x, format)
+        zeros = ours.scale[0, 0].float().item()
+        assert zeros == (2.0**-9 if format == "nvfp4" else 0)  # E4M3's smallest; the E8M0 code 0
+        assert_bits_equal(ours.dequantize()[:, :32], torch.zeros(1, 32))
+        assert_bits_equal(ours.dequantize()[:, 32:], x[:, 32:])
+
+    @pytest.mark.parametrize("format", ALL_FORMATS)
+    def test_all_zero_tensor(self, format: str) -> None:
+        assert_bits_equal(quantize(torch.zeros(2, 3, 64), format).dequantize(), torch.zeros(2, 3, 64))
+
+    @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "nvfp4"])
+    def test_negative_zero_keeps_its_sign(self, format: str) -> None:
+        x = torch.full((1, 32), 6.0)
+        x[0, 5] = -0.0
+        assert_bits_equal(quantize(x, format).dequantize(), x)
+
+    @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -math.nan], ids=["inf", "-inf", "nan", "-nan"])
+    @pytest.mark.parametrize("format", ALL_FORMATS)
+    def test_broken_block_is_nan_and_alone(self, oracle, format: str, value: float) -> None:
+        size = block_format(format).block_size
+        x = mixed_magnitudes(1, 3, 2 * size, seed=5, binades=2)
+        x[0, 1, 3] = value
+        ours = quantize(x, format)
+        broken = torch.zeros_like(x, dtype=torch.bool)
+        broken[0, 1, :size] = True
+        assert torch.equal(ours.dequantize().isnan(), broken)
+        assert ours.scale[0, 1, 0].float().isnan() or ours.scale[0, 1, 0].item() == 255
+        TestAgainstOracle.check(ours, oracle.quantize(x, format))
+        if format != "mxfp8":  # E4M3 has a NaN of its own; other elements of a broken block are 0
+            assert not (element_codes(ours)[0, 1, :size] != 0).any()
+
+    def test_the_scale_of_a_nan_is_nan_whatever_its_sign(self) -> None:
+        # A vectorised maximum makes NaNs with the sign bit set.
+        nan = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
+        assert e8m0_scale(nan, E4M3).tolist() == [255, 255]
+
+    @pytest.mark.parametrize("value", [math.inf, math.nan], ids=["inf", "nan"])
+    @pytest.mark.parametrize(("shared", "rows"), [("row", {1}), ("tile", {0, 1, 2})])
+    @pytest.mark.parametrize("format", E8M0_FORMATS)
+    def test_broken_value_spreads_as_far_as_its_scale(
+        self, format: str, shared: str, rows: set[int], value: float
+    ) -> None:
+        x = torch.ones(5, 64)
+        x[1, 40] = value
+        nan = quantize(x, format, shared_scale=shared, tile_offset=125).dequantize().isnan()
+        assert {row for row in range(5) if nan[row].any()} == rows
+        assert {row for row in range(5) if nan[row].all()} == rows
+
+    @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 3, 64), (3, 0)], ids=str)
+    @pytest.mark.parametrize(
+        ("format", "shared"), [("nvfp4", "block"), *itertools.product(E8M0_FORMATS, ["block", "row", "tile"])]
+    )
+    def test_empty(self, format: str, shared: str, shape: tuple[int, ...]) -> None:
+        ours = quantize(torch.empty(shape), format, shared_scale=shared)
+        assert ours.dequantize().shape == shape
+        assert ours.scale.shape == (*shape[:-1], shape[-1] // block_format(format).block_size)
+        if format == "nvfp4":
+            assert ours.global_scale is not None
+            assert ours.global_scale.shape == (*shape[:-2], 1, 1)
+
+
+class TestSharedScale:
+    @pytest.mark.parametrize("shared", ["row", "tile"])
+    @pytest.mark.parametrize("format", E8M0_FORMATS)
+    @given(seed=SEEDS, offset=st.integers(-300, 300))
+    def test_equal_where_shared_and_never_saturating(self, format: str, shared: str, seed: int, offset: int) -> None:
+        x = mixed_magnitudes(2, 140, 64, seed=seed, binades=6)
+        ours = quantize(x, format, shared_scale=shared, tile_offset=offset)
+        row_scale = ours.scale[..., :1]
+        assert_bits_equal(ours.scale, row_scale.expand(2, 140, 2).contiguous())
+        if shared == "tile":
+            tile = (torch.arange(140) + offset).div(128, rounding_mode="floor")
+            for n in tile.unique():
+                assert all(len(scales.unique()) == 1 for scales in row_scale[:, tile == n])
+        # Within half a step of the element format at its top: nothing was cut off.
+        element = block_format(format).element
+        scaled = x / e8m0_to_float(row_scale)
+        assert scaled.abs().max() <= element.max_value
+        # The largest number of the group needs this scale: with half of it, it would saturate.
+        group = x.abs().amax(-1) if shared == "row" else x.abs().amax((-2, -1), keepdim=True).expand(2, 140, 1)[..., 0]
+        tops = group == x.abs().amax(-1)
+        assert tops.any()
+        assert (group[tops] / e8m0_to_float(row_scale[..., 0][tops]) > element.max_value / 2).all()
+
+    @pytest.mark.parametrize("format", E8M0_FORMATS)
+    def test_is_a_valid_mx_tensor(self, format: str) -> None:
+        # What a block-scaled matrix unit would compute: each block's elements times that block's own scale.
+        x = mixed_magnitudes(3, 50, 96, seed=1, binades=5)
+        ours = quantize(x, format, shared_scale="row")
+        elements = element_codes(ours)
+        values = {
+            "mxfp4": lambda: e2m1_decode(elements),
+            "mxfp8": lambda: elements.view(torch.float8_e4m3fn).float(),
+            "mxint8": lambda: elements.float() / 64,
+        }[format]()
+        blocks = values.view(3, 50, 3, 32) * e8m0_to_float(ours.scale)[..., None]
+        assert ours.scale.is_contiguous()
+        assert_bits_equal(ours.dequantize(), blocks.view(3, 50, 96))
+
+    def test_one_block_rows_are_block_scaled(self) -> None:
+        x = mixed_magnitudes(4, 32, seed=2)
+        assert_bits_equal(
+            quantize(x, "mxfp8", shared_scale="row").data.view(torch.uint8), quantize(x, "mxfp8").data.view(torch.uint8)
+        )
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+    def test_offset_of_each_batch_row(self, dtype: torch.dtype) -> None:
+        x = mixed_magnitudes(3, 2, 260, 32, seed=9, binades=8)
+        offsets = [0, -37, 1000]
+        together = quantize(x, "mxfp8", shared_scale="tile", tile_offset=torch.tensor(offsets, dtype=dtype))
+        for row, offset in enumerate(offsets):
+            alone = quantize(x[row], "mxfp8", shared_scale="tile", tile_offset=offset)
+            assert_bits_equal(together.scale[row], alone.scale)
+            assert_bits_equal(together.data[row], alone.data)
+        shared = quantize(x, "mxfp8", shared_scale="tile", tile_offset=torch.tensor([-37]))
+        assert_bits_equal(shared.scale[1], together.scale[1])
+
+    @pytest.mark.parametrize("format", E8M0_FORMATS)
+    def test_padding_with_zero_rows_changes_nothing(self, format: str) -> None:
+        x = mixed_magnitudes(1, 200, 64, seed=3, binades=8)
+        padded = torch.cat([torch.zeros(1, 56, 64), x], dim=1)
+        ours = quantize(padded, format, shared_scale="tile", tile_offset=-56)
+        assert_bits_equal(ours.scale[:, 56:], quantize(x, format, shared_scale="tile").scale)
+
+
+class TestInvariance:
+    """What was quantised stays as it is when the context grows: decode and prefill must see the same numbers."""
+
+    @pytest.mark.parametrize("format", E8M0_FORMATS)
+    @pytest.mark.parametrize("shared", ["block", "row", "tile"])
+    def test_prefix_of_whole_tiles(self, format: str, shared: str) -> None:
+        x = mixed_magnitudes(2, 300, 64, seed=6, binades=10)
+        whole, prefix = (quantize(part, format, shared_scale=shared) for part in (x, x[:, :256]))
+        assert_bits_equal(whole.data[:, :256], prefix.data)
+        assert_bits_equal(whole.scale[:, :256], prefix.scale)
+
+    @given(seed=SEEDS, growth=st.integers(0, 8), exponent=st.integers(-40, 40))
+    def test_nvfp4_prefix(self, seed: int, growth: int, exponent: int) -> None:
+        x = torch.ldexp(mixed_magnitudes(40, 64, seed=seed, binades=1), torch.tensor(exponent))
+        x[20:] *= 2.0**growth * 1.37
+        whole, prefix = quantize(x, "nvfp4"), quantize(x[:20], "nvfp4")
+        # A power of two between the scales moves the block scales' exponents; subnormal ones lose digits by it.
+        normal = whole.scale[:20].float() >= 2.0**-6
+        assert normal.float().mean() > 0.5
+        codes, expected = (element_codes(t)[:20].view(20, 4, 16) for t in (whole, prefix))
+        assert_bits_equal(codes[normal], expected[normal])
+        values = (t.dequantize()[:20].view(20, 4, 16)[normal] for t in (whole, prefix))
+        assert_bits_equal(*values)
+
+    @given(st.floats(2.0**-120, 2.0**126, width=32))
+    def test_nvfp4_head_scale_is_the_smallest_power_of_two_that_fits(self, amax: float) -> None:
+        scale = nvfp4_global_scale(torch.tensor(amax)).item()
+        assert math.frexp(scale)[0] == 0.5
+        assert Fraction(amax) <= 6 * 448 * Fraction(scale)
+        assert Fraction(amax) > 3 * 448 * Fraction(scale) or scale == 2.0**-126
+
+    def test_nvfp4_head_scale_of_zero_and_nan(self) -> None:
+        scale = nvfp4_global_scale(torch.tensor([0.0, 1e-45, math.nan]))
+        assert scale[:2].tolist() == [2.0**-126] * 2
+        assert scale[2].isnan()
+
+    def test_nvfp4_has_one_head_scale_per_matrix(self) -> None:
+        x = torch.ones(2, 3, 4, 32)
+        x[1, 2] = 3000.0
+        ours = quantize(x, "nvfp4")
+        assert ours.global_scale is not None
+        assert ours.global_scale.shape == (2, 3, 1, 1)
+        assert ours.global_scale.flatten().tolist() == [2.0**-11] * 5 + [2.0]
+
+
+class TestValueScale:
+    def test_is_the_smallest_power_of_two_that_fits_each_channel(self) -> None:
+        value = mixed_magnitudes(2, 3, 50, 16, seed=8, binades=12)
+        scale = value_scale(value)
+        assert scale.shape == (2, 3, 1, 16)
+        ratio = value.abs().amax(-2, keepdim=True) / scale
+        assert ratio.max() <= 448.0
+        assert ratio.min() > 224.0
+        assert (torch.frexp(scale).mantissa == 0.5).all()
+
+    def test_hidden_tokens_do_not_count(self) -> None:
+        value = torch.ones(2, 1, 4, 8)
+        value[0, :, 0] = math.inf
+        value[1, :, 3] = 1000.0
+        visible = torch.tensor([[False, True, True, True], [True, True, True, True]])
+        scale = value_scale(value, visible)
+        assert scale[0].unique().tolist() == [2.0**-8]
+        assert scale[1].unique().tolist() == [4.0]
+
+    def test_zero_empty_and_broken_channels(self) -> None:
+        value = torch.zeros(1, 1, 2, 3)
+        value[0, 0, 1] = torch.tensor([0.0, math.inf, math.nan])
+        scale = value_scale(value).flatten()
+        assert scale[0] == 2.0**-126
+        assert scale[1:].isnan().all()
+        assert_bits_equal(value_scale(torch.zeros(1, 2, 0, 3)), torch.ones(1, 2, 1, 3))
+
+    def test_round_trip_is_as_good_as_e4m3(self) -> None:
+        value = mixed_magnitudes(1, 1, 64, 8, seed=1, binades=0)
+        scale = value_scale(value)
+        restored = to_e4m3(value / scale).float() * scale
+        # Half a unit in the last of 3 mantissa bits, or half of the smallest subnormal.
+        assert ((restored - value).abs() <= torch.maximum(value.abs() * 2.0**-4, scale * 2.0**-10)).all()
+
+
+class TestErrors:
+    def test_not_floating_point(self) -> None:
+        with pytest.raises(TypeError, match=r"x must be floating point, got torch\.int32"):
+            quantize(torch.zeros(2, 32, dtype=torch.int32), "mxfp8")
+
+    def test_one_dimension(self) -> None:
+        with pytest.raises(ValueError, match=r"x must be \[\.\.\., tokens, head_dim\], got shape \(32,\)"):
+            quantize(torch.zeros(32), "mxfp8")
+
+    def test_unknown_format(self) -> None:
+        with pytest.raises(ValueError, match="unknown block format 'bf16'; expected one of mxfp4"):
+            quantize(torch.zeros(2, 32), "bf16")
+
+    @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+    def test_unknown_rounding(self, format: str) -> None:
+        with pytest.raises(ValueError, match="scale_rounding must be one of floor, ceil, search; got 'even'"):
+            quantize(torch.zeros(2, 32), format, scale_rounding="even")
+
+    @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+    def test_unknown_sharing(self, format: str) -> None:
+        with pytest.raises(ValueError, match="shared_scale must be one of block, row, tile; got 'head'"):
+            quantize(torch.zeros(2, 32), format, shared_scale="head")
+
+    @pytest.mark.parametrize("shared", ["row", "tile"])
+    def test_nvfp4_shares_no_scales(self, shared: str) -> None:
+        with pytest.raises(ValueError, match=f"shared_scale='{shared}' applies to E8M0 scales; nvfp4 needs 'block'"):
+            quantize(torch.zeros(2, 32), "nvfp4", shared_scale=shared)
+
+    @pytest.mark.parametrize("format", E8M0_FORMATS)
+    def test_head_scale_is_for_nvfp4(self, format: str) -> None:
+        with pytest.raises(ValueError, match=f"global_scale applies to nvfp4, not to {format}"):
+            quantize(torch.zeros(2, 32), format, global_scale=torch.ones(()))
+
+    @pytest.mark.parametrize(
+        ("shape", "offset", "expected"), [((3, 8, 32), [1, 2], 3), ((8, 32), [1, 2], 1), ((2, 8, 32), [[1], [2]], 2)]
+    )
+    def test_tile_offset_of_another_batch(self, shape: tuple[int, ...], offset: list[int], expected: int) -> None:
+        with pytest.raises(ValueError, match=rf"tile_offset must be an int or a tensor \[{expected}\], got shape"):
+            quantize(torch.zeros(shape), "mxfp8", shared_scale="tile", tile_offset=torch.tensor(offset))
+
+    def test_every_format_is_tested(self) -> None:
+        assert set(ALL_FORMATS) == set(BLOCK_FORMATS)

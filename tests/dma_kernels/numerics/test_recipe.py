@@ -1,0 +1,124 @@
+"""The recipe: defaults, derived properties, and one message for each wrong field."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from dma_kernels import Recipe, ScaleRounding, SharedScale
+from dma_kernels.numerics.recipe import RECIPE_FIELDS
+from dma_kernels.testing import RECIPES
+
+FORMATS = "bf16, mxfp4, mxfp8, mxint8, nvfp4"
+
+
+def test_fields_are_those_of_the_dataclass() -> None:
+    assert list(RECIPE_FIELDS) == list(dataclasses.asdict(Recipe()))
+
+
+def test_is_frozen_hashable_and_keyword_only() -> None:
+    recipe = Recipe(low="mxfp4")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.low = "mxfp8"  # type: ignore[misc]
+    with pytest.raises(TypeError, match="positional"):
+        Recipe("mxfp4")  # type: ignore[misc]
+    assert {recipe: 1}[Recipe(low="mxfp4")] == 1
+
+
+def test_low_sets_both_operands_unless_overridden() -> None:
+    assert (Recipe(low="mxfp4").query_low, Recipe(low="mxfp4").key_low) == ("mxfp4", "mxfp4")
+    mixed = Recipe(low="mxfp4", low_q="bf16")
+    assert (mixed.query_low, mixed.key_low) == ("bf16", "mxfp4")
+    mixed = Recipe(low="mxfp4", low_k="nvfp4")
+    assert (mixed.query_low, mixed.key_low) == ("mxfp4", "nvfp4")
+
+
+def test_enum_members_and_their_values_are_one() -> None:
+    members = Recipe(scale_rounding=ScaleRounding.FLOOR, shared_scale=SharedScale.TILE)
+    assert members == Recipe(scale_rounding="floor", shared_scale="tile")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_plain_data_round_trip(name: str) -> None:
+    recipe = RECIPES[name]
+    assert Recipe(**json.loads(json.dumps(dataclasses.asdict(recipe)))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_uniform"),
+    [
+        ({"low": "bf16", "high": "bf16"}, True),
+        ({"low": "bf16", "high": "bf16", "shared_scale": "row"}, True),
+        ({"low": "mxfp8", "high": "bf16"}, False),
+        ({"low": "mxfp8", "high": "mxfp8"}, True),
+        ({"low": "mxfp8", "high": "mxfp8", "shared_scale": "row"}, False),
+        ({"low": "mxfp8", "high": "mxfp8", "shared_scale": "tile"}, False),
+        ({"low": "nvfp4", "high": "nvfp4"}, True),
+        ({"low": "mxfp8", "low_q": "bf16", "high": "mxfp8"}, False),
+        ({"low": "mxfp8", "low_k": "mxfp4", "high": "mxfp8"}, False),
+        ({"low": "mxfp4", "low_q": "bf16", "low_k": "bf16", "high": "bf16"}, True),
+        ({"low": "bf16", "low_v": "mxfp8", "high": "bf16"}, False),
+    ],
+    ids=str,
+)
+def test_is_uniform_when_low_and_high_tiles_are_alike(fields: dict[str, Any], is_uniform: bool) -> None:
+    assert Recipe(**fields).is_uniform is is_uniform
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"low": "fp4"}, f"low must be one of {FORMATS}; got 'fp4'"),
+        ({"low": None}, f"low must be one of {FORMATS}; got None"),
+        ({"low_q": "int8"}, f"low_q must be one of {FORMATS}; got 'int8'"),
+        ({"low_k": 8}, f"low_k must be one of {FORMATS}; got 8"),
+        ({"high": "fp16"}, f"high must be one of {FORMATS}; got 'fp16'"),
+        ({"high": None}, f"high must be one of {FORMATS}; got None"),
+        ({"scale_rounding": "even"}, "scale_rounding must be one of floor, ceil, search; got 'even'"),
+        ({"shared_scale": "head"}, "shared_scale must be one of block, row, tile; got 'head'"),
+        ({"pv": "fp4"}, "pv must be one of bf16, fp8; got 'fp4'"),
+        ({"diagonal_tiles": -1}, "diagonal_tiles must be an integer of at least 0, got -1"),
+        ({"diagonal_tiles": 1.0}, "diagonal_tiles must be an integer of at least 0, got 1.0"),
+        ({"sink_tiles": True}, "sink_tiles must be an integer of at least 0, got True"),
+        ({"sink_tiles": "1"}, "sink_tiles must be an integer of at least 0, got '1'"),
+        ({"smooth_k": 1}, "smooth_k must be true or false, got 1"),
+        ({"rotate": "yes"}, "rotate must be true or false, got 'yes'"),
+        ({"low": "nvfp4", "shared_scale": "row"}, "shared_scale='row' applies to E8M0 scales; nvfp4 needs 'block'"),
+        ({"low_q": "nvfp4", "shared_scale": "tile"}, "shared_scale='tile' applies to E8M0 scales; nvfp4 needs 'block'"),
+        (
+            {"scale_rounding": "search", "shared_scale": "tile"},
+            "scale_rounding='search' needs shared_scale='block', got 'tile'",
+        ),
+        ({"low_v": "bf16"}, "low_v must be one of mxfp4, mxfp8, mxint8, nvfp4; got 'bf16'"),
+        ({"low_v": "nvfp4", "pv": "fp8"}, "low_v='nvfp4' needs pv='bf16', got pv='fp8'"),
+        ({"low_k": "nvfp4", "shared_scale": "row"}, "shared_scale='row' applies to E8M0 scales; nvfp4 needs 'block'"),
+    ],
+    ids=str,
+)
+def test_wrong_field(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole message is compared
+        Recipe(**fields)
+    assert str(caught.value) == message
+
+
+def test_nvfp4_high_goes_with_shared_low_scales() -> None:
+    assert Recipe(low="mxfp8", high="nvfp4", shared_scale="row").high == "nvfp4"
+
+
+def test_unknown_field() -> None:
+    with pytest.raises(TypeError, match="high_q"):
+        Recipe(high_q="bf16")  # type: ignore[call-arg]
+
+
+def test_shared_recipes_take_every_choice() -> None:
+    recipes = RECIPES.values()
+    formats = {name for r in recipes for name in (r.query_low, r.key_low, r.high)}
+    assert formats == set(FORMATS.split(", "))
+    assert {r.shared_scale for r in recipes} == {"block", "row", "tile"}
+    assert {r.scale_rounding for r in recipes} == {"floor", "ceil", "search"}
+    assert {r.pv for r in recipes} == {"bf16", "fp8"}
+    assert {r.low_v for r in recipes} == {None, "nvfp4"}
+    assert {r.diagonal_tiles for r in recipes} == {r.sink_tiles for r in recipes} == {0, 1, 2}
+    assert {r.smooth_k for r in recipes} == {r.rotate for r in recipes} == {False, True}

@@ -1,0 +1,93 @@
+"""The Triton backend in its interpreter, against the reference. The same cases run on a GPU in ``tests/gpu``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dma_kernels import attention
+from dma_kernels.runtime import chip
+from dma_kernels.runtime.lowering import select_lowering
+from dma_kernels.testing import random_qkv
+from prefill_cases import CASES, RECIPES, Case, assert_matches_reference
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
+
+# Each recipe on a chip for each of its lowerings: on a Hopper, which copies by descriptor, where that has the lowering.
+LOWERED = {
+    (name, select_lowering(recipe, arch)): (name, arch)
+    for arch in (89, 100, 80, 90)
+    for name, recipe in RECIPES.items()
+}
+
+
+FEATURES = ("bidirectional", "window", "softcap", "sinks", "softcap-and-sinks", "mask", "offset", "head-dim-80-96")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_default_recipe_matches_the_reference(case: str) -> None:
+    assert_matches_reference(CASES[case], RECIPES["int8"], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("case", ["causal", "left-padded"])
+@pytest.mark.parametrize(("recipe", "arch"), [*LOWERED.values(), ("int8", 89), ("paper", 89)])
+def test_every_lowering_matches_the_reference(
+    recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    assert_matches_reference(CASES[case], RECIPES[recipe], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("recipe", ["int8", "paper", "fp4", "kv4"])
+def test_head_dim_256_matches_the_reference_on_every_chip(
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    case = Case(q_len=150, kv_len=420, head_dim=256, options={"q_offset": 270})
+    assert_matches_reference(case, RECIPES[recipe], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("case", FEATURES)
+@pytest.mark.parametrize(("recipe", "arch"), [("paper", 90), ("kv4", 90), ("nvfp4", 100)])
+def test_features_with_four_bits_match_the_reference(
+    recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    assert_matches_reference(CASES[case], RECIPES[recipe], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("recipe", ["identity", "int8", "int8-pv16"])
+def test_hidden_keys_and_values_may_be_anything(recipe: str) -> None:
+    query, key, value = random_qkv(batch=2, q_len=300, kv_len=300, dtype=torch.float16)
+    kv_range = torch.tensor([[45, 300], [0, 290]])
+    options = {"q_offset": torch.tensor([-45, 0]), "kv_offset": torch.tensor([-45, 0]), "kv_range": kv_range}
+    expected = attention(query, key, value, RECIPES[recipe], backend="triton", **options)
+    for tensor in (key, value):
+        tensor[0, :, :45] = float("nan")
+        tensor[1, :, 290:] = float("inf")
+    assert torch.equal(attention(query, key, value, RECIPES[recipe], backend="triton", **options), expected)
+
+
+def test_zero_keys_and_queries_do_not_break_masked_scores() -> None:
+    zeros = torch.zeros(1, 1, 300, 64, dtype=torch.float16)
+    value = torch.ones_like(zeros)
+    out = attention(zeros, zeros, value, RECIPES["int8-pv16"], backend="triton")
+    torch.testing.assert_close(out, value)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_broken_key_shows_in_the_rows_that_see_it(bad: float) -> None:
+    query, key, value = random_qkv(q_len=300, kv_len=300, dtype=torch.float16)
+    key[0, 0, 140, 3] = bad
+    out = attention(query, key, value, RECIPES["int8-pv16"], backend="triton")
+    assert out[0, :, 140:].isnan().any()
+    assert not out[0, :, :128].isnan().any()
+
+
+def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = random_qkv(q_len=8, kv_len=8)
+    with pytest.raises(RuntimeError, match=r"backend='triton' cannot run: it takes bf16 and fp16, got torch.float32"):
+        attention(query, key, value, RECIPES["int8"], backend="triton")
+    monkeypatch.setattr(chip, "is_interpreted", lambda: False)
+    with pytest.raises(RuntimeError, match=r"backend='triton' cannot run: it needs a CUDA device, got cpu"):
+        attention(query.half(), key.half(), value.half(), RECIPES["int8"], backend="triton")

@@ -1,0 +1,227 @@
+"""Every lowering compiled ahead of time for chips that are not at hand: which units it uses, and what it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefill_cases import RECIPES
+
+pytestmark = pytest.mark.slow
+
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes of shared memory that a program may have (CUDA programming guide, technical specifications)."""
+
+# The matrix instructions of each call, as regular expressions: RECIPE:ARCH:HEAD_DIM[:OPTION].
+UNITS = {
+    "int8:80:128": [r"mma.sync.*s8\.s8", "mma.sync.*bf16"],
+    "int8:80:256": [r"mma.sync.*s8\.s8", "mma.sync.*bf16"],
+    "int8:89:128": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3", "mma.sync.*bf16"],
+    "int8:90:64": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:128": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3", "wgmma.mma_async.*bf16"],
+    "int8:90:64:softcap": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:128:softcap": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:64:sinks": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:128:long": [
+        r"wgmma.mma_async.*s32\.s8\.s8",
+        r"wgmma.mma_async.*f32\.e4m3\.e4m3",
+        "wgmma.mma_async.*bf16",
+    ],
+    "int8:90:256": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:256:long": [
+        r"wgmma.mma_async.*s32\.s8\.s8",
+        r"wgmma.mma_async.*f32\.e4m3\.e4m3",
+        "wgmma.mma_async.*bf16",
+    ],
+    "paper:90:256": [r"wgmma.mma_async.*f32\.e5m2\.e5m2", "wgmma.mma_async.*bf16"],
+    "fp4:90:256": ["wgmma.mma_async.*bf16", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "kv4:90:256": ["wgmma.mma_async.*bf16"],
+    "int8:100:128": [r"tcgen05.mma.*kind::i8", r"tcgen05.mma.*kind::f8f6f4", r"tcgen05.mma.*kind::f16"],
+    "int8:100:256:softcap": [r"tcgen05.mma.*kind::i8", r"tcgen05.mma.*kind::f8f6f4"],
+    "int8:120:128": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
+    "int8:120:256": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
+    "e4m3-rotated:90:128": [r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "paper:80:128": ["mma.sync.*bf16"],
+    "paper:80:256": ["mma.sync.*bf16"],
+    "paper:89:256": [r"mma.sync.*e5m2\.e5m2"],
+    "paper:89:128": [r"mma.sync.*e5m2\.e5m2"],
+    "paper:90:128": [r"wgmma.mma_async.*f32\.e5m2\.e5m2", "wgmma.mma_async.*bf16"],
+    "fp4:90:128:long": ["wgmma.mma_async.*bf16", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "kv4:90:128:long": ["wgmma.mma_async.*bf16"],
+    "paper:90:128:long": [r"wgmma.mma_async.*f32\.e5m2\.e5m2", "wgmma.mma_async.*bf16"],
+    "paper:100:128": [r"tcgen05.mma.*kind::mxf4\.block_scale", r"tcgen05.mma.*kind::mxf8f6f4\.block_scale"],
+    "paper:100:256": ["tcgen05.mma.*kind::f8f6f4", "tcgen05.mma.*kind::f16"],
+    "paper:120:128": [r"mma.sync.*kind::mxf4nvf4\.block_scale.*ue8m0", r"mma.sync.*kind::mxf8f6f4\.block_scale"],
+    "paper:120:256": [r"mma.sync.*kind::mxf4nvf4\.block_scale.*ue8m0", r"mma.sync.*kind::mxf8f6f4\.block_scale"],
+    "fp4:80:128": ["mma.sync.*bf16"],
+    "fp4:80:256": ["mma.sync.*bf16"],
+    "fp4:120:256": [r"mma.sync.*kind::mxf4nvf4\.block_scale", "mma.sync.*bf16", r"mma.sync.*e4m3\.e4m3"],
+    "fp4:89:128": ["mma.sync.*bf16", r"mma.sync.*e4m3\.e4m3"],
+    "fp4:90:128": ["wgmma.mma_async.*bf16", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "fp4:100:128": [
+        r"tcgen05.mma.*kind::mxf4nvf4\.block_scale",
+        r"tcgen05.mma.*kind::f16",
+        r"tcgen05.mma.*kind::f8f6f4",
+    ],
+    "fp4:100:256": ["tcgen05.mma.*kind::f16", r"tcgen05.mma.*kind::f8f6f4"],
+    "fp4:120:128": [r"mma.sync.*kind::mxf4nvf4\.block_scale", "mma.sync.*bf16", r"mma.sync.*e4m3\.e4m3"],
+    "nvfp4:90:128": ["wgmma.mma_async.*bf16", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "nvfp4:120:256": [r"mma.sync.*kind::mxf4nvf4\.block_scale", r"mma.sync.*kind::mxf8f6f4\.block_scale"],
+    "nvfp4:100:128": [
+        r"tcgen05.mma.*kind::mxf4nvf4\.block_scale",
+        r"tcgen05.mma.*kind::mxf8f6f4\.block_scale",
+        r"tcgen05.mma.*kind::f8f6f4",
+    ],
+    "nvfp4:120:128": [
+        r"mma.sync.*kind::mxf4nvf4\.block_scale",
+        r"mma.sync.*kind::mxf8f6f4\.block_scale",
+        r"mma.sync.*e4m3\.e4m3",
+    ],
+    "mixed:100:128": [r"tcgen05.mma.*kind::mxf8f6f4\.block_scale", r"tcgen05.mma.*kind::mxf4nvf4\.block_scale"],
+    "kv4:80:128": ["mma.sync.*bf16"],
+    "kv4:80:256": ["mma.sync.*bf16"],
+    "kv4:120:256": ["mma.sync.*bf16"],
+    "kv4:90:64": ["wgmma.mma_async.*bf16"],
+    "kv4:90:64:softcap": ["wgmma.mma_async.*bf16"],
+    "kv4:90:128": ["wgmma.mma_async.*bf16"],
+    "kv4:90:128:softcap": ["wgmma.mma_async.*bf16"],
+    "kv4:100:128": ["tcgen05.mma.*kind::f16"],
+    "kv4:100:256": ["tcgen05.mma.*kind::f16"],
+    "kv4:120:128": ["mma.sync.*bf16"],
+    "identity:100:128": ["tcgen05.mma.*kind::f16"],
+}
+
+LONG = [call for call in UNITS if call.endswith(":long")]
+"""Calls of the kernel for long prompts."""
+
+SPILLS = {"int8:80:256": 9, "kv4:80:256": 4, "int8:90:256:long": 40, "paper:90:256": 14, "fp4:90:256": 11}
+"""Most accesses to spilled registers in the loop over low tiles, where there are some: 256 channels of output take half
+of the registers, and what spills less reads more often from memory, on Hopper measured to be slower. The loop of long
+prompts has some 730 instructions."""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    """All calls, compiled in a process of their own, without the interpreter."""
+    program = Path(__file__).parents[2] / "support" / "aot.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # Two at a time: compiling takes seconds a call.
+    calls = list(UNITS)
+    running = [
+        subprocess.Popen(
+            [sys.executable, program, *part], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for part in (calls[::2], calls[1::2])
+    ]
+    result: dict[str, list[dict[str, Any]]] = {}
+    for process in running:
+        out, error = process.communicate()
+        assert process.returncode == 0, error
+        result |= json.loads(out)
+    return result
+
+
+@pytest.mark.parametrize("call", UNITS)
+def test_products_run_on_the_units_of_the_chip(call: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
+    attention = compiled[call][-1]
+    assert attention["name"] == ("prefill_hopper_kernel" if call in LONG else "prefill_kernel")
+    for unit in UNITS[call]:
+        assert re.search(unit, attention["ptx"]), f"no {unit} in the PTX"
+
+
+@pytest.mark.parametrize("call", UNITS)
+def test_short_calls_start_early_and_write_nothing_before_they_wait(
+    call: str, compiled: dict[str, list[dict[str, Any]]]
+) -> None:
+    recipe, arch = call.split(":")[:2]
+    kernels = {kernel["name"]: kernel["ptx"] for kernel in compiled[call]}
+    if int(arch) < 90 or call in LONG or "statistics_kernel" not in kernels:
+        assert not any("griddepcontrol" in ptx for ptx in kernels.values())
+        return
+    assert "griddepcontrol.wait" not in kernels["statistics_kernel"]  # it begins when all before it has ended
+    for name in ("statistics_kernel", "quantize_kernel"):
+        assert "griddepcontrol.launch_dependents" in kernels[name]
+    for name in ("quantize_kernel", "prefill_kernel"):
+        before, wait, _ = kernels[name].partition("griddepcontrol.wait")
+        assert wait
+        assert not re.search(r"\b(st|red|atom)\.\S*global", before)
+    # Each program of the quantiser waits, one of keys as one of values; so what waits for it waits for the statistics.
+    roles = 2 if RECIPES[recipe].pv == "fp8" or RECIPES[recipe].low_v else 1
+    assert kernels["quantize_kernel"].count("griddepcontrol.wait") == roles
+
+
+@pytest.mark.parametrize("call", UNITS)
+def test_shared_memory_is_within_the_chips_limit(call: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
+    for kernel in compiled[call]:
+        assert kernel["shared"] <= SHARED_MEMORY[int(call.split(":")[1])], kernel["name"]
+
+
+@pytest.mark.parametrize("call", UNITS)
+def test_the_loop_over_low_tiles_keeps_its_numbers_in_registers(
+    call: str, compiled: dict[str, list[dict[str, Any]]]
+) -> None:
+    # Of some 550 instructions, a scalar or two may be read back; one spilled tile would be 32 reads and writes.
+    assert compiled[call][-1]["loop_spills"] <= SPILLS.get(call, 2)
+
+
+def test_three_programs_share_a_hopper_multiprocessor(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    kernel = compiled["int8:90:128"][-1]
+    assert 3 * 4 * 32 * kernel["registers"] <= 65_536
+    assert 3 * (kernel["shared"] + 1024) <= 233_472  # CUDA keeps 1 KB for each program
+
+
+def test_two_programs_of_16_bit_operands_share_a_hopper_multiprocessor(
+    compiled: dict[str, list[dict[str, Any]]],
+) -> None:
+    kernel = compiled["kv4:90:128"][-1]
+    assert 2 * 8 * 32 * kernel["registers"] <= 65_536
+    assert 2 * (kernel["shared"] + 1024) <= 233_472
+
+
+@pytest.mark.parametrize("call", ["kv4:90:64", "kv4:90:128", "nvfp4:90:128"])
+def test_quantisers_of_block_formats_fill_a_hopper_multiprocessor(
+    call: str, compiled: dict[str, list[dict[str, Any]]]
+) -> None:
+    (kernel,) = [kernel for kernel in compiled[call] if kernel["name"] == "quantize_kernel"]
+    # Two programs of 8 warps, nothing in local memory. With a whole tile at once there was one, which spilled.
+    assert 2 * 8 * 32 * kernel["registers"] <= 65_536
+    assert kernel["stack"] == 0
+
+
+@pytest.mark.parametrize("call", LONG)
+def test_warpgroups_of_long_prompts_copy_and_compute_apart(
+    call: str, compiled: dict[str, list[dict[str, Any]]]
+) -> None:
+    kernel = compiled[call][-1]
+    assert "cp.async.bulk.tensor" in kernel["ptx"]
+    assert "cp.async.cg" not in kernel["ptx"]
+    # At the start, of 512 threads and of 384; then of the warp that copies, and of those that compute.
+    start, *later = (168, 24, 240) if call == "int8:90:256:long" else (128, 24, 160, 168)
+    assert kernel["registers"] == start
+    for registers in later:
+        assert re.search(rf"setmaxnreg\.\w+\.sync\.aligned\.u32\s+{registers};", kernel["ptx"])
+
+
+@pytest.mark.parametrize("call", LONG)
+def test_nothing_is_stored_over_a_barrier(call: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
+    """A program whose barrier was written over faults when the chip switches to another process and back."""
+    kernel = compiled[call][-1]
+    ptx = kernel["ptx"]
+    assert kernel["name"] == "prefill_hopper_kernel"
+    offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    registers = re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", ptx)
+    assert len(registers) == ptx.count("mbarrier.init")
+    barriers = {int(offsets[register]) + byte for register in registers for byte in range(8)}
+    assert len(barriers) == 8 * len(registers) >= 8 * 6  # of queries, and of two places at least
+    stores = re.findall(r"st\.shared(?:\.v(\d))?\.b(\d+)\s+\[global_smem(?:\+(\d+))?\]", ptx)
+    stored = {
+        int(offset or 0) + byte for count, bits, offset in stores for byte in range(int(count or 1) * int(bits) // 8)
+    }
+    assert stored  # the arguments of warpgroups
+    assert not stored & barriers

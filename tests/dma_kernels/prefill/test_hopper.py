@@ -1,0 +1,300 @@
+"""Which calls the kernel for long prompts on Hopper takes, and the queries that are made for it.
+
+The interpreter has no Gluon. So the kernel itself runs here in an emulator, and on a GPU in
+``tests/gpu/test_prefill_hopper.py``; ``test_compiled.py`` compiles it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import gluon_emulator
+import pytest
+import torch
+from dma_kernels import Recipe
+from dma_kernels.numerics.formats import TILE
+from dma_kernels.numerics.geometry import LOG2_E, PrefillGeometry
+from dma_kernels.numerics.quantize import e8m0_to_float, quantize
+from dma_kernels.numerics.transforms import hadamard_rotate
+from dma_kernels.prefill import backend, hopper, host
+from dma_kernels.prefill.hopper import takes
+from dma_kernels.prefill.hopper_queries import stage_queries
+from dma_kernels.prefill.operands import Operands
+from dma_kernels.prefill.quantizer import quantize_keys_values, query_factor
+from dma_kernels.runtime import chip
+from dma_kernels.runtime.lowering import Form, select_lowering
+from dma_kernels.runtime.tuning import HopperTiles, select_tiles
+from dma_kernels.testing import assert_bits_equal, random_qkv
+from prefill_cases import RECIPES, Case, assert_matches_reference
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs these")
+
+LENGTH = 300
+ANY_LENGTH = HopperTiles(groups=3, stages=4, registers=160, min_keys=0, min_rows=0)
+
+
+def inputs(head_dim: int = 128, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
+    return random_qkv(q_len=length, kv_len=length, head_dim=head_dim, dtype=torch.bfloat16)
+
+
+def operands(key: Tensor, value: Tensor, recipe: Recipe, kv_offset: int = 0) -> Operands:
+    lowering = select_lowering(recipe, 90)
+    return quantize_keys_values(key, value, recipe, lowering, kv_offset=kv_offset, rows=None, is_interpreted=True)
+
+
+def geometry(**changes: Any) -> PrefillGeometry:
+    return replace(PrefillGeometry(LENGTH, 0, 0, None, is_causal=True, window=None, mask=None), **changes)
+
+
+def is_taken(
+    recipe: str = "int8",
+    head_dim: int = 128,
+    tiles: HopperTiles = ANY_LENGTH,
+    change: Callable[[Operands], Operands] = lambda made: made,
+    has_softcap: bool = False,
+    has_sinks: bool = False,
+    **changes: Any,
+) -> bool:
+    query, key, value = inputs(head_dim)
+    made = change(operands(key, value, RECIPES[recipe], changes.get("kv_offset", 0)))
+    return takes(query, made, geometry(**changes), tiles, has_softcap=has_softcap, has_sinks=has_sinks)
+
+
+def low_with(**changes: Any) -> Callable[[Operands], Operands]:
+    def change(made: Operands) -> Operands:
+        assert made.low is not None
+        return replace(made, low=replace(made.low, **changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "recipe", ["int8", "int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8", "fp4", "nvfp4", "mixed", "kv4"]
+)
+def test_takes_recipes_with_low_tiles(recipe: str) -> None:
+    assert is_taken(recipe)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"is_causal": False},
+        {"kv_offset": TILE, "q_offset": TILE},
+        {"q_offset": 5, "is_causal": False},
+        {"head_dim": 256},
+        {"tiles": replace(ANY_LENGTH, min_keys=LENGTH, min_rows=2 * LENGTH)},
+    ],
+    ids=str,
+)
+def test_takes_plain_calls(call: dict[str, Any]) -> None:
+    assert is_taken(**call)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"recipe": "identity"},
+        {"head_dim": 64},
+        {"head_dim": 96},
+        {"head_dim": 192},
+        {"tiles": replace(ANY_LENGTH, min_keys=LENGTH + 1)},
+        {"tiles": replace(ANY_LENGTH, min_rows=2 * LENGTH + 1)},
+        {"rows": torch.zeros(1, 4, dtype=torch.int32)},
+        {"window": 200},
+        {"mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
+        {"kv_offset": 5, "q_offset": 5},
+        {"kv_offset": -TILE, "q_offset": 0},
+        {"q_offset": -1, "is_causal": False},
+        {"q_offset": 1},  # the last query has no key of its own
+        {"has_softcap": True},
+        {"has_sinks": True},
+        {"change": low_with(key_layout="ring")},
+        {"change": low_with(value_factor=torch.ones(1, 1, 3, 128))},
+        {"change": lambda made: replace(made, high=replace(made.high, key_layout="gapped"))},
+        {"change": lambda made: replace(made, high=replace(made.high, key=made.high.key[..., 1:]))},
+    ],
+    ids=lambda call: " ".join(call),
+)
+def test_leaves_other_calls(call: dict[str, Any]) -> None:
+    assert not is_taken(**call)
+
+
+def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("launched")
+
+    monkeypatch.setattr(host, "prefill_hopper", refuse)
+    recipe = RECIPES["int8"]
+    query, key, value = inputs()
+    tiles = replace(select_tiles(90, select_lowering(recipe, 90), 128, 128), hopper=ANY_LENGTH)
+    options: dict[str, Any] = {"scale": 0.1, "softcap": None, "sinks": None, "use_tma": True}
+    arguments = (query, operands(key, value, recipe), geometry(), recipe, tiles)
+    out, _ = host.prefill_attention(*arguments, **options, is_interpreted=True)
+    assert out.isfinite().all()
+    with pytest.raises(AssertionError, match="launched"):
+        host.prefill_attention(*arguments, **options, is_interpreted=False)
+
+
+@pytest.mark.parametrize(("arch", "head_dim", "recipe", "is_there"), [
+    (90, 128, "int8", True),
+    (90, 128, "paper", True),
+    (90, 96, "int8", True),
+    (90, 64, "int8", False),
+    (90, 256, "int8", True),
+    (90, 256, "paper", False),
+    (90, 256, "fp4", False),
+    (90, 256, "kv4", False),
+    (90, 128, "fp4", True),
+    (90, 128, "kv4", True),
+    (90, 64, "kv4", False),
+    (90, 128, "identity", False),
+    (100, 128, "int8", False),
+    (89, 128, "int8", False),
+])  # fmt: skip
+def test_hopper_alone_has_it(arch: int, head_dim: int, recipe: str, is_there: bool) -> None:
+    tiles = select_tiles(arch, select_lowering(RECIPES[recipe], arch), head_dim, head_dim)
+    assert (tiles.hopper is not None) == is_there
+
+
+@pytest.mark.parametrize(("form", "format"), [(Form.INT8, "mxint8"), (Form.E4M3, "mxfp8")])
+def test_staged_queries_have_the_bits_of_the_specification(form: Form, format: str) -> None:
+    query, _, _ = inputs(length=70)
+    recipe = Recipe(low=format, shared_scale="tile", pv="fp8")
+    staged = stage_queries(query, None, None, recipe, form, Form.RAW, scale=0.25, is_interpreted=True)
+    expected = quantize(query.float(), format, shared_scale="row")
+    assert_bits_equal(staged.low, expected.data)
+    unit = 2.0**-6 if form is Form.INT8 else 1.0
+    torch.testing.assert_close(
+        staged.rows[0], e8m0_to_float(expected.scale[..., 0]) * unit * (0.25 * LOG2_E), rtol=1e-6, atol=0.0
+    )
+    assert staged.high is query
+
+
+def test_staged_queries_of_the_paper_are_exact_in_both_forms() -> None:
+    query, _, _ = inputs(length=70)
+    recipe = RECIPES["paper"]
+    staged = stage_queries(query, None, None, recipe, Form.E5M2, Form.DEQUANTIZED, scale=1.0, is_interpreted=True)
+    low = quantize(query.float(), "mxfp4", scale_rounding="floor").dequantize()
+    torch.testing.assert_close(staged.low.float() * staged.rows[0][..., None] / LOG2_E, low, rtol=1e-6, atol=0.0)
+    high = quantize(query.float(), "mxfp8", scale_rounding="floor").dequantize()
+    assert torch.equal(staged.high.float(), high)
+
+
+def test_staged_queries_know_their_product_with_the_mean() -> None:
+    query, _, _ = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=70, kv_len=70, head_dim=128, dtype=torch.bfloat16)
+    mean = torch.randn(2, 2, 128)
+    staged = stage_queries(query, mean, None, RECIPES["int8"], Form.INT8, Form.RAW, scale=1.0, is_interpreted=True)
+    expected = (query.float() * mean.repeat_interleave(2, dim=1)[:, :, None]).sum(-1)
+    torch.testing.assert_close(staged.rows[1], expected, rtol=1e-5, atol=1e-4)
+
+
+def test_staged_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
+    query, _, _ = inputs(length=70)
+    recipe = Recipe(low="nvfp4", scale_rounding="search", pv="fp8")
+    factor = query_factor(query, recipe, is_interpreted=True)
+    staged = stage_queries(query, None, factor, recipe, Form.DEQUANTIZED, Form.RAW, scale=0.5, is_interpreted=True)
+    expected = quantize(query.float(), "nvfp4", scale_rounding="search").dequantize()
+    assert staged.low.dtype == torch.bfloat16
+    assert torch.equal(staged.low.float(), expected)
+    assert (staged.rows[0] == 0.5 * LOG2_E).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_staged_queries_that_are_only_rotated_keep_their_dtype(dtype: torch.dtype) -> None:
+    query = random_qkv(q_len=70, kv_len=70, head_dim=128, dtype=dtype)[0]
+    recipe = RECIPES["kv4"]
+    staged = stage_queries(query, None, None, recipe, Form.DEQUANTIZED, Form.RAW, scale=1.0, is_interpreted=True)
+    assert staged.low.dtype == dtype
+    torch.testing.assert_close(staged.low.float(), hadamard_rotate(query.float()), rtol=2e-2, atol=2e-3)
+
+
+# ---- the kernel itself, emulated
+
+HEADS: dict[str, Any] = {"q_heads": 2, "kv_heads": 1, "head_dim": 128}
+CASES = {
+    "causal": Case(q_len=500, kv_len=500, **HEADS),
+    "one-tile": Case(q_len=37, kv_len=37, **HEADS),
+    "batch": Case(q_len=330, kv_len=330, batch=2, q_heads=2, kv_heads=2, head_dim=128),
+    "chunk": Case(q_len=150, kv_len=900, options={"q_offset": 750}, **HEADS),
+    "offset": Case(q_len=150, kv_len=700, options={"q_offset": 800, "kv_offset": 256}, **HEADS),
+    "bidirectional": Case(q_len=500, kv_len=500, options={"is_causal": False}, **HEADS),
+    "cross": Case(q_len=400, kv_len=300, options={"is_causal": False}, **HEADS),
+    "wide": Case(q_len=100, kv_len=900, options={"is_causal": False, "q_offset": 470}, **HEADS),
+}
+WIDE_RECIPES = ("int8", "e4m3-rotated", "int8-mxfp8")
+"""What the kernel takes with head dimensions of 256."""
+RECIPES_TAKEN = (
+    "int8",
+    "int8-pv16",
+    "e4m3-rotated",
+    "paper",
+    "mxfp4-row",
+    "int8-mxfp8",
+    "fp4",
+    "nvfp4",
+    "mixed",
+    "kv4",
+)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls of the Triton backend run on the kernel, which is emulated."""
+
+    class Emulated:
+        def __init__(self, kernel: Any, constants: dict[str, Any], **options: Any) -> None:
+            self.constants = constants
+
+        def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
+            gluon_emulator.run(grid, arguments, self.constants)
+
+    def attend(
+        query: Tensor, operands: Operands, geometry: PrefillGeometry, recipe: Recipe, *_: Any, scale: float, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        tiles = select_tiles(90, select_lowering(recipe, 90), query.shape[3], query.shape[3]).hopper
+        assert tiles is not None
+        any_length = replace(tiles, min_keys=0, min_rows=0)
+        assert takes(query, operands, geometry, any_length, has_softcap=False, has_sinks=False)
+        batch, heads, q_len, head_dim = query.shape
+        out = query.new_empty(batch, q_len, heads, head_dim).transpose(1, 2)
+        lse = torch.empty(batch, heads, q_len)
+        hopper.prefill_hopper(query, operands, geometry, recipe, tiles, out, lse, scale=scale)
+        return out, lse
+
+    monkeypatch.setattr(hopper, "Launcher", Emulated)
+    monkeypatch.setattr(
+        hopper, "stage_queries", lambda *a, **options: stage_queries(*a, **options | {"is_interpreted": True})
+    )
+    monkeypatch.setattr(chip, "device_arch", lambda device: 90)
+    monkeypatch.setattr(backend, "prefill_attention", attend)
+    hopper._launcher.cache_clear()
+    yield
+    hopper._launcher.cache_clear()
+
+
+@pytest.mark.parametrize("recipe", RECIPES_TAKEN)
+def test_emulated_recipes_match_the_reference(recipe: str, emulated: None) -> None:
+    assert_matches_reference(CASES["causal"], RECIPES[recipe], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("recipe", WIDE_RECIPES)
+@pytest.mark.parametrize("case", ["causal", "one-tile", "wide"])
+def test_emulated_wide_heads_match_the_reference(case: str, recipe: str, emulated: None) -> None:
+    assert_matches_reference(replace(CASES[case], head_dim=256), RECIPES[recipe], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("recipe", ["int8", "kv4"])
+@pytest.mark.parametrize("case", CASES)
+def test_emulated_cases_match_the_reference(case: str, recipe: str, emulated: None) -> None:
+    assert_matches_reference(CASES[case], RECIPES[recipe], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("bands", [(0, 0), (0, 2), (2, 0), (100, 0), (0, 100)])
+@pytest.mark.parametrize("case", ["causal", "bidirectional"])
+@pytest.mark.parametrize("name", ["int8-pv16", "kv4"])  # three blocks in flight, and two
+def test_emulated_bands_match_the_reference(name: str, case: str, bands: tuple[int, int], emulated: None) -> None:
+    recipe = replace(RECIPES[name], diagonal_tiles=bands[0], sink_tiles=bands[1])
+    assert_matches_reference(CASES[case], recipe, torch.bfloat16, "cpu")

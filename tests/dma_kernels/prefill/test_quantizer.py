@@ -1,0 +1,163 @@
+"""The quantiser in Triton's interpreter, against the torch quantiser, to the bit and over all of storage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from dma_kernels import Recipe
+from dma_kernels.numerics.formats import TILE
+from dma_kernels.numerics.quantize import nvfp4_global_scale
+from dma_kernels.numerics.transforms import hadamard_rotate
+from dma_kernels.prefill.quantizer import quantize_keys_values, query_factor
+from dma_kernels.testing import assert_bits_equal, random_qkv
+from quantized_operands import AMPERE, BLACKWELL, HOPPER, RECIPES, check, lowering_of
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
+
+
+def keys_values(**shape: int) -> tuple[Tensor, Tensor]:
+    """Keys and values as Transformers hands them: transposed views, not contiguous."""
+    _, key, value = random_qkv(q_len=1, dtype=torch.float16, **shape)
+    key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
+    return key, value
+
+
+@pytest.mark.parametrize("scale", range(8, 16))
+def test_the_kernels_quotient_is_the_rounded_one(scale: int) -> None:
+    """Of every fp32 number and every E4M3 scale: powers of two change nothing, so mantissas are enough."""
+    number = (torch.arange(1 << 23, dtype=torch.int32) + 0x3F800000).view(torch.float32)
+    divisor = torch.tensor(float(scale))
+    reciprocal = 1 / divisor
+    quotient = number * reciprocal
+    # fp64 holds the first sum exactly, the second well enough: no quotient is that near to the middle of two numbers.
+    rest = (number.double() - quotient.double() * divisor.double()).float()
+    corrected = (quotient.double() + rest.double() * reciprocal.double()).float()
+    assert torch.equal(corrected, number / divisor)
+
+
+@pytest.mark.parametrize("scale", range(8, 16))
+def test_one_step_makes_the_hardwares_reciprocal_the_rounded_one(scale: int) -> None:
+    reciprocal = torch.tensor(1 / scale, dtype=torch.float32)
+    bits = reciprocal.view(torch.int32)
+    approximate = torch.stack((bits - 1, bits, bits + 1)).view(torch.float32)  # one ulp off at most
+    rest = (1 - approximate.double() * scale).float()
+    corrected = (approximate.double() + rest.double() * approximate.double()).float()
+    assert torch.equal(corrected, reciprocal.expand(3))
+
+
+@pytest.mark.parametrize("arch", [AMPERE, HOPPER, BLACKWELL])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_form_equals_the_specification(recipe: str, arch: int) -> None:
+    key, value = keys_values(kv_heads=2, kv_len=150)
+    check(key, value, RECIPES[recipe], arch)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "e5m2", "nvfp4"])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(80, 96), (20, 8), (128, 64)])
+def test_head_dims(recipe: str, head_dim: int, value_dim: int) -> None:
+    key, value = keys_values(kv_len=140, head_dim=head_dim, value_dim=value_dim)
+    for arch in (HOPPER, BLACKWELL):
+        check(key, value, RECIPES[recipe], arch)
+
+
+@pytest.mark.parametrize("kv_offset", [0, 141, -45])
+@pytest.mark.parametrize("kv_len", [1, 128, 300])
+def test_storage_begins_at_the_tile_of_key_0(kv_len: int, kv_offset: int) -> None:
+    key, value = keys_values(kv_len=kv_len)
+    check(key, value, RECIPES["int8"], HOPPER, kv_offset=kv_offset)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "nvfp4", "keys-only"])
+def test_rows_that_are_padded(recipe: str) -> None:
+    key, value = keys_values(batch=4, kv_len=180, head_dim=32)
+    # Padding, whatever it holds, must not reach a scale or the mean.
+    key[0, :, :45], key[1, :, 90:], value[0, :, :45], value[1, :, 90:] = 1e4, float("nan"), 1e4, float("nan")
+    rows = torch.tensor([[-45, -45, 45, 180], [0, 0, 0, 90], [7, 7, -3, 999], [0, 0, 20, 20]], dtype=torch.int32)
+    check(key, value, RECIPES[recipe], HOPPER, rows=rows)
+
+
+def test_a_maximum_is_found_in_every_chunk_of_a_long_sequence() -> None:
+    key, value = keys_values(kv_len=34 * TILE, head_dim=16)
+    value[0, 0, 33 * TILE + 70, 3] = 1000.0
+    value[0, 0, 2 * TILE + 5, 4] = -900.0
+    key[0, 0, 33 * TILE, 0] = 500.0
+    check(key, value, Recipe(low="nvfp4", pv="fp8"), HOPPER)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("recipe", ["int8", "e4m3-floor", "e5m2", "nvfp4", "row", "search", "search-e8m0"])
+def test_broken_numbers_break_what_the_specification_says(recipe: str, bad: float) -> None:
+    key, value = keys_values(kv_len=150, head_dim=32)
+    key[0, 0, 140, 3], value[0, 0, 120, 5] = bad, bad
+    rotated = replace(RECIPES[recipe], rotate=False)
+    for arch in (AMPERE, HOPPER, BLACKWELL):
+        check(key, value, rotated, arch)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "e5m2", "nvfp4"])
+def test_zeros_and_the_smallest_numbers(recipe: str) -> None:
+    key, value = keys_values(kv_len=300)
+    key[:, :, :128] = 0.0
+    value[:] = 0.0
+    key[:, :, 200:] = 6e-8
+    operands = check(key, value, RECIPES[recipe], HOPPER)
+    if operands.low is not None and operands.low.key_factor is not None:
+        assert operands.low.key_factor[0, 0, 0] == 1.0
+
+
+def test_the_largest_numbers() -> None:
+    key, value = (x.bfloat16() for x in keys_values(kv_len=150))
+    largest = torch.finfo(torch.bfloat16).max
+    key[0, 0, 140, 3], key[0, 0, 141, 4], value[0, 0, 3, 5] = largest, -largest, largest
+    for recipe in (RECIPES["int8-floor-rotated"], replace(RECIPES["int8"], smooth_k=False)):
+        check(key, value, replace(recipe, rotate=False), HOPPER)
+
+
+def test_mxfp4_scales_far_apart_underflow_in_e5m2_from_28_binades_on() -> None:
+    key = torch.full((1, 1, 128, 64), 0.0, dtype=torch.bfloat16)
+    key[0, 0, 0, 0] = 4.0
+    for row in range(1, 40):
+        key[0, 0, row, :32] = 4.0 * 2.0**-row
+        key[0, 0, row, 32:] = 0.5 * 2.0**-row
+        key[0, 0, row, 32] = 4.0 * 2.0**-row
+    operands = quantize_keys_values(
+        key, key, RECIPES["e5m2"], lowering_of(RECIPES["e5m2"], HOPPER), kv_offset=0, rows=None, is_interpreted=True
+    )
+    assert operands.low is not None
+    assert operands.low.key_factor is not None
+    values = operands.low.key.float() * operands.low.key_factor[..., None]
+    exact = values[0, 0] == key[0, 0].float()
+    assert exact[:29].all()
+    assert not exact[29:40].all(1).any()
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize(("rotate", "rounding"), [(False, "ceil"), (True, "floor"), (True, "search")])
+def test_scale_of_nvfp4_queries_equals_the_specification(rotate: bool, rounding: str, head_dim: int) -> None:
+    recipe = Recipe(low="nvfp4", high="mxfp8", rotate=rotate, scale_rounding=rounding)
+    query, _, _ = random_qkv(batch=2, q_heads=3, q_len=150, kv_len=1, head_dim=head_dim, dtype=torch.float16)
+    query[1, 2] *= 37.0
+    query[0, 1, 5, 2] = torch.inf if not rotate else 300.0
+    actual = query_factor(query, recipe, is_interpreted=True)
+    x = hadamard_rotate(query) if rotate else query.float()
+    blocks = torch.nn.functional.pad(x, (0, -head_dim % 16)).unflatten(-1, (-1, 16)).abs().amax(-1)
+    amax = blocks.masked_fill(~blocks.isfinite(), 0.0).amax((-2, -1))
+    expected = nvfp4_global_scale(amax, 4.0 if rounding == "search" else 6.0)
+    assert actual is not None
+    assert_bits_equal(actual, expected)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "e5m2", "identity"])
+def test_recipes_without_nvfp4_queries_have_no_such_scale(recipe: str) -> None:
+    query, _, _ = random_qkv(q_len=8, kv_len=1, dtype=torch.float16)
+    assert query_factor(query, RECIPES[recipe], is_interpreted=True) is None
+
+
+def test_nothing_is_written_for_a_recipe_without_precisions() -> None:
+    key, value = keys_values(kv_len=130)
+    operands = check(key, value, RECIPES["identity"], HOPPER)
+    assert operands.high.key is key
+    assert operands.high.value is value

@@ -1,0 +1,337 @@
+"""The reference without quantisation: what is visible, softmax, sinks, shapes, against SDPA and the plain formula.
+
+How it quantises is in ``test_reference_rule.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from dma_kernels import Recipe, attention
+from dma_kernels.testing import RECIPES, assert_as_accurate, assert_bits_equal, random_qkv, relative_error
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+IDENTITY = RECIPES["identity"]
+
+
+def ints(*values: Any) -> Tensor:
+    return torch.tensor(values)
+
+
+def random_mask(*shape: int) -> Tensor:
+    """About two thirds of the keys; query 2 of a mask with queries sees none."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(11)) < 0.65
+    if shape[2] > 2:
+        mask[:, :, 2] = False
+    return mask
+
+
+SMALL = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 37, "kv_len": 37, "head_dim": 16}
+CHUNK = SMALL | {"q_len": 9, "kv_len": 41}
+# Name: shapes, options.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "causal": (SMALL, {}),
+    "bidirectional": (SMALL, {"is_causal": False}),
+    "one-head": (SMALL | {"q_heads": 1, "kv_heads": 1}, {}),
+    "mha": (SMALL | {"q_heads": 3, "kv_heads": 3}, {}),
+    "gqa": (SMALL | {"q_heads": 6, "kv_heads": 2}, {}),
+    "mqa": (SMALL | {"q_heads": 5, "kv_heads": 1}, {}),
+    "own-scale": (SMALL, {"scale": 0.7}),
+    "chunk-at-the-end": (CHUNK, {}),
+    "chunk-in-the-middle": (CHUNK, {"q_offset": 20}),
+    "chunk-from-0": (CHUNK, {"q_offset": 0}),
+    "chunk-before-the-keys": (CHUNK, {"q_offset": -4}),
+    "chunk-past-the-keys": (CHUNK, {"q_offset": 100}),
+    "offset-tensor-0d": (CHUNK, {"q_offset": torch.tensor(17)}),
+    "offset-tensor-1": (CHUNK, {"q_offset": ints(17)}),
+    "offset-per-row": (CHUNK, {"q_offset": ints(3, 32)}),
+    "offset-per-row-int32": (CHUNK, {"q_offset": ints(3, 32).int()}),
+    "kv-offset": (CHUNK, {"q_offset": 25, "kv_offset": 10}),
+    "kv-offset-default-q": (CHUNK, {"kv_offset": ints(-7, 0)}),
+    "cross": (CHUNK | {"q_len": 50}, {"is_causal": False}),
+    "decode": (SMALL | {"q_len": 1}, {}),
+    "decode-from-static-cache": (SMALL | {"q_len": 1}, {"q_offset": 20, "kv_range": ints([0, 21], [0, 21])}),
+    "left-padding": (SMALL, {"kv_range": ints([11, 37], [0, 37]), "kv_offset": ints(-11, 0)}),
+    "left-padding-chunk": (CHUNK, {"kv_range": ints([33, 41], [2, 41]), "kv_offset": ints(-33, -2)}),
+    "left-padding-decode": (SMALL | {"q_len": 1}, {"kv_range": ints([36, 37], [5, 37]), "kv_offset": ints(-36, -5)}),
+    "left-padding-bidirectional": (
+        SMALL,
+        {"is_causal": False, "kv_range": ints([5, 37], [0, 37]), "kv_offset": ints(-5, 0), "q_offset": ints(-5, 0)},
+    ),
+    "right-padding": (SMALL, {"kv_range": ints([0, 20], [0, 37])}),
+    "right-padding-bidirectional": (SMALL, {"is_causal": False, "kv_range": ints([0, 37], [0, 12]).int()}),
+    "both-paddings": (SMALL, {"kv_range": ints([3, 30], [9, 20]), "kv_offset": ints(-3, -9)}),
+    "all-rows-padded": (SMALL, {"kv_range": ints([3, 30], [4, 31])}),
+    "empty-range": (SMALL, {"kv_range": ints([0, 0], [30, 12])}),
+    "range-past-the-ends": (SMALL, {"kv_range": ints([-5, 30], [7, 1000])}),
+    "window-1": (SMALL, {"window": 1}),
+    "window-8": (SMALL, {"window": 8}),
+    "window-over-all": (SMALL, {"window": 1000}),
+    "window-chunk": (CHUNK, {"window": 5}),
+    "window-beyond-the-keys": (CHUNK, {"window": 5, "q_offset": 100}),
+    "window-bidirectional": (SMALL, {"window": 6, "is_causal": False}),
+    "window-cross": (CHUNK, {"window": 6, "is_causal": False, "q_offset": 12}),
+    "window-cross-default-offset": (CHUNK, {"window": 6, "is_causal": False}),
+    "window-offset-per-row": (CHUNK, {"window": 5, "q_offset": ints(3, 32)}),
+    "window-offset-per-row-bidirectional": (CHUNK, {"window": 5, "q_offset": ints(30, 3), "is_causal": False}),
+    "window-left-padding": (SMALL, {"window": 6, "kv_range": ints([11, 37], [0, 37]), "kv_offset": ints(-11, 0)}),
+    "mask-full": (SMALL, {"mask": random_mask(2, 4, 37, 37)}),
+    "mask-full-bidirectional": (SMALL, {"mask": random_mask(2, 4, 37, 37), "is_causal": False}),
+    "mask-no-batch": (SMALL, {"mask": random_mask(1, 4, 37, 37)}),
+    "mask-no-heads": (SMALL, {"mask": random_mask(2, 1, 37, 37)}),
+    "mask-no-queries": (SMALL, {"mask": random_mask(2, 4, 1, 37)}),
+    "mask-no-keys": (SMALL, {"mask": random_mask(2, 4, 37, 1)}),
+    "mask-keys-only": (SMALL, {"mask": random_mask(1, 1, 1, 37)}),
+    "mask-queries-only": (SMALL, {"mask": random_mask(1, 1, 37, 1)}),
+    "mask-scalar": (SMALL, {"mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}),
+    "mask-expanded": (SMALL, {"mask": random_mask(2, 1, 37, 37).expand(2, 4, 37, 37)}),
+    "mask-transposed": (SMALL, {"mask": random_mask(2, 4, 37, 37).mT}),
+    "mask-one-query-head": (SMALL | {"q_heads": 1, "kv_heads": 1}, {"mask": random_mask(2, 1, 37, 37)}),
+    "mask-gqa": (SMALL | {"q_heads": 6}, {"mask": random_mask(2, 6, 37, 37)}),
+    "mask-and-range": (SMALL, {"mask": random_mask(2, 4, 37, 37), "kv_range": ints([4, 33], [2, 20])}),
+    "mask-and-window": (CHUNK, {"mask": random_mask(2, 4, 9, 41), "window": 12}),
+    "softcap": (SMALL, {"softcap": 1.5}),
+    "softcap-window": (SMALL, {"softcap": 0.3, "window": 7, "scale": 1.0}),
+    "sinks": (SMALL, {"sinks": torch.tensor([-3.0, 0.0, 2.0, 30.0])}),
+    "sinks-chunk": (CHUNK, {"sinks": torch.tensor([-math.inf, 0.5, 200.0, -200.0])}),
+    "sinks-and-no-key": (SMALL, {"sinks": torch.tensor([1.0, 2.0, 3.0, 4.0]), "kv_range": ints([0, 0], [30, 37])}),
+    "sinks-softcap-window": (SMALL, {"sinks": torch.ones(4), "softcap": 2.0, "window": 4}),
+    "value-dim-smaller": (SMALL | {"value_dim": 8}, {}),
+    "value-dim-larger": (CHUNK | {"value_dim": 40}, {}),
+    "no-queries": (SMALL | {"q_len": 0}, {}),
+    "no-keys": (SMALL | {"kv_len": 0}, {}),
+    "no-keys-bidirectional": (SMALL | {"kv_len": 0}, {"is_causal": False}),
+    "no-keys-sinks": (SMALL | {"kv_len": 0}, {"sinks": torch.tensor([1.0, 2.0, 3.0, 4.0])}),
+    "no-batch": (SMALL | {"batch": 0}, {}),
+    "one-of-each": (SMALL | {"batch": 1, "q_heads": 1, "kv_heads": 1, "q_len": 1, "kv_len": 1}, {}),
+    "more-queries-than-keys": (SMALL | {"q_len": 41, "kv_len": 9}, {}),
+}
+cases = pytest.mark.parametrize("case", CASES)
+
+
+def visible_cells(shapes: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """Boolean ``[B, Hq, Tq, Tk]`` by the definition, cell by cell."""
+    batch, heads, q_len, kv_len = (shapes[name] for name in ("batch", "q_heads", "q_len", "kv_len"))
+    causal, window, mask = options.get("is_causal", True), options.get("window"), options.get("mask")
+
+    def per_row(offset: Any) -> list[int]:
+        return torch.as_tensor(offset).expand(batch).tolist()
+
+    kv_offset = per_row(options.get("kv_offset", 0))
+    if "q_offset" in options:
+        q_offset = per_row(options["q_offset"])
+    else:
+        q_offset = [offset + kv_len - q_len if causal else 0 for offset in kv_offset]
+    ranges = options.get("kv_range", torch.tensor([[0, kv_len]]).expand(batch, 2)).tolist()
+    cells = torch.zeros(batch, q_len, kv_len, dtype=torch.bool)
+    for b in range(batch):
+        for i in range(q_len):
+            for j in range(kv_len):
+                distance = (q_offset[b] + i) - (kv_offset[b] + j)
+                seen = ranges[b][0] <= j < ranges[b][1]
+                if causal:
+                    seen &= distance >= 0 and (window is None or distance < window)
+                elif window is not None:
+                    seen &= abs(distance) <= window
+                cells[b, i, j] = seen
+    cells = cells[:, None].expand(batch, heads, q_len, kv_len)
+    return cells if mask is None else cells & mask
+
+
+def formula(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Attention as it is written down; products in the inputs' dtype, softmax in at least fp32."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32))
+    scores = scores * options.get("scale", query.shape[-1] ** -0.5)
+    if "softcap" in options:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    scores = scores.masked_fill(~visible, -math.inf)
+    sinks = options.get("sinks")
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., : visible.shape[-1]]
+    return weights.to(value.dtype) @ value, lse
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None) -> Tensor:
+    """Torch's attention; 0 where no key is visible."""
+    out = scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=True)
+    return out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
+
+
+def run(case: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return query, key, value, visible cells, output and log-sum-exp of a case."""
+    shapes, options = CASES[case]
+    qkv = random_qkv(**shapes, dtype=dtype)
+    out, lse = attention(*qkv, IDENTITY, return_lse=True, backend="reference", **options)
+    return *qkv, visible_cells(shapes, options), out, lse
+
+
+class TestIdentity:
+    """With ``low = high = bf16`` and ``pv = bf16`` the backend is plain attention."""
+
+    @cases
+    @pytest.mark.parametrize("score_bytes", [64 << 20, 1], ids=["one-block", "blocks-of-16"])
+    def test_fp64_formula_and_log_sum_exp(self, case: str, score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("dma_kernels.reference.attention.SCORE_BYTES", score_bytes)
+        *qkv, visible, out, lse = run(case, torch.float64)
+        expected, expected_lse = formula(*qkv, visible, CASES[case][1])
+        assert out.dtype == lse.dtype == torch.float64
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
+
+    @pytest.mark.parametrize(
+        "case", [case for case, (shapes, options) in CASES.items() if not {"softcap", "sinks"} & options.keys()]
+    )
+    def test_fp32_sdpa(self, case: str) -> None:
+        query, key, value, visible, out, lse = run(case, torch.float32)
+        assert out.dtype == lse.dtype == torch.float32
+        if visible.numel() == 0:  # SDPA has no rule for these
+            assert_bits_equal(out, torch.zeros_like(out))
+            return
+        expected = sdpa(query, key, value, visible, CASES[case][1].get("scale"))
+        assert relative_error(out, expected) < 1e-5
+
+    @cases
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+    def test_16_bit_is_as_good_as_eager(self, case: str, dtype: torch.dtype) -> None:
+        query, key, value, visible, out, lse = run(case, dtype)
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+        if out.numel() == 0:
+            assert out.shape == (*query.shape[:3], value.shape[-1])
+            return
+        options = CASES[case][1]
+        exact, exact_lse = formula(query.double(), key.double(), value.double(), visible, options)
+        eager, _ = formula(query, key, value, visible, options)
+        assert_as_accurate(out, eager, exact, factor=1.5)
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("head_dim", [1, 4, 8, 16, 24, 33, 64, 80, 96, 128, 192, 256], ids=lambda d: f"D{d}")
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+    def test_head_dims(self, head_dim: int, is_causal: bool) -> None:
+        value_dim = min(264 - head_dim, 256)
+        qkv = random_qkv(q_heads=2, kv_heads=1, q_len=19, kv_len=19, head_dim=head_dim, value_dim=value_dim)
+        out = attention(*qkv, IDENTITY, is_causal=is_causal)
+        expected = scaled_dot_product_attention(*qkv, is_causal=is_causal, enable_gqa=True)
+        assert relative_error(out, expected) < 1e-5
+
+    @pytest.mark.parametrize("transform", ["smooth_k", "rotate"])
+    def test_transforms_cancel(self, transform: str) -> None:
+        recipe = Recipe(low="bf16", **{transform: True})
+        query, key, value = random_qkv(q_len=40, kv_len=40, dtype=torch.float64)
+        key = key + 1.0
+        # What is not a plain softmax sees a shift of all its scores.
+        sinks = torch.tensor([0.5, -1.0], dtype=torch.float64)
+        for options in ({}, {"sinks": sinks}, {"softcap": 2.0}, {"softcap": 2.0, "sinks": sinks}):
+            transformed = attention(query, key, value, recipe, return_lse=True, **options)
+            plain = attention(query, key, value, IDENTITY, return_lse=True, **options)
+            torch.testing.assert_close(transformed, plain, rtol=1e-11, atol=1e-12)
+
+    @pytest.mark.parametrize("options", [{}, {"sinks": [0.5, -1.0]}, {"softcap": 20.0}], ids=["plain", "sinks", "cap"])
+    def test_smoothing_keeps_the_error_of_keys_that_share_a_large_mean_small(self, options: dict[str, Any]) -> None:
+        query, key, value = random_qkv(q_len=300, kv_len=300, dtype=torch.float64)
+        key = key + 20.0
+        if "sinks" in options:
+            options = {"sinks": torch.tensor(options["sinks"], dtype=torch.float64)}
+        exact, exact_lse = attention(query, key, value, IDENTITY, return_lse=True, **options)
+
+        def errors(*, smooth_k: bool) -> tuple[float, float]:
+            recipe = Recipe(low="mxint8", diagonal_tiles=0, sink_tiles=0, smooth_k=smooth_k)
+            out, lse = attention(query, key, value, recipe, return_lse=True, **options)
+            return relative_error(out, exact), float((lse - exact_lse).abs().max())
+
+        for smoothed, plain in zip(errors(smooth_k=True), errors(smooth_k=False), strict=True):
+            assert smoothed < 0.5 * plain
+
+
+class TestRowsWithoutKeys:
+    def test_are_zero_with_minus_infinity(self) -> None:
+        shapes, options = SMALL, {"kv_range": ints([37, 37], [20, 37])}
+        out, lse = attention(*random_qkv(**shapes), IDENTITY, return_lse=True, **options)
+        hidden = ~visible_cells(shapes, options).any(-1)
+        assert hidden[0].all()
+        assert hidden[1].any()
+        assert not hidden[1].all()
+        assert (out[hidden] == 0).all()
+        assert (lse[hidden] == -math.inf).all()
+        assert lse[~hidden].isfinite().all()
+
+    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+    def test_under_every_recipe(self, recipe: Recipe) -> None:
+        qkv = random_qkv(batch=2, q_len=5, kv_len=9)
+        out, lse = attention(*qkv, recipe, kv_range=ints([4, 4], [0, 9]), return_lse=True)
+        assert_bits_equal(out[0], torch.zeros_like(out[0]))
+        assert_bits_equal(lse[0], torch.full_like(lse[0], -math.inf))
+        assert out[1].isfinite().all()
+
+    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+    @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 7), (3, 0), (0, 0)], ids=["no-queries", "no-keys", "neither"])
+    def test_empty_sequences(self, recipe: Recipe, q_len: int, kv_len: int) -> None:
+        query, key, value = random_qkv(q_len=q_len, kv_len=kv_len, value_dim=24)
+        out, lse = attention(query, key, value, recipe, return_lse=True)
+        assert_bits_equal(out, torch.zeros(1, 2, q_len, 24))
+        assert_bits_equal(lse, torch.full((1, 2, q_len), -math.inf))
+
+
+class TestHiddenContent:
+    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+    @pytest.mark.parametrize("filler", [math.nan, math.inf, 1e30], ids=str)
+    def test_outside_the_range_does_not_matter(self, recipe: Recipe, filler: float) -> None:
+        # Including the scales and means that all tokens share.
+        query, key, value = random_qkv(batch=2, kv_heads=2, q_len=9, kv_len=40)
+        options = {"kv_range": ints([12, 40], [0, 31]), "kv_offset": ints(-12, 0), "q_offset": ints(19, 22)}
+        expected = attention(query, key, value, recipe, **options)
+        for tensor in (key, value):
+            tensor[0, :, :12] = filler
+            tensor[1, :, 31:] = filler
+        assert expected.isfinite().all()
+        assert_bits_equal(attention(query, key, value, recipe, **options), expected)
+
+    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+    @pytest.mark.parametrize("broken", ["query", "key", "value"])
+    def test_a_visible_nan_shows(self, recipe: Recipe, broken: str) -> None:
+        query, key, value = random_qkv(q_heads=1, q_len=6, kv_len=6)
+        {"query": query, "key": key, "value": value}[broken][0, 0, 3, 2] = math.nan
+        out = attention(query, key, value, recipe)
+        seen = out[0, 0, 3:4] if broken == "query" else out[0, 0, 3:]
+        assert (seen[:, 2] if broken == "value" else seen).isnan().all()
+
+
+class TestLayout:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+    def test_output_is_token_major(self, dtype: torch.dtype) -> None:
+        out, lse = attention(*random_qkv(**SMALL, value_dim=24, dtype=dtype), IDENTITY, return_lse=True)
+        assert out.shape == (2, 4, 37, 24)
+        assert out.transpose(1, 2).is_contiguous()
+        assert lse.shape == (2, 4, 37)
+        assert lse.is_contiguous()
+
+    @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+    def test_strides_of_the_inputs_do_not_matter(self, recipe: Recipe) -> None:
+        qkv = random_qkv(**SMALL)
+        token_major = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
+        every_other = [x.repeat_interleave(2, dim=-1)[..., ::2] for x in qkv]
+        expected = attention(*qkv, recipe)
+        for strided in (token_major, every_other):
+            assert not any(x.is_contiguous() for x in strided)
+            torch.testing.assert_close(attention(*strided, recipe), expected, rtol=1e-5, atol=1e-6)
+
+    def test_inputs_are_left_as_they_are(self) -> None:
+        qkv = random_qkv(**SMALL)
+        copies = [x.clone() for x in qkv]
+        options = {"kv_range": ints([5, 37], [0, 30]), "mask": random_mask(2, 1, 37, 37), "sinks": torch.ones(4)}
+        option_copies = {name: x.clone() for name, x in options.items()}
+        attention(*qkv, RECIPES["nvfp4-mxfp8"], softcap=3.0, **options)
+        for x, copy in zip(qkv, copies, strict=True):
+            assert_bits_equal(x, copy)
+        for name, copy in option_copies.items():
+            assert torch.equal(options[name], copy)

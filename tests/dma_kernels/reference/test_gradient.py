@@ -1,0 +1,168 @@
+"""The gradient of attention: exact where nothing is quantised, and straight through the rounding elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dma_kernels import Recipe, attention
+from dma_kernels.api import _attention_backward
+from dma_kernels.reference import attention as reference
+from dma_kernels.testing import random_qkv
+from torch import Tensor
+
+EXACT = Recipe(low="bf16", high="bf16")
+LOSSY = Recipe(low="mxfp4", high="mxfp8", scale_rounding="ceil", smooth_k=True, rotate=True, pv="fp8")
+Q_LEN, KV_LEN, Q_HEADS, KV_HEADS = 60, 75, 4, 2
+
+CALLS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "bidirectional": {"is_causal": False},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "window": {"window": 9},
+    "bidirectional window": {"window": 9, "is_causal": False},
+    "padding": {"kv_range": torch.tensor([[0, KV_LEN], [20, KV_LEN - 3]])},
+    "offsets": {"q_offset": torch.tensor([15, 40]), "kv_offset": torch.tensor([0, 25])},
+    "nothing visible": {"q_offset": -30, "kv_offset": 0},
+    "mask": {"mask": torch.rand(2, 1, Q_LEN, KV_LEN, generator=torch.Generator().manual_seed(0)) > 0.3},
+    "all": {"softcap": 2.0, "sinks": True, "window": 50, "scale": 0.3},
+}
+
+
+def make(call: str, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return leaves (queries, keys, values and perhaps sinks) and the other options of a call."""
+    options = dict(CALLS[call])
+    sizes: dict[str, Any] = {"batch": 2, "q_heads": Q_HEADS, "kv_heads": KV_HEADS, "head_dim": 16, "value_dim": 24}
+    leaves = list(random_qkv(**sizes, q_len=Q_LEN, kv_len=KV_LEN, dtype=dtype))
+    if options.pop("sinks", False):
+        leaves.append(torch.linspace(-1, 2, Q_HEADS, dtype=dtype))
+    return [leaf.requires_grad_() for leaf in leaves], options
+
+
+def plainly(leaves: list[Tensor], options: dict[str, Any]) -> Tensor:
+    """Compute attention as it is written down, all scores at once, for autograd to differentiate."""
+    query, key, value, *sinks = leaves
+    key, value = (x.repeat_interleave(Q_HEADS // KV_HEADS, 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * options.get("scale", query.shape[-1] ** -0.5)
+    if softcap := options.get("softcap"):
+        scores = softcap * torch.tanh(scores / softcap)
+    is_causal = options.get("is_causal", True)
+    kv_offset = torch.as_tensor(options.get("kv_offset", 0)).expand(2)
+    q_offset = torch.as_tensor(options.get("q_offset", KV_LEN - Q_LEN if is_causal else 0)).expand(2)
+    q = (q_offset[:, None] + torch.arange(Q_LEN))[:, None, :, None]
+    k = (kv_offset[:, None] + torch.arange(KV_LEN))[:, None, None]
+    seen = torch.ones(2, 1, Q_LEN, KV_LEN, dtype=torch.bool)
+    if is_causal:
+        seen &= k <= q
+    if window := options.get("window"):
+        seen &= (k > q - window) if is_causal else ((k - q).abs() <= window)
+    if (kv_range := options.get("kv_range")) is not None:
+        index = torch.arange(KV_LEN)
+        seen &= ((index >= kv_range[:, :1]) & (index < kv_range[:, 1:]))[:, None, None]
+    if (mask := options.get("mask")) is not None:
+        seen &= mask
+    scores = scores.masked_fill(~seen, -1e30)
+    if sinks:
+        scores = torch.cat((scores, sinks[0].view(1, -1, 1, 1).expand(2, -1, Q_LEN, 1)), -1)
+    p = scores.softmax(-1)[..., :KV_LEN]
+    return p.masked_fill(~seen, 0.0) @ value
+
+
+def gradients(out: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    return torch.autograd.grad((out * weight).sum(), leaves)
+
+
+@pytest.mark.parametrize("rows", [None, 16], ids=["one block", "blocks"])
+@pytest.mark.parametrize("call", CALLS)
+def test_equals_that_of_plain_attention(call: str, rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if rows is not None:
+        monkeypatch.setattr(reference, "SCORE_BYTES", 1)  # blocks of the fewest rows
+    leaves, options = make(call)
+    expected = gradients(plainly(leaves, options), leaves)
+    extra = {"sinks": leaves[3]} if len(leaves) > 3 else {}
+    actual = gradients(attention(*leaves[:3], EXACT, **options, **extra), leaves)
+    for found, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("call", ["causal", "all"])
+def test_goes_straight_through_the_rounding(call: str) -> None:
+    """Of a recipe that rounds everything it is the gradient without rounding: it depends on the inputs alone."""
+    leaves, options = make(call)
+    extra = {"sinks": leaves[3]} if len(leaves) > 3 else {}
+    outputs = [attention(*leaves[:3], recipe, **options, **extra) for recipe in (EXACT, LOSSY)]
+    assert not torch.allclose(*outputs, rtol=1e-3)
+    for exact, lossy in zip(*(gradients(out, leaves) for out in outputs), strict=True):
+        assert torch.equal(exact, lossy)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_is_in_the_dtype_of_the_inputs_and_rounded_once(dtype: torch.dtype) -> None:
+    leaves, _ = make("causal", dtype)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = gradients(plainly(exact, {}), exact)
+    for found, wanted in zip(gradients(attention(*leaves, EXACT), leaves), expected, strict=True):
+        assert found.dtype == dtype
+        bound = (torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps) * wanted.abs().max()
+        assert (found.double() - wanted).abs().max() <= bound
+
+
+def test_hidden_keys_may_be_anything() -> None:
+    leaves, options = make("padding")
+    expected = gradients(attention(*leaves, EXACT, **options), leaves)
+    spoilt = [leaf.detach().clone() for leaf in leaves]
+    for leaf in spoilt[1:]:
+        leaf[1, :, :20] = float("nan")
+        leaf.requires_grad_()
+    spoilt[0].requires_grad_()
+    for found, wanted in zip(gradients(attention(*spoilt, EXACT, **options), spoilt), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0)], ids=["no query", "no key"])
+def test_without_queries_or_keys(lengths: tuple[int, int]) -> None:
+    sizes: dict[str, Any] = {"q_heads": 2, "kv_heads": 1, "head_dim": 16, "dtype": torch.float32}
+    leaves = [leaf.requires_grad_() for leaf in random_qkv(**sizes, q_len=lengths[0], kv_len=lengths[1])]
+    for gradient, leaf in zip(gradients(attention(*leaves, EXACT), leaves), leaves, strict=True):
+        assert torch.equal(gradient, torch.zeros_like(leaf))
+
+
+def test_only_some_inputs_may_want_one() -> None:
+    leaves, options = make("sinks")
+    query, key, value, sinks = (leaf.detach() for leaf in leaves)
+    key.requires_grad_()
+    out, lse = attention(query, key, value, EXACT, sinks=sinks, return_lse=True, **options)
+    assert not lse.requires_grad
+    expected = gradients(attention(*leaves[:3], EXACT, sinks=leaves[3], **options), leaves)[1]
+    assert torch.equal(gradients(out, [key])[0], expected)
+
+
+def test_has_no_gradient_of_its_own() -> None:
+    leaves, _ = make("causal")
+    (first,) = torch.autograd.grad(attention(*leaves, EXACT).sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="attention_backward"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("call", ["causal", "sinks"])
+def test_the_operator_of_the_backward_pass(call: str) -> None:
+    leaves, _ = make(call, torch.float32)
+    query, key, value, *sinks = (leaf.detach() for leaf in leaves)
+    grad_out = torch.randn(2, Q_HEADS, Q_LEN, 24)
+    arguments = (0, 0, None, None, None, None, sinks[0] if sinks else None, True, None, 0.25, None)
+    torch.library.opcheck(_attention_backward, (grad_out, query, key, value, *arguments))
+
+
+def test_compiled() -> None:
+    leaves, options = make("all", torch.float32)
+
+    def loss(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        return attention(query, key, value, LOSSY, sinks=sinks, **options).square().sum()
+
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for found, wanted in zip(torch.autograd.grad(compiled(*leaves), leaves), expected, strict=True):
+        torch.testing.assert_close(found, wanted)

@@ -1,0 +1,361 @@
+"""The quantised rule: which pair of query and key is scored in which precision, and what that comes to.
+
+The oracle is deliberately naive: one query and one key at a time, fp64, with the block quantiser of ``conftest.py``.
+Inputs are bfloat16 numbers, so that sums of them are exact in fp64 and both sides quantise the very same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from dma_kernels import Recipe, attention, quantize
+from dma_kernels.testing import RECIPES, assert_as_accurate, assert_bits_equal, random_qkv, relative_error
+from torch import Tensor
+
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+SCALE = 0.11
+# Tile 3 begins at 384, so that with two diagonal tiles some tile is still low.
+EDGES = [0, 1, 127, 128, 129, 255, 256, 257, 383, 384, 385]
+
+
+def in_band(p: int, j: int, recipe: Recipe, is_causal: bool) -> bool:
+    """Whether the pair of positions is high."""
+    tile, key_tile = p // 128, j // 128
+    if key_tile < recipe.sink_tiles:
+        return True
+    if is_causal:
+        return tile - recipe.diagonal_tiles <= key_tile <= tile
+    return abs(tile - key_tile) <= recipe.diagonal_tiles
+
+
+def naive_rule(
+    oracle: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    recipe: Recipe,
+    *,
+    positions: list[int],
+    is_causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: list[float] | None = None,
+) -> np.ndarray:
+    """Return ``[Hq, len(positions), Dv]`` for a query ``[Hq, Tq, D]`` whose last position is that of the last key."""
+    q, k, v = (x.double().numpy() for x in (query, key, value))
+    kv_len, group = k.shape[1], len(q) // len(k)
+    first = kv_len - q.shape[1]
+    shift = np.zeros(q.shape[:2])
+    if recipe.smooth_k:
+        mean = k[:, :128].mean(1, keepdims=True).astype(ml_dtypes.bfloat16).astype(np.float64)
+        shift = np.einsum("htd,htd->ht", q, np.broadcast_to(np.repeat(mean, group, 0), q.shape))
+        k = k - mean
+    if recipe.rotate:
+        size = q.shape[-1] & -q.shape[-1]
+        signs = np.array([[(-1.0) ** bin(i & j).count("1") for j in range(size)] for i in range(size)])
+        matrix = np.kron(np.eye(q.shape[-1] // size), signs)
+        q, k = (q @ matrix) * size**-0.5, (k @ matrix) * size**-0.5
+
+    def cast(x: np.ndarray, format: str, shared: str) -> np.ndarray:
+        if format == "bf16":
+            return x
+        return oracle.quantize(torch.from_numpy(x), format, rounding=recipe.scale_rounding, shared=shared).values
+
+    q_shared = "row" if recipe.shared_scale == "tile" else recipe.shared_scale
+    q_low, q_high = cast(q, recipe.low_q or recipe.low, q_shared), cast(q, recipe.high, "block")
+    k_low, k_high = cast(k, recipe.low_k or recipe.low, recipe.shared_scale), cast(k, recipe.high, "block")
+    if recipe.pv == "fp8":
+        v_scale = np.exp2(np.ceil(np.log2(np.abs(v).max(1, keepdims=True) / 448.0)))
+        v = (v / v_scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * v_scale
+    v_low = v if recipe.low_v is None else cast(v, recipe.low_v, "block")
+    out = np.zeros((len(q), len(positions), v.shape[-1]))
+    for h in range(len(q)):
+        for row, p in enumerate(positions):
+            scores, values = [], []
+            for j in range(kv_len):
+                distance = p - j
+                if is_causal and (distance < 0 or (window is not None and distance >= window)):
+                    continue
+                if not is_causal and window is not None and abs(distance) > window:
+                    continue
+                is_high = in_band(p, j, recipe, is_causal)
+                q_row = (q_high if is_high else q_low)[h, p - first]
+                k_row = (k_high if is_high else k_low)[h // group, j]
+                score = (float(np.dot(q_row, k_row)) + shift[h, p - first]) * SCALE
+                if softcap is not None:
+                    score = softcap * math.tanh(score / softcap)
+                values.append((v if is_high else v_low)[h // group, j])
+                scores.append(score)
+            sink = [] if sinks is None else [sinks[h]]
+            largest = max(scores + sink)
+            weights = np.exp(np.array(scores) - largest)
+            denominator = weights.sum() + sum(math.exp(s - largest) for s in sink)
+            if recipe.pv == "fp8":
+                weights = (weights * 256.0).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / 256.0
+            for weight, row_value in zip(weights, values, strict=True):
+                out[h, row] += weight * row_value
+            out[h, row] /= denominator
+    return out
+
+
+def check_against_naive(oracle: Any, recipe: Recipe, shapes: dict[str, Any], options: dict[str, Any]) -> None:
+    query, key, value = random_qkv(**shapes, dtype=torch.float64)
+    first = shapes["kv_len"] - shapes["q_len"]
+    positions = [p for p in [*EDGES, shapes["kv_len"] - 1] if first <= p < shapes["kv_len"]]
+    expected = naive_rule(oracle, query[0], key[0], value[0], recipe, positions=positions, **options)
+    sinks = options.get("sinks")
+    tensors = {} if sinks is None else {"sinks": torch.tensor(sinks, dtype=torch.float64)}
+    out = attention(query, key, value, recipe, scale=SCALE, q_offset=first, **(options | tensors))
+    rows = [p - first for p in positions]
+    assert relative_error(out[0][:, rows], torch.from_numpy(expected)) < 1e-11
+
+
+class TestAgainstNaive:
+    @recipes
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+    def test_prefill(self, oracle: Any, recipe: Recipe, is_causal: bool) -> None:
+        check_against_naive(oracle, recipe, {"q_len": 400, "kv_len": 400}, {"is_causal": is_causal})
+
+    @recipes
+    def test_chunk(self, oracle: Any, recipe: Recipe) -> None:
+        check_against_naive(oracle, recipe, {"q_heads": 4, "kv_heads": 2, "q_len": 150, "kv_len": 390}, {})
+
+    @recipes
+    @pytest.mark.parametrize("head_dim", [8, 80], ids=lambda d: f"D{d}")
+    def test_padded_blocks(self, oracle: Any, recipe: Recipe, head_dim: int) -> None:
+        shapes = {"q_len": 5, "kv_len": 389, "head_dim": head_dim, "value_dim": 24}
+        check_against_naive(oracle, recipe, shapes, {})
+
+    @recipes
+    def test_window_softcap_and_sinks(self, oracle: Any, recipe: Recipe) -> None:
+        options = {"window": 200, "softcap": 4.0, "sinks": [0.5, 3.0]}
+        check_against_naive(oracle, recipe, {"q_len": 260, "kv_len": 390}, options)
+
+    @recipes
+    def test_bidirectional_window(self, oracle: Any, recipe: Recipe) -> None:
+        check_against_naive(oracle, recipe, {"q_len": 400, "kv_len": 400}, {"window": 190, "is_causal": False})
+
+
+class TestBand:
+    """Each pair of positions alone: with one visible key, the log-sum-exp is that pair's score."""
+
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+    @pytest.mark.parametrize("sink_tiles", [0, 1, 2], ids=lambda n: f"sink{n}")
+    @pytest.mark.parametrize("diagonal_tiles", [0, 1, 2], ids=lambda n: f"diag{n}")
+    def test_boundaries(self, diagonal_tiles: int, sink_tiles: int, is_causal: bool) -> None:
+        recipe = Recipe(low="mxfp4", high="mxint8", diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles)
+        pairs = [(p, j) for p in EDGES for j in EDGES if not (is_causal and j > p)]
+        query, key, value = random_qkv(q_heads=1, q_len=len(pairs), kv_len=386)
+        query = query.transpose(0, 2)  # a batch of pairs
+        p, j = torch.tensor(pairs).T
+        key, value = (x.expand(len(pairs), -1, -1, -1) for x in (key, value))
+        _, score = attention(
+            query,
+            key,
+            value,
+            recipe,
+            is_causal=is_causal,
+            q_offset=p,
+            kv_range=torch.stack([j, j + 1], dim=1),
+            scale=1.0,
+            return_lse=True,
+        )
+        low, high = (
+            (quantize(query, f).dequantize() * quantize(key[0, 0, j], f).dequantize()[:, None, None]).sum(-1)
+            for f in ("mxfp4", "mxint8")
+        )
+        assert (low - high).abs().min() > 1e-2
+        expected = torch.tensor([in_band(*pair, recipe, is_causal) for pair in pairs])
+        torch.testing.assert_close(score, torch.where(expected[:, None, None], high, low), rtol=1e-4, atol=1e-4)
+
+    def test_the_picture_for_one_diagonal_and_one_sink_tile(self) -> None:
+        # Spelled out, so that the test's own rule is held down as well.
+        picture = ["H", "HH", "HHH", "HLHH", "HLLHH"]
+        causal = [
+            "".join("LH"[in_band(i * 128, j * 128 + 127, Recipe(), True)] for j in range(i + 1)) for i in range(5)
+        ]
+        assert causal == picture
+        picture = ["HHLLL", "HHHLL", "HHHHL", "HLHHH", "HLLHH"]
+        both = ["".join("LH"[in_band(i * 128, j * 128 + 127, Recipe(), False)] for j in range(5)) for i in range(5)]
+        assert both == picture
+
+
+class TestPositions:
+    """The rule depends on positions alone: not on the batch, on padding, or on how a call is cut."""
+
+    @recipes
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+    def test_left_padded_row_alone_is_the_row_without_padding(self, recipe: Recipe, is_causal: bool) -> None:
+        pad = 75
+        query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=530, kv_len=530)
+        expected = attention(query[:, :, pad:], key[:, :, pad:], value[:, :, pad:], recipe, is_causal=is_causal)
+        out = attention(
+            query[:, :, pad:],
+            key,
+            value,
+            recipe,
+            is_causal=is_causal,
+            kv_range=torch.tensor([[pad, 530]]),
+            kv_offset=-pad,
+            q_offset=0,
+        )
+        assert_bits_equal(out, expected)
+
+    @recipes
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+    def test_batch_with_left_and_right_padding(self, recipe: Recipe, is_causal: bool) -> None:
+        # Keys far from 0, so that a hidden key which is not 0 after smoothing would widen a scale that others share.
+        # fp64: other columns in the product change no more than the last bits of a sum.
+        query, key, value = random_qkv(batch=3, kv_heads=2, q_len=530, kv_len=530, dtype=torch.float64)
+        key += 30.0
+        spans = [(75, 530), (0, 530), (0, 410)]
+        starts = torch.tensor([start for start, _ in spans])
+        out = attention(
+            query,
+            key,
+            value,
+            recipe,
+            is_causal=is_causal,
+            kv_range=torch.tensor(spans),
+            kv_offset=-starts,
+            q_offset=-starts,
+        )
+        for row, (start, end) in enumerate(spans):
+            alone = (x[row : row + 1, :, start:end] for x in (query, key, value))
+            expected = attention(*alone, recipe, is_causal=is_causal)
+            assert relative_error(out[row : row + 1, :, start:end], expected) < 1e-12
+
+    @recipes
+    def test_rows_of_a_batch_at_other_positions(self, recipe: Recipe) -> None:
+        query, key, value = random_qkv(batch=3, q_len=20, kv_len=400, dtype=torch.float64)
+        offsets = [380, 120, 251]
+        out = attention(query, key, value, recipe, q_offset=torch.tensor(offsets))
+        for row, offset in enumerate(offsets):
+            alone = (x[row : row + 1] for x in (query, key, value))
+            expected = attention(*alone, recipe, q_offset=offset)
+            assert relative_error(out[row : row + 1], expected) < 1e-12
+
+    @recipes
+    def test_moving_everything_by_whole_tiles(self, recipe: Recipe) -> None:
+        recipe = dataclasses.replace(recipe, sink_tiles=0)
+        qkv = random_qkv(q_len=430, kv_len=430)
+        moved = attention(*qkv, recipe, q_offset=1280, kv_offset=1280)
+        assert_bits_equal(moved, attention(*qkv, recipe))
+
+    @recipes
+    @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+    @pytest.mark.parametrize("score_bytes", [1, 430 * 4 * 2 * 50], ids=["16-rows", "50-rows"])
+    def test_size_of_query_blocks_does_not_matter(
+        self, recipe: Recipe, score_bytes: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        qkv = random_qkv(q_len=430, kv_len=430, dtype=torch.float64)
+        whole = attention(*qkv, recipe, is_causal=is_causal)
+        monkeypatch.setattr("dma_kernels.reference.attention.SCORE_BYTES", score_bytes)
+        assert relative_error(attention(*qkv, recipe, is_causal=is_causal), whole) < 1e-12
+
+
+class TestDecode:
+    @recipes
+    @pytest.mark.parametrize("length", [1, 127, 128, 129, 256, 257, 385, 400], ids=lambda n: f"T{n}")
+    def test_token_by_token_is_prefill(self, recipe: Recipe, length: int) -> None:
+        query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=400, kv_len=400, dtype=torch.float64)
+        prefill = attention(query, key, value, recipe)[:, :, length - 1 : length]
+        decode = attention(query[:, :, length - 1 : length], key[:, :, :length], value[:, :, :length], recipe)
+        if recipe.smooth_k and recipe.high != "bf16" and length < 128:
+            return  # the mean of the first tile is not known yet, and quantised high keys see it
+        # A channel's E4M3 scale grows with the context, which moves values far below its largest between subnormals.
+        assert relative_error(decode, prefill) < (1e-5 if recipe.pv == "fp8" else 1e-12)
+
+    @recipes
+    def test_prefill_in_chunks(self, recipe: Recipe) -> None:
+        query, key, value = random_qkv(q_len=400, kv_len=400, dtype=torch.float64)
+        whole = attention(query, key, value, recipe)
+        for start, end in ((0, 130), (130, 131), (131, 300), (300, 400)):
+            chunk = attention(query[:, :, start:end], key[:, :, :end], value[:, :, :end], recipe)
+            assert relative_error(chunk, whole[:, :, start:end]) < (1e-5 if recipe.pv == "fp8" else 1e-12)
+
+    @recipes
+    def test_from_a_static_cache(self, recipe: Recipe) -> None:
+        query, key, value = random_qkv(batch=2, q_len=3, kv_len=300)
+        filled = (x[:, :, :270] for x in (key, value))
+        expected = attention(query, *filled, recipe)
+        ranges = torch.tensor([[0, 270], [0, 270]])
+        assert_bits_equal(attention(query, key, value, recipe, kv_range=ranges, q_offset=267), expected)
+
+
+class TestErrorAgainstFp64:
+    """On operands that quantisation leaves as they are, fp32 differs from fp64 by the rounding of sums alone."""
+
+    @staticmethod
+    def prepared(format: str) -> list[Tensor]:
+        query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=400, kv_len=400)
+        query, key = (quantize(x, format).dequantize() for x in (query, key))
+        return [query, key, value]
+
+    @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "mxint8", "nvfp4"])
+    def test_quantised_operands_are_fixed_points(self, format: str) -> None:
+        query, key, _ = self.prepared(format)
+        assert_bits_equal(quantize(query, format).dequantize(), query)
+        assert_bits_equal(quantize(key, format).dequantize(), key)
+
+    @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "mxint8", "nvfp4"])
+    def test_fp32(self, format: str) -> None:
+        qkv = self.prepared(format)
+        recipe = Recipe(low=format, high="bf16")
+        exact = attention(*(x.double() for x in qkv), recipe)
+        assert relative_error(attention(*qkv, recipe), exact) < 2e-6
+        # And since nothing is lost, it is what plain attention makes of these numbers.
+        plain = attention(*(x.double() for x in qkv), RECIPES["identity"])
+        assert relative_error(exact, plain) < 1e-12
+
+    @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "mxint8", "nvfp4"])
+    def test_bf16(self, format: str) -> None:
+        qkv = [x.bfloat16() for x in self.prepared(format)]  # exact: at most 7 significant bits
+        recipe = Recipe(low=format, high="bf16")
+        exact = attention(*(x.double() for x in qkv), recipe)
+        eager = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+        assert_as_accurate(attention(*qkv, recipe), eager, exact, factor=1.5)
+
+    @recipes
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_every_recipe_is_the_same_rule_in_every_dtype(self, recipe: Recipe, dtype: torch.dtype) -> None:
+        # A rounding of probabilities or of rotated operands that falls the other way is allowed for.
+        qkv = random_qkv(q_len=300, kv_len=300, dtype=dtype)
+        exact = attention(*(x.double() for x in qkv), recipe)
+        assert relative_error(attention(*qkv, recipe), exact) < (1e-3 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory as Linux reports it")
+def test_long_prompt_fits_in_memory() -> None:
+    """A causal prompt of 32K tokens of one head takes less than 1 GiB; its scores alone would take 4 GiB."""
+    script = """
+        import re, torch
+        from pathlib import Path
+        from dma_kernels import attention
+        from dma_kernels.testing import RECIPES, random_qkv
+
+        def memory(field):
+            return int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+        torch.set_num_threads(1)
+        qkv = random_qkv(q_heads=1, q_len=32768, kv_len=32768)
+        before = memory("VmRSS")
+        assert attention(*qkv, RECIPES["mxfp8-row"]).isfinite().all()
+        print(memory("VmHWM") - before)
+    """
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert 0 < int(result.stdout) < 1 << 20  # kB

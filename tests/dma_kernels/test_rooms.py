@@ -1,0 +1,51 @@
+"""The folders of ``dma_kernels`` are floors: a table says what each may import, and the source is held to it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import dma_kernels
+import pytest
+
+PACKAGE = Path(dma_kernels.__file__).parent
+ROOMS = {
+    "numerics": set(),
+    "reference": {"numerics"},
+    "runtime": {"numerics"},
+    "device": {"numerics"},
+    "prefill": {"numerics", "runtime", "device"},
+    "cache": {"numerics", "reference", "runtime", "device", "prefill"},
+}
+"""Which rooms the files of a room import, besides their own. The door (``api.py``) stands above all but the cache."""
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the rooms, or modules at the top of the package, that a file imports from."""
+    room = path.relative_to(PACKAGE).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level > 0:
+            module = (node.module or "").split(".")
+            parts = [*room[: len(room) - node.level + 1], *filter(None, module)]
+            yield from [parts[0]] if parts else (alias.name for alias in node.names)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            assert not any(name.split(".")[0] in ("dma_kernels", "dma_hf", "transformers") for name in names), (
+                f"{path}:{node.lineno} imports {', '.join(names)}"
+            )
+
+
+def test_every_folder_has_its_row() -> None:
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_what_its_row_allows(room: str) -> None:
+    for path in (PACKAGE / room).rglob("*.py"):
+        assert set(imported(path)) <= ROOMS[room] | {room}, path
+
+
+def test_the_door_knows_nothing_of_the_cache() -> None:
+    for path in (PACKAGE / "__init__.py", PACKAGE / "api.py", PACKAGE / "testing.py"):
+        assert "cache" not in set(imported(path))
