@@ -1,0 +1,161 @@
+"""The formats of a cache: codes bit for bit those of an oracle, every code and every tie, and the record."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from dma_kernels.cache.codes import CACHE_FORMATS, Codes, Record, cache_format, quantize_keys, quantize_values
+from hypothesis import given
+from hypothesis import strategies as st
+from ml_dtypes import bfloat16
+
+formats = pytest.mark.parametrize("format", CACHE_FORMATS.values(), ids=CACHE_FORMATS)
+
+
+def oracle(group: list[float], levels: int) -> tuple[list[int], float, float]:
+    """Return codes, scale and low of one group, exactly: bfloat16 neighbours are searched for, ties worked out."""
+    numbers = np.array(group, np.float32)
+    low = numbers.min().astype(bfloat16)
+    if np.float32(low) > numbers.min():
+        low = np.nextafter(low, bfloat16(-np.inf))
+    span = numbers.max() - np.float32(low)
+    scale = float((span * np.float32(1 / levels)).astype(bfloat16))
+    if scale == 0.0:
+        return [0] * len(group), scale, float(low)
+    quotients = (numbers - np.float32(low)) / np.float32(scale)
+    return [min(round(float(q)), levels) for q in quotients], scale, float(low)
+
+
+@formats
+@pytest.mark.parametrize("kind", ["keys", "values"])
+def test_codes_are_those_of_an_oracle(format, kind) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(128, 70, generator=generator) * torch.logspace(-20, 20, 70, base=2.0) + 3.0
+    if kind == "keys":
+        codes = quantize_keys(x, format)
+        for channel in range(70):
+            expected = oracle(x[:, channel].tolist(), format.levels)
+            assert (codes.code[:, channel].tolist(), codes.scale[0, channel], codes.low[0, channel]) == expected
+    else:
+        codes = quantize_values(x, format)
+        for token, (group, part) in product(range(128), enumerate((slice(0, 64), slice(64, 70)))):
+            expected = oracle(x[token, part].tolist(), format.levels)
+            assert (codes.code[token, part].tolist(), codes.scale[token, group], codes.low[token, group]) == expected
+
+
+@formats
+def test_every_code_and_every_tie(format) -> None:
+    """With a scale of 1 and a low of -8 a number between two codes goes to the even one."""
+    whole = torch.arange(format.levels + 1.0)
+    halves = whole[:-1] + 0.5
+    for numbers, expected in ((whole, whole), (halves, (halves / 2).round() * 2)):
+        x = torch.zeros(len(numbers) + 2)
+        x[1], x[2:] = format.levels, numbers
+        padded = torch.cat((x, torch.zeros(-len(x) % 64))).view(-1, 64) - 8.0
+        padded[:, 0], padded[:, 1] = -8.0, format.levels - 8.0
+        codes = quantize_values(padded, format)
+        assert (codes.scale == 1.0).all()
+        assert (codes.low == -8.0).all()
+        keep = [i for i in range(2, len(x)) if i % 64 > 1]
+        assert torch.equal(codes.code.flatten()[keep].float(), expected[[i - 2 for i in keep]])
+        assert torch.equal(codes.dequantize().flatten()[keep], expected[[i - 2 for i in keep]] - 8.0)
+
+
+@formats
+def test_constant_groups_are_exact(format) -> None:
+    for number in (0.0, -0.0, 1.5, -3.0e38, 1e-45):
+        codes = quantize_values(torch.full((2, 64), number), format)
+        if number in (0.0, 1.5):
+            assert torch.equal(codes.dequantize(), torch.full((2, 64), number))
+        assert torch.allclose(codes.dequantize(), torch.full((2, 64), number), rtol=2**-8, atol=1e-40)
+    assert not quantize_values(torch.full((1, 64), -0.0), format).low.signbit().any()
+
+
+@formats
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf], ids=str)
+def test_a_broken_number_breaks_its_group_and_no_other(format, number) -> None:
+    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    broken = x.clone()
+    broken[5, 7] = number
+    for quantize, row, column in ((quantize_keys, slice(None), 7), (quantize_values, 5, slice(0, 64))):
+        expected = quantize(x, format).dequantize()
+        expected[row, column] = math.nan
+        codes = quantize(broken, format)
+        assert torch.equal(codes.dequantize().nan_to_num(9.0), expected.nan_to_num(9.0))
+        assert (codes.code[row, column] == 0).all()
+        assert not codes.low.isnan().any()
+
+
+def test_a_range_past_the_end_of_fp32_is_broken() -> None:
+    x = torch.zeros(1, 64)
+    x[0, 0], x[0, 1] = 3e38, -3e38
+    assert quantize_values(x, CACHE_FORMATS["int8"]).dequantize().isnan().all()
+
+
+@formats
+def test_the_error_is_half_a_step(format) -> None:
+    x = torch.randn(3, 128, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    codes = quantize_keys(x, format)
+    assert ((codes.dequantize() - x.float()).abs() <= codes.scale.float() * (0.5 + format.levels * 2.0**-9)).all()
+
+
+@formats
+@given(st.lists(st.integers(-30, 30), min_size=40, max_size=40), st.integers(0, 1 << 30))
+def test_rescaling_channels_of_keys_moves_no_code(format, exponents, seed) -> None:
+    x = torch.randn(128, 40, generator=torch.Generator().manual_seed(seed)) + 1.0
+    powers = torch.tensor(exponents).float().exp2()
+    codes, rescaled = quantize_keys(x, format), quantize_keys(x * powers, format)
+    assert torch.equal(codes.code, rescaled.code)
+    assert torch.equal(codes.dequantize() * powers, rescaled.dequantize())
+
+
+def assert_equal_codes(actual: Codes, expected: Codes) -> None:
+    for name in ("code", "scale", "low"):
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+
+
+class TestRecord:
+    @formats
+    @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 96), (33, 20), (256, 40), (1, 65)], ids=str)
+    def test_what_is_packed_comes_back(self, format, dims) -> None:
+        record = Record(format, *dims)
+        key, value = (torch.randn(2, 3, 128, dim, generator=torch.Generator().manual_seed(dim)) for dim in dims)
+        data = record.encode(key, value)
+        assert data.shape == (2, 3, record.nbytes)
+        assert record.nbytes % 128 == 0
+        keys, values = record.codes(data)
+        assert_equal_codes(keys, quantize_keys(key, format))
+        assert_equal_codes(values, quantize_values(value, format))
+        assert record.encode(key[:0], value[:0]).shape == (0, 3, record.nbytes)
+        assert record.decode(data[:, :0])[1].shape == (2, 0, 128, dims[1])
+
+    def test_where_things_are(self) -> None:
+        """One number of each part, its place worked out by hand from the module's text."""
+        generator = torch.Generator().manual_seed(0)
+        key, value = torch.randn(2, 128, 128, generator=generator)
+        four, eight = (Record(format, 128, 128) for format in (CACHE_FORMATS["int4"], CACHE_FORMATS["int8"]))
+        assert (four.nbytes, eight.nbytes) == (17920, 34304)
+        keys, values = (quantize(x, four.format) for quantize, x in ((quantize_keys, key), (quantize_values, value)))
+        data = four.encode(key, value)
+        # Token 77 is row 13 = 8 * 1 + 5 of its block, channel 45 column 13 = 8 * 1 + 2 * 2 + 1: block 2 * 4 + 1, word
+        # 16 * 5 + 4 * 2 + 1, bits from 4 * (1 + 4) on.
+        assert data[9 * 512 + 4 * 89 + 2] >> 4 == keys.code[77, 45]
+        # Of values channel 45 is the row and token 77 the column: block 2 * 4 + 1, the same word and bits.
+        assert data[8704 + 9 * 512 + 4 * 89 + 2] >> 4 == values.code[77, 45]
+        bf16 = data.view(torch.bfloat16)
+        assert bf16[(8192) // 2 + 32 + 2 * 8 + 2 * 1 + 1] == keys.scale[0, 45]
+        assert bf16[(8192 + 256) // 2 + 32 + 2 * 8 + 2 * 1 + 1] == keys.low[0, 45]
+        pair = (16896 // 4 + ((2 * 2 + 1) * 8 + 5) * 4 + 1) * 2
+        assert bf16[pair] == values.scale[77, 1]
+        assert bf16[pair + 1] == values.low[77, 1]
+        # Eight bits: blocks of 16 columns, so block 2 * 8 + 2, and byte 1 + 2 of the same word.
+        assert eight.encode(key, value)[18 * 512 + 4 * 89 + 3] == quantize_keys(key, eight.format).code[77, 45]
+
+
+def test_an_unknown_format_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown cache format 'int3'; expected one of int8, int4"):
+        cache_format("int3")
