@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from dma_kernels.api import MAX_HEAD_DIM, MIN_HEAD_DIM
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.utils import output_capturing
 
 HARMLESS = frozenset(
@@ -26,7 +29,8 @@ HARMLESS = frozenset(
         *("kernel_options", "target_dtype", "implementation"),
     }
 )
-"""Keyword arguments that models pass to an attention function and that do not change its result."""
+"""Keyword arguments that models pass to an attention function and that do not change its result. What ``generate``
+hands down is not among them: :func:`_is_of_generation` asks Transformers for that."""
 
 WAY_OUT = "load the model with attn_implementation='sdpa' or 'eager'"
 
@@ -106,6 +110,8 @@ def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refu
             asked = f"a paged cache ({type(value).__name__}) was passed, as generate_batch does"
             way_out = "call generate_batch within dma_hf.continuous_batching(model)"
             return Refusal("continuous batching", asked, way_out)
+        if _is_of_generation(name):
+            continue
         asked = f"{name}={_brief(value)} was passed and may change the result"
         return Refusal(f"the argument {name!r}", asked, "leave it out, or " + WAY_OUT)
     if _is_collecting_attentions():
@@ -116,6 +122,18 @@ def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refu
         way_out = "pass position_ids that start again with each sequence, no attention_mask, and use_cache=False"
         return Refusal("packing by cu_seq_lens_q", asked, way_out)
     return None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@cache
+def _is_of_generation(name: str) -> bool:
+    """Return whether ``generate`` or a decoding loop of the installed Transformers takes an argument of this name.
+
+    They hand what they have no use for (``tokenizer``) to the model, which hands it to every layer. It says how tokens
+    are chosen, not what attention computes. Fields of a ``GenerationConfig`` are not handed down.
+    """
+    functions = (function for _, function in inspect.getmembers(GenerationMixin, inspect.isfunction))
+    return any(name in inspect.signature(function).parameters for function in functions)
 
 
 def _is_collecting_attentions() -> bool:
