@@ -16,6 +16,7 @@ from .cache import DMACache
 from .cached_states import CachedStates
 from .compact_mask import CompactMask, MaskGeometry
 from .config import PRESETS, DMAConfig, preset, resolve
+from .equalization import equalize
 from .masking import dma_mask
 from .paged import continuous_batching
 from .settings import NAME, configure
@@ -33,6 +34,7 @@ __all__ = [
     "continuous_batching",
     "dma_attention_forward",
     "dma_mask",
+    "equalize",
     "fallback_counts",
     "preset",
     "reset_fallback_counts",

@@ -1,0 +1,269 @@
+"""Equal ranges for keys and queries, folded into a model's weights without changing what the model computes.
+
+A score is a sum of products of query and key channels, so a channel's factor moves freely from one to the other; two
+channels that the rotary embedding turns together share theirs. With powers of two nothing is rounded, and the folded
+model gives the same numbers to the bit. What has changed is how well its keys and queries can be quantised: a channel
+that was much larger in the keys than all others, and had its small counterpart in the queries, stands out in neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from .projections import Layer, Operands, Source, find_layers, run, tied, watched
+
+MIN_TOKENS = 1024
+"""Fewest tokens to measure ranges over."""
+WINDOW = 1024
+"""Longer rows are read in windows of this many tokens: the model's eager attention holds all scores of one."""
+LEAST_OFFSET_GAIN = 0.5
+"""Least gain of a norm that holds ``w`` and applies ``1 + w``: below it ``w`` is near -1, where a 16-bit number says
+little about ``1 + w``."""
+
+
+def equalize(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
+    """Give keys and queries equal ranges by powers of two, folded into the weights that make them.
+
+    The model computes what it computed, to the bit, in FP32 and in BF16. One kind of weight can round: norms that apply
+    ``1 + w`` (Gemma 3). In FP32 their channels take the nearest power of two that leaves them exact; in BF16 their
+    gains are rounded once more, by 2**-9 at most. Save the model and it loads anywhere, with nothing of this package.
+
+    Args:
+        model: A model with rotary embeddings, in FP32 or BF16.
+        tokens: Token ids of ordinary text, ``[T]`` or ``[B, T]``, at least 1,024 in all.
+
+    Returns:
+        For each attention layer, by name, the exponents of the powers of two that its keys were multiplied by and the
+        queries of their groups divided by, ``[Hkv, D]``.
+
+    Raises:
+        TypeError: ``tokens`` are not integers.
+        ValueError: There are too few of them; or the model cannot be equalised: it has no rotary embedding, it is
+            quantised or in FP16, its keys are not finite, or are not made by weights of its own. The message says
+            which, and the model is as it was.
+    """
+    _check(model, tokens)
+    ranges = measure_ranges(model, tokens)
+    head_dim = max(keys.shape[-1] for _, keys in ranges.values())
+    layers = find_layers(model, tokens.flatten(), head_dim)
+    exponents = {layer.name: _exponents(layer, *ranges[layer.module]) for layer in layers}
+    with watched(model):
+        before = [layer.run() for layer in layers]
+        folded = [_fold(layer, exponents[layer.name]) for layer in layers]
+        try:
+            for layer, operands, fold in zip(layers, before, folded, strict=True):
+                _compare(layer, exponents[layer.name], operands, fold.is_exact)
+        except ValueError:
+            for fold in reversed(folded):
+                fold.undo()
+            raise
+    return exponents
+
+
+def measure_ranges(model: PreTrainedModel, tokens: Tensor) -> dict[nn.Module, tuple[Tensor, Tensor]]:
+    """Measure the largest absolute value of every channel of queries and keys, after the rotary embedding.
+
+    Args:
+        model: The model.
+        tokens: Token ids, ``[T]`` or ``[B, T]``.
+
+    Returns:
+        For each attention layer that runs, of queries ``[Hq, D]`` and of keys ``[Hkv, D]``.
+
+    Raises:
+        ValueError: No layer's attention goes through Transformers' attention interface, or a value is not finite.
+    """
+    found: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def watch(module: nn.Module, query: Tensor, key: Tensor, _value: Tensor) -> None:
+        new = tuple(each.float().abs().amax((0, 2)).cpu() for each in (query, key))
+        old = found.get(module, new)
+        found[module] = (torch.maximum(old[0], new[0]), torch.maximum(old[1], new[1]))
+
+    text = model.config.get_text_config()
+    with watched(model, watch):
+        for row in tokens.reshape(-1, tokens.shape[-1]):
+            for window in row.split(min(WINDOW, getattr(text, "max_position_embeddings", None) or WINDOW)):
+                run(model, window)
+    if not found:
+        raise ValueError(f"{type(model).__name__} computes no attention through Transformers' attention interface")
+    names = {module: name for name, module in model.named_modules()}
+    for module, both in found.items():
+        if not all(each.isfinite().all() for each in both):
+            raise ValueError(f"{names[module]}: queries or keys of these tokens hold NaN or infinity")
+    return found
+
+
+@dataclass(frozen=True)
+class _Fold:
+    """What folding changed in a layer.
+
+    Attributes:
+        is_exact: Whether every weight holds its factor exactly.
+        previous: Each parameter that was changed, and its former content.
+    """
+
+    is_exact: bool
+    previous: list[tuple[Tensor, Tensor]]
+
+    def undo(self) -> None:
+        """Give the parameters their former content."""
+        for parameter, content in self.previous:
+            parameter.copy_(content)
+
+
+def _fold(layer: Layer, exponents: Tensor) -> _Fold:
+    """Multiply a layer's keys by ``2**exponents`` ``[Hkv, D]`` and its queries by the inverse, in the weights."""
+    powers, is_exact, previous = _powers(layer, exponents), True, []
+    for source in layer.sources:
+        own = powers[source.start : source.start + source.weights]
+        if own.any():
+            for parameter, scaled in _scaled(source, own):
+                previous.append((parameter, parameter.clone()))
+                parameter.copy_(scaled.new)
+                is_exact &= bool(scaled.is_exact.all())
+    return _Fold(is_exact, previous)
+
+
+def _powers(layer: Layer, exponents: Tensor) -> Tensor:
+    """The power of two of every weight of a layer's sources, numbered as their channels are."""
+    powers = torch.zeros(sum(source.channels for source in layer.sources), dtype=torch.int32)
+    powers[layer.weight_of(layer.key)] = exponents
+    powers[layer.weight_of(layer.query)] = -exponents.repeat_interleave(layer.group, 0)
+    return powers
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """A weight times powers of two, and for each factor whether it is held exactly, or nearly enough."""
+
+    new: Tensor
+    is_exact: Tensor
+    is_near: Tensor
+
+
+def _scaled(source: Source, powers: Tensor) -> list[tuple[Tensor, _Scaled]]:
+    """Each parameter of a source, and what it is once its outputs are multiplied by ``2**powers`` ``[weights]``."""
+    scaled = []
+    for weight in _parameters(source):
+        factors = torch.exp2(powers.double()).to(weight.device)
+        shape = (-1, *[1] * (weight.dim() - 1)) if isinstance(source.module, nn.Linear) else weight.shape
+        offset = 1.0 if weight is source.module.weight and _applies_one_plus(source.module) else 0.0
+        gain = (weight.float() + offset).double()  # as the norm computes it: 1 + w in FP32
+        wanted = gain * factors.reshape(shape)
+        new = torch.where(factors.reshape(shape) == 1, weight, (wanted - offset).to(weight.dtype))
+        held = (new.float() + offset).double()
+        is_exact = held == wanted
+        is_near = is_exact
+        if offset:
+            slack = 0.0 if weight.dtype == torch.float32 else torch.finfo(weight.dtype).eps / 2
+            is_near = ((held - wanted).abs() <= slack * wanted.abs()) & (wanted.abs() >= LEAST_OFFSET_GAIN)
+            is_near |= factors.reshape(shape) == 1
+        scaled.append((weight, _Scaled(new, is_exact, is_near)))
+    return scaled
+
+
+def _exponents(layer: Layer, query_range: Tensor, key_range: Tensor) -> Tensor:
+    """The power of two for each key channel, ``[Hkv, D]``: one where channels are mixed or share a weight."""
+    heads, dim = layer.key.shape
+    slots, total = heads * dim, sum(source.channels for source in layer.sources)
+    key_weights, query_weights = (layer.weight_of(each) for each in (layer.key, layer.query))
+    key_slots = torch.arange(slots)
+    query_slots = key_slots.view(heads, 1, dim).expand(-1, layer.group, -1).flatten()
+    made_by = [
+        torch.stack((key_slots, slots + key_weights.flatten())),
+        torch.stack((query_slots, slots + query_weights.flatten())),
+    ]
+    nodes = tied(slots + total, torch.cat([layer.mixed, *made_by], 1))
+    labels = nodes[:slots]
+    held = torch.zeros(slots + total, dtype=torch.bool)  # what also makes values, or both queries and keys, stays
+    values = layer.weight_of(layer.value[layer.value >= 0])
+    held[nodes[slots + values]] = True
+    held[nodes[slots + key_weights[torch.isin(key_weights, query_weights)]]] = True
+
+    def over(ranges: Tensor) -> Tensor:
+        """The largest of all channels of a label, for each channel."""
+        return torch.zeros(slots).scatter_reduce_(0, labels, ranges.flatten(), "amax")[labels]
+
+    queries = over(query_range.view(heads, layer.group, dim).amax(1))
+    keys = over(key_range)
+    wanted = (torch.log2(queries / keys) / 2).round()
+    exponents = torch.where((queries > 0) & (keys > 0) & ~held[labels], wanted, 0).int()
+    while (refused := _refused(layer, exponents.view(heads, dim)).flatten()).any():
+        refused = torch.isin(labels, labels[refused])
+        exponents = torch.where(refused, exponents - exponents.sign(), exponents)
+    return exponents.view(heads, dim)
+
+
+def _refused(layer: Layer, exponents: Tensor) -> Tensor:
+    """Which key channels have a weight, of theirs or of their queries, that cannot hold the factor; ``[Hkv, D]``."""
+    powers = _powers(layer, exponents)
+    bad = torch.zeros_like(powers, dtype=torch.bool)
+    for source in layer.sources:
+        own = slice(source.start, source.start + source.weights)
+        if powers[own].any() and _applies_one_plus(source.module):
+            bad[own] = ~_scaled(source, powers[own])[0][1].is_near.flatten().cpu()
+    of_queries = bad[layer.weight_of(layer.query)].view(-1, layer.group, exponents.shape[1]).any(1)
+    return bad[layer.weight_of(layer.key)] | of_queries
+
+
+def _parameters(source: Source) -> list[Tensor]:
+    """The weight of a source, and its bias if it has one."""
+    bias = getattr(source.module, "bias", None)
+    return [source.module.weight, *([bias] if isinstance(bias, Tensor) else [])]  # type: ignore[list-item]
+
+
+def _applies_one_plus(module: nn.Module) -> bool:
+    """Whether a module is a norm that multiplies by ``1 + w``, as Gemma's."""
+    if isinstance(module, nn.Linear):
+        return False
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    parameters = {name: torch.zeros_like(each) for name, each in module.named_parameters()}
+    inputs = torch.linspace(-1, 1, weight.numel(), device=weight.device, dtype=weight.dtype).view(weight.shape)
+    return bool(functional_call(module, parameters, (inputs,)).any())
+
+
+def _compare(layer: Layer, exponents: Tensor, before: Operands, is_exact: bool) -> None:
+    """Check that a folded layer gives its old keys and queries times their factors, and its old output.
+
+    Raises:
+        ValueError: It does not.
+    """
+    after, factors = layer.run(), torch.exp2(exponents.float())[:, None]
+    expected = before._replace(key=before.key * factors, query=before.query / factors.repeat_interleave(layer.group, 0))
+    for what, actual, wanted in zip(Operands._fields, after, expected, strict=True):
+        slack = 0.0 if is_exact else 2.0**-5 * float(wanted.abs().max())
+        if not (actual - wanted).abs().max() <= slack:  # NaN neither
+            raise ValueError(
+                f"{layer.name}: its {what} is not what it has to be after folding; its weights are as before"
+            )
+
+
+def _check(model: PreTrainedModel, tokens: Tensor) -> None:
+    """Raise the error of the first thing that cannot be equalised."""
+    if tokens.is_floating_point() or tokens.dim() not in (1, 2):
+        raise TypeError(f"tokens must be token ids, [T] or [B, T]; got {tokens.dtype} {list(tokens.shape)}")
+    if tokens.numel() < MIN_TOKENS:
+        raise ValueError(
+            f"equalising needs at least {MIN_TOKENS:,} tokens to measure ranges over; got {tokens.numel():,}"
+        )
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder; equalize takes models of one stack")
+    quantization = getattr(model.config, "quantization_config", None)
+    method = getattr(quantization, "quant_method", None)
+    if quantization is not None and method != "gguf" and not getattr(quantization, "dequantize", False):
+        raise ValueError(f"{name} is quantised; equalise the model that it was made from, then quantise that")
+    has_rope = getattr(model.config.get_text_config(), "rope_parameters", None)
+    if not has_rope and not any("inv_freq" in buffer for buffer, _ in model.named_buffers()):
+        raise ValueError(f"{name} has no rotary embedding, whose channel pairs equalize works on")
+    for weight_name, weight in model.named_parameters():
+        if weight.is_meta:
+            raise ValueError(f"{weight_name} is not in memory; load the model without offloading")
+        if weight.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"{weight_name} is {weight.dtype}; load the model unquantised, in float32 or bfloat16")

@@ -1,0 +1,326 @@
+"""Which weights make the queries, keys and values of each attention layer, found by running the layer.
+
+No architecture is named here. What a linear layer or a norm puts out is replaced by numbers that tell its channels
+apart, and the queries and keys that the attention function is then given say which channel each of theirs comes from:
+the rotary embedding turns the token at position 0 by nothing. At later positions one channel alone is set, and the
+channels that are not 0 after the rotary embedding are those that it mixes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .settings import distinct_configs
+
+Watcher = Callable[[nn.Module, Tensor, Tensor, Tensor], None]
+
+BASE = 32
+"""Channels are numbered in digits of this base: with the factor of a long-context embedding, BF16 still tells them."""
+LARGE = 2.0**20
+"""What is linear in small numbers and clipped or squashed for large ones is found out by multiples of this one."""
+
+
+class Operands(NamedTuple):
+    """What a layer gave its attention function, and what the layer returned.
+
+    Attributes:
+        query: ``[Hq, T, D]``.
+        key: ``[Hkv, T, D]``.
+        value: ``[Hkv, T, Dv]``.
+        output: The layer's output.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+
+
+@dataclass(frozen=True)
+class Source:
+    """A linear layer or a norm whose output channels become those of queries, keys or values unchanged.
+
+    Attributes:
+        name: Its name in the model.
+        module: The module.
+        start: The number of its first channel, among all channels of the layer's sources.
+        channels: Its output channels per token.
+    """
+
+    name: str
+    module: nn.Module
+    start: int
+    channels: int
+
+    @property
+    def weights(self) -> int:
+        """How many factors its weights can take: one per row, or per element of a norm that all heads share."""
+        weight: Tensor = self.module.weight  # type: ignore[assignment]
+        return weight.shape[0] if isinstance(self.module, nn.Linear) else weight.numel()
+
+    def weight_of(self, channels: Tensor) -> Tensor:
+        """Return the number of the weight that makes each of these channels, counted like channels."""
+        return self.start + (channels - self.start) % self.weights
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An attention layer, and how it can be called by itself.
+
+    Attributes:
+        name: Its name in the model.
+        module: The module.
+        arguments: Positional and keyword arguments of a call over ``tokens`` tokens.
+        tokens: Tokens of that call: more than a head has channels, and a number that no other axis has.
+        sources: What makes its operands.
+        query: The number of the source channel that each query channel comes from, ``[Hq, D]``.
+        key: The same of keys, ``[Hkv, D]``.
+        value: The same of values, ``[Hkv, Dv]``; -1 where no source makes them.
+        mixed: Pairs of key channels that the rotary embedding mixes, numbered ``head * D + channel``, ``[2, N]``.
+    """
+
+    name: str
+    module: nn.Module
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    tokens: int
+    sources: tuple[Source, ...]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mixed: Tensor
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.query.shape[0] // self.key.shape[0]
+
+    def run(self) -> Operands:
+        """Call it by itself."""
+        return _call(self.module, self.arguments)
+
+    def weight_of(self, channels: Tensor) -> Tensor:
+        """Return the number of the weight that makes each of these channels."""
+        weights = channels.clone()
+        for source in self.sources:
+            own = (channels >= source.start) & (channels < source.start + source.channels)
+            weights = torch.where(own, source.weight_of(channels), weights)
+        return weights
+
+
+def find_layers(model: PreTrainedModel, tokens: Tensor, head_dim: int) -> list[Layer]:
+    """Find the sources of every attention layer that a pass over ``tokens`` runs.
+
+    Args:
+        model: The model, in :func:`watched`.
+        tokens: Token ids ``[T]``.
+        head_dim: Channels of its widest head.
+
+    Raises:
+        ValueError: A layer cannot be called by itself, is called more than once in a pass, or makes queries or keys in
+            another way than by linear layers and norms; the message names it.
+    """
+    calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    ran: list[nn.Module] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[module] = (args, kwargs)
+
+    count = _next_prime(head_dim + 1)
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
+        with watched(model, lambda module, *_: ran.append(module)):
+            run(model, tokens[:count])
+    names = {module: name for name, module in model.named_modules()}
+    for module in ran:
+        if module not in calls or ran.count(module) > 1:
+            name = names.get(module, type(module).__name__)
+            raise ValueError(f"{name} computes attention other than once in a pass; its weights serve several layers")
+    with watched(model):
+        return [_trace(names, module, calls[module], count) for module in ran]
+
+
+@contextmanager
+def watched(model: PreTrainedModel, watch: Watcher | None = None) -> Iterator[None]:
+    """Within a ``with`` block, run a model's own eager attention, and show ``watch`` each layer's operands.
+
+    Nothing has gradients, dropout or a cache there.
+    """
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if watch is not None:
+            watch(module, query, key, value)
+        for cls in type(module).__mro__:
+            own = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
+            if own is not None:
+                return own(module, query, key, value, *args, **kwargs)
+        raise ValueError(f"{type(module).__name__} has no eager attention")
+
+    settings = ("_attn_implementation", "use_cache")
+    configs = [(each, {name: getattr(each, name, None) for name in settings}) for each in distinct_configs(model)]
+    modes = [(module, module.training) for module in model.modules()]
+    ALL_ATTENTION_FUNCTIONS["eager"] = attention  # in place of each model's own, which is not registered
+    try:
+        model.eval()
+        for config, _ in configs:  # outermost first: the setter writes to nested ones too
+            config._attn_implementation = "eager"
+            config.use_cache = False
+        with torch.no_grad():
+            yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["eager"]
+        for config, previous in configs:
+            config._attn_implementation = previous["_attn_implementation"]
+            if previous["use_cache"] is None:
+                del config.use_cache
+            else:
+                config.use_cache = previous["use_cache"]
+        for module, mode in modes:
+            module.training = mode
+
+
+def run(model: PreTrainedModel, tokens: Tensor) -> None:
+    """Pass token ids ``[T]`` through a model that is watched."""
+    model(input_ids=tokens[None].to(model.device))
+
+
+def tied(count: int, pairs: Tensor) -> Tensor:
+    """Label ``count`` nodes so that two have one label just where pairs ``[2, N]`` of nodes connect them."""
+    labels = torch.arange(count)
+    while True:
+        lower = labels[pairs].amin(0)
+        new = labels.clone()
+        for ends in pairs:
+            new.scatter_reduce_(0, ends, lower, "amin")
+        if torch.equal(new, labels):
+            return labels
+        labels = new
+
+
+def _trace(
+    names: Mapping[nn.Module, str], module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], count: int
+) -> Layer:
+    name = names[module]
+    sources = _sources(names, module, call, count)
+    total = sum(source.channels for source in sources)
+
+    def observe(numbers: Tensor) -> Operands:
+        with _replaced(sources, numbers):
+            return _call(module, call)
+
+    unit = observe(torch.ones(count, total))
+    check = LARGE * torch.randint(-BASE, BASE + 1, (total,), generator=torch.Generator().manual_seed(0)).float()
+    checked = observe(check.expand(count, -1))
+    digits = 1
+    while BASE**digits < total:
+        digits += 1
+    places = [BASE**place for place in range(digits)]
+    coded = [observe((torch.arange(total) // place % BASE + 1.0).expand(count, -1)) for place in places]
+
+    def source_of(which: int) -> Tensor:
+        """The source of each channel of an operand, from its first token; -1 where it is nothing's copy."""
+        factor = unit[which][:, 0]
+        codes = torch.stack([each[which][:, 0] for each in coded]) / factor - 1
+        channels = (codes.nan_to_num().round().long() * torch.tensor(places)[:, None, None]).sum(0)
+        is_known = (channels >= 0) & (channels < total)
+        expected = check[torch.where(is_known, channels, 0)]
+        is_copy = (checked[which][:, 0] / factor - expected).abs() <= expected.abs() / 64  # not where a factor is 0
+        return torch.where(is_known & is_copy, channels, -1)
+
+    query, key, value = (source_of(which) for which in range(3))
+    for what, channels in (("queries", query), ("keys", key)):
+        if (channels < 0).any():
+            raise ValueError(
+                f"{name}: its {what} are not what linear layers or norms of its own put out, turned by a rotary "
+                "embedding; nothing can be folded into its weights"
+            )
+    mixed = _mixed(observe, total, query, key, count)
+    return Layer(name, module, call, count, sources, query, key, value, mixed)
+
+
+def _sources(
+    names: Mapping[nn.Module, str], module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], count: int
+) -> tuple[Source, ...]:
+    """Every linear layer and every norm with weights that runs once in a call and puts out numbers for each token."""
+    outputs: dict[nn.Module, list[Any]] = {}
+    with ExitStack() as stack:
+        for leaf in module.modules():
+            is_known = isinstance(leaf, nn.Linear) or "Norm" in type(leaf).__name__
+            if is_known and isinstance(getattr(leaf, "weight", None), Tensor):
+                record = outputs.setdefault(leaf, [])
+                hook = leaf.register_forward_hook(lambda _m, _i, output, record=record: record.append(output))
+                stack.callback(hook.remove)
+        _call(module, call)
+    sources, start = [], 0
+    for leaf, seen in outputs.items():
+        if len(seen) == 1 and isinstance(seen[0], Tensor) and list(seen[0].shape).count(count) == 1:
+            channels = seen[0].numel() // count
+            sources.append(Source(names[leaf], leaf, start, channels))
+            start += channels
+    return tuple(sources)
+
+
+@contextmanager
+def _replaced(sources: tuple[Source, ...], numbers: Tensor) -> Iterator[None]:
+    """Within a ``with`` block, sources put out ``numbers`` ``[T, channels of all sources]``."""
+
+    def hook(source: Source) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+        def replace(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+            axis = list(output.shape).index(numbers.shape[0])
+            own = numbers[:, source.start : source.start + source.channels]
+            return own.reshape(output.movedim(axis, 0).shape).movedim(0, axis).to(output)
+
+        return replace
+
+    with ExitStack() as stack:
+        for source in sources:
+            stack.callback(source.module.register_forward_hook(hook(source)).remove)
+        yield
+
+
+def _mixed(observe: Callable[[Tensor], Operands], total: int, query: Tensor, key: Tensor, count: int) -> Tensor:
+    """Pairs of key channels that a rotary embedding mixes, in keys or in the queries of their group, ``[2, N]``."""
+    dim, group = key.shape[1], query.shape[0] // key.shape[0]
+    numbers = torch.zeros(count, total)
+    for channels in (query, key):
+        numbers[torch.arange(1, dim + 1).expand_as(channels), channels] = 1  # token c + 1 has channel c alone
+    found = observe(numbers)
+    pairs = []
+    for operand, per_key in ((found.query, group), (found.key, 1)):
+        head, channel, other = operand[:, 1 : dim + 1].nonzero().T
+        row = head // per_key * dim
+        pairs.append(torch.stack((row + channel, row + other)))
+    return torch.cat(pairs, 1)
+
+
+def _call(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Operands:
+    """Call an attention layer whose model is watched, and return what its attention function was given."""
+    seen: list[tuple[Tensor, ...]] = []
+    watching = ALL_ATTENTION_FUNCTIONS["eager"]
+
+    def attention(caller: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(tuple(each[0].float().cpu() for each in (query, key, value)))
+        return watching(caller, query, key, value, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["eager"] = attention
+    try:
+        output = module(*call[0], **call[1])
+    finally:
+        ALL_ATTENTION_FUNCTIONS["eager"] = watching
+    query, key, value = seen[0]
+    return Operands(query, key, value, (output if isinstance(output, Tensor) else output[0]).float().cpu())
+
+
+def _next_prime(number: int) -> int:
+    while any(number % divisor == 0 for divisor in range(2, int(number**0.5) + 1)):
+        number += 1
+    return number

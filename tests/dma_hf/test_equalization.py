@@ -1,0 +1,210 @@
+"""Equalising: the model stays the same to the bit, keys and queries get equal ranges, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import DECODERS, ENCODERS, FAMILIES, SIZES, VOCABULARY, Family
+from transformers import AutoModelForCausalLM
+
+import dma_hf
+from dma_hf.equalization import measure_ranges
+
+NEOX = {key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "head_dim")}
+EQUALIZED: dict[str, Family] = {
+    **{
+        name: family
+        for name, family in (DECODERS | ENCODERS).items()
+        if name not in ("gpt2", "llama4", "bigbird_pegasus", "bert")
+    },
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX | {"rotary_pct": 0.5}
+    ),  # queries, keys, values by head
+    "phi": Family("PhiForCausalLM", "PhiConfig", NEOX | {"partial_rotary_factor": 0.5, "qk_layernorm": True}),
+    "glm": Family("GlmForCausalLM", "GlmConfig", SIZES | {"partial_rotary_factor": 0.5}),  # partial and interleaved
+    "olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", SIZES),  # norms over all heads at once
+    "hunyuan": Family("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config", SIZES),  # norms after the rotary embedding
+    "qwen3_next": Family(  # half of the query projection is a gate; norms are 1 + w
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        SIZES
+        | {"layer_types": ["full_attention", "full_attention"], "num_experts": 4, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 32, "num_experts_per_tok": 2},
+    ),
+    "smollm3": Family("SmolLM3ForCausalLM", "SmolLM3Config", SIZES | {"no_rope_layers": [1, 0]}),
+    "yarn": Family(  # queries and keys have a factor
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        SIZES
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 256,
+            }
+        },
+    ),
+}
+ONE_PLUS = ("gemma3", "qwen3_next")
+QK = re.compile(
+    r"(q|k|kv|qkv|query|key|Wqkv|query_key_value)_?(a_|b_)?(proj|norm|layernorm)?(_with_mqa)?\.(weight|bias)$"
+)
+
+
+def _tokens(length=1200):
+    return torch.randint(3, VOCABULARY, (2, length // 2), generator=torch.Generator().manual_seed(5))
+
+
+def _unbalanced(family, dtype=torch.float32):
+    """A model whose query and key channels have very different sizes; all weights are numbers that BF16 has."""
+    model, generator = family.build(family.reference), torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if QK.search(name):
+            if parameter.dim() == 1:
+                parameter.add_(0.25 * torch.randn(parameter.shape, generator=generator))
+            factors = torch.exp2(torch.randint(-4, 5, parameter.shape[:1], generator=generator).float())
+            parameter.mul_(factors.view(-1, *[1] * (parameter.dim() - 1)))
+        parameter.copy_(parameter.bfloat16())
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("name", EQUALIZED)
+def test_logits_stay_equal_to_the_bit_and_ranges_become_equal(name):
+    model, tokens = _unbalanced(EQUALIZED[name]), _tokens()
+    expected = model(input_ids=tokens).logits
+    exponents = dma_hf.equalize(model, tokens)
+    assert len(exponents) == 2
+    assert all(each.any() for each in exponents.values())
+    assert torch.equal(model(input_ids=tokens).logits, expected)
+    if name not in ONE_PLUS:
+        assert not any(each.any() for each in dma_hf.equalize(model, tokens).values())
+
+
+@pytest.mark.parametrize("name", EQUALIZED)
+def test_in_bf16_they_stay_equal_too_unless_a_norm_rounds(name):
+    model, tokens = _unbalanced(EQUALIZED[name], torch.bfloat16), _tokens()
+    expected = model(input_ids=tokens).logits.float()
+    exponents = dma_hf.equalize(model, tokens)
+    assert any(each.any() for each in exponents.values())
+    actual = model(input_ids=tokens).logits.float()
+    if name in ONE_PLUS:
+        assert (actual - expected).abs().max() <= 2**-5 * expected.abs().max()
+    else:
+        assert torch.equal(actual, expected)
+
+
+def test_keys_and_queries_have_equal_ranges_by_pair():
+    model, tokens = _unbalanced(DECODERS["llama"]), _tokens()
+    dma_hf.equalize(model, tokens)
+    for queries, keys in measure_ranges(model, tokens).values():
+        pairs = [each.unflatten(-1, (2, -1)).amax(1) for each in (queries.view(2, 2, -1).amax(1), keys)]
+        assert (torch.log2(pairs[0] / pairs[1]).abs() <= 1).all()  # a factor is squared in the ratio
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_twin_with_other_scales_gets_just_the_factors_that_undo_them(name):
+    model, twin, tokens = (*(_unbalanced(DECODERS[name]) for _ in range(2)), _tokens())
+    scale = torch.tensor([5, 0, -3, 0, 0, 1, 0, 0] * 2).repeat(2)  # two heads of two halves
+    for layer in twin.model.layers:
+        for projection, powers in (
+            (layer.self_attn.k_proj, scale),
+            (layer.self_attn.q_proj, -scale.view(2, 1, 16).expand(2, 2, 16)),
+        ):
+            factors = torch.exp2(powers.flatten().float())
+            projection.weight.mul_(factors[:, None])
+            if projection.bias is not None:
+                projection.bias.mul_(factors)
+    plain, undone = dma_hf.equalize(model, tokens), dma_hf.equalize(twin, tokens)
+    assert all(torch.equal(undone[layer] + scale.view(2, 16), plain[layer]) for layer in plain)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_norms_of_one_plus_w_keep_what_fp32_cannot_hold():
+    """Weights with all bits of FP32: a power below 1 has to be one that 1 + w still takes without rounding."""
+    model, tokens = _unbalanced(DECODERS["gemma3"]), _tokens()
+    for layer in model.model.layers:
+        layer.self_attn.k_norm.weight.copy_(torch.rand(16, generator=torch.Generator().manual_seed(2)) * 30)
+    expected = model(input_ids=tokens).logits
+    exponents = dma_hf.equalize(model, tokens)
+    assert any(each.any() for each in exponents.values())
+    assert torch.equal(model(input_ids=tokens).logits, expected)
+
+
+def test_the_saved_folder_is_a_plain_model(tmp_path):
+    model, tokens = _unbalanced(DECODERS["qwen3"]), _tokens()
+    expected = model(input_ids=tokens).logits
+    dma_hf.equalize(model, tokens)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert torch.equal(loaded(input_ids=tokens).logits, expected)
+
+
+def test_the_model_is_left_as_it_was_but_for_its_weights():
+    model = _unbalanced(DECODERS["llama"]).train()
+    before = (model.config._attn_implementation, model.config.use_cache, model.config.to_dict())
+    dma_hf.equalize(model, _tokens())
+    assert (model.config._attn_implementation, model.config.use_cache, model.config.to_dict()) == before
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert "eager" not in dma_hf.projections.ALL_ATTENTION_FUNCTIONS
+
+
+def _one_layer_twice(model):
+    model.model.layers[1] = model.model.layers[0]
+
+
+def _one_weight_twice(model):
+    model.model.layers[1].self_attn.k_proj.weight = model.model.layers[0].self_attn.k_proj.weight
+
+
+def _not_finite(model):
+    model.model.layers[1].self_attn.k_proj.weight[3] = torch.nan
+
+
+def _quantised(model):
+    model.config.quantization_config = SimpleNamespace(quant_method="bitsandbytes", to_dict=dict)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "tokens", "error", "message"),
+    [
+        ("gpt2", None, _tokens(), ValueError, "GPT2LMHeadModel has no rotary embedding"),
+        ("bart", None, _tokens(), ValueError, "BartForConditionalGeneration is an encoder-decoder"),
+        ("llama4", None, _tokens(), ValueError, "layers.0.self_attn: its queries are not what linear layers or norms"),
+        ("llama", _one_layer_twice, _tokens(), ValueError, "its weights serve several layers"),
+        ("llama", _one_weight_twice, _tokens(), ValueError, "not what it has to be after folding"),
+        ("llama", _not_finite, _tokens(), ValueError, "layers.1.self_attn: queries or keys .* hold NaN or infinity"),
+        ("llama", _quantised, _tokens(), ValueError, "LlamaForCausalLM is quantised"),
+        ("llama", lambda model: model.half(), _tokens(), ValueError, "is torch.float16; load the model unquantised"),
+        ("llama", lambda model: model.to("meta"), _tokens(), ValueError, "is not in memory"),
+        ("llama", None, _tokens(1000), ValueError, "at least 1,024 tokens .* got 1,000"),
+        ("llama", None, torch.rand(2000), TypeError, "tokens must be token ids"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_equalised_is_refused_and_unchanged(name, change, tokens, error, message):
+    model = _unbalanced(FAMILIES[name])
+    if change is not None:
+        change(model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(error, match=message):
+        dma_hf.equalize(model, tokens)
+    after = model.state_dict()
+    if not any(value.is_meta for value in before.values()):
+        assert all(torch.equal(after[key].nan_to_num(7), before[key].nan_to_num(7)) for key in before)
+
+
+def test_clipped_keys_are_refused():
+    """Clipping is linear for small numbers, and would clip others once a factor is folded in."""
+    sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": VOCABULARY, "max_seq_len": 1024}
+    sizes |= {
+        "attn_config": {"clip_qkv": 100.0, "kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 2},
+    }
+    model = Family("DbrxForCausalLM", "DbrxConfig", sizes).build("eager")
+    with pytest.raises(ValueError, match="its queries are not what linear layers or norms of its own put out"):
+        dma_hf.equalize(model, _tokens())

@@ -1,0 +1,55 @@
+"""``equalize`` on every causal language model of the installed Transformers: equal to the bit, or refused by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hf_architectures import architectures
+from hf_outcomes import find_pair
+from hf_shrink import CannotShrink
+
+import dma_hf
+
+QUERIES_AND_KEYS = re.compile(r"(^|[._])(q|k|qkv|query|key|wqkv|c_attn|kv)", re.IGNORECASE)
+REFUSALS = re.compile(
+    "has no rotary embedding|not what linear layers or norms of its own|weights serve several layers"
+    "|is not what it has to be after folding"
+    "|computes no attention through Transformers' attention interface"
+)
+
+
+def _unbalance(model):
+    """Make query and key channels of very different sizes, of weights that BF16 has: often ``1 + w`` stays exact."""
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if QUERIES_AND_KEYS.search(name) and parameter.dim() <= 2:
+            if parameter.dim() == 1:
+                parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+            factors = torch.exp2(torch.randint(-3, 4, parameter.shape[:1], generator=generator).float())
+            parameter.mul_(factors.view(-1, *[1] * (parameter.dim() - 1))).copy_(parameter.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "architecture", [each for each in architectures() if each.kind == "decoder"], ids=lambda each: each.model_type
+)
+@torch.no_grad()
+def test_logits_stay_equal_to_the_bit(architecture):
+    try:
+        pair, inputs = find_pair(architecture, architecture.model_class)
+    except (ImportError, AttributeError, CannotShrink) as error:
+        pytest.skip(str(error))
+    model = pair.reference
+    _unbalance(model)
+    tokens = torch.randint(5, 90, (2, 600), generator=torch.Generator().manual_seed(3))
+    expected = inputs.output(model(input_ids=tokens[:, :60])).clone()
+    refusal = ""
+    try:
+        dma_hf.equalize(model, tokens)
+    except ValueError as error:
+        refusal = str(error)
+    assert torch.equal(inputs.output(model(input_ids=tokens[:, :60])), expected)
+    if refusal:
+        assert REFUSALS.search(refusal)
+        pytest.skip(refusal)
