@@ -7,6 +7,7 @@ and NVFP4 divides once, correctly rounded. Fused kernels reproduce these results
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
@@ -28,6 +29,7 @@ from .formats import (
     FP32_EXPONENT_SPECIAL,
     FP32_MANTISSA_BITS,
     FP32_MANTISSA_MASK,
+    INT8,
     MXINT8_MAX_CODE,
     MXINT8_UNIT,
     SEARCH_MARGIN,
@@ -296,16 +298,20 @@ def _nvfp4_block_scale(amax: Tensor, global_scale: Tensor, largest: float) -> Te
 
 
 def _encode_elements(x: Tensor, element: ElementFormat) -> Tensor:
-    if element is E2M1:
-        return pack_e2m1(e2m1_encode(x))
-    if element is E4M3:
-        return to_e4m3(x)
-    return (x / MXINT8_UNIT).round().clamp(-MXINT8_MAX_CODE, MXINT8_MAX_CODE).nan_to_num().to(torch.int8)
+    return _ELEMENT_CODECS[element][0](x)
 
 
 def _decode_elements(data: Tensor, element: ElementFormat) -> Tensor:
-    if element is E2M1:
-        return e2m1_decode(unpack_e2m1(data))
-    if element is E4M3:
-        return data.float()
-    return data.float() * MXINT8_UNIT
+    return _ELEMENT_CODECS[element][1](data)
+
+
+def _encode_int8(x: Tensor) -> Tensor:
+    return (x / MXINT8_UNIT).round().clamp(-MXINT8_MAX_CODE, MXINT8_MAX_CODE).nan_to_num().to(torch.int8)
+
+
+_ELEMENT_CODECS: dict[ElementFormat, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    E2M1: (lambda x: pack_e2m1(e2m1_encode(x)), lambda data: e2m1_decode(unpack_e2m1(data))),
+    E4M3: (to_e4m3, Tensor.float),
+    INT8: (_encode_int8, lambda data: data.float() * MXINT8_UNIT),
+}
+"""How numbers scaled to an element format become stored elements ``[..., D']``, and these fp32 numbers again."""

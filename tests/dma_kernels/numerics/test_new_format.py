@@ -1,0 +1,47 @@
+"""A format is added as ``docs/extending.md`` says: an element, its codec, a block format; nothing else is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dma_kernels import BLOCK_FORMATS, BlockFormat, Recipe, attention
+from dma_kernels.numerics import quantize as quantisation
+from dma_kernels.numerics import recipe as recipes
+from dma_kernels.numerics.formats import ElementFormat, ScaleFormat
+from dma_kernels.testing import random_qkv
+
+INT4 = ElementFormat("INT4", emax=2, max_value=7.0, bits=4)
+TOY = BlockFormat("mxint4", INT4, 16, ScaleFormat.E8M0)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add integers of four bits, a byte each, in blocks of 16."""
+    codec = (lambda x: x.round().clamp(-7, 7).nan_to_num().to(torch.int8), torch.Tensor.float)
+    monkeypatch.setitem(quantisation._ELEMENT_CODECS, INT4, codec)
+    monkeypatch.setitem(BLOCK_FORMATS, TOY.name, TOY)
+    monkeypatch.setattr(recipes, "FORMAT_NAMES", (*recipes.FORMAT_NAMES, TOY.name))
+
+
+@pytest.mark.usefixtures("toy")
+def test_it_quantises() -> None:
+    x = torch.tensor([[-7.0, 0.4, 0.5, 1.5, 3.0, 6.9, *[0.0] * 10]])
+    coded = quantisation.quantize(x, "mxint4")
+    assert coded.scale.tolist() == [[127]]  # 7 is the largest integer, so that the block's scale is 1
+    assert coded.dequantize().tolist() == [[-7.0, 0.0, 0.0, 2.0, 3.0, 7.0, *[0.0] * 10]]
+
+
+@pytest.mark.usefixtures("toy")
+def test_attention_runs_it() -> None:
+    query, key, value = random_qkv(q_len=400, kv_len=400)
+    exact = attention(query, key, value, Recipe(low="bf16"))
+    low = attention(query, key, value, Recipe(low="mxint4", rotate=True))
+    # Up to there all tiles are high, in another block of products.
+    torch.testing.assert_close(low[:, :, :256], exact[:, :, :256], rtol=1e-4, atol=1e-5)
+    error = (low - exact)[:, :, 256:].norm() / exact[:, :, 256:].norm()
+    assert 0.001 < error < 0.3
+
+
+def test_an_element_without_a_codec_is_an_error() -> None:
+    with pytest.raises(KeyError, match="INT4"):
+        quantisation.quantize(torch.ones(1, 16), TOY)
