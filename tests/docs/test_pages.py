@@ -124,7 +124,7 @@ def test_units_of_each_preset_are_those_of_its_lowering():
         for cell, archs in zip(cells, ARCHS, strict=True):
             for arch in archs:
                 lowering = select_lowering(dma_hf.PRESETS[name].recipe, arch)
-                pv = "FP8" if lowering.value is Form.E4M3 else "16 bits"
+                pv = "FP8" if lowering.low_value is Form.E4M3 else "16 bits"
                 assert cell.replace("P·V in ", "") == f"{UNITS[lowering.low_key]}; {pv}", f"{name} on {arch}"
 
 

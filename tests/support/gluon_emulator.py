@@ -209,7 +209,8 @@ def language(program: int) -> SimpleNamespace:
         maximum=elementwise(torch.maximum), minimum=elementwise(torch.minimum), abs=elementwise(torch.abs),
         exp2=elementwise(torch.exp2), log2=elementwise(torch.log2), max=reduce(torch.amax), sum=reduce(torch.sum),
         where=where, load=load, store=store, reshape=lambda x, shape: tile(x.reshape(shape)),
-        permute=lambda x, order: tile(x.permute(*order)), convert_layout=lambda x, *options, **more: x,
+        permute=lambda x, order: tile(x.permute(*order)), split=lambda x: tuple(map(tile, x.unbind(-1))),
+        convert_layout=lambda x, *options, **more: x,
         static_range=range, static_assert=none, allocate_shared_memory=allocate, warp_specialize=specialize,
         NVMMADistributedLayout=none, SliceLayout=none, DotOperandLayout=none,
     )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from dma_kernels import Recipe, key_mean, quantize
 from dma_kernels.numerics.formats import MXINT8_UNIT, TILE, UNQUANTIZED
@@ -40,11 +38,6 @@ RECIPES = {
 }
 
 
-def lowering_of(recipe: Recipe, arch: int) -> Lowering:
-    lowering = select_lowering(recipe, arch)
-    return lowering if recipe.low_v is None else replace(lowering, low_value=Form.DEQUANTIZED)
-
-
 def check(
     key: Tensor,
     value: Tensor,
@@ -56,7 +49,7 @@ def check(
     use_pdl: bool = False,
 ) -> Operands:
     """Hold the operands of a call against the specification, given the mean key that the kernels found."""
-    lowering = lowering_of(recipe, arch)
+    lowering = select_lowering(recipe, arch)
     actual = quantize_keys_values(
         key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, is_interpreted=not key.is_cuda, use_pdl=use_pdl
     )
@@ -149,15 +142,10 @@ def expected_operands(
         )
 
     low = None
-    if lowering.low_key is not None:
-        low_value = lowering.value if lowering.low_value is None else lowering.low_value
-        low = tile_operands(lowering.low_key, recipe.key_low, recipe.query_low, recipe.shared_scale, low_value)
-        if lowering.low_value is not None:
-            assert recipe.low_v is not None
-            coded = quantize(v, recipe.low_v, scale_rounding=recipe.scale_rounding)
-            low = TileOperands(**{**vars(low), "value": coded.dequantize().to(value.dtype), "value_layout": "aligned"})
+    if lowering.low_key is not None and lowering.low_value is not None:
+        low = tile_operands(lowering.low_key, recipe.key_low, recipe.query_low, recipe.shared_scale, lowering.low_value)
     return Operands(
-        high=tile_operands(lowering.key, recipe.high, recipe.high, "block", lowering.value),
+        high=tile_operands(lowering.key, recipe.high, recipe.high, "block", Form.RAW),
         low=low,
         key_mean=None if mean is None else mean[:, :, 0],
     )
@@ -198,8 +186,10 @@ def _keys(
 
 def _values(v: Tensor, form: Form, recipe: Recipe, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Return aligned values in a form, and their factors."""
-    if form is Form.RAW or recipe.pv != "fp8":
+    if form is Form.RAW:
         return None, None
+    if recipe.low_v is not None:
+        return quantize(v, recipe.low_v, scale_rounding=recipe.scale_rounding).dequantize().to(dtype), None
     factor = value_scale(v)
     scaled = to_e4m3(v.float() / factor)
     if form is Form.DEQUANTIZED:

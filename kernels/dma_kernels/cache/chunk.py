@@ -86,7 +86,7 @@ def _attend(
     lowering = select_lowering(recipe, arch, max(query.shape[3], storage.value_tail.shape[3]))
     interpreted = chip.is_interpreted()
     tiles = select_tiles(arch, lowering, query.shape[3], storage.value_tail.shape[3], has_softcap=softcap is not None)
-    if lowering.value is Form.E4M3:
+    if lowering.low_value is Form.E4M3:
         # Where every tile of values has factors of its own, they take registers that a cap would not leave: under that
         # of Hopper the loop over low tiles spills (an H200, kv8, 2,048 queries after 32K keys: 2.6 ms against 2.25).
         tiles = replace(tiles, max_registers=None)
@@ -124,7 +124,7 @@ def _low_operands(storage: LayerStorage, lowering: Lowering) -> TileOperands:
         key_form, key_factor = lowering.low_key, storage.key_body["factor"]
     elif not isinstance(key_codec, Unquantized):
         key_dtype = dequantized_dtype(dtype, recipe.query_low, recipe.key_low)
-    if isinstance(value_codec, Fp8Values) and lowering.value is Form.E4M3:
+    if isinstance(value_codec, Fp8Values) and lowering.low_value is Form.E4M3:
         value, value_form, value_factor = storage.value_body["data"], Form.E4M3, storage.value_body["factor"]
     elif not isinstance(value_codec, Unquantized):
         value_dtype = dtype

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..device.arithmetic import dot, hadamard, round_to_e4m3
+from ..device.arithmetic import dot, hadamard
 from ..device.queries import finite_or_zero, rotate_queries, smoothing_shift
 from ..numerics.formats import TILE
 from .decode_tiles import (
@@ -20,7 +20,6 @@ from .decode_tiles import (
     logits,
     low_scores,
     prepare_queries,
-    round_to_four_bits,
     rounded_rows,
 )
 
@@ -48,7 +47,7 @@ def _high_tiles(
     i_head, first, last, length, q_pos, sinks, band_first, visible_tile, window, softcap, logit_scale, norm,
     diagonal_tiles, sink_tiles, ring_tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
-    PV: tl.constexpr, EXPONENT: tl.constexpr, HAS_MEAN: tl.constexpr, ROTATE: tl.constexpr,
+    EXPONENT: tl.constexpr, HAS_MEAN: tl.constexpr, ROTATE: tl.constexpr,
     HADAMARD_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
     STEP: tl.constexpr, NUM_STAGES: tl.constexpr, IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -119,9 +118,6 @@ def _high_tiles(
             seen = seen & (k_pos[:, None] > (q_pos - window)[None, :])
         p, alpha, l_i, m_i = _softmax_step(tl.where(seen, s, float("-inf")), l_i, m_i, EXPONENT)
         v = tl.load(v_base + (entry + o_t)[:, None] * DV + o_v[None, :], mask=m_t & (o_v < DV)[None, :], other=0.0)
-        if PV != "16bit":
-            p = round_to_e4m3(p)
-            v = round_to_four_bits(v.to(tl.float32)).to(q.dtype)
         acc = acc * alpha[None, :] + dot(tl.trans(v), p.to(q.dtype), IS_INTERPRETED)
     return acc, tl.sum(l_i, 0), m_i
 
@@ -281,7 +277,7 @@ def decode_kernel(
             q, mean_ptr + i_head * D, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr,
             i_head, high_start, high_end, length, q_pos, sinks, band_first, visible_tile, window, softcap, logit_scale,
             norm, diagonal_tiles, sink_tiles, ring_tiles,
-            D, DV, BLOCK_DV, HIGH_FORMAT, ROUNDING, PV, EXPONENT, HAS_MEAN, ROTATE, HADAMARD_SIZE, HAS_WINDOW,
+            D, DV, BLOCK_DV, HIGH_FORMAT, ROUNDING, EXPONENT, HAS_MEAN, ROTATE, HADAMARD_SIZE, HAS_WINDOW,
             HAS_SOFTCAP, HIGH_DTYPE, HIGH_STEP, HIGH_STAGES, IS_INTERPRETED,
         )  # fmt: skip
     if low_start < low_end:

@@ -316,11 +316,3 @@ def add_low_values(
         v = dequantize_rows(value_ptr, scale_ptr, slot, rows, VALUE_FORM, STORED, BLOCK, DTYPE)
         acc = acc * alpha[None, :] + dot(tl.trans(v), p.to(DTYPE), IS_INTERPRETED)
     return acc
-
-
-@triton.jit
-def round_to_four_bits(x):
-    """Round fp32 to four significant bits, as E4M3 does to numbers that are not its subnormals."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
-    return tl.where(x - x == 0.0, rounded.to(tl.float32, bitcast=True), x)

@@ -15,9 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device.arithmetic import e8m0_decode, e8m0_encode
-from ..device.blocks import round_to_units_e4m3
-from ..numerics.formats import E4M3, TILE, padded_channels
+from ..numerics.formats import TILE, padded_channels
 from ..runtime import replay
 from ..runtime.launch import Launcher, on_device
 from .forms import storage_kind
@@ -25,8 +23,6 @@ from .storage import LayerStorage
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
-_E4M3_EMAX = tl.constexpr(E4M3.emax)
-_E4M3_MAX_MANTISSA = tl.constexpr(E4M3.max_mantissa)
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class HighTiles:
     Attributes:
         key: Raw keys ``[B, Hkv, N, D]``, ``N = (sink_tiles + diagonal_tiles + 1) * 128 + T``, in the layout ``gapped``
             (:mod:`dma_kernels.prefill.operands`). Zeros where there are none.
-        value: Raw values ``[B, Hkv, N, Dv]``; for ``pv = "fp8"`` rounded to E4M3, with a scale per tile and channel.
+        value: Raw values ``[B, Hkv, N, Dv]``.
         gap: int32 ``[B]``.
         rows: int32 ``[B, 4]``, see :class:`~dma_kernels.numerics.geometry.PrefillGeometry`.
     """
@@ -50,7 +46,7 @@ class HighTiles:
 @triton.jit
 def _gather(
     out_base, new_base, tail_base, sink_base, position, is_entry, entry, length, new_len, stride_t, stride_d,
-    ring, sink_len, D: tl.constexpr, BLOCK_D: tl.constexpr, ROUND: tl.constexpr,
+    ring, sink_len, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Gather the rows of a tile at consecutive positions, and store them at ``entry``."""
     o_d = tl.arange(0, BLOCK_D)
@@ -67,13 +63,6 @@ def _gather(
     is_new = (new >= 0) & (new < new_len)
     offset = new.to(tl.int64)[:, None] * stride_t + o_d[None, :] * stride_d
     x = tl.where(is_stored[:, None], x, tl.load(new_base + offset, mask=is_new[:, None] & m_d, other=0.0))
-    if ROUND:
-        # As blocks.Fp8Values does.
-        wide = x.to(tl.float32)
-        largest = tl.max(tl.abs(wide).to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
-        factor = e8m0_decode(tl.maximum(e8m0_encode(largest, _E4M3_EMAX, _E4M3_MAX_MANTISSA, True), 1))
-        # The factor is a power of two, so its reciprocal is exact.
-        x = round_to_units_e4m3(wide, factor[None, :]).to(x.dtype)
     tl.store(out_base + entry.to(tl.int64)[:, None] * D + o_d[None, :], x, mask=is_entry[:, None] & m_d)
 
 
@@ -84,7 +73,6 @@ def high_tiles_kernel(
     stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
     new_len, entries, ring, sink_len, diagonal_tiles,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROUND_VALUES: tl.constexpr,
 ):  # fmt: skip
     """Gather a tile of a kv head, keys or values; grid ``(tiles of entries, B * Hkv, 2)``."""
     i_head = tl.program_id(1).to(tl.int64)
@@ -101,14 +89,13 @@ def high_tiles_kernel(
         _gather(
             key_out_ptr + i_head * entries * D, key_ptr + i_b * stride_kb + i_kv * stride_kh,
             key_tail_ptr + i_head * ring * D, key_sink_ptr + i_head * sink_len * D,
-            position, is_entry, entry, length, new_len, stride_kt, stride_kd, ring, sink_len, D, BLOCK_D, False,
+            position, is_entry, entry, length, new_len, stride_kt, stride_kd, ring, sink_len, D, BLOCK_D,
         )  # fmt: skip
     else:
         _gather(
             value_out_ptr + i_head * entries * DV, value_ptr + i_b * stride_vb + i_kv * stride_vh,
             value_tail_ptr + i_head * ring * DV, value_sink_ptr + i_head * sink_len * DV,
             position, is_entry, entry, length, new_len, stride_vt, stride_vd, ring, sink_len, DV, BLOCK_DV,
-            ROUND_VALUES,
         )  # fmt: skip
     if tl.program_id(0) + tl.program_id(2) + i_kv == 0:
         tl.store(gap_ptr + i_b, gap)
@@ -143,7 +130,7 @@ def _launch(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[Tensor, 
         storage.lengths.new_empty((batch, 4)),
     )
     with on_device(key.device):
-        _launcher(kv_heads, head_dim, value_dim, key.dtype, recipe.pv == "fp8")(
+        _launcher(kv_heads, head_dim, value_dim, key.dtype)(
             (-(-entries // TILE), batch * kv_heads, 2),
             *made,
             key, value, storage.key_tail, storage.value_tail, storage.key_sink, storage.value_sink, storage.lengths,
@@ -153,7 +140,7 @@ def _launch(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 @functools.lru_cache(maxsize=256)
-def _launcher(kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype, round_values: bool) -> Launcher:
+def _launcher(kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> Launcher:
     """Return the launcher for a kind of cache."""
     constants = {
         "KV_HEADS": kv_heads,
@@ -161,7 +148,6 @@ def _launcher(kv_heads: int, head_dim: int, value_dim: int, dtype: torch.dtype, 
         "DV": value_dim,
         "BLOCK_D": padded_channels(head_dim),
         "BLOCK_DV": padded_channels(value_dim),
-        "ROUND_VALUES": round_values,
     }
     settled = ("key_out_ptr", "value_out_ptr", "gap_ptr", "rows_ptr")
     return Launcher(high_tiles_kernel, constants, settled=settled, num_warps=8)

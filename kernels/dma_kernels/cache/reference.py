@@ -107,8 +107,8 @@ def _dense_operands(
         q_high=q_high,
         k_low=k_low,
         k_high=k_high,
-        value=v_low if recipe.low_v is None else values.to(compute_dtype),
-        v_low=None if recipe.low_v is None else v_low,
+        v_high=values.to(compute_dtype),
+        v_low=v_low,
         # The factors of E4M3 values are powers of two, multiplied into the values already.
         value_scale=v_low.new_ones((len(query), v_low.shape[1], 1, v_low.shape[3])) if is_fp8 else None,
         shift=smoothing_shift(query, mean[:, :, None].to(compute_dtype)) if recipe.smooth_k else None,

@@ -268,7 +268,11 @@ def attend(
     IS_PV_FP8: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """One step of the online softmax; probabilities carry a factor of 2^8 where they are rounded to E4M3."""
+    """One step of the online softmax.
+
+    Where low tiles have values in E4M3, every probability carries a factor of 2^8, which is right for E4M3; those of
+    raw values are not rounded to it.
+    """
     EXPONENT: tl.constexpr = 8.0 if IS_PV_FP8 else 0.0
     if IS_SCALED:
         m_new = tl.maximum(m_i, tl.max(s, 1))
@@ -286,7 +290,7 @@ def attend(
             product = product * value_factor[None, :]
         acc = acc * alpha[:, None] + product
     else:
-        if IS_PV_FP8:
+        if IS_PV_FP8 and VALUE_FORM == "dequantized":
             p = round_to_e4m3(p)
         acc = acc * alpha[:, None] + dot(p.to(v.dtype), v, IS_INTERPRETED)
     return acc, l_i, m_new

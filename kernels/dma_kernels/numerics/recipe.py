@@ -32,7 +32,9 @@ class Recipe:
         smooth_k: Subtract from the keys of each kv head the mean of the first 128; the softmax does not see it.
         rotate: Multiply queries and keys by one orthonormal Hadamard matrix. Not values: on SmolLM2-135M at 2,048
             tokens NVFP4 values lose the same with and without it (KL .0052 and .0053 per token).
-        pv: ``bf16`` (probabilities and values in the model's dtype) or ``fp8`` (both in E4M3).
+        pv: Probabilities and values of low tiles: ``bf16`` (in the model's dtype) or ``fp8`` (both in E4M3). Those of
+            high tiles are always in the model's dtype: on SmolLM2-135M at 2,048 tokens E4M3 in all tiles costs a KL
+            divergence of .000743 per token, in low tiles only .000036.
 
     Raises:
         ValueError: A field holds something else; the message names the field and what it may hold.
@@ -91,7 +93,8 @@ class Recipe:
     def is_uniform(self) -> bool:
         """Whether low and high tiles are computed alike, so that there is no band to tell apart."""
         return (
-            self.low_v is None
+            self.pv == "bf16"
+            and self.low_v is None
             and self.query_low == self.key_low == self.high
             and (self.high == "bf16" or self.high == "nvfp4" or self.shared_scale == SharedScale.BLOCK)
         )

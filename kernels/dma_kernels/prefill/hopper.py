@@ -45,8 +45,8 @@ def takes(
     """Whether the kernel computes a call. All others are computed by :mod:`dma_kernels.prefill.kernel`.
 
     It takes long calls with head dimensions of 128 or 256, whose low keys lie in aligned storage, 8-bit elements with a
-    factor per tile or dequantised ones, and whose values are E4M3, the same for all tiles, or 16-bit; without sink
-    logits, softcap, window, padding or mask; with key 0 at the start of a tile and, if causal, a key for every query.
+    factor per tile or dequantised ones, and whose low values are E4M3 or 16-bit; without sink logits, softcap, window,
+    padding or mask; with key 0 at the start of a tile and, if causal, a key for every query.
 
     Args:
         query: ``[B, Hq, Tq, D]``.
@@ -61,7 +61,7 @@ def takes(
         return False
     batch, heads, q_len, head_dim = query.shape
     is_e4m3 = low.value_form is Form.E4M3
-    value_dim = low.value.shape[-2 if is_e4m3 else -1]
+    value_dim = high.value.shape[3]
     is_long = geometry.kv_len >= tiles.min_keys and batch * heads * q_len >= tiles.min_rows
     is_plain = geometry.rows is None and geometry.window is None and geometry.mask is None
     is_aligned = geometry.q_offset >= 0 and geometry.kv_offset >= 0 and geometry.kv_offset % TILE == 0
@@ -78,7 +78,7 @@ def takes(
         and high.key_factor is None
         and (low.value_factor is None or low.value_factor.ndim == 3)
     )
-    wide = [query, high.key] if is_e4m3 else [query, high.key, high.value, low.value]
+    wide = [query, high.key, high.value] + ([] if is_e4m3 else [low.value])
     return (
         is_long
         and is_plain
@@ -90,7 +90,6 @@ def takes(
         and not has_sinks
         and head_dim == value_dim
         and head_dim in HEAD_DIMS
-        and (low.value is high.value or not is_e4m3)
         and all(map(is_describable, wide))
     )
 
@@ -127,10 +126,7 @@ def prefill_hopper(
         query, operands.key_mean, operands.query_factor, recipe, low.key_form, high.key_form,
         scale=scale, is_interpreted=False,
     )  # fmt: skip
-    if is_e4m3:
-        v_desc, v_low_desc = _matrix(high.value, head_dim, TILE // 2), _matrix(low.value, head_dim, TILE)
-    else:
-        v_desc, v_low_desc = _heads(high.value, TILE // 2), _heads(low.value, TILE)
+    v_low_desc = _matrix(low.value, head_dim, TILE) if is_e4m3 else _heads(low.value, TILE)
     start = geometry.q_offset
     blocks = -(-(start + q_len - start // ROWS * ROWS) // (ROWS * tiles.groups))
     all_heads = batch * kv_heads
@@ -141,7 +137,7 @@ def prefill_hopper(
     )  # fmt: skip
     launch(
         (blocks * q_heads * batch, 1, 1),
-        _heads(staged.high, ROWS), _heads(staged.low, ROWS), _heads(high.key, TILE // 2), v_desc,
+        _heads(staged.high, ROWS), _heads(staged.low, ROWS), _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
         _matrix(low.key, TILE, head_dim), v_low_desc,
         out, lse, staged.rows, low.key_factor, low.value_factor, *out.stride()[:3],
         start, geometry.kv_offset, q_len, geometry.kv_len, low.key.shape[2] // TILE, blocks, section, all_heads,

@@ -79,8 +79,8 @@ def _channels_at_once(channels, is_fp8):
 
 
 @gluon.jit
-def _high_keys(slot, dtype: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the place of a block of keys of high tiles, ``[1, 1, 64, D]``, in that of a low tile's."""
+def _high_place(slot, dtype: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the place of 64 keys or values of high tiles, 16-bit ``[1, 1, 64, D]``, in that of a low tile's."""
     if _is_16bit(slot.dtype):
         place = _view(slot, dtype, [2, 1, 1, _HIGH, D], LAYOUT).index(0)
     else:
@@ -89,11 +89,14 @@ def _high_keys(slot, dtype: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
-def _repeated(x, count: gl.constexpr):
-    """Return ``(x, x, ...)``."""
-    found = (x,)
-    for _ in gl.static_range(1, count):
-        found += (x,)  # type: ignore[assignment]
+def _parts(x, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the columns of ``x`` in parts of ``WIDTH``: a renaming of registers."""
+    N: gl.constexpr = x.shape[1]
+    if N == WIDTH:
+        found = (gl.convert_layout(x, LAYOUT, assert_trivial=True),)
+    else:
+        left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, N // 2]), [0, 2, 1]))
+        found = _parts(left, WIDTH, LAYOUT) + _parts(right, WIDTH, LAYOUT)
     return found
 
 
@@ -126,6 +129,7 @@ def _produce(
     IS_FP8: gl.constexpr = v_low_desc.dtype == gl.float8e4nv
     Q_DTYPE: gl.constexpr = q_smem.dtype
     K_LAYOUT: gl.constexpr = k_desc.layout
+    V_LAYOUT: gl.constexpr = v_desc.layout
     ARE_KEYS_WIDE: gl.constexpr = _is_16bit(k_low_desc.dtype)
     K_BYTES: gl.constexpr = D * (2 if ARE_KEYS_WIDE else 1)
     V_BYTES: gl.constexpr = DV * (1 if IS_FP8 else 2)
@@ -142,16 +146,11 @@ def _produce(
         block = gl.where(t < n_a, a_0 + t, b_0 + t - n_a)
         entry = block * _HIGH - first * _TILE
         mbarrier.wait(empty.index(slot), phase)
-        mbarrier.expect(full.index(slot), _HIGH * (D * 2 + V_BYTES))
-        k = _high_keys(k_smem.index(slot), Q_DTYPE, D, K_LAYOUT)
+        mbarrier.expect(full.index(slot), _HIGH * (D + DV) * 2)
+        k = _high_place(k_smem.index(slot), Q_DTYPE, D, K_LAYOUT)
         _copy(k_desc, [i_b, i_kv, entry, 0], full.index(slot), k)
-        if IS_FP8:
-            v = _view(v_smem.index(slot), v_desc.dtype, [2, DV, _HIGH], v_desc.layout).index(0)
-            tile = i_row * storage_tiles + (entry // _TILE)
-            _copy(v_desc, [tile * DV, entry % _TILE], full.index(slot), v)
-        else:
-            v = _view(v_smem.index(slot), v_desc.dtype, [2, 1, 1, _HIGH, DV], v_desc.layout).index(0)
-            _copy(v_desc, [i_b, i_kv, entry, 0], full.index(slot), v)
+        v = _high_place(v_smem.index(slot), v_desc.dtype, DV, V_LAYOUT)
+        _copy(v_desc, [i_b, i_kv, entry, 0], full.index(slot), v)
         slot, phase = _next_slot(slot, phase, STAGES)
     c_0, c_1, d_0, d_1 = _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_c = c_1 - c_0
@@ -259,6 +258,7 @@ def _consume(
     ) = given  # fmt: skip
     Q_DTYPE: gl.constexpr = q_smem.dtype
     V_DTYPE: gl.constexpr = v_smem.dtype
+    V_HIGH_DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     IS_FP8: gl.constexpr = gl.float8e4nv == V_DTYPE
     STAGES: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[2]
@@ -271,6 +271,8 @@ def _consume(
     WIDTH: gl.constexpr = _channels_at_once(DV, IS_FP8)
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32 if IS_FP8 else 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
+    O_HIGH_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    P_HIGH_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_HIGH_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     H_ROW: gl.constexpr = gl.SliceLayout(1, H_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
@@ -286,7 +288,7 @@ def _consume(
     row_factor = gl.load(rows_ptr + rows, mask=m_row, other=1.0)
     m_i = gl.full([_ROWS], -1.0e30, gl.float32, ROW)
     sums = _thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
-    accs = _repeated(gl.zeros([_ROWS, WIDTH], gl.float32, O_LAYOUT), DV // WIDTH)
+    acc = gl.zeros([_ROWS, DV], gl.float32, O_HIGH_LAYOUT)
     mbarrier.wait(q_full, 0)
 
     # ---- high tiles
@@ -306,7 +308,7 @@ def _consume(
         is_band = (tile >= tile_q - diagonal_tiles) & (tile <= tile_q + reach)
         mbarrier.wait(full.index(slot), phase)
         if is_mine & (block * _HIGH < my_end) & ((tile < sink_tiles) | is_band):
-            k = _high_keys(k_smem.index(slot), Q_DTYPE, D, HIGH_LAYOUT).reshape([_HIGH, D])
+            k = _high_place(k_smem.index(slot), Q_DTYPE, D, HIGH_LAYOUT).reshape([_HIGH, D])
             s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
             s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
@@ -325,19 +327,20 @@ def _consume(
             p = gl.exp2(s * logit_scale + (EXPONENT - m_new - shift)[:, None])
             alpha = gl.exp2(m_old - m_new)
             sums = _add_sums(sums, p, alpha)
-            p = _operand(p, V_DTYPE, P_LAYOUT)
-            if IS_FP8:
-                v = _view(v_smem.index(slot), V_DTYPE, [2, DV, _HIGH], V_HIGH_LAYOUT).index(0)
-            else:
-                v = _view(v_smem.index(slot), V_DTYPE, [2, 1, 1, _HIGH, DV], V_HIGH_LAYOUT).index(0)
-                v = v.reshape([_HIGH, DV])
-            product = _values_product(accs[0], p, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
-            accs = _add_all_values(accs, product, p, alpha, v, WIDTH, O_LAYOUT)
+            p = _operand(p, V_HIGH_DTYPE, P_HIGH_LAYOUT)
+            v = _high_place(v_smem.index(slot), V_HIGH_DTYPE, DV, V_HIGH_LAYOUT).reshape([_HIGH, DV])
+            product = _values_product(acc, p, alpha, v, O_HIGH_LAYOUT)
+            acc = warpgroup_mma_wait(0, deps=[product])
             m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
         mbarrier.arrive(empty.index(slot))
         slot, phase = _next_slot(slot, phase, STAGES)
 
     # ---- low tiles: the whole ones, then one that the keys end in
+    if value_factor_ptr is not None:
+        # From here on the output counts in units of the E4M3 values: powers of two, so this is exact.
+        o_v = gl.arange(0, DV, layout=gl.SliceLayout(0, O_HIGH_LAYOUT))
+        acc = acc * (1.0 / gl.load(value_factor_ptr + o_v))[None, :]
+    accs = _parts(acc, WIDTH, O_LAYOUT)
     c_0, c_1, d_0, d_1 = _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     # Of those the program visits, the warpgroup's own are c_0..c_2 and d_2..d_1; it passes by the others.
     c_2 = gl.where(is_mine, gl.maximum(gl.minimum(c_1, tile_q - diagonal_tiles), c_0), c_0)
@@ -445,9 +448,9 @@ def prefill_hopper_kernel(
         q_desc: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``.
         q_low_desc: Queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``.
         k_desc: Keys of high tiles, 16-bit ``[B, Hkv, T, D]``; key 0 is at ``kv_offset``.
-        v_desc: Values of high tiles: E4M3, a matrix of rows of a tile's keys, or 16-bit ``[B, Hkv, T, Dv]``.
+        v_desc: Values of high tiles, 16-bit ``[B, Hkv, T, Dv]``.
         k_low_desc: Keys of low tiles, a matrix of as many bits.
-        v_low_desc: Values of low tiles, as those of high ones.
+        v_low_desc: Values of low tiles: E4M3, a matrix of rows of a tile's keys, or as those of high ones.
         out_ptr: ``[B, Hq, Tq, Dv]``.
         lse_ptr: fp32 ``[B, Hq, Tq]``.
         rows_ptr: fp32 ``[2, B, Hq, Tq]``: what turns the scores of low tiles, but for the key factor, into base-2

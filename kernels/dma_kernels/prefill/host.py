@@ -21,7 +21,7 @@ from ..runtime.lowering import Form
 from ..runtime.tuning import PrefillTiles, select_section
 from .hopper import prefill_hopper, takes
 from .kernel import prefill_kernel
-from .operands import Operands, TileOperands
+from .operands import Operands
 
 _SIXTEEN_BIT = (Form.RAW, Form.DEQUANTIZED)
 
@@ -58,9 +58,10 @@ def prefill_attention(
     """
     batch, q_heads, q_len, head_dim = query.shape
     high, low = operands.high, operands.low or operands.high
-    assert low.value_form != Form.RAW or low.value is high.value, "raw values of low tiles are those of high tiles"
+    assert high.value_form is Form.RAW, "values of high tiles are raw"
+    assert low.value_form is not Form.RAW or low.value is high.value, "raw values of low tiles are those of high tiles"
     kv_heads = high.key.shape[1]
-    value_dim = _value_dim(high)
+    value_dim = high.value.shape[3]
     out = query.new_empty((batch, q_len, q_heads, value_dim)).transpose(1, 2)
     lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
     if lse.numel() == 0:
@@ -74,13 +75,14 @@ def prefill_attention(
         return out, lse
     rows, mask = geometry.rows, geometry.mask
     # A descriptor's rows start at multiples of 16 bytes.
-    described = [high.key] if high.key_form == Form.RAW else []
-    described += [each.value for each in (high, low) if each.value_form in _SIXTEEN_BIT]
+    described = [high.value]
+    described += [high.key] if high.key_form is Form.RAW else []
+    described += [low.value] if low.value_form in _SIXTEEN_BIT else []
     use_raw_tma = use_tma and all(map(is_describable, described))
     use_tma = use_tma and low.key.shape[3] * low.key.element_size() % 16 == 0
     constants = _constants(
         query.shape[1], kv_heads, head_dim, value_dim, recipe, tiles, use_tma, use_raw_tma, is_interpreted,
-        high.key_form, high.key_layout, high.value_form, high.value_layout,
+        high.key_form, high.key_layout, high.value_layout,
         low.key_form, low.key_layout, low.value_form, low.value_layout,
         geometry.is_causal, operands.low is not None, rows is not None, geometry.window is not None,
         softcap is not None, sinks is not None, mask is not None, operands.key_mean is not None,
@@ -92,18 +94,14 @@ def prefill_attention(
     if use_raw_tma:
         if high.key_form == Form.RAW:
             k_desc = _head_descriptor(high.key, tiles.high_block_n, values["BLOCK_D"])
-        if high.value_form in _SIXTEEN_BIT:
-            v_desc = _head_descriptor(high.value, tiles.high_block_n, values["BLOCK_DV"])
+        v_desc = _head_descriptor(high.value, tiles.high_block_n, values["BLOCK_DV"])
         if operands.low is not None and low.value_form in _SIXTEEN_BIT:
             v_low_desc = _head_descriptor(low.value, tiles.block_n, values["BLOCK_DV"])
-    if use_tma:
-        if high.value_form == Form.E4M3:
-            v_desc = matrix_descriptor(high.value, values["BLOCK_DV"], tiles.high_block_n)
-        if operands.low is not None:
-            if low.key_form != Form.PACKED:
-                k_low_desc = matrix_descriptor(low.key, tiles.block_n, values["BLOCK_D"])
-            if low.value_form == Form.E4M3:
-                v_low_desc = matrix_descriptor(low.value, values["BLOCK_DV"], tiles.block_n)
+    if use_tma and operands.low is not None:
+        if low.key_form != Form.PACKED:
+            k_low_desc = matrix_descriptor(low.key, tiles.block_n, values["BLOCK_D"])
+        if low.value_form == Form.E4M3:
+            v_low_desc = matrix_descriptor(low.value, values["BLOCK_DV"], tiles.block_n)
     if rows is None:
         # Aligned blocks of positions that hold queries.
         start = geometry.q_offset
@@ -118,7 +116,7 @@ def prefill_attention(
         high.key_factor, low.key_factor, low.value_factor, operands.query_factor, operands.key_mean, operands.gap,
         k_desc, v_desc, k_low_desc, v_low_desc,
         out, lse, sinks, None if mask is None else mask.view(torch.uint8), rows,
-        *query.stride(), *high.key.stride(), *_value_strides(high), *out.stride()[:3], *_mask_strides(mask),
+        *query.stride(), *high.key.stride(), *high.value.stride(), *out.stride()[:3], *_mask_strides(mask),
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len,
         high.key.shape[2], high.value.shape[2], low.value.shape[2], _storage_len(operands), blocks, section,
         all_heads, geometry.window or 0,
@@ -154,7 +152,6 @@ def _constants(
     is_interpreted: bool,
     high_form: Form,
     high_layout: str,
-    high_value_form: Form,
     high_value_layout: str,
     low_form: Form,
     low_layout: str,
@@ -195,7 +192,6 @@ def _constants(
         "HIGH_FORM": str(high_form),
         "HIGH_FORMAT": recipe.high,
         "HIGH_LAYOUT": high_layout,
-        "HIGH_VALUE_FORM": str(high_value_form),
         "HIGH_VALUE_LAYOUT": high_value_layout,
         "LOW_FORM": str(low_form),
         "LOW_Q_FORMAT": recipe.query_low,
@@ -243,15 +239,6 @@ def _staged_dim(low_form: Form, value_dim: int) -> int:
 def _head_descriptor(tensor: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
     """Describe ``[B, H, T, D]`` of any strides that :func:`is_describable`, copied in blocks of rows of a head."""
     return TensorDescriptor(tensor, list(tensor.shape), head_strides(tensor), [1, 1, block_rows, block_columns])
-
-
-def _value_dim(operands: TileOperands) -> int:
-    return operands.value.shape[-2] if operands.value_form == Form.E4M3 else operands.value.shape[-1]
-
-
-def _value_strides(operands: TileOperands) -> tuple[int, ...]:
-    """Return the strides of 16-bit values; those in E4M3 are contiguous."""
-    return (0, 0, 0, 0) if operands.value_form == Form.E4M3 else operands.value.stride()
 
 
 def _storage_len(operands: Operands) -> int:

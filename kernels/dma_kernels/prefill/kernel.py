@@ -83,7 +83,7 @@ def prefill_kernel(
     M_SHIFT: tl.constexpr, H_SHIFT: tl.constexpr, N_SHIFT: tl.constexpr,
     HIGH_STAGES: tl.constexpr, LOW_STAGES: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, HIGH_LAYOUT: tl.constexpr,
-    HIGH_VALUE_FORM: tl.constexpr, HIGH_VALUE_LAYOUT: tl.constexpr,
+    HIGH_VALUE_LAYOUT: tl.constexpr,
     LOW_FORM: tl.constexpr, LOW_Q_FORMAT: tl.constexpr, LOW_K_FORMAT: tl.constexpr, LOW_LAYOUT: tl.constexpr,
     LOW_SHARED: tl.constexpr, LOW_VALUE_FORM: tl.constexpr, LOW_VALUE_LAYOUT: tl.constexpr,
     ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
@@ -105,7 +105,6 @@ def prefill_kernel(
     IS_SHIFTED: tl.constexpr = HAS_MEAN and not HAS_SOFTCAP
     RESTORES_SHIFT: tl.constexpr = HAS_MEAN and HAS_SOFTCAP
     MASK_HIGH: tl.constexpr = HIGH_LAYOUT == "caller" or HIGH_LAYOUT == "gapped"
-    MASK_HIGH_VALUES: tl.constexpr = HIGH_VALUE_LAYOUT == "caller" or HIGH_VALUE_LAYOUT == "gapped"
     MASK_LOW_VALUES: tl.constexpr = LOW_VALUE_LAYOUT == "caller"
     # A model's own 16 bits stay where a side is not quantised (operands.dequantized_dtype).
     IS_LOW_UNQUANTIZED: tl.constexpr = LOW_Q_FORMAT == "bf16" or LOW_K_FORMAT == "bf16"
@@ -215,13 +214,10 @@ def prefill_kernel(
             x, head_scale, HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, tl.bfloat16, IS_INTERPRETED
         )
     factor *= logit_scale
-    k_base, v_base = k_ptr, v_ptr
+    k_base = k_ptr
     if HIGH_FORM == "raw":
         k_base += i_b * stride_kb + i_kv * stride_kh
-    if HIGH_VALUE_FORM == "raw":
-        v_base += i_b * stride_vb + i_kv * stride_vh
-    elif HIGH_VALUE_FORM == "dequantized":
-        v_base += i_row * v_len * DV
+    v_base = v_ptr + i_b * stride_vb + i_kv * stride_vh
     tile_row = i_row * (storage_len >> _TILE_SHIFT)  # of this head, counted over all tiles of aligned storage
     if HAS_K_FACTOR:
         factor *= tl.load(k_factor_ptr + i_row)
@@ -258,22 +254,14 @@ def prefill_kernel(
             RESTORES_SHIFT and HIGH_FORM != "raw",
         )  # fmt: skip
         entry = storage_entry(position, k_start, aligned_start, storage_len, sink_end, gap, HIGH_VALUE_LAYOUT)
-        v = load_values(
-            v_desc, v_base, tile_row * DV, i_b, i_kv, entry, v_len, stride_vt, stride_vd, HIGH_VALUE_FORM,
-            MASK_HIGH_VALUES, USE_TMA, USE_RAW_TMA, DV, BLOCK_DV, BLOCK_H,
-        )  # fmt: skip
-        if HAS_ROWS and HIGH_VALUE_FORM == "raw":
+        v = load_raw(
+            v_desc, v_base, i_b, i_kv, entry, stride_vt, stride_vd, v_len, True, USE_RAW_TMA, DV, BLOCK_DV, BLOCK_H
+        )
+        if HAS_ROWS:
             # What is hidden may be anything, and no probability of 0 makes up for a NaN.
             is_shown = (position + o_h >= visible_start) & (position + o_h < visible_end)
             v = tl.where(is_shown[:, None], v, 0.0)
-        value_factor = l_i
-        if VALUE_FACTOR == "tile" and HIGH_VALUE_FORM == "e4m3":
-            offset_v = (tile_row + (entry >> _TILE_SHIFT)) * DV + o_v
-            value_factor = tl.load(value_factor_ptr + offset_v, mask=o_v < DV, other=0.0)
-        acc, l_i, m_i = attend(
-            acc, l_i, m_i, s, factor, v, value_factor, True, VALUE_FACTOR == "tile", HIGH_VALUE_FORM, IS_PV_FP8,
-            IS_INTERPRETED,
-        )  # fmt: skip
+        acc, l_i, m_i = attend(acc, l_i, m_i, s, factor, v, l_i, True, False, "raw", IS_PV_FP8, IS_INTERPRETED)
 
     if HAS_LOW:
         if STAGE_QUERIES:
@@ -294,6 +282,10 @@ def prefill_kernel(
             v_low_base += i_row * v_low_len * DV
         if K_LOW_FACTOR == "head":
             low_factor *= tl.load(k_low_factor_ptr + i_row)
+
+        if VALUE_FACTOR == "channel":
+            # From here on the output counts in units of the E4M3 values: powers of two, so this is exact.
+            acc *= (1.0 / tl.load(value_factor_ptr + i_row * DV + o_v, mask=o_v < DV, other=1.0))[None, :]
 
         # [c_first, c_last) before the band and [d_first, d_last) behind it; what every row sees whole is c_in..c_out
         # and d_in..d_out.

@@ -35,7 +35,7 @@ class TileOperands:
         key: Keys.
         value: Values.
         key_form: Form of ``key``.
-        value_form: ``raw``, ``dequantized`` or ``e4m3``.
+        value_form: ``raw``, ``dequantized`` or ``e4m3``; of high tiles ``raw``.
         key_layout: ``caller``, ``aligned``, ``ring`` or ``gapped``.
         value_layout: Likewise; E4M3 values are ``aligned`` or ``ring``.
         key_scale: Block scales of packed keys, ``[B, Hkv, S, D' / block]``: E8M0 codes (uint8) or E4M3.
@@ -62,8 +62,7 @@ class Operands:
 
     Attributes:
         high: What high tiles read.
-        low: What low tiles read; ``None`` where the recipe has one precision. Its ``value`` and ``value_factor`` may be
-            the very tensors of ``high``; a raw ``value`` has to be.
+        low: What low tiles read; ``None`` where the recipe has one precision. A raw ``value`` is that of ``high``.
         key_mean: What ``smooth_k`` subtracted, fp32 ``[B, Hkv, D]``; given iff it did.
         query_factor: NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``; given iff the recipe has
             NVFP4 queries.

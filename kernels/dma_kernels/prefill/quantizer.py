@@ -122,7 +122,7 @@ class _Output:
 # The tensors that the two kernels write, in their order.
 _STATISTICS = ("mean", "key_head", "channels", "value_head")
 _WRITTEN = (
-    "high", "high_scale", "low", "low_scale", "key_factor", "head_factor", "value", "value_factor", "low_value",
+    "high", "high_scale", "low", "low_scale", "key_factor", "head_factor", "value", "value_factor",
 )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def _plan(
     has_mean, has_key_head = "mean" in outputs, "key_head" in outputs
     has_channels, has_value_head = "channels" in outputs, "value_head" in outputs
     writes_keys = "high" in outputs or "low" in outputs
-    writes_values = "value" in outputs or "low_value" in outputs
+    writes_values = "value" in outputs
     has_statistics = has_mean or has_key_head or has_channels or has_value_head
     # The first launch waits for all that the caller's kernels write. Without it the attention gains nothing: 109 us for
     # ``paper`` at 2K, 117 with an early start.
@@ -192,8 +192,8 @@ def _plan(
         "LOW_FORM": NONE if lowering.low_key is None else lowering.low_key.value,
         "LOW_FORMAT": recipe.key_low,
         "SHARED": recipe.shared_scale,
-        "VALUE_FORM": lowering.value.value,
-        "LOW_VALUE_FORMAT": recipe.low_v if "low_value" in outputs else NONE,
+        "VALUE_FORM": (lowering.low_value or Form.RAW).value,
+        "VALUE_FORMAT": recipe.low_v or NONE,
         "ROUNDING": recipe.scale_rounding,
         "IS_INTERPRETED": is_interpreted,
     }
@@ -211,7 +211,7 @@ def _plan(
         elif lowering.low_key is Form.E5M2:
             options = {"num_warps": 16}
     # NVFP4 keys and FP8 values, beside their statistics: 109 us, 120 with the registers that the compiler likes.
-    elif has_few_registers and lowering.low_key is Form.DEQUANTIZED and lowering.value is Form.E4M3:
+    elif has_few_registers and lowering.low_key is Form.DEQUANTIZED and lowering.low_value is Form.E4M3:
         options["maxnreg"] = 80
     statistics = quantize = None
     if has_statistics:
@@ -246,17 +246,16 @@ def _outputs(
     if ("high" in outputs and recipe.high == NVFP4) or ("low" in outputs and recipe.key_low == NVFP4):
         outputs["key_head"] = _Output((CHUNKS,), torch.int32)
         outputs["head_factor"] = _Output((), torch.float32)
-    if lowering.value is Form.E4M3:
+    if lowering.low_value is Form.E4M3:
         outputs["value"] = _Output((value_dim, TILE), torch.float8_e4m3fn, rows_per_tile=1)
         outputs["value_factor"] = _Output((value_dim,), torch.float32)
-    elif lowering.value is Form.DEQUANTIZED:
-        outputs["value"] = _Output((value_dim,), torch.bfloat16, rows_per_tile=TILE)
-    if "value" in outputs:
+    elif lowering.low_value is Form.DEQUANTIZED:
+        target = torch.bfloat16 if recipe.low_v is None else dtype
+        outputs["value"] = _Output((value_dim,), target, rows_per_tile=TILE)
+    if "value" in outputs and recipe.low_v is None:
         outputs["channels"] = _Output((CHUNKS, value_dim), torch.int32)
-    if lowering.low_value is not None:
-        outputs["low_value"] = _Output((value_dim,), dtype, rows_per_tile=TILE)
-        if recipe.low_v == NVFP4:
-            outputs["value_head"] = _Output((CHUNKS,), torch.int32)
+    if recipe.low_v == NVFP4:
+        outputs["value_head"] = _Output((CHUNKS,), torch.int32)
     return outputs
 
 
@@ -295,7 +294,8 @@ def _operands(
     if head_factor is not None:
         head_factor = head_factor[..., None].expand(-1, -1, tiles)
 
-    def tile_operands(name: str, form: Form, value_form: Form, own_value: Tensor | None) -> TileOperands:
+    def tile_operands(name: str, form: Form, value_form: Form) -> TileOperands:
+        own_value = None if value_form is Form.RAW else made["value"]
         own_key, scale = made.get(name), made.get(f"{name}_scale")
         has_tile_factor = form in (Form.INT8, Form.E4M3, Form.E5M2)
         is_nvfp4 = scale is not None and scale.dtype == torch.float8_e4m3fn
@@ -308,16 +308,13 @@ def _operands(
             value_layout="caller" if own_value is None else "aligned",
             key_scale=scale,
             key_factor=made["key_factor"] if has_tile_factor else head_factor if is_nvfp4 else None,
-            value_factor=made.get("value_factor"),
+            value_factor=made.get("value_factor") if value_form is Form.E4M3 else None,
         )
 
-    high = tile_operands("high", lowering.key, lowering.value, made.get("value"))
+    high = tile_operands("high", lowering.key, Form.RAW)
     low = None
-    if lowering.low_key is not None:
-        if lowering.low_value is None:
-            low = tile_operands("low", lowering.low_key, lowering.value, made.get("value"))
-        else:
-            low = tile_operands("low", lowering.low_key, lowering.low_value, made.get("low_value"))
+    if lowering.low_key is not None and lowering.low_value is not None:
+        low = tile_operands("low", lowering.low_key, lowering.low_value)
     return Operands(high=high, low=low, key_mean=made.get("mean"), lets_next_start=lets_next_start)
 
 

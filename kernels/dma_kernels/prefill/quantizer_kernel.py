@@ -212,10 +212,10 @@ def _quantize_keys(
 
 @triton.jit
 def _quantize_values(
-    v_ptr, channels_ptr, head_ptr, value_ptr, value_factor_ptr, low_value_ptr, rows_ptr,
+    v_ptr, channels_ptr, head_ptr, value_ptr, value_factor_ptr, rows_ptr,
     stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, chunks, i_tile,
     KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ROWS: tl.constexpr,
-    VALUE_FORM: tl.constexpr, LOW_VALUE_FORMAT: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    VALUE_FORM: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     i_head = tl.program_id(0).to(tl.int64)
@@ -234,36 +234,36 @@ def _quantize_values(
         )  # fmt: skip
     else:
         wait_for_previous(USE_PDL)
-    if VALUE_FORM == "dequantized":
+    if VALUE_FORM == "dequantized" and FORMAT == "none":
         factor = _value_factor(channels_ptr, i_head, chunks, DV, BLOCK_DV)
         x = load_visible(base, start + o_t, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
         x = round_to_units_e4m3(x, factor[None, :])
         tl.store(value_ptr + offset, x.to(value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
-    if LOW_VALUE_FORMAT != "none":
+    if FORMAT != "none":
         head_scale = 1.0
-        if LOW_VALUE_FORMAT == "nvfp4":
+        if FORMAT == "nvfp4":
             head_scale = nvfp4_head_scale(reduce_chunks(head_ptr + i_head * _CHUNKS, chunks), ROUNDING)
         for part in tl.range(0, _TILE // _ROWS):
             o_r = part * _ROWS + tl.arange(0, _ROWS)
             v = load_visible(base, start + o_r, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
-            elements, scale = quantize_blocks(v, head_scale, LOW_VALUE_FORMAT, "block", ROUNDING, IS_INTERPRETED)
-            v = dequantize_blocks(elements, scale, head_scale, LOW_VALUE_FORMAT)
-            p_row = low_value_ptr + (i_tile_row * _TILE + o_r)[:, None] * DV
-            tl.store(p_row + o_d[None, :], v.to(low_value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
+            elements, scale = quantize_blocks(v, head_scale, FORMAT, "block", ROUNDING, IS_INTERPRETED)
+            v = dequantize_blocks(elements, scale, head_scale, FORMAT)
+            p_row = value_ptr + (i_tile_row * _TILE + o_r)[:, None] * DV
+            tl.store(p_row + o_d[None, :], v.to(value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
 
 
 @triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles", "chunks"])
 def quantize_kernel(
     k_ptr, v_ptr, mean_ptr, key_head_ptr, channels_ptr, value_head_ptr, rows_ptr,
     high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr, head_factor_ptr,
-    value_ptr, value_factor_ptr, low_value_ptr,
+    value_ptr, value_factor_ptr,
     stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
     kv_offset, kv_len, tiles, chunks,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_KEY_HEAD: tl.constexpr,
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
-    SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, LOW_VALUE_FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
+    SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, VALUE_FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
     IS_INTERPRETED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of values in the first layer of programs, of keys in the last.
@@ -275,12 +275,12 @@ def quantize_kernel(
     # The statistics pass went through the tiles of all heads in ascending order: begin with those that are still in the
     # L2 cache.
     i_tile = (tiles - 1 - tl.program_id(1)).to(tl.int64)
-    if VALUE_FORM != "raw" or LOW_VALUE_FORMAT != "none":  # noqa: SIM102 (a constexpr branch)
+    if VALUE_FORM != "raw":  # noqa: SIM102 (a constexpr branch)
         if tl.program_id(2) == 0:
             _quantize_values(
-                v_ptr, channels_ptr, value_head_ptr, value_ptr, value_factor_ptr, low_value_ptr, rows_ptr,
+                v_ptr, channels_ptr, value_head_ptr, value_ptr, value_factor_ptr, rows_ptr,
                 stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, chunks, i_tile,
-                KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM, LOW_VALUE_FORMAT, ROUNDING, IS_INTERPRETED, USE_PDL,
+                KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM, VALUE_FORMAT, ROUNDING, IS_INTERPRETED, USE_PDL,
             )  # fmt: skip
     if HIGH_FORM != "raw" or LOW_FORM != "none":  # noqa: SIM102
         if tl.program_id(2) == tl.num_programs(2) - 1:

@@ -37,7 +37,7 @@ class _Call:
 
     Attributes:
         operands: Queries, keys and values.
-        p_dtype: What probabilities are rounded to.
+        dtype: What probabilities are rounded to, except those of E4M3 values.
         visible: The keys of ``kv_range``, boolean ``[B, Tk]``; ``None`` for all.
         offsets: Positions of query 0 and key 0 in each batch row, on the host, so that no block waits for the device.
         recipe: For its band.
@@ -45,7 +45,7 @@ class _Call:
     """
 
     operands: PreparedOperands
-    p_dtype: torch.dtype
+    dtype: torch.dtype
     visible: Tensor | None
     offsets: frozenset[tuple[int, int]]
     recipe: Recipe
@@ -53,10 +53,10 @@ class _Call:
 
     @classmethod
     def of(cls, operands: PreparedOperands, geometry: AttentionGeometry, recipe: Recipe, dtype: torch.dtype) -> Self:
-        """Return what the blocks share, where values and probabilities of ``pv = "bf16"`` are in ``dtype``."""
+        """Return what the blocks share, where probabilities that are not in E4M3 are in ``dtype``."""
         return cls(
             operands=operands,
-            p_dtype=dtype if recipe.pv == UNQUANTIZED else torch.float8_e4m3fn,
+            dtype=dtype,
             visible=geometry.visible_keys(operands.k_high.shape[2]),
             offsets=frozenset(zip(geometry.q_position.tolist(), geometry.kv_position.tolist(), strict=True)),
             recipe=recipe,
@@ -115,7 +115,7 @@ def attend(
         operands: Queries, keys and values. What no query may see must be finite.
         geometry: Visibility and positions.
         recipe: Its band, and ``pv``.
-        dtype: Of the output, and of the probabilities where ``pv = "bf16"``.
+        dtype: Of the output, and of the probabilities that are not in E4M3.
         scale: As for :func:`attention_reference`, like the rest and the result.
         softcap: Cap of the scores.
         sinks: Sink logits.
@@ -124,7 +124,7 @@ def attend(
     kv_heads = operands.k_high.shape[1]
     compute_dtype = operands.q_high.dtype
     query = operands.q_high
-    out = query.new_empty((batch, q_len, q_heads, operands.value.shape[-1]), dtype=dtype).transpose(1, 2)
+    out = query.new_empty((batch, q_len, q_heads, operands.v_high.shape[-1]), dtype=dtype).transpose(1, 2)
     lse = query.new_empty((batch, q_heads, q_len))
     if lse.numel() == 0:
         return out, lse
@@ -178,7 +178,7 @@ def attention_gradient(
     operands = prepare_operands(
         query, key[:, :, keys], value[:, :, keys], _EXACT, kv_position=geometry.kv_position, visible=visible
     )
-    q, k, v = operands.q_high, operands.k_high, operands.value
+    q, k, v = operands.q_high, operands.k_high, operands.v_high
     batch, q_heads, _, head_dim = q.shape
     kv_heads = k.shape[1]
     group = q_heads // kv_heads
@@ -336,24 +336,27 @@ def _softmax_times_value(
 ) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, Hkv, G, R, Dv]`` and the log of the denominator ``[B, Hkv, G, R]``; spends ``scores``."""
     operands = call.operands
-    value = (operands.value if operands.v_low is None else operands.v_low)[:, :, columns]
     weights, shift = _exponentials(scores, sinks)
     denominator = weights.sum(-1, keepdim=True)
     if sinks is not None:
         denominator = denominator + torch.exp(sinks - shift)
     lse = (denominator.log() + shift).squeeze(-1)
-    if operands.value_scale is None:
-        weights = weights.to(call.p_dtype).to(value.dtype)
+    rounded = weights.to(call.dtype).to(weights.dtype)
+    v_low = operands.v_low[:, :, columns]
+    if operands.v_low is operands.v_high:
+        out = _weighted_sum(rounded, v_low)
     else:
-        weights = to_e4m3(weights.mul_(P_SCALE)).to(value.dtype)
-    out = _weighted_sum(weights, value)
-    if operands.v_low is not None:
+        factor = 1.0
+        low = rounded.clone()
+        if operands.value_scale is not None:
+            factor = operands.value_scale[:, :, None] / P_SCALE
+            low = to_e4m3(weights * P_SCALE).to(rounded.dtype)
         for part, is_high in high:
-            local = slice(part.start - columns.start, part.stop - columns.start)
-            difference = operands.value[:, :, part] - operands.v_low[:, :, part]
-            out = out + _weighted_sum(weights[..., local].masked_fill(~is_high, 0.0), difference)
-    if operands.value_scale is not None:
-        out = out * (operands.value_scale[:, :, None] / P_SCALE)
+            low[..., part.start - columns.start : part.stop - columns.start].masked_fill_(is_high, 0.0)
+        out = _weighted_sum(low, v_low) * factor
+        for part, is_high in high:
+            own = rounded[..., part.start - columns.start : part.stop - columns.start].masked_fill(~is_high, 0.0)
+            out = out + _weighted_sum(own, operands.v_high[:, :, part])
     return out / denominator.masked_fill(denominator == 0, 1.0), lse
 
 

@@ -22,8 +22,9 @@ class PreparedOperands:
         q_high: Queries of high tiles.
         k_low: Keys of low tiles; those of high tiles if the recipe is uniform.
         k_high: Keys of high tiles.
-        value: Values; for ``pv = "fp8"`` the E4M3 numbers, without their scale.
-        v_low: Values of low tiles where the recipe's ``low_v`` says; ``None``: ``value`` for all tiles.
+        v_high: Values of high tiles, as they were given.
+        v_low: Values of low tiles, the same tensor where these are no others; for ``pv = "fp8"`` the E4M3 numbers,
+            without their scale.
         value_scale: Scale of E4M3 values, ``[B, Hkv, 1, Dv]``; ``None`` for ``pv = "bf16"``.
         shift: What smoothing took from every score of a query, ``[B, Hq, Tq]``; ``None`` without. A plain softmax does
             not see it; sink logits, a softcap and the log of the denominator do.
@@ -33,8 +34,8 @@ class PreparedOperands:
     q_high: Tensor
     k_low: Tensor
     k_high: Tensor
-    value: Tensor
-    v_low: Tensor | None
+    v_high: Tensor
+    v_low: Tensor
     value_scale: Tensor | None
     shift: Tensor | None
 
@@ -69,15 +70,22 @@ def prepare_operands(
     q_low, q_high = prepare_queries(query, recipe)
     k_high = cast(k, recipe.high, recipe, SharedScale.BLOCK, query.dtype)
     k_shared = SharedScale(recipe.shared_scale)
-    v_scale = value_scale(value) if recipe.pv == "fp8" else None
+    v_high = v_low = value.to(compute_dtype)
+    v_scale = None
+    if recipe.pv == "fp8":
+        v_scale = value_scale(value)
+        v_low = to_e4m3(value.float() / v_scale).to(compute_dtype)
+        v_scale = v_scale.to(compute_dtype)
+    elif recipe.low_v is not None:
+        v_low = cast(value, recipe.low_v, recipe, SharedScale.BLOCK, query.dtype)
     return PreparedOperands(
         q_low=q_low,
         q_high=q_high,
         k_low=k_high if recipe.is_uniform else cast(k, recipe.key_low, recipe, k_shared, query.dtype, kv_position),
         k_high=k_high,
-        v_low=None if recipe.low_v is None else cast(value, recipe.low_v, recipe, SharedScale.BLOCK, query.dtype),
-        value=(value if v_scale is None else to_e4m3(value.float() / v_scale)).to(compute_dtype),
-        value_scale=None if v_scale is None else v_scale.to(compute_dtype),
+        v_high=v_high,
+        v_low=v_low,
+        value_scale=v_scale,
         shift=shift,
     )
 

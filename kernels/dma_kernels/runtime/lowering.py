@@ -54,17 +54,15 @@ class Lowering:
 
     Attributes:
         name: ``8bit``, ``scaled`` or ``portable``.
-        key: Form of the keys of high tiles.
-        value: Form of the values of high tiles; of all tiles, where ``low_value`` is ``None``.
+        key: Form of the keys of high tiles, whose values are always raw.
         low_key: Form of the keys of low tiles; ``None`` for a recipe of one precision.
-        low_value: Form of the values of low tiles, where the recipe has ``low_v``.
+        low_value: Form of the values of low tiles; ``None`` likewise.
     """
 
     name: str
     key: Form
-    value: Form
     low_key: Form | None
-    low_value: Form | None = None
+    low_value: Form | None
 
 
 def select_lowering(recipe: Recipe, arch: int, channels: int = 128) -> Lowering:
@@ -82,15 +80,19 @@ def select_lowering(recipe: Recipe, arch: int, channels: int = 128) -> Lowering:
         key = Form.RAW
     elif is_block_scaled and recipe.high != "mxint8":
         key = Form.PACKED
-    value = Form.RAW
-    if recipe.pv == "fp8":
-        value = Form.E4M3 if arch >= MIN_FP8_ARCH else Form.DEQUANTIZED
+    low_value = None if recipe.is_uniform else _low_value_form(recipe, arch)
     name = "portable"
     if low_key in (Form.INT8, Form.E4M3, Form.E5M2):
         name = "8bit"
     elif Form.PACKED in (key, low_key):
         name = "scaled"
-    return Lowering(name, key, value, low_key, None if recipe.low_v is None else Form.DEQUANTIZED)
+    return Lowering(name, key, low_key, low_value)
+
+
+def _low_value_form(recipe: Recipe, arch: int) -> Form:
+    if recipe.pv == "fp8":
+        return Form.E4M3 if arch >= MIN_FP8_ARCH else Form.DEQUANTIZED
+    return Form.RAW if recipe.low_v is None else Form.DEQUANTIZED
 
 
 def _low_key_form(recipe: Recipe, arch: int, is_block_scaled: bool) -> Form:

@@ -77,7 +77,7 @@ def select_tiles(
     is_hopper = arch == 90
     is_packed = Form.PACKED in (lowering.key, lowering.low_key)
     are_keys_8bit = lowering.low_key not in (None, Form.DEQUANTIZED)
-    are_values_8bit = lowering.value is Form.E4M3
+    are_values_8bit = lowering.low_value is Form.E4M3
     if arch in TENSOR_MEMORY_ARCHS and widest > 128:
         # 128 rows of 256 channels take half of the tensor memory, and with scores and operands most forms do not fit.
         return PrefillTiles(64, 64, num_warps=8, num_stages=2)
@@ -99,8 +99,8 @@ def select_tiles(
         if has_softcap:
             return tiles
         if widest == 128:
-            return replace(tiles, max_registers=168)
-        return replace(tiles, max_registers=128, num_stages=3)
+            return replace(tiles, max_registers=168, high_stages=1)
+        return replace(tiles, max_registers=128, num_stages=3, high_block_n=32)
     if widest <= 128 and is_hopper and lowering.low_key is Form.DEQUANTIZED:
         # 16-bit keys and values (kv4, 32K, quantising counted; SDPA 14.8 ms): 17.0 ms. Blocks of 64 queries read the L2
         # cache twice as often: 17.2 at best. One program of 128 x 128 17.4, of 128 x 64 18.5. The cap lets two programs

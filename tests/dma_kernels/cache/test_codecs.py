@@ -55,8 +55,7 @@ def test_values(recipe: Recipe, dim: int) -> None:
     assert {name: (tuple(part.shape[3:]), part.dtype) for name, part in parts.items()} == {
         name: (part.shape, part.dtype) for name, part in codec.parts.items()
     }
-    expected = prepared.value if prepared.value_scale is None else prepared.value * prepared.value_scale
-    expected = expected if prepared.v_low is None else prepared.v_low
+    expected = prepared.v_low if prepared.value_scale is None else prepared.v_low * prepared.value_scale
     # A scale of the whole sequence moves the smallest values between E4M3's subnormals.
     assert relative_error(codec.decode(parts).flatten(2, 3), expected) < (1e-4 if recipe.pv == "fp8" else 1e-12)
 

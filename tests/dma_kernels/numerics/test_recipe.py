@@ -56,6 +56,7 @@ def test_plain_data_round_trip(name: str) -> None:
         ({"low": "mxfp8", "high": "mxfp8", "shared_scale": "row"}, False),
         ({"low": "mxfp8", "high": "mxfp8", "shared_scale": "tile"}, False),
         ({"low": "nvfp4", "high": "nvfp4"}, True),
+        ({"low": "bf16", "high": "bf16", "pv": "fp8"}, False),
         ({"low": "mxfp8", "low_q": "bf16", "high": "mxfp8"}, False),
         ({"low": "mxfp8", "low_k": "mxfp4", "high": "mxfp8"}, False),
         ({"low": "mxfp4", "low_q": "bf16", "low_k": "bf16", "high": "bf16"}, True),

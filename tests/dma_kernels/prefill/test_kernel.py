@@ -82,30 +82,18 @@ def test_values_with_a_factor_for_each_tile(arch: int) -> None:
     shift = torch.tensor([1.0, 0.5]).repeat(tiles)[:tiles]
     codes = (operands.low.value.float() * shift[:, None, None]).to(torch.float8_e4m3fn)
     by_tile = (factor[:, :, None] / shift[:, None]).contiguous()
-    moved = {"value": codes, "value_factor": by_tile}
-    changed = replace(operands, high=replace(operands.high, **moved), low=replace(operands.low, **moved))
+    changed = replace(operands, low=replace(operands.low, value=codes, value_factor=by_tile))
     # Codes among E4M3's subnormals lose a bit when they are halved.
     assert relative_error(run(query, changed, INT8, arch), run(query, operands, INT8, arch)) < 2e-3
 
 
-def test_low_values_in_e4m3_and_high_ones_in_16_bits() -> None:
+@pytest.mark.parametrize("arch", [80, 90])
+def test_values_of_high_tiles_are_not_rounded(arch: int) -> None:
     query, key, value = inputs()
-    operands = one_shot(key, value, INT8, 90)
-    rounded = one_shot(key, value, INT8, 80).high  # dequantised to 16 bits
-    assert rounded.value_form is Form.DEQUANTIZED
-    kept, gap = gapped(rounded.value[:, :, :LENGTH], INT8)
-    high_key, _ = gapped(key, INT8)
-    high = replace(
-        operands.high, key=high_key, key_layout="gapped", value=kept, value_form=Form.RAW, value_layout="gapped",
-        value_factor=None,
-    )  # fmt: skip
-    assert operands.low is not None
-    assert operands.low.value_factor is not None
-    tiles = operands.low.value.shape[2]
-    by_tile = operands.low.value_factor[:, :, None].expand(-1, -1, tiles, -1).contiguous()
-    low = replace(operands.low, value_factor=by_tile)
-    actual = run(query, Operands(high, low, operands.key_mean, gap=gap), INT8, 90)
-    assert relative_error(actual, run(query, operands, INT8, 90)) < 2e-3
+    all_high = replace(INT8, diagonal_tiles=LENGTH)
+    exact = replace(all_high, pv="bf16")
+    actual = run(query, one_shot(key, value, all_high, arch), all_high, arch)
+    assert relative_error(actual, run(query, one_shot(key, value, exact, arch), exact, arch)) < 1e-3
 
 
 def test_a_window_over_a_ring_of_tiles() -> None:
@@ -137,10 +125,9 @@ def test_a_window_over_a_ring_of_tiles() -> None:
         value_factor=ring(by_tile),
         value_layout="ring",
     )
-    high = replace(operands.high, value=value, value_form=Form.RAW, value_layout="caller", value_factor=None)
     linear = replace(low, value_factor=by_tile.contiguous())
-    expected = run(query, replace(operands, high=high, low=linear), recipe, 90, window)
-    assert torch.equal(run(query, replace(operands, high=high, low=ringed), recipe, 90, window), expected)
+    expected = run(query, replace(operands, low=linear), recipe, 90, window)
+    assert torch.equal(run(query, replace(operands, low=ringed), recipe, 90, window), expected)
 
 
 @pytest.mark.parametrize("section", [1, 2])

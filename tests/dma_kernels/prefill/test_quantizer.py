@@ -11,8 +11,9 @@ from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.quantize import nvfp4_global_scale
 from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.prefill.quantizer import quantize_keys_values, query_factor
+from dma_kernels.runtime.lowering import select_lowering
 from dma_kernels.testing import assert_bits_equal, random_qkv
-from quantized_operands import AMPERE, BLACKWELL, HOPPER, RECIPES, check, lowering_of
+from quantized_operands import AMPERE, BLACKWELL, HOPPER, RECIPES, check
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
@@ -124,7 +125,7 @@ def test_mxfp4_scales_far_apart_underflow_in_e5m2_from_28_binades_on() -> None:
         key[0, 0, row, 32:] = 0.5 * 2.0**-row
         key[0, 0, row, 32] = 4.0 * 2.0**-row
     operands = quantize_keys_values(
-        key, key, RECIPES["e5m2"], lowering_of(RECIPES["e5m2"], HOPPER), kv_offset=0, rows=None, is_interpreted=True
+        key, key, RECIPES["e5m2"], select_lowering(RECIPES["e5m2"], HOPPER), kv_offset=0, rows=None, is_interpreted=True
     )
     assert operands.low is not None
     assert operands.low.key_factor is not None

@@ -74,14 +74,14 @@ def naive_rule(
     q_shared = "row" if recipe.shared_scale == "tile" else recipe.shared_scale
     q_low, q_high = cast(q, recipe.low_q or recipe.low, q_shared), cast(q, recipe.high, "block")
     k_low, k_high = cast(k, recipe.low_k or recipe.low, recipe.shared_scale), cast(k, recipe.high, "block")
+    v_low = v if recipe.low_v is None else cast(v, recipe.low_v, "block")
     if recipe.pv == "fp8":
         v_scale = np.exp2(np.ceil(np.log2(np.abs(v).max(1, keepdims=True) / 448.0)))
-        v = (v / v_scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * v_scale
-    v_low = v if recipe.low_v is None else cast(v, recipe.low_v, "block")
+        v_low = (v / v_scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * v_scale
     out = np.zeros((len(q), len(positions), v.shape[-1]))
     for h in range(len(q)):
         for row, p in enumerate(positions):
-            scores, values = [], []
+            scores, values, are_high = [], [], []
             for j in range(kv_len):
                 distance = p - j
                 if is_causal and (distance < 0 or (window is not None and distance >= window)):
@@ -96,12 +96,14 @@ def naive_rule(
                     score = softcap * math.tanh(score / softcap)
                 values.append((v if is_high else v_low)[h // group, j])
                 scores.append(score)
+                are_high.append(is_high)
             sink = [] if sinks is None else [sinks[h]]
             largest = max(scores + sink)
             weights = np.exp(np.array(scores) - largest)
             denominator = weights.sum() + sum(math.exp(s - largest) for s in sink)
             if recipe.pv == "fp8":
-                weights = (weights * 256.0).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / 256.0
+                rounded = (weights * 256.0).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / 256.0
+                weights = np.where(are_high, weights, rounded)
             for weight, row_value in zip(weights, values, strict=True):
                 out[h, row] += weight * row_value
             out[h, row] /= denominator

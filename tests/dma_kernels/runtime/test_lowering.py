@@ -19,25 +19,25 @@ CACHE = Recipe(low_q="bf16", low_k="nvfp4", low_v="nvfp4")
 @pytest.mark.parametrize(
     ("recipe", "arch", "expected"),
     [
-        (BALANCED, 80, Lowering("8bit", RAW, DEQUANTIZED, INT8)),
-        (BALANCED, 89, Lowering("8bit", RAW, E4M3, INT8)),
-        (BALANCED, 90, Lowering("8bit", RAW, E4M3, INT8)),
-        (BALANCED, 100, Lowering("8bit", RAW, E4M3, INT8)),
+        (BALANCED, 80, Lowering("8bit", RAW, INT8, DEQUANTIZED)),
+        (BALANCED, 89, Lowering("8bit", RAW, INT8, E4M3)),
+        (BALANCED, 90, Lowering("8bit", RAW, INT8, E4M3)),
+        (BALANCED, 100, Lowering("8bit", RAW, INT8, E4M3)),
         (MXFP8, 80, Lowering("portable", RAW, DEQUANTIZED, DEQUANTIZED)),
         (MXFP8, 90, Lowering("8bit", RAW, E4M3, E4M3)),
-        (PAPER, 80, Lowering("portable", DEQUANTIZED, RAW, DEQUANTIZED)),
-        (PAPER, 89, Lowering("8bit", DEQUANTIZED, RAW, E5M2)),
-        (PAPER, 90, Lowering("8bit", DEQUANTIZED, RAW, E5M2)),
-        (PAPER, 100, Lowering("scaled", PACKED, RAW, PACKED)),
-        (PAPER, 120, Lowering("scaled", PACKED, RAW, PACKED)),
-        (NVFP4, 90, Lowering("portable", DEQUANTIZED, E4M3, DEQUANTIZED)),
-        (NVFP4, 100, Lowering("scaled", PACKED, E4M3, PACKED)),
-        (MIXED, 90, Lowering("portable", RAW, RAW, DEQUANTIZED)),
-        (MIXED, 103, Lowering("scaled", RAW, RAW, PACKED)),
-        (CACHE, 120, Lowering("portable", RAW, RAW, DEQUANTIZED, DEQUANTIZED)),
-        (Recipe(low="bf16", high="bf16"), 90, Lowering("portable", RAW, RAW, None)),
-        (Recipe(low="mxfp8", high="mxfp8"), 100, Lowering("scaled", PACKED, RAW, None)),
-        (Recipe(low="mxint8", high="mxint8"), 100, Lowering("portable", DEQUANTIZED, RAW, None)),
+        (PAPER, 80, Lowering("portable", DEQUANTIZED, DEQUANTIZED, RAW)),
+        (PAPER, 89, Lowering("8bit", DEQUANTIZED, E5M2, RAW)),
+        (PAPER, 90, Lowering("8bit", DEQUANTIZED, E5M2, RAW)),
+        (PAPER, 100, Lowering("scaled", PACKED, PACKED, RAW)),
+        (PAPER, 120, Lowering("scaled", PACKED, PACKED, RAW)),
+        (NVFP4, 90, Lowering("portable", DEQUANTIZED, DEQUANTIZED, E4M3)),
+        (NVFP4, 100, Lowering("scaled", PACKED, PACKED, E4M3)),
+        (MIXED, 90, Lowering("portable", RAW, DEQUANTIZED, RAW)),
+        (MIXED, 103, Lowering("scaled", RAW, PACKED, RAW)),
+        (CACHE, 120, Lowering("portable", RAW, DEQUANTIZED, DEQUANTIZED)),
+        (Recipe(low="bf16", high="bf16"), 90, Lowering("portable", RAW, None, None)),
+        (Recipe(low="mxfp8", high="mxfp8"), 100, Lowering("scaled", PACKED, None, None)),
+        (Recipe(low="mxint8", high="mxint8"), 100, Lowering("portable", DEQUANTIZED, None, None)),
     ],
 )
 def test_lowering_of_a_recipe(recipe: Recipe, arch: int, expected: Lowering) -> None:
@@ -46,8 +46,8 @@ def test_lowering_of_a_recipe(recipe: Recipe, arch: int, expected: Lowering) -> 
 
 @pytest.mark.parametrize("arch", [100, 103, 110])
 def test_wide_heads_are_not_block_scaled_in_tensor_memory(arch: int) -> None:
-    assert select_lowering(PAPER, arch, 192) == Lowering("8bit", DEQUANTIZED, RAW, E5M2)
-    assert select_lowering(NVFP4, arch, 192) == Lowering("portable", DEQUANTIZED, E4M3, DEQUANTIZED)
+    assert select_lowering(PAPER, arch, 192) == Lowering("8bit", DEQUANTIZED, E5M2, RAW)
+    assert select_lowering(NVFP4, arch, 192) == Lowering("portable", DEQUANTIZED, DEQUANTIZED, E4M3)
     assert select_lowering(NVFP4, 120, 192) == select_lowering(NVFP4, arch)
 
 
