@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from dma_kernels import attention
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.utils.import_utils import is_tracing
+from transformers import AttentionInterface
 
 from . import unsupported
 from .cached_states import step_of
-from .compact_mask import GEOMETRY, MaskGeometry
+from .compact_mask import GEOMETRY, MaskGeometry, has_no_values
 from .settings import Settings, settings_of
 from .unsupported import Refusal
 
@@ -232,7 +231,7 @@ def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
 def _is_additive_mask(bias: Tensor) -> bool:
     """Return whether a floating-point mask holds only zeros and large negative numbers."""
     is_mask = ((bias == 0) | (bias < MASKED_BELOW)).all()
-    if is_tracing(bias) or bias.is_meta:
+    if has_no_values(bias):
         torch._assert_async(is_mask, "dma_mxfp attention takes masks, not biases, as a floating-point attention_mask")
         return True
     return bool(is_mask)
@@ -265,7 +264,7 @@ def _refuse(
         raise refusal.error()
     unsupported.note_fallback(refusal.option, refusal.asked)
     mask = geometry.dense(query.device) if bias is None else bias
-    result: tuple[Tensor, None] = sdpa_attention_forward(
+    result: tuple[Tensor, None] = AttentionInterface()["sdpa"](
         module,
         query,
         key,

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Proxy
 from torch.utils._pytree import tree_map_only
 
 GEOMETRY = "dma_geometry"
@@ -189,6 +191,13 @@ _WRITES = frozenset(
 _SUMS = frozenset(
     {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, torch.sub, Tensor.sub}
 )
+
+
+def has_no_values(tensor: Tensor) -> bool:
+    """Return whether the host cannot read a tensor: it is traced, captured or fake."""
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.is_meta
+    is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_traced or is_captured or isinstance(tensor, (FakeTensor, Proxy))
 
 
 def _column(offset: int | Tensor) -> int | Tensor:

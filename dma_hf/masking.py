@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
-from transformers.utils.import_utils import is_tracing
 
-from .compact_mask import CompactMask, MaskGeometry
+from .compact_mask import CompactMask, MaskGeometry, has_no_values
 
 NEEDS_ADDITIVE_MASK = ("deepseek_v4",)
 """Models that join a bias to the mask and convert it to the mask's dtype, which turns it round if that is boolean."""
@@ -203,7 +202,7 @@ def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int)
     if attention_mask is None or kv_length == 0 or attention_mask.shape[0] == 0:
         return None
     mask = attention_mask.bool()
-    is_readable = not (is_tracing(mask) or mask.is_meta)
+    is_readable = not has_no_values(mask)
     missing = kv_offset + kv_length - mask.shape[1]
     if is_readable and bool(mask.all()):
         if missing <= 0:

@@ -17,13 +17,9 @@ import torch
 from dma_kernels import attention
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from . import unsupported
 from .settings import PAGED_NAME, Settings, distinct_configs, is_dma, settings_of
-
-_TAKES_INDICES = "read_index" in inspect.signature(PagedAttentionCache.update).parameters
-"""Whether ``update`` takes its indices one by one, as up to Transformers 5.17, and not the layer's arguments."""
 
 _OF_THE_BATCH = frozenset(
     {"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal"}
@@ -74,7 +70,7 @@ def dma_paged_attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
-    cache: PagedAttentionCache | None = None,
+    cache: Any = None,
     cu_seq_lens_q: Tensor | None = None,
     position_ids: Tensor | None = None,
     **kwargs: Any,
@@ -160,7 +156,7 @@ def dma_paged_attention_forward(
 
 
 def _update(
-    cache: PagedAttentionCache,
+    cache: Any,
     module: nn.Module,
     key: Tensor,
     value: Tensor,
@@ -169,7 +165,7 @@ def _update(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Store keys and values, and return those of all requests, with where each request begins among them."""
     starts = kwargs["cu_seq_lens_k"]
-    if _TAKES_INDICES:
+    if "read_index" in inspect.signature(cache.update).parameters:  # up to Transformers 5.17
         indices = {name: kwargs[name] for name in ("read_index", "write_index")}
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **indices)
         key, value = (states.transpose(0, 1)[None] for states in (key, value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -15,7 +16,6 @@ import torch
 from dma_kernels.api import MAX_HEAD_DIM, MIN_HEAD_DIM
 from torch import Tensor
 from transformers import GenerationMixin
-from transformers.utils import output_capturing
 
 HARMLESS = frozenset(
     {
@@ -140,9 +140,8 @@ def _is_collecting_attentions() -> bool:
     """Return whether the model hooks its layers for attention weights; not every model passes the argument down."""
     if torch.compiler.is_compiling():
         return False
-    collector = getattr(
-        output_capturing, "_active_collector", None
-    )  # private: without it, the layer's argument decides
+    # Private: without it, the layer's argument decides.
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     collected: Any = None if collector is None else collector.get()
     return bool(collected) and any(name.endswith("attentions") for name in collected)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from dma_eval import entry
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,3 +62,47 @@ def test_the_wheel_holds_the_three_packages(tmp_path):
     assert tops == {"dma_hf", "dma_kernels", "dma_eval"}
     assert {f"{top}/py.typed" for top in tops} <= set(names)
     assert not any("__pycache__" in name for name in names)
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+MAY_STAY = {"transformers", *(f"transformers.{name}_utils" for name in ("masking", "cache", "modeling"))}
+"""Modules of Transformers whose contents are documented for others to build on."""
+
+
+def test_the_plugin_needs_what_it_computes_with_and_nothing_else():
+    needed = {Requirement(each).name for each in PROJECT["dependencies"]}
+    assert needed == {"torch", "triton", "transformers", "accelerate"}
+
+
+def test_importing_the_plugin_imports_nothing_of_the_evaluation():
+    """What Transformers imports by itself is its own."""
+    extra = [Requirement(each).name.lower().replace("-", "_") for each in PROJECT["optional-dependencies"]["eval"]]
+    done = _python(
+        "import sys, torch, transformers\n"
+        "from transformers import AttentionInterface, AttentionMaskInterface, Cache, GenerationMixin, PreTrainedModel\n"
+        "before = set(sys.modules)\n"
+        "import dma_hf\n"
+        "print(*{name.partition('.')[0] for name in set(sys.modules) - before})\n"
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    added = set(done.stdout.split())
+    assert {"dma_hf", "dma_kernels"} <= added
+    assert not added & {*extra, "dma_eval"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "dma_hf").glob("*.py")), ids=lambda path: path.stem)
+def test_importing_the_plugin_names_nothing_that_transformers_may_move(path):
+    """What has no documented place is imported where it is used."""
+    statements = ast.parse(path.read_text(encoding="utf-8")).body
+    named = {node.module for node in statements if isinstance(node, ast.ImportFrom) and node.level == 0}
+    named |= {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
+    assert {name for name in named if name and name.partition(".")[0] == "transformers"} <= MAY_STAY
+
+
+def test_the_command_says_which_extra_to_install(monkeypatch):
+    """Where the plugin was installed alone."""
+    requires = ["torch>=2", "rich; extra == 'eval'", "gguf>=0.17; extra == 'eval'", "mypy; extra == 'test'"]
+    monkeypatch.setattr(entry.metadata, "requires", lambda name: requires)
+    monkeypatch.setattr(entry, "_is_installed", lambda name: name not in ("gguf", "mypy"))
+    with pytest.raises(SystemExit, match=r"^dma-hf: not installed: gguf; .*: pip install 'dma-hf\[eval\]'$"):
+        entry.main()
