@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from .projections import Layer, Operands, Source, find_layers, run, tied, watched
+from .projections import Layer, Operands, Source, find_layers, run, watched
 
 MIN_TOKENS = 1024
 """Fewest tokens to measure ranges over."""
@@ -132,7 +132,7 @@ def _fold(layer: Layer, exponents: Tensor) -> _Fold:
 
 def _powers(layer: Layer, exponents: Tensor) -> Tensor:
     """The power of two of every weight of a layer's sources, numbered as their channels are."""
-    powers = torch.zeros(sum(source.channels for source in layer.sources), dtype=torch.int32)
+    powers = torch.zeros(layer.channels, dtype=torch.int32)
     powers[layer.weight_of(layer.key)] = exponents
     powers[layer.weight_of(layer.query)] = -exponents.repeat_interleave(layer.group, 0)
     return powers
@@ -171,29 +171,21 @@ def _scaled(source: Source, powers: Tensor) -> list[tuple[Tensor, _Scaled]]:
 def _exponents(layer: Layer, query_range: Tensor, key_range: Tensor) -> Tensor:
     """The power of two for each key channel, ``[Hkv, D]``: one where channels are mixed or share a weight."""
     heads, dim = layer.key.shape
-    slots, total = heads * dim, sum(source.channels for source in layer.sources)
-    key_weights, query_weights = (layer.weight_of(each) for each in (layer.key, layer.query))
-    key_slots = torch.arange(slots)
-    query_slots = key_slots.view(heads, 1, dim).expand(-1, layer.group, -1).flatten()
-    made_by = [
-        torch.stack((key_slots, slots + key_weights.flatten())),
-        torch.stack((query_slots, slots + query_weights.flatten())),
-    ]
-    nodes = tied(slots + total, torch.cat([layer.mixed, *made_by], 1))
-    labels = nodes[:slots]
-    held = torch.zeros(slots + total, dtype=torch.bool)  # what also makes values, or both queries and keys, stays
+    labels = layer.groups(layer.weight_of).flatten()
+    keys, queries = layer.weight_of(layer.key), layer.weight_of(layer.query)
     values = layer.weight_of(layer.value[layer.value >= 0])
-    held[nodes[slots + values]] = True
-    held[nodes[slots + key_weights[torch.isin(key_weights, query_weights)]]] = True
+    others = torch.isin(queries, torch.cat((values, keys.flatten()))).view(heads, layer.group, dim).any(1)
+    held = torch.isin(keys, values) | others  # what also makes values, or both queries and keys, stays
+    held = torch.isin(labels, labels[held.flatten()])
 
     def over(ranges: Tensor) -> Tensor:
         """The largest of all channels of a label, for each channel."""
-        return torch.zeros(slots).scatter_reduce_(0, labels, ranges.flatten(), "amax")[labels]
+        return torch.zeros(heads * dim).scatter_reduce_(0, labels, ranges.flatten(), "amax")[labels]
 
-    queries = over(query_range.view(heads, layer.group, dim).amax(1))
-    keys = over(key_range)
-    wanted = (torch.log2(queries / keys) / 2).round()
-    exponents = torch.where((queries > 0) & (keys > 0) & ~held[labels], wanted, 0).int()
+    query_range = over(query_range.view(heads, layer.group, dim).amax(1))
+    key_range = over(key_range)
+    wanted = (torch.log2(query_range / key_range) / 2).round()
+    exponents = torch.where((query_range > 0) & (key_range > 0) & ~held, wanted, 0).int()
     while (refused := _refused(layer, exponents.view(heads, dim)).flatten()).any():
         refused = torch.isin(labels, labels[refused])
         exponents = torch.where(refused, exponents - exponents.sign(), exponents)

@@ -36,12 +36,14 @@ class Operands(NamedTuple):
         query: ``[Hq, T, D]``.
         key: ``[Hkv, T, D]``.
         value: ``[Hkv, T, Dv]``.
+        attended: What the attention function returned, ``[B, T, Hq, Dv]``.
         output: The layer's output.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
+    attended: Tensor
     output: Tensor
 
 
@@ -54,12 +56,14 @@ class Source:
         module: The module.
         start: The number of its first channel, among all channels of the layer's sources.
         channels: Its output channels per token.
+        shape: The shape of its output, with 1 for batch and tokens.
     """
 
     name: str
     module: nn.Module
     start: int
     channels: int
+    shape: tuple[int, ...]
 
     @property
     def weights(self) -> int:
@@ -106,6 +110,35 @@ class Layer:
     def run(self) -> Operands:
         """Call it by itself."""
         return _call(self.module, self.arguments)
+
+    def find_output_projection(self) -> nn.Linear | None:
+        """Find the linear layer that takes the attention's output as it is; ``None`` if there is a gate before it."""
+        inputs: dict[nn.Linear, Tensor] = {}
+        with ExitStack() as stack:
+            for linear in self.module.modules():
+                if isinstance(linear, nn.Linear):
+                    stack.callback(linear.register_forward_pre_hook(lambda m, args: inputs.update({m: args[0]})).remove)
+            attended = self.run().attended.flatten()
+        found = (each for each, taken in inputs.items() if torch.equal(taken.float().cpu().flatten(), attended))
+        return next(found, None)
+
+    @property
+    def channels(self) -> int:
+        """Output channels per token of all its sources."""
+        return sum(source.channels for source in self.sources)
+
+    def groups(self, shares: Callable[[Tensor], Tensor]) -> Tensor:
+        """Label key channels, ``[Hkv, D]``, so that two that cannot have factors of their own have one label.
+
+        That is where the rotary embedding mixes them, or where they, or the queries that meet them, are one by
+        ``shares``: a function of source channels, the weight that makes them for one.
+        """
+        (heads, dim), group = self.key.shape, self.group
+        slots = torch.arange(heads * dim)
+        of_queries = slots.view(heads, 1, dim).expand(-1, group, -1).flatten()
+        made = [(slots, self.key), (of_queries, self.query)]
+        pairs = [torch.stack((ends, len(slots) + shares(channels).flatten())) for ends, channels in made]
+        return tied(len(slots) + self.channels, torch.cat([self.mixed, *pairs], 1))[: len(slots)].view(heads, dim)
 
     def weight_of(self, channels: Tensor) -> Tensor:
         """Return the number of the weight that makes each of these channels."""
@@ -264,7 +297,8 @@ def _sources(
     for leaf, seen in outputs.items():
         if len(seen) == 1 and isinstance(seen[0], Tensor) and list(seen[0].shape).count(count) == 1:
             channels = seen[0].numel() // count
-            sources.append(Source(names[leaf], leaf, start, channels))
+            shape = tuple(1 if size == count else size for size in seen[0].shape)
+            sources.append(Source(names[leaf], leaf, start, channels, shape))
             start += channels
     return tuple(sources)
 
@@ -304,20 +338,21 @@ def _mixed(observe: Callable[[Tensor], Operands], total: int, query: Tensor, key
 
 def _call(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Operands:
     """Call an attention layer whose model is watched, and return what its attention function was given."""
-    seen: list[tuple[Tensor, ...]] = []
+    seen: list[list[Tensor]] = []
     watching = ALL_ATTENTION_FUNCTIONS["eager"]
 
     def attention(caller: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append(tuple(each[0].float().cpu() for each in (query, key, value)))
-        return watching(caller, query, key, value, *args, **kwargs)
+        result = watching(caller, query, key, value, *args, **kwargs)
+        seen.append([each.float().cpu() for each in (query[0], key[0], value[0], result[0])])
+        return result
 
     ALL_ATTENTION_FUNCTIONS["eager"] = attention
     try:
         output = module(*call[0], **call[1])
     finally:
         ALL_ATTENTION_FUNCTIONS["eager"] = watching
-    query, key, value = seen[0]
-    return Operands(query, key, value, (output if isinstance(output, Tensor) else output[0]).float().cpu())
+    query, key, value, attended = seen[0]
+    return Operands(query, key, value, attended, (output if isinstance(output, Tensor) else output[0]).float().cpu())
 
 
 def _next_prime(number: int) -> int:
