@@ -108,6 +108,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         Raises:
             TypeError: A layer is not of this package (Mamba, linear attention).
         """
+        self._finish_copies()
         layers: list[dict[str, Any] | None] = []
         for index, layer in enumerate(self.layers):
             if isinstance(layer, DMALayer):
@@ -141,9 +142,16 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         ]
         if kinds != own:
             raise ValueError(f"state holds layers (window, max_cache_len) {kinds}, the cache {own}")
+        self._finish_copies()
         for layer, saved in zip(self.layers, state["layers"], strict=True):
             if saved is not None:
                 _load_layer(layer, saved, device)
+
+    def _finish_copies(self) -> None:
+        """Wait for layers that are on their way to the CPU or back: neither side is told when they arrive."""
+        if self.offloading:
+            for device in {layer.device for layer in self.layers if getattr(layer, "device", None) is not None}:
+                torch.cuda.synchronize(device)
 
 
 def _own_layer(layer: Any, owner: Owner, max_cache_len: int | None) -> Any:

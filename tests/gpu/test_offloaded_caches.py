@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tiny_models import FAMILIES, IDENTITY, VOCABULARY
 
 import dma_hf
+from dma_hf.cache_layers import DMALayer
 
 pytestmark = pytest.mark.gpu
 
@@ -22,3 +25,22 @@ def test_the_same_tokens(name, cache):
     dma_hf.configure(model, IDENTITY)
     expected = FAMILIES[name].build("sdpa").cuda().generate(ids, **options)
     assert torch.equal(model.generate(ids, cache_implementation=cache, **options), expected)
+
+
+def test_a_state_is_whole_at_once(monkeypatch):
+    model = FAMILIES["llama"].build(dma_hf.NAME).cuda().to(torch.bfloat16)
+    dma_hf.configure(model, IDENTITY)
+    ids = torch.randint(3, VOCABULARY, (2, 400), generator=torch.Generator().manual_seed(0)).cuda()
+    cache = dma_hf.DMACache(model.config, offloading=True)
+    offload = DMALayer.offload
+
+    def offload_late(layer):
+        torch.cuda._sleep(100_000_000)
+        offload(layer)
+
+    monkeypatch.setattr(DMALayer, "offload", offload_late)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    at_once = copy.deepcopy([layer["tensors"] for layer in cache.state_dict()["layers"]])
+    torch.cuda.synchronize()
+    later = [layer["tensors"] for layer in cache.state_dict()["layers"]]
+    torch.testing.assert_close(at_once, later, rtol=0.0, atol=0.0)
