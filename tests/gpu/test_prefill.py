@@ -44,7 +44,8 @@ def test_every_output_is_written() -> None:
     assert attention(query, key, value, RECIPES["int8"], backend="triton").isfinite().all()
 
 
-def test_no_compilation_when_only_lengths_change() -> None:
+def test_two_forms_for_all_lengths() -> None:
+    """One of calls whose kernels start early, which takes a launch option, and one of all others."""
     from dma_kernels.prefill.kernel import prefill_kernel
 
     def run(length: int) -> None:
@@ -55,10 +56,57 @@ def test_no_compilation_when_only_lengths_change() -> None:
         return sum(len(cache[0]) for cache in prefill_kernel.device_caches.values())
 
     run(300)
+    run(2100)
     before = compiled()
-    for length in (301, 512, 777, 1024, 2049):
+    for length in (1, 301, 512, 777, 1024, 2047, 2048, 2049, 3000, 4095, 4096, 5000):
         run(length)
     assert compiled() == before
+
+
+@pytest.mark.parametrize("q_len", [64, 512])  # on Hopper 34 times 512 queries take the kernel for long prompts
+@pytest.mark.parametrize("recipe", ["int8", "kv4"])
+def test_keys_and_values_of_more_than_2_31_elements(recipe: str, q_len: int) -> None:
+    heads, kv_len = 34, 524_288
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, length, 128, dtype=torch.bfloat16, device="cuda", generator=generator)
+        for length in (q_len, kv_len, kv_len)
+    )
+    assert key.numel() > 2**31
+    out = attention(query, key, value, RECIPES[recipe], backend="triton")
+    for head in (0, 31, 32, 33):
+        alone = (each[:, head : head + 1].clone() for each in (query, key, value))
+        options = {"backend": "triton"}
+        assert relative_error(out[:, head : head + 1], attention(*alone, RECIPES[recipe], **options)) < 0.01
+
+
+def test_a_mask_of_more_than_2_31_elements() -> None:
+    heads, length = 9, 16_384
+    query, key, value = random_qkv(
+        q_heads=heads, kv_heads=heads, q_len=length, kv_len=length, dtype=torch.bfloat16, device="cuda"
+    )
+    mask = torch.empty(1, heads, length, length, dtype=torch.bool, device="cuda").random_()
+    assert mask.numel() > 2**31
+    out = attention(query, key, value, RECIPES["int8"], mask=mask, backend="triton")
+    alone = (each[:, -1:].clone() for each in (query, key, value))
+    expected = attention(*alone, RECIPES["int8"], mask=mask[:, -1:].clone(), backend="triton")
+    assert torch.equal(out[:, -1:], expected)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "nvfp4", "kv4"])
+@pytest.mark.parametrize("sizes", [(9_000, 8, 8, 49, 49), (1, 70_000, 1, 1, 1_100)], ids=["windows", "heads"])
+def test_more_heads_than_an_axis_of_a_grid_takes(recipe: str, sizes: tuple[int, ...]) -> None:
+    batch, q_heads, kv_heads, q_len, kv_len = sizes
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(heads: int, length: int) -> torch.Tensor:
+        return torch.randn(batch, heads, length, 128, dtype=torch.bfloat16, device="cuda", generator=generator)
+
+    query, key, value = normal(q_heads, q_len), normal(kv_heads, kv_len), normal(kv_heads, kv_len)
+    options = {"is_causal": False, "backend": "triton"}
+    out = attention(query, key, value, RECIPES[recipe], **options)
+    few = (query[-1:, -8:], key[-1:], value[-1:])
+    assert relative_error(out[-1:, -8:], attention(*few, RECIPES[recipe], **options)) < 0.01
 
 
 def test_cuda_graph_replays_with_new_inputs() -> None:

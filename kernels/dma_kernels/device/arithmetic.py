@@ -43,6 +43,12 @@ def wait_for_previous(USE_PDL: tl.constexpr):
 
 
 @triton.jit
+def program_block():
+    """Return this program's block, counted along both axes of a grid of ``launch.blocks_of_heads``."""
+    return tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+
+
+@triton.jit
 def e8m0_encode(amax, EMAX: tl.constexpr, MAX_MANTISSA: tl.constexpr, IS_CEIL: tl.constexpr):
     """Return the E8M0 code, int32, of the scale of a block whose largest magnitude is the fp32 ``amax``."""
     bits = amax.to(tl.int32, bitcast=True)

@@ -23,7 +23,7 @@ def load_queries(base, rows, stride_t, stride_d, q_len, D: tl.constexpr, BLOCK_D
     """Load queries as they are, ``[ROWS, BLOCK_D]``; zeros outside ``0..q_len`` and from channel ``D`` on."""
     o_d = tl.arange(0, BLOCK_D)
     m_row = (rows >= 0) & (rows < q_len)
-    offset = rows.to(tl.int64)[:, None] * stride_t + o_d[None, :] * stride_d
+    offset = rows.to(tl.int64)[:, None] * stride_t + o_d.to(tl.int64)[None, :] * stride_d
     return tl.load(base + offset, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
 
 

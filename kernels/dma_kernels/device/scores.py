@@ -38,7 +38,7 @@ def load_rows(
     """
     rows = first + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_WIDTH)
-    pointers = base + rows.to(tl.int64)[:, None] * stride_t + o_d[None, :] * stride_d
+    pointers = base + rows.to(tl.int64)[:, None] * stride_t + o_d.to(tl.int64)[None, :] * stride_d
     if MASK_ROWS:
         m_row = ((rows >= 0) & (rows < length))[:, None]
         x = tl.load(pointers, mask=m_row & (o_d < WIDTH)[None, :], other=0.0)

@@ -35,7 +35,7 @@ def load_visible(base, rows, first, last, stride_t, stride_d, D: tl.constexpr, B
     """Load the keys or values with the indices ``rows`` as fp32 ``[ROWS, BLOCK_D]``; zeros where none is visible."""
     o_d = tl.arange(0, BLOCK_D)
     m_row = (rows >= first) & (rows < last)
-    offset = rows.to(tl.int64)[:, None] * stride_t + o_d[None, :] * stride_d
+    offset = rows.to(tl.int64)[:, None] * stride_t + o_d.to(tl.int64)[None, :] * stride_d
     return tl.load(base + offset, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
 
 

@@ -502,9 +502,9 @@ def prefill_hopper_kernel(
     rows_ptr += head * q_len
     plane = (kv_rows * GROUP).to(gl.int64) * q_len
     if k_low_factor_ptr is not None:
-        k_low_factor_ptr += i_row * storage_tiles
+        k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles
     if value_factor_ptr is not None:
-        value_factor_ptr += i_row * DV
+        value_factor_ptr += i_row.to(gl.int64) * DV
 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_desc.layout)
     if _is_16bit(q_low_desc.dtype):

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device.arithmetic import hadamard
+from ..device.arithmetic import hadamard, program_block
 from ..device.queries import load_queries, prepare_queries, rotate_queries, smoothing_shift
 from ..numerics.formats import UNQUANTIZED, SharedScale, padded_channels
 from ..numerics.geometry import LOG2_E
 from ..numerics.recipe import Recipe
 from ..numerics.transforms import hadamard_size
-from ..runtime.launch import Launcher
+from ..runtime.launch import Launcher, blocks_of_heads
 from ..runtime.lowering import Form, dequantized_dtype
 
 _DTYPES = {Form.INT8: torch.int8, Form.E4M3: torch.float8_e4m3fn, Form.E5M2: torch.float8_e5m2}
@@ -49,10 +49,10 @@ def stage_queries_kernel(
     HAS_PRODUCT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_HIGH: tl.constexpr, IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Write what :class:`StagedQueries` holds for ``ROWS`` queries of one head."""
-    i_head = tl.program_id(1).to(tl.int64)  # counted over all batch rows
+    i_head = tl.program_id(0).to(tl.int64)  # counted over all batch rows
     i_b = i_head // Q_HEADS
     i_h = i_head % Q_HEADS
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = program_block() * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, BLOCK_D)
     m_row = rows < q_len
     q = load_queries(q_ptr + i_b * stride_qb + i_h * stride_qh, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
@@ -118,7 +118,7 @@ def stage_queries(
         is_interpreted,
     )  # fmt: skip
     launch(
-        (triton.cdiv(q_len, rows_of_program), batch * heads, 1),
+        blocks_of_heads(batch * heads, triton.cdiv(q_len, rows_of_program)),
         query, mean, query_factor, high, low, rows, *query.stride(), q_len, rows[0].numel(),
         scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5),
     )  # fmt: skip

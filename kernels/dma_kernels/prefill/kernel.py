@@ -110,11 +110,10 @@ def prefill_kernel(
     IS_LOW_UNQUANTIZED: tl.constexpr = LOW_Q_FORMAT == "bf16" or LOW_K_FORMAT == "bf16"
     LOW_DTYPE: tl.constexpr = q_ptr.dtype.element_ty if IS_LOW_UNQUANTIZED else tl.bfloat16
     i_row, i_group, i_block = _schedule(blocks, kv_rows, section, GROUP, IS_CAUSAL)
+    i_row = i_row.to(tl.int64)  # the kv head, counted over all batch rows
     i_b = i_row // KV_HEADS
     i_kv = i_row % KV_HEADS
     i_h = i_kv * GROUP + i_group
-    i_row = i_row.to(tl.int64)  # the kv head, counted over all batch rows
-    i_b = i_b.to(tl.int64)
 
     if HAS_ROWS:
         q_start = tl.load(rows_ptr + i_b * 4)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..numerics.formats import BLOCK_FORMATS, TILE, UNQUANTIZED, ScaleFormat, padded_channels
 from ..numerics.recipe import Recipe
 from ..numerics.transforms import hadamard_size
-from ..runtime.launch import Launcher
+from ..runtime.launch import Launcher, blocks_of_heads
 from ..runtime.lowering import Form, Lowering, dequantized_dtype
 from .operands import Operands, TileOperands
 from .quantizer_kernel import quantize_kernel
@@ -73,7 +73,7 @@ def quantize_keys_values(
     sizes = (*key.stride(), *value.stride(), kv_offset, kv_len, tiles, chunks)
     statistics = tuple(map(get, _STATISTICS))
     if plan.statistics is not None:
-        grid = (chunks if plan.has_maxima else 1, batch * heads, plan.statistics_layers)
+        grid = (batch * heads, chunks if plan.has_maxima else 1, plan.statistics_layers)
         plan.statistics(grid, key, value, *statistics, rows, *sizes)
     if plan.quantize is not None:
         grid = (batch * heads, tiles, plan.layers)
@@ -94,7 +94,7 @@ def query_factor(query: Tensor, recipe: Recipe, *, is_interpreted: bool) -> Tens
     batch, heads, q_len, head_dim = query.shape
     factor = torch.zeros((batch, heads), dtype=torch.int32, device=query.device)
     launch = _query_launcher(heads, head_dim, recipe.rotate, recipe.scale_rounding)
-    launch((-(-q_len // QUERY_BLOCK), batch * heads, 1), query, factor, *query.stride(), q_len)
+    launch(blocks_of_heads(batch * heads, -(-q_len // QUERY_BLOCK)), query, factor, *query.stride(), q_len)
     return factor.view(torch.float32)
 
 

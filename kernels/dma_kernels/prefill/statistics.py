@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..device.arithmetic import let_next_start, round_to_bfloat16
+from ..device.arithmetic import let_next_start, program_block, round_to_bfloat16
 from ..device.blocks import finite_block_amax, nvfp4_head_scale
 from ..device.tiles import load_transformed, load_visible, visible_rows
 from ..numerics.formats import TILE
@@ -42,9 +42,9 @@ def _key_statistics(
     HAS_HEAD: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    i_chunk = tl.program_id(0)
-    i_head = tl.program_id(1)
-    i_b = (i_head // KV_HEADS).to(tl.int64)
+    i_head = tl.program_id(0).to(tl.int64)
+    i_chunk = tl.program_id(1)
+    i_b = i_head // KV_HEADS
     base = k_ptr + i_b * stride_kb + (i_head % KV_HEADS) * stride_kh
     first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
     o_t = tl.arange(0, _TILE)
@@ -76,9 +76,9 @@ def _value_statistics(
     KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ROWS: tl.constexpr,
     HAS_CHANNELS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    i_chunk = tl.program_id(0)
-    i_head = tl.program_id(1)
-    i_b = (i_head // KV_HEADS).to(tl.int64)
+    i_head = tl.program_id(0).to(tl.int64)
+    i_chunk = tl.program_id(1)
+    i_b = i_head // KV_HEADS
     base = v_ptr + i_b * stride_vb + (i_head % KV_HEADS) * stride_vh
     first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
     # Small blocks, several of them in flight, and one reduction over rows in the end.
@@ -119,7 +119,7 @@ def statistics_kernel(
     if HAS_MEAN or HAS_KEY_HEAD:
         # The mean alone is the work of one program.
         key_chunks = chunks if HAS_KEY_HEAD else 1
-        if (tl.program_id(2) == tl.num_programs(2) - 1) & (tl.program_id(0) < key_chunks):
+        if (tl.program_id(2) == tl.num_programs(2) - 1) & (tl.program_id(1) < key_chunks):
             _key_statistics(
                 k_ptr, mean_ptr, key_head_ptr, rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd,
                 kv_offset, kv_len, tiles, chunks, KV_HEADS, D, BLOCK_D, HAS_ROWS, HAS_MEAN, HAS_KEY_HEAD,
@@ -134,9 +134,9 @@ def query_factor_kernel(
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
     """Raise NVFP4's scale of a head to what a block of its transformed queries needs."""
-    i_head = tl.program_id(1)
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    base = q_ptr + (i_head // Q_HEADS).to(tl.int64) * stride_qb + (i_head % Q_HEADS) * stride_qh
+    i_head = tl.program_id(0).to(tl.int64)
+    rows = program_block() * BLOCK_T + tl.arange(0, BLOCK_T)
+    base = q_ptr + (i_head // Q_HEADS) * stride_qb + (i_head % Q_HEADS) * stride_qh
     mean = tl.zeros([BLOCK_D], tl.float32)
     x = load_transformed(
         base, rows, 0, q_len, stride_qt, stride_qd, mean, D, BLOCK_D, False, ROTATE, HADAMARD_SIZE, 1.0

@@ -30,6 +30,9 @@ Grid = tuple[int, int, int]
 ALIGNMENT = 16
 """Triton compiles other code for pointers (in bytes) and integers that this divides."""
 
+MAX_PROGRAMS = 65_535
+"""Along the second and the third axis of a grid."""
+
 Observer = Callable[[Any, CompiledKernel | None, Grid, tuple[Any, ...]], None]
 """Is told of a launch: the kernel, its compiled form (``None`` if Triton's own launch has to be used), the grid, and
 all arguments with the constexprs."""
@@ -146,6 +149,12 @@ class Launcher:
                 if misalignment:
                     add((index, misalignment))
         return tuple(key)
+
+
+def blocks_of_heads(heads: int, blocks: int) -> Grid:
+    """Return a grid of at least so many blocks for each head; only the first axis takes more than 65,535 programs."""
+    layers = max(1, -(-blocks // MAX_PROGRAMS))
+    return heads, -(-blocks // layers), layers
 
 
 @contextmanager

@@ -1,0 +1,87 @@
+"""What is too large for 32 bits, or for an axis of a grid, without a GPU. ``tests/gpu`` has tensors that are large.
+
+Elements more than 2^31 apart lie in sparse files, of which only the pages that are written take room. Grids are looked
+at, not launched.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dma_kernels import Recipe, attention
+from dma_kernels.prefill.hopper_queries import stage_queries
+from dma_kernels.runtime import chip
+from dma_kernels.runtime.launch import Grid, Launcher
+from dma_kernels.runtime.lowering import Form
+from dma_kernels.testing import random_qkv
+from prefill_cases import RECIPES
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
+
+LIMIT = 2**31
+RECIPE = Recipe(low="nvfp4", smooth_k=True, pv="fp8")
+"""All statistics are gathered: of queries, keys and values, and the mean key."""
+DIMENSIONS = {
+    "batch": {"batch": 3},
+    "heads": {"q_heads": 3, "kv_heads": 3},
+    "tokens": {"q_len": 3, "kv_len": 140},
+    "channels": {"head_dim": 32},
+}
+"""What a call has more than one or two of, so that the stride itself stays below 2^31."""
+
+
+def spread(tensor: Tensor, dim: int, path: Path) -> Tensor:
+    """Return the same numbers with the last index of ``dim`` at least 2^31 elements behind the first.
+
+    As many lie unused before them, so that an offset that wraps around finds zeros.
+    """
+    stride = -(-LIMIT // (tensor.shape[dim] - 1))
+    strides = list(torch.empty(tensor.shape[:dim] + tensor.shape[dim + 1 :], device="meta").stride())
+    strides.insert(dim, stride)
+    far = LIMIT + (tensor.shape[dim] - 1) * stride + tensor.numel()
+    storage = torch.from_file(str(path), shared=True, size=far, dtype=tensor.dtype)
+    return storage.as_strided(tensor.shape, strides, LIMIT).copy_(tensor)
+
+
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+@pytest.mark.parametrize("name", ["query", "key", "value", "mask"])
+def test_results_are_those_of_contiguous_tensors(
+    name: str, dimension: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chip, "INTERPRETED_ARCH", 80)  # every element is read at an address that the kernel works out
+    sizes = {"q_len": 2, "kv_len": 40, "head_dim": 16} | DIMENSIONS[dimension]
+    query, key, value = random_qkv(**({"q_heads": 1} | sizes), dtype=torch.float16)
+    tensors: dict[str, Any] = {"query": query, "key": key, "value": value}
+    if name == "mask":
+        shape = (*query.shape[:3], key.shape[2])
+        tensors["mask"] = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    expected = attention(**tensors, recipe=RECIPE, backend="triton")
+    tensors[name] = spread(tensors[name], list(DIMENSIONS).index(dimension), tmp_path / name)
+    assert torch.equal(attention(**tensors, recipe=RECIPE, backend="triton"), expected)
+
+
+@pytest.fixture
+def grids(monkeypatch: pytest.MonkeyPatch) -> list[Grid]:
+    """The grids of all launches, none of which takes place."""
+    found: list[Grid] = []
+    monkeypatch.setattr(Launcher, "_launch", lambda launcher, grid, arguments: found.append(grid))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 9_000, "heads": 8}, {"heads": 70_000}, {"q_len": 5_000_000}], ids=str)
+@pytest.mark.parametrize("recipe", ["int8", "nvfp4", "kv4"])
+def test_grids_are_within_the_limits_of_cuda(recipe: str, sizes: dict[str, int], grids: list[Grid]) -> None:
+    batch, heads, q_len = ({"batch": 1, "heads": 1, "q_len": 5} | sizes).values()
+    query = torch.empty(1, dtype=torch.float16).expand(batch, heads, q_len, 32)
+    key = query[:, :, :5].expand(batch, heads, 5, 32)
+    attention(query, key, key, RECIPES[recipe], backend="triton")
+    low_form = Form.INT8 if recipe == "int8" else Form.DEQUANTIZED
+    stage_queries(query, None, None, RECIPES[recipe], low_form, Form.RAW, scale=1.0, is_interpreted=True)
+    assert len(grids) >= 4
+    for first, *others in grids:
+        assert first < LIMIT
+        assert max(others) <= 65_535
