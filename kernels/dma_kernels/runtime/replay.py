@@ -5,6 +5,10 @@ such a call (which kernel, how many programs, sixty integers) is the same each t
 :class:`Call` runs the ordinary code once, records the launches of the second run, and from then on fills addresses into
 what it recorded: intermediate tensors become slices of one buffer, and no other Python runs.
 
+On an H200 (Triton 3.6, PyTorch 2.11; ``balanced``, 32 query and 8 kv heads of 128, no graphs) the host works 115 us for
+a call of 1,024 tokens, 443 without recordings; 127 and 482 at 2,048, where the kernels take some 80; 126 and 485 at
+8,192, whose 720 hide both.
+
 A recording holds nothing but launches, so it is only kept if the code did nothing else: a dispatch mode watches for
 operations of PyTorch other than allocations and views, and every tensor that a kernel was given must have a known
 origin. What was not recorded runs as ever.
@@ -236,10 +240,13 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what can be repeated; ``None`` if the call cannot be."""
         given = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]
         returned = {tensor.data_ptr() for tensor in results}
-        owned = {tensor.data_ptr() for tensor in (*self._empty, *self._zeros)}
         known = [address for address in given if address]
-        # Inputs at one address could not be told apart.
-        if not self._is_whole or not self._launches or len(set(known)) < len(known) or not returned <= owned:
+        # Inputs, or results, at one address could not be told apart.
+        if not self._is_whole or not self._launches or len(set(known)) < len(known) or len(returned) < len(results):
+            return None
+        # A result is made again from its own shape and strides: it has to be all of what was allocated, with any
+        # contents.
+        if not (returned <= {tensor.data_ptr() for tensor in self._empty} and all(map(_fills_its_storage, results))):
             return None
         apart = [_Allocation(tuple(x.shape), x.stride(), x.dtype, is_zeroed=False) for x in results]
         apart += [_Allocation(tuple(x.shape), x.stride(), x.dtype, is_zeroed=True) for x in self._zeros]
@@ -249,7 +256,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.data_ptr() not in returned and tensor.numel():
                 offsets.append(size)
                 origins.append(tensor.data_ptr())
-                size += -(-tensor.nbytes // _BUFFER_ALIGNMENT) * _BUFFER_ALIGNMENT
+                size += -(-tensor.untyped_storage().nbytes() // _BUFFER_ALIGNMENT) * _BUFFER_ALIGNMENT
         index = {address: i for i, address in enumerate(origins) if address}
         launches = [_without_addresses(*launch, index) for launch in self._launches]
         if None in launches:
@@ -264,6 +271,11 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             offsets=tuple(offsets),
             launches=tuple(launch for launch in launches if launch is not None),
         )
+
+
+def _fills_its_storage(tensor: Tensor) -> bool:
+    alike = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return alike.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
 
 
 def _without_addresses(

@@ -140,6 +140,23 @@ def test_zeros_are_zeros_each_time(device: Device) -> None:
     assert call.repeat((x, None, y)) is not None
 
 
+@pytest.mark.parametrize("kind", ["zeros", "slice", "twice"])
+def test_a_result_that_could_not_be_made_again_is_not_recorded(kind: str, device: Device) -> None:
+    call = Call()
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        out = torch.zeros(SIZE) if kind == "zeros" else torch.empty(2 * SIZE)
+        between = out[: 1 if kind == "slice" else SIZE]
+        device.launcher((1, 1, 1), x, matrix_descriptor(y.view(2, 32), 2, 32), between, 1.0)
+        return (between, between) if kind == "twice" else (between,)
+
+    for _ in range(2):
+        x, y = torch.randn(2, SIZE).unbind()
+        out = call.run((x, None, y), lambda x=x, y=y: function(x, y))[0]  # type: ignore[misc]
+        assert torch.equal(out, (x * y)[: len(out)])
+    assert call._replay is None
+
+
 def test_a_call_that_computes_in_torch_is_not_recorded(device: Device) -> None:
     call = Call()
     check(call, lambda x, y: device.multiply(x * 1.0, y), 3)
