@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dma_eval.cli import app
+from dma_eval.cli import main
 
 if __name__ == "__main__":
-    app(["bench", "prefill", *sys.argv[1:]])
+    main(["bench", "prefill", *sys.argv[1:]])

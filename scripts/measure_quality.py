@@ -82,12 +82,12 @@ def main() -> None:
     known, others = parser.parse_known_args()
     write_tasks(known.data / "tasks", known.out / "tasks", known.hellaswag_items)
 
-    from dma_eval.cli import app
+    from dma_eval.cli import main as run
 
     command = ["suite", "--suite", "local-quality", "--model", known.model, "--out", str(known.out)]
     command += ["--data", str(known.data / "wikitext2/wiki.test.raw"), "--include-path", str(known.out / "tasks")]
     sys.argv = ["dma-hf", *command, *others]  # reports quote it
-    app(sys.argv[1:])
+    run(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dma_eval.cli import app
+from dma_eval.cli import main as dma_hf_command
 
 from dma_hf import DMAConfig
 
@@ -56,7 +56,7 @@ def run(*arguments: str) -> None:
     """Run ``dma-hf`` and go on after it, unless it fails."""
     sys.argv = ["dma-hf", *arguments]  # reports quote it
     try:
-        app(sys.argv[1:])
+        dma_hf_command(sys.argv[1:])
     except SystemExit as stopped:
         if stopped.code:
             raise

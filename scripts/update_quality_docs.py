@@ -18,10 +18,9 @@ from pathlib import Path
 
 from dma_eval.card import make_card
 from dma_eval.markdown import table
-from dma_eval.report import MISSING, format_kl
+from dma_eval.pages import MISSING, fidelity_page, format_kl, task_page
 from dma_eval.results import BackendResult, PerplexitySection, Report
 from dma_eval.run_folder import read_run, write_run
-from dma_eval.section_pages import fidelity_page, task_page
 from dma_eval.task_summary import accuracy
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dma_eval.markdown import table
-from dma_eval.report import MISSING
+from dma_eval.pages import MISSING
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"

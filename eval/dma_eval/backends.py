@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -41,6 +42,12 @@ class Backend:
     implementation: str
     config: DMAConfig | None = None
     reads_cache: bool = False
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What results say of it: the fields of :class:`dma_eval.results.BackendInfo`."""
+        config = None if self.config is None else self.config.to_dict()
+        return {"label": self.label, "implementation": self.implementation, "config": config}
 
 
 def default_names() -> list[str]:

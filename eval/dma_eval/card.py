@@ -16,11 +16,9 @@ import dma_hf
 
 from .backends import CACHE_SUFFIX
 from .errors import UserError, one_line
-from .markdown import page_to_markdown, table
-from .report import HEADERS, backend_configs, protocol_lines, table_row
-from .results import Report
-from .section_pages import all_pages
-from .sections import MetricResult, TaskSection
+from .markdown import page_to_markdown
+from .pages import all_pages
+from .results import MetricResult, Report, TaskSection, backend_configs
 
 TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
 TASK = "text-generation"
@@ -238,11 +236,7 @@ def _text(report: Report, label: str, base: str, name: str) -> str:
         + ", ".join(f"{package} {version}" for package, version in machine.packages.items())
         + f"; {report.created[:10]}.",
     ]
-    for perplexity in report.perplexity:
-        parts.append(f"### Perplexity at context {perplexity.context:,}")
-        parts.append(table(HEADERS, [table_row(each) for each in perplexity.backends]).rstrip())
-        parts.append("\n".join(f"- {line}" for line in protocol_lines(perplexity)))
-    for page in all_pages(report.tasks, report.fidelity, report.retrieval):
+    for page in all_pages(report):
         parts.append(page_to_markdown(page, heading="###").rstrip())
     parts += [
         f"Made by `{report.command}`.",

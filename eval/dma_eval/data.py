@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import UserError, one_line
+from .results import DataInfo
 
 PARAGRAPH_BREAK = "\n\n"
 # Files that `datasets` reads with a builder of that name; any other existing file is read as plain text.
@@ -99,7 +100,28 @@ def tokenize(tokenizer: Any, text: str) -> Tensor:
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
 
-def make_windows(tokens: int, context: int, stride: int | None = None, limit: int | None = None) -> list[Window]:
+def describe_text(text: Text, input_ids: Tensor) -> DataInfo:
+    """Facts about a text and its tokens."""
+    return DataInfo(
+        name=text.name,
+        config=text.config,
+        split=text.split,
+        column=text.column,
+        sha256=text.sha256,
+        characters=len(text.content),
+        tokens=len(input_ids),
+    )
+
+
+def make_windows(
+    tokens: int,
+    context: int,
+    stride: int | None = None,
+    limit: int | None = None,
+    *,
+    skip: int = 0,
+    spread: bool = False,
+) -> list[Window]:
     """Cut a text of ``tokens`` tokens into windows, as the perplexity guide of Transformers does.
 
     Every token is scored once, with as much context as its window gives. Without a stride, windows do not overlap and
@@ -111,9 +133,11 @@ def make_windows(tokens: int, context: int, stride: int | None = None, limit: in
         context: Tokens per window, at least 2.
         stride: Distance of two windows, 1 to ``context``; ``context`` by default.
         limit: Keep at most so many windows.
+        skip: Leave out so many windows at the begin.
+        spread: Whether those that are kept are spread over all, and not the first ones.
 
     Raises:
-        UserError: A value is out of range, or the text is shorter than one window.
+        UserError: A value is out of range, or the text is shorter than one window, or has no more than are skipped.
     """
     stride = context if stride is None else stride
     if context < 2:
@@ -122,6 +146,10 @@ def make_windows(tokens: int, context: int, stride: int | None = None, limit: in
         raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
     if limit is not None and limit < 1:
         raise UserError(f"--max-windows must be at least 1, got {limit}")
+    if skip < 0:
+        raise UserError(f"--skip-windows must be at least 0, got {skip}")
+    if spread and limit is None:
+        raise UserError("--spread needs --max-windows: without it all windows are read")
     if tokens < context:
         raise UserError(
             f"--data: the text has {tokens:,} tokens, too few for one window of {context:,}; "
@@ -135,9 +163,15 @@ def make_windows(tokens: int, context: int, stride: int | None = None, limit: in
         if window.scored > 0:
             windows.append(window)
         scored_to = end
-        if end == tokens or len(windows) == limit:
+        if end == tokens:
             break
-    return windows
+    if skip >= len(windows):
+        raise UserError(f"--skip-windows: the text has {len(windows):,} windows of {context:,}; {skip:,} are skipped")
+    windows = windows[skip:]
+    if limit is None or limit >= len(windows):
+        return windows
+    last = len(windows) - 1
+    return [windows[round(i * last / max(1, limit - 1))] for i in range(limit)] if spread else windows[:limit]
 
 
 def _read(path: Path) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -53,7 +55,7 @@ def collect() -> Environment:
     """Look at this process and this machine."""
     return Environment(
         python=platform.python_version(),
-        packages={name: version for name in PACKAGES if (version := _version(name))},
+        packages=versions(PACKAGES),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=_cpu_name(),
         threads=torch.get_num_threads(),
@@ -62,11 +64,13 @@ def collect() -> Environment:
     )
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Version of each package that is installed; ``dma-hf`` is not where it runs from a source tree."""
+    found = {}
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def _cpu_name() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -12,112 +12,53 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .backends import Backend, activate, new_cache
-from .comparison import DEFAULT_CONTEXT, describe_text
-from .data import Text, Window, make_windows, tokenize
-from .distributed import Processes
+from .data import Text, Window
 from .errors import UserError
 from .generation import common_prefix
 from .heads import head_errors
-from .models import LoadedModel
-from .perplexity import check_context, measure
-from .results import BackendResult, FidelitySection, PerplexitySection
-from .sections import Divergence
-from .summary import position_edges, summarize
+from .parts import FidelityPart, PerplexityPart
+from .perplexity import compare, cut, default_context
+from .results import BackendResult, Divergence, FidelitySection
+from .session import Session
 
 REFERENCE = Backend("sdpa, fp32", "sdpa")
 BUCKETS = 8
-HEAD_WINDOWS = 2
-PROMPTS, NEW_TOKENS = 4, 64
 
 
-def compare_with_fp32(
-    loaded: LoadedModel,
-    text: Text,
-    backends: Sequence[Backend],
-    *,
-    context: int | None = None,
-    max_windows: int | None = None,
-    batch_size: int = 1,
-    head_windows: int = HEAD_WINDOWS,
-    prompts: int = PROMPTS,
-    new_tokens: int = NEW_TOKENS,
-    processes: Processes | None = None,
-    on_start: Callable[[int], None] = lambda passes: None,
-    on_pass: Callable[[Backend], None] = lambda backend: None,
-) -> FidelitySection:
+def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> FidelitySection:
     """Measure the fidelity of every backend.
 
     Args:
-        loaded: The model and its tokenizer. The backends run in its dtype; the reference runs on a copy of it in fp32.
+        session: The model and the backends, which run in its dtype; the reference runs on a copy of it in fp32.
         text: What to read.
-        backends: The backends.
-        context: Tokens per window; 2,048 by default, or the model's maximum where that is less.
-        max_windows: Read at most so many windows.
-        batch_size: Windows per forward pass.
-        head_windows: Windows for the errors by head; 0 leaves them out.
-        prompts: Greedy continuations, each of the first half of a window; 0 leaves them out.
-        new_tokens: Tokens to generate after each prompt.
-        processes: The processes that split the work; one by default. Each must make this call, and gets all results.
-        on_start: Called once with the number of passes to come in this process, or a few more, continuations
-            not counted.
-        on_pass: Called after each pass with its backend.
+        part: How.
 
     Raises:
         UserError: An option is out of range, the text is too short, or the model cannot run it.
     """
-    for name, value in (("--head-windows", head_windows), ("--prompts", prompts)):
+    for name, value in (("--head-windows", part.head_windows), ("--prompts", part.prompts)):
         if value < 0:
             raise UserError(f"{name} must be at least 0, got {value}")
-    if new_tokens < 1:
-        raise UserError(f"--new-tokens must be at least 1, got {new_tokens}")
-    if context is None:
-        context = min(DEFAULT_CONTEXT, loaded.max_context or DEFAULT_CONTEXT)
-    input_ids = tokenize(loaded.tokenizer, text.content)
-    windows = make_windows(len(input_ids), context, None, max_windows)
-    check_context(loaded, input_ids, context)
+    if part.new_tokens < 1:
+        raise UserError(f"--new-tokens must be at least 1, got {part.new_tokens}")
+    loaded = session.loaded
+    context = part.context or default_context(loaded)
+    reading = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
+    input_ids, windows = cut(loaded, text, reading, context)
     reference_model = in_fp32(loaded.model)
-    runs = [REFERENCE, *backends]
-    full = [input_ids[window.begin : window.end] for window in windows if window.length == context]
-    measured = full[:head_windows]
-    processes = processes or Processes()
-    on_start(math.ceil(len(windows) / processes.count) * len(runs) + len(processes.share(measured)))
-    measurements, memory_kind = measure(
-        loaded.model,
-        input_ids,
-        windows,
-        runs,
-        batch_size=batch_size,
-        reference_model=reference_model,
-        processes=processes,
-        on_pass=on_pass,
+    runs = [REFERENCE, *session.backends]
+    tokens = compare(
+        session, text, input_ids, windows, context, runs, reading, name="fidelity", reference_model=reference_model
     )
-    results = summarize(measurements, windows, context)
+    if tokens.windows_left:
+        raise KeyboardInterrupt
+    results = tokens.backends
     working = [run for run, result in zip(runs, results, strict=True) if run is not REFERENCE and not result.failure]
-    heads = (
-        head_errors(
-            reference_model,
-            measured,
-            working,
-            dtype=loaded.model.dtype,
-            processes=processes,
-            on_window=lambda: on_pass(REFERENCE),
-        )
-        if measured and working
-        else []
-    )
+    full = [input_ids[window.begin : window.end] for window in windows if window.length == context]
+    measured = full[: part.head_windows] if working else []
+    heads = head_errors(session, reference_model, measured, working) if measured else []
     prompt_tokens = context // 2
-    starts = [ids[:prompt_tokens] for ids in full[:prompts]]
-    tokens = PerplexitySection(
-        data=describe_text(text, input_ids),
-        context=context,
-        stride=context,
-        batch_size=batch_size,
-        windows=len(windows),
-        tokens_scored=sum(window.scored for window in windows),
-        memory_kind=memory_kind,
-        position_edges=position_edges(context),
-        backends=results,
-    )
+    starts = [ids[:prompt_tokens] for ids in full[: part.prompts]]
     edges = bucket_edges(tokens.position_edges)
     return FidelitySection(
         tokens=tokens,
@@ -130,8 +71,8 @@ def compare_with_fp32(
         head_windows=len(measured),
         heads=heads,
         prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        divergence=_divergence(loaded, reference_model, working, starts, new_tokens, processes) if starts else [],
+        new_tokens=part.new_tokens,
+        divergence=_divergence(session, reference_model, working, starts, part.new_tokens) if starts else [],
     )
 
 
@@ -194,22 +135,21 @@ def bucket_changes(
 
 
 def _divergence(
-    loaded: LoadedModel,
+    session: Session,
     reference_model: PreTrainedModel,
     backends: Sequence[Backend],
     prompts: Sequence[Tensor],
     new_tokens: int,
-    processes: Processes,
 ) -> list[Divergence]:
     """Processes split the backends, not the prompts: a prompt's tokens may hang on the batch that it is in."""
-    own = processes.share(backends)
+    own = session.processes.share(backends)
     expected = _continue(reference_model, REFERENCE, prompts, new_tokens) if own else []
     found: dict[str, Divergence] = {}
     for backend in own:
-        tokens = _continue(loaded.model, backend, prompts, new_tokens)
+        tokens = _continue(session.loaded.model, backend, prompts, new_tokens)
         same = [common_prefix(first, second) for first, second in zip(expected, tokens, strict=True)]
         found[backend.label] = Divergence(label=backend.label, same_tokens=same)
-    everything = {label: each for share in processes.gathered(found) for label, each in share.items()}
+    everything = {label: each for share in session.processes.gathered(found) for label, each in share.items()}
     return [everything[backend.label] for backend in backends]
 
 

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .backends import Backend, activate, new_cache
-from .models import LoadedModel
+from .backends import activate, new_cache
 from .results import Generation
+from .session import Session
 
 SHOWN_PROMPT_CHARACTERS = 300
 
 
 @torch.inference_mode()
-def continue_greedily(
-    loaded: LoadedModel,
-    backends: Sequence[Backend],
-    prompt: Tensor,
-    new_tokens: int,
-    on_pass: Callable[[Backend], None] = lambda backend: None,
-) -> list[Generation]:
+def continue_greedily(session: Session, prompt: Tensor, new_tokens: int) -> list[Generation]:
     """Let every backend continue ``prompt`` (token ids, ``[T]``) by ``new_tokens`` tokens or to the end of the text."""
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model, tokenizer = session.loaded.model, session.loaded.tokenizer
+    session.progress.begin("Generating", len(session.backends))
     prompt_end = tokenizer.decode(prompt, skip_special_tokens=True)[-SHOWN_PROMPT_CHARACTERS:]
     ids = prompt[None].to(model.device)
     generations: list[Generation] = []
-    for backend in backends:
+    for backend in session.backends:
         activate(model, backend)
         began = time.perf_counter()
         output = model.generate(
@@ -53,7 +48,7 @@ def continue_greedily(
                 seconds=seconds,
             )
         )
-        on_pass(backend)
+        session.progress.advance(backend.label)
     return generations
 
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from .backends import DMA, Backend, activate, new_cache, parse_backends
-from .distributed import Processes
 from .errors import one_line
 from .models import LoadedModel
 from .nonfinite import NonFiniteLogitsError, origin
+from .processes import Processes
 from .reading import read
 
 Request = tuple[Any, list[int], list[int]]

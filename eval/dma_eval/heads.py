@@ -7,7 +7,7 @@ head's own, and not the echo of a layer before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +23,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dma_hf import NAME as DMA
 
 from .backends import Backend
-from .distributed import Processes
 from .errors import UserError, one_line
-from .sections import HeadErrors
+from .results import HeadErrors
+from .session import Session
 
 PROBE = "dma_eval_probe"
 
@@ -77,13 +77,7 @@ class _Sums:
 
 
 def head_errors(
-    model: PreTrainedModel,
-    windows: Sequence[Tensor],
-    backends: Sequence[Backend],
-    *,
-    dtype: torch.dtype,
-    processes: Processes | None = None,
-    on_window: Callable[[], None] = lambda: None,
+    session: Session, model: PreTrainedModel, windows: Sequence[Tensor], backends: Sequence[Backend]
 ) -> list[HeadErrors]:
     """Measure the error of every head under every backend that Transformers runs through its attention interface.
 
@@ -91,18 +85,18 @@ def head_errors(
     that read through a cache, whose heads are those of the same precisions without one.
 
     Args:
+        session: The run; the backends are given their query, key and value in the dtype of its model.
         model: The model in fp32; it is left with SDPA.
         windows: Token ids, int64 ``[T]`` each.
         backends: The backends.
-        dtype: What the backends are given their query, key and value in.
-        processes: The processes that split the windows; one by default. Each must make this call, and gets all results.
-        on_window: Called after each window of this process.
 
     Raises:
         UserError: The model does not run SDPA, or a backend refuses its calls.
     """
+    dtype, processes = session.loaded.model.dtype, session.processes
+    own = processes.share(windows)
+    session.progress.begin("Heads", len(own))
     known = ALL_ATTENTION_FUNCTIONS.valid_keys()
-    processes = processes or Processes()
     measured = [backend for backend in backends if backend.implementation in known and not backend.reads_cache]
     sums = {backend.label: _Sums() for backend in measured}
 
@@ -123,9 +117,9 @@ def head_errors(
     try:
         model.set_attn_implementation(PROBE)
         with torch.inference_mode():
-            for ids in processes.share(windows):
+            for ids in own:
                 model(input_ids=ids[None].to(model.device), use_cache=False, **_no_logits(model))
-                on_window()
+                session.progress.advance()
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
         failure = one_line(error)
     finally:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .report import HEADERS, MISSING, backend_configs, protocol_lines, table_row, warnings
-from .results import PerplexitySection, Report
-from .section_pages import Page, all_pages
+from .pages import MISSING, Page, all_pages
+from .results import Report, backend_configs
 
 
 @dataclass(frozen=True)
@@ -26,21 +25,10 @@ class Plot:
     title: str = ""
 
 
-def perplexity_title(section: PerplexitySection) -> str:
-    """The title of a section on perplexity."""
-    return f"Perplexity at context {section.context:,}"
-
-
 def to_markdown(report: Report, plots: Sequence[Plot] = ()) -> str:
     """The report as Markdown, each plot with the section that it belongs to."""
     parts = [f"# Attention backends on {Path(report.model.name).name}\n"]
-    for section in report.perplexity:
-        parts.append(f"## {perplexity_title(section)}\n")
-        parts.append(table(HEADERS, [table_row(result) for result in section.backends]))
-        parts += [f"> **Warning**: {line}\n" for line in warnings(section)]
-        parts.append("\n".join(f"- {line}" for line in protocol_lines(section)) + "\n")
-        parts += _images(plots, perplexity_title(section))
-    for page in all_pages(report.tasks, report.fidelity, report.retrieval):
+    for page in all_pages(report):
         parts.append(page_to_markdown(page, heading="##"))
         parts += _images(plots, page.title)
     parts += _images(plots, "")

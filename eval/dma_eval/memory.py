@@ -11,8 +11,10 @@ from contextlib import contextmanager
 
 import psutil
 import torch
+from transformers import PreTrainedModel
 
 SAMPLING_SECONDS = 0.005
+PAGE = 4096  # bytes; larger pages are touched more than once
 
 
 class MemoryMeter:
@@ -23,12 +25,19 @@ class MemoryMeter:
 
     Attributes:
         kind: ``cuda_allocated`` or ``process_rss``.
-        baseline: Bytes in use when the meter was made: make it when the model is loaded.
+        baseline: Bytes in use when the meter was made, with all weights in memory.
         increase: Bytes that the last ``measure`` block added at its peak.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._devices = range(torch.cuda.device_count()) if device.type == "cuda" else range(0)
+    def __init__(self, *models: PreTrainedModel) -> None:
+        """Note what is in use with these models loaded."""
+        is_on_cpu = models[0].device.type != "cuda"
+        self._devices = range(0) if is_on_cpu else range(torch.cuda.device_count())
+        if is_on_cpu:
+            # Checkpoints are mapped into memory: their pages come with the first pass, which is not what that adds.
+            for tensor in (weight.data for model in models for weight in (*model.parameters(), *model.buffers())):
+                if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
+                    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())[::PAGE].sum()
         self._process = psutil.Process()
         self.kind = "cuda_allocated" if self._devices else "process_rss"
         self.baseline = self._in_use()

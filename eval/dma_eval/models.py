@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_gguf_pytorch_utils
 from transformers.utils import logging as transformers_logging
 
-from .devices import parse_device
 from .errors import UserError, one_line
+from .results import ModelInfo
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,6 +54,30 @@ class LoadedModel:
     def max_context(self) -> int | None:
         """The greatest number of positions that the configuration gives, if it gives one."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def info(self) -> ModelInfo:
+        """Facts about the model that its configuration and its weights tell."""
+        model = self.model
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", None)
+        hidden = getattr(config, "hidden_size", None)
+        head_dim = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
+        return ModelInfo(
+            name=self.name,
+            revision=self.revision,
+            commit=getattr(model.config, "_commit_hash", None),
+            architecture=type(model).__name__,
+            parameters=model.num_parameters(),
+            layers=getattr(config, "num_hidden_layers", None),
+            query_heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=head_dim,
+            max_context=self.max_context,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+            device_map=self.device_map,
+        )
 
 
 def parse_source(name: str) -> ModelSource:
@@ -93,6 +117,26 @@ def parse_dtype(name: str) -> torch.dtype | None:
     if name not in DTYPES:
         raise UserError(f"--dtype must be one of auto, {', '.join(DTYPES)}; got {name!r}")
     return DTYPES[name]
+
+
+def parse_device(name: str) -> torch.device:
+    """The device of that name; for ``auto``, CUDA where there is one and else the CPU.
+
+    Raises:
+        UserError: There is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"--device: expected auto, cpu, cuda or cuda:N; got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device: expected auto, cpu, cuda or cuda:N; got {name!r}")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UserError(f"--device: {name!r} is not there: {count} CUDA devices found; --device cpu works everywhere")
+    return device
 
 
 def load_model(

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import binomtest
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -67,8 +68,4 @@ def paired_interval(
 
 def mcnemar(lost: int, gained: int) -> float:
     """Two-sided p-value of McNemar's exact test: that of ``lost`` heads in ``lost + gained`` throws of a fair coin."""
-    throws = lost + gained
-    heads = np.arange(1, min(lost, gained) + 1)
-    # Logarithms of the binomial coefficients, each from the one before: no float holds the numbers themselves.
-    log_ways = np.concatenate([[0.0], np.cumsum(np.log((throws - heads + 1) / heads))])
-    return min(1.0, 2 * float(np.exp(log_ways - throws * math.log(2)).sum()))
+    return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0

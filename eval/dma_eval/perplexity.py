@@ -2,39 +2,57 @@
 
 Windows are the outer loop and backends the inner one, so N backends cost N forward passes per window, all see the same
 tokens, slow drifts of the machine meet all of them alike, and the logits of no more than two passes (the reference's
-and the current one's) exist at a time. The statistics are taken in fp32, in chunks of positions.
+and the current one's) exist at a time. The statistics are taken in fp32, in chunks of positions. Every finished batch
+of windows is kept, so that an interrupted run goes on after it.
 """
 
 from __future__ import annotations
 
+import base64
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Annotated
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import PlainSerializer, PlainValidator
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import dma_hf
 
 from .backends import Backend, activate
-from .data import Window
-from .distributed import Processes
+from .data import Text, Window, describe_text, make_windows, tokenize
 from .errors import UserError, one_line
+from .files import Piece
 from .memory import MemoryMeter
 from .models import LoadedModel
 from .nonfinite import NonFiniteLogitsError, origin
+from .parts import PerplexityPart
+from .progress import Progress
 from .reading import read
+from .results import PerplexitySection
+from .session import Session
+from .summary import position_edges, summarize
 
-FloatArray = NDArray[np.float32]
+DEFAULT_CONTEXT = 2048
 CHUNK_ELEMENTS = 2**24  # logits taken to fp32 at a time: 64 MiB
 
 
-@dataclass
+_PACKED = PlainSerializer(lambda array: base64.b64encode(array.tobytes()).decode(), return_type=str)
+"""How an array stands in a file."""
+Floats = Annotated[
+    NDArray[np.float32], PlainValidator(lambda text: np.frombuffer(base64.b64decode(text), np.float32)), _PACKED
+]
+Bools = Annotated[
+    NDArray[np.bool_], PlainValidator(lambda text: np.frombuffer(base64.b64decode(text), np.bool_)), _PACKED
+]
+
+
+@dataclass(frozen=True)
 class TokenScores:
     """What was measured at each scored token of one window.
 
@@ -44,42 +62,79 @@ class TokenScores:
         agree: Whether the most likely token is the reference's, ``[scored]``.
     """
 
-    nll: FloatArray
-    kl: FloatArray
-    agree: NDArray[np.bool_]
+    nll: Floats
+    kl: Floats
+    agree: Bools
 
 
 @dataclass
-class Measurement:
-    """All that was measured of one backend; the statistics are made from it elsewhere.
+class Pass:
+    """One backend's reading of one batch of windows.
 
     Attributes:
-        backend: The backend.
-        scores: One entry per window, in order.
-        forward_seconds: Wall-clock seconds of each forward pass (one per batch), devices synchronised.
-        forward_tokens: Tokens read by each forward pass.
-        peak_memory: Bytes in use with the model loaded, plus the most that a forward pass of this backend added.
+        scores: One entry per window; none if the backend failed, here or before.
+        tokens: Tokens that were read.
+        seconds: Wall-clock seconds, devices synchronised.
+        is_first: Whether it is the first of its process, which is slow for that.
+        peak_memory: Bytes in use with the model loaded, plus the most that the pass added.
         fallbacks: How often something ran with other attention than this one, by reason.
         failure: Why the backend was stopped; None if it was not.
-        warm_ups: Forward passes, the first ones, that are slow for being the first of a process.
     """
 
-    backend: Backend
     scores: list[TokenScores] = field(default_factory=list)
-    forward_seconds: list[float] = field(default_factory=list)
-    forward_tokens: list[int] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+    is_first: bool = False
     peak_memory: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter)
+    fallbacks: dict[str, int] = field(default_factory=dict)
     failure: str | None = None
-    warm_ups: int = 1
 
 
-def check_context(loaded: LoadedModel, input_ids: Tensor, context: int) -> None:
-    """Check that the model can read these tokens in windows of ``context``.
+@dataclass(frozen=True)
+class Batch:
+    """One reading of a batch of windows by each backend, in order."""
+
+    passes: list[Pass]
+
+
+def measure_perplexity(
+    session: Session, text: Text, part: PerplexityPart, context: int | None = None, *, name: str = "perplexity"
+) -> PerplexitySection:
+    """Measure perplexity and fidelity of every backend on the same tokens.
+
+    Interrupted after at least one batch of windows, in a single process, it gives the results of those.
+
+    Args:
+        session: The model and the backends.
+        text: What to read.
+        part: Which windows, and how they are read.
+        context: Tokens per window; 2,048 by default, or the model's maximum where that is less.
+        name: What finished batches are kept under.
 
     Raises:
-        UserError: The context is larger than the model's, or a token is not in the model's vocabulary.
+        UserError: An option is out of range, the text is too short, or the model cannot run it.
     """
+    context = context or default_context(session.loaded)
+    input_ids, windows = cut(session.loaded, text, part, context)
+    return compare(session, text, input_ids, windows, context, session.backends, part, name=name)
+
+
+def default_context(loaded: LoadedModel) -> int:
+    """2,048 tokens, or the model's maximum where that is less."""
+    return min(DEFAULT_CONTEXT, loaded.max_context or DEFAULT_CONTEXT)
+
+
+def cut(loaded: LoadedModel, text: Text, part: PerplexityPart, context: int) -> tuple[Tensor, list[Window]]:
+    """Return a text's tokens, int64 ``[N]``, and the windows of ``context`` tokens to read.
+
+    Raises:
+        UserError: An option is out of range, the text is too short, the context is larger than the model's, or a token
+            is not in the model's vocabulary.
+    """
+    input_ids = tokenize(loaded.tokenizer, text.content)
+    windows = make_windows(
+        len(input_ids), context, part.stride, part.max_windows, skip=part.skip_windows, spread=part.spread
+    )
     limit = loaded.max_context
     if limit is not None and context > limit:
         raise UserError(f"--context {context:,} is larger than the model's maximum of {limit:,} positions; lower it")
@@ -87,97 +142,92 @@ def check_context(loaded: LoadedModel, input_ids: Tensor, context: int) -> None:
     largest = int(input_ids.max())
     if largest >= vocabulary:
         raise UserError(f"the tokenizer gives token {largest:,}, but the model's vocabulary has {vocabulary:,} entries")
+    return input_ids, windows
 
 
-def measure(
-    model: PreTrainedModel,
+def compare(
+    session: Session,
+    text: Text,
     input_ids: Tensor,
     windows: Sequence[Window],
+    context: int,
     backends: Sequence[Backend],
+    part: PerplexityPart,
     *,
-    batch_size: int = 1,
+    name: str,
     reference_model: PreTrainedModel | None = None,
-    processes: Processes | None = None,
-    on_pass: Callable[[Backend], None] = lambda backend: None,
-) -> tuple[list[Measurement], str]:
+) -> PerplexitySection:
     """Run every backend on every window.
 
     A backend whose logits are not finite, or which raises, is stopped and marked as failed; the others go on. If it is
     the first, the reference, then KL and agreement of the others mean nothing.
 
     Args:
-        model: The model; it is left with the last backend.
+        session: The model; it is left with the last backend.
+        text: Where the tokens come from.
         input_ids: Token ids of the text, int64 ``[N]``.
         windows: Which tokens to read and to score.
+        context: Tokens of a full window.
         backends: The backends; the first is the reference.
-        batch_size: Windows per forward pass.
-        reference_model: What the first backend runs on, the same weights in another dtype; ``model`` by default.
-        processes: The processes that split the batches; one by default. Each must make this call, and gets all results.
-        on_pass: Called with the backend once per window of this process, also for those that a failed one is spared.
-
-    Returns:
-        One measurement per backend, in order, and what their memory counts (``MemoryMeter.kind``).
+        part: How windows were chosen, and how many form a batch.
+        name: What finished batches are kept under.
+        reference_model: What the first backend runs on, the same weights in another dtype; the model by default.
 
     Raises:
-        UserError: The model cannot run a backend at all.
+        UserError: The batch size is below 1, or the model cannot run a backend at all.
     """
+    model, processes, store = session.loaded.model, session.processes, session.store
     models = [model] * len(backends)
     if reference_model is not None:
         models[0] = reference_model
     for running, backend in zip(models, backends, strict=True):
         activate(running, backend)
-    measurements = [Measurement(backend) for backend in backends]
-    meter = MemoryMeter(model.device)
-    processes = processes or Processes()
-    batches = make_batches(windows, batch_size)
-    for batch in processes.share(batches):
-        ids = torch.stack([input_ids[window.begin : window.end] for window in batch]).to(model.device)
-        reference: Tensor | None = None
-        for index, (running, measurement) in enumerate(zip(models, measurements, strict=True)):
-            if measurement.failure is None:
-                try:
-                    logits = _forward(running, ids, measurement, meter)
-                    measurement.scores += [
-                        score(row, window_ids, window, None if reference is None else reference[i])
-                        for i, (row, window_ids, window) in enumerate(zip(logits, ids, batch, strict=True))
-                    ]
-                    if index == 0:
-                        reference = logits
-                    del logits
-                except NonFiniteLogitsError as error:
-                    measurement.failure = f"{error}{_origin(running, measurement.backend, ids)}"
-                except (RuntimeError, ValueError, TypeError) as error:
-                    measurement.failure = one_line(error)
-            for _ in batch:
-                on_pass(measurement.backend)
-    shares = processes.gathered(measurements)
-    return [merge(parts, [len(batch) for batch in batches]) for parts in zip(*shares, strict=True)], meter.kind
-
-
-def merge(shares: Sequence[Measurement], batch_sizes: Sequence[int]) -> Measurement:
-    """Put together what each of several processes measured of one backend.
-
-    Args:
-        shares: One measurement per process; batch ``i`` was measured by process ``i % len(shares)``.
-        batch_sizes: Windows of every batch.
-    """
-    failure = next((share.failure for share in shares if share.failure is not None), None)
-    merged = Measurement(
-        shares[0].backend,
-        peak_memory=max(share.peak_memory for share in shares),
-        fallbacks=sum((share.fallbacks for share in shares), Counter()),
-        failure=failure,
-        warm_ups=sum(bool(share.forward_tokens) for share in shares),
+    meter = MemoryMeter(models[0], model)
+    batches = make_batches(windows, part.batch_size)
+    identity = session.identity(*backends, text=text.sha256)
+    own = processes.share(range(len(batches)))
+    session.progress.begin("Measuring", len(backends) * sum(len(batches[index]) for index in own))
+    done: dict[int, Batch] = {}
+    failed = [False] * len(backends)
+    try:
+        for index in own:
+            batch = batches[index]
+            spans = [[window.begin, window.end, window.first] for window in batch]
+            place = ("parts", name, str(index))
+            kept = store.load(Batch, {**identity, "windows": spans}, *place)
+            if kept is None:
+                ids = torch.stack([input_ids[window.begin : window.end] for window in batch]).to(model.device)
+                runs = list(zip(models, backends, failed, strict=True))
+                passes = _read_batch(runs, ids, batch, meter, session.progress)
+                failed = [each.failure is not None for each in passes]
+                for each in passes:
+                    each.is_first = not done
+                done[index] = Batch(passes)
+                if not any(failed):  # so that the next run tries again
+                    store.save(Piece(identity={**identity, "windows": spans}, content=done[index]), *place)
+            else:
+                done[index] = kept.content
+                session.progress.advance("from the folder", len(batch) * len(backends))
+    except KeyboardInterrupt:
+        if processes.count > 1 or not done:
+            raise
+    for share in processes.gathered(done):
+        done |= share
+    read = [window for index in sorted(done) for window in batches[index]]
+    return PerplexitySection(
+        data=describe_text(text, input_ids),
+        context=context,
+        stride=part.stride or context,
+        batch_size=part.batch_size,
+        windows=len(read),
+        windows_left=len(windows) - len(read),
+        skip_windows=part.skip_windows,
+        spread=part.spread,
+        tokens_scored=sum(window.scored for window in read),
+        memory_kind=meter.kind,
+        position_edges=position_edges(context),
+        backends=summarize(backends, [done[index] for index in sorted(done)], read, context),
     )
-    if failure is not None:
-        return merged
-    scores = [iter(share.scores) for share in shares]
-    for index, size in enumerate(batch_sizes):
-        owner, turn = index % len(shares), index // len(shares)
-        merged.scores += [next(scores[owner]) for _ in range(size)]
-        merged.forward_seconds.append(shares[owner].forward_seconds[turn])
-        merged.forward_tokens.append(shares[owner].forward_tokens[turn])
-    return merged
 
 
 def make_batches(windows: Sequence[Window], batch_size: int) -> list[list[Window]]:
@@ -193,6 +243,55 @@ def make_batches(windows: Sequence[Window], batch_size: int) -> list[list[Window
         members = list(group)
         batches += [members[i : i + batch_size] for i in range(0, len(members), batch_size)]
     return batches
+
+
+def _read_batch(
+    runs: Sequence[tuple[PreTrainedModel, Backend, bool]],
+    ids: Tensor,
+    batch: Sequence[Window],
+    meter: MemoryMeter,
+    progress: Progress,
+) -> list[Pass]:
+    """Let every backend read ``ids``, ``[B, T]``, but those that have failed before."""
+    reference: Tensor | None = None
+    passes = []
+    for index, (model, backend, has_failed) in enumerate(runs):
+        made = Pass(failure="failed before" if has_failed else None)
+        try:
+            if has_failed:
+                continue
+            logits = _forward(model, backend, ids, made, meter)
+            made.scores = [
+                score(row, window_ids, window, None if reference is None else reference[i])
+                for i, (row, window_ids, window) in enumerate(zip(logits, ids, batch, strict=True))
+            ]
+            if index == 0:
+                reference = logits
+            del logits
+        except NonFiniteLogitsError as error:
+            made.failure = f"{error}{origin(model, lambda: read(model, backend, ids))}"  # noqa: B023 (called at once)
+        except (RuntimeError, ValueError, TypeError) as error:
+            made.failure = one_line(error)
+        finally:
+            passes.append(made)
+            progress.advance(backend.label, len(batch))
+    return passes
+
+
+def _forward(model: PreTrainedModel, backend: Backend, ids: Tensor, made: Pass, meter: MemoryMeter) -> Tensor:
+    """Logits ``[B, T, V]`` of one backend, with time, memory and fallbacks noted in ``made``."""
+    activate(model, backend)
+    dma_hf.reset_fallback_counts()
+    with meter.measure():
+        meter.synchronize()
+        began = time.perf_counter()
+        logits = read(model, backend, ids)
+        meter.synchronize()
+        made.seconds = time.perf_counter() - began
+    made.tokens = ids.numel()
+    made.peak_memory = meter.baseline + meter.increase
+    made.fallbacks = dict(dma_hf.fallback_counts())
+    return logits
 
 
 def score(logits: Tensor, ids: Tensor, window: Window, reference: Tensor | None = None) -> TokenScores:
@@ -229,24 +328,3 @@ def score(logits: Tensor, ids: Tensor, window: Window, reference: Tensor | None 
             kl.append(divergence.clamp(min=0))  # which it is, but for rounding
             agree.append(log_probs.argmax(-1) == reference_log_probs.argmax(-1))
     return TokenScores(torch.cat(nll).cpu().numpy(), torch.cat(kl).cpu().numpy(), torch.cat(agree).cpu().numpy())
-
-
-def _origin(model: PreTrainedModel, backend: Backend, ids: Tensor) -> str:
-    return origin(model, lambda: read(model, backend, ids))
-
-
-def _forward(model: PreTrainedModel, ids: Tensor, measurement: Measurement, meter: MemoryMeter) -> Tensor:
-    """Logits ``[B, T, V]`` of one backend, with time, memory and fallbacks noted in ``measurement``."""
-    activate(model, measurement.backend)
-    dma_hf.reset_fallback_counts()
-    with meter.measure():
-        meter.synchronize()
-        began = time.perf_counter()
-        logits = read(model, measurement.backend, ids)
-        meter.synchronize()
-        seconds = time.perf_counter() - began
-    measurement.forward_seconds.append(seconds)
-    measurement.forward_tokens.append(ids.numel())
-    measurement.peak_memory = max(measurement.peak_memory, meter.baseline + meter.increase)
-    measurement.fallbacks.update(dma_hf.fallback_counts())
-    return logits

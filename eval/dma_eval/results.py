@@ -1,29 +1,25 @@
-"""The results file: its schema, as dataclasses, with reading and writing.
+"""The results file of a run: its schema, as dataclasses, with reading and writing.
 
 ``results.json`` is the JSON of a :class:`Report`: objects have the fields of the dataclasses below under the same
-names, and every field is present. ``schema_version`` counts up when a field comes, goes or changes its meaning. Numbers
-that do not exist (of a failed backend, or without a reference) are null. ``sections.py`` has the dataclasses of the
-sections on tasks, fidelity and retrieval.
-
-Version 2 added ``tasks``, ``fidelity``, ``retrieval`` and ``part_seconds``; files of version 1 are read as having none
-of them. A reader refuses all other versions.
+names, and every field is written. ``schema_version`` counts up when a field comes, goes or changes its meaning. Numbers
+that do not exist (of a failed backend, or without a reference) are null. Older files are read as having the default of
+every field that they lack: version 2 added ``tasks``, ``fidelity``, ``retrieval`` and ``part_seconds``, version 3
+``skip_windows``, ``spread`` and ``windows_left``. A reader refuses newer ones.
 """
 
 from __future__ import annotations
 
 import json
-import types
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from .environment import Environment
 from .errors import UserError
-from .sections import Divergence, HeadErrors, RetrievalSection, TaskSection
+from .files import parse, write_json
 
-SCHEMA_VERSION = 2
-ADDED: dict[int, dict[str, Any]] = {1: {"tasks": [], "fidelity": [], "retrieval": [], "part_seconds": {}}}
-"""What the version after each older one added to a report, and its value there."""
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +81,25 @@ class DataInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackendResult:
-    """One attention backend in a perplexity section. The reference is the section's first backend.
+class BackendInfo:
+    """One attention backend in a section. The reference is the section's first.
 
     Attributes:
         label: Its name in tables and plots, unique in the section.
         implementation: Its name in Transformers.
         config: Its resolved configuration; null for any implementation but ``dma_mxfp``.
+    """
+
+    label: str
+    implementation: str
+    config: dict[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendResult(BackendInfo):
+    """One attention backend in a perplexity section.
+
+    Attributes:
         failure: Why it was stopped; null if it ran to the end. If it was stopped, the numbers below are null or empty.
         perplexity: exp(``nll``).
         nll: Mean negative log-likelihood per scored token, in nats.
@@ -101,9 +109,9 @@ class BackendResult:
         kl_p99: Its 99th percentile over tokens.
         kl_max: Its maximum over tokens.
         top1_agreement: Share of scored tokens at which the most likely token is the reference's.
-        tokens_per_second: Tokens that one process reads per second of forward passes; its first pass does not count
-            where there are others.
-        forward_seconds: Seconds of each forward pass; the first one warms up.
+        tokens_per_second: Tokens that one process reads per second of forward passes; the first pass of each process
+            does not count where there are others.
+        forward_seconds: Seconds of each forward pass; the first one of a process warms up.
         peak_memory_bytes: Memory in use with the model loaded, plus the most that a forward pass added; of several
             processes, the one that uses most.
         fallbacks: How often something ran with other attention than this backend, by reason. Empty is good.
@@ -112,9 +120,6 @@ class BackendResult:
         position_kl: Mean KL in each position bucket.
     """
 
-    label: str
-    implementation: str
-    config: dict[str, Any] | None
     failure: str | None
     perplexity: float | None = None
     nll: float | None = None
@@ -142,7 +147,10 @@ class PerplexitySection:
         context: Tokens per window.
         stride: Distance of two windows; less than ``context`` if they overlap.
         batch_size: Windows per forward pass.
-        windows: Number of windows.
+        windows: Number of windows that were read.
+        windows_left: Windows that an interruption left unread.
+        skip_windows: Windows of the text's begin that were left out.
+        spread: Whether the windows are spread over the text, and not its first ones.
         tokens_scored: Tokens that each backend predicted and was scored on.
         memory_kind: What ``peak_memory_bytes`` counts: ``cuda_allocated`` (PyTorch, exact, all GPUs) or ``process_rss``
             (resident set of the process, sampled).
@@ -156,6 +164,9 @@ class PerplexitySection:
     stride: int
     batch_size: int
     windows: int
+    windows_left: int = 0
+    skip_windows: int = 0
+    spread: bool = False
     tokens_scored: int
     memory_kind: str
     position_edges: list[int]
@@ -183,6 +194,219 @@ class Generation:
     tokens: list[int]
     same_tokens: int
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricValue:
+    """One metric of one task under one backend, and its paired comparison with the reference on the same samples.
+
+    Attributes:
+        label: The backend.
+        value: The metric over all samples; null if the backend failed.
+        difference: ``value`` less the reference's; null for the reference itself and where either failed.
+        low: Lower end of the 95 % confidence interval of ``difference``, by a paired bootstrap over samples; null where
+            the metric is none that samples average to.
+        high: Its upper end.
+        lost: For right-or-wrong metrics, samples that the reference has right and this backend wrong; else null.
+        gained: The reverse.
+        mcnemar_p: Two-sided p-value of McNemar's exact test on ``lost`` and ``gained``.
+    """
+
+    label: str
+    value: float | None
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    lost: int | None = None
+    gained: int | None = None
+    mcnemar_p: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricResult:
+    """One metric of a task.
+
+    Attributes:
+        name: Its name in lm-eval.
+        filter: The filter of the answers that it applies to; ``none`` usually.
+        aggregation: What makes one number of the samples' (``mean``, ``perplexity``, ...); null if lm-eval does not
+            name it.
+        right_or_wrong: Whether every sample is either right, 1, or wrong, 0.
+        higher_is_better: Its direction; null if lm-eval does not say.
+        values: One per backend, in order.
+    """
+
+    name: str
+    filter: str
+    aggregation: str | None
+    right_or_wrong: bool
+    higher_is_better: bool | None
+    values: list[MetricValue]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskResult:
+    """One task.
+
+    Attributes:
+        name: Its name in lm-eval.
+        version: Version of the task's definition.
+        output_type: How it is answered: ``multiple_choice``, ``loglikelihood``, ``loglikelihood_rolling`` or
+            ``generate_until``.
+        num_fewshot: Examples in each prompt.
+        samples: Samples that every backend answered.
+        metrics: Its metrics.
+        answers_changed: How many answers (the choice, the text) differ from the reference's, by backend; null where
+            there is nothing to compare.
+    """
+
+    name: str
+    version: str
+    output_type: str
+    num_fewshot: int
+    samples: int
+    metrics: list[MetricResult]
+    answers_changed: dict[str, int | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskBackend(BackendInfo):
+    """One backend in a section on tasks.
+
+    Attributes:
+        failures: Why it was stopped, by the name that was asked for (a task or a group). Empty is good.
+        seconds: Time of the evaluation by the same names, model loading and data preparation not counted.
+        fallbacks: How often something ran with other attention than this backend, by reason. Empty is good.
+        mean_accuracy: Mean over tasks of their first right-or-wrong metric; null without such tasks or if any failed.
+    """
+
+    failures: dict[str, str]
+    seconds: dict[str, float]
+    fallbacks: dict[str, int]
+    mean_accuracy: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMetric:
+    """One metric of a group of tasks, as lm-eval aggregates it.
+
+    Attributes:
+        group: Name of the group.
+        metric: Name of the metric, with its filter after a comma.
+        values: By backend; null where it failed.
+    """
+
+    group: str
+    metric: str
+    values: dict[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSection:
+    """Backends compared on lm-eval tasks: the same samples in the same order.
+
+    Attributes:
+        asked: The names that were asked for, in order.
+        limit: Samples per task; null for all.
+        batch_size: Sequences per forward pass.
+        processes: Processes that split the samples.
+        chat_template: Whether prompts went through the model's chat template.
+        confidence: Level of the intervals.
+        resamples: Bootstrap resamples behind each interval.
+        backends: In the order asked for; the first is the reference.
+        tasks: One entry per task.
+        groups: Metrics of groups of tasks.
+    """
+
+    asked: list[str]
+    limit: int | None
+    batch_size: int
+    processes: int
+    chat_template: bool
+    confidence: float
+    resamples: int
+    backends: list[TaskBackend]
+    tasks: list[TaskResult] = field(default_factory=list)
+    groups: list[GroupMetric] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadErrors:
+    """Error of the attention output of every head under one backend, each layer given the reference's own inputs.
+
+    Attributes:
+        label: The backend.
+        relative_l1: sum |output - reference| / sum |reference| over tokens and channels, ``[layer][query head]``.
+        cosine: Mean over tokens of the cosine of output and reference, ``[layer][query head]``.
+    """
+
+    label: str
+    relative_l1: list[list[float]]
+    cosine: list[list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Where one backend's greedy continuations leave the reference's.
+
+    Attributes:
+        label: The backend.
+        same_tokens: For each prompt, how many generated tokens, from the first on, are the reference's.
+    """
+
+    label: str
+    same_tokens: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalCell:
+    """Retrieval at one length and depth under one backend.
+
+    Attributes:
+        length: Tokens of the prompt, at most.
+        depth: Where in the prompt the answer stands, from 0 (its begin) to 1 (its end).
+        correct: Samples whose whole answer is the greedy continuation.
+        samples: Samples.
+        nll: Mean negative log-likelihood of the answers per token, in nats.
+    """
+
+    length: int
+    depth: float
+    correct: int
+    samples: int
+    nll: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalBackend(BackendInfo):
+    """One backend in a section on retrieval.
+
+    Attributes:
+        failure: Why it was stopped; null if it ran to the end. The cells below are those that it finished.
+        cells: By length, then by depth.
+    """
+
+    failure: str | None
+    cells: list[RetrievalCell]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalSection:
+    """Backends compared at finding one passage in a long prompt.
+
+    Attributes:
+        kind: ``needle`` (a sentence in prose) or ``kv`` (one pair among pairs of keys and values).
+        lengths: Lengths of the prompts, in tokens.
+        depths: Places of the answer.
+        samples: Samples per length and depth.
+        backends: In the order asked for; the first is the reference.
+    """
+
+    kind: str
+    lengths: list[int]
+    depths: list[float]
+    samples: int
+    backends: list[RetrievalBackend]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,68 +470,39 @@ class Report:
     part_seconds: dict[str, float] = field(default_factory=dict)
 
 
+def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
+    """The configuration of every ``dma_mxfp`` backend in a report, by label."""
+    sections: list[Sequence[BackendInfo]] = [
+        *(section.backends for section in report.perplexity),
+        *(section.backends for section in report.tasks),
+        *(section.tokens.backends for section in report.fidelity),
+        *(section.backends for section in report.retrieval),
+    ]
+    return {backend.label: backend.config for group in sections for backend in group if backend.config is not None}
+
+
 def write_report(report: Report, path: Path) -> None:
-    """Write ``report`` as JSON (RFC 8259: a NaN is an error)."""
-    text = json.dumps(asdict(report), indent=2, ensure_ascii=False, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    """Write ``report``; a NaN in it is an error."""
+    write_json(report, path)
 
 
 def read_report(path: Path) -> Report:
-    """Read what ``write_report`` wrote.
+    """Read what ``write_report`` wrote, now or in an earlier version.
 
     Raises:
-        UserError: There is no such file, it is not JSON, of another schema version, or not as the schema says; the
+        UserError: There is no such file, it is not JSON, of a newer schema version, or not as the schema says; the
             message names the field.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"cannot read the report {path}: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     version = values.get("schema_version") if isinstance(values, dict) else None
-    if isinstance(version, int) and version in ADDED:
-        values |= ADDED[version] | {"schema_version": SCHEMA_VERSION}
-    elif version != SCHEMA_VERSION:
+    if version not in range(1, SCHEMA_VERSION + 1):
         raise UserError(f"{path}: expected schema_version {SCHEMA_VERSION} or older, got {version!r}")
     try:
-        report: Report = parse(Report, values, "report")
+        return parse(Report, values | {"schema_version": SCHEMA_VERSION})
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
-    return report
-
-
-def parse(kind: Any, value: Any, where: str) -> Any:
-    """``value`` of JSON as the type ``kind``, strictly.
-
-    Raises:
-        ValueError: It is not as the type says; the message names the place, which begins with ``where``.
-    """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return value
-    if origin in (types.UnionType, Union):
-        if value is None and type(None) in arguments:
-            return None
-        (kind,) = (argument for argument in arguments if argument is not type(None))
-        return parse(kind, value, where)
-    if is_dataclass(kind):
-        names = {field.name for field in fields(kind)}
-        if not isinstance(value, dict) or value.keys() != names:
-            got = ", ".join(sorted(names ^ value.keys())) if isinstance(value, dict) else repr(value)
-            raise ValueError(f"{where} must be an object with the fields of {_name(kind)}; differs in: {got}")
-        hints = get_type_hints(kind)
-        return kind(**{name: parse(hints[name], value[name], f"{where}.{name}") for name in names})  # type: ignore[operator]
-    if origin is list and isinstance(value, list):
-        return [parse(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if origin is dict and isinstance(value, dict):
-        return {key: parse(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(kind, type) and isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
-        return value
-    raise ValueError(f"{where} must be {_name(kind)}, got {value!r}")
-
-
-def _name(kind: Any) -> str:
-    return str(getattr(kind, "__name__", kind))

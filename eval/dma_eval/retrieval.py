@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,14 @@ from transformers import PreTrainedModel
 
 from .backends import Backend, activate
 from .data import Text, tokenize
-from .distributed import Processes
 from .errors import UserError, one_line
-from .models import LoadedModel
 from .nonfinite import NonFiniteLogitsError, origin
+from .parts import RetrievalPart
 from .reading import read
-from .sections import RetrievalBackend, RetrievalCell, RetrievalSection
+from .results import RetrievalBackend, RetrievalCell, RetrievalSection
+from .session import Session
 
 KINDS = ("needle", "kv")
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SHORTEST = 1024
 PLACES = ("Oslo", "Lima", "Cairo", "Delhi", "Paris", "Quito", "Tokyo", "Dakar")
 NEEDLE = "\n\nThe secret number of {place} is"
@@ -54,82 +53,58 @@ def default_lengths(max_context: int | None) -> list[int]:
     return lengths[-4:] or [limit]
 
 
-def measure_retrieval(
-    loaded: LoadedModel,
-    backends: Sequence[Backend],
-    kind: str,
-    *,
-    text: Text | None = None,
-    lengths: Sequence[int] = (),
-    depths: Sequence[float] = DEPTHS,
-    samples: int = 5,
-    seed: int = 0,
-    processes: Processes | None = None,
-    on_start: Callable[[int], None] = lambda passes: None,
-    on_pass: Callable[[Backend], None] = lambda backend: None,
-) -> RetrievalSection:
+def measure_retrieval(session: Session, kind: str, text: Text | None, part: RetrievalPart) -> RetrievalSection:
     """Ask every backend the same questions.
 
     Args:
-        loaded: The model and its tokenizer.
-        backends: The backends; the first is the reference.
+        session: The model and the backends.
         kind: ``needle`` or ``kv``.
         text: The prose around needles; needed for them only.
-        lengths: Tokens per prompt, its answer counted; by default 1,024 and its doubles up to the model's maximum.
-        depths: Places of the answer, from 0 (the prompt's begin) to 1 (its end).
-        samples: Questions for each length and depth.
-        seed: Seed of the questions.
-        processes: The processes that split the lengths and depths; one by default. Each must make this call, and
-            gets all results.
-        on_start: Called once with the number of calls of ``on_pass`` to come in this process.
-        on_pass: Called with the backend after the questions of one length and depth.
+        part: Which questions.
 
     Raises:
         UserError: An option is out of range, the text is too short, or the model cannot run a backend.
     """
-    lengths = sorted(set(lengths)) or default_lengths(loaded.max_context)
-    depths = sorted(set(depths))
-    _check(kind, text, lengths, depths, samples, loaded.max_context)
-    for backend in backends:
+    loaded, processes = session.loaded, session.processes
+    lengths = sorted(set(part.lengths)) or default_lengths(loaded.max_context)
+    depths = sorted(set(part.depths))
+    _check(kind, text, lengths, depths, part.samples, loaded.max_context)
+    for backend in session.backends:
         activate(loaded.model, backend)
     prompts = _Prompts(loaded.tokenizer, kind, text, lengths[-1])
-    prompts.make(lengths[0], depths[0], random.Random(seed))  # the shortest tells every process if there is room
-    processes = processes or Processes()
+    prompts.make(lengths[0], depths[0], random.Random(session.seed))  # the shortest tells every process if it has room
     places = list(itertools.product(lengths, depths))
     own = processes.share(places)
-    on_start(len(own) * len(backends))
+    session.progress.begin(f"Asking, {kind}", len(own) * len(session.backends))
     cells: dict[tuple[str, int, float], RetrievalCell] = {}
     failures: dict[str, str] = {}
     for length, depth in own:
-        asked = [
-            prompts.make(length, depth, random.Random(f"{seed} {length} {depth} {sample}")) for sample in range(samples)
-        ]
-        for backend in backends:
+        seeds = [f"{session.seed} {length} {depth} {sample}" for sample in range(part.samples)]
+        asked = [prompts.make(length, depth, random.Random(seed)) for seed in seeds]
+        for backend in session.backends:
             if backend.label not in failures:
                 try:
                     correct, nll = _ask(loaded.model, backend, asked)
                     cells[backend.label, length, depth] = RetrievalCell(
-                        length=length, depth=depth, correct=correct, samples=samples, nll=nll
+                        length=length, depth=depth, correct=correct, samples=part.samples, nll=nll
                     )
                 except (RuntimeError, ValueError, TypeError) as error:
                     failures[backend.label] = one_line(error)
-            on_pass(backend)
+            session.progress.advance(backend.label)
     cells = {key: cell for share in processes.gathered(cells) for key, cell in share.items()}
     failures = {label: why for share in reversed(processes.gathered(failures)) for label, why in share.items()}
     return RetrievalSection(
         kind=kind,
-        lengths=list(lengths),
-        depths=list(depths),
-        samples=samples,
+        lengths=lengths,
+        depths=depths,
+        samples=part.samples,
         backends=[
             RetrievalBackend(
-                label=backend.label,
-                implementation=backend.implementation,
-                config=None if backend.config is None else backend.config.to_dict(),
+                **backend.info,
                 failure=failures.get(backend.label),
                 cells=[cells[key] for place in places if (key := (backend.label, *place)) in cells],
             )
-            for backend in backends
+            for backend in session.backends
         ],
     )
 

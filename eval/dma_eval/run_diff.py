@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .report import MISSING, backend_configs, format_bytes, format_kl
-from .results import PerplexitySection, Report
-from .section_pages import Page, Table
+from .pages import MISSING, Page, Table, format_bytes, format_kl
+from .results import PerplexitySection, Report, backend_configs
 
 Format = Callable[[float], str]
 

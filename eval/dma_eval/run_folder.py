@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from dma_hf import DMAConfig
 
-from . import section_plots
+from . import environment, plots
 from .errors import UserError, one_line
-from .markdown import Plot, perplexity_title, to_markdown
-from .plots import plot_positions, plot_quality
-from .report import backend_configs
-from .results import Report, read_report, write_report
-from .section_pages import FIDELITY_TITLE, RETRIEVAL_TITLES, TASKS_TITLE
-from .task_records import slug
+from .files import make_folder, slug
+from .markdown import Plot, to_markdown
+from .models import LoadedModel
+from .pages import FIDELITY_TITLE, RETRIEVAL_TITLES, TASKS_TITLE, perplexity_title
+from .results import Report, backend_configs, read_report, write_report
 
 RESULTS, PAGE, CONFIGS = "results.json", "report.md", "configs"
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder of a run, before the run.
-
-    Raises:
-        UserError: It cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out: cannot make the folder {folder}: {error.strerror}") from error
+def make_report(loaded: LoadedModel, *, command: str, seed: int, **sections: Any) -> Report:
+    """Put a run's sections together with what they depend on: model, versions, device, command line, seed, date."""
+    return Report(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command,
+        seed=seed,
+        environment=environment.collect(),
+        model=loaded.info,
+        **sections,
+    )
 
 
 def write_run(report: Report, folder: Path) -> list[str]:
@@ -44,12 +46,12 @@ def write_run(report: Report, folder: Path) -> list[str]:
     make_folder(folder)
     try:
         write_report(report, folder / RESULTS)
-        plots = _plots(report, folder)
-        (folder / PAGE).write_text(to_markdown(report, plots), encoding="utf-8")
+        drawn = _plots(report, folder)
+        (folder / PAGE).write_text(to_markdown(report, drawn), encoding="utf-8")
         configs = _configs(report, folder)
     except OSError as error:
         raise UserError(f"--out: cannot write to {folder}: {one_line(error)}") from error
-    return [RESULTS, PAGE, *(plot.path for plot in plots), *configs]
+    return [RESULTS, PAGE, *(plot.path for plot in drawn), *configs]
 
 
 def read_run(path: Path) -> Report:
@@ -74,10 +76,7 @@ def merge(reports: Sequence[Report]) -> Report:
                 f"the runs are of different models: {first.model.name} in {first.model.dtype} and "
                 f"{other.model.name} in {other.model.dtype}; 'dma-hf report diff' compares such"
             )
-    seconds: dict[str, float] = {}
-    for report in reports:
-        for name, value in report.part_seconds.items():
-            seconds[name] = seconds.get(name, 0.0) + value
+    seconds = sum((Counter(report.part_seconds) for report in reports), Counter[str]())
     return replace(
         first,
         command=" && ".join(dict.fromkeys(report.command for report in reports)),
@@ -86,7 +85,7 @@ def merge(reports: Sequence[Report]) -> Report:
         tasks=[section for report in reports for section in report.tasks],
         fidelity=[section for report in reports for section in report.fidelity],
         retrieval=[section for report in reports for section in report.retrieval],
-        part_seconds=seconds,
+        part_seconds=dict(seconds),
     )
 
 
@@ -95,60 +94,33 @@ def _plots(report: Report, folder: Path) -> list[Plot]:
     name = Path(report.model.name).name
     drawn: list[Plot] = []
 
-    def draw(caption: str, file: str, plot: Callable[[Path], None], title: str = "") -> None:
-        plot(folder / file)
-        drawn.append(Plot(caption, file, title))
+    def draw(
+        plot: Callable[[Any, str, Path], None], section: Any, file: str, caption: str, page: str = "", title: str = name
+    ) -> None:
+        plot(section, title, folder / file)
+        drawn.append(Plot(caption, file, page))
 
     for section in report.perplexity:
-        title, end = f"{name}, context {section.context:,}", f"{section.context}.png"
+        context, end, page = f"context {section.context:,}", f"{section.context}.png", perplexity_title(section)
+        title = f"{name}, {context}"
         if len(section.backends) > 1:
-            draw(
-                f"Quality of each backend at context {section.context:,}",
-                f"quality-{end}",
-                lambda path, s=section, t=title: plot_quality(s, t, path),  # type: ignore[misc]
-                perplexity_title(section),
-            )
-        draw(
-            f"Loss and divergence by position, context {section.context:,}",
-            f"positions-{end}",
-            lambda path, s=section, t=title: plot_positions(s, t, path),  # type: ignore[misc]
-            perplexity_title(section),
-        )
+            draw(plots.plot_quality, section, f"quality-{end}", f"Quality of each backend at {context}", page, title)
+        caption = f"Loss and divergence by position, {context}"
+        draw(plots.plot_positions, section, f"positions-{end}", caption, page, title)
     if any(len(section.backends) > 1 for section in report.perplexity):
-        draw(
-            "Quality against speed and memory",
-            "tradeoff.png",
-            lambda path: section_plots.plot_tradeoff(report.perplexity, name, path),
-        )
+        draw(plots.plot_tradeoff, report.perplexity, "tradeoff.png", "Quality against speed and memory")
     for tasks in report.tasks:
-        if len(tasks.backends) > 1 and any(value for task in tasks.tasks for value in task.metrics):
-            draw(
-                "Difference of accuracy, with 95 % intervals",
-                "tasks.png",
-                lambda path, s=tasks: section_plots.plot_tasks(s, name, path),  # type: ignore[misc]
-                TASKS_TITLE,
-            )
+        if len(tasks.backends) > 1 and any(task.metrics for task in tasks.tasks):
+            draw(plots.plot_tasks, tasks, "tasks.png", "Difference of accuracy, with 95 % intervals", TASKS_TITLE)
     for fidelity in report.fidelity:
-        draw(
-            "Loss and divergence by position, against SDPA in fp32",
-            "fidelity.png",
-            lambda path, s=fidelity: plot_positions(s.tokens, f"{name}, against SDPA in fp32", path),  # type: ignore[misc]
-            FIDELITY_TITLE,
-        )
+        caption, title = "Loss and divergence by position, against SDPA in fp32", f"{name}, against SDPA in fp32"
+        draw(plots.plot_positions, fidelity.tokens, "fidelity.png", caption, FIDELITY_TITLE, title)
         if fidelity.heads:
-            draw(
-                "Error of every head's output, each layer given the inputs that SDPA gives it",
-                "heads.png",
-                lambda path, s=fidelity: section_plots.plot_heads(s, name, path),  # type: ignore[misc]
-                FIDELITY_TITLE,
-            )
+            caption = "Error of every head's output, each layer given the inputs that SDPA gives it"
+            draw(plots.plot_heads, fidelity, "heads.png", caption, FIDELITY_TITLE)
     for retrieval in report.retrieval:
-        draw(
-            f"Retrieval ({retrieval.kind}) by length and depth",
-            f"retrieval-{retrieval.kind}.png",
-            lambda path, s=retrieval: section_plots.plot_retrieval(s, name, path),  # type: ignore[misc]
-            RETRIEVAL_TITLES[retrieval.kind],
-        )
+        caption, file = f"Retrieval ({retrieval.kind}) by length and depth", f"retrieval-{retrieval.kind}.png"
+        draw(plots.plot_retrieval, retrieval, file, caption, RETRIEVAL_TITLES[retrieval.kind])
     return drawn
 
 

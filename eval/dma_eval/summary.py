@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .backends import Backend
 from .data import Window
-from .perplexity import Measurement
 from .results import BackendResult
+
+if TYPE_CHECKING:
+    from .perplexity import Batch, Pass
 
 MAX_POSITION_BUCKETS = 64
 
@@ -25,35 +30,32 @@ def position_edges(context: int) -> list[int]:
     return [*range(0, context, width), context]
 
 
-def summarize(measurements: Sequence[Measurement], windows: Sequence[Window], context: int) -> list[BackendResult]:
-    """Statistics of each backend against the first one."""
-    reference = measurements[0] if measurements[0].failure is None else None
-    return [_summarize(measurement, reference, windows, context) for measurement in measurements]
+def summarize(
+    backends: Sequence[Backend], batches: Sequence[Batch], windows: Sequence[Window], context: int
+) -> list[BackendResult]:
+    """Statistics of each backend against the first one, over batches of windows in order."""
+    passes = list(zip(*(batch.passes for batch in batches), strict=True))
+    reference = passes[0] if all(each.failure is None for each in passes[0]) else None
+    return [
+        _summarize(backend, own, reference, windows, context) for backend, own in zip(backends, passes, strict=True)
+    ]
 
 
 def _summarize(
-    measurement: Measurement, reference: Measurement | None, windows: Sequence[Window], context: int
+    backend: Backend, passes: Sequence[Pass], reference: Sequence[Pass] | None, windows: Sequence[Window], context: int
 ) -> BackendResult:
-    backend = measurement.backend
-    config = None if backend.config is None else backend.config.to_dict()
-    if measurement.failure is not None:
-        return BackendResult(
-            label=backend.label,
-            implementation=backend.implementation,
-            config=config,
-            failure=measurement.failure,
-            fallbacks=dict(measurement.fallbacks),
-        )
-    nll = _all(measurement, "nll")
+    fallbacks = dict(sum((Counter(each.fallbacks) for each in passes), Counter[str]()))
+    failure = next((each.failure for each in passes if each.failure is not None), None)
+    if failure is not None:
+        return BackendResult(**backend.info, failure=failure, fallbacks=fallbacks)
+    nll = _all(passes, "nll")
     mean = float(nll.mean())
-    kl = None if reference is None else _all(measurement, "kl")
+    kl = None if reference is None else _all(passes, "kl")
     positions = np.concatenate([np.arange(window.first, window.length) for window in windows])
     edges = position_edges(context)
     change, stderr = (None, None) if reference is None else _change_percent(nll, _all(reference, "nll"))
     return BackendResult(
-        label=backend.label,
-        implementation=backend.implementation,
-        config=config,
+        **backend.info,
         failure=None,
         perplexity=_exp(mean),
         nll=mean,
@@ -62,23 +64,21 @@ def _summarize(
         kl_mean=None if kl is None else float(kl.mean()),
         kl_p99=None if kl is None else float(np.percentile(kl, 99)),
         kl_max=None if kl is None else float(kl.max()),
-        top1_agreement=None if reference is None else float(_all(measurement, "agree").mean()),
-        tokens_per_second=tokens_per_second(
-            measurement.forward_tokens, measurement.forward_seconds, measurement.warm_ups
-        ),
-        forward_seconds=measurement.forward_seconds,
-        peak_memory_bytes=measurement.peak_memory,
-        fallbacks=dict(measurement.fallbacks),
-        window_nll=[float(scores.nll.mean(dtype=np.float64)) for scores in measurement.scores],
+        top1_agreement=None if reference is None else float(_all(passes, "agree").mean()),
+        tokens_per_second=tokens_per_second(passes),
+        forward_seconds=[each.seconds for each in passes],
+        peak_memory_bytes=max(each.peak_memory for each in passes),
+        fallbacks=fallbacks,
+        window_nll=[float(scores.nll.mean(dtype=np.float64)) for each in passes for scores in each.scores],
         position_nll=_bucket_means(nll, positions, edges),
         position_kl=[] if kl is None else _bucket_means(kl, positions, edges),
     )
 
 
-def tokens_per_second(tokens: Sequence[int], seconds: Sequence[float], warm_ups: int = 1) -> float:
-    """Throughput of all passes but the first ``warm_ups``; of all where there are no others."""
-    skip = warm_ups if len(tokens) > warm_ups else 0
-    return sum(tokens[skip:]) / sum(seconds[skip:])
+def tokens_per_second(passes: Sequence[Pass]) -> float:
+    """Throughput of all passes but the first of each process; of all where there are no others."""
+    timed = [each for each in passes if not each.is_first] or passes
+    return sum(each.tokens for each in timed) / sum(each.seconds for each in timed)
 
 
 def _exp(value: float) -> float | None:
@@ -103,5 +103,5 @@ def _bucket_means(values: Array, positions: NDArray[np.int64], edges: Sequence[i
     return [float(t / c) if c else None for t, c in zip(total, count, strict=True)]
 
 
-def _all(measurement: Measurement, name: str) -> Array:
-    return np.concatenate([getattr(scores, name) for scores in measurement.scores]).astype(np.float64)
+def _all(passes: Sequence[Pass], name: str) -> Array:
+    return np.concatenate([getattr(scores, name) for each in passes for scores in each.scores]).astype(np.float64)

@@ -5,18 +5,12 @@ The files are both the record for whoever wants to look at single answers, and w
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from .errors import UserError
-from .results import parse
-
 FOLDER = "samples"
+"""Where they lie in a run's folder: a folder for each backend, and in it a file for each name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,78 +63,16 @@ class UnitRecord:
     """One backend's answers to one name that was asked for, a task or a group.
 
     Attributes:
-        fingerprint: Everything that the answers depend on; a record of another fingerprint is not resumed from.
         seconds: Time of the evaluation.
         fallbacks: How often something ran with other attention, by reason.
         tasks: The tasks behind the name.
         groups: Metrics of groups, by group and ``metric,filter``.
     """
 
-    fingerprint: dict[str, Any]
     seconds: float
     fallbacks: dict[str, int]
     tasks: list[TaskRecord]
     groups: dict[str, dict[str, float | None]]
-
-
-class RecordStore:
-    """The records of one run, one file for each backend and name; none if there is no folder.
-
-    Args:
-        folder: The run's folder.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-
-    def path(self, label: str, name: str) -> Path | None:
-        """Where the record of a backend and a name lies."""
-        return None if self._folder is None else self._folder / FOLDER / slug(label) / f"{slug(name)}.json"
-
-    def load(self, label: str, name: str, fingerprint: Mapping[str, Any]) -> UnitRecord | None:
-        """Return the record if there is one of this fingerprint."""
-        path = self.path(label, name)
-        if path is None or not path.is_file():
-            return None
-        try:
-            record: UnitRecord = parse(UnitRecord, json.loads(path.read_text(encoding="utf-8")), path.name)
-        except ValueError:  # cut off, or written by another version: evaluate again
-            return None
-        return record if record.fingerprint == json.loads(json.dumps(fingerprint)) else None
-
-    def save(self, label: str, name: str, record: UnitRecord) -> None:
-        """Write a record; it appears whole or not at all.
-
-        Raises:
-            UserError: The folder cannot be written.
-        """
-        path = self.path(label, name)
-        if path is None:
-            return
-        write_whole(path, json.dumps(asdict(record), ensure_ascii=False, allow_nan=False))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file of a run's folder; it appears whole or not at all.
-
-    Raises:
-        UserError: It cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"--out: cannot write {path}: {error.strerror}") from error
-
-
-def slug(name: str) -> str:
-    """``name`` as a file name: readable, and another one for every name."""
-    readable = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.")
-    if readable == name:
-        return name
-    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 
 
 def task_record(name: str, results: Mapping[str, Any], task: Any) -> TaskRecord:

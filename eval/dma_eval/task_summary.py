@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -9,7 +10,9 @@ import numpy as np
 
 from .backends import Backend
 from .paired import CONFIDENCE, RESAMPLES, STATISTICS, Array, mcnemar, paired_interval, statistic
-from .sections import GroupMetric, MetricResult, MetricValue, TaskBackend, TaskResult, TaskSection
+from .parts import TasksPart
+from .results import GroupMetric, MetricResult, MetricValue, TaskBackend, TaskResult, TaskSection
+from .session import Session
 from .task_records import Sample, TaskRecord, UnitRecord
 
 Records = Mapping[tuple[str, str], UnitRecord]
@@ -17,38 +20,33 @@ Records = Mapping[tuple[str, str], UnitRecord]
 
 
 def summarize_tasks(
-    backends: Sequence[Backend],
+    session: Session,
     names: Sequence[str],
     records: Records,
     failures: Mapping[tuple[str, str], str],
-    *,
-    limit: int | None,
-    batch_size: int,
-    chat_template: bool,
-    processes: int,
-    seed: int,
+    part: TasksPart,
 ) -> TaskSection:
     """Compare every backend's answers with the first one's.
 
     Raises:
         RuntimeError: Two backends were not given the same samples.
     """
-    labels = [backend.label for backend in backends]
+    labels = [backend.label for backend in session.backends]
     tasks: list[TaskResult] = []
     groups: list[GroupMetric] = []
     for name in names:
         done = {label: records[label, name] for label in labels if (label, name) in records}
-        tasks += _tasks(labels, done, seed)
+        tasks += _tasks(labels, done, session.seed)
         groups += _groups(labels, done)
     return TaskSection(
         asked=list(names),
-        limit=limit,
-        batch_size=batch_size,
-        processes=processes,
-        chat_template=chat_template,
+        limit=part.limit,
+        batch_size=part.batch_size,
+        processes=session.processes.count,
+        chat_template=part.chat_template,
         confidence=CONFIDENCE,
         resamples=RESAMPLES,
-        backends=[_backend(backend, names, records, failures, tasks) for backend in backends],
+        backends=[_backend(backend, names, records, failures, tasks) for backend in session.backends],
         tasks=tasks,
         groups=groups,
     )
@@ -67,10 +65,7 @@ def _backend(
     tasks: Sequence[TaskResult],
 ) -> TaskBackend:
     own = {name: records[backend.label, name] for name in names if (backend.label, name) in records}
-    fallbacks: dict[str, int] = {}
-    for record in own.values():
-        for reason, count in record.fallbacks.items():
-            fallbacks[reason] = fallbacks.get(reason, 0) + count
+    fallbacks = dict(sum((Counter(record.fallbacks) for record in own.values()), Counter[str]()))
     values = [
         value.value
         for task in tasks
@@ -81,9 +76,7 @@ def _backend(
     numbers = [value for value in values if value is not None]
     complete = bool(numbers) and len(numbers) == len(values) and len(own) == len(names)
     return TaskBackend(
-        label=backend.label,
-        implementation=backend.implementation,
-        config=None if backend.config is None else backend.config.to_dict(),
+        **backend.info,
         failures={name: failures[backend.label, name] for name in names if (backend.label, name) in failures},
         seconds={name: record.seconds for name, record in own.items()},
         fallbacks=fallbacks,

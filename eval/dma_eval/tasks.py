@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,37 +23,17 @@ from lm_eval.tasks import TaskManager
 
 import dma_hf
 
-from . import fingerprint
 from .backends import Backend, activate
-from .distributed import Processes
 from .errors import UserError, one_line
+from .files import Piece
 from .harness import DMALM, BackendFailure
-from .models import LoadedModel
-from .results import ModelInfo
-from .sections import TaskSection
-from .task_records import RecordStore, UnitRecord, metric_values, task_record
+from .parts import TasksPart
+from .results import TaskSection
+from .session import Session
+from .task_records import FOLDER, UnitRecord, metric_values, task_record
 from .task_summary import summarize_tasks
 
 SHOWN_NAMES = 12
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskOptions:
-    """How tasks are run.
-
-    Attributes:
-        limit: Samples per task; all by default.
-        num_fewshot: Examples in each prompt; by default what each task says.
-        batch_size: Sequences per forward pass.
-        chat_template: Whether prompts go through the model's chat template.
-        seed: Seed of the choice of examples, and of the bootstrap.
-    """
-
-    limit: int | None = None
-    num_fewshot: int | None = None
-    batch_size: int = 8
-    chat_template: bool = False
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,107 +76,73 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
     return TaskNames(tuple(asked), manager)
 
 
-def evaluate_tasks(
-    loaded: LoadedModel,
-    model_info: ModelInfo,
-    tasks: TaskNames,
-    backends: Sequence[Backend],
-    options: TaskOptions,
-    *,
-    store: RecordStore,
-    processes: Processes | None = None,
-    on_unit: Callable[[str, Backend, bool], None] = lambda name, backend, resumed: None,
-    on_answers: Callable[[int], None] = lambda count: None,
-) -> TaskSection:
-    """Evaluate every backend on every task; what ``store`` holds already is not evaluated again.
+def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
+    """Evaluate every backend on every task; what the run's folder holds already is not evaluated again.
 
     Args:
-        loaded: The model.
-        model_info: Facts about it, which tell records of one model from those of another.
+        session: The model and the backends; its seed is that of the choice of examples, and of the bootstrap.
         tasks: What to evaluate.
-        backends: The backends; the first is the reference.
-        options: How.
-        store: Where finished backends are kept.
-        processes: The processes that split the samples; one by default. Each must make this call.
-        on_unit: Called before each evaluation with the task's name and the backend, and whether it is resumed.
-        on_answers: Called with the number of requests that were answered since the last call.
+        part: How.
 
     Raises:
         UserError: A task cannot be loaded, or the model cannot run a backend.
     """
-    processes = processes or Processes()
+    backends, processes, store, progress = session.backends, session.processes, session.store, session.progress
     for backend in backends:
-        activate(loaded.model, backend)
-    lm = DMALM.of(loaded, processes, batch_size=options.batch_size)
-    lm.on_answers = on_answers
+        activate(session.loaded.model, backend)
+    lm = DMALM.of(session.loaded, processes, batch_size=part.batch_size)
+    lm.on_answers = lambda count: progress.advance("answers", count)
+    identities = {
+        (backend.label, name): _identity(session, tasks.manager, name, backend, part)
+        for name in tasks.names
+        for backend in backends
+    }
     records: dict[tuple[str, str], UnitRecord] = {}
-    failures: dict[tuple[str, str], str] = {}
-    for name in tasks.names:
-        for backend in backends:
-            identity = _fingerprint(model_info, tasks.manager, name, backend, options)
-            record = processes.from_main(store.load(backend.label, name, identity) if processes.is_main else None)
-            if record is not None:
-                records[backend.label, name] = record
+    for unit, identity in identities.items():
+        piece = processes.from_main(store.load(UnitRecord, identity, FOLDER, *unit) if processes.is_main else None)
+        if piece is not None:
+            records[unit] = piece.content
     # All data before all evaluations: what cannot be loaded should not come to light hours later.
     missing = [name for name in tasks.names if any((backend.label, name) not in records for backend in backends)]
+    failures: dict[tuple[str, str], str] = {}
     with _without_progress_bars():
-        units = {name: _load(tasks.manager, name, options) for name in missing}
+        units = {name: _load(tasks.manager, name, part) for name in missing}
         _check_distinct(units)
         if processes.count > 1:
-            for unit in units.values():
-                for task in unit["tasks"].values():
+            for loaded in units.values():
+                for task in loaded["tasks"].values():
                     _draw_examples_alike(task)
-        for name in tasks.names:
-            for backend in backends:
-                on_unit(name, backend, (backend.label, name) in records)
-                if (backend.label, name) in records:
-                    continue
-                identity = _fingerprint(model_info, tasks.manager, name, backend, options)
-                try:
-                    record = _evaluate(lm, units[name], backend, options, identity, processes)
-                except BackendFailure as error:
-                    failures[backend.label, name] = str(error)
-                    continue
-                if processes.is_main:
-                    store.save(backend.label, name, record)
-                records[backend.label, name] = record
-    return summarize_tasks(
-        backends,
-        tasks.names,
-        records,
-        failures,
-        limit=options.limit,
-        batch_size=options.batch_size,
-        chat_template=options.chat_template,
-        processes=processes.count,
-        seed=options.seed,
-    )
+        for name, backend in itertools.product(tasks.names, backends):
+            unit = (backend.label, name)
+            if unit in records:
+                progress.kept(f"{name}, {backend.label}")
+                continue
+            progress.begin(f"{name}, {backend.label}")
+            try:
+                record = _evaluate(lm, units[name], backend, part, session)
+            except BackendFailure as error:
+                failures[unit] = str(error)
+                continue
+            if processes.is_main:
+                store.save(Piece(identity=identities[unit], content=record), FOLDER, *unit)
+            records[unit] = record
+    return summarize_tasks(session, tasks.names, records, failures, part)
 
 
 def _is_known(name: str, manager: TaskManager) -> bool:
     return name in manager.task_index or (Path(name).suffix in (".yaml", ".yml") and Path(name).is_file())
 
 
-def _fingerprint(
-    model: ModelInfo, manager: TaskManager, name: str, backend: Backend, options: TaskOptions
-) -> dict[str, Any]:
-    """Everything that a record's answers depend on, as JSON values."""
+def _identity(session: Session, manager: TaskManager, name: str, backend: Backend, part: TasksPart) -> dict[str, Any]:
+    """Everything that a backend's answers depend on."""
     entry = manager.task_index.get(name)
     file = Path(name) if entry is None else entry.yaml_path
-    return {
-        "name": name,
-        "definition": hashlib.sha256(file.read_bytes()).hexdigest() if file is not None else None,
-        **fingerprint.of_model(model),
-        **fingerprint.of_backend(backend),
-        "limit": options.limit,
-        "num_fewshot": options.num_fewshot,
-        "chat_template": options.chat_template,
-        "seed": options.seed,
-        "versions": fingerprint.of_versions(),
-    }
+    definition = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
+    settings = {"limit": part.limit, "num_fewshot": part.num_fewshot, "chat_template": part.chat_template}
+    return session.identity(backend, name=name, definition=definition, seed=session.seed, **settings)
 
 
-def _load(manager: TaskManager, name: str, options: TaskOptions) -> Mapping[str, Any]:
+def _load(manager: TaskManager, name: str, part: TasksPart) -> Mapping[str, Any]:
     """Load a task or group with its data; the few-shot setting is overridden as lm-eval's own command line does."""
     try:
         loaded: Mapping[str, Any] = manager.load([name])
@@ -202,8 +150,8 @@ def _load(manager: TaskManager, name: str, options: TaskOptions) -> Mapping[str,
         raise UserError(f"--tasks: cannot load {name!r}: {one_line(error)}") from error
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
-        if options.num_fewshot is not None and own != 0:  # a task that says 0 means it
-            task.set_config(key="num_fewshot", value=options.num_fewshot)
+        if part.num_fewshot is not None and own != 0:  # a task that says 0 means it
+            task.set_config(key="num_fewshot", value=part.num_fewshot)
         elif own is None:
             task.set_config(key="num_fewshot", value=0)
     return loaded
@@ -255,14 +203,7 @@ def _without_bar(bar: Callable[..., Any], *arguments: Any, **options: Any) -> An
     return bar(*arguments, **(options | {"disable": True}))
 
 
-def _evaluate(
-    lm: DMALM,
-    unit: Mapping[str, Any],
-    backend: Backend,
-    options: TaskOptions,
-    identity: dict[str, Any],
-    processes: Processes,
-) -> UnitRecord:
+def _evaluate(lm: DMALM, unit: Mapping[str, Any], backend: Backend, part: TasksPart, session: Session) -> UnitRecord:
     """One backend on one loaded task or group.
 
     Raises:
@@ -271,35 +212,32 @@ def _evaluate(
     lm.use(backend)
     dma_hf.reset_fallback_counts()
     for task in unit["tasks"].values():  # examples are drawn as requests are built: every backend must start alike
-        task.set_fewshot_seed(seed=options.seed)
+        task.set_fewshot_seed(seed=session.seed)
     began = time.perf_counter()
     try:
         results = evaluate(
             lm,
             unit,
-            limit=options.limit,
+            limit=part.limit,
             bootstrap_iters=0,
-            apply_chat_template=options.chat_template,
-            fewshot_as_multiturn=options.chat_template,
+            apply_chat_template=part.chat_template,
+            fewshot_as_multiturn=part.chat_template,
         )
     except (ValueError, AttributeError) as error:
-        if options.chat_template and "chat_template" in str(error):
+        if part.chat_template and "chat_template" in str(error):
             raise UserError("--apply-chat-template: the model's tokenizer has no chat template") from error
         raise
     seconds = time.perf_counter() - began
+    processes = session.processes
     failed = next((failure for failure in processes.gathered(lm.failure) if failure is not None), None)
     if failed is not None:
         raise BackendFailure(failed)
-    fallbacks: dict[str, int] = {}
-    for counts in processes.gathered(dict(dma_hf.fallback_counts())):
-        for reason, count in counts.items():
-            fallbacks[reason] = fallbacks.get(reason, 0) + count
+    fallbacks = sum(map(Counter, processes.gathered(dict(dma_hf.fallback_counts()))), Counter[str]())
     record = None
     if processes.is_main:
         record = UnitRecord(
-            fingerprint=identity,
             seconds=seconds,
-            fallbacks=fallbacks,
+            fallbacks=dict(fallbacks),
             tasks=[task_record(name, results, task) for name, task in unit["tasks"].items()],
             groups={name: metric_values(values) for name, values in results.get("groups", {}).items()},
         )

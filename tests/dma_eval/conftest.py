@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from dma_eval.backends import parse_backends
-from dma_eval.cli import app
-from dma_eval.comparison import compare
+from dma_eval.cli import main
 from dma_eval.data import load_text
 from dma_eval.models import LoadedModel, load_model
+from dma_eval.parts import PerplexityPart
+from dma_eval.perplexity import measure_perplexity
+from dma_eval.progress import Progress
 from dma_eval.results import PerplexitySection
+from dma_eval.session import Session
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner, Result
 
 import dma_hf
 
 VOCABULARY = 300
 MAX_CONTEXT = 512
 WORDS = ["the", "of", "and", "a", "to", "ship", "whale", "sea", "captain", "said", "upon", "white", "water", "thousand"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command showed, and how it ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
 Run = Callable[..., Result]
 IDENTITY = 'low = "bf16"\nhigh = "bf16"\npv = "bf16"\nsmooth_k = false\nshared_scale = "block"\n'
 
@@ -119,18 +140,26 @@ def identity_file(tmp_path: Path) -> Path:
 def compared(loaded: LoadedModel, text_file: Path) -> Callable[..., PerplexitySection]:
     """Compare backends, by name, on the tiny model and the text."""
 
-    def make(*names: str, **options: int) -> PerplexitySection:
-        return compare(loaded, load_text(str(text_file)), parse_backends(names), **options)
+    def make(
+        *names: str, context: int | None = None, progress: Progress | None = None, **options: Any
+    ) -> PerplexitySection:
+        session = Session(loaded, parse_backends(names), progress=progress or Progress())
+        return measure_perplexity(session, load_text(str(text_file)), PerplexityPart(**options), context)
 
     return make
 
 
 @pytest.fixture
 def run() -> Run:
-    """Run ``dma-hf`` with these arguments."""
+    """Run ``dma-hf`` with these arguments, in this process."""
 
-    def invoke(*arguments: object) -> Result:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    def invoke(*arguments: object, answer: str = "") -> Result:
+        shown, told = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(shown), redirect_stderr(told):
+            patch.setattr("sys.stdin", io.StringIO(answer))
+            with pytest.raises(SystemExit) as stopped:
+                main([str(argument) for argument in arguments])
+        return Result(stopped.value.code, shown.getvalue(), told.getvalue())
 
     return invoke
 
@@ -170,7 +199,6 @@ def refused() -> Callable[[Result], str]:
     def check(result: Result) -> str:
         message = " ".join(result.stderr.split())
         assert result.exit_code == 2, result.output
-        assert isinstance(result.exception, SystemExit)
         assert message.startswith("Error: ")
         assert "Traceback" not in result.output
         assert result.stdout == ""

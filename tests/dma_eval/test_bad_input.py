@@ -19,12 +19,12 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--attm", "sdpa"], "No such option"),
+            (["--attm", "sdpa"], "unrecognized arguments: --attm sdpa"),
             (["--attn"], "--attn"),
-            (["--context", "many"], "Invalid value for '--context' / '-c': "),
-            (["--seed", "-1"], "Invalid value for '--seed': "),
-            (["--seed", 2**32], "Invalid value for '--seed': "),
-            (["stray"], "unexpected extra argument"),
+            (["--context", "many"], "argument --context/-c: invalid int value: 'many'"),
+            (["--seed", "-1"], "argument --seed: expected at least 0, at most 4294967295, got -1"),
+            (["--seed", 2**32], "argument --seed: expected at least 0, at most 4294967295, got 4294967296"),
+            (["stray"], "unrecognized arguments: stray"),
         ],
     )
     def test_ppl(self, ppl: Run, refused: Refused, arguments: list[str], message: str) -> None:
@@ -32,11 +32,11 @@ class TestCommandLine:
 
     def test_missing_option(self, run: Run, refused: Refused) -> None:
         text = refused(run("ppl", "--data", "book.txt"))
-        assert "Missing option '--model'" in text
+        assert "the following arguments are required: --model/-m" in text
         assert text.endswith("(try: dma-hf ppl --help)")
 
     def test_unknown_command(self, run: Run, refused: Refused) -> None:
-        assert "No such command 'pplx'" in refused(run("pplx"))
+        assert "invalid choice: 'pplx'" in refused(run("pplx"))
 
 
 class TestBackends:
@@ -188,8 +188,10 @@ class TestOutput:
 
     @pytest.mark.parametrize("option", ["--json", "--markdown", "--plot"])
     def test_below_a_file(self, ppl: Run, refused: Refused, text_file: Path, option: str) -> None:
-        path = text_file / "r.png"
-        assert f"cannot write to {path}: " in refused(ppl(option, path))
+        message = f"{option}: cannot make the folder {text_file}: it is a file"
+        assert message in refused(ppl(option, text_file / "r.png"))
+        message = f"{option}: cannot make the folder {text_file}/a/b: {text_file} is a file"
+        assert message in refused(ppl(option, text_file / "a/b/r.png"))
 
     def test_format_of_the_plot(self, ppl: Run, refused: Refused, tmp_path: Path) -> None:
         path = tmp_path / "new/r.bmp"

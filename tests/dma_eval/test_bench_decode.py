@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from dma_eval import decode_speed
+from dma_eval.bench import decode
+from dma_eval.bench.decode import filled_storage, measure_shape, parse_implementations
+from dma_eval.bench.results import DecodeReport, DecodeResult, DecodeShape
 from dma_eval.commands.bench_decode import HEAD_DIMS, HEADS, SIZES, make_shapes
-from dma_eval.decode_results import DecodeReport, DecodeResult, DecodeShape
-from dma_eval.decode_speed import filled_storage, measure, parse_implementations
 from dma_eval.errors import UserError
 from transformers import QuantizedCache
 
@@ -41,14 +41,14 @@ def test_shows_and_writes_every_cache(run: Run, tmp_path: Path) -> None:
 
 
 def test_an_interruption_keeps_what_there_is(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = decode_speed._measure_shape
+    whole = decode.measure_shape
 
     def interrupted(shape: DecodeShape, *arguments: Any, **options: Any) -> list[DecodeResult]:
         if shape.length == 200:
             raise KeyboardInterrupt
         return whole(shape, *arguments, **options)
 
-    monkeypatch.setattr(decode_speed, "_measure_shape", interrupted)
+    monkeypatch.setattr(decode, "measure_shape", interrupted)
     path = tmp_path / "r.json"
     run("bench", "decode", *TINY[:3], "2x300", "1x200", *TINY[4:], "--cache", "sdpa", "dma_mxfp:kv4", "--json", path)
     results = json.loads(path.read_text())["results"]
@@ -62,7 +62,7 @@ def test_a_cache_that_cannot_run_is_reported_beside_the_others() -> None:
     config = dma_hf.PRESETS["kv8"].to_dict() | {"backend": "triton"}
     sdpa, packed = parse_implementations(["sdpa", "dma_mxfp:kv8"])
     broken = type(packed)("broken", dma_hf.DMAConfig(**config))
-    results = measure([SHAPE], [sdpa, broken], torch.device("cpu"), torch.float32, seconds=0.0)
+    results = measure_shape(SHAPE, [sdpa, broken], torch.device("cpu"), torch.float32, seconds=0.0)
     assert results[0].failure is None
     assert results[1].failure is not None
     assert "bf16 and fp16" in results[1].failure
@@ -81,11 +81,11 @@ def test_a_quantized_cache_without_its_package_is_reported_once(run: Run, monkey
 
 def test_transformers_quantized_cache_is_measured_where_its_backend_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[str] = []
-    monkeypatch.setattr(decode_speed, "captured", lambda runs, device: captured.extend(runs) or {})
+    monkeypatch.setattr(decode, "captured", lambda runs, device: captured.extend(runs) or {})
     if "fp8" not in inspect.getsource(QuantizedCache.__init__):
         pytest.skip("Transformers before 5.23 has no fp8 backend, and the others need packages")
     sdpa, quantized = parse_implementations(["sdpa", "sdpa:fp8"])
-    results = measure([SHAPE], [sdpa, quantized], torch.device("cpu"), torch.bfloat16, seconds=0.0)
+    results = measure_shape(SHAPE, [sdpa, quantized], torch.device("cpu"), torch.bfloat16, seconds=0.0)
     assert [result.failure for result in results] == [None, None]
     assert results[1].bytes_ratio == pytest.approx(0.5, abs=0.01)
     assert captured == ["sdpa"]  # a graph would read tensors that the quantised cache has replaced
@@ -111,7 +111,7 @@ def test_default_shapes_vary_one_thing_at_a_time() -> None:
         (("--size", "0x300"), "--size: expected BATCHxKEYS, such as 8x32768, got '0x300'"),
         (("--heads", "9/2"), "--heads: expected QUERY/KV with KV dividing QUERY"),
         (("--head-dim", 0), "--head-dim: expected at least 1, got 0"),
-        (("--dtype", "float8"), "--dtype: expected bfloat16 or float16, got 'float8'"),
+        (("--dtype", "float8"), "argument --dtype: invalid choice: 'float8' (choose from"),
         (("--cache", "sdpa", "sdpa"), "--cache: sdpa is given more than once"),
         (("--cache", "dma_mxfp:kv9"), "--cache: unknown preset 'kv9'"),
         (("--cache", "dma_mxfp:kv4+cache"), "--cache: 'dma_mxfp:kv4+cache' reads through a cache, which is not timed"),

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 from dma_eval import cli
-from dma_eval.cli import repeat_options
-from dma_eval.commands.ppl import DEFAULT_ATTN, prepare_output, relative
+from dma_eval.cli import make_parser
+from dma_eval.commands.options import DEFAULT_ATTN
+from dma_eval.commands.ppl import link
 from dma_eval.errors import UserError, one_line
+from dma_eval.files import prepare_file
 from dma_eval.results import read_report
 from PIL import Image
 
@@ -22,25 +24,20 @@ Run = Callable[..., Any]
 EVAL = Path(__file__).parents[2] / "eval"
 
 
-class TestRepeatOptions:
+class TestSeveralValues:
     @pytest.mark.parametrize(
         ("given", "expected"),
         [
-            ("--attn a b --attn c", "--attn a --attn b --attn c"),
-            ("-a a b -m model", "-a a -a b -m model"),
-            ("--attn a b --json r.json", "--attn a --attn b --json r.json"),
-            ("--json r.json --attn a", "--json r.json --attn a"),
-            ("--attn=a b", "--attn=a --attn b"),
-            ("--attn", "--attn"),
-            ("--attn --json r.json", "--attn --json r.json"),
-            ("--other a b", "--other a b"),
-            ("--attn a -- b c", "--attn a -- b c"),
-            ("--attn a - b", "--attn a --attn - --attn b"),
-            ("", ""),
+            ("--attn a b --attn c", ["a", "b", "c"]),
+            ("-a a b -m model", ["a", "b"]),
+            ("--attn=a", ["a"]),
+            ("--attn dma_mxfp:paper dma_mxfp:my.toml+cache", ["dma_mxfp:paper", "dma_mxfp:my.toml+cache"]),
+            ("", list(DEFAULT_ATTN)),
         ],
     )
-    def test_cases(self, given: str, expected: str) -> None:
-        assert repeat_options(given.split(), {"--attn", "-a"}) == expected.split()
+    def test_cases(self, given: str, expected: list[str]) -> None:
+        for _ in range(2):  # defaults are not written to
+            assert make_parser().parse_args(f"ppl -m m -d d {given}".split()).attn == expected
 
     def test_reaches_the_command(self, ppl: Run, tmp_path: Path) -> None:
         result = ppl("--attn", "sdpa", "eager", "--json", tmp_path / "r.json", "-a", "dma_mxfp:fp4")
@@ -50,7 +47,7 @@ class TestRepeatOptions:
 
     def test_default(self, ppl: Run, tmp_path: Path) -> None:
         assert ppl("--json", tmp_path / "r.json").exit_code == 0
-        assert [b.label for b in read_report(tmp_path / "r.json").perplexity[0].backends] == DEFAULT_ATTN
+        assert [b.label for b in read_report(tmp_path / "r.json").perplexity[0].backends] == list(DEFAULT_ATTN)
 
 
 class TestPpl:
@@ -124,17 +121,17 @@ class TestHelp:
     @pytest.mark.parametrize(
         ("command", "expected"),
         [
-            ((), ("ppl", "demo", "env", "--version", "Start here")),
-            (("ppl",), ("--model", "--data", "--attn", "--stride", "--json", "--plot", "--debug", "Examples")),
-            (("lm-eval",), ("--tasks", "--include-path", "--limit", "--num-fewshot", "accelerate launch", "Examples")),
-            (("fidelity",), ("--head-windows", "--prompts", "--out", "Examples")),
-            (("retrieval",), ("--kind", "--lengths", "--depths", "Examples")),
-            (("suite",), ("--suite", "long-context", "--max-windows", "Examples")),
+            ((), ("ppl", "demo", "env", "--version", "start here")),
+            (("ppl",), ("--model", "--data", "--attn", "--stride", "--json", "--plot", "--debug", "examples")),
+            (("lm-eval",), ("--tasks", "--include-path", "--limit", "--num-fewshot", "accelerate launch", "examples")),
+            (("fidelity",), ("--head-windows", "--prompts", "--out", "examples")),
+            (("retrieval",), ("--kind", "--lengths", "--depths", "examples")),
+            (("suite",), ("--suite", "long-context", "--max-windows", "examples")),
             (("report",), ("build", "diff")),
-            (("report", "build"), ("--out", "RUN", "Examples")),
-            (("report", "diff"), ("--markdown", "Examples")),
-            (("card",), ("--base-model", "--license", "--push", "--yes", "Examples")),
-            (("demo",), ("--out", "Needs no network", "Examples")),
+            (("report", "build"), ("--out", "RUN", "examples")),
+            (("report", "diff"), ("--markdown", "examples")),
+            (("card",), ("--base-model", "--license", "--push", "--yes", "examples")),
+            (("demo",), ("--out", "Needs no network", "examples")),
             (("env",), ("bug report",)),
         ],
     )
@@ -161,14 +158,14 @@ class TestHelp:
         assert subprocess.run([sys.executable, "-c", code], cwd=EVAL, check=False, timeout=120).returncode == 0
 
 
-class TestPrepareOutput:
+class TestPrepareFile:
     def test_leaves_nothing(self, tmp_path: Path) -> None:
-        prepare_output(tmp_path / "new/r.json")
+        prepare_file(tmp_path / "new/r.json", "--json")
         assert list((tmp_path / "new").iterdir()) == []
 
     def test_leaves_what_is_there(self, tmp_path: Path) -> None:
         (tmp_path / "r.json").write_text("old", encoding="utf-8")
-        prepare_output(tmp_path / "r.json")
+        prepare_file(tmp_path / "r.json", "--json")
         assert (tmp_path / "r.json").read_text(encoding="utf-8") == "old"
 
     def test_cannot_be_opened(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +174,10 @@ class TestPrepareOutput:
 
         monkeypatch.setattr(Path, "open", refuse)
         with pytest.raises(UserError, match=r"cannot write to .*r.json: Permission denied"):
-            prepare_output(tmp_path / "r.json")
+            prepare_file(tmp_path / "r.json", "--json")
 
     def test_relative_link(self) -> None:
-        assert relative(Path("out/plots/r.png"), Path("out/r.md")) == "plots/r.png"
+        assert link(Path("out/plots/r.png"), Path("out/r.md")) == "plots/r.png"
 
 
 @pytest.mark.parametrize(

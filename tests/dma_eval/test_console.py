@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from dma_eval import console
-from dma_eval.report import HEADERS
+from dma_eval.pages import HEADERS, perplexity_page
 from dma_eval.results import PerplexitySection
 from rich.console import Console
 
@@ -21,7 +21,7 @@ def shown(compared: Callable[..., PerplexitySection], monkeypatch: pytest.Monkey
         page = io.StringIO()
         screen = Console(file=page, width=width, force_terminal=True, color_system=None, emoji=False)
         monkeypatch.setattr(console, "out", screen)
-        console.print_section(section)
+        console.print_page(perplexity_page(section))
         return page.getvalue().splitlines()
 
     return show

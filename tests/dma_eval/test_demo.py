@@ -12,7 +12,9 @@ from dma_eval.backends import parse_backends
 from dma_eval.commands import demo
 from dma_eval.generation import common_prefix, continue_greedily
 from dma_eval.models import LoadedModel
+from dma_eval.parts import PerplexityPart
 from dma_eval.results import read_report
+from dma_eval.session import Session
 from PIL import Image
 
 import dma_hf
@@ -23,14 +25,20 @@ LABELS = ["sdpa", *(f"dma_mxfp:{preset}" for preset in dma_hf.PRESETS)]
 
 @pytest.mark.slow
 def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"CONTEXT": 256, "WINDOWS": 2, "PROMPT_TOKENS": 64, "RECALLED": slice(10, 20), "NEW_TOKENS": 6}
+    small = {
+        "PART": PerplexityPart(contexts=[256], max_windows=2),
+        "PROMPT_TOKENS": 64,
+        "RECALLED": slice(10, 20),
+        "NEW_TOKENS": 6,
+    }
     for name, value in small.items():
         monkeypatch.setattr(demo, name, value)
     result = run("demo", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     files = {path.name: path for path in (tmp_path / "out").iterdir()}
-    assert sorted(files) == ["positions.png", "quality.png", "report.md", "results.json"]
+    plots = ["positions-256.png", "quality-256.png", "tradeoff.png"]
+    assert files.keys() == {"configs", "report.md", "results.json", *plots}
 
     report = read_report(files["results.json"])
     (section,) = report.perplexity
@@ -48,7 +56,7 @@ def test_writes_the_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for label in LABELS:
         assert f"| {label} |" in markdown
         assert label in result.stdout
-    for name in ("quality.png", "positions.png"):
+    for name in plots:
         assert f"]({name})" in markdown
         with Image.open(files[name]) as image:
             assert image.format == "PNG"
@@ -65,7 +73,7 @@ def test_asks_for_a_new_installation_without_the_model(
 class TestContinuation:
     def test_is_what_generate_gives(self, loaded: LoadedModel) -> None:
         prompt = torch.tensor(loaded.tokenizer("the white whale said").input_ids)
-        first, second = continue_greedily(loaded, parse_backends(["sdpa", "dma_mxfp:paper"]), prompt, 8)
+        first, second = continue_greedily(Session(loaded, parse_backends(["sdpa", "dma_mxfp:paper"])), prompt, 8)
         loaded.model.set_attn_implementation("sdpa")
         expected = prompt[None]
         for _ in range(8):  # without a cache

@@ -12,14 +12,17 @@ import torch
 from dma_eval.backends import parse_backends
 from dma_eval.data import Window, load_text, tokenize
 from dma_eval.errors import UserError
-from dma_eval.fidelity import bucket_changes, bucket_edges, compare_with_fp32, in_fp32
+from dma_eval.fidelity import bucket_changes, bucket_edges, in_fp32, measure_fidelity
 from dma_eval.heads import head_errors
 from dma_eval.models import LoadedModel, load_model
-from dma_eval.results import BackendResult, FidelitySection, read_report
-from dma_eval.section_pages import fidelity_page
+from dma_eval.pages import fidelity_page
+from dma_eval.parts import FidelityPart
+from dma_eval.results import BackendResult, FidelitySection, HeadErrors, read_report
+from dma_eval.session import Session
 
 Run = Callable[..., Any]
 Fidelity = Callable[..., FidelitySection]
+Errors = Callable[..., list[HeadErrors]]
 
 
 @pytest.fixture
@@ -32,33 +35,39 @@ def windows(loaded: LoadedModel, text_file: Path) -> list[torch.Tensor]:
 def fidelity(loaded: LoadedModel, text_file: Path) -> Fidelity:
     def compare(*attn: str, model: LoadedModel = loaded, **options: Any) -> FidelitySection:
         common: dict[str, Any] = {"context": 256, "max_windows": 2, "prompts": 2, "new_tokens": 6, "head_windows": 1}
-        return compare_with_fp32(model, load_text(str(text_file)), parse_backends(attn), **(common | options))
+        session = Session(model, parse_backends(attn))
+        return measure_fidelity(session, load_text(str(text_file)), FidelityPart(**(common | options)))
 
     return compare
 
 
+@pytest.fixture
+def errors_of(loaded: LoadedModel, model_folder: Path, windows: list[torch.Tensor]) -> Errors:
+    """The errors of heads over some windows, of backends that are given their inputs in a dtype."""
+
+    def measure(*attn: str, count: int = 2, dtype: str = "float32") -> list[HeadErrors]:
+        session = Session(load_model(str(model_folder), dtype=dtype, device="cpu"), ())
+        return head_errors(session, loaded.model, windows[:count], parse_backends(attn))
+
+    return measure
+
+
 class TestHeads:
-    def test_sdpa_in_fp32_has_no_error(self, loaded: LoadedModel, windows: list[torch.Tensor]) -> None:
-        (heads,) = head_errors(loaded.model, windows, parse_backends(["sdpa"]), dtype=torch.float32)
+    def test_sdpa_in_fp32_has_no_error(self, errors_of: Errors) -> None:
+        (heads,) = errors_of("sdpa")
         assert np.shape(heads.relative_l1) == (2, 2)
         assert np.array(heads.relative_l1) == pytest.approx(0, abs=0)
         assert np.array(heads.cosine) == pytest.approx(1)
 
-    def test_identity_has_rounding_only(
-        self, loaded: LoadedModel, windows: list[torch.Tensor], identity_file: Path
-    ) -> None:
-        backends = parse_backends([f"dma_mxfp:{identity_file}"])
-        (heads,) = head_errors(loaded.model, windows, backends, dtype=torch.float32)
+    def test_identity_has_rounding_only(self, errors_of: Errors, identity_file: Path) -> None:
+        (heads,) = errors_of(f"dma_mxfp:{identity_file}")
         assert np.max(heads.relative_l1) < 1e-5
 
-    def test_finds_the_bad_head_and_no_echo(
-        self, loaded: LoadedModel, windows: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_finds_the_bad_head_and_no_echo(self, errors_of: Errors, monkeypatch: pytest.MonkeyPatch) -> None:
         """A head of layer 0 whose output is tripled is off by 200 %; layer 1 knows nothing of it."""
         import dma_hf.attention
 
-        backends = parse_backends(["dma_mxfp:paper"])
-        (before,) = head_errors(loaded.model, windows, backends, dtype=torch.float32)
+        (before,) = errors_of("dma_mxfp:paper")
         attend, calls = dma_hf.attention.attention, []
 
         def spoilt(*args: Any, **options: Any) -> torch.Tensor:
@@ -69,24 +78,24 @@ class TestHeads:
             return output
 
         monkeypatch.setattr(dma_hf.attention, "attention", spoilt)
-        (after,) = head_errors(loaded.model, windows, backends, dtype=torch.float32)
+        (after,) = errors_of("dma_mxfp:paper")
         assert after.relative_l1[0][1] == pytest.approx(2.0, abs=0.1)
         assert after.relative_l1[0][0] == before.relative_l1[0][0]
         assert after.relative_l1[1] == before.relative_l1[1]
         assert after.cosine[0] == pytest.approx(before.cosine[0])
 
-    def test_dtype_of_the_backends(self, loaded: LoadedModel, windows: list[torch.Tensor]) -> None:
+    def test_dtype_of_the_backends(self, errors_of: Errors) -> None:
         """SDPA in bf16 has bf16's error: about 2 ** -9."""
-        (heads,) = head_errors(loaded.model, windows, parse_backends(["sdpa"]), dtype=torch.bfloat16)
+        (heads,) = errors_of("sdpa", dtype="bfloat16")
         assert 2**-10 < np.median(heads.relative_l1) < 2**-6
 
-    def test_leaves_the_model_as_it_was(self, loaded: LoadedModel, windows: list[torch.Tensor]) -> None:
-        head_errors(loaded.model, windows[:1], parse_backends(["dma_mxfp:fp4"]), dtype=torch.float32)
+    def test_leaves_the_model_as_it_was(self, loaded: LoadedModel, errors_of: Errors) -> None:
+        errors_of("dma_mxfp:fp4", count=1)
         assert loaded.model.config._attn_implementation == "sdpa"
         assert getattr(loaded.model.config, "dma_mxfp", None) is None
 
-    def test_eager_is_left_out(self, loaded: LoadedModel, windows: list[torch.Tensor]) -> None:
-        found = head_errors(loaded.model, windows[:1], parse_backends(["eager", "sdpa"]), dtype=torch.float32)
+    def test_eager_is_left_out(self, errors_of: Errors) -> None:
+        found = errors_of("eager", "sdpa", count=1)
         assert [heads.label for heads in found] == ["sdpa"]
 
 

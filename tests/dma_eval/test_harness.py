@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from dma_eval.distributed import Processes
 from dma_eval.harness import DMALM, BackendFailure
 from dma_eval.models import LoadedModel
+from dma_eval.processes import Processes
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 

@@ -1,4 +1,4 @@
-"""Models from folders and GGUF files."""
+"""Models from folders and GGUF files, and devices by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from dma_eval import models
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel, ModelSource, load_model, parse_source, without_progress_bars
+from dma_eval.models import LoadedModel, ModelSource, load_model, parse_device, parse_source, without_progress_bars
 from gguf_files import write_gguf
 from transformers import modeling_gguf_pytorch_utils
 from transformers.utils import logging
@@ -88,3 +88,12 @@ class TestMemory:
 
     def test_everything_together(self) -> None:
         assert models.free_memory(None) >= models.free_memory(torch.device("cpu")) * 0.5
+
+
+def test_devices() -> None:
+    assert parse_device("cpu") == torch.device("cpu")
+    assert parse_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(UserError, match=r"--device: expected auto, cpu, cuda or cuda:N; got 'gpu'"):
+        parse_device("gpu")
+    with pytest.raises(UserError, match=r"--device: 'cuda:99' is not there: \d+ CUDA devices found"):
+        parse_device("cuda:99")

@@ -14,6 +14,7 @@ from dma_eval.data import Window, tokenize
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
 from dma_eval.perplexity import NonFiniteLogitsError, make_batches, score
+from dma_eval.progress import Progress
 from dma_eval.results import PerplexitySection
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -105,12 +106,17 @@ class TestPerplexity:
         assert compared("sdpa", max_windows=1).context == 512
 
     def test_every_pass_is_announced(self, compared: Compared) -> None:
-        expected: list[int] = []
-        passes: list[str] = []
-        callbacks: Any = {"on_start": expected.append, "on_pass": lambda backend: passes.append(backend.label)}
-        compared("sdpa", "eager", context=128, max_windows=3, batch_size=2, **callbacks)
-        assert expected == [6]
-        assert sorted(passes) == ["eager"] * 3 + ["sdpa"] * 3
+        told: list[Any] = []
+
+        class Told(Progress):
+            def begin(self, what: str, steps: int | None = None) -> None:
+                told.append(steps)
+
+            def advance(self, what: str = "", steps: int = 1) -> None:
+                told.append((what, steps))
+
+        compared("sdpa", "eager", context=128, max_windows=3, batch_size=2, progress=Told())
+        assert told == [6, ("sdpa", 2), ("eager", 2), ("sdpa", 1), ("eager", 1)]
 
 
 class TestScore:

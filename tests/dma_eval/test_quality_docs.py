@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,6 @@ def test_takes_a_run_over(script: Any, tmp_path: Path, monkeypatch: pytest.Monke
     source = script.RUN / "results.json"
     monkeypatch.setattr(script, "RUN", target)
     script.take_over(source)
-    assert json.loads((target / "results.json").read_text(encoding="utf-8")) == json.loads(
-        source.read_text(encoding="utf-8")
-    )
+    assert read_report(target / "results.json") == read_report(source)
     assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in (target / "card.md").read_text(encoding="utf-8")
     assert (target / "report.md").is_file()

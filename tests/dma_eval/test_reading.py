@@ -111,6 +111,7 @@ def test_model_without_attention() -> None:
 
 def test_generation_uses_the_cache(loaded: LoadedModel, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     from dma_eval.generation import continue_greedily
+    from dma_eval.session import Session
 
     stored: list[int] = []
     append = LayerStorage.append
@@ -119,7 +120,7 @@ def test_generation_uses_the_cache(loaded: LoadedModel, ids: Tensor, monkeypatch
         "append",
         lambda storage, key, value: (stored.append(key.shape[2]), append(storage, key, value))[1],
     )
-    run: Callable[[str], object] = lambda name: continue_greedily(loaded, parse_backends([name]), ids[0], 3)  # noqa: E731
+    run: Callable[[str], object] = lambda name: continue_greedily(Session(loaded, parse_backends([name])), ids[0], 3)  # noqa: E731
     run("dma_mxfp:kv4")
     assert stored == []
     run("dma_mxfp:kv4+cache")

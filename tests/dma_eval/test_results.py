@@ -12,10 +12,11 @@ import pytest
 from dma_eval.errors import UserError
 from dma_eval.markdown import Plot, to_markdown
 from dma_eval.models import LoadedModel
+from dma_eval.pages import format_bytes, format_kl, table_row, warnings
 from dma_eval.plots import plot_comparison, plot_positions, plot_quality
-from dma_eval.report import format_bytes, format_kl, make_report, table_row, warnings
 from dma_eval.results import SCHEMA_VERSION, BackendResult, Generation, PerplexitySection, Report, read_report
 from dma_eval.results import write_report as write
+from dma_eval.run_folder import make_report
 from PIL import Image
 
 FAILED = BackendResult(label="broken", implementation="broken", config=None, failure="NaN | somewhere")
@@ -38,7 +39,7 @@ def report(loaded: LoadedModel, section: PerplexitySection) -> Report:
         seconds=0.5,
     )
     section = replace(section, backends=[*section.backends, FAILED])
-    return make_report(loaded, [section], command="dma-hf ppl 'a|b'", seed=7, generations=[generation])
+    return make_report(loaded, command="dma-hf ppl 'a|b'", seed=7, perplexity=[section], generations=[generation])
 
 
 class TestJson:
@@ -75,16 +76,16 @@ class TestJson:
         [
             (lambda v: v.update(schema_version=99), f"expected schema_version {SCHEMA_VERSION} or older, got 99"),
             (lambda v: v.pop("schema_version"), f"expected schema_version {SCHEMA_VERSION} or older, got None"),
-            (lambda v: v.update(extra=1), "report must be an object with the fields of Report; differs in: extra"),
-            (lambda v: v.pop("seed"), "report must be an object with the fields of Report; differs in: seed"),
-            (lambda v: v.update(seed="0"), "report.seed must be int, got '0'"),
-            (lambda v: v.update(seed=True), "report.seed must be int, got True"),
-            (lambda v: v["model"].pop("name"), "report.model must be .*ModelInfo; differs in: name"),
-            (lambda v: v.update(model=None), "report.model must be .*ModelInfo; differs in: None"),
-            (lambda v: v.update(perplexity={}), r"report.perplexity must be list"),
+            (lambda v: v.update(extra=1), "extra: Unexpected keyword argument, got 1"),
+            (lambda v: v.pop("seed"), "seed: Field required"),
+            (lambda v: v.update(seed="0"), "seed: Input should be a valid integer, got '0'"),
+            (lambda v: v.update(seed=True), "seed: Input should be a valid integer, got True"),
+            (lambda v: v["model"].pop("name"), "model.name: Field required"),
+            (lambda v: v.update(model=None), "model: Input should be an object, got None"),
+            (lambda v: v.update(perplexity={}), r"perplexity: Input should be a valid array, got {}"),
             (
                 lambda v: v["perplexity"][0]["backends"][1].update(window_nll=[1, "x"]),
-                r"report.perplexity\[0\].backends\[1\].window_nll\[1\] must be float, got 'x'",
+                r"perplexity\[0\].backends\[1\].window_nll\[1\]: Input should be a valid number, got 'x'",
             ),
         ],
     )

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from dma_eval.backends import parse_backends
+from dma_eval.backends import Backend, parse_backends
 from dma_eval.data import Text
 from dma_eval.models import LoadedModel
-from dma_eval.results import read_report
+from dma_eval.pages import retrieval_page
+from dma_eval.parts import RetrievalPart
+from dma_eval.results import RetrievalSection, read_report
 from dma_eval.retrieval import KINDS, _Prompts, default_lengths, measure_retrieval
-from dma_eval.section_pages import retrieval_page
+from dma_eval.session import Session
 
 Run = Callable[..., Any]
+
+
+def ask(loaded: LoadedModel, backends: Sequence[Backend], **options: Any) -> RetrievalSection:
+    return measure_retrieval(Session(loaded, backends), "kv", None, RetrievalPart(**options))
 
 
 @pytest.fixture
@@ -75,14 +81,14 @@ class TestScores:
                     input_ids, shift, logits_to_keep=logits_to_keep, **options
                 ),
             )
-            section = measure_retrieval(loaded, parse_backends(["sdpa"]), "kv", lengths=[128], depths=[0.5], samples=2)
+            section = ask(loaded, parse_backends(["sdpa"]), lengths=[128], depths=[0.5], samples=2)
             (cell,) = section.backends[0].cells
             assert (cell.correct, cell.samples) == (correct, 2)
             assert cell.nll == pytest.approx(50.0 * (shift != 0), abs=1e-6)
 
     def test_backends_are_asked_the_same(self, loaded: LoadedModel, identity_file: Path) -> None:
         backends = parse_backends(["sdpa", f"dma_mxfp:{identity_file}"])
-        one, two = measure_retrieval(loaded, backends, "kv", lengths=[256], depths=[0, 1], samples=2).backends
+        one, two = ask(loaded, backends, lengths=[256], depths=[0, 1], samples=2).backends
         assert [cell.correct for cell in one.cells] == [cell.correct for cell in two.cells]
         assert [cell.nll for cell in one.cells] == pytest.approx([cell.nll for cell in two.cells], abs=1e-4)
 
@@ -91,7 +97,7 @@ class TestScores:
 
         monkeypatch.setattr(dma_hf.attention, "attention", lambda query, *_, **__: query * torch.nan)
         backends = parse_backends(["sdpa", "dma_mxfp:paper"])
-        section = measure_retrieval(loaded, backends, "kv", lengths=[128], depths=[0.0, 1.0], samples=1)
+        section = ask(loaded, backends, lengths=[128], depths=[0.0, 1.0], samples=1)
         assert [len(backend.cells) for backend in section.backends] == [2, 0]
         assert "they begin in the output of model.layers.0.self_attn" in (section.backends[1].failure or "")
         assert retrieval_page(section).warnings

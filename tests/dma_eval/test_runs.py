@@ -13,8 +13,9 @@ import pytest
 from dma_eval import card as card_module
 from dma_eval.card import make_card, prepare_upload
 from dma_eval.errors import UserError
+from dma_eval.files import parse
 from dma_eval.markdown import page_to_markdown
-from dma_eval.results import SCHEMA_VERSION, Report, parse, read_report, write_report
+from dma_eval.results import SCHEMA_VERSION, Report, read_report, write_report
 from dma_eval.run_diff import compare_reports
 from dma_eval.run_folder import merge, read_run, write_run
 from huggingface_hub import ModelCard
@@ -206,7 +207,7 @@ class TestCard:
 
     def test_cache(self, report: Report) -> None:
         values = json.loads(json.dumps(asdict(report)).replace('"dma_mxfp:paper"', '"dma_mxfp:paper+cache"'))
-        text = make_card(parse(Report, values, "report"), base_model="me/tiny").text
+        text = make_card(parse(Report, values), base_model="me/tiny").text
         assert 'dma_hf.configure(model, "paper", cache=True)' in text
         assert "`+cache`: everything is read through a packed `DMACache`" in text
 
@@ -264,11 +265,8 @@ class TestPush:
         return calls
 
     def push(self, run: Run, folder: Path, *more: object, input: str | None = None) -> Any:
-        from dma_eval.cli import app
-        from typer.testing import CliRunner
-
         arguments = ["card", folder / "all", "--base-model", "me/tiny", "--push", "me/tiny-dma", *more]
-        return CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
+        return run(*arguments, answer=input or "")
 
     def test_shows_and_asks_first(self, run: Run, hub: list[Any], report: Report, folder: Path) -> None:
         result = self.push(run, folder, input="n\n")

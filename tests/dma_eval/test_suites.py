@@ -14,8 +14,8 @@ import torch
 import yaml
 from dma_eval.backends import default_names
 from dma_eval.errors import UserError
+from dma_eval.parts import PARTS, Suite, load_suite, parse_suite, suite_names
 from dma_eval.results import read_report
-from dma_eval.suite_files import PARTS, Suite, load_suite, parse_suite, suite_names
 from script_files import load_script
 
 Run = Callable[..., Any]
@@ -127,9 +127,9 @@ class TestFiles:
             ("", f"nothing to measure; give one of the tables {', '.join(f'[{part}]' for part in PARTS)}"),
             ("ppl = 1", "unknown key 'ppl'; valid: description, perplexity, fidelity, tasks, retrieval"),
             ("[tasks]\nname = 1", r"\[tasks\] unknown key 'name'; valid: names, limit, num_fewshot"),
-            ("[tasks]", r"\[tasks\] lacks the key 'names'"),
-            ("[tasks]\nnames = 'arc_easy'", "tasks.names must be list"),
-            ("tasks = 3", "tasks must be a table, got 3"),
+            ("[tasks]", "tasks.names: Field required"),
+            ("[tasks]\nnames = 'arc_easy'", "tasks.names: Input should be a valid array, got 'arc_easy'"),
+            ("tasks = 3", "tasks: Input should be an object, got 3"),
             ("[tasks", "Expected"),
         ],
     )
@@ -171,7 +171,7 @@ class TestRun:
         assert [len(part) for part in (report.fidelity, report.tasks, report.retrieval)] == [1, 1, 1]
         parts = ["preparation", "perplexity, 128", "perplexity, 256", "fidelity", "tasks", "retrieval, kv"]
         assert list(report.part_seconds) == parts
-        for part in parts:
+        for part in parts[1:]:
             assert f"\n{part}: " in f"\n{result.stdout}"
         assert "perplexity at 4,096 is skipped: the model takes 512 positions" in result.stderr
         assert "retrieval at 1,024 is skipped" in result.stderr
@@ -193,11 +193,11 @@ class TestRun:
     def test_goes_on_where_it_stopped(self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         attn = ("--attn", "sdpa", "dma_mxfp:kv4+cache")
         with monkeypatch.context() as patch:
-            patch.setattr("dma_eval.suite_run.measure_retrieval", None)
+            patch.setattr("dma_eval.run.measure_retrieval", None)
             assert suite(*attn).exit_code == 1  # as if it were cut off in the last part
         before = read_report(tmp_path / "run/results.json")
-        for name in ("compare", "compare_with_fp32"):
-            monkeypatch.setattr(f"dma_eval.suite_run.{name}", None)
+        for name in ("measure_perplexity", "measure_fidelity"):
+            monkeypatch.setattr(f"dma_eval.run.{name}", None)
         result = suite(*attn)
         assert result.exit_code == 0, result.output
         assert result.stderr.count("taken from the folder") == 3 + 2  # perplexity twice, fidelity, and two task units
@@ -213,8 +213,8 @@ class TestRun:
         def fail(*arguments: Any, **options: Any) -> None:
             raise error
 
-        monkeypatch.setattr("dma_eval.suite_run.compare_with_fp32", fail)
-        monkeypatch.setattr("dma_eval.suite_run.compare", fail)
+        monkeypatch.setattr("dma_eval.run.measure_fidelity", fail)
+        monkeypatch.setattr("dma_eval.run.measure_perplexity", fail)
         result = suite("--attn", "sdpa")
         assert result.exit_code == 1
         for part in ("perplexity, 128", "perplexity, 256", "fidelity"):

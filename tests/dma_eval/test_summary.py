@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from dma_eval.backends import Backend
 from dma_eval.data import Window
-from dma_eval.perplexity import Measurement, TokenScores
+from dma_eval.perplexity import Batch, Pass, TokenScores
+from dma_eval.results import BackendResult
 from dma_eval.summary import position_edges, summarize, tokens_per_second
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,29 +18,37 @@ from hypothesis import strategies as st
 WINDOWS = [Window(0, 4, 1), Window(2, 6, 2)]  # positions 1, 2, 3 and 2, 3 are scored
 
 
-def measurement(label: str, nll: list[list[float]], kl: list[list[float]] | None = None) -> Measurement:
+Measured = tuple[str, list[Pass]]
+
+
+def measured(label: str, nll: list[list[float]], kl: list[list[float]] | None = None) -> Measured:
+    """A backend's passes, one for each window."""
     kl = kl or [[0.0] * len(row) for row in nll]
-    scores = [
-        TokenScores(np.array(n, np.float32), np.array(k, np.float32), np.array(k) < 0.5)
-        for n, k in zip(nll, kl, strict=True)
-    ]
-    backend = Backend(label, label)
-    return Measurement(backend, scores, forward_seconds=[9.0, 2.0], forward_tokens=[4, 4], peak_memory=2**30)
+    passes = []
+    for index, (n, k) in enumerate(zip(nll, kl, strict=True)):
+        scores = TokenScores(np.array(n, np.float32), np.array(k, np.float32), np.array(k) < 0.5)
+        passes.append(Pass([scores], 4, [9.0, 2.0][index], is_first=index == 0, peak_memory=2 ** (30 - index)))
+    return label, passes
+
+
+def results(*backends: Measured, windows: Sequence[Window] = WINDOWS, context: int = 4) -> list[BackendResult]:
+    batches = [Batch(list(passes)) for passes in zip(*(passes for _, passes in backends), strict=True)]
+    return summarize([Backend(label, label) for label, _ in backends], batches, windows, context)
 
 
 @pytest.fixture
-def reference() -> Measurement:
-    return measurement("sdpa", [[1.0, 2.0, 3.0], [4.0, 5.0]])
+def reference() -> Measured:
+    return measured("sdpa", [[1.0, 2.0, 3.0], [4.0, 5.0]])
 
 
 @pytest.fixture
-def other() -> Measurement:
-    return measurement("other", [[1.5, 2.0, 3.5], [4.0, 6.0]], [[0.25, 0.0, 1.0], [0.5, 0.75]])
+def other() -> Measured:
+    return measured("other", [[1.5, 2.0, 3.5], [4.0, 6.0]], [[0.25, 0.0, 1.0], [0.5, 0.75]])
 
 
 class TestSummarize:
-    def test_reference(self, reference: Measurement) -> None:
-        (result,) = summarize([reference], WINDOWS, context=4)
+    def test_reference(self, reference: Measured) -> None:
+        (result,) = results(reference)
         assert result.nll == pytest.approx(3)
         assert result.perplexity == pytest.approx(math.exp(3))
         assert (result.change_percent, result.change_stderr, result.kl_mean, result.top1_agreement) == (0, 0, 0, 1)
@@ -46,38 +56,38 @@ class TestSummarize:
         assert result.peak_memory_bytes == 2**30
         assert result.tokens_per_second == 2
 
-    def test_change_is_of_paired_differences(self, reference: Measurement, other: Measurement) -> None:
+    def test_change_is_of_paired_differences(self, reference: Measured, other: Measured) -> None:
         """Differences .5, 0, .5, 0, 1: mean .4, variance (.01 + .16 + .01 + .16 + .36) / 5 = .14."""
-        result = summarize([reference, other], WINDOWS, context=4)[1]
+        result = results(reference, other)[1]
         assert result.change_percent == pytest.approx(100 * (math.exp(0.4) - 1))
         assert result.change_stderr == pytest.approx(100 * math.exp(0.4) * math.sqrt(0.14 / 5))
 
-    def test_divergence(self, reference: Measurement, other: Measurement) -> None:
-        result = summarize([reference, other], WINDOWS, context=4)[1]
+    def test_divergence(self, reference: Measured, other: Measured) -> None:
+        result = results(reference, other)[1]
         assert (result.kl_mean, result.kl_max) == (0.5, 1.0)
         assert result.kl_p99 == pytest.approx(0.75 + 0.96 * 0.25)
         assert result.top1_agreement == pytest.approx(2 / 5)
 
-    def test_by_position(self, reference: Measurement, other: Measurement) -> None:
-        result = summarize([reference, other], WINDOWS, context=4)[1]
+    def test_by_position(self, reference: Measured, other: Measured) -> None:
+        result = results(reference, other)[1]
         assert result.position_nll == [None, 1.5, 3.0, 4.75]
         assert result.position_kl == [None, 0.25, 0.25, 0.875]
 
     def test_positions_share_buckets(self) -> None:
         """130 positions need buckets of 4; the first holds three scored tokens, the last two."""
-        section = measurement("sdpa", [[float(position) for position in range(1, 130)]])
-        (result,) = summarize([section], [Window(0, 130, 1)], context=130)
+        section = measured("sdpa", [[float(position) for position in range(1, 130)]])
+        (result,) = results(section, windows=[Window(0, 130, 1)], context=130)
         assert result.position_nll == [2.0, *(first + 1.5 for first in range(4, 128, 4)), 128.5]
 
-    def test_failed_backend(self, reference: Measurement, other: Measurement) -> None:
-        other.failure = "it broke"
-        first, second = summarize([reference, other], WINDOWS, context=4)
+    def test_failed_backend(self, reference: Measured, other: Measured) -> None:
+        other[1][0].failure = "it broke"
+        first, second = results(reference, other)
         assert first.perplexity is not None
         assert (second.failure, second.perplexity, second.kl_mean, second.position_nll) == ("it broke", None, None, [])
 
-    def test_failed_reference(self, reference: Measurement, other: Measurement) -> None:
-        reference.failure = "it broke"
-        result = summarize([reference, other], WINDOWS, context=4)[1]
+    def test_failed_reference(self, reference: Measured, other: Measured) -> None:
+        reference[1][1].failure = "it broke"
+        result = results(reference, other)[1]
         assert result.perplexity == pytest.approx(math.exp(3.4))
         assert (result.change_percent, result.change_stderr, result.kl_p99, result.position_kl) == (
             None,
@@ -86,18 +96,23 @@ class TestSummarize:
             [],
         )
 
-    def test_perplexity_beyond_a_float(self, reference: Measurement) -> None:
-        result = summarize([reference, measurement("bad", [[1e4] * 3, [1e4] * 2])], WINDOWS, context=4)[1]
+    def test_perplexity_beyond_a_float(self, reference: Measured) -> None:
+        result = results(reference, measured("bad", [[1e4] * 3, [1e4] * 2]))[1]
         assert result.nll == 1e4
         assert (result.perplexity, result.change_percent, result.change_stderr) == (None, None, None)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "seconds", "expected"),
-    [([10], [2.0], 5), ([10, 30], [9.0, 3.0], 10), ([10, 30, 10], [9.0, 3.0, 1.0], 10)],
+    ("firsts", "tokens", "seconds", "expected"),
+    [("1", [10], [2.0], 5), ("10", [10, 30], [9.0, 3.0], 10), ("110", [10, 10, 30], [9.0, 9.0, 3.0], 10)],
 )
-def test_throughput_leaves_the_warm_up_out(tokens: list[int], seconds: list[float], expected: float) -> None:
-    assert tokens_per_second(tokens, seconds) == expected
+def test_throughput_leaves_first_passes_out(
+    firsts: str, tokens: list[int], seconds: list[float], expected: float
+) -> None:
+    passes = [
+        Pass(tokens=n, seconds=s, is_first=first == "1") for first, n, s in zip(firsts, tokens, seconds, strict=True)
+    ]
+    assert tokens_per_second(passes) == expected
 
 
 class TestPositionEdges:

@@ -13,13 +13,14 @@ import torch
 from dma_eval import tasks as tasks_module
 from dma_eval.backends import Backend, parse_backends
 from dma_eval.errors import UserError
+from dma_eval.files import Store, slug
 from dma_eval.models import LoadedModel
-from dma_eval.report import describe_model
-from dma_eval.results import Report, read_report
-from dma_eval.section_pages import task_page
-from dma_eval.sections import TaskResult, TaskSection
-from dma_eval.task_records import RecordStore, slug
-from dma_eval.tasks import TaskOptions, evaluate_tasks, find_tasks
+from dma_eval.pages import task_page
+from dma_eval.parts import TasksPart
+from dma_eval.progress import Progress
+from dma_eval.results import Report, TaskResult, TaskSection, read_report
+from dma_eval.session import Session
+from dma_eval.tasks import find_tasks, measure_tasks
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -32,21 +33,20 @@ ALL = "tiny_choice,tiny_last_word,tiny_text,tiny_answer,tiny_few"
 @pytest.fixture
 def evaluate(loaded: LoadedModel, tiny_tasks: Path) -> Evaluate:
     def run(
-        names: str, *attn: str, folder: Path | None = None, seen: list[Any] | None = None, **options: Any
+        names: str, *attn: str, folder: Path | None = None, seen: list[Any] | None = None, seed: int = 0, **options: Any
     ) -> TaskSection:
-        def on_unit(name: str, backend: Backend, resumed: bool) -> None:
-            if seen is not None:
-                seen.append((name, backend.label, resumed))
+        class Seen(Progress):
+            def begin(self, what: str, steps: int | None = None) -> None:
+                if seen is not None:
+                    seen.append((what, "measured"))
 
-        return evaluate_tasks(
-            loaded,
-            describe_model(loaded),
-            find_tasks([names], [tiny_tasks]),
-            parse_backends(attn or ("sdpa", "dma_mxfp:balanced", "dma_mxfp:paper")),
-            TaskOptions(**options),
-            store=RecordStore(folder),
-            on_unit=on_unit,
-        )
+            def kept(self, what: str) -> None:
+                if seen is not None:
+                    seen.append((what, "kept"))
+
+        backends = parse_backends(attn or ("sdpa", "dma_mxfp:balanced", "dma_mxfp:paper"))
+        session = Session(loaded, backends, store=Store(folder), progress=Seen(), seed=seed)
+        return measure_tasks(session, find_tasks([names], [tiny_tasks]), TasksPart(names=[names], **options))
 
     return run
 
@@ -106,7 +106,7 @@ class TestPairs:
         hashes = []
         for label in ("sdpa", "dma_mxfp:paper"):
             record = json.loads((tmp_path / "samples" / slug(label) / "tiny_few.json").read_text(encoding="utf-8"))
-            hashes.append([sample["prompt_hash"] for sample in record["tasks"][0]["samples"]])
+            hashes.append([sample["prompt_hash"] for sample in record["content"]["tasks"][0]["samples"]])
         assert hashes[0] == hashes[1]
         assert len(set(hashes[0])) == 24
 
@@ -163,7 +163,7 @@ class TestResuming:
         (tmp_path / "samples" / slug("dma_mxfp:paper") / "tiny_text.json").unlink()
         seen: list[Any] = []
         second = evaluate(names, "sdpa", "dma_mxfp:paper", folder=tmp_path, seen=seen)
-        assert [resumed for _, _, resumed in seen] == [True, True, True, False]
+        assert [how for _, how in seen] == ["kept", "kept", "kept", "measured"]
         assert second.tasks == first.tasks
 
     def test_data_of_finished_tasks_is_not_loaded(
@@ -178,7 +178,7 @@ class TestResuming:
         evaluate("tiny_choice", "sdpa", folder=tmp_path)
         seen: list[Any] = []
         evaluate("tiny_choice", "sdpa", folder=tmp_path, seen=seen, **change)
-        assert seen == [("tiny_choice", "sdpa", False)]
+        assert seen == [("tiny_choice, sdpa", "measured")]
 
     def test_half_a_file_is_evaluated(self, evaluate: Evaluate, tmp_path: Path) -> None:
         first = evaluate("tiny_choice", "sdpa", folder=tmp_path)
@@ -200,7 +200,7 @@ class TestResuming:
                 evaluate("tiny_choice", "sdpa", "dma_mxfp:paper", folder=tmp_path)
         seen: list[Any] = []
         evaluate("tiny_choice", "sdpa", "dma_mxfp:paper", folder=tmp_path, seen=seen)
-        assert [resumed for _, _, resumed in seen] == [True, False]
+        assert [how for _, how in seen] == ["kept", "measured"]
 
     @pytest.mark.parametrize("name", ["a", "dma_mxfp:fp4", "dma_mxfp:fp4 #2", "ü/../x", "..", "a-b", "a:b", "a/b"])
     def test_file_names(self, name: str) -> None:
@@ -271,15 +271,9 @@ class TestNames:
     def test_lacking_data(self, tmp_path: Path, loaded: LoadedModel) -> None:
         text = "task: gone\ndataset_path: json\ndataset_kwargs: {data_files: {test: /none.jsonl}}\ntest_split: test\n"
         (tmp_path / "gone.yaml").write_text(text + "doc_to_text: a\ndoc_to_target: b\n", encoding="utf-8")
+        session, names = Session(loaded, parse_backends(["sdpa"])), find_tasks(["gone"], [tmp_path])
         with pytest.raises(UserError, match="--tasks: cannot load 'gone': "):
-            evaluate_tasks(
-                loaded,
-                describe_model(loaded),
-                find_tasks(["gone"], [tmp_path]),
-                parse_backends(["sdpa"]),
-                TaskOptions(),
-                store=RecordStore(None),
-            )
+            measure_tasks(session, names, TasksPart(names=["gone"]))
 
 
 class TestCommand:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from dma_eval.timing import DeviceFacts, Timing, extra_memory, look_at, time_in_turns
+from dma_eval.bench.timing import DeviceFacts, Timing, extra_memory, look_at, time_in_turns
 
 CPU = torch.device("cpu")
 

@@ -2,86 +2,55 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.markup import escape
 
-from dma_eval import console, options
+from dma_eval import console
+from dma_eval.commands import options
+from dma_eval.files import prepare_file
 
-EPILOG = """
-[bold]Examples[/]
-
+EXAMPLES = """
 dma-hf card run --base-model HuggingFaceTB/SmolLM2-135M --license apache-2.0 --out README.md
-
 dma-hf card run --base-model HuggingFaceTB/SmolLM2-135M --push me/SmolLM2-135M-dma
 """
 
 
-def card(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run, or its results.json.", show_default=False)
-    ],
-    backend: Annotated[
-        str | None,
-        typer.Option(help="The backend that the card is for.", show_default="the first dma_mxfp backend"),
-    ] = None,
-    base_model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OWNER/NAME", help="The model on the Hub.", show_default="the name that it was measured by"
-        ),
-    ] = None,
-    license_name: Annotated[
-        str | None,
-        typer.Option("--license", help="The licence, as the Hub spells it.", show_default="not stated"),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="File for the card.",
-            show_default="shown, not written",
-            rich_help_panel=options.OUTPUT_PANEL,
-        ),
-    ] = None,
-    push: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OWNER/NAME",
-            help="Upload the card and the results to this repository; shows what it will do, and asks.",
-            show_default="not uploaded",
-            rich_help_panel=options.OUTPUT_PANEL,
-        ),
-    ] = None,
-    yes: Annotated[
-        bool,
-        typer.Option("--yes", help="Upload without asking.", show_default="off", rich_help_panel=options.OUTPUT_PANEL),
-    ] = False,
-    debug: options.Debug = False,
-) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
+    options.add(parser, "run", metavar="RUN", type=Path, help="Folder of a run, or its results.json.")
+    options.add(parser, "--backend", help="The backend that the card is for.", shown="the first dma_mxfp backend")
+    shown = "the name that it was measured by"
+    options.add(parser, "--base-model", metavar="OWNER/NAME", help="The model on the Hub.", shown=shown)
+    help = "The licence, as the Hub spells it."
+    options.add(parser, "--license", dest="license_name", help=help, shown="not stated")
+    group = options.add_out(parser, "File for the card; it is shown if this is left out.")
+    help = "Upload the card and the results to this repository; shows what it will do, and asks."
+    options.add(group, "--push", metavar="OWNER/NAME", help=help, shown="not uploaded")
+    options.add(group, "--yes", action="store_true", help="Upload without asking.")
+
+
+def run(args: argparse.Namespace) -> int:
     """Make a Hub model card from a run: metadata, results as a model index, use, settings, limits."""
-    with console.user_errors(debug):
-        from dma_eval.commands.ppl import prepare_output
+    prepare_file(args.out, "--out")
+    with console.starting():
+        from dma_eval.card import make_card, prepare_upload
+        from dma_eval.run_folder import RESULTS, read_run
 
-        prepare_output(out)
-        with console.starting():
-            from dma_eval.card import make_card, prepare_upload
-            from dma_eval.run_folder import RESULTS, read_run
-
-        made = make_card(read_run(run), backend=backend, base_model=base_model, license_name=license_name)
-        if out is not None:
-            out.write_text(str(made), encoding="utf-8")
-            console.print_line(f"Wrote {escape(str(out))}")
-        if push is None:
-            if out is None:
-                console.print_plain(str(made))
-            return
-        upload = prepare_upload(made, run / RESULTS if run.is_dir() else run, push)
-        for line in upload.plan():
-            console.print_line(escape(line))
-        if not yes:
-            typer.confirm("Go on?", abort=True)
-        console.print_line(f"Uploaded: {escape(upload.run())}")
+    chosen = {name: getattr(args, name) for name in ("backend", "base_model", "license_name")}
+    card = make_card(read_run(args.run), **chosen)
+    if args.out is not None:
+        args.out.write_text(str(card), encoding="utf-8")
+        console.print_line(f"Wrote {escape(str(args.out))}")
+    if args.push is None:
+        if args.out is None:
+            console.print_plain(str(card))
+        return 0
+    upload = prepare_upload(card, args.run / RESULTS if args.run.is_dir() else args.run, args.push)
+    for line in upload.plan():
+        console.print_line(escape(line))
+    if not args.yes and not console.confirm("Go on?"):
+        return console.INTERRUPTED
+    console.print_line(f"Uploaded: {escape(upload.run())}")
+    return 0

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import asdict
 
 from rich.table import Table
 
 from dma_eval import console
 
+EXAMPLES = "dma-hf env"
 
-def env() -> None:
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """There are none."""
+
+
+def run(args: argparse.Namespace) -> int:
     """Show the versions and devices that results depend on; put this into a bug report."""
-    from dma_eval.environment import collect
-
     with console.working("Looking at PyTorch and the devices"):
+        from dma_eval.environment import collect
+
         facts = asdict(collect())
     rows = {"python": facts.pop("python"), **facts.pop("packages"), **facts}
     table = Table.grid(padding=(0, 2))
@@ -21,3 +28,4 @@ def env() -> None:
         shown = ", ".join(value) if isinstance(value, list) else value
         table.add_row(name, "none" if shown in (None, "") else str(shown))
     console.out.print(table, highlight=False)
+    return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,11 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, QuantizedCache
 
 import dma_hf
+from dma_eval.backends import DMA, parse_backends, refuse_cache, refuse_repeats
+from dma_eval.errors import UserError, one_line
 from dma_hf import DMAConfig
 
-from .backends import DMA, parse_backends, refuse_cache, refuse_repeats
-from .decode_results import DecodeResult, DecodeShape
-from .errors import UserError, one_line
+from .results import DecodeResult, DecodeShape
 from .timing import FAILURES, Run, captured, time_in_turns
 
 PREALLOCATED: dict[str, SDPBackend | None] = {"sdpa": None, "sdpa:flash": SDPBackend.FLASH_ATTENTION}
@@ -140,36 +140,7 @@ def parse_implementations(names: Sequence[str]) -> list[DecodeImplementation]:
     return found
 
 
-def measure(
-    shapes: Iterable[DecodeShape],
-    implementations: Sequence[DecodeImplementation],
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    seconds: float,
-    on_shape: Callable[[DecodeShape], None] = lambda shape: None,
-    on_results: Callable[[list[DecodeResult]], None] = lambda results: None,
-) -> list[DecodeResult]:
-    """Time all implementations on all shapes.
-
-    Args:
-        shapes: What to measure.
-        implementations: The first is what the others' ``speedup`` refers to.
-        device: Where to measure.
-        dtype: Of queries and of 16-bit caches.
-        seconds: About how long the rounds of one shape take, without compiling.
-        on_shape: Called before each shape.
-        on_results: Called after each shape, with all results so far.
-    """
-    results: list[DecodeResult] = []
-    for shape in shapes:
-        on_shape(shape)
-        results += _measure_shape(shape, implementations, device, dtype, seconds=seconds)
-        on_results(results)
-    return results
-
-
-def _measure_shape(
+def measure_shape(
     shape: DecodeShape,
     implementations: Sequence[DecodeImplementation],
     device: torch.device,
@@ -177,6 +148,15 @@ def _measure_shape(
     *,
     seconds: float,
 ) -> list[DecodeResult]:
+    """Time a step of all implementations on one shape.
+
+    Args:
+        shape: What to measure.
+        implementations: The first is what the others' ``speedup`` refers to.
+        device: Where to measure.
+        dtype: Of queries and of 16-bit caches.
+        seconds: About how long the rounds take, without compiling.
+    """
     results: dict[str, DecodeResult] = {}
     runs: dict[str, Run] = {}
     for implementation in implementations:

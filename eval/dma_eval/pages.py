@@ -1,21 +1,37 @@
-"""Sections on tasks, fidelity and retrieval as tables and notes, the same for the screen and for Markdown."""
+"""Sections of results as tables and notes, the same for the screen and for Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
+from dma_kernels.numerics.formats import TILE
 
-from .report import HEADERS as TOKEN_HEADERS
-from .report import MISSING, cache_lines, format_kl, table_row
-from .report import warnings as token_warnings
-from .results import FidelitySection
-from .sections import MetricResult, MetricValue, RetrievalSection, TaskSection
+from .backends import CACHE_SUFFIX
+from .results import (
+    BackendResult,
+    FidelitySection,
+    MetricResult,
+    MetricValue,
+    PerplexitySection,
+    Report,
+    RetrievalSection,
+    TaskBackend,
+    TaskSection,
+)
 from .task_summary import accuracy
 
+MEMORY_KINDS = {
+    "cuda_allocated": "GPU memory allocated by PyTorch, summed over GPUs",
+    "process_rss": "resident memory of the process, sampled every 5 ms",
+}
+HEADERS = ("backend", "perplexity", "change", "KL / token", "top-1", "tokens/s", "peak memory")
+MISSING = "–"
 WORST_HEADS = 5
+IMPLAUSIBLE = 2.0
+"""A perplexity below which a text is not prose that a model reads for the first time: a table of contents gave 1.83."""
 TASKS_TITLE = "Tasks"
 FIDELITY_TITLE = "Fidelity to SDPA in fp32"
 RETRIEVAL_TITLES = {"needle": "Retrieval: a sentence in prose", "kv": "Retrieval: one pair of many"}
@@ -47,17 +63,41 @@ class Page:
     warnings: list[str] = field(default_factory=list)
 
 
+def perplexity_title(section: PerplexitySection) -> str:
+    """The title of a section on perplexity."""
+    return f"Perplexity at context {section.context:,}"
+
+
+def perplexity_page(section: PerplexitySection) -> Page:
+    """A section on perplexity: one row per backend."""
+    data, stride = section.data, section.stride
+    origin = ", ".join(
+        [f"`{data.name}`", *(f"{key} `{value}`" for key in ("config", "split") if (value := getattr(data, key)))]
+    )
+    manner = ["non-overlapping" if stride == section.context else f"stride {stride:,}"]
+    manner += [f"{section.skip_windows:,} at the begin left out"] if section.skip_windows else []
+    manner += ["spread over the text"] if section.spread else []
+    notes = [
+        f"Text: {origin}, {data.tokens:,} tokens.",
+        f"{section.windows} window{'' if section.windows == 1 else 's'} of {section.context:,} tokens "
+        f"({', '.join(manner)}), {section.tokens_scored:,} tokens "
+        f"predicted by every backend; batch size {section.batch_size}.",
+        f"Change, KL and top-1 are against `{section.backends[0].label}`, token by token; "
+        "± is one standard error of the change over tokens.",
+        f"Peak memory: {MEMORY_KINDS[section.memory_kind]}.",
+        *cache_lines(result.label for result in section.backends),
+    ]
+    rows = [table_row(result) for result in section.backends]
+    return Page(perplexity_title(section), [Table(HEADERS, rows)], notes, warnings(section))
+
+
 def task_page(section: TaskSection) -> Page:
     """A section on tasks: a summary by backend, and every metric of every task."""
     warnings = [
         f"{backend.label} failed in {name}: {failure}"
         for backend in section.backends
         for name, failure in backend.failures.items()
-    ] + [
-        f"{backend.label} fell back to other attention {count} times: {reason}"
-        for backend in section.backends
-        for reason, count in backend.fallbacks.items()
-    ]
+    ] + _fallback_lines(section.backends)
     tables = [_task_summary(section), _task_metrics(section)]
     if section.groups:
         labels = [backend.label for backend in section.backends]
@@ -88,10 +128,11 @@ def fidelity_page(section: FidelitySection) -> Page:
     rows = [
         [*table_row(result)[:5], format_kl(result.kl_p99), format_kl(result.kl_max)] for result in (reference, *others)
     ]
-    tables = [Table((*TOKEN_HEADERS[:5], "KL p99", "KL max"), rows)]
+    tables = [Table((*HEADERS[:5], "KL p99", "KL max"), rows)]
     edges = section.bucket_edges
     headers = ("position", *(f"{low:,}–{high - 1:,}" for low, high in pairwise(edges)))
-    rows = [[label, *(_percent(value) for value in changes)] for label, changes in section.bucket_change.items()]
+    nothing = [None] * (len(edges) - 1)  # of a failed backend
+    rows = [[label, *map(_percent, changes or nothing)] for label, changes in section.bucket_change.items()]
     tables.append(Table(headers, rows, "Change of perplexity by position in the window"))
     if section.heads:
         rows = []
@@ -137,7 +178,7 @@ def fidelity_page(section: FidelitySection) -> Page:
             f"Heads: over {section.head_windows} window{'' if section.head_windows == 1 else 's'}; every layer's "
             "query, key and value are those of the fp32 pass, so that an error is its own and not an echo."
         )
-    return Page(FIDELITY_TITLE, tables, notes, token_warnings(tokens))
+    return Page(FIDELITY_TITLE, tables, notes, warnings(tokens))
 
 
 def retrieval_page(section: RetrievalSection) -> Page:
@@ -162,6 +203,69 @@ def retrieval_page(section: RetrievalSection) -> Page:
         "mean over depths.",
     ]
     return Page(RETRIEVAL_TITLES[section.kind], [Table(headers, rows)], notes, warnings)
+
+
+def warnings(section: PerplexitySection) -> list[str]:
+    """What a reader must not miss: failed backends, other attention, windows that are missing, an odd text."""
+    lines = [f"{result.label} failed: {result.failure}" for result in section.backends if result.failure is not None]
+    lines += _fallback_lines(section.backends)
+    if section.windows_left:
+        total = section.windows + section.windows_left
+        lines.append(f"interrupted: the figures are those of {section.windows:,} of {total:,} windows")
+    perplexity = section.backends[0].perplexity
+    if perplexity is not None and perplexity < IMPLAUSIBLE:
+        lines.append(
+            f"a perplexity of {perplexity:.2f} is implausibly low for prose: the text repeats itself, as a table of "
+            "contents does, or the model was trained on it; --skip-windows and --spread take other windows"
+        )
+    return lines
+
+
+def _fallback_lines(backends: Sequence[BackendResult | TaskBackend]) -> list[str]:
+    return [
+        f"{backend.label} fell back to other attention {count} times: {reason}"
+        for backend in backends
+        for reason, count in backend.fallbacks.items()
+    ]
+
+
+def table_row(result: BackendResult) -> list[str]:
+    """One row of the comparison, under ``HEADERS``."""
+    if result.failure is not None:
+        return [result.label, "failed", *[MISSING] * (len(HEADERS) - 2)]
+    return [
+        result.label,
+        MISSING if result.perplexity is None else f"{result.perplexity:,.3f}",
+        MISSING if result.change_percent is None else f"{result.change_percent:+.2f} % ± {result.change_stderr:.2f}",
+        format_kl(result.kl_mean),
+        MISSING if result.top1_agreement is None else f"{100 * result.top1_agreement:.2f} %",
+        MISSING if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}",
+        format_bytes(result.peak_memory_bytes),
+    ]
+
+
+def format_kl(value: float | None) -> str:
+    """A divergence with five decimals, or two digits where it is smaller than those show."""
+    if value is None:
+        return MISSING
+    return f"{value:.5f}" if value == 0 or abs(value) >= 1e-4 else f"{value:.1e}"
+
+
+def format_bytes(value: int | None) -> str:
+    """Bytes in MiB or GiB."""
+    if value is None:
+        return MISSING
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+
+
+def cache_lines(labels: Iterable[str]) -> list[str]:
+    """What a reader must know of backends that read through a cache, if there are some."""
+    if not any(label.endswith(CACHE_SUFFIX) for label in labels):
+        return []
+    return [
+        f"`{CACHE_SUFFIX}`: everything is read through a packed `DMACache`, {TILE} tokens at a time, so that what is "
+        "scored is what the cache stores. Times and memory are those of such small steps."
+    ]
 
 
 def _task_summary(section: TaskSection) -> Table:
@@ -255,12 +359,11 @@ def _percent(value: float | None) -> str:
     return MISSING if value is None else f"{value:+.2f} %"
 
 
-def all_pages(
-    tasks: Sequence[TaskSection], fidelity: Sequence[FidelitySection], retrieval: Sequence[RetrievalSection]
-) -> list[Page]:
-    """The pages of all these sections."""
+def all_pages(report: Report) -> list[Page]:
+    """The pages of all sections."""
     return [
-        *(task_page(section) for section in tasks),
-        *(fidelity_page(section) for section in fidelity),
-        *(retrieval_page(section) for section in retrieval),
+        *(perplexity_page(section) for section in report.perplexity),
+        *(task_page(section) for section in report.tasks),
+        *(fidelity_page(section) for section in report.fidelity),
+        *(retrieval_page(section) for section in report.retrieval),
     ]

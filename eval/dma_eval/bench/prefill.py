@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import dma_hf
+from dma_eval.backends import DMA, parse_backends, refuse_cache, refuse_repeats
+from dma_eval.errors import UserError, one_line
 from dma_hf import DMAConfig
 
-from .backends import DMA, parse_backends, refuse_cache, refuse_repeats
-from .errors import UserError, one_line
-from .speed_results import PrefillResult, Shape
+from .results import PrefillResult, PrefillShape
 from .timing import FAILURES, DeviceFacts, Run, capture, captured, extra_memory, time_in_turns
 
 SDPA_BACKENDS: dict[str, SDPBackend | None] = {
@@ -95,47 +95,25 @@ def parse_implementations(names: Sequence[str]) -> list[Implementation]:
     return implementations
 
 
-def measure(
-    shapes: Iterable[Shape],
+def measure_shape(
+    shape: PrefillShape,
     implementations: Sequence[Implementation],
     facts: DeviceFacts,
     device: torch.device,
     dtype: torch.dtype,
     *,
     seconds: float,
-    on_shape: Callable[[Shape], None] = lambda shape: None,
-    on_results: Callable[[list[PrefillResult]], None] = lambda results: None,
 ) -> list[PrefillResult]:
-    """Time all implementations on all shapes.
+    """Time all implementations on one shape.
 
     Args:
-        shapes: What to measure.
+        shape: What to measure.
         implementations: The first is what the others' ``speedup`` refers to.
         facts: Of the device.
         device: Where to measure.
         dtype: Of queries, keys and values.
-        seconds: About how long the rounds of one shape take, without compiling.
-        on_shape: Called before each shape.
-        on_results: Called after each shape, with all results so far.
+        seconds: About how long the rounds take, without compiling.
     """
-    results: list[PrefillResult] = []
-    for shape in shapes:
-        on_shape(shape)
-        results += measure_shape(shape, implementations, facts, device, dtype, seconds=seconds)
-        on_results(results)
-    return results
-
-
-def measure_shape(
-    shape: Shape,
-    implementations: Sequence[Implementation],
-    facts: DeviceFacts,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    seconds: float,
-) -> list[PrefillResult]:
-    """Time all implementations on one shape; see :func:`measure`."""
     query, key, value = (
         torch.randn(shape.batch, heads, shape.length, shape.head_dim, device=device, dtype=dtype)
         for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig,
 from transformers.generation.streamers import BaseStreamer
 
 import dma_hf
+from dma_eval.backends import DMA, Backend, activate, parse_backends, refuse_repeats
+from dma_eval.errors import UserError, one_line
 
-from .backends import DMA, Backend, activate, parse_backends, refuse_repeats
-from .errors import UserError, one_line
-from .generate_results import GenerateResult, LongestContext
+from .results import GenerateResult, LongestContext
 from .timing import FAILURES
 
 CACHES = ("dynamic", "static", "dma", "dma-static")

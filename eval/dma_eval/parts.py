@@ -1,34 +1,46 @@
-"""Suites: what to measure, as TOML files. Those in the folder ``suites`` come with the package."""
+"""What can be measured, with the options of each part; and suites of parts, as TOML files.
+
+The command line takes an option for each field of a part, with the same default; the tables of a suite have the fields
+as keys. Suites in the folder ``suites`` come with the package.
+"""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from .errors import UserError
-from .results import parse
+from .files import parse
 
 FOLDER = "suites"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityPart:
-    """Perplexity at several contexts.
+    """Perplexity, and divergence from the first backend.
 
     Attributes:
-        contexts: Tokens per window; those beyond the model's maximum are skipped.
+        contexts: Tokens per window, one section for each; in a suite, those beyond the model's maximum are skipped. By
+            default 2,048, or the model's maximum if that is less.
         data: The text, as for ``dma-hf ppl``; the command line's by default.
+        stride: Distance of two windows; the context by default. If less, windows overlap, and each scores its new
+            tokens.
         max_windows: Read at most so many windows; all by default.
+        skip_windows: Leave out so many windows at the begin of the text.
+        spread: Spread ``max_windows`` over the whole text instead of taking the first ones.
         batch_size: Windows per forward pass.
     """
 
-    contexts: list[int]
+    contexts: list[int] = field(default_factory=list)
     data: str | None = None
+    stride: int | None = None
     max_windows: int | None = None
+    skip_windows: int = 0
+    spread: bool = False
     batch_size: int = 1
 
 
@@ -38,16 +50,18 @@ class FidelityPart:
 
     Attributes:
         data: The text; the command line's by default.
-        context: Tokens per window; 2,048 by default.
+        context: Tokens per window; 2,048 by default, or the model's maximum if that is less.
         max_windows: Read at most so many windows; all by default.
-        head_windows: Windows for the errors by head.
-        prompts: Greedy continuations.
+        batch_size: Windows per forward pass.
+        head_windows: Windows for the errors by head; 0 leaves them out.
+        prompts: Greedy continuations, each of the first half of a window; 0 leaves them out.
         new_tokens: Tokens of each.
     """
 
     data: str | None = None
     context: int | None = None
     max_windows: int | None = None
+    batch_size: int = 1
     head_windows: int = 2
     prompts: int = 4
     new_tokens: int = 64
@@ -58,14 +72,18 @@ class TasksPart:
     """lm-eval tasks.
 
     Attributes:
-        names: Tasks and groups.
+        names: Tasks, groups or tags of lm-eval, or YAML files; several may stand in one string, with commas.
         limit: Samples per task; all by default.
         num_fewshot: Examples in each prompt; what each task says by default.
+        batch_size: Sequences per forward pass.
+        chat_template: Whether prompts go through the model's chat template.
     """
 
     names: list[str]
     limit: int | None = None
     num_fewshot: int | None = None
+    batch_size: int = 8
+    chat_template: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +91,24 @@ class RetrievalPart:
     """Retrieval from long prompts.
 
     Attributes:
-        kinds: ``needle``, ``kv`` or both.
+        kinds: ``needle`` (a sentence in prose), ``kv`` (one pair among pairs of keys and values) or both.
         data: The prose for needles; the command line's text by default.
-        lengths: Tokens per prompt; those beyond the model's maximum are skipped.
-        depths: Places of the answer.
+        lengths: Tokens per prompt, the answer counted; in a suite, those beyond the model's maximum are skipped. By
+            default 1,024 and its doubles up to the model's maximum, four at most.
+        depths: Places of the answer, from 0 (the prompt's begin) to 1 (its end).
         samples: Questions for each length and depth.
     """
 
-    kinds: list[str]
+    kinds: list[str] = field(default_factory=lambda: ["kv"])
     data: str | None = None
     lengths: list[int] = field(default_factory=list)
     depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
     samples: int = 5
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether there are needles to be hidden in prose."""
+        return "needle" in self.kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +125,7 @@ class Suite:
     """
 
     name: str
-    description: str
+    description: str = ""
     perplexity: PerplexityPart | None = None
     fidelity: FidelityPart | None = None
     tasks: TasksPart | None = None
@@ -110,10 +134,10 @@ class Suite:
     @property
     def needs_text(self) -> bool:
         """Whether a part has no text of its own."""
-        parts = [self.perplexity, self.fidelity]
-        if self.retrieval is not None and "needle" in self.retrieval.kinds:
-            parts.append(self.retrieval)  # type: ignore[arg-type]
-        return any(part is not None and part.data is None for part in parts)
+        with_text = [self.perplexity, self.fidelity]
+        if self.retrieval is not None and self.retrieval.needs_text:
+            with_text.append(self.retrieval)  # type: ignore[arg-type]
+        return any(part is not None and part.data is None for part in with_text)
 
 
 PARTS: Mapping[str, type[Any]] = {
@@ -157,35 +181,14 @@ def parse_suite(name: str, values: Mapping[str, Any]) -> Suite:
     Raises:
         ValueError: A key is unknown or missing, a value is of another type, or there is nothing to measure.
     """
-    _check_keys("", values, ["description", *PARTS])
-    parts: dict[str, Any] = {}
-    for key, kind in PARTS.items():
-        if key not in values:
-            continue
-        section = values[key]
-        if not isinstance(section, dict):
-            raise ValueError(f"{key} must be a table, got {section!r}")
-        _check_keys(f"[{key}] ", section, [each.name for each in fields(kind)])
-        parts[key] = parse(kind, _defaults(kind, key, section) | section, key)
-    if not parts:
+    tables = {"": (values, ["description", *PARTS])}
+    tables |= {
+        f"[{key}] ": (values[key], [each.name for each in fields(PARTS[key])]) for key in PARTS.keys() & values.keys()
+    }
+    for where, (table, valid) in tables.items():
+        unknown = [key for key in table if key not in valid] if isinstance(table, Mapping) else []
+        if unknown:
+            raise ValueError(f"{where}unknown key {unknown[0]!r}; valid: {', '.join(valid)}")
+    if not PARTS.keys() & values.keys():
         raise ValueError(f"nothing to measure; give one of the tables {', '.join(f'[{part}]' for part in PARTS)}")
-    description = parse(str, values.get("description", ""), "description")
-    return Suite(name=name, description=description, **parts)
-
-
-def _check_keys(where: str, values: Mapping[str, Any], valid: list[str]) -> None:
-    unknown = [key for key in values if key not in valid]
-    if unknown:
-        raise ValueError(f"{where}unknown key {unknown[0]!r}; valid: {', '.join(valid)}")
-
-
-def _defaults(kind: type[Any], key: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    defaults: dict[str, Any] = {}
-    for each in fields(kind):
-        if each.default is not MISSING:
-            defaults[each.name] = each.default
-        elif each.default_factory is not MISSING:
-            defaults[each.name] = each.default_factory()
-        elif each.name not in section:
-            raise ValueError(f"[{key}] lacks the key {each.name!r}")
-    return defaults
+    return parse(Suite, {**values, "name": name})

@@ -1,0 +1,295 @@
+"""The results files of ``dma-hf bench``: their schemas, as dataclasses.
+
+A file is the JSON of a :class:`PrefillReport`, a :class:`DecodeReport` or a :class:`GenerateReport`: objects have the
+fields of the dataclasses below under the same names, and every field is present. ``schema_version`` counts up when a
+field comes, goes or changes its meaning. Numbers that do not exist (of what did not run, or on a CPU) are null.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dma_eval.environment import Environment, collect
+from dma_eval.files import write_json
+
+from .timing import DeviceFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The attention of one layer.
+
+    Attributes:
+        length: Keys.
+        head_dim: Of queries, keys and values.
+        query_heads: Query heads.
+        kv_heads: Key and value heads.
+        batch: Sequences.
+    """
+
+    length: int
+    head_dim: int
+    query_heads: int
+    kv_heads: int
+    batch: int = 1
+
+    @property
+    def family(self) -> str:
+        """What it shares with other lengths, for titles."""
+        return f"head_dim {self.head_dim}, {self.query_heads}/{self.kv_heads} heads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeShape(Shape):
+    """One new token of each sequence against the keys of a cache."""
+
+    def cache_bytes(self, itemsize: int) -> int:
+        """Return the bytes of all keys and values with elements of ``itemsize`` bytes."""
+        return 2 * self.batch * self.kv_heads * self.length * self.head_dim * itemsize
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.length:,} keys, {self.family}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillShape(Shape):
+    """As many queries as keys.
+
+    Attributes:
+        is_causal: Whether a query sees no key behind it.
+    """
+
+    is_causal: bool
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of both matrix products, what a causal mask hides left out."""
+        pairs = self.length * self.length // (2 if self.is_causal else 1)
+        return 4 * self.batch * self.query_heads * pairs * self.head_dim
+
+    @property
+    def family(self) -> str:
+        """All of it but the length."""
+        batch = "" if self.batch == 1 else f", batch {self.batch}"
+        return f"{super().family}, {'causal' if self.is_causal else 'bidirectional'}{batch}"
+
+    def __str__(self) -> str:
+        return f"{self.length:,} tokens, {self.family}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedResult:
+    """What was measured of one of those that are compared.
+
+    Attributes:
+        label: Its name, as asked for.
+        config: Its resolved configuration; null for anything but ``dma_mxfp``.
+        failure: Why it did not run; null if it did. If it did not, the numbers are null.
+    """
+
+    label: str
+    config: dict[str, Any] | None
+    failure: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillResult(SpeedResult):
+    """One implementation on one shape.
+
+    Attributes:
+        shape: The shape.
+        milliseconds: Median time of a call; quantisation is counted.
+        milliseconds_fast: The first quartile.
+        milliseconds_slow: The third quartile.
+        repeats: Timed calls.
+        graph_milliseconds: Median time as a CUDA graph; measured where a call is short.
+        quantize_milliseconds: Median time of quantising keys and values (and what else precedes the attention kernel)
+            alone, already counted above; null for implementations that do not. On a CUDA device as a CUDA graph since
+            version 2, called from Python before.
+        quantize_copy_milliseconds: What moving the bytes that quantisation must read and write would take at the
+            device's copy speed, which is that of a large copy.
+        plain_copy_milliseconds: Median time of a copy that reads and writes as many bytes, beside the quantisation and
+            timed likewise; since version 2.
+        tflops: 10 ** 12 floating-point operations per second, by ``milliseconds``.
+        speedup: Time of the shape's first implementation over this one's.
+        error: Norm of the difference from fp64 over the norm, on sampled query rows.
+        extra_bytes: Most memory allocated during a call, the output left out.
+        input_bytes: Of query, key and value.
+    """
+
+    shape: PrefillShape
+    milliseconds: float | None = None
+    milliseconds_fast: float | None = None
+    milliseconds_slow: float | None = None
+    repeats: int | None = None
+    graph_milliseconds: float | None = None
+    quantize_milliseconds: float | None = None
+    quantize_copy_milliseconds: float | None = None
+    plain_copy_milliseconds: float | None = None
+    tflops: float | None = None
+    speedup: float | None = None
+    error: float | None = None
+    extra_bytes: int | None = None
+    input_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeResult(SpeedResult):
+    """One implementation on one shape.
+
+    Attributes:
+        shape: The shape.
+        milliseconds: Median time of a step called from Python; storing the new key is counted but for ``sdpa`` and
+            ``sdpa:flash``.
+        graph_milliseconds: Median time of the step as a CUDA graph; null where it cannot be one.
+        repeats: Timed calls from Python.
+        cache_bytes: Of the cache of the layer, with its room for more tokens.
+        bytes_ratio: ``cache_bytes`` over the bytes of 16-bit keys and values.
+        bytes_per_second: ``cache_bytes`` over the time as a graph (of a call, where there is none).
+        speedup: Time of the shape's first implementation over this one's, likewise.
+    """
+
+    shape: DecodeShape
+    milliseconds: float | None = None
+    graph_milliseconds: float | None = None
+    repeats: int | None = None
+    cache_bytes: int | None = None
+    bytes_ratio: float | None = None
+    bytes_per_second: float | None = None
+    speedup: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateResult(SpeedResult):
+    """One attention and cache at one length of context.
+
+    Attributes:
+        context: Tokens of the prompt, in each sequence.
+        first_token_seconds: From the call of ``generate`` to the first new token.
+        step_milliseconds: Median time between two tokens.
+        step_milliseconds_fast: The first quartile.
+        step_milliseconds_slow: The third quartile.
+        steps: Timed intervals between tokens.
+        tokens_per_second: New tokens of all sequences, by ``step_milliseconds``.
+        speedup: Step time of the context's first run over this one's.
+        cache_bytes: What the cache holds.
+        peak_bytes: Most memory allocated while generating, weights left out.
+    """
+
+    context: int
+    first_token_seconds: float | None = None
+    step_milliseconds: float | None = None
+    step_milliseconds_fast: float | None = None
+    step_milliseconds_slow: float | None = None
+    steps: int | None = None
+    tokens_per_second: float | None = None
+    speedup: float | None = None
+    cache_bytes: int | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongestContext:
+    """How many tokens fit.
+
+    Attributes:
+        label: ``ATTENTION+CACHE``.
+        tokens: The longest context over which one more token could be computed, all sequences of one length; to a
+            sixteenth, and not beyond the model's positions. The cache is filled without computing the context.
+    """
+
+    label: str
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedReport:
+    """What the report of every benchmark begins with.
+
+    Attributes:
+        schema_version: Version of this schema.
+        created: Date and time in UTC, ISO 8601.
+        command: The command line.
+        seed: Seed of PyTorch's random numbers.
+        dtype: Data type of what is not quantised.
+        environment: Versions and devices.
+        device: The device.
+    """
+
+    schema_version: int
+    created: str
+    command: str
+    seed: int
+    dtype: str
+    environment: Environment
+    device: DeviceFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillReport(SpeedReport):
+    """Everything that one run measured.
+
+    Attributes:
+        results: By shape, then in the order asked for.
+    """
+
+    schema_version: int = 2
+    results: list[PrefillResult]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeReport(SpeedReport):
+    """Everything that one run measured.
+
+    Attributes:
+        results: By shape, then in the order asked for.
+    """
+
+    schema_version: int = 1
+    results: list[DecodeResult]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateReport(SpeedReport):
+    """Everything that one run measured.
+
+    Attributes:
+        model: The shape's name, or that of a real model.
+        parameters: How many the model has.
+        weight_bytes: What its weights take.
+        batch: Sequences.
+        new_tokens: Generated in each sequence.
+        results: By context, then in the order asked for.
+        longest: If it was asked for.
+    """
+
+    schema_version: int = 1
+    model: str
+    parameters: int
+    weight_bytes: int
+    batch: int
+    new_tokens: int
+    results: list[GenerateResult]
+    longest: list[LongestContext]
+
+
+def report_writer(kind: type[SpeedReport], path: Path | None, **fields: Any) -> Callable[..., None]:
+    """Return what writes a report as far as it has come, so that an interruption keeps what there is.
+
+    Args:
+        kind: Of the report.
+        path: Where it goes; ``None`` to write nothing.
+        fields: Of the report, those that stay. The date and the environment are added; the others are what each writing
+            is given.
+    """
+    created, environment = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), collect()
+
+    def write(**others: Any) -> None:
+        if path is not None:
+            write_json(kind(created=created, environment=environment, **fields, **others), path, indent=1)
+
+    return write

@@ -1,0 +1,153 @@
+"""Files of results: JSON that is checked when it is read and appears whole, and the finished pieces of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from .errors import UserError
+
+Kind = TypeVar("Kind")
+
+
+def parse(kind: type[Kind], content: bytes | Mapping[str, Any]) -> Kind:
+    """JSON, or what was read from it, as a dataclass: strictly, with no field that it does not have.
+
+    Raises:
+        ValueError: It is not as the type says; the message names the first field that is not.
+    """
+    text = content if isinstance(content, bytes) else json.dumps(content, default=str)
+    try:
+        return TypeAdapter(kind).validate_json(text, strict=True, extra="forbid")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+        got = "" if first["type"] in ("missing", "json_invalid") else f", got {first['input']!r:.60}"
+        raise ValueError(f"{place}{': ' if place else ''}{first['msg']}{got}") from None
+
+
+def write_json(value: Any, path: Path, indent: int | None = 2, *, kind: Any = None) -> None:
+    """Write a dataclass, of a ``kind`` if it is generic, as JSON (RFC 8259: a NaN is an error).
+
+    The file appears whole or not at all.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    values = TypeAdapter(kind or type(value)).dump_python(value, mode="json")
+    text = json.dumps(values, indent=indent, ensure_ascii=False, allow_nan=False)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write to {path}: {error.strerror}") from error
+
+
+def make_folder(folder: Path, option: str = "--out") -> None:
+    """Make the folder that a run writes to, before the run.
+
+    Raises:
+        UserError: It cannot be made; the message names what stands in the way.
+    """
+    file = next((each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()), None)
+    if file is not None:
+        raise UserError(f"{option}: cannot make the folder {folder}: {'it' if file == folder else file} is a file")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option}: cannot make the folder {folder}: {error.strerror}") from error
+
+
+def prepare_file(path: Path | None, option: str) -> None:
+    """Make sure before a long run that its results can be written; folders are made as needed.
+
+    Raises:
+        UserError: ``path`` is a folder, or cannot be written.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{option}: cannot write to {path}: it is a folder; name a file in it")
+    make_folder(path.parent, option)
+    existed = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise UserError(f"{option}: cannot write to {path}: {error.strerror}") from error
+    if not existed:
+        path.unlink(missing_ok=True)  # another process of the run may have done so
+
+
+def slug(name: str) -> str:
+    """``name`` as a file name: readable, and another one for every name."""
+    readable = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.")
+    if readable == name:
+        return name
+    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece(Generic[Kind]):
+    """A finished piece of a run.
+
+    Attributes:
+        identity: Everything that it depends on, as JSON values.
+        content: What was measured.
+        seconds: How long that took.
+    """
+
+    identity: dict[str, Any]
+    content: Kind
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Store:
+    """The finished pieces of a run, one file each, so that an interrupted run goes on where it stopped.
+
+    Attributes:
+        folder: The run's folder; without one nothing is kept, and nothing found.
+    """
+
+    folder: Path | None = None
+
+    def load(self, kind: type[Kind], identity: Mapping[str, Any], *names: str) -> Piece[Kind] | None:
+        """Return the piece of these names, if there is one that depends on the very same."""
+        path = self._path(names)
+        if path is None or not path.is_file():
+            return None
+        try:
+            piece = parse(Piece[kind], path.read_bytes())  # type: ignore[valid-type]
+        except ValueError:  # cut off, or written by another version: measured again
+            return None
+        return piece if piece.identity == json.loads(json.dumps(identity)) else None
+
+    def save(self, piece: Piece[Any], *names: str) -> None:
+        """Keep a piece under these names.
+
+        Raises:
+            UserError: The folder cannot be written.
+        """
+        path = self._path(names)
+        if path is not None:
+            write_json(piece, path, indent=None, kind=Piece[type(piece.content)])  # type: ignore[misc]
+
+    def drop(self, *names: str) -> None:
+        """Remove all pieces below these names."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder.joinpath(*map(slug, names)), ignore_errors=True)
+
+    def _path(self, names: tuple[str, ...]) -> Path | None:
+        *folders, last = map(slug, names)
+        return None if self.folder is None else self.folder.joinpath(*folders, f"{last}.json")
