@@ -118,7 +118,6 @@ PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
         "paper": DMAConfig(
             low="mxfp4",
             high="mxfp8",
-            sink_tiles=0,
             scale_rounding="floor",
             shared_scale="block",
             smooth_k=False,

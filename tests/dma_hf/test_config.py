@@ -26,7 +26,7 @@ def test_presets_are_those_of_the_design():
     assert (paper.low, paper.high, paper.scale_rounding) == ("mxfp4", "mxfp8", "floor")
     assert (paper.diagonal_tiles, paper.sink_tiles, paper.smooth_k, paper.rotate, paper.pv) == (
         1,
-        0,
+        1,
         False,
         False,
         "bf16",

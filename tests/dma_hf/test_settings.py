@@ -40,7 +40,7 @@ def test_configure_writes_the_section(llama):
 def test_configure_starts_from_what_is_there(llama):
     assert dma_hf.configure(llama) == DMAConfig()
     dma_hf.configure(llama, "paper")
-    assert dma_hf.configure(llama, sink_tiles=1) == PRESETS["paper"].with_changes(sink_tiles=1)
+    assert dma_hf.configure(llama, sink_tiles=2) == PRESETS["paper"].with_changes(sink_tiles=2)
 
 
 def test_the_section_decides(llama, token_ids):
