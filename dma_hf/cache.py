@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -199,24 +198,36 @@ def _load_layer(layer: DMALayer, state: dict[str, Any], device: torch.device | s
 def make_default(model: PreTrainedModel, wanted: bool) -> None:
     """Make ``DMACache`` the cache of a model's ``generate``, or take that back.
 
-    The model gets a ``generate`` of its own, which calls that of its class with ``past_key_values`` filled in.
-    Nothing of Transformers is changed, nor other models.
+    The model gets a ``generate`` of its own. Nothing of Transformers is changed, nor other models.
     """
     if wanted:
-        model.generate = types.MethodType(_generate, model)
+        model.generate = CachedGenerate(model)
     else:
         vars(model).pop("generate", None)
 
 
-def _generate(model: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
-    """Generate as the model's class does, with a ``DMACache`` unless the call says what to do about a cache."""
-    if options.get("past_key_values") is None and _leaves_cache_open(model, arguments, options):
-        cache = DMACache(model.config)
-        if any(isinstance(layer, DMALayer) for layer in cache.layers):  # Mamba calls its cache by another name
-            if model.config.is_encoder_decoder:
-                cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
-            options["past_key_values"] = cache
-    return type(model).generate(model, *arguments, **options)
+class CachedGenerate:
+    """The ``generate`` of one model: that of its class, with a ``DMACache`` unless a call asks for another cache.
+
+    An object, and no bound function, so that it is copied and pickled with the model.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Generate; arguments and result are those of the class's own ``generate``."""
+        model = self.model
+        if options.get("past_key_values") is None and _leaves_cache_open(model, arguments, options):
+            cache = DMACache(model.config)
+            if any(isinstance(layer, DMALayer) for layer in cache.layers):  # Mamba calls its cache by another name
+                if model.config.is_encoder_decoder:
+                    cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
+                options["past_key_values"] = cache
+        return type(model).generate(model, *arguments, **options)
 
 
 def _leaves_cache_open(model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:

@@ -33,12 +33,14 @@ class Owner:
         config: The decoder's configuration.
         recipe: The precisions of the cache.
         name: The attention implementation that reads the packed form.
+        plain: The last range of visible keys that was looked at, and whether it was all that a row has.
     """
 
     def __init__(self, config: PreTrainedConfig, recipe: Recipe, name: str) -> None:
         self.config = config
         self.recipe = recipe
         self.name = name
+        self.plain: tuple[Tensor, bool] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
         """Return itself."""

@@ -160,16 +160,31 @@ class Step:
     def _is_plain(self, visible: Tensor) -> bool:
         """Return whether a range of visible keys, integer ``[B, 2]``, is all of the row's keys.
 
-        Not checked in a step of decoding on a device, which it would wait for: a row's padding does not change.
+        That waits for the device, so all layers of a step share one answer: the mask of the step was made a moment
+        before the first of them, and waited too. A static cache does not wait in a step of decoding: the device raises.
         """
-        new = self.new
+        new, layer = self.new, self.layer
+        is_static = isinstance(layer.tokens, Tensor)
+        known = None if is_static else layer.owner.plain
+        if known is not None and known[0] is visible:
+            return known[1]
         length = new.key.shape[2]
-        if torch.compiler.is_compiling() or (visible.is_cuda and length <= DECODED_AT_ONCE):
-            return True
-        start = self.layer.position_of(new)
-        end = self.layer.tokens + (0 if new.is_stored else length) - new.kv_offset
+        start = layer.position_of(new)
+        end = layer.tokens + (0 if new.is_stored else length) - new.kv_offset
         is_whole = (visible[:, 0] == (-start).clamp(min=0)) & (visible[:, 1] == end)
-        return bool((is_whole | (start + end <= 0)).all())
+        is_whole = (is_whole | (start + end <= 0)).all()
+        if torch.compiler.is_compiling() or (is_static and visible.is_cuda and length <= DECODED_AT_ONCE):
+            torch._assert_async(is_whole, _CHANGED)
+            return True
+        is_plain = bool(is_whole)
+        layer.owner.plain = visible, is_plain
+        return is_plain
+
+
+_CHANGED = (
+    "the attention mask hides keys that it showed before, or shows padding that it hid, which a static cache cannot "
+    "follow in a step of decoding; use DMACache(config) without max_cache_len, or keep the mask"
+)
 
 
 def _other_recipe(asked: Recipe, held: Recipe, differing: list[str]) -> str:

@@ -82,7 +82,7 @@ class MaskGeometry:
             window=self.window,
             q_offset=_to(self.q_offset, device),
             kv_offset=_to(self.kv_offset, device),
-            kv_range=None if self.kv_range is None else self.kv_range.to(device).expand(batch, 2),
+            kv_range=None if self.kv_range is None else _for_batch(self.kv_range.to(device), batch),
             is_unpadded=self.is_unpadded,
             pattern=None if self.pattern is None else self.pattern.to(device),
             two_sequences=two_sequences,
@@ -203,6 +203,11 @@ def has_no_values(tensor: Tensor) -> bool:
 def _column(offset: int | Tensor) -> int | Tensor:
     """Return an offset so that it adds to a row of positions: ``[B]`` becomes ``[B, 1]``."""
     return offset[:, None] if isinstance(offset, Tensor) and offset.ndim else offset
+
+
+def _for_batch(ranges: Tensor, batch: int) -> Tensor:
+    """Return ranges of keys for ``batch`` rows; the very same ones if they are, by which layers know a step."""
+    return ranges if ranges.shape[0] == batch else ranges.expand(batch, 2)
 
 
 def _to(offset: int | Tensor, device: torch.device) -> int | Tensor:

@@ -110,9 +110,10 @@ def configure(
         ValueError: There is no such preset; a key or a value is wrong; or no part of the model runs ``dma_mxfp``,
             because another implementation is set or because the model class computes its attention itself.
     """
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    is_module = isinstance(model, nn.Module)
+    models = [each for each in model.modules() if isinstance(each, PreTrainedModel)] if is_module else []
     if not models:
-        raise TypeError(f"expected a Transformers model, got {type(model).__name__}, which holds no PreTrainedModel")
+        raise TypeError(_not_a_model(model))
     config = (_section_of(models[0].config) if setting is None else resolve(setting)).with_changes(**changes)
     if all(built_in_attention(type(module.config).__module__) for module in models):
         refuse_model(models[0].config)
@@ -132,6 +133,17 @@ def configure(
 
         make_default(models[0], cache)
     return config
+
+
+def _not_a_model(given: Any) -> str:
+    """Say why something cannot be configured, and what can."""
+    if isinstance(getattr(given, "model", None), nn.Module):
+        hint = "; pass its model: configure(pipeline.model, ...)"
+    elif isinstance(given, nn.Module):
+        hint = ", which holds no PreTrainedModel"
+    else:
+        hint = "; load a model with attn_implementation='dma_mxfp', and pass that"
+    return f"expected a Transformers model, got {type(given).__name__}{hint}"
 
 
 def _section_of(config: PreTrainedConfig) -> DMAConfig:

@@ -7,12 +7,15 @@ first tile: before, the mean that ``smooth_k`` subtracts is another one, which q
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 import dma_hf
 from dma_hf import DMACache
+from dma_hf.cache_layers import DMALayer
 
 LENGTH = 300
 STEPS = [(0, 170), (170, 250), *((i, i + 1) for i in range(250, 259)), (259, 275), (275, LENGTH)]
@@ -185,3 +188,36 @@ def test_batch_operations(name, families, token_ids, assert_same):
     decoded = _decode(model, ids[rows], cache, [(258, 259), (259, 290)], mask[rows])
     expected = model(ids, attention_mask=mask, position_ids=positions).logits[rows, 258:]
     assert_same(decoded, expected, tolerance=TOLERANCE)
+
+
+def test_a_step_asks_once_whether_its_mask_has_changed(families, token_ids, monkeypatch):
+    """That waits for the device; the first layer asks, and the others take its answer."""
+    model = _model(families, "llama", "kv8")
+    ids = token_ids(2, 60)
+    mask, _ = _padded(ids)
+    cache = DMACache(model.config)
+    model(ids[:, :58], attention_mask=mask[:, :58], past_key_values=cache)
+    asked, position_of = [], DMALayer.position_of
+    monkeypatch.setattr(DMALayer, "position_of", lambda layer, new: asked.append(layer) or position_of(layer, new))
+    for end in (59, 60):
+        model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache)
+    assert len(asked) == 2
+    assert len(cache.layers) == 2
+
+
+@pytest.mark.parametrize("hidden", [0, 5])
+def test_a_compiled_step_whose_mask_has_changed_is_an_error(hidden, families, token_ids):
+    """Its mask comes from outside, as ``generate`` makes it, and the graph cannot take another way."""
+    model = _model(families, "llama", "kv8").float()
+    ids = token_ids(2, 21)
+    cache = DMACache(model.config, max_cache_len=64)
+    model(ids[:, :20], past_key_values=cache)
+    seen = torch.ones_like(ids)
+    seen[1, :hidden] = 0
+    mask = dma_hf.dma_mask(2, 1, 64, q_offset=torch.tensor(20), attention_mask=seen)
+    torch._dynamo.reset()
+    step = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    error = pytest.raises(RuntimeError, match="the attention mask hides keys that it showed before")
+    with error if hidden else nullcontext():
+        step(ids[:, 20:], attention_mask=mask, past_key_values=cache)
+    torch._dynamo.reset()

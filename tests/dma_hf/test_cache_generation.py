@@ -6,6 +6,10 @@ it: the oracle. The prompts end shortly before a border of tiles behind which th
 
 from __future__ import annotations
 
+import copy
+import pickle
+from multiprocessing.reduction import ForkingPickler
+
 import pytest
 import torch
 from transformers import CompileConfig, DynamicCache, set_seed
@@ -136,6 +140,24 @@ class TestDefault:
         static = _generate(model, ids, cache_implementation="static", **options).past_key_values
         assert type(static).__name__ == "StaticCache"
         assert _generate(model, ids, use_cache=False, **options).past_key_values is None
+
+    @pytest.mark.parametrize("way", ["deepcopy", "torch.save", "another process"])
+    def test_a_copy_has_it_too(self, way, build, token_ids, tmp_path):
+        model = build("llama")
+        dma_hf.configure(model, cache=True)
+        if way == "deepcopy":
+            twin = copy.deepcopy(model)
+        elif way == "torch.save":
+            torch.save(model, tmp_path / "model.pt")
+            twin = torch.load(tmp_path / "model.pt", weights_only=False)
+        else:  # as an argument of a spawned one is handed over
+            twin = pickle.loads(ForkingPickler.dumps(model))
+        assert twin.generate.model is twin
+        ids = token_ids(1, 20)
+        options = {"do_sample": False, "return_dict_in_generate": True}
+        actual = _generate(twin, ids, **options)
+        assert type(actual.past_key_values) is DMACache
+        assert torch.equal(actual.sequences, _generate(model, ids, **options).sequences)
 
     def test_other_models_of_the_class_are_left_alone(self, build):
         model, other = build("llama"), build("llama")

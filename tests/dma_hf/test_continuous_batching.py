@@ -99,6 +99,16 @@ def test_refusals(families, token_ids):
         model(token_ids(1, 5))
 
 
+def test_a_cache_that_pages_do_not_have(families):
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, cache=True)
+    with (
+        pytest.raises(ValueError, match=r"generate_batch keeps keys and values in 16 bits, .*configure\(model, cache="),
+        dma_hf.continuous_batching(model),
+    ):
+        pass
+
+
 def test_what_the_backend_refuses_fails_the_requests(families, prompts):
     model = families["llama"].build(dma_hf.NAME)
     for layer in model.model.layers:

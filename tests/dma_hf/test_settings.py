@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,9 +106,23 @@ def test_configure_wants_a_model_that_runs_it(families):
     assert model.config.dma_mxfp["low"] == "nvfp4"
 
 
-def test_configure_wants_a_transformers_model():
-    with pytest.raises(TypeError, match="expected a Transformers model, got Linear, which holds no PreTrainedModel"):
-        dma_hf.configure(torch.nn.Linear(2, 2))
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: torch.nn.Linear(2, 2), "Linear, which holds no PreTrainedModel"),
+        (
+            lambda model: SimpleNamespace(model=model),
+            r"SimpleNamespace; pass its model: configure\(pipeline.model, ...\)",
+        ),
+        (lambda model: model.config, "LlamaConfig; load a model with attn_implementation='dma_mxfp', and pass that"),
+        (lambda model: "gpt2", "str; load a model"),
+        (lambda model: None, "NoneType; load a model"),
+    ],
+    ids=["module", "pipeline", "configuration", "name", "nothing"],
+)
+def test_configure_wants_a_transformers_model(make, message, llama):
+    with pytest.raises(TypeError, match=f"expected a Transformers model, got {message}"):
+        dma_hf.configure(make(llama), "fp4")
 
 
 def test_configure_refuses_built_in_attention():

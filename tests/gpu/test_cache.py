@@ -92,3 +92,19 @@ def test_a_graph_replays_a_step(model, ids):
 def _tensors(index, layer):
     named = {"tokens": layer.tokens.view(1)} | layer.storage.tensors()
     return [(f"{index}.{name}", tensor) for name, tensor in named.items()]
+
+
+def test_a_mask_that_changes_in_the_middle_of_a_generation(ids):
+    """Honoured as on a CPU, where the same is computed in fp32."""
+    results = []
+    for device in ("cpu", "cuda"):
+        model = FAMILIES["llama"].build("dma_mxfp").to(device)
+        dma_hf.configure(model, "balanced")
+        cache, tokens = DMACache(model.config), ids[:, :303].to(device)
+        mask = torch.ones_like(tokens)
+        model(tokens[:, :300], attention_mask=mask[:, :300], past_key_values=cache)
+        mask[1, :40] = 0
+        steps = [(300, 301), (301, 302), (302, 303)]
+        logits = [model(tokens[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits for a, b in steps]
+        results.append(torch.cat(logits, 1).cpu())
+    assert (results[0] - results[1]).abs().max() < 1e-2 * results[0].abs().max()
