@@ -12,8 +12,8 @@ from transformers import AttentionInterface
 
 from . import unsupported
 from .cached_states import step_of
+from .call import Call
 from .compact_mask import GEOMETRY, MaskGeometry, has_no_values
-from .settings import Settings, settings_of
 from .unsupported import Refusal
 
 MASKED_BELOW = -9.9e3
@@ -32,13 +32,8 @@ def dma_attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -59,16 +54,11 @@ def dma_attention_forward(
         value: ``[B, Hkv, Tk, Dv]``, likewise.
         attention_mask: ``None``, what :func:`dma_hf.masking.dma_mask` returned, or a 4-D mask broadcastable to
             ``[B, Hq, Tq, Tk]``: boolean, true where seen, or additive, of zeros and large negative numbers.
-        scaling: Factor of the scores; ``D ** -0.5`` by default.
-        dropout: Must be 0.
         is_causal: Overrides ``module.is_causal``; like that, it only counts without a mask.
         sliding_window: Window of the layer; only counts without a mask, which says it otherwise.
-        softcap: Cap of the scores.
-        s_aux: Sink logits, ``[Hq]``.
-        position_bias: Must be ``None``.
         indices: The keys that the indexer of sparse attention chose for each query (DeepSeek V3.2, GLM-5), integer
             ``[B, Tq, k]``; the others are hidden.
-        kwargs: What else the model passes. Arguments that are known to change nothing are ignored.
+        kwargs: What else the model passes, see :meth:`dma_hf.call.Call.of`.
 
     Returns:
         ``[B, Tq, Hq, Dv]``, contiguous, and ``None`` in place of attention weights.
@@ -78,7 +68,7 @@ def dma_attention_forward(
         ValueError: A shape is not as described; the call asks for something unsupported, and the configuration does not
             allow SDPA for it; or the ``dma_mxfp`` section is not valid.
     """
-    settings = settings_of(module.config)
+    call = Call.of(module, **kwargs)
     step = step_of(key, value)
     if step is None:
         query, key, value = _autocast(query, key, value)
@@ -87,42 +77,25 @@ def dma_attention_forward(
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries of a resampler
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
-    softcap = softcap or None
     geometry, bias = _geometry(module, query, key, attention_mask, is_causal, sliding_window)
     if indices is not None:
         geometry = _select(geometry, indices, query, key)
         if bias is not None and geometry.pattern is not None:
             bias = bias.masked_fill(~geometry.pattern, torch.finfo(bias.dtype).min)
-    refusal = unsupported.find(
-        query,
-        value,
-        dropout=dropout,
-        position_bias=position_bias,
-        softcap=softcap,
-        s_aux=s_aux,
-        is_packed_elsewhere=geometry.pattern is not None and geometry.pattern.shape[2] > 1,
-        others=kwargs,
-    )
+    is_packed = geometry.pattern is not None and geometry.pattern.shape[2] > 1
+    refusal = unsupported.find(call, query, value, is_packed_elsewhere=is_packed)
     if refusal is None and bias is not None and not _is_additive_mask(bias):
         refusal = Refusal(
             "an additive bias as attention_mask",
             f"{list(bias.shape)} {bias.dtype} holds other numbers than 0 and large negative ones",
             unsupported.WAY_OUT,
-            sdpa_can=softcap is None and s_aux is None,
+            sdpa_can=call.softcap is None and call.sinks is None,
         )
     if refusal is not None:
-        return _refuse(refusal, settings, module, query, key, value, geometry, bias, scaling, dropout, position_bias)
-    sinks = None if s_aux is None else s_aux.reshape(-1)
+        return _refuse(refusal, call, module, query, key, value, geometry, bias)
+    settings = call.settings
     if step is not None and not geometry.two_sequences:
-        out = step.attend(
-            query,
-            geometry,
-            settings.recipe,
-            scale=scaling,
-            softcap=softcap,
-            sinks=sinks,
-            backend=settings.backend,
-        )
+        out = step.attend(query, geometry, settings.recipe, **call.options)
         return out.transpose(1, 2).contiguous(), None
     if step is not None:
         key, value = step.dense()
@@ -132,15 +105,12 @@ def dma_attention_forward(
         value,
         settings.cross_recipe if geometry.two_sequences else settings.recipe,
         is_causal=geometry.is_causal,
-        scale=scaling,
         q_offset=geometry.q_offset,
         kv_offset=geometry.kv_offset,
         kv_range=geometry.kv_range,
         window=geometry.window,
-        softcap=softcap,
-        sinks=sinks,
         mask=geometry.pattern,
-        backend=settings.backend,
+        **call.options,
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -248,31 +218,21 @@ def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 def _refuse(
     refusal: Refusal,
-    settings: Settings,
+    call: Call,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     geometry: MaskGeometry,
     bias: Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    position_bias: Tensor | None,
 ) -> tuple[Tensor, None]:
     """Raise, or compute the same with SDPA if the configuration says so and SDPA can."""
-    if settings.on_unsupported != "sdpa" or not refusal.sdpa_can:
+    if call.settings.on_unsupported != "sdpa" or not refusal.sdpa_can:
         raise refusal.error()
     unsupported.note_fallback(refusal.option, refusal.asked)
     mask = geometry.dense(query.device) if bias is None else bias
+    options = {"dropout": call.dropout, "scaling": call.scaling, "position_bias": call.position_bias}
     result: tuple[Tensor, None] = AttentionInterface()["sdpa"](
-        module,
-        query,
-        key,
-        value,
-        mask,
-        dropout=dropout,
-        scaling=scaling,
-        is_causal=False,
-        position_bias=position_bias,
+        module, query, key, value, mask, is_causal=False, **options
     )
     return result

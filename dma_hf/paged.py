@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from dma_kernels import attention
+from dma_kernels import Recipe, attention
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from . import unsupported
 from .cache import CachedGenerate
-from .settings import PAGED_NAME, Settings, distinct_configs, is_dma, settings_of
+from .call import Call
+from .settings import PAGED_NAME, distinct_configs, is_dma
 
 _OF_THE_BATCH = frozenset(
     {"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal"}
@@ -70,12 +71,7 @@ def dma_paged_attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
     cache: Any = None,
     cu_seq_lens_q: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -89,16 +85,11 @@ def dma_paged_attention_forward(
         key: ``[1, Hkv, tokens, D]``, likewise; the cache adds those of earlier steps.
         value: ``[1, Hkv, tokens, Dv]``.
         attention_mask: Not used; the lengths say what it would.
-        scaling: Factor of the scores; ``D ** -0.5`` by default.
-        dropout: Must be 0.
         sliding_window: Window of the layer.
-        softcap: Cap of the scores.
-        s_aux: Sink logits, ``[Hq]``.
-        position_bias: Must be ``None``.
         cache: The paged cache.
         cu_seq_lens_q: Where requests begin among the queries, int32 ``[requests + 1]``.
         position_ids: ``[1, tokens]``, of every query in its request.
-        kwargs: What else continuous batching and the model pass.
+        kwargs: What else continuous batching and the model pass, see :meth:`dma_hf.call.Call.of`.
 
     Returns:
         ``[1, tokens, Hq, Dv]``, and ``None`` in place of attention weights.
@@ -117,27 +108,13 @@ def dma_paged_attention_forward(
             "dma_mxfp attention needs the lengths of the requests on the host, which a CUDA graph cannot give; pass "
             "continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)"
         )
-    settings, softcap = settings_of(module.config), softcap or None
-    refusal = unsupported.find(
-        query,
-        value,
-        dropout=dropout,
-        position_bias=position_bias,
-        softcap=softcap,
-        s_aux=s_aux,
-        is_packed_elsewhere=True,
-        others={name: value for name, value in kwargs.items() if name not in _OF_THE_BATCH},
-    )
+    call = Call.of(module, **{name: each for name, each in kwargs.items() if name not in _OF_THE_BATCH})
+    refusal = unsupported.find(call, query, value, is_packed_elsewhere=True)
     if refusal is not None:
         raise refusal.error(may_fall_back=False)
     key, value, key_starts = _update(cache, module, key, value, sliding_window, kwargs)
-    options: dict[str, Any] = {
-        "window": sliding_window,
-        "scale": scaling,
-        "softcap": softcap,
-        "sinks": None if s_aux is None else s_aux.reshape(-1),
-        "backend": settings.backend,
-    }
+    options = {"window": sliding_window, "is_causal": True, **call.options}
+    recipe = call.settings.recipe
     out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1]))
     last = cu_seq_lens_q[1:].long() - 1
     ends = position_ids.reshape(-1)[last.clamp(min=0)] + 1  # of the requests: tokens until now
@@ -149,15 +126,14 @@ def dma_paged_attention_forward(
                 query[:, :, start:stop],
                 key[:, :, key_start:key_stop],
                 value[:, :, key_start:key_stop],
-                settings.recipe,
-                is_causal=True,
+                recipe,
                 q_offset=end - (stop - start),
                 kv_offset=end - (key_stop - key_start),
                 **options,
             ).transpose(1, 2)
     if decoding:
         rows = [start for start, *_ in decoding]
-        out[0, rows] = _decode(query, key, value, torch.tensor(decoding, device=query.device), settings, options)
+        out[0, rows] = _decode(query, key, value, torch.tensor(decoding, device=query.device), recipe, options)
     return out, None
 
 
@@ -183,7 +159,7 @@ def _update(
 
 
 def _decode(
-    query: Tensor, key: Tensor, value: Tensor, requests: Tensor, settings: Settings, options: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, requests: Tensor, recipe: Recipe, options: dict[str, Any]
 ) -> Tensor:
     """Compute all requests with one query as a batch.
 
@@ -192,7 +168,7 @@ def _decode(
         key: ``[1, Hkv, keys, D]``.
         value: ``[1, Hkv, keys, Dv]``.
         requests: Bounds of the query, bounds of the keys and tokens until now, integer ``[requests, 5]``.
-        settings: What to compute with.
+        recipe: What to compute with.
         options: Further arguments of :func:`dma_kernels.attention`.
 
     Returns:
@@ -206,8 +182,7 @@ def _decode(
         query[0, :, start].transpose(0, 1)[:, :, None],
         key[0, :, chosen].transpose(0, 1),
         value[0, :, chosen].transpose(0, 1),
-        settings.recipe,
-        is_causal=True,
+        recipe,
         q_offset=end - 1,
         kv_offset=end - lengths,
         kv_range=torch.stack((torch.zeros_like(lengths), lengths), dim=-1),

@@ -17,6 +17,8 @@ from dma_kernels.api import MAX_HEAD_DIM, MIN_HEAD_DIM
 from torch import Tensor
 from transformers import GenerationMixin
 
+from .call import Call
+
 HARMLESS = frozenset(
     {
         # Handed down from the model's forward; they concern other layers, the output or the caches.
@@ -58,38 +60,24 @@ class Refusal:
         return ValueError(f"dma_mxfp attention does not support {self.option}: {self.asked}; {self.way_out}{hint}")
 
 
-def find(
-    query: Tensor,
-    value: Tensor,
-    *,
-    dropout: float,
-    position_bias: Tensor | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    is_packed_elsewhere: bool,
-    others: Mapping[str, Any],
-) -> Refusal | None:
+def find(call: Call, query: Tensor, value: Tensor, *, is_packed_elsewhere: bool) -> Refusal | None:
     """Return why a call cannot be computed, or ``None`` if it can.
 
     Args:
+        call: What it asks for.
         query: ``[B, Hq, Tq, D]``.
         value: ``[B, Hkv, Tk, Dv]``.
-        dropout: Probability of dropping an attention weight.
-        position_bias: Addend of the scores.
-        softcap: Cap of the scores.
-        s_aux: Sink logits.
         is_packed_elsewhere: Whether the mask already keeps packed sequences apart.
-        others: Keyword arguments that the adapter has no parameter for.
     """
-    can = softcap is None and s_aux is None
-    refusal = _find_argument(others, is_packed_elsewhere)
+    can = call.softcap is None and call.sinks is None
+    refusal = _find_argument(call.others, is_packed_elsewhere)
     if refusal is not None:
         return refusal
-    if position_bias is not None:
-        asked = f"the model adds one of shape {list(position_bias.shape)} to its scores"
+    if call.position_bias is not None:
+        asked = f"the model adds one of shape {list(call.position_bias.shape)} to its scores"
         return Refusal("position_bias", asked, WAY_OUT, sdpa_can=can)
-    if dropout > 0:
-        asked = f"dropout={dropout} was asked for"
+    if call.dropout > 0:
+        asked = f"dropout={call.dropout} was asked for"
         return Refusal("dropout", asked, "call model.eval(), or set the attention dropout in the config to 0", can)
     for name, tensor in (("query", query), ("value", value)):
         if not MIN_HEAD_DIM <= tensor.shape[-1] <= MAX_HEAD_DIM:

@@ -55,9 +55,9 @@ def spied(families, monkeypatch):
     model, seen = families["llama"].build(dma_hf.NAME), set()
     find = dma_hf.unsupported.find
 
-    def spy(*arguments, others, **options):
-        seen.update(name for name, value in others.items() if value is not None)
-        return find(*arguments, others=others, **options)
+    def spy(call, *arguments, **options):
+        seen.update(name for name, value in call.others.items() if value is not None)
+        return find(call, *arguments, **options)
 
     monkeypatch.setattr(dma_hf.unsupported, "find", spy)
     return model, seen
