@@ -176,7 +176,7 @@ def _resolve(setting: str, option: str) -> DMAConfig:
     try:
         return dma_hf.resolve(path if is_file else setting)
     except (ValueError, TypeError, OSError) as error:  # TOMLDecodeError is a ValueError
-        raise UserError(f"{option}: {setting}: {one_line(error)}") from error
+        raise UserError(f"{option}: {one_line(error)}") from error  # which names the file
 
 
 def _short(setting: str) -> str:

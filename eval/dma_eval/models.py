@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import torch
+from gguf import GGUFReader
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_gguf_pytorch_utils
 from transformers.utils import logging as transformers_logging
@@ -184,7 +185,8 @@ def load_model(
         if device_map is None:
             model = model.to(chosen_device)
     except (OSError, ValueError, TypeError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
-        raise UserError(f"--model: cannot load {name!r}: {one_line(error)}") from error
+        why = _damage(source) or one_line(error)
+        raise UserError(f"--model: cannot load {name!r}: {why}") from error
     missing = sorted(loading["missing_keys"])
     if missing:  # Transformers makes them up at random
         raise UserError(
@@ -192,6 +194,18 @@ def load_model(
             f"{missing[0]} among them; check that it belongs to its configuration"
         )
     return LoadedModel(title or name, source, model.eval(), tokenizer, revision, device_map)
+
+
+def _damage(source: ModelSource) -> str:
+    """What is wrong with a local GGUF file that cannot be read; empty where that is not the matter."""
+    path = Path(source.path) / (source.gguf_file or "")
+    if not path.is_file():
+        return ""
+    try:
+        GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OSError, MemoryError):  # whatever its arrays say of bytes that lack
+        return f"the file is damaged, or was cut off at {path.stat().st_size:,} bytes; fetch it again"
+    return ""
 
 
 def check_memory(name: str, config: Any, dtype: torch.dtype | None, device: torch.device | None) -> None:

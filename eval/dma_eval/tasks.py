@@ -18,6 +18,7 @@ import datasets
 import lm_eval.api.model
 import lm_eval.api.task
 import lm_eval.models.huggingface
+import yaml
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
@@ -34,6 +35,7 @@ from .task_records import FOLDER, UnitRecord, metric_values, task_record
 from .task_summary import summarize_tasks
 
 SHOWN_NAMES = 12
+YAML_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,9 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
     asked = list(dict.fromkeys(part for name in names for part in name.split(",") if part))
     if not asked:
         raise UserError("--tasks needs at least one name, for example: --tasks lambada_openai,arc_easy")
+    for file in map(Path, asked):
+        if file.suffix in YAML_SUFFIXES and file.is_file():
+            _check_yaml(file)
     for path in include_paths:
         if not path.is_dir():
             raise UserError(f"--include-path: no such folder: {path}")
@@ -66,7 +71,9 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
     if any(not _is_known(name, manager) for name in asked):  # indexing lm-eval's own tasks takes ten seconds
         manager = TaskManager(include_path=folders)
     unknown = [name for name in asked if not _is_known(name, manager)]
-    if unknown:
+    if unknown:  # perhaps the name of a file that lm-eval has passed over in silence
+        for file in (each for path in include_paths for each in sorted(path.rglob("*.y*ml"))):
+            _check_yaml(file)
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, SHOWN_NAMES, cutoff=0.5)
         hints = [f"did you mean: {', '.join(near)}?"] if near else []
         if include_paths:
@@ -74,6 +81,23 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
         hints.append(f"lm-eval has {len(manager.all_tasks):,} names; 'lm-eval ls tasks' lists them")
         raise UserError(f"--tasks: unknown task {unknown[0]!r}; {'; '.join(hints)}")
     return TaskNames(tuple(asked), manager)
+
+
+def _check_yaml(file: Path) -> None:
+    """Check that a file is YAML; tags, which name functions, are not looked up.
+
+    Raises:
+        UserError: It is not; the message says where.
+    """
+    try:
+        for _ in yaml.parse(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
+            pass
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise UserError(f"--tasks: {file} is not YAML: {place}{error.problem}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"--tasks: cannot read {file}: {one_line(error)}") from error
 
 
 def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
@@ -130,7 +154,7 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
 
 
 def _is_known(name: str, manager: TaskManager) -> bool:
-    return name in manager.task_index or (Path(name).suffix in (".yaml", ".yml") and Path(name).is_file())
+    return name in manager.task_index or (Path(name).suffix in YAML_SUFFIXES and Path(name).is_file())
 
 
 def _identity(session: Session, manager: TaskManager, name: str, backend: Backend, part: TasksPart) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dma_eval.models import LoadedModel
+from gguf_files import write_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 Run = Callable[..., Any]
@@ -55,6 +57,11 @@ class TestBackends:
         identity_file.write_text("lwo = 'mxfp4'", encoding="utf-8")
         text = refused(ppl("--attn", f"dma_mxfp:{identity_file}"))
         assert "identity.toml: unknown key 'lwo'; valid keys: " in text
+
+    @pytest.mark.parametrize("content", [b"low = ", b"low = 3", b"lwo = 'mxfp4'", b"low = 'int3'", b"\xff"])
+    def test_a_bad_file_is_named_once(self, ppl: Run, refused: Refused, identity_file: Path, content: bytes) -> None:
+        identity_file.write_bytes(content)
+        assert refused(ppl("--attn", f"dma_mxfp:{identity_file}")).count(identity_file.name) == 1
 
 
 class TestText:
@@ -129,6 +136,21 @@ class TestModel:
         path = tmp_path / "model.gguf"
         path.write_bytes(content)
         assert f"--model: cannot load '{path}': " in refused(ppl("--model", path))
+
+    @pytest.mark.parametrize("left", [0.5, 0.99])
+    def test_cut_off_gguf(
+        self, ppl: Run, refused: Refused, tmp_path: Path, loaded: LoadedModel, model_folder: Path, left: float
+    ) -> None:
+        path = tmp_path / "tiny.gguf"
+        write_gguf(path, loaded.model, tokenizer=model_folder / "tokenizer.json")
+        content = path.read_bytes()
+        path.write_bytes(content[: int(left * len(content))])
+        message = refused(ppl("--model", path))
+        assert (
+            f"--model: cannot load '{path}': the file is damaged, or was cut off at {int(left * len(content)):,}"
+            in message
+        )
+        assert "reshape" not in message
 
     @pytest.fixture
     def copy(self, model_folder: Path, tmp_path: Path) -> Path:

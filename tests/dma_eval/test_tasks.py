@@ -268,6 +268,19 @@ class TestNames:
         with pytest.raises(UserError, match="task 'tiny_choice' is in both 'tiny_choice' and 'tiny_group'; name it"):
             evaluate("tiny_choice,tiny_group", "sdpa")
 
+    @pytest.mark.parametrize("name", ["broken", "BROKEN.yaml"])
+    def test_broken_yaml(self, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By the name that is in it, which cannot be read, or by the file's own."""
+        original = tasks_module.TaskManager
+        monkeypatch.setattr(
+            tasks_module, "TaskManager", lambda **options: original(**options | {"include_defaults": False})
+        )
+        file = tmp_path / "BROKEN.yaml"
+        file.write_text("task: broken\ndataset_path: [json\ntest_split: test\n", encoding="utf-8")
+        with pytest.raises(UserError) as caught:
+            find_tasks([name if name == "broken" else str(file)], [tmp_path])
+        assert str(caught.value).startswith(f"--tasks: {file} is not YAML: line 3, column 11: ")
+
     def test_lacking_data(self, tmp_path: Path, loaded: LoadedModel) -> None:
         text = "task: gone\ndataset_path: json\ndataset_kwargs: {data_files: {test: /none.jsonl}}\ntest_split: test\n"
         (tmp_path / "gone.yaml").write_text(text + "doc_to_text: a\ndoc_to_target: b\n", encoding="utf-8")
