@@ -20,9 +20,8 @@ from dma_hf import DMAConfig
 from dma_hf.cache_layers import DMALayer
 
 from .errors import UserError, one_line
+from .names import CACHE_SUFFIX, DMA, check_names, is_file
 
-DMA = "dma_mxfp"
-CACHE_SUFFIX = "+cache"
 CACHE_PRESETS = ("kv8", "kv4")
 """Presets that are meant for caches: where all presets are compared, these read through one."""
 
@@ -140,7 +139,7 @@ def implementations() -> list[str]:
 
 
 def _parse_backend(name: str, option: str) -> Backend:
-    reads_cache = name.endswith(CACHE_SUFFIX)
+    suffix = CACHE_SUFFIX if name.endswith(CACHE_SUFFIX) else ""
     implementation, separator, setting = name.removesuffix(CACHE_SUFFIX).partition(":")
     if implementation not in implementations():
         raise UserError(
@@ -148,36 +147,18 @@ def _parse_backend(name: str, option: str) -> Backend:
             f"preset ({', '.join(dma_hf.PRESETS)}) or a TOML file"
         )
     if implementation != DMA:
-        if separator or reads_cache:
+        if separator or suffix:
             raise UserError(
                 f"{option}: {implementation!r} takes no setting, got {name!r}; only {DMA}:PRESET and "
                 f"{DMA}:PRESET{CACHE_SUFFIX} do"
             )
         return Backend(implementation, implementation)
-    if separator and not setting:
-        raise UserError(f"{option}: {name!r} names no preset; valid: {', '.join(dma_hf.PRESETS)}, or a TOML file")
-    label = f"{DMA}:{_short(setting)}" if separator else DMA
-    config = _resolve(setting, option) if separator else dma_hf.resolve("balanced")
-    return Backend(f"{label}{CACHE_SUFFIX}" if reads_cache else label, DMA, config, reads_cache)
-
-
-def _resolve(setting: str, option: str) -> DMAConfig:
-    path = Path(setting)
-    is_file = setting not in dma_hf.PRESETS and (path.suffix == ".toml" or path.exists())
-    if is_file and not path.is_file():
-        raise UserError(f"{option}: no such file: {setting}")
-    if not is_file and setting not in dma_hf.PRESETS:
-        # What --cache and --run name stands with a cache already.
-        suffix = f"; {CACHE_SUFFIX} after it reads through a cache" if option == "--attn" else ""
-        raise UserError(
-            f"{option}: unknown preset {setting!r}; valid: {', '.join(dma_hf.PRESETS)}, or a TOML file "
-            f"({DMA}:FILE.toml){suffix}"
-        )
+    check_names([name], option)
+    if not separator:
+        return Backend(f"{DMA}{suffix}", DMA, dma_hf.resolve("balanced"), bool(suffix))
     try:
-        return dma_hf.resolve(path if is_file else setting)
+        config = dma_hf.resolve(Path(setting) if is_file(setting) else setting)
     except (ValueError, TypeError, OSError) as error:  # TOMLDecodeError is a ValueError
         raise UserError(f"{option}: {one_line(error)}") from error  # which names the file
-
-
-def _short(setting: str) -> str:
-    return setting if setting in dma_hf.PRESETS else Path(setting).stem
+    short = Path(setting).stem if is_file(setting) else setting
+    return Backend(f"{DMA}:{short}{suffix}", DMA, config, bool(suffix))

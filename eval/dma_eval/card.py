@@ -14,9 +14,9 @@ from huggingface_hub.errors import HfHubHTTPError
 
 import dma_hf
 
-from .backends import CACHE_SUFFIX
 from .errors import UserError, one_line
 from .markdown import page_to_markdown
+from .names import CACHE_SUFFIX
 from .pages import all_pages
 from .results import MetricResult, Report, TaskSection, backend_configs
 

@@ -24,9 +24,10 @@ from lm_eval.models.utils import Collator
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from .backends import DMA, Backend, activate, new_cache, parse_backends
+from .backends import Backend, activate, new_cache, parse_backends
 from .errors import one_line
 from .models import LoadedModel
+from .names import DMA
 from .nonfinite import NonFiniteLogitsError, origin
 from .processes import Processes
 from .reading import read

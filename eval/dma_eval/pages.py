@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from dma_kernels.numerics.formats import TILE
 
-from .backends import CACHE_SUFFIX
+from .names import CACHE_SUFFIX
 from .results import (
     BackendResult,
     FidelitySection,

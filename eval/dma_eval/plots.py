@@ -13,7 +13,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from .backends import CACHE_SUFFIX
+from .names import CACHE_SUFFIX
 from .pages import format_kl
 from .results import BackendResult, FidelitySection, PerplexitySection, RetrievalBackend, RetrievalSection, TaskSection
 from .task_summary import accuracy

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from dma_eval import names
 from dma_eval.backends import CACHE_PRESETS, Backend, activate, default_names, implementations, parse_backends
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
@@ -94,6 +95,10 @@ class TestParse:
         with pytest.raises(UserError, match=message) as caught:
             parse_backends([f"dma_mxfp:{path}"])
         assert "mine.toml" in str(caught.value)
+
+
+def test_presets_are_those_of_the_plugin() -> None:
+    assert tuple(dma_hf.PRESETS) == names.PRESETS
 
 
 def test_implementations_are_those_of_transformers() -> None:

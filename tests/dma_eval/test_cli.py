@@ -158,6 +158,24 @@ class TestHelp:
         assert subprocess.run([sys.executable, "-c", code], cwd=EVAL, check=False, timeout=120).returncode == 0
 
 
+@pytest.mark.parametrize("attn", ["dma_mxfp:typo", "typo"])
+def test_backends_are_looked_up_first(attn: str) -> None:
+    """Before what takes seconds to import, and before the text and the model are looked for."""
+    code = (
+        "import sys, dma_eval.cli\n"
+        "try:\n    dma_eval.cli.main(['lm-eval', '-m', 'none', '--tasks', 'none', '--attn', 'sdpa', sys.argv[1]])\n"
+        "except SystemExit:\n    print(*{name.partition('.')[0] for name in sys.modules})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, attn], cwd=EVAL, capture_output=True, text=True, check=False)
+    assert f"Error: --attn: unknown {'preset' if ':' in attn else 'backend'} 'typo'" in done.stderr
+    imported = set(done.stdout.split())
+    assert not imported & {"lm_eval", "datasets", "matplotlib", "gguf"}
+    if attn.startswith("dma_mxfp"):
+        assert not imported & {"torch", "transformers"}
+    else:  # which alone knows what there is
+        assert "transformers" in imported
+
+
 class TestPrepareFile:
     def test_leaves_nothing(self, tmp_path: Path) -> None:
         prepare_file(tmp_path / "new/r.json", "--json")

@@ -88,6 +88,15 @@ class TestWindows:
     def test_limit(self) -> None:
         assert make_windows(100, 10, 5, limit=3) == make_windows(100, 10, 5)[:3]
 
+    def test_skip_and_spread(self) -> None:
+        every = make_windows(100, 10)
+        assert make_windows(100, 10, skip=2) == every[2:]
+        assert make_windows(100, 10, limit=3, skip=2) == every[2:5]
+        assert make_windows(100, 10, limit=4, spread=True) == [every[i] for i in (0, 3, 6, 9)]
+        assert make_windows(100, 10, limit=3, skip=1, spread=True) == [every[i] for i in (1, 5, 9)]
+        assert make_windows(100, 10, limit=1, spread=True) == every[:1]
+        assert make_windows(100, 10, limit=50, spread=True) == every
+
     @given(cuts())
     def test_overlapping_windows_score_every_token_once(self, cut: tuple[int, int, int]) -> None:
         """Of adjoining windows, the first token of each has nothing before it; of overlapping ones, only the text's."""
@@ -113,9 +122,13 @@ class TestWindows:
             ((100, 10, 0), "--stride must be from 1 to the context, 10, got 0"),
             ((100, 10, 11), "--stride must be from 1 to the context, 10, got 11"),
             ((100, 10, 5, 0), "--max-windows must be at least 1, got 0"),
+            ((100, 10, 5, 1, 30), "--skip-windows: the text has 19 windows of 10; 30 are skipped"),
+            ((100, 10, 5, 1, -1), "--skip-windows must be at least 0, got -1"),
+            ((100, 10, 5, None, 0, True), "--spread needs --max-windows"),
             ((9, 10), "the text has 9 tokens, too few for one window of 10"),
         ],
     )
     def test_out_of_range(self, arguments: tuple[int, ...], message: str) -> None:
+        *cut, skip, spread = (*arguments, *(5, None, 0, False)[len(arguments) - 2 :])
         with pytest.raises(UserError, match=message):
-            make_windows(*arguments)
+            make_windows(*cut, skip=skip, spread=spread)

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from dma_eval import perplexity
+from dma_eval.backends import Backend
 from dma_eval.data import Window, tokenize
 from dma_eval.errors import UserError
+from dma_eval.memory import MemoryMeter
 from dma_eval.models import LoadedModel
+from dma_eval.pages import perplexity_page
 from dma_eval.perplexity import NonFiniteLogitsError, make_batches, score
 from dma_eval.progress import Progress
-from dma_eval.results import PerplexitySection
+from dma_eval.results import PerplexitySection, read_report
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -117,6 +128,110 @@ class TestPerplexity:
 
         compared("sdpa", "eager", context=128, max_windows=3, batch_size=2, progress=Told())
         assert told == [6, ("sdpa", 2), ("eager", 2), ("sdpa", 1), ("eager", 1)]
+
+
+class TestInterruption:
+    """Ctrl-C in the third of four windows, in the second backend's pass."""
+
+    @pytest.fixture
+    def passes(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The backends of all forward passes; the sixth is interrupted."""
+        seen: list[str] = []
+        forward = perplexity._forward
+
+        def counted(model: Any, backend: Backend, *others: Any) -> Tensor:
+            seen.append(backend.label)
+            if len(seen) == 6:
+                raise KeyboardInterrupt
+            return forward(model, backend, *others)
+
+        monkeypatch.setattr(perplexity, "_forward", counted)
+        return seen
+
+    def test_shows_and_writes_what_is_done(self, ppl: Any, passes: list[str], tmp_path: Path) -> None:
+        result = ppl("--max-windows", 4, "--json", tmp_path / "r.json")
+        assert result.exit_code == 130
+        assert "dma_mxfp:balanced" in result.stdout
+        assert "interrupted: the figures are those of 2 of 4 windows" in result.stderr
+        section = read_report(tmp_path / "r.json").perplexity[0]
+        assert (section.windows, section.windows_left, section.tokens_scored) == (2, 2, 2 * 127)
+        assert [len(backend.window_nll) for backend in section.backends] == [2, 2]
+
+    def test_nothing_done(self, ppl: Any, passes: list[str], tmp_path: Path) -> None:
+        passes += [""] * 4
+        result = ppl("--json", tmp_path / "r.json")
+        assert (result.exit_code, result.stderr) == (130, "Error: interrupted\n")
+
+    def test_goes_on_after_finished_windows(self, ppl: Any, passes: list[str], tmp_path: Path) -> None:
+        whole = ppl("--max-windows", 4, "--seed", 1, "--attn", "sdpa", "--json", tmp_path / "sdpa.json")
+        assert whole.exit_code == 0
+        passes.clear()
+        out = ("--max-windows", 4, "--out", tmp_path / "run")
+        assert ppl(*out).exit_code == 130
+        passes.clear()
+        passes += [""] * 6  # no interruption
+        result = ppl(*out)
+        assert result.exit_code == 0, result.output
+        assert passes[6:] == ["sdpa", "dma_mxfp:balanced"] * 2
+        section = read_report(tmp_path / "run/results.json").perplexity[0]
+        assert (section.windows, section.windows_left) == (4, 0)
+        assert section.backends[0].nll == read_report(tmp_path / "sdpa.json").perplexity[0].backends[0].nll
+        assert "taken from the folder" in ppl(*out).stderr
+        assert len(passes) == 6 + 4
+
+    def test_other_settings_begin_anew(self, ppl: Any, passes: list[str], tmp_path: Path) -> None:
+        assert ppl("--max-windows", 4, "--out", tmp_path / "run").exit_code == 130
+        passes += [""] * 6
+        assert ppl("--max-windows", 2, "--dtype", "bfloat16", "--out", tmp_path / "run").exit_code == 0
+        assert len(passes) == 6 + 6 + 4
+
+
+def test_progress_is_told_without_a_terminal(ppl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dma_eval.progress.SECONDS_BETWEEN_LINES", 0.0)
+    lines = ppl().stderr.splitlines()
+    assert [line.partition(" s so far")[0].rpartition(", ")[0] for line in lines] == [
+        f"Measuring: {label}, {done} of 4" for done, label in enumerate(["sdpa", "dma_mxfp:balanced"] * 2, start=1)
+    ]
+
+
+class TestChoiceOfWindows:
+    def test_skip_and_spread(self, ppl: Any, tmp_path: Path) -> None:
+        result = ppl("--attn", "sdpa", "--skip-windows", 3, "--spread", "--json", tmp_path / "r.json")
+        assert result.exit_code == 0, result.output
+        assert (
+            "2 windows of 128 tokens (non-overlapping, 3 at the begin left out, spread over the text)" in result.stdout
+        )
+        section = read_report(tmp_path / "r.json").perplexity[0]
+        assert (section.skip_windows, section.spread, section.windows) == (3, True, 2)
+
+    def test_a_text_that_repeats_itself_is_warned_of(self, compared: Compared) -> None:
+        section = compared("sdpa", context=128, max_windows=1)
+        low = replace(section, backends=[replace(section.backends[0], perplexity=1.83)])
+        assert not any("implausibly low" in line for line in perplexity_page(section).warnings)
+        (warning,) = perplexity_page(low).warnings
+        assert warning.startswith("a perplexity of 1.83 is implausibly low for prose")
+
+
+class TestMemory:
+    @pytest.fixture
+    def large(self, tmp_path: Path) -> PreTrainedModel:
+        """A model of 160 MiB, mapped from its checkpoint, of which nothing has been read yet."""
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=1024, intermediate_size=5120, num_hidden_layers=2, num_attention_heads=8
+        )
+        LlamaForCausalLM(config).save_pretrained(tmp_path)
+        return LlamaForCausalLM.from_pretrained(tmp_path)
+
+    def test_the_checkpoint_counts_once_for_all(self, large: PreTrainedModel) -> None:
+        """Not in what the first pass adds, as if others saved it."""
+        meter = MemoryMeter(large)
+        added = []
+        for _ in range(2):
+            with meter.measure(), torch.inference_mode():
+                large(torch.zeros(1, 8, dtype=torch.int64))
+            added.append(meter.increase)
+        assert max(added) < 2**25
+        assert meter.baseline > 4 * large.num_parameters()
 
 
 class TestScore:

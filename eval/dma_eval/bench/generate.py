@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig,
 from transformers.generation.streamers import BaseStreamer
 
 import dma_hf
-from dma_eval.backends import DMA, Backend, activate, parse_backends, refuse_repeats
+from dma_eval.backends import Backend, activate, parse_backends, refuse_repeats
 from dma_eval.errors import UserError, one_line
+from dma_eval.names import DMA
 
 from .results import GenerateResult, LongestContext
 from .timing import FAILURES

@@ -17,8 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import dma_hf
-from dma_eval.backends import DMA, parse_backends, refuse_cache, refuse_repeats
+from dma_eval.backends import parse_backends, refuse_cache, refuse_repeats
 from dma_eval.errors import UserError, one_line
+from dma_eval.names import DMA
 from dma_hf import DMAConfig
 
 from .results import PrefillResult, PrefillShape

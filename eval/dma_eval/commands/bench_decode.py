@@ -10,6 +10,7 @@ from dma_eval import console
 from dma_eval.commands import options
 from dma_eval.commands.benching import add_bench, finish, heads_of, look, positive
 from dma_eval.errors import UserError
+from dma_eval.names import check_names
 
 if TYPE_CHECKING:
     from dma_eval.bench.results import DecodeResult, DecodeShape
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     is. Exit code 1 if no implementation ran on some shape, 2 for invalid input.
     """
     options.prepare_files(args)
+    check_names(args.cache, "--cache")
     with console.starting():
         from dma_eval.bench.decode import default_names, measure_shape, parse_implementations
         from dma_eval.bench.results import DecodeReport, report_writer

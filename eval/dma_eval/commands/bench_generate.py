@@ -9,6 +9,7 @@ from dma_eval import console
 from dma_eval.commands import options
 from dma_eval.commands.benching import add_bench, finish, look, positive
 from dma_eval.errors import UserError
+from dma_eval.names import check_names
 
 if TYPE_CHECKING:
     from dma_eval.bench.generate import GenerateRun
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     interruption keeps what there is. Exit code 1 if no run worked at some context, 2 for invalid input.
     """
     options.prepare_files(args)
+    check_names((each.partition("+")[0] for each in args.runs), "--run")
     with console.starting():
         from dma_eval.bench import generate
         from dma_eval.bench.results import GenerateReport, report_writer

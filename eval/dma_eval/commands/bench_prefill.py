@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dma_eval import console
 from dma_eval.commands import options
 from dma_eval.commands.benching import add_bench, finish, heads_of, look, positive
+from dma_eval.names import check_names
 
 if TYPE_CHECKING:
     from dma_eval.bench.results import PrefillResult, PrefillShape
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     The default takes several minutes on an H200; --length, --attn and --seconds shorten it.
     """
     options.prepare_files(args)
+    check_names(args.attn)
     with console.starting():
         from dma_eval.bench.prefill import default_names, measure_shape, parse_implementations
         from dma_eval.bench.results import PrefillReport, report_writer

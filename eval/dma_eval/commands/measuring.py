@@ -12,6 +12,7 @@ from rich.markup import escape
 from dma_eval import console
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import make_folder
+from dma_eval.names import check_names
 from dma_eval.parts import Suite
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def measure(
     Raises:
         UserError: The input cannot work.
     """
+    check_names(args.attn)
     with console.starting():
         from dma_eval.backends import default_names, parse_backends
 

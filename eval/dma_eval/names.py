@@ -1,0 +1,39 @@
+"""Names of ``dma_mxfp`` backends as the command line takes them, checked before anything slow is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from .errors import UserError
+
+DMA = "dma_mxfp"
+CACHE_SUFFIX = "+cache"
+PRESETS = ("balanced", "fp4", "paper", "kv8", "kv4")
+"""Those of ``dma_hf``, whose import takes seconds; a test holds both equal."""
+
+
+def is_file(setting: str) -> bool:
+    """Whether what stands after ``dma_mxfp:`` means a TOML file, and no preset."""
+    return setting not in PRESETS and (setting.endswith(".toml") or Path(setting).exists())
+
+
+def check_names(names: Iterable[str], option: str = "--attn") -> None:
+    """Check every ``dma_mxfp:PRESET`` and ``dma_mxfp:FILE.toml``; of other backends Transformers knows which there are.
+
+    Raises:
+        UserError: There is no such preset or file; the message lists the presets.
+    """
+    for name in names:
+        implementation, separator, setting = name.removesuffix(CACHE_SUFFIX).partition(":")
+        if implementation != DMA or not separator or setting in PRESETS:
+            continue
+        valid = f"valid: {', '.join(PRESETS)}, or a TOML file"
+        if not setting:
+            raise UserError(f"{option}: {name!r} names no preset; {valid}")
+        if not is_file(setting):
+            # What --cache and --run name stands with a cache already.
+            suffix = f"; {CACHE_SUFFIX} after it reads through a cache" if option == "--attn" else ""
+            raise UserError(f"{option}: unknown preset {setting!r}; {valid} ({DMA}:FILE.toml){suffix}")
+        if not Path(setting).is_file():
+            raise UserError(f"{option}: no such file: {setting}")
