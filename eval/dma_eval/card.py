@@ -206,6 +206,18 @@ def _only(report: Report, label: str) -> Report:
             for section in report.fidelity
         ],
         retrieval=[replace(section, backends=kept(section.backends)) for section in report.retrieval],
+        stress=[
+            replace(
+                section,
+                twins=[
+                    twin
+                    if twin.tokens is None
+                    else replace(twin, tokens=replace(twin.tokens, backends=kept(twin.tokens.backends)))
+                    for twin in section.twins
+                ],
+            )
+            for section in report.stress
+        ],
     )
 
 

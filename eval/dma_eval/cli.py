@@ -21,12 +21,14 @@ from .commands import (
     card,
     demo,
     env,
+    equalize,
     fidelity,
     lm_eval,
     ppl,
     report_build,
     report_diff,
     retrieval,
+    stress,
     suite,
 )
 from .errors import UserError
@@ -37,6 +39,8 @@ COMMANDS: dict[str, ModuleType] = {
     "lm-eval": lm_eval,
     "fidelity": fidelity,
     "retrieval": retrieval,
+    "stress": stress,
+    "equalize": equalize,
     "report build": report_build,
     "report diff": report_diff,
     "card": card,

@@ -18,6 +18,7 @@ from .results import (
     PerplexitySection,
     Report,
     RetrievalSection,
+    StressSection,
     TaskBackend,
     TaskSection,
 )
@@ -30,10 +31,15 @@ MEMORY_KINDS = {
 HEADERS = ("backend", "perplexity", "change", "KL / token", "top-1", "tokens/s", "peak memory")
 MISSING = "–"
 WORST_HEADS = 5
+WORST_LAYERS = 5
 IMPLAUSIBLE = 2.0
 """A perplexity below which a text is not prose that a model reads for the first time: a table of contents gave 1.83."""
 TASKS_TITLE = "Tasks"
 FIDELITY_TITLE = "Fidelity to SDPA in fp32"
+STRESS_TITLE = "Stress: twins of the model"
+HELD = 64.0
+"""Ratio of the largest key channel's range to the median's up to which ``balanced`` was measured to lose little: that
+of ``keys x 8`` in ``benchmarks/quality/smollm2-stress-2048-fp32.json``."""
 RETRIEVAL_TITLES = {"needle": "Retrieval: a sentence in prose", "kv": "Retrieval: one pair of many"}
 
 
@@ -205,6 +211,42 @@ def retrieval_page(section: RetrievalSection) -> Page:
     return Page(RETRIEVAL_TITLES[section.kind], [Table(headers, rows)], notes, warnings)
 
 
+def stress_page(section: StressSection) -> Page:
+    """A section on twins: what the model's own keys are like, then divergence and change for each twin and backend."""
+    worst = sorted(section.key_ranges, key=lambda each: -each.ratio)
+    rows = [[each.layer, f"{each.ratio:,.1f}", str(each.head), str(each.channel)] for each in worst[:WORST_LAYERS]]
+    caption = f"Largest key channel by the median one of its head, the worst {len(rows)} of {len(worst)} layers"
+    tables = [Table(("layer", "ratio", "key head", "channel"), rows, caption)]
+    measured = [(twin, twin.tokens) for twin in section.twins if twin.tokens is not None]
+    labels = list(dict.fromkeys(result.label for _, tokens in measured for result in tokens.backends))
+    found = {(twin.name, result.label): result for twin, tokens in measured for result in tokens.backends}
+    headers = ("backend", *(twin.name for twin, _ in measured))
+    ratios = ["(largest key ratio)", *(MISSING if t.key_ratio is None else f"{t.key_ratio:,.1f}" for t, _ in measured)]
+    kl = [[label, *(format_kl(found[twin.name, label].kl_mean) for twin, _ in measured)] for label in labels[1:]]
+    change = [[label, *(table_row(found[twin.name, label])[2] for twin, _ in measured)] for label in labels[1:]]
+    tables += [
+        Table(headers, [ratios, *kl], f"KL per token from the twin's own {labels[0]}")
+        if labels
+        else Table(headers, []),
+        Table(headers, change, f"Change of perplexity against the twin's own {labels[0]}" if labels else ""),
+    ]
+    notes = [
+        f"Ranges: over {section.range_tokens:,} tokens, after the rotary embedding.",
+        "Keys, queries, values: some channels of every head times the factor, and what meets them by it, so that the "
+        "twin computes what the model computes. Key biases: added before the rotary embedding, another function.",
+    ]
+    lines = [f"{twin.name}: the model has no such twin: {twin.refused}" for twin in section.twins if twin.refused]
+    for twin, tokens in measured:
+        lines += [f"{twin.name}: {line}" for line in warnings(tokens)]
+    if worst and worst[0].ratio > HELD:
+        lines.insert(
+            0,
+            f"this model's largest key channel is {worst[0].ratio:,.0f}x the median one, in {worst[0].layer}; presets "
+            f"were tested up to {HELD:,.0f}x: equalize first (dma-hf equalize)",
+        )
+    return Page(STRESS_TITLE, tables, notes, lines)
+
+
 def warnings(section: PerplexitySection) -> list[str]:
     """What a reader must not miss: failed backends, other attention, windows that are missing, an odd text."""
     lines = [f"{result.label} failed: {result.failure}" for result in section.backends if result.failure is not None]
@@ -366,4 +408,5 @@ def all_pages(report: Report) -> list[Page]:
         *(task_page(section) for section in report.tasks),
         *(fidelity_page(section) for section in report.fidelity),
         *(retrieval_page(section) for section in report.retrieval),
+        *(stress_page(section) for section in report.stress),
     ]

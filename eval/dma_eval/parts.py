@@ -112,6 +112,23 @@ class RetrievalPart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StressPart:
+    """Perplexity and divergence on twins of the model whose keys, queries or values are harder to quantise.
+
+    Attributes:
+        data: The text; the command line's by default.
+        context: Tokens per window; 2,048 by default, or the model's maximum if that is less.
+        max_windows: Read at most so many windows for each twin.
+        batch_size: Windows per forward pass.
+    """
+
+    data: str | None = None
+    context: int | None = None
+    max_windows: int | None = 2
+    batch_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Suite:
     """What to measure.
 
@@ -122,6 +139,7 @@ class Suite:
         fidelity: Fidelity.
         tasks: Tasks.
         retrieval: Retrieval.
+        stress: Stress.
     """
 
     name: str
@@ -130,13 +148,14 @@ class Suite:
     fidelity: FidelityPart | None = None
     tasks: TasksPart | None = None
     retrieval: RetrievalPart | None = None
+    stress: StressPart | None = None
 
     @property
     def needs_text(self) -> bool:
         """Whether a part has no text of its own."""
-        with_text = [self.perplexity, self.fidelity]
+        with_text: list[Any] = [self.perplexity, self.fidelity, self.stress]
         if self.retrieval is not None and self.retrieval.needs_text:
-            with_text.append(self.retrieval)  # type: ignore[arg-type]
+            with_text.append(self.retrieval)
         return any(part is not None and part.data is None for part in with_text)
 
 
@@ -145,6 +164,7 @@ PARTS: Mapping[str, type[Any]] = {
     "fidelity": FidelityPart,
     "tasks": TasksPart,
     "retrieval": RetrievalPart,
+    "stress": StressPart,
 }
 
 

@@ -15,7 +15,15 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from .names import CACHE_SUFFIX
 from .pages import format_kl
-from .results import BackendResult, FidelitySection, PerplexitySection, RetrievalBackend, RetrievalSection, TaskSection
+from .results import (
+    BackendResult,
+    FidelitySection,
+    PerplexitySection,
+    RetrievalBackend,
+    RetrievalSection,
+    StressSection,
+    TaskSection,
+)
 from .task_summary import accuracy
 
 DPI = 150
@@ -301,6 +309,27 @@ def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
     _finish_grid(list(axes.flat), len(section.backends), columns, "Prompt, tokens")
     figure.colorbar(image, ax=axes, label="Found, share of samples")
     save(figure, f"{title}: retrieval, {section.kind}", path)
+
+
+def plot_stress(section: StressSection, title: str, path: Path) -> None:
+    """Divergence of every backend on every twin; one row per twin, so that a flat line is a recipe that holds."""
+    measured = [(twin, twin.tokens) for twin in section.twins if twin.tokens is not None]
+    figure = Figure(figsize=(WIDTH, 2.2 + 0.42 * len(measured)), dpi=DPI, layout="constrained")
+    ax = figure.subplots()
+    _tidy_rows(ax)
+    labels = list(dict.fromkeys(result.label for _, tokens in measured for result in tokens.backends))
+    for index, (label, (color, line)) in enumerate(zip(labels, backend_styles(len(labels)), strict=True)):
+        if index:  # the reference has no divergence from itself
+            results = [next((each for each in tokens.backends if each.label == label), None) for _, tokens in measured]
+            values = _gaps([None if each is None or not each.kl_mean else each.kl_mean for each in results])
+            ax.plot(values, range(len(measured)), line, marker=MARKERS[index % len(MARKERS)], color=color, label=label)
+    ax.set_xscale("log")
+    ax.set_yticks(range(len(measured)), [twin.name for twin, _ in measured])
+    ax.set_ylim(len(measured) - 0.5, -0.5)
+    ax.set_xlabel("KL per token from the twin's own exact attention, nats")
+    if ax.get_legend_handles_labels()[0]:
+        legend_below(figure, ax)
+    save(figure, f"{title}: twins that are harder to quantise", path)
 
 
 def _finish_grid(axes: Sequence[Axes], shown: int, columns: int, xlabel: str) -> None:

@@ -4,7 +4,7 @@
 names, and every field is written. ``schema_version`` counts up when a field comes, goes or changes its meaning. Numbers
 that do not exist (of a failed backend, or without a reference) are null. Older files are read as having the default of
 every field that they lack: version 2 added ``tasks``, ``fidelity``, ``retrieval`` and ``part_seconds``, version 3
-``skip_windows``, ``spread`` and ``windows_left``. A reader refuses newer ones.
+``skip_windows``, ``spread`` and ``windows_left``, version 4 ``stress``. A reader refuses newer ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .environment import Environment
 from .errors import UserError
 from .files import parse, write_json
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,6 +438,57 @@ class FidelitySection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeyRange:
+    """How far the largest key channel of a layer stands out.
+
+    Attributes:
+        layer: The layer's name.
+        ratio: Its range by that of the median channel of its head, for the head where that is largest.
+        head: That key head.
+        channel: The channel.
+    """
+
+    layer: str
+    ratio: float
+    head: int
+    channel: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwinResult:
+    """One twin of the model.
+
+    Attributes:
+        name: What was changed in it.
+        is_same_function: Whether it computes what the model computes.
+        key_ratio: The largest ratio of a key channel's range to the median channel's, over its layers.
+        refused: Why the model has no such twin; null if it has.
+        tokens: The backends on it; null if it was refused. The first backend is exact on the same twin.
+    """
+
+    name: str
+    is_same_function: bool
+    key_ratio: float | None = None
+    refused: str | None = None
+    tokens: PerplexitySection | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StressSection:
+    """Backends on the model and on twins of it that are harder to quantise.
+
+    Attributes:
+        range_tokens: Tokens that the ranges of keys were measured over.
+        key_ranges: One entry per attention layer of the model itself.
+        twins: The model as it is first.
+    """
+
+    range_tokens: int
+    key_ranges: list[KeyRange]
+    twins: list[TwinResult]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """Everything that one run measured.
 
@@ -453,6 +504,7 @@ class Report:
         tasks: One section per evaluation on lm-eval tasks.
         fidelity: One section per comparison with SDPA in fp32.
         retrieval: One section per kind of retrieval.
+        stress: One section per run on twins.
         part_seconds: Wall-clock seconds of the parts of the run, by name.
     """
 
@@ -467,6 +519,7 @@ class Report:
     tasks: list[TaskSection] = field(default_factory=list)
     fidelity: list[FidelitySection] = field(default_factory=list)
     retrieval: list[RetrievalSection] = field(default_factory=list)
+    stress: list[StressSection] = field(default_factory=list)
     part_seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -477,6 +530,7 @@ def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
         *(section.backends for section in report.tasks),
         *(section.tokens.backends for section in report.fidelity),
         *(section.backends for section in report.retrieval),
+        *(twin.tokens.backends for section in report.stress for twin in section.twins if twin.tokens is not None),
     ]
     return {backend.label: backend.config for group in sections for backend in group if backend.config is not None}
 

@@ -14,16 +14,17 @@ from .data import Text, load_text
 from .errors import UserError
 from .fidelity import measure_fidelity
 from .files import Piece
-from .pages import Page, fidelity_page, perplexity_page, retrieval_page, task_page
-from .parts import PARTS, FidelityPart, PerplexityPart, RetrievalPart, Suite, TasksPart
+from .pages import Page, fidelity_page, perplexity_page, retrieval_page, stress_page, task_page
+from .parts import PARTS, FidelityPart, PerplexityPart, RetrievalPart, StressPart, Suite, TasksPart
 from .perplexity import default_context, measure_perplexity
 from .progress import shown_progress
-from .results import FidelitySection, PerplexitySection, RetrievalSection, TaskSection
+from .results import FidelitySection, PerplexitySection, RetrievalSection, StressSection, TaskSection
 from .retrieval import measure_retrieval
 from .session import Session
+from .stress import measure_stress
 
 FOLDER = "parts"
-Section = TypeVar("Section", PerplexitySection, FidelitySection, RetrievalSection)
+Section = TypeVar("Section", PerplexitySection, FidelitySection, RetrievalSection, StressSection)
 
 
 class Run:
@@ -39,10 +40,11 @@ class Run:
         include_path: Folders of task YAMLs.
 
     Attributes:
-        perplexity: Finished sections; so the next three.
+        perplexity: Finished sections; so the next four.
         fidelity: Fidelity.
         tasks: Tasks.
         retrieval: Retrieval.
+        stress: Stress.
 
     Raises:
         UserError: A text or a task is missing.
@@ -64,7 +66,7 @@ class Run:
         self._data = data
         self._load = partial(load_text, split=split, column=column)
         self._texts: dict[str, Text] = {}
-        for part in (suite.perplexity, suite.fidelity, suite.retrieval):
+        for part in (suite.perplexity, suite.fidelity, suite.retrieval, suite.stress):
             if part is not None and (data or part.data):
                 self._text(part.data)
         self._names = None
@@ -77,6 +79,7 @@ class Run:
         self.fidelity: list[FidelitySection] = []
         self.tasks: list[TaskSection] = []
         self.retrieval: list[RetrievalSection] = []
+        self.stress: list[StressSection] = []
 
     @property
     def sections(self) -> dict[str, Any]:
@@ -86,8 +89,8 @@ class Run:
     @property
     def has_failures(self) -> bool:
         """Whether a backend failed in any part."""
-        others: list[PerplexitySection | FidelitySection | RetrievalSection]
-        others = [*self.perplexity, *self.fidelity, *self.retrieval]
+        others: list[PerplexitySection | FidelitySection | RetrievalSection | StressSection]
+        others = [*self.perplexity, *self.fidelity, *self.retrieval, *self.stress]
         return any(map(_has_failures, others)) or any(each.failures for part in self.tasks for each in part.backends)
 
     @property
@@ -117,6 +120,8 @@ class Run:
             fitting = replace(suite.retrieval, lengths=_fitting("retrieval", suite.retrieval.lengths, limit))
             for kind in dict.fromkeys(suite.retrieval.kinds):
                 yield f"retrieval, {kind}", partial(self._retrieval, session, fitting, kind)
+        if suite.stress is not None:
+            yield "stress", partial(self._stress, session, suite.stress)
 
     def _perplexity(self, session: Session, part: PerplexityPart, context: int) -> float:
         text, name = self._text(part.data), f"perplexity, {context:,}"
@@ -154,6 +159,18 @@ class Run:
             self.retrieval,
             RetrievalSection,
             retrieval_page,
+        )
+
+    def _stress(self, session: Session, part: StressPart) -> float:
+        text = self._text(part.data)
+        return _measured(
+            session,
+            "stress",
+            {"part": asdict(part), "text": text.sha256, "seed": session.seed},
+            lambda session: measure_stress(session, text, part),
+            self.stress,
+            StressSection,
+            stress_page,
         )
 
     def _tasks(self, session: Session, part: TasksPart) -> float:
@@ -212,6 +229,8 @@ def _fitting(part: str, lengths: Sequence[int], limit: int | None) -> list[int]:
     return [length for length in lengths if limit is None or length <= limit]
 
 
-def _has_failures(section: PerplexitySection | FidelitySection | RetrievalSection) -> bool:
+def _has_failures(section: PerplexitySection | FidelitySection | RetrievalSection | StressSection) -> bool:
+    if isinstance(section, StressSection):
+        return any(twin.tokens is not None and _has_failures(twin.tokens) for twin in section.twins)
     results = section.tokens.backends if isinstance(section, FidelitySection) else section.backends
     return any(result.failure is not None for result in results)

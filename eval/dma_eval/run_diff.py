@@ -86,6 +86,10 @@ def quantities(report: Report) -> Iterator[Quantity]:
             asked = sum(cell.samples for cell in backend.cells)
             found = sum(cell.correct for cell in backend.cells) / asked if asked else None
             yield Quantity(f"retrieval, {retrieval.kind}", backend.label, "found", found, "{:.1%}".format, _points)
+    for stress in report.stress:
+        for twin in stress.twins:
+            if twin.tokens is not None:
+                yield from _perplexity(f"stress, {twin.name}", twin.tokens)
 
 
 def _perplexity(topic: str, section: PerplexitySection) -> Iterator[Quantity]:

@@ -16,7 +16,7 @@ from .errors import UserError, one_line
 from .files import make_folder, slug
 from .markdown import Plot, to_markdown
 from .models import LoadedModel
-from .pages import FIDELITY_TITLE, RETRIEVAL_TITLES, TASKS_TITLE, perplexity_title
+from .pages import FIDELITY_TITLE, RETRIEVAL_TITLES, STRESS_TITLE, TASKS_TITLE, perplexity_title
 from .results import Report, backend_configs, read_report, write_report
 
 RESULTS, PAGE, CONFIGS = "results.json", "report.md", "configs"
@@ -85,6 +85,7 @@ def merge(reports: Sequence[Report]) -> Report:
         tasks=[section for report in reports for section in report.tasks],
         fidelity=[section for report in reports for section in report.fidelity],
         retrieval=[section for report in reports for section in report.retrieval],
+        stress=[section for report in reports for section in report.stress],
         part_seconds=dict(seconds),
     )
 
@@ -121,6 +122,8 @@ def _plots(report: Report, folder: Path) -> list[Plot]:
     for retrieval in report.retrieval:
         caption, file = f"Retrieval ({retrieval.kind}) by length and depth", f"retrieval-{retrieval.kind}.png"
         draw(plots.plot_retrieval, retrieval, file, caption, RETRIEVAL_TITLES[retrieval.kind])
+    for stress in report.stress:
+        draw(plots.plot_stress, stress, "stress.png", "Divergence on twins of the model", STRESS_TITLE)
     return drawn
 
 

@@ -20,11 +20,24 @@ from transformers import PreTrainedModel
 from dma_hf.equalization import measure_ranges
 from dma_hf.projections import Layer, find_layers, watched
 
+from .data import Text
+from .errors import UserError
+from .parts import PerplexityPart, StressPart
+from .perplexity import compare, cut, default_context
+from .results import KeyRange, StressSection, TwinResult
+from .session import Session
+
+RANGE_TOKENS = 1024
+"""Tokens that ranges are measured over."""
 SCALED_PAIRS = 2
 """Pairs of channels of each key head that a twin scales, and channels of each value head."""
 BIASED = (10 / 32, 26 / 32, 29 / 32)
 """Which pairs of each key head get a bias, from the fastest in the rotary embedding, 0, to the slowest, 1. Slow pairs
 hardly turn, so that their bias stays in place for every token, as Qwen2's do."""
+
+
+class NoTwinError(ValueError):
+    """The model cannot be changed in this way by hooks."""
 
 
 @dataclass(frozen=True)
@@ -61,31 +74,52 @@ TWINS = (
 )
 
 
-@dataclass(frozen=True)
-class LayerRange:
-    """How far the largest key channel of a layer stands out.
+def measure_stress(session: Session, text: Text, part: StressPart) -> StressSection:
+    """Measure every backend on the model and on each of its twins, the same windows of one text.
 
-    Attributes:
-        layer: The layer's name.
-        ratio: Its range by that of the median channel of its head, for the head where that is largest.
-        head: That key head.
-        channel: The channel.
+    Args:
+        session: The model and the backends; the first is the reference, on each twin anew.
+        text: What to read.
+        part: Which windows.
+
+    Raises:
+        UserError: An option is out of range, the text is too short, or the model makes its keys in a way of its own.
     """
+    loaded = session.loaded
+    context = part.context or default_context(loaded)
+    windows_of = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
+    input_ids, windows = cut(loaded, text, windows_of, context)
+    sample = input_ids[:RANGE_TOKENS]
+    try:
+        ranges = key_ranges(loaded.model, sample)
+        layers = attention_layers(loaded.model, sample)
+    except ValueError as error:
+        raise UserError(f"{type(loaded.model).__name__} has no twins: {error}") from error
+    twins = []
+    for twin in TWINS:
+        ratio, refused, tokens = None, None, None
+        try:
+            with stressed(loaded.model, layers, twin, seed=session.seed):
+                ratio = max(each.ratio for each in key_ranges(loaded.model, sample))
+                name = f"stress, {twin.name}"
+                tokens = compare(session, text, input_ids, windows, context, session.backends, windows_of, name=name)
+        except NoTwinError as error:
+            refused = str(error)
+        result = TwinResult(
+            name=twin.name, is_same_function=twin.is_same_function, key_ratio=ratio, refused=refused, tokens=tokens
+        )
+        twins.append(result)
+    return StressSection(range_tokens=len(sample), key_ranges=ranges, twins=twins)
 
-    layer: str
-    ratio: float
-    head: int
-    channel: int
 
-
-def key_ranges(model: PreTrainedModel, tokens: Tensor) -> list[LayerRange]:
+def key_ranges(model: PreTrainedModel, tokens: Tensor) -> list[KeyRange]:
     """Measure for each attention layer how far its largest key channel stands out over ``tokens``."""
     names = {module: name for name, module in model.named_modules()}
     found = []
     for module, (_, keys) in measure_ranges(model, tokens).items():
-        ratios = keys / keys.median(-1, keepdim=True).values
+        ratios = keys / keys.median(-1, keepdim=True).values.clamp_min(torch.finfo(keys.dtype).tiny)
         head, channel = divmod(int(ratios.argmax()), keys.shape[-1])
-        found.append(LayerRange(names[module], float(ratios[head, channel]), head, channel))
+        found.append(KeyRange(layer=names[module], ratio=float(ratios[head, channel]), head=head, channel=channel))
     return found
 
 
@@ -100,7 +134,7 @@ def attention_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
 
 
 @contextmanager
-def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: int = 1) -> Iterator[None]:
+def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: int = 0) -> Iterator[None]:
     """Within a ``with`` block, ``model`` is a twin of itself.
 
     Args:
@@ -110,7 +144,7 @@ def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: 
         seed: Seed of the choice of scaled channels.
 
     Raises:
-        ValueError: Values are to be scaled, and a layer makes or uses them in another way than by linear layers.
+        NoTwinError: Values are to be scaled, and a layer makes or uses them in another way than by linear layers.
     """
     generator = torch.Generator().manual_seed(seed)
     with ExitStack() as stack:
@@ -154,7 +188,7 @@ def _scale_values(
     with watched(model):
         projection = layer.find_output_projection()
     if projection is None or (layer.value < 0).any():
-        raise ValueError(f"{layer.name}: its values do not go from a linear layer through the attention into another")
+        raise NoTwinError(f"{layer.name}: its values do not go from a linear layer through the attention into another")
     factors[layer.value[chosen]] = factor
     inverse = torch.where(chosen, 1 / factor, 1.0).repeat_interleave(layer.group, 0).flatten()
     return projection.register_forward_pre_hook(lambda _, args: (args[0] * inverse.to(args[0]), *args[1:]))

@@ -126,6 +126,8 @@ class TestHelp:
             (("lm-eval",), ("--tasks", "--include-path", "--limit", "--num-fewshot", "accelerate launch", "examples")),
             (("fidelity",), ("--head-windows", "--prompts", "--out", "examples")),
             (("retrieval",), ("--kind", "--lengths", "--depths", "examples")),
+            (("stress",), ("--attn", "--max-windows", "--out", "examples")),
+            (("equalize",), ("--tokens", "--data", "--out", "examples")),
             (("suite",), ("--suite", "long-context", "--max-windows", "examples")),
             (("report",), ("build", "diff")),
             (("report", "build"), ("--out", "RUN", "examples")),

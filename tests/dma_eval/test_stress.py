@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dma_eval.stress import TWINS, Twin, attention_layers, key_ranges, stressed
+from dma_eval.backends import parse_backends
+from dma_eval.data import load_text
+from dma_eval.pages import stress_page
+from dma_eval.parts import StressPart
+from dma_eval.results import read_report
+from dma_eval.session import Session
+from dma_eval.stress import TWINS, Twin, attention_layers, key_ranges, measure_stress, stressed
 from tiny_models import DECODERS, VOCABULARY
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dma_hf.equalization import measure_ranges
 
@@ -68,3 +75,61 @@ def test_the_channel_that_stands_out_is_found():
     assert first == plain[0]
     assert (second.layer, second.head, second.channel in (3, 11)) == ("model.layers.1.self_attn", 1, True)
     assert second.ratio > 20
+
+
+@pytest.fixture
+def wild_folder(model_folder, tmp_path):
+    """The tiny model with a key channel 512 times as large, and its queries as small."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    for pair in (0, 16):
+        model.model.layers[1].self_attn.k_proj.weight[3 + pair] *= 512
+        for head in (0, 32):
+            model.model.layers[1].self_attn.q_proj.weight[head + 3 + pair] /= 512
+    model.save_pretrained(tmp_path / "wild")
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "wild")
+    return tmp_path / "wild"
+
+
+def test_command_stress(run, wild_folder, text_file, tmp_path):
+    arguments = ["-m", wild_folder, "-d", text_file, "--device", "cpu", "--context", 256, "--max-windows", 1]
+    result = run("stress", *arguments, "--attn", "sdpa", "dma_mxfp:balanced", "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    (section,) = read_report(tmp_path / "run/results.json").stress
+    assert [twin.name for twin in section.twins] == [twin.name for twin in TWINS]
+    assert all(twin.tokens is not None and twin.refused is None for twin in section.twins)
+    plain, *others = (twin.tokens.backends for twin in section.twins)
+    for twin, backends in zip(TWINS[1:], others, strict=True):
+        assert (backends[0].nll == plain[0].nll) == twin.is_same_function
+        assert backends[1].kl_mean > 0
+    assert section.key_ranges[1].ratio > 64 > section.key_ranges[0].ratio
+    assert "model.layers.1.self_attn; presets were tested up to 64x: equalize first" in " ".join(result.output.split())
+    assert (tmp_path / "run/stress.png").is_file()
+    again = run("stress", *arguments, "--attn", "sdpa", "dma_mxfp:balanced", "--out", tmp_path / "run")
+    assert "stress: taken from the folder" in again.output
+
+
+def test_a_gate_leaves_out_the_twins_of_values(loaded, text_file):
+    loaded.model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+    session = Session(loaded, parse_backends(["sdpa"]))
+    section = measure_stress(session, load_text(str(text_file)), StressPart(context=64, max_windows=1))
+    assert [twin.name for twin in section.twins if twin.refused] == ["values x 8", "values x 32"]
+    assert any("the model has no such twin: model.layers.0" in line for line in stress_page(section).warnings)
+
+
+def test_command_equalize(run, wild_folder, text_file, tmp_path):
+    arguments = ["equalize", "-m", wild_folder, "-d", text_file, "--device", "cpu", "--out", tmp_path / "folder"]
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "Largest key channel by the median one" in result.stdout
+    tokens = _tokens(200)[None]
+    plain, equal = (AutoModelForCausalLM.from_pretrained(folder) for folder in (wild_folder, tmp_path / "folder"))
+    assert torch.equal(plain(input_ids=tokens).logits, equal(input_ids=tokens).logits)
+    assert max(each.ratio for each in key_ranges(equal, tokens[0])) < 64
+    assert "holds a model already; name another folder" in run(*arguments).stderr.replace("\n", " ")
+
+
+def test_command_equalize_refuses(run, refused, model_folder, text_file, tmp_path):
+    common = ("equalize", "-m", model_folder, "-d", text_file, "--device", "cpu", "--out", tmp_path / "folder")
+    assert "at least 1,024 tokens to measure ranges over; got 100" in refused(run(*common, "--tokens", 100))
+    assert "load the model unquantised, in float32 or bfloat16" in refused(run(*common, "--dtype", "float16"))
+    assert not (tmp_path / "folder").exists()

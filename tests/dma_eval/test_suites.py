@@ -125,7 +125,7 @@ class TestFiles:
         ("content", "message"),
         [
             ("", f"nothing to measure; give one of the tables {', '.join(f'[{part}]' for part in PARTS)}"),
-            ("ppl = 1", "unknown key 'ppl'; valid: description, perplexity, fidelity, tasks, retrieval"),
+            ("ppl = 1", "unknown key 'ppl'; valid: description, perplexity, fidelity, tasks, retrieval, stress"),
             ("[tasks]\nname = 1", r"\[tasks\] unknown key 'name'; valid: names, limit, num_fewshot"),
             ("[tasks]", "tasks.names: Field required"),
             ("[tasks]\nnames = 'arc_easy'", "tasks.names: Input should be a valid array, got 'arc_easy'"),

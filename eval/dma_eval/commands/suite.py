@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure everything that a suite asks for: perplexity, fidelity, tasks, retrieval.
+    """Measure everything that a suite asks for: perplexity, fidelity, tasks, retrieval, stress.
 
     Results in --out are written after each part, and what is finished there is not measured again. Started by
     accelerate launch, the processes split the work. A part that fails is reported, and the others go on. Exit code 1 if
@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         suite,
         perplexity=suite.perplexity and replace(suite.perplexity, **windows),
         fidelity=suite.fidelity and replace(suite.fidelity, **windows),
+        stress=suite.stress and replace(suite.stress, **windows),
         tasks=suite.tasks and replace(suite.tasks, batch_size=args.batch_size, **samples),
     )
     return measure(args, changed, goes_on=True)

@@ -1,0 +1,82 @@
+"""``dma-hf equalize``: equal ranges for keys and queries, folded into the weights of a model, in a new folder."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from dma_eval import console
+from dma_eval.commands import options
+from dma_eval.commands.measuring import join, load
+from dma_eval.errors import UserError, one_line
+from dma_eval.files import make_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEFAULT_TOKENS = 4096
+EXAMPLES = """
+dma-hf equalize -m Qwen/Qwen2.5-0.5B --data Salesforce/wikitext:wikitext-2-raw-v1:train --out qwen-equalized
+dma-hf equalize -m google/gemma-3-1b-it --dtype float32 --data book.txt --out gemma-equalized
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
+    options.add_model(parser)
+    options.add_text(parser)
+    help, least = "Read the first so many tokens of the text.", options.number(1)
+    options.add(parser, "--tokens", type=least, default=DEFAULT_TOKENS, help=help)
+    options.add_out(parser, "Folder for the model; it loads in plain Transformers.", required=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Give the model's keys and queries equal ranges, without changing what it computes, and save it.
+
+    Powers of two, one for each pair of channels that the rotary embedding turns together, are folded into the weights.
+    The logits stay the same to the bit, and any low-bit attention or cache loses less. Exit code 2 for a model that
+    cannot be equalised; then nothing is written.
+    """
+    with console.starting():
+        import dma_hf
+        from dma_eval.data import load_text, tokenize
+        from dma_eval.pages import Table
+        from dma_eval.stress import key_ranges
+    if (args.out / "config.json").exists():
+        raise UserError(f"--out: {args.out} holds a model already; name another folder")
+    text = load_text(args.data, split=args.split, column=args.column)
+    loaded = load(args, join(args))
+    tokens = tokenize(loaded.tokenizer, text.content)[: args.tokens]
+    with console.working("Equalizing"):
+        try:
+            before = key_ranges(loaded.model, tokens)
+            exponents = dma_hf.equalize(loaded.model, tokens)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"--model: {one_line(error)}") from error
+        after = key_ranges(loaded.model, tokens)
+    counts = Counter(int(exponent) for each in exponents.values() for exponent in each.flatten())
+    total = sum(counts.values())
+    rows = [
+        [f"2^{power:+d}" if power else "1", f"{count:,}", f"{100 * count / total:.2f} %"]
+        for power, count in sorted(counts.items())
+    ]
+    console.print_table(Table(("factor of keys", "channels", "share"), rows))
+    worst = [max(each.ratio for each in ranges) for ranges in (before, after)]
+    console.print_line(f"Largest key channel by the median one: {worst[0]:,.1f} before, {worst[1]:,.1f} after")
+    save(loaded.model, loaded.tokenizer, args.out)
+    console.print_line(f"Wrote the model to {escape(str(args.out))}/")
+    return 0
+
+
+def save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Write a model that is not quantised any more, whatever its file was, and its tokenizer."""
+    make_folder(folder)
+    if getattr(model, "hf_quantizer", None) is not None:  # of a GGUF file, whose weights were dequantised
+        del model.hf_quantizer
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
