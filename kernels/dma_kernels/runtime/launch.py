@@ -6,12 +6,14 @@ compares every global constant that the kernel uses: 50 to 90 microseconds for a
 kernel itself, as Triton does; Triton's hooks and profilers see it as ever.
 
 The first launch of every key goes through Triton, which compiles. So do all launches where Triton's interpreter runs
-the kernels, or where someone has hung a hook before the launch (``add_pre_run_hook``).
+the kernels, where someone has hung a hook before the launch (``add_pre_run_hook``) or in the compiler's passes, and on
+versions of Triton that :data:`SETTINGS` does not list: what a launch takes and looks at is no promise of Triton's.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +28,19 @@ from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 Grid = tuple[int, int, int]
+
+_SINCE_3_6 = ("runtime.debug", "compilation.instrumentation_mode")
+SETTINGS = {
+    "3.6": _SINCE_3_6,
+    "3.7": _SINCE_3_6,
+    "3.8": _SINCE_3_6,
+    "3.9": (*_SINCE_3_6, "compilation.fpsan_homomorphic_casts"),
+}
+"""The settings (``triton.knobs``) that Triton compiles a kernel anew for, for each version whose compiled kernels were
+tried here. A test reads both in the source of the installed version."""
+
+_SETTINGS = SETTINGS.get(".".join(triton.__version__.split(".")[:2]))
+_read_settings = operator.attrgetter(*(_SETTINGS or _SINCE_3_6))
 
 ALIGNMENT = 16
 """Triton compiles other code for pointers (in bytes) and integers that this divides."""
@@ -169,8 +184,8 @@ def observed(observer: Observer) -> Iterator[None]:
 
 def settings() -> tuple[Any, ...]:
     """Return the settings of Triton's that it compiles a kernel anew for."""
-    knobs = triton.knobs
-    return knobs.runtime.debug, knobs.compilation.instrumentation_mode
+    found: tuple[Any, ...] = _read_settings(triton.knobs)
+    return found
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -208,7 +223,9 @@ def _is_hooked(hook: Any) -> bool:
 
 def launches_directly(kernel: Any) -> bool:
     """Whether compiled kernels may be launched without Triton's own launch."""
-    return isinstance(kernel, JITFunction) and not kernel.pre_run_hooks
+    if _SETTINGS is None or not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
+        return False
+    return getattr(triton.knobs.runtime, "add_stages_inspection_hook", None) is None  # from 3.7 on
 
 
 def matrix_descriptor(tensor: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+import textwrap
 from typing import Any
 
 import pytest
@@ -153,6 +157,46 @@ def test_a_hook_before_the_launch_is_called(jit: Triton) -> None:
     launcher(GRID, *usual())
     launcher(GRID, *usual())
     assert len(jit.calls) == 2  # Triton's launch calls it
+
+
+def test_a_hook_in_the_passes_of_the_compiler_is_asked(jit: Triton, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher(jit.kernel, CONSTANTS)
+    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", lambda: ("", ""), raising=False)
+    launcher(GRID, *usual())
+    launcher(GRID, *usual())
+    assert len(jit.calls) == 2  # Triton's launch asks it
+
+
+def test_a_version_of_triton_that_was_not_tried_launches_by_itself(
+    jit: Triton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = Launcher(jit.kernel, CONSTANTS)
+    monkeypatch.setattr(launch, "_SETTINGS", None)
+    launcher(GRID, *usual())
+    launcher(GRID, *usual())
+    assert len(jit.calls) == 2
+
+
+class TestInstalledTriton:
+    """What direct launches rely on, read in the source of ``JITFunction.run``."""
+
+    @pytest.fixture
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(JITFunction.run)))))
+
+    def test_looks_at_the_settings_that_are_listed(self, nodes: list[ast.AST]) -> None:
+        read = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+        hooks = {"launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook"}
+        knobs = {name.removeprefix("knobs.") for name in read if re.fullmatch(r"knobs\.\w+\.\w+", name)}
+        settings = knobs - {f"runtime.{hook}" for hook in hooks}
+        assert settings == set(launch.SETTINGS[".".join(triton.__version__.split(".")[:2])])
+
+    def test_launches_with_the_arguments_that_are_passed(self, nodes: list[ast.AST]) -> None:
+        (call,) = (node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "kernel.run")
+        assert [ast.unparse(argument) for argument in call.args] == [
+            *("grid_0", "grid_1", "grid_2", "stream", "kernel.function", "kernel.packed_metadata", "launch_metadata"),
+            *("knobs.runtime.launch_enter_hook", "knobs.runtime.launch_exit_hook", "*bound_args.values()"),
+        ]
 
 
 def test_hooks_around_the_launch_are_called(jit: Triton, monkeypatch: pytest.MonkeyPatch) -> None:
