@@ -3,7 +3,7 @@
 Knows torch and Triton, not Transformers.
 """
 
-from .api import attention
+from .api import attention, attention_with_lse
 from .numerics.formats import BLOCK_FORMATS, FORMAT_NAMES, TILE, BlockFormat, ScaleRounding, SharedScale
 from .numerics.quantize import QuantizedTensor, quantize
 from .numerics.recipe import Recipe
@@ -19,6 +19,7 @@ __all__ = [
     "ScaleRounding",
     "SharedScale",
     "attention",
+    "attention_with_lse",
     "hadamard_rotate",
     "key_mean",
     "quantize",

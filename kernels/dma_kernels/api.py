@@ -6,72 +6,42 @@ op, so that ``torch.compile(fullgraph=True)`` and ``torch.export`` see one node,
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, Literal, overload
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, ParamSpec, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from .numerics.geometry import AttentionGeometry
+from .numerics.geometry import OPTION_FIELDS, AttentionGeometry, AttentionOptions
 from .numerics.recipe import RECIPE_FIELDS, Recipe
 from .prefill.backend import attention_triton
 from .reference.attention import attention_gradient, attention_reference
-from .runtime.chip import resolve_backend
+from .runtime.chip import check_backend, resolve_backend
 from .runtime.replay import Call, call_of, tensor_kind
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
-_GEOMETRY = (
-    *("q_offset", "kv_offset", "q_offset_rows", "kv_offset_rows", "kv_range", "mask", "sinks"),
-    *("is_causal", "window", "scale", "softcap"),
-)
-"""Arguments of the custom ops behind query, key and value."""
+MAX_POSITION = 1 << 30
+"""Of the first query and the first key, either way: so that positions stay in 32 bits."""
 _HASHED = (int, float, bool, str, type(None))
 
-
-@overload
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    recipe: Recipe,
-    *,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    q_offset: int | Tensor | None = ...,
-    kv_offset: int | Tensor = ...,
-    kv_range: Tensor | None = ...,
-    window: int | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    mask: Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    backend: str = ...,
-) -> Tensor: ...
+P = ParamSpec("P")
 
 
-@overload
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    recipe: Recipe,
-    *,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    q_offset: int | Tensor | None = ...,
-    kv_offset: int | Tensor = ...,
-    kv_range: Tensor | None = ...,
-    window: int | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    mask: Tensor | None = ...,
-    return_lse: Literal[True],
-    backend: str = ...,
-) -> tuple[Tensor, Tensor]: ...
+def _output_of(function: Callable[P, tuple[Tensor, Tensor]]) -> Callable[P, Tensor]:
+    @functools.wraps(function)
+    def attention(*arguments: P.args, **options: P.kwargs) -> Tensor:
+        return function(*arguments, **options)[0]
+
+    attention.__name__ = attention.__qualname__ = "attention"
+    return attention
 
 
-def attention(
+def attention_with_lse(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -86,9 +56,8 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
-    return_lse: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute diagonal-tiled mixed-precision attention (arXiv 2604.03950).
 
     Its gradient goes straight through the rounding: it is that of the attention which the recipe approximates, computed
@@ -105,7 +74,8 @@ def attention(
         is_causal: Whether a query sees no key behind its own position.
         scale: Factor of the scores; ``D ** -0.5`` by default.
         q_offset: Position of query 0: an int, or one per batch row, integer ``[B]``. By default the queries are the
-            last positions of a causal sequence (``kv_offset + Tk - Tq``), and stand at 0 in a bidirectional one.
+            last positions of a causal sequence (``kv_offset + Tk - Tq``), and stand at 0 in a bidirectional one. An int
+            of a causal call is not below that of ``kv_offset``, except for that default.
         kv_offset: Position of key 0: an int, or integer ``[B]``. Minus the padding for a left-padded row.
         kv_range: Indices of the first visible key and of the one past the last, integer ``[B, 2]``; all by default.
             What lies outside ``0..Tk`` is cut off; a row whose range is empty sees no key.
@@ -113,206 +83,152 @@ def attention(
             positions at a distance of at most ``window``.
         softcap: Caps scores: ``softcap * tanh(score / softcap)``, after ``scale``.
         sinks: One logit per query head, ``[Hq]``, that takes part in the softmax without a value.
-        mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``; a key is seen where it is true and the rest allows it.
-        return_lse: Also return the natural logarithm of the softmax denominator (sinks included), ``[B, Hq, Tq]``,
-            fp32 (fp64 for fp64).
+        mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``, as ``[Tq, Tk]`` is; a key is seen where it is true and the
+            rest allows it.
         backend: ``reference`` (torch, any device), ``triton`` (kernels; bf16 and fp16 on CUDA), or ``auto``:
             Triton where it can run on CUDA, the reference elsewhere.
 
     Returns:
-        ``[B, Hq, Tq, Dv]`` in the dtype of ``query``, laid out so that ``.transpose(1, 2)`` is contiguous. A row that
-        sees no key is 0. With ``return_lse`` the pair of it and the logarithms (in such a row the sink logit, or
-        ``-inf`` without sinks).
+        Of ``attention`` the output, ``[B, Hq, Tq, Dv]`` in the dtype of ``query``; ``.transpose(1, 2)`` makes it
+        contiguous; a row that sees no key is 0. Of ``attention_with_lse`` also the natural logarithm of the softmax
+        denominator, sinks included, ``[B, Hq, Tq]``, fp32 (fp64 for fp64); in such a row the sink logit, or ``-inf``
+        without sinks.
 
     Raises:
         ValueError: Shapes, head dimensions, options or the backend's name are not as described.
-        TypeError: A dtype, an offset or the recipe is not as described.
+        TypeError: A tensor, a dtype, an option or the recipe is of another kind.
         RuntimeError: The backend that was asked for cannot run on this device.
+        NotImplementedError: Derivatives are computed in forward mode.
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(recipe).__name__}")
     call = None
-    needs_op = _needs_op(query, key, value, sinks)
+    needs_op = _needs_op(query, key, value, sinks, mask)
     if not needs_op and kv_range is None:
-        options = (is_causal, scale, q_offset, kv_offset, window, softcap, return_lse, backend)
-        if all(type(option) in _HASHED for option in options):
+        asked = (is_causal, scale, q_offset, kv_offset, window, softcap, backend)
+        if all(type(option) in _HASHED for option in asked):
             inputs = (query, key, value, sinks, mask, None)
-            call = call_of(recipe, *map(tensor_kind, inputs), *options)
+            call = call_of(recipe, *map(tensor_kind, inputs), *asked)
             results = call.repeat(inputs)  # only what was valid has been recorded
             if results is not None:
-                return (results[0], results[1]) if return_lse else results[0]
-    _check_tensors(query, key, value, sinks, mask, kv_range)
-    q_len, head_dim = query.shape[2:]
-    kv_len = key.shape[2]
-    if scale is None:
-        scale = head_dim**-0.5
+                return results[0], results[1]
+    mask = _check_tensors(query, key, value, sinks, mask, kv_range)
+    check_backend(backend)
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be true or false, got {is_causal!r}")
     for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and not 0.0 < number < math.inf:
-            raise ValueError(f"{name} must be a positive finite number, got {number!r}")
-    if window is not None and not (isinstance(window, int) and window >= 1):
+        _check_positive(name, number)
+    if window is not None and not (_is_int(window) and window >= 1):
         raise ValueError(f"window must be an integer of at least 1, got {window!r}")
     kv_base, kv_rows = _split_offset("kv_offset", kv_offset, query)
-    if q_offset is None:
-        q_base, q_rows = (kv_base + kv_len - q_len, kv_rows) if is_causal else (0, None)
-    else:
-        q_base, q_rows = _split_offset("q_offset", q_offset, query)
-    arguments = (
-        query,
-        key,
-        value,
-        q_base,
-        kv_base,
-        q_rows,
-        kv_rows,
-        kv_range,
-        mask,
-        sinks,
-        is_causal,
-        window,
-        float(scale),
+    q_base, q_rows = (None, None) if q_offset is None else _split_offset("q_offset", q_offset, query)
+    is_plain = is_causal and q_rows is None and kv_rows is None
+    if is_plain and q_base is not None and q_base < kv_base and q_base < kv_base + key.shape[2] - query.shape[2]:
+        raise ValueError(
+            f"q_offset must be at least kv_offset, {kv_base}, where attention is causal and a query before key 0 sees "
+            f"nothing; got {q_base}"
+        )
+    options = (
+        *(q_base, kv_base, q_rows, kv_rows, kv_range, mask, sinks, is_causal),
+        None if window is None else min(window, 2 * MAX_POSITION),
+        query.shape[3] ** -0.5 if scale is None else float(scale),
         None if softcap is None else float(softcap),
-        backend,
     )
     if needs_op:
-        results = _attention(*arguments, **{name: getattr(recipe, name) for name in RECIPE_FIELDS})
-    else:
-        results = _compute(*arguments, recipe, return_lse, call)
-    return (results[0], results[1]) if return_lse else results[0]
+        out, lse = _attention(query, key, value, *options, backend, *(getattr(recipe, name) for name in RECIPE_FIELDS))
+        return out, lse
+    return _compute(query, key, value, recipe, AttentionOptions(*options), backend, call)
+
+
+attention = _output_of(attention_with_lse)
 
 
 def _needs_op(*tensors: Tensor | None) -> bool:
     """Whether something looks on that has to see one operation: a compiler, autograd, a tensor mode or subclass.
 
     Otherwise the backend is called directly, which spares some 70 microseconds of dispatching a call.
+
+    Raises:
+        NotImplementedError: Forward-mode differentiation looks on, which PyTorch would give zeros for an op.
     """
+    given = [tensor for tensor in tensors if tensor is not None]
+    if forward_ad._current_level >= 0 and any(map(_may_be_dual, given)):
+        raise NotImplementedError(
+            "attention has no derivative in forward mode, and one of its inputs is a dual tensor; use reverse mode "
+            "(backward, torch.autograd.grad)"
+        )
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    given = [tensor for tensor in tensors if tensor is not None]
+    if torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta for tensor in given):
         return True
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+
+
+def _may_be_dual(tensor: Any) -> bool:
+    if not isinstance(tensor, Tensor):
+        return False
+    if torch._C._functorch.is_batchedtensor(tensor):  # what is inside cannot be asked
+        return True
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _compute(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    q_offset: int,
-    kv_offset: int,
-    q_offset_rows: Tensor | None,
-    kv_offset_rows: Tensor | None,
-    kv_range: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    backend: str,
     recipe: Recipe,
-    return_lse: bool,
-    call: Call | None,
-) -> tuple[Tensor, ...]:
+    options: AttentionOptions,
+    backend: str,
+    call: Call | None = None,
+) -> tuple[Tensor, Tensor]:
     """Run a backend, resolved in here because a compiler cannot trace questions to the device."""
     if resolve_backend(backend, query.device, query.dtype) == "triton":
-        return attention_triton(
-            query,
-            key,
-            value,
-            recipe,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            q_offset_rows=q_offset_rows,
-            kv_offset_rows=kv_offset_rows,
-            kv_range=kv_range,
-            mask=mask,
-            sinks=sinks,
-            is_causal=is_causal,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            return_lse=return_lse,
-            call=call,
-        )
-    geometry = _geometry(key, q_offset, kv_offset, q_offset_rows, kv_offset_rows, kv_range, mask, is_causal, window)
-    return attention_reference(query, key, value, geometry, recipe, scale=scale, softcap=softcap, sinks=sinks)
+        return attention_triton(query, key, value, recipe, options, call)
+    geometry = AttentionGeometry.of(options, query, key)
+    return attention_reference(
+        query, key, value, geometry, recipe, scale=options.scale, softcap=options.softcap, sinks=options.sinks
+    )
 
 
-@torch.library.custom_op("dma_kernels::attention", mutates_args=())
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    q_offset: int,
-    kv_offset: int,
-    q_offset_rows: Tensor | None,
-    kv_offset_rows: Tensor | None,
-    kv_range: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    backend: str,
-    low: str,
-    low_q: str | None,
-    low_k: str | None,
-    low_v: str | None,
-    high: str,
-    diagonal_tiles: int,
-    sink_tiles: int,
-    scale_rounding: str,
-    shared_scale: str,
-    smooth_k: bool,
-    rotate: bool,
-    pv: str,
-) -> tuple[Tensor, Tensor]:
-    """Run a backend. A custom op takes plain arguments only, hence the recipe field by field."""
-    recipe = Recipe(
-        low=low,
-        low_q=low_q,
-        low_k=low_k,
-        low_v=low_v,
-        high=high,
-        diagonal_tiles=diagonal_tiles,
-        sink_tiles=sink_tiles,
-        scale_rounding=scale_rounding,
-        shared_scale=shared_scale,
-        smooth_k=smooth_k,
-        rotate=rotate,
-        pv=pv,
-    )
-    out, lse = _compute(
-        query,
-        key,
-        value,
-        q_offset,
-        kv_offset,
-        q_offset_rows,
-        kv_offset_rows,
-        kv_range,
-        mask,
-        sinks,
-        is_causal,
-        window,
-        scale,
-        softcap,
-        backend,
-        recipe,
-        True,
-        None,
-    )
-    return out, lse
+_SCHEMA_TYPES = {"int": "SymInt", "int | None": "SymInt?", "Tensor | None": "Tensor?", "str | None": "str?"}
+_SCHEMA_TYPES |= {"float | None": "float?"} | {name: name for name in ("bool", "float", "str")}
+
+
+def _parameters(kind: type) -> list[str]:
+    """Return the fields of a dataclass as parameters of an op, which takes plain arguments only."""
+    return [f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(kind)]
+
+
+_TENSORS = ["Tensor query", "Tensor key", "Tensor value", *_parameters(AttentionOptions)]
+
+
+def _run_op(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    backend = arguments[len(OPTION_FIELDS)]
+    options = AttentionOptions(*arguments[: len(OPTION_FIELDS)])
+    recipe = Recipe(**dict(zip(RECIPE_FIELDS, arguments[len(OPTION_FIELDS) + 1 :], strict=True)))
+    return _compute(query, key, value, recipe, options, backend)
+
+
+_attention = torch.library.custom_op(
+    "dma_kernels::attention",
+    _run_op,
+    mutates_args=(),
+    schema=f"({', '.join([*_TENSORS, 'str backend', *_parameters(Recipe)])}) -> (Tensor, Tensor)",
+)
 
 
 @_attention.register_fake
-def _(query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
-    return _empty_outputs(query, value)
+def _(query, key, value, *arguments):  # type: ignore[no-untyped-def]
+    batch, q_heads, q_len, _ = query.shape
+    out = query.new_empty((batch, q_len, q_heads, value.shape[-1])).transpose(1, 2)
+    lse = query.new_empty((batch, q_heads, q_len), dtype=torch.promote_types(query.dtype, torch.float32))
+    return out, lse
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    named = dict(zip(_GEOMETRY, inputs[3:14], strict=True))
+    named = dict(zip(OPTION_FIELDS, inputs[3:], strict=False))
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     ctx.save_for_backward(*inputs[:3], *tensors.values())
     ctx.tensor_names = tuple(tensors)
@@ -324,90 +240,65 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     query, key, value, *others = ctx.saved_tensors
     named = ctx.options | dict(zip(ctx.tensor_names, others, strict=True))
-    gradients = _attention_backward(grad_out, query, key, value, *(named[name] for name in _GEOMETRY))
+    gradients = _attention_backward(grad_out, query, key, value, *(named[name] for name in OPTION_FIELDS))
     all_gradients: list[Tensor | None] = [None] * ctx.count
     all_gradients[:3] = gradients[:3]
     if named["sinks"] is not None:
-        all_gradients[3 + _GEOMETRY.index("sinks")] = gradients[3]
+        all_gradients[3 + OPTION_FIELDS.index("sinks")] = gradients[3]
     return tuple(all_gradients)
 
 
 _attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-@torch.library.custom_op("dma_kernels::attention_backward", mutates_args=())
-def _attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    q_offset: int,
-    kv_offset: int,
-    q_offset_rows: Tensor | None,
-    kv_offset_rows: Tensor | None,
-    kv_range: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
+def _run_backward_op(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and sinks; without sinks the last is empty."""
-    geometry = _geometry(key, q_offset, kv_offset, q_offset_rows, kv_offset_rows, kv_range, mask, is_causal, window)
+    options = AttentionOptions(*arguments)
     grad_q, grad_k, grad_v, grad_sinks = attention_gradient(
-        grad_out, query, key, value, geometry, scale=scale, softcap=softcap, sinks=sinks
+        *(grad_out, query, key, value, AttentionGeometry.of(options, query, key)),
+        scale=options.scale,
+        softcap=options.softcap,
+        sinks=options.sinks,
     )
     return grad_q, grad_k, grad_v, query.new_empty(0) if grad_sinks is None else grad_sinks
 
 
+_attention_backward = torch.library.custom_op(
+    "dma_kernels::attention_backward",
+    _run_backward_op,
+    mutates_args=(),
+    schema=f"(Tensor grad_out, {', '.join(_TENSORS)}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
 @_attention_backward.register_fake
-def _(grad_out, query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
-    sinks = args[_GEOMETRY.index("sinks")]
+def _(grad_out, query, key, value, *arguments):  # type: ignore[no-untyped-def]
+    sinks = arguments[OPTION_FIELDS.index("sinks")]
     empty = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return (*(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)), empty)
 
 
-def _geometry(
-    key: Tensor,
-    q_offset: int,
-    kv_offset: int,
-    q_offset_rows: Tensor | None,
-    kv_offset_rows: Tensor | None,
-    kv_range: Tensor | None,
-    mask: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-) -> AttentionGeometry:
-    batch, kv_len = key.shape[0], key.shape[2]
-    if kv_range is None:
-        kv_range = torch.tensor([[0, kv_len]], device=key.device).expand(batch, 2)
-    return AttentionGeometry(
-        q_position=_row_positions(q_offset, q_offset_rows, batch, key.device),
-        kv_position=_row_positions(kv_offset, kv_offset_rows, batch, key.device),
-        kv_range=kv_range.long(),
-        is_causal=is_causal,
-        window=window,
-        mask=mask,
-    )
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
-def _empty_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    batch, q_heads, q_len, _ = query.shape
-    out = query.new_empty((batch, q_len, q_heads, value.shape[-1])).transpose(1, 2)
-    lse = query.new_empty((batch, q_heads, q_len), dtype=torch.promote_types(query.dtype, torch.float32))
-    return out, lse
-
-
-def _row_positions(offset: int, rows: Tensor | None, batch: int, device: torch.device) -> Tensor:
-    positions = torch.full((batch,), offset, dtype=torch.int64, device=device)
-    return positions if rows is None else positions + rows
+def _check_positive(name: str, number: Any) -> None:
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be a positive finite number, got {number!r}")
+    if not 0.0 < number < math.inf:
+        raise ValueError(f"{name} must be a positive finite number, got {number!r}")
 
 
 def _split_offset(name: str, offset: int | Tensor, query: Tensor) -> tuple[int, Tensor | None]:
     """Split an offset into a common int and, for a tensor, one addend per batch row."""
     batch = query.shape[0]
-    if isinstance(offset, int):
+    if _is_int(offset):
+        if not -MAX_POSITION <= offset <= MAX_POSITION:
+            raise ValueError(f"{name} must be within 2**30 of 0, got {offset}")
         return offset, None
     if not isinstance(offset, Tensor):
         raise TypeError(f"{name} must be an int or an integer tensor of shape [{batch}], got {offset!r}")
@@ -427,8 +318,13 @@ def _is_integer(tensor: Tensor) -> bool:
 
 def _check_tensors(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor | None, kv_range: Tensor | None
-) -> None:
+) -> Tensor | None:
+    """Check every tensor; return the mask with four dimensions."""
     shapes = {"query": query, "key": key, "value": value}
+    optional = {name: x for name, x in (("sinks", sinks), ("mask", mask), ("kv_range", kv_range)) if x is not None}
+    for name, tensor in (shapes | optional).items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     for name, tensor in shapes.items():
         if tensor.ndim != 4:
             raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {list(tensor.shape)}")
@@ -439,8 +335,7 @@ def _check_tensors(
             raise TypeError(f"{name} must have the dtype of query, {query.dtype}, got {tensor.dtype}")
         if tensor.shape[0] != query.shape[0]:
             raise ValueError(f"{name} must have the batch size of query, {query.shape[0]}, got {tensor.shape[0]}")
-    optional = {"sinks": sinks, "mask": mask, "kv_range": kv_range}
-    for name, tensor in (shapes | {n: t for n, t in optional.items() if t is not None}).items():
+    for name, tensor in (shapes | optional).items():
         if tensor.device != query.device:
             raise ValueError(f"{name} must be on the device of query, {query.device}, got {tensor.device}")
     if value.shape[1:3] != key.shape[1:3]:
@@ -462,7 +357,10 @@ def _check_tensors(
     if mask is not None:
         if mask.dtype != torch.bool:
             raise TypeError(f"mask must be boolean, got {mask.dtype}")
-        if mask.ndim != 4 or any(size not in (1, whole) for size, whole in zip(mask.shape, full, strict=True)):
+        shape = (*(1,) * (4 - mask.ndim), *mask.shape)
+        if len(shape) > 4 or any(size not in (1, whole) for size, whole in zip(shape, full, strict=True)):
             raise ValueError(f"mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
+        mask = mask.reshape(shape) if mask.ndim < 4 else mask
     if kv_range is not None and (not _is_integer(kv_range) or kv_range.shape != (query.shape[0], 2)):
         raise ValueError(f"kv_range must be integer [{query.shape[0]}, 2], got {kv_range.dtype} {list(kv_range.shape)}")
+    return mask

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import pickle
 from collections.abc import Callable
-from typing import Any, get_overloads
+from typing import Any
 
 import dma_kernels
+import numpy as np
 import pytest
 import torch
-from dma_kernels import Recipe, api, attention
+from dma_kernels import Recipe, api, attention, attention_with_lse
+from dma_kernels.runtime import chip
 from dma_kernels.runtime.chip import BACKENDS, resolve_backend
 from dma_kernels.runtime.replay import Call
 from dma_kernels.testing import RECIPES, assert_bits_equal, random_qkv
 from torch import Tensor
+from torch.autograd import forward_ad
 
 BALANCED = RECIPES["mxfp8-row"]
 
@@ -149,6 +153,49 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"mask must be broadcastable to \[2, 4, 6, 9\], got \[2, 9\]",
     ),
+    "mask-5d": (
+        {"mask": zeros(1, 1, 1, 6, 9, dtype=torch.bool)},
+        ValueError,
+        r"mask must be broadcastable to \[2, 4, 6, 9\], got \[1, 1, 1, 6, 9\]",
+    ),
+    "query-none": ({"query": None}, TypeError, r"query must be a torch\.Tensor, got NoneType"),
+    "key-list": ({"key": [[1.0]]}, TypeError, r"key must be a torch\.Tensor, got list"),
+    "value-array": ({"value": np.zeros((2, 2, 9, 16))}, TypeError, r"value must be a torch\.Tensor, got ndarray"),
+    "query-string": ({"query": "query"}, TypeError, r"query must be a torch\.Tensor, got str"),
+    "sinks-list": ({"sinks": [0.0] * 4}, TypeError, r"sinks must be a torch\.Tensor, got list"),
+    "mask-bool": ({"mask": True}, TypeError, r"mask must be a torch\.Tensor, got bool"),
+    "mask-array": ({"mask": np.ones((6, 9), bool)}, TypeError, r"mask must be a torch\.Tensor, got ndarray"),
+    "kv_range-tuple": ({"kv_range": (0, 9)}, TypeError, r"kv_range must be a torch\.Tensor, got tuple"),
+    "is_causal-none": ({"is_causal": None}, TypeError, "is_causal must be true or false, got None"),
+    "is_causal-string": ({"is_causal": "no"}, TypeError, "is_causal must be true or false, got 'no'"),
+    "is_causal-int": ({"is_causal": 1}, TypeError, "is_causal must be true or false, got 1"),
+    "is_causal-tensor": ({"is_causal": torch.tensor(True)}, TypeError, "is_causal must be true or false, got tensor"),
+    "scale-string": ({"scale": "0.1"}, TypeError, r"scale must be a positive finite number, got '0\.1'"),
+    "scale-bool": ({"scale": True}, TypeError, "scale must be a positive finite number, got True"),
+    "scale-tensor": ({"scale": torch.tensor(0.1)}, TypeError, "scale must be a positive finite number, got tensor"),
+    "softcap-list": ({"softcap": [3.0]}, TypeError, r"softcap must be a positive finite number, got \[3\.0\]"),
+    "window-bool": ({"window": True}, ValueError, "window must be an integer of at least 1, got True"),
+    "window-string": ({"window": "4"}, ValueError, "window must be an integer of at least 1, got '4'"),
+    "q_offset-bool": (
+        {"q_offset": True},
+        TypeError,
+        r"q_offset must be an int or an integer tensor of shape \[2\], got True",
+    ),
+    "q_offset-list": (
+        {"q_offset": [0, 1]},
+        TypeError,
+        r"q_offset must be an int or an integer tensor of shape \[2\], got \[0, 1\]",
+    ),
+    "q_offset-negative": (
+        {"q_offset": -5},
+        ValueError,
+        r"q_offset must be at least kv_offset, 0, where attention is causal .*; got -5",
+    ),
+    "q_offset-large": ({"q_offset": 2**31}, ValueError, r"q_offset must be within 2\*\*30 of 0, got 2147483648"),
+    "kv_offset-large": ({"kv_offset": -(10**30)}, ValueError, r"kv_offset must be within 2\*\*30 of 0, got -1000"),
+    "backend-none": ({"backend": None}, ValueError, "backend must be one of auto, reference, triton; got None"),
+    "backend-list": ({"backend": ["triton"]}, ValueError, r"backend must be one of .*; got \['triton'\]"),
+    "recipe-none": ({"recipe": None}, TypeError, r"recipe must be a dma_kernels\.Recipe, got NoneType"),
     "mask-kv-heads": (
         {"mask": zeros(2, 2, 6, 9, dtype=torch.bool)},
         ValueError,
@@ -240,6 +287,16 @@ class TestRejected:
             attention(*good.values(), False)
 
 
+class TestMasks:
+    @pytest.mark.parametrize("shape", [(), (9,), (6, 9), (6, 1), (4, 6, 9), (1, 6, 9), (2, 1, 6, 9)], ids=str)
+    def test_of_fewer_dimensions_broadcast_as_in_torch(self, shape: tuple[int, ...]) -> None:
+        good = inputs()
+        mask = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.5
+        expected = attention(**good, mask=mask.expand(2, 4, 6, 9))
+        for _ in range(3):
+            assert_bits_equal(attention(**good, mask=mask), expected)
+
+
 class TestBackends:
     def test_reference_and_auto_agree_on_the_cpu(self) -> None:
         good = inputs()
@@ -257,6 +314,14 @@ class TestBackends:
         ):
             attention(**inputs(), backend="triton")
 
+    def test_rocm_is_not_for_the_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        monkeypatch.setattr(chip, "device_arch", lambda device: 94)
+        device = torch.device("cuda")
+        assert resolve_backend("auto", device, torch.bfloat16) == "reference"
+        with pytest.raises(RuntimeError, match="needs an NVIDIA GPU, and this PyTorch is for ROCm"):
+            resolve_backend("triton", device, torch.bfloat16)
+
     def test_names(self) -> None:
         assert BACKENDS == ("auto", "reference", "triton")
 
@@ -271,7 +336,7 @@ class TestDefaults:
         good = inputs()
         out = attention(**good)
         assert isinstance(out, Tensor)
-        pair = attention(**good, return_lse=True)
+        pair = attention_with_lse(**good)
         assert isinstance(pair, tuple)
         assert_bits_equal(pair[0], out)
 
@@ -284,10 +349,15 @@ class TestDefaults:
         fields = dataclasses.asdict(recipe)
         assert [argument.name for argument in parameters][-len(fields) :] == list(fields)
 
-    def test_overloads_have_the_parameters_of_the_function(self) -> None:
-        names = list(inspect.signature(attention).parameters)
-        for overload in get_overloads(attention):
-            assert list(inspect.signature(overload).parameters) == names
+    def test_both_doors_have_the_same_parameters(self) -> None:
+        ours, theirs = inspect.signature(attention), inspect.signature(attention_with_lse)
+        assert ours.parameters == theirs.parameters
+        assert pickle.loads(pickle.dumps(attention)) is attention
+
+    @pytest.mark.parametrize("window", [9, 2**31, 10**30])
+    def test_a_window_of_everything(self, window: int) -> None:
+        good = inputs()
+        assert_bits_equal(attention(**good, window=window), attention(**good))
 
 
 def op_arguments(recipe: Recipe, **options: Any) -> tuple[Any, ...]:
@@ -336,8 +406,8 @@ class TestCustomOp:
     @pytest.mark.parametrize("value_dim", [16, 40], ids=lambda d: f"Dv{d}")
     def test_fake_outputs_are_like_the_real_ones(self, dtype: torch.dtype, value_dim: int) -> None:
         good = inputs(value_dim=value_dim, dtype=dtype)
-        real = attention(**good, return_lse=True)
-        fake = attention(**{n: x.to("meta") if isinstance(x, Tensor) else x for n, x in good.items()}, return_lse=True)
+        real = attention_with_lse(**good)
+        fake = attention_with_lse(**{n: x.to("meta") if isinstance(x, Tensor) else x for n, x in good.items()})
         for a, b in zip(real, fake, strict=True):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
@@ -370,7 +440,7 @@ class TestCompile:
 
     def test_every_option(self) -> None:
         def block(query: Tensor, key: Tensor, value: Tensor, offset: Tensor, span: Tensor, mask: Tensor, sinks: Tensor):
-            out, lse = attention(
+            out, lse = attention_with_lse(
                 query,
                 key,
                 value,
@@ -383,7 +453,6 @@ class TestCompile:
                 softcap=3.0,
                 sinks=sinks,
                 mask=mask,
-                return_lse=True,
                 backend="reference",
             )
             return out * 2.0, lse + 1.0
@@ -414,6 +483,46 @@ class TestCompile:
         compiled, _ = self.compiled(lambda q, k, v: attention(q, k, v, BALANCED, window=0), dynamic=True)
         with pytest.raises(Exception, match="window must be an integer of at least 1, got 0"):
             compiled(*random_qkv(q_len=4, kv_len=4))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+class TestWatchers:
+    """What looks on by other means than autograd's: it has to see one operation, or be refused."""
+
+    def test_a_trace_without_gradients_holds_for_other_lengths(self) -> None:
+        shapes = {"batch": 1, "q_heads": 2, "kv_heads": 2, "head_dim": 16}
+        with torch.no_grad():
+            traced = torch.jit.trace(
+                lambda *qkv: attention(*qkv, BALANCED), random_qkv(**shapes, q_len=6, kv_len=6), check_trace=False
+            )
+        for q_len, kv_len in ((6, 6), (3, 9), (200, 300)):
+            qkv = random_qkv(**shapes, q_len=q_len, kv_len=kv_len, seed=1)
+            assert_bits_equal(traced(*qkv), attention(*qkv, BALANCED))
+
+    @pytest.mark.parametrize("name", ["query", "key", "value", "sinks"])
+    def test_forward_mode_is_refused(self, name: str) -> None:
+        good = inputs() | {"sinks": torch.zeros(4)}
+        with forward_ad.dual_level():
+            attention(**good)  # of something else
+            good[name] = forward_ad.make_dual(good[name], torch.ones_like(good[name]))
+            with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
+                attention(**good)
+
+    @pytest.mark.parametrize("transform", [lambda f: f, torch.func.vmap, torch.compile], ids=["", "vmap", "compile"])
+    def test_jvp_is_refused(self, transform: Any) -> None:
+        query, key, value = random_qkv(q_len=5, kv_len=5)
+        function = transform(lambda query: attention(query, key, value, BALANCED))
+        if transform is torch.func.vmap:
+            query = torch.stack([query, query])
+        with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
+            torch.func.jvp(function, (query,), (torch.ones_like(query),))
+
+    def test_vmap(self) -> None:
+        query, key, value = random_qkv(q_len=5, kv_len=5)
+        queries = torch.stack([query, 2.0 * query])
+        outputs = torch.func.vmap(lambda query: attention(query, key, value, BALANCED))(queries)
+        for ours, each in zip(outputs, queries, strict=True):
+            assert_bits_equal(ours, attention(each, key, value, BALANCED))
 
 
 class Signatures:
@@ -456,7 +565,6 @@ ONES = torch.ones(1, 2, 5, 32)
         {"softcap": 3.0},
         {"sinks": torch.zeros(2)},
         {"mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)},
-        {"return_lse": True},
         {"backend": "reference"},
     ],
     ids=lambda change: "-".join(change),

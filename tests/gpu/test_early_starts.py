@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from dma_kernels import attention
+from dma_kernels import attention_with_lse
 from dma_kernels.prefill import backend
 from dma_kernels.runtime import replay
 from dma_kernels.testing import random_qkv
@@ -57,7 +57,7 @@ def test_layers_in_a_row_are_equal_to_the_bit(recipe: str, length: int, monkeypa
     layers = [random_qkv(**sizes, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in range(4)]
 
     def run() -> Results:
-        return [attention(*layer, RECIPES[recipe], return_lse=True, backend="triton") for layer in layers]
+        return [attention_with_lse(*layer, RECIPES[recipe], backend="triton") for layer in layers]
 
     choose(monkeypatch, starts_early=False)
     expected = run()

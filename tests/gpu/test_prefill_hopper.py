@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from dma_kernels import Recipe, attention
+from dma_kernels import Recipe, attention, attention_with_lse
 from dma_kernels.prefill import backend, host
 from dma_kernels.runtime import replay
 from dma_kernels.runtime.tuning import PrefillTiles, select_tiles
@@ -63,7 +63,7 @@ def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Ten
 
 AMONG_OTHERS = """
 import time, torch
-from dma_kernels import attention
+from dma_kernels import attention, attention_with_lse
 from dma_kernels.prefill import backend, host
 from prefill_cases import RECIPES
 q = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda")
@@ -146,7 +146,7 @@ def test_bands_are_those_of_the_other_kernel(
     qkv = random_qkv(q_len=1090, kv_len=1090, **HEADS, dtype=torch.bfloat16, device="cuda")
 
     def run() -> tuple[Tensor, Tensor]:
-        return attention(*qkv, recipe, is_causal=is_causal, return_lse=True, backend="triton")
+        return attention_with_lse(*qkv, recipe, is_causal=is_causal, backend="triton")
 
     out, lse = run()
     expected, expected_lse = without(monkeypatch, run)
@@ -176,7 +176,7 @@ def test_long_calls_take_it_and_equal_the_other_kernel(head_dim: int, monkeypatc
     )
 
     def run() -> tuple[Tensor, Tensor]:
-        return attention(*qkv, RECIPES["int8"], return_lse=True, backend="triton")
+        return attention_with_lse(*qkv, RECIPES["int8"], backend="triton")
 
     out, lse = run()
     assert noted

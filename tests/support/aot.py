@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 import triton
+from dma_kernels.numerics.geometry import AttentionOptions
 from dma_kernels.prefill import backend
 from dma_kernels.runtime import chip, launch
 from prefill_cases import RECIPES
@@ -148,8 +149,11 @@ def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> lis
     key = torch.empty(1, length, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     with compile_only(arch) as compiled:
         backend.attention_triton(
-            query, key, key, RECIPES[recipe], q_offset=0, kv_offset=0, q_offset_rows=None, kv_offset_rows=None,
-            kv_range=None, mask=None, is_causal=True, window=None, scale=0.125, **OPTIONS[option],
+            query, key, key, RECIPES[recipe],
+            AttentionOptions(
+                q_offset=0, kv_offset=0, q_offset_rows=None, kv_offset_rows=None, kv_range=None, mask=None,
+                is_causal=True, window=None, scale=0.125, **OPTIONS[option],
+            ),
         )  # fmt: skip
     return compiled
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from dma_kernels import Recipe, attention
+from dma_kernels import Recipe, attention_with_lse
 from dma_kernels.testing import random_qkv, relative_error
 from torch import Tensor
 
@@ -52,9 +52,7 @@ class Case:
     def call(self, recipe: Recipe, backend: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp."""
         tensors = {name: torch.tensor(value, device=device) for name, value in self.tensors.items()}
-        return attention(
-            *self.inputs(dtype, device), recipe, return_lse=True, backend=backend, **self.options, **tensors
-        )
+        return attention_with_lse(*self.inputs(dtype, device), recipe, backend=backend, **self.options, **tensors)
 
 
 def _pattern(q_len: int, kv_len: int) -> list[Any]:

@@ -3,14 +3,57 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 LOG2_E = math.log2(math.e)
 MAX_BAND_TILES = 1 << 20
-"""More tiles than a sequence has. A wider band is clamped to it, so that positions stay in int32."""
+"""More tiles than a sequence has: the most of a recipe's band and sinks, so that positions stay in int32."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a call of :func:`dma_kernels.attention` says beside its recipe and tensors, checked.
+
+    Each field is an argument of the custom ops, in this order.
+
+    Attributes:
+        q_offset: Position of query 0; ``None`` for that which :func:`dma_kernels.attention` chooses by itself. It is
+            found from the tensors of each call, so that a traced call holds for other lengths.
+        kv_offset: Position of key 0.
+        q_offset_rows: Added to ``q_offset`` for each batch row, integer ``[B]``.
+        kv_offset_rows: Added to ``kv_offset``, likewise.
+        kv_range: Indices of the first visible key and of the one past the last, integer ``[B, 2]``.
+        mask: Boolean, four dimensions that broadcast to ``[B, Hq, Tq, Tk]``.
+        sinks: ``[Hq]``.
+        is_causal: Whether a query sees no key behind its own position.
+        window: Sliding window.
+        scale: Factor of the scores.
+        softcap: Cap of the scores.
+    """
+
+    q_offset: int | None
+    kv_offset: int
+    q_offset_rows: Tensor | None
+    kv_offset_rows: Tensor | None
+    kv_range: Tensor | None
+    mask: Tensor | None
+    sinks: Tensor | None
+    is_causal: bool
+    window: int | None
+    scale: float
+    softcap: float | None
+
+    def first_query(self, q_len: int, kv_len: int) -> tuple[int, Tensor | None]:
+        """Return the position of query 0, and what each batch row adds to it."""
+        if self.q_offset is not None:
+            return self.q_offset, self.q_offset_rows
+        return (self.kv_offset + kv_len - q_len, self.kv_offset_rows) if self.is_causal else (0, None)
+
+
+OPTION_FIELDS = tuple(field.name for field in fields(AttentionOptions))
 
 
 @dataclass(frozen=True)
@@ -36,6 +79,27 @@ class AttentionGeometry:
     is_causal: bool
     window: int | None = None
     mask: Tensor | None = None
+
+    @classmethod
+    def of(cls, options: AttentionOptions, query: Tensor, key: Tensor) -> AttentionGeometry:
+        """Return the geometry of a call."""
+        batch, kv_len = key.shape[0], key.shape[2]
+
+        def positions(offset: int, rows: Tensor | None) -> Tensor:
+            common = torch.full((batch,), offset, dtype=torch.int64, device=key.device)
+            return common if rows is None else common + rows
+
+        kv_range = options.kv_range
+        if kv_range is None:
+            kv_range = torch.tensor([[0, kv_len]], device=key.device).expand(batch, 2)
+        return cls(
+            q_position=positions(*options.first_query(query.shape[2], kv_len)),
+            kv_position=positions(options.kv_offset, options.kv_offset_rows),
+            kv_range=kv_range.long(),
+            is_causal=options.is_causal,
+            window=options.window,
+            mask=options.mask,
+        )
 
     def visible_keys(self, kv_len: int) -> Tensor | None:
         """Return which keys of ``kv_range`` are in it, boolean ``[B, Tk]``; ``None`` if that is all of them."""
@@ -84,3 +148,22 @@ class PrefillGeometry:
     is_causal: bool
     window: int | None
     mask: Tensor | None
+
+    @classmethod
+    def of(cls, options: AttentionOptions, query: Tensor, key: Tensor) -> PrefillGeometry:
+        """Return the geometry of a call."""
+        batch, kv_len = key.shape[0], key.shape[2]
+        first, first_rows = options.first_query(query.shape[2], kv_len)
+        rows = None
+        if first_rows is not None or options.kv_offset_rows is not None or options.kv_range is not None:
+            rows = torch.empty((batch, 4), dtype=torch.int32, device=key.device)
+            rows[:, 0] = first if first_rows is None else first_rows + first
+            rows[:, 1] = (
+                options.kv_offset if options.kv_offset_rows is None else options.kv_offset_rows + options.kv_offset
+            )
+            rows[:, 2], rows[:, 3] = 0, kv_len
+            if options.kv_range is not None:
+                rows[:, 2:] = options.kv_range
+            first = 0
+        kv_offset = options.kv_offset if rows is None else 0
+        return cls(kv_len, first, kv_offset, rows, options.is_causal, options.window, options.mask)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .formats import BLOCK_FORMATS, FORMAT_NAMES, ScaleRounding, SharedScale
+from .geometry import MAX_BAND_TILES
 
 PV_FORMATS = ("bf16", "fp8")
 
@@ -68,6 +69,8 @@ class Recipe:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+            if value > MAX_BAND_TILES:
+                raise ValueError(f"{name} must be at most 2**20 = {MAX_BAND_TILES}, for every tile; got {value}")
         for name in ("smooth_k", "rotate"):
             value = getattr(self, name)
             if not isinstance(value, bool):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from ..numerics.geometry import PrefillGeometry
+from ..numerics.geometry import AttentionOptions, PrefillGeometry
 from ..numerics.recipe import Recipe
 from ..runtime import chip
 from ..runtime.launch import on_device
 from ..runtime.lowering import select_lowering
-from ..runtime.replay import Call, Results, call_of, tensor_kind
+from ..runtime.replay import Call, call_of, tensor_kind
 from ..runtime.tuning import select_tiles, starts_early
 from .host import prefill_attention
 from .operands import Operands
@@ -20,94 +19,47 @@ from .quantizer import quantize_keys_values, query_factor
 
 
 def attention_triton(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    recipe: Recipe,
-    *,
-    q_offset: int,
-    kv_offset: int,
-    q_offset_rows: Tensor | None,
-    kv_offset_rows: Tensor | None,
-    kv_range: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    return_lse: bool = True,
-    call: Call | None = None,
-) -> Results:
-    """Compute attention on the Triton backend; arguments as in the custom op of :mod:`dma_kernels.api`.
+    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, options: AttentionOptions, call: Call | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute attention on the Triton backend.
 
     Args:
-        query: This and all up to ``softcap`` as the op takes them.
-        key: Likewise.
-        value: Likewise.
-        recipe: The fields that the op takes one by one.
-        q_offset: Likewise.
-        kv_offset: Likewise.
-        q_offset_rows: Likewise.
-        kv_offset_rows: Likewise.
-        kv_range: Likewise.
-        mask: Likewise.
-        sinks: Likewise.
-        is_causal: Likewise.
-        window: Likewise.
-        scale: Likewise.
-        softcap: Likewise.
-        return_lse: Whether the logarithms of the denominators are wanted.
+        query: ``[B, Hq, Tq, D]``.
+        key: ``[B, Hkv, Tk, D]``.
+        value: ``[B, Hkv, Tk, Dv]``.
+        recipe: The precisions.
+        options: Everything else.
         call: What has been recorded of calls like this; found out where it is ``None``.
 
     Returns:
-        The output and, if they are wanted, the logarithms.
+        The output, and the logarithms of the denominators.
     """
-    rows = None
-    if q_offset_rows is not None or kv_offset_rows is not None or kv_range is not None:
-        rows = _row_geometry(key, q_offset, kv_offset, q_offset_rows, kv_offset_rows, kv_range)
-        q_offset = kv_offset = 0  # not read
-    inputs = (query, key, value, sinks, mask, rows)
-    options = (q_offset, kv_offset, is_causal, window, scale, softcap, return_lse)
+    geometry = PrefillGeometry.of(options, query, key)
+    inputs = (query, key, value, options.sinks, options.mask, geometry.rows)
     if call is None:
-        call = call_of(recipe, *map(tensor_kind, inputs), *options)
+        asked = (geometry.q_offset, geometry.kv_offset, options.is_causal, options.window, options.scale)
+        call = call_of(recipe, *map(tensor_kind, inputs), *asked, options.softcap)
 
-    def run() -> Results:
-        geometry = PrefillGeometry(key.shape[2], q_offset, kv_offset, rows, is_causal, window, mask)
-        results = _attend(query, key, value, recipe, geometry, scale=scale, softcap=softcap, sinks=sinks)
-        return results if return_lse else results[:1]
+    def run() -> tuple[Tensor, Tensor]:
+        """Quantise and launch."""
+        arch, has_softcap = chip.device_arch(query.device), options.softcap is not None
+        lowering = select_lowering(recipe, arch, max(query.shape[3], value.shape[3]))
+        with on_device(query.device):
+            return prefill_attention(
+                query,
+                quantize_operands(query, key, value, recipe, kv_offset=geometry.kv_offset, rows=geometry.rows),
+                geometry,
+                recipe,
+                select_tiles(arch, lowering, query.shape[3], value.shape[3], has_softcap=has_softcap),
+                scale=options.scale,
+                softcap=options.softcap,
+                sinks=options.sinks,
+                use_tma=arch >= 90,
+                is_interpreted=chip.is_interpreted(),
+            )
 
-    return call.run(inputs, run)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    recipe: Recipe,
-    geometry: PrefillGeometry,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Quantise and launch."""
-    arch = chip.device_arch(query.device)
-    lowering = select_lowering(recipe, arch, max(query.shape[3], value.shape[3]))
-    with on_device(query.device):
-        operands = quantize_operands(query, key, value, recipe, kv_offset=geometry.kv_offset, rows=geometry.rows)
-        return prefill_attention(
-            query,
-            operands,
-            geometry,
-            recipe,
-            select_tiles(arch, lowering, query.shape[3], value.shape[3], has_softcap=softcap is not None),
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            use_tma=arch >= 90,
-            is_interpreted=chip.is_interpreted(),
-        )
+    out, lse = call.run(inputs, run)
+    return out, lse
 
 
 def quantize_operands(
@@ -127,22 +79,3 @@ def quantize_operands(
     )
     head_scale = query_factor(query, recipe, is_interpreted=interpreted)
     return operands if head_scale is None else replace(operands, query_factor=head_scale)
-
-
-def _row_geometry(
-    key: Tensor,
-    q_offset: int,
-    kv_offset: int,
-    q_offset_rows: Tensor | None,
-    kv_offset_rows: Tensor | None,
-    kv_range: Tensor | None,
-) -> Tensor:
-    """Return int32 ``[B, 4]``: positions of query 0 and key 0, first visible key, and the one past the last."""
-    rows = torch.empty((key.shape[0], 4), dtype=torch.int32, device=key.device)
-    rows[:, 0] = q_offset if q_offset_rows is None else q_offset_rows + q_offset
-    rows[:, 1] = kv_offset if kv_offset_rows is None else kv_offset_rows + kv_offset
-    if kv_range is None:
-        rows[:, 2], rows[:, 3] = 0, key.shape[2]
-    else:
-        rows[:, 2:] = kv_range
-    return rows

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..numerics.formats import TILE
-from ..numerics.geometry import LOG2_E, MAX_BAND_TILES, PrefillGeometry
+from ..numerics.geometry import LOG2_E, PrefillGeometry
 from ..numerics.recipe import Recipe
 from ..runtime.descriptors import head_strides, is_describable
 from ..runtime.launch import Launcher
@@ -141,7 +141,7 @@ def prefill_hopper(
         _matrix(low.key, TILE, head_dim), v_low_desc,
         out, lse, staged.rows, low.key_factor, low.value_factor, *out.stride()[:3],
         start, geometry.kv_offset, q_len, geometry.kv_len, low.key.shape[2] // TILE, blocks, section, all_heads,
-        min(recipe.diagonal_tiles, MAX_BAND_TILES), min(recipe.sink_tiles, MAX_BAND_TILES), scale * LOG2_E,
+        recipe.diagonal_tiles, recipe.sink_tiles, scale * LOG2_E,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..numerics.formats import TILE, UNQUANTIZED, SharedScale, padded_channels
-from ..numerics.geometry import LOG2_E, MAX_BAND_TILES, PrefillGeometry
+from ..numerics.geometry import LOG2_E, PrefillGeometry
 from ..numerics.recipe import Recipe
 from ..numerics.transforms import hadamard_size
 from ..runtime.descriptors import head_strides, is_describable
@@ -120,7 +120,7 @@ def prefill_attention(
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len,
         high.key.shape[2], high.value.shape[2], low.value.shape[2], _storage_len(operands), blocks, section,
         all_heads, geometry.window or 0,
-        min(recipe.diagonal_tiles, MAX_BAND_TILES), min(recipe.sink_tiles, MAX_BAND_TILES),
+        recipe.diagonal_tiles, recipe.sink_tiles,
         (softcap or 0.0) * LOG2_E, scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5),
     )  # fmt: skip
     return out, lse

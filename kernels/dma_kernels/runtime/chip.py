@@ -45,12 +45,20 @@ def unsupported_reason(dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why the Triton backend cannot run on tensors of this dtype and device; ``None`` if it can."""
     if device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):
         return f"it needs a CUDA device, got {device}"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "it needs an NVIDIA GPU, and this PyTorch is for ROCm"
     if dtype not in DTYPES:
         return f"it takes bf16 and fp16, got {dtype}"
     arch = device_arch(device)
     if arch < MIN_ARCH:
         return f"it needs compute capability 8.0 or later, {device} has {arch // 10}.{arch % 10}"
     return None
+
+
+def check_backend(backend: str) -> None:
+    """Raise a ``ValueError`` if there is no backend of that name."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
 
 
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -60,8 +68,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
         ValueError: There is no backend of that name.
         RuntimeError: ``triton`` was asked for and cannot run on them.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    check_backend(backend)
     if backend == "reference":
         return backend
     reason = unsupported_reason(dtype, device)

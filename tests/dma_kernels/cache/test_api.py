@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from dma_kernels import attention
+from dma_kernels import attention, attention_with_lse
 from dma_kernels.cache.api import append, cached_attention
 from dma_kernels.cache.chunk import prefill_over_cache
 from dma_kernels.cache.decode import decode_attention
@@ -73,9 +73,7 @@ def test_chunks_and_steps_over_smoothed_keys_equal_one_pass(name, options):
     recipe, length, first, step = RECIPES[name], 460, 385, 455
     query, key, value = random_qkv(q_len=length, kv_len=length, head_dim=32, dtype=torch.float16)
     options = {key: torch.tensor(value) if key == "sinks" else value for key, value in options.items()}
-    exact, exact_lse = attention(
-        *(x.double() for x in (query, key, value)), recipe, scale=0.2, return_lse=True, **options
-    )
+    exact, exact_lse = attention_with_lse(*(x.double() for x in (query, key, value)), recipe, scale=0.2, **options)
     sizes = {"batch": 1, "kv_heads": 1, "head_dim": 32, "value_dim": 32, "tiles": 4}
     storage = LayerStorage.allocate(recipe, **sizes, dtype=torch.float16, device=torch.device("cpu"))
     append(storage, key[:, :, :first], value[:, :, :first])

@@ -84,6 +84,8 @@ def test_is_uniform_when_low_and_high_tiles_are_alike(fields: dict[str, Any], is
         ({"diagonal_tiles": 1.0}, "diagonal_tiles must be an integer of at least 0, got 1.0"),
         ({"sink_tiles": True}, "sink_tiles must be an integer of at least 0, got True"),
         ({"sink_tiles": "1"}, "sink_tiles must be an integer of at least 0, got '1'"),
+        ({"diagonal_tiles": 10**30}, f"diagonal_tiles must be at most 2**20 = 1048576, for every tile; got {10**30}"),
+        ({"sink_tiles": 2**20 + 1}, "sink_tiles must be at most 2**20 = 1048576, for every tile; got 1048577"),
         ({"smooth_k": 1}, "smooth_k must be true or false, got 1"),
         ({"rotate": "yes"}, "rotate must be true or false, got 'yes'"),
         ({"low": "nvfp4", "shared_scale": "row"}, "shared_scale='row' applies to E8M0 scales; nvfp4 needs 'block'"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from dma_kernels import Recipe, attention
+from dma_kernels import Recipe, attention, attention_with_lse
 from dma_kernels.testing import RECIPES, assert_as_accurate, assert_bits_equal, random_qkv, relative_error
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chunk-at-the-end": (CHUNK, {}),
     "chunk-in-the-middle": (CHUNK, {"q_offset": 20}),
     "chunk-from-0": (CHUNK, {"q_offset": 0}),
-    "chunk-before-the-keys": (CHUNK, {"q_offset": -4}),
+    "chunk-before-the-keys": (CHUNK, {"q_offset": torch.tensor(-4)}),
     "chunk-past-the-keys": (CHUNK, {"q_offset": 100}),
     "offset-tensor-0d": (CHUNK, {"q_offset": torch.tensor(17)}),
     "offset-tensor-1": (CHUNK, {"q_offset": ints(17)}),
@@ -172,7 +172,7 @@ def run(case: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return query, key, value, visible cells, output and log-sum-exp of a case."""
     shapes, options = CASES[case]
     qkv = random_qkv(**shapes, dtype=dtype)
-    out, lse = attention(*qkv, IDENTITY, return_lse=True, backend="reference", **options)
+    out, lse = attention_with_lse(*qkv, IDENTITY, backend="reference", **options)
     return *qkv, visible_cells(shapes, options), out, lse
 
 
@@ -232,8 +232,8 @@ class TestIdentity:
         # What is not a plain softmax sees a shift of all its scores.
         sinks = torch.tensor([0.5, -1.0], dtype=torch.float64)
         for options in ({}, {"sinks": sinks}, {"softcap": 2.0}, {"softcap": 2.0, "sinks": sinks}):
-            transformed = attention(query, key, value, recipe, return_lse=True, **options)
-            plain = attention(query, key, value, IDENTITY, return_lse=True, **options)
+            transformed = attention_with_lse(query, key, value, recipe, **options)
+            plain = attention_with_lse(query, key, value, IDENTITY, **options)
             torch.testing.assert_close(transformed, plain, rtol=1e-11, atol=1e-12)
 
     @pytest.mark.parametrize("options", [{}, {"sinks": [0.5, -1.0]}, {"softcap": 20.0}], ids=["plain", "sinks", "cap"])
@@ -242,11 +242,11 @@ class TestIdentity:
         key = key + 20.0
         if "sinks" in options:
             options = {"sinks": torch.tensor(options["sinks"], dtype=torch.float64)}
-        exact, exact_lse = attention(query, key, value, IDENTITY, return_lse=True, **options)
+        exact, exact_lse = attention_with_lse(query, key, value, IDENTITY, **options)
 
         def errors(*, smooth_k: bool) -> tuple[float, float]:
             recipe = Recipe(low="mxint8", diagonal_tiles=0, sink_tiles=0, smooth_k=smooth_k)
-            out, lse = attention(query, key, value, recipe, return_lse=True, **options)
+            out, lse = attention_with_lse(query, key, value, recipe, **options)
             return relative_error(out, exact), float((lse - exact_lse).abs().max())
 
         for smoothed, plain in zip(errors(smooth_k=True), errors(smooth_k=False), strict=True):
@@ -256,7 +256,7 @@ class TestIdentity:
 class TestRowsWithoutKeys:
     def test_are_zero_with_minus_infinity(self) -> None:
         shapes, options = SMALL, {"kv_range": ints([37, 37], [20, 37])}
-        out, lse = attention(*random_qkv(**shapes), IDENTITY, return_lse=True, **options)
+        out, lse = attention_with_lse(*random_qkv(**shapes), IDENTITY, **options)
         hidden = ~visible_cells(shapes, options).any(-1)
         assert hidden[0].all()
         assert hidden[1].any()
@@ -268,7 +268,7 @@ class TestRowsWithoutKeys:
     @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
     def test_under_every_recipe(self, recipe: Recipe) -> None:
         qkv = random_qkv(batch=2, q_len=5, kv_len=9)
-        out, lse = attention(*qkv, recipe, kv_range=ints([4, 4], [0, 9]), return_lse=True)
+        out, lse = attention_with_lse(*qkv, recipe, kv_range=ints([4, 4], [0, 9]))
         assert_bits_equal(out[0], torch.zeros_like(out[0]))
         assert_bits_equal(lse[0], torch.full_like(lse[0], -math.inf))
         assert out[1].isfinite().all()
@@ -277,7 +277,7 @@ class TestRowsWithoutKeys:
     @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 7), (3, 0), (0, 0)], ids=["no-queries", "no-keys", "neither"])
     def test_empty_sequences(self, recipe: Recipe, q_len: int, kv_len: int) -> None:
         query, key, value = random_qkv(q_len=q_len, kv_len=kv_len, value_dim=24)
-        out, lse = attention(query, key, value, recipe, return_lse=True)
+        out, lse = attention_with_lse(query, key, value, recipe)
         assert_bits_equal(out, torch.zeros(1, 2, q_len, 24))
         assert_bits_equal(lse, torch.full((1, 2, q_len), -math.inf))
 
@@ -309,7 +309,7 @@ class TestHiddenContent:
 class TestLayout:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
     def test_output_is_token_major(self, dtype: torch.dtype) -> None:
-        out, lse = attention(*random_qkv(**SMALL, value_dim=24, dtype=dtype), IDENTITY, return_lse=True)
+        out, lse = attention_with_lse(*random_qkv(**SMALL, value_dim=24, dtype=dtype), IDENTITY)
         assert out.shape == (2, 4, 37, 24)
         assert out.transpose(1, 2).is_contiguous()
         assert lse.shape == (2, 4, 37)

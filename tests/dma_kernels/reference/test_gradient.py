@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from dma_kernels import Recipe, attention
+from dma_kernels import Recipe, attention, attention_with_lse
 from dma_kernels.api import _attention_backward
 from dma_kernels.reference import attention as reference
 from dma_kernels.testing import random_qkv
@@ -25,7 +25,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "bidirectional window": {"window": 9, "is_causal": False},
     "padding": {"kv_range": torch.tensor([[0, KV_LEN], [20, KV_LEN - 3]])},
     "offsets": {"q_offset": torch.tensor([15, 40]), "kv_offset": torch.tensor([0, 25])},
-    "nothing visible": {"q_offset": -30, "kv_offset": 0},
+    "nothing visible": {"q_offset": torch.tensor(-30), "kv_offset": 0},
     "mask": {"mask": torch.rand(2, 1, Q_LEN, KV_LEN, generator=torch.Generator().manual_seed(0)) > 0.3},
     "all": {"softcap": 2.0, "sinks": True, "window": 50, "scale": 0.3},
 }
@@ -134,7 +134,7 @@ def test_only_some_inputs_may_want_one() -> None:
     leaves, options = make("sinks")
     query, key, value, sinks = (leaf.detach() for leaf in leaves)
     key.requires_grad_()
-    out, lse = attention(query, key, value, EXACT, sinks=sinks, return_lse=True, **options)
+    out, lse = attention_with_lse(query, key, value, EXACT, sinks=sinks, **options)
     assert not lse.requires_grad
     expected = gradients(attention(*leaves[:3], EXACT, sinks=leaves[3], **options), leaves)[1]
     assert torch.equal(gradients(out, [key])[0], expected)

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from dma_kernels import Recipe, attention, quantize
+from dma_kernels import Recipe, attention, attention_with_lse, quantize
 from dma_kernels.testing import RECIPES, assert_as_accurate, assert_bits_equal, random_qkv, relative_error
 from torch import Tensor
 
@@ -161,7 +161,7 @@ class TestBand:
         query = query.transpose(0, 2)  # a batch of pairs
         p, j = torch.tensor(pairs).T
         key, value = (x.expand(len(pairs), -1, -1, -1) for x in (key, value))
-        _, score = attention(
+        _, score = attention_with_lse(
             query,
             key,
             value,
@@ -170,7 +170,6 @@ class TestBand:
             q_offset=p,
             kv_range=torch.stack([j, j + 1], dim=1),
             scale=1.0,
-            return_lse=True,
         )
         low, high = (
             (quantize(query, f).dequantize() * quantize(key[0, 0, j], f).dequantize()[:, None, None]).sum(-1)
@@ -344,7 +343,7 @@ def test_long_prompt_fits_in_memory() -> None:
     script = """
         import re, torch
         from pathlib import Path
-        from dma_kernels import attention
+        from dma_kernels import attention, attention_with_lse
         from dma_kernels.testing import RECIPES, random_qkv
 
         def memory(field):
