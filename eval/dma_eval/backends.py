@@ -77,25 +77,39 @@ def parse_backends(names: Sequence[str], option: str = "--attn") -> tuple[Backen
     return tuple(unique)
 
 
+def parse_compared(names: Sequence[str], option: str, others: Sequence[str]) -> list[Backend]:
+    """Resolve what a benchmark compares: ``others``, by their names, and ``dma_mxfp`` without ``+cache``.
+
+    Raises:
+        UserError: There are none, two are the same, one is unknown (the message lists the valid ones), or one reads
+            through a cache, which the benchmark does not.
+    """
+    found = []
+    for name in names:
+        if name in others:
+            found.append(Backend(name, name))
+        elif name.partition(":")[0] == DMA:
+            found += parse_backends([name], option)
+        else:
+            known = [*others, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS), f"{DMA}:FILE.toml"]
+            raise UserError(f"{option}: unknown name {name!r}; valid: {', '.join(known)}")
+        if found[-1].reads_cache:
+            raise UserError(f"{option}: {name!r} reads through a cache, which is not timed here; leave out +cache")
+    refuse_repeats(option, [backend.label for backend in found])
+    return found
+
+
 def refuse_repeats(option: str, labels: Sequence[str]) -> None:
-    """Refuse an option that names something twice.
+    """Refuse an option that names nothing, or something twice.
 
     Raises:
         UserError: It does; the message says what.
     """
+    if not labels:
+        raise UserError(f"{option} needs at least one value")
     repeated = {label for label in labels if labels.count(label) > 1}
     if repeated:
         raise UserError(f"{option}: {', '.join(sorted(repeated))} is given more than once")
-
-
-def refuse_cache(option: str, backend: Backend) -> None:
-    """Refuse ``+cache`` where a benchmark has caches of its own, or none.
-
-    Raises:
-        UserError: ``backend`` reads through a cache.
-    """
-    if backend.reads_cache:
-        raise UserError(f"{option}: {backend.label!r} reads through a cache, which is not timed here; leave out +cache")
 
 
 def activate(model: PreTrainedModel, backend: Backend) -> None:

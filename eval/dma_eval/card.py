@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from huggingface_hub.errors import HfHubHTTPError
 import dma_hf
 
 from .errors import UserError, one_line
+from .files import parse
 from .markdown import page_to_markdown
 from .names import CACHE_SUFFIX
 from .pages import all_pages
-from .results import MetricResult, Report, TaskSection, backend_configs
+from .results import Report, backend_configs, backend_groups
 
 TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
 TASK = "text-generation"
@@ -171,54 +172,18 @@ def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
 
 def _only(report: Report, label: str) -> Report:
     """The report of one backend and its references."""
+    groups = [[each.label for each in group] for group in backend_groups(report)]
+    others = {each for group in groups for each in group[1:]} - {label, *(group[0] for group in groups)}
 
-    def kept(backends: Sequence[Any]) -> list[Any]:
-        return [each for index, each in enumerate(backends) if index == 0 or each.label == label]
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: without(each) for name, each in value.items() if name not in others}
+        if isinstance(value, list):
+            kept = (each for each in value if not (isinstance(each, dict) and each.get("label") in others))
+            return [without(each) for each in kept]
+        return value
 
-    def own(by_label: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in by_label.items() if name == label}
-
-    def metric(result: MetricResult) -> MetricResult:
-        return replace(result, values=kept(result.values))
-
-    def of_tasks(section: TaskSection) -> TaskSection:
-        tasks = [
-            replace(task, metrics=[metric(each) for each in task.metrics], answers_changed=own(task.answers_changed))
-            for task in section.tasks
-        ]
-        backends = kept(section.backends)
-        labels = [backend.label for backend in backends]
-        groups = [replace(group, values={name: group.values[name] for name in labels}) for group in section.groups]
-        return replace(section, backends=backends, tasks=tasks, groups=groups)
-
-    return replace(
-        report,
-        perplexity=[replace(section, backends=kept(section.backends)) for section in report.perplexity],
-        tasks=[of_tasks(section) for section in report.tasks],
-        fidelity=[
-            replace(
-                section,
-                tokens=replace(section.tokens, backends=kept(section.tokens.backends)),
-                bucket_change=own(section.bucket_change),
-                heads=[each for each in section.heads if each.label == label],
-                divergence=[each for each in section.divergence if each.label == label],
-            )
-            for section in report.fidelity
-        ],
-        retrieval=[replace(section, backends=kept(section.backends)) for section in report.retrieval],
-        stress=[
-            replace(
-                section,
-                twins=[
-                    twin
-                    if twin.tokens is None
-                    else replace(twin, tokens=replace(twin.tokens, backends=kept(twin.tokens.backends)))
-                    for twin in section.twins
-                ],
-            )
-            for section in report.stress
-        ],
-    )
+    return parse(Report, without(asdict(report)))
 
 
 def _text(report: Report, label: str, base: str, name: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,48 +31,32 @@ PROBE = "dma_eval_probe"
 Array = NDArray[np.float64]
 
 
-@dataclass
-class _Sums:
-    """Sums over tokens of one backend's heads, by layer: each ``[heads]``."""
+Sums = dict[int, Array]
+"""By layer, sums over tokens ``[4, heads]``: of the error, of the reference, of their cosine, and of ones."""
 
-    difference: dict[int, Array] = field(default_factory=dict)
-    magnitude: dict[int, Array] = field(default_factory=dict)
-    cosine: dict[int, Array] = field(default_factory=dict)
-    tokens: dict[int, int] = field(default_factory=dict)
 
-    def add(self, layer: int, output: Tensor, reference: Tensor) -> None:
-        """Add the outputs of one call, ``[B, T, H, D]``."""
-        output, reference = output.double(), reference.double()
-        cosine = nn.functional.cosine_similarity(output, reference, dim=-1)
-        for sums, values in (
-            (self.difference, (output - reference).abs().sum((0, 1, 3))),
-            (self.magnitude, reference.abs().sum((0, 1, 3))),
-            (self.cosine, cosine.sum((0, 1))),
-        ):
-            sums[layer] = sums.get(layer, np.zeros(len(values))) + values.cpu().numpy()
-        self.tokens[layer] = self.tokens.get(layer, 0) + output.shape[0] * output.shape[1]
+def _add(sums: Sums, layer: int, more: Array) -> None:
+    sums[layer] = sums[layer] + more if layer in sums else more
 
-    def include(self, other: _Sums) -> None:
-        """Add the sums over other tokens."""
-        for own, more in (
-            (self.difference, other.difference),
-            (self.magnitude, other.magnitude),
-            (self.cosine, other.cosine),
-        ):
-            for layer, values in more.items():
-                own[layer] = own.get(layer, np.zeros(len(values))) + values
-        for layer, tokens in other.tokens.items():
-            self.tokens[layer] = self.tokens.get(layer, 0) + tokens
 
-    def errors(self, label: str) -> HeadErrors:
-        """What the sums come to; layers that never ran are left out."""
-        layers = sorted(self.difference)
-        tiny = np.finfo(np.float64).tiny
-        return HeadErrors(
-            label=label,
-            relative_l1=[(self.difference[i] / np.maximum(self.magnitude[i], tiny)).tolist() for i in layers],
-            cosine=[(self.cosine[i] / self.tokens[i]).tolist() for i in layers],
-        )
+def _sums_of(output: Tensor, reference: Tensor) -> Array:
+    """The sums of one call, whose outputs are ``[B, T, H, D]``."""
+    output, reference = output.double(), reference.double()
+    cosine = nn.functional.cosine_similarity(output, reference, dim=-1).sum((0, 1))
+    tokens = torch.full_like(cosine, output.shape[0] * output.shape[1])
+    error, magnitude = ((output - reference).abs().sum((0, 1, 3)), reference.abs().sum((0, 1, 3)))
+    return torch.stack([error, magnitude, cosine, tokens]).cpu().numpy()
+
+
+def _errors(label: str, sums: Sums) -> HeadErrors:
+    """What the sums come to; layers that never ran are left out."""
+    layers = [sums[layer] for layer in sorted(sums)]
+    tiny = np.finfo(np.float64).tiny
+    return HeadErrors(
+        label=label,
+        relative_l1=[(error / np.maximum(magnitude, tiny)).tolist() for error, magnitude, _, _ in layers],
+        cosine=[(cosine / tokens).tolist() for _, _, cosine, tokens in layers],
+    )
 
 
 def head_errors(
@@ -98,7 +81,7 @@ def head_errors(
     session.progress.begin("Heads", len(own))
     known = ALL_ATTENTION_FUNCTIONS.valid_keys()
     measured = [backend for backend in backends if backend.implementation in known and not backend.reads_cache]
-    sums = {backend.label: _Sums() for backend in measured}
+    sums: dict[str, Sums] = {backend.label: {} for backend in measured}
 
     def probe(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
@@ -108,7 +91,7 @@ def head_errors(
         for backend in measured:
             with _section(module, backend):
                 output, _ = ALL_ATTENTION_FUNCTIONS[backend.implementation](module, *inputs, attention_mask, **options)
-            sums[backend.label].add(int(getattr(module, "layer_idx", 0)), output, reference)
+            _add(sums[backend.label], int(getattr(module, "layer_idx", 0)), _sums_of(output, reference))
         return reference, None
 
     failure: str | None = None
@@ -129,9 +112,10 @@ def head_errors(
         raise UserError(f"{type(model).__name__}: the heads cannot be measured: {failures[0]}")
     first, *others = processes.gathered(sums)
     for other in others:
-        for label, more in other.items():
-            first[label].include(more)
-    return [first[backend.label].errors(backend.label) for backend in measured]
+        for label, by_layer in other.items():
+            for layer, more in by_layer.items():
+                _add(first[label], layer, more)
+    return [_errors(backend.label, first[backend.label]) for backend in measured]
 
 
 def _no_logits(model: PreTrainedModel) -> dict[str, int]:

@@ -28,12 +28,14 @@ def check_names(names: Iterable[str], option: str = "--attn") -> None:
         implementation, separator, setting = name.removesuffix(CACHE_SUFFIX).partition(":")
         if implementation != DMA or not separator or setting in PRESETS:
             continue
-        valid = f"valid: {', '.join(PRESETS)}, or a TOML file"
+        presets = ", ".join(PRESETS)
         if not setting:
-            raise UserError(f"{option}: {name!r} names no preset; {valid}")
+            raise UserError(f"{option}: {name!r} names no preset; valid: {presets}, or a TOML file")
         if not is_file(setting):
             # What --cache and --run name stands with a cache already.
             suffix = f"; {CACHE_SUFFIX} after it reads through a cache" if option == "--attn" else ""
-            raise UserError(f"{option}: unknown preset {setting!r}; {valid} ({DMA}:FILE.toml){suffix}")
+            raise UserError(
+                f"{option}: unknown preset {setting!r}; valid: {presets}, or a TOML file ({DMA}:FILE.toml){suffix}"
+            )
         if not Path(setting).is_file():
             raise UserError(f"{option}: no such file: {setting}")

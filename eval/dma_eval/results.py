@@ -523,16 +523,21 @@ class Report:
     part_seconds: dict[str, float] = field(default_factory=dict)
 
 
-def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
-    """The configuration of every ``dma_mxfp`` backend in a report, by label."""
-    sections: list[Sequence[BackendInfo]] = [
+def backend_groups(report: Report) -> list[Sequence[BackendInfo]]:
+    """The backends of every section of a report."""
+    return [
         *(section.backends for section in report.perplexity),
         *(section.backends for section in report.tasks),
         *(section.tokens.backends for section in report.fidelity),
         *(section.backends for section in report.retrieval),
         *(twin.tokens.backends for section in report.stress for twin in section.twins if twin.tokens is not None),
     ]
-    return {backend.label: backend.config for group in sections for backend in group if backend.config is not None}
+
+
+def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
+    """The configuration of every ``dma_mxfp`` backend in a report, by label."""
+    groups = backend_groups(report)
+    return {backend.label: backend.config for group in groups for backend in group if backend.config is not None}
 
 
 def write_report(report: Report, path: Path) -> None:

@@ -126,52 +126,27 @@ class Run:
     def _perplexity(self, session: Session, part: PerplexityPart, context: int) -> float:
         text, name = self._text(part.data), f"perplexity, {context:,}"
         settings = {"part": asdict(part), "context": context, "text": text.sha256}
-        return _measured(
-            session,
-            name,
-            settings,
-            lambda session: measure_perplexity(session, text, part, context, name=name),
-            self.perplexity,
-            PerplexitySection,
-            perplexity_page,
-        )
+        measure = partial(measure_perplexity, text=text, part=part, context=context, name=name)
+        return _measured(session, name, settings, measure, self.perplexity, PerplexitySection, perplexity_page)
 
     def _fidelity(self, session: Session, part: FidelityPart) -> float:
         text = self._text(part.data)
-        return _measured(
-            session,
-            "fidelity",
-            {"part": asdict(part), "text": text.sha256},
-            lambda session: measure_fidelity(session, text, part),
-            self.fidelity,
-            FidelitySection,
-            fidelity_page,
-        )
+        settings = {"part": asdict(part), "text": text.sha256}
+        measure = partial(measure_fidelity, text=text, part=part)
+        return _measured(session, "fidelity", settings, measure, self.fidelity, FidelitySection, fidelity_page)
 
     def _retrieval(self, session: Session, part: RetrievalPart, kind: str) -> float:
         text = self._text(part.data) if kind == "needle" and (self._data or part.data) else None
         settings = {"part": asdict(part), "text": None if text is None else text.sha256, "seed": session.seed}
-        return _measured(
-            session,
-            f"retrieval, {kind}",
-            settings,
-            lambda session: measure_retrieval(session, kind, text, part),
-            self.retrieval,
-            RetrievalSection,
-            retrieval_page,
-        )
+        measure = partial(measure_retrieval, kind=kind, text=text, part=part)
+        name = f"retrieval, {kind}"
+        return _measured(session, name, settings, measure, self.retrieval, RetrievalSection, retrieval_page)
 
     def _stress(self, session: Session, part: StressPart) -> float:
         text = self._text(part.data)
-        return _measured(
-            session,
-            "stress",
-            {"part": asdict(part), "text": text.sha256, "seed": session.seed},
-            lambda session: measure_stress(session, text, part),
-            self.stress,
-            StressSection,
-            stress_page,
-        )
+        settings = {"part": asdict(part), "text": text.sha256, "seed": session.seed}
+        measure = partial(measure_stress, text=text, part=part)
+        return _measured(session, "stress", settings, measure, self.stress, StressSection, stress_page)
 
     def _tasks(self, session: Session, part: TasksPart) -> float:
         from .tasks import measure_tasks

@@ -117,7 +117,7 @@ def test_default_shapes_vary_one_thing_at_a_time() -> None:
         (("--cache", "dma_mxfp:kv4+cache"), "--cache: 'dma_mxfp:kv4+cache' reads through a cache, which is not timed"),
         (
             ("--cache", "fp8"),
-            "--cache: unknown cache 'fp8'; valid: sdpa, sdpa:flash, sdpa:dynamic, sdpa:quanto, sdpa:hqq, sdpa:fp8",
+            "--cache: unknown name 'fp8'; valid: sdpa, sdpa:flash, sdpa:dynamic, sdpa:quanto, sdpa:hqq, sdpa:fp8",
         ),
     ],
 )
@@ -128,5 +128,5 @@ def test_invalid_input_is_refused(run: Run, arguments: tuple[object, ...], messa
 
 
 def test_no_cache_at_all_is_refused() -> None:
-    with pytest.raises(UserError, match="--cache needs at least one cache"):
+    with pytest.raises(UserError, match="--cache needs at least one value"):
         parse_implementations([])

@@ -108,7 +108,7 @@ def test_the_longest_context_is_found_to_a_sixteenth(model, monkeypatch):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "--run needs at least one ATTENTION"),
+        ([], "--run needs at least one value"),
         (["sdpa"], "expected ATTENTION.CACHE with a cache of dynamic, static, dma, dma-static, got 'sdpa'"),
         (["sdpa+quantized"], "got 'sdpa.quantized'"),
         (["flash9+dynamic"], "unknown backend 'flash9'"),

@@ -116,7 +116,7 @@ class TestCommand:
                 ["--attn", "dma_mxfp:kv4+cache"],
                 "--attn: 'dma_mxfp:kv4+cache' reads through a cache, which is not timed",
             ),
-            (["--attn", "sdpa", "flsh"], "--attn: unknown implementation 'flsh'; valid: sdpa, sdpa:flash, sdpa:cudnn"),
+            (["--attn", "sdpa", "flsh"], "--attn: unknown name 'flsh'; valid: sdpa, sdpa:flash, sdpa:cudnn"),
             (["--attn", "dma_mxfp:fast"], "--attn: unknown preset 'fast'; valid: balanced"),
             (["--attn", "sdpa", "sdpa"], "--attn: sdpa is given more than once"),
             (["--length", "0"], "--length: expected at least 1, got 0"),

@@ -197,7 +197,7 @@ class TestRun:
             assert suite(*attn).exit_code == 1  # as if it were cut off in the last part
         before = read_report(tmp_path / "run/results.json")
         for name in ("measure_perplexity", "measure_fidelity"):
-            monkeypatch.setattr(f"dma_eval.run.{name}", None)
+            monkeypatch.setattr(f"dma_eval.run.{name}", lambda *_, **__: pytest.fail("measured again"))
         result = suite(*attn)
         assert result.exit_code == 0, result.output
         assert result.stderr.count("taken from the folder") == 3 + 2  # perplexity twice, fidelity, and two task units

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, QuantizedCache
 
-import dma_hf
-from dma_eval.backends import parse_backends, refuse_cache, refuse_repeats
-from dma_eval.errors import UserError, one_line
+from dma_eval.backends import parse_compared
+from dma_eval.errors import one_line
 from dma_eval.names import DMA
 from dma_hf import DMAConfig
 
@@ -31,7 +30,6 @@ QUANTIZED = {"sdpa:quanto": "quanto", "sdpa:hqq": "hqq", "sdpa:fp8": "fp8"}
 """SDPA behind Transformers' ``QuantizedCache`` of each backend with its default settings. It dequantises everything for
 each token, and the first two quantise everything anew for every 128th, which a median does not show. A step replaces
 tensors of the cache, so that a CUDA graph of it would read memory that is gone: it is called from Python alone."""
-_SDPA = (*PREALLOCATED, DYNAMIC, *QUANTIZED)
 CACHES = ("kv8", "kv4")
 ROOM = 256
 """Tokens of room for the runs, each of which appends one; it counts as memory of a packed cache."""
@@ -119,26 +117,9 @@ def default_names() -> list[str]:
 
 
 def parse_implementations(names: Sequence[str]) -> list[DecodeImplementation]:
-    """Resolve names as given on the command line.
-
-    Raises:
-        UserError: There are none, two are the same, or one is unknown; the message lists the valid ones.
-    """
-    if not names:
-        raise UserError(f"--cache needs at least one cache, for example: --cache {default_names()[0]}")
-    found = []
-    for name in names:
-        if name in _SDPA:
-            found.append(DecodeImplementation(name))
-        elif name.partition(":")[0] == DMA:
-            (backend,) = parse_backends([name], "--cache")
-            refuse_cache("--cache", backend)
-            found.append(DecodeImplementation(backend.label, backend.config))
-        else:
-            known = [*_SDPA, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
-            raise UserError(f"--cache: unknown cache {name!r}; valid: {', '.join(known)}, and {DMA}:FILE.toml")
-    refuse_repeats("--cache", [implementation.label for implementation in found])
-    return found
+    """Resolve names as given on the command line; see :func:`dma_eval.backends.parse_compared`."""
+    backends = parse_compared(names, "--cache", (*PREALLOCATED, DYNAMIC, *QUANTIZED))
+    return [DecodeImplementation(backend.label, backend.config) for backend in backends]
 
 
 def measure_shape(

@@ -94,8 +94,6 @@ def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
         UserError: There are none, two are the same, or an attention or a cache is unknown; the message lists the valid
             ones.
     """
-    if not names:
-        raise UserError(f"--run needs at least one ATTENTION+CACHE, for example: --run {DEFAULT_RUNS[0]}")
     runs = []
     for name in names:
         attention, _, cache = name.partition("+")

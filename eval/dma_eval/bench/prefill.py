@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import dma_hf
-from dma_eval.backends import parse_backends, refuse_cache, refuse_repeats
-from dma_eval.errors import UserError, one_line
+from dma_eval.backends import parse_compared
+from dma_eval.errors import one_line
 from dma_eval.names import DMA
 from dma_hf import DMAConfig
 
@@ -71,29 +71,9 @@ def default_names() -> list[str]:
 
 
 def parse_implementations(names: Sequence[str]) -> list[Implementation]:
-    """Resolve names as given on the command line.
-
-    Raises:
-        UserError: There are none, two are the same, or one is unknown; the message lists the valid ones.
-    """
-    if not names:
-        raise UserError(
-            f"--attn needs at least one implementation, for example: --attn {' '.join(default_names()[:1])}"
-        )
-    implementations = []
-    for name in names:
-        if name in SDPA_BACKENDS or name == FLEX:
-            implementations.append(Implementation(name))
-        elif name.partition(":")[0] == DMA:
-            (backend,) = parse_backends([name])
-            refuse_cache("--attn", backend)
-            implementations.append(Implementation(backend.label, backend.config))
-        else:
-            raise UserError(
-                f"--attn: unknown implementation {name!r}; valid: {', '.join(default_names())}, and {DMA}:FILE.toml"
-            )
-    refuse_repeats("--attn", [implementation.label for implementation in implementations])
-    return implementations
+    """Resolve names as given on the command line; see :func:`dma_eval.backends.parse_compared`."""
+    backends = parse_compared(names, "--attn", (*SDPA_BACKENDS, FLEX))
+    return [Implementation(backend.label, backend.config) for backend in backends]
 
 
 def measure_shape(
