@@ -116,7 +116,7 @@ def measure_perplexity(
     """
     context = context or default_context(session.loaded)
     input_ids, windows = cut(session.loaded, text, part, context)
-    return compare(session, text, input_ids, windows, context, session.backends, part, name=name)
+    return compare(session, text, input_ids, windows, context, session.backends, part, name=name, keeps_partial=True)
 
 
 def default_context(loaded: LoadedModel) -> int:
@@ -155,6 +155,7 @@ def compare(
     part: PerplexityPart,
     *,
     name: str,
+    keeps_partial: bool = False,
     reference_model: PreTrainedModel | None = None,
 ) -> PerplexitySection:
     """Run every backend on every window.
@@ -171,6 +172,7 @@ def compare(
         backends: The backends; the first is the reference.
         part: How windows were chosen, and how many form a batch.
         name: What finished batches are kept under.
+        keeps_partial: Whether an interruption, in a single process, gives the results of the batches before it.
         reference_model: What the first backend runs on, the same weights in another dtype; the model by default.
 
     Raises:
@@ -209,7 +211,7 @@ def compare(
                 done[index] = kept.content
                 session.progress.advance("from the folder", len(batch) * len(backends))
     except KeyboardInterrupt:
-        if processes.count > 1 or not done:
+        if not keeps_partial or processes.count > 1 or not done:
             raise
     for share in processes.gathered(done):
         done |= share
