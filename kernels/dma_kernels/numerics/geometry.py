@@ -163,7 +163,7 @@ class PrefillGeometry:
             )
             rows[:, 2], rows[:, 3] = 0, kv_len
             if options.kv_range is not None:
-                rows[:, 2:] = options.kv_range
+                rows[:, 2:] = options.kv_range.long().clamp(0, kv_len)  # before it is cut to 32 bits
             first = 0
         kv_offset = options.kv_offset if rows is None else 0
         return cls(kv_len, first, kv_offset, rows, options.is_causal, options.window, options.mask)

@@ -68,6 +68,15 @@ def test_hidden_keys_and_values_may_be_anything(recipe: str) -> None:
     assert torch.equal(attention(query, key, value, RECIPES[recipe], backend="triton", **options), expected)
 
 
+@pytest.mark.parametrize("ends", [(-(2**63), 2**63 - 1), (0, 2**32), (-(2**32) + 5, 9)])
+def test_ranges_past_32_bits_are_cut_off(ends: tuple[int, int]) -> None:
+    qkv = random_qkv(q_len=9, kv_len=9, dtype=torch.float16)
+    out, cut = (
+        attention(*qkv, RECIPES["int8"], kv_range=torch.tensor([each]), backend="triton") for each in (ends, (0, 9))
+    )
+    assert torch.equal(out, cut)
+
+
 def test_zero_keys_and_queries_do_not_break_masked_scores() -> None:
     zeros = torch.zeros(1, 1, 300, 64, dtype=torch.float16)
     value = torch.ones_like(zeros)
