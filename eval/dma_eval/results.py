@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from .environment import Environment
+from .environment import Environment, collect
 from .errors import UserError
 from .files import parse, write_json
 
 SCHEMA_VERSION = 4
+Kind = TypeVar("Kind", bound="Results")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -489,15 +491,29 @@ class StressSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """Everything that one run measured.
+class Results:
+    """What every file of results begins with, those of benchmarks too.
 
     Attributes:
-        schema_version: Version of this schema.
+        schema_version: Version of the file's schema.
         created: Date and time in UTC, ISO 8601.
         command: The command line.
         seed: Seed of PyTorch's random numbers.
         environment: Versions and devices.
+    """
+
+    schema_version: int
+    created: str
+    command: str
+    seed: int
+    environment: Environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Results):
+    """Everything that one run measured.
+
+    Attributes:
         model: The model.
         perplexity: One section per text and context.
         generations: Continuations, where some were made.
@@ -509,10 +525,6 @@ class Report:
     """
 
     schema_version: int = SCHEMA_VERSION
-    created: str
-    command: str
-    seed: int
-    environment: Environment
     model: ModelInfo
     perplexity: list[PerplexitySection] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
@@ -545,8 +557,18 @@ def write_report(report: Report, path: Path) -> None:
     write_json(report, path)
 
 
+def here_and_now() -> dict[str, Any]:
+    """When and where: fields of :class:`Results`."""
+    return {"created": datetime.now(UTC).isoformat(timespec="seconds"), "environment": collect()}
+
+
 def read_report(path: Path) -> Report:
-    """Read what ``write_report`` wrote, now or in an earlier version.
+    """Read the report of a run; see :func:`read_results`."""
+    return read_results(Report, path)
+
+
+def read_results(kind: type[Kind], path: Path) -> Kind:
+    """Read a file of results, written now or in an earlier version.
 
     Raises:
         UserError: There is no such file, it is not JSON, of a newer schema version, or not as the schema says; the
@@ -559,9 +581,10 @@ def read_report(path: Path) -> Report:
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     version = values.get("schema_version") if isinstance(values, dict) else None
-    if version not in range(1, SCHEMA_VERSION + 1):
-        raise UserError(f"{path}: expected schema_version {SCHEMA_VERSION} or older, got {version!r}")
+    newest: Any = next(each.default for each in fields(kind) if each.name == "schema_version")
+    if version not in range(1, newest + 1):
+        raise UserError(f"{path}: expected schema_version {newest} or older, got {version!r}")
     try:
-        return parse(Report, values | {"schema_version": SCHEMA_VERSION})
+        return parse(kind, values | {"schema_version": newest})
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error

@@ -5,33 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from dma_hf import DMAConfig
 
-from . import environment, plots
+from . import plots
 from .errors import UserError, one_line
 from .files import make_folder, slug
 from .markdown import Plot, to_markdown
 from .models import LoadedModel
 from .pages import FIDELITY_TITLE, RETRIEVAL_TITLES, STRESS_TITLE, TASKS_TITLE, perplexity_title
-from .results import Report, backend_configs, read_report, write_report
+from .results import Report, backend_configs, here_and_now, read_report, write_report
 
 RESULTS, PAGE, CONFIGS = "results.json", "report.md", "configs"
 
 
 def make_report(loaded: LoadedModel, *, command: str, seed: int, **sections: Any) -> Report:
     """Put a run's sections together with what they depend on: model, versions, device, command line, seed, date."""
-    return Report(
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command,
-        seed=seed,
-        environment=environment.collect(),
-        model=loaded.info,
-        **sections,
-    )
+    return Report(**here_and_now(), command=command, seed=seed, model=loaded.info, **sections)
 
 
 def write_run(report: Report, folder: Path) -> list[str]:

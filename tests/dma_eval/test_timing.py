@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from dma_eval.bench.results import DecodeReport, GenerateReport, PrefillReport
 from dma_eval.bench.timing import DeviceFacts, Timing, extra_memory, look_at, time_in_turns
+from dma_eval.results import read_results
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 
 
@@ -43,6 +47,12 @@ def test_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timings["run"] == Timing(
         median=pytest.approx(3.0), fast=pytest.approx(2.0), slow=pytest.approx(4.0), repeats=5
     )
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.json")), ids=lambda path: path.stem)
+def test_committed_results_are_as_the_schema_says(path: Path) -> None:
+    kinds = {"prefill": PrefillReport, "decode": DecodeReport, "generate": GenerateReport}
+    assert read_results(kinds[path.stem.partition("-")[0]], path).results
 
 
 def test_nothing_to_time() -> None:

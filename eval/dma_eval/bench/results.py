@@ -7,14 +7,13 @@ field comes, goes or changes its meaning. Numbers that do not exist (of what did
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dma_eval.environment import Environment, collect
 from dma_eval.files import write_json
+from dma_eval.results import Results, here_and_now
 
 from .timing import DeviceFacts
 
@@ -207,25 +206,15 @@ class LongestContext:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeedReport:
+class SpeedReport(Results):
     """What the report of every benchmark begins with.
 
     Attributes:
-        schema_version: Version of this schema.
-        created: Date and time in UTC, ISO 8601.
-        command: The command line.
-        seed: Seed of PyTorch's random numbers.
         dtype: Data type of what is not quantised.
-        environment: Versions and devices.
         device: The device.
     """
 
-    schema_version: int
-    created: str
-    command: str
-    seed: int
     dtype: str
-    environment: Environment
     device: DeviceFacts
 
 
@@ -286,10 +275,10 @@ def report_writer(kind: type[SpeedReport], path: Path | None, **fields: Any) -> 
         fields: Of the report, those that stay. The date and the environment are added; the others are what each writing
             is given.
     """
-    created, environment = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), collect()
+    fields |= here_and_now()
 
     def write(**others: Any) -> None:
         if path is not None:
-            write_json(kind(created=created, environment=environment, **fields, **others), path, indent=1)
+            write_json(kind(**fields, **others), path, indent=1)
 
     return write
