@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from dma_kernels import Recipe
+from dma_kernels.cache.codes import cache_format
 from dma_kernels.cache.storage import LayerStorage
 from transformers import (
     Cache,
@@ -22,42 +20,42 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from .cache_layers import DMALayer, DMASlidingLayer, DMAStaticLayer, Owner, check_crop_argument
-from .config import resolve
-from .settings import NAME, settings_of
+from .settings import settings_of
+
+DEFAULT_FORMAT = "int8"
+"""Of a cache that nobody gave a format: next to lossless."""
 
 
 class DMACache(DynamicCache):  # type: ignore[misc]
     """A key-value cache with the band and the sinks in the model's 16 bits and everything between in low precision.
 
-    Keys and values are encoded once, in tiles of 128, in the formats of the model's ``dma_mxfp`` configuration::
+    Keys and values are quantised once, in tiles of 128, as the model made them::
 
-        dma_hf.configure(model, "kv4")
-        model.generate(**inputs, past_key_values=DMACache(model.config))
+        model.generate(**inputs, past_key_values=DMACache(model.config, format="int4"))
 
-    Layers that run ``dma_mxfp`` attend to the packed tiles, and to the same numbers that one forward pass over the
-    whole sequence would. Under any other attention implementation the cache returns dequantised keys and values.
-    Layers that also, or only, hold something else (Mamba, linear attention, an indexer) stay Transformers' own.
+    Layers that run ``dma_mxfp`` compute a prompt under the model's recipe, and attend to what the cache holds with
+    every later step. Under any other attention implementation the cache returns dequantised keys and values. Layers
+    that also, or only, hold something else (Mamba, linear attention, an indexer) stay Transformers' own.
 
     It is a ``DynamicCache`` in name, because ``EncoderDecoderCache`` crops and repeats no other; nothing of it is used.
 
     Args:
         config: The model's configuration.
-        setting: Precisions for a model that runs another attention: a preset, a TOML file, a mapping or a
-            :class:`~dma_hf.DMAConfig`. By default those of the model. A model that runs ``dma_mxfp`` must agree.
+        format: ``int8`` or ``int4``; by default what the model's ``dma_mxfp`` configuration has as ``cache``, and
+            ``int8`` where that is ``None``.
         max_cache_len: Makes a static cache, for ``torch.compile`` and CUDA graphs, with room for so many tokens.
         offloading: Whether layers wait on the CPU for their turn.
         offload_only_non_sliding: Whether layers with a sliding window, which are small, stay on the device.
 
     Raises:
-        OSError: ``setting`` is a file that cannot be read.
-        TypeError: ``config`` or ``setting`` is not as described.
-        ValueError: Likewise; or ``max_cache_len`` is below 1.
+        TypeError: ``config`` is not as described.
+        ValueError: There is no such format, or ``max_cache_len`` is below 1.
     """
 
     def __init__(
         self,
         config: PreTrainedConfig,
-        setting: str | Path | Mapping[str, Any] | Recipe | None = None,
+        format: str | None = None,
         *,
         max_cache_len: int | None = None,
         offloading: bool = False,
@@ -68,17 +66,24 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         if max_cache_len is not None and not (isinstance(max_cache_len, int) and max_cache_len >= 1):
             raise ValueError(f"max_cache_len must be an integer of at least 1, got {max_cache_len!r}")
         decoder = config.get_text_config(decoder=True)
-        recipe = settings_of(decoder).recipe if setting is None else resolve(setting).recipe
-        owner = Owner(decoder, recipe, NAME)
+        settings = settings_of(decoder)
+        name = cache_format(format or settings.cache or DEFAULT_FORMAT).name
+        owner = Owner(decoder, name, settings.recipe.diagonal_tiles, settings.recipe.sink_tiles)
         upstream = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
         layers = [_own_layer(layer, owner, max_cache_len) for layer in upstream.layers]
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         self.owner = owner
 
     @property
-    def recipe(self) -> Recipe:
-        """The precisions that the cache holds."""
-        return self.owner.recipe
+    def format(self) -> str:
+        """The precision that the cache holds."""
+        return self.owner.format
+
+    @property
+    def _kind(self) -> dict[str, Any]:
+        """What states must agree in."""
+        owner = self.owner
+        return {"format": owner.format, "diagonal_tiles": owner.diagonal_tiles, "sink_tiles": owner.sink_tiles}
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +126,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
                     f"layer {index} is a {type(layer).__name__}, whose state is Transformers' own; "
                     "use torch.save(cache, ...)"
                 )
-        return {"recipe": asdict(self.recipe), "layers": layers}
+        return {"kind": self._kind, "layers": layers}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str | None = None) -> None:
         """Take the contents that :meth:`state_dict` returned, of a cache of the same kind.
@@ -131,10 +136,10 @@ class DMACache(DynamicCache):  # type: ignore[misc]
             device: Where to hold them; by default where they are.
 
         Raises:
-            ValueError: The precisions or the layers differ from those of this cache, which is as it was.
+            ValueError: The format or the layers differ from those of this cache, which is as it was.
         """
-        if state["recipe"] != asdict(self.recipe):
-            raise ValueError(f"state holds the precisions {state['recipe']}, the cache {asdict(self.recipe)}")
+        if state.get("kind") != self._kind:
+            raise ValueError(f"state holds {state.get('kind')}, the cache {self._kind}")
         kinds = [None if layer is None else (layer["window"], layer["max_cache_len"]) for layer in state["layers"]]
         own = [
             (layer.window, getattr(layer, "max_cache_len", None)) if isinstance(layer, DMALayer) else None
@@ -188,7 +193,7 @@ def _load_layer(layer: DMALayer, state: dict[str, Any], device: torch.device | s
         assert isinstance(layer.tokens, torch.Tensor)
         layer.tokens.fill_(state["tokens"])
     else:
-        layer.storage = LayerStorage.of_tensors(layer.owner.recipe, layer.window, tensors, state["taken_back"])
+        layer.storage = LayerStorage.of_tensors(layer.owner.format, layer.window, tensors, state["taken_back"])
         layer.device = layer.storage.lengths.device
         is_static = isinstance(layer, DMAStaticLayer)
         layer.tokens = torch.tensor(state["tokens"], device=layer.device) if is_static else state["tokens"]

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from dma_kernels import Recipe
 from dma_kernels.cache.api import append, check_fits, restore
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.numerics.formats import TILE
@@ -31,15 +30,17 @@ class Owner:
 
     Attributes:
         config: The decoder's configuration.
-        recipe: The precisions of the cache.
-        name: The attention implementation that reads the packed form.
+        format: The precision of the cache, by name.
+        diagonal_tiles: Tiles before that of a query that are kept in 16 bits.
+        sink_tiles: Tiles at the start that are.
         plain: The last range of visible keys that was looked at, and whether it was all that a row has.
     """
 
-    def __init__(self, config: PreTrainedConfig, recipe: Recipe, name: str) -> None:
+    def __init__(self, config: PreTrainedConfig, format: str, diagonal_tiles: int, sink_tiles: int) -> None:
         self.config = config
-        self.recipe = recipe
-        self.name = name
+        self.format = format
+        self.diagonal_tiles = diagonal_tiles
+        self.sink_tiles = sink_tiles
         self.plain: tuple[Tensor, bool] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
@@ -115,7 +116,9 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         """Allocate the storage, for tensors like these."""
         self.device = key_states.device
         self.storage = LayerStorage.allocate(
-            self.owner.recipe,
+            self.owner.format,
+            diagonal_tiles=self.owner.diagonal_tiles,
+            sink_tiles=self.owner.sink_tiles,
             batch=key_states.shape[0],
             kv_heads=key_states.shape[1],
             head_dim=key_states.shape[3],

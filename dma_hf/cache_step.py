@@ -8,7 +8,6 @@ import torch
 from dma_kernels import Recipe, attention
 from dma_kernels.cache.api import cached_attention, restore
 from dma_kernels.numerics.formats import TILE
-from dma_kernels.numerics.recipe import RECIPE_FIELDS
 from torch import Tensor
 
 from .compact_mask import MaskGeometry
@@ -70,15 +69,10 @@ class Step:
         """Return the attention of ``[B, Hq, T, D]`` queries to the layer, and store the new keys.
 
         Raises:
-            ValueError: The model runs another recipe than the cache holds, or something of the call is not valid; the
-                new keys are dropped then, and the cache is as it was.
+            ValueError: Something of the call is not valid; the new keys are dropped then, and the cache is as it was.
         """
         layer, new = self.layer, self.new
         layer.pending = None  # whatever happens now, it is not pending any more
-        held = layer.owner.recipe
-        differing = [name for name in RECIPE_FIELDS if getattr(recipe, name) != getattr(held, name)]
-        if differing:
-            raise ValueError(_other_recipe(recipe, held, differing))
         storage = layer.storage
         assert storage is not None
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
@@ -185,12 +179,3 @@ _CHANGED = (
     "the attention mask hides keys that it showed before, or shows padding that it hid, which a static cache cannot "
     "follow in a step of decoding; use DMACache(config) without max_cache_len, or keep the mask"
 )
-
-
-def _other_recipe(asked: Recipe, held: Recipe, differing: list[str]) -> str:
-    model = ", ".join(f"{name}={getattr(asked, name)!r}" for name in differing)
-    cache = ", ".join(f"{name}={getattr(held, name)!r}" for name in differing)
-    return (
-        f"the cache holds other precisions than the model asks for: the model's configuration says {model}, the cache "
-        f"{cache}; call dma_hf.configure(model, ...) first, then make the cache with DMACache(model.config)"
-    )

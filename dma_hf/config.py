@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from dma_kernels import Recipe
+from dma_kernels.cache.codes import CACHE_FORMATS
 from dma_kernels.numerics.recipe import RECIPE_FIELDS
 from dma_kernels.runtime.chip import BACKENDS
 
@@ -21,11 +22,13 @@ DEFAULT_PRESET = "balanced"
 class DMAConfig(Recipe):
     """How a model runs ``dma_mxfp``. Without arguments it is the preset ``balanced``.
 
-    The fields of :class:`~dma_kernels.Recipe` say which precision the rule gives to which tile. Two more say how the
-    attention is run.
+    The fields of :class:`~dma_kernels.Recipe` say which precision the rule gives to which tile. Three more say how
+    the attention is run.
 
     Attributes:
         backend: ``auto`` (Triton on CUDA, the reference elsewhere), ``reference`` or ``triton``.
+        cache: What ``generate`` keeps keys and values in: ``int8``, ``int4``, or ``None`` for Transformers' own cache.
+            It is independent of the recipe, which prompts are computed under.
         on_unsupported: What to do with a call that the backend cannot compute: ``error``, or ``sdpa`` to run
             Transformers' SDPA attention there, warned once and counted (:func:`dma_hf.fallback_counts`).
 
@@ -39,6 +42,7 @@ class DMAConfig(Recipe):
     pv: str = "fp8"
     backend: str = "auto"
     on_unsupported: str = "error"
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -47,6 +51,8 @@ class DMAConfig(Recipe):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        if self.cache is not None and self.cache not in CACHE_FORMATS:
+            raise ValueError(f"cache must be one of {', '.join(CACHE_FORMATS)}, or None; got {self.cache!r}")
 
     @property
     def recipe(self) -> Recipe:
@@ -124,18 +130,8 @@ PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
             rotate=False,
             pv="bf16",
         ),
-        # For caches. The first is "balanced" by another name: prefill on 8-bit units wants 8-bit queries too.
-        "kv8": DMAConfig(),
-        "kv4": DMAConfig(
-            low="nvfp4",
-            low_q="bf16",
-            low_v="nvfp4",
-            scale_rounding="search",
-            shared_scale="block",
-            smooth_k=True,
-            rotate=True,
-            pv="bf16",
-        ),
+        "kv8": DMAConfig(cache="int8"),
+        "kv4": DMAConfig(cache="int4"),
     }
 )
 

@@ -43,18 +43,22 @@ class Settings:
             hold in high precision, and every tile is high.
         backend: Which backend computes.
         on_unsupported: ``error`` or ``sdpa``.
+        cache: The format of the cache of ``generate``, or ``None``.
     """
 
     recipe: Recipe
     cross_recipe: Recipe
     backend: str
     on_unsupported: str
+    cache: str | None
 
     @classmethod
     def of(cls, config: DMAConfig) -> Settings:
         """Return the settings of a configuration."""
         recipe = config.recipe
-        return cls(recipe, replace(recipe, diagonal_tiles=EVERY_TILE), config.backend, config.on_unsupported)
+        return cls(
+            recipe, replace(recipe, diagonal_tiles=EVERY_TILE), config.backend, config.on_unsupported, config.cache
+        )
 
 
 _DEFAULT = Settings.of(DMAConfig())
@@ -84,7 +88,6 @@ def configure(
     setting: str | Path | Mapping[str, Any] | Recipe | None = None,
     *,
     activate: bool = False,
-    cache: bool | None = None,
     **changes: Any,
 ) -> DMAConfig:
     """Set the precisions of a model that runs ``dma_mxfp``.
@@ -97,9 +100,8 @@ def configure(
         setting: A preset's name, a TOML file, a mapping of fields or a :class:`DMAConfig`. By default what the model
             has already: the section of its configuration, or ``balanced``.
         activate: Also switch the model to ``dma_mxfp``, with ``set_attn_implementation``.
-        cache: True makes a new :class:`~dma_hf.DMACache` the cache of every ``generate`` of this model that does not
-            ask for another one; false takes that back. It concerns this object alone and is not saved.
-        changes: Fields to change in ``setting``.
+        changes: Fields to change in ``setting``. With ``cache="int8"`` or ``"int4"`` a new :class:`~dma_hf.DMACache` is
+            the cache of every ``generate`` of this model that does not ask for another one.
 
     Returns:
         The configuration that was set.
@@ -128,10 +130,9 @@ def configure(
         )
     for each in configs:
         setattr(each, NAME, config.to_dict())
-    if cache is not None:
-        from .cache import make_default  # which itself reads settings
+    from .cache import make_default  # which itself reads settings
 
-        make_default(models[0], cache)
+    make_default(models[0], config.cache is not None)
     return config
 
 

@@ -1,7 +1,8 @@
 """Attention backends by name: ``sdpa``, ``eager``, ``dma_mxfp``, ``dma_mxfp:PRESET``, ``dma_mxfp:FILE.toml``.
 
-``+cache`` after one of ``dma_mxfp`` (``dma_mxfp:kv4+cache``) lets the model read everything through a ``DMACache``:
-what is scored then is what the cache stores. See :mod:`dma_eval.reading`.
+``+int8`` or ``+int4`` after one of ``dma_mxfp`` (``dma_mxfp:balanced+int4``) lets the model read everything through a
+``DMACache`` of that format, ``+cache`` through one of its own (``dma_mxfp:kv4+cache``): what is scored then is what the
+cache stores. See :mod:`dma_eval.reading`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
 from dma_hf import DMAConfig
+from dma_hf.cache import DEFAULT_FORMAT
 from dma_hf.cache_layers import DMALayer
 
 from .errors import UserError, one_line
-from .names import CACHE_SUFFIX, DMA, check_names, is_file
+from .names import CACHE_SUFFIX, DMA, FORMAT_SUFFIXES, check_names, is_file, split_suffix
 
 CACHE_PRESETS = ("kv8", "kv4")
 """Presets that are meant for caches: where all presets are compared, these read through one."""
@@ -93,8 +95,8 @@ def parse_compared(names: Sequence[str], option: str, others: Sequence[str]) -> 
         else:
             known = [*others, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS), f"{DMA}:FILE.toml"]
             raise UserError(f"{option}: unknown name {name!r}; valid: {', '.join(known)}")
-        if found[-1].reads_cache:
-            raise UserError(f"{option}: {name!r} reads through a cache, which is not timed here; leave out +cache")
+        if found[-1].reads_cache and option != "--cache":
+            raise UserError(f"{option}: {name!r} reads through a cache, which is not timed here; leave out the +")
     refuse_repeats(option, [backend.label for backend in found])
     return found
 
@@ -153,8 +155,8 @@ def implementations() -> list[str]:
 
 
 def _parse_backend(name: str, option: str) -> Backend:
-    suffix = CACHE_SUFFIX if name.endswith(CACHE_SUFFIX) else ""
-    implementation, separator, setting = name.removesuffix(CACHE_SUFFIX).partition(":")
+    setting_name, suffix = split_suffix(name)
+    implementation, separator, setting = setting_name.partition(":")
     if implementation not in implementations():
         raise UserError(
             f"{option}: unknown backend {name!r}; valid: {', '.join(implementations())}, and {DMA}:PRESET with a "
@@ -164,15 +166,16 @@ def _parse_backend(name: str, option: str) -> Backend:
         if separator or suffix:
             raise UserError(
                 f"{option}: {implementation!r} takes no setting, got {name!r}; only {DMA}:PRESET and "
-                f"{DMA}:PRESET{CACHE_SUFFIX} do"
+                f"{DMA}:PRESET{'|'.join(FORMAT_SUFFIXES)} do"
             )
         return Backend(implementation, implementation)
     check_names([name], option)
-    if not separator:
-        return Backend(f"{DMA}{suffix}", DMA, dma_hf.resolve("balanced"), bool(suffix))
+    setting = setting if separator else "balanced"
     try:
         config = dma_hf.resolve(Path(setting) if is_file(setting) else setting)
     except (ValueError, TypeError, OSError) as error:  # TOMLDecodeError is a ValueError
         raise UserError(f"{option}: {one_line(error)}") from error  # which names the file
+    if suffix:
+        config = replace(config, cache=FORMAT_SUFFIXES.get(suffix) or config.cache or DEFAULT_FORMAT)
     short = Path(setting).stem if is_file(setting) else setting
-    return Backend(f"{DMA}:{short}{suffix}", DMA, config, bool(suffix))
+    return Backend(f"{DMA}:{short}{suffix}" if separator else f"{DMA}{suffix}", DMA, config, bool(suffix))

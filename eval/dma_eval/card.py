@@ -17,7 +17,6 @@ import dma_hf
 from .errors import UserError, one_line
 from .files import parse
 from .markdown import page_to_markdown
-from .names import CACHE_SUFFIX
 from .pages import all_pages
 from .results import Report, backend_configs, backend_groups
 
@@ -188,11 +187,13 @@ def _only(report: Report, label: str) -> Report:
 
 def _text(report: Report, label: str, base: str, name: str) -> str:
     config = backend_configs(report)[label]
-    preset = next((name for name, each in dma_hf.PRESETS.items() if each.to_dict() == config), None)
+    cache = config.get("cache")
+    presets = {name: each.to_dict() for name, each in dma_hf.PRESETS.items()}
+    preset = next((name for name, each in presets.items() if each == config | {"cache": None}), None)
     section = json.dumps({"dma_mxfp": config}, indent=2)
     arguments = [f'"{preset}"' if preset else repr(config)]
-    if label.endswith(CACHE_SUFFIX):
-        arguments.append("cache=True")
+    if preset and cache:
+        arguments.append(f'cache="{cache}"')
     configure = "" if arguments == ['"balanced"'] else f"\ndma_hf.configure(model, {', '.join(arguments)})"
     report = _only(report, label)
     model, machine = report.model, report.environment

@@ -9,8 +9,21 @@ from .errors import UserError
 
 DMA = "dma_mxfp"
 CACHE_SUFFIX = "+cache"
+FORMAT_SUFFIXES = {"+int8": "int8", "+int4": "int4"}
+"""Suffixes that say which format a cache has, after any of the names; a test holds them equal to the formats."""
 PRESETS = ("balanced", "fp4", "paper", "kv8", "kv4")
 """Those of ``dma_hf``, whose import takes seconds; a test holds both equal."""
+
+
+def split_suffix(name: str) -> tuple[str, str]:
+    """Split a name from the suffix that lets it read through a cache, empty where it has none."""
+    suffix = next((suffix for suffix in (CACHE_SUFFIX, *FORMAT_SUFFIXES) if name.endswith(suffix)), "")
+    return name.removesuffix(suffix), suffix
+
+
+def reads_cache(label: str) -> bool:
+    """Whether the backend of a label reads through a cache."""
+    return bool(split_suffix(label)[1])
 
 
 def is_file(setting: str) -> bool:
@@ -25,7 +38,7 @@ def check_names(names: Iterable[str], option: str = "--attn") -> None:
         UserError: There is no such preset or file; the message lists the presets.
     """
     for name in names:
-        implementation, separator, setting = name.removesuffix(CACHE_SUFFIX).partition(":")
+        implementation, separator, setting = split_suffix(name)[0].partition(":")
         if implementation != DMA or not separator or setting in PRESETS:
             continue
         presets = ", ".join(PRESETS)
@@ -33,7 +46,7 @@ def check_names(names: Iterable[str], option: str = "--attn") -> None:
             raise UserError(f"{option}: {name!r} names no preset; valid: {presets}, or a TOML file")
         if not is_file(setting):
             # What --cache and --run name stands with a cache already.
-            suffix = f"; {CACHE_SUFFIX} after it reads through a cache" if option == "--attn" else ""
+            suffix = f"; {', '.join(FORMAT_SUFFIXES)} after it reads through a cache" if option == "--attn" else ""
             raise UserError(
                 f"{option}: unknown preset {setting!r}; valid: {presets}, or a TOML file ({DMA}:FILE.toml){suffix}"
             )

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from dma_kernels.numerics.formats import TILE
 
-from .names import CACHE_SUFFIX
+from .names import reads_cache
 from .results import (
     BackendResult,
     FidelitySection,
@@ -302,10 +302,10 @@ def format_bytes(value: int | None) -> str:
 
 def cache_lines(labels: Iterable[str]) -> list[str]:
     """What a reader must know of backends that read through a cache, if there are some."""
-    if not any(label.endswith(CACHE_SUFFIX) for label in labels):
+    if not any(map(reads_cache, labels)):
         return []
     return [
-        f"`{CACHE_SUFFIX}`: everything is read through a packed `DMACache`, {TILE} tokens at a time, so that what is "
+        f"`+int8`, `+int4`, `+cache`: all is read through a `DMACache`, {TILE} tokens at a time, so that what is "
         "scored is what the cache stores. Times and memory are those of such small steps."
     ]
 

@@ -13,7 +13,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from .names import CACHE_SUFFIX
+from .names import reads_cache
 from .pages import format_kl
 from .results import (
     BackendResult,
@@ -235,7 +235,7 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path)
     for index, section in enumerate(sections):
         for backend in section.backends:
             change = 0.0 if backend is section.backends[0] else backend.change_percent
-            if change is None or backend.label.endswith(CACHE_SUFFIX):
+            if change is None or reads_cache(backend.label):
                 continue
             style = {"marker": MARKERS[index % len(MARKERS)], "color": colors[backend.label], "s": 55}
             if backend.tokens_per_second is not None:

@@ -9,6 +9,7 @@ from dma_eval import names
 from dma_eval.backends import CACHE_PRESETS, Backend, activate, default_names, implementations, parse_backends
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
+from dma_kernels.cache.codes import CACHE_FORMATS
 
 import dma_hf
 
@@ -27,11 +28,17 @@ class TestParse:
         assert parse_backends(["dma_mxfp"]) == (Backend("dma_mxfp", "dma_mxfp", dma_hf.preset("balanced")),)
 
     @pytest.mark.parametrize(
-        ("name", "preset"),
-        [("dma_mxfp+cache", "balanced"), ("dma_mxfp:kv4+cache", "kv4"), ("dma_mxfp:fp4+cache", "fp4")],
+        ("name", "preset", "cache"),
+        [
+            ("dma_mxfp+cache", "balanced", "int8"),
+            ("dma_mxfp:kv4+cache", "kv4", "int4"),
+            ("dma_mxfp:fp4+int4", "fp4", "int4"),
+            ("dma_mxfp:kv4+int8", "kv4", "int8"),
+        ],
     )
-    def test_cache(self, name: str, preset: str) -> None:
-        assert parse_backends([name]) == (Backend(name, "dma_mxfp", dma_hf.preset(preset), reads_cache=True),)
+    def test_cache(self, name: str, preset: str, cache: str) -> None:
+        config = dma_hf.preset(preset).with_changes(cache=cache)
+        assert parse_backends([name]) == (Backend(name, "dma_mxfp", config, reads_cache=True),)
 
     def test_file_with_cache(self, identity_file: Path) -> None:
         (backend,) = parse_backends([f"dma_mxfp:{identity_file}+cache"])
@@ -65,10 +72,13 @@ class TestParse:
             ),
             ("dma_mxfp:fast", r"unknown preset 'fast'; valid: balanced, fp4, paper, kv8, kv4, or a TOML file"),
             ("dma_mxfp:", r"'dma_mxfp:' names no preset; valid: balanced, fp4, paper, kv8, kv4, or a TOML file"),
-            ("sdpa:fp4", r"'sdpa' takes no setting, got 'sdpa:fp4'; only dma_mxfp:PRESET and .*cache do"),
+            ("sdpa:fp4", r"'sdpa' takes no setting, got 'sdpa:fp4'; only dma_mxfp:PRESET and .*int4 do"),
             ("sdpa+cache", r"'sdpa' takes no setting, got 'sdpa\+cache'"),
             ("dma_mxfp:+cache", r"'dma_mxfp:\+cache' names no preset"),
-            ("dma_mxfp:balanced+kv8", r"unknown preset 'balanced\+kv8'; .*; \+cache after it reads through a cache"),
+            (
+                "dma_mxfp:balanced+kv8",
+                r"unknown preset 'balanced\+kv8'; .*; \+int8, \+int4 after it reads through a cache",
+            ),
             ("dma_mxfp:missing.toml", r"no such file: missing.toml"),
             ("", r"unknown backend ''"),
         ],
@@ -99,6 +109,7 @@ class TestParse:
 
 def test_presets_are_those_of_the_plugin() -> None:
     assert tuple(dma_hf.PRESETS) == names.PRESETS
+    assert tuple(names.FORMAT_SUFFIXES.values()) == tuple(CACHE_FORMATS)
 
 
 def test_implementations_are_those_of_transformers() -> None:

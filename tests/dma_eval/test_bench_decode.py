@@ -114,7 +114,7 @@ def test_default_shapes_vary_one_thing_at_a_time() -> None:
         (("--dtype", "float8"), "argument --dtype: invalid choice: 'float8' (choose from"),
         (("--cache", "sdpa", "sdpa"), "--cache: sdpa is given more than once"),
         (("--cache", "dma_mxfp:kv9"), "--cache: unknown preset 'kv9'"),
-        (("--cache", "dma_mxfp:kv4+cache"), "--cache: 'dma_mxfp:kv4+cache' reads through a cache, which is not timed"),
+        (("--cache", "dma_mxfp:fp4"), "--cache: 'dma_mxfp:fp4' has no cache; add +int8 or +int4"),
         (
             ("--cache", "fp8"),
             "--cache: unknown name 'fp8'; valid: sdpa, sdpa:flash, sdpa:dynamic, sdpa:quanto, sdpa:hqq, sdpa:fp8",

@@ -206,10 +206,11 @@ class TestCard:
         assert "another" not in text
 
     def test_cache(self, report: Report) -> None:
-        values = json.loads(json.dumps(asdict(report)).replace('"dma_mxfp:paper"', '"dma_mxfp:paper+cache"'))
+        text = json.dumps(asdict(report)).replace('"dma_mxfp:paper"', '"dma_mxfp:paper+int4"')
+        values = json.loads(text.replace('"cache": null', '"cache": "int4"'))
         text = make_card(parse(Report, values), base_model="me/tiny").text
-        assert 'dma_hf.configure(model, "paper", cache=True)' in text
-        assert "`+cache`: everything is read through a packed `DMACache`" in text
+        assert 'dma_hf.configure(model, "paper", cache="int4")' in text
+        assert "`+cache`: all is read through a `DMACache`" in text
 
     def test_text(self, report: Report) -> None:
         text = make_card(report, base_model="me/tiny").text

@@ -183,10 +183,11 @@ class TestOtherAttention:
 
     def test_without_quantisation_it_is_exact(self, name, static, build, token_ids, assert_same, identity):
         model = build(name, "sdpa")
+        model.config.dma_mxfp = identity | {"diagonal_tiles": 3}
         ids = token_ids(2, LENGTH)
         mask = torch.ones_like(ids)
         mask[0, :9] = 0
-        cache = DMACache(model.config, identity, max_cache_len=LENGTH if static else None)
+        cache = DMACache(model.config, max_cache_len=LENGTH if static else None)
         decoded = []
         for start, end in [(0, 150), (150, 280), *((i, i + 1) for i in range(280, LENGTH))]:
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:end]
@@ -198,7 +199,7 @@ class TestOtherAttention:
     def test_quantised_it_is_close(self, name, static, build, token_ids):
         model = build(name, "sdpa")
         ids = token_ids(2, LENGTH)
-        cache = DMACache(model.config, "kv4", max_cache_len=LENGTH if static else None)
+        cache = DMACache(model.config, "int4", max_cache_len=LENGTH if static else None)
         decoded = [model(chunk, past_key_values=cache).logits for chunk in ids.split([280, 5, 5], 1)]
         error = (torch.cat(decoded, 1) - model(ids).logits).abs().max() / decoded[0].abs().max()
         assert error < 0.1
@@ -245,10 +246,10 @@ class TestReuse:
         assert addresses == [t.data_ptr() for layer in caches[1].layers for t in layer.storage.tensors().values()]
         torch.testing.assert_close(model(rest, past_key_values=caches[1]).logits, expected)
 
-    def test_state_of_other_precisions(self, prompt):
+    def test_state_of_another_format(self, prompt):
         model, _, cache, _ = prompt
-        other = DMACache(model.config, "kv8")
-        with pytest.raises(ValueError, match=r"state holds the precisions .*nvfp4.*, the cache .*mxint8"):
+        other = DMACache(model.config, "int8")
+        with pytest.raises(ValueError, match=r"state holds .*'int4'.*, the cache .*'int8'"):
             other.load_state_dict(cache.state_dict())
         with pytest.raises(ValueError, match=r"state holds layers \(window, max_cache_len\) .*100, None"):
             DMACache(model.config, max_cache_len=300).load_state_dict(cache.state_dict())
@@ -335,14 +336,6 @@ class TestErrors:
             cache.update(key, key, 0)
         _assert_unchanged(cache, before)
 
-    def test_another_configuration(self, filled, token_ids):
-        model, cache = filled
-        before = _state(cache)
-        dma_hf.configure(model, "kv8")
-        with pytest.raises(ValueError, match=r"the model's configuration says low='mxint8'.*the cache low='nvfp4'"):
-            model(token_ids(2, 5), past_key_values=cache)
-        _assert_unchanged(cache, before)
-
     def test_an_unsupported_call(self, filled, token_ids):
         model, cache = filled
         before = _state(cache)
@@ -411,17 +404,18 @@ class TestErrors:
         layer.update(raw, raw)
         keys, values = layer.update(raw, raw)
         geometry = dma_hf.MaskGeometry(1, 200, 400, is_causal=True, q_offset=200)
+        recipe = dma_hf.preset("balanced").recipe
         options = {"scale": None, "softcap": None, "sinks": None, "backend": "auto"}
-        keys.dma_step.attend(raw, geometry, layer.owner.recipe, **options)
+        keys.dma_step.attend(raw, geometry, recipe, **options)
         with pytest.raises(ValueError, match="200 queries came to keys that another layer has stored already"):
-            values.dma_step.attend(raw, geometry, layer.owner.recipe, **options)
+            values.dma_step.attend(raw, geometry, recipe, **options)
 
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
         [
             ({"config": None}, TypeError, r"config must be a model's configuration \(model.config\), got NoneType"),
             ({"max_cache_len": 0}, ValueError, "max_cache_len must be an integer of at least 1, got 0"),
-            ({"setting": "kv2"}, ValueError, "unknown preset 'kv2'; expected one of balanced, fp4, paper, kv8, kv4"),
+            ({"format": "kv2"}, ValueError, "unknown cache format 'kv2'; expected one of int8, int4"),
         ],
         ids=["config", "max_cache_len", "setting"],
     )

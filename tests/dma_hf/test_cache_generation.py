@@ -30,11 +30,12 @@ MODES = {
 
 
 @pytest.fixture
-def build(families):
-    def make(name, setting="kv4", seed=0):
+def build(families, identity):
+    def make(name, seed=0):
+        """A model that quantises nothing, with a band so wide that nor does its cache."""
         window = {"sliding_window": 100} if name in ("mistral", "gemma3") else {}
         model = families[name].build("dma_mxfp", seed=seed, **window).double()
-        dma_hf.configure(model, setting, sink_tiles=0)
+        dma_hf.configure(model, identity, diagonal_tiles=3)
         return model
 
     return make
@@ -61,14 +62,6 @@ def test_modes(name, mode, build, token_ids):
     assert cache.get_seq_length() == PROMPT + NEW_TOKENS - 1
 
 
-@pytest.mark.parametrize("setting", dma_hf.PRESETS)
-def test_presets(setting, build, token_ids):
-    model = build("llama", setting)
-    ids = token_ids(1, PROMPT)
-    expected = _generate(model, ids, do_sample=False)
-    assert torch.equal(_generate(model, ids, do_sample=False, past_key_values=DMACache(model.config)), expected)
-
-
 @pytest.mark.parametrize("mode", ["assistant", "prompt lookup"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_speculation_crops(name, mode, build, token_ids):
@@ -77,7 +70,7 @@ def test_speculation_crops(name, mode, build, token_ids):
     expected = _generate(model, ids, do_sample=False)
     if mode == "assistant":
         assistant = build(name, seed=3)
-        dma_hf.configure(assistant, cache=True)
+        dma_hf.configure(assistant, cache="int8")
         options = {"assistant_model": assistant}
     else:
         options = {"prompt_lookup_num_tokens": 3}
@@ -87,7 +80,7 @@ def test_speculation_crops(name, mode, build, token_ids):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_static_cache_compiles_to_one_graph(name, build, token_ids):
-    model = build(name, "kv8")
+    model = build(name)
     ids = token_ids(2, PROMPT)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -115,7 +108,7 @@ def test_a_prompt_can_be_continued(build, token_ids):
 
 
 class TestDefault:
-    """``configure(model, cache=True)``."""
+    """``configure(model, cache=...)``."""
 
     def test_generate_uses_it(self, build, token_ids):
         model = build("llama")
@@ -123,16 +116,16 @@ class TestDefault:
         options = {"do_sample": False, "return_dict_in_generate": True}
         before = _generate(model, ids, **options)
         assert type(before.past_key_values) is DynamicCache
-        dma_hf.configure(model, cache=True)
+        dma_hf.configure(model, cache="int8")
         after = _generate(model, ids, **options)
         assert type(after.past_key_values) is DMACache
         assert torch.equal(after.sequences, before.sequences)
-        dma_hf.configure(model, cache=False)
+        dma_hf.configure(model, cache=None)
         assert type(_generate(model, ids, **options).past_key_values) is DynamicCache
 
     def test_what_a_call_asks_for_counts_more(self, build, token_ids):
         model = build("llama")
-        dma_hf.configure(model, cache=True)
+        dma_hf.configure(model, cache="int8")
         ids = token_ids(1, 20)
         options = {"do_sample": False, "return_dict_in_generate": True}
         own = DynamicCache(config=model.config)
@@ -144,7 +137,7 @@ class TestDefault:
     @pytest.mark.parametrize("way", ["deepcopy", "torch.save", "another process"])
     def test_a_copy_has_it_too(self, way, build, token_ids, tmp_path):
         model = build("llama")
-        dma_hf.configure(model, cache=True)
+        dma_hf.configure(model, cache="int8")
         if way == "deepcopy":
             twin = copy.deepcopy(model)
         elif way == "torch.save":
@@ -161,18 +154,18 @@ class TestDefault:
 
     def test_other_models_of_the_class_are_left_alone(self, build):
         model, other = build("llama"), build("llama")
-        dma_hf.configure(model, cache=True)
+        dma_hf.configure(model, cache="int8")
         assert "generate" in vars(model)
         assert "generate" not in vars(other)
         assert "generate" not in vars(type(model))
 
-    def test_encoder_decoder(self, families, token_ids):
+    def test_encoder_decoder(self, families, token_ids, identity):
         """The decoder's self-attention is cached; its cross-attention keeps Transformers' cache."""
         model = families["bart"].build("dma_mxfp")
-        dma_hf.configure(model, "kv8")
+        dma_hf.configure(model, identity)
         options = {"do_sample": False, "return_dict_in_generate": True, "num_beams": 2}
         expected = _generate(model, token_ids(2, 30), **options)
-        dma_hf.configure(model, cache=True)
+        dma_hf.configure(model, cache="int8")
         actual = _generate(model, token_ids(2, 30), **options)
         assert torch.equal(actual.sequences, expected.sequences)
         assert all(isinstance(layer, DMALayer) for layer in actual.past_key_values.self_attention_cache.layers)

@@ -7,13 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import CASES, RECIPES, Case, assert_decode_matches, assert_steps_equal_their_parts
+from decode_cases import (
+    CASES,
+    FORMATS,
+    Case,
+    assert_decode_matches,
+    assert_steps_equal_their_parts,
+    assert_storages_equal,
+)
 from dma_kernels.cache.append import append_tokens
 from dma_kernels.cache.decode import decode_attention
 from dma_kernels.cache.decode_kernel import decode_kernel
 from dma_kernels.cache.decode_step import decode_step
 from dma_kernels.cache.storage import LayerStorage
-from dma_kernels.testing import assert_bits_equal
 
 pytestmark = pytest.mark.gpu
 
@@ -21,43 +27,42 @@ LONG = Case(kv_len=5000, q_heads=32, kv_heads=8, head_dim=128, padding=(0, 77))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("case", CASES)
-def test_matches_the_reference(case: str, recipe: str, dtype: torch.dtype) -> None:
-    assert_decode_matches(CASES[case], RECIPES[recipe], dtype, "cuda")
+def test_matches_the_reference(case: str, format: str, dtype: torch.dtype) -> None:
+    assert_decode_matches(CASES[case], format, dtype, "cuda")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("case", CASES)
-def test_steps_equal_their_parts(case: str, recipe: str) -> None:
-    assert_steps_equal_their_parts(CASES[case], RECIPES[recipe], torch.bfloat16, "cuda")
+def test_steps_equal_their_parts(case: str, format: str) -> None:
+    assert_steps_equal_their_parts(CASES[case], format, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("recipe", ["kv8", "kv4", "no-band"])
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("queries", [1, 16])
-def test_long_steps_equal_their_parts(queries: int, recipe: str) -> None:
-    assert_steps_equal_their_parts(replace(LONG, q_len=queries), RECIPES[recipe], torch.bfloat16, "cuda")
+def test_long_steps_equal_their_parts(queries: int, format: str) -> None:
+    assert_steps_equal_their_parts(replace(LONG, q_len=queries), format, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("recipe", ["kv8", "kv8-q16", "kv4"])
-def test_long_rows(recipe: str) -> None:
-    assert_decode_matches(LONG, RECIPES[recipe], torch.bfloat16, "cuda")
+@pytest.mark.parametrize("format", FORMATS)
+def test_long_rows(format: str) -> None:
+    assert_decode_matches(LONG, format, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 96), (256, 256)], ids=str)
-def test_appended_bits_equal_those_of_torch(recipe: str, dims: tuple[int, int]) -> None:
+def test_appended_bits_equal_those_of_torch(format: str, dims: tuple[int, int]) -> None:
     case = Case(kv_len=1500, head_dim=dims[0], value_dim=dims[1], padding=(0, 77))
     _, key, value = case.inputs(torch.bfloat16, "cuda")
-    ours, expected = (case.storage(RECIPES[recipe], torch.bfloat16, "cuda", is_filled=False) for _ in range(2))
+    ours, expected = (case.storage(format, torch.bfloat16, "cuda", is_filled=False) for _ in range(2))
     start = 0
     for step in (100, 20, 30, 300, 1, 1046, 3):
         new = slice(start, start + step)
         append_tokens(ours, key[:, :, new], value[:, :, new])
         expected.append(key[:, :, new], value[:, :, new])
         start += step
-    for name, tensor in expected.tensors().items():
-        assert_bits_equal(ours.tensors()[name], tensor)
+    assert_storages_equal(ours, expected)
 
 
 def _steps(storage: LayerStorage, case: Case, start: int, count: int) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -67,13 +72,13 @@ def _steps(storage: LayerStorage, case: Case, start: int, count: int) -> Iterato
         yield query, key[:, :, new].contiguous(), value[:, :, new].contiguous()
 
 
-@pytest.mark.parametrize("recipe", ["kv8", "kv4"])
-def test_a_cuda_graph_of_a_step_fills_the_cache(recipe: str) -> None:
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_cuda_graph_of_a_step_fills_the_cache(format: str) -> None:
     case = Case(kv_len=700, q_heads=8, kv_heads=2, head_dim=128)
     _, key, value = case.inputs(torch.bfloat16, "cuda")
 
     def storage() -> LayerStorage:
-        made = case.storage(RECIPES[recipe], torch.bfloat16, "cuda", is_filled=False)
+        made = case.storage(format, torch.bfloat16, "cuda", is_filled=False)
         append_tokens(made, key[:, :, :500], value[:, :, :500])
         return made
 
@@ -96,15 +101,14 @@ def test_a_cuda_graph_of_a_step_fills_the_cache(recipe: str) -> None:
             old.copy_(new)
         graph.replay()
         assert torch.equal(out, expected_out)
-    for name, tensor in expected.tensors().items():
-        assert_bits_equal(ours.tensors()[name], tensor)
+    assert_storages_equal(ours, expected)
 
 
 def test_no_compilation_when_only_lengths_change() -> None:
     def run(length: int) -> None:
         case = Case(kv_len=length, head_dim=128)
         storage = LayerStorage.allocate(
-            RECIPES["kv8"], batch=1, kv_heads=2, head_dim=128, value_dim=128, dtype=torch.bfloat16,
+            "int8", batch=1, kv_heads=2, head_dim=128, value_dim=128, dtype=torch.bfloat16,
             device=torch.device("cuda"), tiles=20,
         )  # fmt: skip
         query, key, value = case.inputs(torch.bfloat16, "cuda")
@@ -123,7 +127,7 @@ def test_no_compilation_when_only_lengths_change() -> None:
 
 def test_every_output_is_written() -> None:
     case = Case(kv_len=1000, head_dim=128, q_len=5)
-    storage = case.storage(RECIPES["kv8"], torch.bfloat16, "cuda")
+    storage = case.storage("int8", torch.bfloat16, "cuda")
     query, _, _ = case.inputs(torch.bfloat16, "cuda")
     poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
     del poison  # the allocator hands this memory to the outputs

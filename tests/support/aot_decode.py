@@ -1,7 +1,7 @@
-"""Compile the kernels of a decode step for any NVIDIA chip, without one: see :mod:`aot`.
+"""Compile the kernels over a cache for any NVIDIA chip, without one: see :mod:`aot`.
 
-Tests run this file as a program: ``python aot_decode.py RECIPE:ARCH:HEAD_DIM:QUERIES[:OPTION] ...`` prints the kernels
-as JSON. An option is a name in ``aot.OPTIONS``.
+Tests run this file as a program: ``python aot_decode.py FORMAT:ARCH:HEAD_DIM:VALUE_DIM:QUERIES[:OPTION] ...`` prints
+the kernels of a decode step, or of a chunk of more than 16 queries, as JSON. An option is a name in ``aot.OPTIONS``.
 """
 
 from __future__ import annotations
@@ -12,25 +12,33 @@ from dataclasses import asdict
 
 import torch
 from aot import OPTIONS, Compiled, compile_only
-from decode_cases import RECIPES
+from dma_kernels.cache.chunk import chunk_attention
 from dma_kernels.cache.decode_step import decode_step
 from dma_kernels.cache.storage import LayerStorage
 
 
-def compile_step(recipe: str, arch: int, head_dim: int, queries: int, option: str = "") -> list[Compiled]:
-    """Compile a decode step with 32 query and 8 kv heads."""
+def compile_step(
+    format: str, arch: int, head_dim: int, value_dim: int, queries: int, option: str = ""
+) -> list[Compiled]:
+    """Compile a call with 32 query and 8 kv heads."""
     dtype = torch.bfloat16
     storage = LayerStorage.allocate(
-        RECIPES[recipe], batch=1, kv_heads=8, head_dim=head_dim, value_dim=head_dim, dtype=dtype,
+        format, batch=1, kv_heads=8, head_dim=head_dim, value_dim=value_dim, dtype=dtype,
         device=torch.device("cpu"), tiles=64,
     )  # fmt: skip
-    query = torch.empty(1, 32, queries, head_dim, dtype=dtype)
-    key = torch.empty(1, 8, queries, head_dim, dtype=dtype)
+    query, key, value = (
+        torch.zeros(1, queries, heads, dim, dtype=dtype).transpose(1, 2)
+        for heads, dim in ((32, head_dim), (8, head_dim), (8, value_dim))
+    )
     with compile_only(arch) as compiled:
-        decode_step(query, key, key, storage, scale=0.125, **OPTIONS[option])
+        attend = decode_step if queries <= 16 else chunk_attention
+        attend(query, key, value, storage, window=None, scale=0.125, **OPTIONS[option])
     return compiled
 
 
 if __name__ == "__main__":
-    steps = [argument.split(":") for argument in sys.argv[1:]]
-    print(json.dumps({":".join(s): [asdict(k) for k in compile_step(s[0], *map(int, s[1:4]), *s[4:])] for s in steps}))
+    found = {}
+    for call in sys.argv[1:]:
+        format, *sizes = call.split(":")
+        found[call] = [asdict(kernel) for kernel in compile_step(format, *map(int, sizes[:4]), *sizes[4:])]
+    print(json.dumps(found))

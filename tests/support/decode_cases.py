@@ -1,35 +1,21 @@
-"""Decode steps that the Triton kernels are tried on, in the interpreter and on a GPU."""
+"""Caches and decode steps that the Triton kernels are tried on, in the interpreter and on a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from dma_kernels import Recipe
 from dma_kernels.cache.append import append_tokens
+from dma_kernels.cache.codes import CACHE_FORMATS
 from dma_kernels.cache.decode import decode_attention
 from dma_kernels.cache.decode_step import decode_step
 from dma_kernels.cache.reference import cached_attention_reference
 from dma_kernels.cache.storage import LayerStorage
-from dma_kernels.testing import RECIPES as ALL_RECIPES
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from torch import Tensor
 
-RECIPES = {
-    "kv8": Recipe(low="mxint8", shared_scale="tile", smooth_k=True, pv="fp8"),
-    "kv8-q16": Recipe(low_q="bf16", low_k="mxint8", shared_scale="tile", smooth_k=True, pv="fp8"),
-    "kv4": Recipe(low_q="bf16", low_k="nvfp4", low_v="nvfp4", smooth_k=True, rotate=True),
-    "kv4-q8": Recipe(low_q="mxfp8", low_k="mxfp4", low_v="mxfp4", scale_rounding="floor"),
-    "kv4-search": Recipe(low_q="bf16", low_k="nvfp4", low_v="nvfp4", scale_rounding="search"),
-    "e4m3": Recipe(low="mxfp8", shared_scale="tile", rotate=True, pv="fp8"),
-    "e4m3-q16": Recipe(low_q="bf16", low_k="mxfp8", shared_scale="tile"),
-    "k4v8": Recipe(low_q="mxint8", low_k="nvfp4", pv="fp8"),
-    "k8v4": Recipe(low="mxint8", shared_scale="tile", low_v="nvfp4"),
-    "blocks": Recipe(low="mxfp8", low_v="mxint8", high="mxfp8"),
-    "no-band": Recipe(low="mxint8", shared_scale="tile", diagonal_tiles=0, sink_tiles=0),
-    **{name: ALL_RECIPES[name] for name in ("identity", "paper", "nvfp4-mxfp8")},
-}
-"""Recipes that together take every form of body, of queries and of high tiles."""
+FORMATS = tuple(CACHE_FORMATS)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -46,6 +32,8 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: tuple[float, ...] | None = None
+    diagonal_tiles: int = 1
+    sink_tiles: int = 1
 
     def inputs(self, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and raw keys and values as Transformers hands them: transposed views."""
@@ -56,12 +44,13 @@ class Case:
         query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in made)
         return query, key, value
 
-    def storage(self, recipe: Recipe, dtype: torch.dtype, device: str, *, is_filled: bool = True) -> LayerStorage:
+    def storage(self, format: str, dtype: torch.dtype, device: str, *, is_filled: bool = True) -> LayerStorage:
         """Return a cache, filled in torch."""
         storage = LayerStorage.allocate(
-            recipe, batch=len(self.padding), kv_heads=self.kv_heads, head_dim=self.head_dim,
+            format, batch=len(self.padding), kv_heads=self.kv_heads, head_dim=self.head_dim,
             value_dim=self.value_dim or self.head_dim, dtype=dtype, device=torch.device(device),
             tiles=self.kv_len // 128 + 1, window=self.window,
+            diagonal_tiles=self.diagonal_tiles, sink_tiles=self.sink_tiles,
         )  # fmt: skip
         storage.lengths -= torch.tensor(self.padding, device=device, dtype=torch.int32)
         if is_filled:
@@ -74,12 +63,13 @@ class Case:
         scale = self.head_dim**-0.5
         return {"scale": scale, "window": self.window, "softcap": self.softcap, "sinks": sinks}
 
-    def reference(self, recipe: Recipe, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp of the specification."""
-        query, key, value = self.inputs(dtype, device)
+    def reference(self, storage: LayerStorage) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp of the specification over a filled cache, in fp32."""
+        tail = storage.key_tail
+        query, key, value = self.inputs(tail.dtype, tail.device.type)
         return cached_attention_reference(
-            query, key[:, :, :0], value[:, :, :0], self.storage(recipe, dtype, device), is_causal=True,
-            **self.options(device),  # type: ignore[arg-type]
+            query.float(), key[:, :, :0], value[:, :, :0], storage, is_causal=True,
+            **self.options(tail.device.type),  # type: ignore[arg-type]
         )  # fmt: skip
 
 
@@ -101,6 +91,8 @@ CASES = {
     "sinks": Case(sinks=(0.5, 3.0, -2.0, 0.0)),
     "sinks-of-many": Case(kv_len=645, q_len=9, sinks=(0.5, 3.0, -2.0, 0.0)),
     "softcap-and-sinks-of-many": Case(kv_len=645, q_len=9, softcap=5.0, sinks=(0.5, 3.0, -2.0, 0.0)),
+    "no-band": Case(diagonal_tiles=0, sink_tiles=0),
+    "wide-band": Case(diagonal_tiles=2, sink_tiles=2),
     "head-dim-80-96": Case(head_dim=80, value_dim=96),
     "head-dim-96-40": Case(head_dim=96, value_dim=40),
     "head-dim-128": Case(head_dim=128, kv_heads=1),
@@ -109,38 +101,42 @@ CASES = {
 }
 
 
-def assert_decode_matches(case: Case, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
-    """Hold the decode kernel against the reference, on one and the same cache.
+def assert_storages_equal(actual: LayerStorage, expected: LayerStorage) -> None:
+    """Assert that all tensors of two caches have the same bits."""
+    for name, tensor in expected.tensors().items():
+        try:
+            assert_bits_equal(actual.tensors()[name], tensor)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
 
-    Against fp64 with unrounded probabilities and values the kernel may err at most twice as much as the reference in
-    fp32 does. Both round probabilities to E4M3 (``pv = "fp8"``), each relative to another maximum.
-    """
+
+def assert_decode_matches(case: Case, format: str, dtype: torch.dtype, device: str) -> None:
+    """Hold the decode kernel against exact attention over the same cache: it rounds a few numbers to ``dtype``."""
     query, _, _ = case.inputs(dtype, device)
-    out, lse = decode_attention(query, case.storage(recipe, dtype, device), **case.options(device))  # type: ignore[arg-type]
+    storage = case.storage(format, dtype, device)
+    out, lse = decode_attention(query, storage, **case.options(device))  # type: ignore[arg-type]
     if torch.device(device).type == "cuda":  # the second call is recorded, the third repeated
         for _ in range(2):
-            again, again_lse = decode_attention(query, case.storage(recipe, dtype, device), **case.options(device))  # type: ignore[arg-type]
+            again, again_lse = decode_attention(query, storage, **case.options(device))  # type: ignore[arg-type]
             assert torch.equal(again, out)
             assert torch.equal(again_lse, lse)
-    reference, expected_lse = case.reference(recipe, torch.float32, device)
-    exact, _ = case.reference(replace(recipe, pv="bf16"), torch.float64, device)
+    exact, expected_lse = case.reference(storage)
     assert out.dtype == dtype
     assert out.transpose(1, 2).is_contiguous()
     assert not out.isnan().any()
     rounding = torch.finfo(dtype).eps
-    allowed = 2.0 * relative_error(reference, exact) + 2.0 * rounding
-    assert relative_error(out, exact) <= allowed, f"{relative_error(out, exact):.2g} is over {allowed:.2g}"
+    error = relative_error(out, exact)
+    assert error <= 2.0 * rounding, f"{error:.2g} is over {2.0 * rounding:.2g}"
     assert torch.equal(lse.isneginf(), expected_lse.isneginf())
     seen = ~expected_lse.isneginf()
-    # Smoothed and rotated queries in 16 bits move a logit by its magnitude times their rounding.
     magnitude = float(expected_lse[seen].abs().max())
     torch.testing.assert_close(lse[seen], expected_lse[seen], atol=2.0 * rounding * magnitude, rtol=0.0)
 
 
-def assert_steps_equal_their_parts(case: Case, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
+def assert_steps_equal_their_parts(case: Case, format: str, dtype: torch.dtype, device: str) -> None:
     """Hold the last three steps (compiled, recorded, repeated) against storing and attending one after the other."""
     query, key, value = case.inputs(dtype, device)
-    ours, expected = (case.storage(recipe, dtype, device, is_filled=False) for _ in range(2))
+    ours, expected = (case.storage(format, dtype, device, is_filled=False) for _ in range(2))
     start = max(0, case.kv_len - 3 * case.q_len)
     for storage in (ours, expected):
         storage.append(key[:, :, :start], value[:, :, :start])
@@ -149,6 +145,5 @@ def assert_steps_equal_their_parts(case: Case, recipe: Recipe, dtype: torch.dtyp
         out = decode_step(query, key[:, :, new], value[:, :, new], ours, **case.options(device))  # type: ignore[arg-type]
         append_tokens(expected, key[:, :, new], value[:, :, new])
         assert torch.equal(out, decode_attention(query, expected, **case.options(device))[0])  # type: ignore[arg-type]
-        for name, tensor in expected.tensors().items():
-            assert_bits_equal(ours.tensors()[name], tensor)
+        assert_storages_equal(ours, expected)
         start += case.q_len

@@ -15,9 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, QuantizedCache
 
 from dma_eval.backends import parse_compared
-from dma_eval.errors import one_line
-from dma_eval.names import DMA
+from dma_eval.errors import UserError, one_line
+from dma_eval.names import DMA, FORMAT_SUFFIXES
 from dma_hf import DMAConfig
+from dma_hf.cache import DEFAULT_FORMAT
 
 from .results import DecodeResult, DecodeShape
 from .timing import FAILURES, Run, captured, time_in_turns
@@ -82,7 +83,9 @@ class DecodeImplementation:
 def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> LayerStorage:
     """Return the cache of a layer that holds ``shape.length`` random keys and values, and has room for more."""
     storage = LayerStorage.allocate(
-        config.recipe,
+        config.cache or DEFAULT_FORMAT,
+        diagonal_tiles=config.diagonal_tiles,
+        sink_tiles=config.sink_tiles,
         batch=shape.batch,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
@@ -117,8 +120,15 @@ def default_names() -> list[str]:
 
 
 def parse_implementations(names: Sequence[str]) -> list[DecodeImplementation]:
-    """Resolve names as given on the command line; see :func:`dma_eval.backends.parse_compared`."""
+    """Resolve names as given on the command line; see :func:`dma_eval.backends.parse_compared`.
+
+    Raises:
+        UserError: A configuration has no cache.
+    """
     backends = parse_compared(names, "--cache", (*PREALLOCATED, DYNAMIC, *QUANTIZED))
+    for backend in backends:
+        if backend.config is not None and backend.config.cache is None:
+            raise UserError(f"--cache: {backend.label!r} has no cache; add {' or '.join(FORMAT_SUFFIXES)}")
     return [DecodeImplementation(backend.label, backend.config) for backend in backends]
 
 

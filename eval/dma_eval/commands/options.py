@@ -92,7 +92,7 @@ def add_attn(parser: argparse.ArgumentParser, default: Sequence[str] = DEFAULT_A
     """The backends to compare."""
     help = (
         "Attention backends to compare; the first is the reference. An attn_implementation of Transformers, or "
-        "dma_mxfp:PRESET, or dma_mxfp:FILE.toml; +cache after it reads through a DMACache. Takes several values, and "
+        "dma_mxfp:PRESET, or dma_mxfp:FILE.toml; +int8 or +int4 reads through a DMACache. Takes several values, and "
         "may be repeated."
     )
     add(parser, "--attn", "-a", metavar="BACKEND", several=True, default=default, shown=shown, help=help)

@@ -6,22 +6,20 @@ custom op that says so, and one step of a model with a cache of fixed size is on
 
 from __future__ import annotations
 
-import ast
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..numerics.recipe import RECIPE_FIELDS, Recipe
 from ..runtime.chip import resolve_backend
-from . import chunk
 from .append import append_tokens
-from .chunk import prefill_over_cache
+from .chunk import chunk_attention
 from .decode import MAX_QUERIES, decode_attention
 from .decode_step import decode_step
 from .reference import cached_attention_reference
-from .storage import LayerStorage
+from .restore import restore_dense
+from .storage import TENSORS, LayerStorage
 
 
 def cached_attention(
@@ -41,9 +39,9 @@ def cached_attention(
 ) -> Tensor:
     """Attend to the keys of a cache and to new ones, and store the new ones. Inference only.
 
-    It computes what :func:`dma_kernels.attention` computes of the whole sequence, under the recipe of the storage. The
-    last query stands at the position of the last key. The body must have room for the tiles that the new keys complete
-    (:meth:`LayerStorage.reserve`).
+    Exact attention to what the cache holds: raw keys and values in the sinks, in the new ones and in the band of the
+    first query, dequantised ones elsewhere (:mod:`dma_kernels.cache.storage`). The last query stands at the position of
+    the last key. The body must have room for the tiles that the new keys complete (:meth:`LayerStorage.reserve`).
 
     Args:
         query: ``[B, Hq, T, D]`` in the dtype of the storage.
@@ -58,7 +56,7 @@ def cached_attention(
         mask: Boolean, broadcastable to ``[B, Hq, T, K]``: of ``K`` consecutive positions, those that may be seen.
         mask_position: The position of column 0 of ``mask``, integer ``[B]``; needed unless ``K`` is 1.
         backend: ``reference``, ``triton`` or ``auto``, as for :func:`dma_kernels.attention`. Triton takes causal calls
-            without ``mask``; more than 16 queries need ``high = "bf16"``, and a layer with a window takes 128 of them.
+            without ``mask``, and at most 16 queries of keys that are stored already.
 
     Returns:
         ``[B, Hq, T, Dv]`` in the dtype of ``query``; 0 in rows that see no key.
@@ -82,10 +80,12 @@ def cached_attention(
         raise ValueError(f"window must be at most {storage.window}, what the cache keeps; got {window!r}")
     if mask is not None and mask.shape[3] != 1 and mask_position is None:
         raise ValueError(f"mask_position must say which position column 0 of mask {list(mask.shape)} is, got None")
+    _check_sinks(sinks, query)
     options = (is_causal, window, scale, None if softcap is None else float(softcap))
     arguments = (*options, sinks, mask, mask_position, backend)
     if torch.compiler.is_compiling():
         out: Tensor = _cached_attention(query, key, value, *_pieces(storage), *arguments)
+        storage.replace_taken_back(key.shape[2])
         return out
     with torch.no_grad():
         out = _compute(query, key, value, storage, *arguments)
@@ -104,6 +104,7 @@ def append(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
     check_fits(storage, key, value)
     if torch.compiler.is_compiling():
         _append(key, value, *_pieces(storage))
+        storage.replace_taken_back(key.shape[2])
     else:
         with torch.no_grad():
             _store(storage, key, value)
@@ -124,7 +125,7 @@ def restore(storage: LayerStorage, position: Tensor, length: int) -> tuple[Tenso
         keys, values = _restore(position, length, *_pieces(storage))
         return keys, values
     with torch.no_grad():
-        return storage.restore(position, length)
+        return _restore_eagerly(storage, position, length)
 
 
 def check_fits(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
@@ -164,6 +165,17 @@ def _check_query(query: Tensor, key: Tensor, storage: LayerStorage) -> None:
         raise ValueError(f"key must have as many tokens as query, {query.shape[2]}, got {key.shape[2]}")
 
 
+def _check_sinks(sinks: Tensor | None, query: Tensor) -> None:
+    if sinks is None:
+        return
+    if sinks.shape != (query.shape[1],):
+        raise ValueError(f"sinks must be [{query.shape[1]}], one logit per query head, got {list(sinks.shape)}")
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks must be floating point, got {sinks.dtype}")
+    if sinks.device != query.device:
+        raise ValueError(f"sinks must be on the device of query, {query.device}, got {sinks.device}")
+
+
 def _compute(
     query: Tensor,
     key: Tensor,
@@ -180,11 +192,10 @@ def _compute(
 ) -> Tensor:
     """Run a backend, resolved in here because a compiler cannot trace questions to the device."""
     if resolve_backend(backend, query.device, query.dtype) == "triton":
-        reason = _unsupported_reason(query, key, storage, is_causal, mask)
+        reason = _unsupported_reason(query, key, is_causal, mask)
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         if reason is None and query.shape[2] > MAX_QUERIES:
-            out, _ = prefill_over_cache(query, key, value, storage, **options)
-            return out
+            return chunk_attention(query, key, value, storage, **options)
         if reason is None:
             if key.shape[2]:
                 return decode_step(query, key, value, storage, **options)
@@ -209,19 +220,15 @@ def _compute(
     return out
 
 
-def _unsupported_reason(
-    query: Tensor, key: Tensor, storage: LayerStorage, is_causal: bool, mask: Tensor | None
-) -> str | None:
+def _unsupported_reason(query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> str | None:
     """Return why no kernel can answer queries over a cache that the Triton backend could; ``None`` if one can."""
     if mask is not None:
         return f"over a cache it takes no mask, got one of shape {list(mask.shape)}"
     if not is_causal:
         return "over a cache it is causal, got is_causal=False"
-    if query.shape[2] <= MAX_QUERIES:
-        return None
-    if key.shape[2] == 0:
+    if query.shape[2] > MAX_QUERIES and key.shape[2] == 0:
         return f"of keys that are stored already it answers at most {MAX_QUERIES} queries, got {query.shape[2]}"
-    return chunk.unsupported_reason(query, storage)
+    return None
 
 
 def _store(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
@@ -232,16 +239,21 @@ def _store(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
         storage.append(key, value)
 
 
-def _pieces(storage: LayerStorage) -> tuple[list[Tensor], str, int | None, str]:
+def _restore_eagerly(storage: LayerStorage, position: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Restore in one launch where Triton runs by itself, and in torch elsewhere: to the bit the same."""
+    tail = storage.key_tail
+    if resolve_backend("auto", tail.device, tail.dtype) == "triton":
+        return restore_dense(storage, position, length)
+    return storage.restore(position, length)
+
+
+def _pieces(storage: LayerStorage) -> tuple[list[Tensor], str, int | None, int]:
     """Return a storage as an op takes it, for plain arguments are all that one takes."""
-    tensors = storage.tensors()
-    recipe = {name: getattr(storage.recipe, name) for name in RECIPE_FIELDS}
-    return list(tensors.values()), ",".join(tensors), storage.window, repr(recipe)
+    return list(storage.tensors().values()), storage.format, storage.window, storage.taken_back
 
 
-def _storage_of(tensors: list[Tensor], names: str, window: int | None, recipe: str) -> LayerStorage:
-    named = dict(zip(names.split(","), tensors, strict=True))
-    return LayerStorage.of_tensors(Recipe(**ast.literal_eval(recipe)), window, named)
+def _storage_of(tensors: list[Tensor], format: str, window: int | None, taken_back: int) -> LayerStorage:
+    return LayerStorage.of_tensors(format, window, dict(zip(TENSORS, tensors, strict=True)), taken_back)
 
 
 @torch.library.custom_op("dma_kernels::cached_attention", mutates_args=("tensors",))
@@ -250,9 +262,9 @@ def _cached_attention(
     key: Tensor,
     value: Tensor,
     tensors: list[Tensor],
-    names: str,
+    format: str,
     storage_window: int | None,
-    recipe: str,
+    taken_back: int,
     is_causal: bool,
     window: int | None,
     scale: float,
@@ -262,7 +274,7 @@ def _cached_attention(
     mask_position: Tensor | None,
     backend: str,
 ) -> Tensor:
-    storage = _storage_of(tensors, names, storage_window, recipe)
+    storage = _storage_of(tensors, format, storage_window, taken_back)
     return _compute(query, key, value, storage, is_causal, window, scale, softcap, sinks, mask, mask_position, backend)
 
 
@@ -274,21 +286,21 @@ def _(query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("dma_kernels::cache_append", mutates_args=("tensors",))
 def _append(
-    key: Tensor, value: Tensor, tensors: list[Tensor], names: str, storage_window: int | None, recipe: str
+    key: Tensor, value: Tensor, tensors: list[Tensor], format: str, storage_window: int | None, taken_back: int
 ) -> None:
-    _store(_storage_of(tensors, names, storage_window, recipe), key, value)
+    _store(_storage_of(tensors, format, storage_window, taken_back), key, value)
 
 
 @torch.library.custom_op("dma_kernels::cache_restore", mutates_args=())
 def _restore(
-    position: Tensor, length: int, tensors: list[Tensor], names: str, storage_window: int | None, recipe: str
+    position: Tensor, length: int, tensors: list[Tensor], format: str, storage_window: int | None, taken_back: int
 ) -> tuple[Tensor, Tensor]:
-    return _storage_of(tensors, names, storage_window, recipe).restore(position, length)
+    return _restore_eagerly(_storage_of(tensors, format, storage_window, taken_back), position, length)
 
 
 @_restore.register_fake
-def _(position, length, tensors, names, *args):  # type: ignore[no-untyped-def]
-    named = dict(zip(names.split(","), tensors, strict=True))
+def _(position, length, tensors, *args):  # type: ignore[no-untyped-def]
+    named = dict(zip(TENSORS, tensors, strict=True))
     tails = named["key_tail"], named["value_tail"]
     return tuple(tail.new_empty((*tail.shape[:2], length, tail.shape[3])) for tail in tails)
 

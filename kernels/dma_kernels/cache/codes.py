@@ -129,12 +129,12 @@ def _quantize(x: Tensor, levels: int, dim: int, group: int) -> Codes:
 def _quantize_group(x: Tensor, levels: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     lowest, largest = torch.aminmax(x, dim=dim, keepdim=True)
     low = _round_down(lowest)
-    span = largest - low
+    span = (largest - low).abs()  # zeros without a sign
     is_broken = ~span.isfinite()
     scale = (span * (1.0 / levels)).bfloat16().float()
-    scale, low = scale.masked_fill(is_broken, torch.nan), low.masked_fill(is_broken, 0.0)
+    scale, low = scale.masked_fill(is_broken, 0.0), low.masked_fill(is_broken, 0.0)
     code = torch.where(scale > 0.0, (x - low) / scale, 0.0).round_().clamp_(max=levels)
-    return code.to(torch.uint8), scale.bfloat16(), low.bfloat16()
+    return code.to(torch.uint8), scale.bfloat16().masked_fill(is_broken, torch.nan), low.bfloat16()
 
 
 def _round_down(x: Tensor) -> Tensor:

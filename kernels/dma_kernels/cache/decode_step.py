@@ -1,9 +1,6 @@
 """A step of decoding on the Triton backend: new keys and values stored, and up to 16 queries answered.
 
-Three kernels, one after the other: they gained nothing by starting early (programmatic dependent launch). Programs that
-attend then go where those that store leave room, not everywhere alike: ``kv8`` took 81 us instead of 77 at 128K keys,
-``kv4`` 74 instead of 61 (batch 1, 32 query and 8 kv heads, head_dim 128, H200); and what combines their parts alone
-starting early, 76 and 64.
+The new keys are stored by a kernel of their own, and the parts of a head are combined by another.
 """
 
 from __future__ import annotations
@@ -11,9 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..runtime import replay
-from .append import append_tokens, launch_append
+from .append import append_tokens, launch_append, storage_kind
 from .decode import decode_attention, launch_decode
-from .forms import storage_kind, storage_tensors
 from .storage import LayerStorage
 
 
@@ -60,6 +56,6 @@ def decode_step(
         )
         return (out,)
 
-    (out,) = call.run((query, key, value, sinks, *storage_tensors(storage)), run)
+    (out,) = call.run((query, key, value, sinks, *storage.tensors().values()), run)
     storage.replace_taken_back(new_len)
     return out

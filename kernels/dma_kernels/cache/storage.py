@@ -1,40 +1,37 @@
-"""What a key-value cache holds of one layer: low-bit tiles, and raw 16-bit keys and values where the rule needs them.
+"""What a key-value cache holds of one layer: tiles as codes, and raw 16-bit keys and values of the ends.
 
 Positions
     Everything is indexed by position, counted from the first key that a batch row may see. ``lengths[b]`` keys of row
     ``b`` are stored, at the positions ``0..lengths[b] - 1``; left padding is not. A row whose padding has not ended yet
     has a negative length: what comes next stands at position ``lengths[b]``, and is dropped while that is below 0.
 
-Four stores
-    * **body**: every complete tile of 128 positions in low form, encoded once, when its last key comes. Its tensors
-      have the leading dimensions ``[B, Hkv, slots]``; tile ``J`` is in slot ``J % slots``, and only where the layer has
-      a sliding window are there fewer slots than tiles. What follows is up to the codec
-      (:mod:`dma_kernels.cache.codecs`).
+Three stores
+    * **body**: every complete tile of 128 positions, quantised once, when its last key comes: a record of bytes for
+      each kv head (:mod:`dma_kernels.cache.codes`). Tile ``J`` of row ``b`` is in page ``pages[b, J % slots]``; only
+      where the layer has a sliding window are there fewer slots than tiles.
     * **tail**: the raw keys and values of the last ``diagonal_tiles + 2`` tiles, a ring: position ``p`` at entry
       ``p % ring``. One tile for the query's own, and one so that up to 128 tokens can be appended before their queries
       are answered, or taken back again.
     * **sink**: the raw keys and values of the first ``sink_tiles`` tiles, position ``p`` at entry ``p``.
-    * **key_mean**: what ``smooth_k`` subtracts, the mean of the first 128 keys, or of those that there are; it is final
-      before the first tile is encoded.
 
-Codes are made of raw keys alone, so they are bit for bit those of one pass over the whole sequence, however the keys
-arrived. High tiles are read from the raw stores.
+What a call reads
+    The tiles of the sinks, and those from ``diagonal_tiles`` before the tile of the call's first query on, are read
+    raw; everything between is read from the body. Codes are made of raw keys alone, so they are bit for bit those of
+    one pass over the whole sequence, however the keys arrived.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..numerics.formats import TILE
-from ..numerics.recipe import Recipe
-from ..numerics.transforms import hadamard_rotate, key_mean
-from .codecs import Codec, key_codec, value_codec
+from .codes import Record, cache_format
 
 SLACK_TILES = 2
 """Tiles of the tail beyond the band: the query's own, and one to append into, or to crop, without losing the band."""
@@ -56,36 +53,36 @@ class LayerStorage:
     """The cache of one layer. The tensors are written in place; growing and batch operations replace them.
 
     Attributes:
-        recipe: The precisions; it says which codecs the body has.
+        format: The name of the body's format.
         window: The causal sliding window of the layer, whose body is then a ring; ``None`` without one.
-        key_body: Codes of transformed keys, the parts of :attr:`key_codec`: ``[B, Hkv, slots, ...]``.
-        value_body: Codes of values, the parts of :attr:`value_codec`: ``[B, Hkv, slots, ...]``.
+        body: Records, uint8 ``[pages, Hkv, nbytes]``.
+        pages: Page of each tile, int32 ``[B, slots]``.
         key_tail: Raw ``[B, Hkv, ring, D]``, ``ring = (diagonal_tiles + 2) * 128``, in the model's dtype.
         value_tail: Raw ``[B, Hkv, ring, Dv]``.
         key_sink: Raw ``[B, Hkv, sink_tiles * 128, D]``.
         value_sink: Raw ``[B, Hkv, sink_tiles * 128, Dv]``.
-        key_mean: fp32 ``[B, Hkv, D]``, bfloat16 numbers; 0 unless the recipe smooths.
         lengths: int32 ``[B]``, on the device: stored keys.
+        arrivals: int32 ``[B, Hkv + 1]``, zeros between launches: programs of a decode step that are done.
         taken_back: Tokens that :meth:`crop` has taken back and that have not come again, on the host. The tail lacks as
             many of its oldest keys.
     """
 
-    recipe: Recipe
+    format: str
     window: int | None
-    key_body: dict[str, Tensor]
-    value_body: dict[str, Tensor]
+    body: Tensor
+    pages: Tensor
     key_tail: Tensor
     value_tail: Tensor
     key_sink: Tensor
     value_sink: Tensor
-    key_mean: Tensor
     lengths: Tensor
+    arrivals: Tensor
     taken_back: int = 0
 
     @classmethod
     def allocate(
         cls,
-        recipe: Recipe,
+        format: str,
         *,
         batch: int,
         kv_heads: int,
@@ -93,29 +90,36 @@ class LayerStorage:
         value_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        diagonal_tiles: int = 1,
+        sink_tiles: int = 1,
         tiles: int = 0,
         window: int | None = None,
     ) -> LayerStorage:
         """Return an empty storage whose body has room for ``tiles`` tiles, or for the fewer that a window needs."""
-        ring = (recipe.diagonal_tiles + SLACK_TILES) * TILE
-        sink = recipe.sink_tiles * TILE
+        ring, sink = (diagonal_tiles + SLACK_TILES) * TILE, sink_tiles * TILE
+        record = Record(cache_format(format), head_dim, value_dim)
         slots = _slots(tiles, window)
 
-        def zeros(length: int, channels: int) -> Tensor:
-            return torch.zeros((batch, kv_heads, length, channels), dtype=dtype, device=device)
+        def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            recipe=recipe,
+            format=format,
             window=window,
-            key_body=key_codec(recipe, head_dim, dtype).allocate(batch, kv_heads, slots, device=device),
-            value_body=value_codec(recipe, value_dim, dtype).allocate(batch, kv_heads, slots, device=device),
-            key_tail=zeros(ring, head_dim),
-            value_tail=zeros(ring, value_dim),
-            key_sink=zeros(sink, head_dim),
-            value_sink=zeros(sink, value_dim),
-            key_mean=torch.zeros((batch, kv_heads, head_dim), dtype=torch.float32, device=device),
-            lengths=torch.zeros(batch, dtype=torch.int32, device=device),
+            body=zeros(batch * slots, kv_heads, record.nbytes, dtype=torch.uint8),
+            pages=_own_pages(batch, slots, device),
+            key_tail=zeros(batch, kv_heads, ring, head_dim),
+            value_tail=zeros(batch, kv_heads, ring, value_dim),
+            key_sink=zeros(batch, kv_heads, sink, head_dim),
+            value_sink=zeros(batch, kv_heads, sink, value_dim),
+            lengths=zeros(batch, dtype=torch.int32),
+            arrivals=zeros(batch, kv_heads + 1, dtype=torch.int32),
         )
+
+    @property
+    def record(self) -> Record:
+        """The layout of a tile in the body."""
+        return Record(cache_format(self.format), self.key_tail.shape[3], self.value_tail.shape[3])
 
     @property
     def ring(self) -> int:
@@ -123,23 +127,18 @@ class LayerStorage:
         return self.key_tail.shape[2]
 
     @property
+    def diagonal_tiles(self) -> int:
+        """Tiles before that of a query that are read raw."""
+        return self.ring // TILE - SLACK_TILES
+
+    @property
     def slots(self) -> int:
-        """Tiles that the body has room for."""
-        return next(iter(self.key_body.values())).shape[2]
+        """Tiles of a row that the body has room for."""
+        return self.pages.shape[1]
 
     def oldest_tile(self, length: int) -> int:
         """Return the first tile of rows of a length that the body still holds; 0 unless it is a ring."""
         return max(0, (length + self.taken_back) // TILE - self.slots)
-
-    @property
-    def key_codec(self) -> Codec:
-        """The layout of :attr:`key_body`."""
-        return key_codec(self.recipe, self.key_tail.shape[3], self.key_tail.dtype)
-
-    @property
-    def value_codec(self) -> Codec:
-        """The layout of :attr:`value_body`."""
-        return value_codec(self.recipe, self.value_tail.shape[3], self.value_tail.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -147,34 +146,32 @@ class LayerStorage:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by its name; the parts of a body are called ``key_body.<part>``."""
-        named: dict[str, Tensor] = {}
-        for name in _TENSORS:
-            value = getattr(self, name)
-            if isinstance(value, dict):
-                named |= {f"{name}.{part}": tensor for part, tensor in value.items()}
-            else:
-                named[name] = value
-        return named
+        """Return every tensor by its name."""
+        return {name: getattr(self, name) for name in TENSORS}
 
     @classmethod
     def of_tensors(
-        cls, recipe: Recipe, window: int | None, tensors: Mapping[str, Tensor], taken_back: int = 0
+        cls, format: str, window: int | None, tensors: Mapping[str, Tensor], taken_back: int = 0
     ) -> LayerStorage:
         """Return a storage over given tensors, named as by :meth:`tensors`."""
-        found: dict[str, Any] = {}
-        for name, tensor in tensors.items():
-            field, _, part = name.partition(".")
-            if part:
-                found.setdefault(field, {})[part] = tensor
-            else:
-                found[field] = tensor
-        return cls(recipe=recipe, window=window, taken_back=taken_back, **found)
+        return cls(format=format, window=window, taken_back=taken_back, **tensors)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> LayerStorage:
-        """Return a storage with ``function`` applied to every tensor; all have the batch as their first dimension."""
-        tensors = {name: function(tensor) for name, tensor in self.tensors().items()}
-        return self.of_tensors(self.recipe, self.window, tensors, self.taken_back)
+        """Return a storage that ``function`` made of every tensor, each with the batch as its first dimension.
+
+        The pages of a row must lie one after the other, as they do unless others made :attr:`pages`.
+        """
+        tensors = self.tensors()
+        batch, slots = self.pages.shape
+        tensors["body"] = self.body.view(batch, slots, *self.body.shape[1:])
+        tensors = {name: function(tensor) for name, tensor in tensors.items()}
+        tensors["pages"] = _own_pages(len(tensors["lengths"]), slots, tensors["lengths"].device)
+        tensors["body"] = tensors["body"].flatten(0, 1)
+        return self.of_tensors(self.format, self.window, tensors, self.taken_back)
+
+    def rows(self, rows: slice) -> LayerStorage:
+        """Return a view of some batch rows."""
+        return replace(self, **{name: tensor[rows] for name, tensor in self.tensors().items() if name != "body"})  # type: ignore[arg-type]
 
     def groups(self) -> Iterator[tuple[slice, int, LayerStorage]]:
         """Yield runs of batch rows of equal length: the rows, their length and a view of what is stored of them.
@@ -186,22 +183,20 @@ class LayerStorage:
         for row in range(1, len(lengths) + 1):
             if row == len(lengths) or lengths[row] != lengths[start]:
                 rows = slice(start, row)
-                yield rows, lengths[start], self.mapped(lambda tensor, rows=rows: tensor[rows])  # type: ignore[misc]
+                yield rows, lengths[start], self.rows(rows)
                 start = row
 
     def reserve(self, tiles: int) -> None:
         """Make room for ``tiles`` tiles in the body: exactly so many in an empty one, then growing geometrically."""
         if tiles <= self.slots:
             return
-        slots = _slots(max(tiles, math.ceil(self.slots * GROWTH)), self.window)
+        batch, before = self.pages.shape
+        slots = _slots(max(tiles, math.ceil(before * GROWTH)), self.window)
         # A ring has not gone round before it has its full size, so that its tiles are where they will be.
-        for name in ("key_body", "value_body"):
-            body: dict[str, Tensor] = getattr(self, name)
-            grown = {}
-            for part, tensor in body.items():
-                grown[part] = tensor.new_zeros((*tensor.shape[:2], slots, *tensor.shape[3:]))
-                grown[part][:, :, : tensor.shape[2]] = tensor
-            setattr(self, name, grown)
+        grown = self.body.new_zeros((batch, slots, *self.body.shape[1:]))
+        grown[:, :before] = self.body.view(batch, before, *self.body.shape[1:])
+        self.body = grown.flatten(0, 1)
+        self.pages = _own_pages(batch, slots, self.pages.device)
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Store new keys and values behind the stored ones, and encode the tiles that they complete.
@@ -253,69 +248,58 @@ class LayerStorage:
             torch.cat((self.value_tail[:, :, entries], value[:, :, new]), 2),
         )
 
-    def mean_with(self, length: int, key: Tensor) -> Tensor:
-        """Return :attr:`key_mean` as it is when recent keys are stored too; arguments as :meth:`recent` has them."""
-        if not self.recipe.smooth_k or length >= TILE:
-            return self.key_mean
-        return key_mean(key[:, :, :TILE]).squeeze(2).to(torch.float32)
-
-    def transform(self, key: Tensor, mean: Tensor) -> Tensor:
-        """Return raw keys ``[B, Hkv, T, D]`` smoothed and rotated, as the recipe says, in fp32 (fp64 for fp64)."""
-        transformed = key.to(torch.promote_types(key.dtype, torch.float32))
-        if self.recipe.smooth_k:
-            transformed = transformed - mean[:, :, None]
-        return hadamard_rotate(transformed) if self.recipe.rotate else transformed
-
-    def low_keys(self, first: int, end: int) -> Tensor:
-        """Return the transformed keys of complete tiles, ``[B, Hkv, end - first, D]``; multiples of 128."""
-        return self.key_codec.decode(self._tiles(self.key_body, first, end)).flatten(2, 3)
-
-    def low_values(self, first: int, end: int) -> Tensor:
-        """Return the values of complete tiles, ``[B, Hkv, end - first, Dv]``; multiples of 128."""
-        return self.value_codec.decode(self._tiles(self.value_body, first, end)).flatten(2, 3)
-
-    def overlay_raw(self, first: int, length: int, keys: Tensor, values: Tensor) -> None:
-        """Write the raw keys and values that there are over those of a sequence, in place, for rows of equal length.
+    def coded(self, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return complete tiles dequantised, for rows of equal length.
 
         Args:
-            first: Position of the first of them.
-            length: Stored keys.
-            keys: ``[B, Hkv, N, D]``.
-            values: ``[B, Hkv, N, Dv]``.
+            first: Position of the first key, a multiple of 128.
+            end: The position past the last, likewise.
+
+        Returns:
+            Keys ``[B, Hkv, end - first, D]`` and values ``[B, Hkv, end - first, Dv]``, fp32.
         """
-        end = min(first + keys.shape[2], length)
-        sink_end = min(self.key_sink.shape[2], end)
-        if first < sink_end:
-            keys[:, :, : sink_end - first] = self.key_sink[:, :, first:sink_end]
-            values[:, :, : sink_end - first] = self.value_sink[:, :, first:sink_end]
-        start = max(first, length + self.taken_back - self.ring)
-        if start < end:
-            entries = torch.arange(start, end, device=keys.device) % self.ring
-            keys[:, :, start - first : end - first] = self.key_tail[:, :, entries].to(keys.dtype)
-            values[:, :, start - first : end - first] = self.value_tail[:, :, entries].to(values.dtype)
+        records = self.body[self._pages_of(first // TILE, end // TILE)].transpose(1, 2)
+        keys, values = self.record.decode(records)
+        return keys.flatten(2, 3), values.flatten(2, 3)
+
+    def held(self, first: int, end: int, length: int, band: int) -> tuple[Tensor, Tensor]:
+        """Return what is stored, for rows of equal length: raw in the sinks and from ``band`` on, else dequantised.
+
+        Args:
+            first: The first position, a multiple of 128.
+            end: The position past the last, at most ``length``.
+            length: Stored keys.
+            band: The first position that is raw for being recent; the tail has fewer where tokens were taken back.
+
+        Returns:
+            Keys ``[B, Hkv, end - first, D]`` and values ``[B, Hkv, end - first, Dv]``, fp32 (fp64 for fp64).
+        """
+        band = max(first, band, length + self.taken_back - self.ring)
+        complete = max(first, min((length + self.taken_back) // TILE, -(-min(band, end) // TILE)) * TILE)
+        sink = slice(first, min(end, self.key_sink.shape[2]))
+        entries = torch.arange(band, max(end, band), device=self.lengths.device) % self.ring
+        parts = []
+        for coded, tail, raw in zip(
+            self.coded(first, complete), (self.key_tail, self.value_tail), (self.key_sink, self.value_sink), strict=True
+        ):
+            x = F.pad(coded.to(torch.promote_types(tail.dtype, torch.float32)), (0, 0, 0, end - complete))
+            if sink.start < sink.stop:
+                x[:, :, : sink.stop - first] = raw[:, :, sink].to(x.dtype)
+            x[:, :, band - first :] = tail[:, :, entries].to(x.dtype)
+            parts.append(x)
+        return parts[0], parts[1]
 
     def restored(self, first: int, end: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values as the model made them, to the precision of the cache, for rows of equal length.
+        """Return keys and values in the model's dtype, raw wherever they are stored so, for rows of equal length.
 
         Args:
             first: The first position.
             end: The position past the last, at most ``length``.
             length: Stored keys.
-
-        Returns:
-            Keys ``[B, Hkv, end - first, D]`` and values ``[B, Hkv, end - first, Dv]`` in the dtype of the tail.
         """
         tile = first // TILE * TILE
-        complete = min((length + self.taken_back) // TILE, -(-end // TILE)) * TILE
-        complete = max(tile, complete)
-        keys, values = self.low_keys(tile, complete), self.low_values(tile, complete)
-        keys = hadamard_rotate(keys) if self.recipe.rotate else keys
-        keys = (keys + self.key_mean[:, :, None] if self.recipe.smooth_k else keys).to(self.key_tail.dtype)
-        missing = (0, 0, 0, max(end - complete, 0))  # of the last tile there are raw keys alone
-        keys = torch.nn.functional.pad(keys, missing)
-        values = torch.nn.functional.pad(values.to(self.value_tail.dtype), missing)
-        self.overlay_raw(tile, length, keys, values)
-        return keys[:, :, first - tile : end - tile], values[:, :, first - tile : end - tile]
+        keys, values = (x[:, :, first - tile :].to(self.key_tail.dtype) for x in self.held(tile, end, length, 0))
+        return keys, values
 
     def restore(self, position: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values at ``length`` positions of every row from ``position``, integer ``[B]``, on.
@@ -329,13 +313,9 @@ class LayerStorage:
                 first = max(start, part.oldest_tile(stored) * TILE)
                 end = min(start + length, stored)
                 if first < end:
-                    alone = part.mapped(lambda tensor, row=row: tensor[row : row + 1])  # type: ignore[misc]
-                    place = (
-                        slice(rows.start + row, rows.start + row + 1),
-                        slice(None),
-                        slice(first - start, end - start),
-                    )
-                    keys[place], values[place] = alone.restored(first, end, stored)
+                    found = part.rows(slice(row, row + 1)).restored(first, end, stored)
+                    for x, restored in zip((keys, values), found, strict=True):
+                        x[rows.start + row, :, first - start : end - start] = restored[0]
         return keys, values
 
     def crop(self, count: int) -> None:
@@ -360,11 +340,6 @@ class LayerStorage:
             self.value_tail[rows, :, entries] = values
         self.lengths -= count
         self.taken_back = 0 if back > MAX_EXACT_CROP else back
-        if self.recipe.smooth_k:
-            for rows, length, part in self.groups():
-                if length < TILE:
-                    _, key, _ = part.recent(length, self.key_tail[rows, :, :0], self.value_tail[rows, :, :0])
-                    self.key_mean[rows] = part.mean_with(length, key)
 
     def check_crop(self, count: int) -> None:
         """Check that ``count`` tokens can be taken back.
@@ -389,7 +364,6 @@ class LayerStorage:
         if end <= 0:
             return
         first, keys, values = self.recent(length, key, value)
-        self.key_mean.copy_(self.mean_with(length, keys))
         for start in range(0, end // TILE - first // TILE, ENCODED_AT_ONCE):
             stop = min(start + ENCODED_AT_ONCE, end // TILE - first // TILE)
             self._encode(
@@ -407,23 +381,23 @@ class LayerStorage:
     def _encode(self, tile: int, keys: Tensor, values: Tensor) -> None:
         """Encode whole tiles of raw keys and values, the first of which is ``tile``."""
         kept = min(keys.shape[2] // TILE, self.slots)  # a ring holds the last ones
-        tile += keys.shape[2] // TILE - kept
-        keys = _in_tiles(self.transform(keys[:, :, -kept * TILE :], self.key_mean))
-        values = _in_tiles(values[:, :, -kept * TILE :])
-        slots = torch.arange(tile, tile + kept, device=keys.device) % self.slots
-        for body, codes in (
-            (self.key_body, self.key_codec.encode(keys)),
-            (self.value_body, self.value_codec.encode(values)),
-        ):
-            for name, part in codes.items():
-                body[name][:, :, slots] = part
+        end = tile + keys.shape[2] // TILE
+        records = self.record.encode(_in_tiles(keys[:, :, -kept * TILE :]), _in_tiles(values[:, :, -kept * TILE :]))
+        self.body[self._pages_of(end - kept, end)] = records.transpose(1, 2)
 
-    def _tiles(self, body: dict[str, Tensor], first: int, end: int) -> dict[str, Tensor]:
-        slots = torch.arange(first // TILE, end // TILE, device=self.lengths.device) % max(self.slots, 1)
-        return {name: tensor[:, :, slots] for name, tensor in body.items()}
+    def _pages_of(self, first: int, end: int) -> Tensor:
+        """Return the pages of the tiles from ``first`` to before ``end``, ``[B, end - first]``."""
+        slots = torch.arange(first, end, device=self.pages.device) % max(self.slots, 1)
+        return self.pages[:, slots].long()
 
 
-_TENSORS = tuple(field.name for field in fields(LayerStorage) if field.name not in ("recipe", "window", "taken_back"))
+TENSORS = tuple(field.name for field in fields(LayerStorage) if field.type == "Tensor")
+"""Names of the tensors of a storage, in order."""
+
+
+def _own_pages(batch: int, slots: int, device: torch.device) -> Tensor:
+    """Return the pages of rows whose tiles lie one after the other."""
+    return torch.arange(batch * slots, dtype=torch.int32, device=device).view(batch, slots)
 
 
 def _in_tiles(x: Tensor) -> Tensor:

@@ -219,90 +219,39 @@ class DecodeTiles:
     """Sizes of the decode kernel.
 
     Attributes:
-        step: Keys of a step over low tiles; divides 128. Of 4-bit values a step takes the whole tile.
-        high_step: Keys of a step over high tiles; divides 128.
+        step: Keys of a step; divides 128.
         splits: Programs that share the tiles of a kv head.
-        high_weight: How many low tiles a high one counts for when they are shared out.
+        high_weight: How many coded tiles a raw one counts for when they are shared out.
         num_warps: Warps of a program.
-        num_stages: Low steps in flight.
-        high_stages: High steps in flight.
-        max_registers: Of a thread; ``None`` for as many as the compiler likes.
+        num_stages: Steps in flight.
     """
 
     step: int
-    high_step: int
     splits: int
     high_weight: int
     num_warps: int
     num_stages: int
-    high_stages: int
-    max_registers: int | None = None
 
 
-def select_decode_tiles(
-    arch: int,
-    widest: int,
-    key_form: str,
-    value_form: str,
-    *,
-    columns: int,
-    programs: int,
-    tiles: int,
-    high_tiles: int,
-    processors: int,
-) -> DecodeTiles:
+def select_decode_tiles(arch: int, widest: int, *, programs: int, tiles: int, processors: int) -> DecodeTiles:
     """Return the sizes of a decode step: a function of shapes and capacities, not of how much a cache holds.
 
     Args:
         arch: Compute capability, major version times ten plus minor.
         widest: The larger head dimension of keys and values, padded to a power of two.
-        key_form: How low keys are stored, see :mod:`dma_kernels.cache.decode_tiles`.
-        value_form: How low values are stored.
-        columns: Queries times heads of a program, padded.
         programs: Programs without any split: kv heads of all batch rows.
-        tiles: Low tiles that the cache can hold.
-        high_tiles: High tiles that a query can have.
+        tiles: Tiles that the cache can hold.
         processors: Multiprocessors of the device.
     """
-    is_4bit = "fp4" in (key_form, value_form)
-    # Measured on an H200 (Triton 3.6, 32 query and 8 kv heads, head_dim 128; batch 1 with 128K keys / batch 8 with 32K;
-    # SDPA: 124 / 238 us). 4 bits are bound by instructions: two warps, four programs to a multiprocessor: 51 / 90 us;
-    # three programs 60 / 113, eight 56 / 94; four warps 57 / 106; two stages 55 / 99. 8 bits are bound by memory: four
-    # warps, two programs: 69 / 129 us.
-    # Two warps keep a chip from its tensor memory, which takes no 8 columns of 8 bits (compiled, not run).
-    has_tensor_memory = arch in TENSOR_MEMORY_ARCHS
-    num_warps, per_processor = (2 if is_4bit or has_tensor_memory else 4), (4 if is_4bit else 2)
-    takes_tile = value_form == "fp4" or (value_form == "e4m3" and key_form in ("int8", "e4m3", "fp4"))
-    step, num_stages = (128 if takes_tile else 32), 3
-    if columns > 16:
-        num_warps *= 2
-    if widest > 128:
-        if not has_tensor_memory:
-            num_warps = max(4, num_warps)
-        step, num_stages = (128 if value_form == "fp4" else min(step, 64)), 2
-    elif arch not in (80, 90) and not has_tensor_memory:
-        num_stages = 2  # the consumer chips have 99 KB of shared memory
-    # A high tile takes longer than its bytes say. Counted as 8 low ones: 69 / 129 us at 8 bits, as 4 75 / 134, as 2
-    # 81 / 137; at 4 bits 8 is 51 / 92, 4 51 / 89, 2 60 / 96.
-    weight = 1 if key_form == "16bit" else 4 if is_4bit else 8
-    # Where a program has little but a high tile, larger steps end sooner (whole steps, 8 bits; 1 x 4K / 1 x 32K /
-    # 1 x 128K / 8 x 4K / 8 x 32K): 21.8 / 35.9 / 76.4 / 35.5 / 135.8 us with 32 keys, 20.7 / 32.2 / 76.1 / 35.2 / 137.0
-    # with 64, which then count as 6: 20.5 / 31.9 / 75.7 / 34.2 / 135.2. A third stage instead: 21.5 / 35.0 / 76.0 /
-    # 34.7 / 136.5. At 4 bits no gain: 20.8 / 32.5 / 60.6 / 33.7 / 104.4 against 21.1 / 33.2 / 62.7 / 34.3 / 108.8.
-    high_step = 32
-    if arch == 90 and takes_tile and not is_4bit and widest <= 128 and columns <= 16:
-        high_step, weight = 64, 6
     # All programs at once, if they fill the chip; else in about four rounds, the last of which is a small loss.
-    slots = processors * per_processor
+    slots = processors * 2
     splits = slots // programs
     if splits * programs < 0.8 * slots:
         splits = -(-4 * slots // programs)
     return DecodeTiles(
-        step=step,
-        high_step=high_step,
-        splits=max(1, min(splits, tiles + high_tiles)),
-        high_weight=weight,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        high_stages=2,
+        step=32 if widest > 128 or arch == 80 else 64,
+        splits=max(1, min(splits, tiles)),
+        high_weight=4,
+        num_warps=4,
+        num_stages=2 if arch in (90, 100) else 1,  # the consumer chips have 99 KB of shared memory
     )

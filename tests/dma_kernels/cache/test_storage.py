@@ -1,15 +1,17 @@
-"""The cache of a layer: what is stored where, and that attention over it is attention over the whole sequence."""
+"""The cache of a layer: what is stored where, and that attention over it is exact attention to what is stored."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from dma_kernels import Recipe, attention
+from decode_cases import FORMATS
+from dma_kernels import attention
 from dma_kernels.cache.api import append, cached_attention, restore
+from dma_kernels.cache.codes import Record, cache_format
+from dma_kernels.cache.reference import EXACT
 from dma_kernels.cache.storage import MAX_EXACT_CROP, LayerStorage
-from dma_kernels.testing import RECIPES
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 BATCH, Q_HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 32, 24
 CPU = torch.device("cpu")
@@ -29,22 +31,13 @@ def sequence(length: int, dtype: torch.dtype = torch.float64, seed: int = 0):
     return query, key, value
 
 
-def empty(recipe: Recipe, dtype: torch.dtype = torch.float64, window: int | None = None, tiles: int = 0):
-    return LayerStorage.allocate(
-        recipe,
-        batch=BATCH,
-        kv_heads=KV_HEADS,
-        head_dim=DIM,
-        value_dim=VALUE_DIM,
-        dtype=dtype,
-        device=CPU,
-        window=window,
-        tiles=tiles,
-    )
+def empty(format: str, dtype: torch.dtype = torch.float64, window: int | None = None, tiles: int = 0, **band: int):
+    sizes = {"batch": BATCH, "kv_heads": KV_HEADS, "head_dim": DIM, "value_dim": VALUE_DIM}
+    return LayerStorage.allocate(format, **sizes, dtype=dtype, device=CPU, window=window, tiles=tiles, **band)
 
 
-def filled(recipe: Recipe, key, value, plan=(1 << 20,), padding=(0, 0), window=None) -> LayerStorage:
-    storage = empty(recipe, key.dtype, window)
+def filled(format: str, key, value, plan=(1 << 20,), padding=(0, 0), window=None, **band: int) -> LayerStorage:
+    storage = empty(format, key.dtype, window, **band)
     storage.lengths -= torch.tensor(padding, dtype=torch.int32)
     for start, end in steps(plan, key.shape[2]):
         storage.reserve(end // 128)
@@ -82,64 +75,80 @@ def assert_equal_tensors(actual: LayerStorage, expected: LayerStorage) -> None:
         assert torch.equal(a.view(torch.uint8), e.view(torch.uint8)), name
 
 
-def recipes(*names: str):
-    return pytest.mark.parametrize("recipe", [pytest.param(RECIPES[name], id=name) for name in names or RECIPES])
+formats = pytest.mark.parametrize("format", FORMATS)
+
+
+def read_by(
+    call: tuple[int, int], key, value, format: str, padding: int = 0, diagonal_tiles: int = 1, sink_tiles: int = 1
+):
+    """What a call that begins at a position reads of a row's keys and values: codes between the sinks and the band."""
+    record = Record(cache_format(format), key.shape[2], value.shape[2])
+    band = (max(call[0] - padding, 0) // 128 - diagonal_tiles) * 128
+    coded = slice(sink_tiles * 128 + padding, band + padding)
+    keys, values = key[:, : call[1]].clone(), value[:, : call[1]].clone()
+    if coded.start < coded.stop:
+        tiles = (x[:, coded].unflatten(1, (-1, 128)) for x in (key, value))
+        keys[:, coded], values[:, coded] = (x.flatten(1, 2).to(key.dtype) for x in record.decode(record.encode(*tiles)))
+    return keys, values
+
+
+def oracle(query, key, value, plan, format, padding=(0, 0), **options):
+    """Exact attention of every call of a plan to what it reads."""
+    outputs = []
+    for call in steps(plan, query.shape[2]):
+        rows = []
+        for row, skipped in enumerate(padding):
+            keys, values = read_by(call, key[row], value[row], format, skipped)
+            q = query[row : row + 1, :, slice(*call)]
+            visible = torch.tensor([[skipped, call[1]]])
+            rows.append(attention(q, keys[None], values[None], EXACT, q_offset=call[0], kv_range=visible, **options))
+        outputs.append(torch.cat(rows))
+    return torch.cat(outputs, 2)
 
 
 class TestAgreement:
-    """However the keys came, attention over the cache is :func:`dma_kernels.attention` over the sequence."""
-
-    @recipes()
-    def test_steps_of_padded_rows(self, recipe):
-        query, key, value = sequence(424)
-        padding = torch.tensor([0, 37])
-        visible = torch.stack((padding, torch.full((2,), 424)), -1)
-        expected = attention(query, key, value, recipe, q_offset=-padding, kv_offset=-padding, kv_range=visible)
-        storage = empty(recipe)
-        storage.lengths -= padding.int()
-        actual = decode(storage, query, key, value, PLANS["tokens across borders"])
-        if recipe.smooth_k and recipe.high != "bf16":
-            # Before it is complete the mean of the first tile is another one, and quantised high keys see it.
-            actual, expected = actual[:, :, 37 + 127 :], expected[:, :, 37 + 127 :]
-        # Probabilities are rounded to E4M3 after a sum of another order.
-        assert relative_error(actual, expected) < (1e-5 if recipe.pv == "fp8" else 1e-12)
-
-    @recipes("paper", "mxint8-tile", "nvfp4-keys-values")
+    @formats
     @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-    @pytest.mark.parametrize("window", [None, 150, 20], ids=lambda w: f"window {w}")
-    def test_windows(self, recipe, plan, window):
+    def test_steps_of_padded_rows(self, format, plan):
         query, key, value = sequence(424)
-        expected = attention(query, key, value, recipe, window=window)
-        actual = decode(empty(recipe, window=window), query, key, value, plan, window=window)
-        assert relative_error(actual, expected) < (1e-5 if recipe.pv == "fp8" else 1e-12)
+        storage = empty(format)
+        storage.lengths -= torch.tensor([0, 37], dtype=torch.int32)
+        actual = decode(storage, query, key, value, plan)
+        assert relative_error(actual, oracle(query, key, value, plan, format, (0, 37))) < 1e-12
 
-    @recipes("mxint8-tile", "nvfp4-mxfp8")
-    def test_in_fp32_with_softcap_and_sinks(self, recipe):
-        recipe = dataclasses.replace(recipe, smooth_k=False)
-        query, key, value = sequence(424, torch.float32)
-        options = {"softcap": 5.0, "sinks": torch.tensor([0.0, 2.0, -1.0, 5.0]), "scale": 0.3}
-        expected = attention(query, key, value, recipe, **options)
-        actual = decode(empty(recipe, torch.float32), query, key, value, PLANS["chunks"], **options)
-        assert relative_error(actual, expected) < 2e-3  # a rounding of P to E4M3 may fall the other way
+    @formats
+    @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+    @pytest.mark.parametrize("window", [150, 20], ids=lambda w: f"window {w}")
+    def test_windows(self, format, plan, window):
+        query, key, value = sequence(424)
+        actual = decode(empty(format, window=window), query, key, value, plan, window=window)
+        assert relative_error(actual, oracle(query, key, value, plan, format, window=window)) < 1e-12
 
-    @recipes("mxint8-tile")
-    def test_a_mask_and_no_causality(self, recipe):
+    @formats
+    def test_softcap_and_sinks(self, format):
+        query, key, value = sequence(424)
+        options = {"softcap": 5.0, "sinks": torch.tensor([0.0, 2.0, -1.0, 5.0]).double(), "scale": 0.3}
+        actual = decode(empty(format), query, key, value, PLANS["chunks"], **options)
+        assert relative_error(actual, oracle(query, key, value, PLANS["chunks"], format, **options)) < 1e-12
+
+    def test_a_mask_and_no_causality(self):
         """Of a prefix that all queries of a chunk see, with holes; the columns of the mask begin before position 0."""
         query, key, value = sequence(400)
         generator = torch.Generator().manual_seed(3)
         mask = torch.rand(BATCH, 1, 100, 405, generator=generator) < 0.7
-        expected = attention(query[:, :, 300:], key, value, recipe, is_causal=False, q_offset=300, mask=mask[..., 5:])
-        storage = filled(recipe, key[:, :, :300], value[:, :, :300])
+        rows = [read_by((300, 400), key[row], value[row], "int4") for row in range(BATCH)]
+        read = [torch.stack(each) for each in zip(*rows, strict=True)]
+        expected = attention(query[:, :, 300:], *read, EXACT, is_causal=False, q_offset=300, mask=mask[..., 5:])
+        storage = filled("int4", key[:, :, :300], value[:, :, :300])
         storage.reserve(3)
         new = (x[:, :, 300:] for x in (query, key, value))
         position = torch.tensor([-5, -5])
         actual = cached_attention(*new, storage, is_causal=False, mask=mask, mask_position=position)
-        assert relative_error(actual, expected) < 1e-5
+        assert relative_error(actual, expected) < 1e-12
 
     def test_stored_keys_can_be_asked_again(self):
-        recipe = RECIPES["nvfp4-keys-values"]
         query, key, value = sequence(300)
-        storage = filled(recipe, key[:, :, :290], value[:, :, :290])
+        storage = filled("int4", key[:, :, :290], value[:, :, :290])
         new = (x[:, :, 290:] for x in (query, key, value))
         first = cached_attention(*new, storage)
         again = cached_attention(query[:, :, 290:], None, None, storage)
@@ -147,34 +156,49 @@ class TestAgreement:
 
     def test_a_row_that_sees_nothing_is_zero(self):
         query, key, value = sequence(10)
-        storage = empty(RECIPES["mxint8-tile"])
+        storage = empty("int8")
         storage.lengths -= torch.tensor([0, 20], dtype=torch.int32)
         out = cached_attention(query, key, value, storage)
         assert out[0].abs().min() > 0
         assert out[1].abs().max() == 0
         assert storage.lengths.tolist() == [10, -10]
 
+    @formats
+    @given(st.lists(st.integers(-12, 12), min_size=DIM, max_size=DIM), st.integers(0, 1 << 30))
+    @settings(max_examples=20)
+    def test_rescaled_channels_give_the_same_bits(self, format, exponents, seed):
+        """Keys times powers of two and queries divided by them: the same codes, and the same output."""
+        powers = torch.tensor(exponents, dtype=torch.float64).exp2()
+        query, key, value = sequence(300, seed=seed)
+        plain, rescaled = filled(format, key, value), filled(format, key * powers, value)
+        keys, _ = plain.record.codes(plain.body)
+        assert torch.equal(rescaled.record.codes(rescaled.body)[0].code, keys.code)
+        last = query[:, :, -1:]
+        assert torch.equal(
+            cached_attention(last, None, None, plain, scale=0.2),
+            cached_attention(last / powers, None, None, rescaled, scale=0.2),
+        )
+
 
 class TestStores:
-    @recipes()
-    def test_codes_do_not_depend_on_how_keys_come(self, recipe):
+    @formats
+    def test_codes_do_not_depend_on_how_keys_come(self, format):
         _, key, value = sequence(424)
-        whole = filled(recipe, key, value, padding=(0, 37))
+        whole = filled(format, key, value, padding=(0, 37))
         for plan in PLANS.values():
-            assert_equal_tensors(filled(recipe, key, value, plan, padding=(0, 37)), whole)
+            assert_equal_tensors(filled(format, key, value, plan, padding=(0, 37)), whole)
 
-    @recipes("mxint8-tile", "nvfp4-keys-values")
-    def test_body_is_the_low_form(self, recipe):
-        """Its keys are what the quantiser makes of smoothed and rotated ones, to about three significant bits."""
+    @formats
+    def test_body_holds_raw_keys_and_values(self, format):
         _, key, value = sequence(300)
-        storage = filled(recipe, key, value)
-        transformed = storage.transform(key[:, :, :256], storage.key_mean)
-        assert 0 < relative_error(storage.low_keys(0, 256), transformed) < 0.2
-        assert 0 < relative_error(storage.low_values(0, 256), value[:, :, :256]) < 0.2
+        keys, values = filled(format, key, value).coded(0, 256)
+        tolerance = {"int8": 0.01, "int4": 0.2}[format]
+        assert 0 < relative_error(keys, key[:, :, :256]) < tolerance
+        assert 0 < relative_error(values, value[:, :, :256]) < tolerance
 
     def test_raw_stores_hold_the_ends(self):
         _, key, value = sequence(424)
-        storage = filled(Recipe(diagonal_tiles=1, sink_tiles=2), key, value)
+        storage = filled("int8", key, value, sink_tiles=2)
         assert torch.equal(storage.key_sink, key[:, :, :256])
         assert torch.equal(storage.value_sink, value[:, :, :256])
         last = torch.arange(424 - 384, 424)
@@ -183,9 +207,9 @@ class TestStores:
 
     def test_growth_is_geometric_and_a_ring_is_bounded(self):
         _, key, value = sequence(424)
-        storage = filled(Recipe(), key, value)
+        storage = filled("int8", key, value)
         assert storage.slots == 3  # exactly what the prompt needs
-        before = storage.low_keys(0, 384)
+        before = storage.coded(0, 384)[0]
         storage.reserve(4)
         assert storage.slots == 4
         storage.reserve(100)
@@ -194,33 +218,25 @@ class TestStores:
         storage.reserve(256)
         storage.reserve(257)
         assert storage.slots == 258
-        assert torch.equal(storage.low_keys(0, 384), before)
-        ring = empty(Recipe(), window=1000)
+        assert torch.equal(storage.coded(0, 384)[0], before)
+        ring = empty("int8", window=1000)
         ring.reserve(1 << 20)
         assert ring.slots == 11  # a window of 999 earlier keys, two tiles of slack, and the tile that it begins in
 
-    @pytest.mark.parametrize(
-        ("recipe", "bound"),
-        [
-            (RECIPES["mxint8-tile"], 0.55),
-            (Recipe(low_q="bf16", low_k="nvfp4", low_v="nvfp4", high="bf16"), 0.30),
-        ],
-        ids=["8 bit", "4 bit"],
-    )
-    def test_bytes_of_32k_tokens(self, recipe, bound):
+    @pytest.mark.parametrize(("format", "bound"), [("int8", 0.54), ("int4", 0.30)])
+    def test_bytes_of_32k_tokens(self, format, bound):
         sizes = {"batch": 1, "kv_heads": 8, "head_dim": 128, "value_dim": 128}
         storage = LayerStorage.allocate(
-            recipe, **sizes, dtype=torch.bfloat16, device=torch.device("meta"), tiles=32768 // 128
+            format, **sizes, dtype=torch.bfloat16, device=torch.device("meta"), tiles=32768 // 128
         )
         assert storage.nbytes / (2 * 2 * 8 * 128 * 32768) < bound
         storage.reserve(257)  # what a generation does next must not cost what was spared
-        assert storage.nbytes / (2 * 2 * 8 * 128 * 32768) < bound
+        assert storage.nbytes / (2 * 2 * 8 * 128 * 32768) < bound + 0.01
 
     def test_restoring(self):
         """Raw where there is raw; else to the precision of the codes; zeros where there is nothing."""
-        recipe = RECIPES["nvfp4-keys-values"]  # smooths and rotates
         _, key, value = sequence(700)
-        storage = filled(recipe, key, value, padding=(0, 37))
+        storage = filled("int4", key, value, padding=(0, 37))
         keys, values = restore(storage, torch.tensor([-5, -42]), 710)
         for row, padding in enumerate((0, 37)):
             assert keys[row, :, : padding + 5].abs().max() == 0
@@ -233,51 +249,58 @@ class TestStores:
 
 
 class TestCrop:
-    @recipes("mxint8-tile", "nvfp4-keys-values", "mxint8-block-floor")
+    @formats
     @pytest.mark.parametrize("count", [1, 60, MAX_EXACT_CROP], ids=lambda n: f"crop {n}")
-    def test_short_crops_leave_no_trace(self, recipe, count):
+    def test_short_crops_leave_no_trace(self, format, count):
         """Across a border of tiles, and with other keys in the place of those that were taken back."""
         query, key, value = sequence(424)
         other, wrong = sequence(424, seed=9)[1:]
-        storage = filled(recipe, key[:, :, :300], value[:, :, :300])
+        storage = filled(format, key[:, :, :300], value[:, :, :300])
         storage.reserve(4)
         storage.append(other[:, :, :count], wrong[:, :, :count])
         storage.crop(count)
         rest = (x[:, :, 300:] for x in (query, key, value))
         actual = decode(storage, *rest, [1, 84, 39])
-        expected = attention(query, key, value, recipe)[:, :, 300:]
-        assert relative_error(actual, expected) < (1e-5 if recipe.pv == "fp8" else 1e-12)
+        expected = oracle(query, key, value, [300, 1, 84, 39], format)[:, :, 300:]
+        assert relative_error(actual, expected) < 1e-12
 
     def test_repeated_crops_add_up(self):
         """Two of 100 tokens are one of 200: the band is restored from codes, and all else is as it was."""
-        recipe = RECIPES["mxint8-tile"]
         query, key, value = sequence(700)
-        storage = filled(recipe, key, value)
+        storage = filled("int8", key, value)
         storage.crop(100)
         assert storage.taken_back == 100
         storage.crop(100)
         assert storage.taken_back == 0
         assert storage.lengths.tolist() == [500, 500]
-        fresh = filled(recipe, key[:, :, :500], value[:, :, :500])
-        assert torch.equal(storage.key_body["data"][:, :, :3], fresh.key_body["data"])
-        error = relative_error(storage.key_tail, fresh.key_tail)
-        assert 0 < error < 0.02
+        fresh = filled("int8", key[:, :, :500], value[:, :, :500])
+        assert torch.equal(storage.coded(0, 384)[0], fresh.coded(0, 384)[0])
+        assert 0 < relative_error(storage.key_tail, fresh.key_tail) < 0.01
         new = [x[:, :, 500:501] for x in (query, key, value)]
         actual, expected = (cached_attention(*new, each) for each in (storage, fresh))
-        assert relative_error(actual, expected) < 0.02
+        assert relative_error(actual, expected) < 0.01
 
-    def test_into_the_first_tile(self):
-        """The mean is that of the keys that are left."""
-        recipe = RECIPES["nvfp4-keys-values"]
-        _, key, value = sequence(200)
-        storage = filled(recipe, key, value)
-        storage.crop(100)
-        fresh = filled(recipe, key[:, :, :100], value[:, :, :100])
-        assert torch.equal(storage.key_mean, fresh.key_mean)
+    @formats
+    def test_a_compiled_restore_knows_what_was_taken_back(self, format):
+        """The tail has lost its oldest keys: other tokens came in their place, and were taken back."""
+        _, key, value = sequence(700)
+        other, wrong = sequence(120, seed=9)[1:]
+        storage = filled(format, key, value)
+        storage.reserve(7)
+        storage.append(other, wrong)
+        storage.crop(120)
+        expected = restore(storage, torch.zeros_like(storage.lengths), 700)
+        assert relative_error(expected[0], key) < 0.2  # none of the others
+        torch._dynamo.reset()
+        compiled = torch.compile(restore, fullgraph=True, backend="aot_eager")
+        for actual, wanted in zip(compiled(storage, torch.zeros_like(storage.lengths), 700), expected, strict=True):
+            assert torch.equal(actual, wanted)
+        torch.compile(append, fullgraph=True, backend="aot_eager")(storage, other[:, :, :50], wrong[:, :, :50])
+        assert storage.taken_back == 70
 
     def test_a_window_that_is_gone(self):
         _, key, value = sequence(1000)
-        storage = filled(Recipe(), key, value, window=100)
+        storage = filled("int8", key, value, window=100)
         before = storage.mapped(torch.clone)
         with pytest.raises(RuntimeError, match="crop takes back 600 tokens of a layer with a sliding window of 100"):
             storage.crop(600)
@@ -288,7 +311,7 @@ class TestErrors:
     @pytest.fixture
     def storage(self):
         _, key, value = sequence(20)
-        return filled(Recipe(), key, value)
+        return filled("int8", key, value)
 
     @pytest.mark.parametrize(
         ("changes", "error", "message"),
@@ -306,6 +329,13 @@ class TestErrors:
             ({"value": None}, ValueError, "key and value must be given together"),
             ({"scale": 0.0}, ValueError, "scale must be a positive finite number, got 0.0"),
             ({"softcap": -1.0}, ValueError, "softcap must be a positive finite number"),
+            ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \[4\], one logit per query head, got \[3\]"),
+            ({"sinks": torch.zeros(4).long()}, TypeError, "sinks must be floating point, got torch.int64"),
+            (
+                {"sinks": torch.zeros(4, device="meta")},
+                ValueError,
+                "sinks must be on the device of query, cpu, got meta",
+            ),
             ({"mask": torch.ones(1, 1, 3, 23).bool()}, ValueError, "mask_position must say which position column 0"),
             ({"dtype": torch.float32}, TypeError, "key must have the dtype of the cache, torch.float64"),
             ({"backend": "cuda"}, ValueError, "backend must be one of auto, reference, triton; got 'cuda'"),
@@ -332,7 +362,7 @@ class TestErrors:
     def test_a_wider_window_than_the_cache_keeps(self):
         query, key, value = sequence(3)
         with pytest.raises(ValueError, match="window must be at most 100, what the cache keeps; got 200"):
-            cached_attention(query, key, value, empty(Recipe(), window=100), window=200)
+            cached_attention(query, key, value, empty("int8", window=100), window=200)
 
     def test_asking_for_a_gradient(self, storage):
         query, key, value = sequence(3)
@@ -341,14 +371,14 @@ class TestErrors:
             cached_attention(query, key, value, storage).sum().backward()
 
 
-@pytest.mark.parametrize("recipe", [RECIPES["mxint8-tile"], RECIPES["nvfp4-keys-values"]], ids=["8 bit", "4 bit"])
-def test_compilers_see_one_operation(recipe):
+@formats
+def test_compilers_see_one_operation(format):
     """Steps across a border of tiles, of a storage of fixed size, in one graph that is compiled once."""
     query, key, value = sequence(260)
     expected = decode(
-        filled(recipe, key[:, :, :250], value[:, :, :250]), *(x[:, :, 250:] for x in (query, key, value)), [1] * 10
+        filled(format, key[:, :, :250], value[:, :, :250]), *(x[:, :, 250:] for x in (query, key, value)), [1] * 10
     )
-    storage = empty(recipe, tiles=3)
+    storage = empty(format, tiles=3)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled_append = torch.compile(append, fullgraph=True, backend="aot_eager")

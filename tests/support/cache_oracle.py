@@ -1,0 +1,94 @@
+"""What a model with a ``DMACache`` has to compute, in one forward pass over the whole sequence and without a cache.
+
+The attention ``cache_oracle`` knows in which calls the tokens come. The queries of the first are computed under the
+recipe. Those of a later one see keys and values that went through the cache's format, in whole tiles counted from the
+row's first token, but raw ones in the sinks and from ``diagonal_tiles`` before the tile of the call's first query on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from dma_kernels import Recipe, attention
+from dma_kernels.cache.codes import Record, cache_format
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+import dma_hf
+
+TILE = 128
+EXACT = Recipe(low="bf16", high="bf16")
+
+
+class Plan:
+    """The calls of a test.
+
+    Attributes:
+        config: Recipe and format.
+        steps: Start and end of each call.
+        padding: Of each row.
+    """
+
+    config: dma_hf.DMAConfig
+    steps: list[tuple[int, int]]
+    padding: list[int]
+
+
+def expected_logits(
+    model: PreTrainedModel, ids: Tensor, steps: list[tuple[int, int]], mask: Tensor | None = None
+) -> Tensor:
+    """Return the logits of all steps; the padding of rows is what ``mask`` hides at their start."""
+    Plan.config = dma_hf.DMAConfig.from_dict(model.config.get_text_config().dma_mxfp)
+    Plan.steps = steps
+    Plan.padding = [0] * len(ids) if mask is None else [int(row.argmax()) for row in mask]
+    arguments = {}
+    if mask is not None:
+        arguments = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("cache_oracle")
+    try:
+        return model(ids, use_cache=False, **arguments).logits
+    finally:
+        model.set_attn_implementation(implementation)
+
+
+def _through_cache(x: Tensor, first: int, are_keys: bool) -> Tensor:
+    """Return ``[H, T, D]`` of one row as the format holds its complete tiles."""
+    record = Record(cache_format(Plan.config.cache or "int8"), x.shape[2], x.shape[2])
+    whole = (x.shape[1] - first) // TILE * TILE
+    tiles = x[:, first : first + whole].unflatten(1, (-1, TILE))
+    coded = record.decode(record.encode(tiles, tiles))[0 if are_keys else 1].flatten(1, 2)
+    return torch.cat((x[:, :first], coded.to(x.dtype), x[:, first + whole :]), 1)
+
+
+def _oracle(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    outputs = []
+    padding = torch.tensor(Plan.padding)
+    for number, (start, end) in enumerate(Plan.steps):
+        keys, values = key[:, :, :end], value[:, :, :end]
+        if number:
+            keys, values = keys.clone(), values.clone()
+            for row, first in enumerate(Plan.padding):
+                band = (max(start - first, 0) // TILE - Plan.config.diagonal_tiles) * TILE + first
+                coded = slice(first + Plan.config.sink_tiles * TILE, max(band, 0))
+                if coded.start < coded.stop:
+                    keys[row, :, coded] = _through_cache(key[row], first, are_keys=True)[:, coded]
+                    values[row, :, coded] = _through_cache(value[row], first, are_keys=False)[:, coded]
+        visible = torch.stack((padding, torch.full_like(padding, end)), 1)
+        hidden = {} if mask is None else {"mask": mask[:, :, start:end, :end], "is_causal": False}
+        recipe = EXACT if number else Plan.config.recipe
+        out = attention(
+            query[:, :, start:end], keys, values, recipe, scale=scaling, softcap=softcap, sinks=s_aux,
+            q_offset=start - padding, kv_offset=-padding, kv_range=visible, **hidden,
+        )  # fmt: skip
+        outputs.append(out)
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("cache_oracle", _oracle)
+AttentionMaskInterface.register("cache_oracle", sdpa_mask)

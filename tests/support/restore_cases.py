@@ -1,0 +1,63 @@
+"""Caches that restoring on a device is tried on, in the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from decode_cases import Case
+from dma_kernels.cache.restore import restore_dense
+from dma_kernels.cache.storage import LayerStorage
+from dma_kernels.testing import assert_bits_equal
+
+CASES = {
+    "ragged": Case(kv_len=400, padding=(0, 130, 390, 420)),
+    "ring": Case(kv_len=900, window=200, padding=(0, 600)),
+    "no-band": Case(kv_len=400, diagonal_tiles=0, sink_tiles=0),
+    "head-dim-80-96": Case(kv_len=300, head_dim=80, value_dim=96),
+    "head-dim-96-40": Case(kv_len=600, head_dim=96, value_dim=40),
+    "head-dim-192-128": Case(kv_len=600, kv_heads=1, head_dim=192, value_dim=128),
+    "head-dim-256": Case(kv_len=600, kv_heads=1, head_dim=256),
+    "head-dim-8": Case(kv_len=600, head_dim=8),
+}
+
+
+def assert_restored(storage: LayerStorage, dtype: torch.dtype) -> None:
+    """Hold what the kernel restores against torch: from before the first key to past the last, and a part."""
+    longest = int(storage.lengths.max())
+    start = torch.full_like(storage.lengths, -5)
+    for first, entries in ((start, longest + 9), (start + 75, 200)):
+        for actual, expected in zip(
+            restore_dense(storage, first, entries), storage.restore(first, entries), strict=True
+        ):
+            assert actual.dtype == dtype
+            assert actual.is_contiguous()
+            assert_bits_equal(actual, expected)
+
+
+def assert_dense(storage: LayerStorage, case: Case) -> None:
+    """Hold the keys and values of a chunk of 30 tokens, and of what it sees, against torch."""
+    tail = storage.key_tail
+    _, key, value = Case(**{**vars(case), "kv_len": 30}).inputs(tail.dtype, tail.device.type)
+    for rows, length, part in storage.groups():
+        first = max(0, length - (case.window or length)) // 128 * 128
+        band = (max(length, 0) // 128 - case.diagonal_tiles) * 128
+        dense = restore_dense(storage, torch.full_like(storage.lengths, first), 1100, key, value)
+        for actual, held, new in zip(dense, part.held(first, max(length, 0), length, band), (key, value), strict=True):
+            seen = max(length, 0) - first
+            assert_bits_equal(actual[rows, :, :seen], held.to(tail.dtype))
+            added = new[rows, :, max(-length, 0) :]
+            assert_bits_equal(actual[rows, :, seen : seen + added.shape[2]], added.contiguous())
+            assert (actual[rows, :, seen + added.shape[2] :] == 0).all()
+
+
+def random_body(format: str, dtype: torch.dtype, device: str) -> LayerStorage:
+    """Return a cache whose records are random codes with random scales and lows, some of them NaN."""
+    storage = Case(kv_len=1024).storage(format, dtype, device, is_filled=False)
+    storage.lengths += 1024
+    generator = torch.Generator().manual_seed(0)
+    storage.body.copy_(torch.randint(0, 256, storage.body.shape, generator=generator, dtype=torch.uint8))
+    sizes = storage.record.sizes
+    for start, size in ((sizes[0], 2 * sizes[1]), (sum(sizes[:4]), sizes[4])):
+        numbers = torch.randn(*storage.body.shape[:2], size // 2, generator=generator)
+        numbers[torch.rand(numbers.shape, generator=generator) < 0.1] = torch.nan
+        storage.body[..., start : start + size] = numbers.bfloat16().view(torch.uint8).to(device)
+    return storage
