@@ -13,13 +13,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import dma_attention_forward
 from .cache import DMACache
-from .cached_states import CachedStates
+from .cache_step import CachedStates
 from .compact_mask import CompactMask, MaskGeometry
 from .config import PRESETS, DMAConfig, preset, resolve
 from .equalization import equalize
 from .masking import dma_mask
+from .models import configure
 from .paged import continuous_batching
-from .settings import NAME, configure
+from .settings import NAME
 from .unsupported import fallback_counts, reset_fallback_counts
 
 __all__ = [

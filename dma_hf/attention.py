@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from . import unsupported
-from .cached_states import step_of
+from .cache_attention import attend
+from .cache_step import update_of
 from .call import Call
 from .compact_mask import GEOMETRY, MaskGeometry, has_no_values
 from .unsupported import Refusal
@@ -69,8 +70,8 @@ def dma_attention_forward(
             allow SDPA for it; or the ``dma_mxfp`` section is not valid.
     """
     call = Call.of(module, **kwargs)
-    step = step_of(key, value)
-    if step is None:
+    update = update_of(key, value)
+    if update is None:
         query, key, value = _autocast(query, key, value)
     else:
         query = query.to(key.dtype)  # under autocast too: a cache keeps the dtype of its first keys
@@ -94,11 +95,12 @@ def dma_attention_forward(
     if refusal is not None:
         return _refuse(refusal, call, module, query, key, value, geometry, bias)
     settings = call.settings
-    if step is not None and not geometry.two_sequences:
-        out = step.attend(query, geometry, settings.recipe, **call.options)
+    if update is not None and not geometry.two_sequences:
+        out = attend(*update, query, geometry, settings.recipe, **call.options)
         return out.transpose(1, 2).contiguous(), None
-    if step is not None:
-        key, value = step.dense()
+    if update is not None:
+        layer, step = update
+        key, value = layer.dense(step)
     out = attention(
         query,
         key,

@@ -11,10 +11,7 @@ from dma_kernels.cache.storage import LayerStorage
 from transformers import (
     Cache,
     DynamicCache,
-    EncoderDecoderCache,
-    GenerationConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     StaticCache,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
@@ -198,47 +195,3 @@ def _load_layer(layer: DMALayer, state: dict[str, Any], device: torch.device | s
         is_static = isinstance(layer, DMAStaticLayer)
         layer.tokens = torch.tensor(state["tokens"], device=layer.device) if is_static else state["tokens"]
     layer.is_empty, layer.is_settled = state["tokens"] == 0, state["settled"]
-
-
-def make_default(model: PreTrainedModel, wanted: bool) -> None:
-    """Make ``DMACache`` the cache of a model's ``generate``, or take that back.
-
-    The model gets a ``generate`` of its own. Nothing of Transformers is changed, nor other models.
-    """
-    if wanted:
-        model.generate = CachedGenerate(model)
-    else:
-        vars(model).pop("generate", None)
-
-
-class CachedGenerate:
-    """The ``generate`` of one model: that of its class, with a ``DMACache`` unless a call asks for another cache.
-
-    An object, and no bound function, so that it is copied and pickled with the model.
-
-    Args:
-        model: The model.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Generate; arguments and result are those of the class's own ``generate``."""
-        model = self.model
-        if options.get("past_key_values") is None and _leaves_cache_open(model, arguments, options):
-            cache = DMACache(model.config)
-            if any(isinstance(layer, DMALayer) for layer in cache.layers):  # Mamba calls its cache by another name
-                if model.config.is_encoder_decoder:
-                    cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
-                options["past_key_values"] = cache
-        return type(model).generate(model, *arguments, **options)
-
-
-def _leaves_cache_open(model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Return whether neither a call of ``generate`` nor the generation's configuration asks for a cache or none."""
-    given = [options.get("generation_config"), *arguments[1:2], model.generation_config]
-    config = next((each for each in given if isinstance(each, GenerationConfig)), None)
-    use_cache = options.get("use_cache", getattr(config, "use_cache", True))
-    implementation = options.get("cache_implementation", getattr(config, "cache_implementation", None))
-    return use_cache is not False and implementation is None

@@ -2,7 +2,7 @@
 
 Transformers counts tokens from the start of the batch, padding included; the storage counts positions from the first
 key that a row may see. What lies between, a row's padding, is known only from the mask, and that only the attention
-function gets. So ``update`` keeps the new keys as :class:`NewStates`, and they are stored when ``dma_mxfp`` attends
+function gets. So ``update`` keeps the new keys as a :class:`Step`, and they are stored when ``dma_mxfp`` attends
 (with the padding left out), or at the latest when anything else needs them (with the padding as keys).
 """
 
@@ -19,10 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from .cache_step import DECODED_AT_ONCE, NewStates, Step
-from .cached_states import CachedStates
+from .cache_step import CachedStates, Step
 from .compact_mask import MaskGeometry
 from .settings import is_dma
+
+DECODED_AT_ONCE = 16
+"""Calls with more queries, prompts above all, may wait for the device to check what they were given."""
 
 
 class Owner:
@@ -49,7 +51,7 @@ class Owner:
 
     @property
     def reads_packed(self) -> bool:
-        """Whether the model's attention function recognises :class:`~dma_hf.cached_states.CachedStates`."""
+        """Whether the model's attention function recognises :class:`~dma_hf.CachedStates`."""
         return is_dma(str(self.config._attn_implementation))
 
 
@@ -69,7 +71,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         # Not the base class's: it would set `keys` and `values`.
         self.owner = owner
         self.storage: LayerStorage | None = None
-        self.pending: NewStates | None = None
+        self.pending: Step | None = None
         self.tokens: int | Tensor = 0
         self.is_empty = True
         self.is_settled = False
@@ -153,15 +155,27 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
             self.prefetch()
         check_fits(self.storage, key_states, value_states)
         self.check_room(key_states.shape[2])
-        new = NewStates(self, key_states, value_states)
-        step = Step(self, new)
+        new = Step(key_states, value_states, self.get_mask_sizes(key_states.shape[2]), self.is_empty)
         if not self.owner.reads_packed or not _takes_subclasses(key_states):
-            return step.dense()
+            return self.dense(new)
         self.pending = new
-        return (
-            CachedStates.of(step, key_states, new.kv_len, is_value=False),
-            CachedStates.of(step, value_states, new.kv_len, is_value=True),
-        )
+        return CachedStates.of(self, new, is_value=False), CachedStates.of(self, new, is_value=True)
+
+    def dense(self, new: Step) -> tuple[Tensor, Tensor]:
+        """Return all keys and values that the mask of an update speaks of, dequantised, and store the new ones.
+
+        The new ones are as they came, unless they have been stored already.
+        """
+        if new.dense is None:
+            assert self.storage is not None
+            keys, values = restore(self.storage, self.position_of(new), new.kv_len)
+            if not new.is_stored:
+                index = self.tokens - new.kv_offset + torch.arange(new.key.shape[2], device=new.key.device)
+                keys = keys.index_copy(2, index, new.key.detach())
+                values = values.index_copy(2, index, new.value.detach())
+                self.store(new)
+            new.dense = keys, values
+        return new.dense
 
     def check_room(self, count: int) -> None:
         """Raise if ``count`` more tokens do not fit; here they always do."""
@@ -171,7 +185,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         if self.pending is not None:
             self.store(self.pending)
 
-    def settle(self, new: NewStates, geometry: MaskGeometry) -> None:
+    def settle(self, new: Step, geometry: MaskGeometry) -> None:
         """Learn from the mask how many tokens of each row are padding, until every row has begun."""
         storage = self.storage
         assert storage is not None
@@ -192,7 +206,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         if not torch.compiler.is_compiling():
             self.is_settled = bool((storage.lengths + count > 0).all())
 
-    def store(self, new: NewStates) -> None:
+    def store(self, new: Step) -> None:
         """Store new keys and values."""
         assert self.storage is not None
         self.make_room(new.key.shape[2])
@@ -205,12 +219,12 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         assert isinstance(self.tokens, int)
         self.storage.reserve((self.tokens + count) // TILE)
 
-    def count(self, new: NewStates) -> None:
+    def count(self, new: Step) -> None:
         """Note that new keys and values have been stored."""
         self.tokens += new.key.shape[2]
         self._note_stored(new)
 
-    def position_of(self, new: NewStates) -> Tensor:
+    def position_of(self, new: Step) -> Tensor:
         """Return the position of the first token that the mask of a step speaks of, int32 ``[B]``."""
         assert self.storage is not None
         return self.storage.lengths - (self.tokens - new.kv_offset)
@@ -284,7 +298,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         if self.storage is not None and self.storage.lengths.device != self.device:
             self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def _note_stored(self, new: NewStates) -> None:
+    def _note_stored(self, new: Step) -> None:
         new.is_stored = True
         self.pending = None
         self.is_empty = False
@@ -382,7 +396,7 @@ class DMAStaticLayer(DMALayer):
     def make_room(self, count: int) -> None:
         """Do nothing: there is room."""
 
-    def count(self, new: NewStates) -> None:
+    def count(self, new: Step) -> None:
         """Note that new keys and values have been stored."""
         assert isinstance(self.tokens, Tensor)
         self.tokens.add_(new.key.shape[2])

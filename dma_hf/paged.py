@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from . import unsupported
-from .cache import CachedGenerate
 from .call import Call
-from .settings import PAGED_NAME, distinct_configs, is_dma
+from .settings import PAGED_NAME, distinct_configs, is_dma, settings_of
 
 _OF_THE_BATCH = frozenset(
     {"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal"}
@@ -42,17 +41,18 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
     needed on the host.
 
     Raises:
-        ValueError: The model does not run ``dma_mxfp``, or its keys and values are to be in a ``DMACache``.
+        ValueError: The model does not run ``dma_mxfp``, or its configuration asks for a packed cache.
     """
     if not is_dma(str(model.config._attn_implementation)):
         raise ValueError(
             f"{type(model).__name__} runs attention {model.config._attn_implementation!r}; continuous_batching is for "
             "models with attn_implementation='dma_mxfp'"
         )
-    if isinstance(vars(model).get("generate"), CachedGenerate):
+    cache = settings_of(model.config.get_text_config(decoder=True)).cache
+    if cache is not None:
         raise ValueError(
-            "generate_batch keeps keys and values in 16 bits, and this model was told to keep them in a DMACache; "
-            "call dma_hf.configure(model, cache=False) first"
+            f"generate_batch keeps keys and values in 16 bits, and the configuration says cache={cache!r}; call "
+            "dma_hf.configure(model, cache=None) first"
         )
     AttentionInterface.register(PAGED_NAME, dma_paged_attention_forward)
     saved = [(config, config._attn_implementation) for config in distinct_configs(model)]

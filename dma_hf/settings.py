@@ -1,24 +1,22 @@
-"""The ``dma_mxfp`` section of a model's configuration: reading it at every call, and writing it.
+"""The ``dma_mxfp`` section of a model's configuration, read at every call.
 
 A layer knows the configuration of the model that it is part of, and no other. So in a composite model (vision and
-language, say) each part has a section of its own, ``text_config.dma_mxfp`` for one; :func:`configure` writes them all.
+language, say) each part has a section of its own, ``text_config.dma_mxfp`` for one; :func:`dma_hf.configure` writes
+them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from dma_kernels import Recipe
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from .config import PRESETS, DMAConfig, preset, resolve
-from .masking import built_in_attention, refuse_model
+from .config import PRESETS, DMAConfig, preset
 
 NAME = "dma_mxfp"
 """The name of the attention implementation, and the key of its section in ``config.json``."""
@@ -83,71 +81,8 @@ def settings_of(config: PreTrainedConfig) -> Settings:
     return settings
 
 
-def configure(
-    model: nn.Module,
-    setting: str | Path | Mapping[str, Any] | Recipe | None = None,
-    *,
-    activate: bool = False,
-    **changes: Any,
-) -> DMAConfig:
-    """Set the precisions of a model that runs ``dma_mxfp``.
-
-    Writes the section ``dma_mxfp`` to the configuration of the model and of every model inside it, from where the next
-    forward pass reads it and ``save_pretrained`` saves it. Nothing is changed if anything is wrong.
-
-    Args:
-        model: A Transformers model, or a module that holds one.
-        setting: A preset's name, a TOML file, a mapping of fields or a :class:`DMAConfig`. By default what the model
-            has already: the section of its configuration, or ``balanced``.
-        activate: Also switch the model to ``dma_mxfp``, with ``set_attn_implementation``.
-        changes: Fields to change in ``setting``. With ``cache="int8"`` or ``"int4"`` a new :class:`~dma_hf.DMACache` is
-            the cache of every ``generate`` of this model that does not ask for another one.
-
-    Returns:
-        The configuration that was set.
-
-    Raises:
-        OSError: The file cannot be read.
-        TypeError: ``setting`` or ``model`` is not as described.
-        ValueError: There is no such preset; a key or a value is wrong; or no part of the model runs ``dma_mxfp``,
-            because another implementation is set or because the model class computes its attention itself.
-    """
-    is_module = isinstance(model, nn.Module)
-    models = [each for each in model.modules() if isinstance(each, PreTrainedModel)] if is_module else []
-    if not models:
-        raise TypeError(_not_a_model(model))
-    config = (_section_of(models[0].config) if setting is None else resolve(setting)).with_changes(**changes)
-    if all(built_in_attention(type(module.config).__module__) for module in models):
-        refuse_model(models[0].config)
-    if activate:
-        models[0].set_attn_implementation(NAME)
-    configs = distinct_configs(model)
-    running = sorted({str(each._attn_implementation) for each in configs})
-    if not any(is_dma(name) for name in running):
-        raise ValueError(
-            f"{type(models[0]).__name__} runs attention {', '.join(map(repr, running))}, which the settings of {NAME} "
-            f"do not reach; load it with attn_implementation={NAME!r}, or pass activate=True"
-        )
-    for each in configs:
-        setattr(each, NAME, config.to_dict())
-    from .cache import make_default  # which itself reads settings
-
-    make_default(models[0], config.cache is not None)
-    return config
-
-
-def _not_a_model(given: Any) -> str:
-    """Say why something cannot be configured, and what can."""
-    if isinstance(getattr(given, "model", None), nn.Module):
-        hint = "; pass its model: configure(pipeline.model, ...)"
-    elif isinstance(given, nn.Module):
-        hint = ", which holds no PreTrainedModel"
-    else:
-        hint = "; load a model with attn_implementation='dma_mxfp', and pass that"
-    return f"expected a Transformers model, got {type(given).__name__}{hint}"
-
-
-def _section_of(config: PreTrainedConfig) -> DMAConfig:
+def section_of(config: PreTrainedConfig) -> DMAConfig:
+    """Return the configuration in the section of a model's configuration, ``balanced`` where there is none."""
     section = getattr(config, NAME, None)
     return DMAConfig() if section is None else _parse(section)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,17 @@ def test_without_the_import_it_is_unknown(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env=_environment())
     assert done.returncode != 0
     assert "dma_mxfp" in done.stderr
+
+
+def test_no_files_of_the_plugin_import_one_another():
+    """Not even for annotations: each can be read after those that it names."""
+    paths = (ROOT / "dma_hf").glob("*.py")
+    imports = {path.stem: set() for path in paths if path.stem != "__init__"}
+    for name, named in imports.items():
+        for node in ast.walk(ast.parse((ROOT / "dma_hf" / f"{name}.py").read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                named |= {node.module} if node.module else {alias.name for alias in node.names}
+    assert len(list(TopologicalSorter(imports).static_order())) == len(imports)
 
 
 @pytest.mark.parametrize("name", ["dma_kernels", "triton"])

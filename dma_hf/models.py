@@ -1,0 +1,123 @@
+"""What is done to a model: its settings, and the cache that its ``generate`` uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dma_kernels import Recipe
+from torch import nn
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+
+from .cache import DMACache
+from .cache_layers import DMALayer
+from .config import DMAConfig, resolve
+from .masking import built_in_attention, refuse_model
+from .settings import NAME, distinct_configs, is_dma, section_of
+
+
+def configure(
+    model: nn.Module,
+    setting: str | Path | Mapping[str, Any] | Recipe | None = None,
+    *,
+    activate: bool = False,
+    **changes: Any,
+) -> DMAConfig:
+    """Set the precisions of a model that runs ``dma_mxfp``.
+
+    Writes the section ``dma_mxfp`` to the configuration of the model and of every model inside it, from where the next
+    forward pass reads it and ``save_pretrained`` saves it. Nothing is changed if anything is wrong.
+
+    Args:
+        model: A Transformers model, or a module that holds one.
+        setting: A preset's name, a TOML file, a mapping of fields or a :class:`DMAConfig`. By default what the model
+            has already: the section of its configuration, or ``balanced``.
+        activate: Also switch the model to ``dma_mxfp``, with ``set_attn_implementation``.
+        changes: Fields to change in ``setting``. With ``cache="int8"`` or ``"int4"`` a new :class:`~dma_hf.DMACache` is
+            the cache of every ``generate`` of this model that does not ask for another one.
+
+    Returns:
+        The configuration that was set.
+
+    Raises:
+        OSError: The file cannot be read.
+        TypeError: ``setting`` or ``model`` is not as described.
+        ValueError: There is no such preset; a key or a value is wrong; or no part of the model runs ``dma_mxfp``,
+            because another implementation is set or because the model class computes its attention itself.
+    """
+    is_module = isinstance(model, nn.Module)
+    models = [each for each in model.modules() if isinstance(each, PreTrainedModel)] if is_module else []
+    if not models:
+        raise TypeError(_not_a_model(model))
+    config = (section_of(models[0].config) if setting is None else resolve(setting)).with_changes(**changes)
+    if all(built_in_attention(type(module.config).__module__) for module in models):
+        refuse_model(models[0].config)
+    if activate:
+        models[0].set_attn_implementation(NAME)
+    configs = distinct_configs(model)
+    running = sorted({str(each._attn_implementation) for each in configs})
+    if not any(is_dma(name) for name in running):
+        raise ValueError(
+            f"{type(models[0]).__name__} runs attention {', '.join(map(repr, running))}, which the settings of {NAME} "
+            f"do not reach; load it with attn_implementation={NAME!r}, or pass activate=True"
+        )
+    for each in configs:
+        setattr(each, NAME, config.to_dict())
+    _make_default(models[0], config.cache is not None)
+    return config
+
+
+def _not_a_model(given: Any) -> str:
+    """Say why something cannot be configured, and what can."""
+    if isinstance(getattr(given, "model", None), nn.Module):
+        hint = "; pass its model: configure(pipeline.model, ...)"
+    elif isinstance(given, nn.Module):
+        hint = ", which holds no PreTrainedModel"
+    else:
+        hint = "; load a model with attn_implementation='dma_mxfp', and pass that"
+    return f"expected a Transformers model, got {type(given).__name__}{hint}"
+
+
+def _make_default(model: PreTrainedModel, wanted: bool) -> None:
+    """Make ``DMACache`` the cache of a model's ``generate``, or take that back.
+
+    The model gets a ``generate`` of its own. Nothing of Transformers is changed, nor other models.
+    """
+    if wanted:
+        model.generate = CachedGenerate(model)
+    else:
+        vars(model).pop("generate", None)
+
+
+class CachedGenerate:
+    """The ``generate`` of one model: that of its class, with a ``DMACache`` unless a call asks for another cache.
+
+    An object, and no bound function, so that it is copied and pickled with the model.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Generate; arguments and result are those of the class's own ``generate``."""
+        model = self.model
+        if options.get("past_key_values") is None and _leaves_cache_open(model, arguments, options):
+            cache = DMACache(model.config)
+            if any(isinstance(layer, DMALayer) for layer in cache.layers):  # Mamba calls its cache by another name
+                if model.config.is_encoder_decoder:
+                    cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
+                options["past_key_values"] = cache
+        return type(model).generate(model, *arguments, **options)
+
+
+def _leaves_cache_open(model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Return whether neither a call of ``generate`` nor the generation's configuration asks for a cache or none."""
+    given = [options.get("generation_config"), *arguments[1:2], model.generation_config]
+    config = next((each for each in given if isinstance(each, GenerationConfig)), None)
+    use_cache = options.get("use_cache", getattr(config, "use_cache", True))
+    implementation = options.get("cache_implementation", getattr(config, "cache_implementation", None))
+    return use_cache is not False and implementation is None
