@@ -1,6 +1,7 @@
 """Diagonal-tiled mixed-precision attention (arXiv 2604.03950) for Hugging Face Transformers.
 
-Importing this package registers the attention implementation ``dma_mxfp``, and changes nothing else::
+Importing this package registers the attention implementation ``dma_mxfp`` (and ``dma_mxfp:PRESET``, which brings its
+settings along), and changes nothing else::
 
     import dma_hf
     from transformers import AutoModelForCausalLM
@@ -20,7 +21,7 @@ from .equalization import equalize
 from .masking import dma_mask
 from .models import configure
 from .paged import continuous_batching
-from .settings import NAME
+from .settings import IMPLEMENTATIONS, NAME
 from .unsupported import fallback_counts, reset_fallback_counts
 
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
 ]
 
 if __name__ == "dma_hf":  # the copy in a Hub kernel is registered by Transformers, under the repository's name
-    AttentionInterface.register(NAME, dma_attention_forward)
-    AttentionMaskInterface.register(NAME, dma_mask)
+    for implementation in IMPLEMENTATIONS:
+        AttentionInterface.register(implementation, dma_attention_forward)
+        AttentionMaskInterface.register(implementation, dma_mask)

@@ -95,6 +95,8 @@ def dma_attention_forward(
     if refusal is not None:
         return _refuse(refusal, call, module, query, key, value, geometry, bias)
     settings = call.settings
+    if update is None and settings.cache is not None and geometry.is_causal and query.shape[2] < key.shape[2]:
+        unsupported.note_other_cache(settings.cache)
     if update is not None and not geometry.two_sequences:
         out = attend(*update, query, geometry, settings.recipe, **call.options)
         return out.transpose(1, 2).contiguous(), None

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from .compact_mask import METADATA, device_only
 
-STEP = "dma_step"
-"""Attribute under which keys and values carry the :class:`Step` that they belong to."""
+LAYER, STEP = "dma_layer", "dma_step"
+"""Attributes under which keys and values carry the layer and the :class:`Step` that they belong to."""
 
 
 class Step:
@@ -92,9 +92,8 @@ class CachedStates(Tensor):
 def update_of(key: Tensor, value: Tensor) -> tuple[Any, Step] | None:
     """Return the layer and the update that keys and values come from, ``None`` if they are plain tensors."""
     step: Step | None = getattr(key, STEP, None)
-    if step is None or getattr(value, STEP, None) is not step:
-        return None
-    return key.dma_layer, step  # type: ignore[attr-defined]
+    other: object = getattr(value, STEP, None)
+    return None if step is None or other is not step else (getattr(key, LAYER), step)
 
 
 _UNCHANGED = frozenset({Tensor.contiguous, Tensor.detach, torch.detach})

@@ -136,24 +136,32 @@ PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
 )
 
 
+NAMES = (
+    *PRESETS,
+    *(f"{name}+{format}" for name, config in PRESETS.items() if config.cache is None for format in CACHE_FORMATS),
+)
+"""What a setting may be called: a preset, and one with the format of its cache (``balanced+int4``)."""
+
+
 def preset(name: str) -> DMAConfig:
-    """Return the preset called ``name``: one of :data:`PRESETS`.
+    """Return the preset called ``name``: one of :data:`NAMES`.
 
     Raises:
         ValueError: There is none; the message lists those that there are.
     """
-    try:
-        return PRESETS[name]
-    except (KeyError, TypeError):
-        raise ValueError(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}") from None
+    if name not in NAMES:
+        known = NAMES if "+" in str(name) else PRESETS
+        raise ValueError(f"unknown preset {name!r}; expected one of {', '.join(known)}")
+    base, _, cache = name.partition("+")
+    return PRESETS[base].with_changes(cache=cache) if cache else PRESETS[base]
 
 
 def resolve(setting: str | Path | Mapping[str, Any] | Recipe) -> DMAConfig:
     """Return the configuration that ``setting`` stands for.
 
     Args:
-        setting: The name of a preset, the path of a TOML file (``*.toml``), a mapping of fields, a configuration, or
-            the numerics alone.
+        setting: The name of a preset, or the path of a TOML file (``*.toml``), and after either the format of a cache
+            if there is to be one (``balanced+int4``); a mapping of fields, a configuration, or the numerics alone.
 
     Raises:
         OSError: The file cannot be read.
@@ -168,6 +176,9 @@ def resolve(setting: str | Path | Mapping[str, Any] | Recipe) -> DMAConfig:
         return DMAConfig.from_dict(setting)
     if isinstance(setting, Path) or (isinstance(setting, str) and setting.endswith(".toml")):
         return DMAConfig.from_toml(setting)
+    if isinstance(setting, str) and ".toml+" in setting:
+        path, _, cache = setting.rpartition("+")
+        return DMAConfig.from_toml(path).with_changes(cache=cache)
     if isinstance(setting, str):
         try:
             return preset(setting)

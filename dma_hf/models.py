@@ -8,13 +8,16 @@ from typing import Any
 
 from dma_kernels import Recipe
 from torch import nn
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .cache import DMACache
 from .cache_layers import DMALayer
 from .config import DMAConfig, resolve
 from .masking import built_in_attention, refuse_model
-from .settings import NAME, distinct_configs, is_dma, section_of
+from .settings import IMPLEMENTATIONS, NAME, distinct_configs, is_dma, section_of, settings_of
+
+IMPLEMENTATION = "dma"
+"""What ``generate(cache_implementation=...)`` of a configured model takes for a ``DMACache``."""
 
 
 def configure(
@@ -32,10 +35,10 @@ def configure(
     Args:
         model: A Transformers model, or a module that holds one.
         setting: A preset's name, a TOML file, a mapping of fields or a :class:`DMAConfig`. By default what the model
-            has already: the section of its configuration, or ``balanced``.
+            has already: the preset that it was loaded with, the section of its configuration, or ``balanced``.
         activate: Also switch the model to ``dma_mxfp``, with ``set_attn_implementation``.
         changes: Fields to change in ``setting``. With ``cache="int8"`` or ``"int4"`` a new :class:`~dma_hf.DMACache` is
-            the cache of every ``generate`` of this model that does not ask for another one.
+            the cache of every ``generate`` of this object that does not ask for another one.
 
     Returns:
         The configuration that was set.
@@ -62,9 +65,13 @@ def configure(
             f"{type(models[0]).__name__} runs attention {', '.join(map(repr, running))}, which the settings of {NAME} "
             f"do not reach; load it with attn_implementation={NAME!r}, or pass activate=True"
         )
-    for each in configs:
+    for each in configs:  # outermost first: the implementation of one is set for nested ones too
         setattr(each, NAME, config.to_dict())
-    _make_default(models[0], config.cache is not None)
+    named = [(each, each._attn_implementation) for each in configs]
+    for each, name in named:  # a preset in its name would count before the section
+        each._attn_implementation = NAME if str(name) in IMPLEMENTATIONS else name
+    if isinstance(models[0], GenerationMixin):
+        models[0].generate = CachedGenerate(models[0])
     return config
 
 
@@ -79,21 +86,11 @@ def _not_a_model(given: Any) -> str:
     return f"expected a Transformers model, got {type(given).__name__}{hint}"
 
 
-def _make_default(model: PreTrainedModel, wanted: bool) -> None:
-    """Make ``DMACache`` the cache of a model's ``generate``, or take that back.
-
-    The model gets a ``generate`` of its own. Nothing of Transformers is changed, nor other models.
-    """
-    if wanted:
-        model.generate = CachedGenerate(model)
-    else:
-        vars(model).pop("generate", None)
-
-
 class CachedGenerate:
-    """The ``generate`` of one model: that of its class, with a ``DMACache`` unless a call asks for another cache.
+    """The ``generate`` of one model: that of its class, with a ``DMACache`` where the model's configuration has one.
 
-    An object, and no bound function, so that it is copied and pickled with the model.
+    A call that asks for another cache gets it, and ``cache_implementation="dma"`` asks for a ``DMACache``. An object,
+    and no bound function, so that it is copied and pickled with the model. Nothing of Transformers is changed.
 
     Args:
         model: The model.
@@ -104,8 +101,12 @@ class CachedGenerate:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Generate; arguments and result are those of the class's own ``generate``."""
-        model = self.model
-        if options.get("past_key_values") is None and _leaves_cache_open(model, arguments, options):
+        model, wanted = self.model, options.get("cache_implementation") == IMPLEMENTATION
+        if wanted:
+            del options["cache_implementation"]
+        elif settings_of(model.config.get_text_config(decoder=True)).cache is not None:
+            wanted = _leaves_cache_open(model, arguments, options)
+        if wanted and options.get("past_key_values") is None:
             cache = DMACache(model.config)
             if any(isinstance(layer, DMALayer) for layer in cache.layers):  # Mamba calls its cache by another name
                 if model.config.is_encoder_decoder:

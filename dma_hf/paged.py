@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from . import unsupported
 from .call import Call
-from .settings import PAGED_NAME, distinct_configs, is_dma, settings_of
+from .settings import NAME, PAGED_NAME, distinct_configs, is_dma, settings_of
 
 _OF_THE_BATCH = frozenset(
     {"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal"}
@@ -54,11 +54,14 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
             f"generate_batch keeps keys and values in 16 bits, and the configuration says cache={cache!r}; call "
             "dma_hf.configure(model, cache=None) first"
         )
-    AttentionInterface.register(PAGED_NAME, dma_paged_attention_forward)
     saved = [(config, config._attn_implementation) for config in distinct_configs(model)]
     try:
         for config, name in saved:  # outermost first: the setter writes to nested ones too
-            config._attn_implementation = PAGED_NAME if is_dma(str(name)) else name
+            if is_dma(str(name)):
+                # With the preset that it may name; a Hub kernel's names none.
+                name = PAGED_NAME + (name.removeprefix(NAME) if name.startswith(NAME) else "")
+                AttentionInterface.register(name, dma_paged_attention_forward)
+            config._attn_implementation = name
         yield
     finally:
         for config, name in saved:

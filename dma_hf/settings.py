@@ -16,7 +16,7 @@ from dma_kernels import Recipe
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .config import PRESETS, DMAConfig, preset
+from .config import NAMES, PRESETS, DMAConfig, preset
 
 NAME = "dma_mxfp"
 """The name of the attention implementation, and the key of its section in ``config.json``."""
@@ -62,28 +62,39 @@ class Settings:
 _DEFAULT = Settings.of(DMAConfig())
 
 
+IMPLEMENTATIONS = (NAME, *(f"{NAME}:{setting}" for setting in NAMES))
+"""What is registered: the name by itself, under which the section counts, and one for each preset."""
+
+
 def is_dma(implementation: str) -> bool:
     """Whether an attention implementation is this one: ``dma_mxfp``, or a Hub kernel's ``org/repo:dma_mxfp``."""
-    return implementation in (NAME, PAGED_NAME) or implementation.endswith(HUB_SUFFIX)
+    return implementation.partition(":")[0] in (NAME, PAGED_NAME) or implementation.endswith(HUB_SUFFIX)
 
 
 def settings_of(config: PreTrainedConfig) -> Settings:
-    """Return the settings in the ``dma_mxfp`` section of a model's configuration, ``balanced`` where there is none.
+    """Return the settings that a model's configuration names, ``balanced`` where it names none.
+
+    A preset in the name of its attention implementation (``dma_mxfp:fp4``) counts before the ``dma_mxfp`` section.
 
     Raises:
         TypeError: The section is neither a mapping nor the name of a preset.
         ValueError: It holds an unknown key or a wrong value.
     """
-    section = getattr(config, NAME, None)
+    section = _section(config)
     if section is None:
         return _DEFAULT
     settings: Settings = _settings(tuple(section.items()) if isinstance(section, dict) else section)
     return settings
 
 
+def _section(config: PreTrainedConfig) -> Any:
+    implementation, _, named = str(config._attn_implementation).partition(":")
+    return named if named and implementation in (NAME, PAGED_NAME) else getattr(config, NAME, None)
+
+
 def section_of(config: PreTrainedConfig) -> DMAConfig:
-    """Return the configuration in the section of a model's configuration, ``balanced`` where there is none."""
-    section = getattr(config, NAME, None)
+    """Return what :func:`settings_of` reads, with every field."""
+    section = _section(config)
     return DMAConfig() if section is None else _parse(section)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -152,8 +153,33 @@ class TestDefault:
         assert type(actual.past_key_values) is DMACache
         assert torch.equal(actual.sequences, _generate(model, ids, **options).sequences)
 
-    def test_other_models_of_the_class_are_left_alone(self, build):
-        model, other = build("llama"), build("llama")
+    def test_cache_implementation_can_ask_for_it(self, build, token_ids):
+        model = build("llama")
+        options = {"do_sample": False, "return_dict_in_generate": True, "cache_implementation": "dma"}
+        for setting, expected in ((None, "int8"), ("int4", "int4")):
+            dma_hf.configure(model, cache=setting)
+            cache = _generate(model, token_ids(1, 20), **options).past_key_values
+            assert type(cache) is DMACache
+            assert cache.format == expected
+        with pytest.raises(ValueError, match="Invalid `cache_implementation`"):  # Transformers', where it is not known
+            type(model).generate(model, token_ids(1, 20), **options)
+
+    def test_a_model_that_was_only_loaded_says_so(self, build, token_ids, tmp_path):
+        """Its configuration asks for a cache that only ``configure`` or the caller can give to ``generate``."""
+        model = build("llama")
+        dma_hf.configure(model, "kv4")
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path, attn_implementation="dma_mxfp")
+        with pytest.warns(UserWarning, match=r"cache='int4', and its keys came from another cache"):
+            _generate(loaded, token_ids(1, 20), do_sample=False)
+        dma_hf.configure(loaded)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = _generate(loaded, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
+        assert result.past_key_values.format == "int4"
+
+    def test_other_models_of_the_class_are_left_alone(self, build, families):
+        model, other = build("llama"), families["llama"].build("dma_mxfp")
         dma_hf.configure(model, cache="int8")
         assert "generate" in vars(model)
         assert "generate" not in vars(other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,19 @@ def test_a_missing_file(tmp_path):
 def test_from_dict_wants_a_mapping():
     with pytest.raises(TypeError, match=r"here: expected a mapping of configuration keys, got \['low'\]"):
         DMAConfig.from_dict(["low"], source="here")
+
+
+def test_a_preset_with_the_format_of_a_cache(tmp_path):
+    assert preset("balanced+int4") == PRESETS["kv4"]
+    assert resolve("paper+int8") == PRESETS["paper"].with_changes(cache="int8")
+    PRESETS["fp4"].to_toml(tmp_path / "my.toml")
+    assert resolve(f"{tmp_path}/my.toml+int8") == PRESETS["fp4"].with_changes(cache="int8")
+    for name in ("balanced+int3", "kv4+cache", "fast+int4"):
+        with pytest.raises(ValueError, match=re.escape(f"unknown preset {name!r}") + ".* balanced.int4, "):
+            resolve(name)
+
+
+@pytest.mark.parametrize("cache", ["yes", True, 8])
+def test_what_is_no_format_of_a_cache(cache):
+    with pytest.raises(ValueError, match=f"cache must be one of int8, int4, or None; got {cache!r}"):
+        DMAConfig(cache=cache)

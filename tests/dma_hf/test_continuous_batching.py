@@ -7,7 +7,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf
-from dma_hf.settings import PAGED_NAME
+from dma_hf.settings import PAGED_NAME, settings_of
 
 BLOCK_SIZE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"  # up to 5.17
 NEW_TOKENS = 4
@@ -85,6 +85,15 @@ def test_the_name_is_put_back_after_an_error(families):
     assert model.config._attn_implementation == dma_hf.NAME
 
 
+def test_a_preset_in_the_name_counts(families, prompts):
+    model = families["llama"].build(f"{dma_hf.NAME}:paper")
+    _check(model, prompts[:1], _batched(model, prompts[:1]))
+    with dma_hf.continuous_batching(model):
+        assert model.config._attn_implementation == f"{PAGED_NAME}:paper"
+        assert settings_of(model.config).recipe == dma_hf.PRESETS["paper"].recipe
+    assert model.config._attn_implementation == f"{dma_hf.NAME}:paper"
+
+
 def test_refusals(families, token_ids):
     with (
         pytest.raises(ValueError, match="runs attention 'sdpa'; continuous_batching is for models with attn_impl"),
@@ -101,9 +110,10 @@ def test_refusals(families, token_ids):
 
 def test_a_cache_that_pages_do_not_have(families):
     model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, cache=True)
+    dma_hf.configure(model, "kv4")
+    message = r"in 16 bits, and the configuration says cache='int4'; call dma_hf.configure\(model, cache=None"
     with (
-        pytest.raises(ValueError, match=r"generate_batch keeps keys and values in 16 bits, .*configure\(model, cache="),
+        pytest.raises(ValueError, match=message),
         dma_hf.continuous_batching(model),
     ):
         pass

@@ -101,7 +101,7 @@ def launch_decode(
     Returns:
         Output and logarithms of :func:`decode_attention`.
     """
-    batch, q_heads, q_len, head_dim = query.shape
+    batch, q_heads, q_len, _ = query.shape
     kv_heads, value_dim = storage.value_tail.shape[1], storage.value_tail.shape[3]
     out = query.new_empty((batch, q_len, q_heads, value_dim)).transpose(1, 2)
     lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
