@@ -129,6 +129,10 @@ def _differences(first: Report, second: Report) -> Iterator[tuple[str, Any, Any]
 
 def _warnings(first: Report, second: Report) -> Iterator[str]:
     """Why numbers under the same name may not be comparable."""
+
+    def differing(one: Any, two: Any, *names: str) -> bool:
+        return any(getattr(one, name) != getattr(two, name) for name in names)
+
     texts = {section.context: section for section in second.perplexity}
     for section in first.perplexity:
         other = texts.get(section.context)
@@ -136,17 +140,13 @@ def _warnings(first: Report, second: Report) -> Iterator[str]:
             continue
         if section.data.sha256 != other.data.sha256:
             yield f"perplexity at {section.context:,}: the texts differ ({section.data.name}, {other.data.name})"
-        elif (section.stride, section.windows) != (other.stride, other.windows):
+        elif differing(section, other, "stride", "windows", "skip_windows", "spread"):
             yield f"perplexity at {section.context:,}: the windows differ ({section.windows}, {other.windows})"
     samples = {task.name: task for tasks in second.tasks for task in tasks.tasks}
     for tasks in first.tasks:
         for task in tasks.tasks:
             twin = samples.get(task.name)
-            if twin is not None and (task.samples, task.num_fewshot, task.version) != (
-                twin.samples,
-                twin.num_fewshot,
-                twin.version,
-            ):
+            if twin is not None and differing(task, twin, "samples", "num_fewshot", "version"):
                 yield f"{task.name}: the samples, the examples in the prompt or the task's version differ"
 
 

@@ -157,6 +157,12 @@ class TestDiff:
         assert "the texts differ" in warnings[0]
         assert warnings[1].startswith("tiny_choice: the samples")
 
+    @pytest.mark.parametrize("change", [{"spread": True}, {"skip_windows": 1}, {"stride": 64}])
+    def test_other_windows(self, report: Report, change: dict[str, Any]) -> None:
+        """As many, but not the same."""
+        second = replace(report, perplexity=[replace(report.perplexity[0], **change)])
+        assert compare_reports(report, second).warnings == ["perplexity at 128: the windows differ (2, 2)"]
+
     def test_nothing_in_common(self, report: Report) -> None:
         assert (
             "no number in common"
