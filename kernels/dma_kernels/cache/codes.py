@@ -121,7 +121,10 @@ def quantize_values(x: Tensor, format: CacheFormat, channels: int = VALUE_GROUP)
 
 
 def _quantize(x: Tensor, levels: int, dim: int, group: int) -> Codes:
-    parts = [_quantize_group(part, levels, dim) for part in x.float().split(group, dim)]
+    parts = [
+        _quantize_group(part, levels, dim)
+        for part in torch.tensor_split(x.float(), list(range(group, x.shape[dim], group)), dim)
+    ]
     code, scale, low = (torch.cat(pieces, dim) for pieces in zip(*parts, strict=True))
     return Codes(code, scale, low, dim, group)
 
@@ -192,13 +195,18 @@ class Record:
     def codes(self, record: Tensor) -> tuple[Codes, Codes]:
         """Return the codes of keys ``[..., 128, D]`` and of values ``[..., 128, Dv]`` that records hold."""
         leading = record.shape[:-1]
-        key, scale, low, value, pairs = record.reshape(-1, self.nbytes).split(self.sizes, 1)
+        key, scale, low, value, pairs = torch.split_with_sizes(record.reshape(-1, self.nbytes), self.sizes, 1)
         keys = (_unpack_codes(key, self.format.bits, are_keys=True), _unpack_channels(scale), _unpack_channels(low))
         values = _unpack_codes(value, self.format.bits, are_keys=False)[..., : self.value_dim]
-        whole = (values, *_unpack_tokens(pairs, self.groups).unbind(-1))
+        value_scale, value_low = _unpack_tokens(pairs, self.groups).unbind(-1)
+
+        def batched(x: Tensor) -> Tensor:
+            return torch.unflatten(x, 0, leading)
+
+        code, scale, low = (batched(part[..., : self.head_dim]) for part in keys)
         return (
-            Codes(*(part[..., : self.head_dim].unflatten(0, leading) for part in keys), dim=-2, group=TILE),
-            Codes(*(part.unflatten(0, leading) for part in whole), dim=-1, group=VALUE_GROUP),
+            Codes(code, scale, low, -2, TILE),
+            Codes(batched(values), batched(value_scale), batched(value_low), -1, VALUE_GROUP),
         )
 
     def decode(self, record: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,7 +227,7 @@ def _pack_codes(code: Tensor, bits: int, *, are_keys: bool) -> Tensor:
     """Pack ``[N, 128, D]`` to bytes ``[N, ...]``."""
     tokens, channels, order = _fragments(bits, are_keys)
     padded = F.pad(code, (0, -code.shape[2] % ROWS))
-    fields = padded.unflatten(2, channels).unflatten(1, tokens).permute(order).flatten(1)
+    fields = torch.unflatten(torch.unflatten(padded, 2, channels), 1, tokens).permute(order).flatten(1)
     return fields if bits == 8 else fields[:, ::2] | fields[:, 1::2] << 4
 
 
@@ -228,27 +236,28 @@ def _unpack_codes(data: Tensor, bits: int, *, are_keys: bool) -> Tensor:
     tokens, channels, order = _fragments(bits, are_keys)
     fields = data if bits == 8 else torch.stack((data & 15, data >> 4), -1).flatten(1)
     code = torch.empty((len(data), TILE, fields.shape[1] // TILE), dtype=torch.uint8, device=data.device)
-    fragments = code.unflatten(2, channels).unflatten(1, tokens).permute(order)
+    fragments = torch.unflatten(torch.unflatten(code, 2, channels), 1, tokens).permute(order)
     fragments.copy_(fields.view(fragments.shape))
     return code
 
 
 def _pack_channels(x: Tensor) -> Tensor:
     """Bring a number for each channel, ``[N, 1, D]``, into the order of keys' columns."""
-    return F.pad(x, (0, -x.shape[2] % ROWS)).unflatten(2, (-1, 4, 4, 2)).transpose(3, 4)
+    return torch.unflatten(F.pad(x, (0, -x.shape[2] % ROWS)), 2, (-1, 4, 4, 2)).transpose(3, 4)
 
 
 def _unpack_channels(data: Tensor) -> Tensor:
     """Return a number for each channel, ``[N, 1, D']``, of bytes."""
-    return data.contiguous().view(torch.bfloat16).unflatten(1, (-1, 4, 4, 2)).transpose(2, 3).flatten(1)[:, None]
+    numbers = data.contiguous().view(torch.bfloat16)
+    return torch.unflatten(numbers, 1, (-1, 4, 4, 2)).transpose(2, 3).flatten(1)[:, None]
 
 
 def _pack_tokens(x: Tensor) -> Tensor:
     """Bring numbers for each token, ``[N, 128, groups, 2]``, into the order of values' columns."""
-    return x.unflatten(1, (4, 4, 8)).permute(0, 1, 4, 3, 2, 5)
+    return torch.unflatten(x, 1, (4, 4, 8)).permute(0, 1, 4, 3, 2, 5)
 
 
 def _unpack_tokens(data: Tensor, groups: int) -> Tensor:
     """Return numbers for each token, ``[N, 128, groups, 2]``, of bytes."""
-    pairs = data.contiguous().view(torch.bfloat16).unflatten(1, (4, groups, 8, 4, 2))
+    pairs = torch.unflatten(data.contiguous().view(torch.bfloat16), 1, (4, groups, 8, 4, 2))
     return pairs.permute(0, 1, 4, 3, 2, 5).flatten(1, 3)

@@ -86,15 +86,6 @@ def dot(a, b, IS_INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def round_to_int8(x):
-    """Round to the nearest integer, ties to even, in -127..127; int8. NaN becomes 0 (its scale is NaN)."""
-    # Adding and subtracting 1.5 * 2^23 rounds at the unit.
-    rounded = (x + 12582912.0) - 12582912.0
-    rounded = tl.minimum(tl.maximum(tl.where(x == x, rounded, 0.0), -127.0), 127.0)
-    return rounded.to(tl.int8)
-
-
-@triton.jit
 def with_sign(magnitude, x):
     """Return fp32 magnitudes with the signs of fp32 ``x``: by the bit, so that -0.0 stays what it is."""
     sign = x.to(tl.int32, bitcast=True) & (-2147483648)
@@ -129,18 +120,6 @@ def to_e4m3(x, IS_INTERPRETED: tl.constexpr):
     else:
         result = x.to(tl.float8e4nv)
     return result
-
-
-@triton.jit
-def e4m3_bytes(x):
-    """Do what :func:`to_e4m3` does, for chips without the cast: the bytes, uint8, of fp32 in -448..448."""
-    rounded = round_to_e4m3(tl.abs(x))
-    # E4M3's bias is 120 below fp32's; below 2^-6 its codes count steps of 2^-9.
-    code = tl.where(
-        rounded < 0.015625, (rounded * 512.0).to(tl.int32), (rounded.to(tl.int32, bitcast=True) >> 20) - 960
-    )
-    code = tl.where(x == x, code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80), 0x7F)
-    return code.to(tl.uint8)
 
 
 @triton.jit
