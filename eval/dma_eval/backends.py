@@ -151,7 +151,8 @@ def new_cache(model: PreTrainedModel, backend: Backend) -> dma_hf.DMACache | Non
 
 def implementations() -> list[str]:
     """The attention implementations that this version of Transformers knows, ``dma_mxfp`` included."""
-    return sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()})
+    known = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith(f"{DMA}:"))
+    return sorted({"eager", *known})
 
 
 def _parse_backend(name: str, option: str) -> Backend:

@@ -346,7 +346,7 @@ def _softmax_times_value(
     if operands.v_low is operands.v_high:
         out = _weighted_sum(rounded, v_low)
     else:
-        factor = 1.0
+        factor: float | Tensor = 1.0
         low = rounded.clone()
         if operands.value_scale is not None:
             factor = operands.value_scale[:, :, None] / P_SCALE
