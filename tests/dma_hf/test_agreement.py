@@ -22,7 +22,7 @@ SETTINGS = {
     "fp4": {},
     "paper": {},
     "no band": {"low": "mxfp8", "shared_scale": "row", "diagonal_tiles": 0, "sink_tiles": 0},
-    "mxint8": {"low": "mxint8", "sink_tiles": 2},
+    "straight": {"low": "mxint8", "rotate": False, "diagonal_tiles": 0, "sink_tiles": 2},
 }
 MODELS = {
     "llama": ("llama", {}),
