@@ -218,17 +218,16 @@ def stress_page(section: StressSection) -> Page:
     caption = f"Largest key channel by the median one of its head, the worst {len(rows)} of {len(worst)} layers"
     tables = [Table(("layer", "ratio", "key head", "channel"), rows, caption)]
     measured = [(twin, twin.tokens) for twin in section.twins if twin.tokens is not None]
-    labels = list(dict.fromkeys(result.label for _, tokens in measured for result in tokens.backends))
-    found = {(twin.name, result.label): result for twin, tokens in measured for result in tokens.backends}
-    headers = ("backend", *(twin.name for twin, _ in measured))
-    ratios = ["(largest key ratio)", *(MISSING if t.key_ratio is None else f"{t.key_ratio:,.1f}" for t, _ in measured)]
-    kl = [[label, *(format_kl(found[twin.name, label].kl_mean) for twin, _ in measured)] for label in labels[1:]]
-    change = [[label, *(table_row(found[twin.name, label])[2] for twin, _ in measured)] for label in labels[1:]]
+    reference, *labels = dict.fromkeys(result.label for _, tokens in measured for result in tokens.backends)
+    kl, change = [], []
+    for twin, tokens in measured:
+        results = {result.label: result for result in tokens.backends}
+        ratio = MISSING if twin.key_ratio is None else f"{twin.key_ratio:,.1f}"
+        kl.append([twin.name, ratio, *(format_kl(results[label].kl_mean) for label in labels)])
+        change.append([twin.name, *(table_row(results[label])[2] for label in labels)])
     tables += [
-        Table(headers, [ratios, *kl], f"KL per token from the twin's own {labels[0]}")
-        if labels
-        else Table(headers, []),
-        Table(headers, change, f"Change of perplexity against the twin's own {labels[0]}" if labels else ""),
+        Table(("twin", "key ratio", *labels), kl, f"KL per token from the twin's own {reference}"),
+        Table(("twin", *labels), change, f"Change of perplexity against the twin's own {reference}"),
     ]
     notes = [
         f"Ranges: over {section.range_tokens:,} tokens, after the rotary embedding.",
