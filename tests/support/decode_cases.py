@@ -111,7 +111,7 @@ def assert_storages_equal(actual: LayerStorage, expected: LayerStorage) -> None:
 
 
 def assert_decode_matches(case: Case, format: str, dtype: torch.dtype, device: str) -> None:
-    """Hold the decode kernel against exact attention over the same cache: it rounds a few numbers to ``dtype``."""
+    """Hold the decode kernel against exact attention over the same cache: it rounds a few numbers to 16 bits."""
     query, _, _ = case.inputs(dtype, device)
     storage = case.storage(format, dtype, device)
     out, lse = decode_attention(query, storage, **case.options(device))  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def assert_decode_matches(case: Case, format: str, dtype: torch.dtype, device: s
     assert not out.isnan().any()
     rounding = torch.finfo(dtype).eps
     error = relative_error(out, exact)
-    assert error <= 2.0 * rounding, f"{error:.2g} is over {2.0 * rounding:.2g}"
+    assert error <= 2.5 * rounding, f"{error:.2g} is over {2.5 * rounding:.2g}"  # queries, weights, outputs
     assert torch.equal(lse.isneginf(), expected_lse.isneginf())
     seen = ~expected_lse.isneginf()
     magnitude = float(expected_lse[seen].abs().max())

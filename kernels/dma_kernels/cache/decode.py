@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from ..numerics.formats import TILE
+from ..numerics.formats import TILE, padded_channels
 from ..numerics.geometry import LOG2_E, MAX_BAND_TILES
 from ..runtime import chip, replay
 from ..runtime.chip import processors
 from ..runtime.launch import Launcher, on_device
 from ..runtime.tuning import select_decode_tiles
-from .append import record_constants, storage_kind
-from .codes import Record
-from .decode_kernel import combine_kernel, decode_kernel
+from .append import storage_kind
+from .codes import VALUE_GROUP, Record
+from .decode_kernel import ADDED, COLUMNS, decode_kernel
 from .storage import LayerStorage
 
 MAX_QUERIES = 16
 """Queries of a call; longer chunks are for the prefill kernel."""
-_MAX_COLUMNS = 32  # of a program; more would spill registers
 
 
 def decode_attention(
@@ -87,7 +87,7 @@ def launch_decode(
     sinks: Tensor | None,
     new_len: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Launch both kernels.
+    """Launch the kernel.
 
     Args:
         query: As for :func:`decode_attention`.
@@ -113,26 +113,21 @@ def launch_decode(
         processors(query.device),
         query.shape,
         kv_heads,
-        (storage.slots, storage.ring // TILE, storage.key_sink.shape[2] // TILE),
+        storage.slots + (storage.ring + storage.key_sink.shape[2]) // TILE,
         (window is not None, softcap is not None, sinks is not None),
-        chip.is_interpreted(),
     )
-    rows, splits = plan.rows, plan.splits
-    partial = query.new_empty((batch * kv_heads, rows, splits, value_dim), dtype=torch.float32)
-    partial_lse = query.new_empty((batch * kv_heads, rows, splits), dtype=torch.float32)
-    sink_tiles = min(storage.key_sink.shape[2] // TILE, MAX_BAND_TILES)
+    rows, splits = q_heads * q_len, plan.grid[1]
+    partial = query.new_empty((batch, rows, splits + 1, value_dim), dtype=torch.float32)
+    partial_lse = query.new_empty((batch, rows, splits + 1), dtype=torch.float32)
     with on_device(query.device):
-        plan.attend(
+        plan.launcher(
             plan.grid,
             query, storage.body.view(torch.int32), storage.pages, storage.key_tail, storage.value_tail,
-            storage.key_sink, storage.value_sink, storage.lengths, partial, partial_lse,
-            *query.stride(), q_len, new_len, storage.slots, storage.ring // TILE, window or 0,
-            (softcap or 0.0) * LOG2_E, scale * LOG2_E, min(storage.diagonal_tiles, MAX_BAND_TILES), sink_tiles,
-            plan.high_weight,
-        )  # fmt: skip
-        plan.combine(
-            (batch * kv_heads, q_heads // kv_heads * q_len, 1),
-            partial, partial_lse, sinks, storage.lengths, out, lse, *out.stride()[:3], splits, q_len, new_len, rows,
+            storage.key_sink, storage.value_sink, sinks, storage.lengths, storage.arrivals,
+            partial, partial_lse, out, lse, *query.stride(), *out.stride()[:3],
+            q_len, new_len, storage.slots, storage.ring // TILE, window or 0, (softcap or 0.0) * LOG2_E,
+            scale * LOG2_E, min(storage.diagonal_tiles, MAX_BAND_TILES),
+            min(storage.key_sink.shape[2] // TILE, MAX_BAND_TILES), plan.round_cost, *ADDED,
         )  # fmt: skip
     return out, lse
 
@@ -142,20 +137,14 @@ class _Plan:
     """What the calls of one shape have in common.
 
     Attributes:
-        attend: The first kernel.
-        combine: The second.
-        grid: Of the first.
-        rows: Columns of a kv head, padded, for which there are partial results.
-        splits: Partial results of each.
-        high_weight: How many coded tiles a raw one counts for.
+        launcher: Of the kernel.
+        grid: Blocks of 8 columns of kv heads of all rows, and splits.
+        round_cost: A coded tile for each warp, counted in steps over raw ones.
     """
 
-    attend: Launcher
-    combine: Launcher
+    launcher: Launcher
     grid: tuple[int, int, int]
-    rows: int
-    splits: int
-    high_weight: int
+    round_cost: int
 
 
 @functools.lru_cache(maxsize=256)
@@ -165,44 +154,45 @@ def _plan(
     processors: int,
     query_shape: tuple[int, int, int, int],
     kv_heads: int,
-    tiles: tuple[int, int, int],
+    tiles: int,
     has: tuple[bool, bool, bool],
-    is_interpreted: bool,
 ) -> _Plan:
-    """Return the plan of a call; ``tiles`` of body, tail and sinks, ``has`` a window, a softcap and sink logits."""
+    """Return the plan of a call; ``tiles`` there are at most, and it ``has`` a window, a softcap and sink logits."""
     batch, q_heads, q_len, _ = query_shape
     group = q_heads // kv_heads
-    block_n = min(_MAX_COLUMNS, max(8, triton.next_power_of_2(group * q_len)))
-    blocks = triton.cdiv(group * q_len, block_n)
-    constants = record_constants(record, kv_heads)
-    widest = max(constants["BLOCK_D"], constants["BLOCK_DV"])
+    block_d, block_dv = padded_channels(record.head_dim), max(VALUE_GROUP, padded_channels(record.value_dim))
+    blocks = triton.cdiv(group * q_len, COLUMNS)
     sizes = select_decode_tiles(
-        arch, widest, programs=batch * kv_heads * blocks, tiles=sum(tiles), processors=processors
-    )
-    attend = {
-        **constants,
-        "GROUP": group,
-        "BLOCK_N": block_n,
-        "HAS_WINDOW": has[0],
-        "HAS_SOFTCAP": has[1],
-        "STEP": sizes.step,
-        "NUM_STAGES": sizes.num_stages,
-        "IS_INTERPRETED": is_interpreted,
-    }
-    combine = {
+        arch, block_d, block_dv, record.format.bits,
+        programs=batch * kv_heads * blocks, tiles=tiles, processors=processors,
+    )  # fmt: skip
+    columns = min(COLUMNS, triton.next_power_of_2(group * q_len))
+    constants = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
+        "D": record.head_dim,
         "DV": record.value_dim,
-        "BLOCK_DV": constants["BLOCK_DV"],
-        # All at once, up to what the registers hold.
-        "BLOCK_S": min(triton.next_power_of_2(sizes.splits), 8192 // constants["BLOCK_DV"]),
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+        "BITS": record.format.bits,
+        "STEP": sizes.step,
+        "STAGES": sizes.stages,
+        "BLOCK_C": columns,
+        # As many as the registers hold, 64 in each.
+        "BLOCK_S": max(1, min(triton.next_power_of_2(sizes.splits + 1), 2048 * sizes.warps // (columns * block_dv))),
+        "W": sizes.warps,
+        "HAS_WINDOW": has[0],
+        "HAS_SOFTCAP": has[1],
         "HAS_SINKS": has[2],
     }
     return _Plan(
-        attend=Launcher(decode_kernel, attend, num_warps=sizes.num_warps),
-        combine=Launcher(combine_kernel, combine),
-        grid=(batch * kv_heads, sizes.splits, blocks),
-        rows=blocks * block_n,
-        splits=sizes.splits,
-        high_weight=sizes.high_weight,
+        launcher=_launcher(tuple(constants.items()), sizes.warps),
+        grid=(batch * kv_heads * blocks, sizes.splits, 1),
+        round_cost=sizes.round_cost,
     )
+
+
+@functools.cache
+def _launcher(constants: tuple[tuple[str, Any], ...], warps: int) -> Launcher:
+    """Return the launcher of the kernel, one for all plans that agree in its constants."""
+    return Launcher(decode_kernel, dict(constants), num_warps=warps)

@@ -1,6 +1,6 @@
 """A step of decoding on the Triton backend: new keys and values stored, and up to 16 queries answered.
 
-The new keys are stored by a kernel of their own, and the parts of a head are combined by another.
+The new keys are stored by a kernel of their own; the parts of a head are combined by the program that is done last.
 """
 
 from __future__ import annotations

@@ -1,0 +1,77 @@
+"""Gluon, or Triton's interpreter in its place: one source for kernels that fix their layouts and run on a CPU too.
+
+Triton has no interpreter for Gluon. Layouts move no number, so where ``TRITON_INTERPRET=1`` had been set when this
+module was imported, ``gl`` has the functions of :mod:`triton.language` with layouts left out, and ``jit`` is Triton's.
+A module that uses it must also import :mod:`triton.language`, which the interpreter looks for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as _gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy as _async_copy
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+def _matrix_product(a: Any, b: Any, acc: Any) -> Any:
+    """Return ``acc + a @ b``; the interpreter sums products of 16 bits in 16 bits, the matrix units in 32."""
+    return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+
+
+class _Buffer:
+    """Shared memory."""
+
+    def __init__(self) -> None:
+        self._contents: Any = None
+
+    def load(self, layout: Any) -> Any:
+        return self._contents
+
+    def copy(self, pointers: Any) -> None:
+        self._contents = tl.load(pointers)
+
+
+def _nothing(*arguments: Any) -> None:
+    """Stand for what orders copies and warps: the interpreter has one warp, and copies at once."""
+
+
+class _Interpreted:
+    """The functions of :mod:`triton.language`, as they are when they are called: the interpreter replaces them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_gl if name.endswith("Layout") else tl, name)
+
+    @staticmethod
+    def arange(start: Any, end: Any, layout: Any = None) -> Any:
+        return tl.arange(start, end)
+
+    @staticmethod
+    def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
+        return tl.full(shape, value, dtype)
+
+    @staticmethod
+    def convert_layout(value: Any, layout: Any, assert_trivial: bool = False) -> Any:
+        return value
+
+    @staticmethod
+    def allocate_shared_memory(dtype: Any, shape: Any, layout: Any) -> _Buffer:
+        return _Buffer()
+
+
+gl: Any = _Interpreted() if IS_INTERPRETED else _gl
+jit: Any = triton.jit if IS_INTERPRETED else gluon.jit
+constexpr_function: Any = gluon.constexpr_function
+matrix_product: Any = _matrix_product if IS_INTERPRETED else mma_v2
+# Triton 3.9 gave these two their present names.
+_load: Any = getattr(_async_copy, "async_load", None) or _async_copy.async_copy_global_to_shared
+_barrier: Any = _gl.thread_barrier if hasattr(_gl, "thread_barrier") else _gl.barrier
+barrier: Any = _nothing if IS_INTERPRETED else _barrier
+begin_copy: Any = _Buffer.copy if IS_INTERPRETED else _load
+end_copies: Any = _nothing if IS_INTERPRETED else _async_copy.commit_group
+await_copies: Any = _nothing if IS_INTERPRETED else _async_copy.wait_group
