@@ -123,10 +123,11 @@ def test_matches_the_reference(shape: str, recipe: str, launches: list[str]) -> 
     assert launches
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("recipe", ["int8", "e4m3-rotated", "int8-mxfp8"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_wide_heads_match_the_reference(shape: str, recipe: str, launches: list[str]) -> None:
-    assert_matches_reference(replace(SHAPES[shape], head_dim=256), RECIPES[recipe], torch.bfloat16, "cuda")
+def test_other_head_dims_match_the_reference(shape: str, recipe: str, head_dim: int, launches: list[str]) -> None:
+    assert_matches_reference(replace(SHAPES[shape], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
     assert launches
 
 
@@ -161,7 +162,7 @@ def test_fp16_and_transposed_views(recipe: str, launches: list[str]) -> None:
     assert launches
 
 
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_long_calls_take_it_and_equal_the_other_kernel(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[int] = []
     launch = host.prefill_hopper

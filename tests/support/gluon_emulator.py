@@ -216,9 +216,38 @@ def language(program: int) -> SimpleNamespace:
     )  # fmt: skip
 
 
+class NamedBarriers:
+    """The hardware's barriers of a program: each completes when as many threads have come as it is told of."""
+
+    def __init__(self) -> None:
+        self.arrived, self.completed = [0] * 16, [0] * 16
+
+    def arrive(self, barrier: int, threads: int) -> None:
+        self._come(int(barrier), int(threads), 128)
+
+    def sync(self, barrier: int, threads: int) -> None:
+        """Wait as the warp that copies."""
+        with Barrier.turned:
+            before = self.completed[int(barrier)]
+            self._come(int(barrier), int(threads), 32)
+            if not Barrier.turned.wait_for(lambda: self.completed[int(barrier)] != before, PATIENCE):
+                raise TimeoutError("a barrier that nobody completes")
+
+    def _come(self, barrier: int, threads: int, count: int) -> None:
+        assert 0 <= barrier < 16, "there is no such barrier"
+        with Barrier.turned:
+            self.arrived[barrier] += count
+            assert self.arrived[barrier] <= threads, "more arrive than the barrier was made for"
+            if self.arrived[barrier] == threads:
+                self.arrived[barrier] = 0
+                self.completed[barrier] += 1
+                Barrier.turned.notify_all()
+
+
 def emulated(program: int) -> dict[str, Any]:
     """Return the names of the kernel's module, with its functions as plain Python."""
     fake = language(program)
+    named = NamedBarriers()
     names: dict[str, Any] = {
         name: value.value if isinstance(value, gl.constexpr) else value for name, value in vars(hopper_kernel).items()
     }
@@ -237,6 +266,7 @@ def emulated(program: int) -> dict[str, Any]:
             is_own = function.__module__ == hopper_kernel.__name__
             scope = names if is_own else {**function.__globals__, "tl": fake}
             names[name] = FunctionType(function.__code__, scope, name, function.__defaults__, function.__closure__)
+    names |= {"_release": named.arrive, "_acquire": named.sync}
     return names
 
 

@@ -21,7 +21,7 @@ from .hopper_kernel import ROWS, prefill_hopper_kernel
 from .hopper_queries import stage_queries
 from .operands import Operands
 
-HEAD_DIMS = (128, 256)
+HEAD_DIMS = (64, 128, 256)
 LOW_FORMS = (Form.INT8, Form.E4M3, Form.E5M2, Form.DEQUANTIZED)
 HIGH_FORMS = (Form.RAW, Form.DEQUANTIZED)
 _DTYPES = {
@@ -44,9 +44,9 @@ def takes(
 ) -> bool:
     """Whether the kernel computes a call. All others are computed by :mod:`dma_kernels.prefill.kernel`.
 
-    It takes long calls with head dimensions of 128 or 256, whose low keys lie in aligned storage, 8-bit elements with a
-    factor per tile or dequantised ones, and whose low values are E4M3 or 16-bit; without sink logits, softcap, window,
-    padding or mask; with key 0 at the start of a tile and, if causal, a key for every query.
+    It takes long calls with head dimensions of 64, 128 or 256, whose low keys lie in aligned storage, 8-bit elements
+    with a factor per tile or dequantised ones, and whose low values are E4M3 or 16-bit; without sink logits, softcap,
+    window, padding or mask; with key 0 at the start of a tile and, if causal, a key for every query.
 
     Args:
         query: ``[B, Hq, Tq, D]``.

@@ -31,6 +31,7 @@ ROWS = 64
 """Query positions of a warpgroup: the rows of its matrix instructions."""
 
 _ROWS = gl.constexpr(ROWS)
+_PRODUCER_REGISTERS = gl.constexpr(24)
 _TILE = gl.constexpr(TILE)
 _HIGH = gl.constexpr(TILE // 2)  # keys of a block of a high tile: in 16 bits as many bytes as a low tile in 8
 _schedule = gluon.jit(_schedule_triton.fn)
@@ -109,6 +110,23 @@ def _some_channels(v, part: gl.constexpr, WIDTH: gl.constexpr):
     return v
 
 
+# Named barriers for places that are free again. An arrival on a shared-memory barrier is one thread's, and Triton makes
+# its warpgroup meet before each; here every warp arrives for itself and none waits. Triton takes the lowest numbers.
+_FIRST_BARRIER = gl.constexpr(8)
+
+
+@gluon.jit
+def _release(barrier, THREADS: gl.constexpr):
+    """Let the producer have a place; ``THREADS`` are those of all who meet at the barrier."""
+    gl.inline_asm_elementwise("bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, THREADS], gl.int32, False, 1)
+
+
+@gluon.jit
+def _acquire(barrier, THREADS: gl.constexpr):
+    """Wait until all who had a place have released it."""
+    gl.inline_asm_elementwise("bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, THREADS], gl.int32, False, 1)
+
+
 @gluon.jit
 def _next_slot(slot, phase, STAGES: gl.constexpr):
     """Return the place behind ``slot`` in the ring, and the phase of its barriers there."""
@@ -117,22 +135,22 @@ def _next_slot(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _produce(
-    given, GROUPS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, IS_CAUSAL: gl.constexpr
-):
+def _produce(given, GROUPS: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """Copy the program's queries, then every block of keys and values as soon as its place is free."""
     (
-        q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem,
-        q_full, q_empty, full, empty, i_b, i_h, i_kv, i_row, row, first, t_0, t_1, end, storage_tiles,
-        diagonal_tiles, sink_tiles,
+        q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem, q_full, full,
+        i_b, i_h, i_kv, i_row, row, first, t_0, t_1, end, storage_tiles, diagonal_tiles, sink_tiles,
     ) = given  # fmt: skip
+    STAGES: gl.constexpr = k_smem.shape[0]
+    THREADS: gl.constexpr = 128 * GROUPS + 32
+    D: gl.constexpr = q_smem.shape[4]
     IS_FP8: gl.constexpr = v_low_desc.dtype == gl.float8e4nv
+    DV: gl.constexpr = v_smem.shape[1 if IS_FP8 else 4]
     Q_DTYPE: gl.constexpr = q_smem.dtype
     K_LAYOUT: gl.constexpr = k_desc.layout
     V_LAYOUT: gl.constexpr = v_desc.layout
     ARE_KEYS_WIDE: gl.constexpr = _is_16bit(k_low_desc.dtype)
-    K_BYTES: gl.constexpr = D * (2 if ARE_KEYS_WIDE else 1)
-    V_BYTES: gl.constexpr = DV * (1 if IS_FP8 else 2)
+    LOW_BYTES: gl.constexpr = _TILE * (D * (2 if ARE_KEYS_WIDE else 1) + DV * (1 if IS_FP8 else 2))
     mbarrier.expect(q_full, GROUPS * _ROWS * D * (2 if ARE_KEYS_WIDE else 3))
     for g in gl.static_range(GROUPS):
         _copy(q_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_smem.index(g))
@@ -140,38 +158,37 @@ def _produce(
             _copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
     a_0, a_1, b_0, b_1 = _high_blocks(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_a = a_1 - a_0
-    n_high = n_a + b_1 - b_0
-    slot, phase = 0, 1
-    for t in range(n_high):
-        block = gl.where(t < n_a, a_0 + t, b_0 + t - n_a)
-        entry = block * _HIGH - first * _TILE
-        mbarrier.wait(empty.index(slot), phase)
+    slot = 0
+    for t in range(n_a + b_1 - b_0):
+        entry = gl.where(t < n_a, a_0 + t, b_0 + t - n_a) * _HIGH - first * _TILE
+        _acquire(_FIRST_BARRIER + slot, THREADS)
         mbarrier.expect(full.index(slot), _HIGH * (D + DV) * 2)
         k = _high_place(k_smem.index(slot), Q_DTYPE, D, K_LAYOUT)
         _copy(k_desc, [i_b, i_kv, entry, 0], full.index(slot), k)
         v = _high_place(v_smem.index(slot), v_desc.dtype, DV, V_LAYOUT)
         _copy(v_desc, [i_b, i_kv, entry, 0], full.index(slot), v)
-        slot, phase = _next_slot(slot, phase, STAGES)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+    if ARE_KEYS_WIDE:
+        # There is no room for both: these take the place of those of high tiles.
+        _acquire(_FIRST_BARRIER + STAGES, THREADS)
+        mbarrier.expect(q_full, GROUPS * _ROWS * D * 2)
+        for g in gl.static_range(GROUPS):
+            _copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
     c_0, c_1, d_0, d_1 = _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_c = c_1 - c_0
-    n_low = n_c + d_1 - d_0
-    if ARE_KEYS_WIDE:  # noqa: SIM102 (a constexpr branch)
-        if n_low > 0:
-            # There is no room for both: these take the place of those of high tiles.
-            mbarrier.wait(q_empty, 0)
-            mbarrier.expect(q_full, GROUPS * _ROWS * D * 2)
-            for g in gl.static_range(GROUPS):
-                _copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
-    for j in range(n_low):
+    for j in range(n_c + d_1 - d_0):
         tile = gl.where(j < n_c, c_0 + j, d_0 + j - n_c) - first
-        mbarrier.wait(empty.index(slot), phase)
-        mbarrier.expect(full.index(slot), _TILE * (K_BYTES + V_BYTES))
+        _acquire(_FIRST_BARRIER + slot, THREADS)
+        mbarrier.expect(full.index(slot), LOW_BYTES)
         _copy(k_low_desc, [(i_row * storage_tiles + tile) * _TILE, 0], full.index(slot), k_smem.index(slot))
         if IS_FP8:
             _copy(v_low_desc, [(i_row * storage_tiles + tile) * DV, 0], full.index(slot), v_smem.index(slot))
         else:
             _copy(v_low_desc, [i_b, i_kv, tile * _TILE, 0], full.index(slot), v_smem.index(slot))
-        slot, phase = _next_slot(slot, phase, STAGES)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+    # Whoever has released a place has been heard: no barrier is left half full.
+    for place in gl.static_range(STAGES):
+        _acquire(_FIRST_BARRIER + place, THREADS)
 
 
 @gluon.jit
@@ -217,11 +234,11 @@ def _add_all_values(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: g
 
 
 @gluon.jit
-def _pass_by(full, empty, slot, phase, count, STAGES: gl.constexpr):
+def _pass_by(full, slot, phase, count, STAGES: gl.constexpr, THREADS: gl.constexpr):
     """Let go of the next ``count`` blocks as they come; return the place behind them."""
     for _ in range(count):
         mbarrier.wait(full.index(slot), phase)
-        mbarrier.arrive(empty.index(slot))
+        _release(_FIRST_BARRIER + slot, THREADS)
         slot, phase = _next_slot(slot, phase, STAGES)
     return slot, phase
 
@@ -247,20 +264,24 @@ def _add_sums(sums, p, alpha):
 
 @gluon.jit
 def _consume(
-    given, G: gl.constexpr, HIGH_LAYOUT: gl.constexpr, V_HIGH_LAYOUT: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
+    given, G: gl.constexpr, GROUPS: gl.constexpr, HIGH_LAYOUT: gl.constexpr, V_HIGH_LAYOUT: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
 ):  # fmt: skip
     """Compute the output of 64 query positions from ``position + 64 G`` on."""
     (
-        q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
+        q_smem, q_low_smem, k_smem, v_smem, q_full, full,
         out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
         position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
     ) = given  # fmt: skip
+    STAGES: gl.constexpr = k_smem.shape[0]
+    THREADS: gl.constexpr = 128 * GROUPS + 32
+    for place in gl.static_range(STAGES):
+        _release(_FIRST_BARRIER + place, THREADS)
+    slot, phase = 0, 0
     Q_DTYPE: gl.constexpr = q_smem.dtype
     V_DTYPE: gl.constexpr = v_smem.dtype
     V_HIGH_DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     IS_FP8: gl.constexpr = gl.float8e4nv == V_DTYPE
-    STAGES: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[2]
     DV: gl.constexpr = v_smem.shape[1 if IS_FP8 else 4]
     EXPONENT: gl.constexpr = 8.0 if IS_FP8 else 0.0
@@ -301,7 +322,6 @@ def _consume(
     if HAS_MEAN and IS_HIGH_RAW:
         h_rows = q_pos - q_offset
         shift = gl.load(rows_ptr + plane + h_rows, mask=(h_rows >= 0) & (h_rows < q_len), other=0.0) * logit_scale
-    slot, phase = 0, 0
     for t in range(n_high):
         block = gl.where(t < n_a, a_0 + t, b_0 + t - n_a)
         tile = block // 2
@@ -332,7 +352,7 @@ def _consume(
             product = _values_product(acc, p, alpha, v, O_HIGH_LAYOUT)
             acc = warpgroup_mma_wait(0, deps=[product])
             m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
-        mbarrier.arrive(empty.index(slot))
+        _release(_FIRST_BARRIER + slot, THREADS)
         slot, phase = _next_slot(slot, phase, STAGES)
 
     # ---- low tiles: the whole ones, then one that the keys end in
@@ -345,46 +365,28 @@ def _consume(
     # Of those the program visits, the warpgroup's own are c_0..c_2 and d_2..d_1; it passes by the others.
     c_2 = gl.where(is_mine, gl.maximum(gl.minimum(c_1, tile_q - diagonal_tiles), c_0), c_0)
     d_2 = gl.where(is_mine, gl.minimum(gl.maximum(d_0, tile_q + reach + 1), d_1), d_1)
-    n_c = c_2 - c_0
-    n_own = n_c + d_1 - d_2
-    n_passed = c_1 - c_2 + d_2 - d_0
-    n_whole = n_own
-    if not IS_CAUSAL:
-        is_cut = (kv_end % _TILE != 0) & (gl.where(d_1 > d_2, d_1, c_2) * _TILE > kv_end)
-        n_whole = gl.where(is_cut & (n_own > 0), n_own - 1, n_own)
     if ARE_KEYS_WIDE:
-        mbarrier.arrive(q_empty)
-        mbarrier.wait(q_full, 1, pred=n_own > 0)
+        _release(_FIRST_BARRIER + STAGES, THREADS)
+        mbarrier.wait(q_full, 1)
     q = q_low_smem.index(G).reshape([_ROWS, D])
     zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
-    if n_c == 0:
-        slot, phase = _pass_by(full, empty, slot, phase, n_passed, STAGES)
-    mbarrier.wait(full.index(slot), phase, pred=n_own > 0)
-    tile = gl.where(n_c > 0, c_0, d_2)
-    key_factor = 1.0
-    if k_low_factor_ptr is not None:
-        key_factor = gl.load(k_low_factor_ptr + tile - first, mask=n_own > 0, other=1.0)
-    for IS_EDGE in gl.static_range(0, 1 if IS_CAUSAL else 2):
-        for j in range(n_whole if IS_EDGE else 0, n_own if IS_EDGE else n_whole):
-            next_tile = gl.where(j + 1 == n_c, d_2, tile + 1)
-            next_slot, next_phase = _next_slot(slot, phase, STAGES)
-            k = k_smem.index(slot).permute([1, 0])
-            s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-            next_factor = key_factor
+    for part in range(1 if IS_CAUSAL else 2):
+        tile, last_tile = c_0, c_2
+        if not IS_CAUSAL:
+            if part == 1:
+                slot, phase = _pass_by(full, slot, phase, c_1 - c_2 + d_2 - d_0, STAGES, THREADS)
+                tile, last_tile = d_2, d_1
+            last_tile = gl.maximum(gl.minimum(last_tile, kv_end // _TILE), tile)
+        mbarrier.wait(full.index(slot), phase, pred=tile < last_tile)
+        for i in range(tile, last_tile):
+            s = warpgroup_mma(q, k_smem.index(slot).permute([1, 0]), zero, use_acc=False, is_async=True)
+            factor = row_factor
             if k_low_factor_ptr is not None:
-                # A block ahead and behind the product: neither waits for the other.
-                next_factor = gl.load(k_low_factor_ptr + next_tile - first, mask=j + 1 < n_own, other=1.0)
+                factor = row_factor * gl.load(k_low_factor_ptr + i - first)
             s = warpgroup_mma_wait(0, deps=[s])
-            factor = row_factor * key_factor
-            if IS_EDGE:
-                k_pos = tile * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_LAYOUT))
-                logits = gl.where((k_pos < kv_end)[None, :], s.to(gl.float32) * factor[:, None], float("-inf"))
-                m_new = gl.maximum(m_i, gl.max(logits, 1))
-                p = gl.exp2(logits + (EXPONENT - m_new)[:, None])
-            else:
-                # Of integers Hopper takes the larger of three at a time.
-                m_new = gl.maximum(m_i, gl.max(s, 1).to(gl.float32) * factor)
-                p = gl.exp2(s.to(gl.float32) * factor[:, None] + (EXPONENT - m_new)[:, None])
+            # Of integers Hopper takes the larger of three at a time.
+            m_new = gl.maximum(m_i, gl.max(s, 1).to(gl.float32) * factor)
+            p = gl.exp2(s.to(gl.float32) * factor[:, None] + (EXPONENT - m_new)[:, None])
             alpha = gl.exp2(m_i - m_new)
             if WIDTH < DV:
                 # There are no registers to keep the probabilities in fp32 while the product is computed.
@@ -395,17 +397,37 @@ def _consume(
             if WIDTH == DV:
                 sums = _add_sums(sums, p, alpha)
             m_i = m_new
-            if j + 1 == n_c:
-                next_slot, next_phase = _pass_by(full, empty, next_slot, next_phase, n_passed, STAGES)
-            if STAGES > 2:
-                # For the next block, while the product is computed.
-                mbarrier.wait(full.index(next_slot), next_phase, pred=j + 1 < n_own)
+            next_slot, phase = _next_slot(slot, phase, STAGES)
+            # For the next block, while the product is computed.
+            mbarrier.wait(full.index(next_slot), phase, pred=i + 1 < last_tile)
             accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, O_LAYOUT)
-            mbarrier.arrive(empty.index(slot))
-            if STAGES <= 2:
-                # Where a block is passed by, the next one takes the place that this one has just left.
-                mbarrier.wait(full.index(next_slot), next_phase, pred=j + 1 < n_own)
-            tile, key_factor, slot, phase = next_tile, next_factor, next_slot, next_phase
+            _release(_FIRST_BARRIER + slot, THREADS)
+            slot = next_slot
+    if IS_CAUSAL:
+        slot, phase = _pass_by(full, slot, phase, c_1 - c_2, STAGES, THREADS)
+    elif kv_end % _TILE != 0:
+        # The tile that the keys end in is the last one, if it is low.
+        tile = kv_end // _TILE
+        if ((tile >= c_0) & (tile < c_2)) | ((tile >= d_2) & (tile < d_1)):
+            mbarrier.wait(full.index(slot), phase)
+            s = warpgroup_mma(q, k_smem.index(slot).permute([1, 0]), zero, use_acc=False, is_async=True)
+            factor = row_factor
+            if k_low_factor_ptr is not None:
+                factor = row_factor * gl.load(k_low_factor_ptr + tile - first)
+            s = warpgroup_mma_wait(0, deps=[s])
+            k_pos = tile * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_LAYOUT))
+            logits = gl.where((k_pos < kv_end)[None, :], s.to(gl.float32) * factor[:, None], float("-inf"))
+            m_new = gl.maximum(m_i, gl.max(logits, 1))
+            p = gl.exp2(logits + (EXPONENT - m_new)[:, None])
+            alpha = gl.exp2(m_i - m_new)
+            sums = _add_sums(sums, p, alpha)
+            operand = _operand(p, V_DTYPE, P_LAYOUT)
+            v = v_smem.index(slot) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
+            product = _values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
+            m_i = m_new
+            accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, O_LAYOUT)
+            _release(_FIRST_BARRIER + slot, THREADS)
+            slot, phase = _next_slot(slot, phase, STAGES)
 
     l_i = gl.convert_layout(gl.sum(sums, 1), ROW, assert_trivial=True)
     is_empty = l_i == 0.0
@@ -429,15 +451,15 @@ def _consume(
 
 @gluon.jit(
     do_not_specialize=[
-        "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "section", "kv_rows", "diagonal_tiles",
-        "sink_tiles",
+        "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "section", "kv_rows",
+        "diagonal_tiles", "sink_tiles",
     ],
 )  # fmt: skip
 def prefill_hopper_kernel(
     q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc,
     out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ob, stride_oh, stride_ot,
-    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, diagonal_tiles, sink_tiles,
-    logit_scale,
+    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, diagonal_tiles,
+    sink_tiles, logit_scale,
     Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
@@ -465,7 +487,7 @@ def prefill_hopper_kernel(
         q_len: Queries.
         kv_len: Keys; causal, they reach at least as far as the queries.
         storage_tiles: Tiles of low keys of a head.
-        blocks: Programs of a head.
+        blocks: Programs of a query head.
         section: kv heads worked on at a time.
         kv_rows: kv heads of all batch rows.
         diagonal_tiles: Of the rule.
@@ -514,50 +536,43 @@ def prefill_hopper_kernel(
     k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [STAGES, _TILE, D], k_low_desc.layout)
     V_SHAPE: gl.constexpr = [STAGES, DV, _TILE] if v_low_desc.dtype == gl.float8e4nv else [STAGES, 1, 1, _TILE, DV]
     v_smem = gl.allocate_shared_memory(v_low_desc.dtype, V_SHAPE, v_low_desc.layout)
-    # In one piece: with 8-bit keys nobody waits for the second, and its memory would be given to the arguments of the
-    # warpgroups. Who writes over a barrier faults when the chip switches to another process and back.
-    q_barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_full, q_empty = q_barriers.index(0), q_barriers.index(1)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=GROUPS)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()
     K_LAYOUT: gl.constexpr = k_desc.layout
     V_LAYOUT: gl.constexpr = v_desc.layout
     # What they are given, but for the constexprs: a tuple would make tensors of those.
     computing = (
-        q_smem, q_low_smem, k_smem, v_smem, q_full, q_empty, full, empty,
+        q_smem, q_low_smem, k_smem, v_smem, q_full, full,
         out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
         position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
     )  # fmt: skip
     copying = (
-        q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem,
-        q_full, q_empty, full, empty, i_b, i_h, i_kv, i_row, position - q_offset,
-        first, t_0, t_1, end, storage_tiles, diagonal_tiles, sink_tiles,
+        q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem, q_full, full,
+        i_b, i_h, i_kv, i_row, position - q_offset, first, t_0, t_1, end, storage_tiles, diagonal_tiles, sink_tiles,
     )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (computing, 0, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
-                (_consume, (computing, 1, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
-                (_produce, (copying, GROUPS, STAGES, D, DV, IS_CAUSAL)),
+                (_consume, (computing, 0, 2, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 1, 2, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
+                (_produce, (copying, 2, IS_CAUSAL)),
             ],
             [4, 1],
-            [REGISTERS, 24],
+            [REGISTERS, _PRODUCER_REGISTERS],
         )
     else:
         gl.static_assert(GROUPS == 3, "as many warpgroups as are listed here")
         gl.warp_specialize(
             [
-                (_consume, (computing, 0, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
-                (_consume, (computing, 1, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
-                (_consume, (computing, 2, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
-                (_produce, (copying, GROUPS, STAGES, D, DV, IS_CAUSAL)),
+                (_consume, (computing, 0, 3, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 1, 3, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 2, 3, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
+                (_produce, (copying, 3, IS_CAUSAL)),
             ],
             [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [REGISTERS, REGISTERS, _PRODUCER_REGISTERS],
         )

@@ -88,8 +88,14 @@ def select_tiles(
         # 64 x 128 with 4 warps against 128 x 128 with 8: 806 to 549 at head_dim 128 and 32K (attention alone), and
         # with 16-bit values 613 to 523. Several programs then share a multiprocessor, and one computes its softmax
         # while another keeps the matrix units busy. Queries from shared memory, not registers: 820 against 668.
-        # High tiles in blocks of 64, two in flight: at 8K 720, against 689 with one and 690 with one of 128.
-        hopper = _hopper_tiles(are_keys_8bit, are_values_8bit) if widest == 128 else None
+        # High tiles in blocks of 64 keys, where low values have 8 bits one in flight: 87.7 us at 2K, 254.6 for 8 x 1K,
+        # 244 at 4K. With two there is room for a program less: 99.1, 290.9, 295; two of 32 keys 92.0, 266.0, 254. At
+        # head_dim 64 it makes no difference in time, and 32 keys spill least.
+        hopper = None
+        if widest == 128:
+            hopper = _hopper_tiles(are_keys_8bit, are_values_8bit)
+        elif widest == 64 and are_keys_8bit and are_values_8bit:
+            hopper = _narrow_hopper_tiles()
         tiles = PrefillTiles(64, 128, num_warps=4, num_stages=2, high_stages=2, stage_queries=True, hopper=hopper)
         if not (are_keys_8bit and are_values_8bit):
             return tiles
@@ -149,22 +155,36 @@ def select_tiles(
 def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     """Return the sizes for head dimensions of 128, where products are of 64 x 128 scores.
 
-    Three warpgroups leave a thread 160 registers, which a block's scores, its product and the output just fit in. Two,
-    with 240 registers and two blocks of keys at a time: 813 TFLOP/s at 32K against 918, as the slower units
-    (exponentials, conversions) then idle more. A token that makes warpgroups begin their scores one after the other:
-    883 to 920 against 912. A quarter of the exponentials as polynomials, of more instructions: 840 against 891.
+    Three warpgroups leave a thread 160 registers, which a block's scores, its product and the output just fit in. What
+    the loop spills costs: with five accesses 10.9 ms at 32K, 10.05 with none (and none of the barriers that Triton puts
+    before an arrival). One program for each multiprocessor, which goes through many blocks of queries, spills six: 10.9
+    at 32K. Turns, so that one warpgroup at a time computes its softmax, or its scores: 13.2, 16.8 ms.
+
+    Two warpgroups, with 240 registers and two blocks of keys at a time: 813 TFLOP/s at 32K against 918, as the slower
+    units (exponentials, conversions) then idle more. A token that makes warpgroups begin their scores one after the
+    other: 883 to 920 against 912. A quarter of the exponentials as polynomials, of more instructions: 840 against 891.
 
     One program fills a multiprocessor, and what it does before and behind its loop is hidden by nothing. So it pays for
     long rows alone. Against the other kernel, quantising counted, in milliseconds: 8-bit keys and E4M3 values 0.236 to
     0.226 at 4K, 0.694 to 0.733 at 8K, 9.31 to 10.94 at 32K; 16-bit keys (``fp4``) 0.365 to 0.416 at 4K, 11.37 to 15.49
     at 32K, and 16-bit values too (``kv4``) 0.308 to 0.370 and 13.18 to 17.38; 8-bit keys and 16-bit values (``paper``)
-    0.273 to 0.299 and 11.52 to 14.57. At head_dim 64 (``balanced``) it gains too little: 2.05 to 2.02 at 16K, 31.4 to
-    32.4 at 64K.
+    0.273 to 0.299 and 11.52 to 14.57.
     """
     # As many blocks as fit in shared memory.
     stages = {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2}[are_keys_8bit, are_values_8bit]
-    min_keys = 8_192 if are_keys_8bit and are_values_8bit else 4_096
-    return HopperTiles(groups=3, stages=stages, registers=160, min_keys=min_keys, min_rows=32 * min_keys)
+    # With values of high tiles in 16 bits (an H200, Triton 3.6): 1 x 4K takes the other kernel 245 us, this one
+    # (with persistent programs) 259; 8 x 4K 2,065 and 1,954. What counts is how many programs share the chip.
+    min_rows = 32 * (8_192 if are_keys_8bit and are_values_8bit else 4_096)
+    return HopperTiles(groups=3, stages=stages, registers=160, min_keys=4_096, min_rows=min_rows)
+
+
+def _narrow_hopper_tiles() -> HopperTiles:
+    """Return the sizes for head dimensions of 64, with 8-bit keys and E4M3 values.
+
+    Against the other kernel, as CUDA graphs in microseconds (Triton 3.6): 4K 173 to 171, 8K 534 to 555, 16K 1,912 to
+    2,006, 64K 28,400 to 30,760.
+    """
+    return HopperTiles(groups=3, stages=4, registers=160, min_keys=8_192, min_rows=32 * 8_192)
 
 
 def _wide_hopper_tiles() -> HopperTiles:
@@ -172,7 +192,8 @@ def _wide_hopper_tiles() -> HopperTiles:
 
     The output takes 128 registers of a thread and a block's scores 64, so there are two warpgroups. The product with
     values goes 64 channels at a time: with 128 a product, of which two are in flight, spills a quarter of the output,
-    0.92 / 13.0 ms against 0.71 / 8.3 at 8K / 32K (16 query and 8 kv heads). With 64 nine registers are spilled.
+    0.92 / 13.0 ms against 0.71 / 8.3 at 8K / 32K (16 query and 8 kv heads). With 64 nine registers were spilled; since
+    values of high tiles have 16 bits it is fifty, and with the loop of then 0.89 / 12.0 against 0.79 / 9.8.
 
     The other kernel has one program on a multiprocessor too, and is overtaken early, as CUDA graphs in microseconds:
     512 keys 44.5 against 39.3, 1K 60.0 against 65.6, 2K 107 against 149, 4K 255 against 419; 8 query heads at 2K 68

@@ -84,6 +84,7 @@ def test_takes_recipes_with_low_tiles(recipe: str) -> None:
         {"is_causal": False},
         {"kv_offset": TILE, "q_offset": TILE},
         {"q_offset": 5, "is_causal": False},
+        {"head_dim": 64},
         {"head_dim": 256},
         {"tiles": replace(ANY_LENGTH, min_keys=LENGTH, min_rows=2 * LENGTH)},
     ],
@@ -97,7 +98,6 @@ def test_takes_plain_calls(call: dict[str, Any]) -> None:
     "call",
     [
         {"recipe": "identity"},
-        {"head_dim": 64},
         {"head_dim": 96},
         {"head_dim": 192},
         {"tiles": replace(ANY_LENGTH, min_keys=LENGTH + 1)},
@@ -142,7 +142,7 @@ def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     (90, 128, "int8", True),
     (90, 128, "paper", True),
     (90, 96, "int8", True),
-    (90, 64, "int8", False),
+    (90, 64, "int8", True),
     (90, 256, "int8", True),
     (90, 256, "paper", False),
     (90, 256, "fp4", False),
@@ -284,6 +284,11 @@ def test_emulated_recipes_match_the_reference(recipe: str, emulated: None) -> No
 @pytest.mark.parametrize("case", ["causal", "one-tile", "wide"])
 def test_emulated_wide_heads_match_the_reference(case: str, recipe: str, emulated: None) -> None:
     assert_matches_reference(replace(CASES[case], head_dim=256), RECIPES[recipe], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("case", ["causal", "wide"])
+def test_emulated_narrow_heads_match_the_reference(case: str, emulated: None) -> None:
+    assert_matches_reference(replace(CASES[case], head_dim=64), RECIPES["int8"], torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("recipe", ["int8", "kv4"])
