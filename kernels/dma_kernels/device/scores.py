@@ -13,17 +13,13 @@ _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 
 
 @triton.jit
-def storage_entry(position, k_start, aligned_start, storage_len, sink_end, gap, LAYOUT: tl.constexpr):
+def storage_entry(position, k_start, aligned_start, LAYOUT: tl.constexpr):
     """Return where the key at a position is stored, see the layouts in :mod:`dma_kernels.prefill.operands`."""
     if LAYOUT == "caller":
         entry = position - k_start
-    elif LAYOUT == "aligned":
-        entry = position - aligned_start
-    elif LAYOUT == "ring":
-        entry = (position - aligned_start) % storage_len
     else:
-        tl.static_assert(LAYOUT == "gapped", "LAYOUT must be caller, aligned, ring or gapped")
-        entry = tl.where(position < sink_end, position, position - gap)
+        tl.static_assert(LAYOUT == "aligned", "LAYOUT must be caller or aligned")
+        entry = position - aligned_start
     return entry
 
 
@@ -261,9 +257,7 @@ def attend(
     s,  # [BM, BN] scores, or base-2 logits where they are scaled already
     factor,  # [BM] turns a score into a base-2 logit
     v,  # [BN, DV]
-    value_factor,  # [DV], used where HAS_VALUE_FACTOR
     IS_SCALED: tl.constexpr,
-    HAS_VALUE_FACTOR: tl.constexpr,
     VALUE_FORM: tl.constexpr,
     IS_PV_FP8: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
@@ -285,10 +279,7 @@ def attend(
     l_i = l_i * alpha + tl.sum(p, 1)
     if VALUE_FORM == "e4m3":
         # A fresh accumulator for each block: Hopper's FP8 units add up in fewer bits than fp32.
-        product = dot(to_e4m3(permute_keys(p), IS_INTERPRETED), v, IS_INTERPRETED)
-        if HAS_VALUE_FACTOR:
-            product = product * value_factor[None, :]
-        acc = acc * alpha[:, None] + product
+        acc = acc * alpha[:, None] + dot(to_e4m3(permute_keys(p), IS_INTERPRETED), v, IS_INTERPRETED)
     else:
         if IS_PV_FP8 and VALUE_FORM == "dequantized":
             p = round_to_e4m3(p)

@@ -87,7 +87,7 @@ def prefill_attention(
         geometry.is_causal, operands.low is not None, rows is not None, geometry.window is not None,
         softcap is not None, sinks is not None, mask is not None, operands.key_mean is not None,
         operands.query_factor is not None, high.key_factor is not None, low.key_factor is not None,
-        0 if low.value_factor is None else low.value_factor.ndim, operands.lets_next_start,
+        low.value_factor is not None, operands.lets_next_start,
     )  # fmt: skip
     values = constants.values
     k_desc = v_desc = k_low_desc = v_low_desc = low.key  # unused without tensor copies
@@ -113,7 +113,7 @@ def prefill_attention(
     constants.launcher(
         (blocks * q_heads * batch, 1, 1),
         query, high.key, high.value, low.key, low.value, high.key_scale, low.key_scale,
-        high.key_factor, low.key_factor, low.value_factor, operands.query_factor, operands.key_mean, operands.gap,
+        high.key_factor, low.key_factor, low.value_factor, operands.query_factor, operands.key_mean,
         k_desc, v_desc, k_low_desc, v_low_desc,
         out, lse, sinks, None if mask is None else mask.view(torch.uint8), rows,
         *query.stride(), *high.key.stride(), *high.value.stride(), *out.stride()[:3], *_mask_strides(mask),
@@ -168,7 +168,7 @@ def _constants(
     has_query_factor: bool,
     has_k_factor: bool,
     has_k_low_factor: bool,
-    value_factor_dims: int,
+    has_value_factor: bool,
     use_pdl: bool,
 ) -> _Constants:
     is_packed = Form.PACKED in (high_form, low_form)
@@ -215,7 +215,7 @@ def _constants(
         "HAS_QUERY_FACTOR": has_query_factor,
         "HAS_K_FACTOR": has_k_factor,
         "K_LOW_FACTOR": ("head" if low_form is Form.PACKED else "tile") if has_k_low_factor else "none",
-        "VALUE_FACTOR": {0: "none", 3: "channel", 4: "tile"}[value_factor_dims],
+        "HAS_VALUE_FACTOR": has_value_factor,
         "IS_PV_FP8": recipe.pv != UNQUANTIZED,
         "STAGE_QUERIES": tiles.stage_queries and has_low and head_dim <= _staged_dim(low_form, value_dim),
         "USE_TMA": use_tma,
@@ -247,7 +247,7 @@ def _storage_len(operands: Operands) -> int:
         if tile_operands is not None:
             if tile_operands.value_form == Form.E4M3:
                 return tile_operands.value.shape[2] * TILE
-            if tile_operands.key_layout in ("aligned", "ring"):
+            if tile_operands.key_layout == "aligned":
                 return tile_operands.key.shape[2]
     return TILE
 

@@ -68,7 +68,7 @@ def _schedule(blocks, kv_heads, section, GROUP: tl.constexpr, IS_CAUSAL: tl.cons
 )  # fmt: skip
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_low_ptr, v_low_ptr, k_scale_ptr, k_low_scale_ptr,
-    k_factor_ptr, k_low_factor_ptr, value_factor_ptr, query_factor_ptr, mean_ptr, gap_ptr,
+    k_factor_ptr, k_low_factor_ptr, value_factor_ptr, query_factor_ptr, mean_ptr,
     k_desc, v_desc, k_low_desc, v_low_desc,
     out_ptr, lse_ptr, sinks_ptr, mask_ptr, rows_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd,
@@ -90,13 +90,13 @@ def prefill_kernel(
     IS_CAUSAL: tl.constexpr, HAS_LOW: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_QUERY_FACTOR: tl.constexpr, HAS_K_FACTOR: tl.constexpr, K_LOW_FACTOR: tl.constexpr,
-    VALUE_FACTOR: tl.constexpr, IS_PV_FP8: tl.constexpr, STAGE_QUERIES: tl.constexpr,
+    HAS_VALUE_FACTOR: tl.constexpr, IS_PV_FP8: tl.constexpr, STAGE_QUERIES: tl.constexpr,
     USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute attention for a block of queries of a head; arguments as :mod:`dma_kernels.prefill.operands` names them.
 
     Constexprs beside those: ``BLOCK_H`` and ``BLOCK_N`` are the keys in a block of a high and of a low tile.
-    ``VALUE_FACTOR`` is ``none``, ``channel`` or ``tile``; ``K_LOW_FACTOR`` is ``none``, ``head`` or ``tile``.
+    ``K_LOW_FACTOR`` is ``none``, ``head`` or ``tile``.
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     EXPONENT: tl.constexpr = 8.0 if IS_PV_FP8 else 0.0
@@ -104,7 +104,7 @@ def prefill_kernel(
     # log of the denominator gets it back. A cap sees it: scores of raw keys have it, and all others get it back.
     IS_SHIFTED: tl.constexpr = HAS_MEAN and not HAS_SOFTCAP
     RESTORES_SHIFT: tl.constexpr = HAS_MEAN and HAS_SOFTCAP
-    MASK_HIGH: tl.constexpr = HIGH_LAYOUT == "caller" or HIGH_LAYOUT == "gapped"
+    MASK_HIGH: tl.constexpr = HIGH_LAYOUT == "caller"
     MASK_LOW_VALUES: tl.constexpr = LOW_VALUE_LAYOUT == "caller"
     # A model's own 16 bits stay where a side is not quantised (operands.dequantized_dtype).
     IS_LOW_UNQUANTIZED: tl.constexpr = LOW_Q_FORMAT == "bf16" or LOW_K_FORMAT == "bf16"
@@ -157,9 +157,6 @@ def prefill_kernel(
     sink_end = sink_tiles * _TILE
     band_start = tile_start - diagonal_tiles * _TILE
     band_end = tile_start + (diagonal_tiles + 1) * _TILE
-    gap = 0
-    if HIGH_LAYOUT == "gapped":
-        gap = tl.load(gap_ptr + i_b)
     q_base = q_ptr + i_b * stride_qb + i_h * stride_qh
     mask_base = mask_ptr
     if HAS_MASK:
@@ -231,7 +228,7 @@ def prefill_kernel(
     count = a_last - a_first
     for t in tl.range(0, count + b_last - b_first, num_stages=HIGH_STAGES):
         position = tl.where(t < count, a_first + t, b_first + t - count) * BLOCK_H
-        entry = storage_entry(position, k_start, aligned_start, storage_len, sink_end, gap, HIGH_LAYOUT)
+        entry = storage_entry(position, k_start, aligned_start, HIGH_LAYOUT)
         if HIGH_FORM == "raw":
             k = load_raw(
                 k_desc, k_base, i_b, i_kv, entry, stride_kt, stride_kd, k_len, MASK_HIGH, USE_RAW_TMA,
@@ -252,7 +249,7 @@ def prefill_kernel(
             (position < inner_start) | (position + BLOCK_H > inner_end), IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK,
             RESTORES_SHIFT and HIGH_FORM != "raw",
         )  # fmt: skip
-        entry = storage_entry(position, k_start, aligned_start, storage_len, sink_end, gap, HIGH_VALUE_LAYOUT)
+        entry = storage_entry(position, k_start, aligned_start, HIGH_VALUE_LAYOUT)
         v = load_raw(
             v_desc, v_base, i_b, i_kv, entry, stride_vt, stride_vd, v_len, True, USE_RAW_TMA, DV, BLOCK_DV, BLOCK_H
         )
@@ -260,7 +257,7 @@ def prefill_kernel(
             # What is hidden may be anything, and no probability of 0 makes up for a NaN.
             is_shown = (position + o_h >= visible_start) & (position + o_h < visible_end)
             v = tl.where(is_shown[:, None], v, 0.0)
-        acc, l_i, m_i = attend(acc, l_i, m_i, s, factor, v, l_i, True, False, "raw", IS_PV_FP8, IS_INTERPRETED)
+        acc, l_i, m_i = attend(acc, l_i, m_i, s, factor, v, True, "raw", IS_PV_FP8, IS_INTERPRETED)
 
     if HAS_LOW:
         if STAGE_QUERIES:
@@ -282,7 +279,7 @@ def prefill_kernel(
         if K_LOW_FACTOR == "head":
             low_factor *= tl.load(k_low_factor_ptr + i_row)
 
-        if VALUE_FACTOR == "channel":
+        if HAS_VALUE_FACTOR:
             # From here on the output counts in units of the E4M3 values: powers of two, so this is exact.
             acc *= (1.0 / tl.load(value_factor_ptr + i_row * DV + o_v, mask=o_v < DV, other=1.0))[None, :]
 
@@ -311,7 +308,7 @@ def prefill_kernel(
                     block = tl.where(t < n_1, c_first + t, c_out + t - n_1)
                     block = tl.where(t < n_2, block, tl.where(t < n_3, d_first + t - n_2, d_out + t - n_3))
                 position = block * BLOCK_N
-                entry = storage_entry(position, k_start, aligned_start, storage_len, sink_end, gap, LOW_LAYOUT)
+                entry = storage_entry(position, k_start, aligned_start, LOW_LAYOUT)
                 k, k_scale = load_keys(
                     k_low_desc, k_low_ptr, k_low_scale_ptr, i_row * storage_len, entry, storage_len,
                     LOW_FORM, LOW_K_FORMAT, False, USE_TMA, D, BLOCK_D, BLOCK_N,
@@ -326,7 +323,7 @@ def prefill_kernel(
                         window, mask_base, stride_mq, stride_mk, q_start, q_end, k_start,
                         not IS_INNER, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, RESTORES_SHIFT,
                     )  # fmt: skip
-                entry = storage_entry(position, k_start, aligned_start, storage_len, sink_end, gap, LOW_VALUE_LAYOUT)
+                entry = storage_entry(position, k_start, aligned_start, LOW_VALUE_LAYOUT)
                 v = load_values(
                     v_low_desc, v_low_base, tile_row * DV, i_b, i_kv, entry, v_low_len, stride_vt, stride_vd,
                     LOW_VALUE_FORM, MASK_LOW_VALUES and not IS_INNER, USE_TMA, USE_RAW_TMA, DV, BLOCK_DV, BLOCK_N,
@@ -334,18 +331,14 @@ def prefill_kernel(
                 if HAS_ROWS and LOW_VALUE_FORM == "raw" and not IS_INNER:
                     is_shown = (position + o_n >= visible_start) & (position + o_n < visible_end)
                     v = tl.where(is_shown[:, None], v, 0.0)
-                value_factor = l_i
-                if VALUE_FACTOR == "tile":
-                    offset_v = (tile_row + (entry >> _TILE_SHIFT)) * DV + o_v
-                    value_factor = tl.load(value_factor_ptr + offset_v, mask=o_v < DV, other=0.0)
                 acc, l_i, m_i = attend(
-                    acc, l_i, m_i, s, block_factor, v, value_factor, HAS_SOFTCAP or not IS_INNER,
-                    VALUE_FACTOR == "tile", LOW_VALUE_FORM, IS_PV_FP8, IS_INTERPRETED,
+                    acc, l_i, m_i, s, block_factor, v, HAS_SOFTCAP or not IS_INNER, LOW_VALUE_FORM, IS_PV_FP8,
+                    IS_INTERPRETED,
                 )  # fmt: skip
 
     is_empty = l_i == 0.0
     acc *= (1.0 / tl.where(is_empty, 1.0, l_i))[:, None]
-    if VALUE_FACTOR == "channel":
+    if HAS_VALUE_FACTOR:
         acc *= tl.load(value_factor_ptr + i_row * DV + o_v, mask=o_v < DV, other=0.0)[None, :]
     offset = rows.to(tl.int64)[:, None] * stride_ot + o_v[None, :]
     out = acc.to(out_ptr.dtype.element_ty)

@@ -13,9 +13,6 @@ Layouts of keys and values, ``kv_base[b]`` being the start of the tile that key 
     ``caller``: entry ``j`` is key ``j`` of the caller.
     ``aligned``: entry ``s`` holds position ``kv_base[b] + s``. Whole tiles of storage; whatever the padding, every
     block of the rule is aligned in memory.
-    ``ring``: aligned, modulo the entries of storage: a sliding window's cache.
-    ``gapped``: position ``p`` is at entry ``p`` below the sinks' end and at ``p - gap[b]`` from there on: a cache's
-    16-bit sinks and band in one tensor.
 """
 
 from __future__ import annotations
@@ -36,13 +33,13 @@ class TileOperands:
         value: Values.
         key_form: Form of ``key``.
         value_form: ``raw``, ``dequantized`` or ``e4m3``; of high tiles ``raw``.
-        key_layout: ``caller``, ``aligned``, ``ring`` or ``gapped``.
-        value_layout: Likewise; E4M3 values are ``aligned`` or ``ring``.
+        key_layout: ``caller`` or ``aligned``.
+        value_layout: Likewise; E4M3 values are ``aligned``.
         key_scale: Block scales of packed keys, ``[B, Hkv, S, D' / block]``: E8M0 codes (uint8) or E4M3.
         key_factor: fp32 ``[B, Hkv, S / 128]``, contiguous, what one stored unit of the keys of a tile is worth; of
             packed NVFP4 keys, the head's scale, expanded from ``[B, Hkv]``. ``None`` for 1. At least fp32's smallest
             normal number; 1 for a tile of zeros.
-        value_factor: fp32 ``[B, Hkv, Dv]`` or, where each tile has its own, ``[B, Hkv, S / 128, Dv]``; ``None`` for 1.
+        value_factor: fp32 ``[B, Hkv, Dv]``; ``None`` for 1.
     """
 
     key: Tensor
@@ -66,7 +63,6 @@ class Operands:
         key_mean: What ``smooth_k`` subtracted, fp32 ``[B, Hkv, D]``; given iff it did.
         query_factor: NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``; given iff the recipe has
             NVFP4 queries.
-        gap: int32 ``[B]``, for the layout ``gapped``.
         lets_next_start: Whether the kernels that write them, launched right before, let the next one start before they
             end. It may read the caller's tensors, and has to wait for all else.
     """
@@ -75,5 +71,4 @@ class Operands:
     low: TileOperands | None
     key_mean: Tensor | None = None
     query_factor: Tensor | None = None
-    gap: Tensor | None = None
     lets_next_start: bool = False

@@ -1,4 +1,4 @@
-"""The prefill kernel over the layouts of a cache, in Triton's interpreter: the same numbers stored otherwise."""
+"""The prefill kernel in Triton's interpreter: what only its host side, and a chunk of the last positions, show."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from dma_kernels import Recipe
-from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.geometry import PrefillGeometry
 from dma_kernels.prefill import host
 from dma_kernels.prefill.host import prefill_attention
 from dma_kernels.prefill.operands import Operands
 from dma_kernels.prefill.quantizer import quantize_keys_values
 from dma_kernels.runtime.descriptors import is_describable
-from dma_kernels.runtime.lowering import Form, select_lowering
+from dma_kernels.runtime.lowering import select_lowering
 from dma_kernels.runtime.tuning import select_section, select_tiles
 from dma_kernels.testing import random_qkv, relative_error
 from prefill_cases import Case, assert_matches_reference
@@ -47,46 +46,6 @@ def one_shot(key: Tensor, value: Tensor, recipe: Recipe, arch: int) -> Operands:
     return quantize_keys_values(key, value, recipe, lowering, kv_offset=0, rows=None, is_interpreted=True)
 
 
-def gapped(x: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Return the sinks and the keys from the chunk's band on in one tensor, and the gap between them."""
-    sinks = recipe.sink_tiles * TILE
-    band = ((LENGTH - CHUNK) // TILE - recipe.diagonal_tiles) * TILE
-    kept = torch.cat((x[:, :, :sinks], x[:, :, band:]), dim=2)
-    return kept, torch.full((x.shape[0],), band - sinks, dtype=torch.int32)
-
-
-@pytest.mark.parametrize("arch", [89, 90])
-def test_sinks_and_band_in_one_tensor_with_a_gap(arch: int) -> None:
-    query, key, value = inputs()
-    expected_operands = one_shot(key, value, INT8_PV16, arch)
-    high_key, gap = gapped(key, INT8_PV16)
-    high_value, _ = gapped(value, INT8_PV16)
-    high = replace(expected_operands.high, key=high_key, value=high_value, key_layout="gapped", value_layout="gapped")
-    low = expected_operands.low
-    assert low is not None
-    stored = torch.nn.functional.pad(value, (0, 0, 0, low.key.shape[2] - LENGTH))
-    low = replace(low, value=stored, value_form=Form.DEQUANTIZED, value_layout="aligned")
-    actual = run(query, replace(expected_operands, high=high, low=low, gap=gap), INT8_PV16, arch)
-    assert torch.equal(actual, run(query, expected_operands, INT8_PV16, arch))
-
-
-@pytest.mark.parametrize("arch", [89, 90])
-def test_values_with_a_factor_for_each_tile(arch: int) -> None:
-    query, key, value = inputs()
-    operands = one_shot(key, value, INT8, arch)
-    assert operands.low is not None
-    factor = operands.low.value_factor
-    assert factor is not None
-    tiles = operands.low.value.shape[2]
-    # A power of two moves from the codes of every other tile to its factor: the same numbers.
-    shift = torch.tensor([1.0, 0.5]).repeat(tiles)[:tiles]
-    codes = (operands.low.value.float() * shift[:, None, None]).to(torch.float8_e4m3fn)
-    by_tile = (factor[:, :, None] / shift[:, None]).contiguous()
-    changed = replace(operands, low=replace(operands.low, value=codes, value_factor=by_tile))
-    # Codes among E4M3's subnormals lose a bit when they are halved.
-    assert relative_error(run(query, changed, INT8, arch), run(query, operands, INT8, arch)) < 2e-3
-
-
 @pytest.mark.parametrize("arch", [80, 90])
 def test_values_of_high_tiles_are_not_rounded(arch: int) -> None:
     query, key, value = inputs()
@@ -94,40 +53,6 @@ def test_values_of_high_tiles_are_not_rounded(arch: int) -> None:
     exact = replace(all_high, pv="bf16")
     actual = run(query, one_shot(key, value, all_high, arch), all_high, arch)
     assert relative_error(actual, run(query, one_shot(key, value, exact, arch), exact, arch)) < 1e-3
-
-
-def test_a_window_over_a_ring_of_tiles() -> None:
-    recipe = replace(INT8, sink_tiles=0)
-    window = 3 * TILE
-    query, key, value = inputs()
-    operands = one_shot(key, value, recipe, 90)
-    slots = 5  # tiles that the chunk's windows touch
-    newest = (LENGTH - 1) // TILE
-    tiles = torch.arange(newest - slots + 1, newest + 1)
-
-    def ring(x: Tensor) -> Tensor:
-        """Return ``[B, H, tiles, ...]`` as a ring: tile ``t`` in slot ``t % slots``."""
-        out = torch.empty((*x.shape[:2], slots, *x.shape[3:]), dtype=x.dtype)
-        out[:, :, tiles % slots] = x[:, :, tiles]
-        return out
-
-    low = operands.low
-    assert low is not None
-    assert low.key_factor is not None
-    assert low.value_factor is not None
-    by_tile = low.value_factor[:, :, None].expand(-1, -1, low.value.shape[2], -1)
-    ringed = replace(
-        low,
-        key=ring(low.key.unflatten(2, (-1, TILE))).flatten(2, 3),
-        key_factor=ring(low.key_factor),
-        key_layout="ring",
-        value=ring(low.value),
-        value_factor=ring(by_tile),
-        value_layout="ring",
-    )
-    linear = replace(low, value_factor=by_tile.contiguous())
-    expected = run(query, replace(operands, low=linear), recipe, 90, window)
-    assert torch.equal(run(query, replace(operands, low=ringed), recipe, 90, window), expected)
 
 
 @pytest.mark.parametrize("section", [1, 2])
