@@ -80,7 +80,7 @@ def test_grids_are_within_the_limits_of_cuda(recipe: str, sizes: dict[str, int],
     key = query[:, :, :5].expand(batch, heads, 5, 32)
     attention(query, key, key, RECIPES[recipe], backend="triton")
     low_form = Form.INT8 if recipe == "int8" else Form.DEQUANTIZED
-    stage_queries(query, None, None, RECIPES[recipe], low_form, Form.RAW, scale=1.0, is_interpreted=True)
+    stage_queries(query, None, None, RECIPES[recipe], low_form, Form.RAW, scale=1.0)
     assert len(grids) >= 4
     for first, *others in grids:
         assert first < LIMIT

@@ -50,9 +50,7 @@ def check(
 ) -> Operands:
     """Hold the operands of a call against the specification, given the mean key that the kernels found."""
     lowering = select_lowering(recipe, arch)
-    actual = quantize_keys_values(
-        key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, is_interpreted=not key.is_cuda, use_pdl=use_pdl
-    )
+    actual = quantize_keys_values(key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, use_pdl=use_pdl)
     expected = expected_operands(key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, mean=actual.key_mean)
     assert_operands_equal(actual, expected)
     return actual

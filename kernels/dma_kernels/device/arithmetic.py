@@ -14,6 +14,9 @@ from ..numerics.formats import (
     FP32_MANTISSA_MASK,
 )
 
+IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether Triton's interpreter runs the kernels: decided, as by ``triton.jit``, when this is imported."""
+
 _MANTISSA_BITS = tl.constexpr(FP32_MANTISSA_BITS)
 _MANTISSA_MASK = tl.constexpr(FP32_MANTISSA_MASK)
 _SUBNORMAL = tl.constexpr(1 << (FP32_MANTISSA_BITS - 1))  # the bits of 2 ** -127
@@ -74,7 +77,7 @@ def e8m0_reciprocal(code):
 
 
 @triton.jit
-def dot(a, b, IS_INTERPRETED: tl.constexpr):
+def dot(a, b):
     """Multiply tiles, adding up in fp32 or int32. The interpreter, which has no bfloat16 product, is given fp32."""
     if a.dtype == tl.int8:
         product = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
@@ -110,7 +113,7 @@ def round_to_e4m3(x):
 
 
 @triton.jit
-def to_e4m3(x, IS_INTERPRETED: tl.constexpr):
+def to_e4m3(x):
     """Cast fp32 in -448..448 to E4M3, nearest-even; NaN stays NaN."""
     if IS_INTERPRETED:
         # The interpreter's cast does not round to nearest, and makes a number of a NaN; of a number that E4M3 has,
@@ -123,13 +126,13 @@ def to_e4m3(x, IS_INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def pack_e4m3(a, b, c, d, IS_INTERPRETED: tl.constexpr):
+def pack_e4m3(a, b, c, d):
     """Cast four fp32 tensors in -448..448 to E4M3 and pack them in the bytes of an int32, ``a`` in the lowest."""
     if IS_INTERPRETED:
-        word = to_e4m3(a, IS_INTERPRETED).to(tl.uint8, bitcast=True).to(tl.int32)
-        word = word | (to_e4m3(b, IS_INTERPRETED).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
-        word = word | (to_e4m3(c, IS_INTERPRETED).to(tl.uint8, bitcast=True).to(tl.int32) << 16)
-        word = word | (to_e4m3(d, IS_INTERPRETED).to(tl.uint8, bitcast=True).to(tl.int32) << 24)
+        word = to_e4m3(a).to(tl.uint8, bitcast=True).to(tl.int32)
+        word = word | (to_e4m3(b).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+        word = word | (to_e4m3(c).to(tl.uint8, bitcast=True).to(tl.int32) << 16)
+        word = word | (to_e4m3(d).to(tl.uint8, bitcast=True).to(tl.int32) << 24)
     else:
         # The cast takes two numbers; Triton would take them from one tensor, and unpack the bytes again.
         word = tl.inline_asm_elementwise(
@@ -151,7 +154,7 @@ def pack_e4m3(a, b, c, d, IS_INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def to_e5m2(x, IS_INTERPRETED: tl.constexpr):
+def to_e5m2(x):
     """Cast fp32 in -57344..57344 that E5M2 has, or has a subnormal for, to E5M2, nearest-even; NaN stays NaN."""
     if IS_INTERPRETED:
         # Subnormals have the step 2^-16, the ulp of 2^7. Then as in to_e4m3.

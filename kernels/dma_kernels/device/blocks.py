@@ -27,7 +27,7 @@ from ..numerics.formats import (
     MXINT8_UNIT,
     SEARCH_MARGIN,
 )
-from .arithmetic import e8m0_decode, e8m0_encode, e8m0_reciprocal, round_to_e4m3, with_sign
+from .arithmetic import IS_INTERPRETED, e8m0_decode, e8m0_encode, e8m0_reciprocal, round_to_e4m3, with_sign
 
 _E2M1_EMAX = tl.constexpr(E2M1.emax)
 _E2M1_MAX_MANTISSA = tl.constexpr(E2M1.max_mantissa)
@@ -55,7 +55,7 @@ _E5M2_SHIFT = tl.constexpr(13)  # log2 of operands.E5M2_TOP
 
 
 @triton.jit
-def _to_e4m3_and_back(x, IS_INTERPRETED: tl.constexpr):
+def _to_e4m3_and_back(x):
     """Round fp32 from 0 on to the nearest E4M3 value, ties to even, saturating, still fp32; of NaN anything."""
     if cuda_capability_geq(8, 9) and not IS_INTERPRETED:
         rounded = x.to(tl.float8e4nv).to(tl.float32)
@@ -65,13 +65,13 @@ def _to_e4m3_and_back(x, IS_INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _round_magnitude(x, FORMAT: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+def _round_magnitude(x, FORMAT: tl.constexpr):
     """Round fp32 from 0 on to the nearest element of a block format, ties to even, saturating; of NaN anything."""
     if FORMAT == "mxint8":
         # Adding and subtracting 2^23 rounds at the unit.
         rounded = tl.minimum((x * _INT8_STEPS + 8388608.0) - 8388608.0, _INT8_MAX)
     elif FORMAT == "mxfp8":
-        rounded = _to_e4m3_and_back(x, IS_INTERPRETED)
+        rounded = _to_e4m3_and_back(x)
     else:
         # E2M1's steps are 0.5 below 2, 1 below 4 and 2 above: the ulp of x's own binade, but at least [1, 2), times
         # 2^22.
@@ -136,7 +136,7 @@ def nvfp4_head_scale(bits, ROUNDING: tl.constexpr):
 
 
 @triton.jit
-def _divide(x, divisor, reciprocal, IS_INTERPRETED: tl.constexpr):
+def _divide(x, divisor, reciprocal):
     """Divide fp32 by a number of at most four significant bits, given its rounded reciprocal; correctly rounded.
 
     A product and Markstein's correction are the rounded quotient for every such divisor: a test tries them all.
@@ -152,7 +152,7 @@ def _divide(x, divisor, reciprocal, IS_INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal(x, IS_INTERPRETED: tl.constexpr):
+def _reciprocal(x):
     """Return the rounded reciprocal of E4M3 numbers above 0, fp32; NaN of NaN."""
     if IS_INTERPRETED:
         reciprocal = tl.math.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
@@ -166,19 +166,16 @@ def _reciprocal(x, IS_INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _nvfp4_block_scale(bits, amax, LARGEST: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+def _nvfp4_block_scale(bits, amax, LARGEST: tl.constexpr):
     """Return the E4M3 scale, still fp32, that takes a block's largest magnitude to the E2M1 number ``LARGEST``.
 
     Args:
         bits: Of the magnitude.
         amax: The magnitude in units of the scale of the head.
         LARGEST: 4 or 6.
-        IS_INTERPRETED: Whether Triton's interpreter runs the kernel.
     """
-    scale = _divide(
-        amax, tl.full([1, 1], LARGEST, tl.float32), tl.full([1, 1], 1.0 / LARGEST, tl.float32), IS_INTERPRETED
-    )
-    scale = _to_e4m3_and_back(tl.maximum(scale, _E4M3_SMALLEST), IS_INTERPRETED)
+    scale = _divide(amax, tl.full([1, 1], LARGEST, tl.float32), tl.full([1, 1], 1.0 / LARGEST, tl.float32))
+    scale = _to_e4m3_and_back(tl.maximum(scale, _E4M3_SMALLEST))
     return tl.where(bits < _INFINITY_BITS, scale, float("nan"))
 
 
@@ -207,9 +204,7 @@ def _loss(scaled, rounded, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def quantize_blocks(
-    x, head_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr
-):
+def quantize_blocks(x, head_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr):
     """Quantise ``[ROWS, WIDTH]``; returns elements and scales as the module says.
 
     Args:
@@ -218,7 +213,6 @@ def quantize_blocks(
         FORMAT: Block format.
         SHARED: ``block``, ``row``, or ``tile`` (all rows carry one scale).
         ROUNDING: ``floor``, ``ceil``, or ``search`` (``SHARED`` is ``block`` then).
-        IS_INTERPRETED: Whether Triton's interpreter runs the kernel.
     """
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
@@ -231,15 +225,13 @@ def quantize_blocks(
         unit = tl.zeros(bits.shape, tl.float32) + 1.0 / head_scale
         amax = bits.to(tl.float32, bitcast=True) * unit
         blocks *= unit[:, :, None]
-        scale = _nvfp4_block_scale(bits, amax, _E2M1_MAX, IS_INTERPRETED)
-        scaled = _divide(blocks, scale[:, :, None], _reciprocal(scale, IS_INTERPRETED)[:, :, None], IS_INTERPRETED)
-        elements = _round_magnitude(scaled, FORMAT, IS_INTERPRETED)
+        scale = _nvfp4_block_scale(bits, amax, _E2M1_MAX)
+        scaled = _divide(blocks, scale[:, :, None], _reciprocal(scale)[:, :, None])
+        elements = _round_magnitude(scaled, FORMAT)
         if ROUNDING == "search":
-            other = _nvfp4_block_scale(bits, amax, _E2M1_SECOND, IS_INTERPRETED)
-            scaled_by_other = _divide(
-                blocks, other[:, :, None], _reciprocal(other, IS_INTERPRETED)[:, :, None], IS_INTERPRETED
-            )
-            others = _round_magnitude(scaled_by_other, FORMAT, IS_INTERPRETED)
+            other = _nvfp4_block_scale(bits, amax, _E2M1_SECOND)
+            scaled_by_other = _divide(blocks, other[:, :, None], _reciprocal(other)[:, :, None])
+            others = _round_magnitude(scaled_by_other, FORMAT)
             loss = _loss(scaled, elements, FORMAT) * scale
             is_better = _loss(scaled_by_other, others, FORMAT) * other < loss * _SEARCH_MARGIN
             scale = tl.where(is_better, other, scale)
@@ -254,11 +246,11 @@ def quantize_blocks(
             bits = tl.broadcast_to(bits, [ROWS, WIDTH // SIZE])
         scale = e8m0_scale(bits, FORMAT, ROUNDING != "floor")
         scaled = blocks * e8m0_reciprocal(scale)[:, :, None]
-        elements = _round_magnitude(scaled, FORMAT, IS_INTERPRETED)
+        elements = _round_magnitude(scaled, FORMAT)
         if ROUNDING == "search":
             other = e8m0_scale(bits, FORMAT, False)
             scaled_by_other = blocks * e8m0_reciprocal(other)[:, :, None]
-            others = _round_magnitude(scaled_by_other, FORMAT, IS_INTERPRETED)
+            others = _round_magnitude(scaled_by_other, FORMAT)
             # Where the two differ, ceil is twice floor.
             loss = 2.0 * _loss(scaled, elements, FORMAT)
             is_better = (_loss(scaled_by_other, others, FORMAT) < loss * _SEARCH_MARGIN) & (other < scale)

@@ -52,7 +52,7 @@ def _hadamard_matrix(SIZE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def rotate_queries(q, norm, SIZE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+def rotate_queries(q, norm, SIZE: tl.constexpr):
     """Rotate 16-bit ``[ROWS, COLUMNS]`` by Hadamard blocks of order ``SIZE``; fp32.
 
     Up to order 64 this is a product on the matrix units, exact but for the order of the sum: seven levels of
@@ -63,7 +63,7 @@ def rotate_queries(q, norm, SIZE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
     BASE: tl.constexpr = 64 if SIZE > 64 else SIZE
     if BASE >= 16:
         blocks = tl.reshape(q, [ROWS * COLUMNS // BASE, BASE])
-        x = tl.reshape(dot(blocks, _hadamard_matrix(BASE, q.dtype), IS_INTERPRETED), [ROWS, COLUMNS])
+        x = tl.reshape(dot(blocks, _hadamard_matrix(BASE, q.dtype)), [ROWS, COLUMNS])
         x = hadamard_levels(x, ROWS, 6, SIZE, COLUMNS)
     else:
         x = hadamard_levels(q.to(tl.float32), ROWS, 0, SIZE, COLUMNS)
@@ -71,7 +71,7 @@ def rotate_queries(q, norm, SIZE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def quantize_rows(x, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+def quantize_rows(x, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr):
     """Quantise rows of fp32 ``x`` with one scale each: for 8-bit units, as few instructions as it takes.
 
     Returns:
@@ -94,14 +94,14 @@ def quantize_rows(x, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.const
         tl.static_assert(FORM == "e4m3", "FORM must be int8 or e4m3")
         if not IS_CEIL:
             x = tl.minimum(tl.maximum(x, -_E4M3_MAX), _E4M3_MAX)
-        q = to_e4m3(x, IS_INTERPRETED)
+        q = to_e4m3(x)
     return q, factor
 
 
 @triton.jit
 def prepare_queries(
     x, head_scale, FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
-    DTYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Bring transformed queries into the form of the keys that they meet (:class:`~dma_kernels.prefill.operands.Form`).
 
@@ -113,7 +113,6 @@ def prepare_queries(
         SHARED: ``block`` or ``row``: what has a scale.
         ROUNDING: Of the scales.
         DTYPE: Of dequantised queries.
-        IS_INTERPRETED: Whether Triton's interpreter runs the kernel.
 
     Returns:
         The queries; their block scales (unused but for ``packed``); and what one of their units is worth, fp32
@@ -123,28 +122,28 @@ def prepare_queries(
     COLUMNS: tl.constexpr = x.shape[1]
     factor = tl.full([ROWS], 1.0, tl.float32)
     if FORM == "int8" or FORM == "e4m3":
-        q, factor = quantize_rows(x, FORM, FORMAT, ROUNDING == "ceil", IS_INTERPRETED)
+        q, factor = quantize_rows(x, FORM, FORMAT, ROUNDING == "ceil")
         scale = q
     elif FORMAT == "bf16":
         tl.static_assert(FORM == "dequantized", "unquantised queries meet dequantised keys")
         q = x.to(DTYPE)
         scale = q
     else:
-        elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
+        elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING)
         if FORM == "dequantized":
             q = dequantize_blocks(elements, scale, head_scale, FORMAT).to(DTYPE)
         elif FORM == "e5m2":
             values, row_factor = mxfp4_to_e5m2(elements, scale, "row")
-            q = to_e5m2(values, IS_INTERPRETED)
+            q = to_e5m2(values)
             factor = tl.reshape(row_factor, [ROWS])
         else:
             tl.static_assert(FORM == "packed", "FORM must be int8, e4m3, e5m2, packed or dequantized")
-            if FORMAT == "mxfp8":
-                q = to_e4m3(tl.reshape(elements, [ROWS, COLUMNS]), IS_INTERPRETED)
+            if FORMAT == "mxfp8":  # noqa: SIM108 (a constexpr branch)
+                q = to_e4m3(tl.reshape(elements, [ROWS, COLUMNS]))
             else:
                 q = pack_e2m1(elements)
             if FORMAT == "nvfp4":
-                scale = to_e4m3(scale, IS_INTERPRETED)
+                scale = to_e4m3(scale)
                 factor *= head_scale
             else:
                 scale = scale.to(tl.uint8)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..numerics.formats import TILE
-from .arithmetic import dot, permute_keys, round_to_e4m3, to_e4m3
+from .arithmetic import IS_INTERPRETED, dot, permute_keys, round_to_e4m3, to_e4m3
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
@@ -181,12 +181,11 @@ def _nvfp4_values(packed, scale):
 @triton.jit
 def score(
     q, q_scale, k, k_scale, FORM: tl.constexpr, Q_FORMAT: tl.constexpr, K_FORMAT: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Multiply queries ``[BM, D]`` and keys ``[BN, D]``; fp32 ``[BM, BN]``, int32 for the form ``int8``."""
     if FORM == "packed" and IS_INTERPRETED and K_FORMAT == "nvfp4":
         # The interpreter takes every block scale for E8M0.
-        s = dot(_nvfp4_values(q, q_scale), tl.trans(_nvfp4_values(k, k_scale)), IS_INTERPRETED)
+        s = dot(_nvfp4_values(q, q_scale), tl.trans(_nvfp4_values(k, k_scale)))
     elif FORM == "packed":
         Q_ELEMENT: tl.constexpr = "e4m3" if Q_FORMAT == "mxfp8" else "e2m1"
         K_ELEMENT: tl.constexpr = "e4m3" if K_FORMAT == "mxfp8" else "e2m1"
@@ -194,7 +193,7 @@ def score(
     elif FORM == "int8":
         s = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
     else:
-        s = dot(q, tl.trans(k), IS_INTERPRETED)
+        s = dot(q, tl.trans(k))
     return s
 
 
@@ -260,7 +259,6 @@ def attend(
     IS_SCALED: tl.constexpr,
     VALUE_FORM: tl.constexpr,
     IS_PV_FP8: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
 ):
     """One step of the online softmax.
 
@@ -279,9 +277,9 @@ def attend(
     l_i = l_i * alpha + tl.sum(p, 1)
     if VALUE_FORM == "e4m3":
         # A fresh accumulator for each block: Hopper's FP8 units add up in fewer bits than fp32.
-        acc = acc * alpha[:, None] + dot(to_e4m3(permute_keys(p), IS_INTERPRETED), v, IS_INTERPRETED)
+        acc = acc * alpha[:, None] + dot(to_e4m3(permute_keys(p)), v)
     else:
         if IS_PV_FP8 and VALUE_FORM == "dequantized":
             p = round_to_e4m3(p)
-        acc = acc * alpha[:, None] + dot(p.to(v.dtype), v, IS_INTERPRETED)
+        acc = acc * alpha[:, None] + dot(p.to(v.dtype), v)
     return acc, l_i, m_new

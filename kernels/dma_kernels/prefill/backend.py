@@ -55,7 +55,6 @@ def attention_triton(
                 softcap=options.softcap,
                 sinks=options.sinks,
                 use_tma=arch >= 90,
-                is_interpreted=chip.is_interpreted(),
             )
 
     out, lse = call.run(inputs, run)
@@ -66,7 +65,7 @@ def quantize_operands(
     query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, kv_offset: int = 0, rows: Tensor | None = None
 ) -> Operands:
     """Launch what precedes the attention kernel; arguments as for :func:`quantize_keys_values`."""
-    arch, interpreted = chip.device_arch(query.device), chip.is_interpreted()
+    arch = chip.device_arch(query.device)
     operands = quantize_keys_values(
         key,
         value,
@@ -74,8 +73,7 @@ def quantize_operands(
         select_lowering(recipe, arch, max(key.shape[3], value.shape[3])),
         kv_offset=kv_offset,
         rows=rows,
-        is_interpreted=interpreted,
-        use_pdl=not interpreted and starts_early(arch, key.shape[2]),
+        use_pdl=not chip.is_interpreted() and starts_early(arch, key.shape[2]),
     )
-    head_scale = query_factor(query, recipe, is_interpreted=interpreted)
+    head_scale = query_factor(query, recipe)
     return operands if head_scale is None else replace(operands, query_factor=head_scale)

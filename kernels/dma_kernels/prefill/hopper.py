@@ -124,7 +124,7 @@ def prefill_hopper(
     is_e4m3 = low.value_form is Form.E4M3
     staged = stage_queries(
         query, operands.key_mean, operands.query_factor, recipe, low.key_form, high.key_form,
-        scale=scale, is_interpreted=False,
+        scale=scale,
     )  # fmt: skip
     v_low_desc = _matrix(low.value, head_dim, TILE) if is_e4m3 else _heads(low.value, TILE)
     start = geometry.q_offset

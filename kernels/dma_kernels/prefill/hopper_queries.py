@@ -46,7 +46,7 @@ def stage_queries_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr, LOW_SHARED: tl.constexpr, HIGH_FORMAT: tl.constexpr,
     ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, HAS_MEAN: tl.constexpr,
-    HAS_PRODUCT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_HIGH: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    HAS_PRODUCT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_HIGH: tl.constexpr,
 ):  # fmt: skip
     """Write what :class:`StagedQueries` holds for ``ROWS`` queries of one head."""
     i_head = tl.program_id(0).to(tl.int64)  # counted over all batch rows
@@ -58,15 +58,15 @@ def stage_queries_kernel(
     q = load_queries(q_ptr + i_b * stride_qb + i_h * stride_qh, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
     x = q.to(tl.float32)
     if ROTATE:
-        if HAS_PRODUCT:
-            x = rotate_queries(q, norm, HADAMARD_SIZE, IS_INTERPRETED)
+        if HAS_PRODUCT:  # noqa: SIM108 (a constexpr branch)
+            x = rotate_queries(q, norm, HADAMARD_SIZE)
         else:
             x = hadamard(x, ROWS, HADAMARD_SIZE, BLOCK_D, norm)
     head_scale = 1.0
     if HAS_FACTOR:
         head_scale = tl.load(factor_ptr + i_head)
     low, _, factor = prepare_queries(
-        x, head_scale, LOW_FORM, LOW_FORMAT, LOW_SHARED, ROUNDING, low_ptr.dtype.element_ty, IS_INTERPRETED
+        x, head_scale, LOW_FORM, LOW_FORMAT, LOW_SHARED, ROUNDING, low_ptr.dtype.element_ty
     )
     offset = (i_head * q_len + rows)[:, None] * D + o_d[None, :]
     mask = m_row[:, None] & (o_d < D)[None, :]
@@ -77,7 +77,7 @@ def stage_queries_kernel(
         tl.store(rows_ptr + plane + i_head * q_len + rows, smoothing_shift(q, mean_ptr + i_kv * D, D), mask=m_row)
     if HAS_HIGH:
         high, _, _ = prepare_queries(
-            x, head_scale, "dequantized", HIGH_FORMAT, "block", ROUNDING, high_ptr.dtype.element_ty, IS_INTERPRETED
+            x, head_scale, "dequantized", HIGH_FORMAT, "block", ROUNDING, high_ptr.dtype.element_ty
         )
         tl.store(high_ptr + offset, high, mask=mask)
 
@@ -91,7 +91,6 @@ def stage_queries(
     high_form: Form,
     *,
     scale: float,
-    is_interpreted: bool,
 ) -> StagedQueries:
     """Quantise queries.
 
@@ -103,7 +102,6 @@ def stage_queries(
         low_form: Of the keys of low tiles: ``int8``, ``e4m3``, ``e5m2`` or ``dequantized``.
         high_form: Of the keys of high tiles: ``raw`` or ``dequantized``.
         scale: Of the scores.
-        is_interpreted: Whether Triton's interpreter runs the kernel.
     """
     batch, heads, q_len, head_dim = query.shape
     rows = query.new_empty((2, batch, heads, q_len), dtype=torch.float32)
@@ -115,7 +113,6 @@ def stage_queries(
     kv_heads = heads if mean is None else mean.shape[1]
     rows_of_program, launch = _launcher(
         heads, kv_heads, head_dim, recipe, low_form, mean is not None, query_factor is not None, high is not query,
-        is_interpreted,
     )  # fmt: skip
     launch(
         blocks_of_heads(batch * heads, triton.cdiv(q_len, rows_of_program)),
@@ -135,7 +132,6 @@ def _launcher(
     has_mean: bool,
     has_factor: bool,
     has_high: bool,
-    is_interpreted: bool,
 ) -> tuple[int, Launcher]:
     """Return how many queries a program takes, and the launch."""
     shared = SharedScale.BLOCK if recipe.shared_scale == SharedScale.BLOCK else SharedScale.ROW
@@ -162,6 +158,5 @@ def _launcher(
         "HAS_PRODUCT": has_product,
         "HAS_FACTOR": has_factor,
         "HAS_HIGH": has_high,
-        "IS_INTERPRETED": is_interpreted,
     }
     return rows, Launcher(stage_queries_kernel, constants, num_warps=warps)

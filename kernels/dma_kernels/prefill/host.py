@@ -15,6 +15,7 @@ from ..numerics.formats import TILE, UNQUANTIZED, SharedScale, padded_channels
 from ..numerics.geometry import LOG2_E, PrefillGeometry
 from ..numerics.recipe import Recipe
 from ..numerics.transforms import hadamard_size
+from ..runtime import chip
 from ..runtime.descriptors import head_strides, is_describable
 from ..runtime.launch import Launcher, matrix_descriptor
 from ..runtime.lowering import Form
@@ -37,7 +38,6 @@ def prefill_attention(
     softcap: float | None,
     sinks: Tensor | None,
     use_tma: bool,
-    is_interpreted: bool,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel: that of :mod:`dma_kernels.prefill.hopper` for the calls that it takes.
 
@@ -51,7 +51,6 @@ def prefill_attention(
         softcap: Cap of the scores.
         sinks: ``[Hq]``.
         use_tma: Whether the device copies tiles by descriptor (Hopper and later).
-        is_interpreted: Whether Triton's interpreter runs the kernel.
 
     Returns:
         Output ``[B, Hq, Tq, Dv]`` and the log of the softmax denominator, fp32 ``[B, Hq, Tq]``.
@@ -68,7 +67,7 @@ def prefill_attention(
         return out, lse
     if (
         tiles.hopper is not None
-        and not is_interpreted  # the interpreter has no Gluon
+        and not chip.is_interpreted()  # the interpreter has no Gluon
         and takes(query, operands, geometry, tiles.hopper, has_softcap=softcap is not None, has_sinks=sinks is not None)
     ):
         prefill_hopper(query, operands, geometry, recipe, tiles.hopper, out, lse, scale=scale)
@@ -81,7 +80,7 @@ def prefill_attention(
     use_raw_tma = use_tma and all(map(is_describable, described))
     use_tma = use_tma and low.key.shape[3] * low.key.element_size() % 16 == 0
     constants = _constants(
-        query.shape[1], kv_heads, head_dim, value_dim, recipe, tiles, use_tma, use_raw_tma, is_interpreted,
+        query.shape[1], kv_heads, head_dim, value_dim, recipe, tiles, use_tma, use_raw_tma,
         high.key_form, high.key_layout, high.value_layout,
         low.key_form, low.key_layout, low.value_form, low.value_layout,
         geometry.is_causal, operands.low is not None, rows is not None, geometry.window is not None,
@@ -149,7 +148,6 @@ def _constants(
     tiles: PrefillTiles,
     use_tma: bool,
     use_raw_tma: bool,
-    is_interpreted: bool,
     high_form: Form,
     high_layout: str,
     high_value_layout: str,
@@ -220,7 +218,6 @@ def _constants(
         "STAGE_QUERIES": tiles.stage_queries and has_low and head_dim <= _staged_dim(low_form, value_dim),
         "USE_TMA": use_tma,
         "USE_RAW_TMA": use_raw_tma,
-        "IS_INTERPRETED": is_interpreted,
         "USE_PDL": use_pdl,
     }
     options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": use_pdl}

@@ -91,7 +91,7 @@ def prefill_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_QUERY_FACTOR: tl.constexpr, HAS_K_FACTOR: tl.constexpr, K_LOW_FACTOR: tl.constexpr,
     HAS_VALUE_FACTOR: tl.constexpr, IS_PV_FP8: tl.constexpr, STAGE_QUERIES: tl.constexpr,
-    USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr, USE_PDL: tl.constexpr,
+    USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute attention for a block of queries of a head; arguments as :mod:`dma_kernels.prefill.operands` names them.
 
@@ -189,9 +189,9 @@ def prefill_kernel(
     if HAS_LOW and STAGE_QUERIES:
         # Hopper's matrix units take what was loaded from shared memory, and what was computed from registers, of which
         # there are none to spare. The output's rows are this program's own and hold nothing yet.
-        x = rotate_queries(q, norm, HADAMARD_SIZE, IS_INTERPRETED) if ROTATE else q.to(tl.float32)
+        x = rotate_queries(q, norm, HADAMARD_SIZE) if ROTATE else q.to(tl.float32)
         q_low, q_low_scale, low_factor = prepare_queries(
-            x, head_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE, IS_INTERPRETED
+            x, head_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
         )
         staged = (out_ptr + i_b * stride_ob + i_h * stride_oh).to(tl.pointer_type(q_low.dtype))
         # A row of the output has room for two 8-bit elements a channel, or for one of 16 bits.
@@ -205,10 +205,8 @@ def prefill_kernel(
         q_scale = q
         factor = tl.full([BLOCK_M], 1.0, tl.float32)
     else:
-        x = rotate_queries(q, norm, HADAMARD_SIZE, IS_INTERPRETED) if ROTATE else q.to(tl.float32)
-        q, q_scale, factor = prepare_queries(
-            x, head_scale, HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, tl.bfloat16, IS_INTERPRETED
-        )
+        x = rotate_queries(q, norm, HADAMARD_SIZE) if ROTATE else q.to(tl.float32)
+        q, q_scale, factor = prepare_queries(x, head_scale, HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, tl.bfloat16)
     factor *= logit_scale
     k_base = k_ptr
     if HIGH_FORM == "raw":
@@ -240,7 +238,7 @@ def prefill_kernel(
                 k_base, k_base, k_scale_ptr, i_row * k_len, entry, k_len, HIGH_FORM, HIGH_FORMAT, MASK_HIGH, False,
                 D, BLOCK_D, BLOCK_H,
             )  # fmt: skip
-        s = score(q, q_scale, k, k_scale, HIGH_FORM, HIGH_FORMAT, HIGH_FORMAT, IS_INTERPRETED)
+        s = score(q, q_scale, k, k_scale, HIGH_FORM, HIGH_FORMAT, HIGH_FORMAT)
         if HIGH_FORM == "raw" and IS_SHIFTED:
             s -= shift[:, None]
         s = logits(
@@ -257,7 +255,7 @@ def prefill_kernel(
             # What is hidden may be anything, and no probability of 0 makes up for a NaN.
             is_shown = (position + o_h >= visible_start) & (position + o_h < visible_end)
             v = tl.where(is_shown[:, None], v, 0.0)
-        acc, l_i, m_i = attend(acc, l_i, m_i, s, factor, v, True, "raw", IS_PV_FP8, IS_INTERPRETED)
+        acc, l_i, m_i = attend(acc, l_i, m_i, s, factor, v, True, "raw", IS_PV_FP8)
 
     if HAS_LOW:
         if STAGE_QUERIES:
@@ -266,9 +264,9 @@ def prefill_kernel(
             q_low_scale = q_low
         else:
             q = load_queries(q_base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
-            x = rotate_queries(q, norm, HADAMARD_SIZE, IS_INTERPRETED) if ROTATE else q.to(tl.float32)
+            x = rotate_queries(q, norm, HADAMARD_SIZE) if ROTATE else q.to(tl.float32)
             q_low, q_low_scale, low_factor = prepare_queries(
-                x, head_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE, IS_INTERPRETED
+                x, head_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
             )
         low_factor *= logit_scale
         v_low_base = v_low_ptr
@@ -313,7 +311,7 @@ def prefill_kernel(
                     k_low_desc, k_low_ptr, k_low_scale_ptr, i_row * storage_len, entry, storage_len,
                     LOW_FORM, LOW_K_FORMAT, False, USE_TMA, D, BLOCK_D, BLOCK_N,
                 )  # fmt: skip
-                s = score(q_low, q_low_scale, k, k_scale, LOW_FORM, LOW_Q_FORMAT, LOW_K_FORMAT, IS_INTERPRETED)
+                s = score(q_low, q_low_scale, k, k_scale, LOW_FORM, LOW_Q_FORMAT, LOW_K_FORMAT)
                 block_factor = low_factor
                 if K_LOW_FACTOR == "tile":
                     block_factor *= tl.load(k_low_factor_ptr + tile_row + (entry >> _TILE_SHIFT))
@@ -333,7 +331,6 @@ def prefill_kernel(
                     v = tl.where(is_shown[:, None], v, 0.0)
                 acc, l_i, m_i = attend(
                     acc, l_i, m_i, s, block_factor, v, HAS_SOFTCAP or not IS_INNER, LOW_VALUE_FORM, IS_PV_FP8,
-                    IS_INTERPRETED,
                 )  # fmt: skip
 
     is_empty = l_i == 0.0

@@ -40,7 +40,6 @@ def quantize_keys_values(
     *,
     kv_offset: int,
     rows: Tensor | None,
-    is_interpreted: bool,
     use_pdl: bool = False,
 ) -> Operands:
     """Write the key and value operands of a call. What no query can see is zeros in aligned storage.
@@ -53,7 +52,6 @@ def quantize_keys_values(
         kv_offset: Position of key 0, where ``rows`` is ``None``.
         rows: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key and the
             one past the last.
-        is_interpreted: Whether Triton's interpreter runs the kernels.
         use_pdl: Whether kernels may start before the one that they follow has ended (programmatic dependent launch);
             Hopper and later.
 
@@ -61,9 +59,7 @@ def quantize_keys_values(
         The operands, without ``query_factor``.
     """
     batch, heads, kv_len, head_dim = key.shape
-    plan = _plan(
-        recipe, lowering, key.dtype, heads, head_dim, value.shape[3], rows is not None, is_interpreted, use_pdl
-    )
+    plan = _plan(recipe, lowering, key.dtype, heads, head_dim, value.shape[3], rows is not None, use_pdl)
     # Where a row starts inside its first tile is known on the device alone: up to 127 entries stay empty before it.
     first = kv_offset % TILE if rows is None else TILE - 1
     tiles = max(1, -(-(kv_len + first) // TILE))
@@ -81,13 +77,12 @@ def quantize_keys_values(
     return _operands(key, value, lowering, tiles, made, lets_next_start=plan.uses_pdl)
 
 
-def query_factor(query: Tensor, recipe: Recipe, *, is_interpreted: bool) -> Tensor | None:
+def query_factor(query: Tensor, recipe: Recipe) -> Tensor | None:
     """Return NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``; ``None`` for other formats.
 
     Args:
         query: 16-bit ``[B, Hq, Tq, D]``, any strides.
         recipe: The precisions.
-        is_interpreted: Whether Triton's interpreter runs the kernel.
     """
     if NVFP4 not in (recipe.query_low, recipe.high):
         return None
@@ -152,7 +147,6 @@ def _plan(
     head_dim: int,
     value_dim: int,
     has_rows: bool,
-    is_interpreted: bool,
     use_pdl: bool,
 ) -> _Plan:
     outputs = _outputs(recipe, lowering, dtype, head_dim, value_dim)
@@ -195,7 +189,6 @@ def _plan(
         "VALUE_FORM": (lowering.low_value or Form.RAW).value,
         "VALUE_FORMAT": recipe.low_v or NONE,
         "ROUNDING": recipe.scale_rounding,
-        "IS_INTERPRETED": is_interpreted,
     }
     options: dict[str, Any] = {"num_warps": 8}
     # On an H200, 32K tokens and 8 kv heads of 128: 4 warps against 8 take 79 us and 94 for MXINT8 keys and FP8 values.

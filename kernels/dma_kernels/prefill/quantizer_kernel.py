@@ -49,7 +49,7 @@ _SMALLEST_FACTOR = tl.constexpr(2.0**-126)
 @triton.jit
 def _write_tile_scaled(
     x, element_ptr, factor_ptr, row, i_tile_row, FORM: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
-    STORED_D: tl.constexpr, BLOCK_D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    STORED_D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write 8-bit elements that share one scale, and their factor."""
     o_d = tl.arange(0, BLOCK_D)
@@ -71,7 +71,7 @@ def _write_tile_scaled(
         if ROUNDING != "ceil":
             # Rounding the scale down lets the largest overflow. A tile that holds a NaN is all NaN and stays so.
             x = tl.where(x == x, tl.minimum(tl.maximum(x, -448.0), 448.0), x)
-        elements = to_e4m3(x, IS_INTERPRETED)
+        elements = to_e4m3(x)
     tl.store(element_ptr + row[:, None] * STORED_D + o_d[None, :], elements, mask=(o_d < STORED_D)[None, :])
     # A tile of zeros has no use for its scale, and the smallest scales could make a factor underflow.
     factor = tl.where(factor < _SMALLEST_FACTOR, _SMALLEST_FACTOR, factor)
@@ -82,7 +82,7 @@ def _write_tile_scaled(
 def _write_blocks(
     x, element_ptr, scale_ptr, factor_ptr, head_scale, row, i_tile_row,
     FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write a tile in a block format: dequantised, packed, or folded into E5M2."""
     SIZE: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
@@ -92,18 +92,18 @@ def _write_blocks(
     if FORMAT == "bf16":
         tl.store(element_ptr + row[:, None] * D + o_d[None, :], x.to(element_ptr.dtype.element_ty), (o_d < D)[None, :])
     else:
-        elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING, IS_INTERPRETED)
+        elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING)
         if FORM == "dequantized":
             values = dequantize_blocks(elements, scale, head_scale, FORMAT).to(element_ptr.dtype.element_ty)
             tl.store(element_ptr + row[:, None] * D + o_d[None, :], values, mask=(o_d < D)[None, :])
         elif FORM == "e5m2":
             values, factor = mxfp4_to_e5m2(elements, scale, "tile")
-            tl.store(element_ptr + row[:, None] * STORED_D + o_d[None, :], to_e5m2(values, IS_INTERPRETED), mask=m_d)
+            tl.store(element_ptr + row[:, None] * STORED_D + o_d[None, :], to_e5m2(values), mask=m_d)
             tl.store(factor_ptr + i_tile_row + tl.zeros([1, 1], tl.int32), factor)
         else:
             tl.static_assert(FORM == "packed", "forms are dequantized, int8, e4m3, e5m2 and packed")
             if FORMAT == "mxfp8":
-                codes = to_e4m3(tl.reshape(elements, [x.shape[0], BLOCK_D]), IS_INTERPRETED)
+                codes = to_e4m3(tl.reshape(elements, [x.shape[0], BLOCK_D]))
                 tl.store(element_ptr + row[:, None] * STORED_D + o_d[None, :], codes, mask=m_d)
             else:
                 o_p = tl.arange(0, BLOCK_D // 2)
@@ -111,7 +111,7 @@ def _write_blocks(
                 tl.store(element_ptr + offset, pack_e2m1(elements), mask=(o_p < STORED_D // 2)[None, :])
             o_s = tl.arange(0, BLOCK_D // SIZE)
             if FORMAT == "nvfp4":  # noqa: SIM108 (a constexpr branch)
-                scale = to_e4m3(scale, IS_INTERPRETED)
+                scale = to_e4m3(scale)
             else:
                 scale = scale.to(tl.uint8)
             offset = row[:, None] * (STORED_D // SIZE) + o_s[None, :]
@@ -130,7 +130,7 @@ def _value_factor(channels_ptr, i_head, chunks, DV: tl.constexpr, BLOCK_DV: tl.c
 @triton.jit
 def _write_fp8_values(
     base, channels_ptr, value_ptr, value_factor_ptr, i_head, i_tile, i_tile_row, start, first, last, stride_t, stride_d,
-    chunks, DV: tl.constexpr, BLOCK_DV: tl.constexpr, IS_INTERPRETED: tl.constexpr, USE_PDL: tl.constexpr,
+    chunks, DV: tl.constexpr, BLOCK_DV: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of values in E4M3, transposed, the keys of a group of 16 as ``permute_keys`` has them.
 
@@ -150,7 +150,7 @@ def _write_fp8_values(
         tl.store(value_factor_ptr + i_head * DV + o_d, factor, mask=o_d < DV)
     # factor is a power of two of at least 2^-126, so its reciprocal is exact.
     scale = (1.0 / factor)[None, :]
-    word = pack_e4m3(a * scale, b * scale, c * scale, d * scale, IS_INTERPRETED)
+    word = pack_e4m3(a * scale, b * scale, c * scale, d * scale)
     offset = (i_tile_row * DV + o_d)[:, None] * (_TILE // 4) + o_w[None, :]
     word_ptr = value_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.store(word_ptr + offset, tl.trans(word), mask=(o_d < DV)[:, None])
@@ -163,7 +163,7 @@ def _quantize_keys(
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_HEAD: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
-    SHARED: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr, USE_PDL: tl.constexpr,
+    SHARED: tl.constexpr, ROUNDING: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     HAS_TILE_SCALE: tl.constexpr = (
         LOW_FORM == "int8" or LOW_FORM == "e4m3" or LOW_FORM == "e5m2" or (LOW_FORM != "none" and SHARED == "tile")
@@ -196,17 +196,17 @@ def _quantize_keys(
         if HIGH_FORM != "raw":
             _write_blocks(
                 x, high_ptr, high_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
-                HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, D, BLOCK_D, IS_INTERPRETED,
+                HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, D, BLOCK_D,
             )  # fmt: skip
         if LOW_FORM == "int8" or LOW_FORM == "e4m3":
             _write_tile_scaled(
                 x, low_ptr, key_factor_ptr, row, i_tile_row, LOW_FORM, LOW_FORMAT, ROUNDING,
-                (D + 31) // 32 * 32, BLOCK_D, IS_INTERPRETED,
+                (D + 31) // 32 * 32, BLOCK_D,
             )  # fmt: skip
         elif LOW_FORM != "none":
             _write_blocks(
                 x, low_ptr, low_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
-                LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, D, BLOCK_D, IS_INTERPRETED,
+                LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, D, BLOCK_D,
             )  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def _quantize_values(
     v_ptr, channels_ptr, head_ptr, value_ptr, value_factor_ptr, rows_ptr,
     stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, chunks, i_tile,
     KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ROWS: tl.constexpr,
-    VALUE_FORM: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    VALUE_FORM: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     i_head = tl.program_id(0).to(tl.int64)
@@ -230,7 +230,7 @@ def _quantize_values(
     if VALUE_FORM == "e4m3":
         _write_fp8_values(
             base, channels_ptr, value_ptr, value_factor_ptr, i_head, i_tile, i_tile_row, start, first, last,
-            stride_vt, stride_vd, chunks, DV, BLOCK_DV, IS_INTERPRETED, USE_PDL,
+            stride_vt, stride_vd, chunks, DV, BLOCK_DV, USE_PDL,
         )  # fmt: skip
     else:
         wait_for_previous(USE_PDL)
@@ -246,7 +246,7 @@ def _quantize_values(
         for part in tl.range(0, _TILE // _ROWS):
             o_r = part * _ROWS + tl.arange(0, _ROWS)
             v = load_visible(base, start + o_r, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
-            elements, scale = quantize_blocks(v, head_scale, FORMAT, "block", ROUNDING, IS_INTERPRETED)
+            elements, scale = quantize_blocks(v, head_scale, FORMAT, "block", ROUNDING)
             v = dequantize_blocks(elements, scale, head_scale, FORMAT)
             p_row = value_ptr + (i_tile_row * _TILE + o_r)[:, None] * DV
             tl.store(p_row + o_d[None, :], v.to(value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
@@ -264,7 +264,7 @@ def quantize_kernel(
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
     SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, VALUE_FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr, USE_PDL: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of values in the first layer of programs, of keys in the last.
 
@@ -280,7 +280,7 @@ def quantize_kernel(
             _quantize_values(
                 v_ptr, channels_ptr, value_head_ptr, value_ptr, value_factor_ptr, rows_ptr,
                 stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, chunks, i_tile,
-                KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM, VALUE_FORMAT, ROUNDING, IS_INTERPRETED, USE_PDL,
+                KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM, VALUE_FORMAT, ROUNDING, USE_PDL,
             )  # fmt: skip
     if HIGH_FORM != "raw" or LOW_FORM != "none":  # noqa: SIM102
         if tl.program_id(2) == tl.num_programs(2) - 1:
@@ -288,5 +288,5 @@ def quantize_kernel(
                 k_ptr, mean_ptr, key_head_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr,
                 head_factor_ptr, rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles, chunks,
                 i_tile, KV_HEADS, D, BLOCK_D, HAS_ROWS, HAS_MEAN, HAS_KEY_HEAD, ROTATE, HADAMARD_SIZE, NORM,
-                HIGH_FORM, HIGH_FORMAT, LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, IS_INTERPRETED, USE_PDL,
+                HIGH_FORM, HIGH_FORMAT, LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, USE_PDL,
             )  # fmt: skip

@@ -28,7 +28,7 @@ def _prepare_kernel(
 ):  # fmt: skip
     rows = tl.arange(0, ROWS)
     x = tl.load(x_ptr + rows[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
-    q, scale, factor = prepare_queries(x, head_scale, FORM, FORMAT, SHARED, ROUNDING, tl.bfloat16, True)
+    q, scale, factor = prepare_queries(x, head_scale, FORM, FORMAT, SHARED, ROUNDING, tl.bfloat16)
     tl.store(q_ptr + rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], q)
     tl.store(factor_ptr + rows, factor)
     if BLOCKS > 0:
@@ -38,7 +38,7 @@ def _prepare_kernel(
 @triton.jit
 def _rotate_kernel(q_ptr, out_ptr, norm, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
     offset = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tl.store(out_ptr + offset, rotate_queries(tl.load(q_ptr + offset), norm, SIZE, True))
+    tl.store(out_ptr + offset, rotate_queries(tl.load(q_ptr + offset), norm, SIZE))
 
 
 def queries() -> Tensor:

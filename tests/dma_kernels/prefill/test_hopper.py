@@ -42,7 +42,7 @@ def inputs(head_dim: int = 128, length: int = LENGTH) -> tuple[Tensor, Tensor, T
 
 def operands(key: Tensor, value: Tensor, recipe: Recipe, kv_offset: int = 0) -> Operands:
     lowering = select_lowering(recipe, 90)
-    return quantize_keys_values(key, value, recipe, lowering, kv_offset=kv_offset, rows=None, is_interpreted=True)
+    return quantize_keys_values(key, value, recipe, lowering, kv_offset=kv_offset, rows=None)
 
 
 def geometry(**changes: Any) -> PrefillGeometry:
@@ -130,10 +130,11 @@ def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = replace(select_tiles(90, select_lowering(recipe, 90), 128, 128), hopper=ANY_LENGTH)
     options: dict[str, Any] = {"scale": 0.1, "softcap": None, "sinks": None, "use_tma": True}
     arguments = (query, operands(key, value, recipe), geometry(), recipe, tiles)
-    out, _ = host.prefill_attention(*arguments, **options, is_interpreted=True)
+    out, _ = host.prefill_attention(*arguments, **options)
     assert out.isfinite().all()
+    monkeypatch.setattr(chip, "is_interpreted", lambda: False)
     with pytest.raises(AssertionError, match="launched"):
-        host.prefill_attention(*arguments, **options, is_interpreted=False)
+        host.prefill_attention(*arguments, **options)
 
 
 @pytest.mark.parametrize(("arch", "head_dim", "recipe", "is_there"), [
@@ -161,7 +162,7 @@ def test_hopper_alone_has_it(arch: int, head_dim: int, recipe: str, is_there: bo
 def test_staged_queries_have_the_bits_of_the_specification(form: Form, format: str) -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low=format, shared_scale="tile", pv="fp8")
-    staged = stage_queries(query, None, None, recipe, form, Form.RAW, scale=0.25, is_interpreted=True)
+    staged = stage_queries(query, None, None, recipe, form, Form.RAW, scale=0.25)
     expected = quantize(query.float(), format, shared_scale="row")
     assert_bits_equal(staged.low, expected.data)
     unit = 2.0**-6 if form is Form.INT8 else 1.0
@@ -174,7 +175,7 @@ def test_staged_queries_have_the_bits_of_the_specification(form: Form, format: s
 def test_staged_queries_of_the_paper_are_exact_in_both_forms() -> None:
     query, _, _ = inputs(length=70)
     recipe = RECIPES["paper"]
-    staged = stage_queries(query, None, None, recipe, Form.E5M2, Form.DEQUANTIZED, scale=1.0, is_interpreted=True)
+    staged = stage_queries(query, None, None, recipe, Form.E5M2, Form.DEQUANTIZED, scale=1.0)
     low = quantize(query.float(), "mxfp4", scale_rounding="floor").dequantize()
     torch.testing.assert_close(staged.low.float() * staged.rows[0][..., None] / LOG2_E, low, rtol=1e-6, atol=0.0)
     high = quantize(query.float(), "mxfp8", scale_rounding="floor").dequantize()
@@ -184,7 +185,7 @@ def test_staged_queries_of_the_paper_are_exact_in_both_forms() -> None:
 def test_staged_queries_know_their_product_with_the_mean() -> None:
     query, _, _ = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=70, kv_len=70, head_dim=128, dtype=torch.bfloat16)
     mean = torch.randn(2, 2, 128)
-    staged = stage_queries(query, mean, None, RECIPES["int8"], Form.INT8, Form.RAW, scale=1.0, is_interpreted=True)
+    staged = stage_queries(query, mean, None, RECIPES["int8"], Form.INT8, Form.RAW, scale=1.0)
     expected = (query.float() * mean.repeat_interleave(2, dim=1)[:, :, None]).sum(-1)
     torch.testing.assert_close(staged.rows[1], expected, rtol=1e-5, atol=1e-4)
 
@@ -192,8 +193,8 @@ def test_staged_queries_know_their_product_with_the_mean() -> None:
 def test_staged_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low="nvfp4", scale_rounding="search", pv="fp8")
-    factor = query_factor(query, recipe, is_interpreted=True)
-    staged = stage_queries(query, None, factor, recipe, Form.DEQUANTIZED, Form.RAW, scale=0.5, is_interpreted=True)
+    factor = query_factor(query, recipe)
+    staged = stage_queries(query, None, factor, recipe, Form.DEQUANTIZED, Form.RAW, scale=0.5)
     expected = quantize(query.float(), "nvfp4", scale_rounding="search").dequantize()
     assert staged.low.dtype == torch.bfloat16
     assert torch.equal(staged.low.float(), expected)
@@ -204,7 +205,7 @@ def test_staged_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
 def test_staged_queries_that_are_only_rotated_keep_their_dtype(dtype: torch.dtype) -> None:
     query = random_qkv(q_len=70, kv_len=70, head_dim=128, dtype=dtype)[0]
     recipe = RECIPES["kv4"]
-    staged = stage_queries(query, None, None, recipe, Form.DEQUANTIZED, Form.RAW, scale=1.0, is_interpreted=True)
+    staged = stage_queries(query, None, None, recipe, Form.DEQUANTIZED, Form.RAW, scale=1.0)
     assert staged.low.dtype == dtype
     torch.testing.assert_close(staged.low.float(), hadamard_rotate(query.float()), rtol=2e-2, atol=2e-3)
 
@@ -263,9 +264,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return out, lse
 
     monkeypatch.setattr(hopper, "Launcher", Emulated)
-    monkeypatch.setattr(
-        hopper, "stage_queries", lambda *a, **options: stage_queries(*a, **options | {"is_interpreted": True})
-    )
     monkeypatch.setattr(chip, "device_arch", lambda device: 90)
     monkeypatch.setattr(backend, "prefill_attention", attend)
     hopper._launcher.cache_clear()

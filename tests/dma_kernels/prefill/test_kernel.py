@@ -36,14 +36,13 @@ def run(query: Tensor, operands: Operands, recipe: Recipe, arch: int, window: in
     tiles = select_tiles(arch, select_lowering(recipe, arch), query.shape[3], query.shape[3])
     out, _ = prefill_attention(
         query, operands, geometry, recipe, tiles, scale=0.125, softcap=None, sinks=None, use_tma=arch >= 90,
-        is_interpreted=True,
     )  # fmt: skip
     return out
 
 
 def one_shot(key: Tensor, value: Tensor, recipe: Recipe, arch: int) -> Operands:
     lowering = select_lowering(recipe, arch)
-    return quantize_keys_values(key, value, recipe, lowering, kv_offset=0, rows=None, is_interpreted=True)
+    return quantize_keys_values(key, value, recipe, lowering, kv_offset=0, rows=None)
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -125,7 +125,7 @@ def test_mxfp4_scales_far_apart_underflow_in_e5m2_from_28_binades_on() -> None:
         key[0, 0, row, 32:] = 0.5 * 2.0**-row
         key[0, 0, row, 32] = 4.0 * 2.0**-row
     operands = quantize_keys_values(
-        key, key, RECIPES["e5m2"], select_lowering(RECIPES["e5m2"], HOPPER), kv_offset=0, rows=None, is_interpreted=True
+        key, key, RECIPES["e5m2"], select_lowering(RECIPES["e5m2"], HOPPER), kv_offset=0, rows=None
     )
     assert operands.low is not None
     assert operands.low.key_factor is not None
@@ -142,7 +142,7 @@ def test_scale_of_nvfp4_queries_equals_the_specification(rotate: bool, rounding:
     query, _, _ = random_qkv(batch=2, q_heads=3, q_len=150, kv_len=1, head_dim=head_dim, dtype=torch.float16)
     query[1, 2] *= 37.0
     query[0, 1, 5, 2] = torch.inf if not rotate else 300.0
-    actual = query_factor(query, recipe, is_interpreted=True)
+    actual = query_factor(query, recipe)
     x = hadamard_rotate(query) if rotate else query.float()
     blocks = torch.nn.functional.pad(x, (0, -head_dim % 16)).unflatten(-1, (-1, 16)).abs().amax(-1)
     amax = blocks.masked_fill(~blocks.isfinite(), 0.0).amax((-2, -1))
@@ -154,7 +154,7 @@ def test_scale_of_nvfp4_queries_equals_the_specification(rotate: bool, rounding:
 @pytest.mark.parametrize("recipe", ["int8", "e5m2", "identity"])
 def test_recipes_without_nvfp4_queries_have_no_such_scale(recipe: str) -> None:
     query, _, _ = random_qkv(q_len=8, kv_len=1, dtype=torch.float16)
-    assert query_factor(query, RECIPES[recipe], is_interpreted=True) is None
+    assert query_factor(query, RECIPES[recipe]) is None
 
 
 def test_nothing_is_written_for_a_recipe_without_precisions() -> None:
