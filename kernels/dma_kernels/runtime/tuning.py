@@ -155,10 +155,10 @@ def select_tiles(
 def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     """Return the sizes for head dimensions of 128, where products are of 64 x 128 scores.
 
-    Three warpgroups leave a thread 160 registers, which a block's scores, its product and the output just fit in. What
-    the loop spills costs: with five accesses 10.9 ms at 32K, 10.05 with none (and none of the barriers that Triton puts
-    before an arrival). One program for each multiprocessor, which goes through many blocks of queries, spills six: 10.9
-    at 32K. Turns, so that one warpgroup at a time computes its softmax, or its scores: 13.2, 16.8 ms.
+    Three warpgroups leave a thread 160 registers, which a block's scores, its product and the output just fit in. With
+    an arrival of every warp, which takes Triton's barriers and the spills out of the loop, 32K takes 10.05 ms instead
+    of 10.9. Tried without gain: one program for each multiprocessor that goes through many blocks of queries (10.9 ms,
+    with six spills); turns, so that one warpgroup at a time computes its softmax, or its scores (13.2, 16.8 ms).
 
     Two warpgroups, with 240 registers and two blocks of keys at a time: 813 TFLOP/s at 32K against 918, as the slower
     units (exponentials, conversions) then idle more. A token that makes warpgroups begin their scores one after the
@@ -172,8 +172,9 @@ def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     """
     # As many blocks as fit in shared memory.
     stages = {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2}[are_keys_8bit, are_values_8bit]
-    # With values of high tiles in 16 bits (an H200, Triton 3.6): 1 x 4K takes the other kernel 245 us, this one
-    # (with persistent programs) 259; 8 x 4K 2,065 and 1,954. What counts is how many programs share the chip.
+    # With values of high tiles in 16 bits (an H200, Triton 3.6): 1 x 4K takes the other kernel 245 us, the variant of
+    # one program for each multiprocessor 259; 8 x 4K the other kernel 2,065, this one 1,954. What counts is how many
+    # programs share the chip.
     min_rows = 32 * (8_192 if are_keys_8bit and are_values_8bit else 4_096)
     return HopperTiles(groups=3, stages=stages, registers=160, min_keys=4_096, min_rows=min_rows)
 
@@ -182,7 +183,8 @@ def _narrow_hopper_tiles() -> HopperTiles:
     """Return the sizes for head dimensions of 64, with 8-bit keys and E4M3 values.
 
     Against the other kernel, as CUDA graphs in microseconds (Triton 3.6): 4K 173 to 171, 8K 534 to 555, 16K 1,912 to
-    2,006, 64K 28,400 to 30,760.
+    2,006, 64K 28,400 to 30,760. Measured on the variant of one program for each multiprocessor, which at head
+    dimensions of 128 is slower than the kernel as it is; this one itself has not been timed at 64.
     """
     return HopperTiles(groups=3, stages=4, registers=160, min_keys=8_192, min_rows=32 * 8_192)
 
@@ -192,8 +194,8 @@ def _wide_hopper_tiles() -> HopperTiles:
 
     The output takes 128 registers of a thread and a block's scores 64, so there are two warpgroups. The product with
     values goes 64 channels at a time: with 128 a product, of which two are in flight, spills a quarter of the output,
-    0.92 / 13.0 ms against 0.71 / 8.3 at 8K / 32K (16 query and 8 kv heads). With 64 nine registers were spilled; since
-    values of high tiles have 16 bits it is fifty, and with the loop of then 0.89 / 12.0 against 0.79 / 9.8.
+    0.92 / 13.0 ms against 0.71 / 8.3 at 8K / 32K (16 query and 8 kv heads). With 64 nine registers were spilled. Since
+    products with values of high tiles are of 16 bits it is fifty, and 0.89 / 12.0 ms instead of 0.79 / 9.8 in one run.
 
     The other kernel has one program on a multiprocessor too, and is overtaken early, as CUDA graphs in microseconds:
     512 keys 44.5 against 39.3, 1K 60.0 against 65.6, 2K 107 against 149, 4K 255 against 419; 8 query heads at 2K 68
