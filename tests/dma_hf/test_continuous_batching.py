@@ -85,6 +85,7 @@ def test_the_name_is_put_back_after_an_error(families):
     assert model.config._attn_implementation == dma_hf.NAME
 
 
+@pytest.mark.slow
 def test_a_preset_in_the_name_counts(families, prompts):
     model = families["llama"].build(f"{dma_hf.NAME}:paper")
     _check(model, prompts[:1], _batched(model, prompts[:1]))
@@ -119,6 +120,7 @@ def test_a_cache_that_pages_do_not_have(families):
         pass
 
 
+@pytest.mark.slow
 def test_what_the_backend_refuses_fails_the_requests(families, prompts):
     model = families["llama"].build(dma_hf.NAME)
     for layer in model.model.layers:

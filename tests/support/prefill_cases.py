@@ -12,6 +12,7 @@ from torch import Tensor
 
 RECIPES = {
     "identity": Recipe(low="bf16", high="bf16"),
+    "balanced": Recipe(low="mxint8", shared_scale="tile", smooth_k=True, rotate=True, pv="fp8"),
     "int8": Recipe(low="mxint8", shared_scale="tile", smooth_k=True, pv="fp8"),
     "int8-pv16": Recipe(low="mxint8", shared_scale="tile"),
     "e4m3-rotated": Recipe(low="mxfp8", shared_scale="tile", smooth_k=True, rotate=True, pv="fp8"),

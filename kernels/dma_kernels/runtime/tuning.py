@@ -115,7 +115,11 @@ def select_tiles(
             hopper = _hopper_tiles(are_keys_8bit=False, are_values_8bit=False)
             return PrefillTiles(128, 64, 8, num_stages=2, max_registers=128, stage_queries=True, hopper=hopper)
         # At head_dim 64 and 16K 2.57 ms (SDPA 2.37), with two stages 2.97. 128 x 128 under a cap took 2.50 and spilled.
-        return PrefillTiles(64, 64 if widest == 128 else 128, 4, num_stages=3, high_stages=2, stage_queries=True)
+        # With a softcap high tiles go 32 keys at a time: with 64 the loop over low ones spills (compiled, not timed).
+        return PrefillTiles(
+            64, 64 if widest == 128 else 128, 4, num_stages=3, high_block_n=32 if has_softcap else 64, high_stages=2,
+            stage_queries=True,
+        )  # fmt: skip
     if widest <= 128 and arch > 90 and are_keys_8bit and are_values_8bit:
         return PrefillTiles(64, 128, num_warps=4, num_stages=2 if widest == 128 else 3)
     if widest <= 128 and arch >= 90 and lowering.low_key is None:
@@ -145,7 +149,8 @@ def select_tiles(
     if arch == 80:
         # 0 to 9 accesses a step (in Triton 3.7 to 22); 128 x 64, with room for one stage, 36 to 103. 64 x 64 none, but
         # it would read keys and values from the L2 cache about as fast as that can deliver them.
-        return PrefillTiles(128, 32, num_warps=8, num_stages=2, high_block_n=32, stage_queries=True)
+        # High tiles 16 keys at a time: with 32 the loop over low ones spills 3 scalars of ``fp4``, now none.
+        return PrefillTiles(128, 32, num_warps=8, num_stages=2, high_block_n=16, stage_queries=True)
     # The consumer chips have 99 KB of shared memory. With 4 warps 16-bit and block-scaled operands spill up to 51 times
     # a step, and 3 KB of a thread in all; with 8 never in the loop, and 700 bytes at most.
     num_warps = 4 if are_keys_8bit and are_values_8bit and not is_packed else 8

@@ -25,7 +25,7 @@ FEATURES = ("bidirectional", "window", "softcap", "sinks", "softcap-and-sinks", 
 
 @pytest.mark.parametrize("case", CASES)
 def test_default_recipe_matches_the_reference(case: str) -> None:
-    assert_matches_reference(CASES[case], RECIPES["int8"], torch.float16, "cpu")
+    assert_matches_reference(CASES[case], RECIPES["balanced"], torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("case", ["causal", "left-padded"])

@@ -106,12 +106,12 @@ SPILLS = {
     "int8:90:256:long": 104,
     "paper:90:256": 14,
     "paper:90:128:long": 4,
-    "fp4:90:256": 11,
+    "fp4:90:256": 15,
 }
 """Most accesses to spilled registers in the loop over low tiles, where there are some: 256 channels of output take half
 of the registers, and what spills less reads more often from memory, on Hopper measured to be slower. The loop of long
-prompts has some 730 instructions. Since products with values of high tiles are of 16 bits, it spills more: 104 for 40,
-and at 128 channels `paper` 4 for none."""
+prompts has some 730 instructions. Since products with values of high tiles are of 16 bits, it spills more: 104 for
+40, and `paper` at 128 channels 4; of `fp4` the other kernel's loop has 15 for 11."""
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_nothing_is_stored_over_a_barrier(call: str, compiled: dict[str, list[di
     registers = re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", ptx)
     assert len(registers) == ptx.count("mbarrier.init")
     barriers = {int(offsets[register]) + byte for register in registers for byte in range(8)}
-    assert len(barriers) == 8 * len(registers) >= 8 * 6  # of queries, and of two places at least
+    assert len(barriers) == 8 * len(registers) >= 8 * 3  # of queries, and of two places at least that are full
     stores = re.findall(r"st\.shared(?:\.v(\d))?\.b(\d+)\s+\[global_smem(?:\+(\d+))?\]", ptx)
     stored = {
         int(offset or 0) + byte for count, bits, offset in stores for byte in range(int(count or 1) * int(bits) // 8)
