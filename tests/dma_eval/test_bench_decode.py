@@ -117,7 +117,8 @@ def test_default_shapes_vary_one_thing_at_a_time() -> None:
         (("--cache", "dma_mxfp:fp4"), "--cache: 'dma_mxfp:fp4' has no cache; add +int8 or +int4"),
         (
             ("--cache", "fp8"),
-            "--cache: unknown name 'fp8'; valid: sdpa, sdpa:flash, sdpa:dynamic, sdpa:quanto, sdpa:hqq, sdpa:fp8",
+            "--cache: unknown name 'fp8'; valid: sdpa, sdpa:flash, sdpa:dynamic, fa3, fa3:fp8, sdpa:quanto, sdpa:hqq, "
+            "sdpa:fp8, ",
         ),
     ],
 )

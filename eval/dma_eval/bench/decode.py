@@ -20,6 +20,7 @@ from dma_eval.names import DMA, FORMAT_SUFFIXES
 from dma_hf import DMAConfig
 from dma_hf.cache import DEFAULT_FORMAT
 
+from .peers import FLASH_3, flash_attention_3_step
 from .results import DecodeResult, DecodeShape
 from .timing import FAILURES, Run, captured, time_in_turns
 
@@ -57,6 +58,8 @@ class DecodeImplementation:
         def attend(key: Tensor, value: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
+        if self.label in FLASH_3:
+            return flash_attention_3_step(self.label, query, key, value)
         if self.label in QUANTIZED:
             cache = QuantizedCache(QUANTIZED[self.label], LlamaConfig(num_hidden_layers=1))
             cache.update(key, value, 0)
@@ -125,7 +128,7 @@ def parse_implementations(names: Sequence[str]) -> list[DecodeImplementation]:
     Raises:
         UserError: A configuration has no cache.
     """
-    backends = parse_compared(names, "--cache", (*PREALLOCATED, DYNAMIC, *QUANTIZED))
+    backends = parse_compared(names, "--cache", (*PREALLOCATED, DYNAMIC, *FLASH_3, *QUANTIZED))
     for backend in backends:
         if backend.config is not None and backend.config.cache is None:
             raise UserError(f"--cache: {backend.label!r} has no cache; add {' or '.join(FORMAT_SUFFIXES)}")

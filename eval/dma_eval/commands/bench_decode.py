@@ -31,8 +31,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to its parser."""
     help = (
         "What to compare; the first is the reference. sdpa (PyTorch's choice, on preallocated keys and values), "
-        "sdpa:flash, sdpa:dynamic (behind the concatenation of a DynamicCache), sdpa:quanto, sdpa:hqq and sdpa:fp8 "
-        "(behind a QuantizedCache of that backend), dma_mxfp:PRESET, dma_mxfp:FILE.toml."
+        "sdpa:flash, sdpa:dynamic (behind the concatenation of a DynamicCache), fa3 and fa3:fp8 (FlashAttention-3, the "
+        "package fa3-fwd, on a 16-bit and on an E4M3 cache), sdpa:quanto, sdpa:hqq and sdpa:fp8 (behind a "
+        "QuantizedCache of that backend), dma_mxfp:PRESET, dma_mxfp:FILE.toml."
     )
     shown = "sdpa sdpa:flash sdpa:dynamic sdpa:quanto dma_mxfp:kv8 dma_mxfp:kv4"
     options.add(parser, "--cache", "-c", several=True, shown=shown, help=help)
