@@ -16,6 +16,8 @@ from dma_kernels.runtime.chip import BACKENDS
 
 ON_UNSUPPORTED = ("error", "sdpa")
 DEFAULT_PRESET = "balanced"
+REMOVED = {"low_v": "values of low tiles are as pv says; a cache of 4 bits is cache='int4'"}
+"""Fields of earlier versions, with what stands in their place; where they were not set, they are passed over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +77,10 @@ class DMAConfig(Recipe):
         prefix = f"{source}: " if source else ""
         if not isinstance(section, Mapping):
             raise TypeError(f"{prefix}expected a mapping of configuration keys, got {section!r}")
-        _check_keys(section, prefix)
+        known = {key: value for key, value in section.items() if value is not None or key not in REMOVED}
+        _check_keys(known, prefix)
         try:
-            return cls(**section)
+            return cls(**known)
         except ValueError as error:
             raise ValueError(f"{prefix}{error}") from None
 
@@ -101,8 +104,7 @@ class DMAConfig(Recipe):
 
     def to_toml(self, path: str | Path) -> None:
         """Write a TOML file that :meth:`from_toml` reads back; fields that are ``None`` are left out."""
-        lines = [f"{name} = {_toml_value(value)}\n" for name, value in self.to_dict().items() if value is not None]
-        Path(path).write_text("".join(lines), encoding="utf-8")
+        write_toml(self.to_dict(), path)
 
     def with_changes(self, **changes: Any) -> Self:
         """Return a copy with some fields changed.
@@ -195,12 +197,20 @@ def resolve(setting: str | Path | Mapping[str, Any] | Recipe) -> DMAConfig:
 
 
 def _check_keys(section: Mapping[str, Any], prefix: str) -> None:
+    for key in section.keys() & REMOVED.keys():
+        raise ValueError(f"{prefix}the key {key!r} is gone: {REMOVED[key]}")
     unknown = [key for key in section if key not in FIELDS]
     if unknown:
         raise ValueError(
             f"{prefix}unknown key{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}; "
             f"valid keys: {', '.join(FIELDS)}"
         )
+
+
+def write_toml(section: Mapping[str, Any], path: str | Path) -> None:
+    """Write keys and values, also those of an earlier version, as a TOML file; what is ``None`` is left out."""
+    lines = [f"{name} = {_toml_value(value)}\n" for name, value in section.items() if value is not None]
+    Path(path).write_text("".join(lines), encoding="utf-8")
 
 
 def _toml_value(value: str | int | bool) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dma_hf import DMAConfig
+from dma_hf.config import write_toml
 
 from . import plots
 from .errors import UserError, one_line
@@ -126,5 +126,5 @@ def _configs(report: Report, folder: Path) -> list[str]:
     names = []
     for label, config in configs.items():
         names.append(f"{CONFIGS}/{slug(label.removeprefix('dma_mxfp:'))}.toml")
-        DMAConfig.from_dict(config).to_toml(folder / names[-1])
+        write_toml(config, folder / names[-1])
     return names

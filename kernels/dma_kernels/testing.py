@@ -19,9 +19,7 @@ RECIPES = {
     "nvfp4-mxfp8": Recipe(low="nvfp4", high="mxfp8", smooth_k=True, rotate=True, pv="fp8"),
     "mxfp4-keys": Recipe(low_q="bf16", low_k="mxfp4", high="bf16", rotate=True),
     "nvfp4-keys": Recipe(low_q="mxfp8", low_k="nvfp4", high="bf16"),
-    "nvfp4-keys-values": Recipe(
-        low_q="bf16", low_k="nvfp4", low_v="nvfp4", scale_rounding="search", smooth_k=True, rotate=True
-    ),
+    "nvfp4-keys-search": Recipe(low_q="bf16", low_k="nvfp4", scale_rounding="search", smooth_k=True, rotate=True),
     "mxfp4-search": Recipe(low="mxfp4", high="mxfp8", scale_rounding="search"),
     "mxfp8-uniform": Recipe(low="mxfp8", high="mxfp8"),
     "mxint8-block-floor": Recipe(low="mxint8", high="mxfp4", scale_rounding="floor", diagonal_tiles=2),

@@ -82,6 +82,7 @@ def test_resolve(tmp_path):
         (4, TypeError, r"expected the name of a preset \(balanced, fp4, paper, kv8, kv4\), .* got 4"),
         ({"lo": "mxfp4"}, ValueError, "unknown key 'lo'; valid keys: low, low_q, .*on_unsupported"),
         ({"lo": "mxfp4", "hi": 1}, ValueError, "unknown keys 'lo', 'hi'"),
+        ({"low_v": "nvfp4"}, ValueError, "the key 'low_v' is gone: .*cache='int4'"),
         ({"low": "fp4"}, ValueError, "low must be one of bf16, .*; got 'fp4'"),
         ({"low": ["mxfp4"]}, ValueError, r"low must be one of .*; got \['mxfp4'\]"),
         ({"diagonal_tiles": "one"}, ValueError, "diagonal_tiles must be an integer of at least 0, got 'one'"),
@@ -96,12 +97,17 @@ def test_wrong_settings(setting, error, message):
         resolve(setting)
 
 
+def test_a_field_that_is_gone_and_was_not_set_is_passed_over():
+    assert DMAConfig.from_dict({"low": "mxfp8", "low_v": None}) == DMAConfig(low="mxfp8")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('low = "fp4"', r"c\.toml: low must be one of"),
         ("diagonal_tiles = 1.5", r"c\.toml: diagonal_tiles must be an integer of at least 0, got 1\.5"),
         ("tiles = 1", r"c\.toml: unknown key 'tiles'; valid keys: "),
+        ('low_v = "nvfp4"', r"c\.toml: the key 'low_v' is gone"),
         ('[dma]\nlow = "mxfp4"', r"c\.toml: unknown key 'dma'"),
         ("low = mxfp4", r"c\.toml: not a TOML file: "),
     ],

@@ -73,7 +73,7 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> list[Grid]:
 
 
 @pytest.mark.parametrize("sizes", [{"batch": 9_000, "heads": 8}, {"heads": 70_000}, {"q_len": 5_000_000}], ids=str)
-@pytest.mark.parametrize("recipe", ["int8", "nvfp4", "kv4"])
+@pytest.mark.parametrize("recipe", ["int8", "nvfp4", "nvfp4-keys"])
 def test_grids_are_within_the_limits_of_cuda(recipe: str, sizes: dict[str, int], grids: list[Grid]) -> None:
     batch, heads, q_len = ({"batch": 1, "heads": 1, "q_len": 5} | sizes).values()
     query = torch.empty(1, dtype=torch.float16).expand(batch, heads, q_len, 32)

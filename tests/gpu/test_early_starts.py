@@ -51,7 +51,7 @@ def test_the_quantiser_equals_the_specification(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("length", [200, 1000, 2048, 4000])
-@pytest.mark.parametrize("recipe", ["int8", "fp4", "kv4", "e4m3-rotated"])
+@pytest.mark.parametrize("recipe", ["int8", "fp4", "nvfp4-keys", "e4m3-rotated"])
 def test_layers_in_a_row_are_equal_to_the_bit(recipe: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"q_heads": 8, "kv_heads": 2, "q_len": length, "kv_len": length, "head_dim": 128}
     layers = [random_qkv(**sizes, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in range(4)]

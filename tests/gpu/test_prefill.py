@@ -20,7 +20,7 @@ def test_matches_the_reference(case: str, recipe: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("recipe", ["int8", "e4m3-rotated", "identity", "paper", "kv4"])
+@pytest.mark.parametrize("recipe", ["int8", "e4m3-rotated", "identity", "paper", "nvfp4-keys"])
 def test_head_dims(recipe: str, head_dim: int) -> None:
     assert_matches_reference(Case(q_len=1000, kv_len=1000, head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
 
@@ -64,7 +64,7 @@ def test_two_forms_for_all_lengths() -> None:
 
 
 @pytest.mark.parametrize("q_len", [64, 512])  # on Hopper 34 times 512 queries take the kernel for long prompts
-@pytest.mark.parametrize("recipe", ["int8", "kv4"])
+@pytest.mark.parametrize("recipe", ["int8", "nvfp4-keys"])
 def test_keys_and_values_of_more_than_2_31_elements(recipe: str, q_len: int) -> None:
     heads, kv_len = 34, 524_288
     generator = torch.Generator("cuda").manual_seed(0)
@@ -93,7 +93,7 @@ def test_a_mask_of_more_than_2_31_elements() -> None:
     assert torch.equal(out[:, -1:], expected)
 
 
-@pytest.mark.parametrize("recipe", ["int8", "nvfp4", "kv4"])
+@pytest.mark.parametrize("recipe", ["int8", "nvfp4", "nvfp4-keys"])
 @pytest.mark.parametrize("sizes", [(9_000, 8, 8, 49, 49), (1, 70_000, 1, 1, 1_100)], ids=["windows", "heads"])
 def test_more_heads_than_an_axis_of_a_grid_takes(recipe: str, sizes: tuple[int, ...]) -> None:
     batch, q_heads, kv_heads, q_len, kv_len = sizes

@@ -71,7 +71,7 @@ k, v = (torch.randn(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda") for _ 
 launches = []
 launch = host.prefill_hopper
 host.prefill_hopper = lambda *a, **b: (launches.append(1), launch(*a, **b))
-for name in ("int8", "paper", "fp4", "kv4"):
+for name in ("int8", "paper", "fp4", "nvfp4-keys"):
     expected = attention(q, k, v, RECIPES[name])
     end = time.perf_counter() + 3
     while time.perf_counter() < end:
@@ -115,7 +115,8 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(
-    "recipe", ["int8", "int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8", "fp4", "nvfp4", "mixed", "kv4"]
+    "recipe",
+    ["int8", "int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8", "fp4", "nvfp4", "mixed", "nvfp4-keys"],
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_the_reference(shape: str, recipe: str, launches: list[str]) -> None:
@@ -139,7 +140,7 @@ def test_smoothed_keys_of_high_tiles_in_mxfp8(launches: list[str]) -> None:
 
 @pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1), (100, 0), (0, 100)])
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("name", ["int8-pv16", "kv4"])  # three blocks in flight, and two
+@pytest.mark.parametrize("name", ["int8-pv16", "nvfp4-keys"])  # three blocks in flight, and two
 def test_bands_are_those_of_the_other_kernel(
     name: str, is_causal: bool, bands: tuple[int, int], launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +157,7 @@ def test_bands_are_those_of_the_other_kernel(
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["int8", "fp4", "kv4"])
+@pytest.mark.parametrize("recipe", ["int8", "fp4", "nvfp4-keys"])
 def test_fp16_and_transposed_views(recipe: str, launches: list[str]) -> None:
     assert_matches_reference(SHAPES["odd"], RECIPES[recipe], torch.float16, "cuda")
     assert launches

@@ -21,7 +21,7 @@ RECIPES = {
     "paper": Recipe(low="mxfp4", high="mxfp8", scale_rounding="floor", sink_tiles=0),
     "mxfp4-row": Recipe(low="mxfp4", shared_scale="row", smooth_k=True, rotate=True, pv="fp8"),
     "mixed": Recipe(low_q="mxfp8", low_k="mxfp4", high="nvfp4", rotate=True),
-    "kv4": Recipe(low_q="bf16", low_k="nvfp4", low_v="nvfp4", smooth_k=True, rotate=True),
+    "nvfp4-keys": Recipe(low_q="bf16", low_k="nvfp4", smooth_k=True, rotate=True),
     "int8-mxfp8": Recipe(low="mxint8", high="mxfp8", shared_scale="tile", pv="fp8"),
     "mxfp8-uniform": Recipe(low="mxfp8", high="mxfp8"),
 }

@@ -27,10 +27,11 @@ RECIPES = {
     "nvfp4-high": Recipe(low="mxfp4", high="nvfp4", rotate=True),
     "row": Recipe(low="mxfp8", high="mxint8", shared_scale="row", smooth_k=True),
     "int8-block": Recipe(low="mxint8", high="mxfp4", smooth_k=True),
-    "keys-only": Recipe(low_q="bf16", low_k="nvfp4", low_v="nvfp4", smooth_k=True, rotate=True),
-    "search": Recipe(low="nvfp4", high="mxint8", low_v="nvfp4", scale_rounding="search", smooth_k=True, rotate=True),
-    "search-e8m0": Recipe(low="mxfp4", high="mxfp8", low_v="mxint8", scale_rounding="search"),
-    "mxfp4-values": Recipe(low_q="bf16", low_k="mxfp4", low_v="mxfp4"),
+    "keys-only": Recipe(low_q="bf16", low_k="nvfp4", smooth_k=True, rotate=True),
+    "search": Recipe(low="nvfp4", high="mxint8", scale_rounding="search", smooth_k=True, rotate=True),
+    "search-e8m0": Recipe(low="mxfp4", high="mxfp8", scale_rounding="search"),
+    "search-mxint8": Recipe(low="mxint8", scale_rounding="search"),
+    "mxfp4-keys": Recipe(low_q="bf16", low_k="mxfp4"),
     "unquantized-keys": Recipe(low_q="mxfp8", low_k="bf16", smooth_k=True, rotate=True),
     "uniform": Recipe(low="bf16", high="bf16", smooth_k=True, pv="fp8"),
     "uniform-mxfp8": Recipe(low="mxfp8", high="mxfp8"),
@@ -126,7 +127,7 @@ def expected_operands(
 
     def tile_operands(form: Form, key_format: str, query_format: str, shared: str, value_form: Form) -> TileOperands:
         own, scale, factor = _keys(x, form, key_format, shared, recipe, key.dtype, query_format)
-        own_value, value_factor = _values(v, value_form, recipe, value.dtype)
+        own_value, value_factor = _values(v, value_form)
         return TileOperands(
             key=key if own is None else own,
             value=value if own_value is None else own_value,
@@ -182,12 +183,10 @@ def _keys(
     return coded.data, None, torch.where(zero, 1.0, factor)
 
 
-def _values(v: Tensor, form: Form, recipe: Recipe, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def _values(v: Tensor, form: Form) -> tuple[Tensor | None, Tensor | None]:
     """Return aligned values in a form, and their factors."""
     if form is Form.RAW:
         return None, None
-    if recipe.low_v is not None:
-        return quantize(v, recipe.low_v, scale_rounding=recipe.scale_rounding).dequantize().to(dtype), None
     factor = value_scale(v)
     scaled = to_e4m3(v.float() / factor)
     if form is Form.DEQUANTIZED:

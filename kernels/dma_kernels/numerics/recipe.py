@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .formats import BLOCK_FORMATS, FORMAT_NAMES, ScaleRounding, SharedScale
+from .formats import FORMAT_NAMES, ScaleRounding, SharedScale
 from .geometry import MAX_BAND_TILES
 
 PV_FORMATS = ("bf16", "fp8")
@@ -22,8 +22,6 @@ class Recipe:
         low: Format of queries and keys in low tiles: ``bf16``, ``mxfp8``, ``mxint8``, ``mxfp4`` or ``nvfp4``.
         low_q: Overrides ``low`` for queries.
         low_k: Overrides ``low`` for keys.
-        low_v: A block format for values of low tiles, blocks along the head dimension; ``None``: as ``pv`` says for all
-            tiles. For caches that hold 4-bit values; it needs ``pv = "bf16"``.
         high: Format of queries and keys in high tiles.
         diagonal_tiles: Tiles below the query's own that are high.
         sink_tiles: Tiles at the start of the sequence that are high.
@@ -44,7 +42,6 @@ class Recipe:
     low: str = "mxfp8"
     low_q: str | None = None
     low_k: str | None = None
-    low_v: str | None = None
     high: str = "bf16"
     diagonal_tiles: int = 1
     sink_tiles: int = 1
@@ -60,8 +57,6 @@ class Recipe:
             value = getattr(self, name)
             if not (value is None and name in ("low_q", "low_k")):
                 _check_choice(name, value, FORMAT_NAMES)
-        if self.low_v is not None:
-            _check_choice("low_v", self.low_v, tuple(BLOCK_FORMATS))
         _check_choice("scale_rounding", self.scale_rounding, tuple(ScaleRounding))
         _check_choice("shared_scale", self.shared_scale, tuple(SharedScale))
         _check_choice("pv", self.pv, PV_FORMATS)
@@ -77,8 +72,6 @@ class Recipe:
                 raise ValueError(f"{name} must be true or false, got {value!r}")
         if self.scale_rounding == ScaleRounding.SEARCH and self.shared_scale != SharedScale.BLOCK:
             raise ValueError(f"scale_rounding='search' needs shared_scale='block', got {self.shared_scale!r}")
-        if self.low_v is not None and self.pv != "bf16":
-            raise ValueError(f"low_v={self.low_v!r} needs pv='bf16', got pv={self.pv!r}")
         if self.shared_scale != SharedScale.BLOCK and "nvfp4" in (self.query_low, self.key_low):
             raise ValueError(f"shared_scale={self.shared_scale!r} applies to E8M0 scales; nvfp4 needs 'block'")
 
@@ -97,7 +90,6 @@ class Recipe:
         """Whether low and high tiles are computed alike, so that there is no band to tell apart."""
         return (
             self.pv == "bf16"
-            and self.low_v is None
             and self.query_low == self.key_low == self.high
             and (self.high == "bf16" or self.high == "nvfp4" or self.shared_scale == SharedScale.BLOCK)
         )

@@ -115,7 +115,7 @@ class _Output:
 
 
 # The tensors that the two kernels write, in their order.
-_STATISTICS = ("mean", "key_head", "channels", "value_head")
+_STATISTICS = ("mean", "key_head", "channels")
 _WRITTEN = (
     "high", "high_scale", "low", "low_scale", "key_factor", "head_factor", "value", "value_factor",
 )  # fmt: skip
@@ -151,10 +151,9 @@ def _plan(
 ) -> _Plan:
     outputs = _outputs(recipe, lowering, dtype, head_dim, value_dim)
     has_mean, has_key_head = "mean" in outputs, "key_head" in outputs
-    has_channels, has_value_head = "channels" in outputs, "value_head" in outputs
     writes_keys = "high" in outputs or "low" in outputs
     writes_values = "value" in outputs
-    has_statistics = has_mean or has_key_head or has_channels or has_value_head
+    has_statistics = has_mean or has_key_head or writes_values
     # The first launch waits for all that the caller's kernels write. Without it the attention gains nothing: 109 us for
     # ``paper`` at 2K, 117 with an early start.
     uses_pdl = use_pdl and has_statistics
@@ -172,8 +171,7 @@ def _plan(
     }
     has_few_registers = max(head_dim, value_dim) <= 128
     maxima = {
-        "HAS_CHANNELS": has_channels,
-        "HAS_VALUE_HEAD": has_value_head,
+        "HAS_CHANNELS": writes_values,
         # Six blocks on their way, not four: on an H200 67.6 us, not 74.0, for the values of 131,072 tokens and 8 heads
         # of 128; 216, not 247, for keys and values in NVFP4. But their 80 KB of shared memory leave no room for a
         # kernel that starts early: ``balanced`` at 2K takes 90 us, 80 with four.
@@ -187,7 +185,6 @@ def _plan(
         "LOW_FORMAT": recipe.key_low,
         "SHARED": recipe.shared_scale,
         "VALUE_FORM": (lowering.low_value or Form.RAW).value,
-        "VALUE_FORMAT": recipe.low_v or NONE,
         "ROUNDING": recipe.scale_rounding,
     }
     options: dict[str, Any] = {"num_warps": 8}
@@ -208,16 +205,16 @@ def _plan(
         options["maxnreg"] = 80
     statistics = quantize = None
     if has_statistics:
-        warps = 4 if has_few_registers and not (has_key_head or has_value_head) else 8
+        warps = 4 if has_few_registers and not has_key_head else 8
         statistics = Launcher(statistics_kernel, shape | maxima, settled=_SETTLED, num_warps=warps)
     if writes_keys or writes_values:
         quantize = Launcher(quantize_kernel, shape | forms, settled=_SETTLED, launch_pdl=uses_pdl, **options)
     return _Plan(
         statistics=statistics,
         quantize=quantize,
-        has_maxima=has_key_head or has_channels or has_value_head,
+        has_maxima=has_key_head or writes_values,
         uses_pdl=uses_pdl,
-        statistics_layers=int(has_channels or has_value_head) + int(has_mean or has_key_head),
+        statistics_layers=int(writes_values) + int(has_mean or has_key_head),
         layers=int(writes_values) + int(writes_keys),
         outputs=tuple(outputs.items()),
     )
@@ -243,12 +240,9 @@ def _outputs(
         outputs["value"] = _Output((value_dim, TILE), torch.float8_e4m3fn, rows_per_tile=1)
         outputs["value_factor"] = _Output((value_dim,), torch.float32)
     elif lowering.low_value is Form.DEQUANTIZED:
-        target = torch.bfloat16 if recipe.low_v is None else dtype
-        outputs["value"] = _Output((value_dim,), target, rows_per_tile=TILE)
-    if "value" in outputs and recipe.low_v is None:
+        outputs["value"] = _Output((value_dim,), torch.bfloat16, rows_per_tile=TILE)
+    if "value" in outputs:
         outputs["channels"] = _Output((CHUNKS, value_dim), torch.int32)
-    if recipe.low_v == NVFP4:
-        outputs["value_head"] = _Output((CHUNKS,), torch.int32)
     return outputs
 
 

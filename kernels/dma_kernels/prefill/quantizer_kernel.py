@@ -33,7 +33,7 @@ from ..numerics.formats import E4M3, E8M0_MAX_CODE, E8M0_NAN, MXINT8_UNIT, TILE
 from .statistics import CHUNKS, reduce_channel_chunks, reduce_chunks
 
 _TILE = tl.constexpr(TILE)
-# Keys or values that a program has in registers at a time, in block formats without a scale for the tile: few enough
+# Keys that a program has in registers at a time, in block formats without a scale for the tile: few enough
 # for four programs on a multiprocessor.
 _ROWS = tl.constexpr(32)
 _CHUNKS = tl.constexpr(CHUNKS)
@@ -212,11 +212,10 @@ def _quantize_keys(
 
 @triton.jit
 def _quantize_values(
-    v_ptr, channels_ptr, head_ptr, value_ptr, value_factor_ptr, rows_ptr,
+    v_ptr, channels_ptr, value_ptr, value_factor_ptr, rows_ptr,
     stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, chunks, i_tile,
     KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ROWS: tl.constexpr,
-    VALUE_FORM: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    VALUE_FORM: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     i_head = tl.program_id(0).to(tl.int64)
     i_b = i_head // KV_HEADS
@@ -224,37 +223,26 @@ def _quantize_values(
     first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
     start += i_tile * _TILE
     i_tile_row = i_head * tiles + i_tile
-    o_t = tl.arange(0, _TILE)
-    o_d = tl.arange(0, BLOCK_DV)
-    offset = (i_tile_row * _TILE + o_t)[:, None] * DV + o_d[None, :]
     if VALUE_FORM == "e4m3":
         _write_fp8_values(
             base, channels_ptr, value_ptr, value_factor_ptr, i_head, i_tile, i_tile_row, start, first, last,
             stride_vt, stride_vd, chunks, DV, BLOCK_DV, USE_PDL,
         )  # fmt: skip
     else:
+        tl.static_assert(VALUE_FORM == "dequantized", "forms of values are e4m3 and dequantized")
         wait_for_previous(USE_PDL)
-    if VALUE_FORM == "dequantized" and FORMAT == "none":
+        o_t = tl.arange(0, _TILE)
+        o_d = tl.arange(0, BLOCK_DV)
         factor = _value_factor(channels_ptr, i_head, chunks, DV, BLOCK_DV)
         x = load_visible(base, start + o_t, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
         x = round_to_units_e4m3(x, factor[None, :])
+        offset = (i_tile_row * _TILE + o_t)[:, None] * DV + o_d[None, :]
         tl.store(value_ptr + offset, x.to(value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
-    if FORMAT != "none":
-        head_scale = 1.0
-        if FORMAT == "nvfp4":
-            head_scale = nvfp4_head_scale(reduce_chunks(head_ptr + i_head * _CHUNKS, chunks), ROUNDING)
-        for part in tl.range(0, _TILE // _ROWS):
-            o_r = part * _ROWS + tl.arange(0, _ROWS)
-            v = load_visible(base, start + o_r, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
-            elements, scale = quantize_blocks(v, head_scale, FORMAT, "block", ROUNDING)
-            v = dequantize_blocks(elements, scale, head_scale, FORMAT)
-            p_row = value_ptr + (i_tile_row * _TILE + o_r)[:, None] * DV
-            tl.store(p_row + o_d[None, :], v.to(value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
 
 
 @triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles", "chunks"])
 def quantize_kernel(
-    k_ptr, v_ptr, mean_ptr, key_head_ptr, channels_ptr, value_head_ptr, rows_ptr,
+    k_ptr, v_ptr, mean_ptr, key_head_ptr, channels_ptr, rows_ptr,
     high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr, head_factor_ptr,
     value_ptr, value_factor_ptr,
     stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
@@ -263,8 +251,7 @@ def quantize_kernel(
     HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_KEY_HEAD: tl.constexpr,
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
-    SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, VALUE_FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, ROUNDING: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of values in the first layer of programs, of keys in the last.
 
@@ -278,9 +265,9 @@ def quantize_kernel(
     if VALUE_FORM != "raw":  # noqa: SIM102 (a constexpr branch)
         if tl.program_id(2) == 0:
             _quantize_values(
-                v_ptr, channels_ptr, value_head_ptr, value_ptr, value_factor_ptr, rows_ptr,
+                v_ptr, channels_ptr, value_ptr, value_factor_ptr, rows_ptr,
                 stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, chunks, i_tile,
-                KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM, VALUE_FORMAT, ROUNDING, USE_PDL,
+                KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM, USE_PDL,
             )  # fmt: skip
     if HIGH_FORM != "raw" or LOW_FORM != "none":  # noqa: SIM102
         if tl.program_id(2) == tl.num_programs(2) - 1:

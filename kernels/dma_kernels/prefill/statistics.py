@@ -2,8 +2,7 @@
 
 * The mean key of the first 128 visible ones, which ``smooth_k`` subtracts.
 * The largest magnitude of each channel of the values, for the scales of ``pv = "fp8"``.
-* The largest magnitude in a finite block of transformed keys, of values or of transformed queries, for NVFP4's scale of
-  the head.
+* The largest magnitude in a finite block of transformed keys or of transformed queries, for NVFP4's scale of the head.
 
 A maximum over keys comes in up to :data:`CHUNKS` parts, each of every so-many-th tile, and whoever needs it reduces
 them: this spares a launch, and the zeroed buffer that atomic maxima would want. Maxima are kept as the int32 bits of
@@ -71,10 +70,9 @@ def _key_statistics(
 
 @triton.jit
 def _value_statistics(
-    v_ptr, channels_ptr, head_ptr, rows_ptr, stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles,
-    chunks,
-    KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ROWS: tl.constexpr,
-    HAS_CHANNELS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    v_ptr, channels_ptr, rows_ptr, stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, chunks,
+    KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ROWS: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     i_head = tl.program_id(0).to(tl.int64)
     i_chunk = tl.program_id(1)
@@ -83,38 +81,32 @@ def _value_statistics(
     first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
     # Small blocks, several of them in flight, and one reduction over rows in the end.
     o_r = tl.arange(0, ROWS)
-    largest = tl.zeros([ROWS, BLOCK_DV if HAS_CHANNELS else BLOCK_DV // 16], tl.int32)
+    largest = tl.zeros([ROWS, BLOCK_DV], tl.int32)
     for i_block in tl.range(i_chunk, tiles * (_TILE // ROWS), chunks, num_stages=STAGES):
         x = load_visible(base, start + i_block * ROWS + o_r, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
-        if HAS_CHANNELS:
-            largest = tl.maximum(largest, tl.abs(x).to(tl.int32, bitcast=True))
-        else:
-            largest = tl.maximum(largest, finite_block_amax(x))
+        largest = tl.maximum(largest, tl.abs(x).to(tl.int32, bitcast=True))
     i_part = i_head * _CHUNKS + i_chunk
-    if HAS_CHANNELS:
-        o_d = tl.arange(0, BLOCK_DV)
-        tl.store(channels_ptr + i_part * DV + o_d, tl.max(largest, 0), mask=o_d < DV)
-    else:
-        tl.store(head_ptr + i_part, _largest(largest, 1.0))
+    o_d = tl.arange(0, BLOCK_DV)
+    tl.store(channels_ptr + i_part * DV + o_d, tl.max(largest, 0), mask=o_d < DV)
 
 
 @triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles", "chunks"])
 def statistics_kernel(
-    k_ptr, v_ptr, mean_ptr, key_head_ptr, channels_ptr, value_head_ptr, rows_ptr,
+    k_ptr, v_ptr, mean_ptr, key_head_ptr, channels_ptr, rows_ptr,
     stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
     kv_offset, kv_len, tiles, chunks,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_KEY_HEAD: tl.constexpr, HAS_CHANNELS: tl.constexpr,
-    HAS_VALUE_HEAD: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, USE_PDL: tl.constexpr,
+    ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Gather a chunk of the statistics of a kv head: of values in the first layer of programs, of keys in the last."""
     let_next_start(USE_PDL)
-    if HAS_CHANNELS or HAS_VALUE_HEAD:  # noqa: SIM102 (a constexpr branch)
+    if HAS_CHANNELS:  # noqa: SIM102 (a constexpr branch)
         if tl.program_id(2) == 0:
             _value_statistics(
-                v_ptr, channels_ptr, value_head_ptr, rows_ptr, stride_vb, stride_vh, stride_vt, stride_vd,
-                kv_offset, kv_len, tiles, chunks, KV_HEADS, DV, BLOCK_DV, HAS_ROWS, HAS_CHANNELS, ROWS, STAGES,
+                v_ptr, channels_ptr, rows_ptr, stride_vb, stride_vh, stride_vt, stride_vd,
+                kv_offset, kv_len, tiles, chunks, KV_HEADS, DV, BLOCK_DV, HAS_ROWS, ROWS, STAGES,
             )  # fmt: skip
     if HAS_MEAN or HAS_KEY_HEAD:
         # The mean alone is the work of one program.

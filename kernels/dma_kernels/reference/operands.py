@@ -76,8 +76,6 @@ def prepare_operands(
         v_scale = value_scale(value)
         v_low = to_e4m3(value.float() / v_scale).to(compute_dtype)
         v_scale = v_scale.to(compute_dtype)
-    elif recipe.low_v is not None:
-        v_low = cast(value, recipe.low_v, recipe, SharedScale.BLOCK, query.dtype)
     return PreparedOperands(
         q_low=q_low,
         q_high=q_high,

@@ -29,7 +29,7 @@ class Form(StrEnum):
     """The caller's own 16 bits, any strides, neither transformed nor quantised."""
     DEQUANTIZED = "dequantized"
     """Transformed, quantised, and dequantised to 16 bits: ``[B, Hkv, S, D]``. Keys: :func:`dequantized_dtype`. Values:
-    bfloat16 for ``pv = "fp8"``, the caller's dtype for ``low_v``."""
+    bfloat16."""
     INT8 = "int8"
     """MXINT8 elements: int8 ``[B, Hkv, S, D']`` (``D'``: padded with zeros to a multiple of 32), a factor per tile."""
     E4M3 = "e4m3"
@@ -80,19 +80,15 @@ def select_lowering(recipe: Recipe, arch: int, channels: int = 128) -> Lowering:
         key = Form.RAW
     elif is_block_scaled and recipe.high != "mxint8":
         key = Form.PACKED
-    low_value = None if recipe.is_uniform else _low_value_form(recipe, arch)
+    low_value = None if recipe.is_uniform else Form.RAW
+    if recipe.pv == "fp8":
+        low_value = Form.E4M3 if arch >= MIN_FP8_ARCH else Form.DEQUANTIZED
     name = "portable"
     if low_key in (Form.INT8, Form.E4M3, Form.E5M2):
         name = "8bit"
     elif Form.PACKED in (key, low_key):
         name = "scaled"
     return Lowering(name, key, low_key, low_value)
-
-
-def _low_value_form(recipe: Recipe, arch: int) -> Form:
-    if recipe.pv == "fp8":
-        return Form.E4M3 if arch >= MIN_FP8_ARCH else Form.DEQUANTIZED
-    return Form.RAW if recipe.low_v is None else Form.DEQUANTIZED
 
 
 def _low_key_form(recipe: Recipe, arch: int, is_block_scaled: bool) -> Form:

@@ -60,7 +60,6 @@ def test_plain_data_round_trip(name: str) -> None:
         ({"low": "mxfp8", "low_q": "bf16", "high": "mxfp8"}, False),
         ({"low": "mxfp8", "low_k": "mxfp4", "high": "mxfp8"}, False),
         ({"low": "mxfp4", "low_q": "bf16", "low_k": "bf16", "high": "bf16"}, True),
-        ({"low": "bf16", "low_v": "mxfp8", "high": "bf16"}, False),
     ],
     ids=str,
 )
@@ -94,8 +93,6 @@ def test_is_uniform_when_low_and_high_tiles_are_alike(fields: dict[str, Any], is
             {"scale_rounding": "search", "shared_scale": "tile"},
             "scale_rounding='search' needs shared_scale='block', got 'tile'",
         ),
-        ({"low_v": "bf16"}, "low_v must be one of mxfp4, mxfp8, mxint8, nvfp4; got 'bf16'"),
-        ({"low_v": "nvfp4", "pv": "fp8"}, "low_v='nvfp4' needs pv='bf16', got pv='fp8'"),
         ({"low_k": "nvfp4", "shared_scale": "row"}, "shared_scale='row' applies to E8M0 scales; nvfp4 needs 'block'"),
     ],
     ids=str,
@@ -122,6 +119,5 @@ def test_shared_recipes_take_every_choice() -> None:
     assert {r.shared_scale for r in recipes} == {"block", "row", "tile"}
     assert {r.scale_rounding for r in recipes} == {"floor", "ceil", "search"}
     assert {r.pv for r in recipes} == {"bf16", "fp8"}
-    assert {r.low_v for r in recipes} == {None, "nvfp4"}
     assert {r.diagonal_tiles for r in recipes} == {r.sink_tiles for r in recipes} == {0, 1, 2}
     assert {r.smooth_k for r in recipes} == {r.rotate for r in recipes} == {False, True}

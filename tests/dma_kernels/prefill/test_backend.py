@@ -38,7 +38,7 @@ def test_every_lowering_matches_the_reference(
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
-@pytest.mark.parametrize("recipe", ["int8", "paper", "fp4", "kv4"])
+@pytest.mark.parametrize("recipe", ["int8", "paper", "fp4", "nvfp4-keys"])
 def test_head_dim_256_matches_the_reference_on_every_chip(
     recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,7 +48,7 @@ def test_head_dim_256_matches_the_reference_on_every_chip(
 
 
 @pytest.mark.parametrize("case", FEATURES)
-@pytest.mark.parametrize(("recipe", "arch"), [("paper", 90), ("kv4", 90), ("nvfp4", 100)])
+@pytest.mark.parametrize(("recipe", "arch"), [("paper", 90), ("nvfp4-keys", 90), ("nvfp4", 100)])
 def test_features_with_four_bits_match_the_reference(
     recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

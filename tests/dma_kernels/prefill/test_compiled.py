@@ -41,7 +41,7 @@ UNITS = {
     ],
     "paper:90:256": [r"wgmma.mma_async.*f32\.e5m2\.e5m2", "wgmma.mma_async.*bf16"],
     "fp4:90:256": ["wgmma.mma_async.*bf16", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
-    "kv4:90:256": ["wgmma.mma_async.*bf16"],
+    "nvfp4-keys:90:256": ["wgmma.mma_async.*bf16"],
     "int8:100:128": [r"tcgen05.mma.*kind::i8", r"tcgen05.mma.*kind::f8f6f4", r"tcgen05.mma.*kind::f16"],
     "int8:100:256:softcap": [r"tcgen05.mma.*kind::i8", r"tcgen05.mma.*kind::f8f6f4"],
     "int8:120:128": [r"mma.sync.*s8\.s8", r"mma.sync.*e4m3\.e4m3"],
@@ -53,7 +53,7 @@ UNITS = {
     "paper:89:128": [r"mma.sync.*e5m2\.e5m2"],
     "paper:90:128": [r"wgmma.mma_async.*f32\.e5m2\.e5m2", "wgmma.mma_async.*bf16"],
     "fp4:90:128:long": ["wgmma.mma_async.*bf16", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
-    "kv4:90:128:long": ["wgmma.mma_async.*bf16"],
+    "nvfp4-keys:90:128:long": ["wgmma.mma_async.*bf16"],
     "paper:90:128:long": [r"wgmma.mma_async.*f32\.e5m2\.e5m2", "wgmma.mma_async.*bf16"],
     "paper:100:128": [r"tcgen05.mma.*kind::mxf4\.block_scale", r"tcgen05.mma.*kind::mxf8f6f4\.block_scale"],
     "paper:100:256": ["tcgen05.mma.*kind::f8f6f4", "tcgen05.mma.*kind::f16"],
@@ -84,16 +84,16 @@ UNITS = {
         r"mma.sync.*e4m3\.e4m3",
     ],
     "mixed:100:128": [r"tcgen05.mma.*kind::mxf8f6f4\.block_scale", r"tcgen05.mma.*kind::mxf4nvf4\.block_scale"],
-    "kv4:80:128": ["mma.sync.*bf16"],
-    "kv4:80:256": ["mma.sync.*bf16"],
-    "kv4:120:256": ["mma.sync.*bf16"],
-    "kv4:90:64": ["wgmma.mma_async.*bf16"],
-    "kv4:90:64:softcap": ["wgmma.mma_async.*bf16"],
-    "kv4:90:128": ["wgmma.mma_async.*bf16"],
-    "kv4:90:128:softcap": ["wgmma.mma_async.*bf16"],
-    "kv4:100:128": ["tcgen05.mma.*kind::f16"],
-    "kv4:100:256": ["tcgen05.mma.*kind::f16"],
-    "kv4:120:128": ["mma.sync.*bf16"],
+    "nvfp4-keys:80:128": ["mma.sync.*bf16"],
+    "nvfp4-keys:80:256": ["mma.sync.*bf16"],
+    "nvfp4-keys:120:256": ["mma.sync.*bf16"],
+    "nvfp4-keys:90:64": ["wgmma.mma_async.*bf16"],
+    "nvfp4-keys:90:64:softcap": ["wgmma.mma_async.*bf16"],
+    "nvfp4-keys:90:128": ["wgmma.mma_async.*bf16"],
+    "nvfp4-keys:90:128:softcap": ["wgmma.mma_async.*bf16"],
+    "nvfp4-keys:100:128": ["tcgen05.mma.*kind::f16"],
+    "nvfp4-keys:100:256": ["tcgen05.mma.*kind::f16"],
+    "nvfp4-keys:120:128": ["mma.sync.*bf16"],
     "identity:100:128": ["tcgen05.mma.*kind::f16"],
 }
 
@@ -102,7 +102,7 @@ LONG = [call for call in UNITS if call.endswith(":long")]
 
 SPILLS = {
     "int8:80:256": 9,
-    "kv4:80:256": 4,
+    "nvfp4-keys:80:256": 4,
     "int8:90:256:long": 104,
     "paper:90:256": 14,
     "paper:90:128:long": 4,
@@ -160,7 +160,7 @@ def test_short_calls_start_early_and_write_nothing_before_they_wait(
         assert wait
         assert not re.search(r"\b(st|red|atom)\.\S*global", before)
     # Each program of the quantiser waits, one of keys as one of values; so what waits for it waits for the statistics.
-    roles = 2 if RECIPES[recipe].pv == "fp8" or RECIPES[recipe].low_v else 1
+    roles = 2 if RECIPES[recipe].pv == "fp8" else 1
     assert kernels["quantize_kernel"].count("griddepcontrol.wait") == roles
 
 
@@ -187,12 +187,12 @@ def test_three_programs_share_a_hopper_multiprocessor(compiled: dict[str, list[d
 def test_two_programs_of_16_bit_operands_share_a_hopper_multiprocessor(
     compiled: dict[str, list[dict[str, Any]]],
 ) -> None:
-    kernel = compiled["kv4:90:128"][-1]
+    kernel = compiled["nvfp4-keys:90:128"][-1]
     assert 2 * 8 * 32 * kernel["registers"] <= 65_536
     assert 2 * (kernel["shared"] + 1024) <= 233_472
 
 
-@pytest.mark.parametrize("call", ["kv4:90:64", "kv4:90:128", "nvfp4:90:128"])
+@pytest.mark.parametrize("call", ["nvfp4-keys:90:64", "nvfp4-keys:90:128", "nvfp4:90:128"])
 def test_quantisers_of_block_formats_fill_a_hopper_multiprocessor(
     call: str, compiled: dict[str, list[dict[str, Any]]]
 ) -> None:

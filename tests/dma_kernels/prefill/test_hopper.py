@@ -72,7 +72,8 @@ def low_with(**changes: Any) -> Callable[[Operands], Operands]:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["int8", "int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8", "fp4", "nvfp4", "mixed", "kv4"]
+    "recipe",
+    ["int8", "int8-pv16", "e4m3-rotated", "paper", "mxfp4-row", "int8-mxfp8", "fp4", "nvfp4", "mixed", "nvfp4-keys"],
 )
 def test_takes_recipes_with_low_tiles(recipe: str) -> None:
     assert is_taken(recipe)
@@ -145,10 +146,10 @@ def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     (90, 256, "int8", True),
     (90, 256, "paper", False),
     (90, 256, "fp4", False),
-    (90, 256, "kv4", False),
+    (90, 256, "nvfp4-keys", False),
     (90, 128, "fp4", True),
-    (90, 128, "kv4", True),
-    (90, 64, "kv4", False),
+    (90, 128, "nvfp4-keys", True),
+    (90, 64, "nvfp4-keys", False),
     (90, 128, "identity", False),
     (100, 128, "int8", False),
     (89, 128, "int8", False),
@@ -204,7 +205,7 @@ def test_staged_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_staged_queries_that_are_only_rotated_keep_their_dtype(dtype: torch.dtype) -> None:
     query = random_qkv(q_len=70, kv_len=70, head_dim=128, dtype=dtype)[0]
-    recipe = RECIPES["kv4"]
+    recipe = RECIPES["nvfp4-keys"]
     staged = stage_queries(query, None, None, recipe, Form.DEQUANTIZED, Form.RAW, scale=1.0)
     assert staged.low.dtype == dtype
     torch.testing.assert_close(staged.low.float(), hadamard_rotate(query.float()), rtol=2e-2, atol=2e-3)
@@ -235,7 +236,7 @@ RECIPES_TAKEN = (
     "fp4",
     "nvfp4",
     "mixed",
-    "kv4",
+    "nvfp4-keys",
 )
 
 
@@ -287,7 +288,7 @@ def test_emulated_narrow_heads_match_the_reference(case: str, emulated: None) ->
     assert_matches_reference(replace(CASES[case], head_dim=64), RECIPES["int8"], torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("recipe", ["int8", "kv4"])
+@pytest.mark.parametrize("recipe", ["int8", "nvfp4-keys"])
 @pytest.mark.parametrize("case", CASES)
 def test_emulated_cases_match_the_reference(case: str, recipe: str, emulated: None) -> None:
     assert_matches_reference(CASES[case], RECIPES[recipe], torch.bfloat16, "cpu")
@@ -295,7 +296,7 @@ def test_emulated_cases_match_the_reference(case: str, recipe: str, emulated: No
 
 @pytest.mark.parametrize("bands", [(0, 0), (0, 2), (2, 0), (100, 0), (0, 100)])
 @pytest.mark.parametrize("case", ["causal", "bidirectional"])
-@pytest.mark.parametrize("name", ["int8-pv16", "kv4"])  # three blocks in flight, and two
+@pytest.mark.parametrize("name", ["int8-pv16", "nvfp4-keys"])  # three blocks in flight, and two
 def test_emulated_bands_match_the_reference(name: str, case: str, bands: tuple[int, int], emulated: None) -> None:
     recipe = replace(RECIPES[name], diagonal_tiles=bands[0], sink_tiles=bands[1])
     assert_matches_reference(CASES[case], recipe, torch.bfloat16, "cpu")

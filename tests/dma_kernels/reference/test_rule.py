@@ -74,7 +74,7 @@ def naive_rule(
     q_shared = "row" if recipe.shared_scale == "tile" else recipe.shared_scale
     q_low, q_high = cast(q, recipe.low_q or recipe.low, q_shared), cast(q, recipe.high, "block")
     k_low, k_high = cast(k, recipe.low_k or recipe.low, recipe.shared_scale), cast(k, recipe.high, "block")
-    v_low = v if recipe.low_v is None else cast(v, recipe.low_v, "block")
+    v_low = v
     if recipe.pv == "fp8":
         v_scale = np.exp2(np.ceil(np.log2(np.abs(v).max(1, keepdims=True) / 448.0)))
         v_low = (v / v_scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * v_scale

@@ -13,7 +13,7 @@ MXFP8 = Recipe(low="mxfp8", shared_scale="tile", pv="fp8")
 PAPER = Recipe(low="mxfp4", high="mxfp8", scale_rounding="floor", sink_tiles=0)
 NVFP4 = Recipe(low="nvfp4", high="mxfp8", smooth_k=True, rotate=True, pv="fp8")
 MIXED = Recipe(low_q="mxfp8", low_k="mxfp4")
-CACHE = Recipe(low_q="bf16", low_k="nvfp4", low_v="nvfp4")
+KEYS = Recipe(low_q="bf16", low_k="nvfp4")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ CACHE = Recipe(low_q="bf16", low_k="nvfp4", low_v="nvfp4")
         (NVFP4, 100, Lowering("scaled", PACKED, PACKED, E4M3)),
         (MIXED, 90, Lowering("portable", RAW, DEQUANTIZED, RAW)),
         (MIXED, 103, Lowering("scaled", RAW, PACKED, RAW)),
-        (CACHE, 120, Lowering("portable", RAW, DEQUANTIZED, DEQUANTIZED)),
+        (KEYS, 120, Lowering("portable", RAW, DEQUANTIZED, RAW)),
         (Recipe(low="bf16", high="bf16"), 90, Lowering("portable", RAW, None, None)),
         (Recipe(low="mxfp8", high="mxfp8"), 100, Lowering("scaled", PACKED, None, None)),
         (Recipe(low="mxint8", high="mxint8"), 100, Lowering("portable", DEQUANTIZED, None, None)),
