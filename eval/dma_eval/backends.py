@@ -30,19 +30,12 @@ CACHE_PRESETS = ("kv8", "kv4")
 
 @dataclass(frozen=True)
 class Backend:
-    """One attention backend with its settings.
+    """One attention backend with its settings."""
 
-    Attributes:
-        label: What tables and plots call it; no two backends of a run share one.
-        implementation: Its name in Transformers (``attn_implementation``).
-        config: Its precisions; None for any implementation but ``dma_mxfp``.
-        reads_cache: Whether it reads every sequence through a ``DMACache``.
-    """
-
-    label: str
-    implementation: str
-    config: DMAConfig | None = None
-    reads_cache: bool = False
+    label: str  # what tables and plots call it; no two backends of a run share one
+    implementation: str  # its name in Transformers (``attn_implementation``)
+    config: DMAConfig | None = None  # its precisions; None for any implementation but ``dma_mxfp``
+    reads_cache: bool = False  # whether it reads every sequence through a ``DMACache``
 
     @property
     def info(self) -> dict[str, Any]:

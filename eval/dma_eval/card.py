@@ -27,16 +27,10 @@ README, RESULTS = "README.md", "results.json"
 
 @dataclass(frozen=True)
 class Upload:
-    """What a push would do; nothing is done before :meth:`run`.
-
-    Attributes:
-        repository: The repository on the Hub.
-        files: Name in the repository and content of each file.
-        token: The user's token.
-    """
+    """What a push would do; nothing is done before :meth:`run`."""
 
     repository: str
-    files: dict[str, str]
+    files: dict[str, str]  # name in the repository and content of each file
     token: str
 
     def plan(self) -> list[str]:

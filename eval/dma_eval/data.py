@@ -22,21 +22,13 @@ TEXT_SUFFIXES = {".txt", ".raw", ".md", ".text", ".tokens", ".tex"}
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text and where it comes from.
+    """A text and where it comes from."""
 
-    Attributes:
-        content: The whole text.
-        name: The file or dataset that was asked for.
-        config: Configuration of the dataset, if any.
-        split: Split of the dataset; None for a plain file.
-        column: Column of the dataset; None for a plain file.
-    """
-
-    content: str
-    name: str
-    config: str | None = None
-    split: str | None = None
-    column: str | None = None
+    content: str  # the whole text
+    name: str  # the file or dataset that was asked for
+    config: str | None = None  # configuration of the dataset, if any
+    split: str | None = None  # split of the dataset; None for a plain file
+    column: str | None = None  # column of the dataset; None for a plain file
 
     @property
     def sha256(self) -> str:

@@ -30,25 +30,15 @@ PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Where a measurement was made.
+    """Where a measurement was made."""
 
-    Attributes:
-        python: Version of Python.
-        packages: Version of each package; those that are not installed are missing.
-        system: Operating system and machine type.
-        cpu: Name of the processor.
-        threads: Threads that PyTorch computes with on the CPU.
-        gpus: Name of each CUDA device.
-        cuda: Version of CUDA that PyTorch was built for; None without.
-    """
-
-    python: str
-    packages: dict[str, str]
-    system: str
-    cpu: str
-    threads: int
-    gpus: list[str]
-    cuda: str | None
+    python: str  # version of Python
+    packages: dict[str, str]  # version of each package; those that are not installed are missing
+    system: str  # operating system and machine type
+    cpu: str  # name of the processor
+    threads: int  # threads that PyTorch computes with on the CPU
+    gpus: list[str]  # name of each CUDA device
+    cuda: str | None  # version of CUDA that PyTorch was built for; None without
 
 
 def collect() -> Environment:

@@ -99,28 +99,18 @@ def slug(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece(Generic[Kind]):
-    """A finished piece of a run.
+    """A finished piece of a run."""
 
-    Attributes:
-        identity: Everything that it depends on, as JSON values.
-        content: What was measured.
-        seconds: How long that took.
-    """
-
-    identity: dict[str, Any]
-    content: Kind
-    seconds: float = 0.0
+    identity: dict[str, Any]  # everything that it depends on, as JSON values
+    content: Kind  # what was measured
+    seconds: float = 0.0  # how long that took
 
 
 @dataclass(frozen=True)
 class Store:
-    """The finished pieces of a run, one file each, so that an interrupted run goes on where it stopped.
+    """The finished pieces of a run, one file each, so that an interrupted run goes on where it stopped."""
 
-    Attributes:
-        folder: The run's folder; without one nothing is kept, and nothing found.
-    """
-
-    folder: Path | None = None
+    folder: Path | None = None  # the run's folder; without one nothing is kept, and nothing found
 
     def load(self, kind: type[Kind], identity: Mapping[str, Any], *names: str) -> Piece[Kind] | None:
         """Return the piece of these names, if there is one that depends on the very same."""

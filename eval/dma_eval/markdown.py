@@ -12,17 +12,11 @@ from .results import Report, backend_configs
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot on a page.
+    """A plot on a page."""
 
-    Attributes:
-        caption: What it shows.
-        path: Where it is, relative to the page.
-        title: Title of the section that it belongs to; it comes after all sections by default.
-    """
-
-    caption: str
-    path: str
-    title: str = ""
+    caption: str  # what it shows
+    path: str  # where it is, relative to the page
+    title: str = ""  # title of the section that it belongs to; it comes after all sections by default
 
 
 def to_markdown(report: Report, plots: Sequence[Plot] = ()) -> str:

@@ -35,21 +35,14 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model in evaluation mode with its tokenizer.
+    """A causal language model in evaluation mode with its tokenizer."""
 
-    Attributes:
-        name: What it was asked for by.
-        source: Where it came from.
-        revision: The Hub revision that was asked for.
-        device_map: The device map that was asked for.
-    """
-
-    name: str
-    source: ModelSource
+    name: str  # what it was asked for by
+    source: ModelSource  # where it came from
     model: PreTrainedModel
     tokenizer: Any
-    revision: str | None = None
-    device_map: str | None = None
+    revision: str | None = None  # the Hub revision that was asked for
+    device_map: str | None = None  # the device map that was asked for
 
     @property
     def max_context(self) -> int | None:

@@ -54,19 +54,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Page:
-    """One section as it is shown.
-
-    Attributes:
-        title: Its title.
-        tables: Its tables.
-        notes: How it was measured.
-        warnings: What a reader must not miss.
-    """
+    """One section as it is shown."""
 
     title: str
     tables: list[Table]
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # how it was measured
+    warnings: list[str] = field(default_factory=list)  # what a reader must not miss
 
 
 def perplexity_title(section: PerplexitySection) -> str:

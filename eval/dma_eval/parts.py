@@ -21,89 +21,57 @@ FOLDER = "suites"
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityPart:
-    """Perplexity, and divergence from the first backend.
+    """Perplexity, and divergence from the first backend."""
 
-    Attributes:
-        contexts: Tokens per window, one section for each; in a suite, those beyond the model's maximum are skipped. By
-            default 2,048, or the model's maximum if that is less.
-        data: The text, as for ``dma-hf ppl``; the command line's by default.
-        stride: Distance of two windows; the context by default. If less, windows overlap, and each scores its new
-            tokens.
-        max_windows: Read at most so many windows; all by default.
-        skip_windows: Leave out so many windows at the begin of the text.
-        spread: Spread ``max_windows`` over the whole text instead of taking the first ones.
-        batch_size: Windows per forward pass.
-    """
-
+    # Tokens per window, one section for each; in a suite, those beyond the model's maximum are skipped. By default
+    # 2,048, or the model's maximum if that is less.
     contexts: list[int] = field(default_factory=list)
-    data: str | None = None
+    data: str | None = None  # the text, as for ``dma-hf ppl``; the command line's by default
+    # Distance of two windows; the context by default. If less, windows overlap, and each scores its new tokens.
     stride: int | None = None
-    max_windows: int | None = None
-    skip_windows: int = 0
-    spread: bool = False
-    batch_size: int = 1
+    max_windows: int | None = None  # read at most so many windows; all by default
+    skip_windows: int = 0  # leave out so many windows at the begin of the text
+    spread: bool = False  # spread ``max_windows`` over the whole text instead of taking the first ones
+    batch_size: int = 1  # windows per forward pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class FidelityPart:
-    """Fidelity to SDPA in fp32.
+    """Fidelity to SDPA in fp32."""
 
-    Attributes:
-        data: The text; the command line's by default.
-        context: Tokens per window; 2,048 by default, or the model's maximum if that is less.
-        max_windows: Read at most so many windows; all by default.
-        batch_size: Windows per forward pass.
-        head_windows: Windows for the errors by head; 0 leaves them out.
-        prompts: Greedy continuations, each of the first half of a window; 0 leaves them out.
-        new_tokens: Tokens of each.
-    """
-
-    data: str | None = None
-    context: int | None = None
-    max_windows: int | None = None
-    batch_size: int = 1
-    head_windows: int = 2
-    prompts: int = 4
-    new_tokens: int = 64
+    data: str | None = None  # the text; the command line's by default
+    context: int | None = None  # tokens per window; 2,048 by default, or the model's maximum if that is less
+    max_windows: int | None = None  # read at most so many windows; all by default
+    batch_size: int = 1  # windows per forward pass
+    head_windows: int = 2  # windows for the errors by head; 0 leaves them out
+    prompts: int = 4  # greedy continuations, each of the first half of a window; 0 leaves them out
+    new_tokens: int = 64  # tokens of each
 
 
 @dataclass(frozen=True, kw_only=True)
 class TasksPart:
-    """lm-eval tasks.
+    """lm-eval tasks."""
 
-    Attributes:
-        names: Tasks, groups or tags of lm-eval, or YAML files; several may stand in one string, with commas.
-        limit: Samples per task; all by default.
-        num_fewshot: Examples in each prompt; what each task says by default.
-        batch_size: Sequences per forward pass.
-        chat_template: Whether prompts go through the model's chat template.
-    """
-
-    names: list[str]
-    limit: int | None = None
-    num_fewshot: int | None = None
-    batch_size: int = 8
-    chat_template: bool = False
+    names: list[str]  # tasks, groups or tags of lm-eval, or YAML files; several may stand in one string, with commas
+    limit: int | None = None  # samples per task; all by default
+    num_fewshot: int | None = None  # examples in each prompt; what each task says by default
+    batch_size: int = 8  # sequences per forward pass
+    chat_template: bool = False  # whether prompts go through the model's chat template
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalPart:
-    """Retrieval from long prompts.
+    """Retrieval from long prompts."""
 
-    Attributes:
-        kinds: ``needle`` (a sentence in prose), ``kv`` (one pair among pairs of keys and values) or both.
-        data: The prose for needles; the command line's text by default.
-        lengths: Tokens per prompt, the answer counted; in a suite, those beyond the model's maximum are skipped. By
-            default 1,024 and its doubles up to the model's maximum, four at most.
-        depths: Places of the answer, from 0 (the prompt's begin) to 1 (its end).
-        samples: Questions for each length and depth.
-    """
-
+    # ``needle`` (a sentence in prose), ``kv`` (one pair among pairs of keys and values) or both.
     kinds: list[str] = field(default_factory=lambda: ["kv"])
-    data: str | None = None
+    data: str | None = None  # the prose for needles; the command line's text by default
+    # Tokens per prompt, the answer counted; in a suite, those beyond the model's maximum are skipped. By default 1,024
+    # and its doubles up to the model's maximum, four at most.
     lengths: list[int] = field(default_factory=list)
+    # Places of the answer, from 0 (the prompt's begin) to 1 (its end).
     depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
-    samples: int = 5
+    samples: int = 5  # questions for each length and depth
 
     @property
     def needs_text(self) -> bool:
@@ -113,38 +81,21 @@ class RetrievalPart:
 
 @dataclass(frozen=True, kw_only=True)
 class StressPart:
-    """Perplexity and divergence on twins of the model whose keys, queries or values are harder to quantise.
+    """Perplexity and divergence on twins of the model whose keys, queries or values are harder to quantise."""
 
-    Attributes:
-        data: The text; the command line's by default.
-        context: Tokens per window; 2,048 by default, or the model's maximum if that is less.
-        max_windows: Read at most so many windows for each twin.
-        batch_size: Windows per forward pass.
-    """
-
-    data: str | None = None
-    context: int | None = None
-    max_windows: int | None = 2
-    batch_size: int = 1
+    data: str | None = None  # the text; the command line's by default
+    context: int | None = None  # tokens per window; 2,048 by default, or the model's maximum if that is less
+    max_windows: int | None = 2  # read at most so many windows for each twin
+    batch_size: int = 1  # windows per forward pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        name: Its name, or the file that it was read from.
-        description: What it is for, in a line.
-        perplexity: Perplexity, if asked for; so are the others.
-        fidelity: Fidelity.
-        tasks: Tasks.
-        retrieval: Retrieval.
-        stress: Stress.
-    """
-
-    name: str
-    description: str = ""
-    perplexity: PerplexityPart | None = None
+    name: str  # its name, or the file that it was read from
+    description: str = ""  # what it is for, in a line
+    perplexity: PerplexityPart | None = None  # if it is asked for; so are the others
     fidelity: FidelityPart | None = None
     tasks: TasksPart | None = None
     retrieval: RetrievalPart | None = None

@@ -54,40 +54,26 @@ Bools = Annotated[
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What was measured at each scored token of one window.
+    """What was measured at each scored token of one window."""
 
-    Attributes:
-        nll: Negative log-likelihood in nats, ``[scored]``.
-        kl: KL divergence of the prediction from the reference's, KL(reference || backend) in nats, ``[scored]``.
-        agree: Whether the most likely token is the reference's, ``[scored]``.
-    """
-
-    nll: Floats
-    kl: Floats
-    agree: Bools
+    nll: Floats  # negative log-likelihood in nats, ``[scored]``
+    kl: Floats  # KL divergence of the prediction from the reference's, KL(reference || backend) in nats, ``[scored]``
+    agree: Bools  # whether the most likely token is the reference's, ``[scored]``
 
 
 @dataclass
 class Pass:
-    """One backend's reading of one batch of windows.
+    """One backend's reading of one batch of windows."""
 
-    Attributes:
-        scores: One entry per window; none if the backend failed, here or before.
-        tokens: Tokens that were read.
-        seconds: Wall-clock seconds, devices synchronised.
-        is_first: Whether it is the first of its process, which is slow for that.
-        peak_memory: Bytes in use with the model loaded, plus the most that the pass added.
-        fallbacks: How often something ran with other attention than this one, by reason.
-        failure: Why the backend was stopped; None if it was not.
-    """
-
+    # One entry per window; none if the backend failed, here or before.
     scores: list[TokenScores] = field(default_factory=list)
-    tokens: int = 0
-    seconds: float = 0.0
-    is_first: bool = False
-    peak_memory: int = 0
+    tokens: int = 0  # tokens that were read
+    seconds: float = 0.0  # wall-clock seconds, devices synchronised
+    is_first: bool = False  # whether it is the first of its process, which is slow for that
+    peak_memory: int = 0  # bytes in use with the model loaded, plus the most that the pass added
+    # How often something ran with other attention than this one, by reason.
     fallbacks: dict[str, int] = field(default_factory=dict)
-    failure: str | None = None
+    failure: str | None = None  # why the backend was stopped; None if it was not
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that split the samples of a run.
+    """This process among those that split the samples of a run."""
 
-    Attributes:
-        rank: Its number, from 0; process 0 reads and writes files, and is the one that talks.
-        count: How many there are.
-        accelerator: Accelerate's handle on them; ``None`` for a single process.
-        device: The device that Accelerate assigned; ``None`` for a single process, which may choose.
-    """
-
-    rank: int = 0
-    count: int = 1
+    rank: int = 0  # its number, from 0; process 0 reads and writes files, and is the one that talks
+    count: int = 1  # how many there are
+    # Accelerate's handle on them; ``None`` for a single process.
     accelerator: Accelerator | None = field(default=None, repr=False)
+    # The device that Accelerate assigned; ``None`` for a single process, which may choose.
     device: torch.device | None = None
 
     @property

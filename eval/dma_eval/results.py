@@ -26,513 +26,316 @@ Kind = TypeVar("Kind", bound="Results")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """The model that was measured.
+    """The model that was measured."""
 
-    Attributes:
-        name: As it was asked for: Hub name, folder or GGUF file.
-        revision: Hub revision asked for; null for the default.
-        commit: Hub commit that was loaded, where the model came from the Hub.
-        architecture: Class of the model.
-        parameters: Number of parameters.
-        layers: Decoder layers.
-        query_heads: Query heads per layer.
-        kv_heads: Key and value heads per layer.
-        head_dim: Dimension of a head.
-        max_context: Positions that the configuration allows.
-        dtype: Data type of the weights.
-        device: Device of the model's first parameter.
-        device_map: Device map asked for.
-    """
-
-    name: str
-    revision: str | None
-    commit: str | None
-    architecture: str
+    name: str  # as it was asked for: Hub name, folder or GGUF file
+    revision: str | None  # Hub revision asked for; null for the default
+    commit: str | None  # Hub commit that was loaded, where the model came from the Hub
+    architecture: str  # class of the model
     parameters: int
     layers: int | None
-    query_heads: int | None
-    kv_heads: int | None
-    head_dim: int | None
-    max_context: int | None
-    dtype: str
-    device: str
-    device_map: str | None
+    query_heads: int | None  # query heads per layer
+    kv_heads: int | None  # key and value heads per layer
+    head_dim: int | None  # dimension of a head
+    max_context: int | None  # positions that the configuration allows
+    dtype: str  # data type of the weights
+    device: str  # device of the model's first parameter
+    device_map: str | None  # device map asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataInfo:
-    """The text that was measured on.
+    """The text that was measured on."""
 
-    Attributes:
-        name: File or dataset.
-        config: Configuration of the dataset.
-        split: Split of the dataset.
-        column: Column of the dataset.
-        sha256: Hash of the whole text in UTF-8.
-        characters: Length of the whole text.
-        tokens: Length of the whole text in tokens.
-    """
-
-    name: str
-    config: str | None
-    split: str | None
-    column: str | None
-    sha256: str
-    characters: int
-    tokens: int
+    name: str  # file or dataset
+    config: str | None  # configuration of the dataset
+    split: str | None  # split of the dataset
+    column: str | None  # column of the dataset
+    sha256: str  # hash of the whole text in UTF-8
+    characters: int  # length of the whole text
+    tokens: int  # length of the whole text in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendInfo:
-    """One attention backend in a section. The reference is the section's first.
+    """One attention backend in a section. The reference is the section's first."""
 
-    Attributes:
-        label: Its name in tables and plots, unique in the section.
-        implementation: Its name in Transformers.
-        config: Its resolved configuration; null for any implementation but ``dma_mxfp``.
-    """
-
-    label: str
-    implementation: str
-    config: dict[str, Any] | None
+    label: str  # its name in tables and plots, unique in the section
+    implementation: str  # its name in Transformers
+    config: dict[str, Any] | None  # its resolved configuration; null for any implementation but ``dma_mxfp``
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendResult(BackendInfo):
-    """One attention backend in a perplexity section.
+    """One attention backend in a perplexity section."""
 
-    Attributes:
-        failure: Why it was stopped; null if it ran to the end. If it was stopped, the numbers below are null or empty.
-        perplexity: exp(``nll``).
-        nll: Mean negative log-likelihood per scored token, in nats.
-        change_percent: Change of the perplexity against the reference.
-        change_stderr: Standard error of ``change_percent``, from the differences token by token, taken as independent.
-        kl_mean: Mean of KL(reference || backend) per scored token, in nats.
-        kl_p99: Its 99th percentile over tokens.
-        kl_max: Its maximum over tokens.
-        top1_agreement: Share of scored tokens at which the most likely token is the reference's.
-        tokens_per_second: Tokens that one process reads per second of forward passes; the first pass of each process
-            does not count where there are others.
-        forward_seconds: Seconds of each forward pass; the first one of a process warms up.
-        peak_memory_bytes: Memory in use with the model loaded, plus the most that a forward pass added; of several
-            processes, the one that uses most.
-        fallbacks: How often something ran with other attention than this backend, by reason. Empty is good.
-        window_nll: Mean ``nll`` of each window.
-        position_nll: Mean ``nll`` in each position bucket of the section; null where no token is scored.
-        position_kl: Mean KL in each position bucket.
-    """
-
+    # Why it was stopped; null if it ran to the end. If it was stopped, the numbers below are null or empty.
     failure: str | None
-    perplexity: float | None = None
-    nll: float | None = None
-    change_percent: float | None = None
+    perplexity: float | None = None  # exp(``nll``)
+    nll: float | None = None  # mean negative log-likelihood per scored token, in nats
+    change_percent: float | None = None  # change of the perplexity against the reference
+    # Standard error of ``change_percent``, from the differences token by token, taken as independent.
     change_stderr: float | None = None
-    kl_mean: float | None = None
-    kl_p99: float | None = None
-    kl_max: float | None = None
-    top1_agreement: float | None = None
+    kl_mean: float | None = None  # mean of KL(reference || backend) per scored token, in nats
+    kl_p99: float | None = None  # its 99th percentile over tokens
+    kl_max: float | None = None  # its maximum over tokens
+    top1_agreement: float | None = None  # share of scored tokens at which the most likely token is the reference's
+    # Tokens that one process reads per second of forward passes; the first pass of each process does not count where
+    # there are others.
     tokens_per_second: float | None = None
+    # Seconds of each forward pass; the first one of a process warms up.
     forward_seconds: list[float] = field(default_factory=list)
+    # Memory in use with the model loaded, plus the most that a forward pass added; of several processes, the one that
+    # uses most.
     peak_memory_bytes: int | None = None
+    # How often something ran with other attention than this backend, by reason. Empty is good.
     fallbacks: dict[str, int] = field(default_factory=dict)
-    window_nll: list[float] = field(default_factory=list)
+    window_nll: list[float] = field(default_factory=list)  # mean ``nll`` of each window
+    # Mean ``nll`` in each position bucket of the section; null where no token is scored.
     position_nll: list[float | None] = field(default_factory=list)
-    position_kl: list[float | None] = field(default_factory=list)
+    position_kl: list[float | None] = field(default_factory=list)  # mean KL in each position bucket
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexitySection:
-    """Backends compared on the same windows of one text.
+    """Backends compared on the same windows of one text."""
 
-    Attributes:
-        data: The text.
-        context: Tokens per window.
-        stride: Distance of two windows; less than ``context`` if they overlap.
-        batch_size: Windows per forward pass.
-        windows: Number of windows that were read.
-        windows_left: Windows that an interruption left unread.
-        skip_windows: Windows of the text's begin that were left out.
-        spread: Whether the windows are spread over the text, and not its first ones.
-        tokens_scored: Tokens that each backend predicted and was scored on.
-        memory_kind: What ``peak_memory_bytes`` counts: ``cuda_allocated`` (PyTorch, exact, all GPUs) or ``process_rss``
-            (resident set of the process, sampled).
-        position_edges: Edges of the position buckets: bucket i holds the tokens at ``position_edges[i]`` to
-            ``position_edges[i + 1] - 1`` of their windows.
-        backends: In the order asked for; the first is the reference.
-    """
-
-    data: DataInfo
-    context: int
-    stride: int
-    batch_size: int
-    windows: int
-    windows_left: int = 0
-    skip_windows: int = 0
-    spread: bool = False
-    tokens_scored: int
+    data: DataInfo  # the text
+    context: int  # tokens per window
+    stride: int  # distance of two windows; less than ``context`` if they overlap
+    batch_size: int  # windows per forward pass
+    windows: int  # number of windows that were read
+    windows_left: int = 0  # windows that an interruption left unread
+    skip_windows: int = 0  # windows of the text's begin that were left out
+    spread: bool = False  # whether the windows are spread over the text, and not its first ones
+    tokens_scored: int  # tokens that each backend predicted and was scored on
+    # What ``peak_memory_bytes`` counts: ``cuda_allocated`` (PyTorch, exact, all GPUs) or ``process_rss`` (resident set
+    # of the process, sampled).
     memory_kind: str
+    # Edges of the position buckets: bucket i holds the tokens at ``position_edges[i]`` to ``position_edges[i + 1] - 1``
+    # of their windows.
     position_edges: list[int]
-    backends: list[BackendResult]
+    backends: list[BackendResult]  # in the order asked for; the first is the reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """A text that one backend continued, greedily and with the KV cache.
+    """A text that one backend continued, greedily and with the KV cache."""
 
-    Attributes:
-        label: The backend.
-        prompt_tokens: Length of the prompt.
-        prompt_end: The last characters of the prompt.
-        continuation: What the model wrote.
-        tokens: The tokens of it.
-        same_tokens: How many of them, from the first on, are those of the first backend.
-        seconds: Time of prefill and decoding.
-    """
-
-    label: str
-    prompt_tokens: int
-    prompt_end: str
-    continuation: str
-    tokens: list[int]
-    same_tokens: int
-    seconds: float
+    label: str  # the backend
+    prompt_tokens: int  # length of the prompt
+    prompt_end: str  # the last characters of the prompt
+    continuation: str  # what the model wrote
+    tokens: list[int]  # the tokens of it
+    same_tokens: int  # how many of them, from the first on, are those of the first backend
+    seconds: float  # time of prefill and decoding
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricValue:
-    """One metric of one task under one backend, and its paired comparison with the reference on the same samples.
+    """One metric of one task under one backend, and its paired comparison with the reference on the same samples."""
 
-    Attributes:
-        label: The backend.
-        value: The metric over all samples; null if the backend failed.
-        difference: ``value`` less the reference's; null for the reference itself and where either failed.
-        low: Lower end of the 95 % confidence interval of ``difference``, by a paired bootstrap over samples; null where
-            the metric is none that samples average to.
-        high: Its upper end.
-        lost: For right-or-wrong metrics, samples that the reference has right and this backend wrong; else null.
-        gained: The reverse.
-        mcnemar_p: Two-sided p-value of McNemar's exact test on ``lost`` and ``gained``.
-    """
-
-    label: str
-    value: float | None
+    label: str  # the backend
+    value: float | None  # the metric over all samples; null if the backend failed
+    # ``value`` less the reference's; null for the reference itself and where either failed.
     difference: float | None = None
+    # Lower end of the 95 % confidence interval of ``difference``, by a paired bootstrap over samples; null where the
+    # metric is none that samples average to.
     low: float | None = None
-    high: float | None = None
+    high: float | None = None  # its upper end
+    # For right-or-wrong metrics, samples that the reference has right and this backend wrong; else null.
     lost: int | None = None
-    gained: int | None = None
-    mcnemar_p: float | None = None
+    gained: int | None = None  # the reverse
+    mcnemar_p: float | None = None  # two-sided p-value of McNemar's exact test on ``lost`` and ``gained``
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricResult:
-    """One metric of a task.
+    """One metric of a task."""
 
-    Attributes:
-        name: Its name in lm-eval.
-        filter: The filter of the answers that it applies to; ``none`` usually.
-        aggregation: What makes one number of the samples' (``mean``, ``perplexity``, ...); null if lm-eval does not
-            name it.
-        right_or_wrong: Whether every sample is either right, 1, or wrong, 0.
-        higher_is_better: Its direction; null if lm-eval does not say.
-        values: One per backend, in order.
-    """
-
-    name: str
-    filter: str
+    name: str  # its name in lm-eval
+    filter: str  # the filter of the answers that it applies to; ``none`` usually
+    # What makes one number of the samples' (``mean``, ``perplexity``, ...); null if lm-eval does not name it.
     aggregation: str | None
-    right_or_wrong: bool
-    higher_is_better: bool | None
-    values: list[MetricValue]
+    right_or_wrong: bool  # whether every sample is either right, 1, or wrong, 0
+    higher_is_better: bool | None  # its direction; null if lm-eval does not say
+    values: list[MetricValue]  # one per backend, in order
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """One task.
+    """One task."""
 
-    Attributes:
-        name: Its name in lm-eval.
-        version: Version of the task's definition.
-        output_type: How it is answered: ``multiple_choice``, ``loglikelihood``, ``loglikelihood_rolling`` or
-            ``generate_until``.
-        num_fewshot: Examples in each prompt.
-        samples: Samples that every backend answered.
-        metrics: Its metrics.
-        answers_changed: How many answers (the choice, the text) differ from the reference's, by backend; null where
-            there is nothing to compare.
-    """
-
-    name: str
-    version: str
+    name: str  # its name in lm-eval
+    version: str  # version of the task's definition
+    # How it is answered: ``multiple_choice``, ``loglikelihood``, ``loglikelihood_rolling`` or ``generate_until``.
     output_type: str
-    num_fewshot: int
-    samples: int
+    num_fewshot: int  # examples in each prompt
+    samples: int  # samples that every backend answered
     metrics: list[MetricResult]
+    # How many answers (the choice, the text) differ from the reference's, by backend; null where there is nothing to
+    # compare.
     answers_changed: dict[str, int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskBackend(BackendInfo):
-    """One backend in a section on tasks.
+    """One backend in a section on tasks."""
 
-    Attributes:
-        failures: Why it was stopped, by the name that was asked for (a task or a group). Empty is good.
-        seconds: Time of the evaluation by the same names, model loading and data preparation not counted.
-        fallbacks: How often something ran with other attention than this backend, by reason. Empty is good.
-        mean_accuracy: Mean over tasks of their first right-or-wrong metric; null without such tasks or if any failed.
-    """
-
-    failures: dict[str, str]
+    failures: dict[str, str]  # Why it was stopped, by the name that was asked for (a task or a group). Empty is good.
+    # Time of the evaluation by the same names, model loading and data preparation not counted.
     seconds: dict[str, float]
+    # How often something ran with other attention than this backend, by reason. Empty is good.
     fallbacks: dict[str, int]
+    # Mean over tasks of their first right-or-wrong metric; null without such tasks or if any failed.
     mean_accuracy: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMetric:
-    """One metric of a group of tasks, as lm-eval aggregates it.
+    """One metric of a group of tasks, as lm-eval aggregates it."""
 
-    Attributes:
-        group: Name of the group.
-        metric: Name of the metric, with its filter after a comma.
-        values: By backend; null where it failed.
-    """
-
-    group: str
-    metric: str
-    values: dict[str, float | None]
+    group: str  # name of the group
+    metric: str  # name of the metric, with its filter after a comma
+    values: dict[str, float | None]  # by backend; null where it failed
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSection:
-    """Backends compared on lm-eval tasks: the same samples in the same order.
+    """Backends compared on lm-eval tasks: the same samples in the same order."""
 
-    Attributes:
-        asked: The names that were asked for, in order.
-        limit: Samples per task; null for all.
-        batch_size: Sequences per forward pass.
-        processes: Processes that split the samples.
-        chat_template: Whether prompts went through the model's chat template.
-        confidence: Level of the intervals.
-        resamples: Bootstrap resamples behind each interval.
-        backends: In the order asked for; the first is the reference.
-        tasks: One entry per task.
-        groups: Metrics of groups of tasks.
-    """
-
-    asked: list[str]
-    limit: int | None
-    batch_size: int
-    processes: int
-    chat_template: bool
-    confidence: float
-    resamples: int
-    backends: list[TaskBackend]
-    tasks: list[TaskResult] = field(default_factory=list)
-    groups: list[GroupMetric] = field(default_factory=list)
+    asked: list[str]  # the names that were asked for, in order
+    limit: int | None  # samples per task; null for all
+    batch_size: int  # sequences per forward pass
+    processes: int  # processes that split the samples
+    chat_template: bool  # whether prompts went through the model's chat template
+    confidence: float  # level of the intervals
+    resamples: int  # bootstrap resamples behind each interval
+    backends: list[TaskBackend]  # in the order asked for; the first is the reference
+    tasks: list[TaskResult] = field(default_factory=list)  # one entry per task
+    groups: list[GroupMetric] = field(default_factory=list)  # metrics of groups of tasks
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadErrors:
-    """Error of the attention output of every head under one backend, each layer given the reference's own inputs.
+    """Error of the attention output of every head under one backend, each layer given the reference's own inputs."""
 
-    Attributes:
-        label: The backend.
-        relative_l1: sum |output - reference| / sum |reference| over tokens and channels, ``[layer][query head]``.
-        cosine: Mean over tokens of the cosine of output and reference, ``[layer][query head]``.
-    """
-
-    label: str
+    label: str  # the backend
+    # sum |output - reference| / sum |reference| over tokens and channels, ``[layer][query head]``.
     relative_l1: list[list[float]]
-    cosine: list[list[float]]
+    cosine: list[list[float]]  # mean over tokens of the cosine of output and reference, ``[layer][query head]``
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Where one backend's greedy continuations leave the reference's.
+    """Where one backend's greedy continuations leave the reference's."""
 
-    Attributes:
-        label: The backend.
-        same_tokens: For each prompt, how many generated tokens, from the first on, are the reference's.
-    """
-
-    label: str
-    same_tokens: list[int]
+    label: str  # the backend
+    same_tokens: list[int]  # for each prompt, how many generated tokens, from the first on, are the reference's
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalCell:
-    """Retrieval at one length and depth under one backend.
+    """Retrieval at one length and depth under one backend."""
 
-    Attributes:
-        length: Tokens of the prompt, at most.
-        depth: Where in the prompt the answer stands, from 0 (its begin) to 1 (its end).
-        correct: Samples whose whole answer is the greedy continuation.
-        samples: Samples.
-        nll: Mean negative log-likelihood of the answers per token, in nats.
-    """
-
-    length: int
-    depth: float
-    correct: int
-    samples: int
-    nll: float
+    length: int  # tokens of the prompt, at most
+    depth: float  # where in the prompt the answer stands, from 0 (its begin) to 1 (its end)
+    correct: int  # samples whose whole answer is the greedy continuation
+    samples: int  # samples
+    nll: float  # mean negative log-likelihood of the answers per token, in nats
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalBackend(BackendInfo):
-    """One backend in a section on retrieval.
+    """One backend in a section on retrieval."""
 
-    Attributes:
-        failure: Why it was stopped; null if it ran to the end. The cells below are those that it finished.
-        cells: By length, then by depth.
-    """
-
-    failure: str | None
-    cells: list[RetrievalCell]
+    failure: str | None  # Why it was stopped; null if it ran to the end. The cells below are those that it finished.
+    cells: list[RetrievalCell]  # by length, then by depth
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalSection:
-    """Backends compared at finding one passage in a long prompt.
+    """Backends compared at finding one passage in a long prompt."""
 
-    Attributes:
-        kind: ``needle`` (a sentence in prose) or ``kv`` (one pair among pairs of keys and values).
-        lengths: Lengths of the prompts, in tokens.
-        depths: Places of the answer.
-        samples: Samples per length and depth.
-        backends: In the order asked for; the first is the reference.
-    """
-
-    kind: str
-    lengths: list[int]
-    depths: list[float]
-    samples: int
-    backends: list[RetrievalBackend]
+    kind: str  # ``needle`` (a sentence in prose) or ``kv`` (one pair among pairs of keys and values)
+    lengths: list[int]  # lengths of the prompts, in tokens
+    depths: list[float]  # places of the answer
+    samples: int  # samples per length and depth
+    backends: list[RetrievalBackend]  # in the order asked for; the first is the reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class FidelitySection:
-    """Backends against SDPA in fp32 on the same text.
+    """Backends against SDPA in fp32 on the same text."""
 
-    Attributes:
-        tokens: Token by token; the first backend is SDPA with the weights in fp32.
-        dtype: Data type of the other backends.
-        bucket_edges: Edges of the position buckets below.
-        bucket_change: Change of the perplexity in percent in each position bucket, by backend; null where no token is
-            scored.
-        head_windows: Windows that the errors of heads were taken over.
-        heads: Errors by layer and head, of every backend that can be run layer by layer.
-        prompt_tokens: Length of each prompt of the greedy continuations.
-        new_tokens: Tokens generated after each.
-        divergence: Where greedy continuations part; one entry per backend.
-    """
-
-    tokens: PerplexitySection
-    dtype: str
-    bucket_edges: list[int]
+    tokens: PerplexitySection  # token by token; the first backend is SDPA with the weights in fp32
+    dtype: str  # data type of the other backends
+    bucket_edges: list[int]  # edges of the position buckets below
+    # Change of the perplexity in percent in each position bucket, by backend; null where no token is scored.
     bucket_change: dict[str, list[float | None]]
-    head_windows: int
-    heads: list[HeadErrors]
-    prompt_tokens: int
-    new_tokens: int
-    divergence: list[Divergence]
+    head_windows: int  # windows that the errors of heads were taken over
+    heads: list[HeadErrors]  # errors by layer and head, of every backend that can be run layer by layer
+    prompt_tokens: int  # length of each prompt of the greedy continuations
+    new_tokens: int  # tokens generated after each
+    divergence: list[Divergence]  # where greedy continuations part; one entry per backend
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyRange:
-    """How far the largest key channel of a layer stands out.
+    """How far the largest key channel of a layer stands out."""
 
-    Attributes:
-        layer: The layer's name.
-        ratio: Its range by that of the median channel of its head, for the head where that is largest.
-        head: That key head.
-        channel: The channel.
-    """
-
-    layer: str
-    ratio: float
-    head: int
+    layer: str  # the layer's name
+    ratio: float  # its range by that of the median channel of its head, for the head where that is largest
+    head: int  # that key head
     channel: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwinResult:
-    """One twin of the model.
+    """One twin of the model."""
 
-    Attributes:
-        name: What was changed in it.
-        is_same_function: Whether it computes what the model computes.
-        key_ratio: The largest ratio of a key channel's range to the median channel's, over its layers.
-        refused: Why the model has no such twin; null if it has.
-        tokens: The backends on it; null if it was refused. The first backend is exact on the same twin.
-    """
-
-    name: str
-    is_same_function: bool
+    name: str  # what was changed in it
+    is_same_function: bool  # whether it computes what the model computes
+    # The largest ratio of a key channel's range to the median channel's, over its layers.
     key_ratio: float | None = None
-    refused: str | None = None
+    refused: str | None = None  # why the model has no such twin; null if it has
+    # The backends on it; null if it was refused. The first backend is exact on the same twin.
     tokens: PerplexitySection | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StressSection:
-    """Backends on the model and on twins of it that are harder to quantise.
+    """Backends on the model and on twins of it that are harder to quantise."""
 
-    Attributes:
-        range_tokens: Tokens that the ranges of keys were measured over.
-        key_ranges: One entry per attention layer of the model itself.
-        twins: The model as it is first.
-    """
-
-    range_tokens: int
-    key_ranges: list[KeyRange]
-    twins: list[TwinResult]
+    range_tokens: int  # tokens that the ranges of keys were measured over
+    key_ranges: list[KeyRange]  # one entry per attention layer of the model itself
+    twins: list[TwinResult]  # the model as it is first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What every file of results begins with, those of benchmarks too.
+    """What every file of results begins with, those of benchmarks too."""
 
-    Attributes:
-        schema_version: Version of the file's schema.
-        created: Date and time in UTC, ISO 8601.
-        command: The command line.
-        seed: Seed of PyTorch's random numbers.
-        environment: Versions and devices.
-    """
-
-    schema_version: int
-    created: str
-    command: str
-    seed: int
-    environment: Environment
+    schema_version: int  # version of the file's schema
+    created: str  # date and time in UTC, ISO 8601
+    command: str  # the command line
+    seed: int  # seed of PyTorch's random numbers
+    environment: Environment  # versions and devices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Results):
-    """Everything that one run measured.
-
-    Attributes:
-        model: The model.
-        perplexity: One section per text and context.
-        generations: Continuations, where some were made.
-        tasks: One section per evaluation on lm-eval tasks.
-        fidelity: One section per comparison with SDPA in fp32.
-        retrieval: One section per kind of retrieval.
-        stress: One section per run on twins.
-        part_seconds: Wall-clock seconds of the parts of the run, by name.
-    """
+    """Everything that one run measured."""
 
     schema_version: int = SCHEMA_VERSION
     model: ModelInfo
-    perplexity: list[PerplexitySection] = field(default_factory=list)
-    generations: list[Generation] = field(default_factory=list)
-    tasks: list[TaskSection] = field(default_factory=list)
-    fidelity: list[FidelitySection] = field(default_factory=list)
-    retrieval: list[RetrievalSection] = field(default_factory=list)
-    stress: list[StressSection] = field(default_factory=list)
-    part_seconds: dict[str, float] = field(default_factory=dict)
+    perplexity: list[PerplexitySection] = field(default_factory=list)  # one section per text and context
+    generations: list[Generation] = field(default_factory=list)  # continuations, where some were made
+    tasks: list[TaskSection] = field(default_factory=list)  # one section per evaluation on lm-eval tasks
+    fidelity: list[FidelitySection] = field(default_factory=list)  # one section per comparison with SDPA in fp32
+    retrieval: list[RetrievalSection] = field(default_factory=list)  # one section per kind of retrieval
+    stress: list[StressSection] = field(default_factory=list)  # one section per run on twins
+    part_seconds: dict[str, float] = field(default_factory=dict)  # wall-clock seconds of the parts of the run, by name
 
 
 def backend_groups(report: Report) -> list[Sequence[BackendInfo]]:

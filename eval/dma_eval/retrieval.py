@@ -35,15 +35,10 @@ BATCH_TOKENS = 16_384  # of questions that are asked in one pass
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question.
+    """One question."""
 
-    Attributes:
-        tokens: The prompt.
-        answer: The tokens that should follow.
-    """
-
-    tokens: list[int]
-    answer: list[int]
+    tokens: list[int]  # the prompt
+    answer: list[int]  # the tokens that should follow
 
 
 def default_lengths(max_context: int | None) -> list[int]:

@@ -14,23 +14,14 @@ Format = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Quantity:
-    """One number of a report.
+    """One number of a report."""
 
-    Attributes:
-        topic: What was measured: a section, a task.
-        backend: Under which backend.
-        name: The number's name.
-        value: The number.
-        shown: How it is written.
-        shown_change: How the change to another such number is written.
-    """
-
-    topic: str
-    backend: str
-    name: str
-    value: float | None
-    shown: Format
-    shown_change: Format
+    topic: str  # what was measured: a section, a task
+    backend: str  # under which backend
+    name: str  # the number's name
+    value: float | None  # the number
+    shown: Format  # how it is written
+    shown_change: Format  # how the change to another such number is written
 
 
 def compare_reports(first: Report, second: Report) -> Page:

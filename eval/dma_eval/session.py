@@ -19,23 +19,15 @@ COMPUTING = ("dma-hf", "lm-eval", "transformers", "torch")
 
 @dataclass(frozen=True)
 class Session:
-    """One model under several backends.
+    """One model under several backends."""
 
-    Attributes:
-        loaded: The model and its tokenizer.
-        backends: The backends; the first is the reference.
-        processes: The processes that split the work. Each makes the same calls, and gets all results.
-        store: Where finished pieces are kept.
-        progress: What is told of the progress.
-        seed: Seed of whatever is drawn.
-    """
-
-    loaded: LoadedModel
-    backends: Sequence[Backend]
+    loaded: LoadedModel  # the model and its tokenizer
+    backends: Sequence[Backend]  # the backends; the first is the reference
+    # The processes that split the work. Each makes the same calls, and gets all results.
     processes: Processes = field(default_factory=Processes)
-    store: Store = field(default_factory=Store)
-    progress: Progress = field(default_factory=Progress)
-    seed: int = 0
+    store: Store = field(default_factory=Store)  # where finished pieces are kept
+    progress: Progress = field(default_factory=Progress)  # what is told of the progress
+    seed: int = 0  # seed of whatever is drawn
 
     def identity(self, *backends: Backend, **settings: Any) -> dict[str, Any]:
         """Everything that a result depends on, as JSON values: the model, the versions, and what is given."""

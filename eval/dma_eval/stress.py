@@ -42,19 +42,12 @@ class NoTwinError(ValueError):
 
 @dataclass(frozen=True)
 class Twin:
-    """A change of every attention layer.
+    """A change of every attention layer."""
 
-    Attributes:
-        name: What tables call it.
-        keys: Factor of the keys' scaled channels; queries have its inverse.
-        values: Factor of the values' scaled channels; the output projection's inputs have its inverse.
-        bias: Absolute value of the keys' biases.
-    """
-
-    name: str
-    keys: float = 1.0
-    values: float = 1.0
-    bias: float = 0.0
+    name: str  # what tables call it
+    keys: float = 1.0  # factor of the keys' scaled channels; queries have its inverse
+    values: float = 1.0  # factor of the values' scaled channels; the output projection's inputs have its inverse
+    bias: float = 0.0  # absolute value of the keys' biases
 
     @property
     def is_same_function(self) -> bool:

@@ -15,64 +15,39 @@ FOLDER = "samples"
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One answer.
+    """One answer."""
 
-    Attributes:
-        doc_id: Number of the document in its task.
-        filter: The filter of the answers that the values belong to.
-        prompt_hash: lm-eval's hash of the prompt: equal for every backend, or the comparison is not paired.
-        answer: What was answered: the number of the choice, whether a continuation is the greedy one, or a text; null
-            for tasks that only measure likelihood.
-        values: Value and weight of each metric that averages over samples.
-    """
-
-    doc_id: int
-    filter: str
-    prompt_hash: str
+    doc_id: int  # number of the document in its task
+    filter: str  # the filter of the answers that the values belong to
+    prompt_hash: str  # lm-eval's hash of the prompt: equal for every backend, or the comparison is not paired
+    # What was answered: the number of the choice, whether a continuation is the greedy one, or a text; null for tasks
+    # that only measure likelihood.
     answer: Any
-    values: dict[str, list[float]]
+    values: dict[str, list[float]]  # value and weight of each metric that averages over samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRecord:
-    """One task.
+    """One task."""
 
-    Attributes:
-        name: Its name.
-        version: Version of its definition.
-        output_type: lm-eval's output type.
-        num_fewshot: Examples in each prompt.
-        aggregations: lm-eval's name of each metric's aggregation; null where it has none.
-        higher_is_better: Direction of each metric.
-        metrics: lm-eval's own value of each metric, by ``metric,filter``.
-        samples: Every answer, ordered by document.
-    """
-
-    name: str
-    version: str
-    output_type: str
-    num_fewshot: int
-    aggregations: dict[str, str | None]
-    higher_is_better: dict[str, bool | None]
-    metrics: dict[str, float | None]
-    samples: list[Sample]
+    name: str  # its name
+    version: str  # version of its definition
+    output_type: str  # lm-eval's output type
+    num_fewshot: int  # examples in each prompt
+    aggregations: dict[str, str | None]  # lm-eval's name of each metric's aggregation; null where it has none
+    higher_is_better: dict[str, bool | None]  # direction of each metric
+    metrics: dict[str, float | None]  # lm-eval's own value of each metric, by ``metric,filter``
+    samples: list[Sample]  # every answer, ordered by document
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitRecord:
-    """One backend's answers to one name that was asked for, a task or a group.
+    """One backend's answers to one name that was asked for, a task or a group."""
 
-    Attributes:
-        seconds: Time of the evaluation.
-        fallbacks: How often something ran with other attention, by reason.
-        tasks: The tasks behind the name.
-        groups: Metrics of groups, by group and ``metric,filter``.
-    """
-
-    seconds: float
-    fallbacks: dict[str, int]
-    tasks: list[TaskRecord]
-    groups: dict[str, dict[str, float | None]]
+    seconds: float  # time of the evaluation
+    fallbacks: dict[str, int]  # how often something ran with other attention, by reason
+    tasks: list[TaskRecord]  # the tasks behind the name
+    groups: dict[str, dict[str, float | None]]  # metrics of groups, by group and ``metric,filter``
 
 
 def task_record(name: str, results: Mapping[str, Any], task: Any) -> TaskRecord:

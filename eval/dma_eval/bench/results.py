@@ -20,21 +20,13 @@ from .timing import DeviceFacts
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The attention of one layer.
+    """The attention of one layer."""
 
-    Attributes:
-        length: Keys.
-        head_dim: Of queries, keys and values.
-        query_heads: Query heads.
-        kv_heads: Key and value heads.
-        batch: Sequences.
-    """
-
-    length: int
-    head_dim: int
+    length: int  # keys
+    head_dim: int  # of queries, keys and values
     query_heads: int
-    kv_heads: int
-    batch: int = 1
+    kv_heads: int  # key and value heads
+    batch: int = 1  # sequences
 
     @property
     def family(self) -> str:
@@ -56,13 +48,9 @@ class DecodeShape(Shape):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillShape(Shape):
-    """As many queries as keys.
+    """As many queries as keys."""
 
-    Attributes:
-        is_causal: Whether a query sees no key behind it.
-    """
-
-    is_causal: bool
+    is_causal: bool  # whether a query sees no key behind it
 
     @property
     def flops(self) -> int:
@@ -82,188 +70,117 @@ class PrefillShape(Shape):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedResult:
-    """What was measured of one of those that are compared.
+    """What was measured of one of those that are compared."""
 
-    Attributes:
-        label: Its name, as asked for.
-        config: Its resolved configuration; null for anything but ``dma_mxfp``.
-        failure: Why it did not run; null if it did. If it did not, the numbers are null.
-    """
-
-    label: str
-    config: dict[str, Any] | None
-    failure: str | None = None
+    label: str  # its name, as asked for
+    config: dict[str, Any] | None  # its resolved configuration; null for anything but ``dma_mxfp``
+    failure: str | None = None  # Why it did not run; null if it did. If it did not, the numbers are null.
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillResult(SpeedResult):
-    """One implementation on one shape.
-
-    Attributes:
-        shape: The shape.
-        milliseconds: Median time of a call; quantisation is counted.
-        milliseconds_fast: The first quartile.
-        milliseconds_slow: The third quartile.
-        repeats: Timed calls.
-        graph_milliseconds: Median time as a CUDA graph; measured where a call is short.
-        quantize_milliseconds: Median time of quantising keys and values (and what else precedes the attention kernel)
-            alone, already counted above; null for implementations that do not. On a CUDA device as a CUDA graph since
-            version 2, called from Python before.
-        quantize_copy_milliseconds: What moving the bytes that quantisation must read and write would take at the
-            device's copy speed, which is that of a large copy.
-        plain_copy_milliseconds: Median time of a copy that reads and writes as many bytes, beside the quantisation and
-            timed likewise; since version 2.
-        tflops: 10 ** 12 floating-point operations per second, by ``milliseconds``.
-        speedup: Time of the shape's first implementation over this one's.
-        error: Norm of the difference from fp64 over the norm, on sampled query rows.
-        extra_bytes: Most memory allocated during a call, the output left out.
-        input_bytes: Of query, key and value.
-    """
+    """One implementation on one shape."""
 
     shape: PrefillShape
-    milliseconds: float | None = None
-    milliseconds_fast: float | None = None
-    milliseconds_slow: float | None = None
-    repeats: int | None = None
-    graph_milliseconds: float | None = None
+    milliseconds: float | None = None  # median time of a call; quantisation is counted
+    milliseconds_fast: float | None = None  # the first quartile
+    milliseconds_slow: float | None = None  # the third quartile
+    repeats: int | None = None  # timed calls
+    graph_milliseconds: float | None = None  # median time as a CUDA graph; measured where a call is short
+    # Median time of quantising keys and values (and what else precedes the attention kernel) alone, already counted
+    # above; null for implementations that do not. On a CUDA device as a CUDA graph since version 2, called from Python
+    # before.
     quantize_milliseconds: float | None = None
+    # What moving the bytes that quantisation must read and write would take at the device's copy speed, which is that
+    # of a large copy.
     quantize_copy_milliseconds: float | None = None
+    # Median time of a copy that reads and writes as many bytes, beside the quantisation and timed likewise; since
+    # version 2.
     plain_copy_milliseconds: float | None = None
-    tflops: float | None = None
-    speedup: float | None = None
-    error: float | None = None
-    extra_bytes: int | None = None
-    input_bytes: int | None = None
+    tflops: float | None = None  # 10 ** 12 floating-point operations per second, by ``milliseconds``
+    speedup: float | None = None  # time of the shape's first implementation over this one's
+    error: float | None = None  # norm of the difference from fp64 over the norm, on sampled query rows
+    extra_bytes: int | None = None  # most memory allocated during a call, the output left out
+    input_bytes: int | None = None  # of query, key and value
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeResult(SpeedResult):
-    """One implementation on one shape.
-
-    Attributes:
-        shape: The shape.
-        milliseconds: Median time of a step called from Python; storing the new key is counted but for ``sdpa`` and
-            ``sdpa:flash``.
-        graph_milliseconds: Median time of the step as a CUDA graph; null where it cannot be one.
-        repeats: Timed calls from Python.
-        cache_bytes: Of the cache of the layer, with its room for more tokens.
-        bytes_ratio: ``cache_bytes`` over the bytes of 16-bit keys and values.
-        bytes_per_second: ``cache_bytes`` over the time as a graph (of a call, where there is none).
-        speedup: Time of the shape's first implementation over this one's, likewise.
-    """
+    """One implementation on one shape."""
 
     shape: DecodeShape
+    # Median time of a step called from Python; storing the new key is counted but for ``sdpa`` and ``sdpa:flash``.
     milliseconds: float | None = None
-    graph_milliseconds: float | None = None
-    repeats: int | None = None
-    cache_bytes: int | None = None
-    bytes_ratio: float | None = None
-    bytes_per_second: float | None = None
-    speedup: float | None = None
+    graph_milliseconds: float | None = None  # median time of the step as a CUDA graph; null where it cannot be one
+    repeats: int | None = None  # timed calls from Python
+    cache_bytes: int | None = None  # of the cache of the layer, with its room for more tokens
+    bytes_ratio: float | None = None  # ``cache_bytes`` over the bytes of 16-bit keys and values
+    bytes_per_second: float | None = None  # ``cache_bytes`` over the time as a graph (of a call, where there is none)
+    speedup: float | None = None  # time of the shape's first implementation over this one's, likewise
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateResult(SpeedResult):
-    """One attention and cache at one length of context.
+    """One attention and cache at one length of context."""
 
-    Attributes:
-        context: Tokens of the prompt, in each sequence.
-        first_token_seconds: From the call of ``generate`` to the first new token.
-        step_milliseconds: Median time between two tokens.
-        step_milliseconds_fast: The first quartile.
-        step_milliseconds_slow: The third quartile.
-        steps: Timed intervals between tokens.
-        tokens_per_second: New tokens of all sequences, by ``step_milliseconds``.
-        speedup: Step time of the context's first run over this one's.
-        cache_bytes: What the cache holds.
-        peak_bytes: Most memory allocated while generating, weights left out.
-    """
-
-    context: int
-    first_token_seconds: float | None = None
-    step_milliseconds: float | None = None
-    step_milliseconds_fast: float | None = None
-    step_milliseconds_slow: float | None = None
-    steps: int | None = None
-    tokens_per_second: float | None = None
-    speedup: float | None = None
-    cache_bytes: int | None = None
-    peak_bytes: int | None = None
+    context: int  # tokens of the prompt, in each sequence
+    first_token_seconds: float | None = None  # from the call of ``generate`` to the first new token
+    step_milliseconds: float | None = None  # median time between two tokens
+    step_milliseconds_fast: float | None = None  # the first quartile
+    step_milliseconds_slow: float | None = None  # the third quartile
+    steps: int | None = None  # timed intervals between tokens
+    tokens_per_second: float | None = None  # new tokens of all sequences, by ``step_milliseconds``
+    speedup: float | None = None  # step time of the context's first run over this one's
+    cache_bytes: int | None = None  # what the cache holds
+    peak_bytes: int | None = None  # most memory allocated while generating, weights left out
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongestContext:
-    """How many tokens fit.
+    """How many tokens fit."""
 
-    Attributes:
-        label: ``ATTENTION+CACHE``.
-        tokens: The longest context over which one more token could be computed, all sequences of one length; to a
-            sixteenth, and not beyond the model's positions. The cache is filled without computing the context.
-    """
-
-    label: str
+    label: str  # ``ATTENTION+CACHE``
+    # The longest context over which one more token could be computed, all sequences of one length; to a sixteenth, and
+    # not beyond the model's positions. The cache is filled without computing the context.
     tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedReport(Results):
-    """What the report of every benchmark begins with.
+    """What the report of every benchmark begins with."""
 
-    Attributes:
-        dtype: Data type of what is not quantised.
-        device: The device.
-    """
-
-    dtype: str
+    dtype: str  # data type of what is not quantised
     device: DeviceFacts
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillReport(SpeedReport):
-    """Everything that one run measured.
-
-    Attributes:
-        results: By shape, then in the order asked for.
-    """
+    """Everything that one run measured."""
 
     schema_version: int = 2
-    results: list[PrefillResult]
+    results: list[PrefillResult]  # by shape, then in the order asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeReport(SpeedReport):
-    """Everything that one run measured.
-
-    Attributes:
-        results: By shape, then in the order asked for.
-    """
+    """Everything that one run measured."""
 
     schema_version: int = 1
-    results: list[DecodeResult]
+    results: list[DecodeResult]  # by shape, then in the order asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateReport(SpeedReport):
-    """Everything that one run measured.
-
-    Attributes:
-        model: The shape's name, or that of a real model.
-        parameters: How many the model has.
-        weight_bytes: What its weights take.
-        batch: Sequences.
-        new_tokens: Generated in each sequence.
-        results: By context, then in the order asked for.
-        longest: If it was asked for.
-    """
+    """Everything that one run measured."""
 
     schema_version: int = 1
-    model: str
-    parameters: int
-    weight_bytes: int
-    batch: int
-    new_tokens: int
-    results: list[GenerateResult]
-    longest: list[LongestContext]
+    model: str  # the shape's name, or that of a real model
+    parameters: int  # how many the model has
+    weight_bytes: int  # what its weights take
+    batch: int  # sequences
+    new_tokens: int  # generated in each sequence
+    results: list[GenerateResult]  # by context, then in the order asked for
+    longest: list[LongestContext]  # if it was asked for
 
 
 def report_writer(kind: type[SpeedReport], path: Path | None, **fields: Any) -> Callable[..., None]:

@@ -26,42 +26,25 @@ _READS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Repeated runs of one implementation, in milliseconds.
+    """Repeated runs of one implementation, in milliseconds."""
 
-    Attributes:
-        median: The middle run.
-        fast: The run that a quarter are faster than.
-        slow: The run that a quarter are slower than.
-        repeats: How many there were.
-    """
-
-    median: float
-    fast: float
-    slow: float
-    repeats: int
+    median: float  # the middle run
+    fast: float  # the run that a quarter are faster than
+    slow: float  # the run that a quarter are slower than
+    repeats: int  # how many there were
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """The device that was measured, with the two rates that bound what is possible on it.
+    """The device that was measured, with the two rates that bound what is possible on it."""
 
-    Attributes:
-        name: Of the device.
-        capability: Compute capability, such as ``9.0``; null for a CPU.
-        multiprocessors: How many; null for a CPU, as the rest.
-        memory_bytes: Device memory.
-        l2_bytes: L2 cache.
-        copy_bytes_per_second: Measured: bytes read plus bytes written by a large copy.
-        matmul_flops_per_second: Measured: a large matrix product in bfloat16.
-    """
-
-    name: str
-    capability: str | None = None
-    multiprocessors: int | None = None
+    name: str  # of the device
+    capability: str | None = None  # compute capability, such as ``9.0``; null for a CPU
+    multiprocessors: int | None = None  # how many; null for a CPU, as the rest
     memory_bytes: int | None = None
     l2_bytes: int | None = None
-    copy_bytes_per_second: float | None = None
-    matmul_flops_per_second: float | None = None
+    copy_bytes_per_second: float | None = None  # measured: bytes read plus bytes written by a large copy
+    matmul_flops_per_second: float | None = None  # measured: a large matrix product in bfloat16
 
 
 def time_in_turns(
