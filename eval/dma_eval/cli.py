@@ -28,6 +28,7 @@ from .commands import (
     report_build,
     report_diff,
     retrieval,
+    serve,
     stress,
     suite,
 )
@@ -44,6 +45,7 @@ COMMANDS: dict[str, ModuleType] = {
     "report build": report_build,
     "report diff": report_diff,
     "card": card,
+    "serve": serve,
     "demo": demo,
     "env": env,
     "bench prefill": bench_prefill,

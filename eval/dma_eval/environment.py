@@ -11,6 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from packaging.version import Version
+
+from .errors import UserError
 
 PACKAGES = (
     "dma-hf",
@@ -71,3 +74,14 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return f"{line.partition(':')[2].strip()} ({os.cpu_count()} CPUs)"
     return f"{platform.processor() or platform.machine()} ({os.cpu_count()} CPUs)"
+
+
+def need_transformers(least: str, what: str) -> None:
+    """Check that the installed Transformers is recent enough for a command.
+
+    Raises:
+        UserError: It is not.
+    """
+    installed = metadata.version("transformers")
+    if Version(installed).release < Version(least).release:
+        raise UserError(f"{what} needs Transformers {least} or later, found {installed}; upgrade it")

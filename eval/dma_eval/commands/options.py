@@ -63,11 +63,14 @@ def number(least: float, most: float | None = None, kind: type[int] | type[float
     return read
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """The model, where it runs, and the backends that are compared."""
+def add_model(parser: argparse.ArgumentParser, *, is_positional: bool = False) -> None:
+    """The model, by option or by position, and where it runs."""
     group = parser.add_argument_group("model")
-    metavar = "NAME|FOLDER|FILE.gguf"
-    add(group, "--model", "-m", metavar=metavar, required=True, help="Hub name, local folder, or GGUF file.")
+    metavar, help = "NAME|FOLDER|FILE.gguf", "Hub name, local folder, or GGUF file."
+    if is_positional:
+        add(group, "model", metavar=metavar, help=help)
+    else:
+        add(group, "--model", "-m", metavar=metavar, required=True, help=help)
     add(group, "--revision", help="Branch, tag or commit on the Hub.", shown="the main branch")
     add(group, "--trust-remote-code", action="store_true", help="Let code that comes with the model run.")
     help = "auto, float32, bfloat16 or float16; auto is the checkpoint's own, float32 for GGUF."

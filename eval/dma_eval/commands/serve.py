@@ -1,0 +1,87 @@
+"""``dma-hf serve``: Transformers' own server, with low-bit attention and a packed cache."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from importlib.util import find_spec
+
+from rich.markup import escape
+
+from dma_eval import console
+from dma_eval.commands import options
+from dma_eval.commands.measuring import join, load
+from dma_eval.errors import UserError
+from dma_eval.names import DMA, check_names
+
+NEEDED = ("fastapi", "uvicorn", "openai")
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+DEFAULT_PORT = 8000
+EXAMPLES = """
+dma-hf serve meta-llama/Llama-3.1-8B-Instruct --attn dma_mxfp:balanced+int4 --continuous-batching
+dma-hf serve ./my-model --dtype bfloat16 --port 8001
+curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to its parser."""
+    options.add_model(parser, is_positional=True)
+    help = (
+        "Attention backend: dma_mxfp, dma_mxfp:PRESET or dma_mxfp:FILE.toml, with +int8 or +int4 for a packed cache; "
+        "or an attn_implementation of Transformers."
+    )
+    options.add(parser, "--attn", "-a", metavar="BACKEND", default=DMA, help=help)
+    group = parser.add_argument_group("server")
+    help = "Batch requests continuously over a paged cache; without it, requests are answered one after another."
+    options.add(group, "--continuous-batching", action="store_true", help=help)
+    help = "Memory for the paged cache, in GiB."
+    shown = "most of what is free"
+    options.add(group, "--cache-gib", type=options.number(0, kind=float), shown=shown, help=help)
+    options.add(group, "--host", default="localhost", help="Address to listen at.")
+    help = "Port to listen at; 0 takes any free one."
+    options.add(group, "--port", type=options.number(0, 65535), default=DEFAULT_PORT, help=help)
+    help = f"Of the web server: {', '.join(LOG_LEVELS)}."
+    options.add(group, "--log-level", choices=LOG_LEVELS, default="warning", help=help)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve a model over HTTP, as `transformers serve` does, with any attention backend.
+
+    The routes are those of OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models; and
+    /health. `transformers chat` and OpenAI's clients talk to it. Stop it with Ctrl-C.
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise UserError(f"serve needs {', '.join(missing)}, not installed here: pip install 'dma-hf[serve]'")
+    check_names([args.attn])
+    if args.cache_gib is not None and not args.continuous_batching:
+        raise UserError("--cache-gib is for --continuous-batching; without it a cache grows with its request")
+    with console.starting():
+        from dma_eval.backends import activate, parse_backends
+        from dma_eval.batching import batching, settings
+        from dma_eval.environment import need_transformers
+        from dma_eval.models import parse_source
+
+        need_transformers("5.23", "serve")
+        from dma_eval.serving import listen, serve
+
+    (backend,) = parse_backends([args.attn])
+    parse_source(args.model)
+    listener = listen(args.host, args.port)
+    with listener:
+        loaded = load(args, join(args))
+        activate(loaded.model, backend)
+        if loaded.tokenizer.chat_template is None:
+            console.print_warning(
+                f"the tokenizer of {args.model} has no chat template, which /v1/chat/completions needs; "
+                "/v1/completions takes plain text"
+            )
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        address = f"http://{host}:{listener.getsockname()[1]}/v1"
+        console.print_line(f"Serving {escape(args.model)} with {escape(backend.label)} at {address}")
+        with batching(loaded.model, backend) if args.continuous_batching else nullcontext():
+            batches = settings(loaded.model, args.cache_gib) if args.continuous_batching else None
+            serve(loaded, listener, batches, log_level=args.log_level)
+    return 0
