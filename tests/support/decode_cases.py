@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from dma_kernels.cache.append import append_tokens
@@ -10,7 +10,7 @@ from dma_kernels.cache.codes import CACHE_FORMATS
 from dma_kernels.cache.decode import decode_attention
 from dma_kernels.cache.decode_step import decode_step
 from dma_kernels.cache.reference import cached_attention_reference
-from dma_kernels.cache.storage import LayerStorage
+from dma_kernels.cache.storage import RAW, LayerStorage
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from torch import Tensor
 
@@ -99,6 +99,29 @@ CASES = {
     "head-dim-256": Case(head_dim=256, kv_heads=1, kv_len=500),
     "head-dim-8": Case(head_dim=8),
 }
+
+
+def scattered(storage: LayerStorage) -> LayerStorage:
+    """Return the same cache with its pages and raw rows apart, in another order, and others between them."""
+    batch = len(storage.lengths)
+
+    def apart(tensor: Tensor, order: Tensor) -> Tensor:
+        room = tensor.new_full((len(order) + 2, 3, *tensor.shape[1:]), 77)
+        room[order + 1, 1] = tensor
+        return room[:, 1]
+
+    rows, pages = torch.arange(batch).flip(0), torch.arange(len(storage.body)).flip(0)
+    raw = {name: apart(tensor, rows) for name, tensor in storage.tensors().items() if name in RAW}
+    return replace(
+        storage, **raw, body=apart(storage.body, pages), pages=(pages.to(torch.int32) + 1).view(storage.pages.shape),
+        raw_rows=rows.to(torch.int32) + 1, lengths=storage.lengths.clone(), arrivals=storage.arrivals.clone(),
+    )  # fmt: skip
+
+
+def gathered(storage: LayerStorage) -> LayerStorage:
+    """Return a scattered cache in order again."""
+    body = storage.body[storage.pages.long().flatten()]
+    return replace(storage.rows(slice(None)), body=body, pages=torch.arange(len(body)).view(storage.pages.shape).int())
 
 
 def assert_storages_equal(actual: LayerStorage, expected: LayerStorage) -> None:

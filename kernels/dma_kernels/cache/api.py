@@ -69,7 +69,7 @@ def cached_attention(
     if (key is None) != (value is None):
         raise ValueError("key and value must be given together, or both be None")
     if key is None or value is None:
-        key, value = storage.key_tail[:, :, :0], storage.value_tail[:, :, :0]
+        key, value = storage.no_keys()
     check_fits(storage, key, value)
     _check_query(query, key, storage)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -138,7 +138,7 @@ def check_fits(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
     for name, tensor, tail in (("key", key, storage.key_tail), ("value", value, storage.value_tail)):
         if tensor.ndim != 4:
             raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {list(tensor.shape)}")
-        batch, heads, _, channels = tail.shape
+        batch, (_, heads, _, channels) = len(storage.lengths), tail.shape
         if (tensor.shape[0], tensor.shape[1], tensor.shape[3]) != (batch, heads, channels):
             raise ValueError(
                 f"{name} must be [{batch}, {heads}, tokens, {channels}] as in the cache, got {list(tensor.shape)}; "
@@ -153,7 +153,7 @@ def check_fits(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
 
 
 def _check_query(query: Tensor, key: Tensor, storage: LayerStorage) -> None:
-    batch, heads, _, head_dim = storage.key_tail.shape
+    batch, (_, heads, _, head_dim) = len(storage.lengths), storage.key_tail.shape
     if query.ndim != 4 or query.shape[0] != batch or query.shape[3] != head_dim or query.shape[1] % heads:
         raise ValueError(
             f"query must be [{batch}, a multiple of {heads}, tokens, {head_dim}] as in the cache, "

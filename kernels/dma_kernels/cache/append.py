@@ -59,7 +59,8 @@ def _append_tile(
 @triton.jit(do_not_specialize=["new_len", "slots", "ring_tiles", "sink_tiles"])
 def append_kernel(
     key_ptr, value_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr, body_ptr, pages_ptr, lengths_ptr,
-    stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
+    raw_rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
+    stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
     new_len, slots, ring_tiles, sink_tiles,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BITS: tl.constexpr, RECORD_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, STORE_RAW: tl.constexpr,
@@ -77,19 +78,24 @@ def append_kernel(
         # A ring holds the last tiles.
         is_coded = ((tile + 1) * _TILE <= end) & (tile >= (end >> _TILE_SHIFT) - slots)
         page = tl.load(pages_ptr + i_b * slots + tile % tl.maximum(slots, 1), mask=is_coded, other=0).to(tl.int64)
-        record_ptr = body_ptr + (page * KV_HEADS + i_kv) * RECORD_WORDS
-        ring = i_head * ring_tiles * _TILE
-        sink = i_head * sink_tiles * _TILE
+        record_ptr = body_ptr + page * stride_page + i_kv * RECORD_WORDS
+        row = i_b
+        if raw_rows_ptr is not None:
+            row = tl.load(raw_rows_ptr + i_b).to(tl.int64)
+        ring = i_kv * ring_tiles * _TILE
+        sink = i_kv * sink_tiles * _TILE
         if tl.program_id(2) == 0:
             _append_tile(
-                key_ptr + i_b * stride_kb + i_kv * stride_kh, key_tail_ptr + ring * D, key_sink_ptr + sink * D,
-                record_ptr, tile, length, end, stride_kt, stride_kd, ring_tiles, sink_tiles, is_coded,
+                key_ptr + i_b * stride_kb + i_kv * stride_kh, key_tail_ptr + (row * stride_key_tail + ring * D),
+                key_sink_ptr + (row * stride_key_sink + sink * D), record_ptr,
+                tile, length, end, stride_kt, stride_kd, ring_tiles, sink_tiles, is_coded,
                 D, BLOCK_D, BITS, True, STORE_RAW, ENCODE,
             )  # fmt: skip
         else:
             _append_tile(
-                value_ptr + i_b * stride_vb + i_kv * stride_vh, value_tail_ptr + ring * DV, value_sink_ptr + sink * DV,
-                record_ptr + KEY_WORDS, tile, length, end, stride_vt, stride_vd, ring_tiles, sink_tiles, is_coded,
+                value_ptr + i_b * stride_vb + i_kv * stride_vh, value_tail_ptr + (row * stride_value_tail + ring * DV),
+                value_sink_ptr + (row * stride_value_sink + sink * DV), record_ptr + KEY_WORDS,
+                tile, length, end, stride_vt, stride_vd, ring_tiles, sink_tiles, is_coded,
                 DV, BLOCK_DV, BITS, False, STORE_RAW, ENCODE,
             )  # fmt: skip
 
@@ -98,24 +104,25 @@ def append_tokens(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
     """Do :meth:`LayerStorage.append` in Triton, with no host synchronisation.
 
     Args:
-        storage: The cache; its tensors must be contiguous, and its body have room for the tiles that are completed.
+        storage: The cache; its body must have room for the tiles that are completed.
         key: Raw ``[B, Hkv, T, D]`` in the dtype of the tail, any strides.
         value: Raw ``[B, Hkv, T, Dv]``.
     """
     if key.numel() == 0:
         return
     call = replay.call_of("append", replay.tensor_kind(key), replay.tensor_kind(value), *storage_kind(storage))
-    inputs = (key, value, *storage.tensors().values())
+    inputs = (key, value, storage.raw_rows, *storage.tensors().values())
     call.run(inputs, lambda: launch_append(storage, key, value))
     storage.lengths += key.shape[2]
     storage.replace_taken_back(key.shape[2])
 
 
 def storage_kind(storage: LayerStorage) -> tuple[Hashable, ...]:
-    """Return what a storage's tensors follow from, but for their addresses; they are contiguous."""
+    """Return what a storage's tensors follow from, but for their addresses."""
     tails = storage.key_tail, storage.value_tail
     sink = storage.key_sink.shape[2]
-    return storage.format, *(tail.shape for tail in tails), sink, tails[0].dtype, tails[0].device, storage.slots
+    shapes = *(tail.shape for tail in tails), sink, storage.slots, storage.strides, storage.raw_rows is None
+    return storage.format, *shapes, tails[0].dtype, tails[0].device
 
 
 def launch_append(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()]:
@@ -130,8 +137,8 @@ def launch_append(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()
             _launcher(storage.record, kv_heads, key.dtype, phase)(
                 (batch * kv_heads, tiles, 2),
                 key, value, storage.key_tail, storage.value_tail, storage.key_sink, storage.value_sink,
-                storage.body.view(torch.int32), storage.pages, storage.lengths,
-                *key.stride(), *value.stride(), new_len, storage.slots, ring_tiles,
+                storage.body.view(torch.int32), storage.pages, storage.lengths, storage.raw_rows,
+                *key.stride(), *value.stride(), *storage.strides, new_len, storage.slots, ring_tiles,
                 min(storage.key_sink.shape[2] // TILE, MAX_BAND_TILES),
             )  # fmt: skip
     return ()

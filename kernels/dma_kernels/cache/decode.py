@@ -45,7 +45,7 @@ def decode_attention(
 
     Args:
         query: bf16 or fp16 ``[B, Hq, T, D]``, ``T <= 16``, any strides, in the dtype of the cache.
-        storage: The cache, on the device of ``query``; its body must be contiguous.
+        storage: The cache, on the device of ``query``.
         scale: Factor of the scores.
         window: Sliding window; at most that of the storage, if that has one.
         softcap: Caps scores: ``softcap * tanh(score / softcap)``, after ``scale``.
@@ -64,7 +64,7 @@ def decode_attention(
         raise ValueError(
             f"query must have at most {MAX_QUERIES} positions, got {query.shape[2]}; use the prefill kernel"
         )
-    inputs = (query, sinks, *storage.tensors().values())
+    inputs = (query, sinks, storage.raw_rows, *storage.tensors().values())
     options = (scale, window, softcap, return_lse)
     call = replay.call_of(
         "decode", replay.tensor_kind(query), replay.tensor_kind(sinks), *storage_kind(storage), *options
@@ -123,8 +123,8 @@ def launch_decode(
         plan.launcher(
             plan.grid,
             query, storage.body.view(torch.int32), storage.pages, storage.key_tail, storage.value_tail,
-            storage.key_sink, storage.value_sink, sinks, storage.lengths, storage.arrivals,
-            partial, partial_lse, out, lse, *query.stride(), *out.stride()[:3],
+            storage.key_sink, storage.value_sink, sinks, storage.lengths, storage.raw_rows, storage.arrivals,
+            partial, partial_lse, out, lse, *query.stride(), *out.stride()[:3], *storage.strides,
             q_len, new_len, storage.slots, storage.ring // TILE, window or 0, (softcap or 0.0) * LOG2_E,
             scale * LOG2_E, min(storage.diagonal_tiles, MAX_BAND_TILES),
             min(storage.key_sink.shape[2] // TILE, MAX_BAND_TILES), plan.round_cost, *ADDED,

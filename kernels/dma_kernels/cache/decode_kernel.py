@@ -226,7 +226,7 @@ def _cap(s, softcap):
 @jit
 def _high_tiles(
     q, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr,
-    i_head, first, last, length, q_pos, sinks, band_first, visible_tile, window, softcap, logit_scale, sink_tiles,
+    first, last, length, q_pos, sinks, band_first, visible_tile, window, softcap, logit_scale, sink_tiles,
     ring_tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -264,11 +264,11 @@ def _high_tiles(
         index = step // STEPS
         inside = (step - index * STEPS) * (16 * W)
         tile = gl.where(index < sinks, visible_tile + index, band_first + index - sinks)
-        entry = i_head * (ring_tiles * _TILE) + (tile % ring_tiles) * _TILE + inside
+        entry = (tile % ring_tiles) * _TILE + inside
         k_base = key_tail_ptr
         v_base = value_tail_ptr
         if tile < sink_tiles:
-            entry = i_head * (sink_tiles * _TILE) + tile * _TILE + inside
+            entry = tile * _TILE + inside
             k_base = key_sink_ptr
             v_base = value_sink_ptr
         here = tile * _TILE + inside
@@ -316,10 +316,9 @@ def _buffers(count: tl.constexpr, shape: tl.constexpr):
 
 
 @jit
-def _record_words(body_ptr, pages_ptr, tile, slots, i_kv, KV_HEADS: tl.constexpr, RECORD: tl.constexpr):
-    """Return where the records of tiles are, in words."""
-    page = gl.load(pages_ptr + tile % slots)
-    return body_ptr + (page.to(gl.int64) * KV_HEADS + i_kv) * RECORD
+def _record_words(body_ptr, pages_ptr, tile, slots, stride_page):
+    """Return where the records of tiles of a kv head are, in words; ``body_ptr`` is that of page 0."""
+    return body_ptr + gl.load(pages_ptr + tile % slots).to(gl.int64) * stride_page
 
 
 @jit
@@ -350,8 +349,8 @@ def _copy_step(
 
 @jit
 def _low_tiles(
-    q, body_ptr, pages_ptr, i_kv, first, last, q_pos, window, softcap, logit_scale, slots, magic,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, G: tl.constexpr,
+    q, body_ptr, pages_ptr, i_kv, first, last, q_pos, window, softcap, logit_scale, slots, stride_page, magic,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, G: tl.constexpr,
     W: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -376,7 +375,7 @@ def _low_tiles(
     KEY_LOWS: tl.constexpr = KEY_SCALES + STORED // 2
     VALUE_CODES: tl.constexpr = KEY_LOWS + STORED // 2
     VALUE_SCALES: tl.constexpr = VALUE_CODES + _TILE * VALUE_STORED * BITS // 32
-    RECORD: tl.constexpr = VALUE_SCALES + _TILE * GROUPS
+    body_ptr += i_kv * (VALUE_SCALES + _TILE * GROUPS)
     # Blocks beyond the stored channels are read from the last one: their queries are 0, their outputs not stored.
     o_k = gl.arange(0, 128, layout=_along(KEYS, 3, 2))[None, None, :]
     i_r = gl.arange(0, STEP * BLOCK_D // (32 * C), layout=_along(KEYS, 3, 1))[None, :, None]
@@ -415,10 +414,8 @@ def _low_tiles(
     K_STEP: tl.constexpr = STEP * STORED * BITS // 32
     V_STEP: tl.constexpr = STEP * VALUE_STORED * BITS // 32
     TOKEN_STEP: tl.constexpr = STEP * GROUPS
-    record = _record_words(body_ptr, pages_ptr, gl.minimum(first + o_w, last - 1), slots, i_kv, KV_HEADS, RECORD)
-    next_record = _record_words(
-        body_ptr, pages_ptr, gl.minimum(first + W + o_w, last - 1), slots, i_kv, KV_HEADS, RECORD
-    )
+    record = _record_words(body_ptr, pages_ptr, gl.minimum(first + o_w, last - 1), slots, stride_page)
+    next_record = _record_words(body_ptr, pages_ptr, gl.minimum(first + W + o_w, last - 1), slots, stride_page)
     buffers = k_buffers, v_buffers, token_buffers
     places = k_offsets, VALUE_CODES + v_offsets, VALUE_SCALES + token_offsets
     channel_places = KEY_SCALES + channel_offsets, KEY_LOWS + channel_offsets
@@ -428,7 +425,7 @@ def _low_tiles(
         end_copies()
     for start in range(first, last, W):
         later_tile = gl.minimum(start + 2 * W + o_w, last - 1)
-        later_record = _record_words(body_ptr, pages_ptr, later_tile, slots, i_kv, KV_HEADS, RECORD)
+        later_record = _record_words(body_ptr, pages_ptr, later_tile, slots, stride_page)
         await_copies(STAGES - 2)
         # ---- queries of the tile, and what its scores start from
         scale_words = channel_buffers[0].load(KEYS)
@@ -629,8 +626,9 @@ def _combine(
 )  # fmt: skip
 def decode_kernel(
     q_ptr, body_ptr, pages_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr, sinks_ptr, lengths_ptr,
-    arrivals_ptr, partial_ptr, partial_lse_ptr, out_ptr, lse_ptr,
+    raw_rows_ptr, arrivals_ptr, partial_ptr, partial_lse_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_ob, stride_oh, stride_ot,
+    stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
     q_len, new_len, slots, ring_tiles, window, softcap, logit_scale, diagonal_tiles, sink_tiles, round_cost, even, odd,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -675,12 +673,19 @@ def decode_kernel(
     columns = GROUP * q_len
     first_row = i_head * columns + i_block * 8
     if start < steps:
+        row = i_b
+        if raw_rows_ptr is not None:
+            row = gl.load(raw_rows_ptr + i_b).to(gl.int64)
+        ring = i_kv * ring_tiles * _TILE
+        sink = i_kv * sink_tiles * _TILE
         q = _load_queries(
             q_ptr, i_b, i_kv, i_block, q_len, stride_qb, stride_qh, stride_qt, stride_qd, GROUP, D, BLOCK_D, W, True
         )
         acc, l_i, m_i = _high_tiles(
-            q, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr,
-            i_head, start, gl.minimum(end, steps), length, q_pos, sinks, band_first, visible_tile, window,
+            q, key_tail_ptr + (row * stride_key_tail + ring * D),
+            value_tail_ptr + (row * stride_value_tail + ring * DV), key_sink_ptr + (row * stride_key_sink + sink * D),
+            value_sink_ptr + (row * stride_value_sink + sink * DV),
+            start, gl.minimum(end, steps), length, q_pos, sinks, band_first, visible_tile, window,
             softcap, logit_scale, sink_tiles, ring_tiles,
             D, DV, BLOCK_D, G, W, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
@@ -698,8 +703,9 @@ def decode_kernel(
             )  # fmt: skip
             acc, l_i, m_i = _low_tiles(
                 q, body_ptr, pages_ptr + i_b * slots, i_kv, low_start, low_last, q_pos, window, softcap, logit_scale,
-                slots, (even.to(gl.uint32, bitcast=True), odd.to(gl.uint32, bitcast=True)),
-                KV_HEADS, D, DV, BLOCK_D, G, W, BITS, STEP, STAGES, HAS_WINDOW, HAS_SOFTCAP,
+                slots, stride_page,
+                (even.to(gl.uint32, bitcast=True), odd.to(gl.uint32, bitcast=True)),
+                D, DV, BLOCK_D, G, W, BITS, STEP, STAGES, HAS_WINDOW, HAS_SOFTCAP,
             )  # fmt: skip
             _store_partial(
                 partial_ptr, partial_lse_ptr, acc, l_i, m_i, first_row, columns - i_block * 8, i_split + extra,

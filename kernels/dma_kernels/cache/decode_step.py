@@ -33,7 +33,7 @@ def decode_step(
         query: bf16 or fp16 ``[B, Hq, T, D]``, ``T <= 16``, any strides, in the dtype of the cache.
         key: Raw ``[B, Hkv, T, D]``, any strides.
         value: Raw ``[B, Hkv, T, Dv]``.
-        storage: The cache; its body must be contiguous and have room for the tiles that are completed.
+        storage: The cache; its body must have room for the tiles that are completed.
         scale: Factor of the scores.
         window: Sliding window; at most that of the storage, if that has one.
         softcap: Caps scores: ``softcap * tanh(score / softcap)``, after ``scale``.
@@ -56,6 +56,6 @@ def decode_step(
         )
         return (out,)
 
-    (out,) = call.run((query, key, value, sinks, *storage.tensors().values()), run)
+    (out,) = call.run((query, key, value, sinks, storage.raw_rows, *storage.tensors().values()), run)
     storage.replace_taken_back(new_len)
     return out

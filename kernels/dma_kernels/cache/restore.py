@@ -53,8 +53,9 @@ def _restore_tile(
 @triton.jit(do_not_specialize=["new_len", "entries", "slots", "ring", "sink_len", "band_tiles", "taken_back"])
 def restore_kernel(
     key_out_ptr, value_out_ptr, first_ptr, key_ptr, value_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr,
-    value_sink_ptr, body_ptr, pages_ptr, lengths_ptr,
+    value_sink_ptr, body_ptr, pages_ptr, lengths_ptr, raw_rows_ptr,
     stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
+    stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
     new_len, entries, slots, ring, sink_len, band_tiles, taken_back,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BITS: tl.constexpr, RECORD_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -77,18 +78,23 @@ def restore_kernel(
     is_held = (tile >= tl.maximum(complete - slots, 0)) & (position < length)
     is_coded = is_held & (tile < complete)
     page = tl.load(pages_ptr + i_b * slots + tile % tl.maximum(slots, 1), mask=is_coded, other=0).to(tl.int64)
-    record_ptr = body_ptr + (page * KV_HEADS + i_kv) * RECORD_WORDS
+    record_ptr = body_ptr + page * stride_page + i_kv * RECORD_WORDS
+    row = i_b
+    if raw_rows_ptr is not None:
+        row = tl.load(raw_rows_ptr + i_b).to(tl.int64)
     if tl.program_id(2) == 0:
         _restore_tile(
             key_out_ptr + i_head * entries * D, key_ptr + i_b * stride_kb + i_kv * stride_kh,
-            key_tail_ptr + i_head * ring * D, key_sink_ptr + i_head * sink_len * D, record_ptr,
+            key_tail_ptr + (row * stride_key_tail + i_kv * ring * D),
+            key_sink_ptr + (row * stride_key_sink + i_kv * sink_len * D), record_ptr,
             position, entry, entries, length, new_len, band, is_held, is_coded, stride_kt, stride_kd, ring, sink_len,
             D, BLOCK_D, BITS, True,
         )  # fmt: skip
     else:
         _restore_tile(
             value_out_ptr + i_head * entries * DV, value_ptr + i_b * stride_vb + i_kv * stride_vh,
-            value_tail_ptr + i_head * ring * DV, value_sink_ptr + i_head * sink_len * DV, record_ptr + KEY_WORDS,
+            value_tail_ptr + (row * stride_value_tail + i_kv * ring * DV),
+            value_sink_ptr + (row * stride_value_sink + i_kv * sink_len * DV), record_ptr + KEY_WORDS,
             position, entry, entries, length, new_len, band, is_held, is_coded, stride_vt, stride_vd, ring, sink_len,
             DV, BLOCK_DV, BITS, False,
         )  # fmt: skip
@@ -117,7 +123,7 @@ def restore_dense(
     tail = storage.key_tail
     band_tiles = MAX_BAND_TILES if key is None else min(storage.diagonal_tiles, MAX_BAND_TILES)
     if key is None or value is None:
-        key, value = tail[:, :, :0], storage.value_tail[:, :, :0]
+        key, value = storage.no_keys()
     (batch, kv_heads, new_len, head_dim), value_dim = key.shape, value.shape[3]
     keys, values = (tail.new_empty((batch, kv_heads, entries, dim)) for dim in (head_dim, value_dim))
     launcher = _launcher(storage.record, kv_heads)
@@ -125,9 +131,9 @@ def restore_dense(
         launcher(
             (batch * kv_heads, triton.cdiv(entries, _BLOCK_T), 2),
             keys, values, first.to(torch.int32), key, value, tail, storage.value_tail, storage.key_sink,
-            storage.value_sink, storage.body.view(torch.int32), storage.pages, storage.lengths,
-            *key.stride(), *value.stride(), new_len, entries, storage.slots, storage.ring, storage.key_sink.shape[2],
-            band_tiles, storage.taken_back,
+            storage.value_sink, storage.body.view(torch.int32), storage.pages, storage.lengths, storage.raw_rows,
+            *key.stride(), *value.stride(), *storage.strides, new_len, entries, storage.slots, storage.ring,
+            storage.key_sink.shape[2], band_tiles, storage.taken_back,
         )  # fmt: skip
     return keys, values
 

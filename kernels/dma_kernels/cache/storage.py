@@ -65,6 +65,9 @@ class LayerStorage:
         arrivals: int32 ``[B, Hkv + 1]``, zeros between launches: programs of a decode step that are done.
         taken_back: Tokens that :meth:`crop` has taken back and that have not come again, on the host. The tail lacks as
             many of its oldest keys.
+        raw_rows: For a storage whose batch changes from step to step, int32 ``[B]``: which row of tails and sinks, that
+            then have any number of rows, batch row ``b`` has; ``None`` for its own. Such a storage is not cropped,
+            grown or mapped.
     """
 
     format: str
@@ -78,6 +81,7 @@ class LayerStorage:
     lengths: Tensor
     arrivals: Tensor
     taken_back: int = 0
+    raw_rows: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -120,6 +124,18 @@ class LayerStorage:
     def record(self) -> Record:
         """The layout of a tile in the body."""
         return Record(cache_format(self.format), self.key_tail.shape[3], self.value_tail.shape[3])
+
+    def no_keys(self) -> tuple[Tensor, Tensor]:
+        """Return new keys and values of no token."""
+        batch = len(self.lengths)
+        key, value = (x.new_empty((batch, x.shape[1], 0, x.shape[3])) for x in (self.key_tail, self.value_tail))
+        return key, value
+
+    @property
+    def strides(self) -> tuple[int, int, int, int, int]:
+        """Elements from a row of tails and sinks to the next, and words of 32 bits from a page to the next."""
+        key, value, key_sink, value_sink = (getattr(self, name).stride(0) for name in RAW)
+        return key, value, key_sink, value_sink, self.body.stride(0) // 4
 
     @property
     def ring(self) -> int:
@@ -170,8 +186,13 @@ class LayerStorage:
         return self.of_tensors(self.format, self.window, tensors, self.taken_back)
 
     def rows(self, rows: slice) -> LayerStorage:
-        """Return a view of some batch rows."""
-        return replace(self, **{name: tensor[rows] for name, tensor in self.tensors().items() if name != "body"})  # type: ignore[arg-type]
+        """Return a view of some batch rows; a copy of tails and sinks where :attr:`raw_rows` chooses them."""
+        tensors = {name: tensor for name, tensor in self.tensors().items() if name != "body"}
+        if self.raw_rows is None:
+            return replace(self, **{name: tensor[rows] for name, tensor in tensors.items()})  # type: ignore[arg-type]
+        chosen = self.raw_rows[rows].long()
+        parts = {name: tensor[chosen if name in RAW else rows] for name, tensor in tensors.items()}
+        return replace(self, raw_rows=None, **parts)  # type: ignore[arg-type]
 
     def groups(self) -> Iterator[tuple[slice, int, LayerStorage]]:
         """Yield runs of batch rows of equal length: the rows, their length and a view of what is stored of them.
@@ -219,6 +240,9 @@ class LayerStorage:
             )
         for rows, length, part in groups:
             part._append_to_equals(length, key[rows], value[rows])
+            if self.raw_rows is not None:
+                for name in RAW:
+                    getattr(self, name)[self.raw_rows[rows].long()] = getattr(part, name)
         self.lengths += key.shape[2]
         self.replace_taken_back(key.shape[2])
 
@@ -306,8 +330,7 @@ class LayerStorage:
 
         Zeros where nothing is stored; otherwise as :meth:`restored`.
         """
-        tails = self.key_tail, self.value_tail
-        keys, values = (tail.new_zeros((*tail.shape[:2], length, tail.shape[3])) for tail in tails)
+        keys, values = (F.pad(x, (0, 0, 0, length)) for x in self.no_keys())
         for rows, stored, part in self.groups():
             for row, start in enumerate(position[rows].tolist()):
                 first = max(start, part.oldest_tile(stored) * TILE)
@@ -393,6 +416,9 @@ class LayerStorage:
 
 TENSORS = tuple(field.name for field in fields(LayerStorage) if field.type == "Tensor")
 """Names of the tensors of a storage, in order."""
+
+RAW = ("key_tail", "value_tail", "key_sink", "value_sink")
+"""Names of those that hold raw keys and values. Their rows, and the pages of the body, may lie apart in memory."""
 
 
 def _own_pages(batch: int, slots: int, device: torch.device) -> Tensor:

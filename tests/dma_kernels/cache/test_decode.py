@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from decode_cases import CASES, FORMATS, Case, assert_decode_matches, assert_steps_equal_their_parts
+from decode_cases import (
+    CASES,
+    FORMATS,
+    Case,
+    assert_decode_matches,
+    assert_steps_equal_their_parts,
+    assert_storages_equal,
+    gathered,
+    scattered,
+)
+from dma_kernels.cache.api import cached_attention, restore
 from dma_kernels.cache.decode import MAX_QUERIES, decode_attention
 from dma_kernels.testing import assert_bits_equal
 
@@ -35,6 +47,28 @@ def test_rows_do_not_depend_on_their_neighbours(format: str) -> None:
     alone.append(key[1:, :, 130:], value[1:, :, 130:])
     out, _ = decode_attention(query[1:], alone, scale=0.125)
     torch.testing.assert_close(out, together[1:], atol=2e-3, rtol=0.0)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("case", ["ragged", "head-dim-80-96", "no-band"])
+@formats
+def test_pages_and_raw_rows_may_lie_anywhere(format: str, case: str, backend: str) -> None:
+    """A chunk, which restores, and a step, which completes a tile, are to the bit what they are in order."""
+    kv_len = 384
+    made = replace(CASES[case], kv_len=kv_len)
+    query, key, value = replace(made, q_len=41).inputs(torch.float16, "cpu")
+    plain = made.storage(format, torch.float16, "cpu", is_filled=False)
+    plain.append(key[:, :, : kv_len - 41], value[:, :, : kv_len - 41])
+    apart = scattered(plain)
+    for new in (slice(kv_len - 41, kv_len - 1), slice(kv_len - 1, kv_len)):
+        arguments = query[:, :, new.start - kv_len + 41 : new.stop - kv_len + 41], key[:, :, new], value[:, :, new]
+        out = cached_attention(*arguments, apart, backend=backend)
+        assert_bits_equal(out, cached_attention(*arguments, plain, backend=backend))
+        assert_storages_equal(gathered(apart), plain)
+    for ours, expected in zip(
+        restore(apart, apart.lengths - 300, 300), restore(plain, plain.lengths - 300, 300), strict=True
+    ):
+        assert_bits_equal(ours, expected)
 
 
 def test_what_lies_behind_the_last_key_does_not_matter() -> None:
