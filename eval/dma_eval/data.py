@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import UserError, one_line
+from .progress import without_bars
 from .results import DataInfo
 
 PARAGRAPH_BREAK = "\n\n"
@@ -187,16 +188,12 @@ def _load_dataset(data: str, name: str, config: str | None, split: str, column: 
     import datasets  # takes a second to import, and plain files do not need it
 
     load: Callable[..., Any] = datasets.load_dataset
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
     try:
-        rows = load(name, config, split=split, **options)
+        with without_bars():
+            rows = load(name, config, split=split, **options)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         kind = "file" if options else "local file, nor a dataset that can be loaded"
         raise UserError(f"--data: {data!r} is no readable {kind}: {one_line(error)}") from error
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
     if column not in rows.column_names:
         raise UserError(f"--data: {data} has no column {column!r}; it has: {', '.join(rows.column_names)}")
     values = rows[column][:]

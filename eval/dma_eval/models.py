@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +13,10 @@ import psutil
 import torch
 from gguf import GGUFReader
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_gguf_pytorch_utils
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .errors import UserError, one_line
+from .progress import without_bars
 from .results import ModelInfo
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -167,7 +164,7 @@ def load_model(
         options["gguf_file"] = source.gguf_file
         chosen_dtype = chosen_dtype or torch.float32
     try:
-        with without_progress_bars():
+        with without_bars():
             tokenizer = AutoTokenizer.from_pretrained(source.path, **options)
             if source.gguf_file is None:
                 config = AutoConfig.from_pretrained(source.path, **options)
@@ -234,23 +231,3 @@ def free_memory(device: torch.device | None) -> int:
     if device is None:
         return host + sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
     return host if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Keep Transformers from drawing progress bars: ours is the one that shows.
-
-    The conversion of GGUF files takes ``tqdm`` directly, past the switch that Transformers has for its other bars.
-    """
-    shown = transformers_logging.is_progress_bar_enabled()
-    bar = getattr(modeling_gguf_pytorch_utils, "tqdm", None)
-    transformers_logging.disable_progress_bar()
-    if bar is not None:
-        modeling_gguf_pytorch_utils.tqdm = partial(bar, disable=True)
-    try:
-        yield
-    finally:
-        if bar is not None:
-            modeling_gguf_pytorch_utils.tqdm = bar
-        if shown:
-            transformers_logging.enable_progress_bar()

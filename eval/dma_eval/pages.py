@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from dma_kernels.numerics.formats import TILE
 
 from .names import reads_cache
 from .results import (
+    SECTIONS,
     BackendResult,
     FidelitySection,
     MetricResult,
@@ -285,7 +287,7 @@ def format_kl(value: float | None) -> str:
     return f"{value:.5f}" if value == 0 or abs(value) >= 1e-4 else f"{value:.1e}"
 
 
-def format_bytes(value: int | None) -> str:
+def format_bytes(value: float | None) -> str:
     """Bytes in MiB or GiB."""
     if value is None:
         return MISSING
@@ -393,12 +395,20 @@ def _percent(value: float | None) -> str:
     return MISSING if value is None else f"{value:+.2f} %"
 
 
+_PAGES: dict[type[Any], Callable[[Any], Page]] = {
+    PerplexitySection: perplexity_page,
+    TaskSection: task_page,
+    FidelitySection: fidelity_page,
+    RetrievalSection: retrieval_page,
+    StressSection: stress_page,
+}
+
+
+def page_of(section: Any) -> Page:
+    """The page of a section of any kind."""
+    return _PAGES[type(section)](section)
+
+
 def all_pages(report: Report) -> list[Page]:
     """The pages of all sections."""
-    return [
-        *(perplexity_page(section) for section in report.perplexity),
-        *(task_page(section) for section in report.tasks),
-        *(fidelity_page(section) for section in report.fidelity),
-        *(retrieval_page(section) for section in report.retrieval),
-        *(stress_page(section) for section in report.stress),
-    ]
+    return [page_of(section) for name in SECTIONS for section in getattr(report, name)]

@@ -338,15 +338,26 @@ class Report(Results):
     part_seconds: dict[str, float] = field(default_factory=dict)  # wall-clock seconds of the parts of the run, by name
 
 
+SECTIONS = ("perplexity", "tasks", "fidelity", "retrieval", "stress")
+"""The fields of a report that hold sections, in the order in which they are shown."""
+
+
+def compared(section: Any) -> list[Sequence[BackendInfo]]:
+    """The backends of a section: one group, or one for each twin."""
+    if isinstance(section, StressSection):
+        return [twin.tokens.backends for twin in section.twins if twin.tokens is not None]
+    return [section.tokens.backends if isinstance(section, FidelitySection) else section.backends]
+
+
 def backend_groups(report: Report) -> list[Sequence[BackendInfo]]:
     """The backends of every section of a report."""
-    return [
-        *(section.backends for section in report.perplexity),
-        *(section.backends for section in report.tasks),
-        *(section.tokens.backends for section in report.fidelity),
-        *(section.backends for section in report.retrieval),
-        *(twin.tokens.backends for section in report.stress for twin in section.twins if twin.tokens is not None),
-    ]
+    return [group for name in SECTIONS for section in getattr(report, name) for group in compared(section)]
+
+
+def has_failures(section: Any) -> bool:
+    """Whether a backend failed in a section."""
+    results: list[Any] = [each for group in compared(section) for each in group]
+    return any(each.failures if isinstance(each, TaskBackend) else each.failure is not None for each in results)
 
 
 def backend_configs(report: Report) -> dict[str, dict[str, Any]]:

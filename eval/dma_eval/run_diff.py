@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from .pages import MISSING, Page, Table, format_bytes, format_kl
 from .results import PerplexitySection, Report, backend_configs
 
 Format = Callable[[float], str]
+Shown = tuple[Format, Format]
+"""How a number is written, and how its change to another."""
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """One number of a report."""
+class Quantity(NamedTuple):
+    """One number of a report: what was measured, under which backend, what the number is, and how it is written."""
 
-    topic: str  # what was measured: a section, a task
-    backend: str  # under which backend
-    name: str  # the number's name
-    value: float | None  # the number
-    shown: Format  # how it is written
-    shown_change: Format  # how the change to another such number is written
+    topic: str
+    backend: str
+    name: str
+    value: float | None
+    shown: Shown
 
 
 def compare_reports(first: Report, second: Report) -> Page:
     """Tables of the numbers that both reports have, of those that one has, and of what differs between the runs."""
-    one, two = ({(q.topic, q.backend, q.name): q for q in quantities(report)} for report in (first, second))
+    one, two = ({quantity[:3]: quantity for quantity in quantities(report)} for report in (first, second))
     rows = []
-    for key, quantity in one.items():
-        other = two.get(key)
-        if other is None:
-            continue
+    for key in (key for key in one if key in two):
+        (write, write_change), values = one[key].shown, (one[key].value, two[key].value)
+        before, after = values
         change = MISSING
-        if quantity.value is not None and other.value is not None:
-            change = quantity.shown_change(other.value - quantity.value)
-            if quantity.value == other.value:
-                change = "same"
-        rows.append([*key, _shown(quantity), _shown(other), change])
+        if before is not None and after is not None:
+            change = "same" if before == after else write_change(after - before)
+        rows.append([*key, *(MISSING if value is None else write(value) for value in values), change])
     tables = [Table(("measured", "backend", "number", "first", "second", "change"), rows)] if rows else []
     for title, here, there in (("Only in the first", one, two), ("Only in the second", two, one)):
-        missing = list(
-            dict.fromkeys((topic, backend) for topic, backend, name in here if (topic, backend, name) not in there)
-        )
+        missing = dict.fromkeys(key[:2] for key in here if key not in there)
         if missing:
             tables.append(Table(("measured", "backend"), [list(pair) for pair in missing], title))
     settings = [[name, str(a), str(b)] for name, a, b in _differences(first, second)]
@@ -62,40 +57,33 @@ def quantities(report: Report) -> Iterator[Quantity]:
         yield from _perplexity(topic, fidelity.tokens)
         for heads in fidelity.heads:
             worst = max(max(layer) for layer in heads.relative_l1)
-            yield Quantity(topic, heads.label, "largest head error", worst, "{:.2%}".format, _points)
-    for tasks in report.tasks:
-        for task in tasks.tasks:
-            for metric in task.metrics:
-                shown: tuple[Format, Format] = (_number, "{:+.3g}".format)
-                if metric.right_or_wrong:
-                    shown = ("{:.2%}".format, _points)
-                suffix = "" if metric.filter == "none" else f", {metric.filter}"
-                for value in metric.values:
-                    yield Quantity(task.name, value.label, f"{metric.name}{suffix}", value.value, *shown)
+            yield Quantity(topic, heads.label, "largest head error", worst, SHARE)
+    for task in (task for tasks in report.tasks for task in tasks.tasks):
+        for metric in task.metrics:
+            name = metric.name + ("" if metric.filter == "none" else f", {metric.filter}")
+            shown = SHARE if metric.right_or_wrong else ("{:,.4g}".format, "{:+.3g}".format)
+            yield from (Quantity(task.name, value.label, name, value.value, shown) for value in metric.values)
     for retrieval in report.retrieval:
         for backend in retrieval.backends:
             asked = sum(cell.samples for cell in backend.cells)
             found = sum(cell.correct for cell in backend.cells) / asked if asked else None
-            yield Quantity(f"retrieval, {retrieval.kind}", backend.label, "found", found, "{:.1%}".format, _points)
-    for stress in report.stress:
-        for twin in stress.twins:
-            if twin.tokens is not None:
-                yield from _perplexity(f"stress, {twin.name}", twin.tokens)
+            yield Quantity(f"retrieval, {retrieval.kind}", backend.label, "found", found, ("{:.1%}".format, _points))
+    for twin in (twin for stress in report.stress for twin in stress.twins if twin.tokens is not None):
+        assert twin.tokens is not None
+        yield from _perplexity(f"stress, {twin.name}", twin.tokens)
 
 
 def _perplexity(topic: str, section: PerplexitySection) -> Iterator[Quantity]:
+    numbers: dict[str, tuple[str, Shown]] = {
+        "perplexity": ("perplexity", ("{:,.3f}".format, "{:+.3f}".format)),
+        "KL / token": ("kl_mean", (format_kl, "{:+.1e}".format)),
+        "top-1": ("top1_agreement", SHARE),
+        "tokens/s": ("tokens_per_second", ("{:,.0f}".format, "{:+,.0f}".format)),
+        "peak memory": ("peak_memory_bytes", (format_bytes, lambda value: f"{value / 2**20:+,.0f} MiB")),
+    }
     for result in section.backends:
-
-        def quantity(
-            name: str, value: float | None, shown: Format, change: Format, label: str = result.label
-        ) -> Quantity:
-            return Quantity(topic, label, name, value, shown, change)
-
-        yield quantity("perplexity", result.perplexity, "{:,.3f}".format, "{:+.3f}".format)
-        yield quantity("KL / token", result.kl_mean, format_kl, "{:+.1e}".format)
-        yield quantity("top-1", result.top1_agreement, "{:.2%}".format, _points)
-        yield quantity("tokens/s", result.tokens_per_second, "{:,.0f}".format, "{:+,.0f}".format)
-        yield quantity("peak memory", result.peak_memory_bytes, _bytes, lambda value: f"{value / 2**20:+,.0f} MiB")
+        for name, (field, shown) in numbers.items():
+            yield Quantity(topic, result.label, name, getattr(result, field), shown)
 
 
 def _differences(first: Report, second: Report) -> Iterator[tuple[str, Any, Any]]:
@@ -141,17 +129,8 @@ def _warnings(first: Report, second: Report) -> Iterator[str]:
                 yield f"{task.name}: the samples, the examples in the prompt or the task's version differ"
 
 
-def _shown(quantity: Quantity) -> str:
-    return MISSING if quantity.value is None else quantity.shown(quantity.value)
-
-
 def _points(change: float) -> str:
     return f"{100 * change:+.2f} points"
 
 
-def _number(value: float) -> str:
-    return f"{value:,.4g}"
-
-
-def _bytes(value: float) -> str:
-    return format_bytes(int(value))
+SHARE: Shown = ("{:.2%}".format, _points)

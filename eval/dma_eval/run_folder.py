@@ -16,7 +16,7 @@ from .files import make_folder, slug
 from .markdown import Plot, to_markdown
 from .models import LoadedModel
 from .pages import FIDELITY_TITLE, RETRIEVAL_TITLES, STRESS_TITLE, TASKS_TITLE, perplexity_title
-from .results import Report, backend_configs, here_and_now, read_report, write_report
+from .results import SECTIONS, Report, backend_configs, here_and_now, read_report, write_report
 
 RESULTS, PAGE, CONFIGS = "results.json", "report.md", "configs"
 
@@ -69,16 +69,14 @@ def merge(reports: Sequence[Report]) -> Report:
                 f"{other.model.name} in {other.model.dtype}; 'dma-hf report diff' compares such"
             )
     seconds = sum((Counter(report.part_seconds) for report in reports), Counter[str]())
+    sections: dict[str, Any] = {
+        name: [each for report in reports for each in getattr(report, name)] for name in (*SECTIONS, "generations")
+    }
     return replace(
         first,
         command=" && ".join(dict.fromkeys(report.command for report in reports)),
-        perplexity=[section for report in reports for section in report.perplexity],
-        generations=[generation for report in reports for generation in report.generations],
-        tasks=[section for report in reports for section in report.tasks],
-        fidelity=[section for report in reports for section in report.fidelity],
-        retrieval=[section for report in reports for section in report.retrieval],
-        stress=[section for report in reports for section in report.stress],
         part_seconds=dict(seconds),
+        **sections,
     )
 
 

@@ -7,17 +7,11 @@ import hashlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
-import lm_eval.api.model
-import lm_eval.api.task
-import lm_eval.models.huggingface
 import yaml
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
@@ -29,6 +23,7 @@ from .errors import UserError, one_line
 from .files import Piece
 from .harness import DMALM, BackendFailure
 from .parts import TasksPart
+from .progress import without_bars
 from .results import TaskSection
 from .session import Session
 from .task_records import FOLDER, UnitRecord, metric_values, task_record
@@ -129,7 +124,7 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
     # All data before all evaluations: what cannot be loaded should not come to light hours later.
     missing = [name for name in tasks.names if any((backend.label, name) not in records for backend in backends)]
     failures: dict[tuple[str, str], str] = {}
-    with _without_progress_bars():
+    with without_bars():
         units = {name: _load(tasks.manager, name, part) for name in missing}
         _check_distinct(units)
         if processes.count > 1:
@@ -203,28 +198,6 @@ def _draw_examples_alike(task: Any) -> None:
 
     if task.get_config("num_fewshot"):
         task.build_all_requests = build_own
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Keep lm-eval and ``datasets`` from drawing progress bars: ours is the one that shows."""
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    bars = [(module, module.tqdm) for module in (lm_eval.api.model, lm_eval.api.task, lm_eval.models.huggingface)]
-    for module, bar in bars:
-        module.tqdm = partial(_without_bar, bar)
-    try:
-        yield
-    finally:
-        for module, bar in bars:
-            module.tqdm = bar
-        if shown:
-            datasets.enable_progress_bars()
-
-
-def _without_bar(bar: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Make a bar that is not shown, whatever the caller says about it."""
-    return bar(*arguments, **(options | {"disable": True}))
 
 
 def _evaluate(lm: DMALM, unit: Mapping[str, Any], backend: Backend, part: TasksPart, session: Session) -> UnitRecord:

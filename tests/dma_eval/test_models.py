@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
+import datasets
+import lm_eval.api.model
 import pytest
 import torch
 from dma_eval import models
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel, ModelSource, load_model, parse_device, parse_source, without_progress_bars
+from dma_eval.models import LoadedModel, ModelSource, load_model, parse_device, parse_source
+from dma_eval.progress import without_bars
 from gguf_files import write_gguf
+from tqdm import tqdm
 from transformers import modeling_gguf_pytorch_utils
 from transformers.utils import logging
 
@@ -55,18 +60,12 @@ class TestSource:
             parse_source(name)
 
 
-@pytest.mark.parametrize("shown", [True, False])
-def test_progress_bars_come_back(shown: bool, request: pytest.FixtureRequest) -> None:
-    was_shown = logging.is_progress_bar_enabled()
-    request.addfinalizer(logging.enable_progress_bar if was_shown else logging.disable_progress_bar)
-    (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
-    bar = modeling_gguf_pytorch_utils.tqdm
-    with without_progress_bars():
-        assert not logging.is_progress_bar_enabled()
-        assert list(modeling_gguf_pytorch_utils.tqdm([1, 2])) == [1, 2]
-        assert modeling_gguf_pytorch_utils.tqdm([]).disable
-    assert logging.is_progress_bar_enabled() == shown
-    assert modeling_gguf_pytorch_utils.tqdm is bar
+def test_progress_bars_come_back() -> None:
+    with without_bars():
+        for bar in (modeling_gguf_pytorch_utils.tqdm, logging.tqdm, datasets.utils.tqdm, lm_eval.api.model.tqdm):
+            assert list(bar([1, 2])) == [1, 2]
+            assert bar([], disable=False).disable
+    assert not tqdm([], file=io.StringIO()).disable
 
 
 class TestMemory:

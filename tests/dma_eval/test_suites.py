@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -193,7 +194,7 @@ class TestRun:
     def test_goes_on_where_it_stopped(self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         attn = ("--attn", "sdpa", "dma_mxfp:kv4+cache")
         with monkeypatch.context() as patch:
-            patch.setattr("dma_eval.run.measure_retrieval", None)
+            patch.setattr("dma_eval.run.measure_retrieval", mock.Mock(side_effect=TypeError))
             assert suite(*attn).exit_code == 1  # as if it were cut off in the last part
         before = read_report(tmp_path / "run/results.json")
         for name in ("measure_perplexity", "measure_fidelity"):

@@ -83,7 +83,7 @@ def _operands(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[lis
         return [x.transpose(1, 2).contiguous() for x in (query, key, value)], {}
     operands, scales = [], {}
     for scale_name, x in (("q_descale", query), ("k_descale", key), ("v_descale", value)):
-        by_kv_head = x.unflatten(1, (key.shape[1], -1))
+        by_kv_head = torch.unflatten(x, 1, (key.shape[1], -1))
         scale = by_kv_head.abs().amax((2, 3, 4)).float().clamp_min(torch.finfo(torch.float32).tiny) / E4M3_MAX
         codes = (by_kv_head / scale[:, :, None, None, None]).to(torch.float8_e4m3fn)
         operands.append(codes.flatten(1, 2).transpose(1, 2).contiguous())

@@ -28,7 +28,6 @@ dma-hf bench decode --device cpu --size 2x300 --heads 4/2 --head-dim 64
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
     help = (
         "What to compare; the first is the reference. sdpa (PyTorch's choice, on preallocated keys and values), "
         "sdpa:flash, sdpa:dynamic (behind the concatenation of a DynamicCache), fa3 and fa3:fp8 (FlashAttention-3, the "

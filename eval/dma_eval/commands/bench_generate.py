@@ -26,7 +26,6 @@ dma-hf bench generate --device cpu --shape tiny --dtype float32 --run sdpa+dynam
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
     help = "Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny."
     options.add(parser, "--shape", default="llama-3.1-8b", help=help)
     shown = "8192 to 131072; on a CPU 256 and 512"

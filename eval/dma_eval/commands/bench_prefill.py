@@ -29,7 +29,6 @@ dma-hf bench prefill --device cpu --length 256 --heads 4/2
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
     help = (
         "What to compare; the first is the reference. sdpa (PyTorch's choice), sdpa:flash, sdpa:cudnn, flex "
         "(FlexAttention, compiled), dma_mxfp:PRESET, dma_mxfp:FILE.toml."

@@ -18,7 +18,6 @@ dma-hf card run --base-model HuggingFaceTB/SmolLM2-135M --push me/SmolLM2-135M-d
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
     options.add(parser, "run", metavar="RUN", type=Path, help="Folder of a run, or its results.json.")
     options.add(parser, "--backend", help="The backend that the card is for.", shown="the first dma_mxfp backend")
     shown = "the name that it was measured by"

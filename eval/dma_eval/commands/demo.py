@@ -27,7 +27,6 @@ dma-hf demo --out /tmp/report
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
     options.add_out(parser, "Folder for the report.", default=Path("dma-demo"))
 
 

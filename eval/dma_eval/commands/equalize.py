@@ -26,7 +26,6 @@ dma-hf equalize -m google/gemma-3-1b-it --dtype float32 --data book.txt --out ge
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
     options.add_model(parser)
     options.add_text(parser)
     help, least = "Read the first so many tokens of the text.", options.number(1)

@@ -15,7 +15,6 @@ dma-hf fidelity -m ./model --data book.txt --attn sdpa dma_mxfp:fp4 --dtype bflo
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
     options.add_attn(parser)
     options.add_model(parser)
     options.add_text(parser)

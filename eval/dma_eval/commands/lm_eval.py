@@ -16,7 +16,6 @@ accelerate launch -m dma_eval lm-eval -m ./model --tasks lambada_openai --out ru
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
     options.add_attn(parser)
     options.add_model(parser)
     group = options.add_tasks(parser)

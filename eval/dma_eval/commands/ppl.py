@@ -25,7 +25,6 @@ dma-hf ppl -m ./model --data rows.jsonl --column content --attn sdpa dma_mxfp:my
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
     options.add_attn(parser)
     options.add_model(parser)
     options.add_text(parser)

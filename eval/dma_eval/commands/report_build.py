@@ -18,7 +18,6 @@ dma-hf report build ppl-2k ppl-8k tasks --out all
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
     help = "Folders of runs, or their results.json files."
     options.add(parser, "runs", metavar="RUN", nargs="+", type=Path, help=help)
     options.add_out(parser, "Folder for the report; the folder of the only run, if it is left out.")

@@ -17,7 +17,6 @@ dma-hf report diff monday/results.json tuesday/results.json --markdown diff.md
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
     for name in ("first", "second"):
         help = "Folder of a run, or its results.json."
         options.add(parser, name, metavar=f"{name.upper()}_RUN", type=Path, help=help)

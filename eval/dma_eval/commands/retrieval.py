@@ -16,7 +16,6 @@ dma-hf retrieval -m ./model --kind kv --attn sdpa dma_mxfp:balanced dma_mxfp:fp4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
     part = RetrievalPart()
     options.add_attn(parser)
     options.add_model(parser)

@@ -15,7 +15,6 @@ dma-hf stress -m model.gguf --data book.txt --attn sdpa dma_mxfp:balanced dma_mx
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
     options.add_attn(parser, (), shown="sdpa and every preset")
     options.add_model(parser)
     options.add_text(parser)

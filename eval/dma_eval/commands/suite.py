@@ -17,7 +17,6 @@ dma-hf suite --suite my.toml -m ./model --data book.txt --include-path ./tasks -
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
     help = "quick, standard, long-context, local-quality, or a TOML file."
     options.add(parser, "--suite", "-s", metavar="NAME|FILE.toml", required=True, help=help)
     options.add_attn(parser, (), shown="sdpa and every preset")
