@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
@@ -15,19 +14,21 @@ from .errors import UserError
 GIB = 1 << 30
 
 
-def settings(model: PreTrainedModel, cache_gib: float | None, **others: Any) -> ContinuousBatchingConfig:
+def settings(model: PreTrainedModel, backend: Backend, cache_gib: float | None) -> ContinuousBatchingConfig:
     """Return Transformers' settings of continuous batching.
 
     Args:
         model: The model.
+        backend: What it is to run.
         cache_gib: Memory for the paged cache, in GiB; by default what Transformers finds free.
-        others: Further settings.
 
     Raises:
         UserError: That memory does not hold a page for every layer.
     """
     # No other attention than the one that was asked for.
-    config = ContinuousBatchingConfig(auto_switch_to_flash=False, **others)
+    config = ContinuousBatchingConfig(auto_switch_to_flash=False)
+    if backend.config is not None:
+        config.use_cuda_graph = False  # lengths are needed on the host
     if cache_gib is not None:
         text = model.config.get_text_config()
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

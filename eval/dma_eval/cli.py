@@ -18,6 +18,7 @@ from .commands import (
     bench_decode,
     bench_generate,
     bench_prefill,
+    bench_serve,
     card,
     demo,
     env,
@@ -51,9 +52,10 @@ COMMANDS: dict[str, ModuleType] = {
     "bench prefill": bench_prefill,
     "bench decode": bench_decode,
     "bench generate": bench_generate,
+    "bench serve": bench_serve,
 }
 GROUPS = {
-    "bench": "Measure speed: of attention alone, and of generate.",
+    "bench": "Measure speed: of attention alone, of generate, and of many requests at once.",
     "report": "The page and plots of runs; two runs compared.",
 }
 """Words that several commands begin with."""

@@ -7,6 +7,7 @@ a GPU ``generate`` compiles its steps by itself.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import statistics
 import time
@@ -105,17 +106,19 @@ def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
     return runs
 
 
-def build_model(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a model of a shape with random weights, made on the device.
+def build_model(shape: str, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> PreTrainedModel:
+    """Return a model of a shape with random weights, made on the device, with as many layers as the shape or so many.
 
     Raises:
         UserError: There is no such shape, or the device has no room for it.
     """
     if shape not in SHAPES:
         raise UserError(f"--shape: unknown shape {shape!r}; valid: {', '.join(SHAPES)}")
+    config = copy.deepcopy(SHAPES[shape])
+    config.num_hidden_layers = layers or config.num_hidden_layers
     try:
         with device:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(SHAPES[shape], dtype=dtype)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except torch.OutOfMemoryError as error:
         raise UserError(f"--shape {shape} does not fit on {device}: {one_line(error)}") from None
     # Random weights stop wherever they like.

@@ -1,8 +1,9 @@
 """The results files of ``dma-hf bench``: their schemas, as dataclasses.
 
-A file is the JSON of a :class:`PrefillReport`, a :class:`DecodeReport` or a :class:`GenerateReport`: objects have the
-fields of the dataclasses below under the same names, and every field is present. ``schema_version`` counts up when a
-field comes, goes or changes its meaning. Numbers that do not exist (of what did not run, or on a CPU) are null.
+A file is the JSON of a :class:`PrefillReport`, a :class:`DecodeReport`, a :class:`GenerateReport` or a
+:class:`ServeReport`: objects have the fields of the dataclasses below under the same names, and every field is present.
+``schema_version`` counts up when a field comes, goes or changes its meaning. Numbers that do not exist (of what did not
+run, or on a CPU) are null.
 """
 
 from __future__ import annotations
@@ -146,6 +147,26 @@ class LongestContext:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServeResult(SpeedResult):
+    """One attention and cache on one set of requests, which all come at once."""
+
+    requests: str  # the set, as ``COUNTxPROMPT+NEW``; a length may be a range
+    seconds: float | None = None  # until the last token of the last request
+    tokens_per_second: float | None = None  # new tokens of all requests
+    # Seconds until a request's first token, its waiting counted, and milliseconds between two of its tokens: median and
+    # 99th percentile, over the requests that were never evicted.
+    first_token_seconds: float | None = None
+    first_token_seconds_p99: float | None = None
+    between_tokens_milliseconds: float | None = None
+    between_tokens_milliseconds_p99: float | None = None
+    most_at_once: int | None = None  # requests that had pages at once; evicted ones counted from when they came back
+    evicted: int | None = None  # requests that lost their pages to others, and were computed again
+    cache_bytes_per_token: float | None = None  # of all layers' pages
+    cache_tokens: int | None = None  # that the paged cache has room for
+    speedup: float | None = None  # ``seconds`` of the set's first over this one's
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpeedReport(Results):
     """What the report of every benchmark begins with."""
 
@@ -181,6 +202,21 @@ class GenerateReport(SpeedReport):
     new_tokens: int  # generated in each sequence
     results: list[GenerateResult]  # by context, then in the order asked for
     longest: list[LongestContext]  # if it was asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeReport(SpeedReport):
+    """Everything that one run measured."""
+
+    schema_version: int = 1
+    model: str  # the shape's name, or that of a real model
+    layers: int  # how many it has, which may be fewer than its name's
+    parameters: int
+    weight_bytes: int
+    cache_gib: (
+        float | None
+    )  # memory for the paged cache; null for what Transformers found free, on a CPU what is needed
+    results: list[ServeResult]  # by set of requests, then in the order asked for
 
 
 def report_writer(kind: type[SpeedReport], path: Path | None, **fields: Any) -> Callable[..., None]:

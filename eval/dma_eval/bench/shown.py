@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter
 from dma_eval.pages import MISSING, Table
 from dma_eval.plots import COLORS, DPI, LINES, REFERENCE_COLOR, WIDTH, save, tidy
 
-from .results import DecodeResult, GenerateResult, LongestContext, PrefillResult, SpeedResult
+from .results import DecodeResult, GenerateResult, LongestContext, PrefillResult, ServeResult, SpeedResult
 
 PANEL_HEIGHT = 3.6  # inches
 GIB = 1 << 30
@@ -100,6 +100,40 @@ def generate_tables(results: Sequence[GenerateResult], longest: Sequence[Longest
     return tables
 
 
+def serve_tables(results: Sequence[ServeResult], title: str) -> list[Table]:
+    """Return the table of all runs."""
+    headers = (
+        "requests",
+        "backend",
+        "tokens/s",
+        "speed",
+        "first",
+        "99 %",
+        "between",
+        "99 %",
+        "at once",
+        "evicted",
+        "per token",
+    )
+    rows = [
+        [
+            result.requests,
+            result.label,
+            "failed" if result.failure is not None else _number(result.tokens_per_second, ",.1f"),
+            _number(result.speedup, ".2f", "x"),
+            _number(result.first_token_seconds, ".2f", " s"),
+            _number(result.first_token_seconds_p99, ".2f", " s"),
+            _number(result.between_tokens_milliseconds, ".1f", " ms"),
+            _number(result.between_tokens_milliseconds_p99, ".1f", " ms"),
+            _number(result.most_at_once, ",.0f"),
+            _number(result.evicted, ",.0f"),
+            _number(result.cache_bytes_per_token, ",.1f", " KiB", factor=1 / 1024),
+        ]
+        for result in results
+    ]
+    return [Table(headers, rows, title)]
+
+
 def failures(results: Sequence[Result], place: Callable[[Result], object]) -> list[str]:
     """Return what did not run and why, once for all shapes that share the reason."""
     failed = grouped([r for r in results if r.failure is not None], lambda r: (r.label, r.failure))
@@ -142,6 +176,29 @@ def plot_generate(results: Sequence[GenerateResult], title: str, path: Path) -> 
     for ax, (heading, read) in zip(axes, panels.items(), strict=True):
         _lines(ax, results, _styles(results), lambda r: r.context, read)
         _dress(ax, heading, {r.context for r in results}, "Tokens of context")
+    _legend(figure, axes[0])
+    save(figure, title, path)
+
+
+def plot_serve(results: Sequence[ServeResult], title: str, path: Path) -> None:
+    """Draw what was measured of each set of requests as bars, one for each backend."""
+    panels: dict[str, Callable[[ServeResult], float | None]] = {
+        "New tokens per second": lambda r: r.tokens_per_second,
+        "Seconds to the first token": lambda r: r.first_token_seconds,
+        "Milliseconds between tokens": lambda r: r.between_tokens_milliseconds,
+        "Most requests at once": lambda r: r.most_at_once,
+    }
+    sets, styles = list(dict.fromkeys(r.requests for r in results)), _styles(results)
+    figure = Figure(figsize=(2 * WIDTH, 4.2), dpi=DPI, layout="constrained")
+    axes = figure.subplots(1, len(panels))
+    for ax, (heading, read) in zip(axes, panels.items(), strict=True):
+        for index, (label, (color, _)) in enumerate(styles.items()):
+            bars = {sets.index(r.requests): read(r) for r in results if r.label == label}
+            places = [place + (index - (len(styles) - 1) / 2) * 0.8 / len(styles) for place in bars]
+            ax.bar(places, [value or 0 for value in bars.values()], 0.8 / len(styles), color=color, label=label)
+        ax.set_title(heading, fontsize=10)
+        ax.set_xticks(range(len(sets)), sets, fontsize=8)
+        tidy(ax)
     _legend(figure, axes[0])
     save(figure, title, path)
 

@@ -82,6 +82,6 @@ def run(args: argparse.Namespace) -> int:
         address = f"http://{host}:{listener.getsockname()[1]}/v1"
         console.print_line(f"Serving {escape(args.model)} with {escape(backend.label)} at {address}")
         with batching(loaded.model, backend) if args.continuous_batching else nullcontext():
-            batches = settings(loaded.model, args.cache_gib) if args.continuous_batching else None
+            batches = settings(loaded.model, backend, args.cache_gib) if args.continuous_batching else None
             serve(loaded, listener, batches, log_level=args.log_level)
     return 0

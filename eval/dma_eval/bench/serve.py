@@ -1,0 +1,234 @@
+"""The speed of continuous batching with one attention and cache after another: many requests, on one model.
+
+A set of requests is named ``COUNTxPROMPT+NEW``: how many, tokens of each prompt, tokens to generate. A length may be a
+range (``256x512-4096+64-512``), from which each request draws its own, evenly. All requests of a set come at once, and
+Transformers' scheduler admits as many as the paged cache has room for.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.utils import WorkloadHints
+
+from dma_eval.backends import Backend, activate, refuse_repeats
+from dma_eval.batching import batching, settings
+from dma_eval.errors import UserError, one_line
+
+from .results import ServeResult
+from .timing import FAILURES
+
+WARM_REQUESTS, WARM_TOKENS = 2, 8
+"""Of the longest prompt: kernels are compiled and recorded in them, and they are not counted."""
+POLL_SECONDS = 1.0  # between two looks at whether the generation loop still runs
+STOP_SECONDS = 30.0
+_FORM = re.compile(r"(\d+)x(\d+)(?:-(\d+))?\+(\d+)(?:-(\d+))?")
+_FAILURES = (*FAILURES, MemoryError, UserError)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how many tokens are generated after it."""
+
+    prompt: list[int]
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class RequestSet:
+    """Requests that come at once."""
+
+    name: str  # as it was given
+    count: int
+    prompt: tuple[int, int]  # fewest and most tokens
+    new: tuple[int, int]  # likewise
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return self.prompt[1] + self.new[1]
+
+    def draw(self, seed: int, vocabulary: int) -> list[Request]:
+        """Return the requests: of one seed always the same, and with no common beginning that pages could share."""
+        chance = random.Random(f"{self.name} {seed}")
+        return [
+            Request(chance.choices(range(vocabulary), k=chance.randint(*self.prompt)), chance.randint(*self.new))
+            for _ in range(self.count)
+        ]
+
+
+def parse_requests(names: Sequence[str]) -> list[RequestSet]:
+    """Resolve sets of requests as given on the command line.
+
+    Raises:
+        UserError: There are none, two are the same, or one is not of the form.
+    """
+    refuse_repeats("--requests", names)
+    found = []
+    for name in names:
+        match = _FORM.fullmatch(name)
+        if match is None:
+            raise UserError(f"--requests: expected COUNTxPROMPT+NEW, such as 32x2048+64 or 8x64-512+16, got {name!r}")
+        count, low, high, least, most = match.groups()
+        prompt, new = (int(low), int(high or low)), (int(least), int(most or least))
+        if min(int(count), prompt[0], new[0]) < 1 or prompt[0] > prompt[1] or new[0] > new[1]:
+            raise UserError(f"--requests: numbers are at least 1, and ranges go up, got {name!r}")
+        found.append(RequestSet(name, int(count), prompt, new))
+    return found
+
+
+def check(
+    model: PreTrainedModel, sets: Sequence[RequestSet], backends: Sequence[Backend], cache_gib: float | None
+) -> None:
+    """Check that a model has positions for every request, and the paged cache room for a page.
+
+    Raises:
+        UserError: They have not.
+    """
+    for backend in backends:
+        settings(model, backend, cache_gib)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for requests in sets:
+        if most is not None and requests.longest > most:
+            raise UserError(
+                f"--requests: {requests.name} has {requests.longest} tokens, and the model {most} positions"
+            )
+
+
+def measure(
+    model: PreTrainedModel,
+    sets: Sequence[RequestSet],
+    backends: Sequence[Backend],
+    *,
+    seed: int,
+    cache_gib: float | None,
+    on_run: Callable[[RequestSet, Backend], None] = lambda requests, backend: None,
+    on_results: Callable[[list[ServeResult]], None] = lambda results: None,
+) -> list[ServeResult]:
+    """Answer every set of requests with every backend.
+
+    Args:
+        model: In evaluation mode, on its device.
+        sets: The requests.
+        backends: The first is what the others' ``speedup`` refers to.
+        seed: Of the requests' lengths and tokens.
+        cache_gib: Memory for the paged cache; by default what Transformers finds free, on a CPU what all requests need.
+        on_run: Called before each run.
+        on_results: Called after each run, with all results so far.
+    """
+    results: list[ServeResult] = []
+    for requests in sets:
+        first: float | None = None
+        for backend in backends:
+            on_run(requests, backend)
+            result = _measure_one(model, requests, backend, seed, cache_gib)
+            if backend is backends[0]:
+                first = result.seconds
+            if first is not None and result.seconds is not None:
+                result = replace(result, speedup=first / result.seconds)
+            results.append(result)
+            on_results(results)
+            gc.collect()  # a manager and its graphs are cycles
+            if model.device.type == "cuda":
+                torch.cuda.empty_cache()
+    return results
+
+
+def _measure_one(
+    model: PreTrainedModel, requests: RequestSet, backend: Backend, seed: int, cache_gib: float | None
+) -> ServeResult:
+    result = ServeResult(label=backend.label, config=backend.info["config"], requests=requests.name)
+    drawn = requests.draw(seed, model.config.get_text_config().vocab_size)
+    warm = replace(requests, count=WARM_REQUESTS, prompt=(requests.prompt[1],) * 2, new=(WARM_TOKENS,) * 2)
+    config = settings(model, backend, cache_gib)
+    if cache_gib is None and model.device.type == "cpu":  # whose free memory is not for one program
+        config.num_blocks = requests.count * (requests.longest // config.page_size + 2)
+    hints = WorkloadHints(
+        max_prompt_length=requests.prompt[1],
+        max_generated_length=max(requests.new[1], WARM_TOKENS),
+        num_requests=requests.count,
+    )
+    try:
+        activate(model, backend)
+        with (
+            batching(model, backend),
+            model.continuous_batching_context_manager(
+                generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+                continuous_batching_config=config,
+                workload_hints=hints,
+                timeout=STOP_SECONDS,
+            ) as manager,
+        ):
+            cache = manager.batch_processor.cache
+            token_bytes = sum(each.bytes_per_block / each.tokens_per_page for each in cache.cache_allocators.values())
+            result = replace(
+                result,
+                cache_bytes_per_token=token_bytes,
+                cache_tokens=int(cache.num_sectors * cache.bytes_per_sector / token_bytes),
+            )
+            _answer(manager, warm.draw(seed + 1, model.config.get_text_config().vocab_size))
+            return replace(result, **_answer(manager, drawn))
+    except torch.OutOfMemoryError as error:
+        return replace(result, failure=f"out of memory: {one_line(error)}")
+    except _FAILURES as error:
+        return replace(result, failure=one_line(error))
+
+
+def _answer(manager: ContinuousBatchingManager, requests: Sequence[Request]) -> dict[str, Any]:
+    """Hand in requests, wait for all answers, and return the figures.
+
+    Raises:
+        RuntimeError: One failed.
+    """
+    start = time.perf_counter()
+    for request in requests:
+        manager.add_request(request.prompt, max_new_tokens=request.new_tokens, record_timestamps=True)
+    outputs: list[Any] = []
+    while len(outputs) < len(requests):
+        output = manager.get_result(timeout=POLL_SECONDS)
+        if output is not None and output.error is not None:
+            raise RuntimeError(f"a request failed: {output.error}")
+        if output is not None:
+            outputs.append(output)
+        elif not manager.is_running():
+            raise RuntimeError(f"the generation loop ended: {manager.background_thread_status.fatal_error}")
+    new_tokens = sum(len(output.generated_tokens) for output in outputs)
+    # One that was evicted and computed again has lost the times of its first tokens.
+    kept = [each.timestamps for each in outputs if len(each.timestamps) == len(each.generated_tokens)]
+    seconds = max(output.timestamps[-1] for output in outputs) - start
+    first = _median_and_high([times[0] - start for times in kept])
+    between = _median_and_high([1e3 * (b - a) for times in kept for a, b in itertools.pairwise(times)])
+    return {
+        "seconds": seconds,
+        "tokens_per_second": new_tokens / seconds,
+        "first_token_seconds": first[0],
+        "first_token_seconds_p99": first[1],
+        "between_tokens_milliseconds": between[0],
+        "between_tokens_milliseconds_p99": between[1],
+        "most_at_once": _most_at_once([output.lifespan for output in outputs]),
+        "evicted": len(outputs) - len(kept),
+    }
+
+
+def _median_and_high(values: list[float]) -> tuple[float | None, float | None]:
+    """Return the median and the 99th percentile."""
+    if not values:
+        return None, None
+    median, high = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.5, 0.99], dtype=torch.float64))
+    return float(median), float(high)
+
+
+def _most_at_once(spans: list[tuple[float, float]]) -> int:
+    """Return how many spans of time overlap at most; one that ends when another begins does not overlap it."""
+    events = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
+    return max(itertools.accumulate(change for _, change in events))
