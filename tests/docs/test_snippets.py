@@ -22,6 +22,14 @@ CHARACTERS = 7_000  # a little more than a window of 2,048 tokens
 
 NOT_RUN = {
     "docs/usage.md": Counter({"needs a GPU": 1, "needs the Hub": 1}),
+    "docs/serving.md": Counter(
+        {
+            "it would install the package anew": 1,
+            "it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1,
+            "it needs the server of above; tests/dma_eval/test_serve.py asks the same": 1,
+            "needs a GPU": 1,
+        }
+    ),
     "README.md": Counter({"continuous integration runs it as it stands": 2}),
 }
 """How many blocks of a page are not run, and why. What is not listed is run."""
