@@ -2,7 +2,8 @@
 
 ``+int8`` or ``+int4`` after one of ``dma_mxfp`` (``dma_mxfp:balanced+int4``) lets the model read everything through a
 ``DMACache`` of that format, ``+cache`` through one of its own (``dma_mxfp:kv4+cache``): what is scored then is what the
-cache stores. See :mod:`dma_eval.reading`.
+cache stores. See :mod:`dma_eval.reading`. ``sdpa+quanto4`` and the like read through Transformers' ``QuantizedCache``,
+and ``sim_sage`` and others round as another kernel does: see :mod:`dma_eval.peers`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
@@ -22,7 +23,8 @@ from dma_hf.cache import DEFAULT_FORMAT
 from dma_hf.cache_layers import DMALayer
 
 from .errors import UserError, one_line
-from .names import CACHE_SUFFIX, DMA, FORMAT_SUFFIXES, check_names, is_file, split_suffix
+from .names import CACHE_SUFFIX, DMA, FORMAT_SUFFIXES, PEER_SUFFIXES, check_names, is_file, split_suffix
+from .peers import quantized_cache
 
 CACHE_PRESETS = ("kv8", "kv4")
 """Presets that are meant for caches: where all presets are compared, these read through one."""
@@ -35,7 +37,8 @@ class Backend:
     label: str  # what tables and plots call it; no two backends of a run share one
     implementation: str  # its name in Transformers (``attn_implementation``)
     config: DMAConfig | None = None  # its precisions; None for any implementation but ``dma_mxfp``
-    reads_cache: bool = False  # whether it reads every sequence through a ``DMACache``
+    reads_cache: bool = False  # whether it reads every sequence through a cache
+    peer_cache: str | None = None  # which ``QuantizedCache`` that is, by suffix; else a ``DMACache``
 
     @property
     def info(self) -> dict[str, Any]:
@@ -128,14 +131,20 @@ def activate(model: PreTrainedModel, backend: Backend) -> None:
     new_cache(model, backend)
 
 
-def new_cache(model: PreTrainedModel, backend: Backend) -> dma_hf.DMACache | None:
+def new_cache(model: PreTrainedModel, backend: Backend) -> Cache | None:
     """An empty cache for a model that runs ``backend``; ``None`` if the backend reads without one.
 
     Raises:
-        UserError: The model has no layer that a ``DMACache`` packs.
+        UserError: The model has no layer that a ``DMACache`` packs, or one that a ``QuantizedCache`` does not know; or
+            the package that quantises is not installed.
     """
     if not backend.reads_cache:
         return None
+    if backend.peer_cache is not None:
+        try:
+            return quantized_cache(model, backend.peer_cache)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"{type(model).__name__} cannot run {backend.label!r}: {one_line(error)}") from error
     cache = dma_hf.DMACache(model.config)
     if not any(isinstance(layer, DMALayer) for layer in cache.layers):
         raise UserError(f"{type(model).__name__} cannot run {backend.label!r}: a DMACache packs none of its layers")
@@ -157,12 +166,14 @@ def _parse_backend(name: str, option: str) -> Backend:
             f"preset ({', '.join(dma_hf.PRESETS)}) or a TOML file"
         )
     if implementation != DMA:
-        if separator or suffix:
+        if separator or (suffix and suffix not in PEER_SUFFIXES):
             raise UserError(
                 f"{option}: {implementation!r} takes no setting, got {name!r}; only {DMA}:PRESET and "
-                f"{DMA}:PRESET{'|'.join(FORMAT_SUFFIXES)} do"
+                f"{DMA}:PRESET{'|'.join(FORMAT_SUFFIXES)} do, and {implementation}{'|'.join(PEER_SUFFIXES)}"
             )
-        return Backend(implementation, implementation)
+        return Backend(name, implementation, reads_cache=bool(suffix), peer_cache=suffix or None)
+    if suffix in PEER_SUFFIXES:
+        raise UserError(f"{option}: {name!r}: {suffix} is a cache of Transformers, which {DMA} does not read through")
     check_names([name], option)
     setting = setting if separator else "balanced"
     try:

@@ -11,13 +11,16 @@ DMA = "dma_mxfp"
 CACHE_SUFFIX = "+cache"
 FORMAT_SUFFIXES = {"+int8": "int8", "+int4": "int4"}
 """Suffixes that say which format a cache has, after any of the names; a test holds them equal to the formats."""
+PEER_SUFFIXES = ("+quanto4", "+quanto2", "+hqq8", "+hqq4", "+hqq2", "+fp8")
+"""Suffixes that let any other implementation read through a ``QuantizedCache`` of Transformers."""
 PRESETS = ("balanced", "fp4", "paper", "kv8", "kv4")
 """Those of ``dma_hf``, whose import takes seconds; a test holds both equal."""
 
 
 def split_suffix(name: str) -> tuple[str, str]:
     """Split a name from the suffix that lets it read through a cache, empty where it has none."""
-    suffix = next((suffix for suffix in (CACHE_SUFFIX, *FORMAT_SUFFIXES) if name.endswith(suffix)), "")
+    suffixes = (CACHE_SUFFIX, *FORMAT_SUFFIXES, *PEER_SUFFIXES)
+    suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), "")
     return name.removesuffix(suffix), suffix
 
 

@@ -296,12 +296,19 @@ def format_bytes(value: float | None) -> str:
 
 def cache_lines(labels: Iterable[str]) -> list[str]:
     """What a reader must know of backends that read through a cache, if there are some."""
-    if not any(map(reads_cache, labels)):
-        return []
-    return [
-        f"`+int8`, `+int4`, `+cache`: all is read through a `DMACache`, {TILE} tokens at a time, so that what is "
-        "scored is what the cache stores. Times and memory are those of such small steps."
-    ]
+    labels = list(labels)
+    lines = []
+    if any(map(reads_cache, labels)):
+        lines.append(
+            f"`+int8`, `+int4`, `+cache`: all is read through a `DMACache`, {TILE} tokens at a time, so that what is "
+            "scored is what the cache stores; other `+`: likewise, through the `QuantizedCache` of Transformers. Times "
+            "and memory are those of such small steps."
+        )
+    if any(label.startswith("sim_") for label in labels):
+        lines.append(
+            "`sim_...`: a simulation that rounds numbers as that kernel or cache does; its times mean nothing."
+        )
+    return lines
 
 
 def _task_summary(section: TaskSection) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dma_eval import names
+from dma_eval import names, peers
 from dma_eval.backends import CACHE_PRESETS, Backend, activate, default_names, implementations, parse_backends
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
@@ -44,6 +44,9 @@ class TestParse:
         (backend,) = parse_backends([f"dma_mxfp:{identity_file}+cache"])
         assert (backend.label, backend.reads_cache) == ("dma_mxfp:identity+cache", True)
 
+    def test_cache_of_transformers(self) -> None:
+        assert parse_backends(["sdpa+hqq4"]) == (Backend("sdpa+hqq4", "sdpa", reads_cache=True, peer_cache="+hqq4"),)
+
     def test_default_names_hold_every_preset(self) -> None:
         backends = parse_backends(default_names())
         assert [backend.config for backend in backends[1:]] == list(dma_hf.PRESETS.values())
@@ -73,7 +76,11 @@ class TestParse:
             ("dma_mxfp:fast", r"unknown preset 'fast'; valid: balanced, fp4, paper, kv8, kv4, or a TOML file"),
             ("dma_mxfp:", r"'dma_mxfp:' names no preset; valid: balanced, fp4, paper, kv8, kv4, or a TOML file"),
             ("sdpa:fp4", r"'sdpa' takes no setting, got 'sdpa:fp4'; only dma_mxfp:PRESET and .*int4 do"),
-            ("sdpa+cache", r"'sdpa' takes no setting, got 'sdpa\+cache'"),
+            ("sdpa+cache", r"'sdpa' takes no setting, got 'sdpa\+cache'; .*, and sdpa\+quanto4\|"),
+            (
+                "dma_mxfp:paper+hqq4",
+                r"'dma_mxfp:paper\+hqq4': \+hqq4 is a cache of Transformers, which dma_mxfp does not",
+            ),
             ("dma_mxfp:+cache", r"'dma_mxfp:\+cache' names no preset"),
             (
                 "dma_mxfp:balanced+kv8",
@@ -110,6 +117,7 @@ class TestParse:
 def test_presets_are_those_of_the_plugin() -> None:
     assert tuple(dma_hf.PRESETS) == names.PRESETS
     assert tuple(names.FORMAT_SUFFIXES.values()) == tuple(CACHE_FORMATS)
+    assert tuple(peers.QUANTIZED) == names.PEER_SUFFIXES
 
 
 def test_implementations_are_those_of_transformers() -> None:

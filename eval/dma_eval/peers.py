@@ -1,0 +1,140 @@
+"""What a user has today, to compare with: Transformers' quantised caches, and the number formats of other kernels.
+
+The caches are Transformers' own, with its default groups. ``sim_sage``, ``sim_fa3_fp8`` and ``sim_fp8_cache`` are
+simulations, named as such: attention implementations that round as these do, with a scale for what they have one for,
+and compute all else exactly. No code of theirs runs; the order of their tiles and the width of their sums are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, QuantizedCache
+from transformers.masking_utils import sdpa_mask
+
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "+quanto4": {"backend": "quanto", "nbits": 4},
+    "+quanto2": {"backend": "quanto", "nbits": 2},
+    # The axis that Transformers' documentation asks for with HQQ: groups along the channels of a token.
+    **{f"+hqq{bits}": {"backend": "hqq", "nbits": bits, "axis_key": 1, "axis_value": 1} for bits in (8, 4, 2)},
+    "+fp8": {"backend": "fp8"},
+}
+"""Arguments of the ``QuantizedCache`` that each suffix stands for. Quanto has no 8 bits there."""
+ROWS = 512
+"""Queries whose scores are computed at a time."""
+E4M3_LARGEST = 448.0
+FA3_SHIFT = 256.0
+"""FlashAttention-3 computes FP8 probabilities times 2^8, which keeps small ones from E4M3's subnormals."""
+
+
+def quantized_cache(model: PreTrainedModel, suffix: str) -> QuantizedCache:
+    """An empty ``QuantizedCache`` for ``model``.
+
+    Raises:
+        ImportError: The package that quantises is not installed.
+        ValueError: The model has layers that a ``QuantizedCache`` does not know, as those with a sliding window.
+    """
+    return QuantizedCache(config=model.config, **QUANTIZED[suffix])
+
+
+def e4m3(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """``x`` as E4M3 holds it, with a scale for all of ``dims`` that makes their largest number E4M3's largest."""
+    scale = x.abs().amax(dims, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / E4M3_LARGEST
+    return _as_e4m3(x / scale) * scale
+
+
+def int8(x: Tensor, block: int) -> Tensor:
+    """``x`` ``[..., T, D]`` as symmetric 8-bit integers hold it, with a scale for each ``block`` tokens of a head."""
+    length = x.shape[-2]
+    blocks = F.pad(x, (0, 0, 0, -length % block)).unflatten(-2, (-1, block))
+    scale = blocks.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    return ((blocks / scale).round() * scale).flatten(-3, -2)[..., :length, :]
+
+
+def _as_e4m3(x: Tensor) -> Tensor:
+    return x.to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a kernel rounds queries ``[B, Hkv, G, T, D]``, keys and values ``[B, Hkv, 1, T, D]``, and probabilities.
+
+    Probabilities come relative to their row's largest, which is 1.
+    """
+
+    query: Callable[[Tensor], Tensor] = _as_it_is
+    key: Callable[[Tensor], Tensor] = _as_it_is
+    value: Callable[[Tensor], Tensor] = _as_it_is
+    probability: Callable[[Tensor], Tensor] = _as_it_is
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        softcap: float | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """Compute the attention of a layer; the interface is Transformers' ``AttentionInterface``.
+
+        Raises:
+            ValueError: The layer has sink logits or a position bias, which the simulations do not know.
+        """
+        if any(others.get(name) is not None for name in ("s_aux", "position_bias")):
+            raise ValueError("simulated kernels know no sink logits and no position bias")
+        group, length, keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        rounded_query = self.query(query.float().unflatten(1, (-1, group)))
+        rounded_key, rounded_value = self.key(key.float().unsqueeze(2)), self.value(value.float().unsqueeze(2))
+        visible = None
+        if attention_mask is not None:  # boolean, or added to the scores; [B, 1 or Hq, T, keys]
+            visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
+            visible = visible.unflatten(1, (-1, group)) if visible.shape[1] > 1 else visible.unsqueeze(2)
+        elif length > 1 and (module.is_causal if is_causal is None else is_causal):
+            visible = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
+        outputs = []
+        for begin in range(0, length, ROWS):
+            rows = slice(begin, begin + ROWS)
+            scores = scaling * rounded_query[..., rows, :] @ rounded_key.mT
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            if visible is not None:
+                scores = scores.masked_fill(~visible[..., rows, :], torch.finfo(scores.dtype).min)
+            weights = (scores - scores.amax(-1, keepdim=True)).exp()
+            outputs.append(self.probability(weights) @ rounded_value / weights.sum(-1, keepdim=True))
+        return torch.cat(outputs, -2).flatten(1, 2).transpose(1, 2).to(query.dtype), None
+
+
+SCHEMES = {
+    # SageAttention 1.0.6: keys without their mean, INT8 scores by blocks of 128 queries and 64 keys, P·V in 16 bits.
+    "sim_sage": Scheme(
+        query=partial(int8, block=128), key=lambda key: int8(key - key.mean(-2, keepdim=True), block=64)
+    ),
+    # FlashAttention-3 in FP8: E4M3 in both products; queries, keys and values with a scale per key head.
+    "sim_fa3_fp8": Scheme(
+        query=partial(e4m3, dims=(2, 3, 4)),
+        key=partial(e4m3, dims=(2, 3, 4)),
+        value=partial(e4m3, dims=(2, 3, 4)),
+        probability=lambda weights: _as_e4m3(weights * FA3_SHIFT) / FA3_SHIFT,
+    ),
+    # An FP8 cache as serving engines keep it: E4M3 with one scale for all keys of a layer, and one for all values.
+    "sim_fp8_cache": Scheme(key=partial(e4m3, dims=(0, 1, 2, 3, 4)), value=partial(e4m3, dims=(0, 1, 2, 3, 4))),
+}
+
+for _name, _scheme in SCHEMES.items():
+    AttentionInterface.register(_name, _scheme.attend)
+    AttentionMaskInterface.register(_name, sdpa_mask)
