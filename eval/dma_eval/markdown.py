@@ -71,7 +71,7 @@ def _facts(report: Report) -> list[list[str]]:
     return [
         ["model", f"`{model.name}`{revision}"],
         ["architecture", f"{model.architecture}, {model.parameters:,} parameters, {model.layers} layers, {heads}"],
-        ["dtype, device", f"{model.dtype}, {model.device}"],
+        ["dtype, device", f"{model.form}, {model.device}"],
         ["machine", ", ".join([machine.cpu, f"{machine.threads} threads", *machine.gpus])],
         ["versions", ", ".join(f"{name} {version}" for name, version in machine.packages.items())],
         ["Python, system", f"{machine.python}, {machine.system}"],

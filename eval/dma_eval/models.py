@@ -40,6 +40,7 @@ class LoadedModel:
     tokenizer: Any
     revision: str | None = None  # the Hub revision that was asked for
     device_map: str | None = None  # the device map that was asked for
+    yarn: float | None = None  # what its positions were multiplied by
 
     @property
     def max_context(self) -> int | None:
@@ -68,6 +69,7 @@ class LoadedModel:
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
             device_map=self.device_map,
+            yarn=self.yarn,
         )
 
 
@@ -139,6 +141,7 @@ def load_model(
     device_map: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    yarn: float | None = None,
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer.
 
@@ -150,6 +153,7 @@ def load_model(
         device_map: Spreads the model over devices, see Accelerate; ``auto`` for instance.
         revision: Branch, tag or commit of the Hub repository.
         trust_remote_code: Whether code that comes with the model may run.
+        yarn: Multiply the model's positions by so much, its rotary embedding rescaled by YaRN.
 
     Raises:
         UserError: The model cannot be loaded; the message says why.
@@ -166,12 +170,13 @@ def load_model(
     try:
         with without_bars():
             tokenizer = AutoTokenizer.from_pretrained(source.path, **options)
+            config = AutoConfig.from_pretrained(source.path, **options)
+            if yarn is not None:
+                rescale(config, yarn)
             if source.gguf_file is None:
-                config = AutoConfig.from_pretrained(source.path, **options)
                 check_memory(name, config, chosen_dtype, None if device_map is not None else chosen_device)
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                source.path, dtype=chosen_dtype or "auto", device_map=device_map, output_loading_info=True, **options
-            )
+            options |= {"config": config, "dtype": chosen_dtype or "auto", "device_map": device_map}
+            model, loading = AutoModelForCausalLM.from_pretrained(source.path, output_loading_info=True, **options)
         if device_map is None:
             model = model.to(chosen_device)
     except (OSError, ValueError, TypeError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
@@ -183,7 +188,29 @@ def load_model(
             f"--model: cannot load {name!r}: the checkpoint lacks {len(missing)} weights of {type(model).__name__}, "
             f"{missing[0]} among them; check that it belongs to its configuration"
         )
-    return LoadedModel(title or name, source, model.eval(), tokenizer, revision, device_map)
+    return LoadedModel(title or name, source, model.eval(), tokenizer, revision, device_map, yarn)
+
+
+def rescale(config: Any, factor: float) -> None:
+    """Let a model take ``factor`` times its positions, with YaRN as Transformers has it.
+
+    Raises:
+        UserError: The model has no rotary embedding, several, or one that is rescaled already.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "default" or factor <= 1:
+        raise UserError(
+            f"--yarn: takes a factor above 1, and a model with one rotary embedding that is not rescaled; got "
+            f"{factor:g} and {config.model_type} with {rope or 'none'}"
+        )
+    positions = text.max_position_embeddings
+    text.rope_parameters = rope | {
+        "rope_type": "yarn",
+        "factor": float(factor),
+        "original_max_position_embeddings": positions,
+    }
+    text.max_position_embeddings = int(factor * positions)
 
 
 def _damage(source: ModelSource) -> str:

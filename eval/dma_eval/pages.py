@@ -40,8 +40,8 @@ TASKS_TITLE = "Tasks"
 FIDELITY_TITLE = "Fidelity to SDPA in fp32"
 STRESS_TITLE = "Stress: twins of the model"
 HELD = 43.0
-"""Ratio of the largest key channel's range to the median's at which ``balanced`` was measured to lose next to nothing:
-that of ``keys x 8`` in ``benchmarks/quality/smollm2-stress-1024-fp32.json``."""
+"""Ratio of the largest channel's range to the median's, of keys and of queries, at which ``balanced`` was measured to
+lose next to nothing: those of ``keys x 8`` and ``queries x 8`` in the results under ``benchmarks/quality``."""
 RETRIEVAL_TITLES = {"needle": "Retrieval: a sentence in prose", "kv": "Retrieval: one pair of many"}
 
 
@@ -207,21 +207,27 @@ def retrieval_page(section: RetrievalSection) -> Page:
 
 
 def stress_page(section: StressSection) -> Page:
-    """A section on twins: what the model's own keys are like, then divergence and change for each twin and backend."""
-    worst = sorted(section.key_ranges, key=lambda each: -each.ratio)
-    rows = [[each.layer, f"{each.ratio:,.1f}", str(each.head), str(each.channel)] for each in worst[:WORST_LAYERS]]
-    caption = f"Largest key channel by the median one of its head, the worst {len(rows)} of {len(worst)} layers"
-    tables = [Table(("layer", "ratio", "key head", "channel"), rows, caption)]
+    """A section on twins: what the model's own channels are like, then divergence and change for twin and backend."""
+    ranges = {"key": section.key_ranges, "query": section.query_ranges}
+    worst = {of: sorted(layers, key=lambda each: -each.ratio)[:WORST_LAYERS] for of, layers in ranges.items()}
+    rows = [
+        [each.layer, of, f"{each.ratio:,.1f}", str(each.head), str(each.channel)]
+        for of, layers in worst.items()
+        for each in layers
+    ]
+    count = min(WORST_LAYERS, len(section.key_ranges))
+    caption = f"Largest channel by the median one of its head, the worst {count} of {len(section.key_ranges)} layers"
+    tables = [Table(("layer", "of", "ratio", "head", "channel"), rows, caption)]
     measured = [(twin, twin.tokens) for twin in section.twins if twin.tokens is not None]
     reference, *labels = dict.fromkeys(result.label for _, tokens in measured for result in tokens.backends)
     kl, change = [], []
     for twin, tokens in measured:
         results = {result.label: result for result in tokens.backends}
-        ratio = MISSING if twin.key_ratio is None else f"{twin.key_ratio:,.1f}"
-        kl.append([twin.name, ratio, *(format_kl(results[label].kl_mean) for label in labels)])
+        ratios = (MISSING if ratio is None else f"{ratio:,.1f}" for ratio in (twin.key_ratio, twin.query_ratio))
+        kl.append([twin.name, *ratios, *(format_kl(results[label].kl_mean) for label in labels)])
         change.append([twin.name, *(table_row(results[label])[2] for label in labels)])
     tables += [
-        Table(("twin", "key ratio", *labels), kl, f"KL per token from the twin's own {reference}"),
+        Table(("twin", "key ratio", "query ratio", *labels), kl, f"KL per token from the twin's own {reference}"),
         Table(("twin", *labels), change, f"Change of perplexity against the twin's own {reference}"),
     ]
     notes = [
@@ -232,13 +238,13 @@ def stress_page(section: StressSection) -> Page:
     lines = [f"{twin.name}: the model has no such twin: {twin.refused}" for twin in section.twins if twin.refused]
     for twin, tokens in measured:
         lines += [f"{twin.name}: {line}" for line in warnings(tokens)]
-    if worst and worst[0].ratio > HELD:
-        lines.insert(
-            0,
-            f"this model's largest key channel is {worst[0].ratio:,.0f}x the median one, in {worst[0].layer}; presets "
-            f"were tested up to {HELD:,.0f}x: equalize first (dma-hf equalize)",
-        )
-    return Page(STRESS_TITLE, tables, notes, lines)
+    outlying = [
+        f"this model's largest {of} channel is {layers[0].ratio:,.0f}x the median one, in {layers[0].layer}; presets "
+        f"were tested up to {HELD:,.0f}x: equalize first (dma-hf equalize)"
+        for of, layers in worst.items()
+        if layers and layers[0].ratio > HELD
+    ]
+    return Page(STRESS_TITLE, tables, notes, outlying + lines)
 
 
 def warnings(section: PerplexitySection) -> list[str]:

@@ -52,9 +52,9 @@ def e4m3(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 def int8(x: Tensor, block: int) -> Tensor:
     """``x`` ``[..., T, D]`` as symmetric 8-bit integers hold it, with a scale for each ``block`` tokens of a head."""
     length = x.shape[-2]
-    blocks = F.pad(x, (0, 0, 0, -length % block)).unflatten(-2, (-1, block))
+    blocks = torch.unflatten(F.pad(x, (0, 0, 0, -length % block)), -2, (-1, block))
     scale = blocks.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
-    return ((blocks / scale).round() * scale).flatten(-3, -2)[..., :length, :]
+    return torch.flatten((blocks / scale).round() * scale, -3, -2)[..., :length, :]
 
 
 def _as_e4m3(x: Tensor) -> Tensor:
@@ -98,12 +98,12 @@ class Scheme:
             raise ValueError("simulated kernels know no sink logits and no position bias")
         group, length, keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        rounded_query = self.query(query.float().unflatten(1, (-1, group)))
+        rounded_query = self.query(torch.unflatten(query.float(), 1, (-1, group)))
         rounded_key, rounded_value = self.key(key.float().unsqueeze(2)), self.value(value.float().unsqueeze(2))
         visible = None
         if attention_mask is not None:  # boolean, or added to the scores; [B, 1 or Hq, T, keys]
             visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
-            visible = visible.unflatten(1, (-1, group)) if visible.shape[1] > 1 else visible.unsqueeze(2)
+            visible = torch.unflatten(visible, 1, (-1, group)) if visible.shape[1] > 1 else visible.unsqueeze(2)
         elif length > 1 and (module.is_causal if is_causal is None else is_causal):
             visible = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
         outputs = []

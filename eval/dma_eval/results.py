@@ -41,6 +41,12 @@ class ModelInfo:
     dtype: str  # data type of the weights
     device: str  # device of the model's first parameter
     device_map: str | None  # device map asked for
+    yarn: float | None = None  # factor of its positions asked for, the rotary embedding rescaled by YaRN
+
+    @property
+    def form(self) -> str:
+        """The dtype, and how its positions were rescaled."""
+        return self.dtype if self.yarn is None else f"{self.dtype}, {self.yarn:g} times its positions by YaRN"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,12 +287,12 @@ class FidelitySection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyRange:
-    """How far the largest key channel of a layer stands out."""
+class ChannelRange:
+    """How far the largest key or query channel of a layer stands out."""
 
     layer: str  # the layer's name
     ratio: float  # its range by that of the median channel of its head, for the head where that is largest
-    head: int  # that key head
+    head: int  # that head
     channel: int
 
 
@@ -298,6 +304,7 @@ class TwinResult:
     is_same_function: bool  # whether it computes what the model computes
     # The largest ratio of a key channel's range to the median channel's, over its layers.
     key_ratio: float | None = None
+    query_ratio: float | None = None  # likewise of query channels; null in older files
     refused: str | None = None  # why the model has no such twin; null if it has
     # The backends on it; null if it was refused. The first backend is exact on the same twin.
     tokens: PerplexitySection | None = None
@@ -307,9 +314,10 @@ class TwinResult:
 class StressSection:
     """Backends on the model and on twins of it that are harder to quantise."""
 
-    range_tokens: int  # tokens that the ranges of keys were measured over
-    key_ranges: list[KeyRange]  # one entry per attention layer of the model itself
+    range_tokens: int  # tokens that ranges were measured over
+    key_ranges: list[ChannelRange]  # one entry per attention layer of the model itself
     twins: list[TwinResult]  # the model as it is first
+    query_ranges: list[ChannelRange] = field(default_factory=list)  # as of keys; empty in older files
 
 
 @dataclass(frozen=True, kw_only=True)

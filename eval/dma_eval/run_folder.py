@@ -63,11 +63,9 @@ def merge(reports: Sequence[Report]) -> Report:
     """
     first = reports[0]
     for other in reports[1:]:
-        if (other.model.name, other.model.dtype) != (first.model.name, first.model.dtype):
-            raise UserError(
-                f"the runs are of different models: {first.model.name} in {first.model.dtype} and "
-                f"{other.model.name} in {other.model.dtype}; 'dma-hf report diff' compares such"
-            )
+        one, two = (f"{each.name} in {each.form}" for each in (first.model, other.model))
+        if one != two:
+            raise UserError(f"the runs are of different models: {one} and {two}; 'dma-hf report diff' compares such")
     seconds = sum((Counter(report.part_seconds) for report in reports), Counter[str]())
     sections: dict[str, Any] = {
         name: [each for report in reports for each in getattr(report, name)] for name in (*SECTIONS, "generations")

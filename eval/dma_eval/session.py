@@ -33,7 +33,7 @@ class Session:
         """Everything that a result depends on, as JSON values: the model, the versions, and what is given."""
         model = self.loaded.info
         return {
-            "model": [model.name, model.revision, model.commit, model.parameters, model.dtype],
+            "model": [model.name, model.revision, model.commit, model.parameters, model.dtype, model.yarn],
             "device": model.device.partition(":")[0],
             "versions": versions(COMPUTING),
             "backends": [backend.info for backend in backends],

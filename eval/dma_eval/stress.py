@@ -24,7 +24,7 @@ from .data import Text
 from .errors import UserError
 from .parts import PerplexityPart, StressPart
 from .perplexity import compare, cut, default_context
-from .results import KeyRange, StressSection, TwinResult
+from .results import ChannelRange, StressSection, TwinResult
 from .session import Session
 
 RANGE_TOKENS = 1024
@@ -84,35 +84,43 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
     input_ids, windows = cut(loaded, text, windows_of, context)
     sample = input_ids[:RANGE_TOKENS]
     try:
-        ranges = key_ranges(loaded.model, sample)
+        key_ranges, query_ranges = channel_ranges(loaded.model, sample)
         layers = attention_layers(loaded.model, sample)
     except ValueError as error:
         raise UserError(f"{type(loaded.model).__name__} has no twins: {error}") from error
     twins = []
     for twin in TWINS:
-        ratio, refused, tokens = None, None, None
+        key_ratio, query_ratio, refused, tokens = None, None, None, None
         try:
             with stressed(loaded.model, layers, twin, seed=session.seed):
-                ratio = max(each.ratio for each in key_ranges(loaded.model, sample))
+                found = channel_ranges(loaded.model, sample)
+                key_ratio, query_ratio = (max(each.ratio for each in ranges) for ranges in found)
                 name = f"stress, {twin.name}"
                 tokens = compare(session, text, input_ids, windows, context, session.backends, windows_of, name=name)
         except NoTwinError as error:
             refused = str(error)
         result = TwinResult(
-            name=twin.name, is_same_function=twin.is_same_function, key_ratio=ratio, refused=refused, tokens=tokens
+            name=twin.name,
+            is_same_function=twin.is_same_function,
+            key_ratio=key_ratio,
+            query_ratio=query_ratio,
+            refused=refused,
+            tokens=tokens,
         )
         twins.append(result)
-    return StressSection(range_tokens=len(sample), key_ranges=ranges, twins=twins)
+    return StressSection(range_tokens=len(sample), key_ranges=key_ranges, query_ranges=query_ranges, twins=twins)
 
 
-def key_ranges(model: PreTrainedModel, tokens: Tensor) -> list[KeyRange]:
-    """Measure for each attention layer how far its largest key channel stands out over ``tokens``."""
+def channel_ranges(model: PreTrainedModel, tokens: Tensor) -> tuple[list[ChannelRange], list[ChannelRange]]:
+    """Measure how far the largest key channel, and query channel, of each layer stands out over ``tokens``."""
     names = {module: name for name, module in model.named_modules()}
-    found = []
-    for module, (_, keys) in measure_ranges(model, tokens).items():
-        ratios = keys / keys.median(-1, keepdim=True).values.clamp_min(torch.finfo(keys.dtype).tiny)
-        head, channel = divmod(int(ratios.argmax()), keys.shape[-1])
-        found.append(KeyRange(layer=names[module], ratio=float(ratios[head, channel]), head=head, channel=channel))
+    found: tuple[list[ChannelRange], list[ChannelRange]] = ([], [])
+    for module, (queries, keys) in measure_ranges(model, tokens).items():
+        for ranges, channels in zip(found, (keys, queries), strict=True):
+            ratios = channels / channels.median(-1, keepdim=True).values.clamp_min(torch.finfo(channels.dtype).tiny)
+            head, channel = divmod(int(ratios.argmax()), channels.shape[-1])
+            ratio = float(ratios[head, channel])
+            ranges.append(ChannelRange(layer=names[module], ratio=ratio, head=head, channel=channel))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 
@@ -11,11 +12,11 @@ import pytest
 import torch
 from dma_eval import models
 from dma_eval.errors import UserError
-from dma_eval.models import LoadedModel, ModelSource, load_model, parse_device, parse_source
+from dma_eval.models import LoadedModel, ModelSource, load_model, parse_device, parse_source, rescale
 from dma_eval.progress import without_bars
 from gguf_files import write_gguf
 from tqdm import tqdm
-from transformers import modeling_gguf_pytorch_utils
+from transformers import GPT2Config, LlamaForCausalLM, modeling_gguf_pytorch_utils
 from transformers.utils import logging
 
 
@@ -44,6 +45,34 @@ class TestLoad:
         loaded = load_model(str(model_folder), dtype="bfloat16", device="cpu", title="tiny")
         assert capfd.readouterr() == ("", "")
         assert (loaded.name, loaded.model.dtype, loaded.model.training) == ("tiny", torch.bfloat16, False)
+
+
+class TestYarn:
+    """Positions beyond the model's own, as Transformers rescales them."""
+
+    @pytest.mark.parametrize("kind", ["folder", "gguf"])
+    def test_positions_are_multiplied(
+        self, kind: str, model_folder: Path, gguf_file: Path, loaded: LoadedModel, prose: str
+    ) -> None:
+        path = {"folder": model_folder, "gguf": gguf_file}[kind]
+        longer = load_model(str(path), device="cpu", yarn=4)
+        assert (loaded.max_context, longer.max_context, longer.info.yarn) == (512, 2048, 4)
+        config = copy.deepcopy(loaded.model.config)
+        config.max_position_embeddings = 2048
+        rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+        config.rope_parameters = config.rope_parameters | rope
+        expected = LlamaForCausalLM(config).eval()
+        expected.load_state_dict(loaded.model.state_dict())
+        ids = loaded.tokenizer(prose, return_tensors="pt").input_ids[:, :600]
+        with torch.inference_mode():
+            torch.testing.assert_close(longer.model(ids).logits, expected(ids).logits, rtol=1e-5, atol=1e-5)
+            assert not torch.allclose(longer.model(ids).logits, loaded.model(ids).logits, rtol=1e-2)
+
+    def test_refused(self, model_folder: Path) -> None:
+        with pytest.raises(UserError, match=r"--yarn: takes a factor above 1, .*; got 0.5 and llama"):
+            load_model(str(model_folder), device="cpu", yarn=0.5)
+        with pytest.raises(UserError, match="got 4 and gpt2 with none"):
+            rescale(GPT2Config(), 4)
 
 
 class TestSource:

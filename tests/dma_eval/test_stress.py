@@ -10,7 +10,7 @@ from dma_eval.pages import stress_page
 from dma_eval.parts import StressPart
 from dma_eval.results import read_report
 from dma_eval.session import Session
-from dma_eval.stress import TWINS, Twin, attention_layers, key_ranges, measure_stress, stressed
+from dma_eval.stress import TWINS, Twin, attention_layers, channel_ranges, measure_stress, stressed
 from tiny_models import DECODERS, VOCABULARY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -69,9 +69,9 @@ def test_values_behind_a_gate_are_refused():
 
 def test_the_channel_that_stands_out_is_found():
     model, tokens = DECODERS["llama"].build("sdpa"), _tokens()
-    plain = key_ranges(model, tokens)
+    plain = channel_ranges(model, tokens)[0]
     model.model.layers[1].self_attn.k_proj.weight[16 + 3] *= 64
-    first, second = key_ranges(model, tokens)
+    first, second = channel_ranges(model, tokens)[0]
     assert first == plain[0]
     assert (second.layer, second.head, second.channel in (3, 11)) == ("model.layers.1.self_attn", 1, True)
     assert second.ratio > 20
@@ -102,10 +102,23 @@ def test_command_stress(run, wild_folder, text_file, tmp_path):
         assert (backends[0].nll == plain[0].nll) == twin.is_same_function
         assert backends[1].kl_mean > 0
     assert section.key_ranges[1].ratio > 43 > section.key_ranges[0].ratio
-    assert "model.layers.1.self_attn; presets were tested up to 43x: equalize first" in " ".join(result.output.split())
+    assert section.query_ranges[1].ratio < 43
+    output = " ".join(result.output.split())
+    assert "model.layers.1.self_attn; presets were tested up to 43x: equalize first" in output
+    assert "largest query channel" not in output
     assert (tmp_path / "run/stress.png").is_file()
     again = run("stress", *arguments, "--attn", "sdpa", "dma_mxfp:balanced", "--out", tmp_path / "run")
     assert "stress: taken from the folder" in again.output
+
+
+def test_outlying_queries_are_warned_of(loaded, text_file):
+    for layer in loaded.model.model.layers:
+        layer.self_attn.q_proj.weight[[3, 19]] *= 512
+    session = Session(loaded, parse_backends(["sdpa"]))
+    section = measure_stress(session, load_text(str(text_file)), StressPart(context=64, max_windows=1))
+    (line,) = (line for line in stress_page(section).warnings if "equalize first" in line)
+    assert line.startswith("this model's largest query channel is ")
+    assert section.twins[0].query_ratio == max(each.ratio for each in section.query_ranges) > 43
 
 
 def test_a_gate_leaves_out_the_twins_of_values(loaded, text_file):
@@ -124,7 +137,7 @@ def test_command_equalize(run, wild_folder, text_file, tmp_path):
     tokens = _tokens(200)[None]
     plain, equal = (AutoModelForCausalLM.from_pretrained(folder) for folder in (wild_folder, tmp_path / "folder"))
     assert torch.equal(plain(input_ids=tokens).logits, equal(input_ids=tokens).logits)
-    assert max(each.ratio for each in key_ranges(equal, tokens[0])) < 43
+    assert max(each.ratio for each in channel_ranges(equal, tokens[0])[0]) < 43
     assert "holds a model already; name another folder" in run(*arguments).stderr.replace("\n", " ")
 
 

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         import dma_hf
         from dma_eval.data import load_text, tokenize
         from dma_eval.pages import Table
-        from dma_eval.stress import key_ranges
+        from dma_eval.stress import channel_ranges
     if (args.out / "config.json").exists():
         raise UserError(f"--out: {args.out} holds a model already; name another folder")
     text = load_text(args.data, split=args.split, column=args.column)
@@ -52,11 +52,11 @@ def run(args: argparse.Namespace) -> int:
     tokens = tokenize(loaded.tokenizer, text.content)[: args.tokens]
     with console.working("Equalizing"):
         try:
-            before = key_ranges(loaded.model, tokens)
+            before = channel_ranges(loaded.model, tokens)
             exponents = dma_hf.equalize(loaded.model, tokens)
         except (ValueError, TypeError) as error:
             raise UserError(f"--model: {one_line(error)}") from error
-        after = key_ranges(loaded.model, tokens)
+        after = channel_ranges(loaded.model, tokens)
     counts = Counter(int(exponent) for each in exponents.values() for exponent in each.flatten())
     total = sum(counts.values())
     rows = [
@@ -64,8 +64,9 @@ def run(args: argparse.Namespace) -> int:
         for power, count in sorted(counts.items())
     ]
     console.print_table(Table(("factor of keys", "channels", "share"), rows))
-    worst = [max(each.ratio for each in ranges) for ranges in (before, after)]
-    console.print_line(f"Largest key channel by the median one: {worst[0]:,.1f} before, {worst[1]:,.1f} after")
+    for index, of in enumerate(("key", "query")):
+        first, then = (max(each.ratio for each in ranges[index]) for ranges in (before, after))
+        console.print_line(f"Largest {of} channel by the median one: {first:,.1f} before, {then:,.1f} after")
     save(loaded.model, loaded.tokenizer, args.out)
     console.print_line(f"Wrote the model to {escape(str(args.out))}/")
     return 0

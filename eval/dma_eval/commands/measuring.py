@@ -118,6 +118,6 @@ def load(args: argparse.Namespace, processes: Processes) -> LoadedModel:
             f"--device-map: each of {processes.count} processes would spread the model over all devices; start one"
         )
     device = args.device if processes.device is None or args.device != "auto" else str(processes.device)
-    options = {name: getattr(args, name) for name in ("dtype", "device_map", "revision", "trust_remote_code")}
+    options = {name: getattr(args, name) for name in ("dtype", "device_map", "revision", "trust_remote_code", "yarn")}
     with console.working(f"Loading {args.model}"):
         return load_model(args.model, device=device, **options)

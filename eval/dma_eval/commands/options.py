@@ -78,6 +78,8 @@ def add_model(parser: argparse.ArgumentParser, *, is_positional: bool = False) -
     add_device(group)
     help = "Spread the model over several devices: auto, balanced, sequential. Instead of --device."
     add(group, "--device-map", help=help, shown="one device")
+    help = "Let the model take so many times its positions, its rotary embedding rescaled by YaRN."
+    add(group, "--yarn", metavar="FACTOR", type=float, help=help, shown="as it is")
     add_seed(group)
 
 
