@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from compiled_calls import CompiledCalls
 from hypothesis import settings
 
 # The same examples in every run: a failure is a failure of the change at hand.
@@ -111,3 +115,20 @@ class Oracle:
 def oracle() -> Oracle:
     """The independent quantiser."""
     return Oracle()
+
+
+@pytest.fixture(scope="session")
+def compiled_by(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], CompiledCalls]]:
+    """Make what compiles calls by one of the programs in ``tests/support``, for all workers of this run together."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    made: dict[str, CompiledCalls] = {}
+
+    def make(program: str) -> CompiledCalls:
+        folder = shared / f"compiled-{program}"
+        folder.mkdir(exist_ok=True)
+        return made.setdefault(program, CompiledCalls(Path(__file__).parents[1] / "support" / program, folder))
+
+    yield make
+    for calls in made.values():
+        calls.close()

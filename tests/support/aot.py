@@ -2,8 +2,8 @@
 
 Inside :func:`compile_only` a Triton launch compiles for the chip in question and returns; the launches' compiled
 kernels are collected. Tensors stay on the CPU and are not read. The interpreter replaces the compiler in a process for
-good, so tests run this file as a program: ``python aot.py RECIPE:ARCH:HEAD_DIM[:OPTION] ...`` prints the kernels as
-JSON. An option is a name in ``OPTIONS``.
+good, so tests run this file as a program (:mod:`compiled_calls`), which reads ``RECIPE:ARCH:HEAD_DIM[:OPTION]``. An
+option is a name in ``OPTIONS``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -158,7 +158,12 @@ def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> lis
     return compiled
 
 
+def answer_calls(compile: Callable[..., list[Compiled]]) -> None:
+    """Read calls, a line each with its arguments between colons, and answer each with its kernels, a line of JSON."""
+    for line in sys.stdin:
+        arguments = [int(word) if word.isdecimal() else word for word in line.strip().split(":")]
+        print(json.dumps([asdict(kernel) for kernel in compile(*arguments)]), flush=True)
+
+
 if __name__ == "__main__":
-    calls = [argument.split(":") for argument in sys.argv[1:]]
-    found = {":".join(c): compile_call(c[0], int(c[1]), int(c[2]), *c[3:]) for c in calls}
-    print(json.dumps({call: [asdict(kernel) for kernel in kernels] for call, kernels in found.items()}))
+    answer_calls(compile_call)

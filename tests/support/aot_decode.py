@@ -1,17 +1,13 @@
 """Compile the kernels over a cache for any NVIDIA chip, without one: see :mod:`aot`.
 
-Tests run this file as a program: ``python aot_decode.py FORMAT:ARCH:HEAD_DIM:VALUE_DIM:QUERIES[:OPTION] ...`` prints
-the kernels of a decode step, or of a chunk of more than 16 queries, as JSON. An option is a name in ``aot.OPTIONS``.
+Tests run this file as a program, which reads ``FORMAT:ARCH:HEAD_DIM:VALUE_DIM:QUERIES[:OPTION]``: a decode step, or a
+chunk of more than 16 queries. An option is a name in ``aot.OPTIONS``.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import asdict
-
 import torch
-from aot import OPTIONS, Compiled, compile_only
+from aot import OPTIONS, Compiled, answer_calls, compile_only
 from dma_kernels.cache.chunk import chunk_attention
 from dma_kernels.cache.decode_step import decode_step
 from dma_kernels.cache.storage import LayerStorage
@@ -37,8 +33,4 @@ def compile_step(
 
 
 if __name__ == "__main__":
-    found = {}
-    for call in sys.argv[1:]:
-        format, *sizes = call.split(":")
-        found[call] = [asdict(kernel) for kernel in compile_step(format, *map(int, sizes[:4]), *sizes[4:])]
-    print(json.dumps(found))
+    answer_calls(compile_step)

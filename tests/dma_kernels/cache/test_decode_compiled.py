@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
+from compiled_calls import CompiledCalls
 
 pytestmark = pytest.mark.slow
 
@@ -25,23 +21,14 @@ STEPS = [
 ]
 CHUNKS = [f"{format}:{arch}:128:128:200" for format in ("int8", "int4") for arch in (80, 90, 100, 120)]
 
-Kernels = dict[str, list[dict[str, Any]]]
-
 
 @pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    """The kernels of every call, compiled in a process of its own, without the interpreter."""
-    program = Path(__file__).parents[2] / "support" / "aot_decode.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, program, *STEPS, *CHUNKS]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    found: Kernels = json.loads(done.stdout)
-    return found
+def kernels(compiled_by: Callable[[str], CompiledCalls]) -> CompiledCalls:
+    return compiled_by("aot_decode.py")
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step(step: str, kernels: Kernels) -> None:
+def test_a_step(step: str, kernels: CompiledCalls) -> None:
     """New keys are stored; queries are answered, and the parts of a head combined, by one kernel."""
     append, decode = kernels[step]
     assert (append["name"], decode["name"]) == ("append_kernel", "decode_kernel")
@@ -52,7 +39,7 @@ def test_a_step(step: str, kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if ":128:128:" in step])
-def test_what_a_tile_takes(step: str, kernels: Kernels) -> None:
+def test_what_a_tile_takes(step: str, kernels: CompiledCalls) -> None:
     """A tile takes its products, and few for constants; all comes in copies of 16 bytes."""
     ptx = kernels[step][1]["ptx"]
     loop = ptx[ptx.index("cp.async.wait_group") : ptx.rindex("cp.async.wait_group")]
@@ -66,7 +53,7 @@ def test_what_a_tile_takes(step: str, kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_chunk(chunk: str, kernels: Kernels) -> None:
+def test_a_chunk(chunk: str, kernels: CompiledCalls) -> None:
     """All keys in 16 bits by a kernel that spills nothing, and the ordinary prefill kernel."""
     names = [kernel["name"] for kernel in kernels[chunk]]
     assert names == ["restore_kernel", "prefill_kernel", "append_kernel"]

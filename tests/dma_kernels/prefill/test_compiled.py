@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
+from compiled_calls import CompiledCalls
 from prefill_cases import RECIPES
 
 pytestmark = pytest.mark.slow
@@ -85,14 +81,10 @@ UNITS = {
     ],
     "mixed:100:128": [r"tcgen05.mma.*kind::mxf8f6f4\.block_scale", r"tcgen05.mma.*kind::mxf4nvf4\.block_scale"],
     "nvfp4-keys:80:128": ["mma.sync.*bf16"],
-    "nvfp4-keys:80:256": ["mma.sync.*bf16"],
-    "nvfp4-keys:120:256": ["mma.sync.*bf16"],
     "nvfp4-keys:90:64": ["wgmma.mma_async.*bf16"],
     "nvfp4-keys:90:64:softcap": ["wgmma.mma_async.*bf16"],
     "nvfp4-keys:90:128": ["wgmma.mma_async.*bf16"],
-    "nvfp4-keys:90:128:softcap": ["wgmma.mma_async.*bf16"],
     "nvfp4-keys:100:128": ["tcgen05.mma.*kind::f16"],
-    "nvfp4-keys:100:256": ["tcgen05.mma.*kind::f16"],
     "nvfp4-keys:120:128": ["mma.sync.*bf16"],
     "identity:100:128": ["tcgen05.mma.*kind::f16"],
 }
@@ -102,7 +94,6 @@ LONG = [call for call in UNITS if call.endswith(":long")]
 
 SPILLS = {
     "int8:80:256": 9,
-    "nvfp4-keys:80:256": 4,
     "int8:90:256:long": 104,
     "paper:90:256": 14,
     "paper:90:128:long": 4,
@@ -115,28 +106,12 @@ prompts has some 730 instructions. Since products with values of high tiles are 
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, list[dict[str, Any]]]:
-    """All calls, compiled in a process of their own, without the interpreter."""
-    program = Path(__file__).parents[2] / "support" / "aot.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    # Two at a time: compiling takes seconds a call.
-    calls = list(UNITS)
-    running = [
-        subprocess.Popen(
-            [sys.executable, program, *part], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
-        for part in (calls[::2], calls[1::2])
-    ]
-    result: dict[str, list[dict[str, Any]]] = {}
-    for process in running:
-        out, error = process.communicate()
-        assert process.returncode == 0, error
-        result |= json.loads(out)
-    return result
+def compiled(compiled_by: Callable[[str], CompiledCalls]) -> CompiledCalls:
+    return compiled_by("aot.py")
 
 
 @pytest.mark.parametrize("call", UNITS)
-def test_products_run_on_the_units_of_the_chip(call: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
+def test_products_run_on_the_units_of_the_chip(call: str, compiled: CompiledCalls) -> None:
     attention = compiled[call][-1]
     assert attention["name"] == ("prefill_hopper_kernel" if call in LONG else "prefill_kernel")
     for unit in UNITS[call]:
@@ -144,9 +119,7 @@ def test_products_run_on_the_units_of_the_chip(call: str, compiled: dict[str, li
 
 
 @pytest.mark.parametrize("call", UNITS)
-def test_short_calls_start_early_and_write_nothing_before_they_wait(
-    call: str, compiled: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_short_calls_start_early_and_write_nothing_before_they_wait(call: str, compiled: CompiledCalls) -> None:
     recipe, arch = call.split(":")[:2]
     kernels = {kernel["name"]: kernel["ptx"] for kernel in compiled[call]}
     if int(arch) < 90 or call in LONG or "statistics_kernel" not in kernels:
@@ -165,27 +138,25 @@ def test_short_calls_start_early_and_write_nothing_before_they_wait(
 
 
 @pytest.mark.parametrize("call", UNITS)
-def test_shared_memory_is_within_the_chips_limit(call: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
+def test_shared_memory_is_within_the_chips_limit(call: str, compiled: CompiledCalls) -> None:
     for kernel in compiled[call]:
         assert kernel["shared"] <= SHARED_MEMORY[int(call.split(":")[1])], kernel["name"]
 
 
 @pytest.mark.parametrize("call", UNITS)
-def test_the_loop_over_low_tiles_keeps_its_numbers_in_registers(
-    call: str, compiled: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_the_loop_over_low_tiles_keeps_its_numbers_in_registers(call: str, compiled: CompiledCalls) -> None:
     # Of some 550 instructions, a scalar or two may be read back; one spilled tile would be 32 reads and writes.
     assert compiled[call][-1]["loop_spills"] <= SPILLS.get(call, 2)
 
 
-def test_three_programs_share_a_hopper_multiprocessor(compiled: dict[str, list[dict[str, Any]]]) -> None:
+def test_three_programs_share_a_hopper_multiprocessor(compiled: CompiledCalls) -> None:
     kernel = compiled["int8:90:128"][-1]
     assert 3 * 4 * 32 * kernel["registers"] <= 65_536
     assert 3 * (kernel["shared"] + 1024) <= 233_472  # CUDA keeps 1 KB for each program
 
 
 def test_two_programs_of_16_bit_operands_share_a_hopper_multiprocessor(
-    compiled: dict[str, list[dict[str, Any]]],
+    compiled: CompiledCalls,
 ) -> None:
     kernel = compiled["nvfp4-keys:90:128"][-1]
     assert 2 * 8 * 32 * kernel["registers"] <= 65_536
@@ -193,9 +164,7 @@ def test_two_programs_of_16_bit_operands_share_a_hopper_multiprocessor(
 
 
 @pytest.mark.parametrize("call", ["nvfp4-keys:90:64", "nvfp4-keys:90:128", "nvfp4:90:128"])
-def test_quantisers_of_block_formats_fill_a_hopper_multiprocessor(
-    call: str, compiled: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_quantisers_of_block_formats_fill_a_hopper_multiprocessor(call: str, compiled: CompiledCalls) -> None:
     (kernel,) = [kernel for kernel in compiled[call] if kernel["name"] == "quantize_kernel"]
     # Two programs of 8 warps, nothing in local memory. With a whole tile at once there was one, which spilled.
     assert 2 * 8 * 32 * kernel["registers"] <= 65_536
@@ -203,9 +172,7 @@ def test_quantisers_of_block_formats_fill_a_hopper_multiprocessor(
 
 
 @pytest.mark.parametrize("call", LONG)
-def test_warpgroups_of_long_prompts_copy_and_compute_apart(
-    call: str, compiled: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_warpgroups_of_long_prompts_copy_and_compute_apart(call: str, compiled: CompiledCalls) -> None:
     kernel = compiled[call][-1]
     assert "cp.async.bulk.tensor" in kernel["ptx"]
     assert "cp.async.cg" not in kernel["ptx"]
@@ -217,7 +184,7 @@ def test_warpgroups_of_long_prompts_copy_and_compute_apart(
 
 
 @pytest.mark.parametrize("call", LONG)
-def test_nothing_is_stored_over_a_barrier(call: str, compiled: dict[str, list[dict[str, Any]]]) -> None:
+def test_nothing_is_stored_over_a_barrier(call: str, compiled: CompiledCalls) -> None:
     """A program whose barrier was written over faults when the chip switches to another process and back."""
     kernel = compiled[call][-1]
     ptx = kernel["ptx"]
