@@ -30,7 +30,7 @@ class MaskGeometry:
         batch: Batch rows.
         q_len: Queries in a row.
         kv_len: Keys in a row.
-        is_causal: Whether a query sees no key behind its own position.
+        is_causal: Whether a query sees no key after its own position.
         window: Causal: the query's own position and the ``window - 1`` before it. Else: those at most ``window`` away.
         q_offset: Position of query 0: an int, or integer ``[]`` or ``[B]``.
         kv_offset: Position of key 0, likewise; negative in left-padded rows.

@@ -313,6 +313,6 @@ def score(logits: Tensor, ids: Tensor, window: Window, reference: Tensor | None 
         else:
             reference_log_probs = reference[rows].float().log_softmax(-1)
             divergence = (reference_log_probs.exp() * (reference_log_probs - log_probs)).sum(-1)
-            kl.append(divergence.clamp(min=0))  # which it is, but for rounding
+            kl.append(divergence.clamp(min=0))  # which it is, except for rounding
             agree.append(log_probs.argmax(-1) == reference_log_probs.argmax(-1))
     return TokenScores(torch.cat(nll).cpu().numpy(), torch.cat(kl).cpu().numpy(), torch.cat(agree).cpu().numpy())

@@ -71,7 +71,7 @@ def attention_with_lse(
         key: ``[B, Hkv, Tk, D]``, the same dtype and device; ``Hkv`` divides ``Hq`` (GQA, MQA).
         value: ``[B, Hkv, Tk, Dv]``, the same dtype and device; ``Dv <= 256``.
         recipe: The precision of every tile.
-        is_causal: Whether a query sees no key behind its own position.
+        is_causal: Whether a query sees no key after its own position.
         scale: Factor of the scores; ``D ** -0.5`` by default.
         q_offset: Position of query 0: an int, or one per batch row, integer ``[B]``. By default the queries are the
             last positions of a causal sequence (``kv_offset + Tk - Tq``), and stand at 0 in a bidirectional one. An int

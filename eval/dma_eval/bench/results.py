@@ -51,7 +51,7 @@ class DecodeShape(Shape):
 class PrefillShape(Shape):
     """As many queries as keys."""
 
-    is_causal: bool  # whether a query sees no key behind it
+    is_causal: bool  # whether a query sees no key after it
 
     @property
     def flops(self) -> int:
@@ -110,7 +110,7 @@ class DecodeResult(SpeedResult):
     """One implementation on one shape."""
 
     shape: DecodeShape
-    # Median time of a step called from Python; storing the new key is counted but for ``sdpa`` and ``sdpa:flash``.
+    # Median time of a step called from Python; storing the new key is counted except for ``sdpa`` and ``sdpa:flash``.
     milliseconds: float | None = None
     graph_milliseconds: float | None = None  # median time of the step as a CUDA graph; null where it cannot be one
     repeats: int | None = None  # timed calls from Python

@@ -48,7 +48,7 @@ def cached_attention(
         key: New keys, raw, ``[B, Hkv, T, D]``; ``None`` if they are stored already (of at most 128 tokens).
         value: New values, raw, ``[B, Hkv, T, Dv]``; ``None`` with ``key``.
         storage: The cache of the layer; written in place.
-        is_causal: Whether a query sees no key behind its own position.
+        is_causal: Whether a query sees no key after its own position.
         window: Sliding window; not larger than that of the storage, if that has one.
         scale: Factor of the scores; ``D ** -0.5`` by default.
         softcap: Caps scores: ``softcap * tanh(score / softcap)``, after ``scale``.

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ..numerics.formats import TILE, UNQUANTIZED
 from ..numerics.geometry import AttentionGeometry
 from ..numerics.recipe import Recipe
-from ..reference.attention import attend
+from ..reference.attention import attend_prepared
 from ..reference.operands import PreparedOperands
 from .storage import LayerStorage
 
@@ -42,7 +42,7 @@ def cached_attention_reference(
         key: New keys, raw, ``[B, Hkv, Tk, D]``; ``Tk`` is ``Tq``, or 0 if they are stored already.
         value: New values, raw, ``[B, Hkv, Tk, Dv]``.
         storage: What came before.
-        is_causal: Whether a query sees no key behind its own position.
+        is_causal: Whether a query sees no key after its own position.
         window: Sliding window, as for :func:`dma_kernels.attention`.
         scale: Factor of the scores.
         softcap: Cap of the scores.
@@ -77,7 +77,9 @@ def cached_attention_reference(
         )
         exact = query[rows].to(keys.dtype)
         operands = PreparedOperands(exact, exact, keys, keys, values, values, None, None)
-        results.append(attend(operands, geometry, EXACT, dtype=query.dtype, scale=scale, softcap=softcap, sinks=sinks))
+        results.append(
+            attend_prepared(operands, geometry, EXACT, dtype=query.dtype, scale=scale, softcap=softcap, sinks=sinks)
+        )
     out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
     return out, lse
 

@@ -55,7 +55,7 @@ def _hadamard_matrix(SIZE: tl.constexpr, DTYPE: tl.constexpr):
 def rotate_queries(q, norm, SIZE: tl.constexpr):
     """Rotate 16-bit ``[ROWS, COLUMNS]`` by Hadamard blocks of order ``SIZE``; fp32.
 
-    Up to order 64 this is a product on the matrix units, exact but for the order of the sum: seven levels of
+    Up to order 64 this is a product on the matrix units, exact except for the order of the sum: seven levels of
     butterflies move every number between threads as often, and took longer than 2,048 keys of attention.
     """
     ROWS: tl.constexpr = q.shape[0]
@@ -115,7 +115,7 @@ def prepare_queries(
         DTYPE: Of dequantised queries.
 
     Returns:
-        The queries; their block scales (unused but for ``packed``); and what one of their units is worth, fp32
+        The queries; their block scales (unused except for ``packed``); and what one of their units is worth, fp32
         ``[ROWS]``.
     """
     ROWS: tl.constexpr = x.shape[0]

@@ -98,7 +98,7 @@ def load_keys(
 
     Returns:
         The keys ``[BLOCK_N, BLOCK_D]`` (E2M1 pairs: half of that) and their block scales ``[BLOCK_N, blocks]`` (unused
-        but for ``packed``).
+        except for ``packed``).
     """
     BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
     BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK

@@ -28,7 +28,7 @@ class AttentionOptions:
         kv_range: Indices of the first visible key and of the one past the last, integer ``[B, 2]``.
         mask: Boolean, four dimensions that broadcast to ``[B, Hq, Tq, Tk]``.
         sinks: ``[Hq]``.
-        is_causal: Whether a query sees no key behind its own position.
+        is_causal: Whether a query sees no key after its own position.
         window: Sliding window.
         scale: Factor of the scores.
         softcap: Cap of the scores.
@@ -67,7 +67,7 @@ class AttentionGeometry:
         q_position: Position of query 0, int64 ``[B]``.
         kv_position: Position of key 0, int64 ``[B]``; negative where the row is left-padded.
         kv_range: First visible key and the one past the last, as indices, int64 ``[B, 2]``.
-        is_causal: Whether a query sees no key behind its own position.
+        is_causal: Whether a query sees no key after its own position.
         window: Sliding window, the model's own: causal, a query sees its own position and the ``window - 1`` before
             it; bidirectional, those at a distance of at most ``window``.
         mask: Boolean, broadcastable to ``[B, H, Tq, Tk]``; true where a query may see a key. It adds to the rest.
@@ -136,7 +136,7 @@ class PrefillGeometry:
         kv_offset: Position of key 0, likewise.
         rows: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key and the
             one past the last.
-        is_causal: Whether a query sees no key behind its own position.
+        is_causal: Whether a query sees no key after its own position.
         window: Sliding window.
         mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``.
     """

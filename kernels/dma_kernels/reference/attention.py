@@ -41,7 +41,7 @@ class _Call:
         visible: The keys of ``kv_range``, boolean ``[B, Tk]``; ``None`` for all.
         offsets: Positions of query 0 and key 0 in each batch row, on the host, so that no block waits for the device.
         recipe: For its band.
-        is_causal: Likewise.
+        is_causal: Whether no query sees a key after its own position.
     """
 
     operands: PreparedOperands
@@ -96,10 +96,10 @@ def attention_reference(
     key, value = key[:, :, keys], value[:, :, keys]
     visible = geometry.visible_keys(key.shape[2])
     operands = prepare_operands(query, key, value, recipe, kv_position=geometry.kv_position, visible=visible)
-    return attend(operands, geometry, recipe, dtype=query.dtype, scale=scale, softcap=softcap, sinks=sinks)
+    return attend_prepared(operands, geometry, recipe, dtype=query.dtype, scale=scale, softcap=softcap, sinks=sinks)
 
 
-def attend(
+def attend_prepared(
     operands: PreparedOperands,
     geometry: AttentionGeometry,
     recipe: Recipe,

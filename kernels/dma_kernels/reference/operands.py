@@ -67,7 +67,7 @@ def prepare_operands(
             k = k.masked_fill(~visible[:, None, :, None], 0.0)
     if recipe.rotate:
         k = hadamard_rotate(k)
-    q_low, q_high = prepare_queries(query, recipe)
+    q_low, q_high = _low_and_high_queries(query, recipe)
     k_high = cast(k, recipe.high, recipe, SharedScale.BLOCK, query.dtype)
     k_shared = SharedScale(recipe.shared_scale)
     v_high = v_low = value.to(compute_dtype)
@@ -94,7 +94,7 @@ def smoothing_shift(query: Tensor, mean: Tensor) -> Tensor:
     return (query.to(mean.dtype) * mean.repeat_interleave(group, 1)).sum(-1)
 
 
-def prepare_queries(query: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+def _low_and_high_queries(query: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Return the queries ``[B, Hq, Tq, D]`` of low and of high tiles, transformed and quantised."""
     q = query.to(torch.promote_types(query.dtype, torch.float32))
     if recipe.rotate:

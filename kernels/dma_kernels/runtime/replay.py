@@ -93,12 +93,12 @@ class Call:
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def call_of(*signature: object) -> Call:
-    """Return the call of a signature: all that decides what is launched, but for the addresses of tensors."""
+    """Return the call of a signature: all that decides what is launched, except the addresses of tensors."""
     return Call()
 
 
 def tensor_kind(tensor: Tensor | None) -> tuple[object, ...] | None:
-    """Return all of a tensor that decides what is launched, but for its address."""
+    """Return all of a tensor that decides what is launched, except its address."""
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
@@ -112,7 +112,7 @@ class _Launch:
         grid: Programs.
         arguments: All arguments; ``None`` in place of tensors and descriptors.
         pointers: For each tensor its place among the arguments, and the index of its address.
-        descriptors: Likewise for descriptors, with their type and attributes.
+        descriptors: The same for descriptors, with their type and attributes.
     """
 
     kernel: JITFunction[Any]

@@ -169,7 +169,7 @@ def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     units (exponentials, conversions) then idle more. A token that makes warpgroups begin their scores one after the
     other: 883 to 920 against 912. A quarter of the exponentials as polynomials, of more instructions: 840 against 891.
 
-    One program fills a multiprocessor, and what it does before and behind its loop is hidden by nothing. So it pays for
+    One program fills a multiprocessor, and what it does before and after its loop is hidden by nothing. So it pays for
     long rows alone. Against the other kernel, quantising counted, in milliseconds: 8-bit keys and E4M3 values 0.236 to
     0.226 at 4K, 0.694 to 0.733 at 8K, 9.31 to 10.94 at 32K; 16-bit keys (``fp4``) 0.365 to 0.416 at 4K, 11.37 to 15.49
     at 32K, and 16-bit values too (``kv4``) 0.308 to 0.370 and 13.18 to 17.38; 8-bit keys and 16-bit values (``paper``)
