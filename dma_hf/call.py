@@ -19,7 +19,7 @@ class Call:
         settings: What the configuration of the layer's model says.
         scaling: Factor of the scores; ``D ** -0.5`` by default.
         dropout: Must be 0.
-        softcap: Cap of the scores; 0 is none.
+        softcap: Cap of the scores; 0 is none, as FlashAttention has it.
         sinks: Sink logits, ``[Hq]``; Transformers' ``s_aux``.
         position_bias: Must be ``None``.
         others: What else the model passes. Arguments that are known to change nothing are ignored.

@@ -128,7 +128,7 @@ def _is_collecting_attentions() -> bool:
     """Return whether the model hooks its layers for attention weights; not every model passes the argument down."""
     if torch.compiler.is_compiling():
         return False
-    # Private: without it, the layer's argument decides.
+    # A private name, for models that pass no argument down (GPT-2): test_model_classes.py fails if it goes.
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     collected: Any = None if collector is None else collector.get()
     return bool(collected) and any(name.endswith("attentions") for name in collected)
