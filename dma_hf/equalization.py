@@ -238,8 +238,9 @@ def _compare(layer: Layer, exponents: Tensor, before: Operands, is_exact: bool) 
 
 def _check(model: PreTrainedModel, tokens: Tensor) -> None:
     """Raise the error of the first thing that cannot be equalised."""
-    if tokens.is_floating_point() or tokens.dim() not in (1, 2):
-        raise TypeError(f"tokens must be token ids, [T] or [B, T]; got {tokens.dtype} {list(tokens.shape)}")
+    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dim() not in (1, 2):
+        got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise TypeError(f"tokens must be a tensor of token ids, [T] or [B, T]; got {got}")
     if tokens.numel() < MIN_TOKENS:
         raise ValueError(
             f"equalising needs at least {MIN_TOKENS:,} tokens to measure ranges over; got {tokens.numel():,}"
