@@ -13,6 +13,7 @@ settings along), and changes nothing else::
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import dma_attention_forward
+from .batching import continuous_batching
 from .cache import DMACache
 from .cache_step import CachedStates
 from .compact_mask import CompactMask, MaskGeometry
@@ -20,7 +21,6 @@ from .config import PRESETS, DMAConfig, preset, resolve
 from .equalization import equalize
 from .masking import dma_mask
 from .models import configure
-from .paged import continuous_batching
 from .settings import IMPLEMENTATIONS, NAME
 from .unsupported import fallback_counts, reset_fallback_counts
 

@@ -10,6 +10,7 @@ from dma_kernels import Recipe
 from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin, PreTrainedModel
 
+from .batching import InitContinuousBatching
 from .cache import DMACache
 from .cache_layers import DMALayer
 from .config import DMAConfig, resolve
@@ -72,6 +73,7 @@ def configure(
         each._attn_implementation = NAME if str(name) in IMPLEMENTATIONS else name
     if isinstance(models[0], GenerationMixin):
         models[0].generate = CachedGenerate(models[0])
+        models[0].init_continuous_batching = InitContinuousBatching(models[0])
     return config
 
 

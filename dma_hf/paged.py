@@ -1,26 +1,24 @@
-"""Continuous batching: ``generate_batch`` with ``dma_mxfp``, over Transformers' paged cache.
+"""Attention of continuous batching: ``dma_mxfp`` over Transformers' paged cache, in 16 bits or packed.
 
 Transformers takes an implementation for continuous batching by its name: ``sdpa``, ``paged|eager``, and what has
 ``flash`` in it, which promises to keep packed requests apart by their lengths, without a mask. (Up to 5.17 it was the
-prefix ``paged|``.) :data:`PAGED_NAME` is such a name. It is set for as long as :func:`continuous_batching` lasts, and
-at no other time, because elsewhere Transformers takes those names for FlashAttention.
+prefix ``paged|``.) :data:`PAGED_NAME` is such a name. It is set for as long as a model batches continuously, and at no
+other time, because elsewhere Transformers takes those names for FlashAttention.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from dma_kernels import Recipe, attention
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from . import unsupported
 from .call import Call
-from .settings import NAME, PAGED_NAME, distinct_configs, is_dma, settings_of
+from .settings import NAME, PAGED_NAME, distinct_configs, is_dma
 
 _OF_THE_BATCH = frozenset(
     {"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal"}
@@ -29,43 +27,22 @@ _OF_THE_BATCH = frozenset(
 """Arguments that describe the batch; what attention needs of them is read before the others are checked."""
 
 
-@contextmanager
-def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model that runs ``dma_mxfp`` batch continuously within a ``with`` block::
-
-        with dma_hf.continuous_batching(model):
-            outputs = model.generate_batch(prompts, generation_config=settings)
-
-    Every request is computed as it would be alone. The paged cache stays in the model's 16 bits. On a GPU, pass
-    ``continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)``: the lengths of the requests are
-    needed on the host.
-
-    Raises:
-        ValueError: The model does not run ``dma_mxfp``, or its configuration asks for a packed cache.
-    """
-    if not is_dma(str(model.config._attn_implementation)):
-        raise ValueError(
-            f"{type(model).__name__} runs attention {model.config._attn_implementation!r}; continuous_batching is for "
-            "models with attn_implementation='dma_mxfp'"
-        )
-    cache = settings_of(model.config.get_text_config(decoder=True)).cache
-    if cache is not None:
-        raise ValueError(
-            f"generate_batch keeps keys and values in 16 bits, and the configuration says cache={cache!r}; call "
-            "dma_hf.configure(model, cache=None) first"
-        )
+def rename_for_batching(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
+    """Give the attention of a model the name that Transformers takes for batching; return what it was called."""
     saved = [(config, config._attn_implementation) for config in distinct_configs(model)]
-    try:
-        for config, name in saved:  # outermost first: the setter writes to nested ones too
-            if is_dma(str(name)):
-                # With the preset that it may name; a Hub kernel's names none.
-                name = PAGED_NAME + (name.removeprefix(NAME) if name.startswith(NAME) else "")
-                AttentionInterface.register(name, dma_paged_attention_forward)
-            config._attn_implementation = name
-        yield
-    finally:
-        for config, name in saved:
-            config._attn_implementation = name
+    for config, name in saved:  # outermost first: the setter writes to nested ones too
+        if is_dma(str(name)) and not str(name).startswith(PAGED_NAME):
+            # With the preset that it may name; a Hub kernel's names none.
+            name = PAGED_NAME + (name.removeprefix(NAME) if name.startswith(NAME) else "")
+            AttentionInterface.register(name, dma_paged_attention_forward)
+        config._attn_implementation = name
+    return saved
+
+
+def restore_names(saved: list[tuple[PreTrainedConfig, str]]) -> None:
+    """Take back :func:`rename_for_batching`."""
+    for config, name in saved:
+        config._attn_implementation = name
 
 
 def dma_paged_attention_forward(
@@ -106,15 +83,19 @@ def dma_paged_attention_forward(
             f"attn_implementation={PAGED_NAME!r} is for generate_batch; call generate and forward outside of "
             "dma_hf.continuous_batching(model)"
         )
+    call = Call.of(module, **{name: each for name, each in kwargs.items() if name not in _OF_THE_BATCH})
+    refusal = unsupported.find(call, query, value, is_packed_elsewhere=True)
+    if refusal is not None:
+        raise refusal.error(may_fall_back=False)
+    if hasattr(cache, "attend"):  # packed pages
+        batch = {"block_table": kwargs["block_table"], "cu_seq_lens_q": cu_seq_lens_q}
+        options = {"window": sliding_window, "is_causal": True, **call.options}
+        return cache.attend(module.layer_idx, query, key, value, batch, position_ids, call.settings, **options), None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "dma_mxfp attention needs the lengths of the requests on the host, which a CUDA graph cannot give; pass "
             "continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)"
         )
-    call = Call.of(module, **{name: each for name, each in kwargs.items() if name not in _OF_THE_BATCH})
-    refusal = unsupported.find(call, query, value, is_packed_elsewhere=True)
-    if refusal is not None:
-        raise refusal.error(may_fall_back=False)
     key, value, key_starts = _update(cache, module, key, value, sliding_window, kwargs)
     options = {"window": sliding_window, "is_causal": True, **call.options}
     recipe = call.settings.recipe

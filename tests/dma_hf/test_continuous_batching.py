@@ -22,10 +22,14 @@ def prompts():
 
 def _batched(model, prompts, **options):
     """Return tokens and their log-probabilities, by continuous batching."""
+    with dma_hf.continuous_batching(model):
+        return _generate_batch(model, prompts, **options)
+
+
+def _generate_batch(model, prompts, **options):
     settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
     batching = ContinuousBatchingConfig(**{BLOCK_SIZE: 32}, return_logprobs=True, use_cuda_graph=False, **options)
-    with dma_hf.continuous_batching(model):
-        outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
+    outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
     assert [output.error for output in outputs.values()] == [None] * len(prompts)
     return [(output.generated_tokens, output.logprobs) for output in outputs.values()]
 
@@ -109,15 +113,22 @@ def test_refusals(families, token_ids):
         model(token_ids(1, 5))
 
 
-def test_a_cache_that_pages_do_not_have(families):
+def test_packed_pages_need_sectors(families, prompts, monkeypatch):
+    monkeypatch.setattr("dma_hf.batching._has_sectors", lambda: False)
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "kv4")
-    message = r"in 16 bits, and the configuration says cache='int4'; call dma_hf.configure\(model, cache=None"
-    with (
-        pytest.raises(ValueError, match=message),
-        dma_hf.continuous_batching(model),
-    ):
+    message = r"packed pages \(cache='int4'\) need Transformers 5\.23 or newer, and this is 5\."
+    with pytest.raises(RuntimeError, match=message), dma_hf.continuous_batching(model):
         pass
+    with pytest.raises(RuntimeError, match=message):
+        model.generate_batch(prompts)
+
+
+def test_a_configured_model_needs_no_context(families, prompts):
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "paper")
+    _check(model, prompts, _generate_batch(model, prompts))
+    assert model.config._attn_implementation == dma_hf.NAME
 
 
 @pytest.mark.slow

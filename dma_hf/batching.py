@@ -1,0 +1,117 @@
+"""Continuous batching switched on: ``generate_batch`` of a model that runs ``dma_mxfp``.
+
+A configured model has an ``init_continuous_batching`` of its own, :class:`InitContinuousBatching`, which is what
+``generate_batch`` and Transformers' server call. It returns a manager that gives the model the name it needs
+(:mod:`dma_hf.paged`), and that has packed pages (:mod:`dma_hf.packed_pages`) where the configuration names a format of
+the cache. Before Transformers 5.23 there is none of this: pages have 16 bits, and :func:`continuous_batching` sets the
+name.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import transformers
+from transformers import ContinuousBatchingConfig, PreTrainedModel
+
+from .paged import rename_for_batching, restore_names
+from .settings import is_dma, settings_of
+
+
+class InitContinuousBatching:
+    """The ``init_continuous_batching`` of one model: a manager that runs ``dma_mxfp``, with the cache it is set to.
+
+    An object, and no bound function, so that it is copied and pickled with the model.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __call__(
+        self,
+        generation_config: Any = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        workload_hints: Any = None,
+        **others: Any,
+    ) -> Any:
+        """Return a manager; arguments are those of the class's own ``init_continuous_batching``.
+
+        Raises:
+            RuntimeError: Packed pages need a newer Transformers.
+            ValueError: The model has layers that packed pages do not hold.
+        """
+        model = self.model
+        is_kept = getattr(model, "_cached_continuous_batching_manager", None) is not None
+        if is_kept or not is_dma(str(model.config._attn_implementation)) or not _has_sectors():
+            refuse_packed_pages(model)
+            given = {"continuous_batching_config": continuous_batching_config, "workload_hints": workload_hints}
+            others |= {name: each for name, each in given.items() if each is not None}
+            return type(model).init_continuous_batching(model, generation_config, **others)
+        from .packed_pages import DMAManager  # which older versions cannot import
+
+        settings = generation_config or model.generation_config
+        batching = continuous_batching_config or getattr(settings, "continuous_batching_config", None)
+        if settings.eos_token_id is None:
+            settings = copy.deepcopy(settings)
+            settings.eos_token_id = -1  # what Transformers' managers take for none
+        return DMAManager(model, settings, batching or ContinuousBatchingConfig(), workload_hints)
+
+
+def _has_sectors() -> bool:
+    """Whether the installed Transformers pages its cache in sectors that allocators share, as 5.23 does."""
+    spec = "transformers.generation.continuous_batching.cache_allocators"
+    return importlib.util.find_spec(spec) is not None
+
+
+def refuse_packed_pages(model: PreTrainedModel) -> None:
+    """Check that a model is not set to packed pages where there are none.
+
+    Raises:
+        RuntimeError: It is.
+    """
+    cache = settings_of(model.config.get_text_config(decoder=True)).cache
+    if cache is not None and is_dma(str(model.config._attn_implementation)) and not _has_sectors():
+        raise RuntimeError(
+            f"packed pages (cache={cache!r}) need Transformers 5.23 or newer, and this is {transformers.__version__}; "
+            "update it, or call dma_hf.configure(model, cache=None) for pages of 16 bits"
+        )
+
+
+@contextmanager
+def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model that runs ``dma_mxfp`` batch continuously within a ``with`` block::
+
+        with dma_hf.continuous_batching(model):
+            outputs = model.generate_batch(prompts, generation_config=settings)
+
+    A model that :func:`dma_hf.configure` was called on needs it on Transformers before 5.23 only. There the cache keeps
+    16 bits, and on a GPU ``continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)`` is needed,
+    because the lengths of the requests are read on the host.
+
+    Raises:
+        ValueError: The model does not run ``dma_mxfp``.
+        RuntimeError: Its configuration asks for packed pages, and Transformers is too old for them.
+    """
+    if not is_dma(str(model.config._attn_implementation)):
+        raise ValueError(
+            f"{type(model).__name__} runs attention {model.config._attn_implementation!r}; continuous_batching is for "
+            "models with attn_implementation='dma_mxfp'"
+        )
+    refuse_packed_pages(model)
+    is_own = "init_continuous_batching" in vars(model)
+    names = rename_for_batching(model)
+    if not is_own:
+        model.init_continuous_batching = InitContinuousBatching(model)
+    try:
+        yield
+    finally:
+        restore_names(names)
+        if not is_own:
+            del model.init_continuous_batching

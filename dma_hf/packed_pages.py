@@ -1,0 +1,496 @@
+"""Packed pages: the paged cache of continuous batching in the formats of :class:`~dma_hf.DMACache`.
+
+Transformers' scheduler and pool hand out blocks of one flat tensor of bytes (5.23 and newer). Here there are two kinds:
+
+* **pages**: a block holds a tile of 128 tokens of one request as records, one for each layer and kv head
+  (:mod:`dma_kernels.cache.codes`). A request has one for every 128 tokens.
+* **slots**: a block holds, for all layers, what a request has in 16 bits: its sink tiles, and the ring of its last
+  tiles (:mod:`dma_kernels.cache.storage`). A request has one.
+
+Both come from the same sectors, so that memory for long requests and for many is one budget, counted in packed bytes;
+and a request that is evicted, restored, forked or cancelled takes its slot along by Transformers' own means. Whatever a
+step needs beside them (positions, pages, slots) is in the step's inputs: there is no other state.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from dma_kernels import attention
+from dma_kernels.cache.api import append, cached_attention
+from dma_kernels.cache.codes import Record, cache_format
+from dma_kernels.cache.storage import RAW, SLACK_TILES, LayerStorage
+from dma_kernels.numerics.formats import TILE
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
+from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
+
+from .paged import rename_for_batching, restore_names
+from .settings import Settings, settings_of
+
+PAGES, SLOTS = "full_attention", "sliding_attention"
+"""Names of the two allocators. Transformers knows no others, and calls sliding what has a bounded size, as slots do."""
+
+DEFAULT_BLOCKS = 256
+"""Pages of a request, where nobody said how long requests get, up to which steps of decoding alone are a CUDA graph."""
+
+ROUNDED_PAGES = 32
+"""Page tables of mixed batches have a multiple of so many columns, so that few shapes come up."""
+
+
+class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
+    """Hands out blocks of bytes; who reads and writes them is none of its business.
+
+    Args:
+        index: Its number.
+        layer_type: Its name.
+        layers: Layers that have a part in a block.
+        bytes_per_page: Bytes of a part.
+        tokens_per_block: Tokens until a request needs another block; ``None`` if one is enough for any number.
+    """
+
+    supports_block_sharing = False
+
+    def __init__(
+        self, index: int, layer_type: str, layers: int, bytes_per_page: int, tokens_per_block: int | None
+    ) -> None:
+        self.layer_type = layer_type
+        self.has_one = tokens_per_block is None
+        self._before_cache_tensor_init(
+            index=index,
+            layer_indices=list(range(layers)),
+            tokens_per_page=tokens_per_block or 1,
+            bytes_per_page=bytes_per_page,
+            allow_block_sharing=False,
+        )
+
+    def register_cache_tensor(
+        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: CachePool
+    ) -> None:
+        """Take the tensor that blocks are parts of."""
+        self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+
+    def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
+        if self.has_one:
+            return 1 - allocated_blocks
+        needed: int = super()._compute_blocks_needed(allocated_blocks, past_length, query_length)
+        return needed
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        """Write the numbers of a request's blocks."""
+        blocks = self.block_table[request_id]
+        block_table[: len(blocks)] = torch.tensor(blocks, dtype=block_table.dtype)
+
+
+class _Memory(PagedAttentionMemoryHandler):  # type: ignore[misc]
+    """Sizes the cache as Transformers does, but that no step reads all of it: a chunk restores one request's keys."""
+
+    restored_bytes = 0
+
+    @property
+    def bytes_per_cache_token(self) -> int:
+        """Bytes for each token that fits, beside the cache."""
+        index_bytes: int = self.io_multiplier * self.num_groups * 8
+        return index_bytes
+
+    @property
+    def fixed_overhead_bytes(self) -> int:
+        """Bytes that depend on neither batch nor cache."""
+        overhead: int = super().fixed_overhead_bytes
+        return overhead + self.restored_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Requests of a batch that are computed in one call: ``count`` of them, with ``length`` new tokens each.
+
+    Attributes:
+        count: How many.
+        length: New tokens of each.
+        start: Where they begin among the batch's tokens, if they lie one after the other.
+        tokens: Their tokens among the batch's, integer ``[count * length]``, if they do not.
+        is_first: Whether they are whole prompts, or the beginnings of some.
+        positions: Of their first new tokens, int32 ``[count]``.
+        pages: int32 ``[count, columns]``.
+        slots: int32 ``[count]``.
+    """
+
+    count: int
+    length: int
+    start: int
+    tokens: Tensor | None
+    is_first: bool
+    positions: Tensor
+    pages: Tensor
+    slots: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the requests' part of ``[1, H, tokens, D]``, as a batch ``[count, H, length, D]``."""
+        end = self.start + self.count * self.length
+        part = x[0, :, self.start : end] if self.tokens is None else x[0][:, self.tokens]
+        return part.reshape(len(part), self.count, self.length, -1).transpose(0, 1)
+
+
+class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
+    """The cache of all requests of a model: pages and slots, and attention to them.
+
+    Layers with a sliding window keep all tokens of a request, and attend to those of their window.
+
+    Args:
+        config: The decoder's configuration.
+        batching: The settings of continuous batching, resolved.
+        device: Of the model.
+        distributed: What Transformers knows of tensor parallelism.
+        dtype: Of the model.
+        slices_logits: Whether the model computes no logits but those that are needed.
+
+    Raises:
+        ValueError: A layer's attention is of a kind that pages do not hold; or memory does not suffice.
+        MemoryError: Likewise.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        batching: ContinuousBatchingConfig,
+        device: torch.device,
+        distributed: Any,
+        dtype: torch.dtype,
+        slices_logits: bool,
+    ) -> None:
+        # Not the base class's: it would make pages of 16 bits.
+        check_layers(config)
+        settings = settings_of(config)
+        assert settings.cache is not None
+        self.config, self.device, self.dtype = config, device, dtype
+        self.max_blocks_per_request = batching.max_blocks_per_request
+        self.allow_block_sharing = self.use_prefix_sharing = False
+        layers, heads, head_dim = config.num_hidden_layers, find_num_key_value_heads(config), find_head_dim(config)
+        if distributed.tp_size > 1 and distributed.are_kv_heads_tp_ed():
+            heads //= distributed.tp_size
+        self.record = Record(cache_format(settings.cache), head_dim, head_dim)
+        self.heads = heads
+        ring, sink = ((n * TILE) for n in (settings.recipe.diagonal_tiles + SLACK_TILES, settings.recipe.sink_tiles))
+        self.raw_tokens = ring, ring, sink, sink
+        page = layers * heads * self.record.nbytes
+        # A sector is a slot or a number of pages, so a slot is rounded up to whole ones.
+        slot = math.ceil(2 * (ring + sink) * heads * head_dim * dtype.itemsize * layers / page) * page
+        pages = _Allocator(0, PAGES, layers, heads * self.record.nbytes, TILE)
+        slots = _Allocator(1, SLOTS, 1, slot, None)
+        self.cache_allocators = {PAGES: pages, SLOTS: slots}
+        self.layer_to_allocator = dict.fromkeys(range(layers), pages)
+        self.bytes_per_sector = slot
+        self.tokens_per_sector = slot // page * TILE
+        # `num_blocks` asks for the memory of so many blocks of 16 bits, whatever is held there.
+        whole = 2 * layers * heads * head_dim * dtype.itemsize * batching.page_size
+        memory = _Memory(
+            config=config,
+            cb_config=batching,
+            dtype=dtype,
+            bytes_per_sector=self.bytes_per_sector,
+            tokens_per_sector=self.tokens_per_sector,
+            bytes_per_block=whole,
+            attn_types=list(self.cache_allocators),
+            model_supports_logits_to_keep=slices_logits,
+        )
+        memory.restored_bytes = 2 * heads * head_dim * dtype.itemsize * config.max_position_embeddings
+        sizes = torch.tensor(memory.infer_max_batch_tokens_and_num_sectors(), device=device)
+        if distributed.tp_size > 1:
+            distributed.tp_all_reduce_min(sizes)
+        self.max_batch_tokens, self.num_sectors = sizes.tolist()
+        if self.num_sectors < 2:
+            raise ValueError(
+                f"the cache has room for {self.num_sectors} sectors of {slot} bytes, and a request needs two, one for "
+                "what it keeps in 16 bits and one for pages; raise num_blocks or max_memory_percent"
+            )
+        size = self.num_sectors * slot
+        self.cache_tensor = torch.zeros(size + 2 * slot, dtype=torch.uint8, device=device)
+        self.pool = CachePool(self.num_sectors, len(self.cache_allocators))
+        for allocator in self.cache_allocators.values():
+            allocator.register_cache_tensor(slot, size, self.cache_tensor, self.pool)
+        self.num_blocks = size // whole
+        self.read_cache_limit = None
+        self.max_decode_fast_path_length = TILE * self.max_blocks_per_request
+        self.max_tokens_read = TILE * pages.num_blocks
+        self._bodies = self.cache_tensor.view(-1, layers, heads, self.record.nbytes).unbind(1)
+        self._raw = [self._raw_views(layer, slot // dtype.itemsize) for layer in range(layers)]
+        self._arrivals = torch.zeros((self.num_sectors, heads + 1), dtype=torch.int32, device=device)
+        self._batch: list[tuple[int, int, list[int], int]] = []
+        self._groups: tuple[Any, list[_Group]] = None, []
+
+    def _raw_views(self, layer: int, stride: int) -> dict[str, Tensor]:
+        """Return sinks and tails of a layer, of all slots; ``stride`` elements from one slot to the next."""
+        numbers = self.cache_tensor.view(self.dtype)
+        head_dim = self.record.head_dim
+        offset = layer * sum(self.raw_tokens) * self.heads * head_dim
+        views = {}
+        for name, tokens in zip(RAW, self.raw_tokens, strict=True):
+            shape = len(numbers) // stride, self.heads, tokens, head_dim
+            views[name] = numbers.as_strided(shape, (stride, tokens * head_dim, head_dim, 1), offset)
+            offset += self.heads * tokens * head_dim
+        return views
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        """Take note of a request of a batch that is about to run; Transformers asks this of each in turn."""
+        if not write_index[0]:
+            self._batch = []
+        write_index[0].append(0)  # of no meaning, but that the batch has begun
+        pages, (slot,) = (allocator.block_table[request_id] for allocator in self.cache_allocators.values())
+        self._batch.append((past_length, query_length, pages, slot))
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: dict[str, Any],
+        position_ids: Tensor,
+        settings: Settings,
+        **options: Any,
+    ) -> Tensor:
+        """Return the attention of a batch's new tokens, and store their keys and values.
+
+        Args:
+            layer: The layer's number.
+            query: ``[1, Hq, tokens, D]``.
+            key: ``[1, Hkv, tokens, D]``.
+            value: ``[1, Hkv, tokens, D]``.
+            batch: The arguments that describe the batch.
+            position_ids: ``[1, tokens]``.
+            settings: Whose recipe whole prompts are computed under.
+            options: Further arguments of :func:`dma_kernels.attention`.
+
+        Returns:
+            ``[1, tokens, Hq, D]``.
+        """
+        out: Tensor | None = None
+        for group in self._groups_of(batch, position_ids):
+            states = group.of(query), group.of(key), group.of(value)
+            part = self._attend_group(layer, group, *states, settings, **options).transpose(1, 2).flatten(0, 1)
+            if len(part) == query.shape[2]:
+                return part[None]
+            if out is None:
+                out = part.new_zeros((query.shape[2], *part.shape[1:]))
+            out[slice(group.start, group.start + len(part)) if group.tokens is None else group.tokens] = part
+        assert out is not None
+        return out[None]
+
+    def _attend_group(
+        self, layer: int, group: _Group, query: Tensor, key: Tensor, value: Tensor, settings: Settings, **options: Any
+    ) -> Tensor:
+        storage = LayerStorage(
+            format=self.record.format.name,
+            window=None,
+            body=self._bodies[layer],
+            pages=group.pages,
+            lengths=group.positions.clone(),  # which every layer moves on
+            arrivals=self._arrivals[: group.count],
+            raw_rows=group.slots,
+            **self._raw[layer],  # type: ignore[arg-type]
+        )
+        if not group.is_first:
+            return cached_attention(query, key, value, storage, **options)
+        out: Tensor = attention(query, key, value, settings.recipe, **options)
+        append(storage, key, value)
+        return out
+
+    def _groups_of(self, batch: dict[str, Any], position_ids: Tensor) -> list[_Group]:
+        """Return how the requests of a batch are computed; worked out in its first layer.
+
+        While a CUDA graph is captured it is worked out anew, because that is part of the graph.
+        """
+        table, lengths = batch["block_table"], batch["cu_seq_lens_q"]
+        is_captured = lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+        known = self._groups[0]
+        if known is None or known[0] is not lengths or known[1] != is_captured:
+            groups = self._mixed_groups() if table is None else [_decode_group(table, position_ids)]
+            self._groups = (lengths, is_captured), groups
+        return self._groups[1]
+
+    def _mixed_groups(self) -> list[_Group]:
+        """Return the groups of a batch with prompts: requests with one new token are one, the others go by lengths."""
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        start = 0
+        for index, (past, length, _, _) in enumerate(self._batch):
+            # However many tokens came before: a step's lengths are on the device.
+            found.setdefault((1, 1) if length == 1 else (past, length), []).append((index, start))
+            start += length
+        groups = []
+        for (past, length), members in found.items():
+            starts = [start for _, start in members]
+            is_run = all(b - a == length for a, b in pairwise(starts))
+            chosen = [self._batch[index] for index, _ in members]
+            columns = math.ceil(max(len(pages) for _, _, pages, _ in chosen) / ROUNDED_PAGES) * ROUNDED_PAGES
+            table = [[slot, past, *pages, *[0] * (columns - len(pages))] for past, _, pages, slot in chosen]
+            numbers = self._on_device(table, torch.int32)
+            tokens = None
+            if not is_run:
+                tokens = self._on_device([start + i for start in starts for i in range(length)], torch.int64)
+            groups.append(
+                _Group(
+                    count=len(members),
+                    length=length,
+                    start=starts[0],
+                    tokens=tokens,
+                    is_first=past == 0,
+                    positions=numbers[:, 1],
+                    pages=numbers[:, 2:].contiguous(),
+                    slots=numbers[:, 0].contiguous(),
+                )
+            )
+        return groups
+
+    def _on_device(self, numbers: Any, dtype: torch.dtype) -> Tensor:
+        """Return a tensor on the device, without waiting for it."""
+        is_pinned = self.device.type == "cuda"
+        return torch.tensor(numbers, dtype=dtype, pin_memory=is_pinned).to(self.device, non_blocking=True)
+
+
+def _decode_group(table: Tensor, position_ids: Tensor) -> _Group:
+    """Return the only group of a batch of steps of decoding.
+
+    Rows that pad the batch to the size of a CUDA graph have no block: their token goes to slot 0, which is nobody's.
+    """
+    positions = position_ids.reshape(-1)
+    slots = table[1, :, 0].clamp(min=0)
+    return _Group(len(slots), 1, 0, None, False, positions, table[0], slots)
+
+
+def check_layers(config: PreTrainedConfig) -> None:
+    """Check that pages hold what the layers of a model keep.
+
+    Raises:
+        ValueError: Some do not.
+    """
+    kinds = set(getattr(config, "layer_types", None) or [PAGES]) - {PAGES, SLOTS}
+    if kinds:
+        raise ValueError(
+            f"packed pages hold keys and values of full and sliding attention, and this model has layers of "
+            f"{', '.join(sorted(kinds))}; generate has all kinds"
+        )
+
+
+class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
+    """Transformers' manager of continuous batching for a model that runs ``dma_mxfp``, with the cache it is set to.
+
+    The model goes by a name that Transformers takes for batching while the manager is at work; afterwards by its own.
+
+    Args:
+        model: The model.
+        generation_config: As for Transformers' manager.
+        batching: The settings of continuous batching.
+        hints: How long and how many requests are, if that is known.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig,
+        batching: ContinuousBatchingConfig,
+        hints: Any = None,
+    ) -> None:
+        decoder = model.config.get_text_config(decoder=True)
+        self.is_packed = settings_of(decoder).cache is not None
+        if self.is_packed:
+            check_layers(decoder)
+        self._names: list[tuple[PreTrainedConfig, str]] = []
+        batching = copy.deepcopy(batching)
+        blocks = batching.max_blocks_per_request
+        batching.max_blocks_per_request = (
+            None if self.is_packed else blocks
+        )  # it would look for FlashAttention's kernel
+        if not self.is_packed and batching.use_cuda_graph is None:
+            batching.use_cuda_graph = False  # lengths are needed on the host
+        try:
+            super().__init__(model, generation_config, batching, hints)
+        except Exception:
+            self._restore_names()
+            raise
+        resolved = self.continuous_batching_config
+        if self.is_packed:
+            if blocks is None:
+                longest = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
+                blocks = math.ceil(longest / TILE) + 1 if longest else DEFAULT_BLOCKS
+            resolved.max_blocks_per_request = blocks
+            # Prompts come in any number and length, which are read on the host.
+            resolved.use_cuda_graph = False, resolved.cuda_graph_booleans[1] and blocks > 0
+
+    def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
+        """Rename the attention of the model; never is another one used."""
+        if not self._names:
+            self._names = rename_for_batching(model)
+
+    def _restore_names(self) -> None:
+        restore_names(self._names)
+        self._names = []
+
+    def warmup(self) -> None:
+        """Make the cache, and capture CUDA graphs."""
+        try:
+            super().warmup()
+        except Exception:
+            self._restore_names()
+            raise
+
+    def stop(self, *arguments: Any, **options: Any) -> None:
+        """Stop, as Transformers' manager does."""
+        super().stop(*arguments, **options)
+        self._restore_names()
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        if not self.is_packed or isinstance(self.batch_processor, ContinuousBatchProcessor):
+            return super()._create_batch_processor()
+        model, resolved = self.model, self.continuous_batching_config
+        slices_logits = getattr(model, "_supports_logits_to_keep", None)
+        config = model.config.get_text_config(decoder=True)
+        cache = PackedPagedCache(
+            config,
+            resolved,
+            model.device,
+            self.distributed_helper,
+            model.dtype,
+            callable(slices_logits) and slices_logits(),
+        )
+        self._use_prefix_sharing = False
+        update_cb_config_after_cache_creation(resolved, cache.num_blocks, cache.max_batch_tokens)
+        # Each request has a slot.
+        resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, cache.num_sectors - 1)
+        return ContinuousBatchProcessor(
+            cache=cache,
+            config=config,
+            generation_config=self.generation_config,
+            continuous_batching_config=resolved,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue if self.is_tp_driver else None,
+            cancel_queue=self.cancel_queue if self.is_tp_driver else None,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=model.device,
+            model_dtype=model.dtype,
+            scheduler=SCHEDULER_MAPPING[resolved.scheduler_type](
+                cache, resolved.safety_margin, resolved.max_requests_per_batch
+            ),
+            distributed_helper=self.distributed_helper,
+        )

@@ -1,0 +1,156 @@
+"""Continuous batching over packed pages: every request is what it is alone, over a ``DMACache`` of the same format."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import dma_hf
+from dma_hf.packed_pages import PackedPagedCache
+
+formats = pytest.mark.parametrize("format", ["int8", "int4"])
+LENGTHS = (5, 300, 17, 140, 300, 128)  # less than a tile, whole ones, more than two
+
+
+def _prompts(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 97, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """How each request was computed: of its calls, the tokens before and the new ones."""
+    found = defaultdict(list)
+
+    def note(name):
+        original = getattr(PackedPagedCache, name)
+
+        def noted(self, request_id, past_length, query_length, *others):
+            found[request_id].append((past_length, query_length))
+            original(self, request_id, past_length, query_length, *others)
+
+        monkeypatch.setattr(PackedPagedCache, name, noted)
+
+    note("fill_block_table")
+    note("extend_read_and_write_indices")
+    return found
+
+
+def _generate(model, prompts, new_tokens, **options):
+    settings = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, bos_token_id=1)
+    batching = ContinuousBatchingConfig(**options)
+    outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
+    assert [output.error for output in outputs.values()] == [None] * len(prompts)
+    return outputs
+
+
+@torch.no_grad()
+def _assert_as_alone(model, outputs, parts):
+    """Give each request's tokens to the model in the same parts: it must choose the tokens that were generated."""
+    for name, output in outputs.items():
+        tokens = torch.tensor([output.prompt_ids + output.generated_tokens])
+        known = 0
+        for past, length in parts[name]:
+            if past == 0:  # at the start, and again after an eviction
+                cache = dma_hf.DMACache(model.config)
+            assert past == cache.get_seq_length()
+            logits = model(tokens[:, past : past + length], past_key_values=cache).logits[0, -1].double()
+            end = past + length
+            if len(output.prompt_ids) <= end < tokens.shape[1]:
+                below_best = logits.max() - logits[tokens[0, end]]
+                assert below_best < 1e-5, f"{name}: token {end} of {tokens.shape[1]} is {below_best:.2g} below the best"
+                known += end >= len(output.prompt_ids)
+        assert known >= len(output.generated_tokens)
+
+
+@formats
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_requests_of_many_lengths(format, family, families, parts):
+    """Prompts and steps of others in one batch; then steps alone, by block tables."""
+    model = families[family].build(dma_hf.NAME)
+    dma_hf.configure(model, "balanced", cache=format)
+    outputs = _generate(model, _prompts(LENGTHS), 40, max_requests_per_batch=4, num_blocks=60)
+    assert all(len(output.generated_tokens) == 40 for output in outputs.values())
+    _assert_as_alone(model, outputs, parts)
+    assert model.config._attn_implementation == dma_hf.NAME
+
+
+def test_prompts_in_chunks(families, parts):
+    """A batch of 100 tokens holds few prompts whole: what comes later attends to what the cache holds."""
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "balanced", cache="int4")
+    outputs = _generate(model, _prompts(LENGTHS), 12, max_batch_tokens=100, num_blocks=60, max_blocks_per_request=2)
+    assert any(past > 0 and length > 1 for calls in parts.values() for past, length in calls)
+    _assert_as_alone(model, outputs, parts)
+
+
+def test_requests_that_are_evicted_come_again(families, parts):
+    """Memory for two and a half requests: some are put back, and start again with what they have generated."""
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "balanced", cache="int4")
+    outputs = _generate(model, _prompts([250, 120, 380, 100]), 300, num_blocks=14, page_size=128, safety_margin=0.0)
+    assert any(calls[1:].count((0, length)) for calls in parts.values() for past, length in calls[1:] if past == 0)
+    _assert_as_alone(model, outputs, parts)
+
+
+def test_requests_that_share_a_prompt_are_apart(families, parts):
+    """Prefixes are not shared: a shared tile could not be what it is in 16 bits to one request and coded to another."""
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "balanced", cache="int4")
+    (prefix,) = _prompts([256])
+    outputs = _generate(model, [[*prefix, 5], [*prefix, 6], prefix], 10, num_blocks=40, max_requests_per_batch=1)
+    assert {calls[0][0] for calls in parts.values()} == {0}
+    _assert_as_alone(model, outputs, parts)
+
+
+def test_several_sequences_of_one_prompt(families, parts):
+    """A fork copies pages and slot."""
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "balanced", cache="int8")
+    settings = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, pad_token_id=0, num_return_sequences=3)
+    outputs = model.generate_batch(
+        _prompts([300]), generation_config=settings, continuous_batching_config=ContinuousBatchingConfig(num_blocks=40)
+    )
+    assert [output.error for output in outputs.values()] == [None] * 3
+    parent = next(calls for name, calls in parts.items() if name in outputs and "child" not in name)
+    for name in outputs:
+        if "child" in name:
+            parts[name] = [call for call in parent if call[0] < parts[name][0][0]] + parts[name]
+    _assert_as_alone(model, outputs, parts)
+
+
+def test_refusals(families):
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "balanced", cache="int4")
+    with pytest.raises(ValueError, match=r"room for 1 sectors of \d+ bytes, and a request needs two.*raise num_blocks"):
+        _generate(model, _prompts([9]), 4, num_blocks=1, page_size=16)
+    assert model.config._attn_implementation == dma_hf.NAME
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(ValueError, match=r"full and sliding attention, and this model has layers of chunked_attention"):
+        _generate(model, _prompts([9]), 4)
+    assert model.config._attn_implementation == dma_hf.NAME
+
+
+def test_a_manager_that_is_kept(families, parts):
+    """A second session goes on with the cache of the first, which has nothing left in it."""
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "balanced", cache="int4")
+    settings = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0, bos_token_id=1)
+    batching = ContinuousBatchingConfig(num_blocks=20)
+    for seed in range(2):
+        parts.clear()
+        outputs = model.generate_batch(
+            _prompts([140, 9], seed),
+            generation_config=settings,
+            continuous_batching_config=batching,
+            persistent_manager=True,
+        )
+        assert model.config._attn_implementation == dma_hf.NAME
+        _assert_as_alone(model, outputs, parts)
+    cache = model._cached_continuous_batching_manager.batch_processor.cache
+    cache.pool.try_to_free_sectors()
+    assert cache.pool.num_free_sectors == cache.num_sectors
+    model.destroy_cached_continuous_batching_manager()
