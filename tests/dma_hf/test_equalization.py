@@ -182,8 +182,8 @@ def _quantised(model):
         ("llama", lambda model: model.half(), _tokens(), ValueError, "is torch.float16; load the model unquantised"),
         ("llama", lambda model: model.to("meta"), _tokens(), ValueError, "is not in memory"),
         ("llama", None, _tokens(1000), ValueError, "at least 1,024 tokens .* got 1,000"),
-        ("llama", None, torch.rand(2000), TypeError, r"tokens must be a tensor of token ids, .*; got torch.float32 \[2000"),
-        ("llama", None, "a text", TypeError, r"tokens must be a tensor of token ids, .*; got str"),
+        ("llama", None, torch.rand(2000), TypeError, r"be a tensor of token ids, .*; got torch.float32 \[2000"),
+        ("llama", None, "a text", TypeError, r"be a tensor of token ids, .*; got str"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
