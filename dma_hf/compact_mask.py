@@ -7,7 +7,7 @@ finished. So :class:`CompactMask` is one: a boolean tensor ``[B, 1, Tq, Tk]`` th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,16 +74,12 @@ class MaskGeometry:
 
     def adapted(self, device: torch.device, batch: int, two_sequences: bool) -> MaskGeometry:
         """Return it on ``device``, for ``batch`` rows if it has one, and with ``two_sequences`` set."""
-        return MaskGeometry(
+        return replace(
+            self,
             batch=batch,
-            q_len=self.q_len,
-            kv_len=self.kv_len,
-            is_causal=self.is_causal,
-            window=self.window,
             q_offset=_to(self.q_offset, device),
             kv_offset=_to(self.kv_offset, device),
             kv_range=None if self.kv_range is None else _for_batch(self.kv_range.to(device), batch),
-            is_unpadded=self.is_unpadded,
             pattern=None if self.pattern is None else self.pattern.to(device),
             two_sequences=two_sequences,
         )

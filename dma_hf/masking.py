@@ -109,19 +109,19 @@ def dma_mask(
         raise ValueError(
             f"attention_mask must be [{batch_size}, kv_len] (padding) or 4-D, got shape {list(attention_mask.shape)}"
         )
+    asked: dict[str, Any] = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "use_vmap": use_vmap,
+        "device": device,
+    }
     if config is not None and config.model_type in ADDS_THE_MASK:
-        additive: Tensor = eager_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            dtype=kwargs.get("dtype", torch.float32),
-            use_vmap=use_vmap,
-            device=device,
-        )
+        additive: Tensor = eager_mask(**asked, dtype=kwargs.get("dtype", torch.float32))
         return additive
     kind = _recognise(
         mask_function, local_size, kv_length, kv_offset, config, allow_is_causal_skip, allow_is_bidirectional_skip
@@ -129,19 +129,7 @@ def dma_mask(
     padding = _read_padding(attention_mask, kv_length, kv_offset)
     pattern = None if padding is None else padding.pattern
     if kind.needs_pattern:
-        pattern = sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False,
-            use_vmap=use_vmap,
-            device=device,
-        )
+        pattern = sdpa_mask(**asked, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     origin = 0 if padding is None else padding.origin
     # The differences are new tensors: a static cache counts in its tensor, before the layers look at the mask.
     geometry = MaskGeometry(

@@ -23,8 +23,8 @@ HARMLESS = frozenset(
     {
         # Handed down from the model's forward; they concern other layers, the output or the caches.
         *("position_ids", "cache_position", "use_cache", "past_key_values", "return_dict", "training"),
-        *("output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep", "labels"),
-        *("shift_labels",),
+        *("output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep"),
+        *("labels", "shift_labels"),
         *("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "position_embeddings"),
         # Hints for FlashAttention. The packing that they describe is checked for in `find`.
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "deterministic"),
