@@ -14,15 +14,19 @@ the positions that are scored. Logits that are not finite stop the evaluation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from dma_kernels.numerics.formats import TILE
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
+
+from dma_hf import DMAConfig
 
 from .backends import Backend, activate, new_cache, parse_backends
 from .errors import one_line
@@ -81,6 +85,7 @@ class DMALM(HFLM):  # type: ignore[misc]
         if accelerator is not None:  # lm-eval counts processes on GPUs only
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
         self.failure: str | None = None
+        self.pairs = Counter[str]()  # of queries and keys since the last choice of a backend: see ``_pairs``
         self.on_answers: Callable[[int], None] = lambda count: None
         self.use(backend)
 
@@ -102,6 +107,7 @@ class DMALM(HFLM):  # type: ignore[misc]
         activate(self.model, backend)
         self._reader = backend
         self.failure = None
+        self.pairs = Counter[str]()
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
@@ -141,6 +147,7 @@ class DMALM(HFLM):  # type: ignore[misc]
         sequences = [(context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in chunk]
         scored = [len(continuation) for _, _, continuation in chunk]
         longest = max(map(len, sequences))
+        self.pairs += sum((_pairs(len(sequence), self._reader.config) for sequence in sequences), Counter[str]())
         ids, mask = torch.full((len(chunk), longest), PAD), torch.zeros((len(chunk), longest), dtype=torch.int64)
         # A cache stores no padding on its left, and all models read what has none there.
         begins = [longest - len(sequence) if self._reader.reads_cache else 0 for sequence in sequences]
@@ -199,6 +206,16 @@ class _FiniteLogits(LogitsProcessor):  # type: ignore[misc]
         if bool((scores.isnan() | scores.isposinf()).any()):
             raise NonFiniteLogitsError(f"NaN or infinite logits after {input_ids.shape[1]:,} tokens{self._origin_of()}")
         return scores
+
+
+def _pairs(length: int, config: DMAConfig | None) -> Counter[str]:
+    """How many keys the queries of a causal sequence see, and how many of these low tiles hold; windows not counted."""
+    pairs = Counter({"seen": length * (length + 1) // 2})
+    if config is not None:
+        for tile in range(config.sink_tiles + config.diagonal_tiles + 1, -(-length // TILE)):
+            low_tiles = tile - config.diagonal_tiles - config.sink_tiles
+            pairs["low"] += low_tiles * TILE * (min(length, (tile + 1) * TILE) - tile * TILE)
+    return pairs
 
 
 def _answer(log_probs: Tensor, tokens: Sequence[int]) -> tuple[float, bool]:

@@ -36,6 +36,8 @@ WORST_HEADS = 5
 WORST_LAYERS = 5
 IMPLAUSIBLE = 2.0
 """A perplexity below which a text is not prose that a model reads for the first time: a table of contents gave 1.83."""
+TELLING = 0.05
+"""A share of keys in low tiles below which a task is warned of: its prompts are within the band."""
 TASKS_TITLE = "Tasks"
 FIDELITY_TITLE = "Fidelity to SDPA in fp32"
 STRESS_TITLE = "Stress: twins of the model"
@@ -99,6 +101,16 @@ def task_page(section: TaskSection) -> Page:
         for backend in section.backends
         for name, failure in backend.failures.items()
     ] + _fallback_lines(section.backends)
+    largest: dict[str, float] = {}
+    for backend in section.backends:
+        largest |= {name: max(share, largest.get(name, 0)) for name, share in backend.low_share.items()}
+    shares = [f"{name} {_share(share)}" for name, share in largest.items()]
+    short = [f"{name} ({_share(share)})" for name, share in largest.items() if share < TELLING]
+    if any(backend.config for backend in section.backends) and short:
+        warnings.append(
+            f"low tiles held less than {_share(TELLING, 0)} of the keys of {', '.join(short)}: prompts so short say "
+            "next to nothing about them"
+        )
     tables = [_task_summary(section), _task_metrics(section)]
     if section.groups:
         labels = [backend.label for backend in section.backends]
@@ -117,6 +129,7 @@ def task_page(section: TaskSection) -> Page:
         "A star marks an interval without 0. No correction is made for the number of comparisons.",
         "Flips: samples right under one backend and wrong under the other (lost + gained). "
         "p: McNemar's exact test, two-sided.",
+        *([f"Keys that low tiles held: {', '.join(shares)}."] if shares else []),
         *cache_lines(backend.label for backend in section.backends),
     ]
     return Page(TASKS_TITLE, tables, notes, warnings)
@@ -182,6 +195,11 @@ def fidelity_page(section: FidelitySection) -> Page:
     return Page(FIDELITY_TITLE, tables, notes, warnings(tokens))
 
 
+def can_retrieve(section: RetrievalSection) -> bool:
+    """Whether the reference finds anything: where it does not, the others' answers say nothing."""
+    return any(cell.correct for cell in section.backends[0].cells)
+
+
 def retrieval_page(section: RetrievalSection) -> Page:
     """A section on retrieval: one row per backend and length, one column per depth."""
     rows = []
@@ -199,6 +217,8 @@ def retrieval_page(section: RetrievalSection) -> Page:
             )
     headers = ("backend", "tokens", *(f"depth {100 * depth:.0f} %" for depth in section.depths), "loss")
     warnings = [f"{b.label} failed: {b.failure}" for b in section.backends if b.failure is not None]
+    if not can_retrieve(section):
+        warnings.append(f"{section.backends[0].label} finds nothing: the model cannot do this, whatever its attention")
     notes = [
         "Found: the whole answer is the greedy continuation of the prompt. Loss: nats per token of the answer, "
         "mean over depths.",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -28,10 +29,53 @@ from .task_summary import accuracy
 
 DPI = 150
 WIDTH = 11.0  # inches
-# Okabe and Ito's colours, which the colour-blind can tell apart; the reference is grey. Line styles differ as well.
 REFERENCE_COLOR = "#555555"
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-LINES = ("-", "--", "-.", ":")
+COLORS = {
+    "balanced": "#0072B2",
+    "fp4": "#D55E00",
+    "paper": "#009E73",
+    "kv8": "#56B4E9",
+    "kv4": "#CC79A7",
+    "sdpa": "#999999",  # where it is not the reference
+    "sdpa:flash": "#E69F00",
+    "sdpa:cudnn": "#666633",
+    "sdpa:dynamic": "#CCBB44",
+    "flex": "#332288",
+    "fa3": "#882255",
+    "fa3:fp8": "#AA4499",
+    "sage": "#117733",
+    "quanto": "#7A4A1E",
+    "hqq": "#DD9977",
+    "fp8": "#000000",
+}
+"""The colour of every preset and implementation, the same in all plots; the first five are Okabe and Ito's."""
+SAME_AS = {
+    "balanced+int8": "kv8",
+    "balanced+int4": "kv4",
+    "sdpa+static": "sdpa",
+    "sdpa+dynamic": "sdpa:dynamic",
+    "sim_sage": "sage",
+    "sim_fa3_fp8": "fa3:fp8",
+    "sim_fp8_cache": "fp8",
+}
+OTHER_COLORS = ("#44AA99", "#88CCEE", "#AA4466", "#661100", "#6699CC", "#999933")
+"""Of what has none, as TOML files, in the order of the plot."""
+LINES = {
+    "fp4": "--",
+    "paper": "-.",
+    "kv4": "--",
+    "quanto4": "--",
+    "quanto2": ":",
+    "hqq4": "--",
+    "hqq2": ":",
+    "dynamic": "--",
+    "static": "--",
+}
+"""Lines by how a name ends, where that is not solid."""
+BEHIND: dict[str, Any] = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+SQUEEZING = 8.0
+"""An axis whose largest value is so many times the middle one has no linear scale."""
+LEAST_LINEAR = 0.05
 NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": "#333333"}
 GRID: dict[str, Any] = {"color": "#dddddd", "linewidth": 0.8}
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -82,10 +126,11 @@ def _draw_quality(figure: FigureBase, section: PerplexitySection) -> None:
     reference, *others = section.backends
     axes = figure.subplots(1, 3, sharey=True)
     absolute = "" if reference.perplexity is None else f"\n({reference.label}: {reference.perplexity:,.3f})"
-    colors = [color for color, _ in backend_styles(len(section.backends))][1:]
+    colors = [color for color, _ in line_styles(result.label for result in section.backends).values()][1:]
+    axes[0].axvline(0, color=REFERENCE_COLOR, linewidth=1)
     _dots(axes[0], others, colors, lambda r: r.change_percent, lambda v: f"{v:+.2f} %", errors=True)
     axes[0].set_xlabel(f"Change of perplexity, %{absolute}")
-    axes[0].axvline(0, color=REFERENCE_COLOR, linewidth=1)
+    _widen(axes[0], "x", [result.change_percent for result in others])
     _dots(axes[1], others, colors, lambda r: r.kl_mean, format_kl)
     axes[1].set_xlabel(f"KL from {reference.label} per token, nats\n(mean)")
     if all(result.kl_mean is None or result.kl_mean > 0 for result in others):
@@ -123,7 +168,17 @@ def _dots(
             continue
         error = result.change_stderr if errors else None
         ax.errorbar(value, row, xerr=error, fmt="o", color=color, markersize=8, capsize=3, elinewidth=1.5)
-        ax.annotate(text_of(value), (value, row), xytext=(0, 8), ha="center", **NOTE)
+        side, shift = ("left", -4) if value >= 0 else ("right", 4)  # away from the line at zero
+        ax.annotate(text_of(value), (value, row), xytext=(shift, 8), ha=side, bbox=BEHIND, **NOTE)
+
+
+def _widen(ax: Axes, axis: Literal["x", "y"], values: Iterable[float | None]) -> None:
+    """Let an axis of changes be a logarithm beyond the small ones, where one of them would squeeze all others."""
+    sizes = sorted(abs(value) for value in values if value)
+    if sizes and sizes[-1] > SQUEEZING * sizes[len(sizes) // 2]:
+        getattr(ax, f"set_{axis}scale")("symlog", linthresh=max(sizes[len(sizes) // 2], LEAST_LINEAR))
+        formatter = FuncFormatter(lambda value, _: f"{value:g}")
+        getattr(ax, f"{axis}axis").set_major_formatter(formatter)
 
 
 def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
@@ -132,13 +187,21 @@ def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
     axes = figure.subplots(1, 2 if has_kl else 1, squeeze=False)[0]
     edges = section.position_edges
     centers = [(low + high - 1) / 2 for low, high in pairwise(edges)]
-    for result, (color, line) in zip(section.backends, backend_styles(len(section.backends)), strict=True):
+    base = np.array(_gaps(reference.position_nll)) if others and reference.position_nll else np.zeros(len(centers))
+    changes: list[float] = []
+    for result, (color, line) in zip(
+        section.backends, line_styles(result.label for result in section.backends).values(), strict=True
+    ):
         width = 2.4 if result is reference else 1.5
         if result.position_nll:
-            axes[0].plot(centers, _gaps(result.position_nll), line, color=color, linewidth=width, label=result.label)
+            change = np.array(_gaps(result.position_nll)) - base
+            changes += change[np.isfinite(change)].tolist()
+            axes[0].plot(centers, change, line, color=color, linewidth=width, label=result.label)
         if has_kl and result.position_kl and result is not reference:
             axes[1].plot(centers, _gaps(result.position_kl), line, color=color, linewidth=1.5, label=result.label)
-    axes[0].set_ylabel("Loss, nats per token")
+    axes[0].set_ylabel(f"Loss less that of {reference.label}, nats per token" if others else "Loss, nats per token")
+    if others:
+        _widen(axes[0], "y", changes)
     if has_kl:
         axes[1].set_ylabel(f"KL from {reference.label}, nats per token")
         if all(value is None or value > 0 for result in others for value in result.position_kl):
@@ -159,10 +222,28 @@ def legend_below(figure: FigureBase, ax: Axes) -> None:
     figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
-def backend_styles(count: int) -> list[tuple[str, str]]:
-    """Colour and line style of each of ``count`` backends; the reference is the first."""
-    styles = zip(cycle(COLORS), cycle(LINES), strict=False)
-    return [(REFERENCE_COLOR, "-"), *(next(styles) for _ in range(count - 1))]
+def line_styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Colour and line of each label; the reference, which is the first, is grey."""
+    first, *others = dict.fromkeys(labels)
+    rest = cycle(OTHER_COLORS)
+    return {first: (REFERENCE_COLOR, "-")} | {
+        label: (
+            _color(label) or next(rest),
+            next((line for end, line in LINES.items() if _name(label).endswith(end)), "-"),
+        )
+        for label in others
+    }
+
+
+def _name(label: str) -> str:
+    """The name of a backend by itself, without the number or the cache that stand after it."""
+    name = label.partition(" ")[0].removeprefix("dma_mxfp:").removesuffix("+cache")
+    return SAME_AS.get(name, name)
+
+
+def _color(label: str) -> str | None:
+    """The colour of a backend; caches of Transformers share one for all bits, and ours one for all their classes."""
+    return COLORS.get(re.sub(r"^(?:sdpa[:+])?(quanto|hqq|fp8)\d*$|^(kv\d)\+.*$", r"\1\2", _name(label)))
 
 
 def _gaps(values: Sequence[float | None]) -> list[float]:
@@ -186,7 +267,8 @@ def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
     ax = figure.subplots()
     _tidy_rows(ax)
     spread = 0.6
-    for index, (backend, (color, _)) in enumerate(zip(others, backend_styles(len(section.backends))[1:], strict=True)):
+    colors = line_styles(backend.label for backend in section.backends)
+    for index, backend in enumerate(others):
         offset = spread * ((index + 0.5) / len(others) - 0.5)
         for row, (_, metric) in enumerate(rows):
             value = next(value for value in metric.values if value.label == backend.label)
@@ -198,7 +280,7 @@ def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
                 row + offset,
                 xerr=[[max(0.0, center - 100 * value.low)], [max(0.0, 100 * value.high - center)]],
                 fmt=MARKERS[index % len(MARKERS)],
-                color=color,
+                color=colors[backend.label][0],
                 markersize=5,
                 capsize=2,
                 elinewidth=1.3,
@@ -226,20 +308,26 @@ def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
 def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path) -> None:
     """Quality against speed and against memory, one point for each backend and context.
 
-    Those that read through a cache, a tile at a time, are left out: nobody runs a model at that speed.
+    Those that read through a cache, a tile at a time, are lines: nobody runs a model at that speed.
     """
     figure = Figure(figsize=(WIDTH, 4.6), dpi=DPI, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    labels = list(dict.fromkeys(backend.label for section in sections for backend in section.backends))
-    colors = {label: color for label, (color, _) in zip(labels, backend_styles(len(labels)), strict=True)}
-    for index, section in enumerate(sections):
+    colors = line_styles(backend.label for section in sections for backend in section.backends)
+    changes: list[float] = []
+    for index, (section, line) in enumerate(zip(sections, cycle(("--", ":", "-.")), strict=False)):
         for backend in section.backends:
             change = 0.0 if backend is section.backends[0] else backend.change_percent
-            if change is None or reads_cache(backend.label):
+            if change is None:
                 continue
-            style = {"marker": MARKERS[index % len(MARKERS)], "color": colors[backend.label], "s": 55}
+            changes.append(change)
+            color, label = colors[backend.label][0], _point_label(backend, section, sections)
+            if reads_cache(backend.label):
+                left.axhline(change, color=color, linestyle=line, label=label)
+                right.axhline(change, color=color, linestyle=line)
+                continue
+            style = {"marker": MARKERS[index % len(MARKERS)], "color": color, "s": 55}
             if backend.tokens_per_second is not None:
-                left.scatter(backend.tokens_per_second, change, label=_point_label(backend, section, sections), **style)
+                left.scatter(backend.tokens_per_second, change, label=label, **style)
             if backend.peak_memory_bytes is not None:
                 right.scatter(backend.peak_memory_bytes / GIB, change, **style)
     for ax in (left, right):
@@ -249,6 +337,7 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path)
     left.set_xlabel("Tokens per second")
     left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     left.set_ylabel("Change of perplexity, %")
+    _widen(left, "y", changes)
     right.set_xlabel("Peak memory, GiB")
     legend_below(figure, left)
     save(figure, f"{title}: quality against speed and memory", path)
@@ -317,8 +406,8 @@ def plot_stress(section: StressSection, title: str, path: Path) -> None:
     figure = Figure(figsize=(WIDTH, 2.2 + 0.42 * len(measured)), dpi=DPI, layout="constrained")
     ax = figure.subplots()
     _tidy_rows(ax)
-    labels = list(dict.fromkeys(result.label for _, tokens in measured for result in tokens.backends))
-    for index, (label, (color, line)) in enumerate(zip(labels, backend_styles(len(labels)), strict=True)):
+    labels = [result.label for _, tokens in measured for result in tokens.backends]
+    for index, (label, (color, line)) in enumerate(line_styles(labels).items()):
         if index:  # the reference has no divergence from itself
             results = [next((each for each in tokens.backends if each.label == label), None) for _, tokens in measured]
             values = _gaps([None if each is None or not each.kl_mean else each.kl_mean for each in results])

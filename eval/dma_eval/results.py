@@ -195,6 +195,8 @@ class TaskBackend(BackendInfo):
     fallbacks: dict[str, int]
     # Mean over tasks of their first right-or-wrong metric; null without such tasks or if any failed.
     mean_accuracy: float | None
+    # Of the keys that queries saw, those that low tiles held, by the same names; not of generated texts.
+    low_share: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

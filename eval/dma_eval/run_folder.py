@@ -15,7 +15,7 @@ from .errors import UserError, one_line
 from .files import make_folder, slug
 from .markdown import Plot, to_markdown
 from .models import LoadedModel
-from .pages import FIDELITY_TITLE, RETRIEVAL_TITLES, STRESS_TITLE, TASKS_TITLE, perplexity_title
+from .pages import FIDELITY_TITLE, RETRIEVAL_TITLES, STRESS_TITLE, TASKS_TITLE, can_retrieve, perplexity_title
 from .results import SECTIONS, Report, backend_configs, here_and_now, read_report, write_report
 
 RESULTS, PAGE, CONFIGS = "results.json", "report.md", "configs"
@@ -107,7 +107,7 @@ def _plots(report: Report, folder: Path) -> list[Plot]:
         if fidelity.heads:
             caption = "Error of every head's output, each layer given the inputs that SDPA gives it"
             draw(plots.plot_heads, fidelity, "heads.png", caption, FIDELITY_TITLE)
-    for retrieval in report.retrieval:
+    for retrieval in filter(can_retrieve, report.retrieval):
         caption, file = f"Retrieval ({retrieval.kind}) by length and depth", f"retrieval-{retrieval.kind}.png"
         draw(plots.plot_retrieval, retrieval, file, caption, RETRIEVAL_TITLES[retrieval.kind])
     for stress in report.stress:

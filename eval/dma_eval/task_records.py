@@ -48,6 +48,7 @@ class UnitRecord:
     fallbacks: dict[str, int]  # how often something ran with other attention, by reason
     tasks: list[TaskRecord]  # the tasks behind the name
     groups: dict[str, dict[str, float | None]]  # metrics of groups, by group and ``metric,filter``
+    low_share: float | None = None  # of the keys that queries saw, those that low tiles held; null of generated texts
 
 
 def task_record(name: str, results: Mapping[str, Any], task: Any) -> TaskRecord:

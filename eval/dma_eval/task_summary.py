@@ -79,6 +79,7 @@ def _backend(
         **backend.info,
         failures={name: failures[backend.label, name] for name in names if (backend.label, name) in failures},
         seconds={name: record.seconds for name, record in own.items()},
+        low_share={name: record.low_share for name, record in own.items() if record.low_share is not None},
         fallbacks=fallbacks,
         mean_accuracy=float(np.mean(numbers)) if complete else None,
     )

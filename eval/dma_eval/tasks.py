@@ -230,6 +230,7 @@ def _evaluate(lm: DMALM, unit: Mapping[str, Any], backend: Backend, part: TasksP
     if failed is not None:
         raise BackendFailure(failed)
     fallbacks = sum(map(Counter, processes.gathered(dict(dma_hf.fallback_counts()))), Counter[str]())
+    pairs = sum(processes.gathered(lm.pairs), Counter[str]())
     record = None
     if processes.is_main:
         record = UnitRecord(
@@ -237,6 +238,7 @@ def _evaluate(lm: DMALM, unit: Mapping[str, Any], backend: Backend, part: TasksP
             fallbacks=dict(fallbacks),
             tasks=[task_record(name, results, task) for name, task in unit["tasks"].items()],
             groups={name: metric_values(values) for name, values in results.get("groups", {}).items()},
+            low_share=pairs["low"] / pairs["seen"] if pairs["seen"] else None,
         )
     made = processes.from_main(record)
     assert made is not None

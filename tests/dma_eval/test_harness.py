@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from dma_eval.harness import DMALM, BackendFailure
+from dma_eval.harness import DMALM, BackendFailure, _pairs
 from dma_eval.models import LoadedModel
 from dma_eval.processes import Processes
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+
+from dma_hf import DMAConfig
 
 EVAL = Path(__file__).parents[2] / "eval"
 CONTEXT = "the captain said upon the white sea"
@@ -47,6 +49,16 @@ def make(loaded: LoadedModel) -> Callable[..., DMALM]:
 @pytest.fixture
 def hugging_face(loaded: LoadedModel) -> HFLM:
     return HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=4)
+
+
+@pytest.mark.parametrize("length", [1, 128, 384, 385, 700])
+@pytest.mark.parametrize(("diagonal", "sinks"), [(1, 1), (0, 2), (3, 0)])
+def test_pairs_are_those_of_the_rule(length: int, diagonal: int, sinks: int) -> None:
+    query, key = torch.arange(length)[:, None] // 128, torch.arange(length) // 128
+    is_low = (key < query - diagonal) & (key >= sinks)
+    pairs = _pairs(length, DMAConfig(diagonal_tiles=diagonal, sink_tiles=sinks))
+    assert (pairs["low"], pairs["seen"]) == (int(is_low.sum()), length * (length + 1) // 2)
+    assert _pairs(length, None)["low"] == 0
 
 
 class TestScores:

@@ -12,8 +12,9 @@ import pytest
 from dma_eval.errors import UserError
 from dma_eval.markdown import Plot, to_markdown
 from dma_eval.models import LoadedModel
+from dma_eval.names import PRESETS
 from dma_eval.pages import format_bytes, format_kl, table_row, warnings
-from dma_eval.plots import plot_comparison, plot_positions, plot_quality
+from dma_eval.plots import line_styles, plot_comparison, plot_positions, plot_quality
 from dma_eval.results import SCHEMA_VERSION, BackendResult, Generation, PerplexitySection, Report, read_report
 from dma_eval.results import write_report as write
 from dma_eval.run_folder import make_report
@@ -177,6 +178,20 @@ class TestPlots:
             assert 400 <= image.height <= 1650
             colors = image.convert("RGB").getcolors(maxcolors=2**24)
             assert len(colors) > 50, "something is drawn"
+
+    def test_colours_belong_to_names(self) -> None:
+        """In any company, whichever way they are named; and two in one plot never share one."""
+        names = ["sdpa", "sdpa:flash", "flex", "dma_mxfp:mine", "fa3", *(f"dma_mxfp:{name}" for name in PRESETS)]
+        full, few = line_styles(names), line_styles(["sdpa", "dma_mxfp:kv4+cache", "dma_mxfp:balanced #2"])
+        assert len({color for color, _ in full.values()}) == len(names)
+        assert few["dma_mxfp:balanced #2"] == full["dma_mxfp:balanced"]
+        caches = line_styles(
+            ["sdpa", "dma_mxfp:balanced+int4", "dma_mxfp:kv4+dma-static", "sdpa:quanto", "sdpa+quanto2"]
+        )
+        assert caches["dma_mxfp:balanced+int4"] == few["dma_mxfp:kv4+cache"] == full["dma_mxfp:kv4"]
+        assert caches["dma_mxfp:kv4+dma-static"][0] == full["dma_mxfp:kv4"][0]
+        assert caches["sdpa:quanto"][0] == caches["sdpa+quanto2"][0]
+        assert caches["sdpa:quanto"] != caches["sdpa+quanto2"]
 
     def test_of_one_backend(self, section: PerplexitySection, tmp_path: Path) -> None:
         plot_comparison(replace(section, backends=section.backends[:1]), "Alone", tmp_path / "p.png")

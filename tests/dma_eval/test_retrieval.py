@@ -132,5 +132,5 @@ def test_command(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) 
     result = run("retrieval", *arguments)
     assert result.exit_code == 0, result.output
     assert [section.kind for section in read_report(tmp_path / "run/results.json").retrieval] == ["kv", "needle"]
-    assert (tmp_path / "run/retrieval-kv.png").is_file()
-    assert (tmp_path / "run/retrieval-needle.png").is_file()
+    assert not list((tmp_path / "run").glob("retrieval-*.png"))  # a random model finds nothing
+    assert "sdpa finds nothing: the model cannot do this" in " ".join(result.output.split())

@@ -55,7 +55,7 @@ class TestFolder:
     def test_holds_everything(self, report: Report, folder: Path) -> None:
         names = {path.relative_to(folder / "all").as_posix() for path in (folder / "all").rglob("*.*")}
         plots = {"quality-128.png", "positions-128.png", "tradeoff.png", "tasks.png", "fidelity.png", "heads.png"}
-        assert names == {"results.json", "report.md", "configs/paper.toml", "retrieval-kv.png", *plots}
+        assert names == {"results.json", "report.md", "configs/paper.toml", *plots}  # a random model finds nothing
         for plot in plots:
             with Image.open(folder / "all" / plot) as image:
                 assert image.width == 1650

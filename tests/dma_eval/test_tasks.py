@@ -306,7 +306,11 @@ class TestCommand:
         report = read_report(tmp_path / "run/results.json")
         assert report.tasks[0].asked == ["tiny_choice", "tiny_last_word", "tiny_text"]
         assert (tmp_path / "run/tasks.png").is_file()
+        shares = [backend.low_share for backend in report.tasks[0].backends]
+        assert shares == [{"tiny_choice": 0, "tiny_last_word": 0, "tiny_text": 0}] * 2  # prompts are short
         page = (tmp_path / "run/report.md").read_text(encoding="utf-8")
+        assert "Keys that low tiles held: tiny_choice" in page
+        assert "low tiles held less than 5 % of the keys of tiny_choice (" in page
         assert "| tiny_choice, acc | dma_mxfp:balanced |" in page
         assert "](tasks.png)" in page
         assert 'low = "mxint8"' in (tmp_path / "run/configs/balanced.toml").read_text(encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from dma_eval.pages import MISSING, Table
-from dma_eval.plots import COLORS, DPI, LINES, REFERENCE_COLOR, WIDTH, save, tidy
+from dma_eval.plots import DPI, WIDTH, line_styles, save, tidy
 
 from .results import DecodeResult, GenerateResult, LongestContext, PrefillResult, ServeResult, SpeedResult
 
@@ -153,7 +152,7 @@ def plot_prefill(results: Sequence[PrefillResult], title: str, path: Path) -> No
     rows = -(-len(families) // columns)
     figure = Figure(figsize=(WIDTH, PANEL_HEIGHT * rows + 0.6), dpi=DPI, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    styles = _styles(results)
+    styles = line_styles(r.label for r in results)
     for ax, (family, members) in zip(axes, families.items(), strict=False):
         _lines(ax, members, styles, lambda r: r.shape.length, _tflops)
         _dress(ax, family, {r.shape.length for r in members}, "Tokens")
@@ -174,7 +173,7 @@ def plot_generate(results: Sequence[GenerateResult], title: str, path: Path) -> 
     figure = Figure(figsize=(1.5 * WIDTH, 4.2), dpi=DPI, layout="constrained")
     axes = figure.subplots(1, len(panels))
     for ax, (heading, read) in zip(axes, panels.items(), strict=True):
-        _lines(ax, results, _styles(results), lambda r: r.context, read)
+        _lines(ax, results, line_styles(r.label for r in results), lambda r: r.context, read)
         _dress(ax, heading, {r.context for r in results}, "Tokens of context")
     _legend(figure, axes[0])
     save(figure, title, path)
@@ -188,7 +187,7 @@ def plot_serve(results: Sequence[ServeResult], title: str, path: Path) -> None:
         "Milliseconds between tokens": lambda r: r.between_tokens_milliseconds,
         "Most requests at once": lambda r: r.most_at_once,
     }
-    sets, styles = list(dict.fromkeys(r.requests for r in results)), _styles(results)
+    sets, styles = list(dict.fromkeys(r.requests for r in results)), line_styles(r.label for r in results)
     figure = Figure(figsize=(2 * WIDTH, 4.2), dpi=DPI, layout="constrained")
     axes = figure.subplots(1, len(panels))
     for ax, (heading, read) in zip(axes, panels.items(), strict=True):
@@ -215,14 +214,6 @@ def _tflops(result: PrefillResult) -> float | None:
     """Return the TFLOP/s of a call: as a CUDA graph, where that was measured."""
     milliseconds = result.graph_milliseconds or result.milliseconds
     return None if milliseconds is None else result.shape.flops / milliseconds / 1e9
-
-
-def _styles(results: Sequence[SpeedResult]) -> dict[str, tuple[str, str]]:
-    """Colour and line of each label; the reference is the first."""
-    first, *others = dict.fromkeys(result.label for result in results)
-    return {first: (REFERENCE_COLOR, "-")} | dict(
-        zip(others, zip(cycle(COLORS), cycle(LINES), strict=False), strict=False)
-    )
 
 
 def _lines(
