@@ -39,7 +39,8 @@ def test_every_set_is_answered_by_every_backend(results):
         assert 1 <= result.most_at_once <= int(result.requests[0])
         assert result.evicted == 0
         assert result.cache_bytes_per_token == TOKEN_BYTES
-        assert result.cache_tokens >= int(result.requests[0]) * 25
+        assert result.cache_bytes >= int(result.requests[0]) * 25 * TOKEN_BYTES
+        assert result.cache_bytes_per_request == 0
     for one, other in zip(results[::2], results[1::2], strict=True):
         assert (one.speedup, other.speedup) == (1.0, one.seconds / other.seconds)
     assert results[2].tokens_per_second * results[2].seconds == pytest.approx(15)
@@ -62,7 +63,7 @@ def test_a_small_cache_admits_fewer_requests(model):
     gib = 2.5 * 256 * TOKEN_BYTES / (1 << 30)
     (few,) = measure(model, parse_requests(["6x200+20"]), parse_backends(["sdpa"]), seed=0, cache_gib=gib)
     assert few.failure is None
-    assert few.cache_tokens == 512
+    assert few.cache_bytes == 512 * TOKEN_BYTES
     assert few.most_at_once == 2
 
 
@@ -107,6 +108,19 @@ def test_times_of_evicted_requests_are_left_out():
     assert figures["first_token_seconds"] == 0.75
     assert figures["between_tokens_milliseconds"] == 1500
     assert figures["most_at_once"] == 2
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_packed_pages(name, model):
+    (result,) = measure(model, parse_requests(SETS[:1]), parse_backends([f"dma_mxfp+{name}"]), seed=0, cache_gib=0.01)
+    assert result.failure is None
+    assert result.config["cache"] == name
+    assert result.most_at_once == 5
+    assert 0.99 * 0.01 * (1 << 30) < result.cache_bytes <= 1.1 * 0.01 * (1 << 30)
+    assert (
+        result.cache_bytes_per_token < TOKEN_BYTES * {"int8": 0.55, "int4": 0.45}[name]
+    )  # head_dim 16 has much overhead
+    assert result.cache_bytes_per_request >= 4 * 128 * TOKEN_BYTES  # a sink, the band, and tiles being filled
 
 
 @pytest.mark.parametrize(

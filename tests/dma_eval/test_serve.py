@@ -182,16 +182,15 @@ def test_the_model_stays_after_a_reset(client, expected, asked):
 
 
 @pytest.mark.slow
-def test_continuous_batching(folder, expected, question):
-    with (
-        _serving(*_arguments(folder), "--continuous-batching", "--cache-gib", "0.1") as client,
-        ThreadPoolExecutor() as pool,
-    ):
+@pytest.mark.parametrize("suffix", ["", "+int4"])
+def test_continuous_batching(suffix, folder, expected, question):
+    arguments = (*_arguments(folder, suffix), "--continuous-batching", "--cache-gib", 0.1)
+    with _serving(*arguments) as client, ThreadPoolExecutor() as pool:
         body = {"prompt": question, "max_tokens": NEW_TOKENS, "temperature": 0}
         answers = list(pool.map(lambda _: client.post("/v1/completions", **body), range(3)))
         events = client.stream("/v1/completions", **body)
-    assert [answer["choices"][0]["text"] for answer in answers] == [expected[""]] * 3
-    assert "".join(event["choices"][0]["text"] for event in events) == expected[""]
+    assert [answer["choices"][0]["text"] for answer in answers] == [expected[suffix]] * 3
+    assert "".join(event["choices"][0]["text"] for event in events) == expected[suffix]
 
 
 @pytest.mark.parametrize(

@@ -161,8 +161,9 @@ class ServeResult(SpeedResult):
     between_tokens_milliseconds_p99: float | None = None
     most_at_once: int | None = None  # requests that had pages at once; evicted ones counted from when they came back
     evicted: int | None = None  # requests that lost their pages to others, and were computed again
-    cache_bytes_per_token: float | None = None  # of all layers' pages
-    cache_tokens: int | None = None  # that the paged cache has room for
+    cache_bytes: int | None = None  # of the paged cache
+    cache_bytes_per_token: float | None = None  # that a token takes in pages, of all layers
+    cache_bytes_per_request: int | None = None  # that a request takes beside them, whatever its length
     speedup: float | None = None  # ``seconds`` of the set's first over this one's
 
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from dma_eval.backends import Backend, activate, refuse_repeats
-from dma_eval.batching import batching, settings
+from dma_eval.batching import settings
 from dma_eval.errors import UserError, one_line
 
 from .results import ServeResult
@@ -87,16 +87,13 @@ def parse_requests(names: Sequence[str]) -> list[RequestSet]:
     return found
 
 
-def check(
-    model: PreTrainedModel, sets: Sequence[RequestSet], backends: Sequence[Backend], cache_gib: float | None
-) -> None:
+def check(model: PreTrainedModel, sets: Sequence[RequestSet], cache_gib: float | None) -> None:
     """Check that a model has positions for every request, and the paged cache room for a page.
 
     Raises:
         UserError: They have not.
     """
-    for backend in backends:
-        settings(model, backend, cache_gib)
+    settings(model, cache_gib)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for requests in sets:
         if most is not None and requests.longest > most:
@@ -150,7 +147,7 @@ def _measure_one(
     result = ServeResult(label=backend.label, config=backend.info["config"], requests=requests.name)
     drawn = requests.draw(seed, model.config.get_text_config().vocab_size)
     warm = replace(requests, count=WARM_REQUESTS, prompt=(requests.prompt[1],) * 2, new=(WARM_TOKENS,) * 2)
-    config = settings(model, backend, cache_gib)
+    config = settings(model, cache_gib)
     if cache_gib is None and model.device.type == "cpu":  # whose free memory is not for one program
         config.num_blocks = requests.count * (requests.longest // config.page_size + 2)
     hints = WorkloadHints(
@@ -160,28 +157,31 @@ def _measure_one(
     )
     try:
         activate(model, backend)
-        with (
-            batching(model, backend),
-            model.continuous_batching_context_manager(
-                generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
-                continuous_batching_config=config,
-                workload_hints=hints,
-                timeout=STOP_SECONDS,
-            ) as manager,
-        ):
-            cache = manager.batch_processor.cache
-            token_bytes = sum(each.bytes_per_block / each.tokens_per_page for each in cache.cache_allocators.values())
-            result = replace(
-                result,
-                cache_bytes_per_token=token_bytes,
-                cache_tokens=int(cache.num_sectors * cache.bytes_per_sector / token_bytes),
-            )
+        with model.continuous_batching_context_manager(
+            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=config,
+            workload_hints=hints,
+            timeout=STOP_SECONDS,
+        ) as manager:
+            result = replace(result, **_sizes(manager.batch_processor.cache))
             _answer(manager, warm.draw(seed + 1, model.config.get_text_config().vocab_size))
             return replace(result, **_answer(manager, drawn))
     except torch.OutOfMemoryError as error:
         return replace(result, failure=f"out of memory: {one_line(error)}")
     except _FAILURES as error:
         return replace(result, failure=one_line(error))
+
+
+def _sizes(cache: PagedAttentionCache) -> dict[str, Any]:
+    """Return what a paged cache takes: together, for a token, and for a request whatever its length."""
+    allocators = cache.cache_allocators.values()
+    slots = [each for each in allocators if getattr(each, "has_one", False)]  # of packed pages
+    pages = [each for each in allocators if each not in slots]
+    return {
+        "cache_bytes": cache.num_sectors * cache.bytes_per_sector,
+        "cache_bytes_per_token": sum(each.bytes_per_block / each.tokens_per_page for each in pages),
+        "cache_bytes_per_request": sum(each.bytes_per_block for each in slots),
+    }
 
 
 def _answer(manager: ContinuousBatchingManager, requests: Sequence[Request]) -> dict[str, Any]:

@@ -101,19 +101,8 @@ def generate_tables(results: Sequence[GenerateResult], longest: Sequence[Longest
 
 def serve_tables(results: Sequence[ServeResult], title: str) -> list[Table]:
     """Return the table of all runs."""
-    headers = (
-        "requests",
-        "backend",
-        "tokens/s",
-        "speed",
-        "first",
-        "99 %",
-        "between",
-        "99 %",
-        "at once",
-        "evicted",
-        "per token",
-    )
+    headers = ["requests", "backend", "tokens/s", "speed", "first", "99 %", "between", "99 %"]
+    headers += ["at once", "evicted", "per token", "per request"]
     rows = [
         [
             result.requests,
@@ -127,10 +116,11 @@ def serve_tables(results: Sequence[ServeResult], title: str) -> list[Table]:
             _number(result.most_at_once, ",.0f"),
             _number(result.evicted, ",.0f"),
             _number(result.cache_bytes_per_token, ",.1f", " KiB", factor=1 / 1024),
+            _number(result.cache_bytes_per_request, ",.1f", " MiB", factor=1 / (1 << 20)),
         ]
         for result in results
     ]
-    return [Table(headers, rows, title)]
+    return [Table(tuple(headers), rows, title)]
 
 
 def failures(results: Sequence[Result], place: Callable[[Result], object]) -> list[str]:

@@ -60,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
     Transformers' continuous batching answers them, as in `generate_batch` and `dma-hf serve --continuous-batching`.
     With random weights the speed is that of trained ones. Two requests that are not counted come before each run. In
     the table, "first" is the time to a request's first token, its waiting counted, and "between" that between two of
-    its tokens, both as median and 99th percentile; "at once" are the most requests that had pages at the same time, and
-    "per token" is what pages take. The JSON file is written after every run, so that an interruption keeps what there
-    is. Exit code 1 if no backend answered some set of requests, 2 for invalid input.
+    its tokens, both as median and 99th percentile; "at once" are the most requests that had pages at the same time;
+    "per token" is what it takes in pages, and "per request" what a request takes beside them. The JSON file is written
+    after every run, so that an interruption keeps what there is. Exit code 1 if no backend answered some set of
+    requests, 2 for invalid input.
     """
     options.prepare_files(args)
     check_names(args.attn)
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     device, dtype, facts = look(args)
     sets = serve.parse_requests(args.requests or (REQUESTS if device.type == "cuda" else CPU_REQUESTS))
     model = make_model(args, device, dtype)
-    serve.check(model, sets, backends, args.cache_gib)
+    serve.check(model, sets, args.cache_gib)
     text = model.config.get_text_config()
     name, layers = args.model or args.shape or DEFAULT_SHAPE, text.num_hidden_layers
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
 from importlib.util import find_spec
 
 from rich.markup import escape
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--cache-gib is for --continuous-batching; without it a cache grows with its request")
     with console.starting():
         from dma_eval.backends import activate, parse_backends
-        from dma_eval.batching import batching, settings
+        from dma_eval.batching import settings
         from dma_eval.environment import need_transformers
         from dma_eval.models import parse_source
 
@@ -81,7 +80,6 @@ def run(args: argparse.Namespace) -> int:
         host = f"[{args.host}]" if ":" in args.host else args.host
         address = f"http://{host}:{listener.getsockname()[1]}/v1"
         console.print_line(f"Serving {escape(args.model)} with {escape(backend.label)} at {address}")
-        with batching(loaded.model, backend) if args.continuous_batching else nullcontext():
-            batches = settings(loaded.model, backend, args.cache_gib) if args.continuous_batching else None
-            serve(loaded, listener, batches, log_level=args.log_level)
+        batches = settings(loaded.model, args.cache_gib) if args.continuous_batching else None
+        serve(loaded, listener, batches, log_level=args.log_level)
     return 0
