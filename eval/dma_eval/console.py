@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -45,6 +46,12 @@ def print_note(message: str) -> None:
 def print_line(markup: str) -> None:
     """Show a line of results; as for errors, no breaks are put into it where there is no screen."""
     out.print(markup, soft_wrap=not out.is_terminal, highlight=False)
+
+
+def print_wrote(*files: object, folder: Path | None = None) -> None:
+    """Show which files were written, those in ``folder`` by names relative to it."""
+    where = "" if folder is None else f" to {folder}/"
+    print_line(escape(f"Wrote {', '.join(map(str, files))}{where}"))
 
 
 def print_plain(text: str) -> None:

@@ -29,15 +29,6 @@ def script() -> Iterator[ModuleType]:
         yield importlib.import_module("train_demo_model")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are small: on a busy machine, threads would mostly wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def assets() -> Path:
     return Path(str(resources.files("dma_eval"))) / "assets"

@@ -109,9 +109,12 @@ def test_more_heads_than_an_axis_of_a_grid_takes(recipe: str, sizes: tuple[int, 
     assert relative_error(out[-1:, -8:], attention(*few, RECIPES[recipe], **options)) < 0.01
 
 
-def test_cuda_graph_replays_with_new_inputs() -> None:
-    inputs = random_qkv(q_heads=4, kv_heads=2, q_len=512, kv_len=512, dtype=torch.bfloat16, device="cuda")
-    other = random_qkv(q_heads=4, kv_heads=2, q_len=512, kv_len=512, dtype=torch.bfloat16, device="cuda", seed=1)
+@pytest.mark.parametrize("length", [512, 16_400])  # on Hopper the second takes the kernel for long prompts
+def test_cuda_graph_replays_with_new_inputs(length: int) -> None:
+    inputs, other = (
+        random_qkv(q_heads=16, kv_heads=4, q_len=length, kv_len=length, dtype=torch.bfloat16, device="cuda", seed=seed)
+        for seed in (0, 1)
+    )
     expected = attention(*other, RECIPES["int8"], backend="triton")
     attention(*inputs, RECIPES["int8"], backend="triton")
     torch.cuda.synchronize()

@@ -194,22 +194,4 @@ def test_runs_are_equal_to_the_bit_and_are_repeated(launches: list[str]) -> None
     del poison  # the allocator hands this memory to the outputs
     for _ in range(5):
         assert torch.equal(attention(*qkv, RECIPES["int8"], backend="triton"), first)
-    assert len(launches) == 2  # the second is recorded, and those behind it repeat it
-
-
-def test_cuda_graph_replays_with_new_inputs(launches: list[str]) -> None:
-    sizes: dict[str, Any] = {"q_len": 900, "kv_len": 900, **HEADS}
-    inputs = random_qkv(**sizes, dtype=torch.bfloat16, device="cuda")
-    other = random_qkv(**sizes, dtype=torch.bfloat16, device="cuda", seed=1)
-    expected = attention(*other, RECIPES["int8"], backend="triton")
-    attention(*inputs, RECIPES["int8"], backend="triton")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention(*inputs, RECIPES["int8"], backend="triton")
-    for old, new in zip(inputs, other, strict=True):
-        old.copy_(new)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(out, expected)
-    assert launches
+    assert len(launches) == 2  # the second is recorded, and those after it repeat it

@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.markup import escape
-
 from dma_eval import console
 from dma_eval.commands import options
 from dma_eval.errors import UserError
@@ -67,7 +65,7 @@ def finish(
         console.print_warning(line)
     for path in (args.json, getattr(args, "plot", None)):
         if path is not None:
-            console.print_line(f"Wrote {escape(str(path))}")
+            console.print_wrote(path)
     ran = {place(result) for result in results if result.failure is None}
     return 0 if all(place(result) in ran for result in results) else console.FAILED
 

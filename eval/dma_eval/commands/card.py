@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     card = make_card(read_run(args.run), **chosen)
     if args.out is not None:
         args.out.write_text(str(card), encoding="utf-8")
-        console.print_line(f"Wrote {escape(str(args.out))}")
+        console.print_wrote(args.out)
     if args.push is None:
         if args.out is None:
             console.print_plain(str(card))

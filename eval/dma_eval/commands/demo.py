@@ -7,8 +7,6 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from rich.markup import escape
-
 from dma_eval import console
 from dma_eval.commands import options
 from dma_eval.errors import UserError
@@ -69,5 +67,6 @@ def run(args: argparse.Namespace) -> int:
     console.print_generations(generations)
     report = make_report(loaded, command=console.command_line(), seed=0, perplexity=[section], generations=generations)
     files = write_run(report, args.out)
-    console.print_line(f"\nWrote {escape(', '.join(files))} to {escape(str(args.out))}/")
+    console.print_line("")
+    console.print_wrote(*files, folder=args.out)
     return console.FAILED if any(result.failure is not None for result in section.backends) else 0

@@ -7,8 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
-
 from dma_eval import console
 from dma_eval.commands import options
 from dma_eval.commands.measuring import join, load
@@ -68,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         first, then = (max(each.ratio for each in ranges[index]) for ranges in (before, after))
         console.print_line(f"Largest {of} channel by the median one: {first:,.1f} before, {then:,.1f} after")
     save(loaded.model, loaded.tokenizer, args.out)
-    console.print_line(f"Wrote the model to {escape(str(args.out))}/")
+    console.print_wrote("the model", folder=args.out)
     return 0
 
 

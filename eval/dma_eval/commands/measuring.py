@@ -85,7 +85,7 @@ def measure(
     if processes.is_main:
         also(report)
         if args.out is not None:
-            console.print_line(f"Wrote {escape(', '.join(write_run(report, args.out)))} to {escape(str(args.out))}/")
+            console.print_wrote(*write_run(report, args.out), folder=args.out)
     leave_processes()
     if run.is_interrupted:
         return console.INTERRUPTED

@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from dma_eval import console
 from dma_eval.commands import options
 from dma_eval.commands.measuring import measure
@@ -62,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             plots = [] if args.plot is None else [Plot("Comparison of the backends", link(args.plot, args.markdown))]
             args.markdown.write_text(to_markdown(report, plots), encoding="utf-8")
         for path in files:
-            console.print_line(f"Wrote {escape(str(path))}")
+            console.print_wrote(path)
 
     return measure(args, Suite(name="ppl", perplexity=part), also=write)
 

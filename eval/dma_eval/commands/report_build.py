@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.markup import escape
-
 from dma_eval import console
 from dma_eval.commands import options
 from dma_eval.errors import UserError
@@ -31,5 +29,5 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--out: say which folder the report goes to")
     folder = args.out or args.runs[0]
     files = write_run(merge([read_run(path) for path in args.runs]), folder)
-    console.print_line(f"Wrote {escape(', '.join(files))} to {escape(str(folder))}/")
+    console.print_wrote(*files, folder=folder)
     return 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.markup import escape
-
 from dma_eval import console
 from dma_eval.commands import options
 
@@ -34,5 +32,5 @@ def run(args: argparse.Namespace) -> int:
     console.print_page(page)
     if args.markdown is not None:
         args.markdown.write_text(page_to_markdown(page), encoding="utf-8")
-        console.print_line(f"Wrote {escape(str(args.markdown))}")
+        console.print_wrote(args.markdown)
     return 0
