@@ -92,7 +92,7 @@ def test_requests_that_are_evicted_come_again(families, parts):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4")
     outputs = _generate(model, _prompts([250, 120, 380, 100]), 300, num_blocks=14, page_size=128, safety_margin=0.0)
-    assert any(calls[1:].count((0, length)) for calls in parts.values() for past, length in calls[1:] if past == 0)
+    assert any(past == 0 for calls in parts.values() for past, _ in calls[1:])
     _assert_as_alone(model, outputs, parts)
 
 
@@ -154,3 +154,36 @@ def test_a_manager_that_is_kept(families, parts):
     cache.pool.try_to_free_sectors()
     assert cache.pool.num_free_sectors == cache.num_sectors
     model.destroy_cached_continuous_batching_manager()
+
+
+@pytest.mark.slow
+def test_many_short_requests(families, parts):
+    """Cancellations, and memory for so few that some are evicted: nothing is left behind, and no token is wrong."""
+    count = 1000
+    model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
+    dma_hf.configure(model, "balanced", cache="int4")
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(100, 128, (count,), generator=generator).tolist()
+    new_tokens = torch.randint(1, 20, (count,), generator=generator).tolist()
+    cancelled = [str(index) for index in torch.randperm(count, generator=generator)[: count // 10].tolist()]
+    settings = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0, bos_token_id=1)
+    # A slot weighs as much as 14 pages: 14 requests of one page each leave none for the second.
+    batching = ContinuousBatchingConfig(num_blocks=60, page_size=128, safety_margin=0.0)
+    outputs = {}
+    with model.continuous_batching_context_manager(settings, continuous_batching_config=batching) as manager:
+        for index, prompt in enumerate(_prompts(lengths)):
+            manager.add_request(prompt, request_id=str(index), max_new_tokens=new_tokens[index])
+        cache = manager.batch_processor.cache
+        while len(outputs.keys() | set(cancelled)) < count:
+            output = manager.get_result(timeout=10)
+            assert output is not None, "nothing came in 10 seconds"
+            outputs[output.request_id] = output
+            if len(outputs) % 5 == 0 and len(outputs) // 5 < len(cancelled):
+                manager.cancel_request(cancelled[len(outputs) // 5])
+    assert [output.error for output in outputs.values()] == [None] * len(outputs)
+    assert len(outputs) < count
+    assert any(past == 0 for calls in parts.values() for past, _ in calls[1:])
+    assert not any(allocator.block_table for allocator in cache.cache_allocators.values())
+    cache.pool.try_to_free_sectors()
+    assert cache.pool.num_free_sectors == cache.num_sectors
+    _assert_as_alone(model, outputs, parts)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parallel_worker import compute, token_ids
+from parallel_worker import batched, compute, token_ids
 from transformers import AutoModelForCausalLM
 
 import dma_hf
@@ -52,6 +52,14 @@ def test_tensor_parallel(saved_model, tmp_path):
         error = (result["logits"] - expected["logits"]).norm() / expected["logits"].norm()
         assert error < 1e-4  # sums in another order, and the codes that they tip over
         assert torch.equal(result["tokens"], expected["tokens"])
+
+
+@pytest.mark.slow
+def test_continuous_batching(saved_model, tmp_path):
+    ranks = _launch(saved_model, tmp_path, "batch")
+    expected = batched(AutoModelForCausalLM.from_pretrained(saved_model, attn_implementation=dma_hf.NAME))
+    for result in ranks:
+        assert torch.equal(result["tokens"], expected)
 
 
 @pytest.mark.slow
