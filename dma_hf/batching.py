@@ -44,12 +44,19 @@ class InitContinuousBatching:
         """Return a manager; arguments are those of the class's own ``init_continuous_batching``.
 
         Raises:
-            RuntimeError: Packed pages need a newer Transformers.
+            RuntimeError: Packed pages need a newer Transformers; or a manager was kept that has another cache.
             ValueError: The model has layers that packed pages do not hold.
         """
         model = self.model
-        is_kept = getattr(model, "_cached_continuous_batching_manager", None) is not None
-        if is_kept or not is_dma(str(model.config._attn_implementation)) or not _has_sectors():
+        kept = getattr(model, "_cached_continuous_batching_manager", None)
+        cache = settings_of(model.config.get_text_config(decoder=True)).cache
+        other = getattr(kept, "cache_format", cache)
+        if other != cache:
+            raise RuntimeError(
+                f"a manager was kept whose pages are cache={other!r}, and the model is set to cache={cache!r} now; "
+                "call model.destroy_cached_continuous_batching_manager() first"
+            )
+        if kept is not None or not is_dma(str(model.config._attn_implementation)) or not _has_sectors():
             refuse_packed_pages(model)
             given = {"continuous_batching_config": continuous_batching_config, "workload_hints": workload_hints}
             others |= {name: each for name, each in given.items() if each is not None}

@@ -355,7 +355,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
                     start=starts[0],
                     tokens=tokens,
                     is_first=past == 0,
-                    positions=numbers[:, 1],
+                    positions=numbers[:, 1].contiguous(),
                     pages=numbers[:, 2:].contiguous(),
                     slots=numbers[:, 0].contiguous(),
                 )
@@ -412,16 +412,15 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
         hints: Any = None,
     ) -> None:
         decoder = model.config.get_text_config(decoder=True)
-        self.is_packed = settings_of(decoder).cache is not None
-        if self.is_packed:
+        self.cache_format = settings_of(decoder).cache
+        if self.cache_format is not None:
             check_layers(decoder)
         self._names: list[tuple[PreTrainedConfig, str]] = []
         batching = copy.deepcopy(batching)
         blocks = batching.max_blocks_per_request
-        batching.max_blocks_per_request = (
-            None if self.is_packed else blocks
-        )  # it would look for FlashAttention's kernel
-        if not self.is_packed and batching.use_cuda_graph is None:
+        if self.cache_format is not None:
+            batching.max_blocks_per_request = None  # it would be taken for a wish for FlashAttention's kernel
+        elif batching.use_cuda_graph is None:
             batching.use_cuda_graph = False  # lengths are needed on the host
         try:
             super().__init__(model, generation_config, batching, hints)
@@ -429,7 +428,7 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
             self._restore_names()
             raise
         resolved = self.continuous_batching_config
-        if self.is_packed:
+        if self.cache_format is not None:
             if blocks is None:
                 longest = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
                 blocks = math.ceil(longest / TILE) + 1 if longest else DEFAULT_BLOCKS
@@ -460,7 +459,7 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
         self._restore_names()
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
-        if not self.is_packed or isinstance(self.batch_processor, ContinuousBatchProcessor):
+        if self.cache_format is None or isinstance(self.batch_processor, ContinuousBatchProcessor):
             return super()._create_batch_processor()
         model, resolved = self.model, self.continuous_batching_config
         slices_logits = getattr(model, "_supports_logits_to_keep", None)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import pytest
 import torch
+from batched_parts import assert_as_alone, note_parts
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf
-from dma_hf.packed_pages import PackedPagedCache
 
 formats = pytest.mark.parametrize("format", ["int8", "int4"])
 LENGTHS = (5, 300, 17, 140, 300, 128)  # less than a tile, whole ones, more than two
@@ -22,21 +20,8 @@ def _prompts(lengths, seed=0):
 
 @pytest.fixture
 def parts(monkeypatch):
-    """How each request was computed: of its calls, the tokens before and the new ones."""
-    found = defaultdict(list)
-
-    def note(name):
-        original = getattr(PackedPagedCache, name)
-
-        def noted(self, request_id, past_length, query_length, *others):
-            found[request_id].append((past_length, query_length))
-            original(self, request_id, past_length, query_length, *others)
-
-        monkeypatch.setattr(PackedPagedCache, name, noted)
-
-    note("fill_block_table")
-    note("extend_read_and_write_indices")
-    return found
+    """How each request was computed."""
+    return note_parts(monkeypatch)
 
 
 def _generate(model, prompts, new_tokens, **options):
@@ -47,25 +32,6 @@ def _generate(model, prompts, new_tokens, **options):
     return outputs
 
 
-@torch.no_grad()
-def _assert_as_alone(model, outputs, parts):
-    """Give each request's tokens to the model in the same parts: it must choose the tokens that were generated."""
-    for name, output in outputs.items():
-        tokens = torch.tensor([output.prompt_ids + output.generated_tokens])
-        known = 0
-        for past, length in parts[name]:
-            if past == 0:  # at the start, and again after an eviction
-                cache = dma_hf.DMACache(model.config)
-            assert past == cache.get_seq_length()
-            logits = model(tokens[:, past : past + length], past_key_values=cache).logits[0, -1].double()
-            end = past + length
-            if len(output.prompt_ids) <= end < tokens.shape[1]:
-                below_best = logits.max() - logits[tokens[0, end]]
-                assert below_best < 1e-5, f"{name}: token {end} of {tokens.shape[1]} is {below_best:.2g} below the best"
-                known += end >= len(output.prompt_ids)
-        assert known >= len(output.generated_tokens)
-
-
 @formats
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_requests_of_many_lengths(format, family, families, parts):
@@ -74,7 +40,7 @@ def test_requests_of_many_lengths(format, family, families, parts):
     dma_hf.configure(model, "balanced", cache=format)
     outputs = _generate(model, _prompts(LENGTHS), 40, max_requests_per_batch=4, num_blocks=60)
     assert all(len(output.generated_tokens) == 40 for output in outputs.values())
-    _assert_as_alone(model, outputs, parts)
+    assert_as_alone(model, outputs, parts)
     assert model.config._attn_implementation == dma_hf.NAME
 
 
@@ -84,7 +50,7 @@ def test_prompts_in_chunks(families, parts):
     dma_hf.configure(model, "balanced", cache="int4")
     outputs = _generate(model, _prompts(LENGTHS), 12, max_batch_tokens=100, num_blocks=60, max_blocks_per_request=2)
     assert any(past > 0 and length > 1 for calls in parts.values() for past, length in calls)
-    _assert_as_alone(model, outputs, parts)
+    assert_as_alone(model, outputs, parts)
 
 
 def test_requests_that_are_evicted_come_again(families, parts):
@@ -93,7 +59,7 @@ def test_requests_that_are_evicted_come_again(families, parts):
     dma_hf.configure(model, "balanced", cache="int4")
     outputs = _generate(model, _prompts([250, 120, 380, 100]), 300, num_blocks=14, page_size=128, safety_margin=0.0)
     assert any(past == 0 for calls in parts.values() for past, _ in calls[1:])
-    _assert_as_alone(model, outputs, parts)
+    assert_as_alone(model, outputs, parts)
 
 
 def test_requests_that_share_a_prompt_are_apart(families, parts):
@@ -103,7 +69,7 @@ def test_requests_that_share_a_prompt_are_apart(families, parts):
     (prefix,) = _prompts([256])
     outputs = _generate(model, [[*prefix, 5], [*prefix, 6], prefix], 10, num_blocks=40, max_requests_per_batch=1)
     assert {calls[0][0] for calls in parts.values()} == {0}
-    _assert_as_alone(model, outputs, parts)
+    assert_as_alone(model, outputs, parts)
 
 
 def test_several_sequences_of_one_prompt(families, parts):
@@ -119,7 +85,7 @@ def test_several_sequences_of_one_prompt(families, parts):
     for name in outputs:
         if "child" in name:
             parts[name] = [call for call in parent if call[0] < parts[name][0][0]] + parts[name]
-    _assert_as_alone(model, outputs, parts)
+    assert_as_alone(model, outputs, parts)
 
 
 def test_refusals(families):
@@ -149,7 +115,10 @@ def test_a_manager_that_is_kept(families, parts):
             persistent_manager=True,
         )
         assert model.config._attn_implementation == dma_hf.NAME
-        _assert_as_alone(model, outputs, parts)
+        assert_as_alone(model, outputs, parts)
+    dma_hf.configure(model, cache="int8")
+    with pytest.raises(RuntimeError, match=r"a manager was kept whose pages are cache='int4', and the model is set to"):
+        model.generate_batch(_prompts([9]))
     cache = model._cached_continuous_batching_manager.batch_processor.cache
     cache.pool.try_to_free_sectors()
     assert cache.pool.num_free_sectors == cache.num_sectors
@@ -186,4 +155,4 @@ def test_many_short_requests(families, parts):
     assert not any(allocator.block_table for allocator in cache.cache_allocators.values())
     cache.pool.try_to_free_sectors()
     assert cache.pool.num_free_sectors == cache.num_sectors
-    _assert_as_alone(model, outputs, parts)
+    assert_as_alone(model, outputs, parts)
