@@ -95,15 +95,8 @@ def tokenize(tokenizer: Any, text: str) -> Tensor:
 
 def describe_text(text: Text, input_ids: Tensor) -> DataInfo:
     """Facts about a text and its tokens."""
-    return DataInfo(
-        name=text.name,
-        config=text.config,
-        split=text.split,
-        column=text.column,
-        sha256=text.sha256,
-        characters=len(text.content),
-        tokens=len(input_ids),
-    )
+    facts: dict[str, Any] = {name: getattr(text, name) for name in ("name", "config", "split", "column", "sha256")}
+    return DataInfo(**facts, characters=len(text.content), tokens=len(input_ids))
 
 
 def make_windows(

@@ -103,19 +103,22 @@ def task_page(section: TaskSection) -> Page:
     ] + _fallback_lines(section.backends)
     largest: dict[str, float] = {}
     for backend in section.backends:
-        largest |= {name: max(share, largest.get(name, 0)) for name, share in backend.low_share.items()}
-    shares = [f"{name} {_share(share)}" for name, share in largest.items()]
-    short = [f"{name} ({_share(share)})" for name, share in largest.items() if share < TELLING]
+        largest |= {name: max(held, largest.get(name, 0)) for name, held in backend.low_share.items()}
+    shares = [f"{name} {share(held)}" for name, held in largest.items()]
+    short = [f"{name} ({share(held)})" for name, held in largest.items() if held < TELLING]
     if any(backend.config for backend in section.backends) and short:
         warnings.append(
-            f"low tiles held less than {_share(TELLING, 0)} of the keys of {', '.join(short)}: prompts so short say "
+            f"low tiles held less than {share(TELLING, '.0f')} of the keys of {', '.join(short)}: prompts so short say "
             "next to nothing about them"
         )
     tables = [_task_summary(section), _task_metrics(section)]
     if section.groups:
         labels = [backend.label for backend in section.backends]
         rows = [
-            [f"{group.group}, {group.metric.partition(',')[0]}", *(_number(group.values[label]) for label in labels)]
+            [
+                f"{group.group}, {group.metric.partition(',')[0]}",
+                *(number(group.values[label], ".4f") for label in labels),
+            ]
             for group in section.groups
         ]
         tables.append(Table(("group", *labels), rows, "Groups, as lm-eval aggregates them"))
@@ -125,7 +128,7 @@ def task_page(section: TaskSection) -> Page:
         + (f"; {section.processes} processes" if section.processes > 1 else "")
         + ("; with the model's chat template." if section.chat_template else "."),
         f"Differences are paired, sample by sample, against `{section.backends[0].label}`; in brackets the "
-        f"{_share(section.confidence, 0)} interval of a bootstrap of {section.resamples:,} resamples. "
+        f"{share(section.confidence, '.0f')} interval of a bootstrap of {section.resamples:,} resamples. "
         "A star marks an interval without 0. No correction is made for the number of comparisons.",
         "Flips: samples right under one backend and wrong under the other (lost + gained). "
         "p: McNemar's exact test, two-sided.",
@@ -146,7 +149,10 @@ def fidelity_page(section: FidelitySection) -> Page:
     edges = section.bucket_edges
     headers = ("position", *(f"{low:,}–{high - 1:,}" for low, high in pairwise(edges)))
     nothing = [None] * (len(edges) - 1)  # of a failed backend
-    rows = [[label, *map(_percent, changes or nothing)] for label, changes in section.bucket_change.items()]
+    rows = [
+        [label, *(number(change, "+.2f", " %") for change in changes or nothing)]
+        for label, changes in section.bucket_change.items()
+    ]
     tables.append(Table(headers, rows, "Change of perplexity by position in the window"))
     if section.heads:
         rows = []
@@ -155,8 +161,8 @@ def fidelity_page(section: FidelitySection) -> Page:
             worst = np.argsort(errors, axis=None)[::-1][:WORST_HEADS]
             where = [np.unravel_index(int(index), errors.shape) for index in worst]
             cosine = np.array(heads.cosine)
-            listed = ", ".join(f"{layer}.{head} ({_share(errors[layer, head])})" for layer, head in where)
-            middle, largest = _share(float(np.median(errors)), 3), _share(errors.max())
+            listed = ", ".join(f"{layer}.{head} ({share(errors[layer, head])})" for layer, head in where)
+            middle, largest = share(float(np.median(errors)), ".3f"), share(errors.max())
             rows.append([heads.label, middle, largest, f"{cosine.min():.5f}", listed])
         tables.append(
             Table(
@@ -243,7 +249,7 @@ def stress_page(section: StressSection) -> Page:
     kl, change = [], []
     for twin, tokens in measured:
         results = {result.label: result for result in tokens.backends}
-        ratios = (MISSING if ratio is None else f"{ratio:,.1f}" for ratio in (twin.key_ratio, twin.query_ratio))
+        ratios = (number(ratio, ",.1f") for ratio in (twin.key_ratio, twin.query_ratio))
         kl.append([twin.name, *ratios, *(format_kl(results[label].kl_mean) for label in labels)])
         change.append([twin.name, *(table_row(results[label])[2] for label in labels)])
     tables += [
@@ -297,13 +303,23 @@ def table_row(result: BackendResult) -> list[str]:
         return [result.label, "failed", *[MISSING] * (len(HEADERS) - 2)]
     return [
         result.label,
-        MISSING if result.perplexity is None else f"{result.perplexity:,.3f}",
+        number(result.perplexity, ",.3f"),
         MISSING if result.change_percent is None else f"{result.change_percent:+.2f} % ± {result.change_stderr:.2f}",
         format_kl(result.kl_mean),
-        MISSING if result.top1_agreement is None else f"{100 * result.top1_agreement:.2f} %",
-        MISSING if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}",
+        share(result.top1_agreement),
+        number(result.tokens_per_second, ",.0f"),
         format_bytes(result.peak_memory_bytes),
     ]
+
+
+def number(value: float | None, form: str, unit: str = "", *, factor: float = 1.0) -> str:
+    """A number times ``factor`` with its unit, or the mark of one that is missing."""
+    return MISSING if value is None else format(value * factor, form) + unit
+
+
+def share(value: float | None, form: str = ".2f") -> str:
+    """A share in percent."""
+    return number(value, form, " %", factor=100)
 
 
 def format_kl(value: float | None) -> str:
@@ -358,9 +374,9 @@ def _task_summary(section: TaskSection) -> Table:
         rows.append(
             [
                 backend.label,
-                MISSING if mean is None else _share(mean),
+                share(mean),
                 f"{100 * (mean - base):+.2f}" if is_other and mean is not None and base is not None else MISSING,
-                _share(sum(flips) / asked) if asked else MISSING,
+                share(sum(flips) / asked if asked else None),
                 (", ".join(drops) or "none") if is_other and pairs else MISSING,
                 f"{sum(backend.seconds.values()):,.1f}",
             ]
@@ -382,10 +398,10 @@ def _task_metrics(section: TaskSection) -> Table:
                         f"{task.name}, {metric.name}{suffix}",
                         value.label,
                         f"{task.samples:,}",
-                        _value(value.value, metric),
+                        share(value.value) if metric.right_or_wrong else number(value.value, ",.4g"),
                         _difference(value, metric),
                         flips,
-                        MISSING if value.mcnemar_p is None else f"{value.mcnemar_p:.3f}",
+                        number(value.mcnemar_p, ".3f"),
                     ]
                 )
     return Table(("task, metric", "backend", "samples", "value", "difference [95 %]", "flips", "p"), rows)
@@ -399,12 +415,6 @@ def _verdict(metric: MetricResult, value: MetricValue) -> int:
     return 1 if rises == (metric.higher_is_better is not False) else -1
 
 
-def _value(value: float | None, metric: MetricResult) -> str:
-    if value is None:
-        return MISSING
-    return _share(value) if metric.right_or_wrong else f"{value:,.4g}"
-
-
 def _difference(value: MetricValue, metric: MetricResult) -> str:
     if value.difference is None:
         return MISSING
@@ -414,18 +424,6 @@ def _difference(value: MetricValue, metric: MetricResult) -> str:
         return text
     star = "*" if _verdict(metric, value) else ""
     return f"{text} [{format(scale * value.low, digits)}, {format(scale * value.high, digits)}]{star}"
-
-
-def _number(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.4f}"
-
-
-def _share(value: float, digits: int = 2) -> str:
-    return f"{100 * value:.{digits}f} %"
-
-
-def _percent(value: float | None) -> str:
-    return MISSING if value is None else f"{value:+.2f} %"
 
 
 _PAGES: dict[type[Any], Callable[[Any], Page]] = {

@@ -63,7 +63,11 @@ def measure_retrieval(session: Session, kind: str, text: Text | None, part: Retr
     loaded, processes = session.loaded, session.processes
     lengths = sorted(set(part.lengths)) or default_lengths(loaded.max_context)
     depths = sorted(set(part.depths))
-    _check(kind, text, lengths, depths, part.samples, loaded.max_context)
+    if kind not in KINDS:
+        raise UserError(f"--kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    if kind == "needle" and text is None:
+        raise UserError("--data: needles need a text to be hidden in; name one")
+    _check(part, lengths, depths, loaded.max_context)
     for backend in session.backends:
         activate(loaded.model, backend)
     prompts = _Prompts(loaded.tokenizer, kind, text, lengths[-1])
@@ -188,21 +192,10 @@ def _ask(model: PreTrainedModel, backend: Backend, prompts: Sequence[Prompt]) ->
     return correct, sum(losses) / len(losses)
 
 
-def _check(
-    kind: str,
-    text: Text | None,
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    samples: int,
-    max_context: int | None,
-) -> None:
-    if kind not in KINDS:
-        raise UserError(f"--kind must be one of {', '.join(KINDS)}; got {kind!r}")
-    if kind == "needle" and text is None:
-        raise UserError("--data: needles need a text to be hidden in; name one")
+def _check(part: RetrievalPart, lengths: Sequence[int], depths: Sequence[float], max_context: int | None) -> None:
     if max_context is not None and lengths[-1] > max_context:
         raise UserError(f"--lengths: {lengths[-1]:,} is more than the model's maximum of {max_context:,} positions")
     if not depths or depths[0] < 0 or depths[-1] > 1:
         raise UserError(f"--depths must be from 0 to 1, got {', '.join(map(str, depths))}")
-    if samples < 1:
-        raise UserError(f"--samples must be at least 1, got {samples}")
+    if part.samples < 1:
+        raise UserError(f"--samples must be at least 1, got {part.samples}")

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from dma_eval.pages import MISSING, Table
+from dma_eval.pages import MISSING, Table, number
 from dma_eval.plots import DPI, WIDTH, line_styles, save, tidy
 
 from .results import DecodeResult, GenerateResult, LongestContext, PrefillResult, ServeResult, SpeedResult
@@ -36,16 +36,16 @@ def _prefill_cells(result: PrefillResult) -> list[str]:
     extra = MISSING
     if result.extra_bytes is not None and result.input_bytes:
         extra = f"{result.extra_bytes / result.input_bytes:.2f} of QKV"
-    quantizing = _number(result.quantize_milliseconds, ".3f")
+    quantizing = number(result.quantize_milliseconds, ".3f")
     if result.quantize_milliseconds is not None and result.quantize_copy_milliseconds:
         quantizing += f" ({result.quantize_milliseconds / result.quantize_copy_milliseconds:.2f} copies)"
     return [
-        _number(result.milliseconds, ".3f"),
-        _number(result.graph_milliseconds, ".3f"),
+        number(result.milliseconds, ".3f"),
+        number(result.graph_milliseconds, ".3f"),
         quantizing,
-        _number(result.tflops, ",.0f" if (result.tflops or 0) >= 10 else ".3f"),
-        _number(result.speedup, ".2f", "x"),
-        _number(result.error, ".4f"),
+        number(result.tflops, ",.0f" if (result.tflops or 0) >= 10 else ".3f"),
+        number(result.speedup, ".2f", "x"),
+        number(result.error, ".4f"),
         extra,
     ]
 
@@ -61,11 +61,11 @@ def decode_tables(results: Sequence[DecodeResult]) -> list[Table]:
                     result.label,
                     str(result.shape.batch),
                     f"{result.shape.length:,}",
-                    "failed" if result.failure is not None else _number(result.milliseconds, ".1f", factor=1e3),
-                    _number(result.graph_milliseconds, ".1f", factor=1e3),
-                    _number(result.bytes_per_second, ".2f", factor=1e-12),
-                    _number(result.bytes_ratio, ".3f"),
-                    _number(result.speedup, ".2f", "x"),
+                    "failed" if result.failure is not None else number(result.milliseconds, ".1f", factor=1e3),
+                    number(result.graph_milliseconds, ".1f", factor=1e3),
+                    number(result.bytes_per_second, ".2f", factor=1e-12),
+                    number(result.bytes_ratio, ".3f"),
+                    number(result.speedup, ".2f", "x"),
                 ]
                 for result in members
             ],
@@ -82,12 +82,12 @@ def generate_tables(results: Sequence[GenerateResult], longest: Sequence[Longest
         [
             result.label,
             f"{result.context:,}",
-            "failed" if result.failure is not None else _number(result.first_token_seconds, ".3f", " s"),
-            _number(result.step_milliseconds, ".2f", " ms"),
-            _number(result.tokens_per_second, ",.1f"),
-            _number(result.speedup, ".2f", "x"),
-            _number(result.cache_bytes, ",.2f", " GiB", factor=1 / GIB),
-            _number(result.peak_bytes, ",.2f", " GiB", factor=1 / GIB),
+            "failed" if result.failure is not None else number(result.first_token_seconds, ".3f", " s"),
+            number(result.step_milliseconds, ".2f", " ms"),
+            number(result.tokens_per_second, ",.1f"),
+            number(result.speedup, ".2f", "x"),
+            number(result.cache_bytes, ",.2f", " GiB", factor=1 / GIB),
+            number(result.peak_bytes, ",.2f", " GiB", factor=1 / GIB),
         ]
         for result in results
     ]
@@ -107,16 +107,16 @@ def serve_tables(results: Sequence[ServeResult], title: str) -> list[Table]:
         [
             result.requests,
             result.label,
-            "failed" if result.failure is not None else _number(result.tokens_per_second, ",.1f"),
-            _number(result.speedup, ".2f", "x"),
-            _number(result.first_token_seconds, ".2f", " s"),
-            _number(result.first_token_seconds_p99, ".2f", " s"),
-            _number(result.between_tokens_milliseconds, ".1f", " ms"),
-            _number(result.between_tokens_milliseconds_p99, ".1f", " ms"),
-            _number(result.most_at_once, ",.0f"),
-            _number(result.evicted, ",.0f"),
-            _number(result.cache_bytes_per_token, ",.1f", " KiB", factor=1 / 1024),
-            _number(result.cache_bytes_per_request, ",.1f", " MiB", factor=1 / (1 << 20)),
+            "failed" if result.failure is not None else number(result.tokens_per_second, ",.1f"),
+            number(result.speedup, ".2f", "x"),
+            number(result.first_token_seconds, ".2f", " s"),
+            number(result.first_token_seconds_p99, ".2f", " s"),
+            number(result.between_tokens_milliseconds, ".1f", " ms"),
+            number(result.between_tokens_milliseconds_p99, ".1f", " ms"),
+            number(result.most_at_once, ",.0f"),
+            number(result.evicted, ",.0f"),
+            number(result.cache_bytes_per_token, ",.1f", " KiB", factor=1 / 1024),
+            number(result.cache_bytes_per_request, ",.1f", " MiB", factor=1 / (1 << 20)),
         ]
         for result in results
     ]
@@ -239,7 +239,3 @@ def _legend(figure: Figure, ax: Axes) -> None:
 
 def _tokens(length: int) -> str:
     return f"{length // 1024}K" if length % 1024 == 0 else str(length)
-
-
-def _number(value: float | None, form: str, unit: str = "", *, factor: float = 1.0) -> str:
-    return MISSING if value is None else format(value * factor, form) + unit
