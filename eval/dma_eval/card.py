@@ -143,23 +143,15 @@ def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
     for section in report.perplexity:
         for each in section.backends:
             if each.label == label and each.perplexity is not None:
-                data = section.data
-                name = f"perplexity, context {section.context:,}"
-                yield result(
-                    Path(data.name).name,
-                    "perplexity",
-                    name,
-                    round(each.perplexity, 4),
-                    dataset_config=data.config,
-                    dataset_split=data.split,
-                )
+                data, name = section.data, f"perplexity, context {section.context:,}"
+                dataset = {"dataset_config": data.config, "dataset_split": data.split}
+                yield result(Path(data.name).name, "perplexity", name, round(each.perplexity, 4), **dataset)
     for tasks in report.tasks:
         for task in tasks.tasks:
             for metric in task.metrics:
                 for value in metric.values:
                     if value.label == label and value.value is not None:
-                        suffix = "" if metric.filter == "none" else f", {metric.filter}"
-                        name = f"{metric.name}{suffix}, {task.num_fewshot}-shot"
+                        name = f"{metric.title}, {task.num_fewshot}-shot"
                         yield result(task.name, metric.name, name, round(value.value, 6))
 
 

@@ -388,14 +388,13 @@ def _task_metrics(section: TaskSection) -> Table:
     rows = []
     for task in section.tasks:
         for metric in task.metrics:
-            suffix = "" if metric.filter == "none" else f", {metric.filter}"
             for value in metric.values:
                 flips = MISSING
                 if value.lost is not None and value.gained is not None:
                     flips = f"{value.lost} + {value.gained}"
                 rows.append(
                     [
-                        f"{task.name}, {metric.name}{suffix}",
+                        f"{task.name}, {metric.title}",
                         value.label,
                         f"{task.samples:,}",
                         share(value.value) if metric.right_or_wrong else number(value.value, ",.4g"),

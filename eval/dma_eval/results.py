@@ -167,6 +167,11 @@ class MetricResult:
     higher_is_better: bool | None  # its direction; null if lm-eval does not say
     values: list[MetricValue]  # one per backend, in order
 
+    @property
+    def title(self) -> str:
+        """Its name, with its filter where that is not the usual one."""
+        return self.name if self.filter == "none" else f"{self.name}, {self.filter}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:

@@ -60,9 +60,8 @@ def quantities(report: Report) -> Iterator[Quantity]:
             yield Quantity(topic, heads.label, "largest head error", worst, SHARE)
     for task in (task for tasks in report.tasks for task in tasks.tasks):
         for metric in task.metrics:
-            name = metric.name + ("" if metric.filter == "none" else f", {metric.filter}")
             shown = SHARE if metric.right_or_wrong else ("{:,.4g}".format, "{:+.3g}".format)
-            yield from (Quantity(task.name, value.label, name, value.value, shown) for value in metric.values)
+            yield from (Quantity(task.name, value.label, metric.title, value.value, shown) for value in metric.values)
     for retrieval in report.retrieval:
         for backend in retrieval.backends:
             asked = sum(cell.samples for cell in backend.cells)
