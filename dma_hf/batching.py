@@ -19,7 +19,7 @@ import transformers
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from .paged import rename_for_batching, restore_names
-from .settings import is_dma, settings_of
+from .settings import PAGED_NAME, is_dma, settings_of
 
 
 class InitContinuousBatching:
@@ -44,7 +44,7 @@ class InitContinuousBatching:
         """Return a manager; arguments are those of the class's own ``init_continuous_batching``.
 
         Raises:
-            RuntimeError: Packed pages need a newer Transformers; or a manager was kept that has another cache.
+            RuntimeError: Transformers is too old for what the model is set to; or a kept manager has another cache.
             ValueError: The model has layers that packed pages do not hold.
         """
         model = self.model
@@ -57,7 +57,7 @@ class InitContinuousBatching:
                 "call model.destroy_cached_continuous_batching_manager() first"
             )
         if kept is not None or not is_dma(str(model.config._attn_implementation)) or not _has_sectors():
-            refuse_packed_pages(model)
+            _refuse_what_is_newer(model)
             given = {"continuous_batching_config": continuous_batching_config, "workload_hints": workload_hints}
             others |= {name: each for name, each in given.items() if each is not None}
             return type(model).init_continuous_batching(model, generation_config, **others)
@@ -77,17 +77,25 @@ def _has_sectors() -> bool:
     return importlib.util.find_spec(spec) is not None
 
 
-def refuse_packed_pages(model: PreTrainedModel) -> None:
-    """Check that a model is not set to packed pages where there are none.
+def _refuse_what_is_newer(model: PreTrainedModel) -> None:
+    """Check that the installed Transformers can batch a model as it is set.
 
     Raises:
-        RuntimeError: It is.
+        RuntimeError: It cannot.
     """
     cache = settings_of(model.config.get_text_config(decoder=True)).cache
-    if cache is not None and is_dma(str(model.config._attn_implementation)) and not _has_sectors():
+    name = str(model.config._attn_implementation)
+    if _has_sectors() or not is_dma(name):
+        return
+    if cache is not None:
         raise RuntimeError(
             f"packed pages (cache={cache!r}) need Transformers 5.23 or newer, and this is {transformers.__version__}; "
             "update it, or call dma_hf.configure(model, cache=None) for pages of 16 bits"
+        )
+    if not name.startswith(PAGED_NAME):
+        raise RuntimeError(
+            f"on Transformers before 5.23 (this is {transformers.__version__}) generate_batch is called within "
+            "dma_hf.continuous_batching(model)"
         )
 
 
@@ -111,14 +119,14 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
             f"{type(model).__name__} runs attention {model.config._attn_implementation!r}; continuous_batching is for "
             "models with attn_implementation='dma_mxfp'"
         )
-    refuse_packed_pages(model)
     is_own = "init_continuous_batching" in vars(model)
     names = rename_for_batching(model)
-    if not is_own:
-        model.init_continuous_batching = InitContinuousBatching(model)
     try:
+        _refuse_what_is_newer(model)
+        if not is_own:
+            model.init_continuous_batching = InitContinuousBatching(model)
         yield
     finally:
         restore_names(names)
         if not is_own:
-            del model.init_continuous_batching
+            vars(model).pop("init_continuous_batching", None)

@@ -7,6 +7,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf
+from dma_hf.batching import _has_sectors
 from dma_hf.settings import PAGED_NAME, settings_of
 
 BLOCK_SIZE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"  # up to 5.17
@@ -122,8 +123,15 @@ def test_packed_pages_need_sectors(families, prompts, monkeypatch):
         pass
     with pytest.raises(RuntimeError, match=message):
         model.generate_batch(prompts)
+    dma_hf.configure(model, cache=None)
+    message = (
+        r"on Transformers before 5\.23 \(this is 5\.[\d.]+\) generate_batch is called within dma_hf\.continuous_ba"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        model.generate_batch(prompts)
 
 
+@pytest.mark.skipif(not _has_sectors(), reason="before Transformers 5.23")
 def test_a_configured_model_needs_no_context(families, prompts):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")

@@ -9,6 +9,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf
 
+pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
 formats = pytest.mark.parametrize("format", ["int8", "int4"])
 LENGTHS = (5, 300, 17, 140, 300, 128)  # less than a tile, whole ones, more than two
 

@@ -56,6 +56,7 @@ def test_tensor_parallel(saved_model, tmp_path):
 
 @pytest.mark.slow
 def test_continuous_batching(saved_model, tmp_path):
+    pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")  # of Transformers 5.23
     ranks = _launch(saved_model, tmp_path, "batch")
     expected = batched(AutoModelForCausalLM.from_pretrained(saved_model, attn_implementation=dma_hf.NAME))
     for result in ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from batched_parts import assert_as_alone, note_parts
 from tiny_models import FAMILIES
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -89,9 +90,7 @@ def test_continuous_batching(name):
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_packed_pages(name, format, options, monkeypatch):
     """Steps as CUDA graphs, two of them in flight, is what Transformers does by default."""
-    pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
-    from batched_parts import assert_as_alone, note_parts
-
+    pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")  # of Transformers 5.23
     model = _model(name)
     dma_hf.configure(model, cache=format)
     prompts = [_ids(1, length, seed=length)[0].tolist() for length in (5, LENGTH, 17, 140, LENGTH, 600)]

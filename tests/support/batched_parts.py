@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 import dma_hf
-from dma_hf.packed_pages import PackedPagedCache
 
 Parts = dict[str, list[tuple[int, int]]]
 """Of the calls that computed a request: tokens before, and new ones."""
@@ -19,6 +18,8 @@ Parts = dict[str, list[tuple[int, int]]]
 
 def note_parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
     """Return a mapping that is filled while requests are computed over packed pages."""
+    from dma_hf.packed_pages import PackedPagedCache  # which older versions of Transformers cannot import
+
     found: Parts = defaultdict(list)
 
     def note(name: str) -> None:
