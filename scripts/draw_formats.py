@@ -39,7 +39,7 @@ def draw_levels(axes: Axes) -> None:
     for row, (name, fmt) in enumerate(BLOCK_FORMATS.items()):
         levels = quantized(x, name, "ceil", 1.0).unique()
         axes.eventplot(levels.tolist(), lineoffsets=row, linelengths=0.7, linewidths=0.8, colors=LEVEL)
-        axes.text(1.07, row, f"{len(levels)} numbers, {fmt.bits_per_element:g} bits each", va="center", fontsize=9)
+        axes.text(1.07, row, f"{len(levels)} numbers, {fmt.bits_per_element:g} bits each", va="center")
     axes.set_yticks(range(len(BLOCK_FORMATS)), [name.upper() for name in BLOCK_FORMATS])
     axes.set(xlim=(-0.02, 1.55), title="Magnitudes that a block can hold, over its largest")
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
@@ -63,11 +63,9 @@ def main(
     out: Annotated[Path, typer.Argument(help="The PNG to write.")] = Path("docs/figures/formats.png"),
 ) -> None:
     """Draw both panels."""
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 3.6), dpi=150, layout="constrained", gridspec_kw={"width_ratios": [2, 1]}
-    )
-    draw_levels(left)
-    draw_rounding(right)
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7.5, 5.6), dpi=150, layout="constrained")
+    draw_levels(top)
+    draw_rounding(bottom)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
 

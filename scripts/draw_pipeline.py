@@ -15,16 +15,16 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 TENSOR, KERNEL, WRITTEN = "#ececec", "#f6c9a5", "#cfe8f6"
-WIDTH, HEIGHT = 2.5, 0.9
+WIDTH, HEIGHT = 2.8, 0.8
 
 BOXES = {
-    "query": (0.0, 2.8, "query\n16 bit, the caller's own", TENSOR),
-    "key, value": (0.0, 1.3, "key and value\n16 bit, the caller's own", TENSOR),
-    "statistics": (3.4, 0.0, "1 statistics\nmean of the first keys,\nlargest value per channel", KERNEL),
-    "quantise": (6.8, 1.3, "2 quantise\nsmooth, rotate, round\nkeys and values", KERNEL),
-    "low": (10.2, 1.3, "low keys and values\nwith their scales,\naligned to tiles", WRITTEN),
-    "attention": (10.2, 2.8, "3 attention\nqueries quantised in registers\nhigh tiles read raw keys", KERNEL),
-    "output": (13.6, 2.8, "output\n16 bit", TENSOR),
+    "output": (7.0, 3.9, "output\n16 bit", TENSOR),
+    "query": (0.0, 2.6, "query\n16 bit, the caller's own", TENSOR),
+    "attention": (7.0, 2.6, "3 attention\nqueries quantised in registers\nhigh tiles read raw keys", KERNEL),
+    "key, value": (0.0, 1.5, "key and value\n16 bit, the caller's own", TENSOR),
+    "quantise": (3.5, 0.9, "2 quantise\nsmooth, rotate, round\nkeys and values", KERNEL),
+    "low": (7.0, 0.9, "low keys and values\nwith their scales,\naligned to tiles", WRITTEN),
+    "statistics": (3.5, -0.4, "1 statistics\nmean of the first keys,\nlargest value per channel", KERNEL),
 }
 ARROWS = (
     ("key, value", "statistics"),
@@ -41,7 +41,7 @@ ARROWS = (
 def draw_box(axes: Axes, x: float, y: float, text: str, color: str) -> None:
     """Draw one box with its lower left corner at ``x, y``."""
     axes.add_patch(FancyBboxPatch((x, y), WIDTH, HEIGHT, boxstyle="round,pad=0.08", facecolor=color, edgecolor="0.5"))
-    axes.text(x + WIDTH / 2, y + HEIGHT / 2, text, ha="center", va="center", fontsize=8)
+    axes.text(x + WIDTH / 2, y + HEIGHT / 2, text, ha="center", va="center", fontsize=9)
 
 
 def draw_arrow(axes: Axes, source: str, target: str) -> None:
@@ -57,12 +57,12 @@ def main(
     out: Annotated[Path, typer.Argument(help="The PNG to write.")] = Path("docs/figures/pipeline.png"),
 ) -> None:
     """Draw the boxes and what flows between them."""
-    figure, axes = plt.subplots(figsize=(12, 3.4), dpi=150, layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=150, layout="constrained")
     for x, y, text, color in BOXES.values():
         draw_box(axes, x, y, text, color)
     for source, target in ARROWS:
         draw_arrow(axes, source, target)
-    axes.set(xlim=(-0.3, 16.4), ylim=(-0.3, 4.0))
+    axes.set(xlim=(-0.2, 10.0), ylim=(-0.6, 4.9))
     axes.axis("off")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)

@@ -16,7 +16,16 @@ from .files import make_folder, slug
 from .markdown import Plot, to_markdown
 from .models import LoadedModel
 from .pages import FIDELITY_TITLE, RETRIEVAL_TITLES, STRESS_TITLE, TASKS_TITLE, can_retrieve, perplexity_title
-from .results import SECTIONS, Report, backend_configs, here_and_now, read_report, write_report
+from .results import (
+    SECTIONS,
+    PerplexitySection,
+    Report,
+    StressSection,
+    backend_configs,
+    here_and_now,
+    read_report,
+    write_report,
+)
 
 RESULTS, PAGE, CONFIGS = "results.json", "report.md", "configs"
 
@@ -58,6 +67,9 @@ def read_run(path: Path) -> Report:
 def merge(reports: Sequence[Report]) -> Report:
     """Put the sections of several runs of one model together; the rest is the first run's.
 
+    Sections on perplexity of the same windows with the same reference become one, with the backends of all; so do those
+    of stress, twin by twin. A run can then be measured in pieces, or a backend come later.
+
     Raises:
         UserError: The runs are of different models, or of one model in different dtypes.
     """
@@ -70,12 +82,43 @@ def merge(reports: Sequence[Report]) -> Report:
     sections: dict[str, Any] = {
         name: [each for report in reports for each in getattr(report, name)] for name in (*SECTIONS, "generations")
     }
+    sections["perplexity"] = _united(sections["perplexity"])
+    sections["stress"] = _united_twins(sections["stress"])
     return replace(
         first,
         command=" && ".join(dict.fromkeys(report.command for report in reports)),
         part_seconds=dict(seconds),
         **sections,
     )
+
+
+def _united(sections: Sequence[PerplexitySection]) -> list[PerplexitySection]:
+    """One section for each set of windows and reference that gives the very same losses."""
+    united: dict[str, PerplexitySection] = {}
+    for section in sections:
+        reference = section.backends[0]
+        same = repr((replace(section, backends=[]), reference.label, reference.nll, reference.config))
+        known = united.setdefault(same, section)
+        labels = {backend.label for backend in known.backends}
+        added = [backend for backend in section.backends if backend.label not in labels]
+        united[same] = replace(known, backends=[*known.backends, *added])
+    return list(united.values())
+
+
+def _united_twins(sections: Sequence[StressSection]) -> list[StressSection]:
+    """One section for each set of ranges, its twins those of all, in order."""
+    united: dict[str, StressSection] = {}
+    for section in sections:
+        same = repr((section.range_tokens, section.key_ranges))
+        twins = {twin.name: twin for twin in united.get(same, section).twins}
+        for twin in section.twins:
+            pieces = [each.tokens for each in (twins.setdefault(twin.name, twin), twin) if each.tokens is not None]
+            tokens = _united(pieces)
+            if len(tokens) > 1:  # of other windows
+                return list(sections)
+            twins[twin.name] = replace(twins[twin.name], tokens=tokens[0] if tokens else None)
+        united[same] = replace(section, twins=list(twins.values()))
+    return list(united.values())
 
 
 def _plots(report: Report, folder: Path) -> list[Plot]:
