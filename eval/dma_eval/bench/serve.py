@@ -28,7 +28,7 @@ from dma_eval.errors import UserError, one_line
 from .results import ServeResult
 from .timing import FAILURES
 
-WARM_REQUESTS, WARM_TOKENS = 2, 8
+WARM_REQUESTS, WARM_TOKENS = 8, 8
 """Of the longest prompt: kernels are compiled and recorded in them, and they are not counted."""
 POLL_SECONDS = 1.0  # between two looks at whether the generation loop still runs
 STOP_SECONDS = 30.0

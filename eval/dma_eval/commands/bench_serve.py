@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Time many requests at once: new tokens per second, waiting times, requests at once.
 
     Transformers' continuous batching answers them, as in `generate_batch` and `dma-hf serve --continuous-batching`.
-    With random weights the speed is that of trained ones. Two requests that are not counted come before each run. In
+    With random weights the speed is that of trained ones. Eight requests that are not counted come before each run. In
     the table, "first" is the time to a request's first token, its waiting counted, and "between" that between two of
     its tokens, both as median and 99th percentile; "at once" are the most requests that had pages at the same time;
     "per token" is what it takes in pages, and "per request" what a request takes beside them. The JSON file is written

@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     with listener:
         loaded = load(args, join(args))
         activate(loaded.model, backend)
+        batches = settings(loaded.model, args.cache_gib) if args.continuous_batching else None
         if loaded.tokenizer.chat_template is None:
             console.print_warning(
                 f"the tokenizer of {args.model} has no chat template, which /v1/chat/completions needs; "
@@ -80,6 +81,5 @@ def run(args: argparse.Namespace) -> int:
         host = f"[{args.host}]" if ":" in args.host else args.host
         address = f"http://{host}:{listener.getsockname()[1]}/v1"
         console.print_line(f"Serving {escape(args.model)} with {escape(backend.label)} at {address}")
-        batches = settings(loaded.model, args.cache_gib) if args.continuous_batching else None
         serve(loaded, listener, batches, log_level=args.log_level)
     return 0
