@@ -207,7 +207,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             attn_types=list(self.cache_allocators),
             model_supports_logits_to_keep=slices_logits,
         )
-        memory.restored_bytes = 2 * heads * head_dim * dtype.itemsize * config.max_position_embeddings
+        memory.restored_bytes = 2 * heads * head_dim * dtype.itemsize * getattr(config, "max_position_embeddings", 0)
         sizes = torch.tensor(memory.infer_max_batch_tokens_and_num_sectors(), device=device)
         if distributed.tp_size > 1:
             distributed.tp_all_reduce_min(sizes)
@@ -259,6 +259,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         pages, (slot,) = (allocator.block_table[request_id] for allocator in self.cache_allocators.values())
         self._batch.append((past_length, query_length, pages, slot))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
         self,
         layer: int,

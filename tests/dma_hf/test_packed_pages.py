@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from batched_parts import assert_as_alone, note_parts
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import dma_hf
 
@@ -61,6 +61,31 @@ def test_requests_that_are_evicted_come_again(families, parts):
     outputs = _generate(model, _prompts([250, 120, 380, 100]), 300, num_blocks=14, page_size=128, safety_margin=0.0)
     assert any(past == 0 for calls in parts.values() for past, _ in calls[1:])
     assert_as_alone(model, outputs, parts)
+
+
+def test_padded_batches(families, parts):
+    """What CUDA graphs and compiled models are given: rows that are nobody's, behind those that are."""
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "balanced", cache="int4")
+    compiled = CompileConfig(backend="eager", fullgraph=False, mode=None)
+    options = {"varlen_compile_config": compiled, "decode_compile_config": compiled, "max_requests_per_batch": 4}
+    outputs = _generate(model, _prompts((127, 9, 300)), 6, num_blocks=60, **options)
+    assert_as_alone(model, outputs, parts)
+
+
+@pytest.mark.parametrize(("format", "ratio"), [("int8", 1.85), ("int4", 3.3)])
+def test_what_fits(format, ratio):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 97}
+    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=8, head_dim=128, **sizes)
+    config._attn_implementation = dma_hf.NAME
+    model = LlamaForCausalLM(config).half()
+    dma_hf.configure(model, "balanced", cache=format)
+    manager = model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(num_blocks=32))
+    manager.warmup()  # makes the cache
+    cache = manager.batch_processor.cache
+    size = cache.num_sectors * cache.bytes_per_sector
+    assert size < 1.05 * 32 * 256 * 2 * 8 * 128 * 2  # blocks, tokens, keys and values, heads, channels, bytes
+    assert cache.max_tokens_read > ratio * size / (2 * 8 * 128 * 2)
 
 
 def test_requests_that_share_a_prompt_are_apart(families, parts):
