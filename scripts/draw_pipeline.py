@@ -20,15 +20,12 @@ WIDTH, HEIGHT = 2.8, 0.8
 BOXES = {
     "output": (7.0, 3.9, "output\n16 bit", TENSOR),
     "query": (0.0, 2.6, "query\n16 bit, the caller's own", TENSOR),
-    "attention": (7.0, 2.6, "3 attention\nqueries quantised in registers\nhigh tiles read raw keys", KERNEL),
+    "attention": (7.0, 2.6, "2 attention\nqueries quantised in registers\nhigh tiles read raw keys", KERNEL),
     "key, value": (0.0, 1.5, "key and value\n16 bit, the caller's own", TENSOR),
-    "quantise": (3.5, 0.9, "2 quantise\nsmooth, rotate, round\nkeys and values", KERNEL),
+    "quantise": (3.5, 0.9, "1 quantise\nlook at the first tile,\nsmooth, rotate, round", KERNEL),
     "low": (7.0, 0.9, "low keys and values\nwith their scales,\naligned to tiles", WRITTEN),
-    "statistics": (3.5, -0.4, "1 statistics\nmean of the first keys,\nlargest value per channel", KERNEL),
 }
 ARROWS = (
-    ("key, value", "statistics"),
-    ("statistics", "quantise"),
     ("key, value", "quantise"),
     ("quantise", "low"),
     ("low", "attention"),
@@ -57,12 +54,12 @@ def main(
     out: Annotated[Path, typer.Argument(help="The PNG to write.")] = Path("docs/figures/pipeline.png"),
 ) -> None:
     """Draw the boxes and what flows between them."""
-    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=150, layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 3.3), dpi=150, layout="constrained")
     for x, y, text, color in BOXES.values():
         draw_box(axes, x, y, text, color)
     for source, target in ARROWS:
         draw_arrow(axes, source, target)
-    axes.set(xlim=(-0.2, 10.0), ylim=(-0.6, 4.9))
+    axes.set(xlim=(-0.2, 10.0), ylim=(0.6, 4.9))
     axes.axis("off")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)

@@ -6,6 +6,7 @@ at, not launched.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
 
 LIMIT = 2**31
-RECIPE = Recipe(low="nvfp4", smooth_k=True, pv="fp8")
-"""All statistics are gathered: of queries, keys and values, and the mean key."""
+RECIPE = Recipe(low="nvfp4", smooth_k=True, pv="fp8", diagonal_tiles=0, sink_tiles=0)
+"""All that a call looks for is looked for: NVFP4's scales of queries and keys, those of values, and the mean key."""
 DIMENSIONS = {
     "batch": {"batch": 3},
     "heads": {"q_heads": 3, "kv_heads": 3},
@@ -53,7 +54,7 @@ def test_results_are_those_of_contiguous_tensors(
     name: str, dimension: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chip, "INTERPRETED_ARCH", 80)  # every element is read at an address that the kernel works out
-    sizes = {"q_len": 2, "kv_len": 40, "head_dim": 16} | DIMENSIONS[dimension]
+    sizes = {"q_len": 2, "kv_len": 140, "head_dim": 16} | DIMENSIONS[dimension]
     query, key, value = random_qkv(**({"q_heads": 1} | sizes), dtype=torch.float16)
     tensors: dict[str, Any] = {"query": query, "key": key, "value": value}
     if name == "mask":
@@ -78,10 +79,10 @@ def test_grids_are_within_the_limits_of_cuda(recipe: str, sizes: dict[str, int],
     batch, heads, q_len = ({"batch": 1, "heads": 1, "q_len": 5} | sizes).values()
     query = torch.empty(1, dtype=torch.float16).expand(batch, heads, q_len, 32)
     key = query[:, :, :5].expand(batch, heads, 5, 32)
-    attention(query, key, key, RECIPES[recipe], backend="triton")
+    attention(query, key, key, replace(RECIPES[recipe], sink_tiles=0), backend="triton", q_offset=400)
     low_form = Form.INT8 if recipe == "int8" else Form.DEQUANTIZED
     stage_queries(query, None, None, RECIPES[recipe], low_form, Form.RAW, scale=1.0)
-    assert len(grids) >= 4
+    assert len(grids) >= 3
     for first, *others in grids:
         assert first < LIMIT
         assert max(others) <= 65_535

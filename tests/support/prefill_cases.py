@@ -29,10 +29,10 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and options of a call. Tensors among the options are made on the device of the call."""
+    """Shapes and options of a call, whose last queries see a low tile. Tensors are made on the device of the call."""
 
-    q_len: int = 300
-    kv_len: int = 300
+    q_len: int = 200
+    kv_len: int = 430
     batch: int = 1
     q_heads: int = 2
     kv_heads: int = 1
@@ -68,23 +68,23 @@ CASES = {
     "one-key": Case(q_len=1, kv_len=1),
     "chunk": Case(q_len=70, kv_len=391),
     "offset": Case(q_len=70, kv_len=391, options={"q_offset": 500, "kv_offset": 141}),
-    "negative-positions": Case(options={"q_offset": -45, "kv_offset": -45}),
+    "negative-positions": Case(options={"q_offset": 185, "kv_offset": -45}),
     "bidirectional": Case(q_len=391, kv_len=391, options={"is_causal": False}),
     "cross": Case(q_len=70, kv_len=391, options={"is_causal": False}),
     "gqa": Case(q_heads=6, kv_heads=2, batch=2),
     "left-padded": Case(
-        batch=2, tensors={"kv_range": [[45, 300], [0, 300]], "kv_offset": [-45, 0], "q_offset": [-45, 0]}
+        batch=2, tensors={"kv_range": [[45, 430], [0, 430]], "kv_offset": [-45, 0], "q_offset": [185, 230]}
     ),
-    "right-padded": Case(batch=2, tensors={"kv_range": [[0, 141], [0, 300]]}),
-    "nothing-visible": Case(batch=2, tensors={"kv_range": [[0, 0], [0, 300]]}),
+    "right-padded": Case(batch=2, tensors={"kv_range": [[0, 141], [0, 430]]}),
+    "nothing-visible": Case(batch=2, tensors={"kv_range": [[0, 0], [0, 430]]}),
     "window": Case(q_len=400, kv_len=400, options={"window": 150}),
     "window-bidirectional": Case(options={"window": 70, "is_causal": False}),
     "window-cache": Case(q_len=1, kv_len=150, options={"window": 150, "q_offset": 449, "kv_offset": 300}),
     "softcap": Case(options={"softcap": 15.0}),
     "sinks": Case(tensors={"sinks": [0.5, 3.0]}),
     "softcap-and-sinks": Case(q_len=70, kv_len=391, options={"softcap": 5.0}, tensors={"sinks": [0.5, 3.0]}),
-    "mask": Case(tensors={"mask": _pattern(300, 300)}),
-    "mask-keys": Case(tensors={"mask": _pattern(1, 300)}),
+    "mask": Case(tensors={"mask": _pattern(200, 430)}),
+    "mask-keys": Case(tensors={"mask": _pattern(1, 430)}),
     "scale": Case(options={"scale": 0.02}),
     "head-dim-80-96": Case(head_dim=80, value_dim=96),
     "head-dim-128": Case(head_dim=128, q_heads=1),

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from dma_kernels import Recipe, key_mean, quantize
 from dma_kernels.numerics.formats import MXINT8_UNIT, TILE, UNQUANTIZED
-from dma_kernels.numerics.quantize import e2m1_decode, e8m0_to_float, to_e4m3, unpack_e2m1, value_scale
+from dma_kernels.numerics.quantize import (
+    e2m1_decode,
+    e8m0_to_float,
+    nvfp4_key_scale,
+    unpack_e2m1,
+    value_scale,
+    values_to_e4m3,
+)
 from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.prefill.operands import Operands, TileOperands
 from dma_kernels.prefill.quantizer import quantize_keys_values
@@ -113,7 +120,8 @@ def expected_operands(
         storage = x.new_zeros(*x.shape[:2], tiles * TILE, x.shape[3])
         return storage.scatter_(2, entry[:, None, :, None].expand(x.shape), x)
 
-    assert (mean is not None) == recipe.smooth_k
+    writes_keys = lowering.key is not Form.RAW or lowering.low_key is not None
+    assert (mean is not None) == (recipe.smooth_k and writes_keys)
     if mean is not None:
         mean = mean[:, :, None]
         torch.testing.assert_close(mean, key_mean(key, visible), rtol=2.0**-8, atol=0.0, equal_nan=True)
@@ -122,12 +130,14 @@ def expected_operands(
     x = key.float().masked_fill(hidden, 0.0)
     if mean is not None:
         x = (x - mean).masked_fill(hidden, 0.0)
-    x = aligned(hadamard_rotate(x) if recipe.rotate else x)
-    v = aligned(value.masked_fill(hidden, 0.0))
+    x = hadamard_rotate(x) if recipe.rotate else x
+    head_scale = nvfp4_key_scale(x, recipe.scale_rounding, visible)
+    x = aligned(x)
+    v, v_scale = aligned(value.masked_fill(hidden, 0.0)), value_scale(value, visible)
 
     def tile_operands(form: Form, key_format: str, query_format: str, shared: str, value_form: Form) -> TileOperands:
-        own, scale, factor = _keys(x, form, key_format, shared, recipe, key.dtype, query_format)
-        own_value, value_factor = _values(v, value_form)
+        own, scale, factor = _keys(x, head_scale, form, key_format, shared, recipe, key.dtype, query_format)
+        own_value, value_factor = _values(v, v_scale, value_form)
         return TileOperands(
             key=key if own is None else own,
             value=value if own_value is None else own_value,
@@ -151,7 +161,14 @@ def expected_operands(
 
 
 def _keys(
-    x: Tensor, form: Form, format: str, shared: str, recipe: Recipe, dtype: torch.dtype, query_format: str
+    x: Tensor,
+    head_scale: Tensor,
+    form: Form,
+    format: str,
+    shared: str,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    query_format: str,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return aligned keys in a form, their block scales, and their factors."""
     if form is Form.RAW:
@@ -159,7 +176,8 @@ def _keys(
     target = dequantized_dtype(dtype, query_format, format)
     if format == UNQUANTIZED:
         return x.to(target), None, None
-    coded = quantize(x, format, scale_rounding=recipe.scale_rounding, shared_scale=shared)
+    own_scale = head_scale if format == "nvfp4" else None
+    coded = quantize(x, format, scale_rounding=recipe.scale_rounding, shared_scale=shared, global_scale=own_scale)
     tiles = x.shape[2] // TILE
     if form is Form.DEQUANTIZED:
         return coded.dequantize().to(target), None, None
@@ -183,12 +201,11 @@ def _keys(
     return coded.data, None, torch.where(zero, 1.0, factor)
 
 
-def _values(v: Tensor, form: Form) -> tuple[Tensor | None, Tensor | None]:
+def _values(v: Tensor, factor: Tensor, form: Form) -> tuple[Tensor | None, Tensor | None]:
     """Return aligned values in a form, and their factors."""
     if form is Form.RAW:
         return None, None
-    factor = value_scale(v)
-    scaled = to_e4m3(v.float() / factor)
+    scaled = values_to_e4m3(v, factor)
     if form is Form.DEQUANTIZED:
         return (scaled.float() * factor).to(torch.bfloat16), None
     tiles = scaled.unflatten(2, (-1, TILE)).transpose(-1, -2)  # [B, H, tiles, Dv, 128]

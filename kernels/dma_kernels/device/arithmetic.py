@@ -126,13 +126,17 @@ def to_e4m3(x):
 
 
 @triton.jit
+def _saturated_code(x):
+    """Return the E4M3 code, int32, of fp32 that may be larger than E4M3's numbers; NaN stays NaN."""
+    saturated = tl.where(x == x, tl.minimum(tl.maximum(x, -448.0), 448.0), x)
+    return to_e4m3(saturated).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
 def pack_e4m3(a, b, c, d):
-    """Cast four fp32 tensors in -448..448 to E4M3 and pack them in the bytes of an int32, ``a`` in the lowest."""
+    """Cast four fp32 tensors to E4M3, saturating, and pack them in the bytes of an int32, ``a`` in the lowest."""
     if IS_INTERPRETED:
-        word = to_e4m3(a).to(tl.uint8, bitcast=True).to(tl.int32)
-        word = word | (to_e4m3(b).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
-        word = word | (to_e4m3(c).to(tl.uint8, bitcast=True).to(tl.int32) << 16)
-        word = word | (to_e4m3(d).to(tl.uint8, bitcast=True).to(tl.int32) << 24)
+        word = _saturated_code(a) | (_saturated_code(b) << 8) | (_saturated_code(c) << 16) | (_saturated_code(d) << 24)
     else:
         # The cast takes two numbers; Triton would take them from one tensor, and unpack the bytes again.
         word = tl.inline_asm_elementwise(

@@ -22,6 +22,7 @@ from ..numerics.formats import (
     E4M3_MAX,
     E4M3_SMALLEST,
     E8M0_NAN,
+    FIRST_KEYS_ROOM,
     INT8,
     MXINT8_MAX_CODE,
     MXINT8_UNIT,
@@ -41,6 +42,7 @@ _NVFP4_EMAX = tl.constexpr(11)
 _NVFP4_MAX_MANTISSA = tl.constexpr(round((E2M1_MAX * E4M3_MAX / 2**11 - 1.0) * (1 << 23)))
 _NVFP4_SEARCH_EMAX = tl.constexpr(10)
 _NVFP4_SEARCH_MAX_MANTISSA = tl.constexpr(round((E2M1_SECOND * E4M3_MAX / 2**10 - 1.0) * (1 << 23)))
+_FIRST_KEYS_ROOM = tl.constexpr(FIRST_KEYS_ROOM)
 _E2M1_MAX = tl.constexpr(E2M1_MAX)
 _E2M1_SECOND = tl.constexpr(E2M1_SECOND)
 _SEARCH_MARGIN = tl.constexpr(SEARCH_MARGIN)
@@ -133,6 +135,13 @@ def nvfp4_head_scale(bits, ROUNDING: tl.constexpr):
     else:
         code = e8m0_encode(amax, _NVFP4_EMAX, _NVFP4_MAX_MANTISSA, True)
     return e8m0_decode(tl.maximum(code, 1))
+
+
+@triton.jit
+def nvfp4_key_scale(amax, ROUNDING: tl.constexpr):
+    """Return NVFP4's fp32 scale of the keys of a head, given the largest finite magnitude of their first tile."""
+    amax = tl.where(amax == 0.0, 1.0, amax)
+    return nvfp4_head_scale(amax.to(tl.int32, bitcast=True), ROUNDING) * _FIRST_KEYS_ROOM
 
 
 @triton.jit

@@ -6,9 +6,12 @@ import triton
 import triton.language as tl
 
 from ..numerics.formats import TILE
-from .arithmetic import hadamard
+from .arithmetic import hadamard, round_to_bfloat16
 
+_TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
+# Of the first tile at a time: what is looked for there is reduced over rows once, in the end.
+_ROWS = tl.constexpr(32)
 
 
 @triton.jit
@@ -54,11 +57,26 @@ def transform(
 
 
 @triton.jit
-def load_transformed(
-    base, rows, first, last, stride_t, stride_d, mean,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_MEAN: tl.constexpr,
+def first_tile_mean(base, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the mean of the first 128 visible keys, fp32 ``[BLOCK_D]`` whose values are bfloat16 numbers."""
+    total = tl.zeros([_ROWS, BLOCK_D], tl.float32)
+    for part in tl.static_range(_TILE // _ROWS):
+        rows = first + part * _ROWS + tl.arange(0, _ROWS)
+        total += load_visible(base, rows, first, last, stride_t, stride_d, D, BLOCK_D)
+    count = tl.minimum(tl.maximum(last - first, 1), _TILE).to(tl.float32)
+    return round_to_bfloat16(tl.math.div_rn(tl.sum(total, 0), tl.zeros([BLOCK_D], tl.float32) + count))
+
+
+@triton.jit
+def first_tile_magnitudes(
+    base, first, last, stride_t, stride_d, mean, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_MEAN: tl.constexpr,
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Load keys and :func:`transform` them."""
-    x = load_visible(base, rows, first, last, stride_t, stride_d, D, BLOCK_D)
-    return transform(x, rows, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM)
+    """Return the largest finite magnitude of each channel of the first 128 visible tokens, fp32 ``[BLOCK_D]``."""
+    largest = tl.zeros([_ROWS, BLOCK_D], tl.float32)
+    for part in tl.static_range(_TILE // _ROWS):
+        rows = first + part * _ROWS + tl.arange(0, _ROWS)
+        x = load_visible(base, rows, first, last, stride_t, stride_d, D, BLOCK_D)
+        x = tl.abs(transform(x, rows, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM))
+        largest = tl.maximum(largest, tl.where(x < float("inf"), x, 0.0))
+    return tl.max(largest, 0)

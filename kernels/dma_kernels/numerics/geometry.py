@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from .formats import TILE
+
 LOG2_E = math.log2(math.e)
 MAX_BAND_TILES = 1 << 20
 """More tiles than a sequence has: the most of a recipe's band and sinks, so that positions stay in int32."""
@@ -167,3 +169,14 @@ class PrefillGeometry:
             first = 0
         kv_offset = options.kv_offset if rows is None else 0
         return cls(kv_len, first, kv_offset, rows, options.is_causal, options.window, options.mask)
+
+    def has_low_tiles(self, q_len: int, diagonal_tiles: int, sink_tiles: int) -> bool:
+        """Whether a query may see a low tile. Where batch rows stand only the device knows: they are taken to."""
+        if self.rows is not None:
+            return True
+        first_query, last_query = self.q_offset // TILE, (self.q_offset + q_len - 1) // TILE
+        first_key = max(self.kv_offset // TILE, sink_tiles)
+        last_key = (self.kv_offset + self.kv_len - 1) // TILE
+        is_behind = last_query - first_key > diagonal_tiles
+        is_ahead = not self.is_causal and last_key - first_query > diagonal_tiles
+        return first_key <= last_key and (is_behind or is_ahead)

@@ -26,6 +26,8 @@ from .formats import (
     E4M3_SMALLEST,
     E8M0_MAX_CODE,
     E8M0_NAN,
+    FIRST_KEYS_ROOM,
+    FIRST_VALUES,
     FP32_EXPONENT_SPECIAL,
     FP32_MANTISSA_BITS,
     FP32_MANTISSA_MASK,
@@ -33,6 +35,7 @@ from .formats import (
     MXINT8_MAX_CODE,
     MXINT8_UNIT,
     SEARCH_MARGIN,
+    SMALLEST_CHANNEL,
     TILE,
     BlockFormat,
     ElementFormat,
@@ -41,6 +44,7 @@ from .formats import (
     SharedScale,
     block_format,
 )
+from .transforms import first_tile
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
@@ -188,22 +192,54 @@ def nvfp4_global_scale(amax: Tensor, largest: float = E2M1_MAX) -> Tensor:
     return e8m0_to_float(e8m0_scale(amax, element)).clamp(min=2.0**-126)
 
 
+def nvfp4_key_scale(key: Tensor, rounding: str, visible: Tensor | None = None) -> Tensor:
+    """Return NVFP4's fp32 scale for the transformed keys of each head: a power of two, from the first tile.
+
+    It places the largest block scale there below 14 of E4M3's 448: later keys have room to be 32 times as large, and
+    blocks that are a hundredth as large keep all bits of their scale. Like the mean key it is known before there is a
+    low tile.
+
+    Args:
+        key: ``[B, H, T, D]``, transformed.
+        rounding: Of the scales.
+        visible: Boolean ``[B, T]``: the keys that count; all where it is ``None``. The first 128 of them are read.
+
+    Returns:
+        fp32 ``[B, H, 1, 1]``; for a head without a finite number other than 0 there, as if the largest were 1.
+    """
+    amax = _first_magnitudes(key, visible).amax((-2, -1), keepdim=True)
+    largest = E2M1_SECOND if ScaleRounding(rounding) is ScaleRounding.SEARCH else E2M1_MAX
+    return nvfp4_global_scale(torch.where(amax == 0, 1.0, amax), largest) * FIRST_KEYS_ROOM
+
+
 def value_scale(value: Tensor, visible: Tensor | None = None) -> Tensor:
-    """Return the scale of ``pv = "fp8"``: a power of two for each batch row, kv head and channel.
+    """Return the scale of ``pv = "fp8"``: a power of two for each batch row, kv head and channel, from the first tile.
+
+    It places the largest magnitude of a channel there in [8, 16) of E4M3's 448: a later value has room to be 28 times
+    as large before it saturates, and one a thousandth as large keeps all its bits. The scale is known before there is a
+    low tile, as the mean key is, and a longer context does not move it. A channel that says little in the first tile is
+    scaled as if it held a thirty-second of the head's largest magnitude.
+
+    On SmolLM2-135M at 2,048 tokens ``balanced`` loses a KL divergence of .00012 per token with it, .00011 with the
+    scales of all values.
 
     Args:
         value: ``[B, H, T, D]``.
-        visible: Boolean ``[B, T]``: the tokens that count; all where it is ``None``.
+        visible: Boolean ``[B, T]``: the tokens that count; all where it is ``None``. The first 128 of them are read.
 
     Returns:
-        fp32 ``[B, H, 1, D]``, at least ``2 ** -126``; NaN for a channel that holds an infinity or a NaN.
+        fp32 ``[B, H, 1, D]``, at least ``2 ** -126``; 1/8 for a head without a finite number other than 0 there.
     """
-    if value.shape[-2] == 0:
-        return value.new_ones((*value.shape[:-2], 1, value.shape[-1]), dtype=torch.float32)
-    magnitude = value.float().abs()
-    if visible is not None:
-        magnitude = magnitude.masked_fill(~visible[:, None, :, None], 0.0)
-    return e8m0_to_float(e8m0_scale(magnitude.amax(-2, keepdim=True), E4M3)).clamp(min=2.0**-126)
+    channel = _first_magnitudes(value, visible).amax(-2, keepdim=True)
+    head = channel.amax(-1, keepdim=True)
+    channel = torch.where(head == 0, 1.0, torch.maximum(channel, head * SMALLEST_CHANNEL))
+    return e8m0_to_float(e8m0_scale(channel, FIRST_VALUES, ScaleRounding.FLOOR)).clamp(min=2.0**-126)
+
+
+def values_to_e4m3(value: Tensor, scale: Tensor) -> Tensor:
+    """Return values ``[B, H, T, D]`` in units of :func:`value_scale`; an infinity, which E4M3 has not, becomes NaN."""
+    value = value.float()
+    return to_e4m3(value / scale + value * 0.0)
 
 
 def to_e4m3(x: Tensor) -> Tensor:
@@ -241,6 +277,16 @@ def e2m1_decode(codes: Tensor) -> Tensor:
     """Return the fp32 values of uint8 E2M1 codes; -0.0 for the code 8."""
     magnitudes = torch.tensor(E2M1_MAGNITUDES, device=codes.device)
     return torch.cat((magnitudes, -magnitudes))[codes.int()]
+
+
+def _first_magnitudes(x: Tensor, visible: Tensor | None) -> Tensor:
+    """Return the finite magnitudes of the first 128 visible tokens of ``[B, H, T, D]``, and zeros, in fp32."""
+    magnitude = x.float().abs().nan_to_num(nan=0.0, posinf=0.0)
+    if visible is None:
+        magnitude = magnitude[..., :TILE, :]
+    else:
+        magnitude = magnitude.masked_fill(~first_tile(visible)[:, None, :, None], 0.0)
+    return F.pad(magnitude, (0, 0, 0, 1))  # so that no dimension is empty
 
 
 def _choice(name: str, value: str, enum: type[_Choice]) -> _Choice:

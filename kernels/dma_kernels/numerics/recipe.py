@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .formats import FORMAT_NAMES, ScaleRounding, SharedScale
+from .formats import FORMAT_NAMES, UNQUANTIZED, ScaleRounding, SharedScale
 from .geometry import MAX_BAND_TILES
 
 PV_FORMATS = ("bf16", "fp8")
@@ -93,6 +93,15 @@ class Recipe:
             and self.query_low == self.key_low == self.high
             and (self.high == "bf16" or self.high == "nvfp4" or self.shared_scale == SharedScale.BLOCK)
         )
+
+    @property
+    def of_high_tiles(self) -> Recipe:
+        """The recipe, of one precision, of a call without low tiles. Keys that are not quantised need no transform."""
+        is_quantized = self.high != UNQUANTIZED
+        return replace(
+            self, low=self.high, low_q=None, low_k=None, pv=UNQUANTIZED, shared_scale=SharedScale.BLOCK.value,
+            smooth_k=self.smooth_k and is_quantized, rotate=self.rotate and is_quantized,
+        )  # fmt: skip
 
 
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))

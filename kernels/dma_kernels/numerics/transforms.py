@@ -62,8 +62,13 @@ def key_mean(key: Tensor, visible: Tensor | None = None) -> Tensor:
         first = key[:, :, :TILE].to(dtype)
         mean = first.sum(-2, keepdim=True) / max(first.shape[-2], 1)
     else:
-        counted = (visible & (visible.cumsum(-1) <= TILE))[:, None, :, None]
+        counted = first_tile(visible)[:, None, :, None]
         mean = key.to(dtype).masked_fill(~counted, 0.0).sum(-2, keepdim=True) / counted.sum(-2, keepdim=True).clamp(
             min=1
         )
     return mean.to(torch.bfloat16).to(dtype)
+
+
+def first_tile(visible: Tensor) -> Tensor:
+    """Return which of the visible tokens, boolean ``[B, T]``, are the first 128 of their row."""
+    return visible & (visible.cumsum(-1) <= TILE)

@@ -15,7 +15,8 @@ from ..runtime.replay import Call, call_of, tensor_kind
 from ..runtime.tuning import select_tiles, starts_early
 from .host import prefill_attention
 from .operands import Operands
-from .quantizer import quantize_keys_values, query_factor
+from .quantizer import quantize_keys_values
+from .query_factor import query_factor
 
 
 def attention_triton(
@@ -35,6 +36,8 @@ def attention_triton(
         The output, and the logarithms of the denominators.
     """
     geometry = PrefillGeometry.of(options, query, key)
+    if not geometry.has_low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles):
+        recipe = recipe.of_high_tiles
     inputs = (query, key, value, options.sinks, options.mask, geometry.rows)
     if call is None:
         asked = (geometry.q_offset, geometry.kv_offset, options.is_causal, options.window, options.scale)

@@ -1,6 +1,6 @@
 """The Triton kernel that writes the key and value operands of every lowering: see :mod:`dma_kernels.prefill.operands`.
 
-A program writes one tile of one kv head, of its keys or of its values. Results equal
+A program writes tiles of one kv head, of its keys or of its values. Results equal
 :mod:`dma_kernels.numerics.quantize` to the bit, given the same mean key.
 """
 
@@ -17,30 +17,27 @@ from ..device.arithmetic import (
     pack_e4m3,
     to_e4m3,
     to_e5m2,
-    wait_for_previous,
 )
 from ..device.blocks import (
     dequantize_blocks,
     e8m0_scale,
     mxfp4_to_e5m2,
-    nvfp4_head_scale,
+    nvfp4_key_scale,
     pack_e2m1,
     quantize_blocks,
     round_to_units_e4m3,
 )
-from ..device.tiles import load_visible, transform, visible_rows
-from ..numerics.formats import E4M3, E8M0_MAX_CODE, E8M0_NAN, MXINT8_UNIT, TILE
-from .statistics import CHUNKS, reduce_channel_chunks, reduce_chunks
+from ..device.tiles import first_tile_magnitudes, first_tile_mean, load_visible, transform, visible_rows
+from ..numerics.formats import E8M0_MAX_CODE, E8M0_NAN, FIRST_VALUES, MXINT8_UNIT, SMALLEST_CHANNEL, TILE
 
 _TILE = tl.constexpr(TILE)
 # Keys that a program has in registers at a time, in block formats without a scale for the tile: few enough
 # for four programs on a multiprocessor.
 _ROWS = tl.constexpr(32)
-_CHUNKS = tl.constexpr(CHUNKS)
 _INT8_UNIT = tl.constexpr(MXINT8_UNIT)
 _INT8_STEPS = tl.constexpr(1.0 / MXINT8_UNIT)
-_E4M3_EMAX = tl.constexpr(E4M3.emax)
-_E4M3_MAX_MANTISSA = tl.constexpr(E4M3.max_mantissa)
+_FIRST_VALUES_EMAX = tl.constexpr(FIRST_VALUES.emax)
+_SMALLEST_CHANNEL = tl.constexpr(SMALLEST_CHANNEL)
 _MAX_CODE = tl.constexpr(E8M0_MAX_CODE)
 _NAN_CODE = tl.constexpr(E8M0_NAN)
 _SMALLEST_FACTOR = tl.constexpr(2.0**-126)
@@ -119,51 +116,56 @@ def _write_blocks(
 
 
 @triton.jit
-def _value_factor(channels_ptr, i_head, chunks, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Return the scales of a head's channels, fp32 ``[BLOCK_DV]``."""
-    bits = reduce_channel_chunks(channels_ptr + i_head * (_CHUNKS * DV), chunks, DV, BLOCK_DV)
-    code = e8m0_encode(bits.to(tl.float32, bitcast=True), _E4M3_EMAX, _E4M3_MAX_MANTISSA, True)
-    # As in value_scale: the smallest scale is fp32's smallest normal number.
-    return e8m0_decode(tl.maximum(code, 1))
+def _value_factor(base, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the scales of a head's channels, fp32 ``[BLOCK_D]``: what ``value_scale`` finds in its first tile."""
+    mean = tl.zeros([BLOCK_D], tl.float32)
+    channel = first_tile_magnitudes(base, first, last, stride_t, stride_d, mean, D, BLOCK_D, False, False, 1, 1.0)
+    head = tl.max(channel, 0)
+    channel = tl.where(head == 0.0, 1.0, tl.maximum(channel, head * _SMALLEST_CHANNEL))
+    # The smallest scale is fp32's smallest normal number.
+    return e8m0_decode(tl.maximum(e8m0_encode(channel, _FIRST_VALUES_EMAX, 0, False), 1))
+
+
+@triton.jit
+def _to_value_units(x, reciprocal):
+    """Divide values by their scale. An infinity becomes NaN, which casts to E4M3 keep."""
+    return x * reciprocal + x * 0.0
 
 
 @triton.jit
 def _write_fp8_values(
-    base, channels_ptr, value_ptr, value_factor_ptr, i_head, i_tile, i_tile_row, start, first, last, stride_t, stride_d,
-    chunks, DV: tl.constexpr, BLOCK_DV: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
+    base, value_ptr, factor, i_tile_row, start, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Write a tile of values in E4M3, transposed, the keys of a group of 16 as ``permute_keys`` has them.
 
     Of the keys ``8 j + 2 t + c`` of a group those with the same ``t`` are neighbours there, so four keys of a channel
     make a 32-bit word: a quarter of the elements to transpose, and no byte is moved by itself.
     """
     o_w = tl.arange(0, _TILE // 4)
-    o_d = tl.arange(0, BLOCK_DV)
+    o_d = tl.arange(0, BLOCK_D)
     rows = start + (o_w // 4) * 16 + (o_w % 4) * 2
-    a = load_visible(base, rows, first, last, stride_t, stride_d, DV, BLOCK_DV)
-    b = load_visible(base, rows + 1, first, last, stride_t, stride_d, DV, BLOCK_DV)
-    c = load_visible(base, rows + 8, first, last, stride_t, stride_d, DV, BLOCK_DV)
-    d = load_visible(base, rows + 9, first, last, stride_t, stride_d, DV, BLOCK_DV)
-    wait_for_previous(USE_PDL)
-    factor = _value_factor(channels_ptr, i_head, chunks, DV, BLOCK_DV)
-    if i_tile == 0:
-        tl.store(value_factor_ptr + i_head * DV + o_d, factor, mask=o_d < DV)
+    a = load_visible(base, rows, first, last, stride_t, stride_d, D, BLOCK_D)
+    b = load_visible(base, rows + 1, first, last, stride_t, stride_d, D, BLOCK_D)
+    c = load_visible(base, rows + 8, first, last, stride_t, stride_d, D, BLOCK_D)
+    d = load_visible(base, rows + 9, first, last, stride_t, stride_d, D, BLOCK_D)
     # factor is a power of two of at least 2^-126, so its reciprocal is exact.
     scale = (1.0 / factor)[None, :]
-    word = pack_e4m3(a * scale, b * scale, c * scale, d * scale)
-    offset = (i_tile_row * DV + o_d)[:, None] * (_TILE // 4) + o_w[None, :]
+    word = pack_e4m3(
+        _to_value_units(a, scale), _to_value_units(b, scale), _to_value_units(c, scale), _to_value_units(d, scale)
+    )
+    offset = (i_tile_row * D + o_d)[:, None] * (_TILE // 4) + o_w[None, :]
     word_ptr = value_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.store(word_ptr + offset, tl.trans(word), mask=(o_d < DV)[:, None])
+    tl.store(word_ptr + offset, tl.trans(word), mask=(o_d < D)[:, None])
 
 
 @triton.jit
 def _quantize_keys(
-    k_ptr, mean_ptr, head_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr, head_factor_ptr,
-    rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles, chunks, i_tile,
+    k_ptr, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr, head_factor_ptr,
+    rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_HEAD: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
-    SHARED: tl.constexpr, ROUNDING: tl.constexpr, USE_PDL: tl.constexpr,
+    SHARED: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
     HAS_TILE_SCALE: tl.constexpr = (
         LOW_FORM == "int8" or LOW_FORM == "e4m3" or LOW_FORM == "e5m2" or (LOW_FORM != "none" and SHARED == "tile")
@@ -173,25 +175,26 @@ def _quantize_keys(
     i_b = i_head // KV_HEADS
     base = k_ptr + i_b * stride_kb + (i_head % KV_HEADS) * stride_kh
     first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
-    start += i_tile * _TILE
+    i_program = tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
-    if HAS_TILE_SCALE:
-        x = load_visible(base, start + tl.arange(0, ROWS), first, last, stride_kt, stride_kd, D, BLOCK_D)
-    wait_for_previous(USE_PDL)
     mean = tl.zeros([BLOCK_D], tl.float32)
     if HAS_MEAN:
-        mean = tl.load(mean_ptr + i_head * D + o_d, mask=o_d < D, other=0.0)
+        mean = first_tile_mean(base, first, last, stride_kt, stride_kd, D, BLOCK_D)
+        if i_program == 0:
+            tl.store(mean_ptr + i_head * D + o_d, mean, mask=o_d < D)
     head_scale = 1.0
     if HAS_HEAD:
-        head_scale = nvfp4_head_scale(reduce_chunks(head_ptr + i_head * _CHUNKS, chunks), ROUNDING)
-        if i_tile == 0:
+        channels = first_tile_magnitudes(
+            base, first, last, stride_kt, stride_kd, mean, D, BLOCK_D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM
+        )
+        head_scale = nvfp4_key_scale(tl.max(channels, 0), ROUNDING)
+        if i_program == 0:
             tl.store(head_factor_ptr + i_head, head_scale)
-    i_tile_row = i_head * tiles + i_tile
-    for part in tl.range(0, _TILE // ROWS):
-        o_t = part * ROWS + tl.arange(0, ROWS)
-        row = i_tile_row * _TILE + o_t
-        if not HAS_TILE_SCALE:
-            x = load_visible(base, start + o_t, first, last, stride_kt, stride_kd, D, BLOCK_D)
+    for i_block in tl.range(i_program, tiles * (_TILE // ROWS), tl.num_programs(1)):
+        o_t = i_block * ROWS + tl.arange(0, ROWS)
+        i_tile_row = i_head * tiles + i_block // (_TILE // ROWS)
+        row = i_head * tiles * _TILE + o_t
+        x = load_visible(base, start + o_t, first, last, stride_kt, stride_kd, D, BLOCK_D)
         x = transform(x, start + o_t, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM)
         if HIGH_FORM != "raw":
             _write_blocks(
@@ -212,68 +215,69 @@ def _quantize_keys(
 
 @triton.jit
 def _quantize_values(
-    v_ptr, channels_ptr, value_ptr, value_factor_ptr, rows_ptr,
-    stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, chunks, i_tile,
+    v_ptr, value_ptr, value_factor_ptr, rows_ptr,
+    stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles,
     KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ROWS: tl.constexpr,
-    VALUE_FORM: tl.constexpr, USE_PDL: tl.constexpr,
+    VALUE_FORM: tl.constexpr,
 ):  # fmt: skip
     i_head = tl.program_id(0).to(tl.int64)
     i_b = i_head // KV_HEADS
     base = v_ptr + i_b * stride_vb + (i_head % KV_HEADS) * stride_vh
     first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
-    start += i_tile * _TILE
-    i_tile_row = i_head * tiles + i_tile
-    if VALUE_FORM == "e4m3":
-        _write_fp8_values(
-            base, channels_ptr, value_ptr, value_factor_ptr, i_head, i_tile, i_tile_row, start, first, last,
-            stride_vt, stride_vd, chunks, DV, BLOCK_DV, USE_PDL,
-        )  # fmt: skip
-    else:
-        tl.static_assert(VALUE_FORM == "dequantized", "forms of values are e4m3 and dequantized")
-        wait_for_previous(USE_PDL)
-        o_t = tl.arange(0, _TILE)
-        o_d = tl.arange(0, BLOCK_DV)
-        factor = _value_factor(channels_ptr, i_head, chunks, DV, BLOCK_DV)
-        x = load_visible(base, start + o_t, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
-        x = round_to_units_e4m3(x, factor[None, :])
-        offset = (i_tile_row * _TILE + o_t)[:, None] * DV + o_d[None, :]
-        tl.store(value_ptr + offset, x.to(value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
+    i_program = tl.program_id(1)
+    o_d = tl.arange(0, BLOCK_DV)
+    factor = _value_factor(base, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
+    if VALUE_FORM == "e4m3":  # noqa: SIM102 (a constexpr branch)
+        if i_program == 0:
+            tl.store(value_factor_ptr + i_head * DV + o_d, factor, mask=o_d < DV)
+    for i_tile in tl.range(i_program, tiles, tl.num_programs(1)):
+        i_tile_row = i_head * tiles + i_tile
+        if VALUE_FORM == "e4m3":
+            _write_fp8_values(
+                base, value_ptr, factor, i_tile_row, start + i_tile * _TILE, first, last, stride_vt, stride_vd,
+                DV, BLOCK_DV,
+            )  # fmt: skip
+        else:
+            tl.static_assert(VALUE_FORM == "dequantized", "forms of values are e4m3 and dequantized")
+            o_t = i_tile * _TILE + tl.arange(0, _TILE)
+            x = load_visible(base, start + o_t, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
+            x = round_to_units_e4m3(_to_value_units(x, 1.0), factor[None, :])
+            offset = (i_head * tiles * _TILE + o_t)[:, None] * DV + o_d[None, :]
+            tl.store(value_ptr + offset, x.to(value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
 
 
-@triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles", "chunks"])
+@triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles"])
 def quantize_kernel(
-    k_ptr, v_ptr, mean_ptr, key_head_ptr, channels_ptr, rows_ptr,
-    high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr, head_factor_ptr,
+    k_ptr, v_ptr, rows_ptr,
+    mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr, head_factor_ptr,
     value_ptr, value_factor_ptr,
     stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
-    kv_offset, kv_len, tiles, chunks,
+    kv_offset, kv_len, tiles,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_KEY_HEAD: tl.constexpr,
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
     SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, ROUNDING: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of values in the first layer of programs, of keys in the last.
+    """Write values in the first layer of programs, keys in the last; a program goes through tiles of its kv head.
 
+    What a tile must know of the first one each program finds itself, in the L2 cache: no launch comes before this one.
     Forms are those of :class:`~dma_kernels.prefill.operands.Form`; ``none`` and, for keys and values, ``raw`` write
     nothing.
     """
     let_next_start(USE_PDL)
-    # The statistics pass went through the tiles of all heads in ascending order: begin with those that are still in the
-    # L2 cache.
-    i_tile = (tiles - 1 - tl.program_id(1)).to(tl.int64)
     if VALUE_FORM != "raw":  # noqa: SIM102 (a constexpr branch)
         if tl.program_id(2) == 0:
             _quantize_values(
-                v_ptr, channels_ptr, value_ptr, value_factor_ptr, rows_ptr,
-                stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, chunks, i_tile,
-                KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM, USE_PDL,
+                v_ptr, value_ptr, value_factor_ptr, rows_ptr,
+                stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles,
+                KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM,
             )  # fmt: skip
     if HIGH_FORM != "raw" or LOW_FORM != "none":  # noqa: SIM102
         if tl.program_id(2) == tl.num_programs(2) - 1:
             _quantize_keys(
-                k_ptr, mean_ptr, key_head_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr,
-                head_factor_ptr, rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles, chunks,
-                i_tile, KV_HEADS, D, BLOCK_D, HAS_ROWS, HAS_MEAN, HAS_KEY_HEAD, ROTATE, HADAMARD_SIZE, NORM,
-                HIGH_FORM, HIGH_FORMAT, LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, USE_PDL,
+                k_ptr, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr,
+                head_factor_ptr, rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles,
+                KV_HEADS, D, BLOCK_D, HAS_ROWS, HAS_MEAN, HAS_KEY_HEAD, ROTATE, HADAMARD_SIZE, NORM,
+                HIGH_FORM, HIGH_FORMAT, LOW_FORM, LOW_FORMAT, SHARED, ROUNDING,
             )  # fmt: skip

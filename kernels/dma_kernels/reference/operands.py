@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..numerics.formats import UNQUANTIZED, SharedScale
-from ..numerics.quantize import quantize, to_e4m3, value_scale
+from ..numerics.formats import NVFP4, UNQUANTIZED, SharedScale
+from ..numerics.quantize import nvfp4_key_scale, quantize, value_scale, values_to_e4m3
 from ..numerics.recipe import Recipe
 from ..numerics.transforms import hadamard_rotate, key_mean
 
@@ -68,18 +68,22 @@ def prepare_operands(
     if recipe.rotate:
         k = hadamard_rotate(k)
     q_low, q_high = _low_and_high_queries(query, recipe)
-    k_high = cast(k, recipe.high, recipe, SharedScale.BLOCK, query.dtype)
+    k_scale = nvfp4_key_scale(k, recipe.scale_rounding, visible)
+    k_high = cast(k, recipe.high, recipe, SharedScale.BLOCK, query.dtype, head_scale=k_scale)
     k_shared = SharedScale(recipe.shared_scale)
     v_high = v_low = value.to(compute_dtype)
     v_scale = None
     if recipe.pv == "fp8":
-        v_scale = value_scale(value)
-        v_low = to_e4m3(value.float() / v_scale).to(compute_dtype)
+        v_scale = value_scale(value, visible)
+        v_low = values_to_e4m3(value, v_scale).to(compute_dtype)
         v_scale = v_scale.to(compute_dtype)
+    k_low = k_high
+    if not recipe.is_uniform:
+        k_low = cast(k, recipe.key_low, recipe, k_shared, query.dtype, kv_position, head_scale=k_scale)
     return PreparedOperands(
         q_low=q_low,
         q_high=q_high,
-        k_low=k_high if recipe.is_uniform else cast(k, recipe.key_low, recipe, k_shared, query.dtype, kv_position),
+        k_low=k_low,
         k_high=k_high,
         v_high=v_high,
         v_low=v_low,
@@ -108,7 +112,13 @@ def _low_and_high_queries(query: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor
 
 
 def cast(
-    x: Tensor, format: str, recipe: Recipe, shared: SharedScale, dtype: torch.dtype, position: int | Tensor = 0
+    x: Tensor,
+    format: str,
+    recipe: Recipe,
+    shared: SharedScale,
+    dtype: torch.dtype,
+    position: int | Tensor = 0,
+    head_scale: Tensor | None = None,
 ) -> Tensor:
     """Round ``[B, H, T, D]`` to a format.
 
@@ -119,6 +129,7 @@ def cast(
         shared: What shares a scale.
         dtype: The model's.
         position: Of row 0, an int or integer ``[B]``, where a tile shares a scale.
+        head_scale: NVFP4's scale of each head, ``[B, H, 1, 1]``; ``None`` for that of all rows.
 
     Returns:
         The rounded values, fp32 (fp64 for a ``dtype`` of fp64).
@@ -126,5 +137,8 @@ def cast(
     compute_dtype = torch.promote_types(dtype, torch.float32)
     if format == UNQUANTIZED:
         return x.to(dtype).to(compute_dtype)
-    quantized = quantize(x, format, scale_rounding=recipe.scale_rounding, shared_scale=shared, tile_offset=position)
+    quantized = quantize(
+        x, format, scale_rounding=recipe.scale_rounding, shared_scale=shared, tile_offset=position,
+        global_scale=head_scale if format == NVFP4.name else None,
+    )  # fmt: skip
     return quantized.dequantize().to(compute_dtype)

@@ -214,9 +214,8 @@ def starts_early(arch: int, kv_len: int) -> bool:
 
     In short calls launches take as long as some kernels: ``balanced`` at 2K takes 80.2 us instead of 84.4, ``kv4`` 127
     instead of 131, ``fp4`` 177 instead of 174. But programs that come early go where there is room, not everywhere
-    alike: at 1K 42.3 instead of 39.4. And at 4K little is left to gain, 222 instead of 224, while in long calls the
-    quantiser's programs, which read their tile before they wait, take memory from the statistics: 297 us for both at
-    128K instead of 273.
+    alike: at 1K 42.3 instead of 39.4. And at 4K little is left to gain, 222 instead of 224. Measured when a third
+    kernel came before these two.
 
     Args:
         arch: Compute capability, major version times ten plus minor.

@@ -17,9 +17,11 @@ from dma_kernels.numerics.quantize import (
     e8m0_scale,
     e8m0_to_float,
     nvfp4_global_scale,
+    nvfp4_key_scale,
     to_e4m3,
     unpack_e2m1,
     value_scale,
+    values_to_e4m3,
 )
 from dma_kernels.testing import assert_bits_equal, mixed_magnitudes
 from hypothesis import given
@@ -378,32 +380,67 @@ class TestInvariance:
         assert ours.global_scale.flatten().tolist() == [2.0**-11] * 5 + [2.0]
 
 
-class TestValueScale:
-    def test_is_the_smallest_power_of_two_that_fits_each_channel(self) -> None:
-        value = mixed_magnitudes(2, 3, 50, 16, seed=8, binades=12)
+class TestScalesOfTheFirstTile:
+    def test_values_of_each_channel_come_to_lie_in_8_to_16(self) -> None:
+        value = mixed_magnitudes(2, 3, 50, 16, seed=8, binades=4)
         scale = value_scale(value)
         assert scale.shape == (2, 3, 1, 16)
         ratio = value.abs().amax(-2, keepdim=True) / scale
-        assert ratio.max() <= 448.0
-        assert ratio.min() > 224.0
+        assert ratio.max() < 16.0
+        assert ratio.min() >= 8.0
         assert (torch.frexp(scale).mantissa == 0.5).all()
 
-    def test_hidden_tokens_do_not_count(self) -> None:
-        value = torch.ones(2, 1, 4, 8)
-        value[0, :, 0] = math.inf
-        value[1, :, 3] = 1000.0
-        visible = torch.tensor([[False, True, True, True], [True, True, True, True]])
-        scale = value_scale(value, visible)
-        assert scale[0].unique().tolist() == [2.0**-8]
-        assert scale[1].unique().tolist() == [4.0]
+    def test_a_small_channel_counts_as_a_thirty_second_of_the_head(self) -> None:
+        value = torch.zeros(1, 2, 10, 4)
+        value[0, 0, 3] = torch.tensor([1.0, -64.0, 2.0, 0.0])
+        assert value_scale(value)[0, 0].flatten().tolist() == [0.25, 8.0, 0.25, 0.25]
 
-    def test_zero_empty_and_broken_channels(self) -> None:
-        value = torch.zeros(1, 1, 2, 3)
-        value[0, 0, 1] = torch.tensor([0.0, math.inf, math.nan])
-        scale = value_scale(value).flatten()
-        assert scale[0] == 2.0**-126
-        assert scale[1:].isnan().all()
-        assert_bits_equal(value_scale(torch.zeros(1, 2, 0, 3)), torch.ones(1, 2, 1, 3))
+    def test_tokens_that_are_hidden_or_come_later_do_not_count(self) -> None:
+        value = torch.ones(2, 1, 4 + 128, 8)
+        value[0, :, 0] = math.inf
+        value[0, :, 129], value[1, :, 128] = 100.0, 1000.0
+        visible = torch.ones(2, 132, dtype=torch.bool)
+        visible[0, 0] = visible[1, 3] = False
+        scale = value_scale(value, visible)
+        assert scale[0].unique().tolist() == [0.125]
+        assert scale[1].unique().tolist() == [64.0]
+        assert value_scale(value[1:])[0].unique().tolist() == [0.125]
+
+    @pytest.mark.parametrize("broken", [math.inf, -math.inf, math.nan])
+    def test_zero_empty_and_broken_values(self, broken: float) -> None:
+        value = torch.zeros(1, 2, 3, 3)
+        value[0, 1, 0] = torch.tensor([2.0, 1.0, broken])
+        value[0, 1, 1, 2] = 0.5
+        scale = value_scale(value)
+        assert scale.flatten().tolist() == [0.125, 0.125, 0.125, 0.25, 0.125, 0.0625]
+        assert_bits_equal(value_scale(torch.zeros(1, 2, 0, 3)), torch.full((1, 2, 1, 3), 0.125))
+        coded = values_to_e4m3(value, scale).float()
+        assert coded[0, 1, 0, 2].isnan()
+        assert coded.isnan().sum() == 1
+
+    def test_later_values_saturate_at_28_times_the_first(self) -> None:
+        value = torch.tensor([15.0, 420.0, 448.0, -1000.0]).view(1, 1, 4, 1)
+        scale = value_scale(value[:, :, :1])
+        assert scale.item() == 1.0
+        assert values_to_e4m3(value, scale).float().flatten().tolist() == [15.0, 416.0, 448.0, -448.0]
+
+    @pytest.mark.parametrize(("rounding", "largest"), [("ceil", 6.0), ("search", 4.0)])
+    def test_nvfp4_keys_have_room_for_32_times_the_first(self, rounding: str, largest: float) -> None:
+        key = mixed_magnitudes(2, 3, 300, 32, seed=3, binades=4)
+        scale = nvfp4_key_scale(key, rounding)
+        assert scale.shape == (2, 3, 1, 1)
+        first = key[:, :, :128].abs().amax((-2, -1), keepdim=True)
+        assert_bits_equal(scale, nvfp4_global_scale(first, largest) * 32)
+        blocks = first / largest / scale
+        assert blocks.max() <= 14.0
+        assert blocks.min() > 7.0
+        later = torch.cat((key, key[:, :, :1] * 1e4), 2)
+        assert_bits_equal(nvfp4_key_scale(later, rounding), scale)
+
+    def test_nvfp4_keys_without_a_number_are_scaled_as_1(self) -> None:
+        key = torch.tensor([[0.0, math.nan], [1.0, math.inf]]).view(1, 2, 2, 1)
+        one = nvfp4_global_scale(torch.ones(()), 6.0) * 32
+        assert nvfp4_key_scale(key, "ceil").flatten().tolist() == [one, one]
 
     def test_round_trip_is_as_good_as_e4m3(self) -> None:
         value = mixed_magnitudes(1, 1, 64, 8, seed=1, binades=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dma_kernels.prefill.host import prefill_attention
 from dma_kernels.prefill.operands import Operands
 from dma_kernels.prefill.quantizer import quantize_keys_values
 from dma_kernels.runtime.descriptors import is_describable
+from dma_kernels.runtime.launch import observed
 from dma_kernels.runtime.lowering import select_lowering
 from dma_kernels.runtime.tuning import select_section, select_tiles
 from dma_kernels.testing import random_qkv, relative_error
@@ -75,3 +77,30 @@ def test_a_section_fits_in_the_cache() -> None:
     assert select_section(8, 1 << 20) == 8
     assert select_section(64, 8 << 20) == 3
     assert select_section(8, 1 << 30) == 1
+
+
+BIDIRECTIONAL = {"is_causal": False}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "length", "options", "kernels"),
+    [
+        (INT8, 384, {}, ["prefill_kernel"]),
+        (INT8, 385, {}, ["quantize_kernel", "prefill_kernel"]),
+        (INT8, 256, BIDIRECTIONAL, ["prefill_kernel"]),
+        (INT8, 257, BIDIRECTIONAL, ["quantize_kernel", "prefill_kernel"]),
+        (replace(INT8, sink_tiles=0), 257, {}, ["quantize_kernel", "prefill_kernel"]),
+        (replace(INT8, high="mxfp8", rotate=True), 384, {}, ["quantize_kernel", "prefill_kernel"]),
+        (INT8, 40, {"q_offset": 424, "kv_offset": 424}, ["prefill_kernel"]),
+        (INT8, 40, {"q_offset": 424, "kv_offset": 130}, ["quantize_kernel", "prefill_kernel"]),
+        (INT8, 40, {"q_offset": 424, "kv_offset": 88}, ["prefill_kernel"]),
+    ],
+)  # fmt: skip
+def test_a_call_without_low_tiles_quantises_nothing_but_high_ones(
+    recipe: Recipe, length: int, options: dict[str, Any], kernels: list[str]
+) -> None:
+    launched: list[str] = []
+    case = Case(q_len=length, kv_len=length, q_heads=1, head_dim=16, options=options)
+    with observed(lambda kernel, *_: launched.append(kernel.fn.__name__)):
+        assert_matches_reference(case, recipe, torch.float16, "cpu")
+    assert launched == kernels

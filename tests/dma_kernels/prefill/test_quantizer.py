@@ -10,7 +10,8 @@ from dma_kernels import Recipe
 from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.quantize import nvfp4_global_scale
 from dma_kernels.numerics.transforms import hadamard_rotate
-from dma_kernels.prefill.quantizer import quantize_keys_values, query_factor
+from dma_kernels.prefill.quantizer import quantize_keys_values
+from dma_kernels.prefill.query_factor import query_factor
 from dma_kernels.runtime.lowering import select_lowering
 from dma_kernels.testing import assert_bits_equal, random_qkv
 from quantized_operands import AMPERE, BLACKWELL, HOPPER, RECIPES, check
@@ -80,12 +81,24 @@ def test_rows_that_are_padded(recipe: str) -> None:
     check(key, value, RECIPES[recipe], HOPPER, rows=rows)
 
 
-def test_a_maximum_is_found_in_every_chunk_of_a_long_sequence() -> None:
-    key, value = keys_values(kv_len=34 * TILE, head_dim=16)
-    value[0, 0, 33 * TILE + 70, 3] = 1000.0
-    value[0, 0, 2 * TILE + 5, 4] = -900.0
-    key[0, 0, 33 * TILE, 0] = 500.0
-    check(key, value, Recipe(low="nvfp4", pv="fp8"), HOPPER)
+def test_later_tokens_saturate_where_the_first_tile_leaves_no_room() -> None:
+    key, value = keys_values(kv_len=3 * TILE + 20, head_dim=16)
+    value[0, 0, 2 * TILE + 70, 3] = 1000.0
+    value[0, 0, 3 * TILE + 5, 4] = -900.0
+    key[0, 0, 3 * TILE, 0] = 500.0
+    for arch in (AMPERE, HOPPER):
+        check(key, value, Recipe(low="nvfp4", pv="fp8"), arch)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "nvfp4"])
+@pytest.mark.parametrize("first", [0.0, float("nan"), float("inf")])
+def test_a_first_tile_that_says_nothing(recipe: str, first: float) -> None:
+    key, value = keys_values(kv_heads=2, kv_len=200, head_dim=32)
+    value[0, 0, :TILE], value[0, 1, :TILE, 3] = first, first
+    if first == 0.0:
+        key[0, 0, :TILE] = 2.0  # which is their mean
+    for arch in (AMPERE, HOPPER, BLACKWELL):
+        check(key, value, RECIPES[recipe], arch)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

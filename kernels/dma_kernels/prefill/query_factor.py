@@ -1,0 +1,71 @@
+"""NVFP4's scale of queries: of each head, from its largest finite block."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..device.arithmetic import program_block
+from ..device.blocks import finite_block_amax, nvfp4_head_scale
+from ..device.tiles import load_visible, transform
+from ..numerics.formats import NVFP4, padded_channels
+from ..numerics.recipe import Recipe
+from ..numerics.transforms import hadamard_size
+from ..runtime.launch import Launcher, blocks_of_heads
+
+QUERY_BLOCK = 64
+
+
+def query_factor(query: Tensor, recipe: Recipe) -> Tensor | None:
+    """Return NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``; ``None`` for other formats.
+
+    Args:
+        query: 16-bit ``[B, Hq, Tq, D]``, any strides.
+        recipe: The precisions.
+    """
+    if NVFP4.name not in (recipe.query_low, recipe.high):
+        return None
+    batch, heads, q_len, head_dim = query.shape
+    factor = torch.zeros((batch, heads), dtype=torch.int32, device=query.device)
+    launch = _launcher(heads, head_dim, recipe.rotate, recipe.scale_rounding)
+    launch(blocks_of_heads(batch * heads, -(-q_len // QUERY_BLOCK)), query, factor, *query.stride(), q_len)
+    return factor.view(torch.float32)
+
+
+@functools.lru_cache(maxsize=256)
+def _launcher(heads: int, head_dim: int, rotate: bool, rounding: str) -> Launcher:
+    size = hadamard_size(head_dim)
+    constants = {
+        "Q_HEADS": heads,
+        "D": head_dim,
+        "BLOCK_D": padded_channels(head_dim),
+        "BLOCK_T": QUERY_BLOCK,
+        "ROTATE": rotate,
+        "HADAMARD_SIZE": size,
+        "NORM": math.pow(size, -0.5),
+        "ROUNDING": rounding,
+    }
+    return Launcher(query_factor_kernel, constants, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["q_len"])
+def query_factor_kernel(
+    q_ptr, factor_ptr, stride_qb, stride_qh, stride_qt, stride_qd, q_len,
+    Q_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
+    """Raise NVFP4's scale of a head to what a block of its transformed queries needs."""
+    i_head = tl.program_id(0).to(tl.int64)
+    rows = program_block() * BLOCK_T + tl.arange(0, BLOCK_T)
+    base = q_ptr + (i_head // Q_HEADS) * stride_qb + (i_head % Q_HEADS) * stride_qh
+    x = load_visible(base, rows, 0, q_len, stride_qt, stride_qd, D, BLOCK_D)
+    x = transform(x, rows, 0, q_len, tl.zeros([BLOCK_D], tl.float32), False, ROTATE, HADAMARD_SIZE, NORM)
+    largest = tl.max(tl.max(finite_block_amax(x), 1), 0)
+    # The scale grows with the largest magnitude, so the largest scale is the scale of all; positive floats order like
+    # their bits.
+    tl.atomic_max(factor_ptr + i_head, nvfp4_head_scale(largest, ROUNDING).to(tl.int32, bitcast=True), sem="relaxed")
