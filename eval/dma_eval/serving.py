@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
+from fastapi import HTTPException
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -61,6 +62,25 @@ class OneModel(ModelManager):  # type: ignore[misc]
         """Keep the model: Transformers would load it again, without its backend."""
 
 
+class _Stopless:
+    """Mixed into a handler of requests that are batched continuously, whose stop strings Transformers would drop."""
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Answer a request, or refuse it if it has stop strings."""
+        if body.get("stop") is not None:
+            detail = "continuous batching has no stop strings; leave out 'stop', or serve without --continuous-batching"
+            raise HTTPException(status_code=422, detail=detail)
+        return await super().handle_request(body, request_id)  # type: ignore[misc]
+
+
+class _ChatBatched(_Stopless, ChatCompletionHandler):  # type: ignore[misc]
+    """Messages, batched continuously."""
+
+
+class _CompletionBatched(_Stopless, CompletionHandler):  # type: ignore[misc]
+    """Plain text, batched continuously."""
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens; clients that come before the server runs wait for it.
 
@@ -87,11 +107,12 @@ def serve(
         batches: How requests are batched continuously; ``None`` to have ``generate`` answer one after another.
         log_level: Of the web server.
     """
-    manager, state = OneModel(loaded), GenerationState(batches is not None, cb_config=batches)
+    is_batched = batches is not None
+    manager, state = OneModel(loaded), GenerationState(is_batched, cb_config=batches)
     app = build_server(
         manager,
-        ChatCompletionHandler(manager, state),
-        completion_handler=CompletionHandler(manager, state),
+        (_ChatBatched if is_batched else ChatCompletionHandler)(manager, state),
+        completion_handler=(_CompletionBatched if is_batched else CompletionHandler)(manager, state),
         response_handler=ResponseHandler(manager, state),
         transcription_handler=TranscriptionHandler(manager, state),
         systemone_handler=SystemOneHandler(manager, state),

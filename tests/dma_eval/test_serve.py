@@ -189,6 +189,10 @@ def test_continuous_batching(suffix, folder, expected, question):
         body = {"prompt": question, "max_tokens": NEW_TOKENS, "temperature": 0}
         answers = list(pool.map(lambda _: client.post("/v1/completions", **body), range(3)))
         events = client.stream("/v1/completions", **body)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            with pytest.raises(HTTPError) as refusal:
+                client.post(path, **body, stop=["."])
+            assert "continuous batching has no stop strings" in refusal.value.read().decode()
     assert [answer["choices"][0]["text"] for answer in answers] == [expected[suffix]] * 3
     assert "".join(event["choices"][0]["text"] for event in events) == expected[suffix]
 

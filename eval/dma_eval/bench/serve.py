@@ -149,7 +149,7 @@ def _measure_one(
     warm = replace(requests, count=WARM_REQUESTS, prompt=(requests.prompt[1],) * 2, new=(WARM_TOKENS,) * 2)
     config = settings(model, cache_gib)
     if cache_gib is None and model.device.type == "cpu":  # whose free memory is not for one program
-        config.num_blocks = requests.count * (requests.longest // config.page_size + 2)
+        config.num_blocks = requests.count * (requests.longest // config.page_size + 4)  # a slot is two
     hints = WorkloadHints(
         max_prompt_length=requests.prompt[1],
         max_generated_length=max(requests.new[1], WARM_TOKENS),
