@@ -120,12 +120,10 @@ FIELDS = tuple(field.name for field in fields(DMAConfig))
 
 PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
     {
-        # KL per token as it is, with keys x 8 and with keys x 32: .00007, .0002, .0024; not rotated .00009, .0019,
-        # .068; not rotated with block scales, which fit no 8-bit unit, .00006, .0003, .0069
-        # (benchmarks/quality/smollm2-stress-1024-fp32.json).
+        # Rotated, since that holds where key channels stand out. docs/how-it-works.md has the loss without it, and with
+        # scales of blocks, which fit no 8-bit unit.
         "balanced": DMAConfig(),
-        # Perplexity at 8,192 +1.24 %; with high="mxfp8" +1.84 %, and with scales not searched for +2.05 %
-        # (benchmarks/quality/smollm2-8192-variants-fp32.json).
+        # Scales by search, and high tiles in 16 bits: benchmarks/README.md has the results without each of them.
         "fp4": DMAConfig(low="nvfp4", scale_rounding="search", shared_scale="block"),
         "paper": DMAConfig(
             low="mxfp4",

@@ -250,8 +250,14 @@ def stress_page(section: StressSection) -> Page:
     for twin, tokens in measured:
         results = {result.label: result for result in tokens.backends}
         ratios = (number(ratio, ",.1f") for ratio in (twin.key_ratio, twin.query_ratio))
-        kl.append([twin.name, *ratios, *(format_kl(results[label].kl_mean) for label in labels)])
-        change.append([twin.name, *(table_row(results[label])[2] for label in labels)])
+        kl.append(
+            [
+                twin.name,
+                *ratios,
+                *(format_kl(results[label].kl_mean) if label in results else MISSING for label in labels),
+            ]
+        )
+        change.append([twin.name, *(table_row(results[label])[2] if label in results else MISSING for label in labels)])
     tables += [
         Table(("twin", "key ratio", "query ratio", *labels), kl, f"KL per token from the twin's own {reference}"),
         Table(("twin", *labels), change, f"Change of perplexity against the twin's own {reference}"),

@@ -15,6 +15,7 @@ from dma_eval.card import make_card, prepare_upload
 from dma_eval.errors import UserError
 from dma_eval.files import parse
 from dma_eval.markdown import page_to_markdown
+from dma_eval.pages import format_kl, stress_page
 from dma_eval.results import (
     SCHEMA_VERSION,
     SECTIONS,
@@ -131,6 +132,10 @@ class TestMerge:
         labels = {twin.name: [each.label for each in twin.tokens.backends] for twin in section.twins if twin.tokens}
         old, new = preset.label, "later"
         assert labels == {"one": ["sdpa", old], "two": ["sdpa", old, new], "three": ["sdpa", new]}
+        assert stress_page(section).tables[1].rows[2][3:] == [
+            "–",
+            format_kl(preset.kl_mean),
+        ]  # old was not measured there
         longer = replace(tokens, context=2 * tokens.context)
         assert len(merge([stressed(one=tokens), stressed(one=longer)]).stress) == 2
 
