@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from .names import reads_cache
 from .pages import format_kl
+from .peers import SCHEMES
 from .results import (
     BackendResult,
     FidelitySection,
@@ -43,7 +44,7 @@ COLORS = {
     "flex": "#332288",
     "fa3": "#882255",
     "fa3:fp8": "#AA4499",
-    "sage": "#117733",
+    "sage": "#88AA00",
     "quanto": "#7A4A1E",
     "hqq": "#DD9977",
     "fp8": "#000000",
@@ -198,13 +199,14 @@ def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
             changes += change[np.isfinite(change)].tolist()
             axes[0].plot(centers, change, line, color=color, linewidth=width, label=result.label)
         if has_kl and result.position_kl and result is not reference:
-            axes[1].plot(centers, _gaps(result.position_kl), line, color=color, linewidth=1.5, label=result.label)
+            values = _gaps([value or None for value in result.position_kl])  # the scale is a logarithm
+            axes[1].plot(centers, values, line, color=color, linewidth=1.5, label=result.label)
     axes[0].set_ylabel(f"Loss less that of {reference.label}, nats per token" if others else "Loss, nats per token")
     if others:
         _widen(axes[0], "y", changes)
     if has_kl:
         axes[1].set_ylabel(f"KL from {reference.label}, nats per token")
-        if all(value is None or value > 0 for result in others for value in result.position_kl):
+        if any(value for result in others for value in result.position_kl):
             axes[1].set_yscale("log")
     for ax in axes:
         tidy(ax)
@@ -308,7 +310,7 @@ def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
 def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path) -> None:
     """Quality against speed and against memory, one point for each backend and context.
 
-    Those that read through a cache, a tile at a time, are lines: nobody runs a model at that speed.
+    Those that read through a cache, a tile at a time, and simulations are lines: nobody runs a model at that speed.
     """
     figure = Figure(figsize=(WIDTH, 4.6), dpi=DPI, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -321,7 +323,7 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path)
                 continue
             changes.append(change)
             color, label = colors[backend.label][0], _point_label(backend, section, sections)
-            if reads_cache(backend.label):
+            if reads_cache(backend.label) or backend.label in SCHEMES:
                 left.axhline(change, color=color, linestyle=line, label=label)
                 right.axhline(change, color=color, linestyle=line)
                 continue
