@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .backends import Backend, activate, new_cache
+from .backends import Backend, activate
 from .data import Text, Window
 from .errors import UserError
-from .generation import common_prefix
+from .generation import common_prefix, continued
 from .heads import head_errors
 from .parts import FidelityPart, PerplexityPart
 from .perplexity import compare, cut, default_context
@@ -151,19 +151,7 @@ def _divergence(
     return [everything[backend.label] for backend in backends]
 
 
-@torch.inference_mode()
 def _continue(model: PreTrainedModel, backend: Backend, prompts: Sequence[Tensor], new_tokens: int) -> list[list[int]]:
     """Exactly ``new_tokens`` greedy tokens after each prompt, all prompts in one batch."""
     activate(model, backend)
-    ids = torch.stack(list(prompts)).to(model.device)
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
-        do_sample=False,
-        use_cache=True,
-        past_key_values=new_cache(model, backend),
-    )
-    tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
-    return tokens
+    return continued(model, backend, torch.stack(list(prompts)), new_tokens, min_new_tokens=new_tokens)
