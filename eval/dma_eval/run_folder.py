@@ -139,8 +139,9 @@ def _plots(report: Report, folder: Path) -> list[Plot]:
             draw(plots.plot_quality, section, f"quality-{end}", f"Quality of each backend at {context}", page, title)
         caption = f"Loss and divergence by position, {context}"
         draw(plots.plot_positions, section, f"positions-{end}", caption, page, title)
-    if any(len(section.backends) > 1 for section in report.perplexity):
-        draw(plots.plot_tradeoff, report.perplexity, "tradeoff.png", "Quality against speed and memory")
+    timed = [section for section in report.perplexity if section.backends[0].tokens_per_second is not None]
+    if any(len(section.backends) > 1 for section in timed):
+        draw(plots.plot_tradeoff, timed, "tradeoff.png", "Quality against speed and memory")
     for tasks in report.tasks:
         if len(tasks.backends) > 1 and any(task.metrics for task in tasks.tasks):
             draw(plots.plot_tasks, tasks, "tasks.png", "Difference of accuracy, with 95 % intervals", TASKS_TITLE)
