@@ -45,7 +45,7 @@ def test_every_output_is_written() -> None:
 
 
 def test_two_forms_for_all_lengths() -> None:
-    """One of calls whose kernels start early, which takes a launch option, and one of all others."""
+    """One of calls whose tiles are all high, and one of all others."""
     from dma_kernels.prefill.kernel import prefill_kernel
 
     def run(length: int) -> None:

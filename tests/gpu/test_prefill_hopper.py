@@ -104,7 +104,7 @@ def _environment() -> dict[str, str]:
 HEADS: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 128}
 SHAPES = {
     "odd": Case(q_len=1000, kv_len=1000, batch=2, **HEADS),
-    "one-tile": Case(q_len=37, kv_len=37, **HEADS),
+    "few-queries": Case(q_len=37, kv_len=537, **HEADS),
     "whole-tiles": Case(q_len=768, kv_len=768, **HEADS),
     "chunk": Case(q_len=300, kv_len=1500, options={"q_offset": 1200}, **HEADS),
     "offset": Case(q_len=300, kv_len=1500, options={"q_offset": 1300, "kv_offset": 256}, **HEADS),
@@ -138,7 +138,7 @@ def test_smoothed_keys_of_high_tiles_in_mxfp8(launches: list[str]) -> None:
     assert launches
 
 
-@pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1), (100, 0), (0, 100)])
+@pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1)])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("name", ["int8-pv16", "nvfp4-keys"])  # three blocks in flight, and two
 def test_bands_are_those_of_the_other_kernel(

@@ -54,11 +54,10 @@ def check(
     *,
     kv_offset: int = 0,
     rows: Tensor | None = None,
-    use_pdl: bool = False,
 ) -> Operands:
     """Hold the operands of a call against the specification, given the mean key that the kernels found."""
     lowering = select_lowering(recipe, arch)
-    actual = quantize_keys_values(key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, use_pdl=use_pdl)
+    actual = quantize_keys_values(key, value, recipe, lowering, kv_offset=kv_offset, rows=rows)
     expected = expected_operands(key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, mean=actual.key_mean)
     assert_operands_equal(actual, expected)
     return actual

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..numerics.formats import (
     E8M0_MAX_CODE,
@@ -26,23 +25,6 @@ _NAN_CODE = tl.constexpr(E8M0_NAN)
 
 PERMUTED_KEYS = 16
 """Keys in a group that :func:`permute_keys` reorders."""
-
-
-@triton.jit
-def let_next_start(USE_PDL: tl.constexpr):
-    """Let the programs of the next kernel take their places as soon as all of this one have theirs."""
-    if USE_PDL:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_previous(USE_PDL: tl.constexpr):
-    """Wait until all that kernels before this one have written can be read.
-
-    A kernel that may start early reads before this nothing but what the caller gave, and writes nothing.
-    """
-    if USE_PDL:
-        gdc_wait()
 
 
 @triton.jit
@@ -188,9 +170,9 @@ def permute_keys(p):
 
 
 @triton.jit
-def hadamard_levels(x, ROWS: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Apply the butterflies of strides ``2 ** FIRST`` up to ``SIZE / 2`` to the rows of fp32 ``[ROWS, BLOCK_D]``."""
-    for level in tl.static_range(FIRST, 8):
+def hadamard(x, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, NORM):
+    """Rotate the rows of fp32 ``[ROWS, BLOCK_D]`` by Hadamard blocks of order ``SIZE``, in the reference's order."""
+    for level in tl.static_range(0, 8):
         if (1 << level) < SIZE:
             pairs = tl.reshape(x, [ROWS, BLOCK_D // (2 << level), 2, 1 << level])
             bits = pairs.to(tl.int32, bitcast=True)
@@ -199,10 +181,4 @@ def hadamard_levels(x, ROWS: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constex
             other = (tl.sum(bits, 2)[:, :, None, :] - bits).to(tl.float32, bitcast=True)
             sign = tl.where(tl.arange(0, 2) == 0, 1.0, -1.0)[None, None, :, None]
             x = tl.reshape(other + sign * pairs, [ROWS, BLOCK_D])
-    return x
-
-
-@triton.jit
-def hadamard(x, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, NORM):
-    """Rotate the rows of fp32 ``[ROWS, BLOCK_D]`` by Hadamard blocks of order ``SIZE``, in the reference's order."""
-    return hadamard_levels(x, ROWS, 0, SIZE, BLOCK_D) * NORM
+    return x * NORM

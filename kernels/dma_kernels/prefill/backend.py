@@ -12,7 +12,7 @@ from ..runtime import chip
 from ..runtime.launch import on_device
 from ..runtime.lowering import select_lowering
 from ..runtime.replay import Call, call_of, tensor_kind
-from ..runtime.tuning import select_tiles, starts_early
+from ..runtime.tuning import select_tiles
 from .host import prefill_attention
 from .operands import Operands
 from .quantizer import quantize_keys_values
@@ -76,7 +76,6 @@ def quantize_operands(
         select_lowering(recipe, arch, max(key.shape[3], value.shape[3])),
         kv_offset=kv_offset,
         rows=rows,
-        use_pdl=not chip.is_interpreted() and starts_early(arch, key.shape[2]),
     )
     head_scale = query_factor(query, recipe)
     return operands if head_scale is None else replace(operands, query_factor=head_scale)

@@ -11,14 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device.arithmetic import hadamard, program_block
+from ..device.arithmetic import program_block
 from ..device.queries import load_queries, prepare_queries, rotate_queries, smoothing_shift
-from ..numerics.formats import UNQUANTIZED, SharedScale, padded_channels
+from ..numerics.formats import SharedScale, padded_channels
 from ..numerics.geometry import LOG2_E
 from ..numerics.recipe import Recipe
 from ..numerics.transforms import hadamard_size
 from ..runtime.launch import Launcher, blocks_of_heads
 from ..runtime.lowering import Form, dequantized_dtype
+
+ROWS = 32
+"""Queries of a program. As MXINT8 8K queries of 32 heads of 128 take 37 us on an H200 (28 if not rotated); with
+64 and 8 warps 42.5, with 16 and 4 warps 40."""
 
 _DTYPES = {Form.INT8: torch.int8, Form.E4M3: torch.float8_e4m3fn, Form.E5M2: torch.float8_e5m2}
 
@@ -46,7 +50,7 @@ def stage_queries_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr, LOW_SHARED: tl.constexpr, HIGH_FORMAT: tl.constexpr,
     ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, HAS_MEAN: tl.constexpr,
-    HAS_PRODUCT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_HIGH: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_HIGH: tl.constexpr,
 ):  # fmt: skip
     """Write what :class:`StagedQueries` holds for ``ROWS`` queries of one head."""
     i_head = tl.program_id(0).to(tl.int64)  # counted over all batch rows
@@ -58,10 +62,7 @@ def stage_queries_kernel(
     q = load_queries(q_ptr + i_b * stride_qb + i_h * stride_qh, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
     x = q.to(tl.float32)
     if ROTATE:
-        if HAS_PRODUCT:  # noqa: SIM108 (a constexpr branch)
-            x = rotate_queries(q, norm, HADAMARD_SIZE)
-        else:
-            x = hadamard(x, ROWS, HADAMARD_SIZE, BLOCK_D, norm)
+        x = rotate_queries(q, norm, HADAMARD_SIZE)
     head_scale = 1.0
     if HAS_FACTOR:
         head_scale = tl.load(factor_ptr + i_head)
@@ -111,11 +112,11 @@ def stage_queries(
     if high_form is not Form.RAW:
         high = query.new_empty(query.shape, dtype=dequantized_dtype(query.dtype, recipe.high, recipe.high))
     kv_heads = heads if mean is None else mean.shape[1]
-    rows_of_program, launch = _launcher(
+    launch = _launcher(
         heads, kv_heads, head_dim, recipe, low_form, mean is not None, query_factor is not None, high is not query,
     )  # fmt: skip
     launch(
-        blocks_of_heads(batch * heads, triton.cdiv(q_len, rows_of_program)),
+        blocks_of_heads(batch * heads, triton.cdiv(q_len, ROWS)),
         query, mean, query_factor, high, low, rows, *query.stride(), q_len, rows[0].numel(),
         scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5),
     )  # fmt: skip
@@ -132,21 +133,14 @@ def _launcher(
     has_mean: bool,
     has_factor: bool,
     has_high: bool,
-) -> tuple[int, Launcher]:
-    """Return how many queries a program takes, and the launch."""
+) -> Launcher:
     shared = SharedScale.BLOCK if recipe.shared_scale == SharedScale.BLOCK else SharedScale.ROW
-    # The rotation as a product leaves a block of channels with four threads, all of which then look for its scale;
-    # butterflies with two. On an H200, 8K queries and 32 heads of 128: NVFP4 76 us, 102 after a product. Unquantised
-    # queries take 47 us after a product, of 64 rows and 8 warps; of 64 and 4 50. MXINT8, not rotated, 29.5 us with 32
-    # rows, 30.8 with 64; MXFP4 52 and 54.
-    has_product = recipe.rotate and recipe.query_low in (UNQUANTIZED, "mxfp8", "mxint8")
-    rows, warps = (64, 8) if has_product else (32, 4)
     constants = {
         "Q_HEADS": heads,
         "KV_HEADS": kv_heads,
         "D": head_dim,
         "BLOCK_D": padded_channels(head_dim),
-        "ROWS": rows,
+        "ROWS": ROWS,
         "LOW_FORM": str(low_form),
         "LOW_FORMAT": recipe.query_low,
         "LOW_SHARED": str(shared),
@@ -155,8 +149,7 @@ def _launcher(
         "ROTATE": recipe.rotate,
         "HADAMARD_SIZE": hadamard_size(head_dim),
         "HAS_MEAN": has_mean,
-        "HAS_PRODUCT": has_product,
         "HAS_FACTOR": has_factor,
         "HAS_HIGH": has_high,
     }
-    return rows, Launcher(stage_queries_kernel, constants, num_warps=warps)
+    return Launcher(stage_queries_kernel, constants, num_warps=4)

@@ -86,7 +86,7 @@ def prefill_attention(
         geometry.is_causal, operands.low is not None, rows is not None, geometry.window is not None,
         softcap is not None, sinks is not None, mask is not None, operands.key_mean is not None,
         operands.query_factor is not None, high.key_factor is not None, low.key_factor is not None,
-        low.value_factor is not None, operands.lets_next_start,
+        low.value_factor is not None,
     )  # fmt: skip
     values = constants.values
     k_desc = v_desc = k_low_desc = v_low_desc = low.key  # unused without tensor copies
@@ -167,7 +167,6 @@ def _constants(
     has_k_factor: bool,
     has_k_low_factor: bool,
     has_value_factor: bool,
-    use_pdl: bool,
 ) -> _Constants:
     is_packed = Form.PACKED in (high_form, low_form)
     # Block-scaled units take 64 channels at a time.
@@ -218,9 +217,8 @@ def _constants(
         "STAGE_QUERIES": tiles.stage_queries and has_low and head_dim <= _staged_dim(low_form, value_dim),
         "USE_TMA": use_tma,
         "USE_RAW_TMA": use_raw_tma,
-        "USE_PDL": use_pdl,
     }
-    options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": use_pdl}
+    options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     if tiles.max_registers is not None:
         options["maxnreg"] = tiles.max_registers
     return _Constants(values, Launcher(prefill_kernel, values, **options))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..device.arithmetic import wait_for_previous
 from ..device.queries import finite_or_zero, load_queries, prepare_queries, rotate_queries, smoothing_shift
 from ..device.scores import (
     attend,
@@ -91,7 +90,7 @@ def prefill_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_QUERY_FACTOR: tl.constexpr, HAS_K_FACTOR: tl.constexpr, K_LOW_FACTOR: tl.constexpr,
     HAS_VALUE_FACTOR: tl.constexpr, IS_PV_FP8: tl.constexpr, STAGE_QUERIES: tl.constexpr,
-    USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr, USE_PDL: tl.constexpr,
+    USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr,
 ):  # fmt: skip
     """Compute attention for a block of queries of a head; arguments as :mod:`dma_kernels.prefill.operands` names them.
 
@@ -171,7 +170,6 @@ def prefill_kernel(
         l_i = tl.zeros([BLOCK_M], tl.float32)
 
     q = load_queries(q_base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
-    wait_for_previous(USE_PDL)
     head_scale = 1.0
     if HAS_QUERY_FACTOR:
         head_scale = tl.load(query_factor_ptr + i_b * Q_HEADS + i_h)

@@ -63,12 +63,9 @@ class Operands:
         key_mean: What ``smooth_k`` subtracted, fp32 ``[B, Hkv, D]``; given iff it did.
         query_factor: NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``; given iff the recipe has
             NVFP4 queries.
-        lets_next_start: Whether the kernels that write them, launched right before, let the next one start before they
-            end. It may read the caller's tensors, and has to wait for all else.
     """
 
     high: TileOperands
     low: TileOperands | None
     key_mean: Tensor | None = None
     query_factor: Tensor | None = None
-    lets_next_start: bool = False

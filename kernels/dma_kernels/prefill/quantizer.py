@@ -43,7 +43,6 @@ def quantize_keys_values(
     *,
     kv_offset: int,
     rows: Tensor | None,
-    use_pdl: bool = False,
 ) -> Operands:
     """Write the key and value operands of a call. What no query can see is zeros in aligned storage.
 
@@ -55,14 +54,12 @@ def quantize_keys_values(
         kv_offset: Position of key 0, where ``rows`` is ``None``.
         rows: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key and the
             one past the last.
-        use_pdl: Whether the next kernel may start before this one has ended (programmatic dependent launch); Hopper
-            and later. This one waits for all that the caller's kernels write: starting early itself, it gained nothing.
 
     Returns:
         The operands, without ``query_factor``.
     """
     batch, heads, kv_len, head_dim = key.shape
-    plan = _plan(recipe, lowering, key.dtype, heads, head_dim, value.shape[3], rows is not None, use_pdl)
+    plan = _plan(recipe, lowering, key.dtype, heads, head_dim, value.shape[3], rows is not None)
     # Where a row starts inside its first tile is known on the device alone: up to 127 entries stay empty before it.
     first = kv_offset % TILE if rows is None else TILE - 1
     tiles = max(1, -(-(kv_len + first) // TILE))
@@ -71,7 +68,7 @@ def quantize_keys_values(
         sizes = (*key.stride(), *value.stride(), kv_offset, kv_len, tiles)
         programs = min(tiles, -(-PROGRAMS * chip.processors(key.device) // (batch * heads * plan.layers)))
         plan.launch((batch * heads, programs, plan.layers), key, value, rows, *map(made.get, _WRITTEN), *sizes)
-    return _operands(key, value, lowering, tiles, made, lets_next_start=plan.lets_next_start)
+    return _operands(key, value, lowering, tiles, made)
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,6 @@ class _Plan:
     """What does not depend on lengths: the launch, ``None`` if nothing is written, and the outputs by name."""
 
     launch: Launcher | None
-    lets_next_start: bool
     layers: int
     outputs: tuple[tuple[str, _Output], ...]
 
@@ -123,13 +119,12 @@ def _plan(
     head_dim: int,
     value_dim: int,
     has_rows: bool,
-    use_pdl: bool,
 ) -> _Plan:
     outputs = _outputs(recipe, lowering, dtype, head_dim, value_dim)
     writes_keys = "high" in outputs or "low" in outputs
     writes_values = "value" in outputs
     if not (writes_keys or writes_values):
-        return _Plan(None, lets_next_start=False, layers=0, outputs=())
+        return _Plan(None, layers=0, outputs=())
     size = hadamard_size(head_dim)
     constants: dict[str, Any] = {
         "KV_HEADS": heads,
@@ -150,14 +145,12 @@ def _plan(
         "SHARED": recipe.shared_scale,
         "VALUE_FORM": (lowering.low_value or Form.RAW).value,
         "ROUNDING": recipe.scale_rounding,
-        "USE_PDL": use_pdl,
     }
     # On an H200, 8 kv heads of 128, 8,192 and 8 x 4,096 tokens: MXINT8 keys, rotated, and E4M3 values 29.4 and 75.3 us,
     # with 4 warps 37.7 and 90.4; MXFP4 and MXFP8 keys 20.0 and 69.0, with 8 warps 21.9 and 86.8.
     is_plain_e5m2 = lowering.low_key is Form.E5M2 and not recipe.rotate and max(head_dim, value_dim) <= 128
     return _Plan(
         launch=Launcher(quantize_kernel, constants, settled=_SETTLED, num_warps=16 if is_plain_e5m2 else 8),
-        lets_next_start=use_pdl,
         layers=int(writes_values) + int(writes_keys),
         outputs=tuple(outputs.items()),
     )
@@ -214,8 +207,6 @@ def _operands(
     lowering: Lowering,
     tiles: int,
     made: dict[str, Tensor],
-    *,
-    lets_next_start: bool,
 ) -> Operands:
     head_factor = made.get("head_factor")
     if head_factor is not None:
@@ -242,4 +233,4 @@ def _operands(
     low = None
     if lowering.low_key is not None and lowering.low_value is not None:
         low = tile_operands("low", lowering.low_key, lowering.low_value)
-    return Operands(high=high, low=low, key_mean=made.get("mean"), lets_next_start=lets_next_start)
+    return Operands(high=high, low=low, key_mean=made.get("mean"))

@@ -13,7 +13,6 @@ from ..device.arithmetic import (
     e8m0_decode,
     e8m0_encode,
     e8m0_reciprocal,
-    let_next_start,
     pack_e4m3,
     to_e4m3,
     to_e5m2,
@@ -257,7 +256,7 @@ def quantize_kernel(
     HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_KEY_HEAD: tl.constexpr,
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
-    SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, ROUNDING: tl.constexpr, USE_PDL: tl.constexpr,
+    SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
     """Write values in the first layer of programs, keys in the last; a program goes through tiles of its kv head.
 
@@ -265,7 +264,6 @@ def quantize_kernel(
     Forms are those of :class:`~dma_kernels.prefill.operands.Form`; ``none`` and, for keys and values, ``raw`` write
     nothing.
     """
-    let_next_start(USE_PDL)
     if VALUE_FORM != "raw":  # noqa: SIM102 (a constexpr branch)
         if tl.program_id(2) == 0:
             _quantize_values(

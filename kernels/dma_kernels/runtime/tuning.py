@@ -209,21 +209,6 @@ def _wide_hopper_tiles() -> HopperTiles:
     return HopperTiles(groups=2, stages=2, registers=240, min_keys=1_024, min_rows=16_384)
 
 
-def starts_early(arch: int, kv_len: int) -> bool:
-    """Whether the kernels of a call start before the one before them has ended (programmatic dependent launch).
-
-    In short calls launches take as long as some kernels: ``balanced`` at 2K takes 80.2 us instead of 84.4, ``kv4`` 127
-    instead of 131, ``fp4`` 177 instead of 174. But programs that come early go where there is room, not everywhere
-    alike: at 1K 42.3 instead of 39.4. And at 4K little is left to gain, 222 instead of 224. Measured when a third
-    kernel came before these two.
-
-    Args:
-        arch: Compute capability, major version times ten plus minor.
-        kv_len: Keys.
-    """
-    return arch >= 90 and 2_048 <= kv_len < 4_096
-
-
 L2_BYTES = 24 << 20
 """Keys and values that programs running at the same time should share: about half of a Hopper's L2 cache of 50 MB."""
 

@@ -22,7 +22,8 @@ from dma_kernels.prefill import backend, hopper, host
 from dma_kernels.prefill.hopper import takes
 from dma_kernels.prefill.hopper_queries import stage_queries
 from dma_kernels.prefill.operands import Operands
-from dma_kernels.prefill.quantizer import quantize_keys_values, query_factor
+from dma_kernels.prefill.quantizer import quantize_keys_values
+from dma_kernels.prefill.query_factor import query_factor
 from dma_kernels.runtime import chip
 from dma_kernels.runtime.lowering import Form, select_lowering
 from dma_kernels.runtime.tuning import HopperTiles, select_tiles
@@ -216,8 +217,8 @@ def test_staged_queries_that_are_only_rotated_keep_their_dtype(dtype: torch.dtyp
 HEADS: dict[str, Any] = {"q_heads": 2, "kv_heads": 1, "head_dim": 128}
 CASES = {
     "causal": Case(q_len=500, kv_len=500, **HEADS),
-    "one-tile": Case(q_len=37, kv_len=37, **HEADS),
-    "batch": Case(q_len=330, kv_len=330, batch=2, q_heads=2, kv_heads=2, head_dim=128),
+    "few-queries": Case(q_len=37, kv_len=537, **HEADS),
+    "batch": Case(q_len=430, kv_len=430, batch=2, q_heads=2, kv_heads=2, head_dim=128),
     "chunk": Case(q_len=150, kv_len=900, options={"q_offset": 750}, **HEADS),
     "offset": Case(q_len=150, kv_len=700, options={"q_offset": 800, "kv_offset": 256}, **HEADS),
     "bidirectional": Case(q_len=500, kv_len=500, options={"is_causal": False}, **HEADS),
@@ -278,7 +279,7 @@ def test_emulated_recipes_match_the_reference(recipe: str, emulated: None) -> No
 
 
 @pytest.mark.parametrize("recipe", WIDE_RECIPES)
-@pytest.mark.parametrize("case", ["causal", "one-tile", "wide"])
+@pytest.mark.parametrize("case", ["causal", "few-queries", "wide"])
 def test_emulated_wide_heads_match_the_reference(case: str, recipe: str, emulated: None) -> None:
     assert_matches_reference(replace(CASES[case], head_dim=256), RECIPES[recipe], torch.bfloat16, "cpu")
 
@@ -294,7 +295,7 @@ def test_emulated_cases_match_the_reference(case: str, recipe: str, emulated: No
     assert_matches_reference(CASES[case], RECIPES[recipe], torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("bands", [(0, 0), (0, 2), (2, 0), (100, 0), (0, 100)])
+@pytest.mark.parametrize("bands", [(0, 0), (0, 2), (2, 0)])
 @pytest.mark.parametrize("case", ["causal", "bidirectional"])
 @pytest.mark.parametrize("name", ["int8-pv16", "nvfp4-keys"])  # three blocks in flight, and two
 def test_emulated_bands_match_the_reference(name: str, case: str, bands: tuple[int, int], emulated: None) -> None:
