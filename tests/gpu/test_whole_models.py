@@ -85,7 +85,11 @@ def test_continuous_batching(name):
         assert (logits.amax(-1) - chosen).max() < 0.05 * logits.abs().max()
 
 
-@pytest.mark.parametrize("options", [{}, {"use_cuda_graph": False}, {"max_batch_tokens": 256}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_cuda_graph": False}, {"max_batch_tokens": 256}, {"num_blocks": 14, "cpu_offload_space": 0.5}],
+    ids=str,
+)
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_packed_pages(name, format, options, monkeypatch):
@@ -96,7 +100,7 @@ def test_packed_pages(name, format, options, monkeypatch):
     prompts = [_ids(1, length, seed=length)[0].tolist() for length in (5, LENGTH, 17, 140, LENGTH, 600)]
     parts = note_parts(monkeypatch)
     settings = GenerationConfig(max_new_tokens=140, do_sample=False, pad_token_id=0, bos_token_id=1)
-    batching = ContinuousBatchingConfig(num_blocks=200, **options)
+    batching = ContinuousBatchingConfig(**{"num_blocks": 200, "safety_margin": 0.0, **options})
     outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
     assert [output.error for output in outputs.values()] == [None] * len(prompts)
     largest = float(model(_ids(1, LENGTH)).logits.abs().max())
