@@ -6,6 +6,7 @@ import pytest
 import torch
 from batched_parts import assert_as_alone, note_parts
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import dma_hf
 
@@ -34,7 +35,7 @@ def _generate(model, prompts, new_tokens, **options):
 
 
 @formats
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_requests_of_many_lengths(format, family, families, parts):
     """Prompts and steps of others in one batch; then steps alone, by block tables."""
     model = families[family].build(dma_hf.NAME)
@@ -60,6 +61,21 @@ def test_requests_that_are_evicted_come_again(families, parts):
     dma_hf.configure(model, "balanced", cache="int4")
     outputs = _generate(model, _prompts([250, 120, 380, 100]), 300, num_blocks=14, page_size=128, safety_margin=0.0)
     assert any(past == 0 for calls in parts.values() for past, _ in calls[1:])
+    assert_as_alone(model, outputs, parts)
+
+
+def test_requests_that_wait_on_the_cpu_go_on(families, parts, monkeypatch):
+    """Blocks that are copied away and back, pages and slots, are what they were."""
+    empty, away = torch.empty, OffloadingManager._offload_to_cpu
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
+    copied = set()
+    monkeypatch.setattr(OffloadingManager, "_offload_to_cpu", lambda *given: copied.update(new := away(*given)) or new)
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "balanced", cache="int4")
+    options = {"num_blocks": 14, "page_size": 128, "safety_margin": 0.0, "cpu_offload_space": 0.01}
+    outputs = _generate(model, _prompts([250, 120, 380, 100]), 300, **options)
+    assert copied
+    assert all(past > 0 for calls in parts.values() for past, _ in calls[1:])
     assert_as_alone(model, outputs, parts)
 
 

@@ -86,21 +86,22 @@ def test_continuous_batching(name):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"use_cuda_graph": False}, {"max_batch_tokens": 256}, {"num_blocks": 14, "cpu_offload_space": 0.5}],
-    ids=str,
+    ("name", "format", "options"),
+    [
+        ("llama", "int8", {}),
+        ("llama", "int4", {"use_cuda_graph": False}),
+        ("gemma3", "int4", {"max_batch_tokens": 256}),
+    ],
 )
-@pytest.mark.parametrize("format", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_packed_pages(name, format, options, monkeypatch):
     """Steps as CUDA graphs, two of them in flight, is what Transformers does by default."""
     pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")  # of Transformers 5.23
     model = _model(name)
     dma_hf.configure(model, cache=format)
-    prompts = [_ids(1, length, seed=length)[0].tolist() for length in (5, LENGTH, 17, 140, LENGTH, 600)]
+    prompts = [_ids(1, length, seed=length)[0].tolist() for length in (5, LENGTH, 120, 250, LENGTH, 600)]
     parts = note_parts(monkeypatch)
-    settings = GenerationConfig(max_new_tokens=140, do_sample=False, pad_token_id=0, bos_token_id=1)
-    batching = ContinuousBatchingConfig(**{"num_blocks": 200, "safety_margin": 0.0, **options})
+    settings = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0, bos_token_id=1)
+    batching = ContinuousBatchingConfig(num_blocks=200, **options)
     outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
     assert [output.error for output in outputs.values()] == [None] * len(prompts)
     largest = float(model(_ids(1, LENGTH)).logits.abs().max())
