@@ -13,6 +13,7 @@ from dma_eval.bench.generate import SHAPES, build_model
 from dma_eval.bench.serve import measure, parse_requests
 from dma_eval.errors import UserError
 
+pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
 CPU = torch.device("cpu")
 SETS = ("5x40-300+6-12", "3x20+5")
 ATTN = ("sdpa", "dma_mxfp")
