@@ -138,7 +138,7 @@ def test_smoothed_keys_of_high_tiles_in_mxfp8(launches: list[str]) -> None:
     assert launches
 
 
-@pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1)])
+@pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1), (7, 0), (0, 7)])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("name", ["int8-pv16", "nvfp4-keys"])  # three blocks in flight, and two
 def test_bands_are_those_of_the_other_kernel(

@@ -75,8 +75,8 @@ def _is_16bit(dtype):
 
 @gluon.constexpr_function
 def _channels_at_once(channels, is_fp8):
-    """Channels of a product with values: 64 of 256, as one in FP8 has an accumulator of its own."""
-    return 64 if is_fp8 and channels > 128 else channels
+    """Channels of a product with values: 32 of 256, as one in FP8 has an accumulator of its own."""
+    return 32 if is_fp8 and channels > 128 else channels
 
 
 @gluon.jit
@@ -214,8 +214,7 @@ def _values_product(acc, p, alpha, v, O_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _add_values(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Return ``acc * alpha`` plus the product, when that is there."""
-    product = warpgroup_mma_wait(0, deps=[product])
+    """Return ``acc * alpha`` plus the product, which is there."""
     if IS_FP8:
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
         product = acc * alpha + product
@@ -224,12 +223,20 @@ def _add_values(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexp
 
 @gluon.jit
 def _add_all_values(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Return ``accs * alpha`` plus the products of ``p`` and the values, of which ``product`` is the first."""
+    """Return ``accs * alpha`` plus the products of ``p`` and the values, of which ``product`` is the first.
+
+    While one is added the next is computed.
+    """
     IS_FP8: gl.constexpr = v.dtype == gl.float8e4nv
-    added = (_add_values(accs[0], product, alpha, IS_FP8, O_LAYOUT),)
-    for part in gl.static_range(1, len(accs)):
-        product = _values_product(accs[part], p, alpha, _some_channels(v, part, WIDTH), O_LAYOUT)
+    LAST: gl.constexpr = len(accs) - 1
+    added = ()
+    for part in gl.static_range(LAST):
+        following = _values_product(accs[part + 1], p, alpha, _some_channels(v, part + 1, WIDTH), O_LAYOUT)
+        product = warpgroup_mma_wait(1, deps=[product])
         added += (_add_values(accs[part], product, alpha, IS_FP8, O_LAYOUT),)  # type: ignore[assignment]
+        product = following
+    product = warpgroup_mma_wait(0, deps=[product])
+    added += (_add_values(accs[LAST], product, alpha, IS_FP8, O_LAYOUT),)  # type: ignore[assignment]
     return added
 
 

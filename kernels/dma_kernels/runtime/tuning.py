@@ -168,6 +168,11 @@ def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     Two warpgroups, with 240 registers and two blocks of keys at a time: 813 TFLOP/s at 32K against 918, as the slower
     units (exponentials, conversions) then idle more. A token that makes warpgroups begin their scores one after the
     other: 883 to 920 against 912. A quarter of the exponentials as polynomials, of more instructions: 840 against 891.
+    Two warpgroups that begin a block's scores with the product of the block before it and compute their softmax while
+    that goes on, in high tiles as in low ones, without a spill (an H200, Triton 3.6, in one run; against this kernel):
+    8K 831 to 737 us, 8 x 4K 2,103 to 1,946, 32K 12.0 to 9.45 ms; with queries rotated and quantised in that kernel 785,
+    1,989 and 10.7. A scheduler then has two warps that compute instead of three, and issues in 40 % of the cycles
+    instead of 46. Of short calls it makes no difference: 8 x 1K 290 us, the other kernel 297; 2K 107, 100.
 
     One program fills a multiprocessor, and what it does before and after its loop is hidden by nothing. So it pays for
     long rows alone. Against the other kernel, quantising counted, in milliseconds: 8-bit keys and E4M3 values 0.236 to
@@ -198,9 +203,10 @@ def _wide_hopper_tiles() -> HopperTiles:
     """Return the sizes for head dimensions of 256, with 8-bit keys and E4M3 values.
 
     The output takes 128 registers of a thread and a block's scores 64, so there are two warpgroups. The product with
-    values goes 64 channels at a time: with 128 a product, of which two are in flight, spills a quarter of the output,
-    0.92 / 13.0 ms against 0.71 / 8.3 at 8K / 32K (16 query and 8 kv heads). With 64 nine registers were spilled. Since
-    products with values of high tiles are of 16 bits it is fifty, and 0.89 / 12.0 ms instead of 0.79 / 9.8 in one run.
+    values goes 32 channels at a time, one ahead of that which is added: the loop reads four scalars back from spilled
+    registers. With 64 it was 104 since products with values of high tiles are of 16 bits (Triton 3.6; 16 query and 8 kv
+    heads): 8K 895 us; a kernel with the same loop over low tiles, and that of high tiles with scores ahead, 776. With
+    128, of which two are in flight, a quarter of the output is spilled: 0.92 / 13.0 ms against 0.71 / 8.3 at 8K / 32K.
 
     The other kernel has one program on a multiprocessor too, and is overtaken early, as CUDA graphs in microseconds:
     512 keys 44.5 against 39.3, 1K 60.0 against 65.6, 2K 107 against 149, 4K 255 against 419; 8 query heads at 2K 68
