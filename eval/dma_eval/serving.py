@@ -30,7 +30,7 @@ from .models import LoadedModel
 
 
 class OneModel(ModelManager):  # type: ignore[misc]
-    """A manager of models that has one, which stays.
+    """A manager of models that has one, which it did not load, and so never unloads or loads again.
 
     Args:
         loaded: The model, switched to its backend. A request may name it, or none.
@@ -57,9 +57,6 @@ class OneModel(ModelManager):  # type: ignore[misc]
     def get_gen_models(self, *arguments: Any) -> list[dict[str, Any]]:
         """Return the one model, and not what the Hub's cache on this machine holds."""
         return [{"id": self._loaded.name, "object": "model", "created": self._created, "owned_by": ""}]
-
-    def shutdown(self) -> None:
-        """Keep the model: Transformers would load it again, without its backend."""
 
 
 class _Stopless:
