@@ -1,4 +1,4 @@
-"""Measure the quality of every preset on a model, from local files alone: the results under ``benchmarks/quality``.
+"""Measure the quality of every preset on a model, from local files alone.
 
     python scripts/measure_quality.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data DATA --out OUT --dtype bfloat16
 
