@@ -81,7 +81,7 @@ def test_a_quantized_cache_without_its_package_is_reported_once(run: Run, monkey
 
 def test_transformers_quantized_cache_is_measured_where_its_backend_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[str] = []
-    monkeypatch.setattr(decode, "captured", lambda runs, device: captured.extend(runs) or {})
+    monkeypatch.setattr(decode, "captured", lambda runs, device: captured.extend(runs) or ({}, {}))
     if "fp8" not in inspect.getsource(QuantizedCache.__init__):
         pytest.skip("Transformers before 5.23 has no fp8 backend, and the others need packages")
     sdpa, quantized = parse_implementations(["sdpa", "sdpa:fp8"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dma_eval.bench import prefill
+from dma_eval.bench.peers import MODULE, SAGE_MODULE
 from dma_eval.bench.prefill import (
     Implementation,
     causal_block_mask,
@@ -64,6 +66,8 @@ class TestCommand:
         assert balanced["speedup"] == pytest.approx(reference["milliseconds"] / balanced["milliseconds"])
         assert 0.0 < reference["error"] < 0.01
         assert 0.0 < balanced["error"] < 0.1
+        assert 0.0 < reference["error_with_outliers"] < 0.02
+        assert 0.0 < balanced["error_with_outliers"] < 0.1
         # Not on a CPU.
         assert balanced["extra_bytes"] is balanced["graph_milliseconds"] is balanced["quantize_milliseconds"] is None
         with Image.open(picture) as image:
@@ -96,6 +100,28 @@ class TestCommand:
             for length in (8, 16, 48)
         ]
 
+    def test_shapes_one_by_one(self, bench: Run, tmp_path: Path) -> None:
+        shapes = ("2x20:4/2:16", "1x30:2/2:32:full")
+        done = bench("--attn", "sdpa", "--shape", *shapes, "--json", tmp_path / "r.json")
+        assert done.exit_code == 0, done.output
+        assert [r["shape"] for r in json.loads((tmp_path / "r.json").read_text())["results"]] == [
+            {"length": 20, "head_dim": 16, "query_heads": 4, "kv_heads": 2, "is_causal": True, "batch": 2},
+            {"length": 30, "head_dim": 32, "query_heads": 2, "kv_heads": 2, "is_causal": False, "batch": 1},
+        ]
+
+    @pytest.mark.parametrize(
+        ("name", "package"), [("fa3", "fa3-fwd"), ("fa3:fp8", "fa3-fwd"), ("sage", "sageattention")]
+    )
+    def test_a_package_that_is_missing_is_named(
+        self, name: str, package: str, bench: Run, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for module in (MODULE, SAGE_MODULE):
+            monkeypatch.setitem(sys.modules, module, None)
+        done = bench("--attn", "sdpa", name, "--mask", "full")
+        assert done.exit_code == 0, done.output
+        assert f"Warning: {name} did not run: " in done.stderr
+        assert f"is not installed: pip install {package}" in done.stderr
+
     def test_one_that_cannot_run_is_told_and_the_rest_is_measured(self, bench: Run, tmp_path: Path) -> None:
         done = bench("--attn", "sdpa", "sdpa:cudnn", "--mask", "full", "--json", tmp_path / "r.json")
         assert done.exit_code == 0, done.output
@@ -119,6 +145,11 @@ class TestCommand:
             (["--attn", "sdpa", "flsh"], "--attn: unknown name 'flsh'; valid: sdpa, sdpa:flash, sdpa:cudnn"),
             (["--attn", "dma_mxfp:fast"], "--attn: unknown preset 'fast'; valid: balanced"),
             (["--attn", "sdpa", "sdpa"], "--attn: sdpa is given more than once"),
+            (
+                ["--shape", "8:32/8:128"],
+                "--shape: expected BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full], such as 8x4096:32/8:128, ",
+            ),
+            (["--shape", "1x64:6/4:128"], "--heads: expected QUERY/KV with KV dividing QUERY"),
             (["--length", "0"], "--length: expected at least 1, got 0"),
             (["--heads", "6/4"], "--heads: expected QUERY/KV with KV dividing QUERY, such as 32/8, got '6/4'"),
             (["--heads", "8"], "--heads: expected QUERY/KV with KV dividing QUERY, such as 32/8, got '8'"),
@@ -173,12 +204,14 @@ class TestMeasuring:
     def test_a_wrong_implementation_shows_in_the_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         shape = PrefillShape(length=40, head_dim=16, query_heads=2, kv_heads=1, is_causal=True)
         monkeypatch.setattr(
-            Implementation, "prepare", lambda self, query, key, value, *, is_causal: lambda: torch.zeros_like(query)
+            Implementation,
+            "prepare",
+            lambda self, query, key, value, *, is_causal: (lambda: torch.zeros_like(query), None),
         )
         (found,) = measure_shape(
             shape, [Implementation("sdpa")], DeviceFacts(name="cpu"), CPU, torch.bfloat16, seconds=0.0
         )
-        assert found.error == 1.0
+        assert found.error == found.error_with_outliers == 1.0
 
     def test_causal_block_mask_is_the_triangle(self) -> None:
         mask = causal_block_mask(300, CPU)
@@ -193,25 +226,37 @@ class TestMeasuring:
     @pytest.mark.parametrize("is_causal", [True, False])
     def test_flex_computes_the_same(self, is_causal: bool) -> None:
         query, key, value = (torch.randn(1, h, 200, 32) for h in (4, 2, 2))
-        out = Implementation("flex").prepare(query, key, value, is_causal=is_causal)()
+        run, _ = Implementation("flex").prepare(query, key, value, is_causal=is_causal)
+        out = run()
         expected = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 class TestReport:
     def test_table(self) -> None:
-        numbers = {"milliseconds": 2.0, "tflops": 123.4, "speedup": 1.5, "error": 0.01, "extra_bytes": 50}
+        numbers = {
+            "milliseconds": 2.0,
+            "tflops": 123.4,
+            "speedup": 1.5,
+            "error": 0.01,
+            "error_with_outliers": 0.2,
+            "extra_bytes": 50,
+        }
         quantized = {"quantize_milliseconds": 0.3, "quantize_copy_milliseconds": 0.2, "input_bytes": 100}
         measured = [result("a", 2048, **numbers, **quantized), result("b", 2048, failure="no unit")]
         (table,) = prefill_tables(measured)
         assert table.caption == "head_dim 64, 4/2 heads, causal"
-        cells = ["2.000", "–", "0.300 (1.50 copies)", "123", "1.50x", "0.0100", "0.50 of QKV"]
-        assert table.rows == [["a", "2,048", *cells], ["b", "2,048", "failed", *["–"] * 6]]
+        cells = ["2.000", "–", "0.300 (1.50 copies)", "123", "1.50x", "0.0100", "0.2000", "0.50 of QKV"]
+        assert table.rows == [["a", "2,048", *cells], ["b", "2,048", "failed", *["–"] * 7]]
 
     def test_failures_are_told_once(self) -> None:
         results = [*(result("b", n, failure="no unit") for n in (64, 128, 256)), result("a", 64)]
         found = failures(results, lambda each: each.shape)
         assert found == ["b did not run: no unit (64 tokens, head_dim 64, 4/2 heads, causal and 2 more)"]
+
+    def test_what_cannot_be_a_graph_is_told(self) -> None:
+        found = failures([result("b", 64, graph_failure="it waits"), result("a", 64)], lambda each: each.shape)
+        assert found == ["b cannot be a CUDA graph: it waits (64 tokens, head_dim 64, 4/2 heads, causal)"]
 
     def test_plot_of_failures_alone(self, tmp_path: Path) -> None:
         plot_prefill([result("b", 64, failure="no unit")], "title", tmp_path / "p.svg")

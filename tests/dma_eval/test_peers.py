@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from dma_eval.bench.peers import FLASH_3, MODULE, flash_attention_3, flash_attention_3_step
+from dma_eval.bench.peers import FLASH_3, MODULE, SAGE_MODULE, flash_attention_3, flash_attention_3_step, sage_attention
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -53,7 +53,9 @@ def _tensors(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_prefill_is_attention_to_the_precision_of_the_numbers(name: str, is_causal: bool) -> None:
     query, key, value = _tensors(50, 50)
-    out = flash_attention_3(name, query, 8.0 * key, value, is_causal=is_causal)()
+    run, part = flash_attention_3(name, query, 8.0 * key, value, is_causal=is_causal)
+    out = run()
+    assert (part is not None) == FLASH_3[name]
     exact = F.scaled_dot_product_attention(query, 8.0 * key, value, is_causal=is_causal, enable_gqa=True)
     assert out.shape == query.shape
     assert (out - exact).norm() / exact.norm() < (0.2 if FLASH_3[name] else 1e-6)
@@ -78,3 +80,14 @@ def test_a_bench_without_the_package_says_what_to_install(run: Run, monkeypatch:
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "pip install fa3-fwd" in " ".join(done.stderr.split())
+
+
+def test_sage_attention_gets_the_tensors_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType(SAGE_MODULE)
+    module.sageattn = lambda q, k, v, is_causal: F.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, enable_gqa=True
+    )
+    monkeypatch.setitem(sys.modules, SAGE_MODULE, module)
+    tensors = _tensors(50, 50)
+    exact = F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+    assert torch.equal(sage_attention(*tensors, is_causal=True)(), exact)

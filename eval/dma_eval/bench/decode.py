@@ -167,7 +167,7 @@ def measure_shape(
         results[label] = replace(result, cache_bytes=stored)
     lasting = {label: run for label, run in runs.items() if label not in QUANTIZED}
     rest = {label: run for label, run in runs.items() if label in QUANTIZED}
-    replays = captured(lasting, device)
+    replays, refusals = captured(lasting, device)
     # Half the rounds each: a packed cache has room for so many tokens only.
     limit = min(100, ROOM // 2 - 8)
     # Apart: a step that keeps the host for milliseconds would let the next ones wait for their launches.
@@ -182,6 +182,7 @@ def measure_shape(
             results[label],
             milliseconds=plain[label].median,
             graph_milliseconds=graphs[label].median if label in graphs else None,
+            graph_failure=refusals.get(label),
             repeats=plain[label].repeats,
             bytes_per_second=1e3 * stored / milliseconds,
             bytes_ratio=stored / shape.cache_bytes(dtype.itemsize),

@@ -1,6 +1,6 @@
-"""Attention of other packages, which benchmarks compare with where it is installed: FlashAttention-3.
+"""Attention of other packages, which benchmarks compare with where it is installed.
 
-It is no dependency. The package with its kernels for Hopper is ``fa3-fwd`` on PyPI.
+None is a dependency. On PyPI FlashAttention-3's kernels for Hopper are ``fa3-fwd``, SageAttention is ``sageattention``.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from .timing import Run
 
 FLASH_3 = {"fa3": False, "fa3:fp8": True}
 """FlashAttention-3 by the name that it has in results, and whether it takes numbers of 8 bits."""
-PACKAGE = "fa3-fwd"
-MODULE = "fa3_fwd_interface"
+SAGE = "sage"
+MODULE, SAGE_MODULE = "fa3_fwd_interface", "sageattention"
 E4M3_MAX = 448.0
 
 
-def flash_attention_3(name: str, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Run:
-    """Return a call of FlashAttention-3; its operands lie as it takes them, so that nothing is copied in the call.
+def flash_attention_3(
+    name: str, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool
+) -> tuple[Run, Run | None]:
+    """Return a call of FlashAttention-3, and the part of it that quantises, if it does.
 
-    With ``fa3:fp8`` they are E4M3 numbers with a scale for each row's kv head. They are made here: the call is
-    attention alone, as if the layer before had written them.
+    Its operands lie as it takes them, so that no 16-bit number is copied in the call. With ``fa3:fp8`` the call makes
+    E4M3 numbers of them with a scale for each row's kv head, as its user has to: a maximum, a product, and a cast.
 
     Args:
         name: Of :data:`FLASH_3`.
@@ -36,9 +38,27 @@ def flash_attention_3(name: str, query: Tensor, key: Tensor, value: Tensor, *, i
     Raises:
         ImportError: The package is not installed; the message names it.
     """
-    attend = _module().flash_attn_func
-    operands, scales = _operands(name, query, key, value)
-    return lambda: attend(*operands, causal=is_causal, **scales).transpose(1, 2)
+    attend = _module(MODULE, "FlashAttention-3", "fa3-fwd").flash_attn_func
+    laid = _laid(query, key, value)
+    if not FLASH_3[name]:
+        return lambda: attend(*laid, causal=is_causal).transpose(1, 2), None
+
+    def run() -> Tensor:
+        codes, scales = _quantized(laid)
+        out: Tensor = attend(*codes, causal=is_causal, **scales)
+        return out.transpose(1, 2)
+
+    return run, lambda: _quantized(laid)
+
+
+def sage_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Run:
+    """Return a call of SageAttention, which quantises queries and keys itself; arguments as above.
+
+    Raises:
+        ImportError: The package is not installed; the message names it.
+    """
+    attend = _module(SAGE_MODULE, "SageAttention", "sageattention").sageattn
+    return lambda: attend(query, key, value, is_causal=is_causal)
 
 
 def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Run, int]:
@@ -56,10 +76,13 @@ def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor)
     Raises:
         ImportError: The package is not installed; the message names it.
     """
-    attend = _module().flash_attn_with_kvcache
-    (_, keys, values), scales = _operands(name, query, key, value)
-    if scales:
+    attend = _module(MODULE, "FlashAttention-3", "fa3-fwd").flash_attn_with_kvcache
+    laid = _laid(query, key, value)
+    scales: dict[str, Tensor] = {}
+    if FLASH_3[name]:
+        laid, scales = _quantized(laid)
         scales["q_descale"] = torch.ones_like(scales["q_descale"])
+    _, keys, values = laid
     query = query.transpose(1, 2)
     lengths = torch.full((len(query),), key.shape[2], dtype=torch.int32, device=query.device)
 
@@ -70,22 +93,26 @@ def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor)
     return step, keys.nbytes + values.nbytes
 
 
-def _module() -> Any:
+def _module(name: str, title: str, package: str) -> Any:
     try:
-        return importlib.import_module(MODULE)
+        return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"FlashAttention-3 is not installed: pip install {PACKAGE} ({error})") from error
+        raise ImportError(f"{title} is not installed: pip install {package} ({error})") from error
 
 
-def _operands(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return query, key and value as ``[B, T, H, D]``, and the scales by which they are to be multiplied."""
-    if not FLASH_3[name]:
-        return [x.transpose(1, 2).contiguous() for x in (query, key, value)], {}
-    operands, scales = [], {}
-    for scale_name, x in (("q_descale", query), ("k_descale", key), ("v_descale", value)):
-        by_kv_head = torch.unflatten(x, 1, (key.shape[1], -1))
-        scale = by_kv_head.abs().amax((2, 3, 4)).float().clamp_min(torch.finfo(torch.float32).tiny) / E4M3_MAX
-        codes = (by_kv_head / scale[:, :, None, None, None]).to(torch.float8_e4m3fn)
-        operands.append(codes.flatten(1, 2).transpose(1, 2).contiguous())
-        scales[scale_name] = scale
-    return operands, scales
+def _laid(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Return query, key and value as ``[B, T, H, D]``."""
+    return [x.transpose(1, 2).contiguous() for x in (query, key, value)]
+
+
+def _quantized(laid: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return query, key and value ``[B, T, H, D]`` in E4M3, and the scales by which they are to be multiplied."""
+    kv_heads = laid[1].shape[2]
+    codes, scales = [], {}
+    for name, x in zip(("q_descale", "k_descale", "v_descale"), laid, strict=True):
+        by_kv_head = torch.unflatten(x, 2, (kv_heads, -1))
+        largest = torch.linalg.vector_norm(by_kv_head, torch.inf, (1, 3, 4), dtype=torch.float32)
+        scales[name] = largest.clamp_min(torch.finfo(torch.float32).tiny) / E4M3_MAX
+        reciprocal = (1.0 / scales[name]).to(x.dtype)[:, None, :, None, None]
+        codes.append((by_kv_head * reciprocal).to(torch.float8_e4m3fn).flatten(2, 3))
+    return codes, scales

@@ -1,13 +1,14 @@
-"""Prefill attention timed side by side: SDPA's backends, FlexAttention, and ``dma_mxfp`` with its presets."""
+"""Prefill attention timed side by side: SDPA, FlexAttention, other packages, and ``dma_mxfp`` with its presets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from dma_kernels import Recipe, attention
+from dma_kernels import attention
 from dma_kernels.prefill.backend import quantize_operands
 from dma_kernels.prefill.operands import Operands
 from dma_kernels.runtime.chip import resolve_backend
@@ -22,6 +23,7 @@ from dma_eval.errors import one_line
 from dma_eval.names import DMA
 from dma_hf import DMAConfig
 
+from .peers import FLASH_3, SAGE, flash_attention_3, sage_attention
 from .results import PrefillResult, PrefillShape
 from .timing import FAILURES, DeviceFacts, Run, capture, captured, extra_memory, time_in_turns
 
@@ -45,13 +47,25 @@ class Implementation:
     label: str
     config: DMAConfig | None = None
 
-    def prepare(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Run:
-        """Return the call that is timed."""
+    def prepare(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> tuple[Run, Run | None]:
+        """Return the call that is timed, and the part of it that quantises, where that can be called by itself.
+
+        Raises:
+            ImportError: Its package is not installed; the message names it.
+        """
         if self.config is not None:
             recipe, backend = self.config.recipe, self.config.backend
-            return lambda: attention(query, key, value, recipe, is_causal=is_causal, backend=backend)
+            is_fused = resolve_backend(backend, query.device, query.dtype) == "triton"
+            return (
+                lambda: attention(query, key, value, recipe, is_causal=is_causal, backend=backend),
+                (lambda: quantize_operands(query, key, value, recipe)) if is_fused else None,
+            )
+        if self.label in FLASH_3:
+            return flash_attention_3(self.label, query, key, value, is_causal=is_causal)
+        if self.label == SAGE:
+            return sage_attention(query, key, value, is_causal=is_causal), None
         if self.label == FLEX:
-            return _flex(query, key, value, is_causal=is_causal)
+            return _flex(query, key, value, is_causal=is_causal), None
         chosen = SDPA_BACKENDS[self.label]
 
         def run() -> Tensor:
@@ -62,17 +76,17 @@ class Implementation:
             with sdpa_kernel(chosen):
                 return run()
 
-        return run if chosen is None else forced
+        return run if chosen is None else forced, None
 
 
 def default_names() -> list[str]:
-    """Everything that can be compared; the first is what others are compared with."""
+    """Everything that can be compared without other packages; the first is what others are compared with."""
     return [*SDPA_BACKENDS, FLEX, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
 
 
 def parse_implementations(names: Sequence[str]) -> list[Implementation]:
     """Resolve names as given on the command line; see :func:`dma_eval.backends.parse_compared`."""
-    backends = parse_compared(names, "--attn", (*SDPA_BACKENDS, FLEX))
+    backends = parse_compared(names, "--attn", (*SDPA_BACKENDS, FLEX, *FLASH_3, SAGE))
     return [Implementation(backend.label, backend.config) for backend in backends]
 
 
@@ -95,13 +109,17 @@ def measure_shape(
         dtype: Of queries, keys and values.
         seconds: About how long the rounds take, without compiling.
     """
-    query, key, value = (
+    inputs = [
         torch.randn(shape.batch, heads, shape.length, shape.head_dim, device=device, dtype=dtype)
         for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
-    )
+    ]
+    harder = with_outlying_channels(*inputs)
     rows = torch.randperm(shape.length)[:SAMPLED_ROWS].sort().values.to(device)
-    exact = exact_rows(query, key, value, rows, is_causal=shape.is_causal)
+    exact, harder_exact = (
+        exact_rows(each[0], each[1], each[2], rows, is_causal=shape.is_causal) for each in (inputs, harder)
+    )
     runs: dict[str, Run] = {}
+    parts: dict[str, Run] = {}
     results = {}
     for implementation in implementations:
         label = implementation.label
@@ -109,22 +127,26 @@ def measure_shape(
             shape=shape, label=label, config=implementation.config.to_dict() if implementation.config else None
         )
         try:
-            run = implementation.prepare(query, key, value, is_causal=shape.is_causal)
-            run()  # compiles
+            on_harder, _ = implementation.prepare(*harder, is_causal=shape.is_causal)
+            harder_error = _error(on_harder(), harder_exact, rows)
+            run, part = implementation.prepare(*inputs, is_causal=shape.is_causal)
+            run()  # what comes after is not the first of its kind
             out, extra = extra_memory(run, device)
-        except FAILURES as error:
+        except (*FAILURES, ImportError) as error:
             results[label] = replace(result, failure=one_line(error))
             continue
         assert isinstance(out, Tensor)
-        difference = out[:, :, rows].double() - exact
         results[label] = replace(
             result,
-            error=float(difference.norm() / exact.norm()),
+            error=_error(out, exact, rows),
+            error_with_outliers=harder_error,
             extra_bytes=None if extra is None else extra - out.nbytes,
-            input_bytes=query.nbytes + key.nbytes + value.nbytes,
+            input_bytes=sum(each.nbytes for each in inputs),
         )
         runs[label] = run
-        del out, difference
+        if part is not None:
+            parts[label] = part
+        del out, on_harder
     timings = time_in_turns(runs, device, seconds=seconds)
     first = timings.get(implementations[0].label)
     for label, timing in timings.items():
@@ -137,14 +159,36 @@ def measure_shape(
             tflops=shape.flops / timing.median / 1e9,
             speedup=None if first is None else first.median / timing.median,
         )
-    short = {label: run for label, run in runs.items() if timings[label].median < GRAPH_LIMIT}
-    for label, milliseconds in _time_graphs(short, device, seconds).items():
-        results[label] = replace(results[label], graph_milliseconds=milliseconds)
-    for implementation in implementations:
-        if implementation.label in runs and implementation.config is not None:
-            measured = _time_quantization(query, key, value, implementation.config, facts, device, seconds)
-            results[implementation.label] = replace(results[implementation.label], **measured)
+    replays, refusals = captured(
+        {label: run for label, run in runs.items() if timings[label].median < GRAPH_LIMIT}, device
+    )
+    for label, reason in refusals.items():
+        results[label] = replace(results[label], graph_failure=reason)
+    if replays:
+        for label, timing in time_in_turns(replays, device, seconds=seconds / 2).items():
+            results[label] = replace(results[label], graph_milliseconds=timing.median)
+    for label, part in parts.items():
+        results[label] = replace(results[label], **_time_quantization(part, inputs, facts, device, seconds))
     return list(results.values())
+
+
+def with_outlying_channels(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Return inputs with two key channels that stand out, as those of Llama and Qwen do, and a sharper softmax.
+
+    One channel is 16 times as large and its query's a sixteenth, another has a bias of 12; queries are doubled.
+    """
+    query, key = 2.0 * query, key.clone()
+    large, biased = key.shape[3] // 16, 7 * key.shape[3] // 10
+    key[..., large] *= 16.0
+    query[..., large] /= 16.0
+    key[..., biased] += 12.0
+    return [query, key, value]
+
+
+def _error(out: object, exact: Tensor, rows: Tensor) -> float:
+    """Return the norm of the difference over the norm."""
+    assert isinstance(out, Tensor)
+    return float((out[:, :, rows].double() - exact).norm() / exact.norm())
 
 
 def exact_rows(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, *, is_causal: bool) -> Tensor:
@@ -160,44 +204,26 @@ def exact_rows(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, *, is_ca
     return torch.stack(outputs, 1)
 
 
-def _time_graphs(runs: dict[str, Run], device: torch.device, seconds: float) -> dict[str, float]:
-    """Return the median milliseconds of each run as a CUDA graph; those that cannot be captured are left out."""
-    replays = captured(runs, device)
-    if not replays:
-        return {}
-    return {label: timing.median for label, timing in time_in_turns(replays, device, seconds=seconds / 2).items()}
-
-
 def _time_quantization(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    config: DMAConfig,
-    facts: DeviceFacts,
-    device: torch.device,
-    seconds: float,
+    part: Run, inputs: Sequence[Tensor], facts: DeviceFacts, device: torch.device, seconds: float
 ) -> dict[str, Any]:
-    """Time what precedes the attention kernel alone; nothing for the reference, which has no such part."""
-    if resolve_backend(config.backend, device, query.dtype) != "triton":
+    """Time what precedes the attention kernel alone; of our own kernels, beside a copy of as many bytes."""
+    made = part()
+    moved = _moved_bytes(inputs[1], inputs[2], made) if isinstance(made, Operands) else None
+    if moved == 0:
         return {}
-    recipe: Recipe = config.recipe
-
-    def run() -> Operands:
-        return quantize_operands(query, key, value, recipe)
-
-    moved = _moved_bytes(key, value, run())
-    if not moved:
-        return {}
-    source, target = torch.empty((2, -(-moved // 16)), dtype=torch.float64, device=device)
-    runs: dict[str, Run] = {"quantize": run, "copy": lambda: target.copy_(source)}
+    runs = {"quantize": part}
+    if moved is not None:
+        source, target = torch.empty((2, -(-moved // 16)), dtype=torch.float64, device=device)
+        runs["copy"] = lambda: target.copy_(source)
     if device.type == "cuda":
         runs = {name: capture(each, device) for name, each in runs.items()}
     timings = time_in_turns(runs, device, seconds=seconds / 4)
     rate = facts.copy_bytes_per_second
     return {
         "quantize_milliseconds": timings["quantize"].median,
-        "quantize_copy_milliseconds": None if rate is None else 1e3 * moved / rate,
-        "plain_copy_milliseconds": timings["copy"].median,
+        "quantize_copy_milliseconds": None if rate is None or moved is None else 1e3 * moved / rate,
+        "plain_copy_milliseconds": timings["copy"].median if "copy" in timings else None,
     }
 
 
@@ -219,11 +245,20 @@ def _moved_bytes(key: Tensor, value: Tensor, operands: Operands) -> int:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Run:
-    """Return compiled FlexAttention, for exactly this shape."""
-    torch.compiler.reset()  # a function is compiled for a few shapes only, and stays uncompiled from there on
-    compiled = torch.compile(flex_attention, dynamic=False)
-    mask = causal_block_mask(query.shape[2], query.device) if is_causal else None
+    compiled, mask = _compiled_flex(query.shape, key.shape, query.device, is_causal=is_causal)
     return lambda: compiled(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_flex(
+    query_shape: torch.Size, key_shape: torch.Size, device: torch.device, *, is_causal: bool
+) -> tuple[Callable[..., Any], BlockMask | None]:
+    """Return compiled FlexAttention, for exactly these shapes, and its mask."""
+    torch.compiler.reset()  # a function is compiled for a few shapes only, and stays uncompiled from there on
+    return (
+        torch.compile(flex_attention, dynamic=False),
+        causal_block_mask(query_shape[2], device) if is_causal else None,
+    )
 
 
 def causal_block_mask(length: int, device: torch.device) -> BlockMask:

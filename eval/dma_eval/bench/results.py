@@ -88,6 +88,7 @@ class PrefillResult(SpeedResult):
     milliseconds_slow: float | None = None  # the third quartile
     repeats: int | None = None  # timed calls
     graph_milliseconds: float | None = None  # median time as a CUDA graph; measured where a call is short
+    graph_failure: str | None = None  # why a short call cannot be a graph; since version 3
     # Median time of quantising keys and values (and what else precedes the attention kernel) alone, already counted
     # above; null for implementations that do not. On a CUDA device as a CUDA graph since version 2, called from Python
     # before.
@@ -101,6 +102,7 @@ class PrefillResult(SpeedResult):
     tflops: float | None = None  # 10 ** 12 floating-point operations per second, by ``milliseconds``
     speedup: float | None = None  # time of the shape's first implementation over this one's
     error: float | None = None  # norm of the difference from fp64 over the norm, on sampled query rows
+    error_with_outliers: float | None = None  # the same where key channels stand out; since version 3
     extra_bytes: int | None = None  # most memory allocated during a call, the output left out
     input_bytes: int | None = None  # of query, key and value
 
@@ -113,6 +115,7 @@ class DecodeResult(SpeedResult):
     # Median time of a step called from Python; storing the new key is counted except for ``sdpa`` and ``sdpa:flash``.
     milliseconds: float | None = None
     graph_milliseconds: float | None = None  # median time of the step as a CUDA graph; null where it cannot be one
+    graph_failure: str | None = None  # why it cannot be one; since version 2
     repeats: int | None = None  # timed calls from Python
     cache_bytes: int | None = None  # of the cache of the layer, with its room for more tokens
     bytes_ratio: float | None = None  # ``cache_bytes`` over the bytes of 16-bit keys and values
@@ -179,7 +182,7 @@ class SpeedReport(Results):
 class PrefillReport(SpeedReport):
     """Everything that one run measured."""
 
-    schema_version: int = 2
+    schema_version: int = 3
     results: list[PrefillResult]  # by shape, then in the order asked for
 
 
@@ -187,7 +190,7 @@ class PrefillReport(SpeedReport):
 class DecodeReport(SpeedReport):
     """Everything that one run measured."""
 
-    schema_version: int = 1
+    schema_version: int = 2
     results: list[DecodeResult]  # by shape, then in the order asked for
 
 

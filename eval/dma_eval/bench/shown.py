@@ -23,7 +23,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 def prefill_tables(results: Sequence[PrefillResult]) -> list[Table]:
     """Return a table for each family of shapes."""
-    headers = ("implementation", "tokens", "ms", "as graph", "quantising", "TFLOP/s", "speed", "error", "extra memory")
+    times = ("ms", "as graph", "quantising", "TFLOP/s", "speed")
+    headers = ("implementation", "tokens", *times, "error", "key outliers", "extra memory")
     return [
         Table(headers, [[r.label, f"{r.shape.length:,}", *_prefill_cells(r)] for r in members], family)
         for family, members in grouped(results, lambda r: r.shape.family).items()
@@ -32,7 +33,7 @@ def prefill_tables(results: Sequence[PrefillResult]) -> list[Table]:
 
 def _prefill_cells(result: PrefillResult) -> list[str]:
     if result.failure is not None:
-        return ["failed", *[MISSING] * 6]
+        return ["failed", *[MISSING] * 7]
     extra = MISSING
     if result.extra_bytes is not None and result.input_bytes:
         extra = f"{result.extra_bytes / result.input_bytes:.2f} of QKV"
@@ -46,6 +47,7 @@ def _prefill_cells(result: PrefillResult) -> list[str]:
         number(result.tflops, ",.0f" if (result.tflops or 0) >= 10 else ".3f"),
         number(result.speedup, ".2f", "x"),
         number(result.error, ".4f"),
+        number(result.error_with_outliers, ".4f"),
         extra,
     ]
 
@@ -124,20 +126,30 @@ def serve_tables(results: Sequence[ServeResult], title: str) -> list[Table]:
 
 
 def failures(results: Sequence[Result], place: Callable[[Result], object]) -> list[str]:
-    """Return what did not run and why, once for all shapes that share the reason."""
-    failed = grouped([r for r in results if r.failure is not None], lambda r: (r.label, r.failure))
+    """Return what did not run, or cannot be a CUDA graph, and why, once for all shapes that share the reason."""
+    reasons = [
+        (result, what, reason)
+        for result in results
+        for what, reason in (
+            ("did not run", result.failure),
+            ("cannot be a CUDA graph", getattr(result, "graph_failure", None)),
+        )
+        if reason is not None
+    ]
     return [
-        f"{label} did not run: {failure} ({place(found[0])}{f' and {len(found) - 1} more' if len(found) > 1 else ''})"
-        for (label, failure), found in failed.items()
+        f"{label} {what}: {reason} ({place(found[0][0])}{f' and {len(found) - 1} more' if len(found) > 1 else ''})"
+        for (label, what, reason), found in grouped(reasons, lambda each: (each[0].label, *each[1:])).items()
     ]
 
 
 def plot_prefill(results: Sequence[PrefillResult], title: str, path: Path) -> None:
-    """Draw the speed of every implementation over the length, a panel for each family of shapes.
+    """Draw the speed of every implementation over the length, a panel for each family of shapes of several lengths.
 
-    Short calls are drawn as CUDA graphs: called from Python, some of them take as long as their launches.
+    If there is none, each family has a panel. Short calls are drawn as CUDA graphs: called from Python, some of them
+    take as long as their launches.
     """
-    families = grouped(results, lambda r: r.shape.family)
+    every = grouped(results, lambda r: r.shape.family)
+    families = {name: of for name, of in every.items() if len({r.shape.length for r in of}) > 1} or every
     columns = 1 if len(families) == 1 else 2
     rows = -(-len(families) // columns)
     figure = Figure(figsize=(WIDTH, PANEL_HEIGHT * rows + 0.6), dpi=DPI, layout="constrained")

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dma_eval.errors import one_line
+
 Run = Callable[[], object]
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
 """What an implementation raises that cannot compute a call; ``torch.OutOfMemoryError`` is a ``RuntimeError``."""
@@ -97,15 +99,17 @@ def capture(run: Run, device: torch.device) -> Run:
     return replay
 
 
-def captured(runs: Mapping[str, Run], device: torch.device) -> dict[str, Run]:
-    """Return a replay of each run that can be captured as a CUDA graph; nothing on a CPU."""
+def captured(runs: Mapping[str, Run], device: torch.device) -> tuple[dict[str, Run], dict[str, str]]:
+    """Return a replay of each run that can be captured as a CUDA graph, and why others cannot; nothing on a CPU."""
     replays: dict[str, Run] = {}
+    refusals: dict[str, str] = {}
     for label, run in runs.items() if device.type == "cuda" else ():
         try:
             replays[label] = capture(run, device)
-        except FAILURES:
+        except FAILURES as error:
             torch.cuda.synchronize(device)
-    return replays
+            refusals[label] = one_line(error)
+    return replays, refusals
 
 
 def extra_memory(run: Run, device: torch.device) -> tuple[object, int | None]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dma_eval import console
 from dma_eval.commands import options
 from dma_eval.commands.benching import add_bench, finish, heads_of, look, positive
+from dma_eval.errors import UserError
 from dma_eval.names import check_names
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ EXAMPLES = """
 dma-hf bench prefill --json prefill.json --plot prefill.png
 dma-hf bench prefill --length 2048 8192 32768 --head-dim 128 --heads 32/8 --mask causal
 dma-hf bench prefill --attn sdpa dma_mxfp:balanced dma_mxfp:my.toml --length 16384
+dma-hf bench prefill --attn sdpa fa3 fa3:fp8 dma_mxfp:balanced --shape 1x8192:32/8:128 1x16384:32/8:64:full
 dma-hf bench prefill --device cpu --length 256 --heads 4/2
 """
 
@@ -31,7 +34,8 @@ dma-hf bench prefill --device cpu --length 256 --heads 4/2
 def add_options(parser: argparse.ArgumentParser) -> None:
     help = (
         "What to compare; the first is the reference. sdpa (PyTorch's choice), sdpa:flash, sdpa:cudnn, flex "
-        "(FlexAttention, compiled), dma_mxfp:PRESET, dma_mxfp:FILE.toml."
+        "(FlexAttention, compiled), fa3 and fa3:fp8 (FlashAttention-3, the package fa3-fwd; quantising is counted), "
+        "sage (SageAttention, the package sageattention), dma_mxfp:PRESET, dma_mxfp:FILE.toml."
     )
     shown = "all, with every preset"
     options.add(parser, "--attn", "-a", metavar="IMPLEMENTATION", several=True, shown=shown, help=help)
@@ -47,13 +51,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     options.add(group, "--every-combination", action="store_true", help=help)
     options.add(group, "--batch", type=positive, default=1, help="Sequences.")
+    help = "Shapes one by one, in place of all options above; for instance 8x4096:32/8:128 or 1x16384:32/8:128:full."
+    options.add(group, "--shape", metavar="BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full]", several=True, help=help)
     add_bench(parser, seconds=1.5, files=("json", "plot"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Time prefill attention: SDPA, FlexAttention and dma_mxfp on the same inputs, quantisation counted.
+    """Time prefill attention: SDPA, other packages and dma_mxfp on the same inputs, quantisation counted.
 
-    Medians of calls in turns. The error is against fp64 on sampled rows. The JSON file is written after every shape, so
+    Medians of calls in turns. The error is against fp64 on sampled rows: of normal inputs, and of such with two key
+    channels that stand out. The JSON file is written after every shape, so
     that an interruption keeps what there is. Exit code 1 if no implementation ran on some shape, 2 for invalid input.
     The default takes several minutes on an H200; --length, --attn and --seconds shorten it.
     """
@@ -67,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     implementations = parse_implementations(args.attn or default_names())
     device, dtype, facts = look(args)
     lengths = args.length or (LENGTHS if device.type == "cuda" else CPU_LENGTHS)
-    shapes = make_shapes(
+    shapes = [shape_of(value) for value in args.shape or ()] or make_shapes(
         lengths, args.head_dim, args.heads, args.mask, args.batch, every_combination=args.every_combination
     )
     fixed = {"command": console.command_line(), "seed": args.seed, "dtype": args.dtype, "device": facts}
@@ -115,3 +122,28 @@ def make_shapes(
         for head_dim, (query_heads, kv_heads), mask in families
         for length in sorted(set(lengths))
     ]
+
+
+def shape_of(value: str) -> PrefillShape:
+    """Return the shape that ``BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full]`` names.
+
+    Raises:
+        UserError: It is not of this form.
+    """
+    from dma_eval.bench.results import PrefillShape
+
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*):(\d+/\d+):([1-9]\d*)(:full)?", value)
+    if found is None:
+        raise UserError(
+            f"--shape: expected BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full], such as 8x4096:32/8:128, got {value!r}"
+        )
+    batch, length, heads, head_dim, full = found.groups()
+    query_heads, kv_heads = heads_of(heads)
+    return PrefillShape(
+        length=int(length),
+        head_dim=int(head_dim),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        is_causal=full is None,
+        batch=int(batch),
+    )
