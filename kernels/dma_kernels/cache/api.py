@@ -7,6 +7,7 @@ custom op that says so, and one step of a model with a cache of fixed size is on
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,27 @@ from .decode_step import decode_step
 from .reference import cached_attention_reference
 from .restore import restore_dense
 from .storage import TENSORS, LayerStorage
+
+
+@dataclass(frozen=True)
+class CachedOptions:
+    """What a call of :func:`cached_attention` says beside its tensors of tokens and its storage, checked.
+
+    Each field is an argument of the custom op, in this order, and explained at the function.
+    """
+
+    is_causal: bool
+    window: int | None
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    mask: Tensor | None
+    mask_position: Tensor | None
+
+    @property
+    def of_kernels(self) -> dict[str, Any]:
+        """Those that the kernels take, by name."""
+        return {name: getattr(self, name) for name in ("scale", "window", "softcap", "sinks")}
 
 
 def cached_attention(
@@ -81,14 +103,14 @@ def cached_attention(
     if mask is not None and mask.shape[3] != 1 and mask_position is None:
         raise ValueError(f"mask_position must say which position column 0 of mask {list(mask.shape)} is, got None")
     _check_sinks(sinks, query)
-    options = (is_causal, window, scale, None if softcap is None else float(softcap))
-    arguments = (*options, sinks, mask, mask_position, backend)
+    softcap = None if softcap is None else float(softcap)
+    options = CachedOptions(is_causal, window, scale, softcap, sinks, mask, mask_position)
     if torch.compiler.is_compiling():
-        out: Tensor = _cached_attention(query, key, value, *_pieces(storage), *arguments)
+        out: Tensor = _cached_attention(query, key, value, *_pieces(storage), *vars(options).values(), backend)
         storage.replace_taken_back(key.shape[2])
         return out
     with torch.no_grad():
-        out = _compute(query, key, value, storage, *arguments)
+        out = _compute(query, key, value, storage, options, backend)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
         return _NoGradient.apply(out, query, key, value)  # type: ignore[no-any-return,no-untyped-call]
     return out
@@ -177,54 +199,30 @@ def _check_sinks(sinks: Tensor | None, query: Tensor) -> None:
 
 
 def _compute(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    storage: LayerStorage,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    mask_position: Tensor | None,
-    backend: str,
+    query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, options: CachedOptions, backend: str
 ) -> Tensor:
     """Run a backend, resolved in here because a compiler cannot trace questions to the device."""
     if resolve_backend(backend, query.device, query.dtype) == "triton":
-        reason = _unsupported_reason(query, key, is_causal, mask)
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        reason = _unsupported_reason(query, key, options)
         if reason is None and query.shape[2] > MAX_QUERIES:
-            return chunk_attention(query, key, value, storage, **options)
+            return chunk_attention(query, key, value, storage, **options.of_kernels)
         if reason is None:
             if key.shape[2]:
-                return decode_step(query, key, value, storage, **options)
-            return decode_attention(query, storage, return_lse=False, **options)[0]
+                return decode_step(query, key, value, storage, **options.of_kernels)
+            return decode_attention(query, storage, return_lse=False, **options.of_kernels)[0]
         if backend == "triton":
             raise RuntimeError(f"backend='triton' cannot run: {reason}; use backend='reference' or 'auto'")
-    out, _ = cached_attention_reference(
-        query,
-        key,
-        value,
-        storage,
-        is_causal=is_causal,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        mask=mask,
-        mask_position=mask_position,
-    )
+    out, _ = cached_attention_reference(query, key, value, storage, **vars(options))
     if key.shape[2]:
         _store(storage, key, value)
     return out
 
 
-def _unsupported_reason(query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> str | None:
+def _unsupported_reason(query: Tensor, key: Tensor, options: CachedOptions) -> str | None:
     """Return why no kernel can answer queries over a cache that the Triton backend could; ``None`` if one can."""
-    if mask is not None:
-        return f"over a cache it takes no mask, got one of shape {list(mask.shape)}"
-    if not is_causal:
+    if options.mask is not None:
+        return f"over a cache it takes no mask, got one of shape {list(options.mask.shape)}"
+    if not options.is_causal:
         return "over a cache it is causal, got is_causal=False"
     if query.shape[2] > MAX_QUERIES and key.shape[2] == 0:
         return f"of keys that are stored already it answers at most {MAX_QUERIES} queries, got {query.shape[2]}"
@@ -275,7 +273,8 @@ def _cached_attention(
     backend: str,
 ) -> Tensor:
     storage = _storage_of(tensors, format, storage_window, taken_back)
-    return _compute(query, key, value, storage, is_causal, window, scale, softcap, sinks, mask, mask_position, backend)
+    options = CachedOptions(is_causal, window, scale, softcap, sinks, mask, mask_position)
+    return _compute(query, key, value, storage, options, backend)
 
 
 @_cached_attention.register_fake

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..numerics.formats import TILE, padded_channels
-from ..numerics.geometry import MAX_BAND_TILES
 from ..runtime import replay
 from ..runtime.launch import Launcher, on_device
 from .codes import Record
@@ -139,7 +138,7 @@ def launch_append(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()
                 key, value, storage.key_tail, storage.value_tail, storage.key_sink, storage.value_sink,
                 storage.body.view(torch.int32), storage.pages, storage.lengths, storage.raw_rows,
                 *key.stride(), *value.stride(), *storage.strides, new_len, storage.slots, ring_tiles,
-                min(storage.key_sink.shape[2] // TILE, MAX_BAND_TILES),
+                storage.key_sink.shape[2] // TILE,
             )  # fmt: skip
     return ()
 

@@ -121,7 +121,7 @@ def restore_dense(
         Keys ``[B, Hkv, entries, D]`` and values ``[B, Hkv, entries, Dv]`` in the dtype of the tail, contiguous.
     """
     tail = storage.key_tail
-    band_tiles = MAX_BAND_TILES if key is None else min(storage.diagonal_tiles, MAX_BAND_TILES)
+    band_tiles = MAX_BAND_TILES if key is None else storage.diagonal_tiles
     if key is None or value is None:
         key, value = storage.no_keys()
     (batch, kv_heads, new_len, head_dim), value_dim = key.shape, value.shape[3]
