@@ -15,14 +15,15 @@ import triton
 from torch import Tensor
 
 from ..numerics.formats import TILE, padded_channels
-from ..numerics.geometry import LOG2_E, MAX_BAND_TILES
+from ..numerics.geometry import LOG2_E
 from ..runtime import chip, replay
 from ..runtime.chip import processors
 from ..runtime.launch import Launcher, on_device
 from ..runtime.tuning import select_decode_tiles
 from .append import storage_kind
 from .codes import VALUE_GROUP, Record
-from .decode_kernel import ADDED, COLUMNS, decode_kernel
+from .decode_kernel import PLACES, decode_kernel
+from .decode_operands import ADDED, COLUMNS
 from .storage import LayerStorage
 
 MAX_QUERIES = 16
@@ -116,18 +117,19 @@ def launch_decode(
         storage.slots + (storage.ring + storage.key_sink.shape[2]) // TILE,
         (window is not None, softcap is not None, sinks is not None),
     )
-    rows, splits = q_heads * q_len, plan.grid[1]
-    partial = query.new_empty((batch, rows, splits + 1, value_dim), dtype=torch.float32)
-    partial_lse = query.new_empty((batch, rows, splits + 1), dtype=torch.float32)
+    # Of each program, for whole blocks of columns.
+    entries = plan.programs * PLACES.value * triton.cdiv(q_heads // kv_heads * q_len, COLUMNS) * COLUMNS
+    partial = query.new_empty((entries, value_dim), dtype=torch.float32)
+    partial_lse = query.new_empty(entries, dtype=torch.float32)
     with on_device(query.device):
         plan.launcher(
-            plan.grid,
+            (plan.programs, 1, 1),
             query, storage.body.view(torch.int32), storage.pages, storage.key_tail, storage.value_tail,
             storage.key_sink, storage.value_sink, sinks, storage.lengths, storage.raw_rows, storage.arrivals,
             partial, partial_lse, out, lse, *query.stride(), *out.stride()[:3], *storage.strides,
-            q_len, new_len, storage.slots, storage.ring // TILE, window or 0, (softcap or 0.0) * LOG2_E,
-            scale * LOG2_E, min(storage.diagonal_tiles, MAX_BAND_TILES),
-            min(storage.key_sink.shape[2] // TILE, MAX_BAND_TILES), plan.round_cost, *ADDED,
+            batch, q_len, new_len, storage.slots, storage.ring // TILE, window or 0, (softcap or 0.0) * LOG2_E,
+            scale * LOG2_E, storage.diagonal_tiles,
+            storage.key_sink.shape[2] // TILE, *ADDED,
         )  # fmt: skip
     return out, lse
 
@@ -138,13 +140,11 @@ class _Plan:
 
     Attributes:
         launcher: Of the kernel.
-        grid: Blocks of 8 columns of kv heads of all rows, and splits.
-        round_cost: A coded tile for each warp, counted in steps over raw ones.
+        programs: Of the grid.
     """
 
     launcher: Launcher
-    grid: tuple[int, int, int]
-    round_cost: int
+    programs: int
 
 
 @functools.lru_cache(maxsize=256)
@@ -161,11 +161,9 @@ def _plan(
     batch, q_heads, q_len, _ = query_shape
     group = q_heads // kv_heads
     block_d, block_dv = padded_channels(record.head_dim), max(VALUE_GROUP, padded_channels(record.value_dim))
-    blocks = triton.cdiv(group * q_len, COLUMNS)
     sizes = select_decode_tiles(
-        arch, block_d, block_dv, record.format.bits,
-        programs=batch * kv_heads * blocks, tiles=tiles, processors=processors,
-    )  # fmt: skip
+        arch, block_d, block_dv, record.format.bits, heads=batch * kv_heads, tiles=tiles, processors=processors
+    )
     columns = min(COLUMNS, triton.next_power_of_2(group * q_len))
     constants = {
         "KV_HEADS": kv_heads,
@@ -179,16 +177,16 @@ def _plan(
         "STAGES": sizes.stages,
         "BLOCK_C": columns,
         # As many as the registers hold, 64 in each.
-        "BLOCK_S": max(1, min(triton.next_power_of_2(sizes.splits + 1), 2048 * sizes.warps // (columns * block_dv))),
+        "BLOCK_S": max(1, min(64, 2048 * sizes.warps // (columns * block_dv))),
         "W": sizes.warps,
         "HAS_WINDOW": has[0],
         "HAS_SOFTCAP": has[1],
         "HAS_SINKS": has[2],
+        "COST": sizes.round_cost,
     }
     return _Plan(
         launcher=_launcher(tuple(constants.items()), sizes.warps),
-        grid=(batch * kv_heads * blocks, sizes.splits, 1),
-        round_cost=sizes.round_cost,
+        programs=sizes.programs,
     )
 
 

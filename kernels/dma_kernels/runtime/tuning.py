@@ -240,19 +240,19 @@ class DecodeTiles:
         step: Keys of a step over a coded tile, 32 or 64.
         stages: Steps of which a warp has room for the codes; it divides the steps of a tile, and is at most that.
         warps: Of a program.
-        splits: Programs that share the tiles of a kv head.
+        programs: Of the grid; they share the tiles of all heads.
         round_cost: A coded tile for each warp, counted in steps over raw ones, of 16 keys for each warp.
     """
 
     step: int
     stages: int
     warps: int
-    splits: int
+    programs: int
     round_cost: int
 
 
 def select_decode_tiles(
-    arch: int, block_d: int, block_dv: int, bits: int, *, programs: int, tiles: int, processors: int
+    arch: int, block_d: int, block_dv: int, bits: int, *, heads: int, tiles: int, processors: int
 ) -> DecodeTiles:
     """Return the sizes of a decode step: a function of shapes and capacities, not of how much a cache holds.
 
@@ -261,14 +261,14 @@ def select_decode_tiles(
         block_d: Head dimension of keys, padded to a power of two.
         block_dv: That of values, likewise, at least 64.
         bits: Of a code.
-        programs: Programs without any split: kv heads of all batch rows.
+        heads: Kv heads of all batch rows.
         tiles: Tiles that the cache can hold, raw ones too.
         processors: Multiprocessors of the device.
     """
     is_wide = max(block_d, block_dv) > 128
-    # A step of 64 keys and two stages has as much in flight as one of 32 and four, and its numbers take 13 registers
-    # more. Three programs to a multiprocessor, with 168 registers, spill: loaded into registers, without stages, codes
-    # took 81 us instead of 61 (int4, 1 x 128K, H200, Triton 3.6).
+    # A step of 64 keys and two stages has as much in flight as one of 32 and four. Codes loaded straight into registers
+    # have no stages, and the assembler puts such loads right before their use: in ncu a warp waited for them in 60 % of
+    # its time (int4, 1 x 128K, H200, Triton 3.6).
     step, stages = 32, 4 if bits == 4 and not is_wide else 2
     warps = 2 if is_wide else 4
     codes = step * (block_d + block_dv) * bits // 8
@@ -276,15 +276,12 @@ def select_decode_tiles(
     # Of the shared memory of a multiprocessor CUDA keeps 1 KB for each program; 8 warps have 255 registers a thread.
     has = 167_936 if arch == 80 else 233_472 if arch == 90 or arch in TENSOR_MEMORY_ARCHS else 102_400
     per_processor = max(1, min(8 // warps, has // (shared + 1024)))
-    # All programs at once, if they fill the chip; else in about four rounds, the last of which is a small loss.
-    slots = processors * per_processor
-    splits = slots // programs
-    if splits * programs < 0.8 * slots:
-        splits = -(-4 * slots // programs)
+    # The quotient of the bytes is 2.2 and 4.2. Where a program has few tiles, it mostly waits, the more so in steps
+    # over raw tiles, which are read without stages.
     return DecodeTiles(
         step=step,
         stages=stages,
         warps=warps,
-        splits=max(1, min(splits, tiles)),
-        round_cost=bits // 2,  # the quotient of the bytes is 2.2 and 4.2
+        programs=min(processors * per_processor, heads * tiles),
+        round_cost=bits // 2 if heads >= processors else bits // 4,
     )

@@ -16,6 +16,7 @@ from decode_cases import (
     gathered,
     scattered,
 )
+from dma_kernels.cache import decode
 from dma_kernels.cache.api import cached_attention, restore
 from dma_kernels.cache.decode import MAX_QUERIES, decode_attention
 from dma_kernels.testing import assert_bits_equal
@@ -94,6 +95,36 @@ def test_a_broken_key_shows(format: str) -> None:
     out, _ = decode_attention(query, storage, scale=0.125)
     assert out[:, 2:].isnan().all()
     assert not out[:, :2].isnan().any()
+
+
+@pytest.mark.parametrize("processors", [1, 7, 60])
+@pytest.mark.parametrize("case", ["ragged", "many-columns", "window", "nothing-visible"])
+def test_any_number_of_programs_shares_the_work(case: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has several heads, or a head several programs: fewer and more than there are units of work."""
+    monkeypatch.setattr(decode, "processors", lambda device: processors)
+    assert_decode_matches(CASES[case], "int4", torch.float16, "cpu")
+    assert_steps_equal_their_parts(CASES[case], "int4", torch.float16, "cpu")
+
+
+def test_more_rows_than_are_looked_at_together() -> None:
+    case = Case(kv_len=300, head_dim=16, q_heads=1, kv_heads=1, padding=(0, *range(100, 135), 300, 5))
+    assert_decode_matches(case, "int8", torch.float16, "cpu")
+
+
+@formats
+def test_factors_of_channels_between_queries_and_keys_change_nothing(format: str) -> None:
+    """Channels of keys times powers of two, and of queries by them, to the bit."""
+    case = Case(kv_len=600, q_len=2)
+    query, key, value = case.inputs(torch.bfloat16, "cpu")
+    exponent = torch.randint(-40, 41, (64,))
+    results = []
+    for sign in (0, 1):
+        storage = case.storage(format, torch.bfloat16, "cpu", is_filled=False)
+        storage.append((key.float() * torch.exp2(sign * exponent)).to(key.dtype), value)
+        scaled = (query.float() * torch.exp2(-sign * exponent)).to(query.dtype)
+        results.append(decode_attention(scaled, storage, scale=0.125))
+    for plain, rescaled in zip(*results, strict=True):
+        assert_bits_equal(plain, rescaled)
 
 
 def test_too_many_queries_are_refused() -> None:
