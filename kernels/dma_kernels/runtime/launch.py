@@ -59,7 +59,15 @@ class _Watch(threading.local):
     observer: Observer | None = None
 
 
+class _Contexts(threading.local):
+    """Devices whose CUDA context this thread has been given."""
+
+    def __init__(self) -> None:
+        self.devices: set[torch.device] = set()
+
+
 _WATCH = _Watch()
+_CONTEXTS = _Contexts()
 
 
 class Launcher:
@@ -190,7 +198,21 @@ def settings() -> tuple[Any, ...]:
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make a CUDA device the current one; for a CPU, where the interpreter runs kernels, there is nothing to do."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda":
+        return nullcontext()
+    bind_context(device)
+    return torch.cuda.device(device)
+
+
+def bind_context(device: torch.device) -> None:
+    """Give this thread the context of a CUDA device, which a new thread has not before it first calls CUDA.
+
+    Triton's own launch takes care of that, but too late: the driver encodes tensor descriptors before.
+    """
+    if device not in _CONTEXTS.devices:
+        with torch.cuda.device(device):
+            torch.cuda.Event().record()  # allowed during the capture of a graph, as most calls are not
+        _CONTEXTS.devices.add(device)
 
 
 def current_stream() -> int:

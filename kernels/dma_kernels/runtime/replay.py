@@ -28,7 +28,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-from .launch import ALIGNMENT, Grid, current_stream, launch_compiled, launches_directly, observed, settings
+from .launch import (
+    ALIGNMENT,
+    Grid,
+    bind_context,
+    current_stream,
+    launch_compiled,
+    launches_directly,
+    observed,
+    settings,
+)
 
 _BUFFER_ALIGNMENT = 256
 """Of intermediate tensors, in bytes: that of PyTorch's own allocations."""
@@ -186,6 +195,8 @@ class _Replay:
             buffer = torch.empty(self.buffer_size, dtype=torch.uint8, device=self.device)
             start = buffer.data_ptr()
             addresses += [start + offset for offset in self.offsets]
+        if self.device.type == "cuda":
+            bind_context(self.device)
         index = self.device.index
         if index is None or index == torch.cuda.current_device():
             self._launch_all(addresses)

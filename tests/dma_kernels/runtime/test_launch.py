@@ -6,6 +6,10 @@ import ast
 import inspect
 import re
 import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,3 +296,29 @@ def test_a_descriptor_is_that_of_triton() -> None:
         list(theirs.shape), list(theirs.strides), theirs.block_shape,
     )  # fmt: skip
     assert ours.base.data_ptr() == theirs.base.data_ptr()
+
+
+def test_a_thread_is_given_a_context_before_its_first_launch_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    recorded: list[torch.device] = []
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: recorded.append(current[-1])))
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+
+    def work() -> None:
+        for each in (first, first, second, first):
+            with launch.on_device(each):
+                assert current == [each]
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert recorded == [first, second] * 2
