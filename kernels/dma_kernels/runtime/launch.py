@@ -211,7 +211,8 @@ def bind_context(device: torch.device) -> None:
     """
     if device not in _CONTEXTS.devices:
         with torch.cuda.device(device):
-            torch.cuda.Event().record()  # allowed during the capture of a graph, as most calls are not
+            # Allowed while a graph is captured, as most calls are not.
+            torch.cuda.Event().record()  # type: ignore[no-untyped-call]
         _CONTEXTS.devices.add(device)
 
 
