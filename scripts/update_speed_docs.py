@@ -17,9 +17,11 @@ PREFILL_SHAPE = ("length", "head_dim", "query_heads", "kv_heads", "is_causal")
 DECODE_SHAPE = ("batch", "length", "head_dim", "query_heads", "kv_heads")
 USUAL_HEADS, USUAL_DIM = (32, 8), 128
 CACHES = ("kv8", "kv4")
+DECODE_FILES = ("decode-h200.json", "decode-wide-h200.json")
+FLASH_3_FP8 = "fa3:fp8"
+STEPS = {"sdpa": "SDPA", "fa3": "FA3", FLASH_3_FP8: "FA3 FP8"}
 PREFILL_FILES = ("prefill-h200.json", "prefill-wide-h200.json")
 PREFILL_PRESETS = ("balanced", "paper", "fp4", "kv4")
-GIB = 1 << 30
 
 Result = dict[str, Any]
 ByShape = dict[tuple[Any, ...], dict[str, Result]]
@@ -111,86 +113,38 @@ def times_faster(named: dict[str, Result], ours: str, other: str) -> str:
 
 
 def decode_table() -> str:
-    """Return a row for each shape: times of a step, and what the caches take."""
-    shapes = by_shape(read("decode-h200.json"), DECODE_SHAPE)
-    headers = ["sequences x keys", "SDPA, us"]
-    others = {"sdpa": "SDPA", "sdpa:flash": "FA2", "sdpa:dynamic": "`DynamicCache`"}
+    """Return a row for each shape: times of a step, those of the others over ours, and what the caches take."""
+    headers = ["sequences x keys", *(f"{name}, us" for name in STEPS.values())]
     for cache in CACHES:
-        headers += [f"`{cache}`, us", f"over {', '.join(others.values())}", "of 16 bit"]
+        headers += [f"`{cache}`, us", f"{', '.join(STEPS.values())} over it", "of 16 bit"]
     rows = []
-    for shape, named in shapes.items():
-        row = [describe_decode(*shape), _microseconds(named["sdpa"])]
+    for shape, named in sorted(
+        by_shape(read(*DECODE_FILES), DECODE_SHAPE).items(), key=lambda item: (item[0][2], item[0])
+    ):
+        row = [describe_decode(*shape), *(_microseconds(named[label]) for label in STEPS)]
         for cache in CACHES:
             label = f"dma_mxfp:{cache}"
-            ratios = ", ".join(times_faster(named, label, other) for other in others)
+            ratios = ", ".join(times_faster(named, label, other) for other in STEPS)
             row += [_microseconds(named[label]), ratios, f"{named[label]['bytes_ratio']:.2f}"]
         rows.append(row)
-    return f"{table(headers, rows)}\n{quantized_cache()}\n"
-
-
-def quantized_cache() -> str:
-    """Return a sentence on Transformers' ``QuantizedCache``, which no CUDA graph can hold."""
-    found = [each for each in read("decode-quanto-h200.json") if each["label"] == "sdpa:quanto"]
-    times = sorted(each["milliseconds"] for each in found if each["milliseconds"] is not None)
-    text = "SDPA behind Transformers' `QuantizedCache` (quanto) cannot be a graph. Called from Python a step took"
-    return f"{text}\n{times[0]:.0f} to {times[-1]:.0f} ms, at short lengths as at long ones."
-
-
-def decode_summary() -> str:
-    """Return the README's table: one head shape, over SDPA and over ``DynamicCache``."""
-    shapes = by_shape(read("decode-h200.json"), DECODE_SHAPE)
-    sizes = [(1, 32768), (1, 131072), (8, 32768), (64, 4096)]
-    named = {size: shapes[*size, USUAL_DIM, *USUAL_HEADS] for size in sizes}
-    headers = ["", *(f"{batch} x {length // 1024}K" for batch, length in sizes), "cache at 1 x 128K"]
-    rows = []
-    for cache in CACHES:
-        label = f"dma_mxfp:{cache}"
-        ratios = [
-            f"{times_faster(each, label, 'sdpa')}, {times_faster(each, label, 'sdpa:dynamic')}"
-            for each in named.values()
-        ]
-        row = [f"`{cache}` over SDPA, over `DynamicCache`", *ratios]
-        rows.append([*row, f"{named[1, 131072][label]['bytes_ratio']:.2f} of 16 bit"])
     return table(headers, rows)
 
 
-def describe_run(label: str) -> str:
-    """Return the name of a run of ``bench generate``: its attention and its cache."""
-    attention, cache = label.split("+")
-    names = {
-        "dynamic": "`DynamicCache`",
-        "static": "`StaticCache`, compiled",
-        "dma": "`DMACache`",
-        "dma-static": "`DMACache` of fixed size, compiled",
-    }
-    name = f"`{attention.removeprefix('dma_mxfp:')}`" if attention.startswith("dma_mxfp:") else "SDPA"
-    return f"{name}, {names[cache]}"
-
-
-def generate_table(*, of_static_caches: bool = False) -> str:
-    """Return a row for each run: tokens per second at each context, and the rest at the longest.
-
-    Args:
-        of_static_caches: Leave the other runs out.
-    """
-    results = read("generate-h200.json")
-    longest = {each["label"]: each["tokens"] for each in read("generate-h200.json", key="longest")}
-    contexts = sorted({each["context"] for each in results})
-    labels = [
-        label for label in dict.fromkeys(r["label"] for r in results) if not of_static_caches or "static" in label
+def decode_summary() -> str:
+    """Return the README's table: the speed of caches over SDPA on one of 16 bits."""
+    shapes = by_shape(read(*DECODE_FILES), DECODE_SHAPE)
+    sizes = [(1, 8192), (1, 32768), (1, 131072), (8, 32768), (64, 4096)]
+    named = {size: shapes[*size, USUAL_DIM, *USUAL_HEADS] for size in sizes}
+    headers = ["over SDPA", *(f"{batch} x {length // 1024}K" for batch, length in sizes), "bytes at 1 x 128K"]
+    labels = {f"dma_mxfp:{cache}": f"`{cache}`" for cache in CACHES} | {FLASH_3_FP8: "FlashAttention-3, FP8 cache"}
+    rows = [
+        [
+            name,
+            *(times_faster(each, label, "sdpa") for each in named.values()),
+            f"{named[1, 131072][label]['bytes_ratio']:.2f} of 16 bit",
+        ]
+        for label, name in labels.items()
     ]
-    last = f"{contexts[-1] // 1024}K"
-    headers = ["tokens per second at", *(f"{context // 1024}K" for context in contexts)]
-    headers += [f"first token at {last}", f"cache at {last}", "longest context"]
-    rows = []
-    for label in labels:
-        mine = {each["context"]: each for each in results if each["label"] == label}
-        speeds = [_number(mine.get(context, {}).get("tokens_per_second"), ".1f") for context in contexts]
-        end = mine.get(contexts[-1], {})
-        size = end.get("cache_bytes")
-        row = [describe_run(label), *speeds, _number(end.get("first_token_seconds"), ".1f", " s")]
-        row += [_number(None if size is None else size / GIB, ".1f", " GiB"), _number(longest.get(label), ",d")]
-        rows.append(row)
     return table(headers, rows)
 
 
@@ -207,9 +161,8 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "prefill": prefill_summary,
         "decode": decode_summary,
-        "generate": lambda: generate_table(of_static_caches=True),
     },
-    "docs/hardware.md": {"prefill": prefill_table, "decode": decode_table, "generate": generate_table},
+    "docs/hardware.md": {"prefill": prefill_table, "decode": decode_table},
 }
 """By page and mark what stands between ``<!-- mark-h200.json -->`` and ``<!-- end -->``."""
 
