@@ -1,4 +1,4 @@
-"""Write the tables of measured times in README.md and docs/hardware.md from the results in benchmarks."""
+"""Write the tables of measured times in README.md and in docs from the results in benchmarks."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ DECODE_FILES = ("decode-h200.json", "decode-wide-h200.json")
 FLASH_3_FP8 = "fa3:fp8"
 STEPS = {"sdpa": "SDPA", "fa3": "FA3", FLASH_3_FP8: "FA3 FP8"}
 PREFILL_FILES = ("prefill-h200.json", "prefill-wide-h200.json")
+SERVE_FILES = ("serve-h200.json",)
 PREFILL_PRESETS = ("balanced", "paper", "fp4", "kv4")
 
 Result = dict[str, Any]
@@ -148,6 +149,37 @@ def decode_summary() -> str:
     return table(headers, rows)
 
 
+def serve_table() -> str:
+    """Return a row for each set of requests and backend."""
+    headers = ["requests x tokens", "layers", "pages", "backend", "new tokens/s", "over the first"]
+    headers += ["first token, median (99 %)", "between tokens", "most at once", "a token, a request takes"]
+    rows = []
+    for name in SERVE_FILES:
+        report = json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
+        for result in report["results"]:
+            count, _, lengths = result["requests"].partition("x")
+            row = [f"{count} x ({lengths.replace('+', ' + ')})", str(report["layers"])]
+            row += [f"{report['cache_gib']:g} GiB", describe_pages(result["label"])]
+            row += [_number(result["tokens_per_second"], ",.0f"), _number(result["speedup"], ".2f", "x")]
+            for what, form, unit in (
+                ("first_token_seconds", ".2f", " s"),
+                ("between_tokens_milliseconds", ".1f", " ms"),
+            ):
+                median, high = (_number(result[what + end], form, unit) for end in ("", "_p99"))
+                row.append(f"{median} ({high})")
+            token, request = result["cache_bytes_per_token"], result["cache_bytes_per_request"]
+            sizes = [_number(token and token / 1024, ".1f", " KiB")]
+            sizes += [_number(request / 2**20, ".1f", " MiB")] if request else []
+            rows.append([*row, _number(result["most_at_once"], "d"), ", ".join(sizes)])
+    return table(headers, rows)
+
+
+def describe_pages(label: str) -> str:
+    """Return the name of a backend of ``bench serve``: its attention, and what its pages hold."""
+    attention, _, pages = label.partition("+")
+    return "SDPA" if attention == "sdpa" else f"`{attention.partition(':')[2] or 'balanced'}`, {pages or '16 bits'}"
+
+
 def _microseconds(result: Result) -> str:
     time = device_time(result)
     return _number(None if time is None else 1e3 * time, ".0f")
@@ -161,8 +193,10 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "prefill": prefill_summary,
         "decode": decode_summary,
+        "serve": serve_table,
     },
     "docs/hardware.md": {"prefill": prefill_table, "decode": decode_table},
+    "docs/serving.md": {"serve": serve_table},
 }
 """By page and mark what stands between ``<!-- mark-h200.json -->`` and ``<!-- end -->``."""
 

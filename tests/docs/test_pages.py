@@ -81,7 +81,7 @@ def speed_docs():
     return load_script("update_speed_docs")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/hardware.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/hardware.md", "docs/serving.md"])
 def test_measured_times_are_those_of_the_committed_results(speed_docs, page):
     assert speed_docs.updated(page) == (ROOT / page).read_text(encoding="utf-8")
 
