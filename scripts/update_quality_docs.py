@@ -1,82 +1,145 @@
-"""Write the tables of quality in README.md and docs/evaluation.md from the results under benchmarks/quality.
+"""Write the tables of quality in README.md and docs/evaluation.md from the results under benchmarks.
 
     python scripts/update_quality_docs.py
 
-takes the results that are there. A new run of ``scripts/measure_quality.py`` is taken over with
+takes the results that are there. New runs are taken over with
 
     python scripts/update_quality_docs.py --run OUT
 
-which makes its report and its model card again in ``benchmarks/quality`` first, without the answers to single samples.
+where ``OUT`` has a folder for each of those in ``benchmarks/quality``, and in it the runs that it is put together from.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import tempfile
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from dma_eval.card import make_card
+from dma_eval.bench.results import DecodeReport, DecodeResult
 from dma_eval.markdown import table
-from dma_eval.pages import MISSING, fidelity_page, format_kl, task_page
-from dma_eval.results import BackendResult, PerplexitySection, Report
-from dma_eval.run_folder import read_run, write_run
-from dma_eval.task_summary import accuracy
+from dma_eval.pages import MISSING, format_kl
+from dma_eval.results import BackendResult, PerplexitySection, Report, read_results
+from dma_eval.run_folder import merge, read_run, write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 QUALITY = ROOT / "benchmarks" / "quality"
-RUN = QUALITY / "smollm2-135m-bf16"
-BASE_MODEL, LICENSE = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"
+SHORT, LONG, EQUALIZED = "smollm2-2048-fp32", "smollm2-8192-fp32", "smollm2-equalized-4096-fp32"
+"""All backends and twins on short windows; presets and caches on long ones; and after the model was equalised."""
+DECODE = ROOT / "benchmarks" / "decode-h200.json"
+DECODE_SHAPE = {"batch": 1, "length": 32768, "query_heads": 32, "kv_heads": 8, "head_dim": 128}
 PREFIX = "dma_mxfp:"
+TWINS = ("keys x 32", "key biases", "values x 32")
+"""Twins that the README shows."""
+NAMES = {
+    "sdpa": "SDPA",
+    "sim_sage": "SageAttention 1 (simulated)",
+    "sim_fa3_fp8": "FlashAttention-3 in FP8 (simulated)",
+    "sim_fp8_cache": "FP8, one scale (simulated)",
+    "sdpa+fp8": "FP8, Transformers",
+    "sdpa+quanto4": "quanto, 4 bits",
+    "sdpa+hqq4": "HQQ, 4 bits",
+    "dma_mxfp:block": "`balanced`, scales of blocks",
+    "dma_mxfp:pv16": "`balanced`, 16-bit P·V",
+    "dma_mxfp:mxfp8": '`low = "mxfp8"`, not rotated',
+}
+PROMPTS = ("sdpa", "dma_mxfp:balanced", "dma_mxfp:fp4", "dma_mxfp:paper", "sim_sage", "sim_fa3_fp8")
+"""What reads a prompt at once, in the order of the README's first table."""
+CACHES = {
+    "dma_mxfp:kv8+cache": "dma_mxfp:kv8",
+    "dma_mxfp:kv4+cache": "dma_mxfp:kv4",
+    "sim_fp8_cache": "fa3:fp8",
+    "sdpa+fp8": "sdpa:fp8",
+    "sdpa+hqq4": "sdpa:hqq",
+    "sdpa+quanto4": "sdpa:quanto",
+}
+"""Caches, and what their step is called in the results on decoding."""
 
 
-def perplexity_table() -> str:
-    """The README's table: every preset in fp32 at both contexts."""
-    short, long = (_sections(QUALITY / f"smollm2-{context}-fp32.json")[context] for context in (2048, 8192))
-    headers = ("", "perplexity at 8,192", "KL per token", "top-1", "perplexity at 2,048")
-    rows = []
-    for index, backend in enumerate(long.backends):
-        other = short.backends[index]
-        assert backend.label == other.label
-        if index == 0:
-            rows.append(["SDPA", f"{backend.perplexity:.3f}", "", "", f"{other.perplexity:.3f}"])
-        else:
-            agreement = f"{100 * (backend.top1_agreement or 0):.1f} %"
-            rows.append([_name(backend.label), _change(backend), format_kl(backend.kl_mean), agreement, _change(other)])
-    return table(headers, rows)
+def readme_tables() -> str:
+    """What reads prompts, and caches: on the text and on twins, with bytes and speed of a step."""
+    short, long = _twins(SHORT), read_run(QUALITY / LONG).perplexity[0]
+    first, base, longest = short["as it is"], long.backends[0], {each.label: each for each in long.backends}
+    headers = [
+        "",
+        f"perplexity at {_context(SHORT)}",
+        f"at {long.context:,}",
+        "KL per token",
+        *(f"KL, {name}" for name in TWINS),
+    ]
+
+    def row(label: str) -> list[str]:
+        if label == base.label:
+            return [_name(label), f"{first[label].perplexity:.3f}", f"{base.perplexity:.3f}", "", *[""] * len(TWINS)]
+        kls = [format_kl(short[name][label].kl_mean) for name in ("as it is", *TWINS)]
+        return [_name(label), _change(first[label]), _change(longest[label]) if label in longest else MISSING, *kls]
+
+    prompts = table(headers, [row(label) for label in PROMPTS])
+    caches = table(
+        [*headers, "bytes, of 16 bit", "step at 32K"],
+        [[*row(label), *_step(step)] for label, step in CACHES.items()],
+    )
+    return f"{prompts}\n{caches}"
+
+
+def _context(name: str) -> str:
+    """Tokens of a window of a run on twins."""
+    return next(f"{twin.tokens.context:,}" for twin in read_run(QUALITY / name).stress[0].twins if twin.tokens)
+
+
+def _twins(name: str) -> dict[str, dict[str, BackendResult]]:
+    """The results of a run on each twin, by the names of both."""
+    (stress,) = read_run(QUALITY / name).stress
+    return {
+        twin.name: {backend.label: backend for backend in twin.tokens.backends}
+        for twin in stress.twins
+        if twin.tokens is not None
+    }
+
+
+def _step(label: str | None) -> tuple[str, str]:
+    """Bytes of a cache over those of 16 bits, and the speed of its step over SDPA on a preallocated one."""
+    found: dict[str, DecodeResult] = {}
+    for result in read_results(DecodeReport, DECODE).results:
+        if all(getattr(result.shape, name) == value for name, value in DECODE_SHAPE.items()):
+            found[result.label] = result
+    if label not in found or found[label].milliseconds is None:
+        return MISSING, MISSING
+    ours, base = ((each.graph_milliseconds or each.milliseconds or 0) for each in (found[label], found["sdpa"]))
+    ratio, speed = found[label].bytes_ratio, base / ours
+    return MISSING if ratio is None else f"{ratio:.2f}", f"{speed:.2f}x" if speed >= 0.01 else f"{speed:.1g}x"
 
 
 def run_tables() -> str:
-    """The tables of docs/evaluation.md: a summary of the run, and the accuracy in every task."""
-    report = read_run(RUN)
-    parts = [table(*_summary(report))]
-    for section in report.tasks:
-        labels = [backend.label for backend in section.backends]
-        rows = []
-        for task in section.tasks:
-            metric = accuracy(task)
-            if metric is None:
-                continue
-            values = {value.label: value for value in metric.values}
-            row = [f"{task.name.removeprefix('local_')}, {task.samples:,}"]
-            for label in labels:
-                value = values[label]
-                text = MISSING if value.value is None else f"{100 * value.value:.2f} %"
-                if value.difference is not None and value.low is not None and value.high is not None:
-                    star = "" if value.low <= 0 <= value.high else "*"
-                    text = f"{100 * value.difference:+.2f} [{100 * value.low:+.2f}, {100 * value.high:+.2f}]{star}"
-                row.append(text)
-            rows.append(row)
-        parts.append(table(("accuracy, samples", *map(_name, labels)), rows))
-    for fidelity in report.fidelity:
-        page = fidelity_page(fidelity)
-        parts += [f"{each.caption}:\n\n{table(each.headers, each.rows)}" for each in page.tables[2:]]
-    plots = [name for name in ("tasks.png", "heads.png") if (RUN / name).is_file()]
-    parts += [f"![{name.removesuffix('.png').capitalize()}](../{(RUN / name).relative_to(ROOT)})\n" for name in plots]
-    return "\n".join(parts)
+    """The tables of docs/evaluation.md: every twin, and longer windows."""
+    short, long = _twins(SHORT), read_run(QUALITY / LONG)
+    columns = {f"{long.perplexity[0].context:,}": {each.label: each for each in long.perplexity[0].backends}}
+    columns |= {f"{_context(LONG)}, {name}": results for name, results in _twins(LONG).items()}
+    columns |= {f"{_context(EQUALIZED)}, equalized, {name}": results for name, results in _twins(EQUALIZED).items()}
+    plot = QUALITY / SHORT / "stress.png"
+    return "\n".join(
+        [
+            f"KL per token on twins, windows of {_context(SHORT)} tokens:\n\n{_kl(short)}",
+            f"On longer windows, and after `equalize`:\n\n{_kl(columns)}",
+            f"![Twins](../{plot.relative_to(ROOT)})\n",
+        ]
+    )
 
 
-BLOCKS = {"README.md": ("quality", perplexity_table), "docs/evaluation.md": ("quality run", run_tables)}
+def _kl(columns: Mapping[str, Mapping[str, BackendResult]]) -> str:
+    """KL per token of every backend, in one column for each set of results."""
+    labels = dict.fromkeys(label for column in columns.values() for label in column if label != "sdpa")
+
+    def cell(column: Mapping[str, BackendResult], label: str) -> str:
+        return format_kl(column[label].kl_mean) if label in column else MISSING
+
+    rows = [[_name(label), *(cell(column, label) for column in columns.values())] for label in labels]
+    return table(("", *columns), rows)
+
+
+BLOCKS = {"README.md": ("quality", readme_tables), "docs/evaluation.md": ("quality run", run_tables)}
 """By page: the mark of its block, ``<!-- mark -->`` to ``<!-- end mark -->``, and what stands there."""
 
 
@@ -96,46 +159,39 @@ def updated(page: str) -> str:
 
 
 def take_over(run: Path) -> None:
-    """Make the report and the card of a run in ``RUN``."""
-    report = read_run(run)
-    for old in RUN.glob("*.png"):
-        old.unlink()
-    write_run(report, RUN)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "card.md"
-        make_card(report, base_model=BASE_MODEL, license_name=LICENSE).save(path)
-        (RUN / "card.md").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    """Put the pieces in each folder below ``run`` together in the folder of that name in ``QUALITY``."""
+    for folder in sorted(path for path in run.iterdir() if path.is_dir()):
+        pieces = [_shortened(read_run(path)) for path in sorted(folder.rglob("results.json"))]
+        shutil.rmtree(QUALITY / folder.name, ignore_errors=True)
+        write_run(merge(pieces), QUALITY / folder.name)
 
 
-def _summary(report: Report) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Headers and rows of a table with one row for each backend."""
-    contexts = {section.context: {each.label: each for each in section.backends} for section in report.perplexity}
-    reference = report.perplexity[0].backends[0]
-    headers = ["", *(f"perplexity at {context:,}" for context in contexts), "KL per token", "top-1"]
-    longest = contexts[max(contexts)]
-    summaries = {row[0]: row[1:] for section in report.tasks for row in task_page(section).tables[0].rows}
-    if summaries:
-        headers += ["mean accuracy", "points", "flips", "significant drops"]
-    rows = []
-    for label, backend in longest.items():
-        if label == reference.label:
-            row = [_name(label), *(f"{results[label].perplexity:.3f}" for results in contexts.values()), "", ""]
-        else:
-            changes = [
-                f"{_change(results[label])} ± {results[label].change_stderr:.2f}" for results in contexts.values()
-            ]
-            agreement = f"{100 * (backend.top1_agreement or 0):.1f} %"
-            row = [_name(label), *changes, format_kl(backend.kl_mean), agreement]
-        rows.append(row + (summaries[label][:4] if summaries else []))
-    return tuple(headers), rows
+def _shortened(report: Report) -> Report:
+    """A report without the folders of the machine that made it, and the speeds of pieces that shared it."""
+    model = replace(report.model, name=Path(report.model.name).name)
+    return replace(
+        report,
+        model=model,
+        command=re.sub(r"(?<= )/\S*/", "", report.command),
+        part_seconds={},
+        perplexity=[_untimed(section) for section in report.perplexity],
+        stress=[
+            replace(
+                section,
+                twins=[replace(twin, tokens=twin.tokens and _untimed(twin.tokens)) for twin in section.twins],
+            )
+            for section in report.stress
+        ],
+    )
 
 
-def _sections(path: Path) -> dict[int, PerplexitySection]:
-    return {section.context: section for section in read_run(path).perplexity}
+def _untimed(section: PerplexitySection) -> PerplexitySection:
+    backends = [replace(each, tokens_per_second=None, peak_memory_bytes=None) for each in section.backends]
+    return replace(section, backends=backends)
 
 
 def _name(label: str) -> str:
-    return f"`{label.removeprefix(PREFIX)}`" if label.startswith(PREFIX) else "SDPA"
+    return NAMES.get(label) or f"`{label.removeprefix(PREFIX)}`"
 
 
 def _change(result: BackendResult) -> str:
@@ -146,7 +202,7 @@ def _change(result: BackendResult) -> str:
 def main() -> None:
     """Take a run over, if one is given, and write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, help="a folder that scripts/measure_quality.py wrote")
+    parser.add_argument("--run", type=Path, help="a folder of folders of runs")
     arguments = parser.parse_args()
     if arguments.run is not None:
         take_over(arguments.run)

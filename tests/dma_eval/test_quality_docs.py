@@ -10,6 +10,7 @@ from dma_eval.results import read_report
 from script_files import load_script
 
 ROOT = Path(__file__).parents[2]
+QUALITY = ROOT / "benchmarks/quality"
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +40,15 @@ def test_results_name_no_machine(script: Any) -> None:
 
 
 def test_takes_a_run_over(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report, plots and a card of the results alone."""
-    target = tmp_path / "smollm2"
-    source = script.RUN / "results.json"
-    monkeypatch.setattr(script, "RUN", target)
-    script.take_over(source)
-    assert read_report(target / "results.json") == read_report(source)
-    assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in (target / "card.md").read_text(encoding="utf-8")
-    assert (target / "report.md").is_file()
+    """Pieces become what is committed, with reports and plots."""
+    pieces = tmp_path / "pieces"
+    for name in (script.SHORT, script.LONG, script.EQUALIZED):
+        (pieces / name / "one").mkdir(parents=True)
+        (pieces / name / "one/results.json").write_bytes((QUALITY / name / "results.json").read_bytes())
+    monkeypatch.setattr(script, "QUALITY", tmp_path)
+    script.take_over(pieces)
+    for name in (script.SHORT, script.LONG, script.EQUALIZED):
+        assert read_report(tmp_path / name / "results.json") == read_report(QUALITY / name / "results.json")
+        assert (tmp_path / name / "report.md").read_text(encoding="utf-8") == (QUALITY / name / "report.md").read_text(
+            encoding="utf-8"
+        )
