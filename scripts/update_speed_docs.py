@@ -13,16 +13,17 @@ from dma_eval.pages import MISSING
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-PREFILL_SHAPE = ("length", "head_dim", "query_heads", "kv_heads", "is_causal")
+PREFILL_SHAPE = ("length", "batch", "head_dim", "query_heads", "kv_heads", "is_causal")
 DECODE_SHAPE = ("batch", "length", "head_dim", "query_heads", "kv_heads")
 USUAL_HEADS, USUAL_DIM = (32, 8), 128
 CACHES = ("kv8", "kv4")
 DECODE_FILES = ("decode-h200.json", "decode-wide-h200.json")
 FLASH_3_FP8 = "fa3:fp8"
 STEPS = {"sdpa": "SDPA", "fa3": "FA3", FLASH_3_FP8: "FA3 FP8"}
-PREFILL_FILES = ("prefill-h200.json", "prefill-wide-h200.json")
+FLASH_3 = "fa3"
+PREFILL_FILE = "prefill-h200.json"
 SERVE_FILES = ("serve-h200.json",)
-PREFILL_PRESETS = ("balanced", "paper", "fp4", "kv4")
+BALANCED = "dma_mxfp:balanced"
 
 Result = dict[str, Any]
 ByShape = dict[tuple[Any, ...], dict[str, Result]]
@@ -48,9 +49,10 @@ def departures(head_dim: int, q_heads: int, kv_heads: int) -> list[str]:
     return parts if (q_heads, kv_heads) == USUAL_HEADS else [*parts, f"{q_heads}/{kv_heads} heads"]
 
 
-def describe_prefill(length: int, head_dim: int, q_heads: int, kv_heads: int, is_causal: bool) -> str:
+def describe_prefill(length: int, batch: int, head_dim: int, q_heads: int, kv_heads: int, is_causal: bool) -> str:
     """Return how a row names its call: the length, and what differs from the page's usual one."""
-    parts = [f"{length // 1024}K", *departures(head_dim, q_heads, kv_heads)]
+    size = f"{length // 1024}K" if batch == 1 else f"{batch} x {length // 1024}K"
+    parts = [size, *departures(head_dim, q_heads, kv_heads)]
     return ", ".join(parts if is_causal else [*parts, "bidirectional"])
 
 
@@ -59,41 +61,53 @@ def describe_decode(batch: int, length: int, head_dim: int, q_heads: int, kv_hea
     return ", ".join([f"{batch} x {length // 1024}K", *departures(head_dim, q_heads, kv_heads)])
 
 
-def prefill_table() -> str:
-    """Return a row for each shape: the usual ones, then those that depart from them, each by length."""
-    headers = ["over SDPA", *(f"`{preset}`" for preset in PREFILL_PRESETS)]
-    headers += ["`balanced`, TFLOP/s", "over FlashAttention-2", "over FlexAttention", "extra memory over Q, K, V"]
+def prefill_table(*, is_short: bool = False) -> str:
+    """Return a row for each shape: the usual ones, then those that depart from them, each by length.
+
+    Args:
+        is_short: Leave columns out.
+    """
+    headers = ["", "`balanced`, ms", "over SDPA", "over FlashAttention-3", "over its FP8", "not counting its casts"]
+    headers += ["error of its FP8, `balanced`", "under key outliers"]
+    if not is_short:
+        headers += [
+            "TFLOP/s",
+            "over SageAttention",
+            "its errors",
+            "`paper`, `fp4` over FlashAttention-3",
+            "extra memory",
+        ]
     rows = []
 
     def order(item: tuple[tuple[Any, ...], object]) -> tuple[Any, ...]:
-        length, head_dim, q_heads, kv_heads, is_causal = item[0]
-        return head_dim != USUAL_DIM, head_dim, (q_heads, kv_heads) != USUAL_HEADS, not is_causal, length
+        length, batch, head_dim, q_heads, kv_heads, is_causal = item[0]
+        return batch, head_dim != USUAL_DIM, head_dim, (q_heads, kv_heads) != USUAL_HEADS, not is_causal, length
 
-    for shape, named in sorted(by_shape(read(*PREFILL_FILES), PREFILL_SHAPE).items(), key=order):
-        ratios = [times_faster(named, f"dma_mxfp:{preset}", "sdpa") for preset in PREFILL_PRESETS]
-        ours = named["dma_mxfp:balanced"]
-        tflops = f"{ours['tflops'] * ours['milliseconds'] / device_time(ours):.0f}"
-        others = [times_faster(named, "dma_mxfp:balanced", other) for other in ("sdpa:flash", "flex")]
-        memory = f"{ours['extra_bytes'] / ours['input_bytes']:.2f}"
-        rows.append([describe_prefill(*shape), *ratios, tflops, *others, memory])
+    for shape, named in sorted(by_shape(read(PREFILL_FILE), PREFILL_SHAPE).items(), key=order):
+        # All of a shape as CUDA graphs, if all could be, or all as calls: those hide their launches.
+        is_graph = all(each["graph_milliseconds"] for each in named.values() if each["failure"] is None)
+        times = {label: each["graph_milliseconds" if is_graph else "milliseconds"] for label, each in named.items()}
+        casts = named[FLASH_3_FP8]["quantize_milliseconds"]
+        times["attention alone"] = times[FLASH_3_FP8] - casts
+        ours = named[BALANCED]
+
+        def over(other: str, label: str = BALANCED, times: dict[str, float | None] = times) -> str:
+            mine, theirs = times[label], times[other]
+            return MISSING if mine is None or theirs is None else f"{theirs / mine:.2f}x"
+
+        def errors(*labels: str, field: str = "error", named: dict[str, Result] = named) -> str:
+            return ", ".join(_number(named[label][field], ".3f") for label in labels)
+
+        row = [describe_prefill(*shape), f"{times[BALANCED]:.{3 if times[BALANCED] < 10 else 1}f}"]
+        row += [over(other) for other in ("sdpa", FLASH_3, FLASH_3_FP8, "attention alone")]
+        row += [errors(FLASH_3_FP8, BALANCED), errors(FLASH_3_FP8, BALANCED, field="error_with_outliers")]
+        if not is_short:
+            row += [f"{ours['tflops'] * ours['milliseconds'] / times[BALANCED]:.0f}", over("sage")]
+            row += [f"{errors('sage')}, {errors('sage', field='error_with_outliers')}"]
+            row += [", ".join(over(FLASH_3, f"dma_mxfp:{preset}") for preset in ("paper", "fp4"))]
+            row += [f"{ours['extra_bytes'] / ours['input_bytes']:.2f}"]
+        rows.append(row)
     return table(headers, rows)
-
-
-def prefill_summary() -> str:
-    """Return the README's table: long prompts, and three that depart from the usual."""
-    usual = [(length << 10, USUAL_DIM, *USUAL_HEADS, True) for length in (8, 16, 32, 64, 128)]
-    others = [(16384, USUAL_DIM, *USUAL_HEADS, False), (16384, 64, *USUAL_HEADS, True), (32768, 256, 16, 8, True)]
-    shapes = usual + others
-    measured = by_shape(read(*PREFILL_FILES), PREFILL_SHAPE)
-    rows = [
-        [name, *(times_faster(measured[shape], f"dma_mxfp:{preset}", other) for shape in shapes)]
-        for name, preset, other in (
-            ("`balanced` over SDPA", "balanced", "sdpa"),
-            ("`balanced` over FlashAttention-2", "balanced", "sdpa:flash"),
-            *((f"`{preset}` over SDPA", preset, "sdpa") for preset in PREFILL_PRESETS[1:]),
-        )
-    ]
-    return table(["", *(describe_prefill(*shape) for shape in shapes)], rows)
 
 
 def device_time(result: Result | None) -> float | None:
@@ -191,7 +205,7 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
-        "prefill": prefill_summary,
+        "prefill": lambda: prefill_table(is_short=True),
         "decode": decode_summary,
         "serve": serve_table,
     },

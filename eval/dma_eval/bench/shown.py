@@ -225,9 +225,9 @@ def _lines(
     x_of: Callable[[Result], float],
     y_of: Callable[[Result], float | None],
 ) -> None:
-    """Draw a line for each label that has a point."""
+    """Draw a line for each label that has a point, from left to right."""
     for label, (color, line) in styles.items():
-        points = [(x_of(r), y_of(r)) for r in results if r.label == label and y_of(r) is not None]
+        points = sorted((x_of(r), y) for r in results if r.label == label and (y := y_of(r)) is not None)
         if points:
             ax.plot(*zip(*points, strict=True), line, color=color, marker="o", markersize=4, label=label)
 
