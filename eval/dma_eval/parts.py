@@ -30,7 +30,7 @@ class PerplexityPart:
     # Distance of two windows; the context by default. If less, windows overlap, and each scores its new tokens.
     stride: int | None = None
     max_windows: int | None = None  # read at most so many windows; all by default
-    skip_windows: int = 0  # leave out so many windows at the begin of the text
+    skip_windows: int = 0  # leave out so many windows at the beginning of the text
     spread: bool = False  # spread ``max_windows`` over the whole text instead of taking the first ones
     batch_size: int = 1  # windows per forward pass
 
