@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dma_eval.bench.results import DecodeReport, GenerateReport, PrefillReport
+from dma_eval.bench.results import DecodeReport, GenerateReport, PrefillReport, ServeReport
 from dma_eval.bench.timing import DeviceFacts, Timing, extra_memory, look_at, time_in_turns
 from dma_eval.results import read_results
 
@@ -51,7 +51,7 @@ def test_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.json")), ids=lambda path: path.stem)
 def test_committed_results_are_as_the_schema_says(path: Path) -> None:
-    kinds = {"prefill": PrefillReport, "decode": DecodeReport, "generate": GenerateReport}
+    kinds = {"prefill": PrefillReport, "decode": DecodeReport, "generate": GenerateReport, "serve": ServeReport}
     assert read_results(kinds[path.stem.partition("-")[0]], path).results
 
 
