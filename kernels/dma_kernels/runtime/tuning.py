@@ -270,7 +270,8 @@ def select_decode_tiles(
     # have no stages, and the assembler puts such loads right before their use: in ncu a warp waited for them in 60 % of
     # its time (int4, 1 x 128K, H200, Triton 3.6).
     step, stages = 32, 4 if bits == 4 and not is_wide else 2
-    warps = 2 if is_wide else 4
+    # On 10.x the loop over 8-bit codes spills with four (Triton 3.9).
+    warps = 2 if is_wide or (bits == 8 and arch in TENSOR_MEMORY_ARCHS) else 4
     codes = step * (block_d + block_dv) * bits // 8
     shared = warps * (stages * (codes + step * block_dv // 4) + 32 * block_d)
     # Of the shared memory of a multiprocessor CUDA keeps 1 KB for each program; 8 warps have 255 registers a thread.
