@@ -200,11 +200,12 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make a CUDA device the current one; for a CPU, where the interpreter runs kernels, there is nothing to do."""
     if device.type != "cuda":
         return nullcontext()
-    bind_context(device)
-    return torch.cuda.device(device)
+    _bind_context(device)
+    is_current = device.index is None or device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
-def bind_context(device: torch.device) -> None:
+def _bind_context(device: torch.device) -> None:
     """Give this thread the context of a CUDA device, which a new thread has not before it first calls CUDA.
 
     Triton's own launch takes care of that, but too late: the driver encodes tensor descriptors before.

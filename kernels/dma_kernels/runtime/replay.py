@@ -31,11 +31,11 @@ from triton.runtime import JITFunction
 from .launch import (
     ALIGNMENT,
     Grid,
-    bind_context,
     current_stream,
     launch_compiled,
     launches_directly,
     observed,
+    on_device,
     settings,
 )
 
@@ -195,14 +195,8 @@ class _Replay:
             buffer = torch.empty(self.buffer_size, dtype=torch.uint8, device=self.device)
             start = buffer.data_ptr()
             addresses += [start + offset for offset in self.offsets]
-        if self.device.type == "cuda":
-            bind_context(self.device)
-        index = self.device.index
-        if index is None or index == torch.cuda.current_device():
+        with on_device(self.device):
             self._launch_all(addresses)
-        else:
-            with torch.cuda.device(index):
-                self._launch_all(addresses)
         return made[: self.results]
 
     def _launch_all(self, addresses: list[int]) -> None:

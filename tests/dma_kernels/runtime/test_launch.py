@@ -309,6 +309,7 @@ def test_a_thread_is_given_a_context_before_its_first_launch_on_a_device(monkeyp
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1].index if current else -1)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: recorded.append(current[-1])))
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
 
