@@ -187,18 +187,10 @@ def repeated_rows(x, ROWS: tl.constexpr, W: tl.constexpr):
     N: tl.constexpr = x.shape[1]
     x = gl.reshape(x, [B, 1, N, 8])
     TIMES: tl.constexpr = ROWS // N
-    if TIMES >= 2:
-        x = gl.join(x, x)
-        x = gl.reshape(gl.permute(x, [0, 4, 1, 2, 3]), [B, 2, N, 8])
-    if TIMES >= 4:
-        x = gl.join(x, x)
-        x = gl.reshape(gl.permute(x, [0, 4, 1, 2, 3]), [B, 4, N, 8])
-    if TIMES >= 8:
-        x = gl.join(x, x)
-        x = gl.reshape(gl.permute(x, [0, 4, 1, 2, 3]), [B, 8, N, 8])
-    if TIMES >= 16:
-        x = gl.join(x, x)
-        x = gl.reshape(gl.permute(x, [0, 4, 1, 2, 3]), [B, 16, N, 8])
+    for level in gl.static_range(4):
+        if 2 << level <= TIMES:
+            x = gl.permute(gl.join(x, x), [0, 4, 1, 2, 3])
+            x = gl.reshape(x, [B, 2 << level, N, 8])
     return gl.convert_layout(gl.reshape(x, [B, ROWS, 8]), mma_layout(W), assert_trivial=True)
 
 
