@@ -19,7 +19,7 @@ import transformers
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from .paged import rename_for_batching, restore_names
-from .settings import PAGED_NAME, is_dma, settings_of
+from .settings import PAGED_NAME, cache_of, is_dma
 
 
 class InitContinuousBatching:
@@ -49,7 +49,7 @@ class InitContinuousBatching:
         """
         model = self.model
         kept = getattr(model, "_cached_continuous_batching_manager", None)
-        cache = settings_of(model.config.get_text_config(decoder=True)).cache
+        cache = cache_of(model)
         other = getattr(kept, "cache_format", cache)
         if other != cache:
             raise RuntimeError(
@@ -83,7 +83,7 @@ def _refuse_what_is_newer(model: PreTrainedModel) -> None:
     Raises:
         RuntimeError: It cannot.
     """
-    cache = settings_of(model.config.get_text_config(decoder=True)).cache
+    cache = cache_of(model)
     name = str(model.config._attn_implementation)
     if _has_sectors() or not is_dma(name):
         return

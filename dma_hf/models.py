@@ -15,7 +15,7 @@ from .cache import DMACache
 from .cache_layers import DMALayer
 from .config import DMAConfig, resolve
 from .masking import built_in_attention, refuse_model
-from .settings import IMPLEMENTATIONS, NAME, distinct_configs, is_dma, section_of, settings_of
+from .settings import IMPLEMENTATIONS, NAME, cache_of, distinct_configs, is_dma, section_of
 
 IMPLEMENTATION = "dma"
 """What ``generate(cache_implementation=...)`` of a configured model takes for a ``DMACache``."""
@@ -106,7 +106,7 @@ class CachedGenerate:
         model, wanted = self.model, options.get("cache_implementation") == IMPLEMENTATION
         if wanted:
             del options["cache_implementation"]
-        elif settings_of(model.config.get_text_config(decoder=True)).cache is not None:
+        elif cache_of(model) is not None:
             wanted = _leaves_cache_open(model, arguments, options)
         if wanted and options.get("past_key_values") is None:
             cache = DMACache(model.config)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from dma_kernels import Recipe
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .config import NAMES, PRESETS, DMAConfig, preset
 
@@ -85,6 +85,11 @@ def settings_of(config: PreTrainedConfig) -> Settings:
         return _DEFAULT
     settings: Settings = _settings(tuple(section.items()) if isinstance(section, dict) else section)
     return settings
+
+
+def cache_of(model: PreTrainedModel) -> str | None:
+    """Return the format of the cache that a model's decoder is set to; ``None`` is Transformers' own cache."""
+    return settings_of(model.config.get_text_config(decoder=True)).cache
 
 
 def _section(config: PreTrainedConfig) -> Any:
