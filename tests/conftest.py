@@ -15,7 +15,10 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device where there is none."""
+    """Take the pages first, and skip what needs a CUDA device where there is none."""
+    items.sort(
+        key=lambda item: item.path.parent.name != "docs"
+    )  # the longest, for which no worker shall wait at the end
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -29,5 +32,7 @@ def one_thread() -> Iterator[None]:
     """Small tensors: a second thread costs more than it gives, above all beside other test workers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # for the processes that tests start
+        yield
     torch.set_num_threads(threads)

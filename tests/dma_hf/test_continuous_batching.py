@@ -27,9 +27,10 @@ def _batched(model, prompts, **options):
         return _generate_batch(model, prompts, **options)
 
 
-def _generate_batch(model, prompts, **options):
+def _generate_batch(model, prompts, num_blocks=64, **options):
     settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
-    batching = ContinuousBatchingConfig(**{BLOCK_SIZE: 32}, return_logprobs=True, use_cuda_graph=False, **options)
+    options |= {BLOCK_SIZE: 32, "num_blocks": num_blocks, "return_logprobs": True, "use_cuda_graph": False}
+    batching = ContinuousBatchingConfig(**options)
     outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
     assert [output.error for output in outputs.values()] == [None] * len(prompts)
     return [(output.generated_tokens, output.logprobs) for output in outputs.values()]
@@ -51,7 +52,6 @@ def _check(model, prompts, results):
         torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss"])
 def test_requests_of_many_lengths(name, families, prompts):
     model = families[name].build(dma_hf.NAME)
@@ -60,13 +60,12 @@ def test_requests_of_many_lengths(name, families, prompts):
     assert model.config._attn_implementation == dma_hf.NAME
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_prompts_in_chunks(name, families, prompts):
     """A batch of 64 tokens holds no long prompt whole: chunks of some are decoded beside others."""
     model = families[name].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")
-    _check(model, prompts, _batched(model, prompts, max_batch_tokens=64, num_blocks=64))
+    _check(model, prompts, _batched(model, prompts, max_batch_tokens=64))
 
 
 def test_a_shared_prefix(families, prompts):
@@ -74,7 +73,7 @@ def test_a_shared_prefix(families, prompts):
     dma_hf.configure(model, "paper")
     prefix = prompts[1][:256]
     prompts = [prefix + prompt[:7] for prompt in prompts[:1] + prompts[2:]]
-    _check(model, prompts, _batched(model, prompts, max_batch_tokens=300, num_blocks=64, max_requests_per_batch=1))
+    _check(model, prompts, _batched(model, prompts, max_batch_tokens=300, max_requests_per_batch=1))
 
 
 def test_the_name_is_put_back_after_an_error(families):
@@ -90,7 +89,6 @@ def test_the_name_is_put_back_after_an_error(families):
     assert model.config._attn_implementation == dma_hf.NAME
 
 
-@pytest.mark.slow
 def test_a_preset_in_the_name_counts(families, prompts):
     model = families["llama"].build(f"{dma_hf.NAME}:paper")
     _check(model, prompts[:1], _batched(model, prompts[:1]))
@@ -139,7 +137,6 @@ def test_a_configured_model_needs_no_context(families, prompts):
     assert model.config._attn_implementation == dma_hf.NAME
 
 
-@pytest.mark.slow
 def test_what_the_backend_refuses_fails_the_requests(families, prompts):
     model = families["llama"].build(dma_hf.NAME)
     for layer in model.model.layers:
@@ -147,6 +144,7 @@ def test_what_the_backend_refuses_fails_the_requests(families, prompts):
             lambda module, args, kwargs: (args, kwargs | {"head_mask": torch.ones(4)}), with_kwargs=True
         )
     settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
+    batching = ContinuousBatchingConfig(num_blocks=64)
     with dma_hf.continuous_batching(model):
-        outputs = model.generate_batch(prompts[:1], generation_config=settings)
+        outputs = model.generate_batch(prompts[:1], generation_config=settings, continuous_batching_config=batching)
     assert all("does not support the argument 'head_mask'" in str(output.error) for output in outputs.values())

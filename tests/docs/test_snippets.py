@@ -1,7 +1,8 @@
 """Every code block of the README and of ``docs/`` runs, or is marked and at least parses.
 
-The blocks of a page are run in order, in one namespace, in a folder where small local files stand in for what the text
-names: the demo model for models of the Hub, a stretch of text for a data set. Nothing may reach for the network.
+The blocks of a page are run in order, in one namespace (those of some long sections apart), in a folder where small
+local files stand in for what the text names: the demo model for models of the Hub, a stretch of text for a data set.
+Nothing may reach for the network.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ NOT_RUN = {
     "README.md": Counter({"continuous integration runs it as it stands": 2}),
 }
 """How many blocks of a page are not run, and why. What is not listed is run."""
+
+APART = {"docs/evaluation.md": ("Fidelity", "Other models")}
+"""Long sections, each a test of its own: they need nothing of others but variables, and leave nothing to them."""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
@@ -81,13 +85,30 @@ def test_blocks_that_are_not_run_are_counted(page):
     assert reasons == NOT_RUN.get(page.relative_to(ROOT).as_posix(), Counter())
 
 
+def _parts():
+    """Each page and a section of it that is run apart, or ``None`` for all others."""
+    for page in PAGES:
+        name = page.relative_to(ROOT).as_posix()
+        yield pytest.param(page, None, id=name)
+        for section in APART.get(name, ()):
+            yield pytest.param(page, section, id=f"{name}-{section}")
+
+
 @pytest.mark.slow
-@pages
-def test_blocks_run(page, workspace, no_network):
+@pytest.mark.parametrize(("page", "section"), list(_parts()))
+def test_blocks_run(page, section, workspace, no_network):
     namespace = {"__name__": "__main__"}
+    apart = APART.get(page.relative_to(ROOT).as_posix(), ())
+    runs = 0
     for block in find_blocks(page):
-        if block.is_code and block.reason is None:
+        if not block.is_code or block.reason is not None:
+            continue
+        if block.section == section or (section is None and block.section not in apart):
             block.run(namespace)
+            runs += 1
+        else:
+            block.note_variables(namespace)
+    assert runs or section is None, f"{page} has no section {section!r} with code"
 
 
 def test_the_pages_have_blocks():
@@ -98,10 +119,10 @@ def test_the_pages_have_blocks():
 
 def test_a_marked_block_is_found_with_its_line(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# T\n\n```python\nx = 1\n```\n\n<!-- not run: gpu -->\n```sh\nls\n```\n")
+    page.write_text("# T\n\n```python\nx = 1\n```\n## A part\n<!-- not run: gpu -->\n```sh\nls\n```\n")
     assert list(find_blocks(page)) == [
-        Block("page.md", 3, "python", "x = 1\n", None),
-        Block("page.md", 8, "sh", "ls\n", "gpu"),
+        Block("page.md", "", 3, "python", "x = 1\n", None),
+        Block("page.md", "A part", 8, "sh", "ls\n", "gpu"),
     ]
 
 
@@ -117,16 +138,16 @@ def test_a_marked_block_is_found_with_its_line(tmp_path):
 )
 def test_wrong_syntax_is_found(language, source, error):
     with pytest.raises(error):
-        Block("page.md", 0, language, source, None).parse()
+        Block("page.md", "", 0, language, source, None).parse()
 
 
 def test_a_failing_shell_block_fails():
     with pytest.raises(AssertionError, match=r"page\.md:8: exit 3"):
-        Block("page.md", 7, "sh", "true | exit 3\ntrue\n", None).run({})
+        Block("page.md", "", 7, "sh", "true | exit 3\ntrue\n", None).run({})
 
 
 def test_a_failing_python_block_names_its_line():
     with pytest.raises(ZeroDivisionError) as raised:
-        Block("docs/page.md", 7, "python", "x = 1\nx / 0\n", None).run({})
+        Block("docs/page.md", "", 7, "python", "x = 1\nx / 0\n", None).run({})
     assert raised.traceback[-1].lineno == 8
     assert Path(raised.traceback[-1].path) == ROOT / "docs" / "page.md"

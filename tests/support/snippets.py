@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHELLS = ("sh", "bash")
+HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 FENCE = re.compile(
     r"^(?:<!-- not run: (?P<reason>.+?) -->\n+)?```(?P<language>\w*)[^\n]*\n(?P<source>.*?)^```$",
     re.DOTALL | re.MULTILINE,
@@ -32,6 +33,7 @@ class Block:
 
     Attributes:
         page: Where it stands, from the root of the repository.
+        section: The heading of second rank above it; empty before the first.
         line: Line of its first line of code, counted from 0.
         language: What the fence says; empty for plain text.
         source: The code.
@@ -39,6 +41,7 @@ class Block:
     """
 
     page: str
+    section: str
     line: int
     language: str
     source: str
@@ -78,7 +81,7 @@ class Block:
         if self.language == "python":
             exec(self._compile(), namespace)
             return
-        variables = namespace.setdefault("SHELL_VARIABLES", [])
+        variables = namespace.get("SHELL_VARIABLES", [])
         bins = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "eval"))
         done = subprocess.run(
@@ -88,7 +91,13 @@ class Block:
             text=True,
         )
         assert done.returncode == 0, f"{self.page}:{self.line + 1}: exit {done.returncode}\n{done.stderr[-3000:]}"
-        variables += re.findall(r"^[A-Z_]+=.*$", self.source, re.MULTILINE)
+        self.note_variables(namespace)
+
+    def note_variables(self, namespace: dict[str, Any]) -> None:
+        """Note what a shell block sets, for later ones."""
+        if self.language in SHELLS:
+            found = re.findall(r"^[A-Z_]+=.*$", self.source, re.MULTILINE)
+            namespace.setdefault("SHELL_VARIABLES", []).extend(found)
 
     def _compile(self) -> Any:
         return compile("\n" * self.line + self.source, str(ROOT / self.page), "exec")
@@ -99,5 +108,6 @@ def find_blocks(page: Path) -> Iterator[Block]:
     text = page.read_text(encoding="utf-8")
     for match in FENCE.finditer(text):
         line = text.count("\n", 0, match.start("source"))
+        section = ["", *HEADING.findall(text, 0, match.start())][-1]
         name = page.relative_to(ROOT).as_posix() if page.is_relative_to(ROOT) else page.name
-        yield Block(name, line, match["language"], match["source"], match["reason"])
+        yield Block(name, section, line, match["language"], match["source"], match["reason"])
