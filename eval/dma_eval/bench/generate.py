@@ -25,7 +25,7 @@ from dma_eval.errors import UserError, one_line
 from dma_eval.names import DMA
 
 from .results import GenerateResult, LongestContext
-from .timing import FAILURES
+from .timing import FAILURES, measure_each
 
 CACHES = ("dynamic", "static", "dma", "dma-static")
 DEFAULT_RUNS = ("sdpa+dynamic", "sdpa+static", *(f"{DMA}:{p}+{c}" for p in ("kv8", "kv4") for c in CACHES[2:]))
@@ -148,19 +148,14 @@ def measure(
         on_run: Called before each run.
         on_results: Called after each run, with all results so far.
     """
-    results: list[GenerateResult] = []
-    for context in contexts:
-        first: float | None = None
-        for run in runs:
-            on_run(context, run)
-            result = _measure_one(model, context, run, batch, new_tokens)
-            if run is runs[0]:
-                first = result.step_milliseconds
-            if first is not None and result.step_milliseconds is not None:
-                result = replace(result, speedup=first / result.step_milliseconds)
-            results.append(result)
-            on_results(results)
-    return results
+    return measure_each(
+        contexts,
+        runs,
+        lambda context, run: _measure_one(model, context, run, batch, new_tokens),
+        lambda result: result.step_milliseconds,
+        on_run,
+        on_results,
+    )
 
 
 def longest_context(

@@ -76,6 +76,9 @@ class SpeedResult:
     label: str  # its name, as asked for
     config: dict[str, Any] | None  # its resolved configuration; null for anything but ``dma_mxfp``
     failure: str | None = None  # Why it did not run; null if it did. If it did not, the numbers are null.
+    # Time of the first that is compared on its shape, context or set of requests over this one's: ``milliseconds``, of
+    # a graph in decoding; ``step_milliseconds``; ``seconds``.
+    speedup: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +103,6 @@ class PrefillResult(SpeedResult):
     # version 2.
     plain_copy_milliseconds: float | None = None
     tflops: float | None = None  # 10 ** 12 floating-point operations per second, by ``milliseconds``
-    speedup: float | None = None  # time of the shape's first implementation over this one's
     error: float | None = None  # norm of the difference from fp64 over the norm, on sampled query rows
     error_with_outliers: float | None = None  # the same where key channels stand out; since version 3
     extra_bytes: int | None = None  # most memory allocated during a call, the output left out
@@ -120,7 +122,6 @@ class DecodeResult(SpeedResult):
     cache_bytes: int | None = None  # of the cache of the layer, with its room for more tokens
     bytes_ratio: float | None = None  # ``cache_bytes`` over the bytes of 16-bit keys and values
     bytes_per_second: float | None = None  # ``cache_bytes`` over the time as a graph (of a call, where there is none)
-    speedup: float | None = None  # time of the shape's first implementation over this one's, likewise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,6 @@ class GenerateResult(SpeedResult):
     step_milliseconds_slow: float | None = None  # the third quartile
     steps: int | None = None  # timed intervals between tokens
     tokens_per_second: float | None = None  # new tokens of all sequences, by ``step_milliseconds``
-    speedup: float | None = None  # step time of the context's first run over this one's
     cache_bytes: int | None = None  # what the cache holds
     peak_bytes: int | None = None  # most memory allocated while generating, weights left out
 
@@ -167,7 +167,6 @@ class ServeResult(SpeedResult):
     cache_bytes: int | None = None  # of the paged cache
     cache_bytes_per_token: float | None = None  # that a token takes in pages, of all layers
     cache_bytes_per_request: int | None = None  # that a request takes beside them, whatever its length
-    speedup: float | None = None  # ``seconds`` of the set's first over this one's
 
 
 @dataclass(frozen=True, kw_only=True)

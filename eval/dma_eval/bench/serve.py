@@ -26,7 +26,7 @@ from dma_eval.batching import settings
 from dma_eval.errors import UserError, one_line
 
 from .results import ServeResult
-from .timing import FAILURES
+from .timing import FAILURES, measure_each
 
 WARM_REQUESTS, WARM_TOKENS = 8, 8
 """Of the longest prompt: kernels are compiled and recorded in them, and they are not counted."""
@@ -123,27 +123,22 @@ def measure(
         on_run: Called before each run.
         on_results: Called after each run, with all results so far.
     """
-    results: list[ServeResult] = []
-    for requests in sets:
-        first: float | None = None
-        for backend in backends:
-            on_run(requests, backend)
-            result = _measure_one(model, requests, backend, seed, cache_gib)
-            if backend is backends[0]:
-                first = result.seconds
-            if first is not None and result.seconds is not None:
-                result = replace(result, speedup=first / result.seconds)
-            results.append(result)
-            on_results(results)
-            gc.collect()  # a manager and its graphs are cycles
-            if model.device.type == "cuda":
-                torch.cuda.empty_cache()
-    return results
+    return measure_each(
+        sets,
+        backends,
+        lambda requests, backend: _measure_one(model, requests, backend, seed, cache_gib),
+        lambda result: result.seconds,
+        on_run,
+        on_results,
+    )
 
 
 def _measure_one(
     model: PreTrainedModel, requests: RequestSet, backend: Backend, seed: int, cache_gib: float | None
 ) -> ServeResult:
+    gc.collect()  # the manager of the run before, and its graphs, are cycles
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
     result = ServeResult(label=backend.label, config=backend.info["config"], requests=requests.name)
     drawn = requests.draw(seed, model.config.get_text_config().vocab_size)
     warm = replace(requests, count=WARM_REQUESTS, prompt=(requests.prompt[1],) * 2, new=(WARM_TOKENS,) * 2)

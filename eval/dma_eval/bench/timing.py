@@ -11,14 +11,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from dma_eval.errors import one_line
 
+if TYPE_CHECKING:
+    from .results import SpeedResult
+
 Run = Callable[[], object]
+Case = TypeVar("Case")
+Compared = TypeVar("Compared")
+Result = TypeVar("Result", bound="SpeedResult")
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
 """What an implementation raises that cannot compute a call; ``torch.OutOfMemoryError`` is a ``RuntimeError``."""
 
@@ -47,6 +54,32 @@ class DeviceFacts:
     l2_bytes: int | None = None
     copy_bytes_per_second: float | None = None  # measured: bytes read plus bytes written by a large copy
     matmul_flops_per_second: float | None = None  # measured: a large matrix product in bfloat16
+
+
+def measure_each(
+    cases: Iterable[Case],
+    compared: Sequence[Compared],
+    measure_one: Callable[[Case, Compared], Result],
+    time_of: Callable[[Result], float | None],
+    on_run: Callable[[Case, Compared], None],
+    on_results: Callable[[list[Result]], None],
+) -> list[Result]:
+    """Measure every case with each of what is compared, one after the other.
+
+    ``time_of`` is what a result's ``speedup`` is of; ``None`` if it did not run. ``on_run`` is called before each run,
+    ``on_results`` afterwards with all results so far.
+    """
+    results: list[Result] = []
+    for case in cases:
+        first: float | None = None
+        for each in compared:
+            on_run(case, each)
+            result = measure_one(case, each)
+            taken = time_of(result)
+            first = taken if each is compared[0] else first
+            results.append(replace(result, speedup=first / taken if first and taken else None))
+            on_results(results)
+    return results
 
 
 def time_in_turns(
