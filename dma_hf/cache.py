@@ -68,6 +68,8 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         owner = Owner(decoder, name, settings.recipe.diagonal_tiles, settings.recipe.sink_tiles)
         upstream = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
         layers = [_own_layer(layer, owner, max_cache_len) for layer in upstream.layers]
+        for layer in [layer for layer in layers if isinstance(layer, DMALayer)][1:]:
+            layer.checks_steps = False
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         self.owner = owner
 

@@ -100,18 +100,22 @@ def _is_plain(layer: DMALayer, new: Step, visible: Tensor) -> bool:
     """Return whether a range of visible keys, integer ``[B, 2]``, is all of the row's keys.
 
     That waits for the device, so all layers of a step share one answer: the mask of the step was made a moment
-    before the first of them, and waited too. A static cache does not wait in a step of decoding: the device raises.
+    before the first of them, and waited too. A static cache does not wait in a step of decoding: the device raises, in
+    the first layer.
     """
     is_static = isinstance(layer.tokens, Tensor)
+    length = new.key.shape[2]
+    is_awaited = not (torch.compiler.is_compiling() or (is_static and visible.is_cuda and length <= DECODED_AT_ONCE))
     known = None if is_static else layer.owner.plain
     if known is not None and known[0] is visible:
         return known[1]
-    length = new.key.shape[2]
+    if not is_awaited and not layer.checks_steps:
+        return True
     start = layer.position_of(new)
     end = layer.tokens + (0 if new.is_stored else length) - new.kv_offset
     is_whole = (visible[:, 0] == (-start).clamp(min=0)) & (visible[:, 1] == end)
     is_whole = (is_whole | (start + end <= 0)).all()
-    if torch.compiler.is_compiling() or (is_static and visible.is_cuda and length <= DECODED_AT_ONCE):
+    if not is_awaited:
         torch._assert_async(is_whole, _CHANGED)
         return True
     is_plain = bool(is_whole)

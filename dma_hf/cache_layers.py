@@ -65,6 +65,8 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_compileable = False
     is_croppable = True
+    checks_steps = True
+    """Whether it checks what a step that does not wait for the device was given; one layer of a cache does."""
     window: int | None = None
 
     def __init__(self, owner: Owner) -> None:
@@ -389,7 +391,8 @@ class DMAStaticLayer(DMALayer):
         assert isinstance(self.tokens, Tensor)
         room = f"the static cache has room for {self.max_cache_len} tokens, and {count} more do not fit"
         if torch.compiler.is_compiling() or (self.tokens.is_cuda and count <= DECODED_AT_ONCE):
-            torch._assert_async(self.tokens + count <= self.max_cache_len, room)
+            if self.checks_steps:
+                torch._assert_async(self.tokens + count <= self.max_cache_len, room)
         elif int(self.tokens) + count > self.max_cache_len:
             raise ValueError(f"{room} behind {int(self.tokens)}; make it larger: DMACache(config, max_cache_len=...)")
 

@@ -205,8 +205,10 @@ def test_a_compiled_step_whose_mask_has_changed_is_an_error(hidden, families, to
     seen[1, :hidden] = 0
     mask = dma_hf.dma_mask(2, 1, 64, q_offset=torch.tensor(20), attention_mask=seen)
     torch._dynamo.reset()
-    step = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    graphs = []
+    step = torch.compile(model.forward, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
     error = pytest.raises(RuntimeError, match="the attention mask hides keys that it showed before")
     with error if hidden else nullcontext():
         step(ids[:, 20:], attention_mask=mask, past_key_values=cache)
+    assert graphs[0].code.count("torch._assert_async(") == 2  # of the room and of the mask, in one of the layers
     torch._dynamo.reset()
