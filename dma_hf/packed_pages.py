@@ -3,9 +3,11 @@
 Transformers' scheduler and pool hand out blocks of one flat tensor of bytes (5.23 and newer). Here there are two kinds:
 
 * **pages**: a block holds a tile of 128 tokens of one request as records, one for each layer and kv head
-  (:mod:`dma_kernels.cache.codes`). A request has one for every 128 tokens.
+  (:mod:`dma_kernels.cache.codes`). A request has one for every complete tile that is no sink: sinks are never read as
+  codes.
 * **slots**: a block holds, for all layers, what a request has in 16 bits: its sink tiles, and the ring of its last
-  tiles (:mod:`dma_kernels.cache.storage`). A request has one.
+  tiles, the band's and its own (:mod:`dma_kernels.cache.storage`). A request has one. Nothing is taken back here, and
+  chunks are answered before they are stored, so that there is no spare tile.
 
 Both come from the same sectors, so that memory for long requests and for many is one budget, counted in packed bytes;
 and a request that is evicted, restored, forked or cancelled takes its slot along by Transformers' own means. Whatever a
@@ -24,7 +26,7 @@ import torch
 from dma_kernels import attention
 from dma_kernels.cache.api import append, cached_attention
 from dma_kernels.cache.codes import Record, cache_format
-from dma_kernels.cache.storage import RAW, SLACK_TILES, LayerStorage
+from dma_kernels.cache.storage import RAW, LayerStorage
 from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -50,6 +52,12 @@ DEFAULT_BLOCKS = 256
 ROUNDED_PAGES = 32
 """Page tables of mixed batches have a multiple of so many columns, so that few shapes come up."""
 
+SLACK_TILES = 1
+"""Tiles of a tail beyond the band: the query's own."""
+
+NO_PAGE = 0
+"""Stands in page tables for pages that nobody has: in Transformers' first sector, which is never given out."""
+
 
 class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     """Hands out blocks of bytes; who reads and writes them is none of its business.
@@ -59,15 +67,23 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         layer_type: Its name.
         layers: Layers that have a part in a block.
         bytes_per_page: Bytes of a part.
-        tokens_per_block: Tokens until a request needs another block; ``None`` if one is enough for any number.
+        tokens_per_block: Tokens that need a block once all of them have come; ``None`` if one is enough for any number.
+        blocks_spared: How many a request does not need, the first ones.
     """
 
     supports_block_sharing = False
 
     def __init__(
-        self, index: int, layer_type: str, layers: int, bytes_per_page: int, tokens_per_block: int | None
+        self,
+        index: int,
+        layer_type: str,
+        layers: int,
+        bytes_per_page: int,
+        tokens_per_block: int | None,
+        blocks_spared: int = 0,
     ) -> None:
         self.layer_type = layer_type
+        self.blocks_spared = blocks_spared
         self.has_one = tokens_per_block is None
         self._before_cache_tensor_init(
             index=index,
@@ -87,12 +103,17 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
         if self.has_one:
             return 1 - allocated_blocks
-        needed: int = super()._compute_blocks_needed(allocated_blocks, past_length, query_length)
-        return needed
+        complete: int = (past_length + query_length) // self.tokens_per_page
+        return max(0, complete - self.blocks_spared - allocated_blocks)
+
+    def table_of(self, request_id: str) -> list[int]:
+        """Return the numbers of a request's blocks, in the places of their tokens."""
+        blocks: list[int] = self.block_table[request_id]
+        return [NO_PAGE] * self.blocks_spared + blocks
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
         """Write the numbers of a request's blocks."""
-        blocks = self.block_table[request_id]
+        blocks = self.table_of(request_id)[: len(block_table)]
         block_table[: len(blocks)] = torch.tensor(blocks, dtype=block_table.dtype)
 
 
@@ -184,12 +205,13 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             heads //= distributed.tp_size
         self.record = Record(cache_format(settings.cache), head_dim, head_dim)
         self.heads = heads
-        ring, sink = ((n * TILE) for n in (settings.recipe.diagonal_tiles + SLACK_TILES, settings.recipe.sink_tiles))
+        sinks = settings.recipe.sink_tiles
+        ring, sink = ((n * TILE) for n in (settings.recipe.diagonal_tiles + SLACK_TILES, sinks))
         self.raw_tokens = ring, ring, sink, sink
         page = layers * heads * self.record.nbytes
         # A sector is a slot or a number of pages, so a slot is rounded up to whole ones.
         slot = math.ceil(2 * (ring + sink) * heads * head_dim * dtype.itemsize * layers / page) * page
-        pages = _Allocator(0, PAGES, layers, heads * self.record.nbytes, TILE)
+        pages = _Allocator(0, PAGES, layers, heads * self.record.nbytes, TILE, sinks)
         slots = _Allocator(1, SLOTS, 1, slot, None)
         self.cache_allocators = {PAGES: pages, SLOTS: slots}
         self.layer_to_allocator = dict.fromkeys(range(layers), pages)
@@ -256,7 +278,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         if not write_index[0]:
             self._batch = []
         write_index[0].append(0)  # of no meaning, but that the batch has begun
-        pages, (slot,) = (allocator.block_table[request_id] for allocator in self.cache_allocators.values())
+        pages, (slot,) = (allocator.table_of(request_id) for allocator in self.cache_allocators.values())
         self._batch.append((past_length, query_length, pages, slot))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -309,6 +331,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             lengths=group.positions.clone(),  # which every layer moves on
             arrivals=self._arrivals[: group.count],
             raw_rows=group.slots,
+            slack_tiles=SLACK_TILES,
             **self._raw[layer],  # type: ignore[arg-type]
         )
         if not group.is_first:

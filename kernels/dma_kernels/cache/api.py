@@ -67,7 +67,8 @@ def cached_attention(
 
     Args:
         query: ``[B, Hq, T, D]`` in the dtype of the storage.
-        key: New keys, raw, ``[B, Hkv, T, D]``; ``None`` if they are stored already (of at most 128 tokens).
+        key: New keys, raw, ``[B, Hkv, T, D]``; ``None`` if they are stored already (of at most
+            :attr:`LayerStorage.spare_tokens`).
         value: New values, raw, ``[B, Hkv, T, Dv]``; ``None`` with ``key``.
         storage: The cache of the layer; written in place.
         is_causal: Whether a query sees no key after its own position.
@@ -203,8 +204,9 @@ def _compute(
 ) -> Tensor:
     """Run a backend, resolved in here because a compiler cannot trace questions to the device."""
     if resolve_backend(backend, query.device, query.dtype) == "triton":
-        reason = _unsupported_reason(query, key, options)
-        if reason is None and query.shape[2] > MAX_QUERIES:
+        most = min(MAX_QUERIES, storage.spare_tokens)  # that are stored before they are answered
+        reason = _unsupported_reason(query, key, options, most)
+        if reason is None and query.shape[2] > most:
             return chunk_attention(query, key, value, storage, **options.of_kernels)
         if reason is None:
             if key.shape[2]:
@@ -218,14 +220,17 @@ def _compute(
     return out
 
 
-def _unsupported_reason(query: Tensor, key: Tensor, options: CachedOptions) -> str | None:
-    """Return why no kernel can answer queries over a cache that the Triton backend could; ``None`` if one can."""
+def _unsupported_reason(query: Tensor, key: Tensor, options: CachedOptions, most: int) -> str | None:
+    """Return why no kernel can answer queries over a cache that the Triton backend could; ``None`` if one can.
+
+    Of keys that are stored already it answers at most ``most``.
+    """
     if options.mask is not None:
         return f"over a cache it takes no mask, got one of shape {list(options.mask.shape)}"
     if not options.is_causal:
         return "over a cache it is causal, got is_causal=False"
-    if query.shape[2] > MAX_QUERIES and key.shape[2] == 0:
-        return f"of keys that are stored already it answers at most {MAX_QUERIES} queries, got {query.shape[2]}"
+    if query.shape[2] > most and key.shape[2] == 0:
+        return f"of keys that are stored already it answers at most {most} queries, got {query.shape[2]}"
     return None
 
 

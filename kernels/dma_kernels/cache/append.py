@@ -119,9 +119,8 @@ def append_tokens(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
 def storage_kind(storage: LayerStorage) -> tuple[Hashable, ...]:
     """Return what a storage's tensors follow from, but for their addresses."""
     tails = storage.key_tail, storage.value_tail
-    sink = storage.key_sink.shape[2]
-    shapes = *(tail.shape for tail in tails), sink, storage.slots, storage.strides, storage.raw_rows is None
-    return storage.format, *shapes, tails[0].dtype, tails[0].device
+    sizes = storage.key_sink.shape[2], storage.diagonal_tiles, storage.slots, storage.strides, storage.raw_rows is None
+    return storage.format, *(tail.shape for tail in tails), *sizes, tails[0].dtype, tails[0].device
 
 
 def launch_append(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()]:

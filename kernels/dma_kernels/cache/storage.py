@@ -9,9 +9,9 @@ Three stores
     * **body**: every complete tile of 128 positions, quantised once, when its last key comes: a record of bytes for
       each kv head (:mod:`dma_kernels.cache.codes`). Tile ``J`` of row ``b`` is in page ``pages[b, J % slots]``; only
       where the layer has a sliding window are there fewer slots than tiles.
-    * **tail**: the raw keys and values of the last ``diagonal_tiles + 2`` tiles, a ring: position ``p`` at entry
-      ``p % ring``. One tile for the query's own, and one so that up to 128 tokens can be appended before their queries
-      are answered, or taken back again.
+    * **tail**: the raw keys and values of the last ``diagonal_tiles + slack_tiles`` tiles, a ring: position ``p`` at
+      entry ``p % ring``. One tile of slack is the query's own, and a second one is there so that up to 129 tokens can
+      be stored before their queries are answered, or taken back again.
     * **sink**: the raw keys and values of the first ``sink_tiles`` tiles, position ``p`` at entry ``p``.
 
 What a call reads
@@ -36,9 +36,6 @@ from .codes import Record, cache_format
 SLACK_TILES = 2
 """Tiles of the tail beyond the band: the query's own, and one to append into, or to crop, without losing the band."""
 
-MAX_EXACT_CROP = (SLACK_TILES - 1) * TILE + 1
-"""Tokens that can be taken back with the whole band still raw, wherever in its tile the end comes to lie."""
-
 GROWTH = 1 + 1 / 128
 """Factor of growth, by a whole tile at least. A step of decoding reads the whole cache; to copy it at every 128th step,
 or more rarely, adds at most 1.6 % to what is moved. A larger factor would cost memory: with a quarter, 32K tokens in 4
@@ -57,7 +54,7 @@ class LayerStorage:
         window: The causal sliding window of the layer, whose body is then a ring; ``None`` without one.
         body: Records, uint8 ``[pages, Hkv, nbytes]``.
         pages: Page of each tile, int32 ``[B, slots]``.
-        key_tail: Raw ``[B, Hkv, ring, D]``, ``ring = (diagonal_tiles + 2) * 128``, in the model's dtype.
+        key_tail: Raw ``[B, Hkv, ring, D]``, ``ring = (diagonal_tiles + slack_tiles) * 128``, in the model's dtype.
         value_tail: Raw ``[B, Hkv, ring, Dv]``.
         key_sink: Raw ``[B, Hkv, sink_tiles * 128, D]``.
         value_sink: Raw ``[B, Hkv, sink_tiles * 128, Dv]``.
@@ -68,6 +65,7 @@ class LayerStorage:
         raw_rows: For a storage whose batch changes from step to step, int32 ``[B]``: which row of tails and sinks, that
             then have any number of rows, batch row ``b`` has; ``None`` for its own. Such a storage is not cropped,
             grown or mapped.
+        slack_tiles: Tiles of the tail beyond the band; one is enough for a storage with ``raw_rows``.
     """
 
     format: str
@@ -82,6 +80,7 @@ class LayerStorage:
     arrivals: Tensor
     taken_back: int = 0
     raw_rows: Tensor | None = None
+    slack_tiles: int = SLACK_TILES
 
     @classmethod
     def allocate(
@@ -145,7 +144,15 @@ class LayerStorage:
     @property
     def diagonal_tiles(self) -> int:
         """Tiles before that of a query that are read raw."""
-        return self.ring // TILE - SLACK_TILES
+        return self.ring // TILE - self.slack_tiles
+
+    @property
+    def spare_tokens(self) -> int:
+        """Tokens that can be stored before their queries are answered, or taken back, with the whole band still raw.
+
+        Wherever in its tile the end comes to lie.
+        """
+        return (self.slack_tiles - 1) * TILE + 1
 
     @property
     def slots(self) -> int:
@@ -170,7 +177,7 @@ class LayerStorage:
         cls, format: str, window: int | None, tensors: Mapping[str, Tensor], taken_back: int = 0
     ) -> LayerStorage:
         """Return a storage over given tensors, named as by :meth:`tensors`."""
-        return cls(format=format, window=window, taken_back=taken_back, **tensors)
+        return cls(format=format, window=window, taken_back=taken_back, **tensors)  # type: ignore[arg-type]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> LayerStorage:
         """Return a storage that ``function`` made of every tensor, each with the batch as its first dimension.
@@ -344,7 +351,7 @@ class LayerStorage:
     def crop(self, count: int) -> None:
         """Take back the last ``count`` tokens of every row.
 
-        Up to :data:`MAX_EXACT_CROP` of them leave the cache as if they had never come. Of more, the band before the new
+        Up to :attr:`spare_tokens` of them leave the cache as if they had never come. Of more, the band before the new
         end is no longer there in 16 bits, and is restored from its codes: it keeps their precision.
 
         Raises:
@@ -354,7 +361,7 @@ class LayerStorage:
         back = self.taken_back + count
         tails = []
         for rows, length, part in self.groups():
-            if back > MAX_EXACT_CROP:
+            if back > self.spare_tokens:
                 first, end = max(0, length - count - self.ring), max(0, length - count)
                 tails.append((rows, first, end, *part.restored(first, end, length)))
         for rows, first, end, keys, values in tails:
@@ -362,7 +369,7 @@ class LayerStorage:
             self.key_tail[rows, :, entries] = keys
             self.value_tail[rows, :, entries] = values
         self.lengths -= count
-        self.taken_back = 0 if back > MAX_EXACT_CROP else back
+        self.taken_back = 0 if back > self.spare_tokens else back
 
     def check_crop(self, count: int) -> None:
         """Check that ``count`` tokens can be taken back.
@@ -371,14 +378,14 @@ class LayerStorage:
             RuntimeError: The body is a ring that has overwritten keys of the window before the new end.
         """
         back = self.taken_back + count
-        if self.window is None or back <= MAX_EXACT_CROP:
+        if self.window is None or back <= self.spare_tokens:
             return
         longest = int(self.lengths.max())
         needed = max(0, longest - count - self.window + 1) // TILE
         if needed < self.oldest_tile(longest):
             raise RuntimeError(
                 f"crop takes back {back} tokens of a layer with a sliding window of {self.window}, which has dropped "
-                f"the keys before them; at most {MAX_EXACT_CROP} can be taken back"
+                f"the keys before them; at most {self.spare_tokens} can be taken back"
             )
 
     def _append_to_equals(self, length: int, key: Tensor, value: Tensor) -> None:

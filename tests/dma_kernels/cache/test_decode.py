@@ -72,6 +72,25 @@ def test_pages_and_raw_rows_may_lie_anywhere(format: str, case: str, backend: st
         assert_bits_equal(ours, expected)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@formats
+def test_a_tail_without_a_spare_tile(format: str, backend: str) -> None:
+    """Single tokens, and short and long chunks over borders of tiles, which are answered before they are stored."""
+    case = Case(kv_len=600, q_len=600, head_dim=16, q_heads=2, kv_heads=1, padding=(0, 130))
+    query, key, value = case.inputs(torch.float16, "cpu")
+    whole = case.storage(format, torch.float16, "cpu", is_filled=False)
+    tails = {name: getattr(whole, name)[:, :, 128:].clone() for name in ("key_tail", "value_tail")}
+    short = replace(whole.mapped(torch.clone), **tails, slack_tiles=1)
+    assert short.diagonal_tiles == 1
+    start = 0
+    for end in (250, 251, 260, 384, 385, 386, 500, 516, 600):
+        new = [x[:, :, start:end] for x in (query, key, value)]
+        out, expected = (cached_attention(*new, each, backend=backend) for each in (short, whole))
+        torch.testing.assert_close(out, expected, atol=2e-3, rtol=0.0)
+        start = end
+    assert_bits_equal(short.body, whole.body)
+
+
 def test_what_lies_behind_the_last_key_does_not_matter() -> None:
     case = Case(kv_len=500)
     storage = case.storage("int8", torch.float16, "cpu")
