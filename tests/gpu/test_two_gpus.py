@@ -78,9 +78,22 @@ def test_device_map_auto(saved_model, on_one_gpu):
     assert torch.equal(result["logits"], on_one_gpu["logits"])
 
 
-@pytest.mark.parametrize("mode", ["tensor", "data"])
+@torch.no_grad()
+def _assert_chosen(model, tokens):
+    """Give the prompts and generated tokens to the model again: each is the best, to the rounding of bf16."""
+    cache = dma_hf.DMACache(model.config, "int4")
+    parts = [token_ids(), *tokens[:, :-1].split(1, dim=1)]
+    logits = [model(part.to(model.device), past_key_values=cache).logits[:, -1].float().cpu() for part in parts]
+    for at, each in enumerate(logits):
+        below = each.max(-1).values - each.gather(-1, tokens[:, at : at + 1])[:, 0]
+        assert (below < 0.1 * each.std()).all()
+
+
+@pytest.mark.parametrize("mode", ["tensor", "batch", "data"])
 def test_processes(mode, saved_model, on_one_gpu, tmp_path):
-    """Tensor parallelism and shares of a batch, one process for each GPU."""
+    """Tensor parallelism, also of continuous batching, and shares of a batch: one process for each GPU."""
+    if mode == "batch":
+        pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")  # of Transformers 5.23
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support")))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, str(WORKER), str(saved_model), str(tmp_path), mode]
@@ -92,6 +105,9 @@ def test_processes(mode, saved_model, on_one_gpu, tmp_path):
         assert first["q_proj_rows"] == 128  # half of the 256
         _same(first, on_one_gpu)
         assert torch.equal(first["tokens"], second["tokens"])
+    elif mode == "batch":
+        assert torch.equal(first["tokens"], second["tokens"])
+        _assert_chosen(_load(saved_model, device_map={"": 0}), first["tokens"])
     else:
         together = {name: torch.cat((first[name], second[name])) for name in ("logits", "tokens")}
         _same(together, on_one_gpu)
