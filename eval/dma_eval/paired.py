@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -68,4 +67,6 @@ def paired_interval(
 
 def mcnemar(lost: int, gained: int) -> float:
     """Two-sided p-value of McNemar's exact test: that of ``lost`` heads in ``lost + gained`` throws of a fair coin."""
+    from scipy.stats import binomtest  # which takes nearly a second to import, and most commands do not need it
+
     return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0

@@ -29,6 +29,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+    "videoprism_vision_model": {"image_size": 72, "num_spatial_layers": 2, "num_temporal_layers": 2},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "dots1": {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
