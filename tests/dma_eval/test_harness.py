@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from lm_eval.models.huggingface import HFLM
 
 from dma_hf import DMAConfig
 
-EVAL = Path(__file__).parents[2] / "eval"
 CONTEXT = "the captain said upon the white sea"
 PAIRS = [
     (CONTEXT, " the ship"),
@@ -182,13 +179,3 @@ class TestArguments:
     def test_batch_size(self, model_folder: Path) -> None:
         with pytest.raises(ValueError, match="batch_size must be a number, got 'auto'"):
             DMALM(str(model_folder), batch_size="auto")
-
-
-@pytest.mark.slow
-def test_in_lm_evals_own_command_line(model_folder: Path, tiny_tasks: Path) -> None:
-    command = [sys.executable, "-m", "dma_eval.lm_eval", "run", "--model", "dma-hf", "--tasks", "tiny_choice"]
-    command += ["--model_args", f"pretrained={model_folder},attn_preset=fp4,dtype=float32", "--device", "cpu"]
-    command += ["--include_path", str(tiny_tasks), "--limit", "4", "--batch_size", "4"]
-    done = subprocess.run(command, cwd=EVAL, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "|tiny_choice|" in done.stdout.replace(" ", "")
