@@ -7,8 +7,7 @@ custom op that says so, and one step of a model with a cache of fixed size is on
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +22,11 @@ from .restore import restore_dense
 from .storage import TENSORS, LayerStorage
 
 
-@dataclass(frozen=True)
-class CachedOptions:
+class CachedOptions(NamedTuple):
     """What a call of :func:`cached_attention` says beside its tensors of tokens and its storage, checked.
 
-    Each field is an argument of the custom op, in this order, and explained at the function.
+    A tuple, because PyTorch 2.11 does not trace what lists the fields of a dataclass. Each field is an argument of the
+    custom op, in this order, and explained at the function.
     """
 
     is_causal: bool
@@ -107,7 +106,7 @@ def cached_attention(
     softcap = None if softcap is None else float(softcap)
     options = CachedOptions(is_causal, window, scale, softcap, sinks, mask, mask_position)
     if torch.compiler.is_compiling():
-        out: Tensor = _cached_attention(query, key, value, *_pieces(storage), *vars(options).values(), backend)
+        out: Tensor = _cached_attention(query, key, value, *_pieces(storage), *options, backend)
         storage.replace_taken_back(key.shape[2])
         return out
     with torch.no_grad():
@@ -214,7 +213,7 @@ def _compute(
             return decode_attention(query, storage, return_lse=False, **options.of_kernels)[0]
         if backend == "triton":
             raise RuntimeError(f"backend='triton' cannot run: {reason}; use backend='reference' or 'auto'")
-    out, _ = cached_attention_reference(query, key, value, storage, **vars(options))
+    out, _ = cached_attention_reference(query, key, value, storage, **options._asdict())
     if key.shape[2]:
         _store(storage, key, value)
     return out
