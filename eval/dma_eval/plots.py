@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, pairwise
@@ -12,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, SymmetricalLogLocator
 
 from .names import reads_cache
 from .pages import format_kl
@@ -177,9 +178,12 @@ def _widen(ax: Axes, axis: Literal["x", "y"], values: Iterable[float | None]) ->
     """Let an axis of changes be a logarithm beyond the small ones, where one of them would squeeze all others."""
     sizes = sorted(abs(value) for value in values if value)
     if sizes and sizes[-1] > SQUEEZING * sizes[len(sizes) // 2]:
-        getattr(ax, f"set_{axis}scale")("symlog", linthresh=max(sizes[len(sizes) // 2], LEAST_LINEAR))
-        formatter = FuncFormatter(lambda value, _: f"{value:g}")
-        getattr(ax, f"{axis}axis").set_major_formatter(formatter)
+        linear = max(sizes[len(sizes) // 2], LEAST_LINEAR)
+        getattr(ax, f"set_{axis}scale")("symlog", linthresh=linear)
+        ticks = getattr(ax, f"{axis}axis")
+        # Where the scale is linear, powers of ten crowd at 0.
+        ticks.set_major_locator(SymmetricalLogLocator(base=10, linthresh=10 ** math.ceil(math.log10(linear))))
+        ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
