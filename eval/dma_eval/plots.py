@@ -181,8 +181,9 @@ def _widen(ax: Axes, axis: Literal["x", "y"], values: Iterable[float | None]) ->
         linear = max(sizes[len(sizes) // 2], LEAST_LINEAR)
         getattr(ax, f"set_{axis}scale")("symlog", linthresh=linear)
         ticks = getattr(ax, f"{axis}axis")
-        # Where the scale is linear, powers of ten crowd at 0.
-        ticks.set_major_locator(SymmetricalLogLocator(base=10, linthresh=10 ** math.ceil(math.log10(linear))))
+        # Where the scale is linear, powers of ten crowd at 0; but one shall be there.
+        least = min(math.ceil(math.log10(linear)), math.floor(math.log10(sizes[-1])))
+        ticks.set_major_locator(SymmetricalLogLocator(base=10, linthresh=10.0**least))
         ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
