@@ -162,8 +162,30 @@ def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
 
     Three warpgroups leave a thread 160 registers, which a block's scores, its product and the output just fit in. With
     an arrival of every warp, which takes Triton's barriers and the spills out of the loop, 32K takes 10.05 ms instead
-    of 10.9. Tried without gain: one program for each multiprocessor that goes through many blocks of queries (10.9 ms,
-    with six spills); turns, so that one warpgroup at a time computes its softmax, or its scores (13.2, 16.8 ms).
+    of 10.9. Tried without gain: turns, so that one warpgroup at a time computes its softmax, or its scores (13.2, 16.8
+    ms).
+
+    Tried without gain either (an H200, Triton 3.6, CUDA graphs in turns, quantising counted; one kernel at two
+    places of the turn differed by 2 to 4 %, at 32K by 10):
+
+    ===============================================  ======  =====  =====  =====  ======  ======
+    us                                               8 x 1K     2K     4K     8K  8 x 4K     32K
+    ===============================================  ======  =====  =====  =====  ======  ======
+    The kernel of short prompts                         261     94    244
+    This kernel                                         283    100    245    741   1,877   9,570
+    A: 64 positions of three heads of a group           280    104    251    760   1,944   9,828
+    B: as A, a program for each multiprocessor          265    107    259    761   1,861   9,868
+    As B, two warpgroups                                258    103    265    818   1,903  11,108
+    In another run, C: as A, the two blocks of a
+    high tile at once                                   308    109    260    759   1,902   9,898
+    D: as C, its warpgroups quantise the queries        359    122    269    791   2,187   9,966
+    As D, but blocks of high tiles one by one           321    115    257    757   2,016   9,371
+    As D, no barrier in the low loop (waits called)     363    124    272    805   2,150   9,980
+    ===============================================  ======  =====  =====  =====  ======  ======
+
+    Warpgroups of A all need the same tiles, and from A on no tile is quantised that is low for no query. In B copies of
+    the next queries and keys begin before the output is written. D has 1,500 instructions before a program's first
+    block instead of a launch.
 
     Two warpgroups, with 240 registers and two blocks of keys at a time: 813 TFLOP/s at 32K against 918, as the slower
     units (exponentials, conversions) then idle more. A token that makes warpgroups begin their scores one after the
@@ -193,8 +215,9 @@ def _narrow_hopper_tiles() -> HopperTiles:
     """Return the sizes for head dimensions of 64, with 8-bit keys and E4M3 values.
 
     Against the other kernel, as CUDA graphs in microseconds (Triton 3.6): 4K 173 to 171, 8K 534 to 555, 16K 1,912 to
-    2,006, 64K 28,400 to 30,760. Measured on the variant of one program for each multiprocessor, which at head
-    dimensions of 128 is slower than the kernel as it is; this one itself has not been timed at 64.
+    2,006, 64K 28,400 to 30,760. Measured on a variant of one program for each multiprocessor. This kernel, where
+    warpgroups have 64 positions of several heads: 4K 191 (the other kernel 176), 8 x 1K 186 (164), 16K 2,120; one
+    program for each multiprocessor of that 190, 160 and 2,004, not taken for one shape.
     """
     return HopperTiles(groups=3, stages=4, registers=160, min_keys=8_192, min_rows=32 * 8_192)
 
