@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import tomllib
@@ -126,6 +127,29 @@ def test_units_of_each_preset_are_those_of_its_lowering():
                 lowering = select_lowering(dma_hf.PRESETS[name].recipe, arch)
                 pv = "FP8" if lowering.low_value is Form.E4M3 else "16 bits"
                 assert cell.replace("P·V in ", "") == f"{UNITS[lowering.low_key]}; {pv}", f"{name} on {arch}"
+
+
+PROFILED = {
+    "the kernel alone": "gpu__time_duration.sum",
+    "an instruction is issued": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "matrix units busy": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "exponentials and conversions (XU) busy": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+    "additions and multiplications (FMA) busy": "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active",
+    "integers and comparisons (ALU) busy": "sm__pipe_alu_cycles_active.avg.pct_of_peak_sustained_active",
+}
+"""Rows of the profile in docs/hardware.md, and metrics of Nsight Compute."""
+
+
+def test_the_profile_is_that_of_the_file():
+    with (ROOT / "benchmarks/prefill-profile-h200.csv").open(encoding="utf-8", newline="") as file:
+        rows = {row["metric"]: row for row in csv.DictReader(file)}
+    found = dict(
+        re.findall(r"^\| ([^|]+) \| (.+) \|$", _text("hardware.md").split("### Where the cycles go")[1], re.MULTILINE)
+    )
+    for name, metric in PROFILED.items():
+        values = [float(rows[metric][column]) for column in ("balanced", "FlashAttention-3, bf16")]
+        shown = [f"{value / 1e3:.0f} us" if metric == "gpu__time_duration.sum" else f"{value:.0f}" for value in values]
+        assert found[name] == " | ".join(shown)
 
 
 def test_files_that_are_named_exist():
