@@ -23,6 +23,12 @@ from .storage import LayerStorage
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
+_ROWS = tl.constexpr(16)
+"""That are stored raw at a time: a step of decoding has few."""
+
+STEP_REGISTERS = 64
+"""Of a thread in a step of decoding, where hardly any program encodes: a multiprocessor then has four programs at a
+time, not one, as with the 200 and more registers that the encoder would take. It spills here."""
 
 
 @triton.jit
@@ -31,28 +37,37 @@ def _append_tile(
     D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ARE_KEYS: tl.constexpr, STORE_RAW: tl.constexpr,
     ENCODE: tl.constexpr,
 ):  # fmt: skip
-    """Store what is new of a tile, and encode it if it is complete."""
+    """Encode a tile if it is complete, and store what is new of it."""
     o_d = tl.arange(0, BLOCK)
-    o_t = tl.arange(0, _TILE)
     m_d = (o_d < D)[None, :]
-    position = tile * _TILE + o_t
-    m_new = ((position >= length) & (position < end))[:, None] & m_d
-    offset = (position - length).to(tl.int64)[:, None] * stride_t + o_d[None, :].to(tl.int64) * stride_d
-    x = tl.load(new_base + offset, mask=m_new, other=0.0)
-    entry = ((tile % ring_tiles) * _TILE + o_t)[:, None] * D + o_d[None, :]
+    first = tile * _TILE
+    entry = (tile % ring_tiles) * _TILE
     if ENCODE:  # noqa: SIM102 (a constexpr branch)
         if is_coded:
-            m_old = (position < length)[:, None] & m_d
-            whole = tl.where(m_old, tl.load(tail_base + entry, mask=m_old, other=0.0), x).to(tl.float32)
+            o_t = tl.arange(0, _TILE)
+            m_old = (first + o_t < length)[:, None] & m_d
+            offset = (first + o_t - length).to(tl.int64)[:, None] * stride_t + o_d[None, :].to(tl.int64) * stride_d
+            x = tl.load(new_base + offset, mask=(first + o_t >= length)[:, None] & m_d, other=0.0)
+            old = tl.load(tail_base + (entry + o_t)[:, None] * D + o_d[None, :], mask=m_old, other=0.0)
+            whole = tl.where(m_old, old, x).to(tl.float32)
             if ARE_KEYS:
                 encode_keys(whole, record_ptr, D, BITS)
             else:
                 encode_values(whole, record_ptr, D, BITS)
     if STORE_RAW:
+        is_sink = tile < sink_tiles
         oldest = end - ring_tiles * _TILE
-        tl.store(tail_base + entry, x, mask=m_new & (position >= oldest)[:, None])
-        if tile < sink_tiles:
-            tl.store(sink_base + position[:, None] * D + o_d[None, :], x, mask=m_new)
+        start = tl.maximum(tl.maximum(length, first), tl.where(is_sink, 0, oldest))
+        last = tl.minimum(end, first + _TILE)
+        for row in range(start, last, _ROWS):
+            position = row + tl.arange(0, _ROWS)
+            m_x = (position < last)[:, None] & m_d
+            offset = (position - length).to(tl.int64)[:, None] * stride_t + o_d[None, :].to(tl.int64) * stride_d
+            x = tl.load(new_base + offset, mask=m_x, other=0.0)
+            tail = tail_base + (entry + position - first)[:, None] * D + o_d[None, :]
+            tl.store(tail, x, mask=m_x & (position >= oldest)[:, None])
+            if is_sink:
+                tl.store(sink_base + position[:, None] * D + o_d[None, :], x, mask=m_x)
 
 
 @triton.jit(do_not_specialize=["new_len", "slots", "ring_tiles", "sink_tiles"])
@@ -132,7 +147,7 @@ def launch_append(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()
     phases = ((True, True),) if tiles <= ring_tiles else ((False, True), (True, False))
     with on_device(key.device):
         for phase in phases:
-            _launcher(storage.record, kv_heads, key.dtype, phase)(
+            _launcher(storage.record, kv_heads, key.dtype, phase, new_len <= _ROWS.value)(
                 (batch * kv_heads, tiles, 2),
                 key, value, storage.key_tail, storage.value_tail, storage.key_sink, storage.value_sink,
                 storage.body.view(torch.int32), storage.pages, storage.lengths, storage.raw_rows,
@@ -157,7 +172,8 @@ def record_constants(record: Record, kv_heads: int) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _launcher(record: Record, kv_heads: int, dtype: torch.dtype, phase: tuple[bool, bool]) -> Launcher:
+def _launcher(record: Record, kv_heads: int, dtype: torch.dtype, phase: tuple[bool, bool], is_step: bool) -> Launcher:
     """Return the launcher for a kind of cache; ``phase`` says whether raw keys are stored and whether tiles encoded."""
     constants = {**record_constants(record, kv_heads), "STORE_RAW": phase[0], "ENCODE": phase[1]}
-    return Launcher(append_kernel, constants, num_warps=8 if max(record.head_dim, record.value_dim) <= 128 else 16)
+    warps = 8 if max(record.head_dim, record.value_dim) <= 128 else 16
+    return Launcher(append_kernel, constants, num_warps=warps, maxnreg=STEP_REGISTERS if is_step else None)
