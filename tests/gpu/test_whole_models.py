@@ -54,6 +54,7 @@ def test_decoding_steps_as_graphs(cache):
     ids = _ids(2, LENGTH)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     tokens = []
+    torch._dynamo.utils.counters.clear()
     for disable_compile in (True, False):
         if cache == "packed":
             options["past_key_values"] = dma_hf.DMACache(model.config, max_cache_len=LENGTH + 20)
@@ -61,6 +62,7 @@ def test_decoding_steps_as_graphs(cache):
             options["cache_implementation"] = "static"
         tokens.append(model.generate(ids, disable_compile=disable_compile, **options))
     assert torch.equal(*tokens)
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def _batched(prompts, model, **options):
