@@ -26,9 +26,9 @@ _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 _ROWS = tl.constexpr(16)
 """That are stored raw at a time: a step of decoding has few."""
 
-STEP_REGISTERS = 64
-"""Of a thread in a step of decoding, where hardly any program encodes: a multiprocessor then has four programs at a
-time, not one, as with the 200 and more registers that the encoder would take. It spills here."""
+REGISTERS = 128
+"""Of a thread, at most. The encoder would take 200 and more, and a multiprocessor then has one program at a time, also of
+those that encode nothing; with these it has two. Triton 3.9 spills none, Triton 3.6 some 40 where a tile is encoded."""
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def launch_append(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()
     phases = ((True, True),) if tiles <= ring_tiles else ((False, True), (True, False))
     with on_device(key.device):
         for phase in phases:
-            _launcher(storage.record, kv_heads, key.dtype, phase, new_len <= _ROWS.value)(
+            _launcher(storage.record, kv_heads, key.dtype, phase)(
                 (batch * kv_heads, tiles, 2),
                 key, value, storage.key_tail, storage.value_tail, storage.key_sink, storage.value_sink,
                 storage.body.view(torch.int32), storage.pages, storage.lengths, storage.raw_rows,
@@ -172,8 +172,8 @@ def record_constants(record: Record, kv_heads: int) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _launcher(record: Record, kv_heads: int, dtype: torch.dtype, phase: tuple[bool, bool], is_step: bool) -> Launcher:
+def _launcher(record: Record, kv_heads: int, dtype: torch.dtype, phase: tuple[bool, bool]) -> Launcher:
     """Return the launcher for a kind of cache; ``phase`` says whether raw keys are stored and whether tiles encoded."""
     constants = {**record_constants(record, kv_heads), "STORE_RAW": phase[0], "ENCODE": phase[1]}
     warps = 8 if max(record.head_dim, record.value_dim) <= 128 else 16
-    return Launcher(append_kernel, constants, num_warps=warps, maxnreg=STEP_REGISTERS if is_step else None)
+    return Launcher(append_kernel, constants, num_warps=warps, maxnreg=REGISTERS)
