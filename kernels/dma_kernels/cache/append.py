@@ -27,8 +27,8 @@ _ROWS = tl.constexpr(16)
 """That are stored raw at a time: a step of decoding has few."""
 
 REGISTERS = 128
-"""Of a thread, at most. The encoder would take 200 and more, and a multiprocessor then has one program at a time, also of
-those that encode nothing; with these it has two. Triton 3.9 spills none, Triton 3.6 some 40 where a tile is encoded."""
+"""Of a thread, at most. The encoder would take 200 and more, and a multiprocessor then has one program at a time, which
+mostly encodes nothing; with these it has two. Triton 3.9 spills none, Triton 3.6 some 40 where a tile is encoded."""
 
 
 @triton.jit
