@@ -46,10 +46,11 @@ def test_requests_of_many_lengths(format, family, families, parts):
     assert model.config._attn_implementation == dma_hf.NAME
 
 
-def test_prompts_in_chunks(families, parts):
+@pytest.mark.parametrize("tiles", [0, 1, 2])
+def test_prompts_in_chunks(tiles, families, parts):
     """A batch of 100 tokens holds few prompts whole: what comes later attends to what the cache holds."""
     model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, "balanced", cache="int4")
+    dma_hf.configure(model, "balanced", cache="int4", sink_tiles=tiles, diagonal_tiles=tiles)
     outputs = _generate(model, _prompts(LENGTHS), 12, max_batch_tokens=100, num_blocks=60, max_blocks_per_request=2)
     assert any(past > 0 and length > 1 for calls in parts.values() for past, length in calls)
     assert_as_alone(model, outputs, parts)
