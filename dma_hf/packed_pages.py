@@ -55,9 +55,6 @@ ROUNDED_PAGES = 32
 SLACK_TILES = 1
 """Tiles of a tail beyond the band: the query's own."""
 
-NO_PAGE = 0
-"""Stands in page tables for pages that nobody has: in Transformers' first sector, which is never given out."""
-
 
 class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     """Hands out blocks of bytes; who reads and writes them is none of its business.
@@ -107,9 +104,12 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         return max(0, complete - self.blocks_spared - allocated_blocks)
 
     def table_of(self, request_id: str) -> list[int]:
-        """Return the numbers of a request's blocks, in the places of their tokens."""
+        """Return the numbers of a request's blocks, in the places of their tokens.
+
+        For those that it does not need stands the first block of Transformers' second sector, which is written in vain.
+        """
         blocks: list[int] = self.block_table[request_id]
-        return [NO_PAGE] * self.blocks_spared + blocks
+        return [self.blocks_per_sector] * self.blocks_spared + blocks
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
         """Write the numbers of a request's blocks."""
