@@ -238,8 +238,9 @@ def _wide_hopper_tiles() -> HopperTiles:
     return HopperTiles(groups=2, stages=2, registers=240, min_keys=1_024, min_rows=16_384)
 
 
-L2_BYTES = 24 << 20
-"""Keys and values that programs running at the same time should share: about half of a Hopper's L2 cache of 50 MB."""
+L2_BYTES = 8 << 20
+"""Keys and values in 8 bits that programs running at the same time should share. Through a Hopper's L2 cache of 50 MB
+queries, outputs and the 16-bit keys and values of high tiles pass beside them."""
 
 
 def select_section(kv_heads: int, bytes_per_head: int) -> int:

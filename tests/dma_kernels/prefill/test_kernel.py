@@ -16,7 +16,7 @@ from dma_kernels.prefill.quantizer import quantize_keys_values
 from dma_kernels.runtime.descriptors import is_describable
 from dma_kernels.runtime.launch import observed
 from dma_kernels.runtime.lowering import select_lowering
-from dma_kernels.runtime.tuning import select_section, select_tiles
+from dma_kernels.runtime.tuning import L2_BYTES, select_section, select_tiles
 from dma_kernels.testing import random_qkv, relative_error
 from prefill_cases import Case, assert_matches_reference
 from torch import Tensor
@@ -74,8 +74,9 @@ def test_tensors_that_a_descriptor_cannot_describe() -> None:
 
 
 def test_a_section_fits_in_the_cache() -> None:
-    assert select_section(8, 1 << 20) == 8
-    assert select_section(64, 8 << 20) == 3
+    assert select_section(8, L2_BYTES // 8) == 8
+    assert select_section(8, L2_BYTES // 64) == 8
+    assert select_section(64, L2_BYTES // 3) == 3
     assert select_section(8, 1 << 30) == 1
 
 
