@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..numerics.formats import TILE, padded_channels
 from ..runtime import replay
@@ -78,9 +79,11 @@ def append_kernel(
     new_len, slots, ring_tiles, sink_tiles,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BITS: tl.constexpr, RECORD_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, STORE_RAW: tl.constexpr,
-    ENCODE: tl.constexpr,
+    ENCODE: tl.constexpr, LETS_START: tl.constexpr,
 ):  # fmt: skip
     """Append keys or values to one tile of a kv head; grid ``(B * Hkv, tiles that new ones can lie in, 2)``."""
+    if LETS_START:  # the decode kernel of the same step
+        gdc_launch_dependents()
     i_head = tl.program_id(0).to(tl.int64)
     i_b = i_head // KV_HEADS
     i_kv = i_head % KV_HEADS
@@ -138,7 +141,7 @@ def storage_kind(storage: LayerStorage) -> tuple[Hashable, ...]:
     return storage.format, *(tail.shape for tail in tails), *sizes, tails[0].dtype, tails[0].device
 
 
-def launch_append(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()]:
+def launch_append(storage: LayerStorage, key: Tensor, value: Tensor, *, lets_start: bool = False) -> tuple[()]:
     """Launch the kernel, which stores keys without counting them in ``lengths``; arguments as of `append_tokens`."""
     batch, kv_heads, new_len, _ = key.shape
     ring_tiles = storage.ring // TILE
@@ -147,7 +150,7 @@ def launch_append(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()
     phases = ((True, True),) if tiles <= ring_tiles else ((False, True), (True, False))
     with on_device(key.device):
         for phase in phases:
-            _launcher(storage.record, kv_heads, key.dtype, phase)(
+            _launcher(storage.record, kv_heads, key.dtype, phase, lets_start)(
                 (batch * kv_heads, tiles, 2),
                 key, value, storage.key_tail, storage.value_tail, storage.key_sink, storage.value_sink,
                 storage.body.view(torch.int32), storage.pages, storage.lengths, storage.raw_rows,
@@ -172,8 +175,15 @@ def record_constants(record: Record, kv_heads: int) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _launcher(record: Record, kv_heads: int, dtype: torch.dtype, phase: tuple[bool, bool]) -> Launcher:
+def _launcher(
+    record: Record, kv_heads: int, dtype: torch.dtype, phase: tuple[bool, bool], lets_start: bool
+) -> Launcher:
     """Return the launcher for a kind of cache; ``phase`` says whether raw keys are stored and whether tiles encoded."""
-    constants = {**record_constants(record, kv_heads), "STORE_RAW": phase[0], "ENCODE": phase[1]}
+    constants = {
+        **record_constants(record, kv_heads),
+        "STORE_RAW": phase[0],
+        "ENCODE": phase[1],
+        "LETS_START": lets_start,
+    }
     warps = 8 if max(record.head_dim, record.value_dim) <= 128 else 16
     return Launcher(append_kernel, constants, num_warps=warps, maxnreg=REGISTERS)

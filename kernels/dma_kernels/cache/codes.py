@@ -17,13 +17,14 @@ Numbers
 Record
     A tile of 128 tokens of one kv head is one contiguous run of bytes, of five parts: codes of keys, scales of keys,
     lows of keys, codes of values, scales and lows of values. Channels are padded with zeros to multiples of 32
-    (``D'``, ``Dv'``). The order within a part is that in which a warp's registers hold the operands of ``mma.m16n8k16``
-    (lane ``4 g + t``), so that a decode kernel fills them by wide loads.
+    (``D'``, ``Dv'``). The order within a part is that in which a warp's registers hold the operands of ``mma.m16n8k32``
+    (lane ``4 g + t``), so that a decode kernel fills them by wide loads, and multiplies codes of 8 bits as they are.
 
     * **Codes** lie in blocks of 512 bytes, 32 rows x ``128 / bits`` columns; the columns are what a product sums over:
       rows of keys are tokens and columns channels, of values it is the other way round. Row ``8 i + g`` and column
       ``8 j + 2 t + e`` of a block have the bits from ``bits * (j + J e)`` on of its little-endian word
-      ``16 g + 4 t + i``, ``J`` being an eighth of the columns. Blocks of both kinds are ordered by tokens, then
+      ``16 g + 4 t + i``, ``J`` being an eighth of the columns; in them stands the code less ``2 ** (bits - 1)``, in
+      two's complement. Blocks of both kinds are ordered by tokens, then
       channels.
     * **Scales of keys**, and their **lows**, are bfloat16 ``[D' / 32][t][j][e]``, of channel ``8 j + 2 t + e`` of 32.
     * **Scales and lows of values** are pairs of bfloat16 ``[4][groups][g][i]``, of token ``8 i + g`` of 32.
@@ -228,12 +229,18 @@ def _pack_codes(code: Tensor, bits: int, *, are_keys: bool) -> Tensor:
     tokens, channels, order = _fragments(bits, are_keys)
     padded = F.pad(code, (0, -code.shape[2] % ROWS))
     fields = torch.unflatten(torch.unflatten(padded, 2, channels), 1, tokens).permute(order).flatten(1)
-    return fields if bits == 8 else fields[:, ::2] | fields[:, 1::2] << 4
+    return _signed(fields if bits == 8 else fields[:, ::2] | fields[:, 1::2] << 4, bits)
+
+
+def _signed(data: Tensor, bits: int) -> Tensor:
+    """Turn codes in bytes into what is stored, two's complements of codes less their middle, or back."""
+    return data ^ (0x80 if bits == 8 else 0x88)
 
 
 def _unpack_codes(data: Tensor, bits: int, *, are_keys: bool) -> Tensor:
     """Return the codes ``[N, 128, D']`` of bytes ``[N, ...]``."""
     tokens, channels, order = _fragments(bits, are_keys)
+    data = _signed(data, bits)
     fields = data if bits == 8 else torch.stack((data & 15, data >> 4), -1).flatten(1)
     code = torch.empty((len(data), TILE, fields.shape[1] // TILE), dtype=torch.uint8, device=data.device)
     fragments = torch.unflatten(torch.unflatten(code, 2, channels), 1, tokens).permute(order)

@@ -23,7 +23,7 @@ from ..runtime.tuning import select_decode_tiles
 from .append import storage_kind
 from .codes import VALUE_GROUP, Record
 from .decode_kernel import PLACES, decode_kernel
-from .decode_operands import ADDED, COLUMNS
+from .decode_operands import COLUMNS
 from .storage import LayerStorage
 
 MAX_QUERIES = 16
@@ -87,6 +87,7 @@ def launch_decode(
     softcap: float | None,
     sinks: Tensor | None,
     new_len: int = 0,
+    is_early: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel.
 
@@ -98,6 +99,7 @@ def launch_decode(
         softcap: Likewise.
         sinks: Likewise.
         new_len: Keys that the launch before this one stores, and ``lengths`` does not count yet; it does afterwards.
+        is_early: Whether that launch lets this one start before it has ended.
 
     Returns:
         Output and logarithms of :func:`decode_attention`.
@@ -116,6 +118,7 @@ def launch_decode(
         kv_heads,
         storage.slots + (storage.ring + storage.key_sink.shape[2]) // TILE,
         (window is not None, softcap is not None, sinks is not None),
+        is_early,
     )
     # Of each program, for whole blocks of columns.
     entries = plan.programs * PLACES.value * triton.cdiv(q_heads // kv_heads * q_len, COLUMNS) * COLUMNS
@@ -129,7 +132,7 @@ def launch_decode(
             partial, partial_lse, out, lse, *query.stride(), *out.stride()[:3], *storage.strides,
             batch, q_len, new_len, storage.slots, storage.ring // TILE, window or 0, (softcap or 0.0) * LOG2_E,
             scale * LOG2_E, storage.diagonal_tiles,
-            storage.key_sink.shape[2] // TILE, *ADDED,
+            storage.key_sink.shape[2] // TILE,
         )  # fmt: skip
     return out, lse
 
@@ -156,6 +159,7 @@ def _plan(
     kv_heads: int,
     tiles: int,
     has: tuple[bool, bool, bool],
+    is_early: bool,
 ) -> _Plan:
     """Return the plan of a call; ``tiles`` there are at most, and it ``has`` a window, a softcap and sink logits."""
     batch, q_heads, q_len, _ = query_shape
@@ -173,16 +177,16 @@ def _plan(
         "BLOCK_D": block_d,
         "BLOCK_DV": block_dv,
         "BITS": record.format.bits,
-        "STEP": sizes.step,
-        "STAGES": sizes.stages,
+        "LOW_COLUMNS": 4 if group * q_len <= 4 else COLUMNS,
         "BLOCK_C": columns,
-        # As many as the registers hold, 64 in each.
-        "BLOCK_S": max(1, min(64, 2048 * sizes.warps // (columns * block_dv))),
+        # As many as the registers hold, 128 in each.
+        "BLOCK_S": max(1, min(64, 4096 * sizes.warps // (columns * block_dv))),
         "W": sizes.warps,
         "HAS_WINDOW": has[0],
         "HAS_SOFTCAP": has[1],
         "HAS_SINKS": has[2],
         "COST": sizes.round_cost,
+        "IS_EARLY": is_early,
     }
     return _Plan(
         launcher=_launcher(tuple(constants.items()), sizes.warps),
@@ -193,4 +197,4 @@ def _plan(
 @functools.cache
 def _launcher(constants: tuple[tuple[str, Any], ...], warps: int) -> Launcher:
     """Return the launcher of the kernel, one for all plans that agree in its constants."""
-    return Launcher(decode_kernel, dict(constants), num_warps=warps)
+    return Launcher(decode_kernel, dict(constants), num_warps=warps, launch_pdl=dict(constants)["IS_EARLY"])

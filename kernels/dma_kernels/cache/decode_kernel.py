@@ -13,15 +13,15 @@ import triton.language as tl
 
 from ..device.gluon import barrier, constexpr_function, gl, jit
 from ..numerics.formats import TILE
-from .decode_operands import along, load_queries, mma_layout, over_groups
-from .decode_tiles import WEIGHT_EXPONENT, attend_high, attend_low
+from .decode_operands import along, load_queries, mma_layout, sums_layout
+from .decode_tiles import attend_high, attend_low
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 _ROWS = tl.constexpr(32)
 """Rows of the batch that are looked at together."""
-PLACES = tl.constexpr(4)
-"""Partial results that a program has room for: of high and of low tiles, of the head it begins with and of another."""
+PLACES = tl.constexpr(2)
+"""Partial results that a program has room for: of the head it begins with, and of one that others go on with."""
 
 
 @jit
@@ -51,6 +51,27 @@ def _rounds(unit, steps, COST: tl.constexpr):
     return (gl.maximum(unit - steps, 0) + COST - 1) // COST
 
 
+@jit
+def _first_unit(program, share, rest):
+    """Return the first unit of a program's share; ``rest`` programs, evenly between the others, have one more."""
+    return program * share + program * rest // gl.num_programs(0)
+
+
+@jit
+def _program_of(unit, share, rest):
+    """Return the program that has a unit in its share."""
+    programs = gl.num_programs(0)
+    program = (unit.to(gl.float32) * (programs / (share * programs + rest).to(gl.float32))).to(gl.int32)
+    program += gl.where(_first_unit(program + 1, share, rest) <= unit, 1, 0)
+    return program - gl.where(_first_unit(program, share, rest) > unit, 1, 0)
+
+
+@jit
+def _await_kernel_before():
+    """Wait until the kernel before this one, which let it start early, has ended and what it wrote can be seen."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
+
+
 @constexpr_function
 def _table_layout(warps):
     """Layout of numbers for pairs of rows, ``[_ROWS, _ROWS]``."""
@@ -71,8 +92,8 @@ def _row_units(
 
 @constexpr_function
 def _outputs(warps):
-    """Layout in which outputs ``[G, 64, 8]`` are stored: four neighbouring channels to a lane."""
-    return gl.BlockedLayout([1, 4, 1], [1, 16, 2], [1, 1, warps], [1, 2, 0])
+    """Layout in which outputs of all warps, ``[G, W, 64, C]``, are added: four neighbouring channels to a lane."""
+    return gl.BlockedLayout([1, warps, 4, 1], [1, 1, 16, 2], [1, 1, 1, warps], [2, 3, 1, 0])
 
 
 @constexpr_function
@@ -82,34 +103,57 @@ def _partials(warps, channels):
     return gl.BlockedLayout([1, 1, 4], [1, 32 // lanes, lanes], [warps, 1, 1], [2, 1, 0])
 
 
+@constexpr_function
+def _columns_apart(rank):
+    """Layout in shared memory of ``[W, 8]``, and of ``[G, W, 64, 8]`` with the channels next to each other."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [1, 0] if rank == 2 else [2, 3, 1, 0])
+
+
 @jit
-def _store_partial(
-    partial_ptr, partial_lse_ptr, acc, l_i, m_i, entry,
-    DV: tl.constexpr, G: tl.constexpr, W: tl.constexpr, IS_HIGH: tl.constexpr,
-):  # fmt: skip
-    """Put the warps of a program together; store its output ``[entries, 8, Dv]`` and base-2 logarithm."""
-    MMA: tl.constexpr = mma_layout(W)
-    OUT: tl.constexpr = _outputs(W)
+def _shared(x):
+    """Put numbers into shared memory."""
+    LAYOUT: tl.constexpr = _columns_apart(len(x.shape))
+    return gl.allocate_shared_memory(x.dtype, x.shape, LAYOUT, x)
+
+
+@jit
+def _eight_columns(x, fill: tl.constexpr):
+    """Return ``[..., C]`` with columns of ``fill`` behind, if there are four."""
+    if x.shape[-1] == 4:
+        both = gl.join(x, gl.zeros_like(x) + fill)
+        if len(x.shape) == 2:
+            x = gl.reshape(gl.permute(both, [0, 2, 1]), [x.shape[0], 8])
+        else:
+            x = gl.reshape(gl.permute(both, [0, 1, 3, 2]), [x.shape[0], x.shape[1], 8])
+    return x
+
+
+@jit
+def _store_partial(low, high, partial_ptr, partial_lse_ptr, entry, DV: tl.constexpr, W: tl.constexpr):
+    """Put all warps together; store their output ``[entries, 8, Dv]`` and its base-2 logarithm.
+
+    ``low`` and ``high`` are what they have of the two kinds of tiles, in shared memory: maxima ``[W, 8]``, sums of
+    weights ``[W, 8]`` and of values ``[G, W, 64, 8]``.
+    """
+    ALL: tl.constexpr = _outputs(W)
+    OUT: tl.constexpr = gl.SliceLayout(1, ALL)
+    WARPS: tl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, ALL))
     COLUMN: tl.constexpr = along(OUT, 3, 2)
-    m_all = gl.max(m_i, 0)
-    weight = gl.exp2(m_i - gl.convert_layout(m_all, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, :])
-    total = gl.sum(l_i, 1)
-    total = gl.sum(gl.convert_layout(total, gl.SliceLayout(1, MMA)) * weight, 0)
+    m_low, m_high = low[0].load(WARPS), high[0].load(WARPS)
+    m_i = gl.maximum(gl.max(m_low, 0), gl.max(m_high, 0))
+    of_low = gl.exp2(m_low - m_i[None, :])
+    of_high = gl.exp2(m_high - m_i[None, :])
+    total = gl.sum(low[1].load(WARPS) * of_low, 0) + gl.sum(high[1].load(WARPS) * of_high, 0)
+    acc = gl.sum(low[2].load(ALL) * of_low[None, :, None, :], 1)
+    acc += gl.sum(high[2].load(ALL) * of_high[None, :, None, :], 1)
     total = gl.convert_layout(total, COLUMN)
-    acc = acc * over_groups(weight[:, None, :], G, W)
-    acc = gl.convert_layout(gl.sum(gl.reshape(acc, [G, W, 64, 8]), 1), OUT)
     is_empty = total == 0.0
     acc = acc / gl.where(is_empty, 1.0, total)[None, None, :]
-    lse = gl.convert_layout(m_all, COLUMN) + gl.log2(gl.where(is_empty, 1.0, total))
-    if not IS_HIGH:
-        lse -= WEIGHT_EXPONENT
+    lse = gl.convert_layout(m_i, COLUMN) + gl.log2(gl.where(is_empty, 1.0, total))
     lse = gl.where(is_empty, float("-inf"), lse)
-    column = gl.arange(0, 8, layout=COLUMN)
-    place = entry * 8 + column
+    place = entry * 8 + gl.arange(0, 8, layout=COLUMN)
     channel = gl.arange(0, 64, layout=along(OUT, 3, 1))[None, :, None]
-    if IS_HIGH:
-        channel = channel % 8 * 8 + channel // 8
-    channel += gl.arange(0, G, layout=along(OUT, 3, 0))[:, None, None] * 64
+    channel += gl.arange(0, acc.shape[0], layout=along(OUT, 3, 0))[:, None, None] * 64
     gl.store(
         partial_ptr + (place[None, None, :] * DV + channel), acc, mask=(place[None, None, :] >= 0) & (channel < DV)
     )
@@ -118,10 +162,10 @@ def _store_partial(
 
 @jit
 def _combine(
-    partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, i_b, i_kv, head_start, units, share, steps,
-    has_low, blocks, q_len, stride_ob, stride_oh, stride_ot,
+    partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, i_b, i_kv, head_start, units, share, rest,
+    blocks, q_len, stride_ob, stride_oh, stride_ot,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr, W: tl.constexpr, HAS_SINKS: tl.constexpr, COST: tl.constexpr,
+    BLOCK_S: tl.constexpr, W: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Combine the partial results of a head, ``BLOCK_C`` queries at a time; sink logits take part here."""
     LAYOUT: tl.constexpr = _partials(W, BLOCK_DV)
@@ -129,15 +173,9 @@ def _combine(
     SPLIT: tl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
     o_v = gl.arange(0, BLOCK_DV, layout=along(LAYOUT, 3, 2))[None, None, :]
     o_s = gl.arange(0, BLOCK_S, layout=SPLIT)
-    # Programs that have read high tiles of the head, then those that have read low ones: all that have units of them,
-    # but that in the last one's share no round may begin.
-    program = head_start // share
-    high = gl.where(steps > 0, (head_start + steps - 1) // share - program + 1, 0)
-    low_program = (head_start + steps) // share
-    last_program = (head_start + units - 1) // share
-    is_last_empty = _rounds(last_program * share - head_start, steps, COST) == _rounds(units, steps, COST)
-    used = high + gl.where(has_low, last_program - low_program + gl.where(is_last_empty, 0, 1), 0)
-    first_place = gl.where(program * share < head_start, 2, 0)
+    program = _program_of(head_start, share, rest)
+    used = _program_of(head_start + units - 1, share, rest) - program + 1
+    first_place = gl.where(_first_unit(program, share, rest) < head_start, 1, 0)
     columns = GROUP * q_len
     for start in range(0, columns, BLOCK_C):
         column = start + gl.arange(0, BLOCK_C, layout=COLUMN)
@@ -152,9 +190,7 @@ def _combine(
         acc = gl.full([BLOCK_C, BLOCK_DV], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
         for i_s in range(0, used, BLOCK_S):
             place = i_s + o_s
-            entry = place * PLACES + gl.where(place < high, program * PLACES, (low_program - high) * PLACES + 1)
-            is_first = (place == 0) | ((place == high) & (low_program == program))
-            entry += gl.where(is_first, first_place, 0)
+            entry = (program + place) * PLACES + gl.where(place == 0, first_place, 0)
             entry = entry[None, :] * (blocks * 8) + column[:, None]
             m_s = m_c[:, None] & (place < used)[None, :]
             # Past the L1 cache, which need not know what other programs have stored.
@@ -188,7 +224,6 @@ def _combine(
 @jit(
     do_not_specialize=[
         "batch", "q_len", "new_len", "slots", "ring_tiles", "window", "diagonal_tiles", "sink_tiles",
-        "even", "odd",
     ]
 )  # fmt: skip
 def decode_kernel(
@@ -196,19 +231,20 @@ def decode_kernel(
     raw_rows_ptr, arrivals_ptr, partial_ptr, partial_lse_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, stride_ob, stride_oh, stride_ot,
     stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
-    batch, q_len, new_len, slots, ring_tiles, window, softcap, logit_scale, diagonal_tiles, sink_tiles, even, odd,
+    batch, q_len, new_len, slots, ring_tiles, window, softcap, logit_scale, diagonal_tiles, sink_tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BITS: tl.constexpr, LOW_COLUMNS: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr, W: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, COST: tl.constexpr,
+    HAS_SINKS: tl.constexpr, COST: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Answer the queries of all rows; any number of programs.
 
-    The last ``new_len`` keys are stored, but not counted in ``lengths`` yet; afterwards they are. ``even`` and ``odd``
-    are the constants that codes are combined with: as arguments they are in registers, where one instruction takes a
-    second mask; as literals they would take one more.
+    The last ``new_len`` keys are stored, but not counted in ``lengths`` yet; afterwards they are. A kernel that
+    ``IS_EARLY`` may run before these are stored: it waits for that where it reads high tiles or writes lengths.
     """
     G: tl.constexpr = BLOCK_DV // 64
+    MMA: tl.constexpr = mma_layout(W)
+    SUMS: tl.constexpr = sums_layout(W)
     blocks = (GROUP * q_len + 7) // 8
     i_program = gl.program_id(0)
     # ---- the line of all units, and the program's share
@@ -219,31 +255,39 @@ def decode_kernel(
             KV_HEADS, COST, W, HAS_WINDOW,
         )  # fmt: skip
         total += gl.sum(row_units, 0)
-    share = gl.maximum((total + gl.num_programs(0) - 1) // gl.num_programs(0), COST)
-    start = i_program * share
-    end = gl.minimum(start + share, total)
+    # At least a round each, so that fewer programs may have any.
+    share = total // gl.num_programs(0)
+    rest = gl.where(share < COST, 0, total - share * gl.num_programs(0))
+    share = gl.maximum(share, COST)
+    start = _first_unit(i_program, share, rest)
+    end = gl.minimum(_first_unit(i_program + 1, share, rest), total)
     at = start
     seen_rows = 0
     seen_units = 0
+    row = 0 * start
+    row_start = 0 * start
+    row_end = gl.where(batch > 1, 0, total)
     while at < end:
         # ---- a head, or what of it is in the share
-        row_units = _row_units(
-            lengths_ptr, seen_rows, batch, new_len, q_len, window, diagonal_tiles, sink_tiles,
-            KV_HEADS, COST, W, HAS_WINDOW,
-        )  # fmt: skip
-        while seen_units + gl.sum(row_units, 0) <= at:
-            seen_units += gl.sum(row_units, 0)
-            seen_rows += _ROWS
+        if at >= row_end:
             row_units = _row_units(
                 lengths_ptr, seen_rows, batch, new_len, q_len, window, diagonal_tiles, sink_tiles,
                 KV_HEADS, COST, W, HAS_WINDOW,
             )  # fmt: skip
-        o_r = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _table_layout(W)))
-        o_c = gl.arange(0, _ROWS, layout=gl.SliceLayout(0, _table_layout(W)))
-        row_ends = seen_units + gl.sum(gl.where(o_c[None, :] <= o_r[:, None], row_units[None, :], 0), 1)
-        ended = gl.sum((row_ends <= at).to(gl.int32), 0)
-        row_start = seen_units + gl.sum(gl.where(o_c < ended, row_units, 0), 0)
-        row = seen_rows + ended
+            while seen_units + gl.sum(row_units, 0) <= at:
+                seen_units += gl.sum(row_units, 0)
+                seen_rows += _ROWS
+                row_units = _row_units(
+                    lengths_ptr, seen_rows, batch, new_len, q_len, window, diagonal_tiles, sink_tiles,
+                    KV_HEADS, COST, W, HAS_WINDOW,
+                )  # fmt: skip
+            o_r = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _table_layout(W)))
+            o_c = gl.arange(0, _ROWS, layout=gl.SliceLayout(0, _table_layout(W)))
+            row_ends = seen_units + gl.sum(gl.where(o_c[None, :] <= o_r[:, None], row_units[None, :], 0), 1)
+            ended = gl.sum((row_ends <= at).to(gl.int32), 0)
+            row_start = seen_units + gl.sum(gl.where(o_c < ended, row_units, 0), 0)
+            row_end = seen_units + gl.sum(gl.where(o_c <= ended, row_units, 0), 0)
+            row = seen_rows + ended
         i_b = row.to(gl.int64)
         length = gl.load(lengths_ptr + i_b) + new_len
         first_pos, visible_tile, band_first, sinks, steps, low_first, low_end, units = _work(
@@ -256,19 +300,44 @@ def decode_kernel(
         last = gl.minimum(end - head_start, units)
         first_tile = low_first + _rounds(first, steps, COST) * W
         end_tile = gl.minimum(low_first + _rounds(last, steps, COST) * W, low_end)
-        entry = i_program * PLACES + gl.where(at > start, 2, 0)
+        entry = i_program * PLACES + gl.where(at > start, 1, 0)
         raw_row = i_b
         if raw_rows_ptr is not None:
             raw_row = gl.load(raw_rows_ptr + i_b).to(gl.int64)
         ring = i_kv * ring_tiles * _TILE
         sink = i_kv * sink_tiles * _TILE
         for i_block in range(blocks):
-            column = i_block * 8 + gl.arange(0, 8, layout=along(mma_layout(W), 3, 2))
+            column = i_block * 8 + gl.arange(0, 8, layout=along(MMA, 3, 2))
             q_pos = (first_pos + column // GROUP)[None, None, :]
-            if first < steps:
+            column = i_block * 8 + gl.arange(0, LOW_COLUMNS, layout=along(SUMS, 3, 2))
+            low_pos = (first_pos + column // GROUP)[None, None, :]
+            # ---- low tiles, whose results wait in shared memory
+            m_i = gl.full([W, LOW_COLUMNS], -1.0e30, gl.float32, gl.SliceLayout(1, SUMS))
+            l_i = gl.full([W, 8, LOW_COLUMNS], 0.0, gl.float32, SUMS)
+            acc = gl.full([G * W, 64, LOW_COLUMNS], 0.0, gl.float32, SUMS)
+            if first_tile < end_tile:
                 q = load_queries(
                     q_ptr, i_b, i_kv, i_block, q_len, stride_qb, stride_qh, stride_qt, stride_qd,
-                    GROUP, D, BLOCK_D, W, True,
+                    GROUP, D, BLOCK_D, W, False, LOW_COLUMNS,
+                )  # fmt: skip
+                acc, l_i, m_i = attend_low(
+                    q, body_ptr, pages_ptr + i_b * slots, i_kv, first_tile, end_tile, low_pos, window, softcap,
+                    logit_scale, slots, stride_page, D, DV, BLOCK_D, G, W, BITS, HAS_WINDOW, HAS_SOFTCAP,
+                )  # fmt: skip
+            low = (
+                _shared(_eight_columns(m_i, -1.0e30)), _shared(_eight_columns(gl.sum(l_i, 1), 0.0)),
+                _shared(gl.reshape(_eight_columns(acc, 0.0), [G, W, 64, 8])),
+            )  # fmt: skip
+            # ---- high tiles
+            m_i = gl.full([W, 8], -1.0e30, gl.float32, gl.SliceLayout(1, MMA))
+            l_i = gl.full([W, 8, 8], 0.0, gl.float32, MMA)
+            acc = gl.full([G * W, 64, 8], 0.0, gl.float32, MMA)
+            if first < steps:
+                if IS_EARLY:
+                    _await_kernel_before()
+                q = load_queries(
+                    q_ptr, i_b, i_kv, i_block, q_len, stride_qb, stride_qh, stride_qt, stride_qd,
+                    GROUP, D, BLOCK_D, W, True, 8,
                 )  # fmt: skip
                 acc, l_i, m_i = attend_high(
                     q, key_tail_ptr + (raw_row * stride_key_tail + ring * D),
@@ -279,30 +348,19 @@ def decode_kernel(
                     softcap, logit_scale, sink_tiles, ring_tiles,
                     D, DV, BLOCK_D, G, W, HAS_WINDOW, HAS_SOFTCAP,
                 )  # fmt: skip
-                _store_partial(partial_ptr, partial_lse_ptr, acc, l_i, m_i, entry * blocks + i_block, DV, G, W, True)
-            if first_tile < end_tile:
-                q = load_queries(
-                    q_ptr, i_b, i_kv, i_block, q_len, stride_qb, stride_qh, stride_qt, stride_qd,
-                    GROUP, D, BLOCK_D, W, False,
-                )  # fmt: skip
-                acc, l_i, m_i = attend_low(
-                    q, body_ptr, pages_ptr + i_b * slots, i_kv, first_tile, end_tile, q_pos, window, softcap,
-                    logit_scale, slots, stride_page,
-                    (even.to(gl.uint32, bitcast=True), odd.to(gl.uint32, bitcast=True)),
-                    D, DV, BLOCK_D, G, W, BITS, STEP, STAGES, HAS_WINDOW, HAS_SOFTCAP,
-                )  # fmt: skip
-                _store_partial(
-                    partial_ptr, partial_lse_ptr, acc, l_i, m_i, (entry + 1) * blocks + i_block, DV, G, W, False
-                )
+            # Channel 8 g + i is in row 8 i + g.
+            acc = gl.reshape(gl.permute(gl.reshape(acc, [G, W, 8, 8, 8]), [0, 1, 3, 2, 4]), [G, W, 64, 8])
+            high = _shared(m_i), _shared(gl.sum(l_i, 1)), _shared(acc)
+            _store_partial(low, high, partial_ptr, partial_lse_ptr, entry * blocks + i_block, DV, W)
         # ---- whoever reads the last units of a kv head combines its parts
         barrier()
         arrived = arrivals_ptr + (i_b * (KV_HEADS + 1) + i_kv)
         if gl.atomic_add(arrived, last - first, sem="acq_rel") + last - first == units:
             gl.store(arrived, 0)
             _combine(
-                partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, i_b, i_kv, head_start, units, share, steps,
-                low_end > low_first, blocks, q_len, stride_ob, stride_oh, stride_ot,
-                KV_HEADS, GROUP, DV, BLOCK_DV, BLOCK_C, BLOCK_S, W, HAS_SINKS, COST,
+                partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, i_b, i_kv, head_start, units, share, rest,
+                blocks, q_len, stride_ob, stride_oh, stride_ot,
+                KV_HEADS, GROUP, DV, BLOCK_DV, BLOCK_C, BLOCK_S, W, HAS_SINKS,
             )  # fmt: skip
         barrier()
         at = head_start + last
@@ -310,8 +368,10 @@ def decode_kernel(
     if new_len > 0:
         barrier()
         if gl.atomic_add(arrivals_ptr + KV_HEADS, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+            if IS_EARLY:
+                _await_kernel_before()
             gl.store(arrivals_ptr + KV_HEADS, 0)
             for first_row in range(0, batch, _ROWS):
-                row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(0, _table_layout(W)))
-                length = gl.load(lengths_ptr + row, mask=row < batch, other=0)
-                gl.store(lengths_ptr + row, length + new_len, mask=row < batch)
+                rows = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(0, _table_layout(W)))
+                length = gl.load(lengths_ptr + rows, mask=rows < batch, other=0)
+                gl.store(lengths_ptr + rows, length + new_len, mask=rows < batch)

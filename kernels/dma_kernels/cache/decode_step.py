@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..runtime import replay
+from ..runtime.chip import starts_early
 from .append import append_tokens, launch_append, storage_kind
 from .decode import decode_attention, launch_decode
 from .storage import LayerStorage
@@ -49,11 +50,14 @@ def decode_step(
     kinds = (replay.tensor_kind(query), replay.tensor_kind(key), replay.tensor_kind(value), replay.tensor_kind(sinks))
     call = replay.call_of("step", *kinds, *storage_kind(storage), scale, window, softcap)
 
+    is_early = starts_early(query.device) and query.shape[2] == new_len
+
     def run() -> tuple[Tensor]:
-        launch_append(storage, key, value)
+        launch_append(storage, key, value, lets_start=is_early)
         out, _ = launch_decode(
-            query, storage, scale=scale, window=window, softcap=softcap, sinks=sinks, new_len=new_len
-        )
+            query, storage, scale=scale, window=window, softcap=softcap, sinks=sinks, new_len=new_len,
+            is_early=is_early,
+        )  # fmt: skip
         return (out,)
 
     (out,) = call.run((query, key, value, sinks, storage.raw_rows, *storage.tensors().values()), run)

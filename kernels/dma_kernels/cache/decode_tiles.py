@@ -1,16 +1,16 @@
 """The loops of the decode kernel: queries against high tiles, read in 16 bits, and against low ones, read from records.
 
 A warp works on tiles of its own, and each of its lanes on what it has copied itself. Scores are ``keys . queries`` and
-outputs ``values . probabilities``, so that keys and values fill the 16 rows of an instruction, and up to 8 queries its
-columns.
+outputs ``values . probabilities``, so that keys and values fill the 16 rows of an instruction, and queries its columns.
 
-    q . k = [q * scale] . (c + n) - [q * scale] . (c + h) + q . (low + h scale)
-    sum p v = sum [p * scale] (c + n) - sum [p * scale] (c + h) + sum p (low + h scale)
+Codes are multiplied as integers of 8 bits, exactly, with numbers of 16 bits in two signed bytes:
+
+    q . k = scale_q sum round(q scale / scale_q) (n - h) + q . (low + h scale)
+    sum p v = sum round(p scale) (n - h) + sum p (low + h scale)
 
 ``scale`` is one for each channel of a tile of keys and for each token and 64 channels of values, ``h`` the middle of
-the codes, ``c`` what is added to turn them into numbers, and what is in brackets is rounded to fp16: the error of a
-rounding meets ``n - h`` alone. What does not depend on ``n`` comes from products with rows that are all alike, which
-start the sums of the others.
+the codes. ``scale_q`` is one for each query and tile, and a tile has a maximum of its own for ``p scale``, so that the
+16 bits are those below the largest number of a tile: what is rounded off is less than a bfloat16 would lose.
 """
 
 from __future__ import annotations
@@ -28,30 +28,40 @@ from ..device.gluon import (
 )
 from ..numerics.formats import TILE
 from .decode_operands import (
+    LARGEST,
     along,
-    constants_operand,
-    finite_halves,
+    channel_words,
+    channels_layout,
     halves,
     key_operand,
     lane_sums,
     mma_layout,
     operand_layout,
     over_groups,
+    query_operand,
     raw_keys_layout,
     raw_values_layout,
     repeated_rows,
     second_operand,
+    sums_layout,
+    token_words,
+    tokens_layout,
     two_rows,
     value_operand,
+    weight_operand,
+    whole_sums,
     words_layout,
 )
 
 _TILE = tl.constexpr(TILE)
+_STEP = tl.constexpr(TILE // 2)
+"""Tokens of a step over the codes of a tile."""
+_LARGEST = tl.constexpr(LARGEST)
 _PER_MANTISSA = tl.constexpr(2.0**-23)
 _SMALLEST_SCALE = tl.constexpr(2.0**-100)
-WEIGHT_EXPONENT = tl.constexpr(140.0)
-"""Of the factor of weights: what is taken for a logarithm is 127 too large, and 13 more keep a weight times a scale
-below 2^13.1, where fp16 reaches from 2^-24 to 2^16."""
+_WEIGHT_EXPONENT = tl.constexpr(127.0 + 14.9)
+"""Of the factor of weights: what is taken for a logarithm is 127 too large and .09 too small, and a weight times a
+scale must be below ``LARGEST``."""
 
 
 @jit
@@ -130,11 +140,11 @@ def attend_high(
         p = gl.exp2(s - m_new[:, None, :])
         alpha = gl.exp2(m_i - m_new)[:, None, :]
         m_i = m_new
-        l_i = l_i * alpha + lane_sums(p, W)
-        p = second_operand(over_groups(p.to(q.dtype), G, W), W)
+        l_i = l_i * alpha + lane_sums(p, MMA)
+        p = second_operand(over_groups(p.to(q.dtype), G, MMA), W)
         v = gl.permute(gl.reshape(v, [W, 16, G, 8, 8]), [2, 0, 4, 3, 1])
         v = gl.convert_layout(gl.reshape(v, [G * W, 64, 16]), operand_layout(W, 0), assert_trivial=True)
-        acc = matrix_product(v, p, acc * over_groups(alpha, G, W))
+        acc = matrix_product(v, p, acc * over_groups(alpha, G, MMA))
     return acc, l_i, m_i
 
 
@@ -145,72 +155,58 @@ def _record_words(body_ptr, pages_ptr, tile, slots, stride_page):
 
 
 @jit
-def _tile_queries(
-    scale_words, low_words, q, logit_scale, shift_factors, k_constants,
-    BLOCK_D: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Return the queries times the scales of tiles, fp16 ``[W, D, 8]``, and what scores start from, ``[W, 16, 8]``.
+def _tile_queries(scale_words, low_words, q, logit_scale, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the queries of tiles as an operand of bytes, and factor and summand of the scores, ``[W, C]`` each.
 
-    One product gives those with scales in 8 of its rows, those with lows in the others; ``shift_factors`` are theirs.
+    One product of 16 bits gives the queries times the scales in 8 of its rows, times the lows in the others.
     """
-    SECOND: tl.constexpr = operand_layout(W, 1)
-    zero = gl.full([W, 16, 8], 0.0, gl.float32, mma_layout(W))
+    MMA: tl.constexpr = mma_layout(W)
+    SUMS: tl.constexpr = sums_layout(W)
+    N: tl.constexpr = q.shape[2]
+    zero = gl.full([W, 16, N], 0.0, gl.float32, MMA)
     scale = halves(scale_words.to(gl.uint32, bitcast=True), gl.bfloat16)
     scale = gl.reshape(scale, [W, BLOCK_D // 32, 8, 4, 4, 2])
     low = halves(low_words.to(gl.uint32, bitcast=True), gl.bfloat16)
     low = gl.reshape(low, [W, BLOCK_D // 32, 8, 4, 4, 2])
-    shift = matrix_product(two_rows(scale, low, W, BLOCK_D).to(q.dtype), q, zero) * shift_factors
-    shift = repeated_rows(lane_sums(shift, W), 16, W)
+    summand = matrix_product(two_rows(scale, low, W, BLOCK_D).to(q.dtype), q, zero)
+    summand, _ = gl.split(gl.reshape(summand, [W, 16, N // 2, 2]))
+    row = gl.arange(0, 16, layout=along(SUMS, 3, 1))[None, :, None]
+    factor = gl.where(row < 8, logit_scale * (1 << (BITS - 1)), logit_scale)
+    summand = lane_sums(gl.convert_layout(summand, SUMS, assert_trivial=True) * factor, SUMS)
     scale = gl.reshape(gl.permute(scale, [0, 1, 4, 3, 5, 2]), [W, BLOCK_D, 8])
-    scale = gl.convert_layout(scale, SECOND, assert_trivial=True)
-    scaled = (q.to(gl.float32) * logit_scale) * scale.to(gl.float32)
-    # Where a step of one channel is worth 2^16 in the exponent, larger ones need not be told apart; NaN shows.
-    scaled = finite_halves(scaled.to(gl.float16))
-    shift = matrix_product(k_constants, scaled, shift)
-    return scaled, shift
+    if N == 16:
+        scale = gl.reshape(gl.permute(gl.join(scale, scale), [0, 1, 3, 2]), [W, BLOCK_D, 16])
+    scale = gl.convert_layout(scale, operand_layout(W, 1), assert_trivial=True)
+    scaled = q.to(gl.float32) * scale.to(gl.float32)
+    largest = gl.maximum(gl.max(gl.abs(scaled), 1), _SMALLEST_SCALE)
+    operand = query_operand(scaled, 1.0 / largest * _LARGEST, BITS, W, BLOCK_D)
+    factor = gl.convert_layout(largest, gl.SliceLayout(1, MMA))
+    factor, _ = gl.split(gl.reshape(factor, [W, N // 2, 2]))
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, SUMS), assert_trivial=True) * (
+        logit_scale / (_LARGEST * (1 << (8 - BITS)))
+    )
+    return operand, factor, summand
 
 
 @jit
-def _low_step(
-    scaled, shift, k_words, v_words, token_words, v_constants, acc, l_i, lows, m_i, is_tile, first_key, q_pos, window,
-    softcap, magic,
-    BLOCK_D: tl.constexpr, G: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Attend to ``STEP`` keys of each warp's tile; return the four sums."""
-    MMA: tl.constexpr = mma_layout(W)
-    MIDDLE: tl.constexpr = float(1 << (BITS - 1))
-    zeros = gl.full([G * W, 16, 8], 0.0, gl.float32, MMA)
-    keys = key_operand(k_words.to(gl.uint32, bitcast=True), magic, BITS, W, STEP, BLOCK_D)
-    s = matrix_product(keys, scaled, shift)
-    if HAS_SOFTCAP:
-        s = gl.where(is_tile, _cap(s, softcap), float("-inf"))
-    if HAS_WINDOW:
-        k_pos = first_key + gl.arange(0, STEP, layout=along(MMA, 3, 1))[None, :, None]
-        s = gl.where(k_pos > q_pos - window, s, float("-inf"))
-    # ---- weights, from the largest of weight times scale on
-    words = gl.reshape(token_words.to(gl.uint32, bitcast=True), [G, W, STEP // 32, 8, 4, 4])
-    words = gl.permute(gl.join(words, words), [0, 1, 2, 5, 3, 4, 6])
-    words = gl.convert_layout(gl.reshape(words, [G * W, STEP, 8]), MMA, assert_trivial=True)
-    scale = (words << 16).to(gl.float32, bitcast=True)
-    low = (words & 0xFFFF0000).to(gl.float32, bitcast=True) + MIDDLE * scale
-    largest = gl.max(gl.reshape(scale, [G, W, STEP, 8]), 0)
-    largest = gl.convert_layout(largest, MMA, assert_trivial=True)
-    # The bits of a number as an integer are about its logarithm: here at most .09 below it, and 127 above.
+def _token_scales(words, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+    """Return scales and lows of the values of tiles, fp32 ``[G * W, 128, C]``, of words that have both."""
+    words = gl.reshape(words.to(gl.uint32, bitcast=True), [G, W, _TILE // 32, 8, 4, 4])  # tokens as g, i; a column
+    words = gl.reshape(gl.permute(words, [0, 1, 2, 4, 3, 5]), [G * W, _TILE, 4])
+    if C == 8:
+        words = gl.reshape(gl.permute(gl.join(words, words), [0, 1, 3, 2]), [G * W, _TILE, 8])
+    words = gl.convert_layout(words, sums_layout(W), assert_trivial=True)
+    return (words << 16).to(gl.float32, bitcast=True), (words & 0xFFFF0000).to(gl.float32, bitcast=True)
+
+
+@jit
+def _raised(s, scale, G: tl.constexpr, W: tl.constexpr):
+    """Return for each query the largest of score and logarithm of the values' scale, which may be .09 too small."""
+    largest = gl.max(gl.reshape(scale, [G, W, scale.shape[1], scale.shape[2]]), 0)
+    largest = gl.convert_layout(largest, sums_layout(W), assert_trivial=True)
+    # The bits of a number as an integer are about its logarithm: at most .09 below it, and 127 above.
     exponent = gl.maximum(largest, _SMALLEST_SCALE).to(gl.int32, bitcast=True).to(gl.float32)
-    m_new = gl.maximum(m_i, gl.max(s + exponent * _PER_MANTISSA, 1))
-    p = gl.exp2(s - (m_new - WEIGHT_EXPONENT)[:, None, :])
-    alpha = gl.exp2(m_i - m_new)[:, None, :]
-    m_i = m_new
-    l_i = l_i * alpha + lane_sums(p, W)
-    alpha = over_groups(alpha, G, W)
-    p = over_groups(p, G, W)
-    lows = lows * alpha + lane_sums(p * low, W)
-    p = second_operand((p * scale).to(gl.float16), W)
-    shift_v = repeated_rows(matrix_product(v_constants, p, zeros), 64, W)
-    values = value_operand(v_words.to(gl.uint32, bitcast=True), magic, BITS, W, STEP, G)
-    acc = matrix_product(values, p, acc * alpha + shift_v)
-    return acc, l_i, lows, m_i
+    return gl.max(s + exponent * _PER_MANTISSA, 1)
 
 
 @constexpr_function
@@ -229,43 +225,70 @@ def _buffers(count: tl.constexpr, shape: tl.constexpr):
 
 
 @jit
-def _copy_channels(record, buffers, places):
-    """Begin to copy scales and lows of the keys of tiles."""
-    for i in gl.static_range(2):
-        begin_copy(buffers[i], record[:, None, None] + places[i])
+def _copy_keys(
+    record, buffers, channel_buffers, places, channel_places, i_step: tl.constexpr, STEP_WORDS: tl.constexpr,
+    CHANNEL_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Begin to copy the codes of a step of keys, with the first one also the scales and lows of the tile."""
+    if i_step == 0:
+        CHANNELS: tl.constexpr = channels_layout(record.shape[0])
+        scales = gl.convert_layout(record, along(CHANNELS, 3, 0))[:, None, None] + channel_places
+        for i in gl.static_range(2):
+            begin_copy(channel_buffers[i], scales + i * CHANNEL_WORDS)
+    begin_copy(buffers[i_step], record[:, None, None] + (places + i_step * STEP_WORDS))
+    end_copies()
 
 
 @jit
-def _copy_step(
-    record, buffers, places, i_stage: tl.constexpr, i_step: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
-    TOKEN_STEP: tl.constexpr,
+def _copy_values(
+    record, buffers, token_buffers, places, token_places, i_step: tl.constexpr, STEP_WORDS: tl.constexpr
 ):  # fmt: skip
-    """Begin to copy the codes of a step, and the scales and lows of its values."""
-    v_record = gl.convert_layout(record, along(words_layout(record.shape[0], 4), 4, 1))[None, :, None, None]
-    begin_copy(buffers[0][i_stage], record[:, None, None] + (places[0] + i_step * K_STEP))
-    begin_copy(buffers[1][i_stage], v_record + (places[1] + i_step * V_STEP))
-    begin_copy(buffers[2][i_stage], v_record + (places[2] + i_step * TOKEN_STEP))
+    """Begin to copy the codes of a step of values, with the first one also the scales and lows of the tile."""
+    W: tl.constexpr = record.shape[0]
+    if i_step == 0:
+        tokens = gl.convert_layout(record, along(tokens_layout(W), 4, 1))[None, :, None, None]
+        begin_copy(token_buffers[0], tokens + token_places)
+    record = gl.convert_layout(record, along(words_layout(W, 4), 4, 1))[None, :, None, None]
+    begin_copy(buffers[i_step], record + (places + i_step * STEP_WORDS))
+    end_copies()
+
+
+@jit
+def _below(x, y, W: tl.constexpr):
+    """Put two parts of as many rows below each other."""
+    x = gl.permute(gl.join(x, y), [0, 3, 1, 2])
+    x = gl.reshape(x, [x.shape[0], 2 * x.shape[2], x.shape[3]])
+    return gl.convert_layout(x, sums_layout(W), assert_trivial=True)
+
+
+@jit
+def _parts(x, W: tl.constexpr):
+    """Return the upper half of the rows, and the lower."""
+    x = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2, x.shape[2]])
+    x, y = gl.split(gl.permute(x, [0, 2, 3, 1]))
+    LAYOUT: tl.constexpr = sums_layout(W)
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True), gl.convert_layout(y, LAYOUT, assert_trivial=True)
 
 
 @jit
 def attend_low(
-    q, body_ptr, pages_ptr, i_kv, first, last, q_pos, window, softcap, logit_scale, slots, stride_page, magic,
+    q, body_ptr, pages_ptr, i_kv, first, last, q_pos, window, softcap, logit_scale, slots, stride_page,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, G: tl.constexpr,
-    W: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    W: tl.constexpr, BITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the low tiles ``first..last``, one for each warp at a time.
+    """Attend with ``C`` queries ``[W, D, 2 C]``, each in two columns, to low tiles ``first..last``, one for each warp.
 
     Returns:
-        As :func:`attend_high`, but channels in order; weights are times ``2 ** WEIGHT_EXPONENT``.
+        As :func:`attend_high`, for ``C`` queries, but channels in order.
     """
     MMA: tl.constexpr = mma_layout(W)
-    FIRST: tl.constexpr = operand_layout(W, 0)
+    SUMS: tl.constexpr = sums_layout(W)
     KEYS: tl.constexpr = words_layout(W, 3)
     VALUES: tl.constexpr = words_layout(W, 4)
-    STEPS: tl.constexpr = _TILE // STEP
-    C: tl.constexpr = 128 // BITS  # columns of a block of codes
+    CO: tl.constexpr = 128 // BITS  # columns of a block of codes
     MIDDLE: tl.constexpr = float(1 << (BITS - 1))
+    N: tl.constexpr = q.shape[2]
+    C: tl.constexpr = N // 2
     # ---- sizes and places in a record, in words
     STORED: tl.constexpr = (D + 31) // 32 * 32
     VALUE_STORED: tl.constexpr = (DV + 31) // 32 * 32
@@ -274,92 +297,110 @@ def attend_low(
     KEY_LOWS: tl.constexpr = KEY_SCALES + STORED // 2
     VALUE_CODES: tl.constexpr = KEY_LOWS + STORED // 2
     VALUE_SCALES: tl.constexpr = VALUE_CODES + _TILE * VALUE_STORED * BITS // 32
+    K_STEP: tl.constexpr = _STEP * STORED * BITS // 32
+    V_STEP: tl.constexpr = _STEP * VALUE_STORED * BITS // 32
     body_ptr += i_kv * (VALUE_SCALES + _TILE * GROUPS)
     # Blocks beyond the stored channels are read from the last one: their queries are 0, their outputs not stored.
     o_k = gl.arange(0, 128, layout=along(KEYS, 3, 2))[None, None, :]
-    i_r = gl.arange(0, STEP * BLOCK_D // (32 * C), layout=along(KEYS, 3, 1))[None, :, None]
-    k_offsets = (i_r // (BLOCK_D // C) * (STORED // C) + gl.minimum(i_r % (BLOCK_D // C), STORED // C - 1)) * 128 + o_k
-    i_r = gl.arange(0, BLOCK_D // 32, layout=along(KEYS, 3, 1))[None, :, None]
-    channel_offsets = gl.minimum(i_r, STORED // 32 - 1) * 16 + o_k % 16
+    i_r = gl.arange(0, _STEP * BLOCK_D // (32 * CO), layout=along(KEYS, 3, 1))[None, :, None]
+    k_places = (
+        i_r // (BLOCK_D // CO) * (STORED // CO) + gl.minimum(i_r % (BLOCK_D // CO), STORED // CO - 1)
+    ) * 128 + o_k
+    CHANNELS: tl.constexpr = channels_layout(W)
+    i_r = gl.arange(0, BLOCK_D // 32, layout=along(CHANNELS, 3, 1))[None, :, None]
+    o_w = gl.arange(0, 16, layout=along(CHANNELS, 3, 2))[None, None, :]
+    channel_places = KEY_SCALES + gl.minimum(i_r, STORED // 32 - 1) * 16 + o_w
     o_v = gl.arange(0, 128, layout=along(VALUES, 4, 3))[None, None, None, :]
     i_g = gl.arange(0, G, layout=along(VALUES, 4, 0))[:, None, None, None]
-    i_r = gl.arange(0, 2 * STEP // C, layout=along(VALUES, 4, 2))[None, None, :, None]
-    v_offsets = (i_r // 2 * (VALUE_STORED // 32) + gl.minimum(2 * i_g + i_r % 2, VALUE_STORED // 32 - 1)) * 128 + o_v
-    i_r = gl.arange(0, STEP // 32, layout=along(VALUES, 4, 2))[None, None, :, None]
-    token_offsets = (i_r * GROUPS + gl.minimum(i_g, GROUPS - 1)) * 32 + o_v // 16 * 4 + o_v % 4
-    # ---- constant operands
-    k_constants = constants_operand(
-        gl.arange(0, BLOCK_D, layout=along(FIRST, 3, 2))[None, None, :],
-        gl.full([W, 16, BLOCK_D], 0.0, gl.float16, FIRST), BITS,
-    )  # fmt: skip
-    v_constants = constants_operand(
-        gl.arange(0, STEP, layout=along(FIRST, 3, 2))[None, None, :],
-        gl.full([G * W, 16, STEP], 0.0, gl.float16, FIRST), BITS,
-    )  # fmt: skip
-    s_row = gl.arange(0, 16, layout=along(MMA, 3, 1))[None, :, None]
-    shift_factors = gl.where(s_row < 8, MIDDLE * logit_scale, logit_scale)
-    m_i = gl.full([W, 8], -1.0e30, gl.float32, gl.SliceLayout(1, MMA))
-    l_i = gl.full([W, 8, 8], 0.0, gl.float32, MMA)
-    lows = gl.full([G * W, 8, 8], 0.0, gl.float32, MMA)
-    acc = gl.full([G * W, 64, 8], 0.0, gl.float32, MMA)
+    i_r = gl.arange(0, 2 * _STEP // CO, layout=along(VALUES, 4, 2))[None, None, :, None]
+    v_places = i_r // 2 * (VALUE_STORED // 32) + gl.minimum(2 * i_g + i_r % 2, VALUE_STORED // 32 - 1)
+    v_places = VALUE_CODES + v_places * 128 + o_v
+    TOKENS: tl.constexpr = tokens_layout(W)
+    i_g = gl.arange(0, G, layout=along(TOKENS, 4, 0))[:, None, None, None]
+    i_r = gl.arange(0, _TILE // 32, layout=along(TOKENS, 4, 2))[None, None, :, None]
+    o_w = gl.arange(0, 32, layout=along(TOKENS, 4, 3))[None, None, None, :]
+    token_places = VALUE_SCALES + (i_r * GROUPS + gl.minimum(i_g, GROUPS - 1)) * 32 + o_w
+    m_i = gl.full([W, C], -1.0e30, gl.float32, gl.SliceLayout(1, SUMS))
+    l_i = gl.full([W, 8, C], 0.0, gl.float32, SUMS)
+    lows = gl.full([G * W, 8, C], 0.0, gl.float32, SUMS)
+    acc = gl.full([G * W, 64, C], 0.0, gl.float32, SUMS)
     o_w = gl.arange(0, W, layout=along(KEYS, 3, 0))
-    s_warp = gl.arange(0, W, layout=along(MMA, 3, 0))[:, None, None]
+    s_warp = gl.arange(0, W, layout=along(SUMS, 3, 0))[:, None, None]
+    s_row = gl.arange(0, _STEP, layout=along(SUMS, 3, 1))[None, :, None]
 
-    K_STEP: tl.constexpr = STEP * STORED * BITS // 32
-    V_STEP: tl.constexpr = STEP * VALUE_STORED * BITS // 32
-    TOKEN_STEP: tl.constexpr = STEP * GROUPS
+    # ---- copies: a tile's keys and values in two steps each. What a step has read is overwritten when the next one has
+    # begun, and all warps are past it.
+    k_buffers = _buffers(2, [W, _STEP * BLOCK_D // (32 * CO), 128])
+    v_buffers = _buffers(2, [G, W, 2 * _STEP // CO, 128])
+    channel_buffers = _buffers(2, [W, BLOCK_D // 32, 16])
+    token_buffers = _buffers(1, [G, W, _TILE // 32, 32])
     record = _record_words(body_ptr, pages_ptr, gl.minimum(first + o_w, last - 1), slots, stride_page)
-    next_record = _record_words(body_ptr, pages_ptr, gl.minimum(first + W + o_w, last - 1), slots, stride_page)
-    places = k_offsets, VALUE_CODES + v_offsets, VALUE_SCALES + token_offsets
-    channel_places = KEY_SCALES + channel_offsets, KEY_LOWS + channel_offsets
-    k_buffers = _buffers(STAGES, [W, STEP * BLOCK_D // (32 * C), 128])
-    v_buffers = _buffers(STAGES, [G, W, 2 * STEP // C, 128])
-    token_buffers = _buffers(STAGES, [G, W, STEP // 32, 128])
-    channel_buffers = _buffers(2, [W, BLOCK_D // 32, 128])
-    buffers = k_buffers, v_buffers, token_buffers
-    _copy_channels(record, channel_buffers, channel_places)
-    for i_stage in gl.static_range(STAGES - 1):
-        _copy_step(record, buffers, places, i_stage, i_stage, K_STEP, V_STEP, TOKEN_STEP)
-        end_copies()
+    for i_step in gl.static_range(2):
+        _copy_keys(record, k_buffers, channel_buffers, k_places, channel_places, i_step, K_STEP, STORED // 2)
+    _copy_values(record, v_buffers, token_buffers, v_places, token_places, 0, V_STEP)
     for start in range(first, last, W):
-        later_tile = gl.minimum(start + 2 * W + o_w, last - 1)
-        later_record = _record_words(body_ptr, pages_ptr, later_tile, slots, stride_page)
-        await_copies(STAGES - 2)
-        scaled, shift = _tile_queries(
-            channel_buffers[0].load(KEYS), channel_buffers[1].load(KEYS), q, logit_scale, shift_factors, k_constants,
-            BLOCK_D, W,
-        )  # fmt: skip
+        next_tile = gl.minimum(start + W + o_w, last - 1)
+        next_record = _record_words(body_ptr, pages_ptr, next_tile, slots, stride_page)
         is_tile = start + s_warp < last
-        if not HAS_SOFTCAP:
-            shift = gl.where(is_tile, shift, float("-inf"))
-        shift = repeated_rows(shift, STEP, W)
-        for i_step in gl.static_range(STEPS):
-            if i_step > 0:
-                await_copies(STAGES - 2)
-            k_words = k_buffers[i_step % STAGES].load(KEYS)
-            v_words = v_buffers[i_step % STAGES].load(VALUES)
-            token_words = token_buffers[i_step % STAGES].load(VALUES)
-            # All warps have read the stage before this one.
-            if i_step + STAGES - 1 < STEPS:
-                _copy_step(
-                    record, buffers, places, (i_step + STAGES - 1) % STAGES, i_step + STAGES - 1,
-                    K_STEP, V_STEP, TOKEN_STEP,
-                )  # fmt: skip
+        # ---- scores
+        scores = ()
+        for i_step in gl.static_range(2):
+            await_copies(2)
+            if i_step == 0:
+                _copy_values(record, v_buffers, token_buffers, v_places, token_places, 1, V_STEP)
+                operand, factor, summand = _tile_queries(
+                    channel_words(channel_buffers[0]),
+                    channel_words(channel_buffers[1]),
+                    q,
+                    logit_scale,
+                    BITS,
+                    W,
+                    BLOCK_D,
+                )
+                if not HAS_SOFTCAP:
+                    summand = gl.where(is_tile, summand, float("-inf"))
+                summand = repeated_rows(summand, _STEP, SUMS)
             else:
-                _copy_step(
-                    next_record, buffers, places, (i_step + STAGES - 1) % STAGES, i_step + STAGES - 1 - STEPS,
-                    K_STEP, V_STEP, TOKEN_STEP,
-                )  # fmt: skip
+                _copy_keys(next_record, k_buffers, channel_buffers, k_places, channel_places, 0, K_STEP, STORED // 2)
+            words = k_buffers[i_step].load(KEYS)
+            keys = key_operand(words.to(gl.uint32, bitcast=True), BITS, W, _STEP, BLOCK_D)
+            s = matrix_product(keys, operand, gl.full([W, _STEP, N], 0, gl.int32, MMA))
+            s = whole_sums(s, W) * factor[:, None, :] + summand
+            if HAS_SOFTCAP:
+                s = gl.where(is_tile, _cap(s, softcap), float("-inf"))
+            if HAS_WINDOW:
+                k_pos = (start + s_warp) * _TILE + i_step * _STEP + s_row
+                s = gl.where(k_pos > q_pos - window, s, float("-inf"))
+            scores += (s,)  # type: ignore[assignment]
+        # ---- weights, of all of the tile from its largest on
+        await_copies(2)
+        _copy_keys(next_record, k_buffers, channel_buffers, k_places, channel_places, 1, K_STEP, STORED // 2)
+        scale, low = _token_scales(token_words(token_buffers[0]), G, W, C)
+        s = _below(scores[0], scores[1], W)  # type: ignore[misc]
+        m_tile = gl.maximum(_raised(s, scale, G, W), -1.0e30)
+        p = gl.exp2(s - (m_tile - _WEIGHT_EXPONENT)[:, None, :])
+        m_new = gl.maximum(m_i, m_tile)
+        alpha = gl.exp2(m_i - m_new)[:, None, :]
+        beta = gl.exp2(m_tile - m_new)[:, None, :]
+        m_i = m_new
+        l_i = l_i * alpha + lane_sums(p, SUMS) * beta
+        alpha = over_groups(alpha, G, SUMS)
+        beta = over_groups(beta, G, SUMS)
+        p = over_groups(p, G, SUMS)
+        lows = lows * alpha + lane_sums(p * (low + MIDDLE * scale), SUMS) * beta
+        # ---- values
+        weights = _parts(p, W)
+        scales = _parts(scale, W)
+        sums = gl.full([G * W, 64, N], 0, gl.int32, MMA)
+        for i_step in gl.static_range(2):
             if i_step == 1:
-                _copy_channels(next_record, channel_buffers, channel_places)
-            end_copies()
-            acc, l_i, lows, m_i = _low_step(
-                scaled, shift, k_words, v_words, token_words, v_constants, acc, l_i, lows, m_i, is_tile,
-                (start + s_warp) * _TILE + i_step * STEP, q_pos, window, softcap, magic,
-                BLOCK_D, G, W, BITS, STEP, HAS_WINDOW, HAS_SOFTCAP,
-            )  # fmt: skip
+                await_copies(2)
+                _copy_values(next_record, v_buffers, token_buffers, v_places, token_places, 0, V_STEP)
+            words = v_buffers[i_step].load(VALUES)
+            values = value_operand(words.to(gl.uint32, bitcast=True), BITS, W, _STEP, G)
+            sums = matrix_product(values, weight_operand(weights[i_step], scales[i_step], BITS, W), sums)
+        acc = acc * alpha + whole_sums(sums, W) * (beta * (1.0 / (1 << (8 - BITS))))
         record = next_record
-        next_record = later_record
     await_copies(0)
-    lows = gl.convert_layout(gl.sum(lows, 1), gl.SliceLayout(1, MMA))
-    return acc + lows[:, None, :], l_i, m_i
+    lows = gl.convert_layout(gl.sum(lows, 1), gl.SliceLayout(1, SUMS))
+    return acc + lows[:, None, :], l_i, m_i - _WEIGHT_EXPONENT

@@ -47,6 +47,12 @@ def _codes(x, scale, low, LEVELS: tl.constexpr):
 
 
 @triton.jit
+def _signs(BITS: tl.constexpr):
+    """Return what turns a word of codes into two's complements of codes less their middle, and back."""
+    return 0x80808080 if BITS == 8 else 0x88888888
+
+
+@triton.jit
 def encode_keys(x, record_ptr, D: tl.constexpr, BITS: tl.constexpr):
     """Write a tile of keys.
 
@@ -67,7 +73,9 @@ def encode_keys(x, record_ptr, D: tl.constexpr, BITS: tl.constexpr):
     fields = tl.reshape(codes, [_TILE, BLOCK // COLUMNS, EIGHTH, 4, 2])  # [token, block, j, t, e]
     o_j = tl.arange(0, EIGHTH)[None, None, :, None, None]
     o_e = tl.arange(0, 2)[None, None, None, None, :]
-    words = tl.sum(tl.sum(fields << (BITS * (o_j + EIGHTH * o_e)).to(tl.uint32), 4), 2)  # [token, block, t]
+    words = tl.sum(tl.sum(fields << (BITS * (o_j + EIGHTH * o_e)).to(tl.uint32), 4), 2) ^ _signs(
+        BITS
+    )  # [token, block, t]
     o_n = tl.arange(0, _TILE)[:, None, None]
     o_c = tl.arange(0, BLOCK // COLUMNS)[None, :, None]
     o_t = tl.arange(0, 4)[None, None, :]
@@ -114,7 +122,9 @@ def encode_values(x, record_ptr, D: tl.constexpr, BITS: tl.constexpr):
     fields = tl.reshape(codes, [_TILE // COLUMNS, EIGHTH, 4, 2, BLOCK])  # [block, j, t, e, channel]
     o_j = tl.arange(0, EIGHTH)[None, :, None, None, None]
     o_e = tl.arange(0, 2)[None, None, None, :, None]
-    words = tl.sum(tl.sum(fields << (BITS * (o_j + EIGHTH * o_e)).to(tl.uint32), 3), 1)  # [block, t, channel]
+    words = tl.sum(tl.sum(fields << (BITS * (o_j + EIGHTH * o_e)).to(tl.uint32), 3), 1) ^ _signs(
+        BITS
+    )  # [block, t, channel]
     o_n = tl.arange(0, _TILE // COLUMNS)[:, None, None]
     o_t = tl.arange(0, 4)[None, :, None]
     o_c = tl.arange(0, BLOCK)[None, None, :]
@@ -176,7 +186,7 @@ def load_coded(
         bit = column_bit[:, None]
     mask = m_token[:, None] & (o_d < D)[None, :]
     codes = tl.load(part_ptr[:, None] + block * _BLOCK_WORDS + word, mask=mask, other=0).to(tl.uint32, bitcast=True)
-    codes = ((codes >> bit.to(tl.uint32)) & ((1 << BITS) - 1)).to(tl.float32)
+    codes = (((codes ^ _signs(BITS)) >> bit.to(tl.uint32)) & ((1 << BITS) - 1)).to(tl.float32)
     scales_ptr = part_ptr + _TILE * STORED * BITS // 32
     if ARE_KEYS:
         place = (o_d // _ROWS * 16 + o_d // 2 % 4 * 4 + o_d // 8 % 4)[None, :]

@@ -20,15 +20,16 @@ IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def _matrix_product(a: Any, b: Any, acc: Any) -> Any:
-    """Return ``acc + a @ b``; the interpreter sums products of 16 bits in 16 bits, the matrix units in 32."""
-    return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    """Return ``acc + a @ b``; the interpreter sums products of 8 or 16 bits in as many, the matrix units in 32."""
+    return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee").to(acc.dtype)
 
 
 class _Buffer:
     """Shared memory."""
 
-    def __init__(self) -> None:
-        self._contents: Any = None
+    def __init__(self, shape: Any, contents: Any) -> None:
+        self.shape = shape
+        self._contents = contents
 
     def load(self, layout: Any) -> Any:
         return self._contents
@@ -60,8 +61,8 @@ class _Interpreted:
         return value
 
     @staticmethod
-    def allocate_shared_memory(dtype: Any, shape: Any, layout: Any) -> _Buffer:
-        return _Buffer()
+    def allocate_shared_memory(dtype: Any, shape: Any, layout: Any, value: Any = None) -> _Buffer:
+        return _Buffer(shape, value)
 
 
 gl: Any = _Interpreted() if IS_INTERPRETED else _gl

@@ -41,6 +41,11 @@ def _cuda_arch(index: int) -> int:
     return 10 * major + minor
 
 
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel may start on a device before the one before it has ended (programmatic dependent launch)."""
+    return device.type == "cuda" and device_arch(device) >= 90
+
+
 def unsupported_reason(dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why the Triton backend cannot run on tensors of this dtype and device; ``None`` if it can."""
     if device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):

@@ -261,18 +261,30 @@ class DecodeTiles:
     """Sizes of the decode kernel.
 
     Attributes:
-        step: Keys of a step over a coded tile, 32 or 64.
-        stages: Steps of which a warp has room for the codes; it divides the steps of a tile, and is at most that.
         warps: Of a program.
         programs: Of the grid; they share the tiles of all heads.
         round_cost: A coded tile for each warp, counted in steps over raw ones, of 16 keys for each warp.
     """
 
-    step: int
-    stages: int
     warps: int
     programs: int
     round_cost: int
+
+
+PARTS = 32
+"""Parts of a head that are combined in one go."""
+
+
+def _aligned(slots: int, heads: int) -> int:
+    """Return how many programs share heads: where rows are of one length, a share ends where a head does.
+
+    At most an eighth of the ``slots`` stays free for that.
+    """
+    each = slots // heads
+    if each > PARTS:
+        each -= each % PARTS
+    programs = each * heads or -(-heads // -(-heads // slots))
+    return programs if 8 * programs >= 7 * slots else slots
 
 
 def select_decode_tiles(
@@ -289,24 +301,20 @@ def select_decode_tiles(
         tiles: Tiles that the cache can hold, raw ones too.
         processors: Multiprocessors of the device.
     """
-    is_wide = max(block_d, block_dv) > 128
-    # A step of 64 keys and two stages has as much in flight as one of 32 and four. Codes loaded straight into registers
-    # have no stages, and the assembler puts such loads right before their use: in ncu a warp waited for them in 60 % of
-    # its time (int4, 1 x 128K, H200, Triton 3.6).
-    step, stages = 32, 4 if bits == 4 and not is_wide else 2
-    # On 10.x the loop over 8-bit codes spills with four (Triton 3.9).
-    warps = 2 if is_wide or (bits == 8 and arch in TENSOR_MEMORY_ARCHS) else 4
-    codes = step * (block_d + block_dv) * bits // 8
-    shared = warps * (stages * (codes + step * block_dv // 4) + 32 * block_d)
-    # Of the shared memory of a multiprocessor CUDA keeps 1 KB for each program; 8 warps have 255 registers a thread.
+    # A warp has room for a whole tile. Of the shared memory of a multiprocessor CUDA keeps 1 KB for each program; with
+    # eight warps a thread has 255 registers.
+    tile = (block_d + block_dv) * 16 * bits + 4 * block_d + 8 * block_dv
     has = 167_936 if arch == 80 else 233_472 if arch == 90 or arch in TENSOR_MEMORY_ARCHS else 102_400
-    per_processor = max(1, min(8 // warps, has // (shared + 1024)))
+    # Few heads have many parts to be combined, fewer with four warps (8 bits, 1 x 128K: 80 us, 88 with two); of many
+    # heads a program has one or two whole ones, and others meanwhile go on (4 bits, 64 x 4K: 104 us, 119 with four).
+    warps = 2 if heads >= processors else 4
+    while warps > 1 and warps * tile + 1024 > has:
+        warps //= 2
+    slots = processors * max(1, min(8 // warps, has // (warps * tile + 1024)))
     # The quotient of the bytes is 2.2 and 4.2. Where a program has few tiles, it mostly waits, the more so in steps
     # over raw tiles, which are read without stages.
     return DecodeTiles(
-        step=step,
-        stages=stages,
         warps=warps,
-        programs=min(processors * per_processor, heads * tiles),
-        round_cost=bits // 2 if heads >= processors else bits // 4,
+        programs=min(_aligned(slots, heads), heads * tiles),
+        round_cost=bits // 2 if heads >= processors else 2,
     )

@@ -142,10 +142,10 @@ class TestRecord:
         keys, values = (quantize(x, four.format) for quantize, x in ((quantize_keys, key), (quantize_values, value)))
         data = four.encode(key, value)
         # Token 77 is row 13 = 8 * 1 + 5 of its block, channel 45 column 13 = 8 * 1 + 2 * 2 + 1: block 2 * 4 + 1, word
-        # 16 * 5 + 4 * 2 + 1, bits from 4 * (1 + 4) on.
-        assert data[9 * 512 + 4 * 89 + 2] >> 4 == keys.code[77, 45]
+        # 16 * 5 + 4 * 2 + 1, bits from 4 * (1 + 4) on. A code is stored less 8, in two's complement.
+        assert (data[9 * 512 + 4 * 89 + 2] >> 4) ^ 8 == keys.code[77, 45]
         # Of values channel 45 is the row and token 77 the column: block 2 * 4 + 1, the same word and bits.
-        assert data[8704 + 9 * 512 + 4 * 89 + 2] >> 4 == values.code[77, 45]
+        assert (data[8704 + 9 * 512 + 4 * 89 + 2] >> 4) ^ 8 == values.code[77, 45]
         bf16 = data.view(torch.bfloat16)
         assert bf16[(8192) // 2 + 32 + 2 * 8 + 2 * 1 + 1] == keys.scale[0, 45]
         assert bf16[(8192 + 256) // 2 + 32 + 2 * 8 + 2 * 1 + 1] == keys.low[0, 45]
@@ -153,7 +153,7 @@ class TestRecord:
         assert bf16[pair] == values.scale[77, 1]
         assert bf16[pair + 1] == values.low[77, 1]
         # Eight bits: blocks of 16 columns, so block 2 * 8 + 2, and byte 1 + 2 of the same word.
-        assert eight.encode(key, value)[18 * 512 + 4 * 89 + 3] == quantize_keys(key, eight.format).code[77, 45]
+        assert eight.encode(key, value)[18 * 512 + 4 * 89 + 3] ^ 0x80 == quantize_keys(key, eight.format).code[77, 45]
 
 
 def test_an_unknown_format_is_named() -> None:
