@@ -22,7 +22,7 @@ FLASH_3_FP8 = "fa3:fp8"
 STEPS = {"sdpa": "SDPA", "fa3": "FA3", FLASH_3_FP8: "FA3 FP8"}
 FLASH_3 = "fa3"
 PREFILL_FILE = "prefill-h200.json"
-SERVE_FILES = ("serve-h200.json",)
+SERVE_FILES = ("serve-h200.json", "serve-packed-h200.json", "serve-long-h200.json", "serve-many-h200.json")
 BALANCED = "dma_mxfp:balanced"
 
 Result = dict[str, Any]
@@ -164,27 +164,32 @@ def decode_summary() -> str:
 
 
 def serve_table() -> str:
-    """Return a row for each set of requests and backend."""
+    """Return a row for each set of requests and backend; of what several files have, that of the last one."""
     headers = ["requests x tokens", "layers", "pages", "backend", "new tokens/s", "over the first"]
     headers += ["first token, median (99 %)", "between tokens", "most at once", "a token, a request takes"]
-    rows = []
+    found = {}
     for name in SERVE_FILES:
         report = json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
-        for result in report["results"]:
-            count, _, lengths = result["requests"].partition("x")
-            row = [f"{count} x ({lengths.replace('+', ' + ')})", str(report["layers"])]
-            row += [f"{report['cache_gib']:g} GiB", describe_pages(result["label"])]
-            row += [_number(result["tokens_per_second"], ",.0f"), _number(result["speedup"], ".2f", "x")]
-            for what, form, unit in (
-                ("first_token_seconds", ".2f", " s"),
-                ("between_tokens_milliseconds", ".1f", " ms"),
-            ):
-                median, high = (_number(result[what + end], form, unit) for end in ("", "_p99"))
-                row.append(f"{median} ({high})")
-            token, request = result["cache_bytes_per_token"], result["cache_bytes_per_request"]
-            sizes = [_number(token and token / 1024, ".1f", " KiB")]
-            sizes += [_number(request / 2**20, ".1f", " MiB")] if request else []
-            rows.append([*row, _number(result["most_at_once"], "d"), ", ".join(sizes)])
+        found |= {(each["requests"], each["label"]): (report, each) for each in report["results"]}
+    first: dict[str, float | None] = {}
+    rows = []
+    for (requests, label), (report, result) in found.items():
+        count, _, lengths = requests.partition("x")
+        speed = result["tokens_per_second"]
+        reference = first.setdefault(requests, speed)
+        row = [f"{count} x ({lengths.replace('+', ' + ')})", str(report["layers"])]
+        row += [f"{report['cache_gib']:g} GiB", describe_pages(label), _number(speed, ",.0f")]
+        row.append(_number(speed and reference and speed / reference, ".2f", "x"))
+        for what, form, unit in (
+            ("first_token_seconds", ".2f", " s"),
+            ("between_tokens_milliseconds", ".1f", " ms"),
+        ):
+            median, high = (_number(result[what + end], form, unit) for end in ("", "_p99"))
+            row.append(f"{median} ({high})")
+        token, request = result["cache_bytes_per_token"], result["cache_bytes_per_request"]
+        sizes = [_number(token and token / 1024, ".1f", " KiB")]
+        sizes += [_number(request / 2**20, ".1f", " MiB")] if request else []
+        rows.append([*row, _number(result["most_at_once"], "d"), ", ".join(sizes)])
     return table(headers, rows)
 
 
