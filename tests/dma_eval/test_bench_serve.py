@@ -117,11 +117,11 @@ def test_packed_pages(name, model):
     assert result.failure is None
     assert result.config["cache"] == name
     assert result.most_at_once == 5
-    assert 0.99 * 0.01 * (1 << 30) < result.cache_bytes <= 1.1 * 0.01 * (1 << 30)
+    assert 0.98 * 0.01 * (1 << 30) < result.cache_bytes <= 1.1 * 0.01 * (1 << 30)
     assert (
         result.cache_bytes_per_token < TOKEN_BYTES * {"int8": 0.55, "int4": 0.45}[name]
     )  # head_dim 16 has much overhead
-    assert result.cache_bytes_per_request >= 4 * 128 * TOKEN_BYTES  # a sink, the band, and tiles being filled
+    assert result.cache_bytes_per_request >= 3 * 128 * TOKEN_BYTES  # a sink, the band, and the tile being filled
 
 
 @pytest.mark.parametrize(
