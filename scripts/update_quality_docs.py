@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from dma_eval.bench.results import DecodeReport, DecodeResult
 from dma_eval.markdown import table
@@ -27,7 +28,13 @@ from dma_eval.run_folder import merge, read_run, write_run
 ROOT = Path(__file__).resolve().parents[1]
 QUALITY = ROOT / "benchmarks" / "quality"
 SHORT, LONG, EQUALIZED = "smollm2-2048-fp32", "smollm2-8192-fp32", "smollm2-equalized-4096-fp32"
-"""All backends and twins on short windows; presets and caches on long ones; and after the model was equalised."""
+"""All backends and twins on short windows; fewer on long ones; and after the model was equalised."""
+MIDDLE = ("smollm2-4096-fp32", "smollm2-4096-variants-fp32")
+"""``balanced``, and variants of it, on twins and windows in between."""
+FAR = "smollm2-32768-yarn-fp32"
+"""Presets over four times the positions that the model was trained for."""
+NEEDLES = ("smollm2-needles-bf16", "smollm2-needles-caches-bf16")
+"""Which needles presets find, and which caches."""
 DECODE = ROOT / "benchmarks" / "decode-h200.json"
 DECODE_SHAPE = {"batch": 1, "length": 32768, "query_heads": 32, "kv_heads": 8, "head_dim": 128}
 PREFIX = "dma_mxfp:"
@@ -39,11 +46,14 @@ NAMES = {
     "sim_fa3_fp8": "FlashAttention-3 in FP8 (simulated)",
     "sim_fp8_cache": "FP8, one scale (simulated)",
     "sdpa+fp8": "FP8, Transformers",
-    "sdpa+quanto4": "quanto, 4 bits",
     "sdpa+hqq4": "HQQ, 4 bits",
+    "sdpa+quanto4": "quanto, 4 bits",
     "dma_mxfp:block": "`balanced`, scales of blocks",
     "dma_mxfp:pv16": "`balanced`, 16-bit P·V",
     "dma_mxfp:mxfp8": '`low = "mxfp8"`, not rotated',
+    "dma_mxfp:unrotated": "`balanced`, not rotated",
+    "dma_mxfp:block-unrotated": "`balanced`, scales of blocks, not rotated",
+    "dma_mxfp:paper-no-sink": "`paper` without a sink",
 }
 PROMPTS = ("sdpa", "dma_mxfp:balanced", "dma_mxfp:fp4", "dma_mxfp:paper", "sim_sage", "sim_fa3_fp8")
 """What reads a prompt at once, in the order of the README's first table."""
@@ -73,8 +83,8 @@ def readme_tables() -> str:
     def row(label: str) -> list[str]:
         if label == base.label:
             return [_name(label), f"{first[label].perplexity:.3f}", f"{base.perplexity:.3f}", "", *[""] * len(TWINS)]
-        kls = [format_kl(short[name][label].kl_mean) for name in ("as it is", *TWINS)]
-        return [_name(label), _change(first[label]), _change(longest[label]) if label in longest else MISSING, *kls]
+        changes = [_change(results[label]) if label in results else MISSING for results in (first, longest)]
+        return [_name(label), *changes, *_kls([short[name] for name in ("as it is", *TWINS)], label)]
 
     prompts = table(headers, [row(label) for label in PROMPTS])
     caches = table(
@@ -113,8 +123,11 @@ def _step(label: str | None) -> tuple[str, str]:
 
 
 def run_tables() -> str:
-    """The tables of docs/evaluation.md: every twin, and longer windows."""
-    short, long = _twins(SHORT), read_run(QUALITY / LONG)
+    """The tables of docs/evaluation.md: every twin, longer windows, far positions and needles."""
+    short, long, (far,) = _twins(SHORT), read_run(QUALITY / LONG), read_run(QUALITY / FAR).perplexity
+    middle, variants = map(_twins, MIDDLE)
+    twins = dict.fromkeys([*middle, *variants])
+    forms = {name: middle.get(name, {}) | variants.get(name, {}) for name in twins}
     columns = {f"{long.perplexity[0].context:,}": {each.label: each for each in long.perplexity[0].backends}}
     columns |= {f"{_context(LONG)}, {name}": results for name, results in _twins(LONG).items()}
     columns |= {f"{_context(EQUALIZED)}, equalized, {name}": results for name, results in _twins(EQUALIZED).items()}
@@ -123,20 +136,50 @@ def run_tables() -> str:
         [
             f"KL per token on twins, windows of {_context(SHORT)} tokens:\n\n{_kl(short)}",
             f"On longer windows, and after `equalize`:\n\n{_kl(columns)}",
+            f"Forms of `balanced`, windows of {_context(MIDDLE[0])} tokens:\n\n{_kl(forms)}",
             f"![Twins](../{plot.relative_to(ROOT)})\n",
+            f"At {far.context:,} tokens, by position:\n\n{_by_position(far)}",
+            f"Needles found, by length of the prompt:\n\n{_needles()}",
         ]
     )
 
 
+def _by_position(section: PerplexitySection) -> str:
+    """Change of perplexity, and KL per token in each quarter of the positions."""
+    edges = section.position_edges
+    share = (len(edges) - 1) // 4
+    quarters = [slice(begin, begin + share) for begin in range(0, 4 * share, share)]
+    names = [f"KL, {edges[quarter.start]:,} to {edges[quarter.stop] - 1:,}" for quarter in quarters]
+    rows = []
+    for backend in section.backends[1:]:
+        kls = [fmean(kl for kl in backend.position_kl[quarter] if kl is not None) for quarter in quarters]
+        rows.append([_name(backend.label), _change(backend), *map(format_kl, kls)])
+    return table(["", "perplexity", *names], rows)
+
+
+def _needles() -> str:
+    """Answers found of those asked for; the reference stands once for each set of questions."""
+    sections = [section for name in NEEDLES for section in read_run(QUALITY / name).retrieval]
+    rows = []
+    for section in sections:
+        for backend in section.backends:
+            cells = [[cell for cell in backend.cells if cell.length == length] for length in section.lengths]
+            found = [f"{sum(cell.correct for cell in row)}/{sum(cell.samples for cell in row)}" for row in cells]
+            of = " (questions of the caches)" if rows and backend is section.backends[0] else ""
+            rows.append([f"{_name(backend.label)}{of}", *found])
+    return table(["", *(f"{length:,}" for length in sections[0].lengths)], rows)
+
+
 def _kl(columns: Mapping[str, Mapping[str, BackendResult]]) -> str:
     """KL per token of every backend, in one column for each set of results."""
-    labels = dict.fromkeys(label for column in columns.values() for label in column if label != "sdpa")
+    found = dict.fromkeys(label for column in columns.values() for label in column if label != "sdpa")
+    labels = [label for label in dict.fromkeys([*PROMPTS, *CACHES, *NAMES, *found]) if label in found]
+    return table(("", *columns), [[_name(label), *_kls(columns.values(), label)] for label in labels])
 
-    def cell(column: Mapping[str, BackendResult], label: str) -> str:
-        return format_kl(column[label].kl_mean) if label in column else MISSING
 
-    rows = [[_name(label), *(cell(column, label) for column in columns.values())] for label in labels]
-    return table(("", *columns), rows)
+def _kls(columns: Iterable[Mapping[str, BackendResult]], label: str) -> list[str]:
+    """KL per token of a backend in each set of results."""
+    return [format_kl(column[label].kl_mean) if label in column else MISSING for column in columns]
 
 
 BLOCKS = {"README.md": ("quality", readme_tables), "docs/evaluation.md": ("quality run", run_tables)}
