@@ -21,7 +21,7 @@ _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 _ROWS = tl.constexpr(32)
 """Rows of the batch that are looked at together."""
 PLACES = tl.constexpr(2)
-"""Partial results that a program has room for: of the head it begins with, and of one that others go on with."""
+"""Partial results that a program has room for: of the head it begins with, and of the one it is at now."""
 
 
 @jit
@@ -68,7 +68,7 @@ def _program_of(unit, share, rest):
 
 @jit
 def _await_kernel_before():
-    """Wait until the kernel before this one, which let it start early, has ended and what it wrote can be seen."""
+    """Wait until the kernel before, which let this one start early, has ended and what it wrote can be seen."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
 
 

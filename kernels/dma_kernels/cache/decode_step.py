@@ -1,6 +1,7 @@
 """A step of decoding on the Triton backend: new keys and values stored, and up to 16 queries answered.
 
-The new keys are stored by a kernel of their own; the parts of a head are combined by the program that is done last.
+The new keys are stored by a kernel of their own, beside which the one that attends may already run; the parts of a head
+are combined by the program that is done last.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def decode_step(
         return decode_attention(query, storage, scale=scale, window=window, softcap=softcap, sinks=sinks)[0]
     kinds = (replay.tensor_kind(query), replay.tensor_kind(key), replay.tensor_kind(value), replay.tensor_kind(sinks))
     call = replay.call_of("step", *kinds, *storage_kind(storage), scale, window, softcap)
-
+    # What is read of low tiles was stored before this step, if all that is new are the keys of its queries.
     is_early = starts_early(query.device) and query.shape[2] == new_len
 
     def run() -> tuple[Tensor]:

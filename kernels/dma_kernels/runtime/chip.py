@@ -43,7 +43,7 @@ def _cuda_arch(index: int) -> int:
 
 def starts_early(device: torch.device) -> bool:
     """Whether a kernel may start on a device before the one before it has ended (programmatic dependent launch)."""
-    return device.type == "cuda" and device_arch(device) >= 90
+    return not is_interpreted() and device_arch(device) >= 90
 
 
 def unsupported_reason(dtype: torch.dtype, device: torch.device) -> str | None:

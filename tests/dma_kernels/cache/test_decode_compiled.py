@@ -33,8 +33,10 @@ def test_a_step(step: str, kernels: CompiledCalls) -> None:
     """New keys are stored; queries are answered, and the parts of a head combined, by one kernel."""
     append, decode = kernels[step]
     assert (append["name"], decode["name"]) == ("append_kernel", "decode_kernel")
-    for kernel in (append, decode):
-        assert kernel["shared"] <= SHARED_MEMORY[int(step.split(":")[1])], kernel["name"]
+    arch = int(step.split(":")[1])
+    for kernel, early in ((append, "launch_dependents"), (decode, "wait")):
+        assert kernel["shared"] <= SHARED_MEMORY[arch], kernel["name"]
+        assert (f"griddepcontrol.{early}" in kernel["ptx"]) == (arch >= 90), kernel["name"]
     assert append["stack"] == 0 or "256" in step
     assert decode["loop_spills"] == 0 or "256" in step
 
