@@ -1,7 +1,8 @@
 """The loops of the decode kernel: queries against high tiles, read in 16 bits, and against low ones, read from records.
 
-A warp works on tiles of its own, and each of its lanes on what it has copied itself. Scores are ``keys . queries`` and
-outputs ``values . probabilities``, so that keys and values fill the 16 rows of an instruction, and queries its columns.
+A warp works on tiles of its own; a lane reads the codes that it has copied itself, and scales and lows that others
+have, past the barrier at which copies may overwrite what was read before. Scores are ``keys . queries`` and outputs
+``values . probabilities``, so that keys and values fill the 16 rows of an instruction, and queries its columns.
 
 Codes are multiplied as integers of 8 bits, exactly, with numbers of 16 bits in two signed bytes:
 
