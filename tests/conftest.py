@@ -12,6 +12,9 @@ import torch
 # because the folders' own conftest files, which are imported next, import kernels.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    from quick_interpreter import make_quick
+
+    make_quick()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
