@@ -91,8 +91,8 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
     def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         self.device_caches.clear()  # they do not know the chip
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        registers, stack, loop_spills = _resources(kernel.asm["cubin"])
         ptx, shared = kernel.asm["ptx"], kernel.metadata.shared
+        registers, stack, loop_spills = _resources(kernel.asm["cubin"], has_products="mma" in ptx)
         compiled.append(Compiled(self.__name__, ptx, shared, registers, stack, loop_spills))
         return kernel
 
@@ -110,12 +110,16 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
         driver._active = previous
 
 
-def _resources(cubin: bytes) -> tuple[int, int, int]:
-    """Return the registers and stack bytes of a thread of a cubin's only kernel, and the spills of its hot loop."""
+def _resources(cubin: bytes, *, has_products: bool) -> tuple[int, int, int]:
+    """Return the registers and stack bytes of a thread of a cubin's only kernel, and the spills of its hot loop.
+
+    A kernel without products of matrices has no such loop, and is not disassembled, which takes half a second.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage, code = (_cuobjdump(option, file.name) for option in ("-res-usage", "-sass"))
+        usage = _cuobjdump("-res-usage", file.name)
+        code = _cuobjdump("-sass", file.name) if has_products else ""
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     instructions = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.M)]
     loops = []
