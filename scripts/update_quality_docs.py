@@ -27,10 +27,12 @@ from dma_eval.run_folder import merge, read_run, write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 QUALITY = ROOT / "benchmarks" / "quality"
-SHORT, LONG, EQUALIZED = "smollm2-2048-fp32", "smollm2-8192-fp32", "smollm2-equalized-4096-fp32"
+SHORT, LONG, EQUALIZED = "smollm2-4096-fp32", "smollm2-8192-fp32", "smollm2-equalized-4096-fp32"
 """All backends and twins on short windows; fewer on long ones; and after the model was equalised."""
-MIDDLE = ("smollm2-4096-fp32", "smollm2-4096-variants-fp32")
-"""``balanced``, and variants of it, on twins and windows in between."""
+VARIANTS = "smollm2-4096-variants-fp32"
+"""Variants of ``balanced`` on the short windows and all twins."""
+SATURATING = "smollm2-4096-cpu-fp32"
+"""What fails in ``SHORT``, whose PyTorch makes NaN of numbers that E4M3 does not hold, on a PyTorch that saturates."""
 FAR = "smollm2-32768-yarn-fp32"
 """Presets over four times the positions that the model was trained for."""
 NEEDLES = ("smollm2-needles-bf16", "smollm2-needles-caches-bf16")
@@ -40,6 +42,7 @@ DECODE_SHAPE = {"batch": 1, "length": 32768, "query_heads": 32, "kv_heads": 8, "
 PREFIX = "dma_mxfp:"
 TWINS = ("keys x 32", "key biases", "values x 32")
 """Twins that the README shows."""
+FAILED = "failed"
 NAMES = {
     "sdpa": "SDPA",
     "sim_sage": "SageAttention 1 (simulated)",
@@ -70,7 +73,7 @@ CACHES = {
 
 def readme_tables() -> str:
     """What reads prompts, and caches: on the text and on twins, with bytes and speed of a step."""
-    short, long = _twins(SHORT), read_run(QUALITY / LONG).perplexity[0]
+    short, long = _short(), read_run(QUALITY / LONG).perplexity[0]
     first, base, longest = short["as it is"], long.backends[0], {each.label: each for each in long.backends}
     headers = [
         "",
@@ -99,6 +102,14 @@ def _context(name: str) -> str:
     return next(f"{twin.tokens.context:,}" for twin in read_run(QUALITY / name).stress[0].twins if twin.tokens)
 
 
+def _short() -> dict[str, dict[str, BackendResult]]:
+    """The results on short windows, with those of the other machine in place of failures."""
+    twins = _twins(SHORT)
+    for name, others in _twins(SATURATING).items():
+        twins[name] |= {label: each for label, each in others.items() if twins[name][label].failure}
+    return twins
+
+
 def _twins(name: str) -> dict[str, dict[str, BackendResult]]:
     """The results of a run on each twin, by the names of both."""
     (stress,) = read_run(QUALITY / name).stress
@@ -124,10 +135,9 @@ def _step(label: str | None) -> tuple[str, str]:
 
 def run_tables() -> str:
     """The tables of docs/evaluation.md: every twin, longer windows, far positions and needles."""
-    short, long, (far,) = _twins(SHORT), read_run(QUALITY / LONG), read_run(QUALITY / FAR).perplexity
-    middle, variants = map(_twins, MIDDLE)
-    twins = dict.fromkeys([*middle, *variants])
-    forms = {name: middle.get(name, {}) | variants.get(name, {}) for name in twins}
+    short, long, (far,) = _short(), read_run(QUALITY / LONG), read_run(QUALITY / FAR).perplexity
+    balanced = f"{PREFIX}balanced"
+    forms = {name: {balanced: short[name][balanced]} | twin for name, twin in _twins(VARIANTS).items()}
     columns = {f"{long.perplexity[0].context:,}": {each.label: each for each in long.perplexity[0].backends}}
     columns |= {f"{_context(LONG)}, {name}": results for name, results in _twins(LONG).items()}
     columns |= {f"{_context(EQUALIZED)}, equalized, {name}": results for name, results in _twins(EQUALIZED).items()}
@@ -136,7 +146,7 @@ def run_tables() -> str:
         [
             f"KL per token on twins, windows of {_context(SHORT)} tokens:\n\n{_kl(short)}",
             f"On longer windows, and after `equalize`:\n\n{_kl(columns)}",
-            f"Forms of `balanced`, windows of {_context(MIDDLE[0])} tokens:\n\n{_kl(forms)}",
+            f"Forms of `balanced`, on the same twins:\n\n{_kl(forms)}",
             f"![Twins](../{plot.relative_to(ROOT)})\n",
             f"At {far.context:,} tokens, by position:\n\n{_by_position(far)}",
             f"Needles found, by length of the prompt:\n\n{_needles()}",
@@ -160,7 +170,7 @@ def _by_position(section: PerplexitySection) -> str:
 def _needles() -> str:
     """Answers found of those asked for; the reference stands once for each set of questions."""
     sections = [section for name in NEEDLES for section in read_run(QUALITY / name).retrieval]
-    rows = []
+    rows: list[list[str]] = []
     for section in sections:
         for backend in section.backends:
             cells = [[cell for cell in backend.cells if cell.length == length] for length in section.lengths]
@@ -179,7 +189,8 @@ def _kl(columns: Mapping[str, Mapping[str, BackendResult]]) -> str:
 
 def _kls(columns: Iterable[Mapping[str, BackendResult]], label: str) -> list[str]:
     """KL per token of a backend in each set of results."""
-    return [format_kl(column[label].kl_mean) if label in column else MISSING for column in columns]
+    found = [column.get(label) for column in columns]
+    return [MISSING if each is None else FAILED if each.failure else format_kl(each.kl_mean) for each in found]
 
 
 BLOCKS = {"README.md": ("quality", readme_tables), "docs/evaluation.md": ("quality run", run_tables)}
@@ -239,7 +250,7 @@ def _name(label: str) -> str:
 
 def _change(result: BackendResult) -> str:
     change = result.change_percent
-    return MISSING if change is None else f"{change:+.1f} %" if abs(change) >= 10 else f"{change:+.2f} %"
+    return FAILED if change is None else f"{change:+.1f} %" if abs(change) >= 10 else f"{change:+.2f} %"
 
 
 def main() -> None:

@@ -220,9 +220,6 @@ def value_scale(value: Tensor, visible: Tensor | None = None) -> Tensor:
     low tile, as the mean key is, and a longer context does not move it. A channel that says little in the first tile is
     scaled as if it held a thirty-second of the head's largest magnitude.
 
-    On SmolLM2-135M at 2,048 tokens ``balanced`` loses a KL divergence of .00012 per token with it, .00011 with the
-    scales of all values.
-
     Args:
         value: ``[B, H, T, D]``.
         visible: Boolean ``[B, T]``: the tokens that count; all where it is ``None``. The first 128 of them are read.
