@@ -250,7 +250,6 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         self.max_tokens_read = TILE * pages.num_blocks
         self._bodies = self.cache_tensor.view(-1, layers, heads, self.record.nbytes).unbind(1)
         self._raw = [self._raw_views(layer, slot // dtype.itemsize) for layer in range(layers)]
-        self._arrivals = torch.zeros((self.num_sectors, heads + 1), dtype=torch.int32, device=device)
         self._batch: list[tuple[int, int, list[int], int]] = []
         self._groups: tuple[Any, list[_Group]] = None, []
 
@@ -329,7 +328,6 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             body=self._bodies[layer],
             pages=group.pages,
             lengths=group.positions.clone(),  # which every layer moves on
-            arrivals=self._arrivals[: group.count],
             raw_rows=group.slots,
             slack_tiles=SLACK_TILES,
             **self._raw[layer],  # type: ignore[arg-type]

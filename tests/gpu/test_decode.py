@@ -12,13 +12,12 @@ from decode_cases import (
     FORMATS,
     Case,
     assert_decode_matches,
-    assert_steps_equal_their_parts,
+    assert_steps_match,
     assert_storages_equal,
 )
 from dma_kernels.cache.append import append_tokens
-from dma_kernels.cache.decode import decode_attention
+from dma_kernels.cache.decode import decode_attention, decode_step
 from dma_kernels.cache.decode_kernel import decode_kernel
-from dma_kernels.cache.decode_step import decode_step
 from dma_kernels.cache.storage import LayerStorage
 
 pytestmark = pytest.mark.gpu
@@ -35,14 +34,14 @@ def test_matches_the_reference(case: str, format: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("case", CASES)
-def test_steps_equal_their_parts(case: str, format: str) -> None:
-    assert_steps_equal_their_parts(CASES[case], format, torch.bfloat16, "cuda")
+def test_steps_match_the_reference(case: str, format: str) -> None:
+    assert_steps_match(CASES[case], format, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("queries", [1, 16])
-def test_long_steps_equal_their_parts(queries: int, format: str) -> None:
-    assert_steps_equal_their_parts(replace(LONG, q_len=queries), format, torch.bfloat16, "cuda")
+def test_long_steps_match_the_reference(queries: int, format: str) -> None:
+    assert_steps_match(replace(LONG, q_len=queries), format, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -85,8 +84,7 @@ def test_a_cuda_graph_of_a_step_fills_the_cache(format: str) -> None:
     expected = storage()
     outputs = []
     for inputs in _steps(expected, case, 500, 150):
-        append_tokens(expected, *inputs[1:])
-        outputs.append(decode_attention(inputs[0], expected, scale=0.1)[0])
+        outputs.append(decode_step(*inputs, expected, scale=0.1))
     ours = storage()
     static = next(_steps(ours, case, 500, 1))
     lengths = ours.lengths.clone()

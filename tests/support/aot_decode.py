@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from aot import OPTIONS, Compiled, answer_calls, compile_only
 from dma_kernels.cache.chunk import chunk_attention
-from dma_kernels.cache.decode_step import decode_step
+from dma_kernels.cache.decode import decode_step
 from dma_kernels.cache.storage import LayerStorage
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from ..runtime.chip import resolve_backend
 from .append import append_tokens
 from .chunk import chunk_attention
-from .decode import MAX_QUERIES, decode_attention
-from .decode_step import decode_step
+from .decode import MAX_QUERIES, decode_attention, decode_step
 from .reference import cached_attention_reference
 from .restore import restore_dense
 from .storage import TENSORS, LayerStorage

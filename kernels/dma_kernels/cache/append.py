@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..numerics.formats import TILE, padded_channels
 from ..runtime import replay
@@ -71,26 +70,22 @@ def _append_tile(
                 tl.store(sink_base + position[:, None] * D + o_d[None, :], x, mask=m_x)
 
 
-@triton.jit(do_not_specialize=["new_len", "slots", "ring_tiles", "sink_tiles"])
-def append_kernel(
-    key_ptr, value_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr, body_ptr, pages_ptr, lengths_ptr,
-    raw_rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
+@triton.jit
+def append_to_head(
+    key_ptr, value_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr, body_ptr, pages_ptr, raw_rows_ptr,
+    stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
     stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
-    new_len, slots, ring_tiles, sink_tiles,
+    i_head, i_tile, are_values, length, new_len, slots, ring_tiles, sink_tiles,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BITS: tl.constexpr, RECORD_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, STORE_RAW: tl.constexpr,
-    ENCODE: tl.constexpr, LETS_START: tl.constexpr,
+    ENCODE: tl.constexpr,
 ):  # fmt: skip
-    """Append keys or values to one tile of a kv head; grid ``(B * Hkv, tiles that new ones can lie in, 2)``."""
-    if LETS_START:  # the decode kernel of the same step
-        gdc_launch_dependents()
-    i_head = tl.program_id(0).to(tl.int64)
+    """Append keys or values to one tile of a kv head, the ``i_tile``-th that new ones may lie in."""
     i_b = i_head // KV_HEADS
     i_kv = i_head % KV_HEADS
-    length = tl.load(lengths_ptr + i_b)
     end = length + new_len
     # What a negative length says is padding is skipped: positions begin at 0.
-    tile = (tl.maximum(length, 0) >> _TILE_SHIFT) + tl.program_id(1)
+    tile = (tl.maximum(length, 0) >> _TILE_SHIFT) + i_tile
     if tile * _TILE < end:
         # A ring holds the last tiles.
         is_coded = ((tile + 1) * _TILE <= end) & (tile >= (end >> _TILE_SHIFT) - slots)
@@ -101,20 +96,42 @@ def append_kernel(
             row = tl.load(raw_rows_ptr + i_b).to(tl.int64)
         ring = i_kv * ring_tiles * _TILE
         sink = i_kv * sink_tiles * _TILE
-        if tl.program_id(2) == 0:
-            _append_tile(
-                key_ptr + i_b * stride_kb + i_kv * stride_kh, key_tail_ptr + (row * stride_key_tail + ring * D),
-                key_sink_ptr + (row * stride_key_sink + sink * D), record_ptr,
-                tile, length, end, stride_kt, stride_kd, ring_tiles, sink_tiles, is_coded,
-                D, BLOCK_D, BITS, True, STORE_RAW, ENCODE,
-            )  # fmt: skip
-        else:
+        if are_values:
             _append_tile(
                 value_ptr + i_b * stride_vb + i_kv * stride_vh, value_tail_ptr + (row * stride_value_tail + ring * DV),
                 value_sink_ptr + (row * stride_value_sink + sink * DV), record_ptr + KEY_WORDS,
                 tile, length, end, stride_vt, stride_vd, ring_tiles, sink_tiles, is_coded,
                 DV, BLOCK_DV, BITS, False, STORE_RAW, ENCODE,
             )  # fmt: skip
+        else:
+            _append_tile(
+                key_ptr + i_b * stride_kb + i_kv * stride_kh, key_tail_ptr + (row * stride_key_tail + ring * D),
+                key_sink_ptr + (row * stride_key_sink + sink * D), record_ptr,
+                tile, length, end, stride_kt, stride_kd, ring_tiles, sink_tiles, is_coded,
+                D, BLOCK_D, BITS, True, STORE_RAW, ENCODE,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["new_len", "slots", "ring_tiles", "sink_tiles"])
+def append_kernel(
+    key_ptr, value_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr, body_ptr, pages_ptr, raw_rows_ptr,
+    lengths_ptr, stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
+    stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
+    new_len, slots, ring_tiles, sink_tiles,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BITS: tl.constexpr, RECORD_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, STORE_RAW: tl.constexpr,
+    ENCODE: tl.constexpr,
+):  # fmt: skip
+    """Append keys or values to one tile of a kv head; grid ``(B * Hkv, tiles that new ones can lie in, 2)``."""
+    i_head = tl.program_id(0).to(tl.int64)
+    append_to_head(
+        key_ptr, value_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr, body_ptr, pages_ptr,
+        raw_rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
+        stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
+        i_head, tl.program_id(1), tl.program_id(2) == 1, tl.load(lengths_ptr + i_head // KV_HEADS), new_len, slots,
+        ring_tiles, sink_tiles,
+        KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, BITS, RECORD_WORDS, KEY_WORDS, STORE_RAW, ENCODE,
+    )  # fmt: skip
 
 
 def append_tokens(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
@@ -141,21 +158,29 @@ def storage_kind(storage: LayerStorage) -> tuple[Hashable, ...]:
     return storage.format, *(tail.shape for tail in tails), *sizes, tails[0].dtype, tails[0].device
 
 
-def launch_append(storage: LayerStorage, key: Tensor, value: Tensor, *, lets_start: bool = False) -> tuple[()]:
+def tiles_of(new_len: int) -> int:
+    """Return how many tiles so many new tokens may lie in."""
+    return (new_len + TILE - 2) // TILE + 1
+
+
+def where_stored(storage: LayerStorage) -> tuple[Tensor | None, ...]:
+    """Return the tensors that a launch which appends writes, or finds its places in, in the kernels' order."""
+    raw = storage.key_tail, storage.value_tail, storage.key_sink, storage.value_sink
+    return *raw, storage.body.view(torch.int32), storage.pages, storage.raw_rows
+
+
+def launch_append(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()]:
     """Launch the kernel, which stores keys without counting them in ``lengths``; arguments as of `append_tokens`."""
     batch, kv_heads, new_len, _ = key.shape
     ring_tiles = storage.ring // TILE
-    tiles = (new_len + TILE - 2) // TILE + 1
     # A tile that comes round the ring would overwrite stored keys that are still to be encoded.
-    phases = ((True, True),) if tiles <= ring_tiles else ((False, True), (True, False))
+    phases = ((True, True),) if tiles_of(new_len) <= ring_tiles else ((False, True), (True, False))
     with on_device(key.device):
         for phase in phases:
-            _launcher(storage.record, kv_heads, key.dtype, phase, lets_start)(
-                (batch * kv_heads, tiles, 2),
-                key, value, storage.key_tail, storage.value_tail, storage.key_sink, storage.value_sink,
-                storage.body.view(torch.int32), storage.pages, storage.lengths, storage.raw_rows,
-                *key.stride(), *value.stride(), *storage.strides, new_len, storage.slots, ring_tiles,
-                storage.key_sink.shape[2] // TILE,
+            _launcher(storage.record, kv_heads, key.dtype, phase)(
+                (batch * kv_heads, tiles_of(new_len), 2),
+                key, value, *where_stored(storage), storage.lengths, *key.stride(), *value.stride(), *storage.strides,
+                new_len, storage.slots, ring_tiles, storage.key_sink.shape[2] // TILE,
             )  # fmt: skip
     return ()
 
@@ -174,16 +199,13 @@ def record_constants(record: Record, kv_heads: int) -> dict[str, int]:
     }
 
 
+def append_warps(record: Record) -> int:
+    """Return how many warps a program has that may encode a tile."""
+    return 8 if max(record.head_dim, record.value_dim) <= 128 else 16
+
+
 @functools.lru_cache(maxsize=256)
-def _launcher(
-    record: Record, kv_heads: int, dtype: torch.dtype, phase: tuple[bool, bool], lets_start: bool
-) -> Launcher:
+def _launcher(record: Record, kv_heads: int, dtype: torch.dtype, phase: tuple[bool, bool]) -> Launcher:
     """Return the launcher for a kind of cache; ``phase`` says whether raw keys are stored and whether tiles encoded."""
-    constants = {
-        **record_constants(record, kv_heads),
-        "STORE_RAW": phase[0],
-        "ENCODE": phase[1],
-        "LETS_START": lets_start,
-    }
-    warps = 8 if max(record.head_dim, record.value_dim) <= 128 else 16
-    return Launcher(append_kernel, constants, num_warps=warps, maxnreg=REGISTERS)
+    constants = {**record_constants(record, kv_heads), "STORE_RAW": phase[0], "ENCODE": phase[1]}
+    return Launcher(append_kernel, constants, num_warps=append_warps(record), maxnreg=REGISTERS)

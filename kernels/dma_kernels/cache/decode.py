@@ -1,7 +1,8 @@
 """Decode attention on the Triton backend: up to 16 queries against the packed tiles and the raw band of a cache.
 
-How many keys there are is read on the device, and the grid depends on shapes and capacities alone, so a CUDA graph of a
-step can be replayed while the cache fills.
+Two launches: one attends (:mod:`.decode_kernel`), and one combines parts and stores new keys (:mod:`.decode_end`). How
+many keys there are is read on the device, and grids depend on shapes and capacities alone, so a CUDA graph of a step
+can be replayed while the cache fills.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from torch import Tensor
 from ..numerics.formats import TILE, padded_channels
 from ..numerics.geometry import LOG2_E
 from ..runtime import chip, replay
-from ..runtime.chip import processors
+from ..runtime.chip import processors, starts_early
 from ..runtime.launch import Launcher, on_device
 from ..runtime.tuning import select_decode_tiles
-from .append import storage_kind
+from .append import append_tokens, storage_kind, where_stored
 from .codes import VALUE_GROUP, Record
-from .decode_kernel import PLACES, decode_kernel
+from .decode_end import launch_end
+from .decode_kernel import decode_kernel
 from .decode_operands import COLUMNS
 from .storage import LayerStorage
 
@@ -72,44 +74,73 @@ def decode_attention(
     )
 
     def run() -> tuple[Tensor, ...]:
-        results = launch_decode(query, storage, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        results = _launch(query, None, storage, scale=scale, window=window, softcap=softcap, sinks=sinks)
         return results if return_lse else results[:1]
 
     return call.run(inputs, run)
 
 
-def launch_decode(
+def decode_step(
     query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    storage: LayerStorage,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Store the keys and values of the queries, and attend; no host synchronisation.
+
+    It does what :func:`~dma_kernels.cache.append.append_tokens` and :func:`decode_attention` do one after the other.
+
+    Args:
+        query: As for :func:`decode_attention`.
+        key: Raw ``[B, Hkv, T, D]``, any strides.
+        value: Raw ``[B, Hkv, T, Dv]``.
+        storage: The cache; its body must have room for the tiles that are completed, its tail for the new tokens.
+        scale: As for :func:`decode_attention`.
+        window: Likewise.
+        softcap: Likewise.
+        sinks: Likewise.
+
+    Returns:
+        Output ``[B, Hq, T, Dv]`` in the dtype of ``query``.
+    """
+    new_len = key.shape[2]
+    if query.numel() == 0 or key.numel() == 0:
+        append_tokens(storage, key, value)
+        return decode_attention(query, storage, scale=scale, window=window, softcap=softcap, sinks=sinks)[0]
+    kinds = (replay.tensor_kind(query), replay.tensor_kind(key), replay.tensor_kind(value), replay.tensor_kind(sinks))
+    call = replay.call_of("step", *kinds, *storage_kind(storage), scale, window, softcap)
+
+    def run() -> tuple[Tensor]:
+        return _launch(query, (key, value), storage, scale=scale, window=window, softcap=softcap, sinks=sinks)[:1]
+
+    (out,) = call.run((query, key, value, sinks, storage.raw_rows, *storage.tensors().values()), run)
+    storage.replace_taken_back(new_len)
+    return out
+
+
+def _launch(
+    query: Tensor,
+    new: tuple[Tensor, Tensor] | None,
     storage: LayerStorage,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-    new_len: int = 0,
-    is_early: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel.
-
-    Args:
-        query: As for :func:`decode_attention`.
-        storage: Likewise.
-        scale: Likewise.
-        window: Likewise.
-        softcap: Likewise.
-        sinks: Likewise.
-        new_len: Keys that the launch before this one stores, and ``lengths`` does not count yet; it does afterwards.
-        is_early: Whether that launch lets this one start before it has ended.
-
-    Returns:
-        Output and logarithms of :func:`decode_attention`.
-    """
+    """Return output and logarithms of :func:`decode_attention`; ``new`` keys and values, if any, are stored."""
     batch, q_heads, q_len, _ = query.shape
     kv_heads, value_dim = storage.value_tail.shape[1], storage.value_tail.shape[3]
     out = query.new_empty((batch, q_len, q_heads, value_dim)).transpose(1, 2)
     lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
+    is_early = starts_early(query.device)
     plan = _plan(
         storage.record,
         chip.device_arch(query.device),
@@ -117,23 +148,27 @@ def launch_decode(
         query.shape,
         kv_heads,
         storage.slots + (storage.ring + storage.key_sink.shape[2]) // TILE,
-        (window is not None, softcap is not None, sinks is not None),
+        (window is not None, softcap is not None, new is not None),
         is_early,
     )
-    # Of each program, for whole blocks of columns.
-    entries = plan.programs * PLACES.value * triton.cdiv(q_heads // kv_heads * q_len, COLUMNS) * COLUMNS
+    blocks = triton.cdiv(q_heads // kv_heads * q_len, COLUMNS)
+    entries = (plan.programs + batch * kv_heads) * blocks * COLUMNS  # a part for each head that a program touches
+    heads = query.new_empty((batch, kv_heads, 3), dtype=torch.int32)
     partial = query.new_empty((entries, value_dim), dtype=torch.float32)
     partial_lse = query.new_empty(entries, dtype=torch.float32)
+    key, value = new or (query, query)  # which is not read as keys
+    *raw, body, pages, raw_rows = where_stored(storage)
     with on_device(query.device):
         plan.launcher(
             (plan.programs, 1, 1),
-            query, storage.body.view(torch.int32), storage.pages, storage.key_tail, storage.value_tail,
-            storage.key_sink, storage.value_sink, sinks, storage.lengths, storage.raw_rows, storage.arrivals,
-            partial, partial_lse, out, lse, *query.stride(), *out.stride()[:3], *storage.strides,
-            batch, q_len, new_len, storage.slots, storage.ring // TILE, window or 0, (softcap or 0.0) * LOG2_E,
-            scale * LOG2_E, storage.diagonal_tiles,
-            storage.key_sink.shape[2] // TILE,
+            query, key, value, body, pages, *raw, storage.lengths, raw_rows, heads, partial, partial_lse,
+            *query.stride(), *key.stride(), *value.stride(), *storage.strides,
+            batch, q_len, storage.slots, storage.ring // TILE, window or 0, (softcap or 0.0) * LOG2_E, scale * LOG2_E,
+            storage.diagonal_tiles, storage.key_sink.shape[2] // TILE,
         )  # fmt: skip
+        launch_end(
+            storage, new, (heads, partial, partial_lse), sinks, out, lse, blocks, is_early, processors(query.device)
+        )
     return out, lse
 
 
@@ -142,8 +177,8 @@ class _Plan:
     """What the calls of one shape have in common.
 
     Attributes:
-        launcher: Of the kernel.
-        programs: Of the grid.
+        launcher: Of the kernel that attends.
+        programs: Of its grid.
     """
 
     launcher: Launcher
@@ -161,14 +196,13 @@ def _plan(
     has: tuple[bool, bool, bool],
     is_early: bool,
 ) -> _Plan:
-    """Return the plan of a call; ``tiles`` there are at most, and it ``has`` a window, a softcap and sink logits."""
+    """Return the plan of a call; ``tiles`` there are at most, and it ``has`` a window, a softcap and new keys."""
     batch, q_heads, q_len, _ = query_shape
     group = q_heads // kv_heads
     block_d, block_dv = padded_channels(record.head_dim), max(VALUE_GROUP, padded_channels(record.value_dim))
     sizes = select_decode_tiles(
         arch, block_d, block_dv, record.format.bits, heads=batch * kv_heads, tiles=tiles, processors=processors
     )
-    columns = min(COLUMNS, triton.next_power_of_2(group * q_len))
     constants = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
@@ -178,15 +212,12 @@ def _plan(
         "BLOCK_DV": block_dv,
         "BITS": record.format.bits,
         "LOW_COLUMNS": 4 if group * q_len <= 4 else COLUMNS,
-        "BLOCK_C": columns,
-        # As many as the registers hold, 128 in each.
-        "BLOCK_S": max(1, min(64, 4096 * sizes.warps // (columns * block_dv))),
         "W": sizes.warps,
         "HAS_WINDOW": has[0],
         "HAS_SOFTCAP": has[1],
-        "HAS_SINKS": has[2],
+        "HAS_NEW": has[2],
         "COST": sizes.round_cost,
-        "IS_EARLY": is_early,
+        "LETS_START": is_early,
     }
     return _Plan(
         launcher=_launcher(tuple(constants.items()), sizes.warps),
@@ -197,4 +228,4 @@ def _plan(
 @functools.cache
 def _launcher(constants: tuple[tuple[str, Any], ...], warps: int) -> Launcher:
     """Return the launcher of the kernel, one for all plans that agree in its constants."""
-    return Launcher(decode_kernel, dict(constants), num_warps=warps, launch_pdl=dict(constants)["IS_EARLY"])
+    return Launcher(decode_kernel, dict(constants), num_warps=warps)

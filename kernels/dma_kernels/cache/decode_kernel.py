@@ -1,10 +1,11 @@
 """The kernel of a decode step: queries of 16 bits against the tiles of a cache, codes and raw ones, in one launch.
 
-A head's work is counted in units: steps over its high tiles, read in 16 bits from the sinks and the tail, then rounds
-over its low tiles, read from their records. The units of all heads of all rows lie in one line, which the programs
-share evenly, however long each row is; so a program may end one head and begin another. For each head that it touches
-it leaves a normalised output and the logarithm of its denominator; the program that is done last with a head combines
-them.
+A head's work is counted in units: steps over its high tiles, read in 16 bits from the sinks and the tail, and one over
+the new keys, read where the model made them; then rounds over its low tiles, read from their records. The units of all
+heads of all rows lie in one line, which the programs share evenly, however long each row is; so a program may end one
+head and begin another. For each head that it touches it leaves a normalised output and the logarithm of its
+denominator; the program that begins a head also says where its parts are. The launch after this one
+(:mod:`.decode_end`) combines them and stores the new keys.
 """
 
 from __future__ import annotations
@@ -20,25 +21,24 @@ _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 _ROWS = tl.constexpr(32)
 """Rows of the batch that are looked at together."""
-PLACES = tl.constexpr(2)
-"""Partial results that a program has room for: of the head it begins with, and of the one it is at now."""
 
 
 @jit
 def _work(
-    length, q_len, window, diagonal_tiles, sink_tiles, COST: tl.constexpr, W: tl.constexpr, HAS_WINDOW: tl.constexpr
-):
+    stored, q_len, window, diagonal_tiles, sink_tiles, COST: tl.constexpr, W: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_NEW: tl.constexpr,
+):  # fmt: skip
     """Return what a head has to read: its first position, first visible tile, first tile of the band, sinks, units of
-    high tiles, first low tile, the one past the last, and units altogether, at least 1.
+    high tiles and new keys, first low tile, the one past the last, and units altogether, at least 1.
     """
-    first_pos = length - q_len
+    first_pos = stored if HAS_NEW else stored - q_len
     visible_tile = first_pos * 0
     if HAS_WINDOW:
         visible_tile = gl.maximum(first_pos - window + 1, 0) >> _TILE_SHIFT
-    last_tile = (length - 1) >> _TILE_SHIFT
+    last_tile = (stored - 1) >> _TILE_SHIFT
     band_first = gl.maximum((gl.maximum(first_pos, 0) >> _TILE_SHIFT) - diagonal_tiles, visible_tile)
     sinks = gl.maximum(gl.minimum(sink_tiles, band_first) - visible_tile, 0)
-    steps = (sinks + gl.maximum(last_tile + 1 - band_first, 0)) * (_TILE // (16 * W))
+    steps = (sinks + gl.maximum(last_tile + 1 - band_first, 0)) * (_TILE // (16 * W)) + (1 if HAS_NEW else 0)
     low_first = gl.maximum(visible_tile, sink_tiles)
     low_end = gl.maximum(band_first, low_first)
     units = gl.maximum(steps + (low_end - low_first + W - 1) // W * COST, 1)
@@ -67,9 +67,9 @@ def _program_of(unit, share, rest):
 
 
 @jit
-def _await_kernel_before():
-    """Wait until the kernel before, which let this one start early, has ended and what it wrote can be seen."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
+def _let_next_start():
+    """Let the programs of the next launch start where there is room; they wait for the end of this one."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
 
 
 @constexpr_function
@@ -80,13 +80,13 @@ def _table_layout(warps):
 
 @jit
 def _row_units(
-    lengths_ptr, first_row, batch, new_len, q_len, window, diagonal_tiles, sink_tiles,
-    KV_HEADS: tl.constexpr, COST: tl.constexpr, W: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    lengths_ptr, first_row, batch, q_len, window, diagonal_tiles, sink_tiles,
+    KV_HEADS: tl.constexpr, COST: tl.constexpr, W: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_NEW: tl.constexpr,
 ):  # fmt: skip
     """Return the units of ``_ROWS`` rows from one on; those past the last have none."""
     row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(0, _table_layout(W)))
-    length = gl.load(lengths_ptr + row, mask=row < batch, other=0) + new_len
-    units = _work(length, q_len, window, diagonal_tiles, sink_tiles, COST, W, HAS_WINDOW)[7]
+    stored = gl.load(lengths_ptr + row, mask=row < batch, other=0)
+    units = _work(stored, q_len, window, diagonal_tiles, sink_tiles, COST, W, HAS_WINDOW, HAS_NEW)[7]
     return gl.where(row < batch, units * KV_HEADS, 0)
 
 
@@ -94,13 +94,6 @@ def _row_units(
 def _outputs(warps):
     """Layout in which outputs of all warps, ``[G, W, 64, C]``, are added: four neighbouring channels to a lane."""
     return gl.BlockedLayout([1, warps, 4, 1], [1, 1, 16, 2], [1, 1, 1, warps], [2, 3, 1, 0])
-
-
-@constexpr_function
-def _partials(warps, channels):
-    """Layout in which partial results ``[BLOCK_C, S, Dv]`` are loaded."""
-    lanes = min(32, channels // 4)
-    return gl.BlockedLayout([1, 1, 4], [1, 32 // lanes, lanes], [warps, 1, 1], [2, 1, 0])
 
 
 @constexpr_function
@@ -160,88 +153,26 @@ def _store_partial(low, high, partial_ptr, partial_lse_ptr, entry, DV: tl.conste
     gl.store(partial_lse_ptr + place, lse)
 
 
-@jit
-def _combine(
-    partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, i_b, i_kv, head_start, units, share, rest,
-    blocks, q_len, stride_ob, stride_oh, stride_ot,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr, W: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """Combine the partial results of a head, ``BLOCK_C`` queries at a time; sink logits take part here."""
-    LAYOUT: tl.constexpr = _partials(W, BLOCK_DV)
-    COLUMN: tl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
-    SPLIT: tl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
-    o_v = gl.arange(0, BLOCK_DV, layout=along(LAYOUT, 3, 2))[None, None, :]
-    o_s = gl.arange(0, BLOCK_S, layout=SPLIT)
-    program = _program_of(head_start, share, rest)
-    used = _program_of(head_start + units - 1, share, rest) - program + 1
-    first_place = gl.where(_first_unit(program, share, rest) < head_start, 1, 0)
-    columns = GROUP * q_len
-    for start in range(0, columns, BLOCK_C):
-        column = start + gl.arange(0, BLOCK_C, layout=COLUMN)
-        m_c = column < columns
-        head = i_kv * GROUP + column % GROUP
-        i_t = column // GROUP
-        m_i = gl.full([BLOCK_C], -1.0e30, gl.float32, COLUMN)
-        l_i = gl.full([BLOCK_C], 0.0, gl.float32, COLUMN)
-        if HAS_SINKS:
-            m_i = 1.4426950408889634 * gl.load(sinks_ptr + head, mask=m_c, other=0.0).to(gl.float32)
-            l_i += 1.0
-        acc = gl.full([BLOCK_C, BLOCK_DV], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
-        for i_s in range(0, used, BLOCK_S):
-            place = i_s + o_s
-            entry = (program + place) * PLACES + gl.where(place == 0, first_place, 0)
-            entry = entry[None, :] * (blocks * 8) + column[:, None]
-            m_s = m_c[:, None] & (place < used)[None, :]
-            # Past the L1 cache, which need not know what other programs have stored.
-            lse = gl.load(partial_lse_ptr + entry, mask=m_s, other=float("-inf"), cache_modifier=".cg")
-            part = gl.load(
-                partial_ptr + (entry[:, :, None] * DV + o_v), mask=m_s[:, :, None] & (o_v < DV), other=0.0,
-                cache_modifier=".cg",
-            )  # fmt: skip
-            m_new = gl.maximum(m_i, gl.max(lse, 1))
-            weight = gl.exp2(lse - m_new[:, None])
-            alpha = gl.exp2(m_i - m_new)
-            l_i = l_i * alpha + gl.sum(weight, 1)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT)))[:, None] + gl.sum(
-                part * weight[:, :, None], 1
-            )
-            m_i = m_new
-        is_empty = l_i == 0.0
-        total = gl.where(is_empty, 1.0, l_i)
-        lse = gl.where(is_empty, float("-inf"), (m_i + gl.log2(total)) * 0.6931471805599453)
-        gl.store(lse_ptr + (i_b * KV_HEADS * GROUP + head) * q_len + i_t, lse, mask=m_c)
-        OUT: tl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT))
-        acc = acc / gl.convert_layout(total, OUT)[:, None]
-        o_c = gl.convert_layout(i_b * stride_ob + head * stride_oh + i_t * stride_ot, OUT)
-        o_v2 = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :]
-        mask = gl.convert_layout(column, OUT)[:, None] < columns
-        gl.store(
-            out_ptr + (o_c[:, None] + o_v2), acc.to(out_ptr.dtype.element_ty), mask=mask & (o_v2 < DV)
-        )  # fmt: skip
-
-
-@jit(
-    do_not_specialize=[
-        "batch", "q_len", "new_len", "slots", "ring_tiles", "window", "diagonal_tiles", "sink_tiles",
-    ]
-)  # fmt: skip
+@jit(do_not_specialize=["batch", "q_len", "slots", "ring_tiles", "window", "diagonal_tiles", "sink_tiles"])
 def decode_kernel(
-    q_ptr, body_ptr, pages_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr, sinks_ptr, lengths_ptr,
-    raw_rows_ptr, arrivals_ptr, partial_ptr, partial_lse_ptr, out_ptr, lse_ptr,
-    stride_qb, stride_qh, stride_qt, stride_qd, stride_ob, stride_oh, stride_ot,
+    q_ptr, key_ptr, value_ptr, body_ptr, pages_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr,
+    lengths_ptr, raw_rows_ptr, heads_ptr, partial_ptr, partial_lse_ptr,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+    stride_vb, stride_vh, stride_vt, stride_vd,
     stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
-    batch, q_len, new_len, slots, ring_tiles, window, softcap, logit_scale, diagonal_tiles, sink_tiles,
+    batch, q_len, slots, ring_tiles, window, softcap, logit_scale, diagonal_tiles, sink_tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BITS: tl.constexpr, LOW_COLUMNS: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr, W: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, COST: tl.constexpr, IS_EARLY: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BITS: tl.constexpr, LOW_COLUMNS: tl.constexpr, W: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_NEW: tl.constexpr, COST: tl.constexpr,
+    LETS_START: tl.constexpr,
 ):  # fmt: skip
     """Answer the queries of all rows; any number of programs.
 
-    The last ``new_len`` keys are stored, but not counted in ``lengths`` yet; afterwards they are. A kernel that
-    ``IS_EARLY`` may run before these are stored: it waits for that where it reads high tiles or writes lengths.
+    With ``HAS_NEW`` the keys of the queries are not stored yet, nor counted in ``lengths``. ``heads`` receives of every
+    kv head ``[B, Hkv, 3]``: its first part, how many follow each other, and ``lengths`` of its row.
     """
+    if LETS_START:
+        _let_next_start()
     G: tl.constexpr = BLOCK_DV // 64
     MMA: tl.constexpr = mma_layout(W)
     SUMS: tl.constexpr = sums_layout(W)
@@ -251,8 +182,8 @@ def decode_kernel(
     total = 0
     for first_row in range(0, batch, _ROWS):
         row_units = _row_units(
-            lengths_ptr, first_row, batch, new_len, q_len, window, diagonal_tiles, sink_tiles,
-            KV_HEADS, COST, W, HAS_WINDOW,
+            lengths_ptr, first_row, batch, q_len, window, diagonal_tiles, sink_tiles,
+            KV_HEADS, COST, W, HAS_WINDOW, HAS_NEW,
         )  # fmt: skip
         total += gl.sum(row_units, 0)
     # At least a round each, so that fewer programs may have any.
@@ -271,15 +202,15 @@ def decode_kernel(
         # ---- a head, or what of it is in the share
         if at >= row_end:
             row_units = _row_units(
-                lengths_ptr, seen_rows, batch, new_len, q_len, window, diagonal_tiles, sink_tiles,
-                KV_HEADS, COST, W, HAS_WINDOW,
+                lengths_ptr, seen_rows, batch, q_len, window, diagonal_tiles, sink_tiles,
+                KV_HEADS, COST, W, HAS_WINDOW, HAS_NEW,
             )  # fmt: skip
             while seen_units + gl.sum(row_units, 0) <= at:
                 seen_units += gl.sum(row_units, 0)
                 seen_rows += _ROWS
                 row_units = _row_units(
-                    lengths_ptr, seen_rows, batch, new_len, q_len, window, diagonal_tiles, sink_tiles,
-                    KV_HEADS, COST, W, HAS_WINDOW,
+                    lengths_ptr, seen_rows, batch, q_len, window, diagonal_tiles, sink_tiles,
+                    KV_HEADS, COST, W, HAS_WINDOW, HAS_NEW,
                 )  # fmt: skip
             o_r = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _table_layout(W)))
             o_c = gl.arange(0, _ROWS, layout=gl.SliceLayout(0, _table_layout(W)))
@@ -289,9 +220,9 @@ def decode_kernel(
             row_end = seen_units + gl.sum(gl.where(o_c <= ended, row_units, 0), 0)
             row = seen_rows + ended
         i_b = row.to(gl.int64)
-        length = gl.load(lengths_ptr + i_b) + new_len
+        stored = gl.load(lengths_ptr + i_b)
         first_pos, visible_tile, band_first, sinks, steps, low_first, low_end, units = _work(
-            length, q_len, window, diagonal_tiles, sink_tiles, COST, W, HAS_WINDOW
+            stored, q_len, window, diagonal_tiles, sink_tiles, COST, W, HAS_WINDOW, HAS_NEW
         )
         i_head = (at - row_start) // units
         head_start = row_start + i_head * units
@@ -300,7 +231,13 @@ def decode_kernel(
         last = gl.minimum(end - head_start, units)
         first_tile = low_first + _rounds(first, steps, COST) * W
         end_tile = gl.minimum(low_first + _rounds(last, steps, COST) * W, low_end)
-        entry = i_program * PLACES + gl.where(at > start, 1, 0)
+        # Along the line a part is of the next program, the next head or both: the sum of their numbers is its own.
+        entry = i_program + i_b * KV_HEADS + i_kv
+        if first == 0:
+            heads = heads_ptr + (i_b * KV_HEADS + i_kv) * 3
+            gl.store(heads, entry)
+            gl.store(heads + 1, _program_of(head_start + units - 1, share, rest) - i_program + 1)
+            gl.store(heads + 2, stored)
         raw_row = i_b
         if raw_rows_ptr is not None:
             raw_row = gl.load(raw_rows_ptr + i_b).to(gl.int64)
@@ -333,8 +270,6 @@ def decode_kernel(
             l_i = gl.full([W, 8, 8], 0.0, gl.float32, MMA)
             acc = gl.full([G * W, 64, 8], 0.0, gl.float32, MMA)
             if first < steps:
-                if IS_EARLY:
-                    _await_kernel_before()
                 q = load_queries(
                     q_ptr, i_b, i_kv, i_block, q_len, stride_qb, stride_qh, stride_qt, stride_qd,
                     GROUP, D, BLOCK_D, W, True, 8,
@@ -344,34 +279,15 @@ def decode_kernel(
                     value_tail_ptr + (raw_row * stride_value_tail + ring * DV),
                     key_sink_ptr + (raw_row * stride_key_sink + sink * D),
                     value_sink_ptr + (raw_row * stride_value_sink + sink * DV),
-                    first, gl.minimum(last, steps), length, q_pos, sinks, band_first, visible_tile, window,
-                    softcap, logit_scale, sink_tiles, ring_tiles,
-                    D, DV, BLOCK_D, G, W, HAS_WINDOW, HAS_SOFTCAP,
+                    key_ptr + (i_b * stride_kb + i_kv * stride_kh), value_ptr + (i_b * stride_vb + i_kv * stride_vh),
+                    stride_kt, stride_kd, stride_vt, stride_vd,
+                    first, gl.minimum(last, steps), steps, stored, q_len, q_pos, sinks, band_first, visible_tile,
+                    window, softcap, logit_scale, sink_tiles, ring_tiles,
+                    D, DV, BLOCK_D, G, W, HAS_WINDOW, HAS_SOFTCAP, HAS_NEW,
                 )  # fmt: skip
             # Channel 8 g + i is in row 8 i + g.
             acc = gl.reshape(gl.permute(gl.reshape(acc, [G, W, 8, 8, 8]), [0, 1, 3, 2, 4]), [G, W, 64, 8])
             high = _shared(m_i), _shared(gl.sum(l_i, 1)), _shared(acc)
             _store_partial(low, high, partial_ptr, partial_lse_ptr, entry * blocks + i_block, DV, W)
-        # ---- whoever reads the last units of a kv head combines its parts
-        barrier()
-        arrived = arrivals_ptr + (i_b * (KV_HEADS + 1) + i_kv)
-        if gl.atomic_add(arrived, last - first, sem="acq_rel") + last - first == units:
-            gl.store(arrived, 0)
-            _combine(
-                partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, i_b, i_kv, head_start, units, share, rest,
-                blocks, q_len, stride_ob, stride_oh, stride_ot,
-                KV_HEADS, GROUP, DV, BLOCK_DV, BLOCK_C, BLOCK_S, W, HAS_SINKS,
-            )  # fmt: skip
         barrier()
         at = head_start + last
-    # ---- the last program: all have read the lengths
-    if new_len > 0:
-        barrier()
-        if gl.atomic_add(arrivals_ptr + KV_HEADS, 1, sem="acq_rel") == gl.num_programs(0) - 1:
-            if IS_EARLY:
-                _await_kernel_before()
-            gl.store(arrivals_ptr + KV_HEADS, 0)
-            for first_row in range(0, batch, _ROWS):
-                rows = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(0, _table_layout(W)))
-                length = gl.load(lengths_ptr + rows, mask=rows < batch, other=0)
-                gl.store(lengths_ptr + rows, length + new_len, mask=rows < batch)

@@ -73,14 +73,23 @@ def _cap(s, softcap):
 
 
 @jit
+def _load_raw(pointer, token, channel, tokens, CHANNELS: tl.constexpr):
+    """Load so many tokens of the tail or the sinks, and zeros behind them."""
+    return gl.load(pointer + (token * CHANNELS + channel), mask=(token < tokens) & (channel < CHANNELS), other=0.0)
+
+
+@jit
 def attend_high(
-    q, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr,
-    first, last, length, q_pos, sinks, band_first, visible_tile, window, softcap, logit_scale, sink_tiles,
+    q, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr, key_ptr, value_ptr,
+    stride_kt, stride_kd, stride_vt, stride_vd,
+    first, last, steps, stored, q_len, q_pos, sinks, band_first, visible_tile, window, softcap, logit_scale, sink_tiles,
     ring_tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_NEW: tl.constexpr,
 ):  # fmt: skip
     """Attend to steps ``first..last``, ``16 W`` keys each, of the high tiles: ``sinks`` sinks, then the band.
+
+    With ``HAS_NEW`` the last of all ``steps`` is over the new keys, at the positions from ``stored`` on.
 
     Returns:
         The weighted sum of values ``[G * W, 64, 8]``, channel ``8 g + i`` of 64 at row ``8 i + g``; the sums of the
@@ -121,19 +130,30 @@ def attend_high(
             k_base = key_sink_ptr
             v_base = value_sink_ptr
         here = tile * _TILE + inside
-        k = gl.load(
-            k_base + entry * D + (k_token * D + o_d), mask=(here + k_token < length) & (o_d < D), other=0.0
-        )  # fmt: skip
-        v = gl.load(
-            v_base + entry * DV + (v_token * DV + o_v), mask=(here + v_token < length) & (o_v < DV), other=0.0
-        )  # fmt: skip
+        end = stored
+        if HAS_NEW:
+            if step == steps - 1:
+                here = stored
+                end = stored + q_len
+                m_k = (here + k_token >= 0) & (k_token < q_len) & (o_d < D)
+                k = gl.load(key_ptr + (k_token.to(gl.int64) * stride_kt + o_d.to(gl.int64) * stride_kd), m_k, other=0.0)
+                m_v = (here + v_token >= 0) & (v_token < q_len) & (o_v < DV)
+                v = gl.load(
+                    value_ptr + (v_token.to(gl.int64) * stride_vt + o_v.to(gl.int64) * stride_vd), m_v, other=0.0
+                )
+            else:
+                k = _load_raw(k_base + entry * D, k_token, o_d, stored - here, D)
+                v = _load_raw(v_base + entry * DV, v_token, o_v, stored - here, DV)
+        else:
+            k = _load_raw(k_base + entry * D, k_token, o_d, stored - here, D)
+            v = _load_raw(v_base + entry * DV, v_token, o_v, stored - here, DV)
         k = gl.permute(gl.reshape(k, [W, 16, CB, 4, 4, 2]), [0, 1, 2, 4, 3, 5])
         k = gl.convert_layout(gl.reshape(k, [W, 16, BLOCK_D]), operand_layout(W, 0), assert_trivial=True)
         s = matrix_product(k, q, zero) * logit_scale
         if HAS_SOFTCAP:
             s = _cap(s, softcap)
         k_pos = here + token
-        seen = k_pos <= q_pos
+        seen = (k_pos <= q_pos) & (k_pos >= 0) & (k_pos < end)
         if HAS_WINDOW:
             seen = seen & (k_pos > q_pos - window)
         s = gl.where(seen, s, float("-inf"))
@@ -227,30 +247,32 @@ def _buffers(count: tl.constexpr, shape: tl.constexpr):
 
 @jit
 def _copy_keys(
-    record, buffers, channel_buffers, places, channel_places, i_step: tl.constexpr, STEP_WORDS: tl.constexpr,
+    is_wanted, record, buffers, channel_buffers, places, channel_places, i_step: tl.constexpr, STEP_WORDS: tl.constexpr,
     CHANNEL_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Begin to copy the codes of a step of keys, with the first one also the scales and lows of the tile."""
-    if i_step == 0:
-        CHANNELS: tl.constexpr = channels_layout(record.shape[0])
-        scales = gl.convert_layout(record, along(CHANNELS, 3, 0))[:, None, None] + channel_places
-        for i in gl.static_range(2):
-            begin_copy(channel_buffers[i], scales + i * CHANNEL_WORDS)
-    begin_copy(buffers[i_step], record[:, None, None] + (places + i_step * STEP_WORDS))
+    """Begin to copy the codes of a step of keys if they are wanted, with the first also scales and lows of the tile."""
+    if is_wanted:
+        if i_step == 0:
+            CHANNELS: tl.constexpr = channels_layout(record.shape[0])
+            scales = gl.convert_layout(record, along(CHANNELS, 3, 0))[:, None, None] + channel_places
+            for i in gl.static_range(2):
+                begin_copy(channel_buffers[i], scales + i * CHANNEL_WORDS)
+        begin_copy(buffers[i_step], record[:, None, None] + (places + i_step * STEP_WORDS))
     end_copies()
 
 
 @jit
 def _copy_values(
-    record, buffers, token_buffers, places, token_places, i_step: tl.constexpr, STEP_WORDS: tl.constexpr
+    is_wanted, record, buffers, token_buffers, places, token_places, i_step: tl.constexpr, STEP_WORDS: tl.constexpr
 ):  # fmt: skip
-    """Begin to copy the codes of a step of values, with the first one also the scales and lows of the tile."""
+    """Begin to copy the codes of a step of values, likewise."""
     W: tl.constexpr = record.shape[0]
-    if i_step == 0:
-        tokens = gl.convert_layout(record, along(tokens_layout(W), 4, 1))[None, :, None, None]
-        begin_copy(token_buffers[0], tokens + token_places)
-    record = gl.convert_layout(record, along(words_layout(W, 4), 4, 1))[None, :, None, None]
-    begin_copy(buffers[i_step], record + (places + i_step * STEP_WORDS))
+    if is_wanted:
+        if i_step == 0:
+            tokens = gl.convert_layout(record, along(tokens_layout(W), 4, 1))[None, :, None, None]
+            begin_copy(token_buffers[0], tokens + token_places)
+        rows = gl.convert_layout(record, along(words_layout(W, 4), 4, 1))[None, :, None, None]
+        begin_copy(buffers[i_step], rows + (places + i_step * STEP_WORDS))
     end_copies()
 
 
@@ -337,9 +359,10 @@ def attend_low(
     token_buffers = _buffers(1, [G, W, _TILE // 32, 32])
     record = _record_words(body_ptr, pages_ptr, gl.minimum(first + o_w, last - 1), slots, stride_page)
     for i_step in gl.static_range(2):
-        _copy_keys(record, k_buffers, channel_buffers, k_places, channel_places, i_step, K_STEP, STORED // 2)
-    _copy_values(record, v_buffers, token_buffers, v_places, token_places, 0, V_STEP)
+        _copy_keys(True, record, k_buffers, channel_buffers, k_places, channel_places, i_step, K_STEP, STORED // 2)
+    _copy_values(True, record, v_buffers, token_buffers, v_places, token_places, 0, V_STEP)
     for start in range(first, last, W):
+        has_next = start + W < last
         next_tile = gl.minimum(start + W + o_w, last - 1)
         next_record = _record_words(body_ptr, pages_ptr, next_tile, slots, stride_page)
         is_tile = start + s_warp < last
@@ -348,7 +371,7 @@ def attend_low(
         for i_step in gl.static_range(2):
             await_copies(2)
             if i_step == 0:
-                _copy_values(record, v_buffers, token_buffers, v_places, token_places, 1, V_STEP)
+                _copy_values(True, record, v_buffers, token_buffers, v_places, token_places, 1, V_STEP)
                 operand, factor, summand = _tile_queries(
                     channel_words(channel_buffers[0]),
                     channel_words(channel_buffers[1]),
@@ -362,7 +385,9 @@ def attend_low(
                     summand = gl.where(is_tile, summand, float("-inf"))
                 summand = repeated_rows(summand, _STEP, SUMS)
             else:
-                _copy_keys(next_record, k_buffers, channel_buffers, k_places, channel_places, 0, K_STEP, STORED // 2)
+                _copy_keys(
+                    has_next, next_record, k_buffers, channel_buffers, k_places, channel_places, 0, K_STEP, STORED // 2
+                )
             words = k_buffers[i_step].load(KEYS)
             keys = key_operand(words.to(gl.uint32, bitcast=True), BITS, W, _STEP, BLOCK_D)
             s = matrix_product(keys, operand, gl.full([W, _STEP, N], 0, gl.int32, MMA))
@@ -375,7 +400,7 @@ def attend_low(
             scores += (s,)  # type: ignore[assignment]
         # ---- weights, of all of the tile from its largest on
         await_copies(2)
-        _copy_keys(next_record, k_buffers, channel_buffers, k_places, channel_places, 1, K_STEP, STORED // 2)
+        _copy_keys(has_next, next_record, k_buffers, channel_buffers, k_places, channel_places, 1, K_STEP, STORED // 2)
         scale, low = _token_scales(token_words(token_buffers[0]), G, W, C)
         s = _below(scores[0], scores[1], W)  # type: ignore[misc]
         m_tile = gl.maximum(_raised(s, scale, G, W), -1.0e30)
@@ -396,7 +421,7 @@ def attend_low(
         for i_step in gl.static_range(2):
             if i_step == 1:
                 await_copies(2)
-                _copy_values(next_record, v_buffers, token_buffers, v_places, token_places, 0, V_STEP)
+                _copy_values(has_next, next_record, v_buffers, token_buffers, v_places, token_places, 0, V_STEP)
             words = v_buffers[i_step].load(VALUES)
             values = value_operand(words.to(gl.uint32, bitcast=True), BITS, W, _STEP, G)
             sums = matrix_product(values, weight_operand(weights[i_step], scales[i_step], BITS, W), sums)

@@ -59,7 +59,6 @@ class LayerStorage:
         key_sink: Raw ``[B, Hkv, sink_tiles * 128, D]``.
         value_sink: Raw ``[B, Hkv, sink_tiles * 128, Dv]``.
         lengths: int32 ``[B]``, on the device: stored keys.
-        arrivals: int32 ``[B, Hkv + 1]``, zeros between launches: programs of a decode step that are done.
         taken_back: Tokens that :meth:`crop` has taken back and that have not come again, on the host. The tail lacks as
             many of its oldest keys.
         raw_rows: For a storage whose batch changes from step to step, int32 ``[B]``: which row of tails and sinks, that
@@ -77,7 +76,6 @@ class LayerStorage:
     key_sink: Tensor
     value_sink: Tensor
     lengths: Tensor
-    arrivals: Tensor
     taken_back: int = 0
     raw_rows: Tensor | None = None
     slack_tiles: int = SLACK_TILES
@@ -116,7 +114,6 @@ class LayerStorage:
             key_sink=zeros(batch, kv_heads, sink, head_dim),
             value_sink=zeros(batch, kv_heads, sink, value_dim),
             lengths=zeros(batch, dtype=torch.int32),
-            arrivals=zeros(batch, kv_heads + 1, dtype=torch.int32),
         )
 
     @property

@@ -272,7 +272,7 @@ class DecodeTiles:
 
 
 PARTS = 32
-"""Parts of a head that are combined in one go, by four warps for four queries of 128 channels."""
+"""Programs of a head where it has more are a multiple of these, which divides the rounds of long rows most evenly."""
 
 
 def _aligned(slots: int, heads: int) -> int:

@@ -11,7 +11,7 @@ from decode_cases import (
     FORMATS,
     Case,
     assert_decode_matches,
-    assert_steps_equal_their_parts,
+    assert_steps_match,
     assert_storages_equal,
     gathered,
     scattered,
@@ -35,8 +35,8 @@ def test_matches_the_reference(format: str, case: str) -> None:
     "case", ["one-query", "across-a-border", "ragged", "nothing-visible", "window", "one-key", "no-band"]
 )
 @formats
-def test_steps_equal_their_parts(format: str, case: str) -> None:
-    assert_steps_equal_their_parts(CASES[case], format, torch.float16, "cpu")
+def test_steps_match_the_reference(format: str, case: str) -> None:
+    assert_steps_match(CASES[case], format, torch.float16, "cpu")
 
 
 @formats
@@ -122,7 +122,7 @@ def test_any_number_of_programs_shares_the_work(case: str, processors: int, monk
     """A program has several heads, or a head several programs: fewer and more than there are units of work."""
     monkeypatch.setattr(decode, "processors", lambda device: processors)
     assert_decode_matches(CASES[case], "int4", torch.float16, "cpu")
-    assert_steps_equal_their_parts(CASES[case], "int4", torch.float16, "cpu")
+    assert_steps_match(CASES[case], "int4", torch.float16, "cpu")
 
 
 def test_more_rows_than_are_looked_at_together() -> None:

@@ -30,25 +30,24 @@ def kernels(compiled_by: Callable[[str], CompiledCalls]) -> CompiledCalls:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step(step: str, kernels: CompiledCalls) -> None:
-    """New keys are stored; queries are answered, and the parts of a head combined, by one kernel."""
-    append, decode = kernels[step]
-    assert (append["name"], decode["name"]) == ("append_kernel", "decode_kernel")
+    """One kernel answers queries; another, which starts early, combines parts of heads and stores new keys."""
+    decode, end = kernels[step]
+    assert (decode["name"], end["name"]) == ("decode_kernel", "decode_end_kernel")
     arch = int(step.split(":")[1])
-    for kernel, early in ((append, "launch_dependents"), (decode, "wait")):
+    for kernel, early in ((decode, "launch_dependents"), (end, "wait")):
         assert kernel["shared"] <= SHARED_MEMORY[arch], kernel["name"]
         assert (f"griddepcontrol.{early}" in kernel["ptx"]) == (arch >= 90), kernel["name"]
-    assert append["stack"] == 0 or "256" in step
+    assert end["stack"] == 0 or "256" in step
     assert decode["loop_spills"] == 0 or "256" in step
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if ":128:128:" in step])
 def test_what_a_tile_takes(step: str, kernels: CompiledCalls) -> None:
-    """A tile takes its products, of integers, and few for lows; all comes in copies of 16 bytes."""
-    ptx = kernels[step][1]["ptx"]
-    loop = ptx[ptx.index("cp.async.wait_group") : ptx.rindex("cp.async.wait_group")]
-    kinds = re.findall(r"mma\.sync\.aligned\.(m16n8k\d+)\.row\.col\.(?:satfinite\.)?(\w+)\.", loop)
-    assert Counter(kinds) == {("m16n8k32", "s32"): 64, ("m16n8k16", "f32"): 8}
-    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", loop)
+    """A tile takes its products, of integers, and 8 for lows, 16 raw keys 16; codes come in copies of 16 bytes."""
+    ptx = kernels[step][0]["ptx"]
+    kinds = re.findall(r"mma\.sync\.aligned\.(m16n8k\d+)\.row\.col\.(?:satfinite\.)?(\w+)\.", ptx)
+    assert Counter(kinds) == {("m16n8k32", "s32"): 64, ("m16n8k16", "f32"): 8 + 16}
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", ptx)
     assert set(copies) == {"0x10"}
 
 
