@@ -22,6 +22,7 @@ FLASH_3_FP8 = "fa3:fp8"
 STEPS = {"sdpa": "SDPA", "fa3": "FA3", FLASH_3_FP8: "FA3 FP8"}
 FLASH_3 = "fa3"
 PREFILL_FILE = "prefill-h200.json"
+GENERATE_FILE = "generate-h200.json"
 SERVE_FILES = ("serve-h200.json", "serve-packed-h200.json", "serve-long-h200.json", "serve-many-h200.json")
 BALANCED = "dma_mxfp:balanced"
 
@@ -163,6 +164,17 @@ def decode_summary() -> str:
     return table(headers, rows)
 
 
+def generate_table() -> str:
+    """Return a row for each run: its times, and what the cache takes."""
+    headers = ["attention and cache", "tokens of the prompt", "first token", "a step", "over the first", "the cache"]
+    rows = []
+    for result in read(GENERATE_FILE):
+        row = [f"`{result['label']}`", f"{result['context']:,}", _number(result["first_token_seconds"], ".3f", " s")]
+        row += [_number(result["step_milliseconds"], ".2f", " ms"), _number(result["speedup"], ".2f", "x")]
+        rows.append([*row, _number(result["cache_bytes"] / 2**30, ".2f", " GiB")])
+    return table(headers, rows)
+
+
 def serve_table() -> str:
     """Return a row for each set of requests and backend; of what several files have, that of the last one."""
     headers = ["requests x tokens", "layers", "pages", "backend", "new tokens/s", "over the first"]
@@ -212,9 +224,10 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "prefill": lambda: prefill_table(is_short=True),
         "decode": decode_summary,
+        "generate": generate_table,
         "serve": serve_table,
     },
-    "docs/hardware.md": {"prefill": prefill_table, "decode": decode_table},
+    "docs/hardware.md": {"prefill": prefill_table, "decode": decode_table, "generate": generate_table},
     "docs/serving.md": {"serve": serve_table},
 }
 """By page and mark what stands between ``<!-- mark-h200.json -->`` and ``<!-- end -->``."""

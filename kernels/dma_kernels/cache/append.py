@@ -177,7 +177,7 @@ def launch_append(storage: LayerStorage, key: Tensor, value: Tensor) -> tuple[()
     phases = ((True, True),) if tiles_of(new_len) <= ring_tiles else ((False, True), (True, False))
     with on_device(key.device):
         for phase in phases:
-            _launcher(storage.record, kv_heads, key.dtype, phase)(
+            _append_launcher(storage.record, kv_heads, key.dtype, phase)(
                 (batch * kv_heads, tiles_of(new_len), 2),
                 key, value, *where_stored(storage), storage.lengths, *key.stride(), *value.stride(), *storage.strides,
                 new_len, storage.slots, ring_tiles, storage.key_sink.shape[2] // TILE,
@@ -205,7 +205,7 @@ def append_warps(record: Record) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _launcher(record: Record, kv_heads: int, dtype: torch.dtype, phase: tuple[bool, bool]) -> Launcher:
+def _append_launcher(record: Record, kv_heads: int, dtype: torch.dtype, phase: tuple[bool, bool]) -> Launcher:
     """Return the launcher for a kind of cache; ``phase`` says whether raw keys are stored and whether tiles encoded."""
     constants = {**record_constants(record, kv_heads), "STORE_RAW": phase[0], "ENCODE": phase[1]}
     return Launcher(append_kernel, constants, num_warps=append_warps(record), maxnreg=REGISTERS)

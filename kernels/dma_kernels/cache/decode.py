@@ -220,12 +220,12 @@ def _plan(
         "LETS_START": is_early,
     }
     return _Plan(
-        launcher=_launcher(tuple(constants.items()), sizes.warps),
+        launcher=_decode_launcher(tuple(constants.items()), sizes.warps),
         programs=sizes.programs,
     )
 
 
 @functools.cache
-def _launcher(constants: tuple[tuple[str, Any], ...], warps: int) -> Launcher:
+def _decode_launcher(constants: tuple[tuple[str, Any], ...], warps: int) -> Launcher:
     """Return the launcher of the kernel, one for all plans that agree in its constants."""
     return Launcher(decode_kernel, dict(constants), num_warps=warps)

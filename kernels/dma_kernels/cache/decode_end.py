@@ -146,7 +146,7 @@ def launch_end(
     block_c = 1 if batch * kv_heads < processors else min(8, triton.next_power_of_2(columns))
     key, value = new or (None, None)
     strides = (*key.stride(), *value.stride()) if key is not None and value is not None else (0,) * 8
-    _launcher(storage.record, kv_heads, q_heads // kv_heads, block_c, new is not None, is_early)(
+    _end_launcher(storage.record, kv_heads, q_heads // kv_heads, block_c, new is not None, is_early)(
         (batch * kv_heads, triton.cdiv(columns, block_c) + (0 if new is None else 2 * tiles_of(q_len)), 1),
         *parts, sinks, out, lse, storage.lengths, key, value, *where_stored(storage),
         *out.stride()[:3], *strides, *storage.strides,
@@ -155,7 +155,7 @@ def launch_end(
 
 
 @functools.lru_cache(maxsize=256)
-def _launcher(record: Record, kv_heads: int, group: int, block_c: int, has_new: bool, is_early: bool) -> Launcher:
+def _end_launcher(record: Record, kv_heads: int, group: int, block_c: int, has_new: bool, is_early: bool) -> Launcher:
     block_out = max(VALUE_GROUP, triton.next_power_of_2(record.value_dim))
     constants = {
         **record_constants(record, kv_heads),

@@ -126,7 +126,7 @@ def restore_dense(
         key, value = storage.no_keys()
     (batch, kv_heads, new_len, head_dim), value_dim = key.shape, value.shape[3]
     keys, values = (tail.new_empty((batch, kv_heads, entries, dim)) for dim in (head_dim, value_dim))
-    launcher = _launcher(storage.record, kv_heads)
+    launcher = _restore_launcher(storage.record, kv_heads)
     with on_device(tail.device):
         launcher(
             (batch * kv_heads, triton.cdiv(entries, _BLOCK_T), 2),
@@ -142,7 +142,7 @@ _BLOCK_T = 64
 
 
 @functools.lru_cache(maxsize=256)
-def _launcher(record: Record, kv_heads: int) -> Launcher:
+def _restore_launcher(record: Record, kv_heads: int) -> Launcher:
     """Return the launcher for a kind of cache."""
     constants = {**record_constants(record, kv_heads), "BLOCK_T": _BLOCK_T}
     num_warps = 8 if max(record.head_dim, record.value_dim) <= 128 else 16

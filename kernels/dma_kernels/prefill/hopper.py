@@ -131,7 +131,7 @@ def prefill_hopper(
     blocks = -(-(start + q_len - start // ROWS * ROWS) // (ROWS * tiles.groups))
     all_heads = batch * kv_heads
     section = select_section(all_heads, (low.key.nbytes + low.value.nbytes) // all_heads)
-    launch = _launcher(
+    launch = _long_launcher(
         q_heads, kv_heads, head_dim, tiles, geometry.is_causal, operands.key_mean is not None,
         high.key_form is Form.RAW,
     )  # fmt: skip
@@ -146,7 +146,7 @@ def prefill_hopper(
 
 
 @functools.lru_cache(maxsize=256)
-def _launcher(
+def _long_launcher(
     q_heads: int,
     kv_heads: int,
     head_dim: int,

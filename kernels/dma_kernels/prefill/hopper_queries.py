@@ -112,7 +112,7 @@ def stage_queries(
     if high_form is not Form.RAW:
         high = query.new_empty(query.shape, dtype=dequantized_dtype(query.dtype, recipe.high, recipe.high))
     kv_heads = heads if mean is None else mean.shape[1]
-    launch = _launcher(
+    launch = _queries_launcher(
         heads, kv_heads, head_dim, recipe, low_form, mean is not None, query_factor is not None, high is not query,
     )  # fmt: skip
     launch(
@@ -124,7 +124,7 @@ def stage_queries(
 
 
 @functools.lru_cache(maxsize=256)
-def _launcher(
+def _queries_launcher(
     heads: int,
     kv_heads: int,
     head_dim: int,

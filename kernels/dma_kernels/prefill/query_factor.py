@@ -32,13 +32,13 @@ def query_factor(query: Tensor, recipe: Recipe) -> Tensor | None:
         return None
     batch, heads, q_len, head_dim = query.shape
     factor = torch.zeros((batch, heads), dtype=torch.int32, device=query.device)
-    launch = _launcher(heads, head_dim, recipe.rotate, recipe.scale_rounding)
+    launch = _factor_launcher(heads, head_dim, recipe.rotate, recipe.scale_rounding)
     launch(blocks_of_heads(batch * heads, -(-q_len // QUERY_BLOCK)), query, factor, *query.stride(), q_len)
     return factor.view(torch.float32)
 
 
 @functools.lru_cache(maxsize=256)
-def _launcher(heads: int, head_dim: int, rotate: bool, rounding: str) -> Launcher:
+def _factor_launcher(heads: int, head_dim: int, rotate: bool, rounding: str) -> Launcher:
     size = hadamard_size(head_dim)
     constants = {
         "Q_HEADS": heads,

@@ -268,9 +268,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(hopper, "Launcher", Emulated)
     monkeypatch.setattr(chip, "device_arch", lambda device: 90)
     monkeypatch.setattr(backend, "prefill_attention", attend)
-    hopper._launcher.cache_clear()
+    hopper._long_launcher.cache_clear()
     yield
-    hopper._launcher.cache_clear()
+    hopper._long_launcher.cache_clear()
 
 
 @pytest.mark.parametrize("recipe", RECIPES_TAKEN)
