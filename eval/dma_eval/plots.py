@@ -418,7 +418,9 @@ def plot_stress(section: StressSection, title: str, path: Path) -> None:
         if index:  # the reference has no divergence from itself
             results = [next((each for each in tokens.backends if each.label == label), None) for _, tokens in measured]
             values = _gaps([None if each is None or not each.kl_mean else each.kl_mean for each in results])
-            ax.plot(values, range(len(measured)), line, marker=MARKERS[index % len(MARKERS)], color=color, label=label)
+            if np.isfinite(values).any():  # it failed on every twin otherwise, and has no line that a legend explains
+                marker = MARKERS[index % len(MARKERS)]
+                ax.plot(values, range(len(measured)), line, marker=marker, color=color, label=label)
     ax.set_xscale("log")
     ax.set_yticks(range(len(measured)), [twin.name for twin, _ in measured])
     ax.set_ylim(len(measured) - 0.5, -0.5)

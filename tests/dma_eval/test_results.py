@@ -14,8 +14,17 @@ from dma_eval.markdown import Plot, to_markdown
 from dma_eval.models import LoadedModel
 from dma_eval.names import PRESETS
 from dma_eval.pages import format_bytes, format_kl, table_row, warnings
-from dma_eval.plots import line_styles, plot_comparison, plot_positions, plot_quality
-from dma_eval.results import SCHEMA_VERSION, BackendResult, Generation, PerplexitySection, Report, read_report
+from dma_eval.plots import line_styles, plot_comparison, plot_positions, plot_quality, plot_stress
+from dma_eval.results import (
+    SCHEMA_VERSION,
+    BackendResult,
+    Generation,
+    PerplexitySection,
+    Report,
+    StressSection,
+    TwinResult,
+    read_report,
+)
 from dma_eval.results import write_report as write
 from dma_eval.run_folder import make_report
 from PIL import Image
@@ -205,6 +214,17 @@ class TestPlots:
             with Image.open(tmp_path / "p.png") as image:
                 heights.append(image.height)
         assert heights[1] > heights[0]
+
+    def test_legend_of_twins_explains_lines_alone(self, section: PerplexitySection, tmp_path: Path) -> None:
+        """A backend that failed has no line; in SVG, Matplotlib puts every text into a comment beside its outlines."""
+        tokens = replace(section, backends=[*section.backends, FAILED])
+        twin = TwinResult(
+            name="as it is", is_same_function=True, key_ratio=1.0, query_ratio=1.0, refused=None, tokens=tokens
+        )
+        stress = StressSection(range_tokens=64, key_ranges=[], query_ranges=[], twins=[twin])
+        plot_stress(stress, "A title", tmp_path / "p.svg")
+        text = (tmp_path / "p.svg").read_text(encoding="utf-8")
+        assert [f"<!-- {result.label} -->" in text for result in tokens.backends] == [False, True, True, False]
 
     @pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
     def test_other_formats(self, section: PerplexitySection, tmp_path: Path, suffix: str, start: bytes) -> None:
