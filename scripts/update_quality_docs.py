@@ -31,8 +31,8 @@ SHORT, LONG, EQUALIZED = "smollm2-4096-fp32", "smollm2-8192-fp32", "smollm2-equa
 """All backends and twins on short windows; fewer on long ones; and after the model was equalised."""
 VARIANTS = "smollm2-4096-variants-fp32"
 """Variants of ``balanced`` on the short windows and all twins."""
-SATURATING = "smollm2-4096-cpu-fp32"
-"""What fails in ``SHORT``, whose PyTorch makes NaN of numbers that E4M3 does not hold, on a PyTorch that saturates."""
+CPU = "smollm2-4096-cpu-fp32"
+"""What ``SHORT`` lacks, or has as failed: its PyTorch makes NaN of numbers that E4M3 does not hold; this saturates."""
 FAR = "smollm2-32768-yarn-fp32"
 """Presets over four times the positions that the model was trained for."""
 NEEDLES = ("smollm2-needles-bf16", "smollm2-needles-caches-bf16")
@@ -49,8 +49,8 @@ NAMES = {
     "sim_fa3_fp8": "FlashAttention-3 in FP8 (simulated)",
     "sim_fp8_cache": "FP8, one scale (simulated)",
     "sdpa+fp8": "FP8, Transformers",
-    "sdpa+hqq4": "HQQ, 4 bits",
-    "sdpa+quanto4": "quanto, 4 bits",
+    **{f"sdpa+hqq{bits}": f"HQQ, {bits} bits" for bits in (8, 4, 2)},
+    **{f"sdpa+quanto{bits}": f"quanto, {bits} bits" for bits in (4, 2)},
     "dma_mxfp:block": "`balanced`, scales of blocks",
     "dma_mxfp:pv16": "`balanced`, 16-bit P·V",
     "dma_mxfp:mxfp8": '`low = "mxfp8"`, not rotated',
@@ -65,10 +65,14 @@ CACHES = {
     "dma_mxfp:kv4+cache": "dma_mxfp:kv4",
     "sim_fp8_cache": "fa3:fp8",
     "sdpa+fp8": "sdpa:fp8",
+    "sdpa+hqq8": None,
     "sdpa+hqq4": "sdpa:hqq",
+    "sdpa+hqq2": None,
     "sdpa+quanto4": "sdpa:quanto",
+    "sdpa+quanto2": None,
 }
-"""Caches, and what their step is called in the results on decoding."""
+"""Caches, and what their step is called in the results on decoding, which has none of other bits than 4 of HQQ's and
+quanto's."""
 
 
 def readme_tables() -> str:
@@ -103,10 +107,11 @@ def _context(name: str) -> str:
 
 
 def _short() -> dict[str, dict[str, BackendResult]]:
-    """The results on short windows, with those of the other machine in place of failures."""
+    """The results on short windows, with those of the other machine that are not there or failed there."""
     twins = _twins(SHORT)
-    for name, others in _twins(SATURATING).items():
-        twins[name] |= {label: each for label, each in others.items() if twins[name][label].failure}
+    for name, others in _twins(CPU).items():
+        usable = {label: each for label, each in twins[name].items() if not each.failure}
+        twins[name] = twins[name] | others | usable
     return twins
 
 
