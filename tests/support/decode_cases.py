@@ -143,6 +143,7 @@ def assert_decode_matches(case: Case, format: str, dtype: torch.dtype, device: s
             assert torch.equal(again, out)
             assert torch.equal(again_lse, lse)
     exact, expected_lse = case.reference(storage)
+    assert out.dtype == dtype
     assert_as_exact(out, exact)
     rounding = torch.finfo(dtype).eps
     assert torch.equal(lse.isneginf(), expected_lse.isneginf())
