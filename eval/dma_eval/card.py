@@ -12,8 +12,6 @@ from typing import Any
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
-import dma_hf
-
 from .errors import UserError, one_line
 from .files import parse
 from .markdown import page_to_markdown
@@ -172,6 +170,8 @@ def _only(report: Report, label: str) -> Report:
 
 
 def _text(report: Report, label: str, base: str, name: str) -> str:
+    import dma_hf  # for its presets: it takes seconds to import, and what cannot have a card is refused before
+
     config = backend_configs(report)[label]
     cache = config.get("cache")
     presets = {name: each.to_dict() for name, each in dma_hf.PRESETS.items()}

@@ -1,58 +1,42 @@
-"""The command line ``dma-hf``: one module per command in ``commands``, which has its options and runs it.
+"""The command line ``dma-hf``.
 
-A new command is a module with ``add_options``, ``run`` (its docstring is the help; it returns the exit code) and
-``EXAMPLES``, and an entry in ``COMMANDS``.
+A new command is an entry in ``COMMANDS``: a function that adds its options to a parser, and one that runs it, returns
+the exit code, and has the help, with examples, as its docstring.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from importlib import metadata
-from types import ModuleType
 from typing import NoReturn
 
 from . import console
-from .commands import (
-    bench_decode,
-    bench_generate,
-    bench_prefill,
-    bench_serve,
-    card,
-    demo,
-    env,
-    equalize,
-    fidelity,
-    lm_eval,
-    ppl,
-    report_build,
-    report_diff,
-    retrieval,
-    serve,
-    stress,
-    suite,
-)
+from .commands import bench, demo, env, equalize, quality, report, serve
 from .errors import UserError
 
-COMMANDS: dict[str, ModuleType] = {
-    "ppl": ppl,
-    "suite": suite,
-    "lm-eval": lm_eval,
-    "fidelity": fidelity,
-    "retrieval": retrieval,
-    "stress": stress,
-    "equalize": equalize,
-    "report build": report_build,
-    "report diff": report_diff,
-    "card": card,
-    "serve": serve,
-    "demo": demo,
-    "env": env,
-    "bench prefill": bench_prefill,
-    "bench decode": bench_decode,
-    "bench generate": bench_generate,
-    "bench serve": bench_serve,
+Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
+COMMANDS: dict[str, Command] = {
+    "ppl": (quality.add_ppl, quality.ppl),
+    "suite": (quality.add_suite, quality.suite),
+    "lm-eval": (quality.add_lm_eval, quality.lm_eval),
+    "fidelity": (quality.add_fidelity, quality.fidelity),
+    "retrieval": (quality.add_retrieval, quality.retrieval),
+    "stress": (quality.add_stress, quality.stress),
+    "equalize": (equalize.add_equalize, equalize.equalize),
+    "report build": (report.add_report_build, report.report_build),
+    "report diff": (report.add_report_diff, report.report_diff),
+    "card": (report.add_card, report.card),
+    "serve": (serve.add_serve, serve.serve),
+    "demo": (demo.add_demo, demo.demo),
+    "env": (env.add_env, env.env),
+    "bench prefill": (bench.add_prefill, bench.time_prefill),
+    "bench decode": (bench.add_decode, bench.time_decode),
+    "bench generate": (bench.add_generate, bench.time_generate),
+    "bench serve": (bench.add_serve, bench.time_serve),
 }
 GROUPS = {
     "bench": "Measure speed: of attention alone, of generate, and of many requests at once.",
@@ -80,24 +64,24 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dma-hf {version()}", help="Show the version and exit.")
     parser.set_defaults(command=None, parser=parser, debug=False)
     commands = {"": parser.add_subparsers(title="commands", metavar="COMMAND")}
-    for name, module in COMMANDS.items():
+    for name, (add_options, run) in COMMANDS.items():
         group, _, last = name.rpartition(" ")
         if group not in commands:
             grouped = commands[""].add_parser(group, help=GROUPS[group], description=GROUPS[group])
             grouped.set_defaults(parser=grouped)
             commands[group] = grouped.add_subparsers(title="commands", metavar="COMMAND")
-        text = (module.run.__doc__ or "").strip()
+        text, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\nExamples:\n")
         command = commands[group].add_parser(
             last,
             help=text.partition("\n")[0],
-            description="\n".join(line.strip() for line in text.splitlines()),
-            epilog=f"examples:\n  {module.EXAMPLES.strip()}".replace("\n", "\n  ").replace("\n    ", "\n  "),
+            description=text.rstrip(),
+            epilog=f"examples:\n{textwrap.indent(examples, '  ')}",
             formatter_class=form,
             allow_abbrev=False,
         )
-        module.add_options(command)
+        add_options(command)
         command.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
-        command.set_defaults(command=module.run)
+        command.set_defaults(command=run)
     return parser
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import torch
 from packaging.version import Version
 
 from .errors import UserError
@@ -46,6 +45,8 @@ class Environment:
 
 def collect() -> Environment:
     """Look at this process and this machine."""
+    import torch  # which takes seconds, and a report that is read needs no device
+
     return Environment(
         python=platform.python_version(),
         packages=versions(PACKAGES),

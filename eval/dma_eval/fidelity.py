@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dma_hf import NAME as DMA
 
 from .backends import Backend, activate
 from .data import Text, Window
-from .errors import UserError
-from .generation import common_prefix, continued
-from .heads import head_errors
+from .errors import UserError, one_line
 from .parts import FidelityPart, PerplexityPart
 from .perplexity import compare, cut, default_context
-from .results import BackendResult, Divergence, FidelitySection
+from .reading import common_prefix, continued, takes_last
+from .results import BackendResult, Divergence, FidelitySection, HeadErrors
 from .session import Session
 
 REFERENCE = Backend("sdpa, fp32", "sdpa")
 BUCKETS = 8
+PROBE = "dma_eval_probe"
+Array = NDArray[np.float64]
 
 
 def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> FidelitySection:
@@ -140,18 +149,109 @@ def _divergence(
     new_tokens: int,
 ) -> list[Divergence]:
     """Processes split the backends, not the prompts: a prompt's tokens may hang on the batch that it is in."""
+
+    def tokens_of(model: PreTrainedModel, backend: Backend) -> list[list[int]]:
+        activate(model, backend)
+        return continued(model, backend, torch.stack(list(prompts)), new_tokens, min_new_tokens=new_tokens)
+
     own = session.processes.share(backends)
-    expected = _continue(reference_model, REFERENCE, prompts, new_tokens) if own else []
+    expected = tokens_of(reference_model, REFERENCE) if own else []
     found: dict[str, Divergence] = {}
     for backend in own:
-        tokens = _continue(session.loaded.model, backend, prompts, new_tokens)
-        same = [common_prefix(first, second) for first, second in zip(expected, tokens, strict=True)]
-        found[backend.label] = Divergence(label=backend.label, same_tokens=same)
-    everything = {label: each for share in session.processes.gathered(found) for label, each in share.items()}
+        pairs = zip(expected, tokens_of(session.loaded.model, backend), strict=True)
+        found[backend.label] = Divergence(label=backend.label, same_tokens=[common_prefix(*pair) for pair in pairs])
+    everything = session.processes.united(found)
     return [everything[backend.label] for backend in backends]
 
 
-def _continue(model: PreTrainedModel, backend: Backend, prompts: Sequence[Tensor], new_tokens: int) -> list[list[int]]:
-    """Exactly ``new_tokens`` greedy tokens after each prompt, all prompts in one batch."""
-    activate(model, backend)
-    return continued(model, backend, torch.stack(list(prompts)), new_tokens, min_new_tokens=new_tokens)
+def head_errors(
+    session: Session, model: PreTrainedModel, windows: Sequence[Tensor], backends: Sequence[Backend]
+) -> list[HeadErrors]:
+    """Measure the error of every head under every backend that Transformers runs through its attention interface.
+
+    One forward pass of the model in fp32 serves all backends. In every layer SDPA's output goes on to the next one, and
+    each backend computes from the same query, key and value what it would have put in its place: an error found so is
+    the head's own, and not the echo of a layer before it. ``eager`` is a function of each model's own, which the
+    interface does not give, and is left out; so are backends that read through a cache, whose heads are those of the
+    same precisions without one.
+
+    Args:
+        session: The run; the backends are given their query, key and value in the dtype of its model.
+        model: The model in fp32; it is left with SDPA.
+        windows: Token ids, int64 ``[T]`` each.
+        backends: The backends.
+
+    Raises:
+        UserError: The model does not run SDPA, or a backend refuses its calls.
+    """
+    dtype, processes = session.loaded.model.dtype, session.processes
+    own = processes.share(windows)
+    session.progress.begin("Heads", len(own))
+    known = ALL_ATTENTION_FUNCTIONS.valid_keys()
+    measured = [backend for backend in backends if backend.implementation in known and not backend.reads_cache]
+    sums: dict[tuple[str, int], Array] = {}  # by backend and layer, as of :func:`_sums_of`
+
+    def probe(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        reference, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
+        inputs = [tensor.to(dtype) for tensor in (query, key, value)]
+        for backend in measured:
+            with _section(module, backend):
+                output, _ = ALL_ATTENTION_FUNCTIONS[backend.implementation](module, *inputs, attention_mask, **options)
+            place = backend.label, int(getattr(module, "layer_idx", 0))
+            sums[place] = sums.get(place, 0) + _sums_of(output, reference)
+        return reference, None
+
+    failure: str | None = None
+    AttentionInterface.register(PROBE, probe)
+    AttentionMaskInterface.register(PROBE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        model.set_attn_implementation(PROBE)
+        options = {"logits_to_keep": 1} if takes_last(model) else {}
+        with torch.inference_mode():
+            for ids in own:
+                model(input_ids=ids[None].to(model.device), use_cache=False, **options)
+                session.progress.advance()
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        failure = one_line(error)
+    finally:
+        model.set_attn_implementation("sdpa")
+    failures = [each for each in processes.gathered(failure) if each is not None]
+    if failures:
+        raise UserError(f"{type(model).__name__}: the heads cannot be measured: {failures[0]}")
+    total: dict[tuple[str, int], Array] = {}
+    for place, more in (item for share in processes.gathered(sums) for item in share.items()):
+        total[place] = total.get(place, 0) + more
+    tiny = np.finfo(np.float64).tiny
+    errors = []
+    for backend in measured:
+        layers = [total[place] for place in sorted(total) if place[0] == backend.label]
+        relative_l1 = [(error / np.maximum(magnitude, tiny)).tolist() for error, magnitude, _, _ in layers]
+        cosine = [(cosine / tokens).tolist() for _, _, cosine, tokens in layers]
+        errors.append(HeadErrors(label=backend.label, relative_l1=relative_l1, cosine=cosine))
+    return errors
+
+
+def _sums_of(output: Tensor, reference: Tensor) -> Array:
+    """Sums over the tokens of one call, ``[4, H]``, whose outputs are ``[B, T, H, D]``.
+
+    They are of the error, of the reference, of their cosine, and of ones.
+    """
+    output, reference = output.double(), reference.double()
+    cosine = nn.functional.cosine_similarity(output, reference, dim=-1).sum((0, 1))
+    tokens = torch.full_like(cosine, output.shape[0] * output.shape[1])
+    error, magnitude = ((output - reference).abs().sum((0, 1, 3)), reference.abs().sum((0, 1, 3)))
+    return torch.stack([error, magnitude, cosine, tokens]).cpu().numpy()
+
+
+@contextmanager
+def _section(module: nn.Module, backend: Backend) -> Iterator[None]:
+    """Give the layer's configuration the backend's ``dma_mxfp`` section for the time of one call."""
+    config: Any = module.config
+    before = getattr(config, DMA, None)
+    setattr(config, DMA, None if backend.config is None else backend.config.to_dict())
+    try:
+        yield
+    finally:
+        setattr(config, DMA, before)

@@ -32,9 +32,8 @@ from .backends import Backend, activate, new_cache, parse_backends
 from .errors import one_line
 from .models import LoadedModel
 from .names import DMA
-from .nonfinite import NonFiniteLogitsError, origin
-from .processes import Processes
-from .reading import read
+from .reading import NonFiniteLogitsError, origin, read
+from .session import Processes
 
 Request = tuple[Any, list[int], list[int]]
 """The strings (or ``None``), the tokens of the context and those of the continuation."""

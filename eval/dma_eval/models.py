@@ -13,12 +13,13 @@ import psutil
 import torch
 from gguf import GGUFReader
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, PreTrainedModel
 
 from .errors import UserError, one_line
 from .progress import without_bars
 from .results import ModelInfo
 
+GIB = 1 << 30
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -53,8 +54,6 @@ class LoadedModel:
         model = self.model
         config = model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", None)
-        hidden = getattr(config, "hidden_size", None)
-        head_dim = getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
         return ModelInfo(
             name=self.name,
             revision=self.revision,
@@ -64,13 +63,19 @@ class LoadedModel:
             layers=getattr(config, "num_hidden_layers", None),
             query_heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=head_dim,
+            head_dim=head_dim_of(config),
             max_context=self.max_context,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
             device_map=self.device_map,
             yarn=self.yarn,
         )
+
+
+def head_dim_of(config: Any) -> Any:
+    """The dimension of a head, an integer, as the configuration of a text model gives it; ``None`` if it does not."""
+    hidden, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+    return getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
 
 
 def parse_source(name: str) -> ModelSource:
@@ -247,8 +252,8 @@ def check_memory(name: str, config: Any, dtype: torch.dtype | None, device: torc
     if needed > free:
         place = "this machine" if device is None else str(device)
         raise UserError(
-            f"--model: {name} needs {needed / 2**30:,.1f} GiB for its weights in {str(chosen).removeprefix('torch.')}, "
-            f"and {place} has {free / 2**30:,.1f} GiB free; use another --dtype, a larger device, or --device-map auto"
+            f"--model: {name} needs {needed / GIB:,.1f} GiB for its weights in {str(chosen).removeprefix('torch.')}, "
+            f"and {place} has {free / GIB:,.1f} GiB free; use another --dtype, a larger device, or --device-map auto"
         )
 
 
@@ -258,3 +263,26 @@ def free_memory(device: torch.device | None) -> int:
     if device is None:
         return host + sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
     return host if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+def batching_settings(model: PreTrainedModel, cache_gib: float | None) -> ContinuousBatchingConfig:
+    """Return Transformers' settings of continuous batching.
+
+    Args:
+        model: The model.
+        cache_gib: Memory for the paged cache, in GiB; by default what Transformers finds free.
+
+    Raises:
+        UserError: That memory does not hold a page for every layer.
+    """
+    # No other attention than the one that was asked for.
+    config = ContinuousBatchingConfig(auto_switch_to_flash=False)
+    if cache_gib is not None:
+        text = model.config.get_text_config()
+        # Counted in blocks of 16-bit (of the model's own) keys and values, whatever pages then hold.
+        token = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim_of(text) * model.dtype.itemsize
+        config.num_blocks = int(cache_gib * GIB / (token * config.page_size))
+        if config.num_blocks < 1:
+            least = token * config.page_size / GIB
+            raise UserError(f"--cache-gib: expected at least {least:.3g} for a page in every layer, got {cache_gib:g}")
+    return config

@@ -1,4 +1,4 @@
-"""Names of ``dma_mxfp`` backends as the command line takes them, checked before anything slow is imported."""
+"""Names of backends as the command line takes them: checked, and read in reports, without importing anything slow."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ FORMAT_SUFFIXES = {"+int8": "int8", "+int4": "int4"}
 """Suffixes that say which format a cache has, after any of the names; a test holds them equal to the formats."""
 PEER_SUFFIXES = ("+quanto4", "+quanto2", "+hqq8", "+hqq4", "+hqq2", "+fp8")
 """Suffixes that let any other implementation read through a ``QuantizedCache`` of Transformers."""
+SIMULATED = "sim_"
+"""What names of simulations of other kernels begin with."""
+TILE = 128
+"""Tokens that are read through a cache at a time: a tile of the rule, which a test holds equal."""
 PRESETS = ("balanced", "fp4", "paper", "kv8", "kv4")
 """Those of ``dma_hf``, whose import takes seconds; a test holds both equal."""
 

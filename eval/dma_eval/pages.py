@@ -8,9 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from dma_kernels.numerics.formats import TILE
 
-from .names import reads_cache
+from .names import SIMULATED, TILE, reads_cache
 from .results import (
     SECTIONS,
     BackendResult,
@@ -24,7 +23,6 @@ from .results import (
     TaskBackend,
     TaskSection,
 )
-from .task_summary import accuracy
 
 MEMORY_KINDS = {
     "cuda_allocated": "GPU memory allocated by PyTorch, summed over GPUs",
@@ -352,7 +350,7 @@ def cache_lines(labels: Iterable[str]) -> list[str]:
             "scored is what the cache stores; other `+`: likewise, through the `QuantizedCache` of Transformers. Times "
             "and memory are those of such small steps."
         )
-    if any(label.startswith("sim_") for label in labels):
+    if any(label.startswith(SIMULATED) for label in labels):
         lines.append(
             "`sim_...`: a simulation that rounds numbers as that kernel or cache does; its times mean nothing."
         )
@@ -366,7 +364,7 @@ def _task_summary(section: TaskSection) -> Table:
         pairs = [
             (task, metric, value)
             for task in section.tasks
-            if (metric := accuracy(task)) is not None
+            if (metric := task.accuracy) is not None
             for value in metric.values
             if value.label == backend.label
         ]

@@ -15,9 +15,8 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, SymmetricalLogLocator
 
-from .names import reads_cache
+from .names import SIMULATED, reads_cache
 from .pages import format_kl
-from .peers import SCHEMES
 from .results import (
     BackendResult,
     FidelitySection,
@@ -27,7 +26,6 @@ from .results import (
     StressSection,
     TaskSection,
 )
-from .task_summary import accuracy
 
 DPI = 150
 WIDTH = 11.0  # inches
@@ -267,7 +265,7 @@ def tidy(ax: Axes) -> None:
 def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
     """Difference of each task's accuracy from the reference, in points, with its interval; one row per task."""
     reference, *others = section.backends
-    rows = [(task, metric) for task in section.tasks if (metric := accuracy(task)) is not None]
+    rows = [(task, metric) for task in section.tasks if (metric := task.accuracy) is not None]
     figure = Figure(
         figsize=(WIDTH, 1.9 + (0.16 * len(others) + 0.24) * max(1, len(rows))), dpi=DPI, layout="constrained"
     )
@@ -328,7 +326,7 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path)
                 continue
             changes.append(change)
             color, label = colors[backend.label][0], _point_label(backend, section, sections)
-            if reads_cache(backend.label) or backend.label in SCHEMES:
+            if reads_cache(backend.label) or backend.label.startswith(SIMULATED):
                 left.axhline(change, color=color, linestyle=line, label=label)
                 right.axhline(change, color=color, linestyle=line)
                 continue

@@ -19,24 +19,15 @@ SECONDS_BETWEEN_LINES = 15.0  # where there is no screen to draw a bar on
 
 
 class Progress:
-    """What a measurement tells of how far it has come. This one shows nothing."""
+    """What a measurement tells of how far it has come: a bar on a screen, a line now and then in a file or a pipe.
 
-    def begin(self, what: str, steps: int | None = None) -> None:
-        """Something begins, of so many steps if that is known."""
+    Args:
+        bars: Where it is drawn; nothing is shown without them.
+    """
 
-    def advance(self, what: str = "", steps: int = 1) -> None:
-        """So many steps are done, of ``what`` if that is said."""
-
-    def kept(self, what: str) -> None:
-        """Something was not measured again, but taken from the run's folder."""
-
-
-class ShownProgress(Progress):
-    """Shows it as a bar on a screen, as a line now and then in a file or a pipe."""
-
-    def __init__(self, bars: Bars) -> None:
+    def __init__(self, bars: Bars | None = None) -> None:
         self._bars = bars
-        self._task = bars.add_task("", total=None)
+        self._task = None if bars is None else bars.add_task("", total=None)
         self._what, self._done = "", 0
         self._steps: int | None = None
         self._began = self._told = time.monotonic()
@@ -44,10 +35,13 @@ class ShownProgress(Progress):
     def begin(self, what: str, steps: int | None = None) -> None:
         """Something begins, of so many steps if that is known."""
         self._what, self._steps, self._done = what, steps, 0
-        self._bars.reset(self._task, description=escape(what), total=steps)
+        if self._bars is not None and self._task is not None:
+            self._bars.reset(self._task, description=escape(what), total=steps)
 
     def advance(self, what: str = "", steps: int = 1) -> None:
         """So many steps are done, of ``what`` if that is said."""
+        if self._bars is None or self._task is None:
+            return
         self._done += steps
         description = f"{self._what}: {what}" if what else self._what
         self._bars.update(self._task, advance=steps, description=escape(description))
@@ -59,11 +53,12 @@ class ShownProgress(Progress):
 
     def kept(self, what: str) -> None:
         """Something was not measured again, but taken from the run's folder."""
-        console.print_note(f"{what}: taken from the folder")
+        if self._bars is not None:
+            console.print_note(f"{what}: taken from the folder")
 
 
 @contextmanager
-def shown_progress() -> Iterator[ShownProgress]:
+def shown_progress() -> Iterator[Progress]:
     """Show how far a measurement has come."""
     columns = (
         TextColumn("[progress.description]{task.description}"),
@@ -75,7 +70,7 @@ def shown_progress() -> Iterator[ShownProgress]:
         TextColumn("left"),
     )
     with Bars(*columns, console=console.err, transient=True, disable=not console.err.is_terminal) as bars:
-        yield ShownProgress(bars)
+        yield Progress(bars)
 
 
 @contextmanager

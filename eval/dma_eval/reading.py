@@ -9,6 +9,8 @@ measure it, not to believe it.
 from __future__ import annotations
 
 import inspect
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +18,11 @@ from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .backends import Backend, new_cache
+from .backends import Backend, activate, new_cache
+from .results import Generation
+from .session import Session
+
+SHOWN_PROMPT_CHARACTERS = 300
 
 
 @torch.inference_mode()
@@ -37,7 +43,6 @@ def read(
     """
     length = ids.shape[1]
     last = length if last is None else last
-    takes_last = "logits_to_keep" in inspect.signature(model.forward).parameters
     cache = new_cache(model, backend)
     step = length if cache is None else TILE
     found: Tensor | None = None
@@ -45,7 +50,7 @@ def read(
         end = min(begin + step, length)
         wanted = min(end - begin, last - (length - end))  # below 1 before the positions that are wanted
         inputs: dict[str, Any] = {"input_ids": ids[:, begin:end], "use_cache": cache is not None}
-        if takes_last and wanted < end - begin:
+        if takes_last(model) and wanted < end - begin:
             inputs["logits_to_keep"] = max(wanted, 1)
         if mask is not None:
             inputs["attention_mask"] = mask[:, :end]
@@ -64,3 +69,96 @@ def read(
         found[:, place : place + wanted] = logits[:, -wanted:]
     assert found is not None
     return found
+
+
+class NonFiniteLogitsError(RuntimeError):
+    """A forward pass gave NaN or infinity."""
+
+
+def takes_last(model: PreTrainedModel) -> bool:
+    """Whether a model has the option to compute the logits of the last positions only."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+@torch.inference_mode()
+def origin(model: PreTrainedModel, again: Callable[[], object]) -> str:
+    """Name the module that first gives a value that is not finite, by running the same pass once more.
+
+    Args:
+        model: The model.
+        again: Runs the pass.
+
+    Returns:
+        A clause to end a message with; empty if no module's output shows it.
+    """
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[[torch.nn.Module, tuple[object, ...], object], None]:
+        def check(module: torch.nn.Module, inputs: tuple[object, ...], output: object) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            if not found and isinstance(tensor, Tensor) and not tensor.isfinite().all():
+                found.append(name)
+
+        return check
+
+    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    try:
+        again()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return f"; they begin in the output of {found[0]}" if found else ""
+
+
+def continue_greedily(session: Session, prompt: Tensor, new_tokens: int) -> list[Generation]:
+    """Let every backend continue ``prompt`` (token ids, ``[T]``) by ``new_tokens`` tokens or to the end of the text."""
+    model, tokenizer = session.loaded.model, session.loaded.tokenizer
+    session.progress.begin("Generating", len(session.backends))
+    prompt_end = tokenizer.decode(prompt, skip_special_tokens=True)[-SHOWN_PROMPT_CHARACTERS:]
+    generations: list[Generation] = []
+    for backend in session.backends:
+        activate(model, backend)
+        began = time.perf_counter()
+        (tokens,) = continued(model, backend, prompt[None], new_tokens)
+        seconds = time.perf_counter() - began
+        first = generations[0].tokens if generations else tokens
+        generations.append(
+            Generation(
+                label=backend.label,
+                prompt_tokens=len(prompt),
+                prompt_end=prompt_end,
+                continuation=tokenizer.decode(tokens, skip_special_tokens=True),
+                tokens=tokens,
+                same_tokens=common_prefix(first, tokens),
+                seconds=seconds,
+            )
+        )
+        session.progress.advance(backend.label)
+    return generations
+
+
+@torch.inference_mode()
+def continued(
+    model: PreTrainedModel, backend: Backend, prompts: Tensor, new_tokens: int, **options: Any
+) -> list[list[int]]:
+    """Greedy tokens after each of ``prompts`` ``[B, T]``, of a model that has been switched to ``backend``."""
+    ids = prompts.to(model.device)
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        use_cache=True,
+        past_key_values=new_cache(model, backend),
+        **options,
+    )
+    tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
+    return tokens
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of leading elements that are equal."""
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return index
+    return min(len(first), len(second))

@@ -172,6 +172,10 @@ class MetricResult:
         """Its name, with its filter where that is not the usual one."""
         return self.name if self.filter == "none" else f"{self.name}, {self.filter}"
 
+    def of(self, label: str) -> MetricValue:
+        """What one backend has."""
+        return next(value for value in self.values if value.label == label)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
@@ -187,6 +191,11 @@ class TaskResult:
     # How many answers (the choice, the text) differ from the reference's, by backend; null where there is nothing to
     # compare.
     answers_changed: dict[str, int | None]
+
+    @property
+    def accuracy(self) -> MetricResult | None:
+        """The metric that stands for its accuracy: the first one by which samples are right or wrong."""
+        return next((metric for metric in self.metrics if metric.right_or_wrong), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 from .backends import Backend, activate
 from .data import Text, tokenize
 from .errors import UserError, one_line
-from .nonfinite import NonFiniteLogitsError, origin
 from .parts import RetrievalPart
-from .reading import read
+from .reading import NonFiniteLogitsError, origin, read
 from .results import RetrievalBackend, RetrievalCell, RetrievalSection
 from .session import Session
 
@@ -90,8 +89,7 @@ def measure_retrieval(session: Session, kind: str, text: Text | None, part: Retr
                 except (RuntimeError, ValueError, TypeError) as error:
                     failures[backend.label] = one_line(error)
             session.progress.advance(backend.label)
-    cells = {key: cell for share in processes.gathered(cells) for key, cell in share.items()}
-    failures = {label: why for share in reversed(processes.gathered(failures)) for label, why in share.items()}
+    cells, failures = processes.united(cells), processes.united(failures)
     return RetrievalSection(
         kind=kind,
         lengths=lengths,

@@ -1,20 +1,87 @@
-"""What every measurement of a run shares: the model, the backends, where finished pieces lie, who shows progress."""
+"""What every measurement of a run shares: the model, the backends, the processes, where finished pieces lie."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
 
 from .backends import Backend
 from .environment import versions
 from .files import Store
 from .models import LoadedModel
-from .processes import Processes
 from .progress import Progress
 
 COMPUTING = ("dma-hf", "lm-eval", "transformers", "torch")
 """Packages whose version a result depends on."""
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of a run, which ``accelerate launch`` started; one process where it did not."""
+
+    rank: int = 0  # its number, from 0; process 0 reads and writes files, and is the one that talks
+    count: int = 1  # how many there are
+    # Accelerate's handle on them; ``None`` for a single process.
+    accelerator: Accelerator | None = field(default=None, repr=False)
+    # The device that Accelerate assigned; ``None`` for a single process, which may choose.
+    device: torch.device | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is process 0."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[Value]) -> list[Value]:
+        """Return what of ``items`` is this process's work: every ``count``-th one."""
+        return list(items[self.rank :: self.count])
+
+    def from_main(self, value: Value) -> Value:
+        """Return what process 0 passed; the other processes' values are ignored."""
+        if self.count == 1:
+            return value
+        box: list[Any] = [value]
+        torch.distributed.broadcast_object_list(box, src=0)
+        received: Value = box[0]
+        return received
+
+    def gathered(self, value: Value) -> list[Value]:
+        """Return the values of all processes, in order of rank, to all of them."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    def united(self, values: dict[Any, Value]) -> dict[Any, Value]:
+        """Return the items of all processes; where two have a key, that of the lower rank."""
+        return {key: value for share in reversed(self.gathered(values)) for key, value in share.items()}
+
+
+def join_processes(device: str = "auto") -> Processes:
+    """Join the processes that ``accelerate launch`` or ``torchrun`` started, if they did.
+
+    Args:
+        device: The device that was asked for: with ``cpu``, and without CUDA, processes talk through gloo.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Processes()
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    state = PartialState(cpu=on_cpu)
+    return Processes(state.process_index, state.num_processes, Accelerator(cpu=on_cpu), state.device)
+
+
+def leave_processes() -> None:
+    """Close the process group, so that no process ends while another still talks to it."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -23,8 +90,7 @@ class Session:
 
     loaded: LoadedModel  # the model and its tokenizer
     backends: Sequence[Backend]  # the backends; the first is the reference
-    # The processes that split the work. Each makes the same calls, and gets all results.
-    processes: Processes = field(default_factory=Processes)
+    processes: Processes = field(default_factory=Processes)  # each makes the same calls, and gets all results
     store: Store = field(default_factory=Store)  # where finished pieces are kept
     progress: Progress = field(default_factory=Progress)  # what is told of the progress
     seed: int = 0  # seed of whatever is drawn

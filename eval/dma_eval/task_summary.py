@@ -1,32 +1,161 @@
-"""From the records of answers to a section of results: paired differences, intervals and tests. Pure functions."""
+"""What backends answered to lm-eval's tasks, sample by sample: its records, kept as files, and their comparison.
+
+The files are both the record for whoever wants to look at single answers, and what an interrupted run resumes from.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .backends import Backend
-from .paired import CONFIDENCE, RESAMPLES, STATISTICS, Array, mcnemar, paired_interval, statistic
 from .parts import TasksPart
 from .results import GroupMetric, MetricResult, MetricValue, TaskBackend, TaskResult, TaskSection
 from .session import Session
-from .task_records import Sample, TaskRecord, UnitRecord
 
-Records = Mapping[tuple[str, str], UnitRecord]
-"""By label of the backend and name that was asked for."""
+FOLDER = "samples"
+"""Where records lie in a run's folder: a folder for each backend, and in it a file for each name."""
+CONFIDENCE = 0.95
+RESAMPLES = 10_000
+DRAWS_AT_A_TIME = 2**22  # sample indices drawn at a time: 32 MiB
+MAX_KINDS = 256  # distinct samples up to which counting them is faster than drawing them one by one
+
+Array = NDArray[np.float64]
+
+STATISTICS: Mapping[str, Callable[[Array], Array]] = {
+    "mean": lambda mean: mean,
+    "perplexity": lambda mean: np.exp(-mean),
+    "weighted_perplexity": lambda mean: np.exp(-mean),
+    "bits_per_byte": lambda mean: -mean / math.log(2),
+}
+"""Metrics by lm-eval's name of their aggregation, as functions of a weighted mean: sum of values by sum of weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One answer."""
+
+    doc_id: int  # number of the document in its task
+    filter: str  # the filter of the answers that the values belong to
+    prompt_hash: str  # lm-eval's hash of the prompt: equal for every backend, or the comparison is not paired
+    # What was answered: the number of the choice, whether a continuation is the greedy one, or a text; null for tasks
+    # that only measure likelihood.
+    answer: Any
+    values: dict[str, list[float]]  # value and weight of each metric that averages over samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRecord:
+    """One task."""
+
+    name: str  # its name
+    version: str  # version of its definition
+    output_type: str  # lm-eval's output type
+    num_fewshot: int  # examples in each prompt
+    aggregations: dict[str, str | None]  # lm-eval's name of each metric's aggregation; null where it has none
+    higher_is_better: dict[str, bool | None]  # direction of each metric
+    metrics: dict[str, float | None]  # lm-eval's own value of each metric, by ``metric,filter``
+    samples: list[Sample]  # every answer, ordered by document
+
+    @property
+    def asked(self) -> tuple[str, list[tuple[int, str, str]]]:
+        """What must be equal for every backend, or the comparison is not paired."""
+        return self.name, [(sample.doc_id, sample.filter, sample.prompt_hash) for sample in self.samples]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitRecord:
+    """One backend's answers to one name that was asked for, a task or a group."""
+
+    seconds: float  # time of the evaluation
+    fallbacks: dict[str, int]  # how often something ran with other attention, by reason
+    tasks: list[TaskRecord]  # the tasks behind the name
+    groups: dict[str, dict[str, float | None]]  # metrics of groups, by group and ``metric,filter``
+    low_share: float | None = None  # of the keys that queries saw, those that low tiles held; null of generated texts
+
+
+def task_record(name: str, results: Mapping[str, Any], task: Any) -> TaskRecord:
+    """Make the record of one task from the results of ``lm_eval.evaluate``."""
+    aggregations = {metric: _aggregation_name(function) for metric, function in task.aggregation().items()}
+    samples = [_sample(sample, task.OUTPUT_TYPE) for sample in results["samples"][name]]
+    return TaskRecord(
+        name=name,
+        version=str(results["versions"][name]),
+        output_type=str(task.OUTPUT_TYPE),
+        num_fewshot=int(results["n-shot"].get(name) or 0),
+        aggregations=aggregations,
+        higher_is_better={metric: task.higher_is_better().get(metric) for metric in aggregations},
+        metrics=metric_values(results["results"][name]),
+        samples=sorted(samples, key=lambda sample: (sample.filter, sample.doc_id)),
+    )
+
+
+def metric_values(results: Mapping[str, Any]) -> dict[str, float | None]:
+    """The metrics among lm-eval's results of a task or a group, by ``metric,filter``; null where one is no number."""
+    return {
+        key: _finite(value)
+        for key, value in results.items()
+        if "," in key and not key.partition(",")[0].endswith("_stderr")
+    }
+
+
+def _finite(value: Any) -> float | None:
+    number = float(value) if isinstance(value, (int, float)) else None
+    return number if number is not None and abs(number) < float("inf") else None
+
+
+def _aggregation_name(function: Any) -> str | None:
+    from lm_eval.api.registry import aggregation_registry
+
+    return next((name for name in aggregation_registry if aggregation_registry[name] is function), None)
+
+
+def _sample(sample: Mapping[str, Any], output_type: str) -> Sample:
+    values = {metric: value for metric in sample["metrics"] if (value := _weighted(sample[metric])) is not None}
+    return Sample(
+        doc_id=int(sample["doc_id"]),
+        filter=str(sample["filter"]),
+        prompt_hash=str(sample["prompt_hash"]),
+        answer=_answer(sample["filtered_resps"], output_type),
+        values=values,
+    )
+
+
+def _weighted(value: Any) -> list[float] | None:
+    """Value and weight of one sample; None of what has none, such as the pair of a reference and a prediction."""
+    pair = tuple(value) if isinstance(value, (list, tuple)) else (value, 1)
+    if len(pair) != 2 or not all(isinstance(part, (bool, int, float)) for part in pair):
+        return None
+    numbers = [float(part) for part in pair]
+    return numbers if all(abs(number) < float("inf") for number in numbers) else None
+
+
+def _answer(responses: list[Any], output_type: str) -> Any:
+    if output_type == "multiple_choice":
+        scores = [float(log_likelihood) for log_likelihood, _ in responses]
+        return scores.index(max(scores))
+    if output_type == "loglikelihood":
+        return bool(responses[0][1])
+    if output_type == "generate_until":
+        return str(responses[0])
+    return None
 
 
 def summarize_tasks(
-    session: Session,
-    names: Sequence[str],
-    records: Records,
-    failures: Mapping[tuple[str, str], str],
-    part: TasksPart,
+    session: Session, names: Sequence[str], answers: Mapping[tuple[str, str], UnitRecord | str], part: TasksPart
 ) -> TaskSection:
     """Compare every backend's answers with the first one's.
+
+    Args:
+        session: The backends; its seed is that of the bootstrap.
+        names: What was asked for.
+        answers: Records, or why there are none, by label of the backend and name that was asked for.
+        part: How they were asked.
 
     Raises:
         RuntimeError: Two backends were not given the same samples.
@@ -35,9 +164,29 @@ def summarize_tasks(
     tasks: list[TaskResult] = []
     groups: list[GroupMetric] = []
     for name in names:
-        done = {label: records[label, name] for label in labels if (label, name) in records}
-        tasks += _tasks(labels, done, session.seed)
-        groups += _groups(labels, done)
+        done = {label: unit for label in labels if isinstance(unit := answers[label, name], UnitRecord)}
+        first = next(iter(done.values()), UnitRecord(seconds=0, fallbacks={}, tasks=[], groups={}))
+        for index in range(len(first.tasks)):
+            tasks.append(_task(labels, {label: unit.tasks[index] for label, unit in done.items()}, session.seed))
+        for group, key in ((group, key) for group, metrics in first.groups.items() for key in metrics):
+            values = {label: done[label].groups[group][key] if label in done else None for label in labels}
+            groups.append(GroupMetric(group=group, metric=key, values=values))
+    backends = []
+    for backend in session.backends:
+        units = {name: answers[backend.label, name] for name in names}
+        own = {name: unit for name, unit in units.items() if isinstance(unit, UnitRecord)}
+        accuracies = [metric.of(backend.label).value for task in tasks if (metric := task.accuracy) is not None]
+        numbers = [value for value in accuracies if value is not None]
+        is_complete = bool(numbers) and len(numbers) == len(accuracies) and len(own) == len(names)
+        made = TaskBackend(
+            **backend.info,
+            failures={name: unit for name, unit in units.items() if isinstance(unit, str)},
+            seconds={name: record.seconds for name, record in own.items()},
+            low_share={name: record.low_share for name, record in own.items() if record.low_share is not None},
+            fallbacks=dict(sum((Counter(record.fallbacks) for record in own.values()), Counter[str]())),
+            mean_accuracy=float(np.mean(numbers)) if is_complete else None,
+        )
+        backends.append(made)
     return TaskSection(
         asked=list(names),
         limit=part.limit,
@@ -46,111 +195,52 @@ def summarize_tasks(
         chat_template=part.chat_template,
         confidence=CONFIDENCE,
         resamples=RESAMPLES,
-        backends=[_backend(backend, names, records, failures, tasks) for backend in session.backends],
+        backends=backends,
         tasks=tasks,
         groups=groups,
     )
 
 
-def accuracy(task: TaskResult) -> MetricResult | None:
-    """The metric that stands for a task's accuracy: the first one by which samples are right or wrong."""
-    return next((metric for metric in task.metrics if metric.right_or_wrong), None)
-
-
-def _backend(
-    backend: Backend,
-    names: Sequence[str],
-    records: Records,
-    failures: Mapping[tuple[str, str], str],
-    tasks: Sequence[TaskResult],
-) -> TaskBackend:
-    own = {name: records[backend.label, name] for name in names if (backend.label, name) in records}
-    fallbacks = dict(sum((Counter(record.fallbacks) for record in own.values()), Counter[str]()))
-    values = [
-        value.value
-        for task in tasks
-        if (metric := accuracy(task)) is not None
-        for value in metric.values
-        if value.label == backend.label
-    ]
-    numbers = [value for value in values if value is not None]
-    complete = bool(numbers) and len(numbers) == len(values) and len(own) == len(names)
-    return TaskBackend(
-        **backend.info,
-        failures={name: failures[backend.label, name] for name in names if (backend.label, name) in failures},
-        seconds={name: record.seconds for name, record in own.items()},
-        low_share={name: record.low_share for name, record in own.items() if record.low_share is not None},
-        fallbacks=fallbacks,
-        mean_accuracy=float(np.mean(numbers)) if complete else None,
-    )
-
-
-def _tasks(labels: Sequence[str], done: Mapping[str, UnitRecord], seed: int) -> list[TaskResult]:
-    if not done:
-        return []
-    first = next(iter(done.values()))
-    results = []
-    for index, task in enumerate(first.tasks):
-        answers = {label: record.tasks[index] for label, record in done.items()}
-        _check_paired(task, answers)
-        reference = answers.get(labels[0])
-        metrics = [
-            _metric(task, key, labels, answers, seed)
-            for key in task.metrics
-            if not all(record.metrics[key] is None for record in answers.values())
-        ]
-        results.append(
-            TaskResult(
-                name=task.name,
-                version=task.version,
-                output_type=task.output_type,
-                num_fewshot=task.num_fewshot,
-                samples=len({sample.doc_id for sample in task.samples}),
-                metrics=metrics,
-                answers_changed={label: _changed(reference, answers.get(label)) for label in labels[1:]},
-            )
-        )
-    return results
-
-
-def _check_paired(task: TaskRecord, answers: Mapping[str, TaskRecord]) -> None:
-    def identity(record: TaskRecord) -> list[tuple[int, str, str]]:
-        return [(sample.doc_id, sample.filter, sample.prompt_hash) for sample in record.samples]
-
+def _task(labels: Sequence[str], answers: Mapping[str, TaskRecord], seed: int) -> TaskResult:
+    task, reference = next(iter(answers.values())), answers.get(labels[0])
     for label, record in answers.items():
-        if record.name != task.name or identity(record) != identity(task):
+        if record.asked != task.asked:
             raise RuntimeError(f"task {task.name}: {label} was not asked the same questions as the backends before it")
+    keys = [key for key in task.metrics if any(record.metrics[key] is not None for record in answers.values())]
+    return TaskResult(
+        name=task.name,
+        version=task.version,
+        output_type=task.output_type,
+        num_fewshot=task.num_fewshot,
+        samples=len({sample.doc_id for sample in task.samples}),
+        metrics=[_metric(task, key, labels, answers, seed) for key in keys],
+        answers_changed={label: _changed(reference, answers.get(label)) for label in labels[1:]},
+    )
 
 
 def _metric(
     task: TaskRecord, key: str, labels: Sequence[str], answers: Mapping[str, TaskRecord], seed: int
 ) -> MetricResult:
     name, _, filter_name = key.partition(",")
-    aggregation = task.aggregations.get(name)
-    # A metric without an aggregation is averaged by lm-eval.
-    known = aggregation if aggregation is not None or name in task.aggregations else "mean"
+    known = task.aggregations.get(name, "mean")  # a metric without an aggregation is averaged by lm-eval
     arrays = {label: _array(record.samples, name, filter_name) for label, record in answers.items()}
-    reference = arrays.get(labels[0])
-    present = [array for array in arrays.values() if array is not None]
-    right_or_wrong = known == "mean" and bool(present) and all(_is_right_or_wrong(array) for array in present)
+    present = {label: array for label, array in arrays.items() if array is not None and known in STATISTICS}
+    right_or_wrong = known == "mean" and bool(present) and all(map(_is_right_or_wrong, present.values()))
     values: list[MetricValue] = []
     for label in labels:
-        array = arrays.get(label) if known in STATISTICS else None
-        if array is not None:
-            value = statistic(str(known), array)  # summed in the documents' order, however processes split them
-        else:
-            value = answers[label].metrics[key] if label in answers else None  # type: ignore[assignment]
-        base = values[0].value if values else None
-        result = MetricValue(label=label, value=value)
-        if value is not None and base is not None:
-            result = replace(result, difference=value - base)
-        if array is not None and reference is not None and label != labels[0]:
-            low, high = paired_interval(str(known), reference, array, seed=seed)
-            result = replace(result, low=low, high=high)
+        value = answers[label].metrics[key] if label in answers else None
+        if label in present:  # summed in the documents' order, however processes split them
+            value = statistic(str(known), present[label])
+        paired: dict[str, Any] = {}
+        if values and value is not None and (base := values[0].value) is not None:
+            paired["difference"] = value - base
+        if values and label in present and labels[0] in present:
+            reference, array = present[labels[0]], present[label]
+            paired["low"], paired["high"] = paired_interval(str(known), reference, array, seed=seed)
             if right_or_wrong:
                 lost, gained = (int((sign * (reference - array)[:, 0] > 0).sum()) for sign in (1, -1))
-                result = replace(result, lost=lost, gained=gained, mcnemar_p=mcnemar(lost, gained))
-        values.append(result)
+                paired |= {"lost": lost, "gained": gained, "mcnemar_p": mcnemar(lost, gained)}
+        values.append(MetricValue(label=label, value=value, **paired))
     return MetricResult(
         name=name,
         filter=filter_name,
@@ -183,16 +273,46 @@ def _changed(reference: TaskRecord | None, other: TaskRecord | None) -> int | No
     return len({one.doc_id for one, two in pairs if one.answer != two.answer})
 
 
-def _groups(labels: Sequence[str], done: Mapping[str, UnitRecord]) -> list[GroupMetric]:
-    first = next(iter(done.values()), None)
-    if first is None:
-        return []
-    return [
-        GroupMetric(
-            group=group,
-            metric=key,
-            values={label: done[label].groups[group][key] if label in done else None for label in labels},
-        )
-        for group, metrics in first.groups.items()
-        for key in metrics
-    ]
+def statistic(name: str, samples: Array) -> float:
+    """The metric of samples ``[N, 2]`` of values and weights."""
+    total, weight = samples.sum(0)
+    return float(STATISTICS[name](np.asarray(total / weight)))
+
+
+def paired_interval(
+    name: str, reference: Array, other: Array, *, seed: int = 0, resamples: int = RESAMPLES
+) -> tuple[float, float]:
+    """Confidence interval of the difference of a metric, other less reference, by a paired bootstrap.
+
+    Each resample draws samples, with replacement, and takes both backends' answers to them: what makes a question easy
+    or hard for both cancels. The interval is the one of percentiles (Efron and Tibshirani, 1993, chapter 13).
+
+    Args:
+        name: Which metric, one of :data:`STATISTICS`.
+        reference: Values and weights of the reference, ``[N, 2]``.
+        other: Those of the other backend, for the same samples in the same order.
+        seed: Seed of the draws.
+        resamples: How many resamples.
+    """
+    rng = np.random.default_rng(seed)
+    both = np.concatenate([reference, other], axis=1)
+    kinds, counts = np.unique(both, axis=0, return_counts=True)
+    if len(kinds) <= MAX_KINDS:
+        drawn = rng.multinomial(len(both), counts / len(both), size=resamples)
+        sums = drawn @ kinds
+    else:
+        step = max(1, DRAWS_AT_A_TIME // len(both))
+        chunks = [min(step, resamples - begin) for begin in range(0, resamples, step)]
+        sums = np.concatenate([both[rng.integers(len(both), size=(n, len(both)))].sum(1) for n in chunks])
+    of = STATISTICS[name]
+    differences = of(sums[:, 2] / sums[:, 3]) - of(sums[:, 0] / sums[:, 1])
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(differences, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """Two-sided p-value of McNemar's exact test: that of ``lost`` heads in ``lost + gained`` throws of a fair coin."""
+    from scipy.stats import binomtest  # which takes nearly a second to import, and most commands do not need it
+
+    return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0

@@ -26,8 +26,7 @@ from .parts import TasksPart
 from .progress import without_bars
 from .results import TaskSection
 from .session import Session
-from .task_records import FOLDER, UnitRecord, metric_values, task_record
-from .task_summary import summarize_tasks
+from .task_summary import FOLDER, UnitRecord, metric_values, summarize_tasks, task_record
 
 SHOWN_NAMES = 12
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -116,14 +115,13 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
         for name in tasks.names
         for backend in backends
     }
-    records: dict[tuple[str, str], UnitRecord] = {}
+    answers: dict[tuple[str, str], UnitRecord | str] = {}  # records, and why there is none
     for unit, identity in identities.items():
         piece = processes.from_main(store.load(UnitRecord, identity, FOLDER, *unit) if processes.is_main else None)
         if piece is not None:
-            records[unit] = piece.content
+            answers[unit] = piece.content
     # All data before all evaluations: what cannot be loaded should not come to light hours later.
-    missing = [name for name in tasks.names if any((backend.label, name) not in records for backend in backends)]
-    failures: dict[tuple[str, str], str] = {}
+    missing = [name for name in tasks.names if any((backend.label, name) not in answers for backend in backends)]
     with without_bars():
         units = {name: _load(tasks.manager, name, part) for name in missing}
         _check_distinct(units)
@@ -133,19 +131,19 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
                     _draw_examples_alike(task)
         for name, backend in itertools.product(tasks.names, backends):
             unit = (backend.label, name)
-            if unit in records:
+            if unit in answers:
                 progress.kept(f"{name}, {backend.label}")
                 continue
             progress.begin(f"{name}, {backend.label}")
             try:
                 record = _evaluate(lm, units[name], backend, part, session)
             except BackendFailure as error:
-                failures[unit] = str(error)
+                answers[unit] = str(error)
                 continue
             if processes.is_main:
                 store.save(Piece(identity=identities[unit], content=record), FOLDER, *unit)
-            records[unit] = record
-    return summarize_tasks(session, tasks.names, records, failures, part)
+            answers[unit] = record
+    return summarize_tasks(session, tasks.names, answers, part)
 
 
 def _is_known(name: str, manager: TaskManager) -> bool:

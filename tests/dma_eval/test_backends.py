@@ -10,6 +10,7 @@ from dma_eval.backends import CACHE_PRESETS, Backend, activate, default_names, i
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
 from dma_kernels.cache.codes import CACHE_FORMATS
+from dma_kernels.numerics.formats import TILE
 
 import dma_hf
 
@@ -118,6 +119,8 @@ def test_presets_are_those_of_the_plugin() -> None:
     assert tuple(dma_hf.PRESETS) == names.PRESETS
     assert tuple(names.FORMAT_SUFFIXES.values()) == tuple(CACHE_FORMATS)
     assert tuple(peers.QUANTIZED) == names.PEER_SUFFIXES
+    assert all(name.startswith(names.SIMULATED) for name in peers.SCHEMES)
+    assert names.TILE == TILE
 
 
 def test_implementations_are_those_of_transformers() -> None:

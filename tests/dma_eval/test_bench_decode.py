@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from dma_eval.bench import decode
 from dma_eval.bench.decode import filled_storage, measure_shape, parse_implementations
 from dma_eval.bench.results import DecodeReport, DecodeResult, DecodeShape
-from dma_eval.commands.bench_decode import HEAD_DIMS, HEADS, SIZES, make_shapes
+from dma_eval.commands.bench import DECODE_HEADS, HEAD_DIMS, SIZES, decode_shapes
 from dma_eval.errors import UserError
 from transformers import QuantizedCache
 
@@ -61,7 +61,7 @@ def test_an_interruption_keeps_what_there_is(tmp_path: Path, run: Run, monkeypat
 def test_a_cache_that_cannot_run_is_reported_beside_the_others() -> None:
     config = dma_hf.PRESETS["kv8"].to_dict() | {"backend": "triton"}
     sdpa, packed = parse_implementations(["sdpa", "dma_mxfp:kv8"])
-    broken = type(packed)("broken", dma_hf.DMAConfig(**config))
+    broken = replace(packed, label="broken", config=dma_hf.DMAConfig(**config))
     results = measure_shape(SHAPE, [sdpa, broken], torch.device("cpu"), torch.float32, seconds=0.0)
     assert results[0].failure is None
     assert results[1].failure is not None
@@ -98,7 +98,7 @@ def test_the_packed_cache_holds_what_the_shape_says() -> None:
 
 
 def test_default_shapes_vary_one_thing_at_a_time() -> None:
-    shapes = make_shapes(SIZES, HEADS, HEAD_DIMS)
+    shapes = decode_shapes(SIZES, DECODE_HEADS, HEAD_DIMS)
     families = {(s.query_heads, s.kv_heads, s.head_dim) for s in shapes}
     assert families == {(32, 8, 128), (32, 8, 64), (32, 32, 128), (9, 3, 128)}
     assert len(shapes) == 4 * len(SIZES)

@@ -22,7 +22,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def results(model):
-    return measure(model, [40, 400], parse_runs(RUNS), batch=2, new_tokens=12)
+    return list(measure(model, [40, 400], parse_runs(RUNS), batch=2, new_tokens=12))
 
 
 def test_every_run_is_timed_at_every_context(results):

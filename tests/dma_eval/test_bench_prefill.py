@@ -14,17 +14,16 @@ import torch
 from dma_eval.bench import prefill
 from dma_eval.bench.peers import MODULE, SAGE_MODULE
 from dma_eval.bench.prefill import (
-    Implementation,
     causal_block_mask,
     default_names,
     exact_rows,
     measure_shape,
     parse_implementations,
+    prepare,
 )
-from dma_eval.bench.results import PrefillReport, PrefillResult, PrefillShape
+from dma_eval.bench.results import DeviceFacts, PrefillReport, PrefillResult, PrefillShape
 from dma_eval.bench.shown import failures, plot_prefill, prefill_tables
-from dma_eval.bench.timing import DeviceFacts
-from dma_eval.commands.bench_prefill import HEAD_DIMS, HEADS, LENGTHS, MASKS, make_shapes
+from dma_eval.commands.bench import HEAD_DIMS, LENGTHS, MASKS, PREFILL_HEADS, prefill_shapes
 from PIL import Image
 from torch.nn import functional as F
 
@@ -170,17 +169,17 @@ class TestCommand:
 
 class TestShapes:
     def test_default_departs_in_one_option_at_a_time(self) -> None:
-        shapes = make_shapes(LENGTHS, HEAD_DIMS, HEADS, MASKS, 1, every_combination=False)
+        shapes = prefill_shapes(LENGTHS, HEAD_DIMS, PREFILL_HEADS, MASKS, 1, every_combination=False)
         assert len(shapes) == 4 * len(LENGTHS)
         assert len({shape.family for shape in shapes}) == 4
 
     def test_every_combination(self) -> None:
-        assert len(make_shapes([64], HEAD_DIMS, HEADS, MASKS, 1, every_combination=True)) == 8
+        assert len(prefill_shapes([64], HEAD_DIMS, PREFILL_HEADS, MASKS, 1, every_combination=True)) == 8
 
     def test_flops(self) -> None:
-        (shape,) = make_shapes([100], [64], ["4/2"], ["full"], 2, every_combination=False)
+        (shape,) = prefill_shapes([100], [64], ["4/2"], ["full"], 2, every_combination=False)
         assert shape.flops == 2 * 4 * 2 * 2 * 100 * 100 * 64  # batch, heads, products, a multiply and an add
-        (half,) = make_shapes([100], [64], ["4/2"], ["causal"], 2, every_combination=False)
+        (half,) = prefill_shapes([100], [64], ["4/2"], ["causal"], 2, every_combination=False)
         assert 2 * half.flops == shape.flops
 
 
@@ -204,12 +203,12 @@ class TestMeasuring:
     def test_a_wrong_implementation_shows_in_the_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         shape = PrefillShape(length=40, head_dim=16, query_heads=2, kv_heads=1, is_causal=True)
         monkeypatch.setattr(
-            Implementation,
+            prefill,
             "prepare",
-            lambda self, query, key, value, *, is_causal: (lambda: torch.zeros_like(query), None),
+            lambda backend, query, key, value, *, is_causal: (lambda: torch.zeros_like(query), None),
         )
         (found,) = measure_shape(
-            shape, [Implementation("sdpa")], DeviceFacts(name="cpu"), CPU, torch.bfloat16, seconds=0.0
+            shape, parse_implementations(["sdpa"]), DeviceFacts(name="cpu"), CPU, torch.bfloat16, seconds=0.0
         )
         assert found.error == found.error_with_outliers == 1.0
 
@@ -226,7 +225,7 @@ class TestMeasuring:
     @pytest.mark.parametrize("is_causal", [True, False])
     def test_flex_computes_the_same(self, is_causal: bool) -> None:
         query, key, value = (torch.randn(1, h, 200, 32) for h in (4, 2, 2))
-        run, _ = Implementation("flex").prepare(query, key, value, is_causal=is_causal)
+        run, _ = prepare(*parse_implementations(["flex"]), query, key, value, is_causal=is_causal)
         out = run()
         expected = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

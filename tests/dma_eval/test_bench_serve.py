@@ -27,7 +27,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def results(model):
-    return measure(model, parse_requests(SETS), parse_backends(ATTN), seed=0, cache_gib=None)
+    return list(measure(model, parse_requests(SETS), parse_backends(ATTN), seed=0, cache_gib=None))
 
 
 def test_every_set_is_answered_by_every_backend(results):

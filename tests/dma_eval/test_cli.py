@@ -14,7 +14,7 @@ import pytest
 from dma_eval import cli
 from dma_eval.cli import make_parser
 from dma_eval.commands.options import DEFAULT_ATTN
-from dma_eval.commands.ppl import link
+from dma_eval.commands.quality import link
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import prepare_file
 from dma_eval.results import read_report

@@ -10,9 +10,9 @@ import pytest
 import torch
 from dma_eval.backends import parse_backends
 from dma_eval.commands import demo
-from dma_eval.generation import common_prefix, continue_greedily
 from dma_eval.models import LoadedModel
 from dma_eval.parts import PerplexityPart
+from dma_eval.reading import common_prefix, continue_greedily
 from dma_eval.results import read_report
 from dma_eval.session import Session
 from PIL import Image

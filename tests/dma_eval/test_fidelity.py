@@ -12,8 +12,7 @@ import torch
 from dma_eval.backends import parse_backends
 from dma_eval.data import Window, load_text, tokenize
 from dma_eval.errors import UserError
-from dma_eval.fidelity import bucket_changes, bucket_edges, in_fp32, measure_fidelity
-from dma_eval.heads import head_errors
+from dma_eval.fidelity import bucket_changes, bucket_edges, head_errors, in_fp32, measure_fidelity
 from dma_eval.models import LoadedModel, load_model
 from dma_eval.pages import fidelity_page
 from dma_eval.parts import FidelityPart

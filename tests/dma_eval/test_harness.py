@@ -10,7 +10,7 @@ import pytest
 import torch
 from dma_eval.harness import DMALM, BackendFailure, _pairs
 from dma_eval.models import LoadedModel
-from dma_eval.processes import Processes
+from dma_eval.session import Processes
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from dma_eval import paired
-from dma_eval.paired import mcnemar, paired_interval, statistic
+from dma_eval import task_summary
+from dma_eval.task_summary import mcnemar, paired_interval, statistic
 
 
 def samples(*values: float) -> np.ndarray:
@@ -89,7 +89,7 @@ class TestPairedInterval:
         reference = samples(*rng.integers(0, 2, 300))
         other = samples(*np.where(rng.random(300) < 0.1, 1 - reference[:, 0], reference[:, 0]))
         counted = paired_interval("mean", reference, other)
-        monkeypatch.setattr(paired, "MAX_KINDS", 0)
+        monkeypatch.setattr(task_summary, "MAX_KINDS", 0)
         assert paired_interval("mean", reference, other) == pytest.approx(counted, abs=0.004)
 
     def test_seed(self) -> None:

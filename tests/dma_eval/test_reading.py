@@ -108,7 +108,7 @@ def test_model_without_attention() -> None:
 
 
 def test_generation_uses_the_cache(loaded: LoadedModel, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dma_eval.generation import continue_greedily
+    from dma_eval.reading import continue_greedily
     from dma_eval.session import Session
 
     stored: list[int] = []

@@ -23,10 +23,10 @@ from dma_eval.results import (
     Report,
     StressSection,
     TwinResult,
+    here_and_now,
     read_report,
 )
 from dma_eval.results import write_report as write
-from dma_eval.run_folder import make_report
 from PIL import Image
 
 FAILED = BackendResult(label="broken", implementation="broken", config=None, failure="NaN | somewhere")
@@ -49,7 +49,14 @@ def report(loaded: LoadedModel, section: PerplexitySection) -> Report:
         seconds=0.5,
     )
     section = replace(section, backends=[*section.backends, FAILED])
-    return make_report(loaded, command="dma-hf ppl 'a|b'", seed=7, perplexity=[section], generations=[generation])
+    return Report(
+        **here_and_now(),
+        command="dma-hf ppl 'a|b'",
+        seed=7,
+        model=loaded.info,
+        perplexity=[section],
+        generations=[generation],
+    )
 
 
 class TestJson:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,8 +29,7 @@ from dma_eval.results import (
     read_report,
     write_report,
 )
-from dma_eval.run_diff import compare_reports
-from dma_eval.run_folder import merge, read_run, write_run
+from dma_eval.run_folder import compare_reports, merge, read_run, write_run
 from huggingface_hub import ModelCard
 from PIL import Image
 
@@ -96,6 +98,22 @@ class TestFolder:
         assert (tmp_path / "report.md").read_text(encoding="utf-8") == (folder / "all/report.md").read_text(
             encoding="utf-8"
         )
+
+    def test_needs_no_torch(self, tmp_path: Path) -> None:
+        """Nor the plugin: what is made of results is made at once, on any machine."""
+        run = next(BENCHMARKS.rglob("results.json"))
+        code = (
+            "import sys, dma_eval.cli\n"
+            "try:\n    dma_eval.cli.main(sys.argv[1:])\n"
+            "except SystemExit as ended:\n    sys.exit(ended.code or bool({'torch', 'dma_hf'} & sys.modules.keys()))\n"
+        )
+        root = Path(__file__).parents[2]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root, root / "kernels", root / "eval")))}
+        for arguments in (["build", run, "--out", tmp_path], ["diff", run, run]):
+            command = [sys.executable, "-c", code, "report", *map(str, arguments)]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+            assert done.returncode == 0, done.stderr
+        assert (tmp_path / "report.md").is_file()
 
     def test_cannot_be_made(self, report: Report, text_file: Path) -> None:
         with pytest.raises(UserError, match="--out: cannot make the folder"):

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from dma_eval.backends import Backend
 from dma_eval.data import Window
-from dma_eval.perplexity import Batch, Pass, TokenScores
+from dma_eval.perplexity import Batch, Pass, TokenScores, position_edges, summarize, tokens_per_second
 from dma_eval.results import BackendResult
-from dma_eval.summary import position_edges, summarize, tokens_per_second
 from hypothesis import given
 from hypothesis import strategies as st
 

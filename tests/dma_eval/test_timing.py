@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from dma_eval.bench.results import DecodeReport, GenerateReport, PrefillReport, ServeReport
-from dma_eval.bench.timing import DeviceFacts, Timing, extra_memory, look_at, time_in_turns
+from dma_eval.bench.results import DecodeReport, DeviceFacts, GenerateReport, PrefillReport, ServeReport
+from dma_eval.bench.timing import Timing, extra_memory, look_at, time_in_turns
 from dma_eval.results import read_results
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 from dma_kernels.cache.api import append, cached_attention
@@ -11,16 +12,16 @@ from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from transformers import LlamaConfig, QuantizedCache
 
-from dma_eval.backends import parse_compared
+from dma_eval.backends import Backend, parse_compared
 from dma_eval.errors import UserError, one_line
 from dma_eval.names import DMA, FORMAT_SUFFIXES
 from dma_hf import DMAConfig
 from dma_hf.cache import DEFAULT_FORMAT
 
-from .peers import FLASH_3, flash_attention_3_step
+from .peers import FLASH_3, flash_attention_3_step, sdpa
 from .results import DecodeResult, DecodeShape
 from .timing import FAILURES, Run, captured, time_in_turns
 
@@ -38,49 +39,32 @@ ROOM = 256
 FILLED_AT_ONCE = 8192
 
 
-@dataclass(frozen=True)
-class DecodeImplementation:
-    """A cache with its attention, by the name that it has in results."""
+def prepare(backend: Backend, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> tuple[Run, int]:
+    """Return the step that is timed, and the bytes of keys and values that it has to read.
 
-    label: str
-    config: DMAConfig | None = None
+    A packed cache stores the new key and value, and attends to all.
 
-    def prepare(self, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> tuple[Run, int]:
-        """Return the step that is timed, and the bytes of keys and values that it has to read."""
-        sizes = (shape.batch, shape.kv_heads, shape.length, shape.head_dim)
-        query = torch.randn(shape.batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
-        new, new_value = (torch.randn(*sizes[:2], 1, shape.head_dim, device=device, dtype=dtype) for _ in range(2))
-        if self.config is not None:
-            return self._packed(shape, query, new, new_value)
-        key, value = (torch.randn(sizes, device=device, dtype=dtype) for _ in range(2))
-        stored = key.nbytes + value.nbytes
-
-        def attend(key: Tensor, value: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-
-        if self.label in FLASH_3:
-            return flash_attention_3_step(self.label, query, key, value)
-        if self.label in QUANTIZED:
-            cache = QuantizedCache(QUANTIZED[self.label], LlamaConfig(num_hidden_layers=1))
-            cache.update(key, value, 0)
-            return lambda: attend(*cache.update(new, new_value, 0)), stored_bytes(vars(cache.layers[0]))
-        if self.label == DYNAMIC:
-            return lambda: attend(torch.cat((key, new), 2), torch.cat((value, new_value), 2)), stored
-        chosen = PREALLOCATED[self.label]
-
-        def forced() -> Tensor:
-            assert chosen is not None
-            with sdpa_kernel(chosen):
-                return attend(key, value)
-
-        return (lambda: attend(key, value)) if chosen is None else forced, stored
-
-    def _packed(self, shape: DecodeShape, query: Tensor, key: Tensor, value: Tensor) -> tuple[Run, int]:
-        """Return a step that stores the new key and value and attends to all."""
-        assert self.config is not None
-        storage = filled_storage(self.config, shape, query.device, query.dtype)
-        backend = self.config.backend
-        return lambda: cached_attention(query, key, value, storage, backend=backend), storage.nbytes
+    Raises:
+        ImportError: Its package is not installed; the message names it.
+    """
+    sizes = (shape.batch, shape.kv_heads, shape.length, shape.head_dim)
+    query = torch.randn(shape.batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
+    new, new_value = (torch.randn(*sizes[:2], 1, shape.head_dim, device=device, dtype=dtype) for _ in range(2))
+    if backend.config is not None:
+        storage, on = filled_storage(backend.config, shape, device, dtype), backend.config.backend
+        return lambda: cached_attention(query, new, new_value, storage, backend=on), storage.nbytes
+    key, value = (torch.randn(sizes, device=device, dtype=dtype) for _ in range(2))
+    attend = partial(F.scaled_dot_product_attention, query, enable_gqa=True)
+    if backend.label in FLASH_3:
+        return flash_attention_3_step(backend.label, query, key, value)
+    if backend.label in QUANTIZED:
+        cache = QuantizedCache(QUANTIZED[backend.label], LlamaConfig(num_hidden_layers=1))
+        cache.update(key, value, 0)
+        return lambda: attend(*cache.update(new, new_value, 0)), stored_bytes(vars(cache.layers[0]))
+    stored = key.nbytes + value.nbytes
+    if backend.label == DYNAMIC:
+        return lambda: attend(torch.cat((key, new), 2), torch.cat((value, new_value), 2)), stored
+    return sdpa(PREALLOCATED[backend.label], query, key, value), stored
 
 
 def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> LayerStorage:
@@ -122,7 +106,7 @@ def default_names() -> list[str]:
     return [*PREALLOCATED, DYNAMIC, next(iter(QUANTIZED)), *(f"{DMA}:{preset}" for preset in CACHES)]
 
 
-def parse_implementations(names: Sequence[str]) -> list[DecodeImplementation]:
+def parse_implementations(names: Sequence[str]) -> list[Backend]:
     """Resolve names as given on the command line; see :func:`dma_eval.backends.parse_compared`.
 
     Raises:
@@ -132,12 +116,12 @@ def parse_implementations(names: Sequence[str]) -> list[DecodeImplementation]:
     for backend in backends:
         if backend.config is not None and backend.config.cache is None:
             raise UserError(f"--cache: {backend.label!r} has no cache; add {' or '.join(FORMAT_SUFFIXES)}")
-    return [DecodeImplementation(backend.label, backend.config) for backend in backends]
+    return backends
 
 
 def measure_shape(
     shape: DecodeShape,
-    implementations: Sequence[DecodeImplementation],
+    implementations: Sequence[Backend],
     device: torch.device,
     dtype: torch.dtype,
     *,
@@ -155,10 +139,10 @@ def measure_shape(
     results: dict[str, DecodeResult] = {}
     runs: dict[str, Run] = {}
     for implementation in implementations:
-        label, config = implementation.label, implementation.config
-        result = DecodeResult(shape=shape, label=label, config=config.to_dict() if config else None)
+        label = implementation.label
+        result = DecodeResult(shape=shape, label=label, config=implementation.info["config"])
         try:
-            runs[label], stored = implementation.prepare(shape, device, dtype)
+            runs[label], stored = prepare(implementation, shape, device, dtype)
             runs[label]()  # compiles
         except (*FAILURES, ImportError) as error:
             runs.pop(label, None)

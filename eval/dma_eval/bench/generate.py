@@ -11,7 +11,7 @@ import copy
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 import dma_hf
 from dma_eval.backends import Backend, activate, parse_backends, refuse_repeats
 from dma_eval.errors import UserError, one_line
+from dma_eval.models import head_dim_of
 from dma_eval.names import DMA
 
 from .results import GenerateResult, LongestContext
@@ -128,16 +129,9 @@ def build_model(shape: str, device: torch.device, dtype: torch.dtype, layers: in
 
 
 def measure(
-    model: PreTrainedModel,
-    contexts: Sequence[int],
-    runs: Sequence[GenerateRun],
-    *,
-    batch: int,
-    new_tokens: int,
-    on_run: Callable[[int, GenerateRun], None] = lambda context, run: None,
-    on_results: Callable[[list[GenerateResult]], None] = lambda results: None,
-) -> list[GenerateResult]:
-    """Generate from random prompts of every length with every run.
+    model: PreTrainedModel, contexts: Sequence[int], runs: Sequence[GenerateRun], *, batch: int, new_tokens: int
+) -> Iterator[GenerateResult]:
+    """Generate from random prompts of every length with every run; yields each result as it comes.
 
     Args:
         model: In evaluation mode, on its device.
@@ -145,16 +139,12 @@ def measure(
         runs: The first is what the others' ``speedup`` refers to.
         batch: Sequences.
         new_tokens: To generate in each.
-        on_run: Called before each run.
-        on_results: Called after each run, with all results so far.
     """
     return measure_each(
-        contexts,
-        runs,
+        {f"{context:,} tokens": context for context in contexts},
+        {run.label: run for run in runs},
         lambda context, run: _measure_one(model, context, run, batch, new_tokens),
         lambda result: result.step_milliseconds,
-        on_run,
-        on_results,
     )
 
 
@@ -221,8 +211,7 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
 
 @torch.inference_mode()
 def _measure_one(model: PreTrainedModel, context: int, run: GenerateRun, batch: int, new_tokens: int) -> GenerateResult:
-    config = None if run.backend.config is None else run.backend.config.to_dict()
-    result = GenerateResult(label=run.label, context=context, config=config)
+    result = GenerateResult(label=run.label, context=context, config=run.backend.info["config"])
     device = model.device
     torch.compiler.reset()
     try:
@@ -293,12 +282,11 @@ def cache_bytes(cache: Cache) -> int:
 def _fits(model: PreTrainedModel, run: GenerateRun, batch: int, context: int) -> bool:
     """Whether a token can be computed over a cache of ``context`` tokens, filled with random keys and values."""
     text = model.config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     activate(model, run.backend)
     cache = None
     try:
         cache = run.make_cache(model, context + 1)
-        shape = (batch, text.num_key_value_heads, min(context, FILL_TOKENS), head_dim)
+        shape = (batch, text.num_key_value_heads, min(context, FILL_TOKENS), head_dim_of(text))
         chunk = torch.randn(shape, dtype=model.dtype, device=model.device)
         for layer in range(text.num_hidden_layers):
             for start in range(0, context, FILL_TOKENS):

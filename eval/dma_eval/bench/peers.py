@@ -1,6 +1,7 @@
-"""Attention of other packages, which benchmarks compare with where it is installed.
+"""Attention of PyTorch, and of other packages, which benchmarks compare with where they are installed.
 
-None is a dependency. On PyPI FlashAttention-3's kernels for Hopper are ``fa3-fwd``, SageAttention is ``sageattention``.
+None of the packages is a dependency. On PyPI FlashAttention-3's kernels for Hopper are ``fa3-fwd``, SageAttention is
+``sageattention``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .timing import Run
 
@@ -18,6 +21,20 @@ FLASH_3 = {"fa3": False, "fa3:fp8": True}
 SAGE = "sage"
 MODULE, SAGE_MODULE = "fa3_fwd_interface", "sageattention"
 E4M3_MAX = 448.0
+
+
+def sdpa(chosen: SDPBackend | None, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Run:
+    """Return a call of PyTorch's attention on a backend of its own, or on the one that it chooses by itself."""
+
+    def run() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+
+    def forced() -> Tensor:
+        assert chosen is not None
+        with sdpa_kernel(chosen):
+            return run()
+
+    return run if chosen is None else forced
 
 
 def flash_attention_3(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,19 +13,17 @@ from dma_kernels.prefill.backend import quantize_operands
 from dma_kernels.prefill.operands import Operands
 from dma_kernels.runtime.chip import resolve_backend
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import dma_hf
-from dma_eval.backends import parse_compared
+from dma_eval.backends import Backend, parse_compared
 from dma_eval.errors import one_line
 from dma_eval.names import DMA
-from dma_hf import DMAConfig
 
-from .peers import FLASH_3, SAGE, flash_attention_3, sage_attention
-from .results import PrefillResult, PrefillShape
-from .timing import FAILURES, DeviceFacts, Run, capture, captured, extra_memory, time_in_turns
+from .peers import FLASH_3, SAGE, flash_attention_3, sage_attention, sdpa
+from .results import DeviceFacts, PrefillResult, PrefillShape
+from .timing import FAILURES, Run, capture, captured, extra_memory, time_in_turns
 
 SDPA_BACKENDS: dict[str, SDPBackend | None] = {
     "sdpa": None,
@@ -40,43 +38,27 @@ GRAPH_LIMIT = 2.0
 """Milliseconds. Longer calls hide their launches, and are not timed as CUDA graphs."""
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """An implementation of attention by the name that it has in results."""
+def prepare(backend: Backend, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> tuple[Run, Run | None]:
+    """Return the call that is timed, and the part of it that quantises, where that can be called by itself.
 
-    label: str
-    config: DMAConfig | None = None
-
-    def prepare(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> tuple[Run, Run | None]:
-        """Return the call that is timed, and the part of it that quantises, where that can be called by itself.
-
-        Raises:
-            ImportError: Its package is not installed; the message names it.
-        """
-        if self.config is not None:
-            recipe, backend = self.config.recipe, self.config.backend
-            is_fused = resolve_backend(backend, query.device, query.dtype) == "triton"
-            return (
-                lambda: attention(query, key, value, recipe, is_causal=is_causal, backend=backend),
-                (lambda: quantize_operands(query, key, value, recipe)) if is_fused else None,
-            )
-        if self.label in FLASH_3:
-            return flash_attention_3(self.label, query, key, value, is_causal=is_causal)
-        if self.label == SAGE:
-            return sage_attention(query, key, value, is_causal=is_causal), None
-        if self.label == FLEX:
-            return _flex(query, key, value, is_causal=is_causal), None
-        chosen = SDPA_BACKENDS[self.label]
-
-        def run() -> Tensor:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
-
-        def forced() -> Tensor:
-            assert chosen is not None
-            with sdpa_kernel(chosen):
-                return run()
-
-        return run if chosen is None else forced, None
+    Raises:
+        ImportError: Its package is not installed; the message names it.
+    """
+    label, config = backend.label, backend.config
+    if config is not None:
+        recipe, on = config.recipe, config.backend
+        is_fused = resolve_backend(on, query.device, query.dtype) == "triton"
+        return (
+            lambda: attention(query, key, value, recipe, is_causal=is_causal, backend=on),
+            (lambda: quantize_operands(query, key, value, recipe)) if is_fused else None,
+        )
+    if label in FLASH_3:
+        return flash_attention_3(label, query, key, value, is_causal=is_causal)
+    if label == SAGE:
+        return sage_attention(query, key, value, is_causal=is_causal), None
+    if label == FLEX:
+        return _flex(query, key, value, is_causal=is_causal), None
+    return sdpa(SDPA_BACKENDS[label], query, key, value, is_causal=is_causal), None
 
 
 def default_names() -> list[str]:
@@ -84,15 +66,14 @@ def default_names() -> list[str]:
     return [*SDPA_BACKENDS, FLEX, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
 
 
-def parse_implementations(names: Sequence[str]) -> list[Implementation]:
+def parse_implementations(names: Sequence[str]) -> list[Backend]:
     """Resolve names as given on the command line; see :func:`dma_eval.backends.parse_compared`."""
-    backends = parse_compared(names, "--attn", (*SDPA_BACKENDS, FLEX, *FLASH_3, SAGE))
-    return [Implementation(backend.label, backend.config) for backend in backends]
+    return parse_compared(names, "--attn", (*SDPA_BACKENDS, FLEX, *FLASH_3, SAGE))
 
 
 def measure_shape(
     shape: PrefillShape,
-    implementations: Sequence[Implementation],
+    implementations: Sequence[Backend],
     facts: DeviceFacts,
     device: torch.device,
     dtype: torch.dtype,
@@ -123,13 +104,11 @@ def measure_shape(
     results = {}
     for implementation in implementations:
         label = implementation.label
-        result = PrefillResult(
-            shape=shape, label=label, config=implementation.config.to_dict() if implementation.config else None
-        )
+        result = PrefillResult(shape=shape, label=label, config=implementation.info["config"])
         try:
-            on_harder, _ = implementation.prepare(*harder, is_causal=shape.is_causal)
+            on_harder, _ = prepare(implementation, *harder, is_causal=shape.is_causal)
             harder_error = _error(on_harder(), harder_exact, rows)
-            run, part = implementation.prepare(*inputs, is_causal=shape.is_causal)
+            run, part = prepare(implementation, *inputs, is_causal=shape.is_causal)
             run()  # what comes after is not the first of its kind
             out, extra = extra_memory(run, device)
         except (*FAILURES, ImportError) as error:

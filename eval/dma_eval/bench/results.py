@@ -16,7 +16,18 @@ from typing import Any
 from dma_eval.files import write_json
 from dma_eval.results import Results, here_and_now
 
-from .timing import DeviceFacts
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """The device that was measured, with the two rates that bound what is possible on it."""
+
+    name: str  # of the device
+    capability: str | None = None  # compute capability, such as ``9.0``; null for a CPU
+    multiprocessors: int | None = None  # how many; null for a CPU, as the rest
+    memory_bytes: int | None = None
+    l2_bytes: int | None = None
+    copy_bytes_per_second: float | None = None  # measured: bytes read plus bytes written by a large copy
+    matmul_flops_per_second: float | None = None  # measured: a large matrix product in bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,9 +227,7 @@ class ServeReport(SpeedReport):
     layers: int  # how many it has, which may be fewer than its name's
     parameters: int
     weight_bytes: int
-    cache_gib: (
-        float | None
-    )  # memory for the paged cache; null for what Transformers found free, on a CPU what is needed
+    cache_gib: float | None  # for the paged cache; null for what Transformers found free, on a CPU what is needed
     results: list[ServeResult]  # by set of requests, then in the order asked for
 
 

@@ -12,7 +12,7 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,8 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from dma_eval.backends import Backend, activate, refuse_repeats
-from dma_eval.batching import settings
 from dma_eval.errors import UserError, one_line
+from dma_eval.models import batching_settings
 
 from .results import ServeResult
 from .timing import FAILURES, measure_each
@@ -93,7 +93,7 @@ def check(model: PreTrainedModel, sets: Sequence[RequestSet], cache_gib: float |
     Raises:
         UserError: They have not.
     """
-    settings(model, cache_gib)
+    batching_settings(model, cache_gib)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for requests in sets:
         if most is not None and requests.longest > most:
@@ -109,10 +109,8 @@ def measure(
     *,
     seed: int,
     cache_gib: float | None,
-    on_run: Callable[[RequestSet, Backend], None] = lambda requests, backend: None,
-    on_results: Callable[[list[ServeResult]], None] = lambda results: None,
-) -> list[ServeResult]:
-    """Answer every set of requests with every backend.
+) -> Iterator[ServeResult]:
+    """Answer every set of requests with every backend; yields each result as it comes.
 
     Args:
         model: In evaluation mode, on its device.
@@ -120,16 +118,12 @@ def measure(
         backends: The first is what the others' ``speedup`` refers to.
         seed: Of the requests' lengths and tokens.
         cache_gib: Memory for the paged cache; by default what Transformers finds free, on a CPU what all requests need.
-        on_run: Called before each run.
-        on_results: Called after each run, with all results so far.
     """
     return measure_each(
-        sets,
-        backends,
+        {requests.name: requests for requests in sets},
+        {backend.label: backend for backend in backends},
         lambda requests, backend: _measure_one(model, requests, backend, seed, cache_gib),
         lambda result: result.seconds,
-        on_run,
-        on_results,
     )
 
 
@@ -142,7 +136,7 @@ def _measure_one(
     result = ServeResult(label=backend.label, config=backend.info["config"], requests=requests.name)
     drawn = requests.draw(seed, model.config.get_text_config().vocab_size)
     warm = replace(requests, count=WARM_REQUESTS, prompt=(requests.prompt[1],) * 2, new=(WARM_TOKENS,) * 2)
-    config = settings(model, cache_gib)
+    config = batching_settings(model, cache_gib)
     if cache_gib is None and model.device.type == "cpu":  # whose free memory is not for one program
         config.num_blocks = requests.count * (requests.longest // config.page_size + 4)  # a slot is two
     hints = WorkloadHints(

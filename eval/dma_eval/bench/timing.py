@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
+from dma_eval import console
 from dma_eval.errors import one_line
 
-if TYPE_CHECKING:
-    from .results import SpeedResult
+from .results import DeviceFacts, SpeedResult
 
 Run = Callable[[], object]
 Case = TypeVar("Case")
 Compared = TypeVar("Compared")
-Result = TypeVar("Result", bound="SpeedResult")
+Result = TypeVar("Result", bound=SpeedResult)
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
 """What an implementation raises that cannot compute a call; ``torch.OutOfMemoryError`` is a ``RuntimeError``."""
 
@@ -43,43 +43,24 @@ class Timing:
     repeats: int  # how many there were
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceFacts:
-    """The device that was measured, with the two rates that bound what is possible on it."""
-
-    name: str  # of the device
-    capability: str | None = None  # compute capability, such as ``9.0``; null for a CPU
-    multiprocessors: int | None = None  # how many; null for a CPU, as the rest
-    memory_bytes: int | None = None
-    l2_bytes: int | None = None
-    copy_bytes_per_second: float | None = None  # measured: bytes read plus bytes written by a large copy
-    matmul_flops_per_second: float | None = None  # measured: a large matrix product in bfloat16
-
-
 def measure_each(
-    cases: Iterable[Case],
-    compared: Sequence[Compared],
+    cases: Mapping[str, Case],
+    compared: Mapping[str, Compared],
     measure_one: Callable[[Case, Compared], Result],
     time_of: Callable[[Result], float | None],
-    on_run: Callable[[Case, Compared], None],
-    on_results: Callable[[list[Result]], None],
-) -> list[Result]:
-    """Measure every case with each of what is compared, one after the other.
+) -> Iterator[Result]:
+    """Measure every case with each of what is compared, one after the other, and yield each result as it comes.
 
-    ``time_of`` is what a result's ``speedup`` is of; ``None`` if it did not run. ``on_run`` is called before each run,
-    ``on_results`` afterwards with all results so far.
+    ``time_of`` is what a result's ``speedup`` is of; ``None`` if it did not run.
     """
-    results: list[Result] = []
-    for case in cases:
+    for name, case in cases.items():
         first: float | None = None
-        for each in compared:
-            on_run(case, each)
+        for index, (label, each) in enumerate(compared.items()):
+            console.print_note(f"{name}, {label}")
             result = measure_one(case, each)
             taken = time_of(result)
-            first = taken if each is compared[0] else first
-            results.append(replace(result, speedup=first / taken if first and taken else None))
-            on_results(results)
-    return results
+            first = first if index else taken
+            yield replace(result, speedup=first / taken if first and taken else None)
 
 
 def time_in_turns(

@@ -18,22 +18,22 @@ PROMPT_TOKENS, NEW_TOKENS = 1500, 48
 # The prompt ends with this stretch of itself once more, so that the model can go on by recalling what followed it: keys
 # that lie hundreds of tokens back, in low-bit tiles.
 RECALLED = slice(600, 632)
-EXAMPLES = """
-dma-hf demo
-dma-hf demo --out /tmp/report
-"""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_demo(parser: argparse.ArgumentParser) -> None:
     options.add_out(parser, "Folder for the report.", default=Path("dma-demo"))
 
 
-def run(args: argparse.Namespace) -> int:
+def demo(args: argparse.Namespace) -> int:
     """Compare SDPA with every preset on a small model that comes with the package; a minute or two on a CPU.
 
     Measures perplexity and divergence on a held-out text, and lets every backend continue a prompt whose last lines it
     has read before, so that it can recall what followed them. Needs no network. Writes results.json, a page, plots and
     the configurations to the folder.
+
+    Examples:
+    dma-hf demo
+    dma-hf demo --out /tmp/report
     """
     make_folder(args.out)
     with console.starting():
@@ -42,12 +42,13 @@ def run(args: argparse.Namespace) -> int:
         import dma_hf
         from dma_eval.backends import parse_backends
         from dma_eval.data import load_text, tokenize
-        from dma_eval.generation import continue_greedily
         from dma_eval.models import load_model
         from dma_eval.pages import perplexity_page
         from dma_eval.perplexity import measure_perplexity
         from dma_eval.progress import shown_progress
-        from dma_eval.run_folder import make_report, write_run
+        from dma_eval.reading import continue_greedily
+        from dma_eval.results import Report, here_and_now
+        from dma_eval.run_folder import write_run
         from dma_eval.session import Session
 
     torch.manual_seed(0)
@@ -65,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
         generations = continue_greedily(session, torch.cat([tokens, tokens[RECALLED]]), NEW_TOKENS)
     console.print_page(perplexity_page(section))
     console.print_generations(generations)
-    report = make_report(loaded, command=console.command_line(), seed=0, perplexity=[section], generations=generations)
-    files = write_run(report, args.out)
+    facts = here_and_now() | {"command": console.command_line(), "seed": 0, "model": loaded.info}
+    files = write_run(Report(**facts, perplexity=[section], generations=generations), args.out)
     console.print_line("")
     console.print_wrote(*files, folder=args.out)
     return console.FAILED if any(result.failure is not None for result in section.backends) else 0

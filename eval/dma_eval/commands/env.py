@@ -9,15 +9,17 @@ from rich.table import Table
 
 from dma_eval import console
 
-EXAMPLES = "dma-hf env"
+
+def add_env(parser: argparse.ArgumentParser) -> None:
+    del parser  # there are none
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
+def env(args: argparse.Namespace) -> int:
+    """Show the versions and devices that results depend on; put this into a bug report.
 
-
-def run(args: argparse.Namespace) -> int:
-    """Show the versions and devices that results depend on; put this into a bug report."""
+    Examples:
+    dma-hf env
+    """
     with console.working("Looking at PyTorch and the devices"):
         from dma_eval.environment import collect
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dma_eval import console
 from dma_eval.commands import options
-from dma_eval.commands.measuring import join, load
+from dma_eval.commands.quality import join, load
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import make_folder
 
@@ -17,13 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_TOKENS = 4096
-EXAMPLES = """
-dma-hf equalize -m Qwen/Qwen2.5-0.5B --data Salesforce/wikitext:wikitext-2-raw-v1:train --out qwen-equalized
-dma-hf equalize -m google/gemma-3-1b-it --dtype float32 --data book.txt --out gemma-equalized
-"""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_equalize(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_text(parser)
     help, least = "Read the first so many tokens of the text.", options.number(1)
@@ -31,12 +27,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_out(parser, "Folder for the model; it loads in plain Transformers.", required=True)
 
 
-def run(args: argparse.Namespace) -> int:
+def equalize(args: argparse.Namespace) -> int:
     """Give the model's keys and queries equal ranges, without changing what it computes, and save it.
 
     Powers of two, one for each pair of channels that the rotary embedding turns together, are folded into the weights.
     The logits stay the same to the bit, and any low-bit attention or cache loses less. Exit code 2 for a model that
     cannot be equalised; then nothing is written.
+
+    Examples:
+    dma-hf equalize -m Qwen/Qwen2.5-0.5B --data Salesforce/wikitext:wikitext-2-raw-v1:train --out qwen-equalized
+    dma-hf equalize -m google/gemma-3-1b-it --dtype float32 --data book.txt --out gemma-equalized
     """
     with console.starting():
         import dma_hf

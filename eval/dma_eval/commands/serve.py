@@ -9,23 +9,16 @@ from rich.markup import escape
 
 from dma_eval import console
 from dma_eval.commands import options
-from dma_eval.commands.measuring import join, load
+from dma_eval.commands.quality import join, load
 from dma_eval.errors import UserError
 from dma_eval.names import DMA, check_names
 
 NEEDED = ("fastapi", "uvicorn", "openai")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 DEFAULT_PORT = 8000
-EXAMPLES = """
-dma-hf serve meta-llama/Llama-3.1-8B-Instruct --attn dma_mxfp:balanced+int4 --continuous-batching
-dma-hf serve ./my-model --dtype bfloat16 --port 8001
-curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
-"""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options to its parser."""
+def add_serve(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser, is_positional=True)
     help = (
         "Attention backend: dma_mxfp, dma_mxfp:PRESET or dma_mxfp:FILE.toml, with +int8 or +int4 for a packed cache; "
@@ -45,11 +38,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add(group, "--log-level", choices=LOG_LEVELS, default="warning", help=help)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve a model over HTTP, as `transformers serve` does, with any attention backend.
+def serve(args: argparse.Namespace) -> int:
+    r"""Serve a model over HTTP, as `transformers serve` does, with any attention backend.
 
     The routes are those of OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models; and
     /health. `transformers chat` and OpenAI's clients talk to it. Stop it with Ctrl-C.
+
+    Examples:
+    dma-hf serve meta-llama/Llama-3.1-8B-Instruct --attn dma_mxfp:balanced+int4 --continuous-batching
+    dma-hf serve ./my-model --dtype bfloat16 --port 8001
+    curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
+        -d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
     """
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
@@ -59,9 +58,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--cache-gib is for --continuous-batching; without it a cache grows with its request")
     with console.starting():
         from dma_eval.backends import activate, parse_backends
-        from dma_eval.batching import settings
         from dma_eval.environment import need_transformers
-        from dma_eval.models import parse_source
+        from dma_eval.models import batching_settings, parse_source
 
         need_transformers("5.23", "serve")
         from dma_eval.serving import listen, serve
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     with listener:
         loaded = load(args, join(args))
         activate(loaded.model, backend)
-        batches = settings(loaded.model, args.cache_gib) if args.continuous_batching else None
+        batches = batching_settings(loaded.model, args.cache_gib) if args.continuous_batching else None
         if loaded.tokenizer.chat_template is None:
             console.print_warning(
                 f"the tokenizer of {args.model} has no chat template, which /v1/chat/completions needs; "

@@ -1,0 +1,432 @@
+"""``dma-hf bench``: the speed of attention alone, of ``generate``, and of many requests at once, side by side.
+
+Every command writes its JSON file after each measurement, so that an interruption keeps what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dma_eval import console
+from dma_eval.bench.results import (
+    DecodeReport,
+    DecodeShape,
+    DeviceFacts,
+    GenerateReport,
+    LongestContext,
+    PrefillReport,
+    PrefillShape,
+    ServeReport,
+    SpeedReport,
+    SpeedResult,
+    report_writer,
+)
+from dma_eval.commands import options
+from dma_eval.errors import UserError
+from dma_eval.names import check_names
+
+if TYPE_CHECKING:
+    import torch
+
+    from dma_eval.pages import Table
+
+Result = TypeVar("Result", bound=SpeedResult)
+positive = options.number(1)
+HEAD_DIMS = [128, 64]
+LENGTHS, CPU_LENGTHS = [1024 << i for i in range(8)], [256, 1024]
+MASKS = ["causal", "full"]
+PREFILL_HEADS = ["32/8", "32/32"]
+SIZES, CPU_SIZES = ["1x4096", "1x32768", "1x131072", "8x4096", "8x32768", "64x4096"], ["1x300"]
+DECODE_HEADS = ["32/8", "32/32", "9/3"]
+CONTEXTS, CPU_CONTEXTS = [8192, 32768, 65536, 131072], [256, 512]
+MIN_NEW_TOKENS = 8
+REQUESTS, CPU_REQUESTS = ["32x2048+64", "8x16384+32"], ["8x64-512+16-32"]
+SERVED = ["sdpa", "dma_mxfp", "dma_mxfp+int8", "dma_mxfp+int4"]
+DEFAULT_MODEL = "llama-3.1-8b"
+MODEL_HELP = "Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny."
+
+
+def add_prefill(parser: argparse.ArgumentParser) -> None:
+    help = (
+        "What to compare; the first is the reference. sdpa (PyTorch's choice), sdpa:flash, sdpa:cudnn, flex "
+        "(FlexAttention, compiled), fa3 and fa3:fp8 (FlashAttention-3, the package fa3-fwd; quantising is counted), "
+        "sage (SageAttention, the package sageattention), dma_mxfp:PRESET, dma_mxfp:FILE.toml."
+    )
+    shown = "all, with every preset"
+    options.add(parser, "--attn", "-a", metavar="IMPLEMENTATION", several=True, shown=shown, help=help)
+    group = parser.add_argument_group("shapes")
+    shown = "1024 to 131072; on a CPU 256 and 1024"
+    options.add(group, "--length", type=positive, several=True, help="Tokens.", shown=shown)
+    options.add(group, "--head-dim", type=positive, several=True, default=HEAD_DIMS, help="Head dimensions.")
+    options.add(group, "--heads", metavar="QUERY/KV", several=True, default=PREFILL_HEADS, help="Query and kv heads.")
+    options.add(group, "--mask", choices=MASKS, several=True, default=MASKS, help="Masks.")
+    help = (
+        "Measure all combinations. Otherwise a shape departs from the first value of each option in one option only "
+        "(and in its length)."
+    )
+    options.add(group, "--every-combination", action="store_true", help=help)
+    options.add(group, "--batch", type=positive, default=1, help="Sequences.")
+    help = "Shapes one by one, in place of all options above; for instance 8x4096:32/8:128 or 1x16384:32/8:128:full."
+    options.add(group, "--shape", metavar="BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full]", several=True, help=help)
+    _add_common(parser, seconds=1.5, files=("json", "plot"))
+
+
+def time_prefill(args: argparse.Namespace) -> int:
+    """Time prefill attention: SDPA, other packages and dma_mxfp on the same inputs, quantisation counted.
+
+    Medians of calls in turns. The error is against fp64 on sampled rows: of normal inputs, and of such with two key
+    channels that stand out. The JSON file is written after every shape, so that an interruption keeps what there is.
+    Exit code 1 if no implementation ran on some shape, 2 for invalid input. The default takes several minutes on an
+    H200; --length, --attn and --seconds shorten it.
+
+    Examples:
+    dma-hf bench prefill --json prefill.json --plot prefill.png
+    dma-hf bench prefill --length 2048 8192 32768 --head-dim 128 --heads 32/8 --mask causal
+    dma-hf bench prefill --attn sdpa dma_mxfp:balanced dma_mxfp:my.toml --length 16384
+    dma-hf bench prefill --attn sdpa fa3 fa3:fp8 dma_mxfp:balanced --shape 1x8192:32/8:128 1x16384:32/8:64:full
+    dma-hf bench prefill --device cpu --length 256 --heads 4/2
+    """
+    options.prepare_files(args)
+    check_names(args.attn)
+    with console.starting():
+        from dma_eval.bench import prefill
+        from dma_eval.bench.shown import plot_prefill, prefill_tables
+
+    backends = prefill.parse_implementations(args.attn or prefill.default_names())
+    device, dtype, facts = _look(args)
+    lengths = args.length or (LENGTHS if device.type == "cuda" else CPU_LENGTHS)
+    shapes = [parse_shape(value) for value in args.shape or ()] or prefill_shapes(
+        lengths, args.head_dim, args.heads, args.mask, args.batch, every_combination=args.every_combination
+    )
+    write = _writer(args, PrefillReport, facts)
+    each = (prefill.measure_shape(s, backends, facts, device, dtype, seconds=args.seconds) for s in _noted(shapes))
+    results = _collected(each, write)
+    if args.plot is not None:
+        plot_prefill(results, f"Prefill attention on {facts.name}, {args.dtype}", args.plot)
+    return _finish(args, prefill_tables(results), results, lambda r: r.shape)
+
+
+def add_decode(parser: argparse.ArgumentParser) -> None:
+    help = (
+        "What to compare; the first is the reference. sdpa (PyTorch's choice, on preallocated keys and values), "
+        "sdpa:flash, sdpa:dynamic (behind the concatenation of a DynamicCache), fa3 and fa3:fp8 (FlashAttention-3, the "
+        "package fa3-fwd, on a 16-bit and on an E4M3 cache), sdpa:quanto, sdpa:hqq and sdpa:fp8 (behind a "
+        "QuantizedCache of that backend), dma_mxfp:PRESET, dma_mxfp:FILE.toml."
+    )
+    shown = "sdpa sdpa:flash sdpa:dynamic sdpa:quanto dma_mxfp:kv8 dma_mxfp:kv4"
+    options.add(parser, "--cache", "-c", several=True, shown=shown, help=help)
+    group = parser.add_argument_group("shapes")
+    shown = f"{' '.join(SIZES)}; on a CPU {' '.join(CPU_SIZES)}"
+    options.add(group, "--size", metavar="BATCHxKEYS", several=True, shown=shown, help="Sequences and keys of each.")
+    options.add(group, "--heads", metavar="QUERY/KV", several=True, default=DECODE_HEADS, help="Query and kv heads.")
+    options.add(group, "--head-dim", type=positive, several=True, default=HEAD_DIMS, help="Head dimensions.")
+    _add_common(parser, seconds=0.5, files=("json",))
+
+
+def time_decode(args: argparse.Namespace) -> int:
+    """Time one step of decoding: SDPA on 16-bit caches and dma_mxfp on packed ones.
+
+    Medians of steps in turns, called from Python and, on a CUDA device, replayed as CUDA graphs. A step of dma_mxfp
+    stores the new key and attends. The JSON file is written after every shape, so that an interruption keeps what there
+    is. Exit code 1 if no implementation ran on some shape, 2 for invalid input.
+
+    Examples:
+    dma-hf bench decode --json decode.json
+    dma-hf bench decode --size 1x131072 8x32768 --heads 32/8 --head-dim 128
+    dma-hf bench decode --cache sdpa dma_mxfp:kv4 dma_mxfp:my.toml --size 1x32768
+    dma-hf bench decode --device cpu --size 2x300 --heads 4/2 --head-dim 64
+    """
+    options.prepare_files(args)
+    check_names(args.cache, "--cache")
+    with console.starting():
+        from dma_eval.bench import decode
+        from dma_eval.bench.shown import decode_tables
+
+    backends = decode.parse_implementations(args.cache or decode.default_names())
+    device, dtype, facts = _look(args)
+    shapes = decode_shapes(args.size or (SIZES if device.type == "cuda" else CPU_SIZES), args.heads, args.head_dim)
+    write = _writer(args, DecodeReport, facts)
+    each = (decode.measure_shape(shape, backends, device, dtype, seconds=args.seconds) for shape in _noted(shapes))
+    results = _collected(each, write)
+    return _finish(args, decode_tables(results), results, lambda r: r.shape)
+
+
+def add_generate(parser: argparse.ArgumentParser) -> None:
+    options.add(parser, "--shape", default=DEFAULT_MODEL, help=MODEL_HELP)
+    shown = "8192 to 131072; on a CPU 256 and 512"
+    options.add(parser, "--context", type=positive, several=True, shown=shown, help="Tokens of the prompt.")
+    help = (
+        "What to compare; the first is the reference. The cache is dynamic or static (Transformers' own), dma or "
+        "dma-static (DMACache). Steps with a static cache are compiled by generate on a GPU."
+    )
+    shown = "SDPA with both caches, kv8 and kv4 with both"
+    options.add(parser, "--run", "-r", dest="runs", metavar="ATTENTION+CACHE", several=True, shown=shown, help=help)
+    options.add(parser, "--batch", type=positive, default=1, help="Sequences.")
+    help, least = "Tokens to generate in each sequence.", options.number(MIN_NEW_TOKENS)
+    options.add(parser, "--new-tokens", type=least, default=48, help=help)
+    help = "Also find the longest context that fits; needs a GPU."
+    options.add(parser, "--longest", action="store_true", help=help)
+    _add_common(parser, files=("json", "plot"), dtypes=("bfloat16", "float16", "float32"))
+
+
+def time_generate(args: argparse.Namespace) -> int:
+    """Time generate: seconds to the first token, tokens per second, memory.
+
+    The weights are random, which changes nothing about the speed. The JSON file is written after every run, so that an
+    interruption keeps what there is. Exit code 1 if no run worked at some context, 2 for invalid input.
+
+    Examples:
+    dma-hf bench generate --json generate.json --plot generate.png
+    dma-hf bench generate --context 32768 --run sdpa+static dma_mxfp:kv8+dma-static dma_mxfp:kv4+dma-static --longest
+    dma-hf bench generate --device cpu --shape tiny --dtype float32 --run sdpa+dynamic dma_mxfp:kv4+dma
+    """
+    options.prepare_files(args)
+    check_names((each.partition("+")[0] for each in args.runs), "--run")
+    with console.starting():
+        from dma_eval.bench import generate
+        from dma_eval.bench.shown import generate_tables, plot_generate
+
+    runs = generate.parse_runs(args.runs or generate.DEFAULT_RUNS)
+    device, dtype, facts = _look(args)
+    if args.longest and device.type != "cuda":
+        raise UserError("--longest needs a CUDA device: on a CPU memory has no clear end")
+    contexts = sorted(set(args.context or (CONTEXTS if device.type == "cuda" else CPU_CONTEXTS)))
+    with console.working(f"Making {args.shape}"):
+        model = generate.build_model(args.shape, device, dtype)
+    facts_of_model = {"model": args.shape, "parameters": model.num_parameters()}
+    sizes = {"weight_bytes": generate.weight_bytes(model), "batch": args.batch, "new_tokens": args.new_tokens}
+    write = _writer(args, GenerateReport, facts, **facts_of_model, **sizes)
+    longest: list[LongestContext] = []
+    found = generate.measure(model, contexts, runs, batch=args.batch, new_tokens=args.new_tokens)
+    results = _collected(([each] for each in found), write, longest=longest)
+    for each in runs if args.longest else ():
+        with console.working(f"Looking for the longest context of {each.label}"):
+            guess = generate.guess_longest(model, each, results)
+            most = model.config.max_position_embeddings
+            longest.append(generate.longest_context(model, each, args.batch, most, guess))
+        write(results=results, longest=longest)
+    title = f"{args.shape}, {args.dtype}, batch {args.batch}, {facts.name}"
+    if args.plot is not None:
+        plot_generate(results, title, args.plot)
+    return _finish(args, generate_tables(results, longest, title), results, lambda r: f"{r.context:,} tokens")
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    options.add(parser, "--shape", help=MODEL_HELP, shown=DEFAULT_MODEL)
+    options.add(parser, "--layers", type=positive, help="Layers of it.", shown="as many as its name says")
+    help = "Hub name, local folder, or GGUF file; instead of --shape."
+    options.add(parser, "--model", "-m", metavar="NAME|FOLDER|FILE.gguf", help=help)
+    help = (
+        "Requests that come at once: how many, tokens of a prompt, tokens to generate. A length may be a range, from "
+        "which each request draws its own. Takes several values."
+    )
+    shown = f"{' '.join(REQUESTS)}; on a CPU {' '.join(CPU_REQUESTS)}"
+    options.add(parser, "--requests", metavar="COUNTxPROMPT+NEW", several=True, shown=shown, help=help)
+    help = (
+        "Backends to compare; the first is the reference. sdpa or eager, or dma_mxfp, dma_mxfp:PRESET, "
+        "dma_mxfp:FILE.toml, whose pages are in 16 bits; +int8 or +int4 for packed ones."
+    )
+    options.add(parser, "--attn", "-a", metavar="BACKEND", several=True, default=SERVED, help=help)
+    shown = "most of what is free; on a CPU what all requests need"
+    help = "Memory for the paged cache, in GiB, the same for all."
+    options.add(parser, "--cache-gib", type=options.number(0, kind=float), shown=shown, help=help)
+    _add_common(parser, files=("json", "plot"), dtypes=("bfloat16", "float16", "float32"))
+
+
+def time_serve(args: argparse.Namespace) -> int:
+    """Time many requests at once: new tokens per second, waiting times, requests at once.
+
+    Transformers' continuous batching answers them, as in `generate_batch` and `dma-hf serve --continuous-batching`.
+    With random weights the speed is that of trained ones. Eight requests that are not counted come before each run. In
+    the table, "first" is the time to a request's first token, its waiting counted, and "between" that between two of
+    its tokens, both as median and 99th percentile; "at once" are the most requests that had pages at the same time;
+    "per token" is what it takes in pages, and "per request" what a request takes beside them. The JSON file is written
+    after every run, so that an interruption keeps what there is. Exit code 1 if no backend answered some set of
+    requests, 2 for invalid input.
+
+    Examples:
+    dma-hf bench serve --json serve.json --plot serve.png
+    dma-hf bench serve --requests 256x512-4096+64-256 --attn dma_mxfp dma_mxfp+int8 dma_mxfp+int4 --cache-gib 16
+    dma-hf bench serve --model meta-llama/Llama-3.1-8B --requests 32x2048+64
+    dma-hf bench serve --device cpu --shape tiny --dtype float32 --requests 8x64-512+16-32
+    """
+    options.prepare_files(args)
+    check_names(args.attn)
+    if args.model is not None and (args.shape or args.layers):
+        raise UserError("--model excludes --shape and --layers; give one or the other")
+    with console.starting():
+        from dma_eval.environment import need_transformers
+
+        need_transformers("5.23", "bench serve")
+        from dma_eval.backends import parse_backends
+        from dma_eval.bench import serve
+        from dma_eval.bench.generate import build_model, weight_bytes
+        from dma_eval.bench.shown import plot_serve, serve_tables
+        from dma_eval.models import load_model
+
+    backends = parse_backends(args.attn)
+    serve.parse_requests(args.requests or REQUESTS)
+    device, dtype, facts = _look(args)
+    sets = serve.parse_requests(args.requests or (REQUESTS if device.type == "cuda" else CPU_REQUESTS))
+    name = args.model or args.shape or DEFAULT_MODEL
+    with console.working(f"{'Making' if args.model is None else 'Loading'} {name}"):
+        if args.model is None:
+            model = build_model(name, device, dtype, args.layers)
+        else:
+            model = load_model(args.model, dtype=args.dtype, device=str(device)).model
+    serve.check(model, sets, args.cache_gib)
+    layers = model.config.get_text_config().num_hidden_layers
+    facts_of_model = {"model": name, "layers": layers, "parameters": model.num_parameters()}
+    sizes = {"weight_bytes": weight_bytes(model), "cache_gib": args.cache_gib}
+    write = _writer(args, ServeReport, facts, **facts_of_model, **sizes)
+    found = serve.measure(model, sets, backends, seed=args.seed, cache_gib=args.cache_gib)
+    results = _collected(([each] for each in found), write)
+    room = "" if args.cache_gib is None else f", cache of {args.cache_gib:g} GiB"
+    title = f"{name}, {layers} layers, {args.dtype}, {facts.name}{room}"
+    if args.plot is not None:
+        plot_serve(results, title, args.plot)
+    return _finish(args, serve_tables(results, title), results, lambda r: r.requests)
+
+
+def prefill_shapes(
+    lengths: Sequence[int],
+    head_dims: Sequence[int],
+    heads: Sequence[str],
+    masks: Sequence[str],
+    batch: int,
+    *,
+    every_combination: bool,
+) -> list[PrefillShape]:
+    """Return the shapes to measure, longest last within each family.
+
+    Raises:
+        UserError: Heads that cannot be.
+    """
+    families = list(dict.fromkeys(itertools.product(head_dims, map(_heads, heads), masks)))
+    if not every_combination:
+        base = families[0]
+        families = [f for f in families if sum(a != b for a, b in zip(f, base, strict=True)) <= 1]
+    return [
+        PrefillShape(
+            length=length, head_dim=dim, query_heads=query, kv_heads=kv, is_causal=mask == "causal", batch=batch
+        )
+        for dim, (query, kv), mask in families
+        for length in sorted(set(lengths))
+    ]
+
+
+def parse_shape(value: str) -> PrefillShape:
+    """Return the shape that ``BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full]`` names.
+
+    Raises:
+        UserError: It is not of this form.
+    """
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*):(\d+/\d+):([1-9]\d*)(:full)?", value)
+    if found is None:
+        raise UserError(
+            f"--shape: expected BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full], such as 8x4096:32/8:128, got {value!r}"
+        )
+    batch, length, heads, head_dim, full = found.groups()
+    mask = "causal" if full is None else "full"
+    (shape,) = prefill_shapes([int(length)], [int(head_dim)], [heads], [mask], int(batch), every_combination=True)
+    return shape
+
+
+def decode_shapes(sizes: Sequence[str], heads: Sequence[str], head_dims: Sequence[int]) -> list[DecodeShape]:
+    """Return the shapes to measure: all sizes with the first heads and head dimension, and with one other of either.
+
+    Raises:
+        UserError: A value cannot be; the message names the option.
+    """
+    pairs = [_heads(value) for value in heads]
+    families = [(pairs[0], dim) for dim in head_dims] + [(pair, head_dims[0]) for pair in pairs[1:]]
+    return [
+        DecodeShape(length=length, batch=batch, head_dim=dim, query_heads=query, kv_heads=kv)
+        for (query, kv), dim in dict.fromkeys(families)
+        for batch, length in map(_size, sizes)
+    ]
+
+
+def _size(value: str) -> tuple[int, int]:
+    found = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", value)
+    if found is None:
+        raise UserError(f"--size: expected BATCHxKEYS, such as 8x32768, got {value!r}")
+    return int(found[1]), int(found[2])
+
+
+def _heads(value: str) -> tuple[int, int]:
+    found = re.fullmatch(r"0*([1-9]\d*)/0*([1-9]\d*)", value)
+    if found is None or int(found[1]) % int(found[2]):
+        raise UserError(f"--heads: expected QUERY/KV with KV dividing QUERY, such as 32/8, got {value!r}")
+    return int(found[1]), int(found[2])
+
+
+def _add_common(
+    parser: argparse.ArgumentParser,
+    *,
+    files: Sequence[str],
+    seconds: float | None = None,
+    dtypes: Sequence[str] = ("bfloat16", "float16"),
+) -> None:
+    """Add the options that every benchmark has."""
+    options.add(parser, "--dtype", choices=dtypes, default=dtypes[0], help=f"{', '.join(dtypes)}.")
+    options.add_device(parser)
+    if seconds is not None:
+        help = "About how long one shape is measured, compiling not counted."
+        options.add(parser, "--seconds", type=options.number(0, kind=float), default=seconds, help=help)
+    options.add_seed(parser)
+    options.add_files(parser.add_argument_group("output"), *files)
+
+
+def _look(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, DeviceFacts]:
+    """Seed PyTorch, and return the device, the data type, and what is known and measured of the device."""
+    import torch
+
+    from dma_eval.bench.timing import look_at
+    from dma_eval.models import parse_device
+
+    device = parse_device(args.device)
+    torch.manual_seed(args.seed)
+    with console.working("Looking at the device"):
+        return device, getattr(torch, args.dtype), look_at(device)
+
+
+def _writer(args: argparse.Namespace, kind: type[SpeedReport], facts: DeviceFacts, **more: Any) -> Callable[..., None]:
+    common = {"command": console.command_line(), "seed": args.seed, "dtype": args.dtype, "device": facts}
+    return report_writer(kind, args.json, **common, **more)
+
+
+def _noted(shapes: Iterable[Any]) -> Iterable[Any]:
+    for shape in shapes:
+        console.print_note(str(shape))
+        yield shape
+
+
+def _collected(found: Iterable[Sequence[Result]], write: Callable[..., None], **others: Any) -> list[Result]:
+    """Gather results as they come, and write them each time."""
+    results: list[Result] = []
+    for some in found:
+        results += some
+        write(results=results, **others)
+    return results
+
+
+def _finish(
+    args: argparse.Namespace, tables: Sequence[Table], results: Sequence[Result], place: Callable[[Result], object]
+) -> int:
+    """Show tables, what did not run and which files were written; return 1 if nothing ran at some place, else 0."""
+    from dma_eval.bench.shown import failures
+
+    for table in tables:
+        console.print_table(table)
+    for line in failures(results, place):
+        console.print_warning(line)
+    for path in (args.json, getattr(args, "plot", None)):
+        if path is not None:
+            console.print_wrote(path)
+    ran = {place(result) for result in results if result.failure is None}
+    return 0 if all(place(result) in ran for result in results) else console.FAILED

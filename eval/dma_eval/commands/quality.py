@@ -1,0 +1,330 @@
+"""The commands that measure the quality of a model under attention backends: each makes a suite of its options."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+from dma_eval import console
+from dma_eval.commands import options
+from dma_eval.errors import UserError, one_line
+from dma_eval.files import make_folder
+from dma_eval.names import check_names
+from dma_eval.parts import FidelityPart, PerplexityPart, RetrievalPart, StressPart, Suite, TasksPart, load_suite
+
+if TYPE_CHECKING:
+    from dma_eval.models import LoadedModel
+    from dma_eval.results import Report
+    from dma_eval.session import Processes
+
+FAILURES = (UserError, RuntimeError, ValueError, TypeError)
+"""What a part that cannot be measured raises: input that does not fit it, or an error of a model or a library."""
+
+
+def add_ppl(parser: argparse.ArgumentParser) -> None:
+    options.add_attn(parser)
+    options.add_model(parser)
+    options.add_text(parser)
+    group = options.add_windows(parser)
+    help = "Distance of two windows. If less than the context, windows overlap and each scores its new tokens."
+    options.add(group, "--stride", type=int, help=help, shown="the context")
+    options.add(group, "--skip-windows", type=int, default=0, help="Leave out so many windows at the text's begin.")
+    help = "Spread --max-windows over the whole text instead of taking the first ones."
+    options.add(group, "--spread", action="store_true", help=help)
+    options.add_files(options.add_out(parser), "json", "markdown", "plot")
+
+
+def ppl(args: argparse.Namespace) -> int:
+    """Compare attention backends: perplexity, divergence from the first one, speed and memory.
+
+    Every backend reads the same tokens with the same weights. Interrupted, the command shows and writes the figures of
+    the windows that are done; with --out they are kept, and the same command goes on after them. Started by accelerate
+    launch, the processes split the windows. Exit code 1 if a backend failed, 2 for invalid input.
+
+    Examples:
+    dma-hf ppl -m HuggingFaceTB/SmolLM2-135M --data Salesforce/wikitext:wikitext-2-raw-v1:test --context 2048
+    dma-hf ppl -m model.gguf --data book.txt --attn sdpa dma_mxfp:balanced dma_mxfp:paper --json r.json --plot r.png
+    dma-hf ppl -m ./model --data rows.jsonl --column content --attn sdpa dma_mxfp:my.toml --context 8192 --stride 4096
+    """
+    files = options.prepare_files(args)
+    part = options.part_of(PerplexityPart, args, contexts=[] if args.context is None else [args.context], data=None)
+
+    def write(report: Report) -> None:
+        from dma_eval.markdown import Plot, to_markdown
+        from dma_eval.results import write_report
+
+        section = report.perplexity[0]
+        if args.json is not None:
+            write_report(report, args.json)
+        if args.plot is not None:
+            from dma_eval.plots import plot_comparison
+
+            plot_comparison(section, f"{Path(args.model).name}, context {section.context:,}", args.plot)
+        if args.markdown is not None:
+            plots = [] if args.plot is None else [Plot("Comparison of the backends", link(args.plot, args.markdown))]
+            args.markdown.write_text(to_markdown(report, plots), encoding="utf-8")
+        for path in files:
+            console.print_wrote(path)
+
+    return measure(args, Suite(name="ppl", perplexity=part), also=write)
+
+
+def link(path: Path, page: Path) -> str:
+    """``path`` as a link from the file ``page``."""
+    return Path(os.path.relpath(path, page.parent)).as_posix()
+
+
+def add_fidelity(parser: argparse.ArgumentParser) -> None:
+    options.add_attn(parser)
+    options.add_model(parser)
+    options.add_text(parser)
+    options.add_windows(parser)
+    group = parser.add_argument_group("parts")
+    help = "Windows for the errors by head; 0: leave them out."
+    options.add(group, "--head-windows", type=options.number(0), default=FidelityPart.head_windows, help=help)
+    help = "Greedy continuations to compare; 0: leave them out."
+    options.add(group, "--prompts", type=options.number(0), default=FidelityPart.prompts, help=help)
+    options.add(group, "--new-tokens", type=options.number(1), default=FidelityPart.new_tokens, help="Tokens of each.")
+    options.add_out(parser)
+
+
+def fidelity(args: argparse.Namespace) -> int:
+    """Find where attention backends leave SDPA in fp32: tokens, positions, heads, and greedy continuations.
+
+    The reference has the same weights in fp32, whatever --dtype the backends run in; put sdpa among them to see what
+    that dtype costs by itself. Heads are measured one by one, each layer given SDPA's own inputs, which is how a bad
+    one is found. Exit code 1 if a backend failed, 2 for invalid input.
+
+    Examples:
+    dma-hf fidelity -m HuggingFaceTB/SmolLM2-135M --data book.txt --context 4096 --max-windows 8 --out run
+    dma-hf fidelity -m ./model --data book.txt --attn sdpa dma_mxfp:fp4 --dtype bfloat16 --head-windows 4
+    """
+    return measure(args, Suite(name="fidelity", fidelity=options.part_of(FidelityPart, args)))
+
+
+def add_lm_eval(parser: argparse.ArgumentParser) -> None:
+    options.add_attn(parser)
+    options.add_model(parser)
+    group = options.add_tasks(parser)
+    help = "Tasks or groups of lm-eval, or YAML files. Takes several values, with commas or spaces between them."
+    options.add(group, "--tasks", "-t", dest="names", metavar="TASK", several=True, required=True, help=help)
+    shown = "what each task says"
+    options.add(group, "--num-fewshot", type=options.number(0), help="Examples in each prompt.", shown=shown)
+    help = "Put prompts through the model's chat template."
+    options.add(group, "--apply-chat-template", dest="chat_template", action="store_true", help=help)
+    help = "Sequences per forward pass."
+    options.add(group, "--batch-size", type=options.number(1), default=TasksPart.batch_size, help=help)
+    options.add_out(parser)
+
+
+def lm_eval(args: argparse.Namespace) -> int:
+    """Compare attention backends on lm-eval tasks: accuracy, paired differences with intervals, flipped answers.
+
+    Every backend answers the same samples in the same order. With --out, every answer is kept there, and a run that was
+    interrupted goes on where it stopped. Started by accelerate launch, the processes split the samples. Exit code 1 if
+    a backend failed, 2 for invalid input.
+
+    Examples:
+    dma-hf lm-eval -m HuggingFaceTB/SmolLM2-135M --tasks arc_easy,hellaswag --limit 500 --out run
+    dma-hf lm-eval -m ./model --tasks my_task --include-path ./tasks --attn sdpa dma_mxfp:balanced dma_mxfp:fp4
+    accelerate launch -m dma_eval lm-eval -m ./model --tasks lambada_openai --out run
+    """
+    return measure(args, Suite(name="lm-eval", tasks=options.part_of(TasksPart, args)))
+
+
+def add_retrieval(parser: argparse.ArgumentParser) -> None:
+    part = RetrievalPart()
+    options.add_attn(parser)
+    options.add_model(parser)
+    options.add_text(parser, required=False, shown="none; needles need one")
+    group = parser.add_argument_group("prompts")
+    help = "needle: a sentence in the prose of --data. kv: one pair among pairs of keys and values."
+    options.add(group, "--kind", dest="kinds", metavar="KIND", several=True, default=part.kinds, help=help)
+    shown = "1024 and its doubles, four at most, up to the model's maximum"
+    help, length = "Lengths of the prompts.", options.number(1)
+    options.add(group, "--lengths", metavar="TOKENS", type=length, several=True, shown=shown, help=help)
+    help = "Places of the answer, 0 to 1."
+    options.add(group, "--depths", metavar="DEPTH", type=float, several=True, default=part.depths, help=help)
+    help = "Questions for each length and depth."
+    options.add(group, "--samples", type=options.number(1), default=part.samples, help=help)
+    options.add_out(parser)
+
+
+def retrieval(args: argparse.Namespace) -> int:
+    """Ask for one passage of a long prompt, at growing lengths and depths.
+
+    Every backend is asked the same questions. Exit code 1 if a backend failed, 2 for invalid input.
+
+    Examples:
+    dma-hf retrieval -m meta-llama/Llama-3.2-1B --data book.txt --lengths 4096 16384 65536 --out run
+    dma-hf retrieval -m ./model --kind kv --attn sdpa dma_mxfp:balanced dma_mxfp:fp4 --samples 20
+    """
+    part = options.part_of(RetrievalPart, args)
+    if part.needs_text and args.data is None:
+        raise UserError("--data: needles need a text to be hidden in; name one")
+    return measure(args, Suite(name="retrieval", retrieval=part))
+
+
+def add_stress(parser: argparse.ArgumentParser) -> None:
+    options.add_attn(parser, (), shown="sdpa and every preset")
+    options.add_model(parser)
+    options.add_text(parser)
+    options.add_windows(parser)
+    parser.set_defaults(max_windows=StressPart().max_windows)
+    options.add_out(parser)
+
+
+def stress(args: argparse.Namespace) -> int:
+    """Compare attention backends on twins of the model whose keys, queries or values are harder to quantise.
+
+    First it says how far the model's own key channels stand out. A twin has channels of every head scaled, and what
+    meets them by the inverse, so that it computes the same; or key biases, and is compared with its own exact
+    attention. Exit code 1 if a backend failed, 2 for invalid input.
+
+    Examples:
+    dma-hf stress -m meta-llama/Llama-3.2-1B --data Salesforce/wikitext:wikitext-2-raw-v1:test --out run
+    dma-hf stress -m model.gguf --data book.txt --attn sdpa dma_mxfp:balanced dma_mxfp:my.toml --context 4096
+    """
+    return measure(args, Suite(name="stress", stress=options.part_of(StressPart, args, data=None)))
+
+
+def add_suite(parser: argparse.ArgumentParser) -> None:
+    help = "quick, standard, long-context, local-quality, or a TOML file."
+    options.add(parser, "--suite", "-s", metavar="NAME|FILE.toml", required=True, help=help)
+    options.add_attn(parser, (), shown="sdpa and every preset")
+    options.add_model(parser)
+    options.add_text(parser, required=False, shown="the suite's")
+    options.add_max_windows(parser.add_argument_group("windows"))
+    help = "Sequences per forward pass."
+    options.add(options.add_tasks(parser), "--batch-size", type=options.number(1), default=8, help=help)
+    options.add_out(parser, "Folder for the report and every answer.", required=True)
+
+
+def suite(args: argparse.Namespace) -> int:
+    """Measure everything that a suite asks for: perplexity, fidelity, tasks, retrieval, stress.
+
+    Results in --out are written after each part, and what is finished there is not measured again. Started by
+    accelerate launch, the processes split the work. A part that fails is reported, and the others go on. Exit code 1 if
+    a part or a backend failed, 2 for invalid input.
+
+    Examples:
+    dma-hf suite --suite quick -m HuggingFaceTB/SmolLM2-135M --out run
+    accelerate launch -m dma_eval suite --suite standard -m ./model --out run
+    dma-hf suite --suite my.toml -m ./model --data book.txt --include-path ./tasks --out run
+    """
+    suite = load_suite(args.suite)
+    windows = {} if args.max_windows is None else {"max_windows": args.max_windows}
+    samples = {} if args.limit is None else {"limit": args.limit}
+    changed = replace(
+        suite,
+        perplexity=suite.perplexity and replace(suite.perplexity, **windows),
+        fidelity=suite.fidelity and replace(suite.fidelity, **windows),
+        stress=suite.stress and replace(suite.stress, **windows),
+        tasks=suite.tasks and replace(suite.tasks, batch_size=args.batch_size, **samples),
+    )
+    return measure(args, changed, goes_on=True)
+
+
+def measure(
+    args: argparse.Namespace,
+    suite: Suite,
+    *,
+    goes_on: bool = False,
+    also: Callable[[Report], None] = lambda report: None,
+) -> int:
+    """Measure what a suite asks for; show it, write it, and return the exit code.
+
+    Args:
+        args: The options of the model, the backends, the text, the tasks and the output.
+        suite: What to measure.
+        goes_on: Whether a part that fails is reported and the others go on, and what does not fit the model is skipped.
+        also: Called with the report at the end, in one process.
+
+    Raises:
+        UserError: The input cannot work.
+    """
+    check_names(args.attn)
+    with console.starting():
+        from dma_eval.backends import default_names, parse_backends
+
+        backends = parse_backends(args.attn or default_names())  # before all that takes longer to import
+        from dma_eval.files import Store
+        from dma_eval.results import Report, here_and_now, write_report
+        from dma_eval.run import Run
+        from dma_eval.run_folder import RESULTS, write_run
+        from dma_eval.session import Session, leave_processes
+
+    processes = join(args)
+    if args.out is not None and processes.is_main:
+        make_folder(args.out)
+    began = time.perf_counter()
+    given = {name: getattr(args, name) for name in ("data", "split", "column", "include_path") if hasattr(args, name)}
+    run = Run(suite, **given)
+    loaded = load(args, processes)
+    session = Session(loaded, backends, processes, Store(args.out), seed=args.seed)
+    seconds = {"preparation": time.perf_counter() - began}
+    failed = False
+    for name, part in run.parts(session, skips=goes_on):
+        try:
+            seconds[name] = part()
+            console.print_line(f"[bold]{escape(name)}: {seconds[name]:,.1f} s[/]\n")
+        except FAILURES as error:
+            if not goes_on or processes.count > 1:  # the others wait for this one
+                raise
+            if args.debug:
+                console.err.print_exception()
+            console.print_error(f"{name} failed: {one_line(error)}")
+            failed = True
+        facts = here_and_now() | {"command": console.command_line(), "seed": args.seed, "part_seconds": seconds}
+        report = Report(**facts, model=loaded.info, **run.sections)
+        if processes.is_main and args.out is not None:
+            write_report(report, args.out / RESULTS)
+        if run.is_interrupted:
+            console.print_error(f"interrupted; {'the same command' if args.out else '--out FOLDER'} would go on here")
+            break
+    if processes.is_main:
+        also(report)
+        if args.out is not None:
+            console.print_wrote(*write_run(report, args.out), folder=args.out)
+    leave_processes()
+    if run.is_interrupted:
+        return console.INTERRUPTED
+    return console.FAILED if failed or run.has_failures else 0
+
+
+def join(args: argparse.Namespace) -> Processes:
+    """Seed PyTorch, and join the processes of the run; all but the first are silent from here on."""
+    import torch
+
+    from dma_eval.session import join_processes
+
+    torch.manual_seed(args.seed)
+    processes = join_processes(args.device)
+    if not processes.is_main:
+        console.quiet()
+    return processes
+
+
+def load(args: argparse.Namespace, processes: Processes) -> LoadedModel:
+    """Load the model as the options say, on this process's device.
+
+    Raises:
+        UserError: It cannot be loaded, or several processes would each spread it over all devices.
+    """
+    from dma_eval.models import load_model
+
+    if processes.count > 1 and args.device_map is not None:
+        raise UserError(
+            f"--device-map: each of {processes.count} processes would spread the model over all devices; start one"
+        )
+    device = args.device if processes.device is None or args.device != "auto" else str(processes.device)
+    options = {name: getattr(args, name) for name in ("dtype", "device_map", "revision", "trust_remote_code", "yarn")}
+    with console.working(f"Loading {args.model}"):
+        return load_model(args.model, device=device, **options)
