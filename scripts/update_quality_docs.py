@@ -64,15 +64,14 @@ CACHES = {
     "dma_mxfp:kv8+cache": "dma_mxfp:kv8",
     "dma_mxfp:kv4+cache": "dma_mxfp:kv4",
     "sim_fp8_cache": "fa3:fp8",
-    "sdpa+fp8": "sdpa:fp8",
-    "sdpa+hqq8": None,
-    "sdpa+hqq4": "sdpa:hqq",
-    "sdpa+hqq2": None,
-    "sdpa+quanto4": "sdpa:quanto",
-    "sdpa+quanto2": None,
+    "sdpa+fp8": "sdpa+fp8",
+    "sdpa+hqq8": "sdpa+hqq8",
+    "sdpa+hqq4": "sdpa+hqq4",
+    "sdpa+hqq2": "sdpa+hqq2",
+    "sdpa+quanto4": "sdpa+quanto4",
+    "sdpa+quanto2": "sdpa+quanto2",
 }
-"""Caches, and what their step is called in the results on decoding, which has none of other bits than 4 of HQQ's and
-quanto's."""
+"""Caches, and what their step is called in the results on decoding."""
 
 
 def readme_tables() -> str:
@@ -125,7 +124,7 @@ def _twins(name: str) -> dict[str, dict[str, BackendResult]]:
     }
 
 
-def _step(label: str | None) -> tuple[str, str]:
+def _step(label: str) -> tuple[str, str]:
     """Bytes of a cache over those of 16 bits, and the speed of its step over SDPA on a preallocated one."""
     found: dict[str, DecodeResult] = {}
     for result in read_results(DecodeReport, DECODE).results:

@@ -142,7 +142,7 @@ def new_cache(model: PreTrainedModel, backend: Backend) -> Cache | None:
         return None
     if backend.peer_cache is not None:
         try:
-            return quantized_cache(model, backend.peer_cache)
+            return quantized_cache(model.config, backend.peer_cache)
         except (ImportError, ValueError) as error:
             raise UserError(f"{type(model).__name__} cannot run {backend.label!r}: {one_line(error)}") from error
     cache = dma_hf.DMACache(model.config)

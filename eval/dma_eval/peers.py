@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, QuantizedCache
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, QuantizedCache
 from transformers.masking_utils import sdpa_mask
 
 QUANTIZED: dict[str, dict[str, Any]] = {
@@ -33,14 +33,14 @@ FA3_SHIFT = 256.0
 """FlashAttention-3 computes FP8 probabilities times 2^8, which keeps small ones from E4M3's subnormals."""
 
 
-def quantized_cache(model: PreTrainedModel, suffix: str) -> QuantizedCache:
-    """An empty ``QuantizedCache`` for ``model``.
+def quantized_cache(config: PreTrainedConfig, suffix: str) -> QuantizedCache:
+    """An empty ``QuantizedCache`` for models of ``config``.
 
     Raises:
         ImportError: The package that quantises is not installed.
         ValueError: The model has layers that a ``QuantizedCache`` does not know, as those with a sliding window.
     """
-    return QuantizedCache(config=model.config, **QUANTIZED[suffix])
+    return QuantizedCache(config=config, **QUANTIZED[suffix])
 
 
 def e4m3(x: Tensor, dims: tuple[int, ...]) -> Tensor:

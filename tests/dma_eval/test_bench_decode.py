@@ -32,7 +32,7 @@ def test_shows_and_writes_every_cache(run: Run, tmp_path: Path) -> None:
     assert "head_dim 32, 2/1 heads" in done.stdout
     report = json.loads(path.read_text())
     assert report.keys() == {field.name for field in fields(DecodeReport)}
-    labels = ["sdpa", "sdpa:flash", "sdpa:dynamic", "sdpa:quanto", "dma_mxfp:kv8", "dma_mxfp:kv4"]
+    labels = ["sdpa", "sdpa:flash", "sdpa:dynamic", "sdpa+quanto4", "dma_mxfp:kv8", "dma_mxfp:kv4"]
     assert [result["label"] for result in report["results"]] == labels
     for result in report["results"]:
         assert result.keys() == {field.name for field in fields(DecodeResult)}
@@ -72,7 +72,7 @@ def test_a_cache_that_cannot_run_is_reported_beside_the_others() -> None:
 def test_a_quantized_cache_without_its_package_is_reported_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.cache_utils.is_optimum_quanto_available", lambda: False)
     arguments = [*TINY[:3], "2x300", "1x200", *TINY[4:]]
-    done = run("bench", "decode", *arguments, "--cache", "sdpa", "sdpa:quanto")
+    done = run("bench", "decode", *arguments, "--cache", "sdpa", "sdpa+quanto4")
     assert done.exit_code == 0, done.output  # what else there is was measured
     assert done.stderr.count("did not run") == 1
     assert "optimum-quanto" in done.stderr
@@ -84,7 +84,7 @@ def test_transformers_quantized_cache_is_measured_where_its_backend_is_there(mon
     monkeypatch.setattr(decode, "captured", lambda runs, device: captured.extend(runs) or ({}, {}))
     if "fp8" not in inspect.getsource(QuantizedCache.__init__):
         pytest.skip("Transformers before 5.23 has no fp8 backend, and the others need packages")
-    sdpa, quantized = parse_implementations(["sdpa", "sdpa:fp8"])
+    sdpa, quantized = parse_implementations(["sdpa", "sdpa+fp8"])
     results = measure_shape(SHAPE, [sdpa, quantized], torch.device("cpu"), torch.bfloat16, seconds=0.0)
     assert [result.failure for result in results] == [None, None]
     assert results[1].bytes_ratio == pytest.approx(0.5, abs=0.01)
@@ -117,8 +117,8 @@ def test_default_shapes_vary_one_thing_at_a_time() -> None:
         (("--cache", "dma_mxfp:fp4"), "--cache: 'dma_mxfp:fp4' has no cache; add +int8 or +int4"),
         (
             ("--cache", "fp8"),
-            "--cache: unknown name 'fp8'; valid: sdpa, sdpa:flash, sdpa:dynamic, fa3, fa3:fp8, sdpa:quanto, sdpa:hqq, "
-            "sdpa:fp8, ",
+            "--cache: unknown name 'fp8'; valid: sdpa, sdpa:flash, sdpa:dynamic, fa3, fa3:fp8, sdpa+quanto4, "
+            "sdpa+quanto2, sdpa+hqq8, ",
         ),
     ],
 )

@@ -202,12 +202,12 @@ class TestPlots:
         assert len({color for color, _ in full.values()}) == len(names)
         assert few["dma_mxfp:balanced #2"] == full["dma_mxfp:balanced"]
         caches = line_styles(
-            ["sdpa", "dma_mxfp:balanced+int4", "dma_mxfp:kv4+dma-static", "sdpa:quanto", "sdpa+quanto2"]
+            ["sdpa", "dma_mxfp:balanced+int4", "dma_mxfp:kv4+dma-static", "sdpa+quanto4", "sdpa+quanto2"]
         )
         assert caches["dma_mxfp:balanced+int4"] == few["dma_mxfp:kv4+cache"] == full["dma_mxfp:kv4"]
         assert caches["dma_mxfp:kv4+dma-static"][0] == full["dma_mxfp:kv4"][0]
-        assert caches["sdpa:quanto"][0] == caches["sdpa+quanto2"][0]
-        assert caches["sdpa:quanto"] != caches["sdpa+quanto2"]
+        assert caches["sdpa+quanto4"][0] == caches["sdpa+quanto2"][0]
+        assert caches["sdpa+quanto4"] != caches["sdpa+quanto2"]
 
     def test_of_one_backend(self, section: PerplexitySection, tmp_path: Path) -> None:
         plot_comparison(replace(section, backends=section.backends[:1]), "Alone", tmp_path / "p.png")

@@ -13,11 +13,12 @@ from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
-from transformers import LlamaConfig, QuantizedCache
+from transformers import LlamaConfig
 
 from dma_eval.backends import Backend, parse_compared
 from dma_eval.errors import UserError, one_line
-from dma_eval.names import DMA, FORMAT_SUFFIXES
+from dma_eval.names import DMA, FORMAT_SUFFIXES, PEER_SUFFIXES
+from dma_eval.peers import quantized_cache
 from dma_hf import DMAConfig
 from dma_hf.cache import DEFAULT_FORMAT
 
@@ -29,10 +30,11 @@ PREALLOCATED: dict[str, SDPBackend | None] = {"sdpa": None, "sdpa:flash": SDPBac
 """SDPA on keys and values that lie ready: what a 16-bit cache costs at the least. ``sdpa`` is PyTorch's choice."""
 DYNAMIC = "sdpa:dynamic"
 """SDPA behind the concatenation that Transformers' ``DynamicCache`` makes of the old keys and the new one."""
-QUANTIZED = {"sdpa:quanto": "quanto", "sdpa:hqq": "hqq", "sdpa:fp8": "fp8"}
-"""SDPA behind Transformers' ``QuantizedCache`` of each backend with its default settings. It dequantises everything for
-each token, and the first two quantise everything anew for every 128th, which a median does not show. A step replaces
-tensors of the cache, so that a CUDA graph of it would read memory that is gone: it is called from Python alone."""
+QUANTIZED = tuple(f"sdpa{suffix}" for suffix in PEER_SUFFIXES)
+"""SDPA behind Transformers' ``QuantizedCache``, by the suffixes of :data:`dma_eval.peers.QUANTIZED`. It dequantises
+everything for each token, and those of HQQ and quanto quantise everything anew for every 128th, which a median does not
+show. A step replaces tensors of the cache, so that a CUDA graph of it would read memory that is gone: it is called from
+Python alone."""
 CACHES = ("kv8", "kv4")
 ROOM = 256
 """Tokens of room for the runs, each of which appends one; it counts as memory of a packed cache."""
@@ -58,7 +60,7 @@ def prepare(backend: Backend, shape: DecodeShape, device: torch.device, dtype: t
     if backend.label in FLASH_3:
         return flash_attention_3_step(backend.label, query, key, value)
     if backend.label in QUANTIZED:
-        cache = QuantizedCache(QUANTIZED[backend.label], LlamaConfig(num_hidden_layers=1))
+        cache = quantized_cache(LlamaConfig(num_hidden_layers=1), backend.label.removeprefix("sdpa"))
         cache.update(key, value, 0)
         return lambda: attend(*cache.update(new, new_value, 0)), stored_bytes(vars(cache.layers[0]))
     stored = key.nbytes + value.nbytes
@@ -103,7 +105,7 @@ def stored_bytes(held: object) -> int:
 
 def default_names() -> list[str]:
     """Everything that is compared by default; the first is what others are compared with."""
-    return [*PREALLOCATED, DYNAMIC, next(iter(QUANTIZED)), *(f"{DMA}:{preset}" for preset in CACHES)]
+    return [*PREALLOCATED, DYNAMIC, QUANTIZED[0], *(f"{DMA}:{preset}" for preset in CACHES)]
 
 
 def parse_implementations(names: Sequence[str]) -> list[Backend]:

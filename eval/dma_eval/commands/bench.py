@@ -114,10 +114,10 @@ def add_decode(parser: argparse.ArgumentParser) -> None:
     help = (
         "What to compare; the first is the reference. sdpa (PyTorch's choice, on preallocated keys and values), "
         "sdpa:flash, sdpa:dynamic (behind the concatenation of a DynamicCache), fa3 and fa3:fp8 (FlashAttention-3, the "
-        "package fa3-fwd, on a 16-bit and on an E4M3 cache), sdpa:quanto, sdpa:hqq and sdpa:fp8 (behind a "
-        "QuantizedCache of that backend), dma_mxfp:PRESET, dma_mxfp:FILE.toml."
+        "package fa3-fwd, on a 16-bit and on an E4M3 cache), sdpa+quanto4, sdpa+hqq8 and so on (behind "
+        "a QuantizedCache of that backend and so many bits), dma_mxfp:PRESET, dma_mxfp:FILE.toml."
     )
-    shown = "sdpa sdpa:flash sdpa:dynamic sdpa:quanto dma_mxfp:kv8 dma_mxfp:kv4"
+    shown = "sdpa sdpa:flash sdpa:dynamic sdpa+quanto4 dma_mxfp:kv8 dma_mxfp:kv4"
     options.add(parser, "--cache", "-c", several=True, shown=shown, help=help)
     group = parser.add_argument_group("shapes")
     shown = f"{' '.join(SIZES)}; on a CPU {' '.join(CPU_SIZES)}"
