@@ -8,14 +8,14 @@ that was much larger in the keys than all others, and had its small counterpart 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from .projections import Layer, Operands, Source, find_layers, run, watched
+from .projections import Layer, Operands, Source, find_layers, watched
 
 MIN_TOKENS = 1024
 """Fewest tokens to measure ranges over."""
@@ -52,15 +52,16 @@ def equalize(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
     head_dim = max(keys.shape[-1] for _, keys in ranges.values())
     layers = find_layers(model, tokens.flatten(), head_dim)
     exponents = {layer.name: _exponents(layer, *ranges[layer.module]) for layer in layers}
+    previous: list[tuple[Tensor, Tensor]] = []
     with watched(model):
         before = [layer.run() for layer in layers]
-        folded = [_fold(layer, exponents[layer.name]) for layer in layers]
+        are_exact = [_fold(layer, exponents[layer.name], previous) for layer in layers]
         try:
-            for layer, operands, fold in zip(layers, before, folded, strict=True):
-                _compare(layer, exponents[layer.name], operands, fold.is_exact)
+            for layer, operands, is_exact in zip(layers, before, are_exact, strict=True):
+                _compare(layer, exponents[layer.name], operands, is_exact)
         except ValueError:
-            for fold in reversed(folded):
-                fold.undo()
+            for parameter, content in reversed(previous):
+                parameter.copy_(content)
             raise
     return exponents
 
@@ -89,7 +90,7 @@ def measure_ranges(model: PreTrainedModel, tokens: Tensor) -> dict[nn.Module, tu
     with watched(model, watch):
         for row in tokens.reshape(-1, tokens.shape[-1]):
             for window in row.split(min(WINDOW, getattr(text, "max_position_embeddings", None) or WINDOW)):
-                run(model, window)
+                model(input_ids=window[None].to(model.device))
     if not found:
         raise ValueError(f"{type(model).__name__} computes no attention through Transformers' attention interface")
     names = {module: name for name, module in model.named_modules()}
@@ -99,35 +100,20 @@ def measure_ranges(model: PreTrainedModel, tokens: Tensor) -> dict[nn.Module, tu
     return found
 
 
-@dataclass(frozen=True)
-class _Fold:
-    """What folding changed in a layer.
+def _fold(layer: Layer, exponents: Tensor, previous: list[tuple[Tensor, Tensor]]) -> bool:
+    """Multiply a layer's keys by ``2**exponents`` ``[Hkv, D]`` and its queries by the inverse, in the weights.
 
-    Attributes:
-        is_exact: Whether every weight holds its factor exactly.
-        previous: Each parameter that was changed, and its former content.
+    Returns whether every weight holds its factor exactly; ``previous`` gets each that was changed, with a copy.
     """
-
-    is_exact: bool
-    previous: list[tuple[Tensor, Tensor]]
-
-    def undo(self) -> None:
-        """Give the parameters their former content."""
-        for parameter, content in self.previous:
-            parameter.copy_(content)
-
-
-def _fold(layer: Layer, exponents: Tensor) -> _Fold:
-    """Multiply a layer's keys by ``2**exponents`` ``[Hkv, D]`` and its queries by the inverse, in the weights."""
-    powers, is_exact, previous = _powers(layer, exponents), True, []
+    powers, is_exact = _powers(layer, exponents), True
     for source in layer.sources:
         own = powers[source.start : source.start + source.weights]
         if own.any():
-            for parameter, scaled in _scaled(source, own):
-                previous.append((parameter, parameter.clone()))
-                parameter.copy_(scaled.new)
+            for scaled in _scaled(source, own):
+                previous.append((scaled.parameter, scaled.parameter.clone()))
+                scaled.parameter.copy_(scaled.new)
                 is_exact &= bool(scaled.is_exact.all())
-    return _Fold(is_exact, previous)
+    return is_exact
 
 
 def _powers(layer: Layer, exponents: Tensor) -> Tensor:
@@ -138,33 +124,35 @@ def _powers(layer: Layer, exponents: Tensor) -> Tensor:
     return powers
 
 
-@dataclass(frozen=True)
-class _Scaled:
-    """A weight times powers of two, and for each factor whether it is held exactly, or nearly enough."""
+class _Scaled(NamedTuple):
+    """A weight, what it is times powers of two, and for each factor whether it is held exactly, or nearly enough."""
 
+    parameter: Tensor
     new: Tensor
     is_exact: Tensor
     is_near: Tensor
 
 
-def _scaled(source: Source, powers: Tensor) -> list[tuple[Tensor, _Scaled]]:
-    """Each parameter of a source, and what it is once its outputs are multiplied by ``2**powers`` ``[weights]``."""
+def _scaled(source: Source, powers: Tensor) -> list[_Scaled]:
+    """The weight of a source, and its bias if it has one, once its outputs are multiplied by ``2**powers``."""
     scaled = []
-    for weight in _parameters(source):
-        factors = torch.exp2(powers.double()).to(weight.device)
+    for weight in (source.module.weight, getattr(source.module, "bias", None)):
+        if not isinstance(weight, Tensor):
+            continue
         shape = (-1, *[1] * (weight.dim() - 1)) if isinstance(source.module, nn.Linear) else weight.shape
+        factors = torch.exp2(powers.double()).to(weight.device).reshape(shape)
         offset = 1.0 if weight is source.module.weight and _applies_one_plus(source.module) else 0.0
         gain = (weight.float() + offset).double()  # as the norm computes it: 1 + w in FP32
-        wanted = gain * factors.reshape(shape)
-        new = torch.where(factors.reshape(shape) == 1, weight, (wanted - offset).to(weight.dtype))
+        wanted = gain * factors
+        new = torch.where(factors == 1, weight, (wanted - offset).to(weight.dtype))
         held = (new.float() + offset).double()
         is_exact = held == wanted
         is_near = is_exact
         if offset:
             slack = 0.0 if weight.dtype == torch.float32 else torch.finfo(weight.dtype).eps / 2
             is_near = ((held - wanted).abs() <= slack * wanted.abs()) & (wanted.abs() >= LEAST_OFFSET_GAIN)
-            is_near |= factors.reshape(shape) == 1
-        scaled.append((weight, _Scaled(new, is_exact, is_near)))
+            is_near |= factors == 1
+        scaled.append(_Scaled(weight, new, is_exact, is_near))
     return scaled
 
 
@@ -182,8 +170,7 @@ def _exponents(layer: Layer, query_range: Tensor, key_range: Tensor) -> Tensor:
         """The largest of all channels of a label, for each channel."""
         return torch.zeros(heads * dim).scatter_reduce_(0, labels, ranges.flatten(), "amax")[labels]
 
-    query_range = over(query_range.view(heads, layer.group, dim).amax(1))
-    key_range = over(key_range)
+    query_range, key_range = over(query_range.view(heads, layer.group, dim).amax(1)), over(key_range)
     wanted = (torch.log2(query_range / key_range) / 2).round()
     exponents = torch.where((query_range > 0) & (key_range > 0) & ~held, wanted, 0).int()
     while (refused := _refused(layer, exponents.view(heads, dim)).flatten()).any():
@@ -199,15 +186,9 @@ def _refused(layer: Layer, exponents: Tensor) -> Tensor:
     for source in layer.sources:
         own = slice(source.start, source.start + source.weights)
         if powers[own].any() and _applies_one_plus(source.module):
-            bad[own] = ~_scaled(source, powers[own])[0][1].is_near.flatten().cpu()
+            bad[own] = ~_scaled(source, powers[own])[0].is_near.flatten().cpu()
     of_queries = bad[layer.weight_of(layer.query)].view(-1, layer.group, exponents.shape[1]).any(1)
     return bad[layer.weight_of(layer.key)] | of_queries
-
-
-def _parameters(source: Source) -> list[Tensor]:
-    """The weight of a source, and its bias if it has one."""
-    bias = getattr(source.module, "bias", None)
-    return [source.module.weight, *([bias] if isinstance(bias, Tensor) else [])]  # type: ignore[list-item]
 
 
 def _applies_one_plus(module: nn.Module) -> bool:
@@ -221,11 +202,7 @@ def _applies_one_plus(module: nn.Module) -> bool:
 
 
 def _compare(layer: Layer, exponents: Tensor, before: Operands, is_exact: bool) -> None:
-    """Check that a folded layer gives its old keys and queries times their factors, and its old output.
-
-    Raises:
-        ValueError: It does not.
-    """
+    """Raise unless a folded layer gives its old keys and queries times their factors, and its old output."""
     after, factors = layer.run(), torch.exp2(exponents.float())[:, None]
     expected = before._replace(key=before.key * factors, query=before.query / factors.repeat_interleave(layer.group, 0))
     for what, actual, wanted in zip(Operands._fields, after, expected, strict=True):

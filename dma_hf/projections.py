@@ -8,10 +8,12 @@ channels that are not 0 after the rotary embedding are those that it mixes.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .settings import distinct_configs
 
-Watcher = Callable[[nn.Module, Tensor, Tensor, Tensor], None]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 BASE = 32
 """Channels are numbered in digits of this base: with the factor of a long-context embedding, BF16 still tells them."""
@@ -52,14 +54,12 @@ class Source:
     """A linear layer or a norm whose output channels become those of queries, keys or values unchanged.
 
     Attributes:
-        name: Its name in the model.
         module: The module.
         start: The number of its first channel, among all channels of the layer's sources.
         channels: Its output channels per token.
         shape: The shape of its output, with 1 for batch and tokens.
     """
 
-    name: str
     module: nn.Module
     start: int
     channels: int
@@ -71,10 +71,6 @@ class Source:
         weight: Tensor = self.module.weight  # type: ignore[assignment]
         return weight.shape[0] if isinstance(self.module, nn.Linear) else weight.numel()
 
-    def weight_of(self, channels: Tensor) -> Tensor:
-        """Return the number of the weight that makes each of these channels, counted like channels."""
-        return self.start + (channels - self.start) % self.weights
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -83,8 +79,7 @@ class Layer:
     Attributes:
         name: Its name in the model.
         module: The module.
-        arguments: Positional and keyword arguments of a call over ``tokens`` tokens.
-        tokens: Tokens of that call: more than a head has channels, and a number that no other axis has.
+        arguments: Positional and keyword arguments of a call.
         sources: What makes its operands.
         query: The number of the source channel that each query channel comes from, ``[Hq, D]``.
         key: The same of keys, ``[Hkv, D]``.
@@ -94,8 +89,7 @@ class Layer:
 
     name: str
     module: nn.Module
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    tokens: int
+    arguments: Arguments
     sources: tuple[Source, ...]
     query: Tensor
     key: Tensor
@@ -119,8 +113,7 @@ class Layer:
                 if isinstance(linear, nn.Linear):
                     stack.callback(linear.register_forward_pre_hook(lambda m, args: inputs.update({m: args[0]})).remove)
             attended = self.run().attended.flatten()
-        found = (each for each, taken in inputs.items() if torch.equal(taken.float().cpu().flatten(), attended))
-        return next(found, None)
+        return next((m for m, taken in inputs.items() if torch.equal(taken.float().cpu().flatten(), attended)), None)
 
     @property
     def channels(self) -> int:
@@ -141,11 +134,11 @@ class Layer:
         return tied(len(slots) + self.channels, torch.cat([self.mixed, *pairs], 1))[: len(slots)].view(heads, dim)
 
     def weight_of(self, channels: Tensor) -> Tensor:
-        """Return the number of the weight that makes each of these channels."""
+        """Return the number of the weight that makes each of these channels, counted like channels."""
         weights = channels.clone()
         for source in self.sources:
             own = (channels >= source.start) & (channels < source.start + source.channels)
-            weights = torch.where(own, source.weight_of(channels), weights)
+            weights[own] = source.start + (channels[own] - source.start) % source.weights
         return weights
 
 
@@ -161,29 +154,30 @@ def find_layers(model: PreTrainedModel, tokens: Tensor, head_dim: int) -> list[L
         ValueError: A layer cannot be called by itself, is called more than once in a pass, or makes queries or keys in
             another way than by linear layers and norms; the message names it.
     """
-    calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    calls: dict[nn.Module, Arguments] = {}
     ran: list[nn.Module] = []
-
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls[module] = (args, kwargs)
-
-    count = _next_prime(head_dim + 1)
+    count = head_dim + 1  # more tokens than a head has channels, and a number that no other axis has
+    while any(count % divisor == 0 for divisor in range(2, math.isqrt(count) + 1)):
+        count += 1
     with ExitStack() as stack:
         for module in model.modules():
-            stack.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
+            hook = module.register_forward_pre_hook(lambda *call: calls.update({call[0]: call[1:]}), with_kwargs=True)
+            stack.callback(hook.remove)
         with watched(model, lambda module, *_: ran.append(module)):
-            run(model, tokens[:count])
+            model(input_ids=tokens[None, :count].to(model.device))
     names = {module: name for name, module in model.named_modules()}
     for module in ran:
         if module not in calls or ran.count(module) > 1:
             name = names.get(module, type(module).__name__)
             raise ValueError(f"{name} computes attention other than once in a pass; its weights serve several layers")
     with watched(model):
-        return [_trace(names, module, calls[module], count) for module in ran]
+        return [_trace(names[module], module, calls[module], count) for module in ran]
 
 
 @contextmanager
-def watched(model: PreTrainedModel, watch: Watcher | None = None) -> Iterator[None]:
+def watched(
+    model: PreTrainedModel, watch: Callable[[nn.Module, Tensor, Tensor, Tensor], None] | None = None
+) -> Iterator[None]:
     """Within a ``with`` block, run a model's own eager attention, and show ``watch`` each layer's operands.
 
     Nothing has gradients, dropout or a cache there.
@@ -198,8 +192,7 @@ def watched(model: PreTrainedModel, watch: Watcher | None = None) -> Iterator[No
                 return own(module, query, key, value, *args, **kwargs)
         raise ValueError(f"{type(module).__name__} has no eager attention")
 
-    settings = ("_attn_implementation", "use_cache")
-    configs = [(each, {name: getattr(each, name, None) for name in settings}) for each in distinct_configs(model)]
+    configs = [(config, dict(vars(config))) for config in distinct_configs(model)]
     modes = [(module, module.training) for module in model.modules()]
     ALL_ATTENTION_FUNCTIONS["eager"] = attention  # in place of each model's own, which is not registered
     try:
@@ -212,18 +205,10 @@ def watched(model: PreTrainedModel, watch: Watcher | None = None) -> Iterator[No
     finally:
         del ALL_ATTENTION_FUNCTIONS["eager"]
         for config, previous in configs:
-            config._attn_implementation = previous["_attn_implementation"]
-            if previous["use_cache"] is None:
-                del config.use_cache
-            else:
-                config.use_cache = previous["use_cache"]
+            vars(config).clear()
+            vars(config).update(previous)
         for module, mode in modes:
             module.training = mode
-
-
-def run(model: PreTrainedModel, tokens: Tensor) -> None:
-    """Pass token ids ``[T]`` through a model that is watched."""
-    model(input_ids=tokens[None].to(model.device))
 
 
 def tied(count: int, pairs: Tensor) -> Tensor:
@@ -239,11 +224,8 @@ def tied(count: int, pairs: Tensor) -> Tensor:
         labels = new
 
 
-def _trace(
-    names: Mapping[nn.Module, str], module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], count: int
-) -> Layer:
-    name = names[module]
-    sources = _sources(names, module, call, count)
+def _trace(name: str, module: nn.Module, call: Arguments, count: int) -> Layer:
+    sources = _sources(module, call, count)
     total = sum(source.channels for source in sources)
 
     def observe(numbers: Tensor) -> Operands:
@@ -277,12 +259,10 @@ def _trace(
                 "embedding; nothing can be folded into its weights"
             )
     mixed = _mixed(observe, total, query, key, count)
-    return Layer(name, module, call, count, sources, query, key, value, mixed)
+    return Layer(name, module, call, sources, query, key, value, mixed)
 
 
-def _sources(
-    names: Mapping[nn.Module, str], module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], count: int
-) -> tuple[Source, ...]:
+def _sources(module: nn.Module, call: Arguments, count: int) -> tuple[Source, ...]:
     """Every linear layer and every norm with weights that runs once in a call and puts out numbers for each token."""
     outputs: dict[nn.Module, list[Any]] = {}
     with ExitStack() as stack:
@@ -298,7 +278,7 @@ def _sources(
         if len(seen) == 1 and isinstance(seen[0], Tensor) and list(seen[0].shape).count(count) == 1:
             channels = seen[0].numel() // count
             shape = tuple(1 if size == count else size for size in seen[0].shape)
-            sources.append(Source(names[leaf], leaf, start, channels, shape))
+            sources.append(Source(leaf, start, channels, shape))
             start += channels
     return tuple(sources)
 
@@ -307,17 +287,14 @@ def _sources(
 def _replaced(sources: tuple[Source, ...], numbers: Tensor) -> Iterator[None]:
     """Within a ``with`` block, sources put out ``numbers`` ``[T, channels of all sources]``."""
 
-    def hook(source: Source) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-        def replace(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-            axis = list(output.shape).index(numbers.shape[0])
-            own = numbers[:, source.start : source.start + source.channels]
-            return own.reshape(output.movedim(axis, 0).shape).movedim(0, axis).to(output)
-
-        return replace
+    def replace(own: Tensor, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        axis = list(output.shape).index(len(own))
+        return own.reshape(output.movedim(axis, 0).shape).movedim(0, axis).to(output)
 
     with ExitStack() as stack:
         for source in sources:
-            stack.callback(source.module.register_forward_hook(hook(source)).remove)
+            own = numbers[:, source.start : source.start + source.channels]
+            stack.callback(source.module.register_forward_hook(partial(replace, own)).remove)
         yield
 
 
@@ -336,7 +313,7 @@ def _mixed(observe: Callable[[Tensor], Operands], total: int, query: Tensor, key
     return torch.cat(pairs, 1)
 
 
-def _call(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Operands:
+def _call(module: nn.Module, call: Arguments) -> Operands:
     """Call an attention layer whose model is watched, and return what its attention function was given."""
     seen: list[list[Tensor]] = []
     watching = ALL_ATTENTION_FUNCTIONS["eager"]
@@ -351,11 +328,4 @@ def _call(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Op
         output = module(*call[0], **call[1])
     finally:
         ALL_ATTENTION_FUNCTIONS["eager"] = watching
-    query, key, value, attended = seen[0]
-    return Operands(query, key, value, attended, (output if isinstance(output, Tensor) else output[0]).float().cpu())
-
-
-def _next_prime(number: int) -> int:
-    while any(number % divisor == 0 for divisor in range(2, int(number**0.5) + 1)):
-        number += 1
-    return number
+    return Operands._make([*seen[0], (output if isinstance(output, Tensor) else output[0]).float().cpu()])
