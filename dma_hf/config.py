@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -207,11 +208,5 @@ def _check_keys(section: Mapping[str, Any], prefix: str) -> None:
 
 def write_toml(section: Mapping[str, Any], path: str | Path) -> None:
     """Write keys and values, also those of an earlier version, as a TOML file; what is ``None`` is left out."""
-    lines = [f"{name} = {_toml_value(value)}\n" for name, value in section.items() if value is not None]
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in section.items() if value is not None]
     Path(path).write_text("".join(lines), encoding="utf-8")
-
-
-def _toml_value(value: str | int | bool) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value) if isinstance(value, int) else f'"{value}"'

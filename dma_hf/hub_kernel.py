@@ -29,7 +29,14 @@ def dma_mxfp(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None
         RuntimeError: The layer's masks are made by another mask function.
     """
     if not torch.compiler.is_compiling():
-        _check_masks(str(getattr(module.config, "_attn_implementation", None)))
+        implementation = str(getattr(module.config, "_attn_implementation", None))
+        is_registered = ALL_ATTENTION_FUNCTIONS.get(implementation) is dma_mxfp
+        if is_registered and ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is not dma_mask:
+            raise RuntimeError(
+                f"attention {implementation!r} was registered with another mask function than its own, which this "
+                "release of Transformers does not let it choose; call register_masks() of the loaded kernel before the "
+                "forward pass"
+            )
     return dma_attention_forward(module, *args, **kwargs)
 
 
@@ -44,12 +51,3 @@ def __getattr__(name: str) -> NoReturn:
     """Answer for what the kernel does not have; in between, register the masks."""
     register_masks()
     raise AttributeError(f"the Hub kernel of dma_mxfp has no attribute {name!r}")
-
-
-def _check_masks(implementation: str) -> None:
-    is_registered = ALL_ATTENTION_FUNCTIONS.get(implementation) is dma_mxfp
-    if is_registered and ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is not dma_mask:
-        raise RuntimeError(
-            f"attention {implementation!r} was registered with another mask function than its own, which this release "
-            "of Transformers does not let it choose; call register_masks() of the loaded kernel before the forward pass"
-        )

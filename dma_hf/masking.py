@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +32,7 @@ ADDS_THE_MASK = ("gemma4_audio",)
 """Models whose attention is built in and adds the mask to its scores: eager attention, whatever is asked for."""
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """A recognised mask: causal or not, the window if there is one, and whether only a pattern can say the rest."""
 
     is_causal: bool
@@ -42,8 +40,7 @@ class _Kind:
     needs_pattern: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class _Padding:
+class _Padding(NamedTuple):
     """What a 2-D padding mask says of a row's keys; integers ``[B]``.
 
     Attributes:
@@ -131,6 +128,15 @@ def dma_mask(
     if kind.needs_pattern:
         pattern = sdpa_mask(**asked, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     origin = 0 if padding is None else padding.origin
+    kv_range, frontier = None, q_offset + q_length - kv_offset if kind.is_causal else kv_length
+    is_clipped = isinstance(frontier, Tensor) or frontier < kv_length  # a static cache has yet to write the rest
+    if padding is not None or is_clipped:
+        first = torch.zeros(batch_size, dtype=torch.int64, device=device) if padding is None else padding.first
+        end = torch.full_like(first, kv_length) if padding is None else padding.end
+        kv_range = torch.stack((first, end.clamp(max=frontier) if is_clipped else end), dim=-1)
+    two_sequences = False
+    if not (kind.is_causal or kind.needs_pattern or isinstance(q_offset, Tensor)):
+        two_sequences = q_length != kv_length and q_offset == 0 and kv_offset == 0  # and no cache holds some more
     # The differences are new tensors: a static cache counts in its tensor, before the layers look at the mask.
     geometry = MaskGeometry(
         batch=batch_size,
@@ -140,10 +146,10 @@ def dma_mask(
         window=kind.window,
         q_offset=q_offset - origin,
         kv_offset=kv_offset - origin,
-        kv_range=_visible_range(kind, padding, batch_size, q_length, kv_length, q_offset, kv_offset, device),
+        kv_range=kv_range,
         is_unpadded=padding is None or padding.unpadded >= q_length,
         pattern=pattern,
-        two_sequences=_has_two_sequences(kind, q_length, kv_length, q_offset, kv_offset),
+        two_sequences=two_sequences,
     )
     return CompactMask.of(geometry, device)
 
@@ -178,13 +184,6 @@ def _recognise(
     return unknown
 
 
-def _has_two_sequences(kind: _Kind, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int) -> bool:
-    """Return whether the keys are of another sequence: they are not the queries' own, and no cache holds some more."""
-    if kind.is_causal or kind.needs_pattern or isinstance(q_offset, Tensor):
-        return False
-    return q_length != kv_length and q_offset == 0 and kv_offset == 0
-
-
 def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> _Padding | None:
     """Summarise a padding mask, ``None`` if it hides nothing. Values come to the host here alone."""
     if attention_mask is None or kv_length == 0 or attention_mask.shape[0] == 0:
@@ -201,41 +200,14 @@ def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int)
     mask = torch.nn.functional.pad(mask, (0, max(missing, 0)), value=False)
     seen = mask[:, kv_offset : kv_offset + kv_length]
     pattern = seen[:, None, None, :]
-    count = seen.sum(-1)
-    first = seen.byte().argmax(-1)
+    count, first, origin = seen.sum(-1), seen.byte().argmax(-1), mask.byte().argmax(-1)
     end = torch.where(count > 0, kv_length - seen.flip(-1).byte().argmax(-1), 0)
-    origin = mask.byte().argmax(-1)
     if not is_readable:
         return _Padding(origin, first, end, pattern)
     origins, firsts, ends, counts = torch.stack((origin, first, end, count)).tolist()
     has_holes = any(n != b - a for a, b, n in zip(firsts, ends, counts, strict=True))
     common = origins[0] if len(set(origins)) == 1 else origin
     return _Padding(common, first, end, pattern if has_holes else None)
-
-
-def _visible_range(
-    kind: _Kind,
-    padding: _Padding | None,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    device: torch.device | str,
-) -> Tensor | None:
-    """Return the range ``[B, 2]`` of visible keys: not the padding, and not what a static cache has yet to write."""
-    frontier: int | Tensor = q_offset + q_length - kv_offset if kind.is_causal else kv_length
-    is_clipped = isinstance(frontier, Tensor) or frontier < kv_length
-    if padding is None and not is_clipped:
-        return None
-    if padding is None:
-        first = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        end = torch.full_like(first, kv_length)
-    else:
-        first, end = padding.first, padding.end
-    if is_clipped:
-        end = torch.minimum(end, frontier) if isinstance(frontier, Tensor) else end.clamp(max=frontier)
-    return torch.stack((first, end), dim=-1)
 
 
 @cache
