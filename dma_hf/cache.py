@@ -8,15 +8,10 @@ from typing import Any
 import torch
 from dma_kernels.cache.codes import cache_format
 from dma_kernels.cache.storage import LayerStorage
-from transformers import (
-    Cache,
-    DynamicCache,
-    PreTrainedConfig,
-    StaticCache,
-)
+from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from .cache_layers import DMALayer, DMASlidingLayer, DMAStaticLayer, Owner, check_crop_argument
+from .cache_layers import DMALayer, DMASlidingLayer, DMAStaticLayer, Owner
 from .settings import settings_of
 
 DEFAULT_FORMAT = "int8"
@@ -87,7 +82,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes that the layers with packed keys and values take."""
-        return sum(layer.nbytes for layer in self.layers if isinstance(layer, DMALayer))
+        return sum(each.storage.nbytes for each in self.layers if isinstance(each, DMALayer) and each.is_initialized)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` tokens.
@@ -100,9 +95,12 @@ class DMACache(DynamicCache):  # type: ignore[misc]
             ValueError: ``tokens_to_remove`` is positive, or takes back more than there are; the cache is as it was.
             RuntimeError: A layer cannot take them back; likewise.
         """
-        count = check_crop_argument(tokens_to_remove)
+        count = -int(tokens_to_remove)  # Transformers 5.17 gives it in a tensor
+        if count < 0:  # which Transformers once took for the length to keep
+            raise ValueError(f"crop takes the negative of the number of tokens to take back, got {-count}")
         for layer in self.layers:
             if isinstance(layer, DMALayer):
+                layer.flush()
                 layer.check_crop(count)
         super().crop(-count)
 
@@ -167,16 +165,15 @@ def _own_layer(layer: Any, owner: Owner, max_cache_len: int | None) -> Any:
     if type(layer) is StaticLayer and max_cache_len is not None:
         return DMAStaticLayer(owner, max_cache_len)
     if type(layer) is StaticSlidingWindowLayer and max_cache_len is not None:
-        return DMAStaticLayer(owner, max_cache_len, sliding_window=layer.max_cache_len)
+        return DMAStaticLayer(owner, max_cache_len, window=layer.max_cache_len)
     return layer
 
 
 def _layer_state(layer: DMALayer) -> dict[str, Any]:
-    storage = layer.storage
     state: dict[str, Any] = {"window": layer.window, "max_cache_len": getattr(layer, "max_cache_len", None)}
-    if storage is not None:
-        state |= {"tokens": int(layer.tokens), "settled": layer.is_settled, "taken_back": storage.taken_back}
-        state["tensors"] = storage.tensors()
+    if layer.is_initialized:
+        state |= {"tokens": int(layer.tokens), "settled": layer.is_settled, "taken_back": layer.storage.taken_back}
+        state["tensors"] = layer.storage.tensors()
     return state
 
 
@@ -184,16 +181,15 @@ def _load_layer(layer: DMALayer, state: dict[str, Any], device: torch.device | s
     layer.reset()
     if "tensors" not in state:
         return
+    if layer.is_initialized:  # a static layer stays where it is
+        device = layer.storage.lengths.device
     tensors = {name: tensor.to(device or tensor.device, copy=True) for name, tensor in state["tensors"].items()}
-    held = layer.storage
-    if held is not None:  # a static layer keeps its tensors where they are
-        for name, tensor in held.tensors().items():
-            tensor.copy_(tensors[name])
-        assert isinstance(layer.tokens, torch.Tensor)
+    storage = LayerStorage.of_tensors(layer.owner.format, layer.window, tensors, state["taken_back"])
+    if layer.is_initialized:
+        layer.hold(storage)
         layer.tokens.fill_(state["tokens"])
     else:
-        layer.storage = LayerStorage.of_tensors(layer.owner.format, layer.window, tensors, state["taken_back"])
-        layer.device = layer.storage.lengths.device
+        layer.storage, layer.device, layer.is_initialized = storage, storage.lengths.device, True
         is_static = isinstance(layer, DMAStaticLayer)
         layer.tokens = torch.tensor(state["tokens"], device=layer.device) if is_static else state["tokens"]
     layer.is_empty, layer.is_settled = state["tokens"] == 0, state["settled"]

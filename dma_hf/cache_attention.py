@@ -35,8 +35,6 @@ def attend(layer: DMALayer, new: Step, query: Tensor, geometry: MaskGeometry, re
         ValueError: Something of the call is not valid; the new keys are dropped then, and the cache is as it was.
     """
     layer.pending = None  # whatever happens now, it is not pending any more
-    storage = layer.storage
-    assert storage is not None
     if new.is_first and (not new.is_stored or query.shape[2] > TILE):
         pattern = geometry.pattern
         length = new.key.shape[2]
@@ -74,9 +72,9 @@ def attend(layer: DMALayer, new: Step, query: Tensor, geometry: MaskGeometry, re
         query,
         None if new.is_stored else new.key,
         None if new.is_stored else new.value,
-        storage,
+        layer.storage,
         is_causal=geometry.is_causal,
-        window=geometry.window or storage.window,
+        window=geometry.window or layer.window,
         mask=mask,
         mask_position=None if mask is None else layer.position_of(new),
         **options,

@@ -9,6 +9,7 @@ function gets. So ``update`` keeps the new keys as a :class:`Step`, and they are
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ DECODED_AT_ONCE = 16
 """Calls with more queries, prompts above all, may wait for the device to check what they were given."""
 
 
+@dataclass(eq=False)
 class Owner:
     """What the layers of a cache share; copies of a cache share it too, so that they see what the model runs.
 
@@ -38,15 +40,13 @@ class Owner:
         plain: The last range of visible keys that was looked at, and whether it was all that a row has.
     """
 
-    def __init__(self, config: PreTrainedConfig, format: str, diagonal_tiles: int, sink_tiles: int) -> None:
-        self.config = config
-        self.format = format
-        self.diagonal_tiles = diagonal_tiles
-        self.sink_tiles = sink_tiles
-        self.plain: tuple[Tensor, bool] | None = None
+    config: PreTrainedConfig
+    format: str
+    diagonal_tiles: int
+    sink_tiles: int
+    plain: tuple[Tensor, bool] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
-        """Return itself."""
         return self
 
     @property
@@ -56,50 +56,39 @@ class Owner:
 
 
 class DMALayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer that attends to all tokens, and grows.
+    """A layer that attends to all tokens, and grows; what is not explained here is Transformers' interface.
 
     Args:
         owner: What the layers share.
+        window: Tokens that a query sees, its own included; ``None`` for all.
+
+    Attributes:
+        storage: What the layer holds; ``None`` until ``is_initialized``, with the first keys.
+        tokens: How many it has seen, padding included: an int, or a tensor on the device in a static layer.
+        checks_steps: Whether it checks what a step that does not wait for the device was given; one layer of a cache
+            does.
     """
 
     is_sliding = False
     is_compileable = False
     is_croppable = True
     checks_steps = True
-    """Whether it checks what a step that does not wait for the device was given; one layer of a cache does."""
-    window: int | None = None
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Owner, window: int | None = None) -> None:
         # Not the base class's: it would set `keys` and `values`.
         self.owner = owner
-        self.storage: LayerStorage | None = None
+        self.window = window
+        self.storage: LayerStorage = None  # type: ignore[assignment]
         self.pending: Step | None = None
-        self.tokens: int | Tensor = 0
+        self.tokens: Any = 0
+        self.is_initialized = self.is_settled = self.is_offloading = False
         self.is_empty = True
-        self.is_settled = False
-        self.is_offloading = False
         self.device: torch.device | None = None
 
     @property
-    def is_initialized(self) -> bool:
-        """Whether batch size, heads and dtype are known."""
-        return self.storage is not None
-
-    @property
     def batch_size(self) -> int:
-        """Batch rows.
-
-        Raises:
-            AttributeError: Not known yet, as Transformers' layers say it.
-        """
-        if self.storage is None:
-            raise AttributeError("batch_size")
+        """Batch rows; before the first keys an ``AttributeError``, as of Transformers' layers."""
         return len(self.storage.lengths)
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Of the model's keys; ``None`` before the first."""
-        return None if self.storage is None else self.storage.key_tail.dtype
 
     @property
     def keys(self) -> Tensor | None:
@@ -111,14 +100,8 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         """All values that the layer still holds, dequantised, ``[B, Hkv, T, Dv]``."""
         return self._dequantized(1)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the layer takes."""
-        return 0 if self.storage is None else self.storage.nbytes
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the storage, for tensors like these."""
-        self.device = key_states.device
+        self.device, self.is_initialized = key_states.device, True
         self.storage = LayerStorage.allocate(
             self.owner.format,
             diagonal_tiles=self.owner.diagonal_tiles,
@@ -133,13 +116,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take new keys and values.
-
-        Args:
-            key_states: ``[B, Hkv, T, D]``.
-            value_states: ``[B, Hkv, T, Dv]``.
-            args: Unused.
-            kwargs: Unused.
+        """Take new keys, ``[B, Hkv, T, D]``, and values, ``[B, Hkv, T, Dv]``.
 
         Returns:
             All keys and values that the mask of the step speaks of: packed ones for ``dma_mxfp``, otherwise dequantised
@@ -150,14 +127,13 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
             ValueError: Likewise, of shape or device; or there is no room.
         """
         self.flush()
-        if self.storage is None:
+        if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.storage is not None
         if key_states.device == self.device:
             self.prefetch()
         check_fits(self.storage, key_states, value_states)
         self.check_room(key_states.shape[2])
-        new = Step(key_states, value_states, self.get_mask_sizes(key_states.shape[2]), self.is_empty)
+        new = Step(key_states, value_states, *self.get_mask_sizes(key_states.shape[2]), self.is_empty)
         if not self.owner.reads_packed or not _takes_subclasses(key_states):
             return self.dense(new)
         self.pending = new
@@ -169,7 +145,6 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         The new ones are as they came, unless they have been stored already.
         """
         if new.dense is None:
-            assert self.storage is not None
             keys, values = restore(self.storage, self.position_of(new), new.kv_len)
             if not new.is_stored:
                 index = self.tokens - new.kv_offset + torch.arange(new.key.shape[2], device=new.key.device)
@@ -189,11 +164,9 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 
     def settle(self, new: Step, geometry: MaskGeometry) -> None:
         """Learn from the mask how many tokens of each row are padding, until every row has begun."""
-        storage = self.storage
-        assert storage is not None
         if self.is_settled:
             return
-        offset = geometry.kv_offset
+        storage, offset = self.storage, geometry.kv_offset
         if geometry.kv_range is None and isinstance(offset, int) and offset == new.kv_offset:
             self.is_settled = True
             return
@@ -210,82 +183,74 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 
     def store(self, new: Step) -> None:
         """Store new keys and values."""
-        assert self.storage is not None
         self.make_room(new.key.shape[2])
         append(self.storage, new.key.detach(), new.value.detach())
         self.count(new)
 
     def make_room(self, count: int) -> None:
         """Grow the storage for ``count`` more tokens."""
-        assert self.storage is not None
-        assert isinstance(self.tokens, int)
         self.storage.reserve((self.tokens + count) // TILE)
 
     def count(self, new: Step) -> None:
         """Note that new keys and values have been stored."""
-        self.tokens += new.key.shape[2]
-        self._note_stored(new)
+        if isinstance(self.tokens, Tensor):
+            self.tokens.add_(new.key.shape[2])
+        else:
+            self.tokens += new.key.shape[2]
+        new.is_stored = True
+        self.pending = None
+        self.is_empty = False
+        if self.is_offloading:
+            self.is_offloading = False
+            self.offload()
 
     def position_of(self, new: Step) -> Tensor:
         """Return the position of the first token that the mask of a step speaks of, int32 ``[B]``."""
-        assert self.storage is not None
-        return self.storage.lengths - (self.tokens - new.kv_offset)
+        position: Tensor = self.storage.lengths - (self.tokens - new.kv_offset)
+        return position
 
-    def get_seq_length(self) -> int | Tensor:
-        """Return how many tokens the layer has seen."""
+    def get_seq_length(self) -> Any:
+        """Return how many tokens the layer has seen, in the form of :attr:`tokens`."""
         return self.tokens if self.pending is None else self.tokens + self.pending.key.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens a mask must speak of, and the number of the first."""
         length = self.get_seq_length()
-        assert isinstance(length, int)
-        return length + query_length, 0
+        first = 0 if self.window is None else max(length - self.window + 1, 0)
+        return length - first + query_length, first
 
     def get_max_length(self) -> int:
         """Return how many tokens a query can see at most; -1 for no limit."""
-        return -1
+        return -1 if self.window is None else self.window
 
     def check_crop(self, count: int) -> None:
-        """Raise if ``count`` tokens cannot be taken back."""
-        length = self.get_seq_length()
-        if self.storage is not None and isinstance(length, int) and count > length:
-            raise ValueError(f"crop({-count}) takes back {count} tokens, but the cache holds {length}")
-        if self.storage is not None:
+        """Raise if ``count`` of the stored tokens cannot be taken back."""
+        if self.is_initialized:
+            if count > self.tokens:
+                raise ValueError(f"crop({-count}) takes back {count} tokens, but the cache holds {self.tokens}")
             self.storage.check_crop(count)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last ``-tokens_to_remove`` tokens; see :meth:`LayerStorage.crop` on what stays exact.
-
-        Raises:
-            ValueError: ``tokens_to_remove`` is positive, or takes back more than there are.
-            RuntimeError: The layer has a sliding window and does not hold what came before any more.
-        """
-        count = check_crop_argument(tokens_to_remove)
-        self.check_crop(count)
-        self.flush()
-        if count and self.storage is not None:
-            assert isinstance(self.tokens, int)
-            self.storage.crop(count)
-            self.tokens -= count
+        """Take back the last ``-tokens_to_remove`` tokens, which :meth:`check_crop` found can be."""
+        if tokens_to_remove and self.is_initialized:
+            self.storage.crop(-tokens_to_remove)
+            self.tokens += tokens_to_remove
             if self.tokens == 0:
                 self._start_anew()
 
     def reset(self) -> None:
         """Forget everything, the batch size too."""
-        self.storage = self.pending = None
+        self.storage = self.pending = None  # type: ignore[assignment]
         self.tokens = 0
-        self.is_empty, self.is_settled = True, False
+        self.is_empty, self.is_initialized, self.is_settled = True, False, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take batch rows as a beam search has chosen them."""
         self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch row."""
         self._map(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some batch rows, in this order."""
         self._map(lambda tensor: tensor[indices.to(tensor.device)])
 
     def offload(self) -> None:
@@ -297,60 +262,35 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 
     def prefetch(self) -> None:
         """Move the storage back to the device of the keys."""
-        if self.storage is not None and self.storage.lengths.device != self.device:
+        if self.is_initialized and self.storage.lengths.device != self.device:
             self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def _note_stored(self, new: Step) -> None:
-        new.is_stored = True
-        self.pending = None
-        self.is_empty = False
-        if self.is_offloading:
-            self.is_offloading = False
-            self.offload()
+    def hold(self, storage: LayerStorage) -> None:
+        """Take another storage in place of the layer's own."""
+        self.storage = storage
 
     def _start_anew(self) -> None:
         """Forget the padding of the rows, which an empty cache has not."""
-        assert self.storage is not None
         self.storage.lengths.zero_()
         self.is_empty, self.is_settled = True, False
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         self.flush()
-        if self.storage is not None:
-            self.storage = self.storage.mapped(function)
+        if self.is_initialized:
+            self.hold(self.storage.mapped(function))
 
     def _dequantized(self, which: int) -> Tensor | None:
         self.flush()
-        if self.storage is None:
+        if not self.is_initialized:
             return None
         length, first = self.get_mask_sizes(0)
         return restore(self.storage, self.storage.lengths - (self.tokens - first), length)[which]
 
 
 class DMASlidingLayer(DMALayer):
-    """A layer with a sliding window (or with chunks, of which a window holds one): bounded memory.
-
-    Args:
-        owner: What the layers share.
-        sliding_window: Tokens that a query sees, its own included.
-    """
+    """A layer with a sliding window (or with chunks, of which a window holds one): bounded memory."""
 
     is_sliding = True
-
-    def __init__(self, owner: Owner, sliding_window: int) -> None:
-        super().__init__(owner)
-        self.sliding_window = self.window = sliding_window
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many tokens a mask must speak of, and the number of the first."""
-        length = self.get_seq_length()
-        assert isinstance(length, int)
-        first = max(length - self.sliding_window + 1, 0)
-        return length - first + query_length, first
-
-    def get_max_length(self) -> int:
-        """Return how many tokens a query can see at most."""
-        return self.sliding_window
 
 
 class DMAStaticLayer(DMALayer):
@@ -361,22 +301,20 @@ class DMAStaticLayer(DMALayer):
     Args:
         owner: What the layers share.
         max_cache_len: Tokens that fit.
-        sliding_window: Tokens that a query sees, its own included; ``None`` for all.
+        window: Tokens that a query sees, its own included; ``None`` for all.
     """
 
     is_compileable = True
     is_croppable = False
 
-    def __init__(self, owner: Owner, max_cache_len: int, sliding_window: int | None = None) -> None:
-        super().__init__(owner)
+    def __init__(self, owner: Owner, max_cache_len: int, window: int | None = None) -> None:
+        super().__init__(owner, window)
         self.max_cache_len = max_cache_len
-        self.window = sliding_window
-        self.is_sliding = sliding_window is not None
+        self.is_sliding = window is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the storage, for tensors like these, and give it a fixed address."""
         super().lazy_initialization(key_states, value_states)
-        assert self.storage is not None
         self.storage.reserve(-(-self.max_cache_len // TILE))
         self.tokens = torch.zeros((), dtype=torch.int64, device=key_states.device)
         if not torch.compiler.is_dynamo_compiling():
@@ -388,7 +326,6 @@ class DMAStaticLayer(DMALayer):
 
         A step of decoding on a CUDA device does not wait to learn it; there the device raises.
         """
-        assert isinstance(self.tokens, Tensor)
         room = f"the static cache has room for {self.max_cache_len} tokens, and {count} more do not fit"
         if torch.compiler.is_compiling() or (self.tokens.is_cuda and count <= DECODED_AT_ONCE):
             if self.checks_steps:
@@ -399,61 +336,31 @@ class DMAStaticLayer(DMALayer):
     def make_room(self, count: int) -> None:
         """Do nothing: there is room."""
 
-    def count(self, new: Step) -> None:
-        """Note that new keys and values have been stored."""
-        assert isinstance(self.tokens, Tensor)
-        self.tokens.add_(new.key.shape[2])
-        self._note_stored(new)
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many tokens a mask must speak of, and the number of the first."""
         return self.max_cache_len, 0
 
     def get_max_length(self) -> int:
-        """Return how many tokens fit."""
         return self.max_cache_len
 
     def check_crop(self, count: int) -> None:
-        """Raise unless ``count`` is 0.
-
-        Raises:
-            RuntimeError: Always, else.
-        """
         if count:
             raise RuntimeError("a static cache cannot be cropped; use DMACache(config) without max_cache_len")
 
     def reset(self) -> None:
         """Forget every token, and keep the tensors."""
         self.pending = None
-        if self.storage is not None:
-            assert isinstance(self.tokens, Tensor)
+        if self.is_initialized:
             self.tokens.zero_()
             self._start_anew()
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to the storage; what keeps its shape and device keeps its address."""
-        self.flush()
-        if self.storage is None:
-            return
-        mapped = self.storage.mapped(function)
-        pairs = list(zip(self.storage.tensors().values(), mapped.tensors().values(), strict=True))
+    def hold(self, storage: LayerStorage) -> None:
+        """Take another storage; what keeps its shape and device keeps its address, which a compiled step knows."""
+        pairs = list(zip(self.storage.tensors().values(), storage.tensors().values(), strict=True))
         if all(old.shape == new.shape and old.device == new.device for old, new in pairs):
             for old, new in pairs:
                 old.copy_(new)
         else:
-            self.storage = mapped
-
-
-def check_crop_argument(tokens_to_remove: int) -> int:
-    """Return how many tokens to take back; Transformers 5.17 gives the number in a tensor.
-
-    Raises:
-        ValueError: The number is positive, which Transformers once took for the length to keep.
-    """
-    count = -int(tokens_to_remove)
-    if count < 0:
-        raise ValueError(f"crop takes the negative of the number of tokens to take back, got {-count}")
-    return count
+            self.storage = storage
 
 
 def _takes_subclasses(key: Tensor) -> bool:

@@ -7,6 +7,7 @@ for. ``dma_mxfp`` attends to the packed cache itself; any other operation sees t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from .compact_mask import METADATA, device_only
 
-LAYER, STEP = "dma_layer", "dma_step"
-"""Attributes under which keys and values carry the layer and the :class:`Step` that they belong to."""
 
-
+@dataclass(eq=False)
 class Step:
     """New keys and values of a layer, from when they are handed over until they are stored.
 
@@ -35,13 +34,13 @@ class Step:
         dense: All keys and values that the mask speaks of, once something has looked at them.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, mask_sizes: tuple[int, int], is_first: bool) -> None:
-        self.key = key
-        self.value = value
-        self.kv_len, self.kv_offset = mask_sizes
-        self.is_first = is_first
-        self.is_stored = False
-        self.dense: tuple[Tensor, Tensor] | None = None
+    key: Tensor
+    value: Tensor
+    kv_len: int
+    kv_offset: int
+    is_first: bool
+    is_stored: bool = False
+    dense: tuple[Tensor, Tensor] | None = None
 
 
 class CachedStates(Tensor):
@@ -91,9 +90,9 @@ class CachedStates(Tensor):
 
 def update_of(key: Tensor, value: Tensor) -> tuple[Any, Step] | None:
     """Return the layer and the update that keys and values come from, ``None`` if they are plain tensors."""
-    step: Step | None = getattr(key, STEP, None)
-    other: object = getattr(value, STEP, None)
-    return None if step is None or other is not step else (getattr(key, LAYER), step)
+    step: Step | None = getattr(key, "dma_step", None)
+    other: object = getattr(value, "dma_step", None)
+    return None if step is None or other is not step else (key.dma_layer, step)  # type: ignore[attr-defined]
 
 
 _UNCHANGED = frozenset({Tensor.contiguous, Tensor.detach, torch.detach})

@@ -246,6 +246,17 @@ class TestReuse:
         assert addresses == [t.data_ptr() for layer in caches[1].layers for t in layer.storage.tensors().values()]
         torch.testing.assert_close(model(rest, past_key_values=caches[1]).logits, expected)
 
+    @pytest.mark.parametrize("rows", [1, 3])
+    def test_state_dict_of_another_batch_in_a_static_cache(self, rows, build, token_ids):
+        model = build()
+        caches = [DMACache(model.config, max_cache_len=LENGTH) for _ in range(2)]
+        model(token_ids(rows, 270), past_key_values=caches[0])
+        model(token_ids(2, 20), past_key_values=caches[1])
+        caches[1].load_state_dict(caches[0].state_dict())
+        assert caches[1].batch_size == rows
+        logits = [model(token_ids(rows, 20), past_key_values=cache).logits for cache in caches]
+        assert torch.equal(*logits)
+
     def test_state_of_another_format(self, prompt):
         model, _, cache, _ = prompt
         other = DMACache(model.config, "int8")
