@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,8 @@ from . import unsupported
 from .cache_attention import attend
 from .cache_step import update_of
 from .call import Call
-from .compact_mask import GEOMETRY, MaskGeometry, has_no_values
+from .compact_mask import GEOMETRY, MASKED_BELOW, MaskGeometry
 from .unsupported import Refusal
-
-MASKED_BELOW = -9.9e3
-"""Additive masks use ``-inf``, the dtype's minimum or, in old models, -10000 (-9984 in bf16) for what is not seen."""
 
 CROSS_ATTENTION_NAMES = ("CrossAttention", "MergedAttention")
 """Class names of layers whose keys are of another sequence, or (T5Gemma 2) of two sequences in a row."""
@@ -84,19 +82,13 @@ def dma_attention_forward(
         if bias is not None and geometry.pattern is not None:
             bias = bias.masked_fill(~geometry.pattern, torch.finfo(bias.dtype).min)
     is_packed = geometry.pattern is not None and geometry.pattern.shape[2] > 1
-    refusal = unsupported.find(call, query, value, is_packed_elsewhere=is_packed)
-    if refusal is None and bias is not None and not _is_additive_mask(bias):
-        refusal = Refusal(
-            "an additive bias as attention_mask",
-            f"{list(bias.shape)} {bias.dtype} holds other numbers than 0 and large negative ones",
-            unsupported.WAY_OUT,
-            sdpa_can=call.softcap is None and call.sinks is None,
-        )
+    refusal = unsupported.find(call, query, value, bias, is_packed_elsewhere=is_packed)
     if refusal is not None:
         return _refuse(refusal, call, module, query, key, value, geometry, bias)
     settings = call.settings
-    if update is None and settings.cache is not None and geometry.is_causal and query.shape[2] < key.shape[2]:
-        unsupported.note_other_cache(settings.cache)
+    cache = settings.config.cache
+    if update is None and cache is not None and geometry.is_causal and query.shape[2] < key.shape[2]:
+        unsupported.note_other_cache(cache)
     if update is not None and not geometry.two_sequences:
         out = attend(*update, query, geometry, settings.recipe, **call.options)
         return out.transpose(1, 2).contiguous(), None
@@ -120,12 +112,7 @@ def dma_attention_forward(
 
 
 def _geometry(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    mask: Any,
-    is_causal: bool | None,
-    sliding_window: int | None,
+    module: nn.Module, query: Tensor, key: Tensor, mask: Any, is_causal: bool | None, sliding_window: int | None
 ) -> tuple[MaskGeometry, Tensor | None]:
     """Return what a layer's mask is, and the mask itself if it is additive."""
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
@@ -134,33 +121,25 @@ def _geometry(
     geometry: MaskGeometry | None = getattr(mask, GEOMETRY, None)
     if geometry is not None:
         return _adopt(geometry, module, query, kv_len), None
+    two_sequences = _is_cross_attention(module, is_causal) or (not is_causal and q_len != kv_len)
+    offset = 0 if two_sequences else kv_len - q_len
+    geometry = MaskGeometry(batch, q_len, kv_len, is_causal=False, q_offset=offset, two_sequences=two_sequences)
     if mask is None:
-        two_sequences = _is_cross_attention(module, is_causal) or (not is_causal and q_len != kv_len)
         is_causal = is_causal and not two_sequences
         window = None
         if sliding_window is not None and not two_sequences:  # bidirectional: as in FlashAttention, without its end
             window = sliding_window if is_causal else max(1, sliding_window - 1)
-        offset = kv_len - q_len if is_causal else 0
-        return MaskGeometry(
-            batch, q_len, kv_len, is_causal, window=window, q_offset=offset, two_sequences=two_sequences
-        ), None
+        return replace(geometry, is_causal=is_causal, window=window), None
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor, got {type(mask).__name__}; FlexAttention's is another kind")
     full = (batch, query.shape[1], q_len, kv_len)
     if mask.ndim != 4 or any(size not in (1, whole) for size, whole in zip(mask.shape, full, strict=True)):
         raise ValueError(f"attention_mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
-    if mask.dtype != torch.bool and not mask.is_floating_point():
+    if mask.dtype == torch.bool:
+        return replace(geometry, pattern=mask), None
+    if not mask.is_floating_point():
         raise TypeError(f"attention_mask must be boolean or floating point, got {mask.dtype}")
-    two_sequences = _is_cross_attention(module, is_causal) or (not is_causal and q_len != kv_len)
-    return MaskGeometry(
-        batch,
-        q_len,
-        kv_len,
-        is_causal=False,
-        q_offset=0 if two_sequences else kv_len - q_len,
-        pattern=mask if mask.dtype == torch.bool else mask >= MASKED_BELOW,
-        two_sequences=two_sequences,
-    ), None if mask.dtype == torch.bool else mask
+    return replace(geometry, pattern=mask >= MASKED_BELOW), mask
 
 
 def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int) -> MaskGeometry:
@@ -195,20 +174,10 @@ def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
     """Return whether a layer says of itself that its keys are of another sequence."""
     if getattr(module, "is_cross_attention", False):
         return True
-    name = type(module).__name__
-    if any(part in name for part in CROSS_ATTENTION_NAMES):
+    if any(part in type(module).__name__ for part in CROSS_ATTENTION_NAMES):
         return True
     is_decoder = bool(getattr(module, "is_decoder", False))
     return is_decoder and not is_causal and not getattr(module, "is_causal", True)
-
-
-def _is_additive_mask(bias: Tensor) -> bool:
-    """Return whether a floating-point mask holds only zeros and large negative numbers."""
-    is_mask = ((bias == 0) | (bias < MASKED_BELOW)).all()
-    if has_no_values(bias):
-        torch._assert_async(is_mask, "dma_mxfp attention takes masks, not biases, as a floating-point attention_mask")
-        return True
-    return bool(is_mask)
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,12 +200,10 @@ def _refuse(
     bias: Tensor | None,
 ) -> tuple[Tensor, None]:
     """Raise, or compute the same with SDPA if the configuration says so and SDPA can."""
-    if call.settings.on_unsupported != "sdpa" or not refusal.sdpa_can:
+    if call.settings.config.on_unsupported != "sdpa" or not refusal.sdpa_can:
         raise refusal.error()
     unsupported.note_fallback(refusal.option, refusal.asked)
     mask = geometry.dense(query.device) if bias is None else bias
     options = {"dropout": call.dropout, "scaling": call.scaling, "position_bias": call.position_bias}
-    result: tuple[Tensor, None] = AttentionInterface()["sdpa"](
-        module, query, key, value, mask, is_causal=False, **options
-    )
-    return result
+    sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]
+    return sdpa(module, query, key, value, mask, is_causal=False, **options)

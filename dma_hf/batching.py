@@ -18,8 +18,8 @@ from typing import Any
 import transformers
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
-from .paged import rename_for_batching, restore_names
-from .settings import PAGED_NAME, cache_of, is_dma
+from .paged import name_for_batching
+from .settings import PAGED_NAME, cache_of, is_dma, rename, restore_names
 
 
 class InitContinuousBatching:
@@ -39,7 +39,6 @@ class InitContinuousBatching:
         generation_config: Any = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: Any = None,
-        **others: Any,
     ) -> Any:
         """Return a manager; arguments are those of the class's own ``init_continuous_batching``.
 
@@ -58,9 +57,8 @@ class InitContinuousBatching:
             )
         if kept is not None or not is_dma(str(model.config._attn_implementation)) or not _has_sectors():
             _refuse_what_is_newer(model)
-            given = {"continuous_batching_config": continuous_batching_config, "workload_hints": workload_hints}
-            others |= {name: each for name, each in given.items() if each is not None}
-            return type(model).init_continuous_batching(model, generation_config, **others)
+            given = generation_config, continuous_batching_config, workload_hints
+            return type(model).init_continuous_batching(model, *given)
         from .packed_pages import DMAManager  # which older versions cannot import
 
         settings = generation_config or model.generation_config
@@ -78,11 +76,7 @@ def _has_sectors() -> bool:
 
 
 def _refuse_what_is_newer(model: PreTrainedModel) -> None:
-    """Check that the installed Transformers can batch a model as it is set.
-
-    Raises:
-        RuntimeError: It cannot.
-    """
+    """Raise if the installed Transformers is too old to batch a model as it is set."""
     cache = cache_of(model)
     name = str(model.config._attn_implementation)
     if _has_sectors() or not is_dma(name):
@@ -120,7 +114,7 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
             "models with attn_implementation='dma_mxfp'"
         )
     is_own = "init_continuous_batching" in vars(model)
-    names = rename_for_batching(model)
+    names = rename(model, name_for_batching)
     try:
         _refuse_what_is_newer(model)
         if not is_own:

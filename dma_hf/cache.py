@@ -59,7 +59,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
             raise ValueError(f"max_cache_len must be an integer of at least 1, got {max_cache_len!r}")
         decoder = config.get_text_config(decoder=True)
         settings = settings_of(decoder)
-        name = cache_format(format or settings.cache or DEFAULT_FORMAT).name
+        name = cache_format(format or settings.config.cache or DEFAULT_FORMAT).name
         owner = Owner(decoder, name, settings.recipe.diagonal_tiles, settings.recipe.sink_tiles)
         upstream = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
         layers = [_own_layer(layer, owner, max_cache_len) for layer in upstream.layers]

@@ -55,5 +55,5 @@ class Call:
             "scale": self.scaling,
             "softcap": self.softcap,
             "sinks": self.sinks,
-            "backend": self.settings.backend,
+            "backend": self.settings.config.backend,
         }

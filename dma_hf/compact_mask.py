@@ -19,6 +19,9 @@ from torch.utils._pytree import tree_map_only
 GEOMETRY = "dma_geometry"
 """Attribute under which a mask carries its geometry."""
 
+MASKED_BELOW = -9.9e3
+"""Additive masks use ``-inf``, the dtype's minimum or, in old models, -10000 (-9984 in bf16) for what is not seen."""
+
 
 @dataclass(frozen=True, eq=False)
 class MaskGeometry:
@@ -68,21 +71,17 @@ class MaskGeometry:
         """The shape of the mask with one head."""
         return self.batch, 1, self.q_len, self.kv_len
 
-    def to(self, device: torch.device) -> MaskGeometry:
-        """Return it with every tensor on ``device``."""
-        return self.adapted(device, self.batch, self.two_sequences)
-
     def adapted(self, device: torch.device, batch: int, two_sequences: bool) -> MaskGeometry:
         """Return it on ``device``, for ``batch`` rows if it has one, and with ``two_sequences`` set."""
-        return replace(
-            self,
-            batch=batch,
-            q_offset=_to(self.q_offset, device),
-            kv_offset=_to(self.kv_offset, device),
-            kv_range=None if self.kv_range is None else _for_batch(self.kv_range.to(device), batch),
-            pattern=None if self.pattern is None else self.pattern.to(device),
-            two_sequences=two_sequences,
-        )
+        changes: dict[str, Any] = {"batch": batch, "two_sequences": two_sequences}
+        for name in ("q_offset", "kv_offset", "kv_range", "pattern"):
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                changes[name] = value.to(device)
+        # Ranges for as many rows stay the very same, by which layers know a step.
+        if self.kv_range is not None and self.kv_range.shape[0] != batch:
+            changes["kv_range"] = changes["kv_range"].expand(batch, 2)
+        return replace(self, **changes)
 
     def dense(self, device: torch.device | str) -> Tensor:
         """Return the boolean mask ``[B, H, Tq, Tk]`` (``H`` is 1 unless the pattern has heads), true where seen."""
@@ -152,7 +151,10 @@ class CompactMask(Tensor):
         if func is Tensor.to:
             device = device_only(args[1:], kwargs)
             if device is not None:
-                return args[0] if device == args[0].device else cls.of(args[0].dma_geometry.to(device), device)
+                if device == args[0].device:
+                    return args[0]
+                geometry = args[0].dma_geometry
+                return cls.of(geometry.adapted(device, geometry.batch, geometry.two_sequences), device)
         elif func is Tensor.__getitem__:
             if isinstance(args[0], CompactMask) and _takes_all(args[1], args[0].shape):
                 return args[0]
@@ -199,15 +201,6 @@ def has_no_values(tensor: Tensor) -> bool:
 def _column(offset: int | Tensor) -> int | Tensor:
     """Return an offset so that it adds to a row of positions: ``[B]`` becomes ``[B, 1]``."""
     return offset[:, None] if isinstance(offset, Tensor) and offset.ndim else offset
-
-
-def _for_batch(ranges: Tensor, batch: int) -> Tensor:
-    """Return ranges of keys for ``batch`` rows; the very same ones if they are, by which layers know a step."""
-    return ranges if ranges.shape[0] == batch else ranges.expand(batch, 2)
-
-
-def _to(offset: int | Tensor, device: torch.device) -> int | Tensor:
-    return offset.to(device) if isinstance(offset, Tensor) else offset
 
 
 def device_only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:

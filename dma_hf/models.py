@@ -15,7 +15,7 @@ from .cache import DMACache
 from .cache_layers import DMALayer
 from .config import DMAConfig, resolve
 from .masking import built_in_attention, refuse_model
-from .settings import IMPLEMENTATIONS, NAME, cache_of, distinct_configs, is_dma, section_of
+from .settings import IMPLEMENTATIONS, NAME, cache_of, distinct_configs, is_dma, rename, settings_of
 
 IMPLEMENTATION = "dma"
 """What ``generate(cache_implementation=...)`` of a configured model takes for a ``DMACache``."""
@@ -53,8 +53,14 @@ def configure(
     is_module = isinstance(model, nn.Module)
     models = [each for each in model.modules() if isinstance(each, PreTrainedModel)] if is_module else []
     if not models:
-        raise TypeError(_not_a_model(model))
-    config = (section_of(models[0].config) if setting is None else resolve(setting)).with_changes(**changes)
+        hint = "; load a model with attn_implementation='dma_mxfp', and pass that"
+        if isinstance(getattr(model, "model", None), nn.Module):
+            hint = "; pass its model: configure(pipeline.model, ...)"
+        elif is_module:
+            hint = ", which holds no PreTrainedModel"
+        raise TypeError(f"expected a Transformers model, got {type(model).__name__}{hint}")
+    config = settings_of(models[0].config).config if setting is None else resolve(setting)
+    config = config.with_changes(**changes)
     if all(built_in_attention(type(module.config).__module__) for module in models):
         refuse_model(models[0].config)
     if activate:
@@ -66,26 +72,13 @@ def configure(
             f"{type(models[0]).__name__} runs attention {', '.join(map(repr, running))}, which the settings of {NAME} "
             f"do not reach; load it with attn_implementation={NAME!r}, or pass activate=True"
         )
-    for each in configs:  # outermost first: the implementation of one is set for nested ones too
+    for each in configs:
         setattr(each, NAME, config.to_dict())
-    named = [(each, each._attn_implementation) for each in configs]
-    for each, name in named:  # a preset in its name would count before the section
-        each._attn_implementation = NAME if str(name) in IMPLEMENTATIONS else name
+    rename(model, lambda name: NAME if name in IMPLEMENTATIONS else name)  # a preset in it would count before that
     if isinstance(models[0], GenerationMixin):
         models[0].generate = CachedGenerate(models[0])
         models[0].init_continuous_batching = InitContinuousBatching(models[0])
     return config
-
-
-def _not_a_model(given: Any) -> str:
-    """Say why something cannot be configured, and what can."""
-    if isinstance(getattr(given, "model", None), nn.Module):
-        hint = "; pass its model: configure(pipeline.model, ...)"
-    elif isinstance(given, nn.Module):
-        hint = ", which holds no PreTrainedModel"
-    else:
-        hint = "; load a model with attn_implementation='dma_mxfp', and pass that"
-    return f"expected a Transformers model, got {type(given).__name__}{hint}"
 
 
 class CachedGenerate:

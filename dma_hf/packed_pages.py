@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from dma_kernels import attention
+from dma_kernels import Recipe, attention
 from dma_kernels.cache.api import append, cached_attention
 from dma_kernels.cache.codes import Record, cache_format
 from dma_kernels.cache.storage import RAW, LayerStorage
@@ -40,8 +40,11 @@ from transformers.generation.continuous_batching.initialization import update_cb
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
-from .paged import rename_for_batching, restore_names
-from .settings import Settings, settings_of
+from .paged import name_for_batching
+from .settings import cache_of, rename, restore_names, settings_of
+
+Batch = tuple[Tensor | None, Tensor, Tensor]
+"""Transformers' table of blocks if it has one, where requests begin among the queries, and position ids."""
 
 PAGES, SLOTS = "full_attention", "sliding_attention"
 """Names of the two allocators. Transformers knows no others, and calls sliding what has a bounded size, as slots do."""
@@ -59,27 +62,16 @@ SLACK_TILES = 1
 class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     """Hands out blocks of bytes; who reads and writes them is none of its business.
 
-    Args:
-        index: Its number.
-        layer_type: Its name.
-        layers: Layers that have a part in a block.
-        bytes_per_page: Bytes of a part.
-        tokens_per_block: Tokens that need a block once all of them have come; ``None`` if one is enough for any number.
-        blocks_spared: How many a request does not need, the first ones.
+    Each of ``layers`` layers has ``bytes_per_page`` bytes of a block. A request needs one once its ``tokens_per_block``
+    tokens have come, except for the first ``blocks_spared``; or a single one, if ``tokens_per_block`` is ``None``.
     """
 
     supports_block_sharing = False
 
     def __init__(
-        self,
-        index: int,
-        layer_type: str,
-        layers: int,
-        bytes_per_page: int,
-        tokens_per_block: int | None,
-        blocks_spared: int = 0,
+        self, index: int, layers: int, bytes_per_page: int, tokens_per_block: int | None, blocks_spared: int = 0
     ) -> None:
-        self.layer_type = layer_type
+        self.layer_type = (PAGES, SLOTS)[index]
         self.blocks_spared = blocks_spared
         self.has_one = tokens_per_block is None
         self._before_cache_tensor_init(
@@ -93,7 +85,6 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: CachePool
     ) -> None:
-        """Take the tensor that blocks are parts of."""
         self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
 
@@ -112,7 +103,6 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         return [self.blocks_per_sector] * self.blocks_spared + blocks
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
-        """Write the numbers of a request's blocks."""
         blocks = self.table_of(request_id)[: len(block_table)]
         block_table[: len(blocks)] = torch.tensor(blocks, dtype=block_table.dtype)
 
@@ -137,23 +127,17 @@ class _Memory(PagedAttentionMemoryHandler):  # type: ignore[misc]
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Requests of a batch that are computed in one call: ``count`` of them, with ``length`` new tokens each.
+    """Requests of a batch that are computed in one call, with as many new tokens each.
 
     Attributes:
-        count: How many.
-        length: New tokens of each.
-        start: Where they begin among the batch's tokens, if they lie one after the other.
-        tokens: Their tokens among the batch's, integer ``[count * length]``, if they do not.
+        tokens: Their tokens among the batch's: a slice, or numbers if they do not lie one after the other.
         is_first: Whether they are whole prompts, or the beginnings of some.
         positions: Of their first new tokens, int32 ``[count]``.
         pages: int32 ``[count, columns]``.
         slots: int32 ``[count]``.
     """
 
-    count: int
-    length: int
-    start: int
-    tokens: Tensor | None
+    tokens: slice | Tensor
     is_first: bool
     positions: Tensor
     pages: Tensor
@@ -161,9 +145,7 @@ class _Group:
 
     def of(self, x: Tensor) -> Tensor:
         """Return the requests' part of ``[1, H, tokens, D]``, as a batch ``[count, H, length, D]``."""
-        end = self.start + self.count * self.length
-        part = x[0, :, self.start : end] if self.tokens is None else x[0][:, self.tokens]
-        return part.reshape(len(part), self.count, self.length, -1).transpose(0, 1)
+        return x[:, :, self.tokens].reshape(x.shape[1], len(self.slots), -1, x.shape[3]).transpose(0, 1)
 
 
 class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
@@ -172,38 +154,28 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
     Layers with a sliding window keep all tokens of a request, and attend to those of their window.
 
     Args:
-        config: The decoder's configuration.
+        model: The model, whose layers :func:`check_layers` has seen.
         batching: The settings of continuous batching, resolved.
-        device: Of the model.
         distributed: What Transformers knows of tensor parallelism.
-        dtype: Of the model.
-        slices_logits: Whether the model computes no logits but those that are needed.
 
     Raises:
-        ValueError: A layer's attention is of a kind that pages do not hold; or memory does not suffice.
+        ValueError: Memory does not suffice.
         MemoryError: Likewise.
     """
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        batching: ContinuousBatchingConfig,
-        device: torch.device,
-        distributed: Any,
-        dtype: torch.dtype,
-        slices_logits: bool,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, batching: ContinuousBatchingConfig, distributed: Any) -> None:
         # Not the base class's: it would make pages of 16 bits.
-        check_layers(config)
+        config = model.config.get_text_config(decoder=True)
         settings = settings_of(config)
-        assert settings.cache is not None
-        self.config, self.device, self.dtype = config, device, dtype
+        assert settings.config.cache is not None
+        dtype: torch.dtype = model.dtype
+        self.config, self.device, self.dtype = config, model.device, dtype
         self.max_blocks_per_request = batching.max_blocks_per_request
         self.allow_block_sharing = self.use_prefix_sharing = False
         layers, heads, head_dim = config.num_hidden_layers, find_num_key_value_heads(config), find_head_dim(config)
         if distributed.tp_size > 1 and distributed.are_kv_heads_tp_ed():
             heads //= distributed.tp_size
-        self.record = Record(cache_format(settings.cache), head_dim, head_dim)
+        self.record = Record(cache_format(settings.config.cache), head_dim, head_dim)
         self.heads = heads
         sinks = settings.recipe.sink_tiles
         ring, sink = ((n * TILE) for n in (settings.recipe.diagonal_tiles + SLACK_TILES, sinks))
@@ -211,14 +183,15 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         page = layers * heads * self.record.nbytes
         # A sector is a slot or a number of pages, so a slot is rounded up to whole ones.
         slot = math.ceil(2 * (ring + sink) * heads * head_dim * dtype.itemsize * layers / page) * page
-        pages = _Allocator(0, PAGES, layers, heads * self.record.nbytes, TILE, sinks)
-        slots = _Allocator(1, SLOTS, 1, slot, None)
+        pages = _Allocator(0, layers, heads * self.record.nbytes, TILE, sinks)
+        slots = _Allocator(1, 1, slot, None)
         self.cache_allocators = {PAGES: pages, SLOTS: slots}
         self.layer_to_allocator = dict.fromkeys(range(layers), pages)
         self.bytes_per_sector = slot
         self.tokens_per_sector = slot // page * TILE
         # `num_blocks` asks for the memory of so many blocks of 16 bits, whatever is held there.
         whole = 2 * layers * heads * head_dim * dtype.itemsize * batching.page_size
+        slices_logits = getattr(model, "_supports_logits_to_keep", None)
         memory = _Memory(
             config=config,
             cb_config=batching,
@@ -227,10 +200,10 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             tokens_per_sector=self.tokens_per_sector,
             bytes_per_block=whole,
             attn_types=list(self.cache_allocators),
-            model_supports_logits_to_keep=slices_logits,
+            model_supports_logits_to_keep=callable(slices_logits) and slices_logits(),
         )
         memory.restored_bytes = 2 * heads * head_dim * dtype.itemsize * getattr(config, "max_position_embeddings", 0)
-        sizes = torch.tensor(memory.infer_max_batch_tokens_and_num_sectors(), device=device)
+        sizes = torch.tensor(memory.infer_max_batch_tokens_and_num_sectors(), device=self.device)
         if distributed.tp_size > 1:
             distributed.tp_all_reduce_min(sizes)
         self.max_batch_tokens, self.num_sectors = sizes.tolist()
@@ -240,7 +213,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
                 "what it keeps in 16 bits and one for pages; raise num_blocks or max_memory_percent"
             )
         size = self.num_sectors * slot
-        self.cache_tensor = torch.zeros(size + 2 * slot, dtype=torch.uint8, device=device)
+        self.cache_tensor = torch.zeros(size + 2 * slot, dtype=torch.uint8, device=self.device)
         self.pool = CachePool(self.num_sectors, len(self.cache_allocators))
         for allocator in self.cache_allocators.values():
             allocator.register_cache_tensor(slot, size, self.cache_tensor, self.pool)
@@ -266,12 +239,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         return views
 
     def extend_read_and_write_indices(
-        self,
-        request_id: str,
-        past_length: int,
-        query_length: int,
-        read_index: list[list[int]] | None,
-        write_index: list[list[int]],
+        self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: list[list[int]]
     ) -> None:
         """Take note of a request of a batch that is about to run; Transformers asks this of each in turn."""
         if not write_index[0]:
@@ -282,15 +250,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        batch: dict[str, Any],
-        position_ids: Tensor,
-        settings: Settings,
-        **options: Any,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: Batch, recipe: Recipe, **options: Any
     ) -> Tensor:
         """Return the attention of a batch's new tokens, and store their keys and values.
 
@@ -299,51 +259,45 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             query: ``[1, Hq, tokens, D]``.
             key: ``[1, Hkv, tokens, D]``.
             value: ``[1, Hkv, tokens, D]``.
-            batch: The arguments that describe the batch.
-            position_ids: ``[1, tokens]``.
-            settings: Whose recipe whole prompts are computed under.
+            batch: What describes the batch.
+            recipe: What whole prompts are computed under.
             options: Further arguments of :func:`dma_kernels.attention`.
 
         Returns:
             ``[1, tokens, Hq, D]``.
         """
         out: Tensor | None = None
-        for group in self._groups_of(batch, position_ids):
+        for group in self._groups_of(*batch):
             states = group.of(query), group.of(key), group.of(value)
-            part = self._attend_group(layer, group, *states, settings, **options).transpose(1, 2).flatten(0, 1)
+            storage = LayerStorage(
+                format=self.record.format.name,
+                window=None,
+                body=self._bodies[layer],
+                pages=group.pages,
+                lengths=group.positions.clone(),  # which every layer moves on
+                raw_rows=group.slots,
+                slack_tiles=SLACK_TILES,
+                **self._raw[layer],  # type: ignore[arg-type]
+            )
+            if group.is_first:
+                part = attention(*states, recipe, **options)
+                append(storage, *states[1:])
+            else:
+                part = cached_attention(*states, storage, **options)
+            part = part.transpose(1, 2).flatten(0, 1)
             if len(part) == query.shape[2]:
                 return part[None]
             if out is None:
                 out = part.new_zeros((query.shape[2], *part.shape[1:]))
-            out[slice(group.start, group.start + len(part)) if group.tokens is None else group.tokens] = part
+            out[group.tokens] = part
         assert out is not None
         return out[None]
 
-    def _attend_group(
-        self, layer: int, group: _Group, query: Tensor, key: Tensor, value: Tensor, settings: Settings, **options: Any
-    ) -> Tensor:
-        storage = LayerStorage(
-            format=self.record.format.name,
-            window=None,
-            body=self._bodies[layer],
-            pages=group.pages,
-            lengths=group.positions.clone(),  # which every layer moves on
-            raw_rows=group.slots,
-            slack_tiles=SLACK_TILES,
-            **self._raw[layer],  # type: ignore[arg-type]
-        )
-        if not group.is_first:
-            return cached_attention(query, key, value, storage, **options)
-        out: Tensor = attention(query, key, value, settings.recipe, **options)
-        append(storage, key, value)
-        return out
-
-    def _groups_of(self, batch: dict[str, Any], position_ids: Tensor) -> list[_Group]:
+    def _groups_of(self, table: Tensor | None, lengths: Tensor, position_ids: Tensor) -> list[_Group]:
         """Return how the requests of a batch are computed; worked out in its first layer.
 
         While a CUDA graph is captured it is worked out anew, because that is part of the graph.
         """
-        table, lengths = batch["block_table"], batch["cu_seq_lens_q"]
         is_captured = lengths.is_cuda and torch.cuda.is_current_stream_capturing()
         known = self._groups[0]
         if known is None or known[0] is not lengths or known[1] != is_captured:
@@ -367,21 +321,11 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             columns = math.ceil(max(len(pages) for _, _, pages, _ in chosen) / ROUNDED_PAGES) * ROUNDED_PAGES
             table = [[slot, past, *pages, *[0] * (columns - len(pages))] for past, _, pages, slot in chosen]
             numbers = self._on_device(table, torch.int32)
-            tokens = None
+            tokens: slice | Tensor = slice(starts[0], starts[-1] + length)
             if not is_run:
                 tokens = self._on_device([start + i for start in starts for i in range(length)], torch.int64)
-            groups.append(
-                _Group(
-                    count=len(members),
-                    length=length,
-                    start=starts[0],
-                    tokens=tokens,
-                    is_first=past == 0,
-                    positions=numbers[:, 1].contiguous(),
-                    pages=numbers[:, 2:].contiguous(),
-                    slots=numbers[:, 0].contiguous(),
-                )
-            )
+            slots, positions, pages = (numbers[:, part].contiguous() for part in (0, 1, slice(2, None)))
+            groups.append(_Group(tokens, past == 0, positions, pages, slots))
         return groups
 
     def _on_device(self, numbers: Any, dtype: torch.dtype) -> Tensor:
@@ -397,15 +341,11 @@ def _decode_group(table: Tensor, position_ids: Tensor) -> _Group:
     """
     positions = position_ids.reshape(-1)
     slots = table[1, :, 0].clamp(min=0)
-    return _Group(len(slots), 1, 0, None, False, positions, table[0], slots)
+    return _Group(slice(len(slots)), False, positions, table[0], slots)
 
 
 def check_layers(config: PreTrainedConfig) -> None:
-    """Check that pages hold what the layers of a model keep.
-
-    Raises:
-        ValueError: Some do not.
-    """
+    """Raise if pages do not hold what the layers of a model keep."""
     kinds = set(getattr(config, "layer_types", None) or [PAGES]) - {PAGES, SLOTS}
     if kinds:
         raise ValueError(
@@ -419,25 +359,16 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     The model goes by a name that Transformers takes for batching while the manager is at work; afterwards by its own.
 
-    Args:
-        model: The model.
-        generation_config: As for Transformers' manager.
-        batching: The settings of continuous batching.
-        hints: How long and how many requests are, if that is known.
+    Arguments are those of Transformers' manager.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        generation_config: GenerationConfig,
-        batching: ContinuousBatchingConfig,
-        hints: Any = None,
+        self, model: PreTrainedModel, settings: GenerationConfig, batching: ContinuousBatchingConfig, hints: Any
     ) -> None:
-        decoder = model.config.get_text_config(decoder=True)
-        self.cache_format = settings_of(decoder).cache
+        self.cache_format = cache_of(model)
         if self.cache_format is not None:
-            check_layers(decoder)
-        self._names: list[tuple[PreTrainedConfig, str]] = []
+            check_layers(model.config.get_text_config(decoder=True))
+        self._names: list[tuple[PreTrainedConfig, Any]] = []
         batching = copy.deepcopy(batching)
         blocks = batching.max_blocks_per_request
         if self.cache_format is not None:
@@ -445,7 +376,7 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
         elif batching.use_cuda_graph is None:
             batching.use_cuda_graph = False  # lengths are needed on the host
         try:
-            super().__init__(model, generation_config, batching, hints)
+            super().__init__(model, settings, batching, hints)
         except Exception:
             self._restore_names()
             raise
@@ -461,14 +392,13 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
     def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
         """Rename the attention of the model; never is another one used."""
         if not self._names:
-            self._names = rename_for_batching(model)
+            self._names = rename(model, name_for_batching)
 
     def _restore_names(self) -> None:
         restore_names(self._names)
         self._names = []
 
     def warmup(self) -> None:
-        """Make the cache, and capture CUDA graphs."""
         try:
             super().warmup()
         except Exception:
@@ -476,31 +406,26 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
             raise
 
     def stop(self, *arguments: Any, **options: Any) -> None:
-        """Stop, as Transformers' manager does."""
         super().stop(*arguments, **options)
+        if not self.is_running():  # as it may after stop(block=False)
+            self._restore_names()
+
+    def _run_generation_loop(self) -> None:
+        super()._run_generation_loop()
         self._restore_names()
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         if self.cache_format is None or isinstance(self.batch_processor, ContinuousBatchProcessor):
             return super()._create_batch_processor()
-        model, resolved = self.model, self.continuous_batching_config
-        slices_logits = getattr(model, "_supports_logits_to_keep", None)
-        config = model.config.get_text_config(decoder=True)
-        cache = PackedPagedCache(
-            config,
-            resolved,
-            model.device,
-            self.distributed_helper,
-            model.dtype,
-            callable(slices_logits) and slices_logits(),
-        )
+        resolved = self.continuous_batching_config
+        cache = PackedPagedCache(self.model, resolved, self.distributed_helper)
         self._use_prefix_sharing = False
         update_cb_config_after_cache_creation(resolved, cache.num_blocks, cache.max_batch_tokens)
         # Each request has a slot.
         resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, cache.num_sectors - 1)
         return ContinuousBatchProcessor(
             cache=cache,
-            config=config,
+            config=cache.config,
             generation_config=self.generation_config,
             continuous_batching_config=resolved,
             logit_processor=self.logit_processor,
@@ -508,8 +433,8 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
             cancel_queue=self.cancel_queue if self.is_tp_driver else None,
             output_router=self.output_router,
             background_thread_status=self.background_thread_status,
-            model_device=model.device,
-            model_dtype=model.dtype,
+            model_device=cache.device,
+            model_dtype=cache.dtype,
             scheduler=SCHEDULER_MAPPING[resolved.scheduler_type](
                 cache, resolved.safety_margin, resolved.max_requests_per_batch
             ),

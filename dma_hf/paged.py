@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from dma_kernels import Recipe, attention
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface
 
 from . import unsupported
 from .call import Call
-from .settings import NAME, PAGED_NAME, distinct_configs, is_dma
+from .settings import NAME, PAGED_NAME, is_dma
 
 _OF_THE_BATCH = frozenset(
     {"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal"}
@@ -27,22 +27,13 @@ _OF_THE_BATCH = frozenset(
 """Arguments that describe the batch; what attention needs of them is read before the others are checked."""
 
 
-def rename_for_batching(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
-    """Give the attention of a model the name that Transformers takes for batching; return what it was called."""
-    saved = [(config, config._attn_implementation) for config in distinct_configs(model)]
-    for config, name in saved:  # outermost first: the setter writes to nested ones too
-        if is_dma(str(name)) and not str(name).startswith(PAGED_NAME):
-            # With the preset that it may name; a Hub kernel's names none.
-            name = PAGED_NAME + (name.removeprefix(NAME) if name.startswith(NAME) else "")
-            AttentionInterface.register(name, dma_paged_attention_forward)
-        config._attn_implementation = name
-    return saved
-
-
-def restore_names(saved: list[tuple[PreTrainedConfig, str]]) -> None:
-    """Take back :func:`rename_for_batching`."""
-    for config, name in saved:
-        config._attn_implementation = name
+def name_for_batching(name: Any) -> Any:
+    """Return the name that Transformers takes for batching, registered, for an implementation that is this one."""
+    if is_dma(str(name)) and not name.startswith(PAGED_NAME):
+        # With the preset that it may name; a Hub kernel's names none.
+        name = PAGED_NAME + (name.removeprefix(NAME) if name.startswith(NAME) else "")
+        AttentionInterface.register(name, dma_paged_attention_forward)
+    return name
 
 
 def dma_paged_attention_forward(
@@ -87,18 +78,17 @@ def dma_paged_attention_forward(
     refusal = unsupported.find(call, query, value, is_packed_elsewhere=True)
     if refusal is not None:
         raise refusal.error(may_fall_back=False)
+    options = {"window": sliding_window, "is_causal": True, **call.options}
+    recipe = call.settings.recipe
     if hasattr(cache, "attend"):  # packed pages
-        batch = {"block_table": kwargs["block_table"], "cu_seq_lens_q": cu_seq_lens_q}
-        options = {"window": sliding_window, "is_causal": True, **call.options}
-        return cache.attend(module.layer_idx, query, key, value, batch, position_ids, call.settings, **options), None
+        batch = kwargs["block_table"], cu_seq_lens_q, position_ids
+        return cache.attend(module.layer_idx, query, key, value, batch, recipe, **options), None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "dma_mxfp attention needs the lengths of the requests on the host, which a CUDA graph cannot give; pass "
             "continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)"
         )
     key, value, key_starts = _update(cache, module, key, value, sliding_window, kwargs)
-    options = {"window": sliding_window, "is_causal": True, **call.options}
-    recipe = call.settings.recipe
     out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1]))
     last = cu_seq_lens_q[1:].long() - 1
     ends = position_ids.reshape(-1)[last.clamp(min=0)] + 1  # of the requests: tokens until now
@@ -122,12 +112,7 @@ def dma_paged_attention_forward(
 
 
 def _update(
-    cache: Any,
-    module: nn.Module,
-    key: Tensor,
-    value: Tensor,
-    sliding_window: int | None,
-    kwargs: dict[str, Any],
+    cache: Any, module: nn.Module, key: Tensor, value: Tensor, sliding_window: int | None, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Store keys and values, and return those of all requests, with where each request begins among them."""
     starts = kwargs["cu_seq_lens_k"]
@@ -145,18 +130,9 @@ def _update(
 def _decode(
     query: Tensor, key: Tensor, value: Tensor, requests: Tensor, recipe: Recipe, options: dict[str, Any]
 ) -> Tensor:
-    """Compute all requests with one query as a batch.
+    """Compute all requests with one query as a batch, ``[requests, Hq, Dv]``.
 
-    Args:
-        query: ``[1, Hq, tokens, D]``.
-        key: ``[1, Hkv, keys, D]``.
-        value: ``[1, Hkv, keys, Dv]``.
-        requests: Bounds of the query, bounds of the keys and tokens until now, integer ``[requests, 5]``.
-        recipe: What to compute with.
-        options: Further arguments of :func:`dma_kernels.attention`.
-
-    Returns:
-        ``[requests, Hq, Dv]``.
+    ``requests``, integer ``[requests, 5]``, holds bounds of the query, bounds of the keys, and tokens until now.
     """
     start, _, key_start, key_stop, end = requests.unbind(-1)
     lengths = key_stop - key_start

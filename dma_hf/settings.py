@@ -7,6 +7,7 @@ them all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -33,34 +34,26 @@ EVERY_TILE = 1 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """What a call needs to know of a configuration, worked out once.
+    """A configuration, and what a call needs of it worked out once.
 
     Attributes:
+        config: All of it.
         recipe: Numerics of self-attention.
         cross_recipe: Numerics of cross-attention: two sequences share no positions, so that there is no diagonal to
             hold in high precision, and every tile is high.
-        backend: Which backend computes.
-        on_unsupported: ``error`` or ``sdpa``.
-        cache: The format of the cache of ``generate``, or ``None``.
     """
 
+    config: DMAConfig
     recipe: Recipe
     cross_recipe: Recipe
-    backend: str
-    on_unsupported: str
-    cache: str | None
 
     @classmethod
     def of(cls, config: DMAConfig) -> Settings:
         """Return the settings of a configuration."""
-        recipe = config.recipe
-        return cls(
-            recipe, replace(recipe, diagonal_tiles=EVERY_TILE), config.backend, config.on_unsupported, config.cache
-        )
+        return cls(config, config.recipe, replace(config.recipe, diagonal_tiles=EVERY_TILE))
 
 
 _DEFAULT = Settings.of(DMAConfig())
-
 
 IMPLEMENTATIONS = (NAME, *(f"{NAME}:{setting}" for setting in NAMES))
 """What is registered: the name by itself, under which the section counts, and one for each preset."""
@@ -80,7 +73,8 @@ def settings_of(config: PreTrainedConfig) -> Settings:
         TypeError: The section is neither a mapping nor the name of a preset.
         ValueError: It holds an unknown key or a wrong value.
     """
-    section = _section(config)
+    implementation, _, named = str(config._attn_implementation).partition(":")
+    section = named if named and implementation in (NAME, PAGED_NAME) else getattr(config, NAME, None)
     if section is None:
         return _DEFAULT
     settings: Settings = _settings(tuple(section.items()) if isinstance(section, dict) else section)
@@ -89,47 +83,35 @@ def settings_of(config: PreTrainedConfig) -> Settings:
 
 def cache_of(model: PreTrainedModel) -> str | None:
     """Return the format of the cache that a model's decoder is set to; ``None`` is Transformers' own cache."""
-    return settings_of(model.config.get_text_config(decoder=True)).cache
+    return settings_of(model.config.get_text_config(decoder=True)).config.cache
 
 
-def _section(config: PreTrainedConfig) -> Any:
-    implementation, _, named = str(config._attn_implementation).partition(":")
-    return named if named and implementation in (NAME, PAGED_NAME) else getattr(config, NAME, None)
-
-
-def section_of(config: PreTrainedConfig) -> DMAConfig:
-    """Return what :func:`settings_of` reads, with every field."""
-    section = _section(config)
-    return DMAConfig() if section is None else _parse(section)
-
-
-def _parse(section: Any) -> DMAConfig:
+def _parse(section: Any) -> Settings:
+    """Parse a section, a mapping given as its items."""
     source = f"the {NAME!r} section of the model's config.json"
     if isinstance(section, str):
         try:
-            return preset(section)
+            return Settings.of(preset(section))
         except ValueError as error:
             raise ValueError(f"{source}: {error}, or a mapping of fields") from None
-    if isinstance(section, dict):
-        return DMAConfig.from_dict(section, source=source)
+    if isinstance(section, tuple):
+        return Settings.of(DMAConfig.from_dict(dict(section), source=source))
     raise TypeError(
         f"{source}: expected the name of a preset ({', '.join(PRESETS)}) or a mapping of fields, got {section!r}; "
         "dma_hf.configure(model, ...) writes it"
     )
 
 
-@lru_cache(maxsize=256)
-def _cached(key: Any) -> Settings:
-    return Settings.of(_parse(dict(key) if isinstance(key, tuple) else key))
+_cached = lru_cache(maxsize=256)(_parse)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _settings(key: Any) -> Settings:
-    """Parse a section, given as a string or as its items; ``torch.compile`` does so while tracing, guarded by them."""
+def _settings(section: Any) -> Settings:
+    """Parse a section or recall it; ``torch.compile`` does so while tracing, guarded by it."""
     try:
-        return _cached(key)
+        return _cached(section)
     except TypeError:  # an unhashable value: the section is wrong, and parsing it says how
-        return Settings.of(_parse(dict(key) if isinstance(key, tuple) else key))
+        return _parse(section)
 
 
 def distinct_configs(model: nn.Module) -> list[PreTrainedConfig]:
@@ -146,3 +128,17 @@ def distinct_configs(model: nn.Module) -> list[PreTrainedConfig]:
         found[id(config)] = config
         pending.extend(getattr(config, name, None) for name in config.sub_configs)
     return list(found.values())
+
+
+def rename(model: nn.Module, new: Callable[[Any], Any]) -> list[tuple[PreTrainedConfig, Any]]:
+    """Give the attention of a model's parts other names; return what they were called, for :func:`restore_names`."""
+    saved = [(config, config._attn_implementation) for config in distinct_configs(model)]
+    for config, name in saved:  # outermost first: the setter writes to nested ones too
+        config._attn_implementation = new(name)
+    return saved
+
+
+def restore_names(saved: list[tuple[PreTrainedConfig, Any]]) -> None:
+    """Take back :func:`rename`."""
+    for config, name in saved:
+        config._attn_implementation = name

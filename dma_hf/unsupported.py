@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from .call import Call
+from .compact_mask import MASKED_BELOW, has_no_values
 
 HARMLESS = frozenset(
     {
@@ -60,13 +61,16 @@ class Refusal:
         return ValueError(f"dma_mxfp attention does not support {self.option}: {self.asked}; {self.way_out}{hint}")
 
 
-def find(call: Call, query: Tensor, value: Tensor, *, is_packed_elsewhere: bool) -> Refusal | None:
+def find(
+    call: Call, query: Tensor, value: Tensor, bias: Tensor | None = None, *, is_packed_elsewhere: bool
+) -> Refusal | None:
     """Return why a call cannot be computed, or ``None`` if it can.
 
     Args:
         call: What it asks for.
         query: ``[B, Hq, Tq, D]``.
         value: ``[B, Hkv, Tk, Dv]``.
+        bias: A floating-point mask.
         is_packed_elsewhere: Whether the mask already keeps packed sequences apart.
     """
     can = call.softcap is None and call.sinks is None
@@ -75,7 +79,7 @@ def find(call: Call, query: Tensor, value: Tensor, *, is_packed_elsewhere: bool)
         return refusal
     if call.position_bias is not None:
         asked = f"the model adds one of shape {list(call.position_bias.shape)} to its scores"
-        return Refusal("position_bias", asked, WAY_OUT, sdpa_can=can)
+        return Refusal("position_bias", asked, WAY_OUT, can)
     if call.dropout > 0:
         asked = f"dropout={call.dropout} was asked for"
         return Refusal("dropout", asked, "call model.eval(), or set the attention dropout in the config to 0", can)
@@ -83,7 +87,19 @@ def find(call: Call, query: Tensor, value: Tensor, *, is_packed_elsewhere: bool)
         if not MIN_HEAD_DIM <= tensor.shape[-1] <= MAX_HEAD_DIM:
             asked = f"{name} has {tensor.shape[-1]}, expected {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
             return Refusal("this head_dim", asked, WAY_OUT, can)
+    if bias is not None and not _is_additive_mask(bias):
+        asked = f"{list(bias.shape)} {bias.dtype} holds other numbers than 0 and large negative ones"
+        return Refusal("an additive bias as attention_mask", asked, WAY_OUT, can)
     return None
+
+
+def _is_additive_mask(bias: Tensor) -> bool:
+    """Return whether a floating-point mask holds only zeros and large negative numbers."""
+    is_mask = ((bias == 0) | (bias < MASKED_BELOW)).all()
+    if has_no_values(bias):
+        torch._assert_async(is_mask, "dma_mxfp attention takes masks, not biases, as a floating-point attention_mask")
+        return True
+    return bool(is_mask)
 
 
 def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refusal | None:

@@ -177,6 +177,23 @@ def test_a_manager_that_is_kept(families, parts):
     model.destroy_cached_continuous_batching_manager()
 
 
+def test_requests_are_finished_after_a_stop_that_does_not_wait(families, parts):
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "balanced", cache="int4")
+    settings = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0, bos_token_id=1)
+    batching = ContinuousBatchingConfig(num_blocks=60)
+    manager = model.init_continuous_batching(settings, continuous_batching_config=batching)
+    manager.start()
+    for index, prompt in enumerate(_prompts(LENGTHS)):
+        manager.add_request(prompt, request_id=str(index))
+    manager.stop(block=False)
+    outputs = {output.request_id: output for output in (manager.get_result(timeout=60) for _ in LENGTHS)}
+    manager.join(0.0)
+    assert [output.error for output in outputs.values()] == [None] * len(LENGTHS)
+    assert_as_alone(model, outputs, parts)
+    assert model.config._attn_implementation == dma_hf.NAME
+
+
 @pytest.mark.slow
 def test_many_short_requests(families, parts):
     """Cancellations, and memory for so few that some are evicted: nothing is left behind, and no token is wrong."""
