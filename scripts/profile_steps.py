@@ -28,12 +28,11 @@ from typing import NamedTuple
 
 import torch
 from dma_eval.backends import Backend, activate, parse_backends
-from dma_eval.batching import settings
 from dma_eval.bench.generate import UNTIMED_STEPS, GenerateRun, build_model, parse_runs
 from dma_eval.bench.serve import RequestSet, check, parse_requests
 from dma_eval.environment import need_transformers, versions
 from dma_eval.errors import UserError
-from dma_eval.models import parse_device
+from dma_eval.models import batching_settings, parse_device
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import GenerationConfig, PreTrainedModel
@@ -189,7 +188,7 @@ def profile_serve(model: PreTrainedModel, backend: Backend, requests: RequestSet
         outputs = model.generate_batch(
             [each.prompt for each in requests.draw(seed, model.config.vocab_size)],
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
-            continuous_batching_config=settings(model, gib),
+            continuous_batching_config=batching_settings(model, gib),
             max_new_tokens=requests.new[1],
             record_timestamps=True,
             persistent_manager=True,
