@@ -72,16 +72,20 @@ class MaskGeometry:
         return self.batch, 1, self.q_len, self.kv_len
 
     def adapted(self, device: torch.device, batch: int, two_sequences: bool) -> MaskGeometry:
-        """Return it on ``device``, for ``batch`` rows if it has one, and with ``two_sequences`` set."""
-        changes: dict[str, Any] = {"batch": batch, "two_sequences": two_sequences}
+        """Return it on ``device``, for ``batch`` rows if it has one, and with ``two_sequences`` set.
+
+        What changes in nothing stays the very same: layers know a step by its ranges.
+        """
+        changes: dict[str, Any] = {}
         for name in ("q_offset", "kv_offset", "kv_range", "pattern"):
             value = getattr(self, name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.device != device:
                 changes[name] = value.to(device)
-        # Ranges for as many rows stay the very same, by which layers know a step.
         if self.kv_range is not None and self.kv_range.shape[0] != batch:
-            changes["kv_range"] = changes["kv_range"].expand(batch, 2)
-        return replace(self, **changes)
+            changes["kv_range"] = changes.get("kv_range", self.kv_range).expand(batch, 2)
+        if not changes and batch == self.batch and two_sequences == self.two_sequences:
+            return self
+        return replace(self, batch=batch, two_sequences=two_sequences, **changes)
 
     def dense(self, device: torch.device | str) -> Tensor:
         """Return the boolean mask ``[B, H, Tq, Tk]`` (``H`` is 1 unless the pattern has heads), true where seen."""
@@ -183,8 +187,8 @@ METADATA = frozenset(
 """What a tensor subclass answers without looking at its values."""
 _UNCHANGED = frozenset({Tensor.contiguous, Tensor.detach, Tensor.bool, torch.detach})
 _WRITES = frozenset(
-    {Tensor.__setitem__, Tensor.masked_fill_, Tensor.fill_, Tensor.copy_, Tensor.zero_, Tensor.index_fill_}
-    | {Tensor.logical_and_, Tensor.logical_or_, Tensor.logical_not_, Tensor.index_copy_, Tensor.scatter_}
+    {getattr(Tensor, name) for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")}
+    | {Tensor.__setitem__, Tensor.__iand__, Tensor.__ior__, Tensor.__ixor__, Tensor.__iadd__, Tensor.__imul__}
 )
 _SUMS = frozenset(
     {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, torch.sub, Tensor.sub}

@@ -301,7 +301,11 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         is_captured = lengths.is_cuda and torch.cuda.is_current_stream_capturing()
         known = self._groups[0]
         if known is None or known[0] is not lengths or known[1] != is_captured:
-            groups = self._mixed_groups() if table is None else [_decode_group(table, position_ids)]
+            if table is None:
+                groups = self._mixed_groups()
+            else:  # rows that pad a batch for a CUDA graph have no block: their token goes to slot 0, which is nobody's
+                slots = table[1, :, 0].clamp(min=0)
+                groups = [_Group(slice(len(slots)), False, position_ids.reshape(-1), table[0], slots)]
             self._groups = (lengths, is_captured), groups
         return self._groups[1]
 
@@ -332,16 +336,6 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         """Return a tensor on the device, without waiting for it."""
         is_pinned = self.device.type == "cuda"
         return torch.tensor(numbers, dtype=dtype, pin_memory=is_pinned).to(self.device, non_blocking=True)
-
-
-def _decode_group(table: Tensor, position_ids: Tensor) -> _Group:
-    """Return the only group of a batch of steps of decoding.
-
-    Rows that pad the batch to the size of a CUDA graph have no block: their token goes to slot 0, which is nobody's.
-    """
-    positions = position_ids.reshape(-1)
-    slots = table[1, :, 0].clamp(min=0)
-    return _Group(slice(len(slots)), False, positions, table[0], slots)
 
 
 def check_layers(config: PreTrainedConfig) -> None:
