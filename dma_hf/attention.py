@@ -16,7 +16,6 @@ from .cache_attention import attend
 from .cache_step import update_of
 from .call import Call
 from .compact_mask import GEOMETRY, MASKED_BELOW, MaskGeometry
-from .unsupported import Refusal
 
 CROSS_ATTENTION_NAMES = ("CrossAttention", "MergedAttention")
 """Class names of layers whose keys are of another sequence, or (T5Gemma 2) of two sequences in a row."""
@@ -69,10 +68,11 @@ def dma_attention_forward(
     """
     call = Call.of(module, **kwargs)
     update = update_of(key, value)
-    if update is None:
-        query, key, value = _autocast(query, key, value)
-    else:
+    kind = query.device.type
+    if update is not None:
         query = query.to(key.dtype)  # under autocast too: a cache keeps the dtype of its first keys
+    elif kind != "meta" and torch.is_autocast_enabled(kind):  # which casts for SDPA, whose place this operation has
+        query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries of a resampler
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
@@ -83,9 +83,15 @@ def dma_attention_forward(
             bias = bias.masked_fill(~geometry.pattern, torch.finfo(bias.dtype).min)
     is_packed = geometry.pattern is not None and geometry.pattern.shape[2] > 1
     refusal = unsupported.find(call, query, value, bias, is_packed_elsewhere=is_packed)
-    if refusal is not None:
-        return _refuse(refusal, call, module, query, key, value, geometry, bias)
     settings = call.settings
+    if refusal is not None:
+        if settings.config.on_unsupported != "sdpa" or not refusal.sdpa_can:
+            raise refusal.error()
+        unsupported.note_fallback(refusal.option, refusal.asked)
+        options = {"dropout": call.dropout, "scaling": call.scaling, "position_bias": call.position_bias}
+        sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]
+        dense = geometry.dense(query.device) if bias is None else bias
+        return sdpa(module, query, key, value, dense, is_causal=False, **options)
     cache = settings.config.cache
     if update is None and cache is not None and geometry.is_causal and query.shape[2] < key.shape[2]:
         unsupported.note_other_cache(cache)
@@ -178,32 +184,3 @@ def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
         return True
     is_decoder = bool(getattr(module, "is_decoder", False))
     return is_decoder and not is_causal and not getattr(module, "is_causal", True)
-
-
-def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast as autocast does for SDPA, whose place this operation has."""
-    kind = query.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(kind)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-def _refuse(
-    refusal: Refusal,
-    call: Call,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    geometry: MaskGeometry,
-    bias: Tensor | None,
-) -> tuple[Tensor, None]:
-    """Raise, or compute the same with SDPA if the configuration says so and SDPA can."""
-    if call.settings.config.on_unsupported != "sdpa" or not refusal.sdpa_can:
-        raise refusal.error()
-    unsupported.note_fallback(refusal.option, refusal.asked)
-    mask = geometry.dense(query.device) if bias is None else bias
-    options = {"dropout": call.dropout, "scaling": call.scaling, "position_bias": call.position_bias}
-    sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]
-    return sdpa(module, query, key, value, mask, is_causal=False, **options)

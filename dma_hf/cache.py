@@ -138,10 +138,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         if state.get("kind") != self._kind:
             raise ValueError(f"state holds {state.get('kind')}, the cache {self._kind}")
         kinds = [None if layer is None else (layer["window"], layer["max_cache_len"]) for layer in state["layers"]]
-        own = [
-            (layer.window, getattr(layer, "max_cache_len", None)) if isinstance(layer, DMALayer) else None
-            for layer in self.layers
-        ]
+        own = [(each.window, each.max_cache_len) if isinstance(each, DMALayer) else None for each in self.layers]
         if kinds != own:
             raise ValueError(f"state holds layers (window, max_cache_len) {kinds}, the cache {own}")
         self._finish_copies()
@@ -156,21 +153,21 @@ class DMACache(DynamicCache):  # type: ignore[misc]
                 torch.cuda.synchronize(device)
 
 
-def _own_layer(layer: Any, owner: Owner, max_cache_len: int | None) -> Any:
+def _own_layer(layer: Any, owner: Owner, max_cache_len: Any) -> Any:
     """Return the layer of this package that stands for one of Transformers', or that one where there is none."""
     if type(layer) is DynamicLayer:
         return DMALayer(owner)
     if type(layer) is DynamicSlidingWindowLayer:
         return DMASlidingLayer(owner, layer.sliding_window)
-    if type(layer) is StaticLayer and max_cache_len is not None:
+    if type(layer) is StaticLayer:
         return DMAStaticLayer(owner, max_cache_len)
-    if type(layer) is StaticSlidingWindowLayer and max_cache_len is not None:
+    if type(layer) is StaticSlidingWindowLayer:
         return DMAStaticLayer(owner, max_cache_len, window=layer.max_cache_len)
     return layer
 
 
 def _layer_state(layer: DMALayer) -> dict[str, Any]:
-    state: dict[str, Any] = {"window": layer.window, "max_cache_len": getattr(layer, "max_cache_len", None)}
+    state: dict[str, Any] = {"window": layer.window, "max_cache_len": layer.max_cache_len}
     if layer.is_initialized:
         state |= {"tokens": int(layer.tokens), "settled": layer.is_settled, "taken_back": layer.storage.taken_back}
         state["tensors"] = layer.storage.tensors()
@@ -190,6 +187,6 @@ def _load_layer(layer: DMALayer, state: dict[str, Any], device: torch.device | s
         layer.tokens.fill_(state["tokens"])
     else:
         layer.storage, layer.device, layer.is_initialized = storage, storage.lengths.device, True
-        is_static = isinstance(layer, DMAStaticLayer)
+        is_static = layer.max_cache_len is not None
         layer.tokens = torch.tensor(state["tokens"], device=layer.device) if is_static else state["tokens"]
     layer.is_empty, layer.is_settled = state["tokens"] == 0, state["settled"]

@@ -67,12 +67,14 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         tokens: How many it has seen, padding included: an int, or a tensor on the device in a static layer.
         checks_steps: Whether it checks what a step that does not wait for the device was given; one layer of a cache
             does.
+        max_cache_len: Tokens that fit into a static layer.
     """
 
     is_sliding = False
     is_compileable = False
     is_croppable = True
     checks_steps = True
+    max_cache_len: int | None = None
 
     def __init__(self, owner: Owner, window: int | None = None) -> None:
         # Not the base class's: it would set `keys` and `values`.
@@ -134,7 +136,9 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         check_fits(self.storage, key_states, value_states)
         self.check_room(key_states.shape[2])
         new = Step(key_states, value_states, *self.get_mask_sizes(key_states.shape[2]), self.is_empty)
-        if not self.owner.reads_packed or not _takes_subclasses(key_states):
+        # A mode that makes tensors of other types (fake ones, functorch) gets dense states.
+        is_plain = torch.compiler.is_dynamo_compiling() or type(key_states) in (Tensor, torch.nn.Parameter)
+        if not (self.owner.reads_packed and is_plain):
             return self.dense(new)
         self.pending = new
         return CachedStates.of(self, new, is_value=False), CachedStates.of(self, new, is_value=True)
@@ -309,7 +313,7 @@ class DMAStaticLayer(DMALayer):
 
     def __init__(self, owner: Owner, max_cache_len: int, window: int | None = None) -> None:
         super().__init__(owner, window)
-        self.max_cache_len = max_cache_len
+        self.max_cache_len: int = max_cache_len
         self.is_sliding = window is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -361,8 +365,3 @@ class DMAStaticLayer(DMALayer):
                 old.copy_(new)
         else:
             self.storage = storage
-
-
-def _takes_subclasses(key: Tensor) -> bool:
-    """Return whether tensors are plain ones; a mode that makes others (fake ones, functorch) gets dense states."""
-    return torch.compiler.is_dynamo_compiling() or type(key) in (Tensor, torch.nn.Parameter)

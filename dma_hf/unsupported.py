@@ -116,7 +116,8 @@ def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refu
             return Refusal("continuous batching", asked, way_out)
         if _is_of_generation(name):
             continue
-        asked = f"{name}={_brief(value)} was passed and may change the result"
+        given = f"Tensor{list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+        asked = f"{name}={given} was passed and may change the result"
         return Refusal(f"the argument {name!r}", asked, "leave it out, or " + WAY_OUT)
     if _is_collecting_attentions():
         note_missing_weights()
@@ -148,10 +149,6 @@ def _is_collecting_attentions() -> bool:
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     collected: Any = None if collector is None else collector.get()
     return bool(collected) and any(name.endswith("attentions") for name in collected)
-
-
-def _brief(value: Any) -> str:
-    return f"Tensor{list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
 
 
 _counts: Counter[str] = Counter()
@@ -201,5 +198,5 @@ def note_fallback(option: str, asked: str) -> None:
         warnings.warn(
             f"dma_mxfp attention does not support {option} ({asked}); such calls run SDPA, as on_unsupported='sdpa' "
             "allows. dma_hf.fallback_counts() tells how many.",
-            stacklevel=3,
+            stacklevel=2,
         )
