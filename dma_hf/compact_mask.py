@@ -164,7 +164,7 @@ class CompactMask(Tensor):
                 return args[0]
         elif func in _WRITES and isinstance(args[0], CompactMask):
             raise RuntimeError(
-                "the attention mask of dma_mxfp is read-only; change a copy: mask = mask.dense() if it is a "
+                "the attention mask of dma_mxfp is read-only; change a copy: mask = mask.dense().clone() if it is a "
                 "dma_hf.CompactMask"
             )
         elif func in _SUMS and any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args):
