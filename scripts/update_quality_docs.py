@@ -22,8 +22,8 @@ from statistics import fmean
 from dma_eval.bench.results import DecodeReport, DecodeResult
 from dma_eval.markdown import table
 from dma_eval.pages import MISSING, format_kl
-from dma_eval.results import BackendResult, PerplexitySection, Report, read_results
-from dma_eval.run_folder import merge, read_run, write_run
+from dma_eval.results import BackendResult, PerplexitySection, Report, read_report, read_results
+from dma_eval.run_folder import merge, write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 QUALITY = ROOT / "benchmarks" / "quality"
@@ -76,7 +76,7 @@ CACHES = {
 
 def readme_tables() -> str:
     """What reads prompts, and caches: on the text and on twins, with bytes and speed of a step."""
-    short, long = _short(), read_run(QUALITY / LONG).perplexity[0]
+    short, long = _short(), read_report(QUALITY / LONG).perplexity[0]
     first, base, longest = short["as it is"], long.backends[0], {each.label: each for each in long.backends}
     headers = [
         "",
@@ -102,7 +102,7 @@ def readme_tables() -> str:
 
 def _context(name: str) -> str:
     """Tokens of a window of a run on twins."""
-    return next(f"{twin.tokens.context:,}" for twin in read_run(QUALITY / name).stress[0].twins if twin.tokens)
+    return next(f"{twin.tokens.context:,}" for twin in read_report(QUALITY / name).stress[0].twins if twin.tokens)
 
 
 def _short() -> dict[str, dict[str, BackendResult]]:
@@ -116,7 +116,7 @@ def _short() -> dict[str, dict[str, BackendResult]]:
 
 def _twins(name: str) -> dict[str, dict[str, BackendResult]]:
     """The results of a run on each twin, by the names of both."""
-    (stress,) = read_run(QUALITY / name).stress
+    (stress,) = read_report(QUALITY / name).stress
     return {
         twin.name: {backend.label: backend for backend in twin.tokens.backends}
         for twin in stress.twins
@@ -139,7 +139,7 @@ def _step(label: str) -> tuple[str, str]:
 
 def run_tables() -> str:
     """The tables of docs/evaluation.md: every twin, longer windows, far positions and needles."""
-    short, long, (far,) = _short(), read_run(QUALITY / LONG), read_run(QUALITY / FAR).perplexity
+    short, long, (far,) = _short(), read_report(QUALITY / LONG), read_report(QUALITY / FAR).perplexity
     balanced = f"{PREFIX}balanced"
     forms = {name: {balanced: short[name][balanced]} | twin for name, twin in _twins(VARIANTS).items()}
     columns = {f"{long.perplexity[0].context:,}": {each.label: each for each in long.perplexity[0].backends}}
@@ -173,7 +173,7 @@ def _by_position(section: PerplexitySection) -> str:
 
 def _needles() -> str:
     """Answers found of those asked for; the reference stands once for each set of questions."""
-    sections = [section for name in NEEDLES for section in read_run(QUALITY / name).retrieval]
+    sections = [section for name in NEEDLES for section in read_report(QUALITY / name).retrieval]
     rows: list[list[str]] = []
     for section in sections:
         for backend in section.backends:
@@ -219,7 +219,7 @@ def updated(page: str) -> str:
 def take_over(run: Path) -> None:
     """Put the pieces in each folder below ``run`` together in the folder of that name in ``QUALITY``."""
     for folder in sorted(path for path in run.iterdir() if path.is_dir()):
-        pieces = [_shortened(read_run(path)) for path in sorted(folder.rglob("results.json"))]
+        pieces = [_shortened(read_report(path)) for path in sorted(folder.rglob("results.json"))]
         shutil.rmtree(QUALITY / folder.name, ignore_errors=True)
         write_run(merge(pieces), QUALITY / folder.name)
 

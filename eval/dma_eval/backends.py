@@ -53,11 +53,7 @@ def default_names() -> list[str]:
 
 
 def parse_backends(names: Sequence[str], option: str = "--attn") -> tuple[Backend, ...]:
-    """Resolve names as given on the command line; the first one is the reference of a comparison.
-
-    Args:
-        names: Values of the option.
-        option: What errors call it.
+    """Resolve names as given by an option of the command line; the first one is the reference of a comparison.
 
     Raises:
         UserError: There are no names, an unknown implementation or preset (the message lists the valid ones), or a

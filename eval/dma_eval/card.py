@@ -9,18 +9,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, get_token
+from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
 from .errors import UserError, one_line
 from .files import parse
 from .markdown import page_to_markdown
 from .pages import all_pages
-from .results import Report, backend_configs, backend_groups
+from .results import RESULTS, Report, backend_configs, backend_groups
 
 TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
 TASK = "text-generation"
-README, RESULTS = "README.md", "results.json"
+README = "README.md"
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,6 @@ class Upload:
         Raises:
             UserError: The Hub refuses, or cannot be reached.
         """
-        from huggingface_hub import CommitOperationAdd
-
         api = HfApi(token=self.token)
         operations = [CommitOperationAdd(name, content.encode()) for name, content in self.files.items()]
         try:
@@ -58,13 +56,9 @@ class Upload:
 def make_card(
     report: Report, *, backend: str | None = None, base_model: str | None = None, license_name: str | None = None
 ) -> ModelCard:
-    """Make the card of a model that is meant to run one of the report's ``dma_mxfp`` backends.
+    """Make the card of a model that is meant to run one of the report's ``dma_mxfp`` backends, by default the first.
 
-    Args:
-        report: What was measured.
-        backend: Its label; by default the first ``dma_mxfp`` backend of the report.
-        base_model: The model's name on the Hub; by default the name that it was measured by, if that is one.
-        license_name: The licence, as the Hub spells it.
+    The base model is named as on the Hub, by default as it was measured if that is such a name; so is the licence.
 
     Raises:
         UserError: The report has no such backend, or the base model is not known.
@@ -125,7 +119,6 @@ def _base_model(report: Report, base_model: str | None) -> str:
 
 
 def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
-    """The backend's results in the form of a model index."""
 
     def result(dataset: str, kind: str, name: str, value: float, **more: Any) -> EvalResult:
         return EvalResult(

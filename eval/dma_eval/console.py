@@ -54,11 +54,6 @@ def print_wrote(*files: object, folder: Path | None = None) -> None:
     print_line(escape(f"Wrote {', '.join(map(str, files))}{where}"))
 
 
-def print_plain(text: str) -> None:
-    """Show text as it is, to be piped into a file."""
-    out.file.write(text)
-
-
 def print_page(page: pages.Page) -> None:
     """Show the tables of a section, how it was measured, and what went wrong."""
     for table in page.tables:

@@ -36,6 +36,11 @@ class Text:
         """Hash of the text in UTF-8."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
+    def info(self, tokens: int) -> DataInfo:
+        """Facts about the text, which has so many tokens."""
+        facts: dict[str, Any] = {name: getattr(self, name) for name in ("name", "config", "split", "column", "sha256")}
+        return DataInfo(**facts, characters=len(self.content), tokens=tokens)
+
 
 @dataclass(frozen=True)
 class Window:
@@ -93,12 +98,6 @@ def tokenize(tokenizer: Any, text: str) -> Tensor:
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
 
-def describe_text(text: Text, input_ids: Tensor) -> DataInfo:
-    """Facts about a text and its tokens."""
-    facts: dict[str, Any] = {name: getattr(text, name) for name in ("name", "config", "split", "column", "sha256")}
-    return DataInfo(**facts, characters=len(text.content), tokens=len(input_ids))
-
-
 def make_windows(
     tokens: int,
     context: int,
@@ -108,19 +107,12 @@ def make_windows(
     skip: int = 0,
     spread: bool = False,
 ) -> list[Window]:
-    """Cut a text of ``tokens`` tokens into windows, as the perplexity guide of Transformers does.
+    """Cut a text of so many tokens into windows of ``context``, as the perplexity guide of Transformers does.
 
     Every token is scored once, with as much context as its window gives. Without a stride, windows do not overlap and
     each scores all its tokens but the first. With a stride below ``context``, each window after the first scores its
-    last ``stride`` tokens. The last window may be shorter.
-
-    Args:
-        tokens: Length of the text.
-        context: Tokens per window, at least 2.
-        stride: Distance of two windows, 1 to ``context``; ``context`` by default.
-        limit: Keep at most so many windows.
-        skip: Leave out so many windows at the begin.
-        spread: Whether those that are kept are spread over all, and not the first ones.
+    last ``stride`` tokens. The last window may be shorter. ``skip`` windows at the begin are left out, and at most
+    ``limit`` are kept: the first ones, or some that are spread over all.
 
     Raises:
         UserError: A value is out of range, or the text is shorter than one window, or has no more than are skipped.

@@ -23,7 +23,7 @@ from .backends import Backend, activate
 from .data import Text, Window
 from .errors import UserError, one_line
 from .parts import FidelityPart, PerplexityPart
-from .perplexity import compare, cut, default_context
+from .perplexity import compare, cut
 from .reading import common_prefix, continued, takes_last
 from .results import BackendResult, Divergence, FidelitySection, HeadErrors
 from .session import Session
@@ -35,12 +35,7 @@ Array = NDArray[np.float64]
 
 
 def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> FidelitySection:
-    """Measure the fidelity of every backend.
-
-    Args:
-        session: The model and the backends, which run in its dtype; the reference runs on a copy of it in fp32.
-        text: What to read.
-        part: How.
+    """Measure how far every backend, in the model's dtype, is from SDPA on a copy of the model in fp32.
 
     Raises:
         UserError: An option is out of range, the text is too short, or the model cannot run it.
@@ -51,17 +46,15 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
     if part.new_tokens < 1:
         raise UserError(f"--new-tokens must be at least 1, got {part.new_tokens}")
     loaded = session.loaded
-    context = part.context or default_context(loaded)
-    reading = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
-    input_ids, windows = cut(loaded, text, reading, context)
+    how = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
+    reading = cut(loaded, text, how, part.context)
+    windows, context = reading.windows, reading.context
     reference_model = in_fp32(loaded.model)
     runs = [REFERENCE, *session.backends]
-    tokens = compare(
-        session, text, input_ids, windows, context, runs, reading, name="fidelity", reference_model=reference_model
-    )
+    tokens = compare(session, reading, runs, name="fidelity", reference_model=reference_model)
     results = tokens.backends
     working = [run for run, result in zip(runs, results, strict=True) if run is not REFERENCE and not result.failure]
-    full = [input_ids[window.begin : window.end] for window in windows if window.length == context]
+    full = [reading.input_ids[window.begin : window.end] for window in windows if window.length == context]
     measured = full[: part.head_windows] if working else []
     heads = head_errors(session, reference_model, measured, working) if measured else []
     prompt_tokens = context // 2
@@ -91,9 +84,9 @@ def in_fp32(model: PreTrainedModel) -> PreTrainedModel:
     """
     if model.dtype == torch.float32:
         return model
-    packed = next((name for name, weight in model.named_parameters() if not _is_plain(weight)), None)
-    if packed is not None:
-        raise UserError(f"the reference needs weights that fp32 can hold as they are, and {packed} is packed")
+    for name, weight in model.named_parameters():
+        if not (weight.is_floating_point() and type(weight) is nn.Parameter and type(weight.data) is Tensor):
+            raise UserError(f"the reference needs weights that fp32 can hold as they are, and {name} is packed")
     try:
         # Not the model's own float(): that refuses whatever came from a quantised file, be it dequantised by now.
         converted: PreTrainedModel = nn.Module.float(copy.deepcopy(model))
@@ -103,11 +96,6 @@ def in_fp32(model: PreTrainedModel) -> PreTrainedModel:
             f"the reference needs {gib:,.1f} GiB more for the weights in fp32; use a larger device"
         ) from error
     return converted
-
-
-def _is_plain(weight: nn.Parameter) -> bool:
-    """Whether a weight is a tensor of floating-point numbers, and not one of a library's packed ones."""
-    return weight.is_floating_point() and type(weight) is nn.Parameter and type(weight.data) is Tensor
 
 
 def bucket_edges(edges: Sequence[int]) -> list[int]:
@@ -126,15 +114,12 @@ def bucket_changes(
     """Change of perplexity in percent in each coarse bucket, of the losses in the fine ones."""
     if not result.position_nll or not reference.position_nll:
         return []
-    counts = [
-        sum(max(0, min(high, window.length) - max(low, window.first)) for window in windows)
-        for low, high in pairwise(fine)
-    ]
     changes: list[float | None] = []
     for low, high in pairwise(coarse):
         total, difference = 0, 0.0
-        for begin, count, one, two in zip(fine, counts, result.position_nll, reference.position_nll, strict=False):
+        for (begin, end), one, two in zip(pairwise(fine), result.position_nll, reference.position_nll, strict=True):
             if low <= begin < high and one is not None and two is not None:
+                count = sum(max(0, min(end, window.length) - max(begin, window.first)) for window in windows)
                 total += count
                 difference += count * (one - two)
         changes.append(100 * math.expm1(difference / total) if total and difference / total < 700 else None)
@@ -169,17 +154,11 @@ def head_errors(
 ) -> list[HeadErrors]:
     """Measure the error of every head under every backend that Transformers runs through its attention interface.
 
-    One forward pass of the model in fp32 serves all backends. In every layer SDPA's output goes on to the next one, and
-    each backend computes from the same query, key and value what it would have put in its place: an error found so is
-    the head's own, and not the echo of a layer before it. ``eager`` is a function of each model's own, which the
-    interface does not give, and is left out; so are backends that read through a cache, whose heads are those of the
-    same precisions without one.
-
-    Args:
-        session: The run; the backends are given their query, key and value in the dtype of its model.
-        model: The model in fp32; it is left with SDPA.
-        windows: Token ids, int64 ``[T]`` each.
-        backends: The backends.
+    One forward pass of ``model``, in fp32, over each window ``[T]`` serves all backends. In every layer SDPA's output
+    goes on to the next one, and each backend computes from the same query, key and value, in the dtype of the session's
+    model, what it would have put in its place: an error found so is the head's own, and not the echo of a layer before
+    it. ``eager`` is a function of each model's own, which the interface does not give, and is left out; so are backends
+    that read through a cache, whose heads are those of the same precisions without one.
 
     Raises:
         UserError: The model does not run SDPA, or a backend refuses its calls.

@@ -24,7 +24,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from dma_hf import DMAConfig
 
@@ -181,11 +181,19 @@ class DMALM(HFLM):  # type: ignore[misc]
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         inputs = {"input_ids": context, "attention_mask": options.get("attention_mask"), "use_cache": False}
-        processors = LogitsProcessorList([_FiniteLogits(lambda: origin(self.model, lambda: self.model(**inputs)))])
+
+        def check(ids: Tensor, scores: Tensor) -> Tensor:
+            """Change nothing; raise where logits are NaN or plus infinity, before a token is chosen from them."""
+            if bool((scores.isnan() | scores.isposinf()).any()):
+                where = origin(self.model, lambda: self.model(**inputs))
+                raise NonFiniteLogitsError(f"NaN or infinite logits after {ids.shape[1]:,} tokens{where}")
+            return scores
+
+        options["logits_processor"] = LogitsProcessorList([check])
         cache = new_cache(self.model, self._reader)
         if cache is not None:
             options["past_key_values"] = cache
-        generated: Tensor = super()._model_generate(context, max_length, stop, logits_processor=processors, **options)
+        generated: Tensor = super()._model_generate(context, max_length, stop, **options)
         return generated
 
     def _fail(self, error: Exception) -> None:
@@ -193,18 +201,6 @@ class DMALM(HFLM):  # type: ignore[misc]
         self.failure = one_line(error)
         if self.world_size == 1:
             raise BackendFailure(self.failure) from error
-
-
-class _FiniteLogits(LogitsProcessor):  # type: ignore[misc]
-    """Changes nothing; raises where logits are NaN or plus infinity, before a token is chosen from them."""
-
-    def __init__(self, origin_of: Callable[[], str]) -> None:
-        self._origin_of = origin_of
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if bool((scores.isnan() | scores.isposinf()).any()):
-            raise NonFiniteLogitsError(f"NaN or infinite logits after {input_ids.shape[1]:,} tokens{self._origin_of()}")
-        return scores
 
 
 def _pairs(length: int, config: DMAConfig | None) -> Counter[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from .pages import MISSING, Page, all_pages
+from .pages import MISSING, PAGES, Page
 from .results import Report, backend_configs
 
 
@@ -16,16 +17,15 @@ class Plot:
 
     caption: str  # what it shows
     path: str  # where it is, relative to the page
-    title: str = ""  # title of the section that it belongs to; it comes after all sections by default
+    section: Any = None  # the section that it belongs to; it comes after all sections by default
 
 
 def to_markdown(report: Report, plots: Sequence[Plot] = ()) -> str:
     """The report as Markdown, each plot with the section that it belongs to."""
     parts = [f"# Attention backends on {Path(report.model.name).name}\n"]
-    for page in all_pages(report):
-        parts.append(page_to_markdown(page, heading="##"))
-        parts += _images(plots, page.title)
-    parts += _images(plots, "")
+    for name, section in [*report.sections, ("", None)]:
+        parts += [page_to_markdown(PAGES[name](section), heading="##")] if name else []
+        parts += [f"![{plot.caption}]({plot.path})\n" for plot in plots if plot.section is section]
     parts += _configurations(report)
     if report.generations:
         parts.append("## Greedy continuations with the KV cache\n")
@@ -49,10 +49,6 @@ def page_to_markdown(page: Page, heading: str = "#") -> str:
     parts += [f"> **Warning**: {line}\n" for line in page.warnings]
     parts.append("\n".join(f"- {line}" for line in page.notes) + "\n")
     return "\n".join(parts)
-
-
-def _images(plots: Sequence[Plot], title: str) -> list[str]:
-    return [f"![{plot.caption}]({plot.path})\n" for plot in plots if plot.title == title]
 
 
 def _configurations(report: Report) -> list[str]:

@@ -104,19 +104,6 @@ def parse_source(name: str) -> ModelSource:
     return ModelSource(name)
 
 
-def parse_dtype(name: str) -> torch.dtype | None:
-    """The dtype of that name; None for ``auto``.
-
-    Raises:
-        UserError: There is none.
-    """
-    if name == "auto":
-        return None
-    if name not in DTYPES:
-        raise UserError(f"--dtype must be one of auto, {', '.join(DTYPES)}; got {name!r}")
-    return DTYPES[name]
-
-
 def parse_device(name: str) -> torch.device:
     """The device of that name; for ``auto``, CUDA where there is one and else the CPU.
 
@@ -164,7 +151,9 @@ def load_model(
         UserError: The model cannot be loaded; the message says why.
     """
     source = parse_source(name)
-    chosen_dtype = parse_dtype(dtype)
+    if dtype not in ("auto", *DTYPES):
+        raise UserError(f"--dtype must be one of auto, {', '.join(DTYPES)}; got {dtype!r}")
+    chosen_dtype = DTYPES.get(dtype)
     if device_map is not None and device != "auto":
         raise UserError("--device and --device-map exclude each other; give one of them")
     chosen_device = parse_device(device)
@@ -233,11 +222,7 @@ def _damage(source: ModelSource) -> str:
 def check_memory(name: str, config: Any, dtype: torch.dtype | None, device: torch.device | None) -> None:
     """Check that the weights of a model fit, before they are read. Quantised checkpoints are not checked.
 
-    Args:
-        name: What the model was asked for by.
-        config: Its configuration.
-        dtype: The dtype of the weights; the checkpoint's own by default.
-        device: Where they go; ``None`` for all devices and the host together.
+    By default weights have the checkpoint's own dtype, and go to all devices and the host together.
 
     Raises:
         UserError: They do not; the message says how much they need.
@@ -266,11 +251,7 @@ def free_memory(device: torch.device | None) -> int:
 
 
 def batching_settings(model: PreTrainedModel, cache_gib: float | None) -> ContinuousBatchingConfig:
-    """Return Transformers' settings of continuous batching.
-
-    Args:
-        model: The model.
-        cache_gib: Memory for the paged cache, in GiB; by default what Transformers finds free.
+    """Return Transformers' settings of continuous batching, with so many GiB for the paged cache or what it finds free.
 
     Raises:
         UserError: That memory does not hold a page for every layer.

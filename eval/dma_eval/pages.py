@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 
 from .names import SIMULATED, TILE, reads_cache
 from .results import (
-    SECTIONS,
     BackendResult,
     FidelitySection,
     MetricResult,
     MetricValue,
     PerplexitySection,
     Report,
+    RetrievalBackend,
     RetrievalSection,
     StressSection,
     TaskBackend,
@@ -28,7 +28,6 @@ MEMORY_KINDS = {
     "cuda_allocated": "GPU memory allocated by PyTorch, summed over GPUs",
     "process_rss": "resident memory of the process, sampled every 5 ms",
 }
-HEADERS = ("backend", "perplexity", "change", "KL / token", "top-1", "tokens/s", "peak memory")
 MISSING = "–"
 WORST_HEADS = 5
 WORST_LAYERS = 5
@@ -36,9 +35,6 @@ IMPLAUSIBLE = 2.0
 """A perplexity below which a text is not prose that a model reads for the first time: a table of contents gave 1.83."""
 TELLING = 0.05
 """A share of keys in low tiles below which a task is warned of: its prompts are within the band."""
-TASKS_TITLE = "Tasks"
-FIDELITY_TITLE = "Fidelity to SDPA in fp32"
-STRESS_TITLE = "Stress: twins of the model"
 HELD = 43.0
 """Ratio of the largest channel's range to the median's, of keys and of queries, at which ``balanced`` was measured to
 lose next to nothing: those of ``keys x 8`` and ``queries x 8`` in the results under ``benchmarks/quality``."""
@@ -54,6 +50,10 @@ class Table:
     caption: str = ""
 
 
+Columns = dict[str, Callable[[Any], str]]
+"""What the cells of each column show of a result."""
+
+
 @dataclass(frozen=True)
 class Page:
     """One section as it is shown."""
@@ -64,9 +64,18 @@ class Page:
     warnings: list[str] = field(default_factory=list)  # what a reader must not miss
 
 
-def perplexity_title(section: PerplexitySection) -> str:
-    """The title of a section on perplexity."""
-    return f"Perplexity at context {section.context:,}"
+def of(field: str, form: str, unit: str = "", *, factor: float = 1.0) -> Callable[[Any], str]:
+    """Return what shows a field of a result, as :func:`number` does."""
+    return lambda result: number(getattr(result, field), form, unit, factor=factor)
+
+
+def make_table(columns: Columns, results: Sequence[Any], caption: str = "") -> Table:
+    """Return a row for each result; what failed says so in place of its first number."""
+    rows = [[cell(result) for cell in columns.values()] for result in results]
+    for row, result in zip(rows, results, strict=True):
+        if result.failure is not None:
+            row[row.index(MISSING)] = "failed"
+    return Table(tuple(columns), rows, caption)
 
 
 def perplexity_page(section: PerplexitySection) -> Page:
@@ -80,7 +89,7 @@ def perplexity_page(section: PerplexitySection) -> Page:
     manner += ["spread over the text"] if section.spread else []
     notes = [
         f"Text: {origin}, {data.tokens:,} tokens.",
-        f"{section.windows} window{'' if section.windows == 1 else 's'} of {section.context:,} tokens "
+        f"{_windows(section.windows)} of {section.context:,} tokens "
         f"({', '.join(manner)}), {section.tokens_scored:,} tokens "
         f"predicted by every backend; batch size {section.batch_size}.",
         f"Change, KL and top-1 are against `{section.backends[0].label}`, token by token; "
@@ -88,8 +97,8 @@ def perplexity_page(section: PerplexitySection) -> Page:
         f"Peak memory: {MEMORY_KINDS[section.memory_kind]}.",
         *cache_lines(result.label for result in section.backends),
     ]
-    rows = [table_row(result) for result in section.backends]
-    return Page(perplexity_title(section), [Table(HEADERS, rows)], notes, warnings(section))
+    title = f"Perplexity at context {section.context:,}"
+    return Page(title, [make_table(COLUMNS, section.backends)], notes, warnings(section))
 
 
 def task_page(section: TaskSection) -> Page:
@@ -112,13 +121,10 @@ def task_page(section: TaskSection) -> Page:
     tables = [_task_summary(section), _task_metrics(section)]
     if section.groups:
         labels = [backend.label for backend in section.backends]
-        rows = [
-            [
-                f"{group.group}, {group.metric.partition(',')[0]}",
-                *(number(group.values[label], ".4f") for label in labels),
-            ]
-            for group in section.groups
-        ]
+        rows = []
+        for group in section.groups:
+            name = f"{group.group}, {group.metric.partition(',')[0]}"
+            rows.append([name, *(number(group.values[label], ".4f") for label in labels)])
         tables.append(Table(("group", *labels), rows, "Groups, as lm-eval aggregates them"))
     limit = "all samples" if section.limit is None else f"the first {section.limit:,} samples"
     notes = [
@@ -133,17 +139,15 @@ def task_page(section: TaskSection) -> Page:
         *([f"Keys that low tiles held: {', '.join(shares)}."] if shares else []),
         *cache_lines(backend.label for backend in section.backends),
     ]
-    return Page(TASKS_TITLE, tables, notes, warnings)
+    return Page("Tasks", tables, notes, warnings)
 
 
 def fidelity_page(section: FidelitySection) -> Page:
     """A section on fidelity: tokens, positions, worst heads, and where greedy continuations part."""
     tokens = section.tokens
-    reference, *others = tokens.backends
-    rows = [
-        [*table_row(result)[:5], format_kl(result.kl_p99), format_kl(result.kl_max)] for result in (reference, *others)
-    ]
-    tables = [Table((*HEADERS[:5], "KL p99", "KL max"), rows)]
+    columns = dict(list(COLUMNS.items())[:5])
+    columns |= {"KL p99": lambda r: format_kl(r.kl_p99), "KL max": lambda r: format_kl(r.kl_max)}
+    tables = [make_table(columns, tokens.backends)]
     edges = section.bucket_edges
     headers = ("position", *(f"{low:,}–{high - 1:,}" for low, high in pairwise(edges)))
     nothing = [None] * (len(edges) - 1)  # of a failed backend
@@ -157,46 +161,32 @@ def fidelity_page(section: FidelitySection) -> Page:
         for heads in section.heads:
             errors = np.array(heads.relative_l1)
             worst = np.argsort(errors, axis=None)[::-1][:WORST_HEADS]
-            where = [np.unravel_index(int(index), errors.shape) for index in worst]
-            cosine = np.array(heads.cosine)
+            where = zip(*np.unravel_index(worst, errors.shape), strict=True)
             listed = ", ".join(f"{layer}.{head} ({share(errors[layer, head])})" for layer, head in where)
             middle, largest = share(float(np.median(errors)), ".3f"), share(errors.max())
-            rows.append([heads.label, middle, largest, f"{cosine.min():.5f}", listed])
-        tables.append(
-            Table(
-                ("backend", "median error", "largest", "least cosine", "worst heads: layer.head (error)"),
-                rows,
-                "Attention output by head: relative L1 error, each layer given SDPA's own inputs",
-            )
-        )
+            rows.append([heads.label, middle, largest, f"{np.min(heads.cosine):.5f}", listed])
+        headers = ("backend", "median error", "largest", "least cosine", "worst heads: layer.head (error)")
+        caption = "Attention output by head: relative L1 error, each layer given SDPA's own inputs"
+        tables.append(Table(headers, rows, caption))
     if section.divergence:
-        rows = [
-            [
-                each.label,
-                f"{np.median(each.same_tokens):.0f}",
-                str(min(each.same_tokens)),
-                f"{sum(same == section.new_tokens for same in each.same_tokens)} of {len(each.same_tokens)}",
-            ]
-            for each in section.divergence
-        ]
-        tables.append(
-            Table(
-                ("backend", "median", "least", "identical"),
-                rows,
-                f"Greedy tokens before the first that differs, of {section.new_tokens}",
-            )
-        )
+        rows = []
+        for each in section.divergence:
+            same, prompts = each.same_tokens, len(each.same_tokens)
+            whole = f"{same.count(section.new_tokens)} of {prompts}"
+            rows.append([each.label, f"{np.median(same):.0f}", str(min(same)), whole])
+        caption = f"Greedy tokens before the first that differs, of {section.new_tokens}"
+        tables.append(Table(("backend", "median", "least", "identical"), rows, caption))
     notes = [
-        f"Text: `{tokens.data.name}`; {tokens.windows} window{'' if tokens.windows == 1 else 's'} of "
+        f"Text: `{tokens.data.name}`; {_windows(tokens.windows)} of "
         f"{tokens.context:,} tokens, {tokens.tokens_scored:,} tokens scored.",
         f"The reference is SDPA with weights and arithmetic in fp32; the backends run in {section.dtype}.",
     ]
     if section.heads:
         notes.append(
-            f"Heads: over {section.head_windows} window{'' if section.head_windows == 1 else 's'}; every layer's "
+            f"Heads: over {_windows(section.head_windows)}; every layer's "
             "query, key and value are those of the fp32 pass, so that an error is its own and not an echo."
         )
-    return Page(FIDELITY_TITLE, tables, notes, warnings(tokens))
+    return Page("Fidelity to SDPA in fp32", tables, notes, warnings(tokens))
 
 
 def can_retrieve(section: RetrievalSection) -> bool:
@@ -207,25 +197,18 @@ def can_retrieve(section: RetrievalSection) -> bool:
 def retrieval_page(section: RetrievalSection) -> Page:
     """A section on retrieval: one row per backend and length, one column per depth."""
     rows = []
-    for backend in section.backends:
-        for length in section.lengths:
-            cells = {cell.depth: cell for cell in backend.cells if cell.length == length}
-            nll = [cell.nll for cell in cells.values()]
-            rows.append(
-                [
-                    backend.label,
-                    f"{length:,}",
-                    *(f"{cells[d].correct}/{cells[d].samples}" if d in cells else MISSING for d in section.depths),
-                    f"{np.mean(nll):.4f}" if nll else MISSING,
-                ]
-            )
+    for backend, length in product(section.backends, section.lengths):
+        cells = {cell.depth: cell for cell in backend.cells if cell.length == length}
+        found = (f"{cells[d].correct}/{cells[d].samples}" if d in cells else MISSING for d in section.depths)
+        loss = f"{np.mean([cell.nll for cell in cells.values()]):.4f}" if cells else MISSING
+        rows.append([backend.label, f"{length:,}", *found, loss])
     headers = ("backend", "tokens", *(f"depth {100 * depth:.0f} %" for depth in section.depths), "loss")
-    warnings = [f"{b.label} failed: {b.failure}" for b in section.backends if b.failure is not None]
+    warnings = _failure_lines(section.backends)
     if not can_retrieve(section):
         warnings.append(f"{section.backends[0].label} finds nothing: the model cannot do this, whatever its attention")
     notes = [
         "Found: the whole answer is the greedy continuation of the prompt. Loss: nats per token of the answer, "
-        "mean over depths.",
+        "mean over depths."
     ]
     return Page(RETRIEVAL_TITLES[section.kind], [Table(headers, rows)], notes, warnings)
 
@@ -246,16 +229,10 @@ def stress_page(section: StressSection) -> Page:
     reference, *labels = dict.fromkeys(result.label for _, tokens in measured for result in tokens.backends)
     kl, change = [], []
     for twin, tokens in measured:
-        results = {result.label: result for result in tokens.backends}
+        results = [next((each for each in tokens.backends if each.label == label), None) for label in labels]
         ratios = (number(ratio, ",.1f") for ratio in (twin.key_ratio, twin.query_ratio))
-        kl.append(
-            [
-                twin.name,
-                *ratios,
-                *(format_kl(results[label].kl_mean) if label in results else MISSING for label in labels),
-            ]
-        )
-        change.append([twin.name, *(table_row(results[label])[2] if label in results else MISSING for label in labels)])
+        kl.append([twin.name, *ratios, *(format_kl(None if each is None else each.kl_mean) for each in results)])
+        change.append([twin.name, *(MISSING if each is None else table_row(each)[2] for each in results)])
     tables += [
         Table(("twin", "key ratio", "query ratio", *labels), kl, f"KL per token from the twin's own {reference}"),
         Table(("twin", *labels), change, f"Change of perplexity against the twin's own {reference}"),
@@ -274,13 +251,12 @@ def stress_page(section: StressSection) -> Page:
         for of, layers in worst.items()
         if layers and layers[0].ratio > HELD
     ]
-    return Page(STRESS_TITLE, tables, notes, outlying + lines)
+    return Page("Stress: twins of the model", tables, notes, outlying + lines)
 
 
 def warnings(section: PerplexitySection) -> list[str]:
     """What a reader must not miss: failed backends, other attention, windows that are missing, an odd text."""
-    lines = [f"{result.label} failed: {result.failure}" for result in section.backends if result.failure is not None]
-    lines += _fallback_lines(section.backends)
+    lines = _failure_lines(section.backends) + _fallback_lines(section.backends)
     if section.windows_left:
         total = section.windows + section.windows_left
         lines.append(f"interrupted: the figures are those of {section.windows:,} of {total:,} windows")
@@ -303,17 +279,15 @@ def _fallback_lines(backends: Sequence[BackendResult | TaskBackend]) -> list[str
 
 def table_row(result: BackendResult) -> list[str]:
     """One row of the comparison, under ``HEADERS``."""
-    if result.failure is not None:
-        return [result.label, "failed", *[MISSING] * (len(HEADERS) - 2)]
-    return [
-        result.label,
-        number(result.perplexity, ",.3f"),
-        MISSING if result.change_percent is None else f"{result.change_percent:+.2f} % ± {result.change_stderr:.2f}",
-        format_kl(result.kl_mean),
-        share(result.top1_agreement),
-        number(result.tokens_per_second, ",.0f"),
-        format_bytes(result.peak_memory_bytes),
-    ]
+    return make_table(COLUMNS, [result]).rows[0]
+
+
+def _failure_lines(backends: Sequence[BackendResult | RetrievalBackend]) -> list[str]:
+    return [f"{backend.label} failed: {backend.failure}" for backend in backends if backend.failure is not None]
+
+
+def _windows(count: int) -> str:
+    return f"{count} window{'' if count == 1 else 's'}"
 
 
 def number(value: float | None, form: str, unit: str = "", *, factor: float = 1.0) -> str:
@@ -358,55 +332,37 @@ def cache_lines(labels: Iterable[str]) -> list[str]:
 
 
 def _task_summary(section: TaskSection) -> Table:
-    reference = section.backends[0]
+    base = section.backends[0].mean_accuracy
     rows = []
-    for backend in section.backends:
-        pairs = [
-            (task, metric, value)
-            for task in section.tasks
-            if (metric := task.accuracy) is not None
-            for value in metric.values
-            if value.label == backend.label
-        ]
-        flips = [
-            value.lost + value.gained for _, _, value in pairs if value.lost is not None and value.gained is not None
-        ]
-        asked = sum(task.samples for task, _, value in pairs if value.lost is not None)
+    for index, backend in enumerate(section.backends):
+        label, mean = backend.label, backend.mean_accuracy
+        pairs = [(task, metric, metric.of(label)) for task in section.tasks if (metric := task.accuracy) is not None]
+        compared = [(task, value) for task, _, value in pairs if value.flips is not None]
+        flips = sum(value.flips or 0 for _, value in compared)
+        asked = sum(task.samples for task, _ in compared)
         drops = [task.name for task, metric, value in pairs if _verdict(metric, value) < 0]
-        mean, base = backend.mean_accuracy, reference.mean_accuracy
-        is_other = backend is not reference
-        rows.append(
-            [
-                backend.label,
-                share(mean),
-                f"{100 * (mean - base):+.2f}" if is_other and mean is not None and base is not None else MISSING,
-                share(sum(flips) / asked if asked else None),
-                (", ".join(drops) or "none") if is_other and pairs else MISSING,
-                f"{sum(backend.seconds.values()):,.1f}",
-            ]
-        )
+        points = MISSING if not index or mean is None or base is None else f"{100 * (mean - base):+.2f}"
+        listed = (", ".join(drops) or "none") if index and pairs else MISSING
+        seconds = f"{sum(backend.seconds.values()):,.1f}"
+        rows.append([label, share(mean), points, share(flips / asked if asked else None), listed, seconds])
     return Table(("backend", "mean accuracy", "points", "flips", "significant drops", "seconds"), rows)
 
 
 def _task_metrics(section: TaskSection) -> Table:
-    rows = []
-    for task in section.tasks:
-        for metric in task.metrics:
-            for value in metric.values:
-                flips = MISSING
-                if value.lost is not None and value.gained is not None:
-                    flips = f"{value.lost} + {value.gained}"
-                rows.append(
-                    [
-                        f"{task.name}, {metric.title}",
-                        value.label,
-                        f"{task.samples:,}",
-                        share(value.value) if metric.right_or_wrong else number(value.value, ",.4g"),
-                        _difference(value, metric),
-                        flips,
-                        number(value.mcnemar_p, ".3f"),
-                    ]
-                )
+    rows = [
+        [
+            f"{task.name}, {metric.title}",
+            value.label,
+            f"{task.samples:,}",
+            share(value.value) if metric.right_or_wrong else number(value.value, ",.4g"),
+            _difference(value, metric),
+            MISSING if value.flips is None else f"{value.lost} + {value.gained}",
+            number(value.mcnemar_p, ".3f"),
+        ]
+        for task in section.tasks
+        for metric in task.metrics
+        for value in metric.values
+    ]
     return Table(("task, metric", "backend", "samples", "value", "difference [95 %]", "flips", "p"), rows)
 
 
@@ -429,20 +385,27 @@ def _difference(value: MetricValue, metric: MetricResult) -> str:
     return f"{text} [{format(scale * value.low, digits)}, {format(scale * value.high, digits)}]{star}"
 
 
-_PAGES: dict[type[Any], Callable[[Any], Page]] = {
-    PerplexitySection: perplexity_page,
-    TaskSection: task_page,
-    FidelitySection: fidelity_page,
-    RetrievalSection: retrieval_page,
-    StressSection: stress_page,
+COLUMNS: Columns = {
+    "backend": lambda r: r.label,
+    "perplexity": of("perplexity", ",.3f"),
+    "change": lambda r: MISSING if r.change_percent is None else f"{r.change_percent:+.2f} % ± {r.change_stderr:.2f}",
+    "KL / token": lambda r: format_kl(r.kl_mean),
+    "top-1": lambda r: share(r.top1_agreement),
+    "tokens/s": of("tokens_per_second", ",.0f"),
+    "peak memory": lambda r: format_bytes(r.peak_memory_bytes),
 }
-
-
-def page_of(section: Any) -> Page:
-    """The page of a section of any kind."""
-    return _PAGES[type(section)](section)
+HEADERS = tuple(COLUMNS)
+"""Of the comparison of backends."""
+PAGES: dict[str, Callable[[Any], Page]] = {
+    "perplexity": perplexity_page,
+    "tasks": task_page,
+    "fidelity": fidelity_page,
+    "retrieval": retrieval_page,
+    "stress": stress_page,
+}
+"""By the field of a report that holds such sections."""
 
 
 def all_pages(report: Report) -> list[Page]:
     """The pages of all sections."""
-    return [page_of(section) for name in SECTIONS for section in getattr(report, name)]
+    return [PAGES[name](section) for name, section in report.sections]

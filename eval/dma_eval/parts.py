@@ -102,12 +102,15 @@ class Suite:
     stress: StressPart | None = None
 
     @property
+    def readers(self) -> list[Any]:
+        """The parts that read a text."""
+        retrieval = self.retrieval if self.retrieval is not None and self.retrieval.needs_text else None
+        return [part for part in (self.perplexity, self.fidelity, retrieval, self.stress) if part is not None]
+
+    @property
     def needs_text(self) -> bool:
-        """Whether a part has no text of its own."""
-        with_text: list[Any] = [self.perplexity, self.fidelity, self.stress]
-        if self.retrieval is not None and self.retrieval.needs_text:
-            with_text.append(self.retrieval)
-        return any(part is not None and part.data is None for part in with_text)
+        """Whether one of them has no text of its own."""
+        return any(part.data is None for part in self.readers)
 
 
 PARTS: Mapping[str, type[Any]] = {

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 import dma_hf
 
 from .backends import Backend, activate
-from .data import Text, Window, describe_text, make_windows, tokenize
+from .data import Text, Window, make_windows, tokenize
 from .errors import UserError, one_line
 from .files import Piece
 from .memory import MemoryMeter
@@ -86,23 +86,15 @@ class Batch:
 def measure_perplexity(
     session: Session, text: Text, part: PerplexityPart, context: int | None = None, *, name: str = "perplexity"
 ) -> PerplexitySection:
-    """Measure perplexity and fidelity of every backend on the same tokens.
+    """Measure perplexity and fidelity of every backend on the same tokens; finished batches are kept under ``name``.
 
     Interrupted after at least one batch of windows, in a single process, it gives the results of those.
-
-    Args:
-        session: The model and the backends.
-        text: What to read.
-        part: Which windows, and how they are read.
-        context: Tokens per window; 2,048 by default, or the model's maximum where that is less.
-        name: What finished batches are kept under.
 
     Raises:
         UserError: An option is out of range, the text is too short, or the model cannot run it.
     """
-    context = context or default_context(session.loaded)
-    input_ids, windows = cut(session.loaded, text, part, context)
-    return compare(session, text, input_ids, windows, context, session.backends, part, name=name, keeps_partial=True)
+    reading = cut(session.loaded, text, part, context)
+    return compare(session, reading, session.backends, name=name, keeps_partial=True)
 
 
 def default_context(loaded: LoadedModel) -> int:
@@ -110,13 +102,25 @@ def default_context(loaded: LoadedModel) -> int:
     return min(DEFAULT_CONTEXT, loaded.max_context or DEFAULT_CONTEXT)
 
 
-def cut(loaded: LoadedModel, text: Text, part: PerplexityPart, context: int) -> tuple[Tensor, list[Window]]:
-    """Return a text's tokens, int64 ``[N]``, and the windows of ``context`` tokens to read.
+@dataclass(frozen=True)
+class Reading:
+    """What of a text is read."""
+
+    text: Text
+    input_ids: Tensor  # tokens of the whole text, int64 ``[N]``
+    context: int  # tokens of a full window
+    windows: list[Window]  # which tokens to read and to score
+    part: PerplexityPart  # how windows were chosen, and how many form a batch
+
+
+def cut(loaded: LoadedModel, text: Text, part: PerplexityPart, context: int | None = None) -> Reading:
+    """Cut a text into windows of ``context`` tokens, by default as many as :func:`default_context` says.
 
     Raises:
         UserError: An option is out of range, the text is too short, the context is larger than the model's, or a token
             is not in the model's vocabulary.
     """
+    context = context or default_context(loaded)
     input_ids = tokenize(loaded.tokenizer, text.content)
     windows = make_windows(
         len(input_ids), context, part.stride, part.max_windows, skip=part.skip_windows, spread=part.spread
@@ -128,42 +132,28 @@ def cut(loaded: LoadedModel, text: Text, part: PerplexityPart, context: int) -> 
     largest = int(input_ids.max())
     if largest >= vocabulary:
         raise UserError(f"the tokenizer gives token {largest:,}, but the model's vocabulary has {vocabulary:,} entries")
-    return input_ids, windows
+    return Reading(text, input_ids, context, windows, part)
 
 
 def compare(
     session: Session,
-    text: Text,
-    input_ids: Tensor,
-    windows: Sequence[Window],
-    context: int,
+    reading: Reading,
     backends: Sequence[Backend],
-    part: PerplexityPart,
     *,
     name: str,
     keeps_partial: bool = False,
     reference_model: PreTrainedModel | None = None,
 ) -> PerplexitySection:
-    """Run every backend on every window.
+    """Run every backend on every window; the first one is the reference. Finished batches are kept under ``name``.
 
     A backend whose logits are not finite, or which raises, is stopped and marked as failed; the others go on. If it is
-    the first, the reference, then KL and agreement of the others mean nothing.
-
-    Args:
-        session: The model; it is left with the last backend.
-        text: Where the tokens come from.
-        input_ids: Token ids of the text, int64 ``[N]``.
-        windows: Which tokens to read and to score.
-        context: Tokens of a full window.
-        backends: The backends; the first is the reference.
-        part: How windows were chosen, and how many form a batch.
-        name: What finished batches are kept under.
-        keeps_partial: Whether an interruption, in a single process, gives the results of the batches before it.
-        reference_model: What the first backend runs on, the same weights in another dtype; the model by default.
+    the first, then KL and agreement of the others mean nothing. It runs on ``reference_model`` if there is one, which
+    has the same weights in another dtype. An interruption of a single process may give what was measured before it.
 
     Raises:
         UserError: The batch size is below 1, or the model cannot run a backend at all.
     """
+    part, context, input_ids = reading.part, reading.context, reading.input_ids
     model, processes, store = session.loaded.model, session.processes, session.store
     models = [model] * len(backends)
     if reference_model is not None:
@@ -171,8 +161,8 @@ def compare(
     for running, backend in zip(models, backends, strict=True):
         activate(running, backend)
     meter = MemoryMeter(models[0], model)
-    batches = make_batches(windows, part.batch_size)
-    identity = session.identity(*backends, text=text.sha256)
+    batches = make_batches(reading.windows, part.batch_size)
+    identity = session.identity(*backends, text=reading.text.sha256)
     own = processes.share(range(len(batches)))
     session.progress.begin("Measuring", len(backends) * sum(len(batches[index]) for index in own))
     done: dict[int, Batch] = {}
@@ -202,12 +192,12 @@ def compare(
     done = processes.united(done)
     read = [window for index in sorted(done) for window in batches[index]]
     return PerplexitySection(
-        data=describe_text(text, input_ids),
+        data=reading.text.info(len(input_ids)),
         context=context,
         stride=part.stride or context,
         batch_size=part.batch_size,
         windows=len(read),
-        windows_left=len(windows) - len(read),
+        windows_left=len(reading.windows) - len(read),
         skip_windows=part.skip_windows,
         spread=part.spread,
         tokens_scored=sum(window.scored for window in read),
@@ -382,7 +372,6 @@ def tokens_per_second(passes: Sequence[Pass]) -> float:
 
 
 def _exp(value: float) -> float | None:
-    """exp(value); None where a float cannot hold it."""
     return math.exp(value) if value < 700 else None
 
 

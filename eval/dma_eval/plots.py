@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,20 +13,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
+from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, SymmetricalLogLocator
 
 from .names import SIMULATED, reads_cache
-from .pages import format_kl
-from .results import (
-    BackendResult,
-    FidelitySection,
-    PerplexitySection,
-    RetrievalBackend,
-    RetrievalSection,
-    StressSection,
-    TaskSection,
-)
+from .pages import format_kl, share
+from .results import FidelitySection, PerplexitySection, RetrievalSection, StressSection, TaskSection
 
+Array = np.ndarray[Any, np.dtype[np.float64]]
 DPI = 150
 WIDTH = 11.0  # inches
 REFERENCE_COLOR = "#555555"
@@ -83,6 +77,11 @@ GIB = 2**30
 LEAST_REACH = 1.0  # points of accuracy to each side, so that no difference looks like a large one
 
 
+def make_figure(height: float, width: float = WIDTH) -> Figure:
+    """An empty figure of so many inches."""
+    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+
+
 def plot_comparison(section: PerplexitySection, title: str, path: Path) -> None:
     """Quality of every backend, and loss and divergence by position, in one picture."""
     rows = len(section.backends) - 1
@@ -90,7 +89,7 @@ def plot_comparison(section: PerplexitySection, title: str, path: Path) -> None:
         plot_positions(section, title, path)
         return
     heights = [_quality_height(rows), 4.2]
-    figure = Figure(figsize=(WIDTH, sum(heights)), dpi=DPI, layout="constrained")
+    figure = make_figure(sum(heights))
     (top,), (bottom,) = figure.subfigures(2, 1, squeeze=False, height_ratios=heights, hspace=0.04)
     _draw_quality(top, section)
     _draw_positions(bottom, section)
@@ -99,14 +98,14 @@ def plot_comparison(section: PerplexitySection, title: str, path: Path) -> None:
 
 def plot_quality(section: PerplexitySection, title: str, path: Path) -> None:
     """Change of perplexity, KL and disagreement of every backend against the reference."""
-    figure = Figure(figsize=(WIDTH, _quality_height(len(section.backends) - 1)), dpi=DPI, layout="constrained")
+    figure = make_figure(_quality_height(len(section.backends) - 1))
     _draw_quality(figure, section)
     save(figure, title, path)
 
 
 def plot_positions(section: PerplexitySection, title: str, path: Path) -> None:
     """Loss, and KL from the reference, by position in the window."""
-    figure = Figure(figsize=(WIDTH, 4.6), dpi=DPI, layout="constrained")
+    figure = make_figure(4.6)
     _draw_positions(figure, section)
     save(figure, title, path)
 
@@ -128,20 +127,16 @@ def _draw_quality(figure: FigureBase, section: PerplexitySection) -> None:
     absolute = "" if reference.perplexity is None else f"\n({reference.label}: {reference.perplexity:,.3f})"
     colors = [color for color, _ in line_styles(result.label for result in section.backends).values()][1:]
     axes[0].axvline(0, color=REFERENCE_COLOR, linewidth=1)
-    _dots(axes[0], others, colors, lambda r: r.change_percent, lambda v: f"{v:+.2f} %", errors=True)
+    errors = [r.change_stderr for r in others]
+    _dots(axes[0], [r.change_percent for r in others], colors, "{:+.2f} %".format, errors)
     axes[0].set_xlabel(f"Change of perplexity, %{absolute}")
     _widen(axes[0], "x", [result.change_percent for result in others])
-    _dots(axes[1], others, colors, lambda r: r.kl_mean, format_kl)
+    _dots(axes[1], [r.kl_mean for r in others], colors, format_kl)
     axes[1].set_xlabel(f"KL from {reference.label} per token, nats\n(mean)")
     if all(result.kl_mean is None or result.kl_mean > 0 for result in others):
         axes[1].set_xscale("log")
-    _dots(
-        axes[2],
-        others,
-        colors,
-        lambda r: None if r.top1_agreement is None else 100 * (1 - r.top1_agreement),
-        lambda v: f"{v:.2f} %",
-    )
+    differing = [None if r.top1_agreement is None else 100 * (1 - r.top1_agreement) for r in others]
+    _dots(axes[2], differing, colors, "{:.2f} %".format)
     axes[2].set_xlabel(f"Most likely token differs\nfrom {reference.label}, % of tokens")
     axes[0].set_yticks(range(len(others)), [r.label + (" (failed)" if r.failure else "") for r in others])
     axes[0].set_ylim(len(others) - 0.4, -0.6)
@@ -154,19 +149,15 @@ def _draw_quality(figure: FigureBase, section: PerplexitySection) -> None:
 
 def _dots(
     ax: Axes,
-    results: Sequence[BackendResult],
+    values: Sequence[float | None],
     colors: Sequence[str],
-    value_of: Callable[[BackendResult], float | None],
     text_of: Callable[[float], str],
-    *,
-    errors: bool = False,
+    errors: Sequence[float | None] = (),
 ) -> None:
     tidy(ax)
-    for row, (result, color) in enumerate(zip(results, colors, strict=True)):
-        value = value_of(result)
+    for row, (value, color, error) in enumerate(zip_longest(values, colors, errors)):
         if value is None:
             continue
-        error = result.change_stderr if errors else None
         ax.errorbar(value, row, xerr=error, fmt="o", color=color, markersize=8, capsize=3, elinewidth=1.5)
         side, shift = ("left", -4) if value >= 0 else ("right", 4)  # away from the line at zero
         ax.annotate(text_of(value), (value, row), xytext=(shift, 8), ha=side, bbox=BEHIND, **NOTE)
@@ -191,18 +182,17 @@ def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
     axes = figure.subplots(1, 2 if has_kl else 1, squeeze=False)[0]
     edges = section.position_edges
     centers = [(low + high - 1) / 2 for low, high in pairwise(edges)]
-    base = np.array(_gaps(reference.position_nll)) if others and reference.position_nll else np.zeros(len(centers))
+    base = np.array(reference.position_nll, float) if others and reference.position_nll else np.zeros(len(centers))
     changes: list[float] = []
-    for result, (color, line) in zip(
-        section.backends, line_styles(result.label for result in section.backends).values(), strict=True
-    ):
+    styles = line_styles(result.label for result in section.backends).values()
+    for result, (color, line) in zip(section.backends, styles, strict=True):
         width = 2.4 if result is reference else 1.5
         if result.position_nll:
-            change = np.array(_gaps(result.position_nll)) - base
+            change = np.array(result.position_nll, float) - base
             changes += change[np.isfinite(change)].tolist()
             axes[0].plot(centers, change, line, color=color, linewidth=width, label=result.label)
         if has_kl and result.position_kl and result is not reference:
-            values = _gaps([value or None for value in result.position_kl])  # the scale is a logarithm
+            values = np.array([value or None for value in result.position_kl], float)  # the scale is a logarithm
             axes[1].plot(centers, values, line, color=color, linewidth=1.5, label=result.label)
     axes[0].set_ylabel(f"Loss less that of {reference.label}, nats per token" if others else "Loss, nats per token")
     if others:
@@ -218,13 +208,14 @@ def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
         ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
-    if axes[0].get_legend_handles_labels()[0]:
-        legend_below(figure, axes[0])
+    legend_below(figure, axes[0])
 
 
 def legend_below(figure: FigureBase, ax: Axes) -> None:
-    """Put the legend of one plot below all, where it hides nothing."""
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    """Put the legend of one plot, if it has one, below all, where it hides nothing."""
+    handles, names = ax.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
 def line_styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -251,10 +242,6 @@ def _color(label: str) -> str | None:
     return COLORS.get(re.sub(r"^(?:sdpa[:+])?(quanto|hqq|fp8)\d*$|^(kv\d)\+.*$", r"\1\2", _name(label)))
 
 
-def _gaps(values: Sequence[float | None]) -> list[float]:
-    return [float("nan") if value is None else value for value in values]
-
-
 def tidy(ax: Axes) -> None:
     """A grid behind the data, and no more frame than two axes."""
     ax.grid(True, **GRID)
@@ -266,9 +253,7 @@ def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
     """Difference of each task's accuracy from the reference, in points, with its interval; one row per task."""
     reference, *others = section.backends
     rows = [(task, metric) for task in section.tasks if (metric := task.accuracy) is not None]
-    figure = Figure(
-        figsize=(WIDTH, 1.9 + (0.16 * len(others) + 0.24) * max(1, len(rows))), dpi=DPI, layout="constrained"
-    )
+    figure = make_figure(1.9 + (0.16 * len(others) + 0.24) * max(1, len(rows)))
     ax = figure.subplots()
     _tidy_rows(ax)
     spread = 0.6
@@ -276,7 +261,7 @@ def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
     for index, backend in enumerate(others):
         offset = spread * ((index + 0.5) / len(others) - 0.5)
         for row, (_, metric) in enumerate(rows):
-            value = next(value for value in metric.values if value.label == backend.label)
+            value = metric.of(backend.label)
             if value.difference is None or value.low is None or value.high is None:
                 continue
             center = 100 * value.difference
@@ -292,21 +277,16 @@ def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
                 label=backend.label if row == 0 else None,
             )
     ax.axvline(0, color=REFERENCE_COLOR, linewidth=1)
-    labels = []
-    for task, metric in rows:
-        base = metric.values[0].value
-        labels.append(
-            f"{task.name}, {metric.name}" + ("" if base is None else f"\n{reference.label}: {100 * base:.1f} %")
-        )
-    ax.set_yticks(range(len(rows)), labels)
+    bases = [
+        "" if m.values[0].value is None else f"\n{reference.label}: {share(m.values[0].value, '.1f')}" for _, m in rows
+    ]
+    ax.set_yticks(range(len(rows)), [f"{t.name}, {m.name}{base}" for (t, m), base in zip(rows, bases, strict=True)])
     ax.set_ylim(len(rows) - 0.4, -0.6)
     reach = max(LEAST_REACH, *(abs(edge) for edge in ax.get_xlim()))
     ax.set_xlim(-reach, reach)
-    ax.set_xlabel(
-        f"Difference from {reference.label}, percentage points, with {100 * section.confidence:.0f} % intervals"
-    )
-    if ax.get_legend_handles_labels()[0]:
-        legend_below(figure, ax)
+    intervals = f"with {share(section.confidence, '.0f')} intervals"
+    ax.set_xlabel(f"Difference from {reference.label}, percentage points, {intervals}")
+    legend_below(figure, ax)
     save(figure, f"{title}: accuracy", path)
 
 
@@ -315,7 +295,7 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path)
 
     Those that read through a cache, a tile at a time, and simulations are lines: nobody runs a model at that speed.
     """
-    figure = Figure(figsize=(WIDTH, 4.6), dpi=DPI, layout="constrained")
+    figure = make_figure(4.6)
     left, right = figure.subplots(1, 2, sharey=True)
     colors = line_styles(backend.label for section in sections for backend in section.backends)
     changes: list[float] = []
@@ -325,7 +305,8 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path)
             if change is None:
                 continue
             changes.append(change)
-            color, label = colors[backend.label][0], _point_label(backend, section, sections)
+            color = colors[backend.label][0]
+            label = backend.label + ("" if len(sections) == 1 else f", {section.context:,}")
             if reads_cache(backend.label) or backend.label.startswith(SIMULATED):
                 left.axhline(change, color=color, linestyle=line, label=label)
                 right.axhline(change, color=color, linestyle=line)
@@ -350,72 +331,83 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path)
 
 def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
     """Relative L1 error of every head of every layer, one heat map per backend."""
-    shown = section.heads
-    values = [np.array(heads.relative_l1) for heads in shown]
-    positive = np.concatenate([value[value > 0] for value in values])
+    maps = []
+    for heads in section.heads:
+        errors = np.array(heads.relative_l1)
+        layer, head = np.unravel_index(int(errors.argmax()), errors.shape)
+        maps.append((f"{heads.label}\nworst: layer {layer}, head {head}, {share(errors.max())}", errors))
+    positive = np.concatenate([errors[errors > 0] for _, errors in maps])
     # Errors span decades; a backend that is exact everywhere is left to show the lower end of the scale.
     low, high = (float(positive.min()), float(positive.max())) if positive.size else (1e-8, 1e-7)
     lowest = max(low, high * 1e-5)
+    maps = [(heading, np.maximum(errors, lowest)) for heading, errors in maps]
     norm = LogNorm(lowest, max(high, lowest * 1.01))
-    columns = min(len(shown), 4)
-    rows = -(-len(shown) // columns)
-    layers = len(values[0])
-    height = 1.3 + rows * min(6.0, 1.2 + 0.13 * layers)
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
-    image = None
-    for ax, heads, value in zip(axes, shown, values, strict=False):
-        image = ax.imshow(np.maximum(value, lowest), norm=norm, aspect="auto", interpolation="nearest")
-        worst = np.unravel_index(int(value.argmax()), value.shape)
-        ax.set_title(f"{heads.label}\nworst: layer {worst[0]}, head {worst[1]}, {100 * value.max():.2f} %", fontsize=9)
+    height = min(6.0, 1.2 + 0.13 * len(maps[0][1]))
+    figure, axes, image = _heat_maps(maps, height, "Query head", "Layer", norm=norm, interpolation="nearest")
+    for ax in axes:
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.yaxis.get_major_locator().set_params(integer=True)
-    _finish_grid(axes, len(shown), columns, "Query head")
-    figure.axes[0].set_ylabel("Layer")
-    if image is not None:
-        bar = figure.colorbar(image, ax=figure.axes, label="Relative L1 error")
-        for axis_format in (bar.ax.yaxis.set_major_formatter, bar.ax.yaxis.set_minor_formatter):
-            axis_format(FuncFormatter(lambda value, _: f"{100 * value:.2g} %"))
-        if high > 10 * lowest:
-            bar.ax.yaxis.set_minor_formatter(NullFormatter())
+    bar = figure.colorbar(image, ax=figure.axes, label="Relative L1 error")
+    for axis_format in (bar.ax.yaxis.set_major_formatter, bar.ax.yaxis.set_minor_formatter):
+        axis_format(FuncFormatter(lambda value, _: f"{100 * value:.2g} %"))
+    if high > 10 * lowest:
+        bar.ax.yaxis.set_minor_formatter(NullFormatter())
     save(figure, f"{title}: error of each head's attention output", path)
 
 
 def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
     """Share of answers that are found, by depth and length, one heat map per backend."""
-    columns = min(len(section.backends), 4)
-    rows = -(-len(section.backends) // columns)
-    height = 1.2 + rows * (1.1 + 0.45 * len(section.depths))
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    for index, (ax, backend) in enumerate(zip(axes.flat, section.backends, strict=False)):
-        grid = _grid(section, backend)
-        image = ax.imshow(grid, vmin=0, vmax=1, aspect="auto")
-        for (row, column), value in np.ndenumerate(grid):
+    maps = []
+    for backend in section.backends:
+        found = np.full((len(section.depths), len(section.lengths)), np.nan)  # where nothing was measured
+        for cell in backend.cells:
+            found[section.depths.index(cell.depth), section.lengths.index(cell.length)] = cell.correct / cell.samples
+        maps.append((backend.label + (" (failed)" if backend.failure else ""), found))
+    height = 1.1 + 0.45 * len(section.depths)
+    figure, axes, image = _heat_maps(maps, height, "Prompt, tokens", "Depth of the answer", vmin=0, vmax=1)
+    for ax, (_, found) in zip(axes, maps, strict=True):
+        for (row, column), value in np.ndenumerate(found):
             if not np.isnan(value):
                 color = "white" if value < 0.5 else "black"
-                ax.text(column, row, f"{100 * value:.0f} %", ha="center", va="center", fontsize=9, color=color)
-        ax.set_title(backend.label + (" (failed)" if backend.failure else ""), fontsize=10)
+                ax.text(column, row, share(value, ".0f"), ha="center", va="center", fontsize=9, color=color)
         ax.set_xticks(range(len(section.lengths)), [f"{length:,}" for length in section.lengths])
-        ax.set_yticks(range(len(section.depths)), [f"{100 * depth:.0f} %" for depth in section.depths])
-        if index % columns == 0:
-            ax.set_ylabel("Depth of the answer")
-    _finish_grid(list(axes.flat), len(section.backends), columns, "Prompt, tokens")
-    figure.colorbar(image, ax=axes, label="Found, share of samples")
+        ax.set_yticks(range(len(section.depths)), [share(depth, ".0f") for depth in section.depths])
+    figure.colorbar(image, ax=figure.axes, label="Found, share of samples")
     save(figure, f"{title}: retrieval, {section.kind}", path)
+
+
+def _heat_maps(
+    maps: Sequence[tuple[str, Array]], height: float, xlabel: str, ylabel: str, **style: Any
+) -> tuple[Figure, list[Any], AxesImage]:
+    """Draw arrays under their titles, four to a row of so many inches, with all axes labelled at the edges."""
+    columns = min(len(maps), 4)
+    rows = -(-len(maps) // columns)
+    figure = make_figure(1.3 + rows * height)
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
+    for index, (ax, (title, values)) in enumerate(zip(axes, maps, strict=False)):
+        image = ax.imshow(values, aspect="auto", **style)
+        ax.set_title(title, fontsize=9)
+        if index % columns == 0:
+            ax.set_ylabel(ylabel)
+        if index >= len(maps) - columns:  # the lowest of its column, which need not be in the last row
+            ax.set_xlabel(xlabel)
+            ax.tick_params(labelbottom=True)
+    for ax in axes[len(maps) :]:
+        ax.set_visible(False)
+    return figure, axes[: len(maps)], image
 
 
 def plot_stress(section: StressSection, title: str, path: Path) -> None:
     """Divergence of every backend on every twin; one row per twin, so that a flat line is a recipe that holds."""
     measured = [(twin, twin.tokens) for twin in section.twins if twin.tokens is not None]
-    figure = Figure(figsize=(WIDTH, 2.2 + 0.42 * len(measured)), dpi=DPI, layout="constrained")
+    figure = make_figure(2.2 + 0.42 * len(measured))
     ax = figure.subplots()
     _tidy_rows(ax)
     labels = [result.label for _, tokens in measured for result in tokens.backends]
     for index, (label, (color, line)) in enumerate(line_styles(labels).items()):
         if index:  # the reference has no divergence from itself
             results = [next((each for each in tokens.backends if each.label == label), None) for _, tokens in measured]
-            values = _gaps([None if each is None or not each.kl_mean else each.kl_mean for each in results])
+            values = np.array([None if each is None else each.kl_mean or None for each in results], float)
             if np.isfinite(values).any():  # it failed on every twin otherwise, and has no line that a legend explains
                 marker = MARKERS[index % len(MARKERS)]
                 ax.plot(values, range(len(measured)), line, marker=marker, color=color, label=label)
@@ -423,30 +415,8 @@ def plot_stress(section: StressSection, title: str, path: Path) -> None:
     ax.set_yticks(range(len(measured)), [twin.name for twin, _ in measured])
     ax.set_ylim(len(measured) - 0.5, -0.5)
     ax.set_xlabel("KL per token from the twin's own exact attention, nats")
-    if ax.get_legend_handles_labels()[0]:
-        legend_below(figure, ax)
+    legend_below(figure, ax)
     save(figure, f"{title}: twins that are harder to quantise", path)
-
-
-def _finish_grid(axes: Sequence[Axes], shown: int, columns: int, xlabel: str) -> None:
-    """Label the lowest of the ``shown`` heat maps in each column, which need not be in the last row; hide the rest."""
-    for ax in axes[max(shown - columns, 0) : shown]:
-        ax.set_xlabel(xlabel)
-        ax.tick_params(labelbottom=True)
-    for ax in axes[shown:]:
-        ax.set_visible(False)
-
-
-def _grid(section: RetrievalSection, backend: RetrievalBackend) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Share found, ``[depth, length]``; NaN where nothing was measured."""
-    grid = np.full((len(section.depths), len(section.lengths)), np.nan)
-    for cell in backend.cells:
-        grid[section.depths.index(cell.depth), section.lengths.index(cell.length)] = cell.correct / cell.samples
-    return grid
-
-
-def _point_label(backend: BackendResult, section: PerplexitySection, sections: Sequence[PerplexitySection]) -> str:
-    return backend.label if len(sections) == 1 else f"{backend.label}, {section.context:,}"
 
 
 def _tidy_rows(ax: Axes) -> None:

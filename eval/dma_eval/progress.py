@@ -21,8 +21,7 @@ SECONDS_BETWEEN_LINES = 15.0  # where there is no screen to draw a bar on
 class Progress:
     """What a measurement tells of how far it has come: a bar on a screen, a line now and then in a file or a pipe.
 
-    Args:
-        bars: Where it is drawn; nothing is shown without them.
+    Without bars nothing is shown.
     """
 
     def __init__(self, bars: Bars | None = None) -> None:

@@ -1,4 +1,4 @@
-"""One pass of a model over token sequences, the way that a backend reads: at once, or through the cache it asks for.
+"""A pass of a model over tokens, and greedy continuations, the way a backend reads: at once, or through its cache.
 
 A backend with a cache reads in chunks of one tile. Keys in low precision are complete tiles that lie at least one tile
 back, so that with such chunks each of them, and its value, is read from where the cache stores it: what is scored is
@@ -45,12 +45,13 @@ def read(
     last = length if last is None else last
     cache = new_cache(model, backend)
     step = length if cache is None else TILE
+    skips = takes_last(model)
     found: Tensor | None = None
     for begin in range(0, length, step):
         end = min(begin + step, length)
         wanted = min(end - begin, last - (length - end))  # below 1 before the positions that are wanted
         inputs: dict[str, Any] = {"input_ids": ids[:, begin:end], "use_cache": cache is not None}
-        if takes_last(model) and wanted < end - begin:
+        if skips and wanted < end - begin:
             inputs["logits_to_keep"] = max(wanted, 1)
         if mask is not None:
             inputs["attention_mask"] = mask[:, :end]
@@ -82,11 +83,7 @@ def takes_last(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def origin(model: PreTrainedModel, again: Callable[[], object]) -> str:
-    """Name the module that first gives a value that is not finite, by running the same pass once more.
-
-    Args:
-        model: The model.
-        again: Runs the pass.
+    """Name the module that first gives a value that is not finite, by running the same pass ``again``.
 
     Returns:
         A clause to end a message with; empty if no module's output shows it.

@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 
 from .environment import Environment, collect
 from .errors import UserError
-from .files import parse, write_json
+from .files import parse
 
 SCHEMA_VERSION = 4
+RESULTS = "results.json"
+"""The report in a run's folder."""
 Kind = TypeVar("Kind", bound="Results")
 
 
@@ -153,6 +155,11 @@ class MetricValue:
     lost: int | None = None
     gained: int | None = None  # the reverse
     mcnemar_p: float | None = None  # two-sided p-value of McNemar's exact test on ``lost`` and ``gained``
+
+    @property
+    def flips(self) -> int | None:
+        """Samples right under one backend and wrong under the other."""
+        return None if self.lost is None or self.gained is None else self.lost + self.gained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +368,11 @@ class Report(Results):
     stress: list[StressSection] = field(default_factory=list)  # one section per run on twins
     part_seconds: dict[str, float] = field(default_factory=dict)  # wall-clock seconds of the parts of the run, by name
 
+    @property
+    def sections(self) -> list[tuple[str, Any]]:
+        """Every section, with the name of its field."""
+        return [(name, section) for name in SECTIONS for section in getattr(self, name)]
+
 
 SECTIONS = ("perplexity", "tasks", "fidelity", "retrieval", "stress")
 """The fields of a report that hold sections, in the order in which they are shown."""
@@ -375,7 +387,7 @@ def compared(section: Any) -> list[Sequence[BackendInfo]]:
 
 def backend_groups(report: Report) -> list[Sequence[BackendInfo]]:
     """The backends of every section of a report."""
-    return [group for name in SECTIONS for section in getattr(report, name) for group in compared(section)]
+    return [group for _, section in report.sections for group in compared(section)]
 
 
 def has_failures(section: Any) -> bool:
@@ -390,19 +402,14 @@ def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
     return {backend.label: backend.config for group in groups for backend in group if backend.config is not None}
 
 
-def write_report(report: Report, path: Path) -> None:
-    """Write ``report``; a NaN in it is an error."""
-    write_json(report, path)
-
-
 def here_and_now() -> dict[str, Any]:
     """When and where: fields of :class:`Results`."""
     return {"created": datetime.now(UTC).isoformat(timespec="seconds"), "environment": collect()}
 
 
 def read_report(path: Path) -> Report:
-    """Read the report of a run; see :func:`read_results`."""
-    return read_results(Report, path)
+    """Read the report of a run, given its file or its folder; see :func:`read_results`."""
+    return read_results(Report, path / RESULTS if path.is_dir() else path)
 
 
 def read_results(kind: type[Kind], path: Path) -> Kind:

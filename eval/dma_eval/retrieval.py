@@ -48,13 +48,7 @@ def default_lengths(max_context: int | None) -> list[int]:
 
 
 def measure_retrieval(session: Session, kind: str, text: Text | None, part: RetrievalPart) -> RetrievalSection:
-    """Ask every backend the same questions.
-
-    Args:
-        session: The model and the backends.
-        kind: ``needle`` or ``kv``.
-        text: The prose around needles; needed for them only.
-        part: Which questions.
+    """Ask every backend the same questions of a kind, ``needle``, which needs a text to be hidden in, or ``kv``.
 
     Raises:
         UserError: An option is out of range, the text is too short, or the model cannot run a backend.
@@ -82,10 +76,9 @@ def measure_retrieval(session: Session, kind: str, text: Text | None, part: Retr
         for backend in session.backends:
             if backend.label not in failures:
                 try:
-                    correct, nll = _ask(loaded.model, backend, asked)
-                    cells[backend.label, length, depth] = RetrievalCell(
-                        length=length, depth=depth, correct=correct, samples=part.samples, nll=nll
-                    )
+                    found = _ask(loaded.model, backend, asked)
+                    cell = RetrievalCell(length=length, depth=depth, samples=part.samples, **found)
+                    cells[backend.label, length, depth] = cell
                 except (RuntimeError, ValueError, TypeError) as error:
                     failures[backend.label] = one_line(error)
             session.progress.advance(backend.label)
@@ -170,7 +163,7 @@ class _Prompts:
 
 
 @torch.inference_mode()
-def _ask(model: PreTrainedModel, backend: Backend, prompts: Sequence[Prompt]) -> tuple[int, float]:
+def _ask(model: PreTrainedModel, backend: Backend, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Ask questions of one length; returns how many answers are right, and their mean loss per token in nats."""
     activate(model, backend)
     correct, losses = 0, []
@@ -187,7 +180,7 @@ def _ask(model: PreTrainedModel, backend: Backend, prompts: Sequence[Prompt]) ->
             answer = torch.tensor(prompt.answer, device=logits.device)
             correct += int((log_probs.argmax(-1) == answer).all())
             losses.append(-float(log_probs.gather(-1, answer[:, None]).mean()))
-    return correct, sum(losses) / len(losses)
+    return {"correct": correct, "nll": sum(losses) / len(losses)}
 
 
 def _check(part: RetrievalPart, lengths: Sequence[int], depths: Sequence[float], max_context: int | None) -> None:

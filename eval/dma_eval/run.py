@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from . import console
 from .data import Text, load_text
 from .errors import UserError
 from .fidelity import measure_fidelity
 from .files import Piece
-from .pages import page_of
+from .pages import PAGES
 from .parts import Suite, TasksPart
 from .perplexity import default_context, measure_perplexity
 from .progress import shown_progress
-from .results import SECTIONS, FidelitySection, PerplexitySection, RetrievalSection, StressSection, has_failures
+from .results import SECTIONS, PerplexitySection, Report, has_failures
 from .retrieval import measure_retrieval
 from .session import Session
 from .stress import measure_stress
@@ -29,14 +29,8 @@ FOLDER = "parts"
 class Run:
     """What a suite asks for, and in ``sections`` what was measured of it so far, by the names of a report's fields.
 
-    Texts and tasks are looked up at once: what is missing should come to light before the model is loaded.
-
-    Args:
-        suite: The suite.
-        data: The text, instead of the suite's.
-        split: Its split.
-        column: Its column of text.
-        include_path: Folders of task YAMLs.
+    Texts and tasks are looked up at once: what is missing should come to light before the model is loaded. The text,
+    with its split and its column, may be another than the suite's; tasks may lie in folders of YAMLs.
 
     Raises:
         UserError: A text or a task is missing.
@@ -58,9 +52,8 @@ class Run:
         self._data = data
         self._load = partial(load_text, split=split, column=column)
         self._texts: dict[str, Text] = {}
-        for part in (suite.perplexity, suite.fidelity, suite.retrieval, suite.stress):
-            if part is not None and (data or part.data):
-                self._text(part.data)
+        for name in [part.data for part in suite.readers] if data is None else [data]:
+            self._text(name)
         self._names = None
         if suite.tasks is not None:
             from .tasks import find_tasks  # lm-eval takes seconds to import, and a run without tasks does not need it
@@ -69,32 +62,16 @@ class Run:
                 self._names = find_tasks(suite.tasks.names, include_path)
         self.sections: dict[str, Any] = {name: [] for name in SECTIONS}
 
-    @property
-    def has_failures(self) -> bool:
-        """Whether a backend failed in any part."""
-        return any(has_failures(section) for sections in self.sections.values() for section in sections)
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether windows were left unread."""
-        return any(section.windows_left for section in self.sections["perplexity"])
-
     def parts(self, session: Session, *, skips: bool) -> Iterator[tuple[str, Callable[[], float]]]:
         """Name of each part, and the function that measures it, keeps its section, shows it and returns the seconds.
 
-        A part that is finished in the run's folder is taken from there.
-
-        Args:
-            session: The model and the backends.
-            skips: Whether contexts beyond the model's are skipped; otherwise they are errors.
+        What is finished in the run's folder is taken from there. Contexts beyond the model's are errors or skipped.
         """
         suite, limit = self._suite, session.loaded.max_context if skips else None
 
-        def piece(
-            name: str, kind: type[Any], part: Any, text: Text | None, measure: Callable[..., Any], **settings: Any
-        ) -> tuple[str, Callable[[], float]]:
+        def piece(name: str, part: Any, text: Text | None, measure: Callable[..., Any], **settings: Any) -> Any:
             settings |= {"part": asdict(part), "text": None if text is None else text.sha256}
-            return name, partial(self._piece, session, name, kind, partial(measure, text=text, part=part), settings)
+            return name, partial(self._piece, session, name, partial(measure, text=text, part=part), settings)
 
         if suite.perplexity is not None:
             contexts = suite.perplexity.contexts or [default_context(session.loaded)]
@@ -102,31 +79,29 @@ class Run:
             for context in _fitting("perplexity", contexts, limit):
                 name = f"perplexity, {context:,}"
                 measure = partial(measure_perplexity, context=context, name=name)
-                yield piece(name, PerplexitySection, suite.perplexity, text, measure, context=context)
+                yield piece(name, suite.perplexity, text, measure, context=context)
         if suite.fidelity is not None:
             text = self._text(suite.fidelity.data)
-            yield piece("fidelity", FidelitySection, suite.fidelity, text, measure_fidelity)
+            yield piece("fidelity", suite.fidelity, text, measure_fidelity)
         if suite.tasks is not None:
             yield "tasks", partial(self._tasks, session, suite.tasks)
         if suite.retrieval is not None:
-            part = replace(suite.retrieval, lengths=_fitting("retrieval", suite.retrieval.lengths, limit))
-            for kind in dict.fromkeys(part.kinds):
-                prose = self._text(part.data) if kind == "needle" and (self._data or part.data) else None
+            lengths = _fitting("retrieval", suite.retrieval.lengths, limit)
+            part = replace(suite.retrieval, lengths=lengths)
+            for kind in dict.fromkeys(part.kinds if lengths or not suite.retrieval.lengths else ()):
+                prose = self._text(part.data) if kind == "needle" else None
                 ask = partial(measure_retrieval, kind=kind)
-                yield piece(f"retrieval, {kind}", RetrievalSection, part, prose, ask, seed=session.seed)
+                yield piece(f"retrieval, {kind}", part, prose, ask, seed=session.seed)
         if suite.stress is not None:
             text = self._text(suite.stress.data)
-            yield piece("stress", StressSection, suite.stress, text, measure_stress, seed=session.seed)
+            yield piece("stress", suite.stress, text, measure_stress, seed=session.seed)
 
     def _piece(
-        self,
-        session: Session,
-        name: str,
-        kind: type[Any],
-        measure: Callable[[Session], Any],
-        settings: Mapping[str, object],
+        self, session: Session, name: str, measure: Callable[[Session], Any], settings: Mapping[str, object]
     ) -> float:
         """Take a section from the run's folder, or measure and keep it; show it, and return the seconds it took."""
+        field = name.partition(",")[0]
+        (kind,) = get_args(get_type_hints(Report)[field])  # what the field of a report is a list of
         processes, store = session.processes, session.store
         identity = session.identity(*session.backends, **settings)
         piece = processes.from_main(store.load(kind, identity, FOLDER, name) if processes.is_main else None)
@@ -141,7 +116,7 @@ class Run:
                 store.drop(FOLDER, name)
         else:
             console.print_note(f"{name}: taken from the folder")
-        self._show(name.partition(",")[0], piece.content)
+        self._show(field, piece.content)
         return piece.seconds
 
     def _tasks(self, session: Session, part: TasksPart) -> float:
@@ -155,7 +130,7 @@ class Run:
 
     def _show(self, name: str, section: Any) -> None:
         self.sections[name].append(section)
-        console.print_page(page_of(section))
+        console.print_page(PAGES[name](section))
 
     def _text(self, own: str | None) -> Text:
         name = self._data or own

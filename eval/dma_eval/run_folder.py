@@ -1,4 +1,4 @@
-"""The folder of a run: ``results.json``, a page, plots, and the configuration of every backend."""
+"""The folder of a run: its results, a page, plots and configurations; several runs put together, or two compared."""
 
 from __future__ import annotations
 
@@ -11,35 +11,15 @@ from typing import Any, NamedTuple
 
 from . import plots
 from .errors import UserError, one_line
-from .files import make_folder, slug
+from .files import make_folder, slug, write_json
 from .markdown import Plot, to_markdown
-from .pages import (
-    FIDELITY_TITLE,
-    MISSING,
-    RETRIEVAL_TITLES,
-    STRESS_TITLE,
-    TASKS_TITLE,
-    Page,
-    Table,
-    can_retrieve,
-    format_bytes,
-    format_kl,
-    perplexity_title,
-)
-from .results import (
-    SECTIONS,
-    PerplexitySection,
-    Report,
-    StressSection,
-    backend_configs,
-    read_report,
-    write_report,
-)
+from .pages import MISSING, Page, Table, can_retrieve, format_bytes, format_kl
+from .results import RESULTS, SECTIONS, PerplexitySection, Report, StressSection, backend_configs
 
-RESULTS, PAGE, CONFIGS = "results.json", "report.md", "configs"
-Format = Callable[[float], str]
-Shown = tuple[Format, Format]
+PAGE, CONFIGS = "report.md", "configs"
+Shown = tuple[Callable[[float], str], Callable[[float], str]]
 """How a number is written, and how its change to another."""
+SHARE: Shown = ("{:.2%}".format, lambda change: f"{100 * change:+.2f} points")
 
 
 def write_run(report: Report, folder: Path) -> list[str]:
@@ -53,22 +33,13 @@ def write_run(report: Report, folder: Path) -> list[str]:
     """
     make_folder(folder)
     try:
-        write_report(report, folder / RESULTS)
+        write_json(report, folder / RESULTS)
         drawn = _plots(report, folder)
         (folder / PAGE).write_text(to_markdown(report, drawn), encoding="utf-8")
         configs = _configs(report, folder)
     except OSError as error:
         raise UserError(f"--out: cannot write to {folder}: {one_line(error)}") from error
     return [RESULTS, PAGE, *(plot.path for plot in drawn), *configs]
-
-
-def read_run(path: Path) -> Report:
-    """Read the report of a run, given its folder or the file itself.
-
-    Raises:
-        UserError: There is none, or it is not as the schema says.
-    """
-    return read_report(path / RESULTS if path.is_dir() else path)
 
 
 def merge(reports: Sequence[Report]) -> Report:
@@ -129,40 +100,43 @@ def _united_twins(sections: Sequence[StressSection]) -> list[StressSection]:
 
 
 def _plots(report: Report, folder: Path) -> list[Plot]:
-    """Draw every plot that the report has results for."""
     name = Path(report.model.name).name
     drawn: list[Plot] = []
+    taken = Counter[str]()
 
     def draw(
-        plot: Callable[[Any, str, Path], None], section: Any, file: str, caption: str, page: str = "", title: str = name
+        plot: Callable[[Any, str, Path], None], stem: str, caption: str, of: Any, title: str = name, within: Any = None
     ) -> None:
-        plot(section, title, folder / file)
-        drawn.append(Plot(caption, file, page))
+        taken[stem] += 1
+        file = f"{stem}.png" if taken[stem] == 1 else f"{stem}-{taken[stem]}.png"
+        plot(of, title, folder / file)
+        drawn.append(Plot(caption, file, of if within is None else within))
 
     for section in report.perplexity:
-        context, end, page = f"context {section.context:,}", f"{section.context}.png", perplexity_title(section)
-        title = f"{name}, {context}"
+        context, title = f"context {section.context:,}", f"{name}, context {section.context:,}"
         if len(section.backends) > 1:
-            draw(plots.plot_quality, section, f"quality-{end}", f"Quality of each backend at {context}", page, title)
+            caption = f"Quality of each backend at {context}"
+            draw(plots.plot_quality, f"quality-{section.context}", caption, section, title)
         caption = f"Loss and divergence by position, {context}"
-        draw(plots.plot_positions, section, f"positions-{end}", caption, page, title)
+        draw(plots.plot_positions, f"positions-{section.context}", caption, section, title)
     timed = [section for section in report.perplexity if section.backends[0].tokens_per_second is not None]
     if any(len(section.backends) > 1 for section in timed):
-        draw(plots.plot_tradeoff, timed, "tradeoff.png", "Quality against speed and memory")
+        plots.plot_tradeoff(timed, name, folder / "tradeoff.png")
+        drawn.append(Plot("Quality against speed and memory", "tradeoff.png"))
     for tasks in report.tasks:
         if len(tasks.backends) > 1 and any(task.metrics for task in tasks.tasks):
-            draw(plots.plot_tasks, tasks, "tasks.png", "Difference of accuracy, with 95 % intervals", TASKS_TITLE)
+            draw(plots.plot_tasks, "tasks", "Difference of accuracy, with 95 % intervals", tasks)
     for fidelity in report.fidelity:
         caption, title = "Loss and divergence by position, against SDPA in fp32", f"{name}, against SDPA in fp32"
-        draw(plots.plot_positions, fidelity.tokens, "fidelity.png", caption, FIDELITY_TITLE, title)
+        draw(plots.plot_positions, "fidelity", caption, fidelity.tokens, title, within=fidelity)
         if fidelity.heads:
             caption = "Error of every head's output, each layer given the inputs that SDPA gives it"
-            draw(plots.plot_heads, fidelity, "heads.png", caption, FIDELITY_TITLE)
+            draw(plots.plot_heads, "heads", caption, fidelity)
     for retrieval in filter(can_retrieve, report.retrieval):
-        caption, file = f"Retrieval ({retrieval.kind}) by length and depth", f"retrieval-{retrieval.kind}.png"
-        draw(plots.plot_retrieval, retrieval, file, caption, RETRIEVAL_TITLES[retrieval.kind])
+        caption = f"Retrieval ({retrieval.kind}) by length and depth"
+        draw(plots.plot_retrieval, f"retrieval-{retrieval.kind}", caption, retrieval)
     for stress in report.stress:
-        draw(plots.plot_stress, stress, "stress.png", "Divergence on twins of the model", STRESS_TITLE)
+        draw(plots.plot_stress, "stress", "Divergence on twins of the model", stress)
     return drawn
 
 
@@ -233,43 +207,38 @@ def quantities(report: Report) -> Iterator[Quantity]:
         for backend in retrieval.backends:
             asked = sum(cell.samples for cell in backend.cells)
             found = sum(cell.correct for cell in backend.cells) / asked if asked else None
-            yield Quantity(f"retrieval, {retrieval.kind}", backend.label, "found", found, ("{:.1%}".format, _points))
-    for twin in (twin for stress in report.stress for twin in stress.twins if twin.tokens is not None):
-        assert twin.tokens is not None
-        yield from _perplexity(f"stress, {twin.name}", twin.tokens)
+            yield Quantity(f"retrieval, {retrieval.kind}", backend.label, "found", found, ("{:.1%}".format, SHARE[1]))
+    for twin in (twin for stress in report.stress for twin in stress.twins):
+        if twin.tokens is not None:
+            yield from _perplexity(f"stress, {twin.name}", twin.tokens)
 
 
 def _perplexity(topic: str, section: PerplexitySection) -> Iterator[Quantity]:
-    numbers: dict[str, tuple[str, Shown]] = {
-        "perplexity": ("perplexity", ("{:,.3f}".format, "{:+.3f}".format)),
-        "KL / token": ("kl_mean", (format_kl, "{:+.1e}".format)),
-        "top-1": ("top1_agreement", SHARE),
-        "tokens/s": ("tokens_per_second", ("{:,.0f}".format, "{:+,.0f}".format)),
-        "peak memory": ("peak_memory_bytes", (format_bytes, lambda value: f"{value / 2**20:+,.0f} MiB")),
-    }
     for result in section.backends:
-        for name, (field, shown) in numbers.items():
-            yield Quantity(topic, result.label, name, getattr(result, field), shown)
+        numbers: dict[str, tuple[float | None, Shown]] = {
+            "perplexity": (result.perplexity, ("{:,.3f}".format, "{:+.3f}".format)),
+            "KL / token": (result.kl_mean, (format_kl, "{:+.1e}".format)),
+            "top-1": (result.top1_agreement, SHARE),
+            "tokens/s": (result.tokens_per_second, ("{:,.0f}".format, "{:+,.0f}".format)),
+            "peak memory": (result.peak_memory_bytes, (format_bytes, lambda value: f"{value / 2**20:+,.0f} MiB")),
+        }
+        yield from (Quantity(topic, result.label, name, *number) for name, number in numbers.items())
 
 
 def _differences(first: Report, second: Report) -> Iterator[tuple[str, Any, Any]]:
     """Settings, versions and configurations that are not the same in both runs."""
-    for group, one, two in (
-        ("model", asdict(first.model), asdict(second.model)),
-        ("environment", asdict(first.environment) | {"packages": {}}, asdict(second.environment) | {"packages": {}}),
-        ("version", first.environment.packages, second.environment.packages),
-    ):
+    both: list[dict[str, dict[str, Any]]] = []
+    for report in (first, second):
+        machine = asdict(report.environment)
+        packages = machine.pop("packages")
+        groups = {"model": asdict(report.model), "environment": machine, "version": packages}
+        both.append({**groups, "": {"seed": report.seed}, **backend_configs(report)})
+    for group in (group for group in both[0] if group in both[1]):
+        one, two = (groups[group] for groups in both)
         for name in dict.fromkeys([*one, *two]):
-            if one.get(name) != two.get(name):
-                yield f"{group}: {name}", one.get(name, MISSING), two.get(name, MISSING)
-    if first.seed != second.seed:
-        yield "seed", first.seed, second.seed
-    configs, others = backend_configs(first), backend_configs(second)
-    for label in configs.keys() & others.keys():
-        for name in dict.fromkeys([*configs[label], *others[label]]):
-            a, b = configs[label].get(name, MISSING), others[label].get(name, MISSING)
+            a, b = one.get(name, MISSING), two.get(name, MISSING)
             if a != b:
-                yield f"{label}: {name}", a, b
+                yield f"{group}: {name}" if group else name, a, b
 
 
 def _warnings(first: Report, second: Report) -> Iterator[str]:
@@ -279,10 +248,8 @@ def _warnings(first: Report, second: Report) -> Iterator[str]:
         return any(getattr(one, name) != getattr(two, name) for name in names)
 
     texts = {section.context: section for section in second.perplexity}
-    for section in first.perplexity:
-        other = texts.get(section.context)
-        if other is None:
-            continue
+    for section in (section for section in first.perplexity if section.context in texts):
+        other = texts[section.context]
         if section.data.sha256 != other.data.sha256:
             yield f"perplexity at {section.context:,}: the texts differ ({section.data.name}, {other.data.name})"
         elif differing(section, other, "stride", "windows", "skip_windows", "spread"):
@@ -293,10 +260,3 @@ def _warnings(first: Report, second: Report) -> Iterator[str]:
             twin = samples.get(task.name)
             if twin is not None and differing(task, twin, "samples", "num_fewshot", "version"):
                 yield f"{task.name}: the samples, the examples in the prompt or the task's version differ"
-
-
-def _points(change: float) -> str:
-    return f"{100 * change:+.2f} points"
-
-
-SHARE: Shown = ("{:.2%}".format, _points)

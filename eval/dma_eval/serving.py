@@ -32,8 +32,7 @@ from .models import LoadedModel
 class OneModel(ModelManager):  # type: ignore[misc]
     """A manager of models that has one, which it did not load, and so never unloads or loads again.
 
-    Args:
-        loaded: The model, switched to its backend. A request may name it, or none.
+    A request may name the model, or none.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -96,14 +95,7 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(
     loaded: LoadedModel, listener: socket.socket, batches: ContinuousBatchingConfig | None, *, log_level: str
 ) -> None:
-    """Answer requests until the process is told to stop.
-
-    Args:
-        loaded: The model, switched to its backend.
-        listener: Where requests come in.
-        batches: How requests are batched continuously; ``None`` to have ``generate`` answer one after another.
-        log_level: Of the web server.
-    """
+    """Answer requests until the process is stopped; without ``batches``, ``generate`` answers one after another."""
     is_batched = batches is not None
     manager, state = OneModel(loaded), GenerationState(is_batched, cb_config=batches)
     app = build_server(

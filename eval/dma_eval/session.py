@@ -67,8 +67,7 @@ class Processes:
 def join_processes(device: str = "auto") -> Processes:
     """Join the processes that ``accelerate launch`` or ``torchrun`` started, if they did.
 
-    Args:
-        device: The device that was asked for: with ``cpu``, and without CUDA, processes talk through gloo.
+    With the device ``cpu``, and without CUDA, they talk through gloo.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Processes()

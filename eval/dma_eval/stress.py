@@ -23,7 +23,7 @@ from dma_hf.projections import Layer, find_layers, watched
 from .data import Text
 from .errors import UserError
 from .parts import PerplexityPart, StressPart
-from .perplexity import compare, cut, default_context
+from .perplexity import compare, cut
 from .results import ChannelRange, StressSection, TwinResult
 from .session import Session
 
@@ -70,19 +70,15 @@ TWINS = (
 def measure_stress(session: Session, text: Text, part: StressPart) -> StressSection:
     """Measure every backend on the model and on each of its twins, the same windows of one text.
 
-    Args:
-        session: The model and the backends; the first is the reference, on each twin anew.
-        text: What to read.
-        part: Which windows.
+    The first backend is the reference, on each twin anew.
 
     Raises:
         UserError: An option is out of range, the text is too short, or the model makes its keys in a way of its own.
     """
     loaded = session.loaded
-    context = part.context or default_context(loaded)
-    windows_of = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
-    input_ids, windows = cut(loaded, text, windows_of, context)
-    sample = input_ids[:RANGE_TOKENS]
+    how = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
+    reading = cut(loaded, text, how, part.context)
+    sample = reading.input_ids[:RANGE_TOKENS]
     try:
         key_ranges, query_ranges = channel_ranges(loaded.model, sample)
         layers = attention_layers(loaded.model, sample)
@@ -90,24 +86,15 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
         raise UserError(f"{type(loaded.model).__name__} has no twins: {error}") from error
     twins = []
     for twin in TWINS:
-        key_ratio, query_ratio, refused, tokens = None, None, None, None
+        found: dict[str, Any] = {}
         try:
             with stressed(loaded.model, layers, twin, seed=session.seed):
-                found = channel_ranges(loaded.model, sample)
-                key_ratio, query_ratio = (max(each.ratio for each in ranges) for ranges in found)
-                name = f"stress, {twin.name}"
-                tokens = compare(session, text, input_ids, windows, context, session.backends, windows_of, name=name)
+                ratios = (max(each.ratio for each in ranges) for ranges in channel_ranges(loaded.model, sample))
+                found["key_ratio"], found["query_ratio"] = ratios
+                found["tokens"] = compare(session, reading, session.backends, name=f"stress, {twin.name}")
         except NoTwinError as error:
-            refused = str(error)
-        result = TwinResult(
-            name=twin.name,
-            is_same_function=twin.is_same_function,
-            key_ratio=key_ratio,
-            query_ratio=query_ratio,
-            refused=refused,
-            tokens=tokens,
-        )
-        twins.append(result)
+            found["refused"] = str(error)
+        twins.append(TwinResult(name=twin.name, is_same_function=twin.is_same_function, **found))
     return StressSection(range_tokens=len(sample), key_ranges=key_ranges, query_ranges=query_ranges, twins=twins)
 
 
@@ -136,13 +123,7 @@ def attention_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
 
 @contextmanager
 def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: int = 0) -> Iterator[None]:
-    """Within a ``with`` block, ``model`` is a twin of itself.
-
-    Args:
-        model: The model.
-        layers: Its layers, from :func:`attention_layers`.
-        twin: What to change.
-        seed: Seed of the choice of scaled channels.
+    """Within a ``with`` block, ``model`` is a twin of itself in ``layers``, those of :func:`attention_layers`.
 
     Raises:
         NoTwinError: Values are to be scaled, and a layer makes or uses them in another way than by linear layers.
@@ -196,5 +177,4 @@ def _scale_values(
 
 
 def _change(module: nn.Module, factors: Tensor, addends: Tensor) -> Any:
-    """Multiply and shift what a module puts out."""
     return module.register_forward_hook(lambda _m, _i, output: output * factors.to(output) + addends.to(output))

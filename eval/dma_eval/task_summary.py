@@ -149,13 +149,7 @@ def _answer(responses: list[Any], output_type: str) -> Any:
 def summarize_tasks(
     session: Session, names: Sequence[str], answers: Mapping[tuple[str, str], UnitRecord | str], part: TasksPart
 ) -> TaskSection:
-    """Compare every backend's answers with the first one's.
-
-    Args:
-        session: The backends; its seed is that of the bootstrap.
-        names: What was asked for.
-        answers: Records, or why there are none, by label of the backend and name that was asked for.
-        part: How they were asked.
+    """Compare every backend's answers with the first one's, given by label of the backend and name that was asked for.
 
     Raises:
         RuntimeError: Two backends were not given the same samples.
@@ -225,7 +219,9 @@ def _metric(
     known = task.aggregations.get(name, "mean")  # a metric without an aggregation is averaged by lm-eval
     arrays = {label: _array(record.samples, name, filter_name) for label, record in answers.items()}
     present = {label: array for label, array in arrays.items() if array is not None and known in STATISTICS}
-    right_or_wrong = known == "mean" and bool(present) and all(map(_is_right_or_wrong, present.values()))
+    answered = np.concatenate([*present.values(), np.empty((0, 2))])
+    is_binary = bool(np.isin(answered[:, 0], (0, 1)).all() and (answered[:, 1] == 1).all())
+    right_or_wrong = known == "mean" and bool(present) and is_binary
     values: list[MetricValue] = []
     for label in labels:
         value = answers[label].metrics[key] if label in answers else None
@@ -249,10 +245,6 @@ def _metric(
         higher_is_better=task.higher_is_better.get(name),
         values=values,
     )
-
-
-def _is_right_or_wrong(array: Array) -> bool:
-    return bool(np.isin(array[:, 0], (0.0, 1.0)).all() and (array[:, 1] == 1).all())
 
 
 def _array(samples: Sequence[Sample], metric: str, filter_name: str) -> Array | None:

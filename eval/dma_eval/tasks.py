@@ -41,11 +41,9 @@ class TaskNames:
 
 
 def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> TaskNames:
-    """Look names up among the tasks in ``include_paths`` and those that come with lm-eval.
+    """Look names of tasks, groups or tags, or YAML files, up in folders and among those that come with lm-eval.
 
-    Args:
-        names: Names of tasks, groups or tags, or YAML files; several may stand in one string, with commas.
-        include_paths: Folders of task YAMLs.
+    Several names may stand in one string, with commas.
 
     Raises:
         UserError: There are no names, a folder is none, or a name is unknown; the message lists the nearest ones.
@@ -97,10 +95,7 @@ def _check_yaml(file: Path) -> None:
 def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
     """Evaluate every backend on every task; what the run's folder holds already is not evaluated again.
 
-    Args:
-        session: The model and the backends; its seed is that of the choice of examples, and of the bootstrap.
-        tasks: What to evaluate.
-        part: How.
+    The session's seed is that of the choice of examples, and of the bootstrap.
 
     Raises:
         UserError: A task cannot be loaded, or the model cannot run a backend.
@@ -151,7 +146,6 @@ def _is_known(name: str, manager: TaskManager) -> bool:
 
 
 def _identity(session: Session, manager: TaskManager, name: str, backend: Backend, part: TasksPart) -> dict[str, Any]:
-    """Everything that a backend's answers depend on."""
     entry = manager.task_index.get(name)
     file = Path(name) if entry is None else entry.yaml_path
     definition = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from dma_eval.errors import UserError
+from dma_eval.files import write_json as write
 from dma_eval.markdown import Plot, to_markdown
 from dma_eval.models import LoadedModel
 from dma_eval.names import PRESETS
@@ -26,7 +27,6 @@ from dma_eval.results import (
     here_and_now,
     read_report,
 )
-from dma_eval.results import write_report as write
 from PIL import Image
 
 FAILED = BackendResult(label="broken", implementation="broken", config=None, failure="NaN | somewhere")

@@ -16,7 +16,7 @@ import pytest
 from dma_eval import card as card_module
 from dma_eval.card import make_card, prepare_upload
 from dma_eval.errors import UserError
-from dma_eval.files import parse
+from dma_eval.files import parse, write_json
 from dma_eval.markdown import page_to_markdown
 from dma_eval.pages import format_kl, stress_page
 from dma_eval.results import (
@@ -27,9 +27,8 @@ from dma_eval.results import (
     StressSection,
     TwinResult,
     read_report,
-    write_report,
 )
-from dma_eval.run_folder import compare_reports, merge, read_run, write_run
+from dma_eval.run_folder import compare_reports, merge, write_run
 from huggingface_hub import ModelCard
 from PIL import Image
 
@@ -93,7 +92,7 @@ class TestFolder:
         assert dma_hf.resolve(folder / "all/configs/paper.toml") == dma_hf.PRESETS["paper"]
 
     def test_is_written_again(self, report: Report, folder: Path, run: Run, tmp_path: Path) -> None:
-        write_report(report, tmp_path / "results.json")
+        write_json(report, tmp_path / "results.json")
         assert run("report", "build", tmp_path).exit_code == 0
         assert (tmp_path / "report.md").read_text(encoding="utf-8") == (folder / "all/report.md").read_text(
             encoding="utf-8"
@@ -114,6 +113,21 @@ class TestFolder:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
             assert done.returncode == 0, done.stderr
         assert (tmp_path / "report.md").is_file()
+
+    def test_sections_of_one_kind_have_plots_of_their_own(self, report: Report, tmp_path: Path) -> None:
+        """Of two texts at one context, or of tasks from two runs; each stands in its section, once."""
+        (tokens,), (tasks,) = report.perplexity, report.tasks
+        second = replace(tokens, data=replace(tokens.data, name="another text"))
+        files = write_run(replace(report, perplexity=[tokens, second], tasks=[tasks, replace(tasks)]), tmp_path)
+        page = (tmp_path / "report.md").read_text(encoding="utf-8")
+        for stem in ("quality-128", "positions-128", "tasks"):
+            for file in (f"{stem}.png", f"{stem}-2.png"):
+                assert file in files
+                assert (tmp_path / file).is_file()
+                assert page.count(f"]({file})") == 1
+        one, two = page.split("## Perplexity at context 128")[1:]
+        assert "](quality-128.png)" in one
+        assert "](quality-128-2.png)" in two
 
     def test_cannot_be_made(self, report: Report, text_file: Path) -> None:
         with pytest.raises(UserError, match="--out: cannot make the folder"):
@@ -165,13 +179,13 @@ class TestMerge:
         for name in ("tasks", "fidelity", "retrieval", "part_seconds"):
             del values[name]
         (tmp_path / "old.json").write_text(json.dumps(values), encoding="utf-8")
-        old = read_run(tmp_path / "old.json")
+        old = read_report(tmp_path / "old.json")
         assert (old.schema_version, old.tasks, old.part_seconds) == (SCHEMA_VERSION, [], {})
         assert old.perplexity == report.perplexity
 
     @pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.json")), ids=lambda path: path.name)
     def test_reads_committed_results(self, path: Path) -> None:
-        report = read_run(path)
+        report = read_report(path)
         assert any(getattr(report, name) for name in SECTIONS)
 
 

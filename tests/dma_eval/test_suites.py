@@ -153,6 +153,18 @@ class TestFiles:
             load_suite("none.toml")
 
 
+def test_a_suite_that_no_context_fits(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    """Its report is empty, and no other length is measured instead."""
+    content = "[perplexity]\ncontexts = [4096]\n[retrieval]\nlengths = [4096]\n"
+    (tmp_path / "long.toml").write_text(content, encoding="utf-8")
+    common = ("-m", model_folder, "--device", "cpu", "-d", text_file, "--attn", "sdpa", "--out", tmp_path / "run")
+    result = run("suite", "--suite", tmp_path / "long.toml", *common)
+    assert result.exit_code == 0, result.output
+    for part in ("perplexity", "retrieval"):
+        assert f"{part} at 4,096 is skipped: the model takes 512 positions" in result.stderr
+    assert read_report(tmp_path / "run").sections == []
+
+
 class TestRun:
     @pytest.fixture
     def suite(self, run: Run, model_folder: Path, text_file: Path, tiny_tasks: Path, tmp_path: Path) -> Run:

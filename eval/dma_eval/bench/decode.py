@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 from transformers import LlamaConfig
 
+from dma_eval import console
 from dma_eval.backends import Backend, parse_compared
 from dma_eval.errors import UserError, one_line
 from dma_eval.names import DMA, FORMAT_SUFFIXES, PEER_SUFFIXES
@@ -122,22 +123,13 @@ def parse_implementations(names: Sequence[str]) -> list[Backend]:
 
 
 def measure_shape(
-    shape: DecodeShape,
-    implementations: Sequence[Backend],
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    seconds: float,
+    shape: DecodeShape, implementations: Sequence[Backend], device: torch.device, dtype: torch.dtype, *, seconds: float
 ) -> list[DecodeResult]:
-    """Time a step of all implementations on one shape.
+    """Time a step of all implementations on one shape; the first is what the others' ``speedup`` refers to.
 
-    Args:
-        shape: What to measure.
-        implementations: The first is what the others' ``speedup`` refers to.
-        device: Where to measure.
-        dtype: Of queries and of 16-bit caches.
-        seconds: About how long the rounds take, without compiling.
+    The rounds take about so many ``seconds``, without compiling; ``dtype`` is that of queries and of 16-bit caches.
     """
+    console.print_note(str(shape))
     results: dict[str, DecodeResult] = {}
     runs: dict[str, Run] = {}
     for implementation in implementations:

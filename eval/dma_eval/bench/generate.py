@@ -30,38 +30,19 @@ from .timing import FAILURES, measure_each
 
 CACHES = ("dynamic", "static", "dma", "dma-static")
 DEFAULT_RUNS = ("sdpa+dynamic", "sdpa+static", *(f"{DMA}:{p}+{c}" for p in ("kv8", "kv4") for c in CACHES[2:]))
+LLAMA_3 = {
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 1 << 21,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+SMALL = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 1 << 14}
 SHAPES = {
-    "llama-3.1-8b": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=1 << 21,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    ),
-    "llama-3.2-1b": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=1 << 21,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=True,
-    ),
-    "tiny": LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1 << 14,
-    ),
+    "llama-3.1-8b": LlamaConfig(**LLAMA_3, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
+    "llama-3.2-1b": LlamaConfig(**LLAMA_3, **SMALL, tie_word_embeddings=True),
+    "tiny": LlamaConfig(**TINY, vocab_size=256, num_attention_heads=4, num_key_value_heads=2),
 }
 """Models with random weights; the speed does not depend on what the weights are."""
 UNTIMED_STEPS = 4
@@ -133,12 +114,7 @@ def measure(
 ) -> Iterator[GenerateResult]:
     """Generate from random prompts of every length with every run; yields each result as it comes.
 
-    Args:
-        model: In evaluation mode, on its device.
-        contexts: Tokens of a prompt.
-        runs: The first is what the others' ``speedup`` refers to.
-        batch: Sequences.
-        new_tokens: To generate in each.
+    The model is in evaluation mode on its device; the first run is what the others' ``speedup`` refers to.
     """
     return measure_each(
         {f"{context:,} tokens": context for context in contexts},
@@ -151,14 +127,9 @@ def measure(
 def longest_context(
     model: PreTrainedModel, run: GenerateRun, batch: int, upper: int, guess: int = FILL_TOKENS
 ) -> LongestContext:
-    """Find the longest context over which one more token can be computed.
+    """Find the longest context, up to ``upper`` tokens, over which one more token can be computed.
 
-    Args:
-        model: In evaluation mode, on its device.
-        run: The attention and the cache.
-        batch: Sequences.
-        upper: The longest that is tried.
-        guess: What is tried first. Each trial fills the memory, so a good guess saves most of the time.
+    Each trial fills the memory, so that a good ``guess``, which is tried first, saves most of the time.
     """
     low, high = 0, upper + 1  # one that fits, and one that does not
     tried = min(guess, upper)

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import dma_hf
+from dma_eval import console
 from dma_eval.backends import Backend, parse_compared
 from dma_eval.errors import one_line
 from dma_eval.names import DMA
@@ -80,16 +81,11 @@ def measure_shape(
     *,
     seconds: float,
 ) -> list[PrefillResult]:
-    """Time all implementations on one shape.
+    """Time all implementations on one shape; the first is what the others' ``speedup`` refers to.
 
-    Args:
-        shape: What to measure.
-        implementations: The first is what the others' ``speedup`` refers to.
-        facts: Of the device.
-        device: Where to measure.
-        dtype: Of queries, keys and values.
-        seconds: About how long the rounds take, without compiling.
+    The rounds take about so many ``seconds``, without compiling; ``dtype`` is that of queries, keys and values.
     """
+    console.print_note(str(shape))
     inputs = [
         torch.randn(shape.batch, heads, shape.length, shape.head_dim, device=device, dtype=dtype)
         for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)

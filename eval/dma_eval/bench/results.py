@@ -8,13 +8,10 @@ run, or on a CPU) are null.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from dma_eval.files import write_json
-from dma_eval.results import Results, here_and_now
+from dma_eval.results import Results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,24 +187,18 @@ class SpeedReport(Results):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillReport(SpeedReport):
-    """Everything that one run measured."""
-
     schema_version: int = 3
     results: list[PrefillResult]  # by shape, then in the order asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeReport(SpeedReport):
-    """Everything that one run measured."""
-
     schema_version: int = 2
     results: list[DecodeResult]  # by shape, then in the order asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateReport(SpeedReport):
-    """Everything that one run measured."""
-
     schema_version: int = 1
     model: str  # the shape's name, or that of a real model
     parameters: int  # how many the model has
@@ -220,8 +211,6 @@ class GenerateReport(SpeedReport):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeReport(SpeedReport):
-    """Everything that one run measured."""
-
     schema_version: int = 1
     model: str  # the shape's name, or that of a real model
     layers: int  # how many it has, which may be fewer than its name's
@@ -229,21 +218,3 @@ class ServeReport(SpeedReport):
     weight_bytes: int
     cache_gib: float | None  # for the paged cache; null for what Transformers found free, on a CPU what is needed
     results: list[ServeResult]  # by set of requests, then in the order asked for
-
-
-def report_writer(kind: type[SpeedReport], path: Path | None, **fields: Any) -> Callable[..., None]:
-    """Return what writes a report as far as it has come, so that an interruption keeps what there is.
-
-    Args:
-        kind: Of the report.
-        path: Where it goes; ``None`` to write nothing.
-        fields: Of the report, those that stay. The date and the environment are added; the others are what each writing
-            is given.
-    """
-    fields |= here_and_now()
-
-    def write(**others: Any) -> None:
-        if path is not None:
-            write_json(kind(**fields, **others), path, indent=1)
-
-    return write

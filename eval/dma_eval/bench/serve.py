@@ -112,12 +112,8 @@ def measure(
 ) -> Iterator[ServeResult]:
     """Answer every set of requests with every backend; yields each result as it comes.
 
-    Args:
-        model: In evaluation mode, on its device.
-        sets: The requests.
-        backends: The first is what the others' ``speedup`` refers to.
-        seed: Of the requests' lengths and tokens.
-        cache_gib: Memory for the paged cache; by default what Transformers finds free, on a CPU what all requests need.
+    The model is in evaluation mode on its device; the first backend is what the others' ``speedup`` refers to. Without
+    ``cache_gib`` the paged cache has what Transformers finds free, on a CPU what all requests need.
     """
     return measure_each(
         {requests.name: requests for requests in sets},
@@ -210,7 +206,6 @@ def _answer(manager: ContinuousBatchingManager, requests: Sequence[Request]) -> 
 
 
 def _median_and_high(values: list[float]) -> tuple[float | None, float | None]:
-    """Return the median and the 99th percentile."""
     if not values:
         return None, None
     median, high = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.5, 0.99], dtype=torch.float64))

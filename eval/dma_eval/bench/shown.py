@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from dma_eval.pages import MISSING, Table, number
-from dma_eval.plots import DPI, WIDTH, line_styles, save, tidy
+from dma_eval.pages import MISSING, Columns, Table, make_table, number, of
+from dma_eval.plots import WIDTH, legend_below, line_styles, make_figure, save, tidy
 
 from .results import DecodeResult, GenerateResult, LongestContext, PrefillResult, ServeResult, SpeedResult
 
@@ -23,122 +22,89 @@ Key = TypeVar("Key", bound=Hashable)
 
 def prefill_tables(results: Sequence[PrefillResult]) -> list[Table]:
     """Return a table for each family of shapes."""
-    times = ("ms", "as graph", "quantising", "TFLOP/s", "speed")
-    headers = ("implementation", "tokens", *times, "error", "key outliers", "extra memory")
-    return [
-        Table(headers, [[r.label, f"{r.shape.length:,}", *_prefill_cells(r)] for r in members], family)
-        for family, members in grouped(results, lambda r: r.shape.family).items()
-    ]
-
-
-def _prefill_cells(result: PrefillResult) -> list[str]:
-    if result.failure is not None:
-        return ["failed", *[MISSING] * 7]
-    extra = MISSING
-    if result.extra_bytes is not None and result.input_bytes:
-        extra = f"{result.extra_bytes / result.input_bytes:.2f} of QKV"
-    quantizing = number(result.quantize_milliseconds, ".3f")
-    if result.quantize_milliseconds is not None and result.quantize_copy_milliseconds:
-        quantizing += f" ({result.quantize_milliseconds / result.quantize_copy_milliseconds:.2f} copies)"
-    return [
-        number(result.milliseconds, ".3f"),
-        number(result.graph_milliseconds, ".3f"),
-        quantizing,
-        number(result.tflops, ",.0f" if (result.tflops or 0) >= 10 else ".3f"),
-        number(result.speedup, ".2f", "x"),
-        number(result.error, ".4f"),
-        number(result.error_with_outliers, ".4f"),
-        extra,
-    ]
+    columns: Columns = {
+        "implementation": lambda r: r.label,
+        "tokens": lambda r: f"{r.shape.length:,}",
+        "ms": of("milliseconds", ".3f"),
+        "as graph": of("graph_milliseconds", ".3f"),
+        "quantising": _quantizing,
+        "TFLOP/s": lambda r: number(r.tflops, ",.0f" if (r.tflops or 0) >= 10 else ".3f"),
+        "speed": of("speedup", ".2f", "x"),
+        "error": of("error", ".4f"),
+        "key outliers": of("error_with_outliers", ".4f"),
+        "extra memory": lambda r: MISSING if r.extra_bytes is None else f"{r.extra_bytes / r.input_bytes:.2f} of QKV",
+    }
+    families = grouped(results, lambda r: r.shape.family)
+    return [make_table(columns, members, family) for family, members in families.items()]
 
 
 def decode_tables(results: Sequence[DecodeResult]) -> list[Table]:
     """Return a table for each family of shapes."""
-    headers = ("cache", "batch", "keys", "us", "as graph", "TB/s", "of 16 bit", "speed")
-    return [
-        Table(
-            headers,
-            [
-                [
-                    result.label,
-                    str(result.shape.batch),
-                    f"{result.shape.length:,}",
-                    "failed" if result.failure is not None else number(result.milliseconds, ".1f", factor=1e3),
-                    number(result.graph_milliseconds, ".1f", factor=1e3),
-                    number(result.bytes_per_second, ".2f", factor=1e-12),
-                    number(result.bytes_ratio, ".3f"),
-                    number(result.speedup, ".2f", "x"),
-                ]
-                for result in members
-            ],
-            family,
-        )
-        for family, members in grouped(results, lambda r: r.shape.family).items()
-    ]
+    columns: Columns = {
+        "cache": lambda r: r.label,
+        "batch": lambda r: str(r.shape.batch),
+        "keys": lambda r: f"{r.shape.length:,}",
+        "us": of("milliseconds", ".1f", factor=1e3),
+        "as graph": of("graph_milliseconds", ".1f", factor=1e3),
+        "TB/s": of("bytes_per_second", ".2f", factor=1e-12),
+        "of 16 bit": of("bytes_ratio", ".3f"),
+        "speed": of("speedup", ".2f", "x"),
+    }
+    families = grouped(results, lambda r: r.shape.family)
+    return [make_table(columns, members, family) for family, members in families.items()]
 
 
 def generate_tables(results: Sequence[GenerateResult], longest: Sequence[LongestContext], title: str) -> list[Table]:
     """Return the table of all runs, and that of the longest contexts if they were looked for."""
-    headers = ("run", "context", "first token", "step", "tokens/s", "speed", "cache", "peak")
-    rows = [
-        [
-            result.label,
-            f"{result.context:,}",
-            "failed" if result.failure is not None else number(result.first_token_seconds, ".3f", " s"),
-            number(result.step_milliseconds, ".2f", " ms"),
-            number(result.tokens_per_second, ",.1f"),
-            number(result.speedup, ".2f", "x"),
-            number(result.cache_bytes, ",.2f", " GiB", factor=1 / GIB),
-            number(result.peak_bytes, ",.2f", " GiB", factor=1 / GIB),
-        ]
-        for result in results
-    ]
-    tables = [Table(headers, rows, title)]
-    if longest:
-        tables.append(
-            Table(("run", "tokens"), [[each.label, f"{each.tokens:,}"] for each in longest], "Longest context")
-        )
-    return tables
+    columns: Columns = {
+        "run": lambda r: r.label,
+        "context": lambda r: f"{r.context:,}",
+        "first token": of("first_token_seconds", ".3f", " s"),
+        "step": of("step_milliseconds", ".2f", " ms"),
+        "tokens/s": of("tokens_per_second", ",.1f"),
+        "speed": of("speedup", ".2f", "x"),
+        "cache": of("cache_bytes", ",.2f", " GiB", factor=1 / GIB),
+        "peak": of("peak_bytes", ",.2f", " GiB", factor=1 / GIB),
+    }
+    reached = Table(("run", "tokens"), [[each.label, f"{each.tokens:,}"] for each in longest], "Longest context")
+    return [make_table(columns, results, title), *([reached] if longest else [])]
 
 
 def serve_tables(results: Sequence[ServeResult], title: str) -> list[Table]:
     """Return the table of all runs."""
-    headers = ["requests", "backend", "tokens/s", "speed", "first", "99 %", "between", "99 %"]
-    headers += ["at once", "evicted", "per token", "per request"]
-    rows = [
-        [
-            result.requests,
-            result.label,
-            "failed" if result.failure is not None else number(result.tokens_per_second, ",.1f"),
-            number(result.speedup, ".2f", "x"),
-            number(result.first_token_seconds, ".2f", " s"),
-            number(result.first_token_seconds_p99, ".2f", " s"),
-            number(result.between_tokens_milliseconds, ".1f", " ms"),
-            number(result.between_tokens_milliseconds_p99, ".1f", " ms"),
-            number(result.most_at_once, ",.0f"),
-            number(result.evicted, ",.0f"),
-            number(result.cache_bytes_per_token, ",.1f", " KiB", factor=1 / 1024),
-            number(result.cache_bytes_per_request, ",.1f", " MiB", factor=1 / (1 << 20)),
-        ]
-        for result in results
-    ]
-    return [Table(tuple(headers), rows, title)]
+    columns: Columns = {
+        "requests": lambda r: r.requests,
+        "backend": lambda r: r.label,
+        "tokens/s": of("tokens_per_second", ",.1f"),
+        "speed": of("speedup", ".2f", "x"),
+        "first": of("first_token_seconds", ".2f", " s"),
+        "first 99 %": of("first_token_seconds_p99", ".2f", " s"),
+        "between": of("between_tokens_milliseconds", ".1f", " ms"),
+        "between 99 %": of("between_tokens_milliseconds_p99", ".1f", " ms"),
+        "at once": of("most_at_once", ",.0f"),
+        "evicted": of("evicted", ",.0f"),
+        "per token": of("cache_bytes_per_token", ",.1f", " KiB", factor=1 / 1024),
+        "per request": of("cache_bytes_per_request", ",.1f", " MiB", factor=1 / (1 << 20)),
+    }
+    return [make_table(columns, results, title)]
+
+
+def _quantizing(result: PrefillResult) -> str:
+    time, copy = result.quantize_milliseconds, result.quantize_copy_milliseconds
+    return number(time, ".3f") + (f" ({time / copy:.2f} copies)" if time is not None and copy else "")
 
 
 def failures(results: Sequence[Result], place: Callable[[Result], object]) -> list[str]:
     """Return what did not run, or cannot be a CUDA graph, and why, once for all shapes that share the reason."""
-    reasons = [
-        (result, what, reason)
-        for result in results
-        for what, reason in (
-            ("did not run", result.failure),
-            ("cannot be a CUDA graph", getattr(result, "graph_failure", None)),
-        )
-        if reason is not None
-    ]
+    reasons: dict[tuple[str, str, str], list[object]] = {}
+    for result in results:
+        graph = getattr(result, "graph_failure", None)
+        for what, reason in (("did not run", result.failure), ("cannot be a CUDA graph", graph)):
+            if reason is not None:
+                reasons.setdefault((result.label, what, reason), []).append(place(result))
     return [
-        f"{label} {what}: {reason} ({place(found[0][0])}{f' and {len(found) - 1} more' if len(found) > 1 else ''})"
-        for (label, what, reason), found in grouped(reasons, lambda each: (each[0].label, *each[1:])).items()
+        f"{label} {what}: {reason} ({places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''})"
+        for (label, what, reason), places in reasons.items()
     ]
 
 
@@ -152,7 +118,7 @@ def plot_prefill(results: Sequence[PrefillResult], title: str, path: Path) -> No
     families = {name: of for name, of in every.items() if len({r.shape.length for r in of}) > 1} or every
     columns = 1 if len(families) == 1 else 2
     rows = -(-len(families) // columns)
-    figure = Figure(figsize=(WIDTH, PANEL_HEIGHT * rows + 0.6), dpi=DPI, layout="constrained")
+    figure = make_figure(PANEL_HEIGHT * rows + 0.6)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     styles = line_styles(r.label for r in results)
     for ax, (family, members) in zip(axes, families.items(), strict=False):
@@ -161,7 +127,7 @@ def plot_prefill(results: Sequence[PrefillResult], title: str, path: Path) -> No
         ax.set_ylabel("TFLOP/s, quantisation counted", fontsize=9)
     for ax in axes[len(families) :]:
         ax.set_visible(False)
-    _legend(figure, axes[0])
+    legend_below(figure, axes[0])
     save(figure, title, path)
 
 
@@ -172,12 +138,12 @@ def plot_generate(results: Sequence[GenerateResult], title: str, path: Path) -> 
         "Seconds to the first token": lambda r: r.first_token_seconds,
         "Cache in GiB": lambda r: None if r.cache_bytes is None else r.cache_bytes / GIB,
     }
-    figure = Figure(figsize=(1.5 * WIDTH, 4.2), dpi=DPI, layout="constrained")
+    figure = make_figure(4.2, 1.5 * WIDTH)
     axes = figure.subplots(1, len(panels))
     for ax, (heading, read) in zip(axes, panels.items(), strict=True):
         _lines(ax, results, line_styles(r.label for r in results), lambda r: r.context, read)
         _dress(ax, heading, {r.context for r in results}, "Tokens of context")
-    _legend(figure, axes[0])
+    legend_below(figure, axes[0])
     save(figure, title, path)
 
 
@@ -190,7 +156,7 @@ def plot_serve(results: Sequence[ServeResult], title: str, path: Path) -> None:
         "Most requests at once": lambda r: r.most_at_once,
     }
     sets, styles = list(dict.fromkeys(r.requests for r in results)), line_styles(r.label for r in results)
-    figure = Figure(figsize=(2 * WIDTH, 4.2), dpi=DPI, layout="constrained")
+    figure = make_figure(4.2, 2 * WIDTH)
     axes = figure.subplots(1, len(panels))
     for ax, (heading, read) in zip(axes, panels.items(), strict=True):
         for index, (label, (color, _)) in enumerate(styles.items()):
@@ -200,7 +166,7 @@ def plot_serve(results: Sequence[ServeResult], title: str, path: Path) -> None:
         ax.set_title(heading, fontsize=10)
         ax.set_xticks(range(len(sets)), sets, fontsize=8)
         tidy(ax)
-    _legend(figure, axes[0])
+    legend_below(figure, axes[0])
     save(figure, title, path)
 
 
@@ -225,7 +191,6 @@ def _lines(
     x_of: Callable[[Result], float],
     y_of: Callable[[Result], float | None],
 ) -> None:
-    """Draw a line for each label that has a point, from left to right."""
     for label, (color, line) in styles.items():
         points = sorted((x_of(r), y) for r in results if r.label == label and (y := y_of(r)) is not None)
         if points:
@@ -236,18 +201,9 @@ def _dress(ax: Axes, title: str, lengths: set[int], xlabel: str) -> None:
     ax.set_title(title, fontsize=10)
     ax.set_xscale("log", base=2)
     ax.set_xticks(sorted(lengths))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(round(value))))
+    tokens = FuncFormatter(lambda value, _: f"{value:.0f}" if round(value) % 1024 else f"{value / 1024:.0f}K")
+    ax.xaxis.set_major_formatter(tokens)
     ax.minorticks_off()
     ax.set_ylim(bottom=0)
     ax.set_xlabel(xlabel)
     tidy(ax)
-
-
-def _legend(figure: Figure, ax: Axes) -> None:
-    handles, names = ax.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 4), frameon=False, fontsize=9)
-
-
-def _tokens(length: int) -> str:
-    return f"{length // 1024}K" if length % 1024 == 0 else str(length)

@@ -64,21 +64,12 @@ def measure_each(
 
 
 def time_in_turns(
-    runs: Mapping[str, Run],
-    device: torch.device,
-    *,
-    seconds: float,
-    min_repeats: int = 3,
-    max_repeats: int = 100,
+    runs: Mapping[str, Run], device: torch.device, *, seconds: float, min_repeats: int = 3, max_repeats: int = 100
 ) -> dict[str, Timing]:
-    """Time implementations of one thing, one run of each per round.
+    """Time implementations of one thing, by name, one run of each per round.
 
-    Args:
-        runs: By name. Each has run before, so that nothing is compiled now.
-        device: Where they run.
-        seconds: About how long all rounds take together, within the limits on repeats.
-        min_repeats: Fewest timed rounds.
-        max_repeats: Most.
+    Each has run before, so that nothing is compiled now. All rounds take about so many ``seconds`` together, within the
+    limits on how many there are.
     """
     clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
     start = time.perf_counter()
@@ -191,8 +182,6 @@ class _CudaClock:
 
 
 class _HostClock:
-    """Times runs by the host's clock."""
-
     def __init__(self) -> None:
         self._times: list[float] = []
 

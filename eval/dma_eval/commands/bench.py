@@ -23,11 +23,12 @@ from dma_eval.bench.results import (
     ServeReport,
     SpeedReport,
     SpeedResult,
-    report_writer,
 )
 from dma_eval.commands import options
 from dma_eval.errors import UserError
+from dma_eval.files import write_json
 from dma_eval.names import check_names
+from dma_eval.results import here_and_now
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +104,7 @@ def time_prefill(args: argparse.Namespace) -> int:
         lengths, args.head_dim, args.heads, args.mask, args.batch, every_combination=args.every_combination
     )
     write = _writer(args, PrefillReport, facts)
-    each = (prefill.measure_shape(s, backends, facts, device, dtype, seconds=args.seconds) for s in _noted(shapes))
+    each = (prefill.measure_shape(s, backends, facts, device, dtype, seconds=args.seconds) for s in shapes)
     results = _collected(each, write)
     if args.plot is not None:
         plot_prefill(results, f"Prefill attention on {facts.name}, {args.dtype}", args.plot)
@@ -150,7 +151,7 @@ def time_decode(args: argparse.Namespace) -> int:
     device, dtype, facts = _look(args)
     shapes = decode_shapes(args.size or (SIZES if device.type == "cuda" else CPU_SIZES), args.heads, args.head_dim)
     write = _writer(args, DecodeReport, facts)
-    each = (decode.measure_shape(shape, backends, device, dtype, seconds=args.seconds) for shape in _noted(shapes))
+    each = (decode.measure_shape(shape, backends, device, dtype, seconds=args.seconds) for shape in shapes)
     results = _collected(each, write)
     return _finish(args, decode_tables(results), results, lambda r: r.shape)
 
@@ -372,7 +373,6 @@ def _add_common(
     seconds: float | None = None,
     dtypes: Sequence[str] = ("bfloat16", "float16"),
 ) -> None:
-    """Add the options that every benchmark has."""
     options.add(parser, "--dtype", choices=dtypes, default=dtypes[0], help=f"{', '.join(dtypes)}.")
     options.add_device(parser)
     if seconds is not None:
@@ -395,15 +395,15 @@ def _look(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, DeviceFa
         return device, getattr(torch, args.dtype), look_at(device)
 
 
-def _writer(args: argparse.Namespace, kind: type[SpeedReport], facts: DeviceFacts, **more: Any) -> Callable[..., None]:
-    common = {"command": console.command_line(), "seed": args.seed, "dtype": args.dtype, "device": facts}
-    return report_writer(kind, args.json, **common, **more)
+def _writer(args: argparse.Namespace, kind: type[SpeedReport], facts: DeviceFacts, **fixed: Any) -> Callable[..., None]:
+    """Return what writes a report as far as it has come; it is given the fields that are not fixed."""
+    fixed |= here_and_now() | {"command": console.command_line(), "seed": args.seed, "dtype": args.dtype}
 
+    def write(**others: Any) -> None:
+        if args.json is not None:
+            write_json(kind(device=facts, **fixed, **others), args.json, indent=1)
 
-def _noted(shapes: Iterable[Any]) -> Iterable[Any]:
-    for shape in shapes:
-        console.print_note(str(shape))
-        yield shape
+    return write
 
 
 def _collected(found: Iterable[Sequence[Result]], write: Callable[..., None], **others: Any) -> list[Result]:

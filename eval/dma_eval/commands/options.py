@@ -26,15 +26,10 @@ class Several(argparse.Action):
 
 
 def add(to: Any, *names: str, help: str, shown: str = "", several: bool = False, **settings: Any) -> None:
-    """Add an option to a parser or a group of it.
+    """Add an option to a parser or a group of it, with what ``add_argument`` takes.
 
-    Args:
-        to: The parser or group.
-        names: Its names.
-        help: What it is; the default is added.
-        shown: The default in words, where its value would not say it.
-        several: Whether it takes several values.
-        settings: Of ``add_argument``.
+    The help is given the default, or ``shown`` where its value would not say it. An option of ``several`` values may be
+    repeated.
     """
     default = settings.get("default")
     if several:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from dma_eval import console
 from dma_eval.commands import options
 from dma_eval.errors import UserError, one_line
-from dma_eval.files import make_folder
+from dma_eval.files import Store, make_folder, write_json
 from dma_eval.names import check_names
 from dma_eval.parts import FidelityPart, PerplexityPart, RetrievalPart, StressPart, Suite, TasksPart, load_suite
 
@@ -58,11 +58,10 @@ def ppl(args: argparse.Namespace) -> int:
 
     def write(report: Report) -> None:
         from dma_eval.markdown import Plot, to_markdown
-        from dma_eval.results import write_report
 
         section = report.perplexity[0]
         if args.json is not None:
-            write_report(report, args.json)
+            write_json(report, args.json)
         if args.plot is not None:
             from dma_eval.plots import plot_comparison
 
@@ -222,14 +221,10 @@ def suite(args: argparse.Namespace) -> int:
     suite = load_suite(args.suite)
     windows = {} if args.max_windows is None else {"max_windows": args.max_windows}
     samples = {} if args.limit is None else {"limit": args.limit}
-    changed = replace(
-        suite,
-        perplexity=suite.perplexity and replace(suite.perplexity, **windows),
-        fidelity=suite.fidelity and replace(suite.fidelity, **windows),
-        stress=suite.stress and replace(suite.stress, **windows),
-        tasks=suite.tasks and replace(suite.tasks, batch_size=args.batch_size, **samples),
-    )
-    return measure(args, changed, goes_on=True)
+    changes = dict.fromkeys(("perplexity", "fidelity", "stress"), windows)
+    changes["tasks"] = {"batch_size": args.batch_size, **samples}
+    parts = {name: replace(part, **changes[name]) for name in changes if (part := getattr(suite, name)) is not None}
+    return measure(args, replace(suite, **parts), goes_on=True)
 
 
 def measure(
@@ -241,11 +236,8 @@ def measure(
 ) -> int:
     """Measure what a suite asks for; show it, write it, and return the exit code.
 
-    Args:
-        args: The options of the model, the backends, the text, the tasks and the output.
-        suite: What to measure.
-        goes_on: Whether a part that fails is reported and the others go on, and what does not fit the model is skipped.
-        also: Called with the report at the end, in one process.
+    With ``goes_on`` a part that fails is reported and the others go on, and what does not fit the model is skipped.
+    ``also`` is called with the report at the end, in one process.
 
     Raises:
         UserError: The input cannot work.
@@ -255,10 +247,9 @@ def measure(
         from dma_eval.backends import default_names, parse_backends
 
         backends = parse_backends(args.attn or default_names())  # before all that takes longer to import
-        from dma_eval.files import Store
-        from dma_eval.results import Report, here_and_now, write_report
+        from dma_eval.results import RESULTS, Report, has_failures, here_and_now
         from dma_eval.run import Run
-        from dma_eval.run_folder import RESULTS, write_run
+        from dma_eval.run_folder import write_run
         from dma_eval.session import Session, leave_processes
 
     processes = join(args)
@@ -270,7 +261,9 @@ def measure(
     loaded = load(args, processes)
     session = Session(loaded, backends, processes, Store(args.out), seed=args.seed)
     seconds = {"preparation": time.perf_counter() - began}
-    failed = False
+    facts = {"command": console.command_line(), "seed": args.seed, "part_seconds": seconds}
+    report = Report(**here_and_now(), **facts, model=loaded.info)
+    failed = is_interrupted = False
     for name, part in run.parts(session, skips=goes_on):
         try:
             seconds[name] = part()
@@ -282,11 +275,11 @@ def measure(
                 console.err.print_exception()
             console.print_error(f"{name} failed: {one_line(error)}")
             failed = True
-        facts = here_and_now() | {"command": console.command_line(), "seed": args.seed, "part_seconds": seconds}
-        report = Report(**facts, model=loaded.info, **run.sections)
+        report = Report(**here_and_now(), **facts, model=loaded.info, **run.sections)
         if processes.is_main and args.out is not None:
-            write_report(report, args.out / RESULTS)
-        if run.is_interrupted:
+            write_json(report, args.out / RESULTS)
+        is_interrupted = any(section.windows_left for section in report.perplexity)
+        if is_interrupted:
             console.print_error(f"interrupted; {'the same command' if args.out else '--out FOLDER'} would go on here")
             break
     if processes.is_main:
@@ -294,9 +287,9 @@ def measure(
         if args.out is not None:
             console.print_wrote(*write_run(report, args.out), folder=args.out)
     leave_processes()
-    if run.is_interrupted:
+    if is_interrupted:
         return console.INTERRUPTED
-    return console.FAILED if failed or run.has_failures else 0
+    return console.FAILED if failed or any(has_failures(section) for _, section in report.sections) else 0
 
 
 def join(args: argparse.Namespace) -> Processes:

@@ -26,12 +26,13 @@ def report_build(args: argparse.Namespace) -> int:
     dma-hf report build run
     dma-hf report build ppl-2k ppl-8k tasks --out all
     """
-    from dma_eval.run_folder import merge, read_run, write_run
+    from dma_eval.results import read_report
+    from dma_eval.run_folder import merge, write_run
 
     if args.out is None and (len(args.runs) > 1 or not args.runs[0].is_dir()):
         raise UserError("--out: say which folder the report goes to")
     folder = args.out or args.runs[0]
-    files = write_run(merge([read_run(path) for path in args.runs]), folder)
+    files = write_run(merge([read_report(path) for path in args.runs]), folder)
     console.print_wrote(*files, folder=folder)
     return 0
 
@@ -52,9 +53,10 @@ def report_diff(args: argparse.Namespace) -> int:
     """
     options.prepare_files(args)
     from dma_eval.markdown import page_to_markdown
-    from dma_eval.run_folder import compare_reports, read_run
+    from dma_eval.results import read_report
+    from dma_eval.run_folder import compare_reports
 
-    page = compare_reports(read_run(args.first), read_run(args.second))
+    page = compare_reports(read_report(args.first), read_report(args.second))
     console.print_page(page)
     if args.markdown is not None:
         args.markdown.write_text(page_to_markdown(page), encoding="utf-8")
@@ -85,16 +87,16 @@ def card(args: argparse.Namespace) -> int:
     prepare_file(args.out, "--out")
     with console.starting():
         from dma_eval.card import make_card, prepare_upload
-        from dma_eval.run_folder import RESULTS, read_run
+        from dma_eval.results import RESULTS, read_report
 
     chosen = {name: getattr(args, name) for name in ("backend", "base_model", "license_name")}
-    card = make_card(read_run(args.run), **chosen)
+    card = make_card(read_report(args.run), **chosen)
     if args.out is not None:
         args.out.write_text(str(card), encoding="utf-8")
         console.print_wrote(args.out)
     if args.push is None:
         if args.out is None:
-            console.print_plain(str(card))
+            console.out.file.write(str(card))  # as it is, to be piped into a file
         return 0
     upload = prepare_upload(card, args.run / RESULTS if args.run.is_dir() else args.run, args.push)
     for line in upload.plan():
