@@ -278,7 +278,7 @@ def _fallback_lines(backends: Sequence[BackendResult | TaskBackend]) -> list[str
 
 
 def table_row(result: BackendResult) -> list[str]:
-    """One row of the comparison, under ``HEADERS``."""
+    """One row of the comparison, under the names of ``COLUMNS``."""
     return make_table(COLUMNS, [result]).rows[0]
 
 
@@ -394,7 +394,6 @@ COLUMNS: Columns = {
     "tokens/s": of("tokens_per_second", ",.0f"),
     "peak memory": lambda r: format_bytes(r.peak_memory_bytes),
 }
-HEADERS = tuple(COLUMNS)
 """Of the comparison of backends."""
 PAGES: dict[str, Callable[[Any], Page]] = {
     "perplexity": perplexity_page,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from dma_eval import console
-from dma_eval.pages import HEADERS, perplexity_page
+from dma_eval.pages import COLUMNS, perplexity_page
 from dma_eval.results import PerplexitySection
 from rich.console import Console
 
@@ -30,7 +30,7 @@ def shown(compared: Callable[..., PerplexitySection], monkeypatch: pytest.Monkey
 class TestTable:
     def test_wide_screen(self, shown: Callable[[int], list[str]]) -> None:
         header, rule, *rows = shown(100)[:4]
-        assert header.split() == " ".join(HEADERS).split()
+        assert header.split() == " ".join(COLUMNS).split()
         assert set(rule) == {"─"}
         assert [row.split()[0] for row in rows] == ["sdpa", "dma_mxfp:balanced"]
 
