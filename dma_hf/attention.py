@@ -95,11 +95,11 @@ def dma_attention_forward(
     cache = settings.config.cache
     if update is None and cache is not None and geometry.is_causal and query.shape[2] < key.shape[2]:
         unsupported.note_other_cache(cache)
-    if update is not None and not geometry.two_sequences:
-        out = attend(*update, query, geometry, settings.recipe, **call.options)
-        return out.transpose(1, 2).contiguous(), None
     if update is not None:
         layer, step = update
+        if not geometry.two_sequences:
+            out = attend(layer, step, query, geometry, settings.recipe, **call.options)
+            return out.transpose(1, 2).contiguous(), None
         key, value = layer.dense(step)
     out = attention(
         query,

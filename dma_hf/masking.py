@@ -133,7 +133,9 @@ def dma_mask(
     if padding is not None or is_clipped:
         first = torch.zeros(batch_size, dtype=torch.int64, device=device) if padding is None else padding.first
         end = torch.full_like(first, kv_length) if padding is None else padding.end
-        kv_range = torch.stack((first, end.clamp(max=frontier) if is_clipped else end), dim=-1)
+        if is_clipped:
+            end = torch.minimum(end, frontier) if isinstance(frontier, Tensor) else end.clamp(max=frontier)
+        kv_range = torch.stack((first, end), dim=-1)
     two_sequences = False
     if not (kind.is_causal or kind.needs_pattern or isinstance(q_offset, Tensor)):
         two_sequences = q_length != kv_length and q_offset == 0 and kv_offset == 0  # and no cache holds some more
