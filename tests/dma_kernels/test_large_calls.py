@@ -81,7 +81,7 @@ def test_grids_are_within_the_limits_of_cuda(recipe: str, sizes: dict[str, int],
     key = query[:, :, :5].expand(batch, heads, 5, 32)
     attention(query, key, key, replace(RECIPES[recipe], sink_tiles=0), backend="triton", q_offset=400)
     low_form = Form.INT8 if recipe == "int8" else Form.DEQUANTIZED
-    stage_queries(query, None, None, RECIPES[recipe], low_form, Form.RAW, scale=1.0)
+    stage_queries(query, None, None, RECIPES[recipe], low_form, Form.RAW, scale=1.0, is_early=False)
     assert len(grids) >= 3
     for first, *others in grids:
         assert first < LIMIT

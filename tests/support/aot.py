@@ -35,8 +35,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 50.0, "sinks": None},
     "sinks": {"softcap": None, "sinks": torch.empty(4)},
     "long": {"softcap": None, "sinks": None},
+    "short": {"softcap": None, "sinks": None},
 }
-"""What a call may have beside the plain softmax, by name; ``long`` is one of the kernel for long prompts."""
+"""What a call may have beside the plain softmax, by name; ``long`` is one of the kernel for long prompts, ``short`` has
+high tiles alone."""
 
 EIGHT_BIT_PRODUCT = r"\b(IGMMA|QGMMA|IMMA|QMMA|UTCQMMA|UTCIMMA|UTCOMMA|OMMA)\b"
 """Matrix instructions with operands of at most 8 bits, as the disassembler names them."""
@@ -148,7 +150,7 @@ def _cuobjdump(option: str, path: str) -> str:
 
 def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> list[Compiled]:
     """Compile a causal call with 4 query and 2 kv heads."""
-    length = 65_536 if option == "long" else 2_048
+    length = {"long": 65_536, "short": 128}.get(option, 2_048)
     query = torch.empty(1, length, 4, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     key = torch.empty(1, length, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     with compile_only(arch) as compiled:

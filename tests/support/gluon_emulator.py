@@ -266,7 +266,7 @@ def emulated(program: int) -> dict[str, Any]:
             is_own = function.__module__ == hopper_kernel.__name__
             scope = names if is_own else {**function.__globals__, "tl": fake}
             names[name] = FunctionType(function.__code__, scope, name, function.__defaults__, function.__closure__)
-    names |= {"_release": named.arrive, "_acquire": named.sync}
+    names |= {"_release": named.arrive, "_acquire": named.sync, "_wait_for_operands": lambda: None}
     return names
 
 

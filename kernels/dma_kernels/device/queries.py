@@ -46,7 +46,7 @@ def rotate_queries(q, norm, SIZE: tl.constexpr):
     """Rotate 16-bit ``[ROWS, COLUMNS]`` by Hadamard blocks of order ``SIZE``; fp32.
 
     By butterflies, as keys are. A product with the matrix scatters a row over more threads, for which its scale then
-    costs more: on an H200 staging 8,192 queries of 32 heads of 128 takes 37 us, with it 48 to 50.
+    costs more: on an H200 staging whole rows of 8,192 queries of 32 heads of 128 takes 37 us, with it 48 to 50.
     """
     return hadamard(q.to(tl.float32), q.shape[0], SIZE, q.shape[1], norm)
 

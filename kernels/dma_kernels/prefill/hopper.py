@@ -104,6 +104,7 @@ def prefill_hopper(
     lse: Tensor,
     *,
     scale: float,
+    is_early: bool,
 ) -> None:
     """Launch the kernel for a call that it :func:`takes`.
 
@@ -116,6 +117,7 @@ def prefill_hopper(
         out: Where the output goes, ``[B, Hq, Tq, Dv]``.
         lse: Where the log of the softmax denominator goes, fp32 ``[B, Hq, Tq]``.
         scale: Factor of the scores.
+        is_early: Whether queries may be staged before the launches that made ``operands`` have ended.
     """
     batch, q_heads, q_len, head_dim = query.shape
     high, low = operands.high, operands.low
@@ -124,7 +126,7 @@ def prefill_hopper(
     is_e4m3 = low.value_form is Form.E4M3
     staged = stage_queries(
         query, operands.key_mean, operands.query_factor, recipe, low.key_form, high.key_form,
-        scale=scale,
+        scale=scale, is_early=is_early,
     )  # fmt: skip
     v_low_desc = _matrix(low.value, head_dim, TILE) if is_e4m3 else _heads(low.value, TILE)
     start = geometry.q_offset
@@ -167,7 +169,8 @@ def _long_launcher(
         "HAS_MEAN": has_mean,
         "IS_HIGH_RAW": is_high_raw,
     }
-    return Launcher(prefill_hopper_kernel, constants, num_warps=4)
+    # Whatever comes before, its programs may begin early: they wait before they touch memory.
+    return Launcher(prefill_hopper_kernel, constants, num_warps=4, launch_pdl=True)
 
 
 def _heads(tensor: Tensor, rows: int) -> TensorDescriptor:

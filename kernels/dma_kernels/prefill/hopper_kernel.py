@@ -128,6 +128,12 @@ def _acquire(barrier, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def _wait_for_operands():
+    """Wait for the end of the launch before this one, beside whose last programs this one may have started."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
 def _next_slot(slot, phase, STAGES: gl.constexpr):
     """Return the place behind ``slot`` in the ring, and the phase of its barriers there."""
     is_last = slot == STAGES - 1
@@ -549,6 +555,7 @@ def prefill_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
+    _wait_for_operands()
     K_LAYOUT: gl.constexpr = k_desc.layout
     V_LAYOUT: gl.constexpr = v_desc.layout
     # What they are given, but for the constexprs: a tuple would make tensors of those.

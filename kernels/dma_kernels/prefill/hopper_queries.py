@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..device.arithmetic import program_block
 from ..device.queries import load_queries, prepare_queries, rotate_queries, smoothing_shift
@@ -19,10 +20,12 @@ from ..numerics.recipe import Recipe
 from ..numerics.transforms import hadamard_size
 from ..runtime.launch import Launcher, blocks_of_heads
 from ..runtime.lowering import Form, dequantized_dtype
+from .parts import dot_parts, load_parts, quantize_row_parts, store_parts
 
 ROWS = 32
-"""Queries of a program. As MXINT8 8K queries of 32 heads of 128 take 37 us on an H200 (28 if not rotated); with
-64 and 8 warps 42.5, with 16 and 4 warps 40."""
+"""Queries of a program. As MXINT8, 8K and 8 x 4K rotated queries of 32 heads of 128 take 33.0 and 119.2 us on an H200
+(PyTorch 2.11, Triton 3.6) with two warps; with one and 16 queries 35.2 and 132.4, four and 128 39.6 and 140.5, eight
+and 128 38.0 and 136.6. Their bytes take 25.2 and 100.7 at 4 TB/s."""
 
 _DTYPES = {Form.INT8: torch.int8, Form.E4M3: torch.float8_e4m3fn, Form.E5M2: torch.float8_e5m2}
 
@@ -50,37 +53,52 @@ def stage_queries_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr, LOW_SHARED: tl.constexpr, HIGH_FORMAT: tl.constexpr,
     ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, HAS_MEAN: tl.constexpr,
-    HAS_FACTOR: tl.constexpr, HAS_HIGH: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_HIGH: tl.constexpr, IN_PARTS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write what :class:`StagedQueries` holds for ``ROWS`` queries of one head."""
+    if IS_EARLY:
+        gdc_launch_dependents()
     i_head = tl.program_id(0).to(tl.int64)  # counted over all batch rows
     i_b = i_head // Q_HEADS
     i_h = i_head % Q_HEADS
     rows = program_block() * ROWS + tl.arange(0, ROWS)
-    o_d = tl.arange(0, BLOCK_D)
     m_row = rows < q_len
-    q = load_queries(q_ptr + i_b * stride_qb + i_h * stride_qh, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
-    x = q.to(tl.float32)
-    if ROTATE:
-        x = rotate_queries(q, norm, HADAMARD_SIZE)
-    head_scale = 1.0
-    if HAS_FACTOR:
-        head_scale = tl.load(factor_ptr + i_head)
-    low, _, factor = prepare_queries(
-        x, head_scale, LOW_FORM, LOW_FORMAT, LOW_SHARED, ROUNDING, low_ptr.dtype.element_ty
-    )
-    offset = (i_head * q_len + rows)[:, None] * D + o_d[None, :]
-    mask = m_row[:, None] & (o_d < D)[None, :]
-    tl.store(low_ptr + offset, low, mask=mask)
-    tl.store(rows_ptr + i_head * q_len + rows, factor * logit_scale, mask=m_row)
+    base = q_ptr + i_b * stride_qb + i_h * stride_qh
+    o_row = i_head * q_len + rows
+    i_kv = i_b * KV_HEADS + i_h // (Q_HEADS // KV_HEADS)
+    if IN_PARTS:
+        q = load_parts(base, rows, 0, q_len, stride_qt, stride_qd, D)
+    else:
+        q = load_queries(base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
+    if IS_EARLY:
+        gdc_wait()
     if HAS_MEAN:
-        i_kv = i_b * KV_HEADS + i_h // (Q_HEADS // KV_HEADS)
-        tl.store(rows_ptr + plane + i_head * q_len + rows, smoothing_shift(q, mean_ptr + i_kv * D, D), mask=m_row)
-    if HAS_HIGH:
-        high, _, _ = prepare_queries(
-            x, head_scale, "dequantized", HIGH_FORMAT, "block", ROUNDING, high_ptr.dtype.element_ty
+        mean_ptr += i_kv * D
+        shift = dot_parts(q, mean_ptr, D) if IN_PARTS else smoothing_shift(q, mean_ptr, D)
+        tl.store(rows_ptr + plane + o_row, shift, mask=m_row)
+    if IN_PARTS:
+        low, factor = quantize_row_parts(q, LOW_FORM, LOW_FORMAT, ROUNDING == "ceil", ROTATE, HADAMARD_SIZE, norm)
+        store_parts(low_ptr, o_row, low, m_row, D)
+    else:
+        x = q.to(tl.float32)
+        if ROTATE:
+            x = rotate_queries(q, norm, HADAMARD_SIZE)
+        head_scale = 1.0
+        if HAS_FACTOR:
+            head_scale = tl.load(factor_ptr + i_head)
+        low, _, factor = prepare_queries(
+            x, head_scale, LOW_FORM, LOW_FORMAT, LOW_SHARED, ROUNDING, low_ptr.dtype.element_ty
         )
-        tl.store(high_ptr + offset, high, mask=mask)
+        o_d = tl.arange(0, BLOCK_D)
+        offset = o_row[:, None] * D + o_d[None, :]
+        mask = m_row[:, None] & (o_d < D)[None, :]
+        tl.store(low_ptr + offset, low, mask=mask)
+        if HAS_HIGH:
+            high, _, _ = prepare_queries(
+                x, head_scale, "dequantized", HIGH_FORMAT, "block", ROUNDING, high_ptr.dtype.element_ty
+            )
+            tl.store(high_ptr + offset, high, mask=mask)
+    tl.store(rows_ptr + o_row, factor * logit_scale, mask=m_row)
 
 
 def stage_queries(
@@ -92,6 +110,7 @@ def stage_queries(
     high_form: Form,
     *,
     scale: float,
+    is_early: bool,
 ) -> StagedQueries:
     """Quantise queries.
 
@@ -103,6 +122,8 @@ def stage_queries(
         low_form: Of the keys of low tiles: ``int8``, ``e4m3``, ``e5m2`` or ``dequantized``.
         high_form: Of the keys of high tiles: ``raw`` or ``dequantized``.
         scale: Of the scores.
+        is_early: Whether programs may begin before the launch before has ended. Until they wait for that, they read
+            nothing but ``query``, and write nothing; and they let those of the next launch begin.
     """
     batch, heads, q_len, head_dim = query.shape
     rows = query.new_empty((2, batch, heads, q_len), dtype=torch.float32)
@@ -114,6 +135,7 @@ def stage_queries(
     kv_heads = heads if mean is None else mean.shape[1]
     launch = _queries_launcher(
         heads, kv_heads, head_dim, recipe, low_form, mean is not None, query_factor is not None, high is not query,
+        is_early,
     )  # fmt: skip
     launch(
         blocks_of_heads(batch * heads, triton.cdiv(q_len, ROWS)),
@@ -133,7 +155,9 @@ def _queries_launcher(
     has_mean: bool,
     has_factor: bool,
     has_high: bool,
+    is_early: bool,
 ) -> Launcher:
+    in_parts = low_form in (Form.INT8, Form.E4M3) and not has_high
     shared = SharedScale.BLOCK if recipe.shared_scale == SharedScale.BLOCK else SharedScale.ROW
     constants = {
         "Q_HEADS": heads,
@@ -151,5 +175,8 @@ def _queries_launcher(
         "HAS_MEAN": has_mean,
         "HAS_FACTOR": has_factor,
         "HAS_HIGH": has_high,
+        "IN_PARTS": in_parts,
+        "IS_EARLY": is_early,
     }
-    return Launcher(stage_queries_kernel, constants, num_warps=4)
+    num_warps = 2 if in_parts and head_dim <= 128 else 4
+    return Launcher(stage_queries_kernel, constants, num_warps=num_warps, launch_pdl=is_early)

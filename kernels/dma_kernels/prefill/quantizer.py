@@ -29,10 +29,10 @@ from .quantizer_kernel import quantize_kernel
 NVFP4 = "nvfp4"
 NONE = "none"
 PROGRAMS = 3
-"""For each multiprocessor; they go through tiles until all are done. ``balanced`` on an H200, keys and values of 8 kv
-heads of 128: with one program for each tile 37 us for 8,192 tokens and 126 for 32,768; with two for each multiprocessor
-30.5 and 90 (8 x 4,096), three 29.4 and 75, four 27.7 and 86, eight 33.2 and 86. A copy of as many bytes takes 15.7 and
-49."""
+"""For each multiprocessor; they go through tiles until all are done. ``balanced`` on an H200 (PyTorch 2.11, Triton
+3.6), keys and values of 8 kv heads of 128, 8K and 8 x 4K tokens, 80 registers: with two 27.3 and 89.5 us, three 25.7
+and 76.1, four 28.9 and 87.2, six 28.3 and 75.1, eight 32.0 and 81.4; with 112 registers two 25.8 and 82.1, four 25.3
+and 74.1. A copy of as many bytes takes 15.7 and 49."""
 
 
 def quantize_keys_values(
@@ -59,14 +59,16 @@ def quantize_keys_values(
         The operands, without ``query_factor``.
     """
     batch, heads, kv_len, head_dim = key.shape
-    plan = _plan(recipe, lowering, key.dtype, heads, head_dim, value.shape[3], rows is not None)
+    plan = _plan(
+        recipe, lowering, key.dtype, heads, head_dim, value.shape[3], rows is not None, chip.starts_early(key.device)
+    )
     # Where a row starts inside its first tile is known on the device alone: up to 127 entries stay empty before it.
     first = kv_offset % TILE if rows is None else TILE - 1
     tiles = max(1, -(-(kv_len + first) // TILE))
     made = {name: key.new_empty(output.size(batch, heads, tiles), dtype=output.dtype) for name, output in plan.outputs}
     if plan.launch is not None:
         sizes = (*key.stride(), *value.stride(), kv_offset, kv_len, tiles)
-        programs = min(tiles, -(-PROGRAMS * chip.processors(key.device) // (batch * heads * plan.layers)))
+        programs = max(1, min(tiles, PROGRAMS * chip.processors(key.device) // (batch * heads * plan.layers)))
         plan.launch((batch * heads, programs, plan.layers), key, value, rows, *map(made.get, _WRITTEN), *sizes)
     return _operands(key, value, lowering, tiles, made)
 
@@ -119,6 +121,7 @@ def _plan(
     head_dim: int,
     value_dim: int,
     has_rows: bool,
+    is_early: bool,
 ) -> _Plan:
     outputs = _outputs(recipe, lowering, dtype, head_dim, value_dim)
     writes_keys = "high" in outputs or "low" in outputs
@@ -145,12 +148,19 @@ def _plan(
         "SHARED": recipe.shared_scale,
         "VALUE_FORM": (lowering.low_value or Form.RAW).value,
         "ROUNDING": recipe.scale_rounding,
+        "IS_EARLY": is_early,
     }
-    # On an H200, 8 kv heads of 128, 8,192 and 8 x 4,096 tokens: MXINT8 keys, rotated, and E4M3 values 29.4 and 75.3 us,
-    # with 4 warps 37.7 and 90.4; MXFP4 and MXFP8 keys 20.0 and 69.0, with 8 warps 21.9 and 86.8.
-    is_plain_e5m2 = lowering.low_key is Form.E5M2 and not recipe.rotate and max(head_dim, value_dim) <= 128
+    is_wide = max(head_dim, value_dim) > 128
+    options: dict[str, Any] = {"num_warps": 8}
+    if lowering.low_key in (Form.INT8, Form.E4M3):
+        # Of a tile of keys a thread has 64 numbers. The cap makes room for three programs: PROGRAMS has the times.
+        options = {"num_warps": 16} if is_wide else {"num_warps": 8, "maxnreg": 80}
+    elif lowering.low_key is Form.E5M2 and not recipe.rotate and not is_wide:
+        # MXFP4 and MXFP8 keys, 8 kv heads of 128, 8K and 8 x 4K tokens: 20.0 and 69.0 us on an H200, with 8 warps 21.9
+        # and 86.8.
+        options = {"num_warps": 16}
     return _Plan(
-        launch=Launcher(quantize_kernel, constants, settled=_SETTLED, num_warps=16 if is_plain_e5m2 else 8),
+        launch=Launcher(quantize_kernel, constants, settled=_SETTLED, **options),
         layers=int(writes_values) + int(writes_keys),
         outputs=tuple(outputs.items()),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..device.arithmetic import (
     e8m0_decode,
@@ -28,13 +29,22 @@ from ..device.blocks import (
 )
 from ..device.tiles import first_tile_magnitudes, first_tile_mean, load_visible, transform, visible_rows
 from ..numerics.formats import E8M0_MAX_CODE, E8M0_NAN, FIRST_VALUES, MXINT8_UNIT, SMALLEST_CHANNEL, TILE
+from .parts import (
+    load_parts,
+    quantize_parts,
+    rotate_parts,
+    row_bits,
+    store_parts,
+    subtract_vector,
+    to_float,
+    zeros_where,
+)
 
 _TILE = tl.constexpr(TILE)
 # Keys that a program has in registers at a time, in block formats without a scale for the tile: few enough
 # for four programs on a multiprocessor.
 _ROWS = tl.constexpr(32)
 _INT8_UNIT = tl.constexpr(MXINT8_UNIT)
-_INT8_STEPS = tl.constexpr(1.0 / MXINT8_UNIT)
 _FIRST_VALUES_EMAX = tl.constexpr(FIRST_VALUES.emax)
 _SMALLEST_CHANNEL = tl.constexpr(SMALLEST_CHANNEL)
 _MAX_CODE = tl.constexpr(E8M0_MAX_CODE)
@@ -44,31 +54,33 @@ _SMALLEST_FACTOR = tl.constexpr(2.0**-126)
 
 @triton.jit
 def _write_tile_scaled(
-    x, element_ptr, factor_ptr, row, i_tile_row, FORM: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
-    STORED_D: tl.constexpr, BLOCK_D: tl.constexpr,
+    base, mean_ptr, element_ptr, factor_ptr, start, row, i_tile_row, first, last, stride_t, stride_d,
+    D: tl.constexpr, HAS_MEAN: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
+    FORM: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """Write 8-bit elements that share one scale, and their factor."""
-    o_d = tl.arange(0, BLOCK_D)
-    bits = tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0)
+    """Write a tile of 8-bit elements that share one scale, and their factor."""
+    STORED_D: tl.constexpr = (D + 31) // 32 * 32
+    o_t = tl.arange(0, _TILE)
+    x = to_float(load_parts(base, start + o_t, first, last, stride_t, stride_d, D))
+    if HAS_MEAN:
+        x = subtract_vector(x, mean_ptr, start, first, last, D)
+    if ROTATE:
+        x = rotate_parts(x, HADAMARD_SIZE, NORM)
+    bits = tl.max(row_bits(x), 0)
     code = e8m0_scale(bits, FORMAT, ROUNDING == "ceil")
-    x = x * e8m0_reciprocal(code)
+    m_all = o_t < _TILE
+    if (FORM == "e4m3") | (code < _MAX_CODE):
+        elements = quantize_parts(x, e8m0_reciprocal(code), FORM, ROUNDING == "ceil")
+        store_parts(element_ptr, row + o_t, elements, m_all, STORED_D)
+    else:
+        # A scale that is rounded up keeps all integers within 127, unless it would have to be 2^128. A broken tile of
+        # them is all zeros.
+        x = zeros_where(code == _NAN_CODE, x)
+        elements = quantize_parts(x, e8m0_reciprocal(tl.minimum(code, _MAX_CODE)), FORM, False)
+        store_parts(element_ptr, row + o_t, elements, m_all, STORED_D)
     factor = e8m0_decode(code)
     if FORM == "int8":
-        x = x * _INT8_STEPS
-        # A scale that is rounded up keeps all numbers within 127, unless it would have to be 2^128.
-        if (ROUNDING != "ceil") | (code == _MAX_CODE):
-            x = tl.minimum(tl.maximum(x, -127.0), 127.0)
-        # Adding 1.5 * 2^23 rounds at the unit and leaves the integer in the lowest byte: half the instructions of a
-        # cast. A broken tile is all zeros.
-        bits_of_sum = (x + 12582912.0).to(tl.int32, bitcast=True)
-        elements = tl.where(code == _NAN_CODE, 0, bits_of_sum).to(tl.int8)
-        factor = factor * _INT8_UNIT
-    else:
-        if ROUNDING != "ceil":
-            # Rounding the scale down lets the largest overflow. A tile that holds a NaN is all NaN and stays so.
-            x = tl.where(x == x, tl.minimum(tl.maximum(x, -448.0), 448.0), x)
-        elements = to_e4m3(x)
-    tl.store(element_ptr + row[:, None] * STORED_D + o_d[None, :], elements, mask=(o_d < STORED_D)[None, :])
+        factor *= _INT8_UNIT
     # A tile of zeros has no use for its scale, and the smallest scales could make a factor underflow.
     factor = tl.where(factor < _SMALLEST_FACTOR, _SMALLEST_FACTOR, factor)
     tl.store(factor_ptr + i_tile_row, tl.where(bits == 0, 1.0, factor))
@@ -166,9 +178,9 @@ def _quantize_keys(
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
     SHARED: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    HAS_TILE_SCALE: tl.constexpr = (
-        LOW_FORM == "int8" or LOW_FORM == "e4m3" or LOW_FORM == "e5m2" or (LOW_FORM != "none" and SHARED == "tile")
-    )
+    IS_TILE_SCALED: tl.constexpr = LOW_FORM == "int8" or LOW_FORM == "e4m3"
+    IS_LOW_IN_BLOCKS: tl.constexpr = LOW_FORM != "none" and not IS_TILE_SCALED
+    HAS_TILE_SCALE: tl.constexpr = IS_TILE_SCALED or LOW_FORM == "e5m2" or (LOW_FORM != "none" and SHARED == "tile")
     ROWS: tl.constexpr = _TILE if HAS_TILE_SCALE else _ROWS
     i_head = tl.program_id(0).to(tl.int64)
     i_b = i_head // KV_HEADS
@@ -178,9 +190,11 @@ def _quantize_keys(
     o_d = tl.arange(0, BLOCK_D)
     mean = tl.zeros([BLOCK_D], tl.float32)
     if HAS_MEAN:
+        mean_ptr += i_head * D
         mean = first_tile_mean(base, first, last, stride_kt, stride_kd, D, BLOCK_D)
-        if i_program == 0:
-            tl.store(mean_ptr + i_head * D + o_d, mean, mask=o_d < D)
+        # All programs of the head store the same, and read it back where they need it: it would fill their registers.
+        tl.store(mean_ptr + o_d, mean, mask=o_d < D)
+        tl.debug_barrier()
     head_scale = 1.0
     if HAS_HEAD:
         channels = first_tile_magnitudes(
@@ -193,23 +207,25 @@ def _quantize_keys(
         o_t = i_block * ROWS + tl.arange(0, ROWS)
         i_tile_row = i_head * tiles + i_block // (_TILE // ROWS)
         row = i_head * tiles * _TILE + o_t
-        x = load_visible(base, start + o_t, first, last, stride_kt, stride_kd, D, BLOCK_D)
-        x = transform(x, start + o_t, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM)
-        if HIGH_FORM != "raw":
-            _write_blocks(
-                x, high_ptr, high_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
-                HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, D, BLOCK_D,
-            )  # fmt: skip
-        if LOW_FORM == "int8" or LOW_FORM == "e4m3":
+        if IS_TILE_SCALED:
             _write_tile_scaled(
-                x, low_ptr, key_factor_ptr, row, i_tile_row, LOW_FORM, LOW_FORMAT, ROUNDING,
-                (D + 31) // 32 * 32, BLOCK_D,
+                base, mean_ptr, low_ptr, key_factor_ptr, start + i_block * ROWS, i_tile_row * _TILE, i_tile_row,
+                first, last, stride_kt, stride_kd, D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM,
+                LOW_FORM, LOW_FORMAT, ROUNDING,
             )  # fmt: skip
-        elif LOW_FORM != "none":
-            _write_blocks(
-                x, low_ptr, low_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
-                LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, D, BLOCK_D,
-            )  # fmt: skip
+        if HIGH_FORM != "raw" or IS_LOW_IN_BLOCKS:
+            x = load_visible(base, start + o_t, first, last, stride_kt, stride_kd, D, BLOCK_D)
+            x = transform(x, start + o_t, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM)
+            if HIGH_FORM != "raw":
+                _write_blocks(
+                    x, high_ptr, high_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
+                    HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, D, BLOCK_D,
+                )  # fmt: skip
+            if IS_LOW_IN_BLOCKS:
+                _write_blocks(
+                    x, low_ptr, low_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
+                    LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, D, BLOCK_D,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -256,14 +272,16 @@ def quantize_kernel(
     HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_KEY_HEAD: tl.constexpr,
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
-    SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, ROUNDING: tl.constexpr,
+    SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, ROUNDING: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write values in the first layer of programs, keys in the last; a program goes through tiles of its kv head.
 
     What a tile must know of the first one each program finds itself, in the L2 cache: no launch comes before this one.
     Forms are those of :class:`~dma_kernels.prefill.operands.Form`; ``none`` and, for keys and values, ``raw`` write
-    nothing.
+    nothing. ``IS_EARLY`` lets programs of the next launch begin where there is room, when all of these have begun.
     """
+    if IS_EARLY:
+        gdc_launch_dependents()
     if VALUE_FORM != "raw":  # noqa: SIM102 (a constexpr branch)
         if tl.program_id(2) == 0:
             _quantize_values(

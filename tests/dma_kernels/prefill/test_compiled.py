@@ -28,6 +28,7 @@ UNITS = {
         r"wgmma.mma_async.*f32\.e4m3\.e4m3",
         "wgmma.mma_async.*bf16",
     ],
+    "int8:90:128:short": ["wgmma.mma_async.*bf16"],
     "int8:90:256": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
     "int8:90:256:long": [
         r"wgmma.mma_async.*s32\.s8\.s8",
@@ -127,6 +128,20 @@ def test_shared_memory_is_within_the_chips_limit(call: str, compiled: CompiledCa
 def test_the_loop_over_low_tiles_keeps_its_numbers_in_registers(call: str, compiled: CompiledCalls) -> None:
     # Of some 550 instructions, a scalar or two may be read back; one spilled tile would be 32 reads and writes.
     assert compiled[call][-1]["loop_spills"] <= SPILLS.get(call, 2)
+
+
+@pytest.mark.parametrize("call", UNITS)
+def test_programs_start_early_after_the_quantiser_and_write_nothing_before_they_wait(
+    call: str, compiled: CompiledCalls
+) -> None:
+    names = [kernel["name"] for kernel in compiled[call]]
+    is_early = int(call.split(":")[1]) >= 90 and "quantize_kernel" in names and "query_factor_kernel" not in names
+    for kernel in compiled[call]:
+        before, *after = kernel["ptx"].split("griddepcontrol.wait")
+        name = kernel["name"]
+        waits = name == "prefill_hopper_kernel" or (is_early and name in ("stage_queries_kernel", "prefill_kernel"))
+        assert len(after) == int(waits), name
+        assert not after or not re.search(r"\b(st\.global|red\.|atom\.|cp\.async\.bulk)", before), name
 
 
 def test_three_programs_share_a_hopper_multiprocessor(compiled: CompiledCalls) -> None:

@@ -130,7 +130,7 @@ def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = RECIPES["int8"]
     query, key, value = inputs()
     tiles = replace(select_tiles(90, select_lowering(recipe, 90), 128, 128), hopper=ANY_LENGTH)
-    options: dict[str, Any] = {"scale": 0.1, "softcap": None, "sinks": None, "use_tma": True}
+    options: dict[str, Any] = {"scale": 0.1, "softcap": None, "sinks": None, "use_tma": True, "is_early": False}
     arguments = (query, operands(key, value, recipe), geometry(), recipe, tiles)
     out, _ = host.prefill_attention(*arguments, **options)
     assert out.isfinite().all()
@@ -164,7 +164,7 @@ def test_hopper_alone_has_it(arch: int, head_dim: int, recipe: str, is_there: bo
 def test_staged_queries_have_the_bits_of_the_specification(form: Form, format: str) -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low=format, shared_scale="tile", pv="fp8")
-    staged = stage_queries(query, None, None, recipe, form, Form.RAW, scale=0.25)
+    staged = stage_queries(query, None, None, recipe, form, Form.RAW, scale=0.25, is_early=False)
     expected = quantize(query.float(), format, shared_scale="row")
     assert_bits_equal(staged.low, expected.data)
     unit = 2.0**-6 if form is Form.INT8 else 1.0
@@ -177,7 +177,7 @@ def test_staged_queries_have_the_bits_of_the_specification(form: Form, format: s
 def test_staged_queries_of_the_paper_are_exact_in_both_forms() -> None:
     query, _, _ = inputs(length=70)
     recipe = RECIPES["paper"]
-    staged = stage_queries(query, None, None, recipe, Form.E5M2, Form.DEQUANTIZED, scale=1.0)
+    staged = stage_queries(query, None, None, recipe, Form.E5M2, Form.DEQUANTIZED, scale=1.0, is_early=False)
     low = quantize(query.float(), "mxfp4", scale_rounding="floor").dequantize()
     torch.testing.assert_close(staged.low.float() * staged.rows[0][..., None] / LOG2_E, low, rtol=1e-6, atol=0.0)
     high = quantize(query.float(), "mxfp8", scale_rounding="floor").dequantize()
@@ -187,7 +187,7 @@ def test_staged_queries_of_the_paper_are_exact_in_both_forms() -> None:
 def test_staged_queries_know_their_product_with_the_mean() -> None:
     query, _, _ = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=70, kv_len=70, head_dim=128, dtype=torch.bfloat16)
     mean = torch.randn(2, 2, 128)
-    staged = stage_queries(query, mean, None, RECIPES["int8"], Form.INT8, Form.RAW, scale=1.0)
+    staged = stage_queries(query, mean, None, RECIPES["int8"], Form.INT8, Form.RAW, scale=1.0, is_early=False)
     expected = (query.float() * mean.repeat_interleave(2, dim=1)[:, :, None]).sum(-1)
     torch.testing.assert_close(staged.rows[1], expected, rtol=1e-5, atol=1e-4)
 
@@ -196,7 +196,7 @@ def test_staged_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low="nvfp4", scale_rounding="search", pv="fp8")
     factor = query_factor(query, recipe)
-    staged = stage_queries(query, None, factor, recipe, Form.DEQUANTIZED, Form.RAW, scale=0.5)
+    staged = stage_queries(query, None, factor, recipe, Form.DEQUANTIZED, Form.RAW, scale=0.5, is_early=False)
     expected = quantize(query.float(), "nvfp4", scale_rounding="search").dequantize()
     assert staged.low.dtype == torch.bfloat16
     assert torch.equal(staged.low.float(), expected)
@@ -207,7 +207,7 @@ def test_staged_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
 def test_staged_queries_that_are_only_rotated_keep_their_dtype(dtype: torch.dtype) -> None:
     query = random_qkv(q_len=70, kv_len=70, head_dim=128, dtype=dtype)[0]
     recipe = RECIPES["nvfp4-keys"]
-    staged = stage_queries(query, None, None, recipe, Form.DEQUANTIZED, Form.RAW, scale=1.0)
+    staged = stage_queries(query, None, None, recipe, Form.DEQUANTIZED, Form.RAW, scale=1.0, is_early=False)
     assert staged.low.dtype == dtype
     torch.testing.assert_close(staged.low.float(), hadamard_rotate(query.float()), rtol=2e-2, atol=2e-3)
 
@@ -262,7 +262,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         batch, heads, q_len, head_dim = query.shape
         out = query.new_empty(batch, q_len, heads, head_dim).transpose(1, 2)
         lse = torch.empty(batch, heads, q_len)
-        hopper.prefill_hopper(query, operands, geometry, recipe, tiles, out, lse, scale=scale)
+        hopper.prefill_hopper(query, operands, geometry, recipe, tiles, out, lse, scale=scale, is_early=False)
         return out, lse
 
     monkeypatch.setattr(hopper, "Launcher", Emulated)

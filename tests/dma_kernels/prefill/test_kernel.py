@@ -37,7 +37,8 @@ def run(query: Tensor, operands: Operands, recipe: Recipe, arch: int, window: in
     geometry = PrefillGeometry(LENGTH, LENGTH - CHUNK, 0, None, is_causal=True, window=window, mask=None)
     tiles = select_tiles(arch, select_lowering(recipe, arch), query.shape[3], query.shape[3])
     out, _ = prefill_attention(
-        query, operands, geometry, recipe, tiles, scale=0.125, softcap=None, sinks=None, use_tma=arch >= 90,
+        query, operands, geometry, recipe, tiles,
+        scale=0.125, softcap=None, sinks=None, use_tma=arch >= 90, is_early=False,
     )  # fmt: skip
     return out
 

@@ -175,3 +175,13 @@ def test_nothing_is_written_for_a_recipe_without_precisions() -> None:
     operands = check(key, value, RECIPES["identity"], HOPPER)
     assert operands.high.key is key
     assert operands.high.value is value
+
+
+@pytest.mark.parametrize("recipe", ["int8", "e4m3"])
+def test_tiles_without_a_visible_key_are_zeros_whatever_the_mean(recipe: str) -> None:
+    key, value = keys_values(kv_len=200, head_dim=32)
+    key[0, 0, 3, 5] = torch.nan
+    rows = torch.tensor([[0, 0, 0, 100]], dtype=torch.int32)
+    operands = check(key, value, RECIPES[recipe], HOPPER, rows=rows)
+    assert operands.low is not None
+    assert (operands.low.key[0, 0, TILE:].float() == 0.0).all()
