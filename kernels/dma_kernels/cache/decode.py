@@ -74,7 +74,7 @@ def decode_attention(
     )
 
     def run() -> tuple[Tensor, ...]:
-        results = _launch(query, None, storage, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        results = _launch(query, None, None, storage, scale=scale, window=window, softcap=softcap, sinks=sinks)
         return results if return_lse else results[:1]
 
     return call.run(inputs, run)
@@ -116,7 +116,7 @@ def decode_step(
     call = replay.call_of("step", *kinds, *storage_kind(storage), scale, window, softcap)
 
     def run() -> tuple[Tensor]:
-        return _launch(query, (key, value), storage, scale=scale, window=window, softcap=softcap, sinks=sinks)[:1]
+        return _launch(query, key, value, storage, scale=scale, window=window, softcap=softcap, sinks=sinks)[:1]
 
     (out,) = call.run((query, key, value, sinks, storage.raw_rows, *storage.tensors().values()), run)
     storage.replace_taken_back(new_len)
@@ -125,7 +125,8 @@ def decode_step(
 
 def _launch(
     query: Tensor,
-    new: tuple[Tensor, Tensor] | None,
+    key: Tensor | None,
+    value: Tensor | None,
     storage: LayerStorage,
     *,
     scale: float,
@@ -133,14 +134,13 @@ def _launch(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return output and logarithms of :func:`decode_attention`; ``new`` keys and values, if any, are stored."""
+    """Return output and logarithms of :func:`decode_attention`; new keys and values, if there are any, are stored."""
     batch, q_heads, q_len, _ = query.shape
     kv_heads, value_dim = storage.value_tail.shape[1], storage.value_tail.shape[3]
     out = query.new_empty((batch, q_len, q_heads, value_dim)).transpose(1, 2)
     lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
-    is_early = starts_early(query.device)
     plan = _plan(
         storage.record,
         chip.device_arch(query.device),
@@ -148,27 +148,26 @@ def _launch(
         query.shape,
         kv_heads,
         storage.slots + (storage.ring + storage.key_sink.shape[2]) // TILE,
-        (window is not None, softcap is not None, new is not None),
-        is_early,
+        window is not None,
+        softcap is not None,
+        starts_early(query.device),
     )
     blocks = triton.cdiv(q_heads // kv_heads * q_len, COLUMNS)
     entries = (plan.programs + batch * kv_heads) * blocks * COLUMNS  # a part for each head that a program touches
     heads = query.new_empty((batch, kv_heads, 3), dtype=torch.int32)
     partial = query.new_empty((entries, value_dim), dtype=torch.float32)
     partial_lse = query.new_empty(entries, dtype=torch.float32)
-    key, value = new or (query, query)  # which is not read as keys
+    strides = (0,) * 8 if key is None or value is None else (*key.stride(), *value.stride())
     *raw, body, pages, raw_rows = where_stored(storage)
     with on_device(query.device):
         plan.launcher(
             (plan.programs, 1, 1),
             query, key, value, body, pages, *raw, storage.lengths, raw_rows, heads, partial, partial_lse,
-            *query.stride(), *key.stride(), *value.stride(), *storage.strides,
+            *query.stride(), *strides, *storage.strides,
             batch, q_len, storage.slots, storage.ring // TILE, window or 0, (softcap or 0.0) * LOG2_E, scale * LOG2_E,
             storage.diagonal_tiles, storage.key_sink.shape[2] // TILE,
         )  # fmt: skip
-        launch_end(
-            storage, new, (heads, partial, partial_lse), sinks, out, lse, blocks, is_early, processors(query.device)
-        )
+        launch_end(storage, key, value, strides, (heads, partial, partial_lse), sinks, out, lse)
     return out, lse
 
 
@@ -193,10 +192,11 @@ def _plan(
     query_shape: tuple[int, int, int, int],
     kv_heads: int,
     tiles: int,
-    has: tuple[bool, bool, bool],
+    has_window: bool,
+    has_softcap: bool,
     is_early: bool,
 ) -> _Plan:
-    """Return the plan of a call; ``tiles`` there are at most, and it ``has`` a window, a softcap and new keys."""
+    """Return the plan of a call; ``tiles`` there are at most."""
     batch, q_heads, q_len, _ = query_shape
     group = q_heads // kv_heads
     block_d, block_dv = padded_channels(record.head_dim), max(VALUE_GROUP, padded_channels(record.value_dim))
@@ -213,10 +213,9 @@ def _plan(
         "BITS": record.format.bits,
         "LOW_COLUMNS": 4 if group * q_len <= 4 else COLUMNS,
         "W": sizes.warps,
-        "HAS_WINDOW": has[0],
-        "HAS_SOFTCAP": has[1],
-        "HAS_NEW": has[2],
-        "COST": sizes.round_cost,
+        "BUFFERS": sizes.buffers,
+        "HAS_WINDOW": has_window,
+        "HAS_SOFTCAP": has_softcap,
         "LETS_START": is_early,
     }
     return _Plan(

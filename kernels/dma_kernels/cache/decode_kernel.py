@@ -19,15 +19,17 @@ from .decode_tiles import attend_high, attend_low
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
+_ROUND = tl.constexpr(2)
+"""A coded tile for each warp, counted in steps over raw ones, of 16 keys for each warp. Codes of 8 bits have 4.2 times
+as many bytes, but raw tiles are read without stages (an H200, Triton 3.6; 64 x 4K: 159 us, with 4 instead 163)."""
 _ROWS = tl.constexpr(32)
 """Rows of the batch that are looked at together."""
 
 
 @jit
 def _work(
-    stored, q_len, window, diagonal_tiles, sink_tiles, COST: tl.constexpr, W: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_NEW: tl.constexpr,
-):  # fmt: skip
+    stored, q_len, window, diagonal_tiles, sink_tiles, W: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_NEW: tl.constexpr
+):
     """Return what a head has to read: its first position, first visible tile, first tile of the band, sinks, units of
     high tiles and new keys, first low tile, the one past the last, and units altogether, at least 1.
     """
@@ -41,14 +43,14 @@ def _work(
     steps = (sinks + gl.maximum(last_tile + 1 - band_first, 0)) * (_TILE // (16 * W)) + (1 if HAS_NEW else 0)
     low_first = gl.maximum(visible_tile, sink_tiles)
     low_end = gl.maximum(band_first, low_first)
-    units = gl.maximum(steps + (low_end - low_first + W - 1) // W * COST, 1)
+    units = gl.maximum(steps + (low_end - low_first + W - 1) // W * _ROUND, 1)
     return first_pos, visible_tile, band_first, sinks, steps, low_first, low_end, units
 
 
 @jit
-def _rounds(unit, steps, COST: tl.constexpr):
+def _rounds(unit, steps):
     """Return how many rounds begin before a unit of a head."""
-    return (gl.maximum(unit - steps, 0) + COST - 1) // COST
+    return (gl.maximum(unit - steps, 0) + _ROUND - 1) // _ROUND
 
 
 @jit
@@ -81,12 +83,12 @@ def _table_layout(warps):
 @jit
 def _row_units(
     lengths_ptr, first_row, batch, q_len, window, diagonal_tiles, sink_tiles,
-    KV_HEADS: tl.constexpr, COST: tl.constexpr, W: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_NEW: tl.constexpr,
+    KV_HEADS: tl.constexpr, W: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_NEW: tl.constexpr,
 ):  # fmt: skip
     """Return the units of ``_ROWS`` rows from one on; those past the last have none."""
     row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(0, _table_layout(W)))
     stored = gl.load(lengths_ptr + row, mask=row < batch, other=0)
-    units = _work(stored, q_len, window, diagonal_tiles, sink_tiles, COST, W, HAS_WINDOW, HAS_NEW)[7]
+    units = _work(stored, q_len, window, diagonal_tiles, sink_tiles, W, HAS_WINDOW, HAS_NEW)[7]
     return gl.where(row < batch, units * KV_HEADS, 0)
 
 
@@ -163,14 +165,16 @@ def decode_kernel(
     batch, q_len, slots, ring_tiles, window, softcap, logit_scale, diagonal_tiles, sink_tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BITS: tl.constexpr, LOW_COLUMNS: tl.constexpr, W: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_NEW: tl.constexpr, COST: tl.constexpr,
-    LETS_START: tl.constexpr,
+    BUFFERS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LETS_START: tl.constexpr,
 ):  # fmt: skip
     """Answer the queries of all rows; any number of programs.
 
-    With ``HAS_NEW`` the keys of the queries are not stored yet, nor counted in ``lengths``. ``heads`` receives of every
-    kv head ``[B, Hkv, 3]``: its first part, how many follow each other, and ``lengths`` of its row.
+    If there are new keys and values, those of the queries, they are not stored yet, nor counted in ``lengths``.
+    ``heads`` receives of every kv head ``[B, Hkv, 3]``: its first part, how many follow each other, and ``lengths`` of
+    its row.
     """
+    HAS_NEW: tl.constexpr = key_ptr is not None
     if LETS_START:
         _let_next_start()
     G: tl.constexpr = BLOCK_DV // 64
@@ -183,13 +187,13 @@ def decode_kernel(
     for first_row in range(0, batch, _ROWS):
         row_units = _row_units(
             lengths_ptr, first_row, batch, q_len, window, diagonal_tiles, sink_tiles,
-            KV_HEADS, COST, W, HAS_WINDOW, HAS_NEW,
+            KV_HEADS, W, HAS_WINDOW, HAS_NEW,
         )  # fmt: skip
         total += gl.sum(row_units, 0)
     # At least a round each, so that fewer programs may have any.
     share = total // gl.num_programs(0)
-    rest = gl.where(share < COST, 0, total - share * gl.num_programs(0))
-    share = gl.maximum(share, COST)
+    rest = gl.where(share < _ROUND, 0, total - share * gl.num_programs(0))
+    share = gl.maximum(share, _ROUND)
     start = _first_unit(i_program, share, rest)
     end = gl.minimum(_first_unit(i_program + 1, share, rest), total)
     at = start
@@ -203,14 +207,14 @@ def decode_kernel(
         if at >= row_end:
             row_units = _row_units(
                 lengths_ptr, seen_rows, batch, q_len, window, diagonal_tiles, sink_tiles,
-                KV_HEADS, COST, W, HAS_WINDOW, HAS_NEW,
+                KV_HEADS, W, HAS_WINDOW, HAS_NEW,
             )  # fmt: skip
             while seen_units + gl.sum(row_units, 0) <= at:
                 seen_units += gl.sum(row_units, 0)
                 seen_rows += _ROWS
                 row_units = _row_units(
                     lengths_ptr, seen_rows, batch, q_len, window, diagonal_tiles, sink_tiles,
-                    KV_HEADS, COST, W, HAS_WINDOW, HAS_NEW,
+                    KV_HEADS, W, HAS_WINDOW, HAS_NEW,
                 )  # fmt: skip
             o_r = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _table_layout(W)))
             o_c = gl.arange(0, _ROWS, layout=gl.SliceLayout(0, _table_layout(W)))
@@ -222,15 +226,15 @@ def decode_kernel(
         i_b = row.to(gl.int64)
         stored = gl.load(lengths_ptr + i_b)
         first_pos, visible_tile, band_first, sinks, steps, low_first, low_end, units = _work(
-            stored, q_len, window, diagonal_tiles, sink_tiles, COST, W, HAS_WINDOW, HAS_NEW
+            stored, q_len, window, diagonal_tiles, sink_tiles, W, HAS_WINDOW, HAS_NEW
         )
         i_head = (at - row_start) // units
         head_start = row_start + i_head * units
         i_kv = i_head.to(gl.int64)
         first = at - head_start
         last = gl.minimum(end - head_start, units)
-        first_tile = low_first + _rounds(first, steps, COST) * W
-        end_tile = gl.minimum(low_first + _rounds(last, steps, COST) * W, low_end)
+        first_tile = low_first + _rounds(first, steps) * W
+        end_tile = gl.minimum(low_first + _rounds(last, steps) * W, low_end)
         # Along the line a part is of the next program, the next head or both: the sum of their numbers is its own.
         entry = i_program + i_b * KV_HEADS + i_kv
         if first == 0:
@@ -259,13 +263,17 @@ def decode_kernel(
                 )  # fmt: skip
                 acc, l_i, m_i = attend_low(
                     q, body_ptr, pages_ptr + i_b * slots, i_kv, first_tile, end_tile, low_pos, window, softcap,
-                    logit_scale, slots, stride_page, D, DV, BLOCK_D, G, W, BITS, HAS_WINDOW, HAS_SOFTCAP,
+                    logit_scale, slots, stride_page, D, DV, BLOCK_D, G, W, BITS, BUFFERS, HAS_WINDOW, HAS_SOFTCAP,
                 )  # fmt: skip
             low = (
                 _shared(_eight_columns(m_i, -1.0e30)), _shared(_eight_columns(gl.sum(l_i, 1), 0.0)),
                 _shared(gl.reshape(_eight_columns(acc, 0.0), [G, W, 64, 8])),
             )  # fmt: skip
             # ---- high tiles
+            key, value = key_ptr, value_ptr
+            if HAS_NEW:
+                key += i_b * stride_kb + i_kv * stride_kh
+                value += i_b * stride_vb + i_kv * stride_vh
             m_i = gl.full([W, 8], -1.0e30, gl.float32, gl.SliceLayout(1, MMA))
             l_i = gl.full([W, 8, 8], 0.0, gl.float32, MMA)
             acc = gl.full([G * W, 64, 8], 0.0, gl.float32, MMA)
@@ -279,7 +287,7 @@ def decode_kernel(
                     value_tail_ptr + (raw_row * stride_value_tail + ring * DV),
                     key_sink_ptr + (raw_row * stride_key_sink + sink * D),
                     value_sink_ptr + (raw_row * stride_value_sink + sink * DV),
-                    key_ptr + (i_b * stride_kb + i_kv * stride_kh), value_ptr + (i_b * stride_vb + i_kv * stride_vh),
+                    key, value,
                     stride_kt, stride_kd, stride_vt, stride_vd,
                     first, gl.minimum(last, steps), steps, stored, q_len, q_pos, sinks, band_first, visible_tile,
                     window, softcap, logit_scale, sink_tiles, ring_tiles,

@@ -26,6 +26,7 @@ from ..device.gluon import (
     gl,
     jit,
     matrix_product,
+    view,
 )
 from ..numerics.formats import TILE
 from .decode_operands import (
@@ -73,9 +74,10 @@ def _cap(s, softcap):
 
 
 @jit
-def _load_raw(pointer, token, channel, tokens, CHANNELS: tl.constexpr):
-    """Load so many tokens of the tail or the sinks, and zeros behind them."""
-    return gl.load(pointer + (token * CHANNELS + channel), mask=(token < tokens) & (channel < CHANNELS), other=0.0)
+def _load_raw(pointer, token, channel, strides, first, tokens, CHANNELS: tl.constexpr):
+    """Load so many tokens of the tail, the sinks or the new ones, from ``first`` on, and zeros around them."""
+    mask = (token >= first) & (token < tokens) & (channel < CHANNELS)
+    return gl.load(pointer + (token.to(gl.int64) * strides[0] + channel * strides[1]), mask=mask, other=0.0)
 
 
 @jit
@@ -123,30 +125,25 @@ def attend_high(
         inside = (step - index * STEPS) * (16 * W)
         tile = gl.where(index < sinks, visible_tile + index, band_first + index - sinks)
         entry = (tile % ring_tiles) * _TILE + inside
-        k_base = key_tail_ptr
-        v_base = value_tail_ptr
-        if tile < sink_tiles:
-            entry = tile * _TILE + inside
-            k_base = key_sink_ptr
-            v_base = value_sink_ptr
         here = tile * _TILE + inside
         end = stored
+        k_base = key_tail_ptr + entry * D
+        v_base = value_tail_ptr + entry * DV
+        if tile < sink_tiles:
+            k_base = key_sink_ptr + here * D
+            v_base = value_sink_ptr + here * DV
+        k_strides = D, 1
+        v_strides = DV, 1
         if HAS_NEW:
-            if step == steps - 1:
-                here = stored
-                end = stored + q_len
-                m_k = (here + k_token >= 0) & (k_token < q_len) & (o_d < D)
-                k = gl.load(key_ptr + (k_token.to(gl.int64) * stride_kt + o_d.to(gl.int64) * stride_kd), m_k, other=0.0)
-                m_v = (here + v_token >= 0) & (v_token < q_len) & (o_v < DV)
-                v = gl.load(
-                    value_ptr + (v_token.to(gl.int64) * stride_vt + o_v.to(gl.int64) * stride_vd), m_v, other=0.0
-                )
-            else:
-                k = _load_raw(k_base + entry * D, k_token, o_d, stored - here, D)
-                v = _load_raw(v_base + entry * DV, v_token, o_v, stored - here, DV)
-        else:
-            k = _load_raw(k_base + entry * D, k_token, o_d, stored - here, D)
-            v = _load_raw(v_base + entry * DV, v_token, o_v, stored - here, DV)
+            is_new = step == steps - 1
+            here = gl.where(is_new, stored, here)
+            end = gl.where(is_new, stored + q_len, stored)
+            k_base = gl.where(is_new, key_ptr, k_base)
+            v_base = gl.where(is_new, value_ptr, v_base)
+            k_strides = gl.where(is_new, stride_kt, D), gl.where(is_new, stride_kd, 1)
+            v_strides = gl.where(is_new, stride_vt, DV), gl.where(is_new, stride_vd, 1)
+        k = _load_raw(k_base, k_token, o_d, k_strides, -here, end - here, D)
+        v = _load_raw(v_base, v_token, o_v, v_strides, -here, end - here, DV)
         k = gl.permute(gl.reshape(k, [W, 16, CB, 4, 4, 2]), [0, 1, 2, 4, 3, 5])
         k = gl.convert_layout(gl.reshape(k, [W, 16, BLOCK_D]), operand_layout(W, 0), assert_trivial=True)
         s = matrix_product(k, q, zero) * logit_scale
@@ -246,6 +243,13 @@ def _buffers(count: tl.constexpr, shape: tl.constexpr):
 
 
 @jit
+def _same_buffers(buffers, shape: tl.constexpr):
+    """Return the two buffers as such of another shape."""
+    LAYOUT: tl.constexpr = _plain(len(shape))
+    return view(buffers[0], gl.int32, shape, LAYOUT), view(buffers[1], gl.int32, shape, LAYOUT)
+
+
+@jit
 def _copy_keys(
     is_wanted, record, buffers, channel_buffers, places, channel_places, i_step: tl.constexpr, STEP_WORDS: tl.constexpr,
     CHANNEL_WORDS: tl.constexpr,
@@ -297,7 +301,7 @@ def _parts(x, W: tl.constexpr):
 def attend_low(
     q, body_ptr, pages_ptr, i_kv, first, last, q_pos, window, softcap, logit_scale, slots, stride_page,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, G: tl.constexpr,
-    W: tl.constexpr, BITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    W: tl.constexpr, BITS: tl.constexpr, BUFFERS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Attend with ``C`` queries ``[W, D, 2 C]``, each in two columns, to low tiles ``first..last``, one for each warp.
 
@@ -351,16 +355,21 @@ def attend_low(
     s_warp = gl.arange(0, W, layout=along(SUMS, 3, 0))[:, None, None]
     s_row = gl.arange(0, _STEP, layout=along(SUMS, 3, 1))[None, :, None]
 
-    # ---- copies: a tile's keys and values in two steps each. What a step has read is overwritten when the next one has
-    # begun, and all warps are past it.
+    # ---- copies: a tile's keys and values in two steps each. When a step has been multiplied, its place is that of
+    # the step of the next tile, or, of two places, keys and values take turns.
     k_buffers = _buffers(2, [W, _STEP * BLOCK_D // (32 * CO), 128])
-    v_buffers = _buffers(2, [G, W, 2 * _STEP // CO, 128])
+    if BUFFERS == 2:
+        v_buffers = _same_buffers(k_buffers, [G, W, 2 * _STEP // CO, 128])
+    else:
+        v_buffers = _buffers(2, [G, W, 2 * _STEP // CO, 128])
     channel_buffers = _buffers(2, [W, BLOCK_D // 32, 16])
     token_buffers = _buffers(1, [G, W, _TILE // 32, 32])
     record = _record_words(body_ptr, pages_ptr, gl.minimum(first + o_w, last - 1), slots, stride_page)
     for i_step in gl.static_range(2):
         _copy_keys(True, record, k_buffers, channel_buffers, k_places, channel_places, i_step, K_STEP, STORED // 2)
-    _copy_values(True, record, v_buffers, token_buffers, v_places, token_places, 0, V_STEP)
+    if BUFFERS == 4:
+        for i_step in gl.static_range(2):
+            _copy_values(True, record, v_buffers, token_buffers, v_places, token_places, i_step, V_STEP)
     for start in range(first, last, W):
         has_next = start + W < last
         next_tile = gl.minimum(start + W + o_w, last - 1)
@@ -369,9 +378,8 @@ def attend_low(
         # ---- scores
         scores = ()
         for i_step in gl.static_range(2):
-            await_copies(2)
+            await_copies(BUFFERS - 1)
             if i_step == 0:
-                _copy_values(True, record, v_buffers, token_buffers, v_places, token_places, 1, V_STEP)
                 operand, factor, summand = _tile_queries(
                     channel_words(channel_buffers[0]),
                     channel_words(channel_buffers[1]),
@@ -384,13 +392,16 @@ def attend_low(
                 if not HAS_SOFTCAP:
                     summand = gl.where(is_tile, summand, float("-inf"))
                 summand = repeated_rows(summand, _STEP, SUMS)
-            else:
-                _copy_keys(
-                    has_next, next_record, k_buffers, channel_buffers, k_places, channel_places, 0, K_STEP, STORED // 2
-                )
             words = k_buffers[i_step].load(KEYS)
             keys = key_operand(words.to(gl.uint32, bitcast=True), BITS, W, _STEP, BLOCK_D)
             s = matrix_product(keys, operand, gl.full([W, _STEP, N], 0, gl.int32, MMA))
+            if BUFFERS == 2:
+                _copy_values(True, record, v_buffers, token_buffers, v_places, token_places, i_step, V_STEP)
+            else:
+                _copy_keys(
+                    has_next, next_record, k_buffers, channel_buffers, k_places, channel_places, i_step, K_STEP,
+                    STORED // 2,
+                )  # fmt: skip
             s = whole_sums(s, W) * factor[:, None, :] + summand
             if HAS_SOFTCAP:
                 s = gl.where(is_tile, _cap(s, softcap), float("-inf"))
@@ -399,8 +410,7 @@ def attend_low(
                 s = gl.where(k_pos > q_pos - window, s, float("-inf"))
             scores += (s,)  # type: ignore[assignment]
         # ---- weights, of all of the tile from its largest on
-        await_copies(2)
-        _copy_keys(has_next, next_record, k_buffers, channel_buffers, k_places, channel_places, 1, K_STEP, STORED // 2)
+        await_copies(BUFFERS - 1)
         scale, low = _token_scales(token_words(token_buffers[0]), G, W, C)
         s = _below(scores[0], scores[1], W)  # type: ignore[misc]
         m_tile = gl.maximum(_raised(s, scale, G, W), -1.0e30)
@@ -420,11 +430,17 @@ def attend_low(
         sums = gl.full([G * W, 64, N], 0, gl.int32, MMA)
         for i_step in gl.static_range(2):
             if i_step == 1:
-                await_copies(2)
-                _copy_values(has_next, next_record, v_buffers, token_buffers, v_places, token_places, 0, V_STEP)
+                await_copies(BUFFERS - 1)
             words = v_buffers[i_step].load(VALUES)
             values = value_operand(words.to(gl.uint32, bitcast=True), BITS, W, _STEP, G)
             sums = matrix_product(values, weight_operand(weights[i_step], scales[i_step], BITS, W), sums)
+            if BUFFERS == 2:
+                _copy_keys(
+                    has_next, next_record, k_buffers, channel_buffers, k_places, channel_places, i_step, K_STEP,
+                    STORED // 2,
+                )  # fmt: skip
+            else:
+                _copy_values(has_next, next_record, v_buffers, token_buffers, v_places, token_places, i_step, V_STEP)
         acc = acc * alpha + whole_sums(sums, W) * (beta * (1.0 / (1 << (8 - BITS))))
         record = next_record
     await_copies(0)

@@ -65,14 +65,23 @@ class _Interpreted:
         return _Buffer(shape, value)
 
 
+def _view(buffer: _Buffer, dtype: Any, shape: Any, layout: Any) -> _Buffer:
+    """Return a buffer of its own, as no two forms of a buffer are in use at once."""
+    return _Buffer(shape, None)
+
+
 gl: Any = _Interpreted() if IS_INTERPRETED else _gl
 jit: Any = triton.jit if IS_INTERPRETED else gluon.jit
 constexpr_function: Any = gluon.constexpr_function
 matrix_product: Any = _matrix_product if IS_INTERPRETED else mma_v2
 # Triton 3.9 gave these two their present names.
 _load: Any = getattr(_async_copy, "async_load", None) or _async_copy.async_copy_global_to_shared
+_reinterpret: Any = getattr(_gl.shared_memory_descriptor, "reinterpret", None) or (
+    _gl.shared_memory_descriptor._reinterpret
+)
 _barrier: Any = _gl.thread_barrier if hasattr(_gl, "thread_barrier") else _gl.barrier
 barrier: Any = _nothing if IS_INTERPRETED else _barrier
 begin_copy: Any = _Buffer.copy if IS_INTERPRETED else _load
 end_copies: Any = _nothing if IS_INTERPRETED else _async_copy.commit_group
 await_copies: Any = _nothing if IS_INTERPRETED else _async_copy.wait_group
+view: Any = _view if IS_INTERPRETED else _reinterpret
