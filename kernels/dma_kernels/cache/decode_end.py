@@ -132,8 +132,8 @@ def _combine(
 
 @triton.jit(noinline=True)  # a loop around it keeps its constants in registers that it has not got
 def _encode(
-    heads_ptr, key_ptr, value_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr, body_ptr, pages_ptr, raw_rows_ptr,
-    stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
+    heads_ptr, key_ptr, value_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr, body_ptr, pages_ptr,
+    raw_rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
     stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
     i_task, new_len, slots, ring_tiles, sink_tiles,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
