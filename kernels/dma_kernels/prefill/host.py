@@ -52,8 +52,8 @@ def prefill_attention(
         softcap: Cap of the scores.
         sinks: ``[Hq]``.
         use_tma: Whether the device copies tiles by descriptor (Hopper and later).
-        is_early: Whether programs may begin before the launches that made ``operands`` have ended. Until they wait for
-            those, they read nothing but ``query``, ``sinks`` and ``geometry.rows``, and write nothing.
+        is_early: Whether Hopper's launches may begin before those that made ``operands`` have ended; see
+            :func:`dma_kernels.prefill.hopper_queries.stage_queries`.
 
     Returns:
         Output ``[B, Hq, Tq, Dv]`` and the log of the softmax denominator, fp32 ``[B, Hq, Tq]``.
@@ -89,7 +89,7 @@ def prefill_attention(
         geometry.is_causal, operands.low is not None, rows is not None, geometry.window is not None,
         softcap is not None, sinks is not None, mask is not None, operands.key_mean is not None,
         operands.query_factor is not None, high.key_factor is not None, low.key_factor is not None,
-        low.value_factor is not None, is_early,
+        low.value_factor is not None,
     )  # fmt: skip
     values = constants.values
     k_desc = v_desc = k_low_desc = v_low_desc = low.key  # unused without tensor copies
@@ -170,7 +170,6 @@ def _constants(
     has_k_factor: bool,
     has_k_low_factor: bool,
     has_value_factor: bool,
-    is_early: bool,
 ) -> _Constants:
     is_packed = Form.PACKED in (high_form, low_form)
     # Block-scaled units take 64 channels at a time.
@@ -221,13 +220,8 @@ def _constants(
         "STAGE_QUERIES": tiles.stage_queries and has_low and head_dim <= _staged_dim(low_form, value_dim),
         "USE_TMA": use_tma,
         "USE_RAW_TMA": use_raw_tma,
-        "IS_EARLY": is_early,
     }
-    options: dict[str, Any] = {
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-        "launch_pdl": is_early,
-    }
+    options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     if tiles.max_registers is not None:
         options["maxnreg"] = tiles.max_registers
     return _Constants(values, Launcher(prefill_kernel, values, **options))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from ..device.queries import finite_or_zero, load_queries, prepare_queries, rotate_queries, smoothing_shift
 from ..device.scores import (
@@ -91,13 +90,12 @@ def prefill_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_QUERY_FACTOR: tl.constexpr, HAS_K_FACTOR: tl.constexpr, K_LOW_FACTOR: tl.constexpr,
     HAS_VALUE_FACTOR: tl.constexpr, IS_PV_FP8: tl.constexpr, STAGE_QUERIES: tl.constexpr,
-    USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr, IS_EARLY: tl.constexpr,
+    USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr,
 ):  # fmt: skip
     """Compute attention for a block of queries of a head; arguments as :mod:`dma_kernels.prefill.operands` names them.
 
     Constexprs beside those: ``BLOCK_H`` and ``BLOCK_N`` are the keys in a block of a high and of a low tile.
-    ``K_LOW_FACTOR`` is ``none``, ``head`` or ``tile``. With ``IS_EARLY`` the operands may still be in the making when a
-    program begins: before it waits for them it reads nothing but queries, sinks and ``rows_ptr``, and writes nothing.
+    ``K_LOW_FACTOR`` is ``none``, ``head`` or ``tile``.
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     EXPONENT: tl.constexpr = 8.0 if IS_PV_FP8 else 0.0
@@ -172,8 +170,6 @@ def prefill_kernel(
         l_i = tl.zeros([BLOCK_M], tl.float32)
 
     q = load_queries(q_base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
-    if IS_EARLY:
-        gdc_wait()
     head_scale = 1.0
     if HAS_QUERY_FACTOR:
         head_scale = tl.load(query_factor_ptr + i_b * Q_HEADS + i_h)
