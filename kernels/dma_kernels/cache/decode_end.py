@@ -26,6 +26,8 @@ from .storage import LayerStorage
 
 QUERIES = 8
 """Of a program where there are many; with 16 it spills registers."""
+ELEMENTS = {1: 8192, QUERIES: 2048}
+"""Of parts that a program has in registers, by its queries: where each finds its parts takes registers too."""
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
@@ -244,7 +246,7 @@ def _end_launcher(record: Record, kv_heads: int, group: int, block_c: int, block
         **record_constants(record, kv_heads),
         "GROUP": group,
         "BLOCK_C": block_c,
-        "BLOCK_S": (8192 if block_c == 1 else 2048) // (block_c * block_out),
+        "BLOCK_S": ELEMENTS[block_c] // (block_c * block_out),
         "BLOCK_OUT": block_out,
         "BLOCK_E": block_e,
         "WAITS": is_early,

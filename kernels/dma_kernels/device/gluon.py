@@ -76,7 +76,8 @@ constexpr_function: Any = gluon.constexpr_function
 matrix_product: Any = _matrix_product if IS_INTERPRETED else mma_v2
 # Triton 3.9 gave these two their present names.
 _load: Any = getattr(_async_copy, "async_load", None) or _async_copy.async_copy_global_to_shared
-_reinterpret: Any = getattr(_gl.shared_memory_descriptor, "reinterpret", None) or (
+# And this one; :mod:`dma_kernels.prefill.hopper_kernel`, which is no kernel for the interpreter, takes it from here.
+reinterpret: Any = getattr(_gl.shared_memory_descriptor, "reinterpret", None) or (
     _gl.shared_memory_descriptor._reinterpret
 )
 _barrier: Any = _gl.thread_barrier if hasattr(_gl, "thread_barrier") else _gl.barrier
@@ -84,4 +85,4 @@ barrier: Any = _nothing if IS_INTERPRETED else _barrier
 begin_copy: Any = _Buffer.copy if IS_INTERPRETED else _load
 end_copies: Any = _nothing if IS_INTERPRETED else _async_copy.commit_group
 await_copies: Any = _nothing if IS_INTERPRETED else _async_copy.wait_group
-view: Any = _view if IS_INTERPRETED else _reinterpret
+view: Any = _view if IS_INTERPRETED else reinterpret

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..device.arithmetic import permute_keys as _permute_keys_triton
+from ..device.gluon import reinterpret
 from ..device.queries import finite_or_zero as _finite_or_zero_triton
 from ..numerics.formats import TILE
 from .kernel import _schedule as _schedule_triton
@@ -37,9 +38,9 @@ _HIGH = gl.constexpr(TILE // 2)  # keys of a block of a high tile: in 16 bits as
 _schedule = gluon.jit(_schedule_triton.fn)
 _permute_keys = gluon.jit(_permute_keys_triton.fn)
 _finite_or_zero = gluon.jit(_finite_or_zero_triton.fn)
-# Triton 3.8 and 3.9 gave these two their present names.
+# Triton 3.9 gave this its present name.
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_view = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+_view = reinterpret
 
 
 @gluon.jit
