@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dma_eval.bench import decode
-from dma_eval.bench.decode import filled_storage, measure_shape, parse_implementations
+from dma_eval.bench.decode import filled_storage, measure_shape, parse_implementations, prepare
 from dma_eval.bench.results import DecodeReport, DecodeResult, DecodeShape
 from dma_eval.commands.bench import DECODE_HEADS, HEAD_DIMS, SIZES, decode_shapes
 from dma_eval.errors import UserError
@@ -79,16 +79,30 @@ def test_a_quantized_cache_without_its_package_is_reported_once(run: Run, monkey
     assert "and 1 more" in " ".join(done.stderr.split())
 
 
-def test_transformers_quantized_cache_is_measured_where_its_backend_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[str] = []
-    monkeypatch.setattr(decode, "captured", lambda runs, device: captured.extend(runs) or ({}, {}))
-    if "fp8" not in inspect.getsource(QuantizedCache.__init__):
-        pytest.skip("Transformers before 5.23 has no fp8 backend, and the others need packages")
-    sdpa, quantized = parse_implementations(["sdpa", "sdpa+fp8"])
-    results = measure_shape(SHAPE, [sdpa, quantized], torch.device("cpu"), torch.bfloat16, seconds=0.0)
-    assert [result.failure for result in results] == [None, None]
-    assert results[1].bytes_ratio == pytest.approx(0.5, abs=0.01)
-    assert captured == ["sdpa"]  # a graph would read tensors that the quantised cache has replaced
+@pytest.mark.skipif(
+    "fp8" not in inspect.getsource(QuantizedCache.__init__),
+    reason="Transformers before 5.23 has no fp8 backend, and the others need packages",
+)
+class TestQuantizedCache:
+    def test_is_measured_where_its_backend_is_there(self) -> None:
+        sdpa, quantized = parse_implementations(["sdpa", "sdpa+fp8"])
+        results = measure_shape(SHAPE, [sdpa, quantized], torch.device("cpu"), torch.bfloat16, seconds=0.0)
+        assert [result.failure for result in results] == [None, None]
+        assert results[1].bytes_ratio == pytest.approx(0.5, abs=0.01)
+
+    def test_every_run_appends_to_the_same_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A length that is new makes SDPA prepare itself, which a run of the next cache would be spared."""
+        lengths: list[int] = []
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+            lengths.append(key.shape[2])
+            return query
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+        step, _ = prepare(parse_implementations(["sdpa+fp8"])[0], SHAPE, torch.device("cpu"), torch.float32)
+        step()
+        step()
+        assert lengths == [SHAPE.length + 1] * 2
 
 
 def test_the_packed_cache_holds_what_the_shape_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
@@ -33,9 +34,7 @@ DYNAMIC = "sdpa:dynamic"
 """SDPA behind the concatenation that Transformers' ``DynamicCache`` makes of the old keys and the new one."""
 QUANTIZED = tuple(f"sdpa{suffix}" for suffix in PEER_SUFFIXES)
 """SDPA behind Transformers' ``QuantizedCache``, by the suffixes of :data:`dma_eval.peers.QUANTIZED`. It dequantises
-everything for each token, and those of HQQ and quanto quantise everything anew for every 128th, which a median does not
-show. A step replaces tensors of the cache, so that a CUDA graph of it would read memory that is gone: it is called from
-Python alone."""
+everything for each token. Those of HQQ and quanto also quantise everything anew for every 128th, which is left out."""
 CACHES = ("kv8", "kv4")
 ROOM = 256
 """Tokens of room for the runs, each of which appends one; it counts as memory of a packed cache."""
@@ -63,7 +62,9 @@ def prepare(backend: Backend, shape: DecodeShape, device: torch.device, dtype: t
     if backend.label in QUANTIZED:
         cache = quantized_cache(LlamaConfig(num_hidden_layers=1), backend.label.removeprefix("sdpa"))
         cache.update(key, value, 0)
-        return lambda: attend(*cache.update(new, new_value, 0)), stored_bytes(vars(cache.layers[0]))
+        layer = cache.layers[0]
+        # Each run appends to the same keys: for a length that is new cuDNN makes a plan, which takes the host 33 ms.
+        return lambda: attend(*copy(layer).update(new, new_value)), stored_bytes(vars(layer))
     stored = key.nbytes + value.nbytes
     if backend.label == DYNAMIC:
         return lambda: attend(torch.cat((key, new), 2), torch.cat((value, new_value), 2)), stored
@@ -143,14 +144,10 @@ def measure_shape(
             results[label] = replace(result, failure=one_line(error))
             continue
         results[label] = replace(result, cache_bytes=stored)
-    lasting = {label: run for label, run in runs.items() if label not in QUANTIZED}
-    rest = {label: run for label, run in runs.items() if label in QUANTIZED}
-    replays, refusals = captured(lasting, device)
+    replays, refusals = captured(runs, device)
     # Half the rounds each: a packed cache has room for so many tokens only.
     limit = min(100, ROOM // 2 - 8)
-    # Apart: a step that keeps the host for milliseconds would let the next ones wait for their launches.
-    timings = (time_in_turns(each, device, seconds=seconds / 2, max_repeats=limit) for each in (lasting, rest))
-    plain = {label: timing for each in timings for label, timing in each.items()}
+    plain = time_in_turns(runs, device, seconds=seconds / 2, max_repeats=limit)
     graphs = time_in_turns(replays, device, seconds=seconds / 2, max_repeats=limit) if replays else {}
     best = {label: graphs.get(label, timing).median for label, timing in plain.items()}
     first = best.get(implementations[0].label)

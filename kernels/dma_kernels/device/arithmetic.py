@@ -6,11 +6,14 @@ import triton
 import triton.language as tl
 
 from ..numerics.formats import (
+    E4M3_MAX,
     E8M0_MAX_CODE,
     E8M0_NAN,
     FP32_EXPONENT_SPECIAL,
     FP32_MANTISSA_BITS,
     FP32_MANTISSA_MASK,
+    MXINT8_MAX_CODE,
+    MXINT8_UNIT,
 )
 
 IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -22,6 +25,10 @@ _SUBNORMAL = tl.constexpr(1 << (FP32_MANTISSA_BITS - 1))  # the bits of 2 ** -12
 _SPECIAL = tl.constexpr(FP32_EXPONENT_SPECIAL)
 _MAX_CODE = tl.constexpr(E8M0_MAX_CODE)
 _NAN_CODE = tl.constexpr(E8M0_NAN)
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_INT8_MAX = tl.constexpr(MXINT8_MAX_CODE * MXINT8_UNIT)
+# Of the sum with 1.5 * 2^23 units the lowest byte is the integer, rounded to nearest.
+_INT8_ROUNDING = tl.constexpr(1.5 * 2.0**23 * MXINT8_UNIT)
 
 PERMUTED_KEYS = 16
 """Keys in a group that :func:`permute_keys` reorders."""
@@ -152,6 +159,25 @@ def to_e5m2(x):
     else:
         result = x.to(tl.float8e5)
     return result
+
+
+@triton.jit
+def to_elements(x, reciprocal, FORM: tl.constexpr, IS_CEIL: tl.constexpr):
+    """Return fp32 ``x`` times a power of two as 8-bit elements. Only what ``IS_CEIL`` scales left too large saturates.
+
+    A NaN stays one in E4M3; as an integer it is any.
+    """
+    x = x * reciprocal
+    if FORM == "int8":
+        if not IS_CEIL:
+            x = tl.minimum(tl.maximum(x, -_INT8_MAX), _INT8_MAX)
+        elements = (x + _INT8_ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        tl.static_assert(FORM == "e4m3", "FORM must be int8 or e4m3")
+        if not IS_CEIL:
+            x = tl.where(x == x, tl.minimum(tl.maximum(x, -_E4M3_MAX), _E4M3_MAX), x)
+        elements = to_e4m3(x)
+    return elements
 
 
 @triton.jit

@@ -120,6 +120,20 @@ def e8m0_scale(bits, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr):
 
 
 @triton.jit
+def row_scale(bits, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr):
+    """Return what rows are multiplied by to become 8-bit elements, and what one of their units is then worth, fp32.
+
+    ``bits`` are those of the rows' largest magnitudes.
+    """
+    code = e8m0_scale(bits, FORMAT, IS_CEIL)
+    # A row of zeros has no use for its scale, and the smallest scale could make a factor underflow. A NaN shows in it.
+    factor = tl.where(bits == 0, 1.0, e8m0_decode(code))
+    if FORM == "int8":
+        factor *= _INT8_UNIT
+    return e8m0_reciprocal(code), factor
+
+
+@triton.jit
 def finite_block_amax(x):
     """Return what :func:`block_amax` does for NVFP4's blocks; 0 for those that hold an infinity or a NaN."""
     bits = block_amax(x, 16)

@@ -9,13 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..numerics.formats import E4M3_MAX, MXINT8_MAX_CODE, MXINT8_UNIT
-from .arithmetic import e8m0_decode, e8m0_reciprocal, hadamard, to_e4m3, to_e5m2
-from .blocks import dequantize_blocks, e8m0_scale, mxfp4_to_e5m2, pack_e2m1, quantize_blocks
-
-_E4M3_MAX = tl.constexpr(E4M3_MAX)
-_INT8_MAX = tl.constexpr(float(MXINT8_MAX_CODE))
-_INT8_UNIT = tl.constexpr(MXINT8_UNIT)
+from .arithmetic import hadamard, to_e4m3, to_e5m2, to_elements
+from .blocks import dequantize_blocks, mxfp4_to_e5m2, pack_e2m1, quantize_blocks, row_scale
 
 
 @triton.jit
@@ -59,24 +54,8 @@ def quantize_rows(x, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.const
         int8 or E4M3 ``[ROWS, COLUMNS]``, and what one of their units is worth, fp32 ``[ROWS]``.
     """
     bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1)
-    code = e8m0_scale(bits, FORMAT, IS_CEIL)
-    x = x * e8m0_reciprocal(code)[:, None]
-    # A row of zeros has no use for its scale, and the smallest scale could make a factor underflow.
-    factor = tl.where(bits == 0, 1.0, e8m0_decode(code))
-    # Only scales that are rounded down let elements saturate. A NaN shows in the factor.
-    if FORM == "int8":
-        x = x * (1.0 / _INT8_UNIT)
-        if not IS_CEIL:
-            x = tl.minimum(tl.maximum(x, -_INT8_MAX), _INT8_MAX)
-        # The sum with 1.5 * 2^23 is rounded at the unit, and its lowest byte is the integer.
-        q = (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-        factor *= _INT8_UNIT
-    else:
-        tl.static_assert(FORM == "e4m3", "FORM must be int8 or e4m3")
-        if not IS_CEIL:
-            x = tl.minimum(tl.maximum(x, -_E4M3_MAX), _E4M3_MAX)
-        q = to_e4m3(x)
-    return q, factor
+    reciprocal, factor = row_scale(bits, FORM, FORMAT, IS_CEIL)
+    return to_elements(x, reciprocal[:, None], FORM, IS_CEIL), factor
 
 
 @triton.jit

@@ -10,16 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..device.arithmetic import e8m0_decode, e8m0_reciprocal, hadamard, to_e4m3
-from ..device.blocks import e8m0_scale
-from ..numerics.formats import E4M3_MAX, MXINT8_MAX_CODE, MXINT8_UNIT
+from ..device.arithmetic import hadamard, to_elements
+from ..device.blocks import row_scale
 
 _THREAD = tl.constexpr(16)  # channels of a part that a thread has
-_E4M3_MAX = tl.constexpr(E4M3_MAX)
-_INT8_UNIT = tl.constexpr(MXINT8_UNIT)
-_INT8_MAX = tl.constexpr(MXINT8_MAX_CODE * MXINT8_UNIT)
-# Of the sum with 1.5 * 2^23 units the lowest byte is the integer, rounded to nearest.
-_INT8_ROUNDING = tl.constexpr(1.5 * 2.0**23 * MXINT8_UNIT)
 
 
 @triton.constexpr_function
@@ -81,27 +75,8 @@ def row_bits(parts):
 
 
 @triton.jit
-def to_elements(x, reciprocal, FORM: tl.constexpr, IS_CEIL: tl.constexpr):
-    """Return fp32 ``x`` times a power of two as 8-bit elements. Only what ``IS_CEIL`` scales left too large saturates.
-
-    A NaN stays one in E4M3; as an integer it is any.
-    """
-    x = x * reciprocal
-    if FORM == "int8":
-        if not IS_CEIL:
-            x = tl.minimum(tl.maximum(x, -_INT8_MAX), _INT8_MAX)
-        elements = (x + _INT8_ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
-    else:
-        tl.static_assert(FORM == "e4m3", "FORM must be int8 or e4m3")
-        if not IS_CEIL:
-            x = tl.where(x == x, tl.minimum(tl.maximum(x, -_E4M3_MAX), _E4M3_MAX), x)
-        elements = to_e4m3(x)
-    return elements
-
-
-@triton.jit
 def quantize_parts(parts, reciprocal, FORM: tl.constexpr, IS_CEIL: tl.constexpr):
-    """Return the :func:`to_elements` of parts."""
+    """Return the :func:`~dma_kernels.device.arithmetic.to_elements` of parts."""
     elements = ()
     for p in tl.static_range(len(parts)):
         elements += (to_elements(parts[p], reciprocal, FORM, IS_CEIL),)  # type: ignore[assignment]
@@ -117,13 +92,8 @@ def quantize_row_parts(
     x = to_float(parts)
     if ROTATE:
         x = rotate_parts(x, SIZE, norm)
-    bits = row_bits(x)
-    code = e8m0_scale(bits, FORMAT, IS_CEIL)
-    # A row of zeros has no use for its scale, and the smallest scale could make a factor underflow. A NaN shows in it.
-    factor = tl.where(bits == 0, 1.0, e8m0_decode(code))
-    if FORM == "int8":
-        factor *= _INT8_UNIT
-    return quantize_parts(x, e8m0_reciprocal(code)[:, None], FORM, IS_CEIL), factor
+    reciprocal, factor = row_scale(row_bits(x), FORM, FORMAT, IS_CEIL)
+    return quantize_parts(x, reciprocal[:, None], FORM, IS_CEIL), factor
 
 
 @triton.jit
