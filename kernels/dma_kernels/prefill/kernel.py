@@ -59,6 +59,12 @@ def _schedule(blocks, kv_heads, section, GROUP: tl.constexpr, IS_CAUSAL: tl.cons
     return first_head + i_head // GROUP, i_head % GROUP, blocks - 1 - i_block if IS_CAUSAL else i_block
 
 
+@triton.constexpr_function
+def _query_dtype(form, dtype):
+    """Return the dtype of queries of a form that is not packed; ``dtype`` is that of dequantised ones."""
+    return {"int8": tl.int8, "e4m3": tl.float8e4nv, "e5m2": tl.float8e5, "dequantized": dtype}[form]
+
+
 @triton.jit(
     do_not_specialize=[
         "q_offset", "kv_offset", "q_len", "kv_len", "k_len", "v_len", "v_low_len", "storage_len", "blocks", "section",
@@ -187,16 +193,22 @@ def prefill_kernel(
     if HAS_LOW and STAGE_QUERIES:
         # Hopper's matrix units take what was loaded from shared memory, and what was computed from registers, of which
         # there are none to spare. The output's rows are this program's own and hold nothing yet.
-        x = rotate_queries(q, norm, HADAMARD_SIZE) if ROTATE else q.to(tl.float32)
-        q_low, q_low_scale, low_factor = prepare_queries(
-            x, head_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
-        )
-        staged = (out_ptr + i_b * stride_ob + i_h * stride_oh).to(tl.pointer_type(q_low.dtype))
+        STAGED: tl.constexpr = _query_dtype(LOW_FORM, LOW_DTYPE)
+        staged = (out_ptr + i_b * stride_ob + i_h * stride_oh).to(tl.pointer_type(STAGED))
         # A row of the output has room for two 8-bit elements a channel, or for one of 16 bits.
         PER_CHANNEL: tl.constexpr = 1 if LOW_FORM == "dequantized" else 2
         staged += rows.to(tl.int64)[:, None] * (PER_CHANNEL * stride_ot) + o_d[None, :]
-        m_staged = ((rows >= 0) & (rows < q_len))[:, None] & (o_d < PER_CHANNEL * DV)[None, :]
-        tl.store(staged, q_low, mask=m_staged)
+        m_staged = m_row[:, None] & (o_d < PER_CHANNEL * DV)[None, :]
+        low_factor = tl.full([BLOCK_M], 1.0, tl.float32)
+        has_low_tiles = tl.maximum(start, sink_end) < tl.minimum(end, band_start)
+        if not IS_CAUSAL:
+            has_low_tiles = has_low_tiles | (tl.maximum(tl.maximum(start, band_end), sink_end) < end)
+        if has_low_tiles:
+            x = rotate_queries(q, norm, HADAMARD_SIZE) if ROTATE else q.to(tl.float32)
+            q_low, q_low_scale, low_factor = prepare_queries(
+                x, head_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
+            )
+            tl.store(staged, q_low, mask=m_staged)
 
     # ---- high tiles: the sinks, then the band; everything, where the recipe has one precision
     if HIGH_FORM == "raw":
