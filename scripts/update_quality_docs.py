@@ -73,8 +73,6 @@ CACHES = {
     "sdpa+quanto2": "sdpa+quanto2",
 }
 """Caches, and what their step is called in the results on decoding."""
-UNCERTAIN = ("sdpa+quanto4",)
-"""Steps that were the first ``QuantizedCache`` of each round: that one took 33 to 66 ms, whichever it was."""
 
 
 def readme_tables() -> str:
@@ -136,8 +134,8 @@ def _step(label: str) -> tuple[str, str]:
     if label not in found or found[label].milliseconds is None:
         return MISSING, MISSING
     ours, base = ((each.graph_milliseconds or each.milliseconds or 0) for each in (found[label], found["sdpa"]))
-    ratio, speed = found[label].bytes_ratio, None if label in UNCERTAIN else base / ours
-    return MISSING if ratio is None else f"{ratio:.2f}", MISSING if speed is None else f"{speed:.2f}x"
+    ratio = found[label].bytes_ratio
+    return MISSING if ratio is None else f"{ratio:.2f}", f"{base / ours:.2f}x"
 
 
 def run_tables() -> str:

@@ -196,6 +196,13 @@ def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     1,989 and 10.7. A scheduler then has two warps that compute instead of three, and issues in 40 % of the cycles
     instead of 46. Of short calls it makes no difference: 8 x 1K 290 us, the other kernel 297; 2K 107, 100.
 
+    Changes to the loop over low tiles, each in turns with this kernel, 8K and 32K over its time (the same H200;
+    benchmarks/prefill-loop-h200.csv): the tile's factor loaded a tile ahead 1.04, 1.05; scores that begin at 1.5 * 2^23
+    and so need no conversion 1.09, 1.15; no maximum, tiles whose sums pass E4M3's range done again 1.07, 1.07; turns at
+    the exponentials 1.07, 1.09 (behind a barrier alone: ptxas moves exponentials across it, unless what they take
+    depends on it); both, the turn handed on early, and a first look at a tile 0.99, 0.98, at 1 % more error; sums by
+    the matrix units 1.04, 1.04; the product with values in two halves 1.04, 1.06.
+
     One program fills a multiprocessor, and what it does before and after its loop is hidden by nothing. So it pays for
     long rows alone. Against the other kernel, quantising counted, in milliseconds: 8-bit keys and E4M3 values 0.236 to
     0.226 at 4K, 0.694 to 0.733 at 8K, 9.31 to 10.94 at 32K; 16-bit keys (``fp4``) 0.365 to 0.416 at 4K, 11.37 to 15.49
