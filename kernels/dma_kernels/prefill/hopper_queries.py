@@ -78,7 +78,7 @@ def stage_queries_kernel(
         tl.store(rows_ptr + plane + o_row, shift, mask=m_row)
     if IN_PARTS:
         low, factor = quantize_row_parts(q, LOW_FORM, LOW_FORMAT, ROUNDING == "ceil", ROTATE, HADAMARD_SIZE, norm)
-        store_parts(low_ptr, o_row, low, m_row, D)
+        store_parts(low_ptr, o_row * D, low, m_row, D)
     else:
         x = q.to(tl.float32)
         if ROTATE:

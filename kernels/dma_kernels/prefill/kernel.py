@@ -24,6 +24,7 @@ from ..device.scores import (
     storage_entry,
 )
 from ..numerics.formats import TILE
+from .parts import load_parts, quantize_row_parts, store_parts
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
@@ -197,18 +198,25 @@ def prefill_kernel(
         staged = (out_ptr + i_b * stride_ob + i_h * stride_oh).to(tl.pointer_type(STAGED))
         # A row of the output has room for two 8-bit elements a channel, or for one of 16 bits.
         PER_CHANNEL: tl.constexpr = 1 if LOW_FORM == "dequantized" else 2
-        staged += rows.to(tl.int64)[:, None] * (PER_CHANNEL * stride_ot) + o_d[None, :]
-        m_staged = m_row[:, None] & (o_d < PER_CHANNEL * DV)[None, :]
+        staged_row = rows.to(tl.int64) * (PER_CHANNEL * stride_ot)
+        m_staged = m_row[:, None] & (o_d < D)[None, :]
         low_factor = tl.full([BLOCK_M], 1.0, tl.float32)
         has_low_tiles = tl.maximum(start, sink_end) < tl.minimum(end, band_start)
         if not IS_CAUSAL:
             has_low_tiles = has_low_tiles | (tl.maximum(tl.maximum(start, band_end), sink_end) < end)
         if has_low_tiles:
-            x = rotate_queries(q, norm, HADAMARD_SIZE) if ROTATE else q.to(tl.float32)
-            q_low, q_low_scale, low_factor = prepare_queries(
-                x, head_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
-            )
-            tl.store(staged, q_low, mask=m_staged)
+            if LOW_FORM == "int8" or LOW_FORM == "e4m3":
+                parts = load_parts(q_base, rows, 0, q_len, stride_qt, stride_qd, D)
+                parts, low_factor = quantize_row_parts(
+                    parts, LOW_FORM, LOW_Q_FORMAT, ROUNDING == "ceil", ROTATE, HADAMARD_SIZE, norm
+                )
+                store_parts(staged, staged_row, parts, m_row, D)
+            else:
+                x = rotate_queries(q, norm, HADAMARD_SIZE) if ROTATE else q.to(tl.float32)
+                q_low, q_low_scale, low_factor = prepare_queries(
+                    x, head_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
+                )
+                tl.store(staged + (staged_row[:, None] + o_d[None, :]), q_low, mask=m_staged)
 
     # ---- high tiles: the sinks, then the band; everything, where the recipe has one precision
     if HIGH_FORM == "raw":
@@ -270,7 +278,7 @@ def prefill_kernel(
     if HAS_LOW:
         if STAGE_QUERIES:
             tl.debug_barrier()
-            q_low = tl.load(staged, mask=m_staged, other=0.0)
+            q_low = tl.load(staged + (staged_row[:, None] + o_d[None, :]), mask=m_staged, other=0.0)
             q_low_scale = q_low
         else:
             q = load_queries(q_base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)

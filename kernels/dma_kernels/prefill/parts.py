@@ -38,12 +38,12 @@ def load_parts(base, rows, first, last, stride_t, stride_d, D: tl.constexpr):
 
 
 @triton.jit
-def store_parts(base, rows, parts, m_row, D: tl.constexpr):
-    """Store parts as rows of ``D`` channels."""
+def store_parts(base, row, parts, m_row, D: tl.constexpr):
+    """Store ``D`` channels of parts; ``row`` is where each row begins."""
     WIDTH: tl.constexpr = parts[0].shape[1]
     for p in tl.static_range(len(parts)):
         o_d = p * WIDTH + tl.arange(0, WIDTH)
-        tl.store(base + (rows[:, None] * D + o_d[None, :]), parts[p], mask=m_row[:, None] & (o_d < D)[None, :])
+        tl.store(base + (row[:, None] + o_d[None, :]), parts[p], mask=m_row[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit

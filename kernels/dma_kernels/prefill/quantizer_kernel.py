@@ -71,13 +71,13 @@ def _write_tile_scaled(
     m_all = o_t < _TILE
     if (FORM == "e4m3") | (code < _MAX_CODE):
         elements = quantize_parts(x, e8m0_reciprocal(code), FORM, ROUNDING == "ceil")
-        store_parts(element_ptr, row + o_t, elements, m_all, STORED_D)
+        store_parts(element_ptr, (row + o_t) * STORED_D, elements, m_all, STORED_D)
     else:
         # A scale that is rounded up keeps all integers within 127, unless it would have to be 2^128. A broken tile of
         # them is all zeros.
         x = zeros_where(code == _NAN_CODE, x)
         elements = quantize_parts(x, e8m0_reciprocal(tl.minimum(code, _MAX_CODE)), FORM, False)
-        store_parts(element_ptr, row + o_t, elements, m_all, STORED_D)
+        store_parts(element_ptr, (row + o_t) * STORED_D, elements, m_all, STORED_D)
     factor = e8m0_decode(code)
     if FORM == "int8":
         factor *= _INT8_UNIT
