@@ -200,12 +200,16 @@ def prefill_kernel(
         PER_CHANNEL: tl.constexpr = 1 if LOW_FORM == "dequantized" else 2
         staged_row = rows.to(tl.int64) * (PER_CHANNEL * stride_ot)
         m_staged = m_row[:, None] & (o_d < D)[None, :]
+        IN_PARTS: tl.constexpr = LOW_FORM == "int8" or LOW_FORM == "e4m3"
         low_factor = tl.full([BLOCK_M], 1.0, tl.float32)
-        has_low_tiles = tl.maximum(start, sink_end) < tl.minimum(end, band_start)
-        if not IS_CAUSAL:
-            has_low_tiles = has_low_tiles | (tl.maximum(tl.maximum(start, band_end), sink_end) < end)
+        # Of 256 channels and other forms what is carried past the branch would be spilled in the loop over low tiles.
+        has_low_tiles = True
+        if IN_PARTS or BLOCK_D <= 128:
+            has_low_tiles = tl.maximum(start, sink_end) < tl.minimum(end, band_start)
+            if not IS_CAUSAL:
+                has_low_tiles = has_low_tiles | (tl.maximum(tl.maximum(start, band_end), sink_end) < end)
         if has_low_tiles:
-            if LOW_FORM == "int8" or LOW_FORM == "e4m3":
+            if IN_PARTS:
                 parts = load_parts(q_base, rows, 0, q_len, stride_qt, stride_qd, D)
                 parts, low_factor = quantize_row_parts(
                     parts, LOW_FORM, LOW_Q_FORMAT, ROUNDING == "ceil", ROTATE, HADAMARD_SIZE, norm
