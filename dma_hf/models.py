@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dma_kernels import Recipe
 from torch import nn
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
 
 from .batching import InitContinuousBatching
 from .cache import DMACache
@@ -19,6 +20,9 @@ from .settings import IMPLEMENTATIONS, NAME, cache_of, distinct_configs, is_dma,
 
 IMPLEMENTATION = "dma"
 """What ``generate(cache_implementation=...)`` of a configured model takes for a ``DMACache``."""
+
+OPEN = (None, "hybrid")
+"""What leaves the cache open: Transformers takes "hybrid", which old configurations of Gemma ask for, for nothing."""
 
 
 def configure(
@@ -96,24 +100,28 @@ class CachedGenerate:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Generate; arguments and result are those of the class's own ``generate``."""
-        model, wanted = self.model, options.get("cache_implementation") == IMPLEMENTATION
+        model = self.model
+        asked = partial(_asked, model, arguments, options)
+        wanted = options.get("cache_implementation") == IMPLEMENTATION
         if wanted:
-            del options["cache_implementation"]
+            options["cache_implementation"] = None
         elif cache_of(model) is not None:
-            wanted = _leaves_cache_open(model, arguments, options)
+            wanted = asked("use_cache") is not False and asked("cache_implementation") in OPEN
         if wanted and options.get("past_key_values") is None:
             cache = DMACache(model.config)
             if any(isinstance(layer, DMALayer) for layer in cache.layers):  # Mamba calls its cache by another name
                 if model.config.is_encoder_decoder:
                     cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
+                if asked("is_assistant"):  # whose caches Transformers lets keep what it will take back
+                    cache.activate_past_recording()
                 options["past_key_values"] = cache
         return type(model).generate(model, *arguments, **options)
 
 
-def _leaves_cache_open(model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Return whether neither a call of ``generate`` nor the generation's configuration asks for a cache or none."""
+def _asked(model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any], name: str) -> Any:
+    """Return what a call of ``generate`` asks for, as Transformers finds it: itself, its configuration, the model's."""
+    if name in options:
+        return options[name]
     given = [options.get("generation_config"), *arguments[1:2], model.generation_config]
-    config = next((each for each in given if isinstance(each, GenerationConfig)), None)
-    use_cache = options.get("use_cache", getattr(config, "use_cache", True))
-    implementation = options.get("cache_implementation", getattr(config, "cache_implementation", None))
-    return use_cache is not False and implementation is None
+    values = (getattr(config, name, None) for config in given)
+    return next((value for value in values if value is not None), None)

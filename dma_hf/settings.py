@@ -82,8 +82,12 @@ def settings_of(config: PreTrainedConfig) -> Settings:
 
 
 def cache_of(model: PreTrainedModel) -> str | None:
-    """Return the format of the cache that a model's decoder is set to; ``None`` is Transformers' own cache."""
-    return settings_of(model.config.get_text_config(decoder=True)).config.cache
+    """Return the format of the cache that a model's decoder is set to; ``None`` is Transformers' own cache.
+
+    The section counts while the decoder runs ``dma_mxfp``.
+    """
+    decoder = model.config.get_text_config(decoder=True)
+    return settings_of(decoder).config.cache if is_dma(str(decoder._attn_implementation)) else None
 
 
 def _parse(section: Any) -> Settings:

@@ -125,6 +125,19 @@ def test_generation_uses_the_cache(loaded: LoadedModel, ids: Tensor, monkeypatch
     assert stored[:2] == [LENGTH, LENGTH]
 
 
+def test_generation_without_a_cache_after_one_with(
+    loaded: LoadedModel, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend's cache is not that of those after it, the reference of the next comparison among them."""
+    from dma_eval.reading import continued
+
+    activate(loaded.model, backend("dma_mxfp:kv4+cache"))
+    monkeypatch.delattr(LayerStorage, "append")
+    for name in ("sdpa", "sim_sage", "dma_mxfp:balanced"):
+        activate(loaded.model, backend(name))
+        continued(loaded.model, backend(name), ids[:1, :300], 2)
+
+
 def test_not_finite_through_a_cache(
     compared: Callable[..., PerplexitySection], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,16 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache, set_seed
+from tiny_models import SIZES
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    GenerationConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    StaticCache,
+    set_seed,
+)
 
 import dma_hf
 from dma_hf import DMACache
@@ -195,3 +204,50 @@ class TestDefault:
         actual = _generate(model, token_ids(2, 30), **options)
         assert torch.equal(actual.sequences, expected.sequences)
         assert all(isinstance(layer, DMALayer) for layer in actual.past_key_values.self_attention_cache.layers)
+
+    def test_other_attention_has_transformers_cache(self, build, token_ids):
+        """The section stays in the configuration, and says nothing of a model that runs SDPA now."""
+        model = build("llama")
+        dma_hf.configure(model, cache="int4")
+        options = {"do_sample": False, "return_dict_in_generate": True}
+        for name, kind in (("sdpa", DynamicCache), ("dma_mxfp", DMACache)):
+            model.set_attn_implementation(name)
+            assert type(_generate(model, token_ids(1, 20), **options).past_key_values) is kind
+
+    @pytest.mark.parametrize(
+        ("own", "given", "expected"),
+        [
+            ({"cache_implementation": "hybrid"}, {}, DMACache),  # as configurations of Gemma on the Hub
+            ({"cache_implementation": "static"}, {}, StaticCache),
+            ({"cache_implementation": "static"}, {"cache_implementation": "dynamic"}, DynamicCache),
+            ({"cache_implementation": "static"}, {"cache_implementation": "dma"}, DMACache),
+            ({"use_cache": False}, {}, type(None)),
+            ({"use_cache": False}, {"use_cache": True}, DMACache),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("as_config", [False, True], ids=["options", "configuration"])
+    def test_the_models_generation_config(self, own, given, expected, as_config, build, token_ids):
+        """It counts where the call says nothing: in its options, or in a configuration of its own."""
+        model = build("llama")
+        dma_hf.configure(model, cache="int8")
+        for name, value in own.items():
+            setattr(model.generation_config, name, value)
+        options = {"max_new_tokens": 2, "pad_token_id": 0, "return_dict_in_generate": True}
+        if as_config and given.get("cache_implementation") != "dma":
+            options = {"generation_config": GenerationConfig(**options, **given)}
+        elif as_config:
+            options = {"generation_config": GenerationConfig(**options), **given}
+        else:
+            options |= given
+        assert type(model.generate(token_ids(1, 20), **options).past_key_values) is expected
+
+    def test_an_assistant_whose_other_layers_take_tokens_back(self, build, token_ids):
+        """Transformers has a cache of its own making record what such layers forget, and so must ours."""
+        torch.manual_seed(0)
+        sizes = {"layer_types": ["conv", "full_attention"], "block_ff_dim": 64}
+        assistant = Lfm2ForCausalLM._from_config(Lfm2Config(**(SIZES | sizes)), attn_implementation="dma_mxfp").eval()
+        dma_hf.configure(assistant, cache="int8")
+        model, ids = build("llama"), token_ids(1, 50)
+        expected = _generate(model, ids, do_sample=False)
+        assert torch.equal(_generate(model, ids, do_sample=False, assistant_model=assistant), expected)
