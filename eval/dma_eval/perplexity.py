@@ -167,6 +167,7 @@ def compare(
     session.progress.begin("Measuring", len(backends) * sum(len(batches[index]) for index in own))
     done: dict[int, Batch] = {}
     failed = [False] * len(backends)
+    is_first = True
     try:
         for index in own:
             batch = batches[index]
@@ -179,7 +180,8 @@ def compare(
                 passes = _read_batch(runs, ids, batch, meter, session.progress)
                 failed = [each.failure is not None for each in passes]
                 for each in passes:
-                    each.is_first = not done
+                    each.is_first = is_first
+                is_first = False
                 done[index] = Batch(passes)
                 if not any(failed):  # so that the next run tries again
                     store.save(Piece(identity={**identity, "windows": spans}, content=done[index]), *place)
