@@ -143,6 +143,9 @@ class DMALM(HFLM):  # type: ignore[misc]
 
     def _log_probs(self, chunk: Sequence[Request]) -> Iterator[Tensor]:
         """Log-probabilities at the positions that predict each request's continuation, fp32 ``[continuation, V]``."""
+        most = max(len(continuation) for _, _, continuation in chunk)
+        if most > self.max_length:
+            raise ValueError(f"a continuation has {most:,} tokens, and the model takes {self.max_length:,}")
         sequences = [(context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in chunk]
         scored = [len(continuation) for _, _, continuation in chunk]
         longest = max(map(len, sequences))

@@ -141,6 +141,11 @@ class TestFailures:
         with pytest.raises(BackendFailure, match=r"NaN or infinite logits; they begin in .* model.layers.1.mlp"):
             broken.loglikelihood(instances("loglikelihood", PAIRS))
 
+    def test_a_continuation_beyond_the_context(self, make: Callable[..., DMALM], prose: str) -> None:
+        """The first of its tokens have no logits; lm-eval asserts that there is no such one."""
+        with pytest.raises(BackendFailure, match=r"a continuation has [\d,]+ tokens, and the model takes 512"):
+            make().loglikelihood(instances("loglikelihood", [("the", f" {prose[:3000]}")]))
+
     def test_generation(self, broken: DMALM) -> None:
         with pytest.raises(BackendFailure, match=r"NaN .* they begin in the output of model.layers.1.mlp"):
             broken.generate_until(instances("generate_until", [("the", {"until": ["\n"], "max_gen_toks": 4})]))
