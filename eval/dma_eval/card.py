@@ -119,12 +119,13 @@ def _base_model(report: Report, base_model: str | None) -> str:
 
 
 def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
+    from .data import BUILDERS  # with PyTorch, which takes seconds
 
     def result(dataset: str, kind: str, name: str, value: float, **more: Any) -> EvalResult:
         return EvalResult(
             task_type=TASK,
-            dataset_type=re.sub(r"[^\w.-]+", "_", dataset),
-            dataset_name=dataset,
+            dataset_type=re.sub(r"[^\w./-]+", "_", dataset),
+            dataset_name=dataset.rpartition("/")[2],
             metric_type=kind,
             metric_name=name,
             metric_value=value,
@@ -135,8 +136,11 @@ def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
         for each in section.backends:
             if each.label == label and each.perplexity is not None:
                 data, name = section.data, f"perplexity, context {section.context:,}"
+                path = Path(data.name)
+                is_file = data.column is None or path.suffix in BUILDERS  # and no dataset of the Hub, OWNER/NAME
                 dataset = {"dataset_config": data.config, "dataset_split": data.split}
-                yield result(Path(data.name).name, "perplexity", name, round(each.perplexity, 4), **dataset)
+                shown = path.name if is_file else data.name
+                yield result(shown, "perplexity", name, round(each.perplexity, 4), **dataset)
     for tasks in report.tasks:
         for task in tasks.tasks:
             for metric in task.metrics:
@@ -189,7 +193,7 @@ def _text(report: Report, label: str, base: str, name: str) -> str:
         f"```json\n{section}\n```",
         "## What was measured",
         f"Against the reference in each table, on the same tokens and samples. {model.architecture}, "
-        f"{model.parameters:,} parameters, {model.dtype}, on {', '.join(machine.gpus) or machine.cpu}; "
+        f"{model.parameters:,} parameters, {model.form}, on {', '.join(machine.gpus) or machine.cpu}; "
         + ", ".join(f"{package} {version}" for package, version in machine.packages.items())
         + f"; {report.created[:10]}.",
     ]

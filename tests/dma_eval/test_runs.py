@@ -275,6 +275,27 @@ class TestCard:
         task = report.tasks[0].tasks[0]
         assert found["tiny_choice", "acc, 0-shot"] == pytest.approx(task.metrics[0].values[1].value, abs=1e-6)
 
+    @pytest.mark.parametrize(
+        ("name", "column", "expected"),
+        [
+            ("Salesforce/wikitext", "text", ("Salesforce/wikitext", "wikitext")),
+            ("texts/rows.jsonl", "text", ("rows.jsonl", "rows.jsonl")),
+            ("texts/my prose.txt", None, ("my_prose.txt", "my prose.txt")),
+        ],
+    )
+    def test_datasets_are_named_as_on_the_hub(
+        self, report: Report, name: str, column: str | None, expected: tuple[str, str]
+    ) -> None:
+        """A dataset's type is its whole name there; of a file nothing is told but its own name."""
+        section = report.perplexity[0]
+        section = replace(section, data=replace(section.data, name=name, column=column, split=column and "test"))
+        result, *_ = make_card(replace(report, perplexity=[section]), base_model="me/tiny").data.eval_results
+        assert (result.dataset_type, result.dataset_name) == expected
+
+    def test_positions_that_were_rescaled(self, report: Report) -> None:
+        text = make_card(replace(report, model=replace(report.model, yarn=4.0)), base_model="me/tiny").text
+        assert "float32, 4 times its positions by YaRN, on" in text
+
     def test_shows_one_backend_and_the_reference(self, report: Report) -> None:
         section = report.perplexity[0]
         other = replace(section.backends[1], label="another")
