@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -110,6 +111,7 @@ class Run:
             with shown_progress() as progress:
                 section = measure(replace(session, progress=progress))
             piece = Piece(identity=identity, content=section, seconds=time.perf_counter() - began)
+            gc.collect()  # a copy of the model, once configured, is a cycle: later parts would run beside it
             is_complete = not (isinstance(section, PerplexitySection) and section.windows_left)
             if processes.is_main and is_complete and not has_failures(section):  # so that the next run tries again
                 store.save(piece, FOLDER, name)

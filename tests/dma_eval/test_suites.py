@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bz2
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from dma_eval import console, fidelity
 from dma_eval.backends import default_names
 from dma_eval.errors import UserError
 from dma_eval.parts import PARTS, Suite, load_suite, parse_suite, suite_names
@@ -188,6 +191,29 @@ class TestRun:
             assert f"\n{part}: " in f"\n{result.stdout}"
         assert "perplexity at 4,096 is skipped: the model takes 512 positions" in result.stderr
         assert "retrieval at 1,024 is skipped" in result.stderr
+
+    def test_the_copy_in_fp32_is_gone_after_its_part(
+        self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not when Python happens to look for cycles: what later parts need of the memory is measured."""
+        copies: list[weakref.ref[Any]] = []
+        left: list[Any] = []
+        copied = fidelity.in_fp32
+        monkeypatch.setattr(
+            fidelity, "in_fp32", lambda model: (made := copied(model), copies.append(weakref.ref(made)))[0]
+        )
+        monkeypatch.setattr(console, "print_page", lambda page: left.extend(copy() for copy in copies))
+        (tmp_path / "mine.toml").write_text(
+            "[perplexity]\ncontexts = [128]\n[fidelity]\ncontext = 128\nhead_windows = 0\nprompts = 0\n",
+            encoding="utf-8",
+        )
+        gc.disable()
+        try:
+            result = suite("--attn", "sdpa", "dma_mxfp:paper", "--dtype", "bfloat16", "--max-windows", 1)
+        finally:
+            gc.enable()
+        assert result.exit_code == 0, result.output
+        assert left == [None]
 
     def test_default_is_every_preset(self, suite: Run, tmp_path: Path) -> None:
         (tmp_path / "mine.toml").write_text('[tasks]\nnames = ["tiny_choice"]\n', encoding="utf-8")
