@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from dma_eval import entry
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,6 +75,22 @@ LATER = {"packed_pages"}
 def test_the_plugin_needs_what_it_computes_with_and_nothing_else():
     needed = {Requirement(each).name for each in PROJECT["dependencies"]}
     assert needed == {"torch", "triton", "transformers", "accelerate"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "extras"), [("dma_hf", ()), ("kernels/dma_kernels", ()), ("eval/dma_eval", ("eval", "serve"))]
+)
+def test_what_a_package_imports_is_asked_for(folder, extras):
+    """By its own name, and not because something else that is asked for needs it today."""
+    asked = [*PROJECT["dependencies"], *(each for extra in extras for each in PROJECT["optional-dependencies"][extra])]
+    known = {canonicalize_name(Requirement(each).name) for each in asked}
+    statements = [node for path in (ROOT / folder).rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    named = {node.module for node in statements if isinstance(node, ast.ImportFrom) and node.level == 0}
+    named |= {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
+    tops = {name.partition(".")[0] for name in named} - sys.stdlib_module_names
+    tops -= {"dma_hf", "dma_kernels", "dma_eval"}
+    homes = importlib.metadata.packages_distributions()
+    assert {top for top in tops if not set(map(canonicalize_name, homes.get(top, ()))) & known} == set()
 
 
 def test_importing_the_plugin_imports_nothing_of_the_evaluation():
