@@ -13,8 +13,8 @@ from torch import Tensor
 from ..numerics.formats import TILE
 from ..numerics.geometry import AttentionOptions
 from ..prefill.backend import attention_triton
+from ..reference.attention import EXACT
 from .append import append_tokens
-from .reference import EXACT
 from .restore import restore_dense
 from .storage import LayerStorage
 

@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..numerics.formats import TILE, UNQUANTIZED
+from ..numerics.formats import TILE
 from ..numerics.geometry import AttentionGeometry
-from ..numerics.recipe import Recipe
-from ..reference.attention import attend_prepared
+from ..reference.attention import EXACT, attend_prepared
 from ..reference.operands import PreparedOperands
 from .storage import LayerStorage
-
-EXACT = Recipe(low=UNQUANTIZED, high=UNQUANTIZED)
-"""What attention over a cache computes with: the precision is in the keys and values."""
 
 
 def cached_attention_reference(
@@ -53,7 +49,10 @@ def cached_attention_reference(
     Returns:
         Output ``[B, Hq, Tq, Dv]`` and logarithm of the denominator ``[B, Hq, Tq]``, as ``attention_reference``.
     """
-    results = []
+    batch, heads, q_len, _ = query.shape
+    out = query.new_empty((batch, q_len, heads, value.shape[3])).transpose(1, 2)
+    lse_dtype = torch.promote_types(storage.key_tail.dtype, torch.float32)
+    lse = query.new_empty((batch, heads, q_len), dtype=lse_dtype)
     for rows, length, part in storage.groups():
         end = length + key.shape[2]
         first_query = end - query.shape[2]
@@ -65,22 +64,21 @@ def cached_attention_reference(
             torch.cat((held, x[rows, :, new].to(held.dtype)), 2)
             for held, x in zip(part.held(position, max(length, 0), length, band), (key, value), strict=True)
         )
-        batch, kv_len = keys.shape[0], keys.shape[2]
-        ones = torch.ones(batch, dtype=torch.int64, device=query.device)
+        count, kv_len = keys.shape[0], keys.shape[2]
+        ones = torch.ones(count, dtype=torch.int64, device=query.device)
         geometry = AttentionGeometry(
             q_position=ones * first_query,
             kv_position=ones * position,
-            kv_range=torch.tensor([[0, kv_len]], device=query.device).expand(batch, 2),
+            kv_range=torch.tensor([[0, kv_len]], device=query.device).expand(count, 2),
             is_causal=is_causal,
             window=window,
             mask=None if mask is None else _columns(mask, mask_position, rows, position, kv_len),
         )
         exact = query[rows].to(keys.dtype)
         operands = PreparedOperands(exact, exact, keys, keys, values, values, None, None)
-        results.append(
-            attend_prepared(operands, geometry, EXACT, dtype=query.dtype, scale=scale, softcap=softcap, sinks=sinks)
+        out[rows], lse[rows] = attend_prepared(
+            operands, geometry, EXACT, dtype=query.dtype, scale=scale, softcap=softcap, sinks=sinks
         )
-    out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
     return out, lse
 
 

@@ -24,8 +24,8 @@ from .operands import PreparedOperands, prepare_operands
 SCORE_BYTES = 64 << 20
 """Target size of one block of fp32 scores; it sets the number of query rows in a block."""
 
-_EXACT = Recipe(low=UNQUANTIZED, high=UNQUANTIZED)
-
+EXACT = Recipe(low=UNQUANTIZED, high=UNQUANTIZED)
+"""What nothing is rounded under: keys of a cache have their precision already, and rounding has no gradient."""
 
 _HighPart = tuple[slice, Tensor]
 """Columns, and which pairs of query and key in them are high, boolean ``[B, 1, 1, R, C]``."""
@@ -170,22 +170,22 @@ def attention_gradient(
         sinks: One logit per query head, ``[Hq]``.
 
     Returns:
-        The gradients of ``query``, ``key``, ``value`` and ``sinks`` in the dtypes of these; 0 of keys that no query
-        sees.
+        The gradients of ``query``, ``key``, ``value`` and ``sinks`` in the dtypes of these, contiguous; 0 of keys that
+        no query sees.
     """
     keys, geometry = geometry.trimmed(key.shape[2])
     visible = geometry.visible_keys(keys.stop - keys.start)
     operands = prepare_operands(
-        query, key[:, :, keys], value[:, :, keys], _EXACT, kv_position=geometry.kv_position, visible=visible
+        query, key[:, :, keys], value[:, :, keys], EXACT, kv_position=geometry.kv_position, visible=visible
     )
     q, k, v = operands.q_high, operands.k_high, operands.v_high
     batch, q_heads, _, head_dim = q.shape
     kv_heads = k.shape[1]
     group = q_heads // kv_heads
     logit = None if sinks is None else sinks.to(q.dtype).view(1, kv_heads, group, 1, 1)
-    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
     grad_sinks = None if logit is None else torch.zeros_like(logit)
-    call = _Call.of(operands, geometry, _EXACT, q.dtype)
+    call = _Call.of(operands, geometry, EXACT, q.dtype)
     for block, columns, _, hidden in _blocks(call, geometry) if grad_out.numel() else ():
         scores = _product(q[:, :, block], k[:, :, columns]).mul_(scale)
         slope = None
@@ -213,7 +213,7 @@ def attention_gradient(
             grad_s.mul_(slope)
         grad_q[:, :, block] = _weighted_sum(grad_s, k[:, :, columns]).reshape(batch, q_heads, -1, head_dim)
         grad_k[:, :, columns] += _transposed_sum(grad_s, q[:, :, block])
-    whole_k, whole_v = torch.zeros_like(key), torch.zeros_like(value)
+    whole_k, whole_v = (x.new_zeros(x.shape) for x in (key, value))
     whole_k[:, :, keys], whole_v[:, :, keys] = grad_k, grad_v
     if sinks is not None and grad_sinks is not None:
         grad_sinks = grad_sinks.view(sinks.shape).to(sinks.dtype)

@@ -147,10 +147,13 @@ def test_has_no_gradient_of_its_own() -> None:
         first.sum().backward()
 
 
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("call", ["causal", "sinks"])
-def test_the_operator_of_the_backward_pass(call: str) -> None:
+def test_the_operator_of_the_backward_pass(call: str, is_transposed: bool) -> None:
     leaves, _ = make(call, torch.float32)
     query, key, value, *sinks = (leaf.detach() for leaf in leaves)
+    if is_transposed:  # as Transformers hands them
+        query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
     grad_out = torch.randn(2, Q_HEADS, Q_LEN, 24)
     arguments = (0, 0, None, None, None, None, sinks[0] if sinks else None, True, None, 0.25, None)
     torch.library.opcheck(_attention_backward, (grad_out, query, key, value, *arguments))
