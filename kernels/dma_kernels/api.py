@@ -7,15 +7,15 @@ op, so that ``torch.compile(fullgraph=True)`` and ``torch.export`` see one node,
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, ParamSpec, TypeGuard
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .numerics.arguments import check_kind, check_mask, check_options, check_sinks, is_int, is_integer
 from .numerics.geometry import OPTION_FIELDS, AttentionGeometry, AttentionOptions
 from .numerics.recipe import RECIPE_FIELDS, Recipe
 from .prefill.backend import attention_triton
@@ -114,12 +114,7 @@ def attention_with_lse(
                 return results[0], results[1]
     mask = _check_tensors(query, key, value, sinks, mask, kv_range)
     check_backend(backend)
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be true or false, got {is_causal!r}")
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        _check_positive(name, number)
-    if window is not None and not (_is_int(window) and window >= 1):
-        raise ValueError(f"window must be an integer of at least 1, got {window!r}")
+    check_options(is_causal=is_causal, window=window, scale=scale, softcap=softcap)
     kv_base, kv_rows = _split_offset("kv_offset", kv_offset, query)
     q_base, q_rows = (None, None) if q_offset is None else _split_offset("q_offset", q_offset, query)
     is_plain = is_causal and q_rows is None and kv_rows is None
@@ -280,40 +275,22 @@ def _(grad_out, query, key, value, *arguments):  # type: ignore[no-untyped-def]
     return (*(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)), empty)
 
 
-def _is_int(value: Any) -> TypeGuard[int]:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
-
-
-def _check_positive(name: str, number: Any) -> None:
-    if number is None:
-        return
-    if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{name} must be a positive finite number, got {number!r}")
-    if not 0.0 < number < math.inf:
-        raise ValueError(f"{name} must be a positive finite number, got {number!r}")
-
-
 def _split_offset(name: str, offset: int | Tensor, query: Tensor) -> tuple[int, Tensor | None]:
     """Split an offset into a common int and, for a tensor, one addend per batch row."""
     batch = query.shape[0]
-    if _is_int(offset):
+    if is_int(offset):
         if not -MAX_POSITION <= offset <= MAX_POSITION:
             raise ValueError(f"{name} must be within 2**30 of 0, got {offset}")
         return offset, None
     if not isinstance(offset, Tensor):
         raise TypeError(f"{name} must be an int or an integer tensor of shape [{batch}], got {offset!r}")
     is_shaped = offset.ndim == 0 or (offset.ndim == 1 and (offset.shape[0] == 1 or offset.shape[0] == batch))
-    if not (_is_integer(offset) and is_shaped):
+    if not (is_integer(offset) and is_shaped):
         raise ValueError(
             f"{name} must be an int or an integer tensor of shape [{batch}], got {offset.dtype} {list(offset.shape)}"
         )
-    if offset.device != query.device:
-        raise ValueError(f"{name} must be on the device of query, {query.device}, got {offset.device}")
+    check_kind(name, offset, query)
     return 0, offset.expand(batch)
-
-
-def _is_integer(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _check_tensors(
@@ -321,11 +298,8 @@ def _check_tensors(
 ) -> Tensor | None:
     """Check every tensor; return the mask with four dimensions."""
     shapes = {"query": query, "key": key, "value": value}
-    optional = {name: x for name, x in (("sinks", sinks), ("mask", mask), ("kv_range", kv_range)) if x is not None}
-    for name, tensor in (shapes | optional).items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     for name, tensor in shapes.items():
+        check_kind(name, tensor, query)
         if tensor.ndim != 4:
             raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {list(tensor.shape)}")
     if query.dtype not in DTYPES:
@@ -335,9 +309,6 @@ def _check_tensors(
             raise TypeError(f"{name} must have the dtype of query, {query.dtype}, got {tensor.dtype}")
         if tensor.shape[0] != query.shape[0]:
             raise ValueError(f"{name} must have the batch size of query, {query.shape[0]}, got {tensor.shape[0]}")
-    for name, tensor in (shapes | optional).items():
-        if tensor.device != query.device:
-            raise ValueError(f"{name} must be on the device of query, {query.device}, got {tensor.device}")
     if value.shape[1:3] != key.shape[1:3]:
         raise ValueError(
             f"value must have the heads and tokens of key, {list(key.shape[1:3])}, got {list(value.shape[1:3])}"
@@ -349,18 +320,12 @@ def _check_tensors(
     for name, size in (("query", query.shape[3]), ("value", value.shape[3])):
         if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             raise ValueError(f"the head_dim of {name} must be in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {size}")
-    full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    if sinks is not None and sinks.shape != (query.shape[1],):
-        raise ValueError(f"sinks must be [{query.shape[1]}], one logit per query head, got {list(sinks.shape)}")
-    if sinks is not None and not sinks.is_floating_point():
-        raise TypeError(f"sinks must be floating point, got {sinks.dtype}")
-    if mask is not None:
-        if mask.dtype != torch.bool:
-            raise TypeError(f"mask must be boolean, got {mask.dtype}")
-        shape = (*(1,) * (4 - mask.ndim), *mask.shape)
-        if len(shape) > 4 or any(size not in (1, whole) for size, whole in zip(shape, full, strict=True)):
-            raise ValueError(f"mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
-        mask = mask.reshape(shape) if mask.ndim < 4 else mask
-    if kv_range is not None and (not _is_integer(kv_range) or kv_range.shape != (query.shape[0], 2)):
-        raise ValueError(f"kv_range must be integer [{query.shape[0]}, 2], got {kv_range.dtype} {list(kv_range.shape)}")
-    return mask
+    if sinks is not None:
+        check_sinks(sinks, query)
+    if kv_range is not None:
+        check_kind("kv_range", kv_range, query)
+        if not is_integer(kv_range) or kv_range.shape != (query.shape[0], 2):
+            raise ValueError(
+                f"kv_range must be integer [{query.shape[0]}, 2], got {kv_range.dtype} {list(kv_range.shape)}"
+            )
+    return None if mask is None else check_mask(mask, query, key.shape[2])

@@ -6,12 +6,12 @@ custom op that says so, and one step of a model with a cache of fixed size is on
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..numerics.arguments import check_kind, check_mask, check_options, check_sinks, is_integer
 from ..runtime.chip import resolve_backend
 from .append import append_tokens
 from .chunk import chunk_attention
@@ -83,8 +83,8 @@ def cached_attention(
         ``[B, Hq, T, Dv]`` in the dtype of ``query``; 0 in rows that see no key.
 
     Raises:
-        ValueError: Shapes or options are not as described; nothing was stored.
-        TypeError: Likewise, of a dtype.
+        ValueError: Shapes, devices or options are not as described; nothing was stored.
+        TypeError: Likewise, of kinds and dtypes.
         RuntimeError: The backend that was asked for cannot run here; a gradient is asked for, in ``backward``.
     """
     if (key is None) != (value is None):
@@ -93,15 +93,13 @@ def cached_attention(
         key, value = storage.no_keys()
     check_fits(storage, key, value)
     _check_query(query, key, storage)
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None and not 0.0 < number < math.inf:
-            raise ValueError(f"{name} must be a positive finite number, got {number!r}")
+    check_options(is_causal=is_causal, window=window, scale=scale, softcap=softcap)
     if storage.window is not None and (window is None or window > storage.window):
         raise ValueError(f"window must be at most {storage.window}, what the cache keeps; got {window!r}")
-    if mask is not None and mask.shape[3] != 1 and mask_position is None:
-        raise ValueError(f"mask_position must say which position column 0 of mask {list(mask.shape)} is, got None")
-    _check_sinks(sinks, query)
+    mask = _check_mask(mask, mask_position, query)
+    if sinks is not None:
+        check_sinks(sinks, query)
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
     options = CachedOptions(is_causal, window, scale, softcap, sinks, mask, mask_position)
     if torch.compiler.is_compiling():
@@ -110,8 +108,9 @@ def cached_attention(
         return out
     with torch.no_grad():
         out = _compute(query, key, value, storage, options, backend)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
-        return _NoGradient.apply(out, query, key, value)  # type: ignore[no-any-return,no-untyped-call]
+    inputs = [query, key, value] if sinks is None else [query, key, value, sinks]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        return _NoGradient.apply(out, *inputs)  # type: ignore[no-any-return,no-untyped-call]
     return out
 
 
@@ -154,9 +153,10 @@ def check_fits(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
 
     Raises:
         ValueError: Batch, heads, head dimensions or the device differ, or ``key`` and ``value`` have not one length.
-        TypeError: The dtype differs.
+        TypeError: They are no tensors, or of another dtype.
     """
     for name, tensor, tail in (("key", key, storage.key_tail), ("value", value, storage.value_tail)):
+        check_kind(name, tensor, tail, "the cache")
         if tensor.ndim != 4:
             raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {list(tensor.shape)}")
         batch, (_, heads, _, channels) = len(storage.lengths), tail.shape
@@ -167,13 +167,12 @@ def check_fits(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
             )
         if tensor.dtype != tail.dtype:
             raise TypeError(f"{name} must have the dtype of the cache, {tail.dtype}, got {tensor.dtype}")
-        if tensor.device != tail.device:
-            raise ValueError(f"{name} must be on the device of the cache, {tail.device}, got {tensor.device}")
     if key.shape[2] != value.shape[2]:
         raise ValueError(f"value must have as many tokens as key, {key.shape[2]}, got {value.shape[2]}")
 
 
 def _check_query(query: Tensor, key: Tensor, storage: LayerStorage) -> None:
+    check_kind("query", query, storage.key_tail, "the cache")
     batch, (_, heads, _, head_dim) = len(storage.lengths), storage.key_tail.shape
     if query.ndim != 4 or query.shape[0] != batch or query.shape[3] != head_dim or query.shape[1] % heads:
         raise ValueError(
@@ -186,15 +185,19 @@ def _check_query(query: Tensor, key: Tensor, storage: LayerStorage) -> None:
         raise ValueError(f"key must have as many tokens as query, {query.shape[2]}, got {key.shape[2]}")
 
 
-def _check_sinks(sinks: Tensor | None, query: Tensor) -> None:
-    if sinks is None:
-        return
-    if sinks.shape != (query.shape[1],):
-        raise ValueError(f"sinks must be [{query.shape[1]}], one logit per query head, got {list(sinks.shape)}")
-    if not sinks.is_floating_point():
-        raise TypeError(f"sinks must be floating point, got {sinks.dtype}")
-    if sinks.device != query.device:
-        raise ValueError(f"sinks must be on the device of query, {query.device}, got {sinks.device}")
+def _check_mask(mask: Tensor | None, position: Tensor | None, query: Tensor) -> Tensor | None:
+    """Check a mask and the position of its first column; return it with four dimensions."""
+    if mask is None:
+        return None
+    mask = check_mask(mask, query, None)
+    if mask.shape[3] == 1:
+        return mask
+    if position is None:
+        raise ValueError(f"mask_position must say which position column 0 of mask {list(mask.shape)} is, got None")
+    check_kind("mask_position", position, query)
+    if not is_integer(position) or position.shape != (len(query),):
+        raise ValueError(f"mask_position must be integer [{len(query)}], got {position.dtype} {list(position.shape)}")
+    return mask
 
 
 def _compute(
@@ -248,13 +251,17 @@ def _restore_eagerly(storage: LayerStorage, position: Tensor, length: int) -> tu
     return storage.restore(position, length)
 
 
-def _pieces(storage: LayerStorage) -> tuple[list[Tensor], str, int | None, int]:
+def _pieces(storage: LayerStorage) -> tuple[list[Tensor], str, int | None, int, Tensor | None, int]:
     """Return a storage as an op takes it, for plain arguments are all that one takes."""
-    return list(storage.tensors().values()), storage.format, storage.window, storage.taken_back
+    tensors = list(storage.tensors().values())
+    return tensors, storage.format, storage.window, storage.taken_back, storage.raw_rows, storage.slack_tiles
 
 
-def _storage_of(tensors: list[Tensor], format: str, window: int | None, taken_back: int) -> LayerStorage:
-    return LayerStorage.of_tensors(format, window, dict(zip(TENSORS, tensors, strict=True)), taken_back)
+def _storage_of(
+    tensors: list[Tensor], format: str, window: int | None, taken_back: int, raw_rows: Tensor | None, slack_tiles: int
+) -> LayerStorage:
+    named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+    return LayerStorage(format, window, **named, taken_back=taken_back, raw_rows=raw_rows, slack_tiles=slack_tiles)
 
 
 @torch.library.custom_op("dma_kernels::cached_attention", mutates_args=("tensors",))
@@ -266,6 +273,8 @@ def _cached_attention(
     format: str,
     storage_window: int | None,
     taken_back: int,
+    raw_rows: Tensor | None,
+    slack_tiles: int,
     is_causal: bool,
     window: int | None,
     scale: float,
@@ -275,7 +284,7 @@ def _cached_attention(
     mask_position: Tensor | None,
     backend: str,
 ) -> Tensor:
-    storage = _storage_of(tensors, format, storage_window, taken_back)
+    storage = _storage_of(tensors, format, storage_window, taken_back, raw_rows, slack_tiles)
     options = CachedOptions(is_causal, window, scale, softcap, sinks, mask, mask_position)
     return _compute(query, key, value, storage, options, backend)
 
@@ -288,23 +297,38 @@ def _(query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("dma_kernels::cache_append", mutates_args=("tensors",))
 def _append(
-    key: Tensor, value: Tensor, tensors: list[Tensor], format: str, storage_window: int | None, taken_back: int
+    key: Tensor,
+    value: Tensor,
+    tensors: list[Tensor],
+    format: str,
+    storage_window: int | None,
+    taken_back: int,
+    raw_rows: Tensor | None,
+    slack_tiles: int,
 ) -> None:
-    _store(_storage_of(tensors, format, storage_window, taken_back), key, value)
+    _store(_storage_of(tensors, format, storage_window, taken_back, raw_rows, slack_tiles), key, value)
 
 
 @torch.library.custom_op("dma_kernels::cache_restore", mutates_args=())
 def _restore(
-    position: Tensor, length: int, tensors: list[Tensor], format: str, storage_window: int | None, taken_back: int
+    position: Tensor,
+    length: int,
+    tensors: list[Tensor],
+    format: str,
+    storage_window: int | None,
+    taken_back: int,
+    raw_rows: Tensor | None,
+    slack_tiles: int,
 ) -> tuple[Tensor, Tensor]:
-    return _restore_eagerly(_storage_of(tensors, format, storage_window, taken_back), position, length)
+    storage = _storage_of(tensors, format, storage_window, taken_back, raw_rows, slack_tiles)
+    return _restore_eagerly(storage, position, length)
 
 
 @_restore.register_fake
 def _(position, length, tensors, *args):  # type: ignore[no-untyped-def]
     named = dict(zip(TENSORS, tensors, strict=True))
-    tails = named["key_tail"], named["value_tail"]
-    return tuple(tail.new_empty((*tail.shape[:2], length, tail.shape[3])) for tail in tails)
+    tails, batch = (named["key_tail"], named["value_tail"]), len(named["lengths"])
+    return tuple(tail.new_empty((batch, tail.shape[1], length, tail.shape[3])) for tail in tails)
 
 
 class _NoGradient(torch.autograd.Function):

@@ -187,7 +187,7 @@ class LayerStorage:
         tensors = {name: function(tensor) for name, tensor in tensors.items()}
         tensors["pages"] = _own_pages(len(tensors["lengths"]), slots, tensors["lengths"].device)
         tensors["body"] = tensors["body"].flatten(0, 1)
-        return self.of_tensors(self.format, self.window, tensors, self.taken_back)
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
     def rows(self, rows: slice) -> LayerStorage:
         """Return a view of some batch rows; a copy of tails and sinks where :attr:`raw_rows` chooses them."""

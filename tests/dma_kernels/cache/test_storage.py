@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_cases import FORMATS
+from decode_cases import FORMATS, assert_storages_equal, gathered, scattered
 from dma_kernels import attention
-from dma_kernels.cache.api import append, cached_attention, restore
+from dma_kernels.cache.api import _append, _cached_attention, _pieces, _restore, append, cached_attention, restore
 from dma_kernels.cache.codes import Record, cache_format
-from dma_kernels.cache.reference import EXACT
 from dma_kernels.cache.storage import LayerStorage
+from dma_kernels.reference.attention import EXACT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.library import opcheck
 
 BATCH, Q_HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 32, 24
 CPU = torch.device("cpu")
@@ -336,7 +337,34 @@ class TestErrors:
                 ValueError,
                 "sinks must be on the device of query, cpu, got meta",
             ),
+            ({"sinks": [0.0] * 4}, TypeError, r"sinks must be a torch\.Tensor, got list"),
             ({"mask": torch.ones(1, 1, 3, 23).bool()}, ValueError, "mask_position must say which position column 0"),
+            ({"mask": torch.ones(3, 1).int()}, TypeError, r"mask must be boolean, got torch\.int32"),
+            (
+                {"mask": torch.ones(2, 2, 3, 1).bool()},
+                ValueError,
+                r"mask must be broadcastable to \[2, 4, 3, 1\], got \[2, 2, 3, 1\]",
+            ),
+            (
+                {"mask": torch.ones(3, 23).bool(), "mask_position": torch.zeros(1).int()},
+                ValueError,
+                r"mask_position must be integer \[2\], got torch\.int32 \[1\]",
+            ),
+            (
+                {"mask": torch.ones(3, 23).bool(), "mask_position": torch.zeros(2)},
+                ValueError,
+                r"mask_position must be integer \[2\], got torch\.float32 \[2\]",
+            ),
+            ({"window": 0}, ValueError, "window must be an integer of at least 1, got 0"),
+            ({"window": True}, ValueError, "window must be an integer of at least 1, got True"),
+            ({"is_causal": 1}, TypeError, "is_causal must be true or false, got 1"),
+            ({"scale": "0.1"}, TypeError, r"scale must be a positive finite number, got '0\.1'"),
+            ({"query": None}, TypeError, r"query must be a torch\.Tensor, got NoneType"),
+            (
+                {"query": torch.ones(2, 4, 3, 32, device="meta")},
+                ValueError,
+                "query must be on the device of the cache, cpu, got meta",
+            ),
             ({"dtype": torch.float32}, TypeError, "key must have the dtype of the cache, torch.float64"),
             ({"backend": "cuda"}, ValueError, "backend must be one of auto, reference, triton; got 'cuda'"),
         ],
@@ -346,7 +374,7 @@ class TestErrors:
         dtype = changes.pop("dtype", torch.float64)
         shapes = {"query": (2, 4, 3, 32), "key": (2, 2, 3, 32), "value": (2, 2, 3, 24)}
         shapes |= {name: changes.pop(name) for name in tuple(changes) if name in shapes}
-        tensors = [None if shape is None else torch.ones(shape, dtype=dtype) for shape in shapes.values()]
+        tensors = [torch.ones(shape, dtype=dtype) if type(shape) is tuple else shape for shape in shapes.values()]
         before = storage.mapped(torch.clone)
         with pytest.raises(error, match=message):
             cached_attention(*tensors, storage, **changes)
@@ -364,11 +392,12 @@ class TestErrors:
         with pytest.raises(ValueError, match="window must be at most 100, what the cache keeps; got 200"):
             cached_attention(query, key, value, empty("int8", window=100), window=200)
 
-    def test_asking_for_a_gradient(self, storage):
-        query, key, value = sequence(3)
-        query.requires_grad_()
+    @pytest.mark.parametrize("name", ["query", "key", "value", "sinks"])
+    def test_asking_for_a_gradient(self, storage, name):
+        tensors = dict(zip(("query", "key", "value", "sinks"), (*sequence(3), torch.zeros(Q_HEADS)), strict=True))
+        tensors[name].requires_grad_()
         with torch.enable_grad(), pytest.raises(RuntimeError, match="attention over a cache has no gradient"):
-            cached_attention(query, key, value, storage).sum().backward()
+            cached_attention(**tensors, storage=storage).sum().backward()
 
 
 @formats
@@ -389,3 +418,36 @@ def test_compilers_see_one_operation(format):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     keys, _ = torch.compile(restore, fullgraph=True, backend="aot_eager")(storage, storage.lengths - 10, 10)
     assert torch.equal(keys, key[:, :, 250:])
+
+
+@pytest.mark.parametrize("where", ["in order", "apart"])
+def test_operators_are_what_they_say(where):
+    """Also of a storage whose raw rows a table chooses, which has more of them than the batch."""
+    query, key, value = sequence(140)
+    storage = filled("int8", key[:, :, :120], value[:, :, :120])
+    storage.reserve(2)
+    storage = scattered(storage) if where == "apart" else storage
+    new, pieces = (key[:, :, 120:], value[:, :, 120:]), _pieces(storage)
+    options = (True, None, 0.2, None, None, None, None, "reference")
+    opcheck(_cached_attention, (query[:, :, 120:], *new, *pieces, *options))
+    opcheck(_append, (*new, *pieces))
+    opcheck(_restore, (torch.tensor([-3, 50]), 60, *pieces))
+
+
+def test_compilers_find_raw_rows_where_the_table_says():
+    query, key, value = sequence(140)
+    eager, compiled = (scattered(filled("int8", key[:, :, :120], value[:, :, :120], tiles=2)) for _ in range(2))
+    new = [x[:, :, 120:] for x in (query, key, value)]
+    expected = cached_attention(*new, eager)
+    torch._dynamo.reset()
+    out = torch.compile(cached_attention, fullgraph=True, backend="aot_eager")(*new, compiled)
+    assert torch.equal(out, expected)
+    assert_storages_equal(gathered(compiled), gathered(eager))
+
+
+def test_a_batch_of_no_rows():
+    query, key, value = (x[:0] for x in sequence(5))
+    storage = LayerStorage.allocate(
+        "int8", batch=0, kv_heads=KV_HEADS, head_dim=DIM, value_dim=VALUE_DIM, dtype=key.dtype, device=CPU
+    )
+    assert cached_attention(query, key, value, storage).shape == (0, Q_HEADS, 5, VALUE_DIM)
