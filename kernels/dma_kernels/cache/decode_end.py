@@ -233,7 +233,8 @@ def launch_end(
     block_e = triton.next_power_of_2(triton.cdiv(2 * heads, max(encoding, 1)))
     _end_launcher(storage.record, kv_heads, q_heads // kv_heads, block_c, block_e, starts_early(out.device))(
         (combining + encoding, 1, 1),
-        *parts, sinks, out, lse, storage.lengths, key, value, *where_stored(storage),
+        *parts, None if sinks is None else sinks.contiguous(), out, lse, storage.lengths,
+        key, value, *where_stored(storage),
         *out.stride()[:3], *strides, *storage.strides,
         combining, heads, q_len, storage.slots, storage.ring // TILE, storage.key_sink.shape[2] // TILE,
     )  # fmt: skip

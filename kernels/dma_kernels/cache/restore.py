@@ -130,7 +130,7 @@ def restore_dense(
     with on_device(tail.device):
         launcher(
             (batch * kv_heads, triton.cdiv(entries, _BLOCK_T), 2),
-            keys, values, first.to(torch.int32), key, value, tail, storage.value_tail, storage.key_sink,
+            keys, values, first.to(torch.int32).contiguous(), key, value, tail, storage.value_tail, storage.key_sink,
             storage.value_sink, storage.body.view(torch.int32), storage.pages, storage.lengths, storage.raw_rows,
             *key.stride(), *value.stride(), *storage.strides, new_len, entries, storage.slots, storage.ring,
             storage.key_sink.shape[2], band_tiles, storage.taken_back,

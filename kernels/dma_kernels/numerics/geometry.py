@@ -89,7 +89,7 @@ class AttentionGeometry:
 
         def positions(offset: int, rows: Tensor | None) -> Tensor:
             common = torch.full((batch,), offset, dtype=torch.int64, device=key.device)
-            return common if rows is None else common + rows
+            return common if rows is None else common + rows.long()
 
         kv_range = options.kv_range
         if kv_range is None:
@@ -159,10 +159,12 @@ class PrefillGeometry:
         rows = None
         if first_rows is not None or options.kv_offset_rows is not None or options.kv_range is not None:
             rows = torch.empty((batch, 4), dtype=torch.int32, device=key.device)
-            rows[:, 0] = first if first_rows is None else first_rows + first
-            rows[:, 1] = (
-                options.kv_offset if options.kv_offset_rows is None else options.kv_offset_rows + options.kv_offset
-            )
+            for column, (common, addends) in enumerate(
+                ((first, first_rows), (options.kv_offset, options.kv_offset_rows))
+            ):
+                rows[:, column] = common if addends is None else addends
+                if addends is not None and common != 0:
+                    rows[:, column] += common  # in 32 bits: those of the addends may be too few
             rows[:, 2], rows[:, 3] = 0, kv_len
             if options.kv_range is not None:
                 rows[:, 2:] = options.kv_range.long().clamp(0, kv_len)  # before it is cut to 32 bits

@@ -311,7 +311,7 @@ def _share_amax(amax: Tensor, shared: SharedScale, tile_offset: int | Tensor) ->
                 f"tile_offset must be an int or a tensor [{len(row) if row.ndim > 2 else 1}], "
                 f"got shape {list(tile_offset.shape)}"
             )
-        tile_offset = tile_offset.view(-1, *[1] * (row.ndim - 2))  # [B, 1..]
+        tile_offset = tile_offset.long().view(-1, *[1] * (row.ndim - 2))  # [B, 1..]
     # Rows from the start of the first row's tile on; its own number does not matter.
     index = (torch.arange(length, device=row.device) + tile_offset % TILE).div(TILE, rounding_mode="floor")
     index = index.expand(row.shape[:-1])[..., None]

@@ -68,7 +68,7 @@ def quantize_keys_values(
     made = {name: key.new_empty(output.size(batch, heads, tiles), dtype=output.dtype) for name, output in plan.outputs}
     if plan.launch is not None:
         sizes = (*key.stride(), *value.stride(), kv_offset, kv_len, tiles)
-        programs = max(1, min(tiles, PROGRAMS * chip.processors(key.device) // (batch * heads * plan.layers)))
+        programs = max(1, min(tiles, PROGRAMS * chip.processors(key.device) // max(1, batch * heads * plan.layers)))
         plan.launch((batch * heads, programs, plan.layers), key, value, rows, *map(made.get, _WRITTEN), *sizes)
     return _operands(key, value, lowering, tiles, made)
 

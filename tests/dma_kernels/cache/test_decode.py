@@ -146,6 +146,15 @@ def test_factors_of_channels_between_queries_and_keys_change_nothing(format: str
         assert_bits_equal(plain, rescaled)
 
 
+@pytest.mark.parametrize("sinks", [torch.arange(8.0)[::2], torch.tensor(2.0).expand(4)], ids=["step", "expanded"])
+def test_sinks_may_have_any_stride(sinks: torch.Tensor) -> None:
+    case = Case(kv_len=40)
+    query, _, _ = case.inputs(torch.float16, "cpu")
+    storage = case.storage("int8", torch.float16, "cpu")
+    expected, _ = decode_attention(query, storage, scale=0.125, sinks=sinks.clone().contiguous())
+    assert_bits_equal(decode_attention(query, storage, scale=0.125, sinks=sinks)[0], expected)
+
+
 def test_too_many_queries_are_refused() -> None:
     storage = Case(kv_len=40).storage("int8", torch.float16, "cpu")
     query = torch.zeros(1, 4, MAX_QUERIES + 1, 64, dtype=torch.float16)

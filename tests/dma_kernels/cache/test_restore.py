@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 from decode_cases import FORMATS, Case
+from dma_kernels.cache.restore import restore_dense
+from dma_kernels.testing import assert_bits_equal
 from restore_cases import CASES, assert_dense, assert_restored, random_body
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
@@ -27,6 +29,19 @@ def test_every_shape(case: str, format: str) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_every_byte(format: str) -> None:
     assert_restored(random_body(format, torch.float16, "cpu"), torch.float16)
+
+
+STARTS = {
+    "step": torch.tensor([5, 0, 77, 0], dtype=torch.int32)[::2],
+    "expanded": torch.tensor(9, dtype=torch.int32).expand(2),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_positions_may_have_any_stride(start: str) -> None:
+    storage, first = Case(kv_len=300, padding=(0, 30)).storage("int8", torch.float16, "cpu"), STARTS[start]
+    for actual, expected in zip(restore_dense(storage, first, 20), storage.restore(first, 20), strict=True):
+        assert_bits_equal(actual, expected)
 
 
 def test_tokens_taken_back() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dma_kernels import attention
+from dma_kernels import attention, attention_with_lse
 from dma_kernels.runtime import chip
 from dma_kernels.runtime.lowering import select_lowering
-from dma_kernels.testing import random_qkv
+from dma_kernels.testing import random_qkv, relative_error
 from prefill_cases import CASES, RECIPES, Case, assert_matches_reference
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
@@ -75,6 +75,37 @@ def test_ranges_past_32_bits_are_cut_off(ends: tuple[int, int]) -> None:
         attention(*qkv, RECIPES["int8"], kv_range=torch.tensor([each]), backend="triton") for each in (ends, (0, 9))
     )
     assert torch.equal(out, cut)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.uint16, torch.int32], ids=str)
+@pytest.mark.parametrize("name", ["kv_offset", "q_offset"])
+def test_offsets_may_be_of_few_bits(name: str, dtype: torch.dtype) -> None:
+    """Though positions that follow from them have more: with ``kv_offset`` 3 the first query stands at 394."""
+    query, key, value = random_qkv(q_len=9, kv_len=400, dtype=torch.float16)
+    options = {"q_offset": torch.tensor([120])} if name == "q_offset" else {"kv_offset": torch.tensor([3])}
+    expected = attention(query, key, value, RECIPES["int8"], **options, backend="triton")
+    narrow = {name: offset.to(dtype) for name, offset in options.items()}
+    assert torch.equal(attention(query, key, value, RECIPES["int8"], **narrow, backend="triton"), expected)
+    reference = attention(query, key, value, RECIPES["int8"], **narrow, backend="reference")
+    assert relative_error(expected, reference) < 2e-3
+
+
+@pytest.mark.parametrize("sinks", [torch.arange(8.0)[::2], torch.tensor(2.0).expand(4)], ids=["step", "expanded"])
+def test_sinks_may_have_any_stride(sinks: torch.Tensor) -> None:
+    qkv = random_qkv(q_heads=4, kv_heads=2, q_len=9, kv_len=9, dtype=torch.float16)
+    expected = attention(*qkv, RECIPES["int8"], sinks=sinks.clone().contiguous(), backend="triton")
+    assert torch.equal(attention(*qkv, RECIPES["int8"], sinks=sinks, backend="triton"), expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [{"batch": 0}, {"q_heads": 0}, {"q_len": 0}, {"kv_len": 0}], ids=str)
+def test_sizes_of_zero(shape: dict[str, int], recipe: str) -> None:
+    query, key, value = random_qkv(**({"q_len": 5, "kv_len": 200} | shape), dtype=torch.float16)
+    kv_range = torch.tensor([[0, 3]]).expand(len(query), 2)  # so that low tiles are taken to be there
+    out, lse = attention_with_lse(query, key, value, RECIPES[recipe], kv_range=kv_range, backend="triton")
+    assert out.shape == query.shape
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
 
 
 def test_zero_keys_and_queries_do_not_break_masked_scores() -> None:
