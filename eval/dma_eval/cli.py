@@ -81,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
         )
         add_options(command)
         command.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
-        command.set_defaults(command=run)
+        command.set_defaults(command=run, parser=command)
     return parser
 
 
@@ -97,15 +97,20 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run ``dma-hf``, with the arguments of the process by default, and exit with its code."""
     debug = "--debug" in (sys.argv if arguments is None else arguments)
     try:
-        args = make_parser().parse_args(arguments)
+        args, unknown = make_parser().parse_known_args(arguments)
+        if unknown:  # said by the command's own parser: its help is the one that lists the options
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if args.command is None:
             args.parser.print_help()
             sys.exit(console.USER_ERROR)
         sys.exit(args.command(args))
-    except UserError as error:
+    except (UserError, PermissionError) as error:
         if debug:
             console.err.print_exception()
-        console.print_error(str(error))
+        message = str(error)
+        if isinstance(error, PermissionError):  # a path in a folder that may not be searched, wherever it is looked at
+            message = f"cannot use {error.filename}: {error.strerror}"
+        console.print_error(message)
         sys.exit(console.USER_ERROR)
     except KeyboardInterrupt:
         console.print_error("interrupted")

@@ -73,6 +73,8 @@ def load_text(data: str, *, split: str | None = None, column: str = "text") -> T
     Raises:
         UserError: There is no such file, dataset, configuration, split or column, or no text in it.
     """
+    if not data:
+        raise UserError("--data: expected a file or a dataset of the Hub, got ''")
     path = Path(data).expanduser()
     if path.is_dir():
         raise UserError(f"--data: {data} is a folder; name a file in it, or a dataset of the Hub")
@@ -176,9 +178,13 @@ def _load_dataset(data: str, name: str, config: str | None, split: str, column: 
     try:
         with without_bars():
             rows = load(name, config, split=split, **options)
+    except StopIteration as error:  # from inside `datasets`: a file without a row
+        raise UserError(f"--data: {data} holds no text") from error
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         kind = "file" if options else "local file, nor a dataset that can be loaded"
-        raise UserError(f"--data: {data!r} is no readable {kind}: {one_line(error)}") from error
+        is_broken = isinstance(error, datasets.exceptions.DatasetGenerationError)  # whose cause says how
+        why = one_line(error.__cause__ or error if is_broken else error)
+        raise UserError(f"--data: {data!r} is no readable {kind}: {why}") from error
     if column not in rows.column_names:
         raise UserError(f"--data: {data} has no column {column!r}; it has: {', '.join(rows.column_names)}")
     values = rows[column][:]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -37,7 +39,7 @@ def parse(kind: type[Kind], content: bytes | Mapping[str, Any]) -> Kind:
 def write_json(value: Any, path: Path, indent: int | None = 2, *, kind: Any = None) -> None:
     """Write a dataclass, of a ``kind`` if it is generic, as JSON (RFC 8259: a NaN is an error).
 
-    The file appears whole or not at all.
+    The file appears whole or not at all; what stands for another one (a link, ``/dev/stdout``) is written through.
 
     Raises:
         UserError: It cannot be written.
@@ -47,21 +49,38 @@ def write_json(value: Any, path: Path, indent: int | None = 2, *, kind: Any = No
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.write_text(text + "\n", encoding="utf-8")
+            return
         partial.write_text(text + "\n", encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         raise UserError(f"cannot write to {path}: {error.strerror}") from error
 
 
+def check_folder(folder: Path, option: str = "--out") -> None:
+    """Make sure that a folder can be made, and written to.
+
+    Raises:
+        UserError: It cannot; the message names what stands in the way.
+    """
+    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    if not nearest.is_dir():
+        raise UserError(
+            f"{option}: cannot make the folder {folder}: {'it' if nearest == folder else nearest} is a file"
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        what = "write to" if nearest == folder else "make"
+        raise UserError(f"{option}: cannot {what} the folder {folder}: {os.strerror(errno.EACCES)}")
+
+
 def make_folder(folder: Path, option: str = "--out") -> None:
     """Make the folder that a run writes to, before the run.
 
     Raises:
-        UserError: It cannot be made; the message names what stands in the way.
+        UserError: It cannot be made, or written to; the message names what stands in the way.
     """
-    file = next((each for each in (folder, *folder.parents) if each.exists() and not each.is_dir()), None)
-    if file is not None:
-        raise UserError(f"{option}: cannot make the folder {folder}: {'it' if file == folder else file} is a file")
+    check_folder(folder, option)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -78,8 +97,9 @@ def prepare_file(path: Path | None, option: str) -> None:
         return
     if path.is_dir():
         raise UserError(f"{option}: cannot write to {path}: it is a folder; name a file in it")
-    make_folder(path.parent, option)
     existed = path.exists()
+    if not existed:
+        make_folder(path.parent, option)
     try:
         with path.open("ab"):
             pass

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ def parse_source(name: str) -> ModelSource:
     Raises:
         UserError: A name that can only be a local path is none.
     """
+    if not name:
+        raise UserError("--model: expected a folder, a .gguf file or a Hub name, got ''")
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
         if path.is_file():
@@ -193,7 +196,7 @@ def rescale(config: Any, factor: float) -> None:
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "default" or factor <= 1:
+    if rope.get("rope_type") != "default" or not 1 < factor < math.inf:
         raise UserError(
             f"--yarn: takes a factor above 1, and a model with one rotary embedding that is not rescaled; got "
             f"{factor:g} and {config.model_type} with {rope or 'none'}"

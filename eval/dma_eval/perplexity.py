@@ -120,7 +120,7 @@ def cut(loaded: LoadedModel, text: Text, part: PerplexityPart, context: int | No
         UserError: An option is out of range, the text is too short, the context is larger than the model's, or a token
             is not in the model's vocabulary.
     """
-    context = context or default_context(loaded)
+    context = default_context(loaded) if context is None else context
     input_ids = tokenize(loaded.tokenizer, text.content)
     windows = make_windows(
         len(input_ids), context, part.stride, part.max_windows, skip=part.skip_windows, spread=part.spread

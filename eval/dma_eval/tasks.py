@@ -157,6 +157,8 @@ def _load(manager: TaskManager, name: str, part: TasksPart) -> Mapping[str, Any]
     """Load a task or group with its data; the few-shot setting is overridden as lm-eval's own command line does."""
     try:
         loaded: Mapping[str, Any] = manager.load([name])
+    except StopIteration as error:  # from inside `datasets`: a file without a row
+        raise UserError(f"--tasks: cannot load {name!r}: its data have no rows") from error
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, ImportError) as error:
         raise UserError(f"--tasks: cannot load {name!r}: {one_line(error)}") from error
     for task in loaded["tasks"].values():

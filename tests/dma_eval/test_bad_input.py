@@ -23,10 +23,13 @@ class TestCommandLine:
         [
             (["--attm", "sdpa"], "unrecognized arguments: --attm sdpa"),
             (["--attn"], "--attn"),
-            (["--context", "many"], "argument --context/-c: invalid int value: 'many'"),
+            (["--context", "many"], "argument --context/-c: expected an integer, got 'many'"),
             (["--seed", "-1"], "argument --seed: expected at least 0, at most 4294967295, got -1"),
             (["--seed", 2**32], "argument --seed: expected at least 0, at most 4294967295, got 4294967296"),
-            (["stray"], "unrecognized arguments: stray"),
+            (["stray"], "unrecognized arguments: stray (try: dma-hf ppl --help)"),
+            (["--yarn", "nan"], "argument --yarn: expected at least 1, got nan"),
+            (["--yarn", "inf"], "argument --yarn: expected at least 1, got inf"),
+            (["--yarn", "much"], "argument --yarn: expected a number, got 'much'"),
         ],
     )
     def test_ppl(self, ppl: Run, refused: Refused, arguments: list[str], message: str) -> None:
@@ -68,6 +71,7 @@ class TestText:
     @pytest.mark.parametrize(
         ("data", "message"),
         [
+            ("", "--data: expected a file or a dataset of the Hub, got ''"),
             ("missing.txt", "--data: no such file: missing.txt"),
             ("./missing", "--data: no such file: ./missing"),
             (".", "--data: . is a folder; name a file in it"),
@@ -85,7 +89,9 @@ class TestText:
             ("short.txt", b"the sea", "tokens, too few for one window of 128; give more text or a smaller --context"),
             ("latin.txt", "Käse".encode("latin-1"), "is not UTF-8 text (byte 1); convert it first"),
             ("rows.jsonl", b'{"content": "a"}\n', "has no column 'text'; it has: content"),
-            ("broken.jsonl", b'{"text": \n', "is no readable file"),
+            ("empty.jsonl", b"", "holds no text"),
+            ("empty.csv", b"", "is no readable file: No columns to parse from file"),
+            ("broken.jsonl", b'{"text": \n', "is no readable file: JSON parse error"),
             ("broken.parquet", b"no parquet", "is no readable file"),
         ],
     )
@@ -101,11 +107,13 @@ class TestWindows:
         ("arguments", "message"),
         [
             (["--context", 513], "--context 513 is larger than the model's maximum of 512 positions; lower it"),
-            (["--context", 1], "--context must be at least 2 tokens, got 1"),
-            (["--stride", 0], "--stride must be from 1 to the context, 128, got 0"),
+            (["--context", 1], "argument --context/-c: expected at least 2, got 1"),
+            (["--context", 0], "argument --context/-c: expected at least 2, got 0"),
+            (["--stride", 0], "argument --stride: expected at least 1, got 0"),
             (["--stride", 129], "--stride must be from 1 to the context, 128, got 129"),
-            (["--batch-size", 0], "--batch-size must be at least 1, got 0"),
-            (["--max-windows", 0], "--max-windows must be at least 1, got 0"),
+            (["--batch-size", 0], "argument --batch-size: expected at least 1, got 0"),
+            (["--max-windows", 0], "argument --max-windows: expected at least 1, got 0"),
+            (["--skip-windows", -1], "argument --skip-windows: expected at least 0, got -1"),
         ],
     )
     def test_out_of_range(self, ppl: Run, refused: Refused, arguments: list[Any], message: str) -> None:
@@ -116,6 +124,7 @@ class TestModel:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
+            ("", "--model: expected a folder, a .gguf file or a Hub name, got ''"),
             ("./missing", "--model: no such folder: ./missing"),
             ("a/b/c", "--model: no such folder: a/b/c"),
             ("./missing.gguf", "--model: no such file: ./missing.gguf"),
@@ -219,6 +228,31 @@ class TestOutput:
         path = tmp_path / "new/r.bmp"
         assert f"--plot: expected a file ending in .png, .svg, .pdf, got {path}" in refused(ppl("--plot", path))
         assert not path.parent.exists()
+
+    @pytest.mark.parametrize(("below", "what"), [("", "write to"), ("new", "make")])
+    def test_folder_without_rights(
+        self, ppl: Run, refused: Refused, tmp_path: Path, below: str, what: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+        message = f"--out: cannot {what} the folder {tmp_path / below}: Permission denied"
+        assert message in refused(ppl("--out", tmp_path / below))
+
+    def test_path_that_may_not_be_looked_at(
+        self, ppl: Run, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In a folder without the right to search it; root, who may run the tests, always has that."""
+
+        def refuse(path: Path) -> bool:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        monkeypatch.setattr(Path, "is_dir", refuse)
+        assert (
+            refused(ppl("--json", tmp_path / "r.json")) == f"Error: cannot use {tmp_path / 'r.json'}: Permission denied"
+        )
+
+    def test_folder_of_an_equalized_model_before_all_else(self, run: Run, refused: Refused, text_file: Path) -> None:
+        result = run("equalize", "-m", "./missing", "-d", "missing.txt", "--out", text_file)
+        assert f"--out: cannot make the folder {text_file}: it is a file" in refused(result)
 
     def test_folder_of_the_demo(self, run: Run, refused: Refused, text_file: Path) -> None:
         assert f"--out: cannot make the folder {text_file}" in refused(run("demo", "--out", text_file))

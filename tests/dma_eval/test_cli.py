@@ -16,7 +16,7 @@ from dma_eval.cli import make_parser
 from dma_eval.commands.options import DEFAULT_ATTN
 from dma_eval.commands.quality import link
 from dma_eval.errors import UserError, one_line
-from dma_eval.files import prepare_file
+from dma_eval.files import Piece, prepare_file, write_json
 from dma_eval.results import read_report
 from PIL import Image
 
@@ -195,6 +195,14 @@ class TestPrepareFile:
         monkeypatch.setattr(Path, "open", refuse)
         with pytest.raises(UserError, match=r"cannot write to .*r.json: Permission denied"):
             prepare_file(tmp_path / "r.json", "--json")
+
+    def test_writes_through_a_link(self, tmp_path: Path) -> None:
+        """To replace ``/dev/stdout`` would take it away from the whole machine."""
+        (tmp_path / "file").touch()
+        (tmp_path / "stdout").symlink_to(tmp_path / "file")
+        write_json(Piece(identity={}, content=3), tmp_path / "stdout", kind=Piece[int])
+        assert (tmp_path / "stdout").is_symlink()
+        assert '"content": 3' in (tmp_path / "file").read_text(encoding="utf-8")
 
     def test_relative_link(self) -> None:
         assert link(Path("out/plots/r.png"), Path("out/r.md")) == "plots/r.png"

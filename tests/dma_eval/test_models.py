@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from pathlib import Path
 
 import datasets
@@ -69,8 +70,9 @@ class TestYarn:
             assert not torch.allclose(longer.model(ids).logits, loaded.model(ids).logits, rtol=1e-2)
 
     def test_refused(self, model_folder: Path) -> None:
-        with pytest.raises(UserError, match=r"--yarn: takes a factor above 1, .*; got 0.5 and llama"):
-            load_model(str(model_folder), device="cpu", yarn=0.5)
+        for factor in (0.5, math.inf, math.nan):
+            with pytest.raises(UserError, match=rf"--yarn: takes a factor above 1, .*; got {factor:g} and llama"):
+                load_model(str(model_folder), device="cpu", yarn=factor)
         with pytest.raises(UserError, match="got 4 and gpt2 with none"):
             rescale(GPT2Config(), 4)
 

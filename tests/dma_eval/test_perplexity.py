@@ -115,6 +115,8 @@ class TestPerplexity:
 
     def test_default_context_is_the_models(self, compared: Compared) -> None:
         assert compared("sdpa", max_windows=1).context == 512
+        with pytest.raises(UserError, match="--context must be at least 2 tokens, got 0"):
+            compared("sdpa", context=0)
 
     def test_every_pass_is_announced(self, compared: Compared) -> None:
         told: list[Any] = []

@@ -173,6 +173,8 @@ class TestMerge:
 
     def test_needs_a_folder(self, run: Run, refused: Callable[[Any], str], folder: Path, report: Report) -> None:
         assert "--out: say which folder" in refused(run("report", "build", folder / "tasks", folder / "fidelity"))
+        assert "--out: say which folder" in refused(run("report", "build", folder / "tasks/results.json"))
+        assert "cannot read the report missing: No such file" in refused(run("report", "build", "missing"))
 
     def test_reads_files_of_version_1(self, report: Report, tmp_path: Path) -> None:
         values = asdict(report) | {"schema_version": 1}

@@ -288,6 +288,15 @@ class TestNames:
         with pytest.raises(UserError, match="--tasks: cannot load 'gone': "):
             measure_tasks(session, names, TasksPart(names=["gone"]))
 
+    def test_empty_data(self, tmp_path: Path, loaded: LoadedModel) -> None:
+        (tmp_path / "none.jsonl").touch()
+        data = f"{{data_files: {{test: {tmp_path / 'none.jsonl'}}}}}"
+        text = f"task: bare\ndataset_path: json\ndataset_kwargs: {data}\ntest_split: test\n"
+        (tmp_path / "bare.yaml").write_text(text + "doc_to_text: a\ndoc_to_target: b\n", encoding="utf-8")
+        session, names = Session(loaded, parse_backends(["sdpa"])), find_tasks(["bare"], [tmp_path])
+        with pytest.raises(UserError, match="--tasks: cannot load 'bare': its data have no rows"):
+            measure_tasks(session, names, TasksPart(names=["bare"]))
+
 
 class TestCommand:
     @pytest.fixture

@@ -11,7 +11,7 @@ from dma_eval import console
 from dma_eval.commands import options
 from dma_eval.commands.quality import join, load
 from dma_eval.errors import UserError, one_line
-from dma_eval.files import make_folder
+from dma_eval.files import check_folder, make_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +45,7 @@ def equalize(args: argparse.Namespace) -> int:
         from dma_eval.stress import channel_ranges
     if (args.out / "config.json").exists():
         raise UserError(f"--out: {args.out} holds a model already; name another folder")
+    check_folder(args.out)
     text = load_text(args.data, split=args.split, column=args.column)
     loaded = load(args, join(args))
     tokens = tokenize(loaded.tokenizer, text.content)[: args.tokens]

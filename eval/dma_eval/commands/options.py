@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -42,14 +43,15 @@ def add(to: Any, *names: str, help: str, shown: str = "", several: bool = False,
 
 
 def number(least: float, most: float | None = None, kind: type[int] | type[float] = int) -> Callable[[str], float]:
-    """What reads a number of an option that is at least this, and at most that."""
+    """What reads a finite number of an option that is at least this, and at most that."""
 
     def read(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
-        if value < least or (most is not None and value > most):
+            expected = f"expected an integer, got {text!r}" if kind is int else f"expected a number, got {text!r}"
+            raise argparse.ArgumentTypeError(expected) from None
+        if not math.isfinite(value) or value < least or (most is not None and value > most):
             raise argparse.ArgumentTypeError(
                 f"expected at least {least}{f', at most {most}' if most else ''}, got {text}"
             )
@@ -74,7 +76,7 @@ def add_model(parser: argparse.ArgumentParser, *, is_positional: bool = False) -
     help = "Spread the model over several devices: auto, balanced, sequential. Instead of --device."
     add(group, "--device-map", help=help, shown="one device")
     help = "Let the model take so many times its positions, its rotary embedding rescaled by YaRN."
-    add(group, "--yarn", metavar="FACTOR", type=float, help=help, shown="as it is")
+    add(group, "--yarn", metavar="FACTOR", type=number(1, kind=float), help=help, shown="as it is")
     add_seed(group)
 
 
@@ -113,15 +115,15 @@ def add_windows(parser: argparse.ArgumentParser) -> Any:
     """The windows that a text is read in."""
     group = parser.add_argument_group("windows")
     shown = "2048, or the model's maximum if less"
-    add(group, "--context", "-c", type=int, help="Tokens per window.", shown=shown)
+    add(group, "--context", "-c", type=number(2), help="Tokens per window.", shown=shown)
     add_max_windows(group)
-    add(group, "--batch-size", type=int, default=1, help="Windows per forward pass.")
+    add(group, "--batch-size", type=number(1), default=1, help="Windows per forward pass.")
     return group
 
 
 def add_max_windows(to: Any) -> None:
     """How many windows to read."""
-    add(to, "--max-windows", type=int, help="Read so many windows at most.", shown="all")
+    add(to, "--max-windows", type=number(1), help="Read so many windows at most.", shown="all")
 
 
 def add_tasks(parser: argparse.ArgumentParser) -> Any:

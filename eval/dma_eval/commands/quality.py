@@ -34,8 +34,9 @@ def add_ppl(parser: argparse.ArgumentParser) -> None:
     options.add_text(parser)
     group = options.add_windows(parser)
     help = "Distance of two windows. If less than the context, windows overlap and each scores its new tokens."
-    options.add(group, "--stride", type=int, help=help, shown="the context")
-    options.add(group, "--skip-windows", type=int, default=0, help="Leave out so many windows at the text's begin.")
+    options.add(group, "--stride", type=options.number(1), help=help, shown="the context")
+    help = "Leave out so many windows at the text's begin."
+    options.add(group, "--skip-windows", type=options.number(0), default=0, help=help)
     help = "Spread --max-windows over the whole text instead of taking the first ones."
     options.add(group, "--spread", action="store_true", help=help)
     options.add_files(options.add_out(parser), "json", "markdown", "plot")
@@ -149,8 +150,8 @@ def add_retrieval(parser: argparse.ArgumentParser) -> None:
     shown = "1024 and its doubles, four at most, up to the model's maximum"
     help, length = "Lengths of the prompts.", options.number(1)
     options.add(group, "--lengths", metavar="TOKENS", type=length, several=True, shown=shown, help=help)
-    help = "Places of the answer, 0 to 1."
-    options.add(group, "--depths", metavar="DEPTH", type=float, several=True, default=part.depths, help=help)
+    help, place = "Places of the answer, 0 to 1.", options.number(0, 1, kind=float)
+    options.add(group, "--depths", metavar="DEPTH", type=place, several=True, default=part.depths, help=help)
     help = "Questions for each length and depth."
     options.add(group, "--samples", type=options.number(1), default=part.samples, help=help)
     options.add_out(parser)

@@ -29,7 +29,7 @@ def report_build(args: argparse.Namespace) -> int:
     from dma_eval.results import read_report
     from dma_eval.run_folder import merge, write_run
 
-    if args.out is None and (len(args.runs) > 1 or not args.runs[0].is_dir()):
+    if args.out is None and (len(args.runs) > 1 or args.runs[0].is_file()):
         raise UserError("--out: say which folder the report goes to")
     folder = args.out or args.runs[0]
     files = write_run(merge([read_report(path) for path in args.runs]), folder)
