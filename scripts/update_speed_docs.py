@@ -175,22 +175,30 @@ def generate_table() -> str:
     return table(headers, rows)
 
 
-def serve_table() -> str:
-    """Return a row for each set of requests and backend; of what several files have, that of the last one."""
-    headers = ["requests x tokens", "layers", "pages", "backend", "new tokens/s", "over the first"]
-    headers += ["first token, median (99 %)", "between tokens", "most at once", "a token, a request takes"]
+def serve_table(*, is_short: bool = False) -> str:
+    """Return a row for each set of requests and backend; of what several files have, that of the last one.
+
+    Args:
+        is_short: Leave columns out, and sets of packed pages alone.
+    """
+    headers = ["requests x tokens", "backend", "new tokens/s", "over the first"]
+    headers += ["first token, median (99 %)", "between tokens"]
+    if not is_short:
+        headers += ["layers", "pages", "most at once", "a token, a request takes"]
     found = {}
     for name in SERVE_FILES:
         report = json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
         found |= {(each["requests"], each["label"]): (report, each) for each in report["results"]}
+    unpacked = {requests for requests, label in found if "+" not in label}
     first: dict[str, float | None] = {}
     rows = []
     for (requests, label), (report, result) in found.items():
+        if is_short and requests not in unpacked:
+            continue
         count, _, lengths = requests.partition("x")
         speed = result["tokens_per_second"]
         reference = first.setdefault(requests, speed)
-        row = [f"{count} x ({lengths.replace('+', ' + ')})", str(report["layers"])]
-        row += [f"{report['cache_gib']:g} GiB", describe_pages(label), _number(speed, ",.0f")]
+        row = [f"{count} x ({lengths.replace('+', ' + ')})", describe_pages(label), _number(speed, ",.0f")]
         row.append(_number(speed and reference and speed / reference, ".2f", "x"))
         for what, form, unit in (
             ("first_token_seconds", ".2f", " s"),
@@ -201,7 +209,13 @@ def serve_table() -> str:
         token, request = result["cache_bytes_per_token"], result["cache_bytes_per_request"]
         sizes = [_number(token and token / 1024, ".1f", " KiB")]
         sizes += [_number(request / 2**20, ".1f", " MiB")] if request else []
-        rows.append([*row, _number(result["most_at_once"], "d"), ", ".join(sizes)])
+        more = [
+            str(report["layers"]),
+            f"{report['cache_gib']:g} GiB",
+            _number(result["most_at_once"], "d"),
+            ", ".join(sizes),
+        ]
+        rows.append(row if is_short else [*row, *more])
     return table(headers, rows)
 
 
@@ -225,9 +239,9 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "prefill": lambda: prefill_table(is_short=True),
         "decode": decode_summary,
         "generate": generate_table,
-        "serve": serve_table,
+        "serve": lambda: serve_table(is_short=True),
     },
-    "docs/hardware.md": {"prefill": prefill_table, "decode": decode_table, "generate": generate_table},
+    "docs/hardware.md": {"prefill": prefill_table, "decode": decode_table},
     "docs/serving.md": {"serve": serve_table},
 }
 """By page and mark what stands between ``<!-- mark-h200.json -->`` and ``<!-- end -->``."""
