@@ -140,7 +140,12 @@ def restore(storage: LayerStorage, position: Tensor, length: int) -> tuple[Tenso
 
     Returns:
         Keys ``[B, Hkv, length, D]`` and values ``[B, Hkv, length, Dv]``; zeros where nothing is stored.
+
+    Raises:
+        ValueError: ``position`` is not integer ``[B]``, or on another device than the cache.
+        TypeError: It is no tensor.
     """
+    _check_positions("position", position, storage.lengths, "the cache")
     if torch.compiler.is_compiling():
         keys, values = _restore(position, length, *_pieces(storage))
         return keys, values
@@ -194,10 +199,15 @@ def _check_mask(mask: Tensor | None, position: Tensor | None, query: Tensor) -> 
         return mask
     if position is None:
         raise ValueError(f"mask_position must say which position column 0 of mask {list(mask.shape)} is, got None")
-    check_kind("mask_position", position, query)
-    if not is_integer(position) or position.shape != (len(query),):
-        raise ValueError(f"mask_position must be integer [{len(query)}], got {position.dtype} {list(position.shape)}")
+    _check_positions("mask_position", position, query, "query")
     return mask
+
+
+def _check_positions(name: str, position: Any, other: Tensor, whose: str) -> None:
+    """Check a position for each row of the batch, which is the first dimension of another tensor."""
+    check_kind(name, position, other, whose)
+    if not is_integer(position) or position.shape != (len(other),):
+        raise ValueError(f"{name} must be integer [{len(other)}], got {position.dtype} {list(position.shape)}")
 
 
 def _compute(

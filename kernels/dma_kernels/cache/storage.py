@@ -212,8 +212,11 @@ class LayerStorage:
                 start = row
 
     def reserve(self, tiles: int) -> None:
-        """Make room for ``tiles`` tiles in the body: exactly so many in an empty one, then growing geometrically."""
-        if tiles <= self.slots:
+        """Make room for ``tiles`` tiles in the body: exactly so many in an empty one, then growing geometrically.
+
+        A ring of its full size has room for any number.
+        """
+        if _slots(tiles, self.window) <= self.slots:
             return
         batch, before = self.pages.shape
         slots = _slots(max(tiles, math.ceil(before * GROWTH)), self.window)

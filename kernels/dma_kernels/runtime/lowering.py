@@ -37,15 +37,12 @@ class Form(StrEnum):
     of a tile in the order of :func:`~dma_kernels.device.arithmetic.permute_keys`, a factor per channel or per tile and
     channel."""
     E5M2 = "e5m2"
-    """MXFP4 elements times their block's scale over the tile's largest, times ``2 ** 13``: ``[B, Hkv, S, D']``, a
-    factor per tile. A block whose scale is NaN is NaN in all its elements."""
+    """MXFP4 elements times their block's scale over the tile's largest, times ``2 ** 13``, as ``6 * 2 ** 13`` is below
+    E5M2's largest number: ``[B, Hkv, S, D']``, a factor per tile. A block whose scale is NaN is NaN in all its
+    elements."""
     PACKED = "packed"
     """Elements and block scales as :class:`~dma_kernels.numerics.quantize.QuantizedTensor` has them,
     ``[B, Hkv, S, ..]``; for NVFP4 the head's fp32 scale is the factor."""
-
-
-E5M2_TOP = 2.0**13
-"""What a tile's (or query row's) largest block scale becomes in E5M2: ``6 * 2 ** 13`` is below its largest number."""
 
 
 @dataclass(frozen=True)

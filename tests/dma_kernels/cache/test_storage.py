@@ -223,6 +223,9 @@ class TestStores:
         ring = empty("int8", window=1000)
         ring.reserve(1 << 20)
         assert ring.slots == 11  # a window of 999 earlier keys, two tiles of slack, and the tile that it begins in
+        body = ring.body
+        ring.reserve(1 << 21)
+        assert ring.body is body  # and a step copies it no more
 
     @pytest.mark.parametrize(("format", "bound"), [("int8", 0.54), ("int4", 0.30)])
     def test_bytes_of_32k_tokens(self, format, bound):
@@ -443,6 +446,20 @@ def test_compilers_find_raw_rows_where_the_table_says():
     out = torch.compile(cached_attention, fullgraph=True, backend="aot_eager")(*new, compiled)
     assert torch.equal(out, expected)
     assert_storages_equal(gathered(compiled), gathered(eager))
+
+
+@pytest.mark.parametrize(
+    ("position", "message"),
+    [
+        (torch.zeros(2), r"position must be integer \[2\], got torch\.float32 \[2\]"),
+        (torch.zeros(1).int(), r"position must be integer \[2\], got torch\.int32 \[1\]"),
+        (torch.zeros(2, device="meta").int(), "position must be on the device of the cache, cpu, got meta"),
+    ],
+    ids=["float", "shape", "device"],
+)
+def test_positions_that_are_none(position, message):
+    with pytest.raises(ValueError, match=message):
+        restore(empty("int8"), position, 5)
 
 
 def test_a_batch_of_no_rows():

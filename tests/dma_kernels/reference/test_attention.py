@@ -1,6 +1,6 @@
 """The reference without quantisation: what is visible, softmax, sinks, shapes, against SDPA and the plain formula.
 
-How it quantises is in ``test_reference_rule.py``.
+How it quantises is in ``test_rule.py``.
 """
 
 from __future__ import annotations
