@@ -11,7 +11,7 @@ from dma_kernels.cache.storage import LayerStorage
 from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from .cache_layers import DMALayer, DMASlidingLayer, DMAStaticLayer, Owner
+from .cache_layers import DMALayer, DMASlidingLayer, DMAStaticLayer, Owner, lasting
 from .settings import settings_of
 
 DEFAULT_FORMAT = "int8"
@@ -142,9 +142,10 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         if kinds != own:
             raise ValueError(f"state holds layers (window, max_cache_len) {kinds}, the cache {own}")
         self._finish_copies()
-        for layer, saved in zip(self.layers, state["layers"], strict=True):
-            if saved is not None:
-                _load_layer(layer, saved, device)
+        with lasting():
+            for layer, saved in zip(self.layers, state["layers"], strict=True):
+                if saved is not None:
+                    _load_layer(layer, saved, device)
 
     def _finish_copies(self) -> None:
         """Wait for layers that are on their way to the CPU or back: neither side is told when they arrive."""
@@ -175,12 +176,13 @@ def _layer_state(layer: DMALayer) -> dict[str, Any]:
 
 
 def _load_layer(layer: DMALayer, state: dict[str, Any], device: torch.device | str | None) -> None:
-    layer.reset()
-    if "tensors" not in state:
-        return
-    if layer.is_initialized:  # a static layer stays where it is
+    if layer.is_initialized and layer.max_cache_len is not None:  # a static layer stays where it is
         device = layer.storage.lengths.device
-    tensors = {name: tensor.to(device or tensor.device, copy=True) for name, tensor in state["tensors"].items()}
+    saved = state.get("tensors", {})  # they may be the layer's own
+    tensors = {name: tensor.to(device or tensor.device, copy=True) for name, tensor in saved.items()}
+    layer.reset()
+    if not tensors:
+        return
     storage = LayerStorage.of_tensors(layer.owner.format, layer.window, tensors, state["taken_back"])
     if layer.is_initialized:
         layer.hold(storage)

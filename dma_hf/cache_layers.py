@@ -9,6 +9,7 @@ function gets. So ``update`` keeps the new keys as a :class:`Step`, and they are
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,13 @@ from .settings import is_dma
 
 DECODED_AT_ONCE = 16
 """Calls with more queries, prompts above all, may wait for the device to check what they were given."""
+
+
+def lasting() -> AbstractContextManager[object]:
+    """Return a context whose tensors can be written in any mode later, also where this one is of inference."""
+    if torch.compiler.is_dynamo_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(False)
 
 
 @dataclass(eq=False)
@@ -130,7 +138,8 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         """
         self.flush()
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            with lasting():
+                self.lazy_initialization(key_states, value_states)
         if key_states.device == self.device:
             self.prefetch()
         check_fits(self.storage, key_states, value_states)
@@ -193,7 +202,8 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 
     def make_room(self, count: int) -> None:
         """Grow the storage for ``count`` more tokens."""
-        self.storage.reserve((self.tokens + count) // TILE)
+        with lasting():
+            self.storage.reserve((self.tokens + count) // TILE)
 
     def count(self, new: Step) -> None:
         """Note that new keys and values have been stored."""
@@ -281,7 +291,8 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         self.flush()
         if self.is_initialized:
-            self.hold(self.storage.mapped(function))
+            with lasting():
+                self.hold(self.storage.mapped(function))
 
     def _dequantized(self, which: int) -> Tensor | None:
         self.flush()

@@ -246,6 +246,16 @@ class TestReuse:
         assert addresses == [t.data_ptr() for layer in caches[1].layers for t in layer.storage.tensors().values()]
         torch.testing.assert_close(model(rest, past_key_values=caches[1]).logits, expected)
 
+    @pytest.mark.parametrize("max_cache_len", [None, LENGTH], ids=["dynamic", "static"])
+    def test_its_own_state_dict_changes_nothing(self, max_cache_len, build, token_ids):
+        """Whose tensors are the cache's."""
+        model = build()
+        cache = DMACache(model.config, max_cache_len=max_cache_len)
+        model(token_ids(1, 270), past_key_values=cache)
+        before = _state(cache)
+        cache.load_state_dict(cache.state_dict())
+        _assert_unchanged(cache, before)
+
     @pytest.mark.parametrize("rows", [1, 3])
     def test_state_dict_of_another_batch_in_a_static_cache(self, rows, build, token_ids):
         model = build()

@@ -117,6 +117,22 @@ def test_a_prompt_can_be_continued(build, token_ids):
     assert torch.equal(_generate(model, second, do_sample=False, past_key_values=cache), expected)
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_prompt_that_was_read_in_inference_mode_goes_on_outside_of_it(static, build, token_ids):
+    """As in a cache of Transformers that grows; its first tensors, and what takes their place."""
+    model = build("llama")
+    ids = token_ids(2, 600)
+    cache = DMACache(model.config, max_cache_len=700 if static else None)
+    with torch.inference_mode():
+        model(ids[:, :100], past_key_values=cache)
+        model(ids[:, 100:500], past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.load_state_dict(cache.state_dict())
+    swapped = torch.cat((ids.flip(0)[:, :500], ids[:, 500:]), 1)
+    expected = _generate(model, swapped, do_sample=False)
+    assert torch.equal(_generate(model, swapped, do_sample=False, past_key_values=cache), expected)
+
+
 class TestDefault:
     """``configure(model, cache=...)``."""
 
