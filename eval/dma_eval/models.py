@@ -50,6 +50,14 @@ class LoadedModel:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @property
+    def files(self) -> list[list[Any]]:
+        """Name, bytes and time of change of each file of a local model: others may come to lie under its name."""
+        folder, file = Path(self.source.path), self.source.gguf_file
+        found = sorted(folder.iterdir()) if folder.is_dir() else []
+        facts = [(each.name, each.stat()) for each in found if each.is_file() and file in (None, each.name)]
+        return [[name, each.st_size, each.st_mtime_ns] for name, each in facts]
+
+    @property
     def info(self) -> ModelInfo:
         """Facts about the model that its configuration and its weights tell."""
         model = self.model

@@ -99,6 +99,7 @@ class Session:
         model = self.loaded.info
         return {
             "model": [model.name, model.revision, model.commit, model.parameters, model.dtype, model.yarn],
+            "files": self.loaded.files,
             "device": model.device.partition(":")[0],
             "versions": versions(COMPUTING),
             "backends": [backend.info for backend in backends],

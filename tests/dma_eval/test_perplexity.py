@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -188,6 +189,22 @@ class TestInterruption:
         passes += [""] * 6
         assert ppl("--max-windows", 2, "--dtype", "bfloat16", "--out", tmp_path / "run").exit_code == 0
         assert len(passes) == 6 + 6 + 4
+
+    def test_another_model_under_the_same_name(
+        self, ppl: Any, model_folder: Path, passes: list[str], tmp_path: Path
+    ) -> None:
+        """As when training goes on, or ``equalize`` wrote to the folder."""
+        passes += [""] * 6
+        shutil.copytree(model_folder, tmp_path / "model")
+        command = ("-m", tmp_path / "model", "--attn", "sdpa", "--out", tmp_path / "run")
+        assert ppl(*command).exit_code == 0
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+        model.lm_head.weight.data *= 2
+        model.save_pretrained(tmp_path / "model")
+        before = read_report(tmp_path / "run/results.json").perplexity[0].backends[0].nll
+        assert "taken from the folder" not in ppl(*command).stderr
+        assert read_report(tmp_path / "run/results.json").perplexity[0].backends[0].nll != before
+        assert "taken from the folder" in ppl(*command).stderr
 
 
 def test_progress_is_told_without_a_terminal(ppl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
