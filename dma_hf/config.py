@@ -16,7 +16,6 @@ from dma_kernels.numerics.recipe import RECIPE_FIELDS
 from dma_kernels.runtime.chip import BACKENDS
 
 ON_UNSUPPORTED = ("error", "sdpa")
-DEFAULT_PRESET = "balanced"
 REMOVED = {"low_v": "values of low tiles are as pv says; a cache of 4 bits is cache='int4'"}
 """Fields of earlier versions, with what stands in their place; where they were not set, they are passed over."""
 
@@ -105,7 +104,8 @@ class DMAConfig(Recipe):
 
     def to_toml(self, path: str | Path) -> None:
         """Write a TOML file that :meth:`from_toml` reads back; fields that are ``None`` are left out."""
-        write_toml(self.to_dict(), path)
+        lines = [f"{name} = {json.dumps(value)}\n" for name, value in self.to_dict().items() if value is not None]
+        Path(path).write_text("".join(lines), encoding="utf-8")
 
     def with_changes(self, **changes: Any) -> Self:
         """Return a copy with some fields changed.
@@ -204,9 +204,3 @@ def _check_keys(section: Mapping[str, Any], prefix: str) -> None:
             f"{prefix}unknown key{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}; "
             f"valid keys: {', '.join(FIELDS)}"
         )
-
-
-def write_toml(section: Mapping[str, Any], path: str | Path) -> None:
-    """Write keys and values, also those of an earlier version, as a TOML file; what is ``None`` is left out."""
-    lines = [f"{name} = {json.dumps(value)}\n" for name, value in section.items() if value is not None]
-    Path(path).write_text("".join(lines), encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dma_eval.markdown import table
-from dma_eval.pages import MISSING
+from dma_eval.pages import MISSING, number
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -97,7 +97,7 @@ def prefill_table(*, is_short: bool = False) -> str:
             return MISSING if mine is None or theirs is None else f"{theirs / mine:.2f}x"
 
         def errors(*labels: str, field: str = "error", named: dict[str, Result] = named) -> str:
-            return ", ".join(_number(named[label][field], ".3f") for label in labels)
+            return ", ".join(number(named[label][field], ".3f") for label in labels)
 
         row = [describe_prefill(*shape), f"{times[BALANCED]:.{3 if times[BALANCED] < 10 else 1}f}"]
         row += [over(other) for other in ("sdpa", FLASH_3, FLASH_3_FP8, "attention alone")]
@@ -169,9 +169,9 @@ def generate_table() -> str:
     headers = ["attention and cache", "tokens of the prompt", "first token", "a step", "over the first", "the cache"]
     rows = []
     for result in read(GENERATE_FILE):
-        row = [f"`{result['label']}`", f"{result['context']:,}", _number(result["first_token_seconds"], ".3f", " s")]
-        row += [_number(result["step_milliseconds"], ".2f", " ms"), _number(result["speedup"], ".2f", "x")]
-        rows.append([*row, _number(result["cache_bytes"] / 2**30, ".2f", " GiB")])
+        row = [f"`{result['label']}`", f"{result['context']:,}", number(result["first_token_seconds"], ".3f", " s")]
+        row += [number(result["step_milliseconds"], ".2f", " ms"), number(result["speedup"], ".2f", "x")]
+        rows.append([*row, number(result["cache_bytes"] / 2**30, ".2f", " GiB")])
     return table(headers, rows)
 
 
@@ -198,21 +198,21 @@ def serve_table(*, is_short: bool = False) -> str:
         count, _, lengths = requests.partition("x")
         speed = result["tokens_per_second"]
         reference = first.setdefault(requests, speed)
-        row = [f"{count} x ({lengths.replace('+', ' + ')})", describe_pages(label), _number(speed, ",.0f")]
-        row.append(_number(speed and reference and speed / reference, ".2f", "x"))
+        row = [f"{count} x ({lengths.replace('+', ' + ')})", describe_pages(label), number(speed, ",.0f")]
+        row.append(number(speed and reference and speed / reference, ".2f", "x"))
         for what, form, unit in (
             ("first_token_seconds", ".2f", " s"),
             ("between_tokens_milliseconds", ".1f", " ms"),
         ):
-            median, high = (_number(result[what + end], form, unit) for end in ("", "_p99"))
+            median, high = (number(result[what + end], form, unit) for end in ("", "_p99"))
             row.append(f"{median} ({high})")
         token, request = result["cache_bytes_per_token"], result["cache_bytes_per_request"]
-        sizes = [_number(token and token / 1024, ".1f", " KiB")]
-        sizes += [_number(request / 2**20, ".1f", " MiB")] if request else []
+        sizes = [number(token and token / 1024, ".1f", " KiB")]
+        sizes += [number(request / 2**20, ".1f", " MiB")] if request else []
         more = [
             str(report["layers"]),
             f"{report['cache_gib']:g} GiB",
-            _number(result["most_at_once"], "d"),
+            number(result["most_at_once"], ".0f"),
             ", ".join(sizes),
         ]
         rows.append(row if is_short else [*row, *more])
@@ -227,11 +227,7 @@ def describe_pages(label: str) -> str:
 
 def _microseconds(result: Result) -> str:
     time = device_time(result)
-    return _number(None if time is None else 1e3 * time, ".0f")
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return MISSING if value is None else format(value, form) + unit
+    return number(None if time is None else 1e3 * time, ".0f")
 
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from dma_kernels.numerics.formats import E4M3_MAX
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, QuantizedCache
@@ -28,7 +29,6 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 """Arguments of the ``QuantizedCache`` that each suffix stands for. Quanto has no 8 bits there."""
 ROWS = 512
 """Queries whose scores are computed at a time."""
-E4M3_LARGEST = 448.0
 FA3_SHIFT = 256.0
 """FlashAttention-3 computes FP8 probabilities times 2^8, which keeps small ones from E4M3's subnormals."""
 
@@ -45,7 +45,7 @@ def quantized_cache(config: PreTrainedConfig, suffix: str) -> QuantizedCache:
 
 def e4m3(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """``x`` as E4M3 holds it, with a scale for all of ``dims`` that makes their largest number E4M3's largest."""
-    scale = x.abs().amax(dims, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / E4M3_LARGEST
+    scale = x.abs().amax(dims, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / E4M3_MAX
     return _as_e4m3(x / scale) * scale
 
 

@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 import torch
+from dma_kernels.numerics.formats import E4M3_MAX
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,7 +21,6 @@ FLASH_3 = {"fa3": False, "fa3:fp8": True}
 """FlashAttention-3 by the name that it has in results, and whether it takes numbers of 8 bits."""
 SAGE = "sage"
 MODULE, SAGE_MODULE = "fa3_fwd_interface", "sageattention"
-E4M3_MAX = 448.0
 
 
 def sdpa(chosen: SDPBackend | None, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Run:
