@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -212,7 +213,6 @@ def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int)
     return _Padding(common, first, end, pattern if has_holes else None)
 
 
-@cache
 def built_in_attention(config_module: str) -> str | None:
     """Return the name of an attention class that ``attn_implementation`` does not reach, if a model has such.
 
@@ -224,7 +224,12 @@ def built_in_attention(config_module: str) -> str | None:
             it is loaded.
     """
     module = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
-    if module is None or "ALL_ATTENTION_FUNCTIONS" in vars(module):
+    return None if module is None else _built_in_attention(module)
+
+
+@cache
+def _built_in_attention(module: ModuleType) -> str | None:
+    if "ALL_ATTENTION_FUNCTIONS" in vars(module):
         return None
     for name, value in vars(module).items():
         is_layer = "Attention" in name and isinstance(value, type) and issubclass(value, nn.Module)

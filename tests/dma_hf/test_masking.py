@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import masking_utils as upstream
 import dma_hf
 from dma_hf import CompactMask, dma_mask
 from dma_hf.compact_mask import MaskGeometry
+from dma_hf.masking import built_in_attention
 
 WINDOW = 6
 
@@ -169,6 +172,15 @@ def test_models_that_compute_attention_themselves_are_refused():
     model = BloomForCausalLM._from_config(config, attn_implementation="dma_mxfp")
     with pytest.raises(ValueError, match=r"does not reach BloomAttention: models with BloomConfig .*='eager'"):
         model(torch.ones(1, 4, dtype=torch.int64))
+
+
+def test_a_model_is_looked_at_once_it_is_loaded(monkeypatch):
+    """Not only when its configuration is first seen, as that of a model of somebody else's code may be."""
+    assert built_in_attention("made.configuration_up") is None
+    modeling = ModuleType("made.modeling_up")
+    modeling.UpAttention = type("UpAttention", (torch.nn.Module,), {"__module__": modeling.__name__})
+    monkeypatch.setitem(sys.modules, modeling.__name__, modeling)
+    assert built_in_attention("made.configuration_up") == "UpAttention"
 
 
 def _compact(q_length=5, kv_length=5, **changes):
