@@ -59,7 +59,8 @@ class DMALM(HFLM):  # type: ignore[misc]
         kwargs: What lm-eval's ``hf`` takes: ``dtype``, ``revision``, ``gguf_file``, ``parallelize``, ...
 
     Raises:
-        ValueError: Both ``attn`` and ``attn_preset`` are given; the batch size is no number; the model is not causal.
+        ValueError: Both ``attn`` and ``attn_preset`` are given, or ``attn_implementation`` is; the batch size is no
+            number; the model is not causal.
         UserError: There is no such backend, or the model cannot run it.
     """
 
@@ -74,6 +75,10 @@ class DMALM(HFLM):  # type: ignore[misc]
         """Load the model, where it is named, and switch it to the backend."""
         if attn is not None and attn_preset is not None:
             raise ValueError(f"attn={attn} and attn_preset={attn_preset} exclude each other; give one of them")
+        if "attn_implementation" in kwargs:
+            raise ValueError(
+                f"attn_implementation={kwargs['attn_implementation']} would be replaced by the backend; give attn=..."
+            )
         if not str(batch_size).isdecimal():
             raise ValueError(f"batch_size must be a number, got {batch_size!r}; dma-hf does not search for one")
         (backend,) = parse_backends([attn or (f"{DMA}:{attn_preset}" if attn_preset else DMA)])

@@ -181,6 +181,11 @@ class TestArguments:
         with pytest.raises(ValueError, match="attn=sdpa and attn_preset=fp4 exclude each other"):
             DMALM(str(model_folder), attn="sdpa", attn_preset="fp4")
 
+    def test_attention_of_transformers(self, model_folder: Path) -> None:
+        """What ``hf`` takes is not overruled in silence."""
+        with pytest.raises(ValueError, match=r"attn_implementation=sdpa would be replaced .*; give attn="):
+            DMALM(str(model_folder), attn_implementation="sdpa")
+
     def test_batch_size(self, model_folder: Path) -> None:
         with pytest.raises(ValueError, match="batch_size must be a number, got 'auto'"):
             DMALM(str(model_folder), batch_size="auto")
