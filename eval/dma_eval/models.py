@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 from gguf import GGUFReader
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, PreTrainedModel
 
@@ -21,6 +22,11 @@ from .progress import without_bars
 from .results import ModelInfo
 
 GIB = 1 << 30
+UNLOADABLE = (
+    *(OSError, ValueError, TypeError, ImportError, RuntimeError, KeyError),
+    *(SafetensorError, StrictDataclassError),
+)
+"""What Transformers raises where it cannot load a model: the last of a configuration with a value of a wrong type."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -184,7 +190,7 @@ def load_model(
             model, loading = AutoModelForCausalLM.from_pretrained(source.path, output_loading_info=True, **options)
         if device_map is None:
             model = model.to(chosen_device)
-    except (OSError, ValueError, TypeError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
+    except UNLOADABLE as error:
         why = _damage(source) or one_line(error)
         raise UserError(f"--model: cannot load {name!r}: {why}") from error
     missing = sorted(loading["missing_keys"])

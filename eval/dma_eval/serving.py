@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
+from fastapi.responses import JSONResponse
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -25,7 +26,7 @@ from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import GenerationState
 
-from .errors import UserError
+from .errors import UserError, one_line
 from .models import LoadedModel
 
 
@@ -77,6 +78,12 @@ class _CompletionBatched(_Stopless, CompletionHandler):  # type: ignore[misc]
     """Plain text, batched continuously."""
 
 
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request that cannot be computed (a length below 1, no chat template) with what is wrong with it."""
+    del request
+    return JSONResponse({"detail": one_line(error)}, status_code=400)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens; clients that come before the server runs wait for it.
 
@@ -107,6 +114,7 @@ def serve(
         systemone_handler=SystemOneHandler(manager, state),
         generation_state=state,
     )
+    app.add_exception_handler(ValueError, _refuse)
     try:
         uvicorn.Server(uvicorn.Config(app, log_level=log_level)).run(sockets=[listener])
     except KeyboardInterrupt:  # how a server is stopped

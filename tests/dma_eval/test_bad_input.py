@@ -186,7 +186,13 @@ class TestModel:
         text = refused(ppl("--model", copy))
         assert "the checkpoint lacks 9 weights of LlamaForCausalLM, model.layers.2.input_layernorm.weight among" in text
 
-    @pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "no-such-model"}', '{"model_type": "whisper"}'])
+    @pytest.mark.parametrize(
+        "content",
+        [
+            *("{", "[]", '{"model_type": "no-such-model"}', '{"model_type": "whisper"}'),
+            '{"model_type": "llama", "hidden_size": "64"}',
+        ],
+    )
     def test_wrong_config(self, ppl: Run, refused: Refused, copy: Path, content: str) -> None:
         (copy / "config.json").write_text(content, encoding="utf-8")
         assert f"--model: cannot load '{copy}': " in refused(ppl("--model", copy))

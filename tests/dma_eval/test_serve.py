@@ -159,6 +159,13 @@ def test_plain_text(client, expected, question):
     assert "".join(event["choices"][0]["text"] for event in events) == expected["+int4"]
 
 
+def test_a_request_that_cannot_be_computed_is_told_why(client, question):
+    with pytest.raises(HTTPError) as refused:
+        client.post("/v1/completions", prompt=question, max_tokens=-3)
+    assert refused.value.code == 400
+    assert "must be greater than 0, but is -3" in json.load(refused.value)["detail"]
+
+
 def test_responses(client, expected, question):
     answer = client.post("/v1/responses", input=question, max_output_tokens=NEW_TOKENS, temperature=0, stream=False)
     assert answer["output"][0]["content"][0]["text"] == expected["+int4"]
