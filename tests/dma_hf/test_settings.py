@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -186,38 +184,6 @@ def test_a_wrong_section_in_config_json(section, error, message, llama, token_id
     assert loaded.config.dma_mxfp == section
     dma_hf.configure(loaded, "balanced")
     loaded(token_ids(1, 8))
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies_keep_their_settings(clone, llama, token_ids):
-    dma_hf.configure(llama, "paper")
-    other = clone(llama)
-    dma_hf.configure(llama, "balanced")
-    assert other.config.dma_mxfp["low"] == "mxfp4"
-    ids = token_ids(1, 400)
-    assert not torch.equal(other(ids).logits, llama(ids).logits)
-
-
-def test_two_models_in_two_threads(families, token_ids):
-    ids = token_ids(2, 300)
-    models = [families[name].build("dma_mxfp") for name in ("llama", "mistral")]
-    for model, name in zip(models, ("fp4", "paper"), strict=True):
-        dma_hf.configure(model, name)
-    expected = [model(ids).logits for model in models]
-    failures = []
-
-    def run(model, logits):
-        with torch.no_grad():
-            for _ in range(5):
-                if not torch.equal(model(ids).logits, logits):
-                    failures.append(model.config.model_type)
-
-    threads = [threading.Thread(target=run, args=pair) for pair in zip(models, expected, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
 
 
 def test_configure_reaches_plain_modules_with_a_configuration_of_their_own(llama):
