@@ -173,6 +173,8 @@ def head_errors(
     def probe(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
+        if options.get("indices") is not None:  # which a model puts into the mask for an implementation called sdpa
+            raise ValueError("an indexer chooses keys, which SDPA is told of under its own name alone")
         reference, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
         inputs = [tensor.to(dtype) for tensor in (query, key, value)]
         for backend in measured:

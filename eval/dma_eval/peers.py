@@ -92,10 +92,11 @@ class Scheme:
         """Compute the attention of a layer; the interface is Transformers' ``AttentionInterface``.
 
         Raises:
-            ValueError: The layer has sink logits or a position bias, which the simulations do not know.
+            ValueError: The layer has sink logits, a position bias or an indexer that chooses keys, which simulations do
+                not know.
         """
-        if any(others.get(name) is not None for name in ("s_aux", "position_bias")):
-            raise ValueError("simulated kernels know no sink logits and no position bias")
+        if any(others.get(name) is not None for name in ("s_aux", "position_bias", "indices")):
+            raise ValueError("simulated kernels know no sink logits, no position bias and no indexer that chooses keys")
         group, length, keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         rounded_query = self.query(torch.unflatten(query.float(), 1, (-1, group)))

@@ -13,11 +13,13 @@ from dma_eval.backends import parse_backends
 from dma_eval.data import Window, load_text, tokenize
 from dma_eval.errors import UserError
 from dma_eval.fidelity import bucket_changes, bucket_edges, head_errors, in_fp32, measure_fidelity
-from dma_eval.models import LoadedModel, load_model
+from dma_eval.models import LoadedModel, ModelSource, load_model
 from dma_eval.pages import fidelity_page
 from dma_eval.parts import FidelityPart
 from dma_eval.results import BackendResult, FidelitySection, HeadErrors, read_report
 from dma_eval.session import Session
+from tiny_models import SIZES
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
 Run = Callable[..., Any]
 Fidelity = Callable[..., FidelitySection]
@@ -92,6 +94,17 @@ class TestHeads:
         errors_of("dma_mxfp:fp4", count=1)
         assert loaded.model.config._attn_implementation == "sdpa"
         assert getattr(loaded.model.config, "dma_mxfp", None) is None
+
+    def test_a_model_whose_indexer_chooses_keys(self, windows: list[torch.Tensor]) -> None:
+        """Its layers hand the choice to what is not called SDPA, where SDPA would attend to all keys."""
+        sizes = SIZES | {"vocab_size": 300, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+        sizes |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24, "first_k_dense_replace": 2}
+        sizes |= {"n_routed_experts": 4, "n_group": 1, "index_topk": 12, "index_n_heads": 2, "index_head_dim": 32}
+        model = DeepseekV32ForCausalLM._from_config(DeepseekV32Config(**sizes), attn_implementation="sdpa").eval()
+        loaded = LoadedModel("sparse", ModelSource("sparse"), model, None)
+        with pytest.raises(UserError, match="the heads cannot be measured: an indexer chooses keys"):
+            head_errors(Session(loaded, ()), model, [windows[0][:64]], parse_backends(["dma_mxfp"]))
+        assert model.config._attn_implementation == "sdpa"
 
     def test_eager_is_left_out(self, errors_of: Errors) -> None:
         found = errors_of("eager", "sdpa", count=1)
