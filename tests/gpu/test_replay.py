@@ -74,6 +74,15 @@ def test_other_strides() -> None:
     assert torch.equal(compute((transposed, key, value)), compute((query, key, value)))
 
 
+def test_sinks_that_lie_apart() -> None:
+    """They are copied, which no recording holds: each call sees its own."""
+    inputs = make()
+    for seed in range(4):
+        sinks = torch.randn(4, 2, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))[:, 0]
+        expected_out = attention(*inputs, RECIPE, sinks=sinks.contiguous(), backend="triton")
+        assert torch.equal(attention(*inputs, RECIPE, sinks=sinks, backend="triton"), expected_out)
+
+
 def test_streams_and_graphs() -> None:
     inputs, other = make(0), make(1)
     outputs = expected(inputs), expected(other)

@@ -273,9 +273,8 @@ class TestDecode:
         prefill = attention(query, key, value, recipe)[:, :, length - 1 : length]
         decode = attention(query[:, :, length - 1 : length], key[:, :, :length], value[:, :, :length], recipe)
         if recipe.smooth_k and recipe.high != "bf16" and length < 128:
-            return  # the mean of the first tile is not known yet, and quantised high keys see it
-        # A channel's E4M3 scale grows with the context, which moves values far below its largest between subnormals.
-        assert relative_error(decode, prefill) < (1e-5 if recipe.pv == "fp8" else 1e-12)
+            pytest.skip("the mean of the first tile is not known yet, and quantised high keys see it")
+        assert relative_error(decode, prefill) < 1e-12
 
     @recipes
     def test_prefill_in_chunks(self, recipe: Recipe) -> None:
@@ -283,7 +282,7 @@ class TestDecode:
         whole = attention(query, key, value, recipe)
         for start, end in ((0, 130), (130, 131), (131, 300), (300, 400)):
             chunk = attention(query[:, :, start:end], key[:, :, :end], value[:, :, :end], recipe)
-            assert relative_error(chunk, whole[:, :, start:end]) < (1e-5 if recipe.pv == "fp8" else 1e-12)
+            assert relative_error(chunk, whole[:, :, start:end]) < 1e-12
 
     @recipes
     def test_from_a_static_cache(self, recipe: Recipe) -> None:
