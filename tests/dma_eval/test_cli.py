@@ -143,6 +143,13 @@ class TestHelp:
         for text in expected:
             assert text in " ".join(result.stdout.replace("│", " ").split())
 
+    @pytest.mark.parametrize("command", [("card",), ("report", "build")])
+    def test_what_is_done_without_out_is_said_once(self, run: Run, command: tuple[str, ...]) -> None:
+        text = " ".join(run(*command, "--help").stdout.split())
+        assert "if this is left out" in text or "if it is left out" in text
+        assert "left out. (default: not written)" not in text
+        assert ("--out FILE" in text) == (command == ("card",))
+
     def test_no_arguments_show_the_help(self, run: Run) -> None:
         result = run()
         assert "dma-hf demo" in result.output

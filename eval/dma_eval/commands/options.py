@@ -135,15 +135,15 @@ def add_tasks(parser: argparse.ArgumentParser) -> Any:
     return group
 
 
-def add_out(parser: argparse.ArgumentParser, help: str = "", **settings: Any) -> Any:
-    """The folder of a run, and what every command has."""
+def add_out(parser: argparse.ArgumentParser, help: str = "", metavar: str = "FOLDER", **settings: Any) -> Any:
+    """The folder of a run, or what ``help`` says; a ``help`` also says what is done without it."""
     group = parser.add_argument_group("output")
+    shown = "" if help else "not written"
     help = help or (
         "Folder for the whole report: results.json, a page, plots, configurations. What is finished there is not "
         "measured again."
     )
-    shown = "" if settings else "not written"
-    add(group, "--out", "-o", metavar="FOLDER", type=Path, help=help, shown=shown, **settings)
+    add(group, "--out", "-o", metavar=metavar, type=Path, help=help, shown=shown, **settings)
     return group
 
 

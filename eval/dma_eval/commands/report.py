@@ -71,7 +71,7 @@ def add_card(parser: argparse.ArgumentParser) -> None:
     options.add(parser, "--base-model", metavar="OWNER/NAME", help="The model on the Hub.", shown=shown)
     help = "The licence, as the Hub spells it."
     options.add(parser, "--license", dest="license_name", help=help, shown="not stated")
-    group = options.add_out(parser, "File for the card; it is shown if this is left out.")
+    group = options.add_out(parser, "File for the card; it is shown if this is left out.", "FILE")
     help = "Upload the card and the results to this repository; shows what it will do, and asks."
     options.add(group, "--push", metavar="OWNER/NAME", help=help, shown="not uploaded")
     options.add(group, "--yes", action="store_true", help="Upload without asking.")
