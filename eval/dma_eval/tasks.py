@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
@@ -95,7 +96,7 @@ def _check_yaml(file: Path) -> None:
 def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
     """Evaluate every backend on every task; what the run's folder holds already is not evaluated again.
 
-    The session's seed is that of the choice of examples, and of the bootstrap.
+    The session's seed is that of the choice of examples, of sampled answers, and of the bootstrap.
 
     Raises:
         UserError: A task cannot be loaded, or the model cannot run a backend.
@@ -204,6 +205,7 @@ def _evaluate(lm: DMALM, unit: Mapping[str, Any], backend: Backend, part: TasksP
     dma_hf.reset_fallback_counts()
     for task in unit["tasks"].values():  # examples are drawn as requests are built: every backend must start alike
         task.set_fewshot_seed(seed=session.seed)
+    torch.manual_seed(session.seed)  # and so must answers, where a task samples them
     began = time.perf_counter()
     try:
         results = evaluate(

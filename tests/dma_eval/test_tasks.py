@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from dma_eval import tasks as tasks_module
 from dma_eval.backends import Backend, parse_backends
 from dma_eval.errors import UserError
@@ -109,6 +110,15 @@ class TestPairs:
             hashes.append([sample["prompt_hash"] for sample in record["content"]["tasks"][0]["samples"]])
         assert hashes[0] == hashes[1]
         assert len(set(hashes[0])) == 24
+
+    def test_every_backend_draws_the_same_answers(self, evaluate: Evaluate, tiny_tasks: Path, tmp_path: Path) -> None:
+        """Of a task that samples; else two runs of one backend would differ."""
+        task = yaml.safe_load((tiny_tasks / "tiny_answer.yaml").read_text(encoding="utf-8"))
+        task["generation_kwargs"] |= {"do_sample": True, "temperature": 2.0}
+        file = tmp_path / "tiny_drawn.yaml"
+        file.write_text(yaml.safe_dump(task | {"task": "tiny_drawn"}), encoding="utf-8")
+        (found,) = evaluate(str(file), "sdpa", "sdpa").tasks
+        assert found.answers_changed == {"sdpa #2": 0}
 
     def test_other_prompts_are_refused(self, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
         from lm_eval.api.task import Task
