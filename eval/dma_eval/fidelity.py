@@ -51,7 +51,7 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
     windows, context = reading.windows, reading.context
     reference_model = in_fp32(loaded.model)
     runs = [REFERENCE, *session.backends]
-    tokens = compare(session, reading, runs, name="fidelity", reference_model=reference_model)
+    tokens = compare(session, reading, runs, place=("fidelity",), reference_model=reference_model)
     results = tokens.backends
     working = [run for run, result in zip(runs, results, strict=True) if run is not REFERENCE and not result.failure]
     full = [reading.input_ids[window.begin : window.end] for window in windows if window.length == context]

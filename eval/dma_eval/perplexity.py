@@ -94,7 +94,7 @@ def measure_perplexity(
         UserError: An option is out of range, the text is too short, or the model cannot run it.
     """
     reading = cut(session.loaded, text, part, context)
-    return compare(session, reading, session.backends, name=name, keeps_partial=True)
+    return compare(session, reading, session.backends, place=(name,), keeps_partial=True)
 
 
 def default_context(loaded: LoadedModel) -> int:
@@ -140,11 +140,14 @@ def compare(
     reading: Reading,
     backends: Sequence[Backend],
     *,
-    name: str,
+    place: tuple[str, ...],
+    seed: int | None = None,
     keeps_partial: bool = False,
     reference_model: PreTrainedModel | None = None,
 ) -> PerplexitySection:
-    """Run every backend on every window; the first one is the reference. Finished batches are kept under ``name``.
+    """Run every backend on every window; the first one is the reference.
+
+    Finished batches are kept under the names ``place``, and count for the same ``seed``, where the model hangs on one.
 
     A backend whose logits are not finite, or which raises, is stopped and marked as failed; the others go on. If it is
     the first, then KL and agreement of the others mean nothing. It runs on ``reference_model`` if there is one, which
@@ -162,7 +165,7 @@ def compare(
         activate(running, backend)
     meter = MemoryMeter(models[0], model)
     batches = make_batches(reading.windows, part.batch_size)
-    identity = session.identity(*backends, text=reading.text.sha256)
+    identity = session.identity(*backends, text=reading.text.sha256, seed=seed)
     own = processes.share(range(len(batches)))
     session.progress.begin("Measuring", len(backends) * sum(len(batches[index]) for index in own))
     done: dict[int, Batch] = {}
@@ -172,8 +175,8 @@ def compare(
         for index in own:
             batch = batches[index]
             spans = [[window.begin, window.end, window.first] for window in batch]
-            place = ("parts", name, str(index))
-            kept = store.load(Batch, {**identity, "windows": spans}, *place)
+            names = ("parts", *place, str(index))
+            kept = store.load(Batch, {**identity, "windows": spans}, *names)
             if kept is None:
                 ids = torch.stack([input_ids[window.begin : window.end] for window in batch]).to(model.device)
                 runs = list(zip(models, backends, failed, strict=True))
@@ -184,7 +187,7 @@ def compare(
                 is_first = False
                 done[index] = Batch(passes)
                 if not any(failed):  # so that the next run tries again
-                    store.save(Piece(identity={**identity, "windows": spans}, content=done[index]), *place)
+                    store.save(Piece(identity={**identity, "windows": spans}, content=done[index]), *names)
             else:
                 done[index] = kept.content
                 session.progress.advance("from the folder", len(batch) * len(backends))

@@ -91,7 +91,8 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
             with stressed(loaded.model, layers, twin, seed=session.seed):
                 ratios = (max(each.ratio for each in ranges) for ranges in channel_ranges(loaded.model, sample))
                 found["key_ratio"], found["query_ratio"] = ratios
-                found["tokens"] = compare(session, reading, session.backends, name=f"stress, {twin.name}")
+                place = "stress", twin.name
+                found["tokens"] = compare(session, reading, session.backends, place=place, seed=session.seed)
         except NoTwinError as error:
             found["refused"] = str(error)
         twins.append(TwinResult(name=twin.name, is_same_function=twin.is_same_function, **found))

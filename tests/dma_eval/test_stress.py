@@ -111,6 +111,23 @@ def test_command_stress(run, wild_folder, text_file, tmp_path):
     assert "stress: taken from the folder" in again.output
 
 
+def test_twins_of_another_seed_are_others(run, model_folder, text_file, tmp_path):
+    """Windows that were read on the twins of the first are not those of the second, and none is left in the folder."""
+
+    def divergences(seed):
+        arguments = ["-m", model_folder, "-d", text_file, "-c", 512, "--max-windows", 1, "--device", "cpu"]
+        arguments += ["--attn", "sdpa", "dma_mxfp:fp4", "--seed", seed, "--out", tmp_path / "run"]
+        assert run("stress", *arguments).exit_code == 0
+        assert [path.name for path in (tmp_path / "run" / "parts").iterdir()] == ["stress.json"]
+        (section,) = read_report(tmp_path / "run" / "results.json").stress
+        return [twin.tokens.backends[1].kl_mean for twin in section.twins]
+
+    first, second = divergences(0), divergences(1)
+    assert second[0] == pytest.approx(first[0])
+    # Scales of values are those of their channels here, wherever these lie; so are biases of keys in fixed places.
+    assert all(one != pytest.approx(two) for one, two in zip(first[1:5], second[1:5], strict=True))
+
+
 def test_outlying_queries_are_warned_of(loaded, text_file):
     for layer in loaded.model.model.layers:
         layer.self_attn.q_proj.weight[[3, 19]] *= 512
