@@ -90,9 +90,9 @@ def _united_twins(sections: Sequence[StressSection]) -> list[StressSection]:
         same = repr((section.range_tokens, section.key_ranges))
         twins = {twin.name: twin for twin in united.get(same, section).twins}
         for twin in section.twins:
-            pieces = [each.tokens for each in (twins.setdefault(twin.name, twin), twin) if each.tokens is not None]
-            tokens = _united(pieces)
-            if len(tokens) > 1:  # of other windows
+            known = twins.setdefault(twin.name, twin)
+            tokens = _united([each.tokens for each in (known, twin) if each.tokens is not None])
+            if len(tokens) > 1 or known.key_ratio != twin.key_ratio:  # of other windows, or drawn with another seed
                 return list(sections)
             twins[twin.name] = replace(twins[twin.name], tokens=tokens[0] if tokens else None)
         united[same] = replace(section, twins=list(twins.values()))

@@ -170,6 +170,9 @@ class TestMerge:
         ]  # old was not measured there
         longer = replace(tokens, context=2 * tokens.context)
         assert len(merge([stressed(one=tokens), stressed(one=longer)]).stress) == 2
+        plain, drawn = stressed(one=tokens), stressed(one=later)
+        other = replace(drawn.stress[0], twins=[replace(drawn.stress[0].twins[0], key_ratio=9.0)])
+        assert len(merge([plain, replace(drawn, stress=[other])]).stress) == 2  # with another seed
 
     def test_needs_a_folder(self, run: Run, refused: Callable[[Any], str], folder: Path, report: Report) -> None:
         assert "--out: say which folder" in refused(run("report", "build", folder / "tasks", folder / "fidelity"))
