@@ -88,6 +88,7 @@ CASES = {
     "window-across-a-border": Case(kv_len=645, q_len=16, window=260),
     "softcap": Case(softcap=15.0),
     "sinks": Case(sinks=(0.5, 3.0, -2.0, 0.0)),
+    "sinks-of-nothing": Case(kv_len=40, q_len=3, padding=(0, 40, 38), sinks=(0.5, float("-inf"), -2.0, float("-inf"))),
     "sinks-of-many": Case(kv_len=645, q_len=9, sinks=(0.5, 3.0, -2.0, 0.0)),
     "softcap-and-sinks-of-many": Case(kv_len=645, q_len=9, softcap=5.0, sinks=(0.5, 3.0, -2.0, 0.0)),
     "no-band": Case(diagonal_tiles=0, sink_tiles=0),

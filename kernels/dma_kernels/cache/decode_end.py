@@ -104,8 +104,9 @@ def _combine(
         m_i = tl.full([BLOCK_C], -1.0e30, tl.float32)
         l_i = tl.zeros([BLOCK_C], tl.float32)
         if sinks_ptr is not None:
-            m_i = 1.4426950408889634 * tl.load(sinks_ptr + q_head, mask=m_c, other=0.0).to(tl.float32)
-            l_i += 1.0
+            sink = 1.4426950408889634 * tl.load(sinks_ptr + q_head, mask=m_c, other=0.0).to(tl.float32)
+            m_i = tl.maximum(sink, -1.0e30)
+            l_i = tl.where(sink > float("-inf"), 1.0, 0.0)
         acc = tl.zeros([BLOCK_C, BLOCK_OUT], tl.float32)
         for i_s in range(0, tl.maximum(tl.max(parts, 0), 1), BLOCK_S):
             part = i_s + o_s

@@ -170,8 +170,9 @@ def prefill_kernel(
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if HAS_SINKS:
-        m_i = tl.full([BLOCK_M], 1.4426950408889634, tl.float32) * tl.load(sinks_ptr + i_h).to(tl.float32)
-        l_i = tl.full([BLOCK_M], 256.0 if IS_PV_FP8 else 1.0, tl.float32)
+        sink = 1.4426950408889634 * tl.load(sinks_ptr + i_h).to(tl.float32)
+        m_i = tl.full([BLOCK_M], 1.0, tl.float32) * tl.maximum(sink, -1.0e30)
+        l_i = tl.full([BLOCK_M], 256.0 if IS_PV_FP8 else 1.0, tl.float32) * (sink > float("-inf")).to(tl.float32)
     else:
         m_i = tl.full([BLOCK_M], -1.0e30, tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
