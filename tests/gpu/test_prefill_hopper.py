@@ -1,4 +1,4 @@
-"""The kernel for long prompts on Hopper, on the device: against the reference and against the other kernel."""
+"""Hopper's own kernels on the device, for long prompts and for short: against the reference and the other kernel."""
 
 from __future__ import annotations
 
@@ -40,9 +40,31 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def select(*arguments: Any, **options: Any) -> PrefillTiles:
         tiles = select_tiles(*arguments, **options)
         assert tiles.hopper is not None
-        return replace(tiles, hopper=replace(tiles.hopper, min_keys=0, min_rows=0))
+        return replace(tiles, hopper=replace(tiles.hopper, min_keys=0, min_rows=0), short=None)
 
     monkeypatch.setattr(host, "prefill_hopper", note)
+    monkeypatch.setattr(backend, "select_tiles", select)
+    replay.call_of.cache_clear()
+    yield noted
+    replay.call_of.cache_clear()
+
+
+@pytest.fixture
+def short_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernel for short prompts takes calls of any length; each launch is noted."""
+    noted: list[str] = []
+    launch = host.prefill_short
+
+    def note(*arguments: Any, **options: Any) -> None:
+        noted.append("short")
+        launch(*arguments, **options)
+
+    def select(*arguments: Any, **options: Any) -> PrefillTiles:
+        tiles = select_tiles(*arguments, **options)
+        assert tiles.short is not None
+        return replace(tiles, short=replace(tiles.short, max_keys=None))
+
+    monkeypatch.setattr(host, "prefill_short", note)
     monkeypatch.setattr(backend, "select_tiles", select)
     replay.call_of.cache_clear()
     yield noted
@@ -53,7 +75,7 @@ def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Ten
     """Run a call on the other kernel."""
 
     def select(*arguments: Any, **options: Any) -> PrefillTiles:
-        return replace(select_tiles(*arguments, **options), hopper=None)
+        return replace(select_tiles(*arguments, **options), hopper=None, short=None)
 
     replay.call_of.cache_clear()
     with monkeypatch.context() as patch:
@@ -112,6 +134,27 @@ SHAPES = {
     "cross": Case(q_len=1000, kv_len=450, options={"is_causal": False}, **HEADS),
     "wide": Case(q_len=200, kv_len=1500, options={"is_causal": False, "q_offset": 700}, **HEADS),
 }
+EDGES = {
+    "inside-a-tile": Case(q_len=1000, kv_len=1141, options={"q_offset": 282, "kv_offset": 141}, **HEADS),
+    "keys-ahead": Case(q_len=500, kv_len=1000, options={"kv_offset": 950, "is_causal": False}, **HEADS),
+    "keys-end-early": Case(q_len=1000, kv_len=600, options={"q_offset": 300}, **HEADS),
+    "window": Case(q_len=1500, kv_len=1500, options={"window": 700}, **HEADS),
+    "window-chunk": Case(q_len=300, kv_len=1500, options={"q_offset": 1200, "window": 515}, **HEADS),
+    "window-bidirectional": Case(q_len=1500, kv_len=1500, options={"window": 500, "is_causal": False}, **HEADS),
+    "left-padded": Case(
+        q_len=1000, kv_len=1000, batch=2,
+        tensors={"kv_range": [[345, 1000], [0, 1000]], "kv_offset": [-345, 0], "q_offset": [-345, 0]}, **HEADS,
+    ),
+    "left-padded-window": Case(
+        q_len=1500, kv_len=1500, batch=2, options={"window": 600},
+        tensors={"kv_range": [[345, 1500], [0, 1500]], "kv_offset": [-345, 0], "q_offset": [-345, 0]}, **HEADS,
+    ),
+    "padded-bidirectional": Case(
+        q_len=1000, kv_len=1000, batch=3, options={"is_causal": False},
+        tensors={"kv_range": [[0, 0], [45, 700], [0, 1000]]}, **HEADS,
+    ),
+}  # fmt: skip
+"""Calls with low tiles that not all queries of a warpgroup see whole."""
 
 
 @pytest.mark.parametrize(
@@ -124,7 +167,41 @@ def test_matches_the_reference(shape: str, recipe: str, launches: list[str]) -> 
     assert launches
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "paper", "nvfp4-keys"])
+@pytest.mark.parametrize("shape", EDGES)
+def test_edges_match_the_reference(shape: str, recipe: str, launches: list[str]) -> None:
+    assert_matches_reference(EDGES[shape], RECIPES[recipe], torch.bfloat16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize("head_dim", [96, 192, 256])
+@pytest.mark.parametrize("shape", EDGES)
+def test_edges_of_other_head_dims_match_the_reference(shape: str, head_dim: int, launches: list[str]) -> None:
+    assert_matches_reference(replace(EDGES[shape], head_dim=head_dim), RECIPES["int8"], torch.bfloat16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "nvfp4-keys"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_hidden_keys_may_be_anything(recipe: str, is_causal: bool, launches: list[str]) -> None:
+    length = 1100
+    query, key, value = random_qkv(batch=2, q_len=length, kv_len=length, **HEADS, dtype=torch.bfloat16, device="cuda")
+    starts, ends = torch.tensor([[345, 0], [1100, 690]], device="cuda")
+    index = torch.arange(length, device="cuda")
+    hidden = ((index < starts[:, None]) | (index >= ends[:, None]))[:, None, :, None]
+    options: dict[str, Any] = {
+        "kv_range": torch.stack([starts, ends], 1), "kv_offset": -starts, "q_offset": -starts, "is_causal": is_causal,
+    }  # fmt: skip
+    results = [
+        attention(query, *(x.masked_fill(hidden, filler) for x in (key, value)), RECIPES[recipe], **options)
+        for filler in (0.0, float("nan"))
+    ]
+    assert launches
+    assert torch.equal(*results)
+    assert results[0].isfinite().all()
+
+
+@pytest.mark.parametrize("head_dim", [96, 192, 256])
 @pytest.mark.parametrize("recipe", ["int8", "e4m3-rotated", "int8-mxfp8"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_other_head_dims_match_the_reference(shape: str, recipe: str, head_dim: int, launches: list[str]) -> None:
@@ -163,7 +240,7 @@ def test_fp16_and_transposed_views(recipe: str, launches: list[str]) -> None:
     assert launches
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
 def test_long_calls_take_it_and_equal_the_other_kernel(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[int] = []
     launch = host.prefill_hopper
@@ -195,3 +272,68 @@ def test_runs_are_equal_to_the_bit_and_are_repeated(launches: list[str]) -> None
     for _ in range(5):
         assert torch.equal(attention(*qkv, RECIPES["int8"], backend="triton"), first)
     assert len(launches) == 2  # the second is recorded, and those after it repeat it
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("recipe", ["balanced", "int8", "e4m3-rotated"])
+@pytest.mark.parametrize("shape", ["odd", "few-queries", "whole-tiles", "chunk", "offset"])
+def test_short_calls_match_the_reference(shape: str, recipe: str, head_dim: int, short_launches: list[str]) -> None:
+    assert_matches_reference(replace(SHAPES[shape], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
+    assert short_launches
+
+
+@pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1), (7, 0), (0, 7)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bands_of_short_calls_are_those_of_the_other_kernel(
+    head_dim: int, bands: tuple[int, int], short_launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(RECIPES["int8"], diagonal_tiles=bands[0], sink_tiles=bands[1])
+    qkv = random_qkv(
+        q_heads=4, kv_heads=2, q_len=1090, kv_len=1090, head_dim=head_dim, dtype=torch.float16, device="cuda"
+    )
+
+    def run() -> tuple[Tensor, Tensor]:
+        return attention_with_lse(*qkv, recipe, backend="triton")
+
+    out, lse = run()
+    expected, expected_lse = without(monkeypatch, run)
+    assert short_launches == ["short"]
+    # The other kernel rounds probabilities relative to other maxima: it begins with the high tiles.
+    assert relative_error(out, expected) < 0.02
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_short_calls_of_many_programs_equal_the_other_kernel_and_themselves(
+    head_dim: int, short_launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qkv = random_qkv(
+        batch=4, q_heads=16, kv_heads=4, q_len=2500, kv_len=2500, head_dim=head_dim, dtype=torch.bfloat16, device="cuda"
+    )
+
+    def run() -> tuple[Tensor, Tensor]:
+        return attention_with_lse(*qkv, RECIPES["int8"], backend="triton")
+
+    out, lse = run()
+    poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
+    del poison  # the allocator hands this memory to the outputs
+    for _ in range(5):
+        again, again_lse = run()
+        assert torch.equal(again, out)
+        assert torch.equal(again_lse, lse)
+    assert short_launches
+    expected, expected_lse = without(monkeypatch, run)
+    assert relative_error(out, expected) < 0.02
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["balanced", "int8", "e4m3-rotated"])
+def test_a_query_that_is_no_number_makes_its_own_row_one(recipe: str, short_launches: list[str]) -> None:
+    query, key, value = random_qkv(q_len=700, kv_len=700, **HEADS, dtype=torch.bfloat16, device="cuda")
+    expected = attention(query, key, value, RECIPES[recipe])
+    query[0, 1, 650, 5] = float("nan")
+    out = attention(query, key, value, RECIPES[recipe])
+    assert short_launches
+    assert out[0, 1, 650].isnan().all()
+    out[0, 1, 650] = expected[0, 1, 650]
+    assert torch.equal(out, expected)

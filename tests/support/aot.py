@@ -35,10 +35,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 50.0, "sinks": None},
     "sinks": {"softcap": None, "sinks": torch.empty(4)},
     "long": {"softcap": None, "sinks": None},
+    "long-window": {"softcap": None, "sinks": None, "window": 8_192},
+    "long-padded": {"softcap": None, "sinks": None, "kv_range": torch.tensor([[0, 65_536]])},
     "short": {"softcap": None, "sinks": None},
 }
-"""What a call may have beside the plain softmax, by name; ``long`` is one of the kernel for long prompts, ``short`` has
-high tiles alone."""
+"""What a call may have beside the plain softmax, by name; ``long`` ones are of the kernel for long prompts, a ``short``
+one has high tiles alone."""
 
 EIGHT_BIT_PRODUCT = r"\b(IGMMA|QGMMA|IMMA|QMMA|UTCQMMA|UTCIMMA|UTCOMMA|OMMA)\b"
 """Matrix instructions with operands of at most 8 bits, as the disassembler names them."""
@@ -74,6 +76,8 @@ class Compiled:
         registers: Registers of a thread.
         stack: Bytes of local memory of a thread; more than 0 are spilled registers.
         loop_spills: Accesses to local memory inside the loop over low tiles, where the time goes.
+        loop_products: Matrix instructions in that loop.
+        loop_waits: Waits for such instructions there.
     """
 
     name: str
@@ -82,6 +86,8 @@ class Compiled:
     registers: int
     stack: int
     loop_spills: int
+    loop_products: int
+    loop_waits: int
 
 
 @contextmanager
@@ -94,8 +100,8 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
         self.device_caches.clear()  # they do not know the chip
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         ptx, shared = kernel.asm["ptx"], kernel.metadata.shared
-        registers, stack, loop_spills = _resources(kernel.asm["cubin"], has_products="mma" in ptx)
-        compiled.append(Compiled(self.__name__, ptx, shared, registers, stack, loop_spills))
+        resources = _resources(kernel.asm["cubin"], has_products="mma" in ptx)
+        compiled.append(Compiled(self.__name__, ptx, shared, *resources))
         return kernel
 
     previous = driver._active  # the property would look for a chip
@@ -112,8 +118,8 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
         driver._active = previous
 
 
-def _resources(cubin: bytes, *, has_products: bool) -> tuple[int, int, int]:
-    """Return the registers and stack bytes of a thread of a cubin's only kernel, and the spills of its hot loop.
+def _resources(cubin: bytes, *, has_products: bool) -> tuple[int, int, int, int, int]:
+    """Return what :class:`Compiled` says of a cubin's only kernel, from its registers on.
 
     A kernel without products of matrices has no such loop, and is not disassembled, which takes half a second.
     """
@@ -139,8 +145,11 @@ def _resources(cubin: bytes, *, has_products: bool) -> tuple[int, int, int]:
     # Warpgroups that compute side by side have one each.
     products, length = min(loops, default=(0, 0))[:2]
     hot = [body for loop_products, n, *_, body in loops if loop_products == products and n <= 1.5 * length]
-    spills = max((sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in body) for body in hot), default=0)
-    return int(registers), int(stack), spills
+    spills, instructions, waits = (
+        max((sum(bool(re.search(pattern, text)) for text in body) for body in hot), default=0)
+        for pattern in (r"\b(LDL|STL)\b", r"MMA\b", r"WARPGROUP\.DEPBAR")
+    )
+    return int(registers), int(stack), spills, instructions, waits
 
 
 def _cuobjdump(option: str, path: str) -> str:
@@ -150,15 +159,15 @@ def _cuobjdump(option: str, path: str) -> str:
 
 def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> list[Compiled]:
     """Compile a causal call with 4 query and 2 kv heads."""
-    length = {"long": 65_536, "short": 128}.get(option, 2_048)
+    length = 65_536 if option.startswith("long") else 128 if option == "short" else 2_048
     query = torch.empty(1, length, 4, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     key = torch.empty(1, length, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     with compile_only(arch) as compiled:
         backend.attention_triton(
             query, key, key, RECIPES[recipe],
             AttentionOptions(
-                q_offset=0, kv_offset=0, q_offset_rows=None, kv_offset_rows=None, kv_range=None, mask=None,
-                is_causal=True, window=None, scale=0.125, **OPTIONS[option],
+                q_offset=0, kv_offset=0, q_offset_rows=None, kv_offset_rows=None, mask=None, is_causal=True,
+                scale=0.125, **{"kv_range": None, "window": None} | OPTIONS[option],
             ),
         )  # fmt: skip
     return compiled

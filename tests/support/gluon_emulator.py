@@ -1,6 +1,6 @@
-"""Run the Gluon kernel for long prompts on the CPU: Triton's interpreter has no Gluon.
+"""Run Hopper's Gluon kernels on the CPU: Triton's interpreter has no Gluon.
 
-:func:`run` executes the kernel's own Python code, one program after the other and each partition of its warps in a
+:func:`run` executes a kernel's own Python code, one program after the other and each partition of its warps in a
 thread of its own, with :mod:`torch` in the place of the language. Layouts are left out, as they move no number. What is
 modelled is what a kernel can get wrong by itself: shared memory holds bytes that views read anew, barriers count
 arrivals and bytes in phases, a copy may overwrite whatever it was let to, and a product reads its operands when it is
@@ -16,7 +16,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from dma_kernels.prefill import hopper_kernel
+from dma_kernels.prefill import hopper_kernel, hopper_short_kernel
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
@@ -63,7 +63,8 @@ class Pointer:
 def load(pointer: Pointer, mask: Any = True, other: Any = 0.0) -> Tile:
     index, mask = torch.broadcast_tensors(pointer.index(), torch.as_tensor(mask).as_subclass(Tensor))
     assert bool(((index >= 0) | ~mask).all()), "a load before the memory"
-    return tile(torch.where(mask, pointer.storage()[torch.where(mask, index, 0)], other))
+    found = pointer.storage()[torch.where(mask, index, 0)]
+    return tile(torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype)))
 
 
 def store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
@@ -85,8 +86,17 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.memory.permute(*order))
 
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.memory.narrow(dim, start, length))
+
     def reshape(self, shape: Sequence[int]) -> Shared:
         return Shared(self.memory.view(*shape))
+
+    def load(self, layout: None) -> Tile:
+        return tile(self.memory.clone())
+
+    def store(self, value: Tensor) -> None:
+        self.memory.copy_(value.as_subclass(Tensor))
 
     def view_as(self, dtype: torch.dtype, shape: Sequence[int], layout: None) -> Shared:
         data = self.memory.view(-1).view(torch.uint8)
@@ -128,16 +138,29 @@ def wait(barrier: Barrier, phase: int, pred: Any = True) -> None:
             raise TimeoutError("a barrier that nobody completes")
 
 
-def copy(descriptor: Any, position: Sequence[Any], barrier: Barrier, target: Shared) -> None:
-    """Copy a block as the copy engine does: zeros outside of the tensor."""
+def expect(barrier: Barrier, size: int, pred: Any = True) -> None:
+    if pred:
+        barrier.advance(1, size)
+
+
+def block_of(descriptor: Any, position: Sequence[Any]) -> tuple[Tensor, tuple[slice, ...], tuple[slice, ...]]:
+    """Return a descriptor's tensor, the part of it that a block covers, and which part of the block that is."""
     source = torch.as_strided(descriptor.base, list(descriptor.shape), list(descriptor.strides))
-    block = torch.zeros(list(descriptor.block_shape), dtype=source.dtype)
     taken, put = [], []
     for start, size, length in zip(map(int, position), descriptor.block_shape, descriptor.shape, strict=True):
         low, high = max(start, 0), max(min(start + size, length), 0)
         taken.append(slice(low, max(high, low)))
         put.append(slice(low - start, max(high, low) - start))
-    block[tuple(put)] = source[tuple(taken)]
+    return source, tuple(taken), tuple(put)
+
+
+def copy(descriptor: Any, position: Sequence[Any], barrier: Barrier, target: Shared, pred: Any = True) -> None:
+    """Copy a block as the copy engine does: zeros outside of the tensor."""
+    if not pred:
+        return
+    source, taken, put = block_of(descriptor, position)
+    block = torch.zeros(list(descriptor.block_shape), dtype=source.dtype)
+    block[put] = source[taken]
     assert target.memory.dtype == source.dtype
     target.memory.copy_(block.view(target.memory.shape))
     barrier.advance(0, -block.nbytes)
@@ -201,18 +224,22 @@ def language(program: int) -> SimpleNamespace:
     """The language as a program sees it."""
     none = lambda *arguments, **options: None  # noqa: E731
     return SimpleNamespace(
-        int32=torch.int32, int64=torch.int64, int8=torch.int8, float32=torch.float32,
+        int32=torch.int32, int64=torch.int64, int16=torch.int16, int8=torch.int8, float32=torch.float32,
+        uint8=torch.uint8, bfloat16=torch.bfloat16,
         float8e4nv=torch.float8_e4m3fn, constexpr=gl.constexpr,
         program_id=lambda axis: tile(program), arange=lambda start, end, layout=None: tile(torch.arange(start, end)),
         zeros=lambda shape, dtype, layout=None: tile(torch.zeros(list(shape), dtype=dtype)),
+        zeros_like=elementwise(torch.zeros_like),
         full=lambda shape, value, dtype, layout=None: tile(torch.full(list(shape), value, dtype=dtype)),
         maximum=elementwise(torch.maximum), minimum=elementwise(torch.minimum), abs=elementwise(torch.abs),
         exp2=elementwise(torch.exp2), log2=elementwise(torch.log2), max=reduce(torch.amax), sum=reduce(torch.sum),
         where=where, load=load, store=store, reshape=lambda x, shape: tile(x.reshape(shape)),
         permute=lambda x, order: tile(x.permute(*order)), split=lambda x: tuple(map(tile, x.unbind(-1))),
+        join=lambda a, b: tile(torch.stack((a, b), -1)),
         convert_layout=lambda x, *options, **more: x,
         static_range=range, static_assert=none, allocate_shared_memory=allocate, warp_specialize=specialize,
-        NVMMADistributedLayout=none, SliceLayout=none, DotOperandLayout=none,
+        BlockedLayout=none, NVMMASharedLayout=none, SwizzledSharedLayout=none, NVMMADistributedLayout=none,
+        SliceLayout=none, DotOperandLayout=none,
     )  # fmt: skip
 
 
@@ -244,36 +271,64 @@ class NamedBarriers:
                 Barrier.turned.notify_all()
 
 
+MODULES = (hopper_kernel, hopper_short_kernel)
+
+
 def emulated(program: int) -> dict[str, Any]:
-    """Return the names of the kernel's module, with its functions as plain Python."""
+    """Return the names of the kernels' modules, with their functions as plain Python."""
     fake = language(program)
     named = NamedBarriers()
-    names: dict[str, Any] = {
-        name: value.value if isinstance(value, gl.constexpr) else value for name, value in vars(hopper_kernel).items()
-    }
+    names: dict[str, Any] = {}
+    for module in MODULES:
+        names |= {
+            name: value.value if isinstance(value, gl.constexpr) else value for name, value in vars(module).items()
+        }
     names |= {
         "gl": fake, "_copy": copy, "_view": Shared.view_as, "fence_async_shared": lambda: None,
-        "mbarrier": SimpleNamespace(
-            init=init, wait=wait, MBarrierLayout=lambda: None,
-            arrive=lambda barrier: barrier.advance(1, 0), expect=lambda barrier, size: barrier.advance(1, size),
-        ),
-        "warpgroup_mma": product, "warpgroup_mma_wait": lambda count, deps: deps[0](),
+        "mbarrier": SimpleNamespace(init=init, wait=wait, MBarrierLayout=lambda: None, expect=expect),
+        "_barrier": lambda: None,
+        "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
         "_is_16bit": lambda dtype: dtype.itemsize == 2,
     }  # fmt: skip
-    for name, value in vars(hopper_kernel).items():
+    own = {module.__name__ for module in MODULES}
+    for name, value in list(names.items()):
         function = getattr(value, "fn", None)
         if isinstance(function, FunctionType) and name != "_is_16bit":
-            is_own = function.__module__ == hopper_kernel.__name__
-            scope = names if is_own else {**function.__globals__, "tl": fake}
-            names[name] = FunctionType(function.__code__, scope, name, function.__defaults__, function.__closure__)
+            names[name] = as_python(function, names if function.__module__ in own else triton_scope(function, fake))
     names |= {"_release": named.arrive, "_acquire": named.sync, "_wait_for_operands": lambda: None}
     return names
 
 
-def run(grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> None:
-    """Launch the kernel.
+def as_python(function: FunctionType, scope: dict[str, Any]) -> FunctionType:
+    return FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+
+
+def triton_scope(function: FunctionType, fake: SimpleNamespace) -> dict[str, Any]:
+    """Return what a function of Triton's sees of its module, in this language."""
+    scope: dict[str, Any] = {"tl": fake}
+    for name, value in function.__globals__.items():
+        inner = getattr(value, "fn", None)
+        if name == "tl":
+            continue
+        scope[name] = value.value if isinstance(value, gl.constexpr) else value
+        if isinstance(inner, FunctionType):
+            scope[name] = as_python(
+                inner, scope if inner.__module__ == function.__module__ else triton_scope(inner, fake)
+            )
+    return scope
+
+
+def wait_for_products(count: int, deps: Sequence[Any]) -> Any:
+    """Return what products have become, and what else is waited for as it is."""
+    found = tuple(x() if callable(x) and not isinstance(x, Tensor) else x for x in deps)
+    return found[0] if len(found) == 1 else found
+
+
+def run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> None:
+    """Launch a kernel.
 
     Args:
+        kernel: Of one of :data:`MODULES`.
         grid: Programs, along the first axis.
         arguments: As for a launch: tensors, ``None``, numbers and tensor descriptors.
         constants: The constexprs.
@@ -290,4 +345,4 @@ def run(grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, An
         return argument
 
     for program in range(grid[0]):
-        emulated(program)["prefill_hopper_kernel"](*map(given, arguments), **constants)
+        emulated(program)[kernel.fn.__name__](*map(given, arguments), **constants)

@@ -1,8 +1,9 @@
-"""Host side of the prefill kernel for long prompts on Hopper: which calls it takes, and its launches."""
+"""Host side of the prefill kernels for long and for short prompts on Hopper: which calls they take, and launches."""
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -10,18 +11,22 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..numerics.formats import TILE
+from ..numerics.formats import TILE, padded_channels
 from ..numerics.geometry import LOG2_E, PrefillGeometry
 from ..numerics.recipe import Recipe
+from ..numerics.transforms import hadamard_size
 from ..runtime.descriptors import head_strides, is_describable
 from ..runtime.launch import Launcher
 from ..runtime.lowering import Form
-from ..runtime.tuning import HopperTiles, select_section
+from ..runtime.tuning import HopperTiles, ShortTiles, select_section
 from .hopper_kernel import ROWS, prefill_hopper_kernel
 from .hopper_queries import stage_queries
+from .hopper_short_kernel import prefill_short_kernel
 from .operands import Operands
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (96, 128, 160, 192, 224, 256)
+"""Rows of 8-bit elements are as long as copies ask for, and queries are staged in blocks of 32 channels."""
+SHORT_HEAD_DIMS = (64, 128)
 LOW_FORMS = (Form.INT8, Form.E4M3, Form.E5M2, Form.DEQUANTIZED)
 HIGH_FORMS = (Form.RAW, Form.DEQUANTIZED)
 _DTYPES = {
@@ -44,9 +49,9 @@ def takes(
 ) -> bool:
     """Whether the kernel computes a call. All others are computed by :mod:`dma_kernels.prefill.kernel`.
 
-    It takes long calls with head dimensions of 64, 128 or 256, whose low keys lie in aligned storage, 8-bit elements
-    with a factor per tile or dequantised ones, and whose low values are E4M3 or 16-bit; without sink logits, softcap,
-    window, padding or mask; with key 0 at the start of a tile and, if causal, a key for every query.
+    It takes long calls with head dimensions of 96 to 256, multiples of 32, whose low keys lie in aligned storage, 8-bit
+    elements with a factor per tile or dequantised ones, and whose low values are E4M3 or 16-bit; without sink logits,
+    softcap or mask.
 
     Args:
         query: ``[B, Hq, Tq, D]``.
@@ -62,10 +67,8 @@ def takes(
     batch, heads, q_len, head_dim = query.shape
     is_e4m3 = low.value_form is Form.E4M3
     value_dim = high.value.shape[3]
-    is_long = geometry.kv_len >= tiles.min_keys and batch * heads * q_len >= tiles.min_rows
-    is_plain = geometry.rows is None and geometry.window is None and geometry.mask is None
-    is_aligned = geometry.q_offset >= 0 and geometry.kv_offset >= 0 and geometry.kv_offset % TILE == 0
-    is_covered = not geometry.is_causal or geometry.q_offset + q_len <= geometry.kv_offset + geometry.kv_len
+    seen = geometry.kv_len if geometry.window is None else min(geometry.kv_len, geometry.window)
+    is_long = seen >= tiles.min_keys and batch * heads * q_len >= tiles.min_rows
     whole = ("caller", "aligned")
     has_layouts = (
         low.key_layout == "aligned"
@@ -81,9 +84,7 @@ def takes(
     wide = [query, high.key, high.value] + ([] if is_e4m3 else [low.value])
     return (
         is_long
-        and is_plain
-        and is_aligned
-        and is_covered
+        and geometry.mask is None
         and has_layouts
         and has_factors
         and not has_softcap
@@ -128,22 +129,26 @@ def prefill_hopper(
         query, operands.key_mean, operands.query_factor, recipe, low.key_form, high.key_form,
         scale=scale, is_early=is_early,
     )  # fmt: skip
-    v_low_desc = _matrix(low.value, head_dim, TILE) if is_e4m3 else _heads(low.value, TILE)
+    channels = padded_channels(head_dim)
+    # Rows behind a tile's channels are the next tile's, and become outputs that are not stored.
+    v_low_desc = _matrix(low.value, channels, TILE) if is_e4m3 else _heads(low.value, TILE)
     start = geometry.q_offset
-    blocks = -(-(start + q_len - start // ROWS * ROWS) // (ROWS * tiles.groups))
+    # Where batch rows stand only the device knows: a row's first query may be the last of a warpgroup.
+    before = start % ROWS if geometry.rows is None else ROWS - 1
+    blocks = -(-(before + q_len) // (ROWS * tiles.groups))
     all_heads = batch * kv_heads
     section = select_section(all_heads, (low.key.nbytes + low.value.nbytes) // all_heads)
     launch = _long_launcher(
-        q_heads, kv_heads, head_dim, tiles, geometry.is_causal, operands.key_mean is not None,
-        high.key_form is Form.RAW,
+        q_heads, kv_heads, head_dim, tiles, high.key_layout, high.value_layout, low.value_layout, geometry.is_causal,
+        not _is_plain(geometry, q_len), operands.key_mean is not None, high.key_form is Form.RAW,
     )  # fmt: skip
     launch(
         (blocks * q_heads * batch, 1, 1),
         _heads(staged.high, ROWS), _heads(staged.low, ROWS), _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
-        _matrix(low.key, TILE, head_dim), v_low_desc,
-        out, lse, staged.rows, low.key_factor, low.value_factor, *out.stride()[:3],
+        _matrix(low.key, TILE, channels), v_low_desc,
+        out, lse, staged.rows, low.key_factor, low.value_factor, geometry.rows, *out.stride()[:3],
         start, geometry.kv_offset, q_len, geometry.kv_len, low.key.shape[2] // TILE, blocks, section, all_heads,
-        recipe.diagonal_tiles, recipe.sink_tiles, scale * LOG2_E,
+        geometry.window, recipe.diagonal_tiles, recipe.sink_tiles, scale * LOG2_E,
     )  # fmt: skip
 
 
@@ -153,19 +158,28 @@ def _long_launcher(
     kv_heads: int,
     head_dim: int,
     tiles: HopperTiles,
+    key_layout: str,
+    value_layout: str,
+    low_value_layout: str,
     is_causal: bool,
+    has_edges: bool,
     has_mean: bool,
     is_high_raw: bool,
 ) -> Launcher:
     constants: dict[str, Any] = {
         "Q_HEADS": q_heads,
         "KV_HEADS": kv_heads,
-        "D": head_dim,
-        "DV": head_dim,
+        "D": padded_channels(head_dim),
+        "DV": padded_channels(head_dim),
+        "VALUE_DIM": head_dim,
         "GROUPS": tiles.groups,
         "STAGES": tiles.stages,
         "REGISTERS": tiles.registers,
+        "KEY_LAYOUT": key_layout,
+        "VALUE_LAYOUT": value_layout,
+        "LOW_VALUE_LAYOUT": low_value_layout,
         "IS_CAUSAL": is_causal,
+        "HAS_EDGES": has_edges,
         "HAS_MEAN": has_mean,
         "IS_HIGH_RAW": is_high_raw,
     }
@@ -173,9 +187,113 @@ def _long_launcher(
     return Launcher(prefill_hopper_kernel, constants, num_warps=4, launch_pdl=True)
 
 
+def takes_short(
+    query: Tensor,
+    operands: Operands,
+    geometry: PrefillGeometry,
+    tiles: ShortTiles,
+    *,
+    has_softcap: bool,
+    has_sinks: bool,
+) -> bool:
+    """Whether the kernel for short prompts computes a call; arguments as for :func:`takes`.
+
+    It takes short causal calls with head dimensions of 64 or 128, whose low tiles have 8-bit keys with a factor per
+    tile and E4M3 values, and whose high ones are the caller's own; without sink logits, softcap, window, padding or
+    mask; with key 0 at the start of a tile and a key for every query.
+    """
+    high, low = operands.high, operands.low
+    if low is None or low.key_form not in (Form.INT8, Form.E4M3) or low.value_form is not Form.E4M3:
+        return False
+    head_dim = query.shape[3]
+    return (
+        _is_plain(geometry, query.shape[2])
+        and (tiles.max_keys is None or geometry.kv_len <= tiles.max_keys)
+        and geometry.mask is None
+        and geometry.q_offset >= 0
+        and geometry.kv_offset >= 0
+        and high.key_form is Form.RAW
+        and low.key_layout == "aligned"
+        and low.key_factor is not None
+        and low.value_factor is not None
+        and not has_softcap
+        and not has_sinks
+        and head_dim == high.value.shape[3]
+        and head_dim in SHORT_HEAD_DIMS
+        and all(map(is_describable, (query, high.key, high.value)))
+    )
+
+
+def prefill_short(
+    query: Tensor,
+    operands: Operands,
+    geometry: PrefillGeometry,
+    recipe: Recipe,
+    tiles: ShortTiles,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+) -> None:
+    """Launch the kernel for a call that :func:`takes_short` says yes to; arguments as for :func:`prefill_hopper`."""
+    batch, q_heads, q_len, head_dim = query.shape
+    high, low = operands.high, operands.low
+    assert low is not None
+    kv_heads = high.key.shape[1]
+    start = geometry.q_offset
+    blocks = -(-(start % ROWS + q_len) // ROWS)
+    all_heads = batch * kv_heads
+    section = select_section(all_heads, (low.key.nbytes + low.value.nbytes) // all_heads)
+    launch = _short_launcher(
+        q_heads, kv_heads, head_dim, tiles, low.key_form, recipe.query_low, recipe.scale_rounding == "ceil",
+        recipe.rotate,
+    )  # fmt: skip
+    launch(
+        (blocks * q_heads * batch, 1, 1),
+        _heads(query, ROWS), _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
+        _matrix(low.key, TILE, head_dim), _matrix(low.value, head_dim, TILE),
+        out, lse, operands.key_mean, low.key_factor, low.value_factor, *out.stride()[:3],
+        start, geometry.kv_offset, q_len, geometry.kv_len, low.key.shape[2] // TILE, blocks, section, all_heads,
+        recipe.diagonal_tiles, recipe.sink_tiles,
+        scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5) if recipe.rotate else 1.0,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _short_launcher(
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    tiles: ShortTiles,
+    form: Form,
+    query_format: str,
+    is_ceil: bool,
+    rotate: bool,
+) -> Launcher:
+    constants: dict[str, Any] = {
+        "Q_HEADS": q_heads,
+        "KV_HEADS": kv_heads,
+        "D": head_dim,
+        "K_STAGES": tiles.key_stages,
+        "V_STAGES": tiles.value_stages,
+        "FORM": str(form),
+        "FORMAT": query_format,
+        "IS_CEIL": is_ceil,
+        "ROTATE": rotate,
+    }
+    return Launcher(prefill_short_kernel, constants, num_warps=4, maxnreg=tiles.registers, launch_pdl=True)
+
+
+def _is_plain(geometry: PrefillGeometry, q_len: int) -> bool:
+    """Whether every query sees all keys before it, and keys begin with a tile."""
+    is_covered = geometry.q_offset + q_len <= geometry.kv_offset + geometry.kv_len
+    is_aligned = geometry.kv_offset % TILE == 0
+    return geometry.is_causal and is_covered and is_aligned and geometry.window is None and geometry.rows is None
+
+
 def _heads(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Describe ``[B, H, T, D]``, copied in blocks of rows of a head."""
-    block = (1, 1, rows, tensor.shape[3])
+    """Describe ``[B, H, T, D]``, copied in blocks of rows of a head: zeros from channel ``D`` on."""
+    block = (1, 1, rows, padded_channels(tensor.shape[3]))
     layout = _layout(block, tensor.dtype)
     return TensorDescriptor(tensor, list(tensor.shape), head_strides(tensor), list(block), layout)
 

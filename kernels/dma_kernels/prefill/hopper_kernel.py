@@ -35,6 +35,9 @@ _ROWS = gl.constexpr(ROWS)
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _TILE = gl.constexpr(TILE)
 _HIGH = gl.constexpr(TILE // 2)  # keys of a block of a high tile: in 16 bits as many bytes as a low tile in 8
+_ROWS_SHIFT = gl.constexpr(ROWS.bit_length() - 1)
+_TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
+_HIGH_SHIFT = gl.constexpr(TILE.bit_length() - 2)
 _schedule = gluon.jit(_schedule_triton.fn)
 _permute_keys = gluon.jit(_permute_keys_triton.fn)
 _finite_or_zero = gluon.jit(_finite_or_zero_triton.fn)
@@ -44,11 +47,11 @@ _view = reinterpret
 
 
 @gluon.jit
-def _high_blocks(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.constexpr):
+def _high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.constexpr):
     """Return the blocks of high tiles that a program visits: ``a_0..a_1`` of sinks and ``b_0..b_1`` of the band."""
-    last = (end + _HIGH - 1) // _HIGH
+    last = (end + _HIGH - 1) >> _HIGH_SHIFT
     reach = 0 if IS_CAUSAL else diagonal_tiles
-    a_0 = 2 * first
+    a_0 = begin >> _HIGH_SHIFT
     a_1 = gl.maximum(gl.minimum(2 * sink_tiles, last), a_0)
     b_0 = gl.maximum(gl.maximum(2 * (t_0 - diagonal_tiles), 2 * sink_tiles), a_0)
     b_1 = gl.maximum(gl.minimum(2 * (t_1 + reach + 1), last), b_0)
@@ -56,10 +59,10 @@ def _high_blocks(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl
 
 
 @gluon.jit
-def _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.constexpr):
+def _low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.constexpr):
     """Return the low tiles that a program visits: ``c_0..c_1`` before the band and ``d_0..d_1`` behind it."""
-    last = (end + _TILE - 1) // _TILE
-    c_0 = gl.maximum(first, sink_tiles)
+    last = (end + _TILE - 1) >> _TILE_SHIFT
+    c_0 = gl.maximum(begin >> _TILE_SHIFT, sink_tiles)
     c_1 = gl.maximum(gl.minimum(t_1 - diagonal_tiles, last), c_0)
     if IS_CAUSAL:
         d_0, d_1 = c_1, c_1
@@ -69,15 +72,48 @@ def _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.c
     return c_0, c_1, d_0, d_1
 
 
+@gluon.jit
+def _clamp(x, low, high):
+    return gl.minimum(gl.maximum(x, low), high)
+
+
+@gluon.jit
+def _seen(q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL: gl.constexpr):
+    """Return which keys the queries see, ``[M, N]``."""
+    start = gl.zeros_like(q_pos) + visible_start
+    end = gl.zeros_like(q_pos) + visible_end
+    if IS_CAUSAL:
+        end = gl.minimum(end, q_pos + 1)
+    if window is not None:
+        start = gl.maximum(start, q_pos - (window - 1 if IS_CAUSAL else window))
+        if not IS_CAUSAL:
+            end = gl.minimum(end, q_pos + window + 1)
+    return (k_pos[None, :] >= start[:, None]) & (k_pos[None, :] < end[:, None])
+
+
+@gluon.jit
+def _hide_values(values, position, visible_start, visible_end, DV: gl.constexpr):
+    """Write zeros where values of 64 keys, ``[64, Dv]`` in shared memory, are hidden.
+
+    They may be anything, and no probability of 0 makes up for a NaN. Every warpgroup that reads the block does this
+    first, and all write the same bytes.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+    k_pos = position + gl.arange(0, _HIGH, layout=gl.SliceLayout(1, LAYOUT))
+    is_shown = ((k_pos >= visible_start) & (k_pos < visible_end))[:, None]
+    values.store(gl.where(is_shown, values.load(LAYOUT), 0.0))
+    fence_async_shared()
+
+
 @gluon.constexpr_function
 def _is_16bit(dtype):
     return dtype.primitive_bitwidth == 16
 
 
 @gluon.constexpr_function
-def _channels_at_once(channels, is_fp8):
-    """Channels of a product with values: 32 of 256, as one in FP8 has an accumulator of its own."""
-    return 32 if is_fp8 and channels > 128 else channels
+def _channels_at_once(channels, value_dim, is_fp8):
+    """Channels of a product with values: of many a part, as one in FP8 has an accumulator of its own."""
+    return channels if channels <= 128 or not is_fp8 else 64 if value_dim <= 192 else 32
 
 
 @gluon.jit
@@ -142,11 +178,12 @@ def _next_slot(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _produce(given, GROUPS: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def _produce(given, GROUPS: gl.constexpr, VALUE_DIM: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """Copy the program's queries, then every block of keys and values as soon as its place is free."""
     (
         q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem, q_full, full,
-        i_b, i_h, i_kv, i_row, row, first, t_0, t_1, end, storage_tiles, diagonal_tiles, sink_tiles,
+        i_b, i_h, i_kv, i_row, row, first, key_base, value_base, low_value_base, begin, end, t_0, t_1,
+        storage_tiles, diagonal_tiles, sink_tiles,
     ) = given  # fmt: skip
     STAGES: gl.constexpr = k_smem.shape[0]
     THREADS: gl.constexpr = 128 * GROUPS + 32
@@ -163,17 +200,17 @@ def _produce(given, GROUPS: gl.constexpr, IS_CAUSAL: gl.constexpr):
         _copy(q_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_smem.index(g))
         if not ARE_KEYS_WIDE:
             _copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
-    a_0, a_1, b_0, b_1 = _high_blocks(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+    a_0, a_1, b_0, b_1 = _high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_a = a_1 - a_0
     slot = 0
     for t in range(n_a + b_1 - b_0):
-        entry = gl.where(t < n_a, a_0 + t, b_0 + t - n_a) * _HIGH - first * _TILE
+        position = gl.where(t < n_a, a_0 + t, b_0 + t - n_a) * _HIGH
         _acquire(_FIRST_BARRIER + slot, THREADS)
         mbarrier.expect(full.index(slot), _HIGH * (D + DV) * 2)
         k = _high_place(k_smem.index(slot), Q_DTYPE, D, K_LAYOUT)
-        _copy(k_desc, [i_b, i_kv, entry, 0], full.index(slot), k)
+        _copy(k_desc, [i_b, i_kv, position - key_base, 0], full.index(slot), k)
         v = _high_place(v_smem.index(slot), v_desc.dtype, DV, V_LAYOUT)
-        _copy(v_desc, [i_b, i_kv, entry, 0], full.index(slot), v)
+        _copy(v_desc, [i_b, i_kv, position - value_base, 0], full.index(slot), v)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     if ARE_KEYS_WIDE:
         # There is no room for both: these take the place of those of high tiles.
@@ -181,17 +218,18 @@ def _produce(given, GROUPS: gl.constexpr, IS_CAUSAL: gl.constexpr):
         mbarrier.expect(q_full, GROUPS * _ROWS * D * 2)
         for g in gl.static_range(GROUPS):
             _copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
-    c_0, c_1, d_0, d_1 = _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+    c_0, c_1, d_0, d_1 = _low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_c = c_1 - c_0
     for j in range(n_c + d_1 - d_0):
-        tile = gl.where(j < n_c, c_0 + j, d_0 + j - n_c) - first
+        tile = gl.where(j < n_c, c_0 + j, d_0 + j - n_c)
+        stored = i_row * storage_tiles + tile - first
         _acquire(_FIRST_BARRIER + slot, THREADS)
         mbarrier.expect(full.index(slot), LOW_BYTES)
-        _copy(k_low_desc, [(i_row * storage_tiles + tile) * _TILE, 0], full.index(slot), k_smem.index(slot))
+        _copy(k_low_desc, [stored * _TILE, 0], full.index(slot), k_smem.index(slot))
         if IS_FP8:
-            _copy(v_low_desc, [(i_row * storage_tiles + tile) * DV, 0], full.index(slot), v_smem.index(slot))
+            _copy(v_low_desc, [stored * VALUE_DIM, 0], full.index(slot), v_smem.index(slot))
         else:
-            _copy(v_low_desc, [i_b, i_kv, tile * _TILE, 0], full.index(slot), v_smem.index(slot))
+            _copy(v_low_desc, [i_b, i_kv, tile * _TILE - low_value_base, 0], full.index(slot), v_smem.index(slot))
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     # Whoever has released a place has been heard: no barrier is left half full.
     for place in gl.static_range(STAGES):
@@ -278,21 +316,24 @@ def _add_sums(sums, p, alpha):
 
 @gluon.jit
 def _consume(
-    given, G: gl.constexpr, GROUPS: gl.constexpr, HIGH_LAYOUT: gl.constexpr, V_HIGH_LAYOUT: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
+    given, G: gl.constexpr, GROUPS: gl.constexpr, VALUE_DIM: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, HAS_EDGES: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
 ):  # fmt: skip
     """Compute the output of 64 query positions from ``position + 64 G`` on."""
     (
         q_smem, q_low_smem, k_smem, v_smem, q_full, full,
-        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
-        position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
+        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, positions_ptr, stride_ot, plane,
+        q_offset, q_len, position, first, begin, end, t_0, t_1, visible_start, visible_end, window,
+        diagonal_tiles, sink_tiles, logit_scale,
     ) = given  # fmt: skip
     STAGES: gl.constexpr = k_smem.shape[0]
     THREADS: gl.constexpr = 128 * GROUPS + 32
     for place in gl.static_range(STAGES):
         _release(_FIRST_BARRIER + place, THREADS)
     slot, phase = 0, 0
+    HAS_ROWS: gl.constexpr = positions_ptr is not None
     Q_DTYPE: gl.constexpr = q_smem.dtype
+    HIGH_LAYOUT: gl.constexpr = q_smem.layout  # of queries, and so of as many keys and values of high tiles
     V_DTYPE: gl.constexpr = v_smem.dtype
     V_HIGH_DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     IS_FP8: gl.constexpr = gl.float8e4nv == V_DTYPE
@@ -303,7 +344,7 @@ def _consume(
     ARE_KEYS_WIDE: gl.constexpr = _is_16bit(k_smem.dtype)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16 if ARE_KEYS_WIDE else 32])
     H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HIGH, 16])
-    WIDTH: gl.constexpr = _channels_at_once(DV, IS_FP8)
+    WIDTH: gl.constexpr = _channels_at_once(DV, VALUE_DIM, IS_FP8)
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32 if IS_FP8 else 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
     O_HIGH_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -313,11 +354,23 @@ def _consume(
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
 
     start = position + G * _ROWS
-    tile_q = start // _TILE
+    tile_q = start >> _TILE_SHIFT
     q_end = q_offset + q_len
     is_mine = start < q_end
     reach = 0 if IS_CAUSAL else diagonal_tiles
-    my_end = gl.minimum(end, start + _ROWS) if IS_CAUSAL else end
+    # Positions that one of its queries sees, and those that all see.
+    my_begin, my_end = begin, end
+    inner_begin, inner_end = visible_start, visible_end
+    if IS_CAUSAL:
+        my_end = gl.minimum(end, start + _ROWS)
+        inner_end = gl.minimum(inner_end, start + 1)
+    if window is not None:
+        before = window - 1 if IS_CAUSAL else window
+        my_begin = gl.maximum(begin, start - before)
+        inner_begin = gl.maximum(inner_begin, start + _ROWS - 1 - before)
+        if not IS_CAUSAL:
+            my_end = gl.minimum(end, start + _ROWS + window)
+            inner_end = gl.minimum(inner_end, start + window + 1)
     rows = start - q_offset + gl.arange(0, _ROWS, layout=ROW)
     m_row = (rows >= 0) & (rows < q_len)
     row_factor = gl.load(rows_ptr + rows, mask=m_row, other=1.0)
@@ -327,7 +380,7 @@ def _consume(
     mbarrier.wait(q_full, 0)
 
     # ---- high tiles
-    a_0, a_1, b_0, b_1 = _high_blocks(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+    a_0, a_1, b_0, b_1 = _high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_a = a_1 - a_0
     n_high = n_a + b_1 - b_0
     q = q_smem.index(G).reshape([_ROWS, D])
@@ -338,23 +391,27 @@ def _consume(
         shift = gl.load(rows_ptr + plane + h_rows, mask=(h_rows >= 0) & (h_rows < q_len), other=0.0) * logit_scale
     for t in range(n_high):
         block = gl.where(t < n_a, a_0 + t, b_0 + t - n_a)
-        tile = block // 2
+        tile = block >> 1
         is_band = (tile >= tile_q - diagonal_tiles) & (tile <= tile_q + reach)
         mbarrier.wait(full.index(slot), phase)
-        if is_mine & (block * _HIGH < my_end) & ((tile < sink_tiles) | is_band):
+        is_near = block * _HIGH < my_end
+        if window is not None:
+            is_near = is_near & (block * _HIGH + _HIGH > my_begin)
+        if is_mine & is_near & ((tile < sink_tiles) | is_band):
+            if HAS_ROWS:  # noqa: SIM102 (a constexpr branch)
+                if (block * _HIGH < visible_start) | (block * _HIGH + _HIGH > visible_end):
+                    hidden = _high_place(v_smem.index(slot), V_HIGH_DTYPE, DV, HIGH_LAYOUT).reshape([_HIGH, DV])
+                    _hide_values(hidden, block * _HIGH, visible_start, visible_end, DV)
             k = _high_place(k_smem.index(slot), Q_DTYPE, D, HIGH_LAYOUT).reshape([_HIGH, D])
             s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
             s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
-            block_end = block * _HIGH + _HIGH
-            is_edge = block_end > kv_end
-            if IS_CAUSAL:
-                is_edge = is_edge | (block_end > start)
+            is_edge = block * _HIGH + _HIGH > inner_end
+            if HAS_EDGES:
+                is_edge = is_edge | (block * _HIGH < inner_begin)
             if is_edge:
                 k_pos = block * _HIGH + gl.arange(0, _HIGH, layout=gl.SliceLayout(0, H_LAYOUT))
-                seen = (k_pos < kv_end)[None, :]
-                if IS_CAUSAL:
-                    seen = seen & (k_pos[None, :] <= q_pos[:, None])
+                seen = _seen(q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
                 s = gl.where(seen, s, float("-inf"))
             m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
             m_new = gl.maximum(m_old, gl.max(s, 1) * logit_scale - shift)
@@ -362,35 +419,82 @@ def _consume(
             alpha = gl.exp2(m_old - m_new)
             sums = _add_sums(sums, p, alpha)
             p = _operand(p, V_HIGH_DTYPE, P_HIGH_LAYOUT)
-            v = _high_place(v_smem.index(slot), V_HIGH_DTYPE, DV, V_HIGH_LAYOUT).reshape([_HIGH, DV])
+            v = _high_place(v_smem.index(slot), V_HIGH_DTYPE, DV, HIGH_LAYOUT).reshape([_HIGH, DV])
             product = _values_product(acc, p, alpha, v, O_HIGH_LAYOUT)
             acc = warpgroup_mma_wait(0, deps=[product])
             m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
         _release(_FIRST_BARRIER + slot, THREADS)
         slot, phase = _next_slot(slot, phase, STAGES)
 
-    # ---- low tiles: the whole ones, then one that the keys end in
+    # ---- low tiles
     if value_factor_ptr is not None:
         # From here on the output counts in units of the E4M3 values: powers of two, so this is exact.
         o_v = gl.arange(0, DV, layout=gl.SliceLayout(0, O_HIGH_LAYOUT))
-        acc = acc * (1.0 / gl.load(value_factor_ptr + o_v))[None, :]
-    accs = _parts(acc, WIDTH, O_LAYOUT)
-    c_0, c_1, d_0, d_1 = _low_tiles(first, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+        acc = acc * (1.0 / gl.load(value_factor_ptr + o_v, mask=o_v < VALUE_DIM, other=1.0))[None, :]
+    # Of 256 channels those behind the values' own are left out from here on.
+    accs = _parts(acc, WIDTH, O_LAYOUT)[: (VALUE_DIM + WIDTH - 1) // WIDTH]
+    c_0, c_1, d_0, d_1 = _low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     # Of those the program visits, the warpgroup's own are c_0..c_2 and d_2..d_1; it passes by the others.
     c_2 = gl.where(is_mine, gl.maximum(gl.minimum(c_1, tile_q - diagonal_tiles), c_0), c_0)
     d_2 = gl.where(is_mine, gl.minimum(gl.maximum(d_0, tile_q + reach + 1), d_1), d_1)
+    # What all its queries see of those is c_in..c_out and d_in..d_out; the others have a mask.
+    c_a, c_in, c_out, d_in, d_out, d_3 = c_0, c_0, c_2, d_2, d_1, d_1
+    if HAS_EDGES:
+        inner_first, inner_last = (inner_begin + _TILE - 1) >> _TILE_SHIFT, inner_end >> _TILE_SHIFT
+        c_a = _clamp(my_begin >> _TILE_SHIFT, c_0, c_2)
+        c_in = _clamp(inner_first, c_a, c_2)
+        c_out = _clamp(inner_last, c_in, c_2)
+        if window is not None:
+            d_3 = _clamp((my_end + _TILE - 1) >> _TILE_SHIFT, d_2, d_1)
+        d_in = _clamp(inner_first, d_2, d_3)
+        d_out = _clamp(inner_last, d_in, d_3)
     if ARE_KEYS_WIDE:
         _release(_FIRST_BARRIER + STAGES, THREADS)
         mbarrier.wait(q_full, 1)
     q = q_low_smem.index(G).reshape([_ROWS, D])
     zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
-    for part in range(1 if IS_CAUSAL else 2):
-        tile, last_tile = c_0, c_2
-        if not IS_CAUSAL:
-            if part == 1:
-                slot, phase = _pass_by(full, slot, phase, c_1 - c_2 + d_2 - d_0, STAGES, THREADS)
-                tile, last_tile = d_2, d_1
-            last_tile = gl.maximum(gl.minimum(last_tile, kv_end // _TILE), tile)
+    n_between, n_after = c_1 - c_2 + d_2 - d_0, (c_1 - c_2 if IS_CAUSAL else d_1 - d_3)
+    slot, phase = _pass_by(full, slot, phase, c_a - c_0, STAGES, THREADS)
+    LEGS: gl.constexpr = (2 if IS_CAUSAL else 4) if HAS_EDGES else 1
+    for leg in range(LEGS):
+        tile, last_tile = c_in, c_out
+        if HAS_EDGES:
+            # The edge before the band, with what is whole behind it, then the edge at the band; the same behind it.
+            edge = c_a
+            if leg == 1:
+                edge, tile, last_tile = c_out, c_2, c_2
+            if not IS_CAUSAL:
+                if leg == 2:
+                    slot, phase = _pass_by(full, slot, phase, n_between, STAGES, THREADS)
+                    edge, tile, last_tile = d_2, d_in, d_out
+                if leg == 3:
+                    edge, tile, last_tile = d_out, d_3, d_3
+            for i in range(edge, tile):
+                mbarrier.wait(full.index(slot), phase)
+                if HAS_ROWS and not IS_FP8:
+                    for half in gl.static_range(2):
+                        hidden = v_smem.index(slot).reshape([_TILE, DV]).slice(half * _HIGH, _HIGH)
+                        _hide_values(hidden, i * _TILE + half * _HIGH, visible_start, visible_end, DV)
+                s = warpgroup_mma(q, k_smem.index(slot).permute([1, 0]), zero, use_acc=False, is_async=True)
+                factor = row_factor
+                if k_low_factor_ptr is not None:
+                    factor = row_factor * gl.load(k_low_factor_ptr + i - first)
+                s = warpgroup_mma_wait(0, deps=[s])
+                k_pos = i * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_LAYOUT))
+                pos = start + gl.arange(0, _ROWS, layout=ROW)
+                seen = _seen(pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
+                logits = gl.where(seen, s.to(gl.float32) * factor[:, None], float("-inf"))
+                m_new = gl.maximum(m_i, gl.max(logits, 1))
+                p = gl.exp2(logits + (EXPONENT - m_new)[:, None])
+                alpha = gl.exp2(m_i - m_new)
+                sums = _add_sums(sums, p, alpha)
+                operand = _operand(p, V_DTYPE, P_LAYOUT)
+                v = v_smem.index(slot) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
+                product = _values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
+                m_i = m_new
+                accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, O_LAYOUT)
+                _release(_FIRST_BARRIER + slot, THREADS)
+                slot, phase = _next_slot(slot, phase, STAGES)
         mbarrier.wait(full.index(slot), phase, pred=tile < last_tile)
         for i in range(tile, last_tile):
             s = warpgroup_mma(q, k_smem.index(slot).permute([1, 0]), zero, use_acc=False, is_async=True)
@@ -417,42 +521,18 @@ def _consume(
             accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, O_LAYOUT)
             _release(_FIRST_BARRIER + slot, THREADS)
             slot = next_slot
-    if IS_CAUSAL:
-        slot, phase = _pass_by(full, slot, phase, c_1 - c_2, STAGES, THREADS)
-    elif kv_end % _TILE != 0:
-        # The tile that the keys end in is the last one, if it is low.
-        tile = kv_end // _TILE
-        if ((tile >= c_0) & (tile < c_2)) | ((tile >= d_2) & (tile < d_1)):
-            mbarrier.wait(full.index(slot), phase)
-            s = warpgroup_mma(q, k_smem.index(slot).permute([1, 0]), zero, use_acc=False, is_async=True)
-            factor = row_factor
-            if k_low_factor_ptr is not None:
-                factor = row_factor * gl.load(k_low_factor_ptr + tile - first)
-            s = warpgroup_mma_wait(0, deps=[s])
-            k_pos = tile * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_LAYOUT))
-            logits = gl.where((k_pos < kv_end)[None, :], s.to(gl.float32) * factor[:, None], float("-inf"))
-            m_new = gl.maximum(m_i, gl.max(logits, 1))
-            p = gl.exp2(logits + (EXPONENT - m_new)[:, None])
-            alpha = gl.exp2(m_i - m_new)
-            sums = _add_sums(sums, p, alpha)
-            operand = _operand(p, V_DTYPE, P_LAYOUT)
-            v = v_smem.index(slot) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
-            product = _values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
-            m_i = m_new
-            accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, O_LAYOUT)
-            _release(_FIRST_BARRIER + slot, THREADS)
-            slot, phase = _next_slot(slot, phase, STAGES)
+    slot, phase = _pass_by(full, slot, phase, n_after, STAGES, THREADS)
 
     l_i = gl.convert_layout(gl.sum(sums, 1), ROW, assert_trivial=True)
     is_empty = l_i == 0.0
     scale = gl.convert_layout(1.0 / gl.where(is_empty, 1.0, l_i), O_ROW, assert_trivial=True)
     o_rows = start - q_offset + gl.arange(0, _ROWS, layout=O_ROW)
-    for part in gl.static_range(DV // WIDTH):
+    for part in gl.static_range(len(accs)):
         o_v = part * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))
         result = accs[part] * scale[:, None]
         if value_factor_ptr is not None:
-            result = result * gl.load(value_factor_ptr + o_v)[None, :]
-        m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_v >= 0)[None, :]
+            result = result * gl.load(value_factor_ptr + o_v, mask=o_v < VALUE_DIM, other=0.0)[None, :]
+        m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_v < VALUE_DIM)[None, :]
         offset = o_rows.to(gl.int64)[:, None] * stride_ot + o_v[None, :]
         gl.store(out_ptr + offset, result.to(out_ptr.dtype.element_ty), mask=m_out)
     lse = (m_i + gl.log2(l_i) - EXPONENT) * 0.6931471805599453
@@ -466,24 +546,25 @@ def _consume(
 @gluon.jit(
     do_not_specialize=[
         "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "section", "kv_rows",
-        "diagonal_tiles", "sink_tiles",
+        "window", "diagonal_tiles", "sink_tiles",
     ],
 )  # fmt: skip
 def prefill_hopper_kernel(
     q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc,
-    out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ob, stride_oh, stride_ot,
-    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, diagonal_tiles,
+    out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, positions_ptr, stride_ob, stride_oh, stride_ot,
+    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, window, diagonal_tiles,
     sink_tiles, logit_scale,
-    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, VALUE_DIM: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
+    KEY_LAYOUT: gl.constexpr, VALUE_LAYOUT: gl.constexpr, LOW_VALUE_LAYOUT: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, HAS_EDGES: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
 ):  # fmt: skip
     """Compute attention for a block of ``64 * GROUPS`` query positions of one head.
 
     Args:
         q_desc: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``.
         q_low_desc: Queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``.
-        k_desc: Keys of high tiles, 16-bit ``[B, Hkv, T, D]``; key 0 is at ``kv_offset``.
+        k_desc: Keys of high tiles, 16-bit ``[B, Hkv, T, D]``.
         v_desc: Values of high tiles, 16-bit ``[B, Hkv, T, Dv]``.
         k_low_desc: Keys of low tiles, a matrix of as many bits.
         v_low_desc: Values of low tiles: E4M3, a matrix of rows of a tile's keys, or as those of high ones.
@@ -493,28 +574,37 @@ def prefill_hopper_kernel(
             logits; and what smoothing takes from every score.
         k_low_factor_ptr: fp32 ``[B, Hkv, tiles]``, or ``None``.
         value_factor_ptr: fp32 ``[B, Hkv, Dv]``, or ``None``.
+        positions_ptr: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key
+            and the one past the last; or ``None``.
         stride_ob: Of the output.
         stride_oh: Of the output.
         stride_ot: Of the output.
-        q_offset: Position of query 0.
-        kv_offset: Position of key 0, a multiple of the tile.
+        q_offset: Position of query 0, where ``positions_ptr`` is ``None``.
+        kv_offset: Position of key 0, likewise.
         q_len: Queries.
-        kv_len: Keys; causal, they reach at least as far as the queries.
+        kv_len: Keys.
         storage_tiles: Tiles of low keys of a head.
         blocks: Programs of a query head.
         section: kv heads worked on at a time.
         kv_rows: kv heads of all batch rows.
+        window: Sliding window, or ``None``.
         diagonal_tiles: Of the rule.
         sink_tiles: Of the rule.
         logit_scale: Turns scores of high tiles into base-2 logits.
         Q_HEADS: Query heads.
         KV_HEADS: Key heads.
-        D: Channels of keys.
-        DV: Channels of values.
+        D: Channels of keys, padded to a power of two, as descriptors copy them.
+        DV: Channels of values, likewise.
+        VALUE_DIM: Channels of values.
         GROUPS: Warpgroups that compute.
         STAGES: Blocks in flight.
         REGISTERS: Of a thread of those warpgroups but the first, which has what is left.
+        KEY_LAYOUT: Of the keys of high tiles, ``caller`` or ``aligned``; see :mod:`dma_kernels.prefill.operands`.
+        VALUE_LAYOUT: Of the values of high tiles, likewise.
+        LOW_VALUE_LAYOUT: Of the values of low tiles, likewise.
         IS_CAUSAL: Whether a query sees no key behind its own position.
+        HAS_EDGES: Whether a low tile may hold keys that not all queries of a warpgroup see, and keys begin inside a
+            tile. Not so where all see every key before the band: then the loop over low tiles is all there is.
         HAS_MEAN: Whether smoothing takes something from the scores.
         IS_HIGH_RAW: Whether keys of high tiles are the caller's own, from whose scores it is still to be taken.
     """
@@ -523,25 +613,6 @@ def prefill_hopper_kernel(
     i_b = i_row // KV_HEADS
     i_kv = i_row % KV_HEADS
     i_h = i_kv * GROUP + i_group
-    position = (q_offset // _ROWS + i_block * GROUPS) * _ROWS
-    q_end = q_offset + q_len
-    kv_end = kv_offset + kv_len
-    last = gl.minimum(position + GROUPS * _ROWS, q_end)
-    first = kv_offset // _TILE
-    t_0 = position // _TILE
-    t_1 = (last - 1) // _TILE
-    end = gl.minimum(kv_end, last) if IS_CAUSAL else kv_end
-
-    head = (i_b * Q_HEADS + i_h).to(gl.int64)
-    out_ptr += i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh
-    lse_ptr += head * q_len
-    rows_ptr += head * q_len
-    plane = (kv_rows * GROUP).to(gl.int64) * q_len
-    if k_low_factor_ptr is not None:
-        k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles
-    if value_factor_ptr is not None:
-        value_factor_ptr += i_row.to(gl.int64) * DV
-
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_desc.layout)
     if _is_16bit(q_low_desc.dtype):
         q_low_smem = _view(q_smem, q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
@@ -557,24 +628,60 @@ def prefill_hopper_kernel(
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
     _wait_for_operands()
-    K_LAYOUT: gl.constexpr = k_desc.layout
-    V_LAYOUT: gl.constexpr = v_desc.layout
+
+    HAS_ROWS: gl.constexpr = positions_ptr is not None
+    visible_start = kv_offset
+    visible_end = kv_offset + kv_len
+    if HAS_ROWS:
+        q_offset = gl.load(positions_ptr + i_b * 4)
+        kv_offset = gl.load(positions_ptr + i_b * 4 + 1)
+        visible_start = kv_offset + gl.maximum(gl.load(positions_ptr + i_b * 4 + 2), 0)
+        visible_end = kv_offset + gl.minimum(gl.load(positions_ptr + i_b * 4 + 3), kv_len)
+    position = ((q_offset >> _ROWS_SHIFT) + i_block * GROUPS) * _ROWS
+    last = gl.minimum(position + GROUPS * _ROWS, q_offset + q_len)
+    t_0 = position >> _TILE_SHIFT
+    t_1 = (last - 1) >> _TILE_SHIFT
+    # Positions that one of the queries sees.
+    begin, end = visible_start, visible_end
+    if IS_CAUSAL:
+        end = gl.minimum(end, last)
+    if window is not None:
+        begin = gl.maximum(begin, position - (window - 1 if IS_CAUSAL else window))
+        if not IS_CAUSAL:
+            end = gl.minimum(end, last + window)
+    first = kv_offset >> _TILE_SHIFT
+    aligned = first * _TILE
+    key_base = kv_offset if KEY_LAYOUT == "caller" else aligned
+    value_base = kv_offset if VALUE_LAYOUT == "caller" else aligned
+    low_value_base = kv_offset if LOW_VALUE_LAYOUT == "caller" else aligned
+
+    head = (i_b * Q_HEADS + i_h).to(gl.int64)
+    out_ptr += i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh
+    lse_ptr += head * q_len
+    rows_ptr += head * q_len
+    plane = (kv_rows * GROUP).to(gl.int64) * q_len
+    if k_low_factor_ptr is not None:
+        k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles
+    if value_factor_ptr is not None:
+        value_factor_ptr += i_row.to(gl.int64) * VALUE_DIM
     # What they are given, but for the constexprs: a tuple would make tensors of those.
     computing = (
         q_smem, q_low_smem, k_smem, v_smem, q_full, full,
-        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, stride_ot, plane, q_offset, q_len,
-        position, first, t_0, t_1, end, kv_end, diagonal_tiles, sink_tiles, logit_scale,
+        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, positions_ptr, stride_ot, plane,
+        q_offset, q_len, position, first, begin, end, t_0, t_1, visible_start, visible_end, window,
+        diagonal_tiles, sink_tiles, logit_scale,
     )  # fmt: skip
     copying = (
         q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem, q_full, full,
-        i_b, i_h, i_kv, i_row, position - q_offset, first, t_0, t_1, end, storage_tiles, diagonal_tiles, sink_tiles,
+        i_b, i_h, i_kv, i_row, position - q_offset, first, key_base, value_base, low_value_base, begin, end, t_0, t_1,
+        storage_tiles, diagonal_tiles, sink_tiles,
     )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (computing, 0, 2, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
-                (_consume, (computing, 1, 2, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
-                (_produce, (copying, 2, IS_CAUSAL)),
+                (_consume, (computing, 0, 2, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 1, 2, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
+                (_produce, (copying, 2, VALUE_DIM, IS_CAUSAL)),
             ],
             [4, 1],
             [REGISTERS, _PRODUCER_REGISTERS],
@@ -583,10 +690,10 @@ def prefill_hopper_kernel(
         gl.static_assert(GROUPS == 3, "as many warpgroups as are listed here")
         gl.warp_specialize(
             [
-                (_consume, (computing, 0, 3, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
-                (_consume, (computing, 1, 3, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
-                (_consume, (computing, 2, 3, K_LAYOUT, V_LAYOUT, IS_CAUSAL, HAS_MEAN, IS_HIGH_RAW)),
-                (_produce, (copying, 3, IS_CAUSAL)),
+                (_consume, (computing, 0, 3, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 1, 3, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 2, 3, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
+                (_produce, (copying, 3, VALUE_DIM, IS_CAUSAL)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, _PRODUCER_REGISTERS],

@@ -157,7 +157,8 @@ def _queries_launcher(
     has_high: bool,
     is_early: bool,
 ) -> Launcher:
-    in_parts = low_form in (Form.INT8, Form.E4M3) and not has_high
+    parts = triton.cdiv(head_dim, 32 if head_dim <= 128 else 64)
+    in_parts = low_form in (Form.INT8, Form.E4M3) and not has_high and parts & (parts - 1) == 0
     shared = SharedScale.BLOCK if recipe.shared_scale == SharedScale.BLOCK else SharedScale.ROW
     constants = {
         "Q_HEADS": heads,

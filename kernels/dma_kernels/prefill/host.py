@@ -20,7 +20,7 @@ from ..runtime.descriptors import head_strides, is_describable
 from ..runtime.launch import Launcher, matrix_descriptor
 from ..runtime.lowering import Form
 from ..runtime.tuning import PrefillTiles, select_section
-from .hopper import prefill_hopper, takes
+from .hopper import prefill_hopper, prefill_short, takes, takes_short
 from .kernel import prefill_kernel
 from .operands import Operands
 
@@ -68,13 +68,14 @@ def prefill_attention(
     lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
-    if (
-        tiles.hopper is not None
-        and not chip.is_interpreted()  # the interpreter has no Gluon
-        and takes(query, operands, geometry, tiles.hopper, has_softcap=softcap is not None, has_sinks=sinks is not None)
-    ):
-        prefill_hopper(query, operands, geometry, recipe, tiles.hopper, out, lse, scale=scale, is_early=is_early)
-        return out, lse
+    if not chip.is_interpreted():  # the interpreter has no Gluon
+        unusual = {"has_softcap": softcap is not None, "has_sinks": sinks is not None}
+        if tiles.short is not None and takes_short(query, operands, geometry, tiles.short, **unusual):
+            prefill_short(query, operands, geometry, recipe, tiles.short, out, lse, scale=scale)
+            return out, lse
+        if tiles.hopper is not None and takes(query, operands, geometry, tiles.hopper, **unusual):
+            prefill_hopper(query, operands, geometry, recipe, tiles.hopper, out, lse, scale=scale, is_early=is_early)
+            return out, lse
     rows, mask = geometry.rows, geometry.mask
     # A descriptor's rows start at multiples of 16 bytes.
     described = [high.value]

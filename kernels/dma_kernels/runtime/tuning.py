@@ -34,6 +34,23 @@ class HopperTiles:
 
 
 @dataclass(frozen=True)
+class ShortTiles:
+    """Sizes of Hopper's prefill kernel for short prompts.
+
+    Attributes:
+        key_stages: Blocks of keys in flight.
+        value_stages: Blocks of values in flight.
+        registers: Of a thread.
+        max_keys: Most keys of a call; ``None`` for any number.
+    """
+
+    key_stages: int
+    value_stages: int
+    registers: int
+    max_keys: int | None = None
+
+
+@dataclass(frozen=True)
 class PrefillTiles:
     """Sizes of the prefill kernel.
 
@@ -47,6 +64,7 @@ class PrefillTiles:
         high_stages: Key blocks in flight in that loop.
         stage_queries: Whether the queries of low tiles go through memory, see the kernel.
         hopper: Of the kernel that takes long calls on Hopper, see :func:`dma_kernels.prefill.hopper.takes`.
+        short: Of the one that takes short calls there, see :func:`dma_kernels.prefill.hopper.takes_short`.
     """
 
     block_m: int
@@ -58,6 +76,7 @@ class PrefillTiles:
     high_stages: int = 1
     stage_queries: bool = False
     hopper: HopperTiles | None = None
+    short: ShortTiles | None = None
 
 
 @functools.cache
@@ -91,11 +110,7 @@ def select_tiles(
         # High tiles in blocks of 64 keys, where low values have 8 bits one in flight: 87.7 us at 2K, 254.6 for 8 x 1K,
         # 244 at 4K. With two there is room for a program less: 99.1, 290.9, 295; two of 32 keys 92.0, 266.0, 254. At
         # head_dim 64 it makes no difference in time, and 32 keys spill least.
-        hopper = None
-        if widest == 128:
-            hopper = _hopper_tiles(are_keys_8bit, are_values_8bit)
-        elif widest == 64 and are_keys_8bit and are_values_8bit:
-            hopper = _narrow_hopper_tiles()
+        hopper = _hopper_tiles(are_keys_8bit, are_values_8bit) if widest == 128 else None
         tiles = PrefillTiles(64, 128, num_warps=4, num_stages=2, high_stages=2, stage_queries=True, hopper=hopper)
         if not (are_keys_8bit and are_values_8bit):
             return tiles
@@ -105,8 +120,8 @@ def select_tiles(
         if has_softcap:
             return tiles
         if widest == 128:
-            return replace(tiles, max_registers=168, high_stages=1)
-        return replace(tiles, max_registers=128, num_stages=3, high_block_n=32)
+            return replace(tiles, max_registers=168, high_stages=1, short=ShortTiles(2, 1, 168, max_keys=8_192))
+        return replace(tiles, max_registers=128, num_stages=3, high_block_n=32, short=ShortTiles(2, 2, 128))
     if widest <= 128 and is_hopper and lowering.low_key is Form.DEQUANTIZED:
         # 16-bit keys and values (kv4, 32K, quantising counted; SDPA 14.8 ms): 17.0 ms. Blocks of 64 queries read the L2
         # cache twice as often: 17.2 at best. One program of 128 x 128 17.4, of 128 x 64 18.5. The cap lets two programs
@@ -216,17 +231,6 @@ def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     # programs share the chip.
     min_rows = 32 * (8_192 if are_keys_8bit and are_values_8bit else 4_096)
     return HopperTiles(groups=3, stages=stages, registers=160, min_keys=4_096, min_rows=min_rows)
-
-
-def _narrow_hopper_tiles() -> HopperTiles:
-    """Return the sizes for head dimensions of 64, with 8-bit keys and E4M3 values.
-
-    Against the other kernel, as CUDA graphs in microseconds (Triton 3.6): 4K 173 to 171, 8K 534 to 555, 16K 1,912 to
-    2,006, 64K 28,400 to 30,760. Measured on a variant of one program for each multiprocessor. This kernel, where
-    warpgroups have 64 positions of several heads: 4K 191 (the other kernel 176), 8 x 1K 186 (164), 16K 2,120; one
-    program for each multiprocessor of that 190, 160 and 2,004, not taken for one shape.
-    """
-    return HopperTiles(groups=3, stages=4, registers=160, min_keys=8_192, min_rows=32 * 8_192)
 
 
 def _wide_hopper_tiles() -> HopperTiles:

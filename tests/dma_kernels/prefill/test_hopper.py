@@ -13,20 +13,20 @@ from typing import Any
 import gluon_emulator
 import pytest
 import torch
-from dma_kernels import Recipe
+from dma_kernels import Recipe, attention
 from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.geometry import LOG2_E, PrefillGeometry
 from dma_kernels.numerics.quantize import e8m0_to_float, quantize
 from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.prefill import backend, hopper, host
-from dma_kernels.prefill.hopper import takes
+from dma_kernels.prefill.hopper import takes, takes_short
 from dma_kernels.prefill.hopper_queries import stage_queries
 from dma_kernels.prefill.operands import Operands
 from dma_kernels.prefill.quantizer import quantize_keys_values
 from dma_kernels.prefill.query_factor import query_factor
 from dma_kernels.runtime import chip
 from dma_kernels.runtime.lowering import Form, select_lowering
-from dma_kernels.runtime.tuning import HopperTiles, select_tiles
+from dma_kernels.runtime.tuning import HopperTiles, ShortTiles, select_tiles
 from dma_kernels.testing import assert_bits_equal, random_qkv
 from prefill_cases import RECIPES, Case, assert_matches_reference
 from torch import Tensor
@@ -86,7 +86,11 @@ def test_takes_recipes_with_low_tiles(recipe: str) -> None:
         {"is_causal": False},
         {"kv_offset": TILE, "q_offset": TILE},
         {"q_offset": 5, "is_causal": False},
-        {"head_dim": 64},
+        {"kv_offset": -5, "q_offset": 1},
+        {"rows": torch.zeros(1, 4, dtype=torch.int32)},
+        {"tiles": replace(ANY_LENGTH, min_keys=200), "window": 200},
+        {"head_dim": 96},
+        {"head_dim": 192},
         {"head_dim": 256},
         {"tiles": replace(ANY_LENGTH, min_keys=LENGTH, min_rows=2 * LENGTH)},
     ],
@@ -100,17 +104,11 @@ def test_takes_plain_calls(call: dict[str, Any]) -> None:
     "call",
     [
         {"recipe": "identity"},
-        {"head_dim": 96},
-        {"head_dim": 192},
+        {"head_dim": 80},
         {"tiles": replace(ANY_LENGTH, min_keys=LENGTH + 1)},
         {"tiles": replace(ANY_LENGTH, min_rows=2 * LENGTH + 1)},
-        {"rows": torch.zeros(1, 4, dtype=torch.int32)},
-        {"window": 200},
+        {"tiles": replace(ANY_LENGTH, min_keys=201), "window": 200},
         {"mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
-        {"kv_offset": 5, "q_offset": 5},
-        {"kv_offset": -TILE, "q_offset": 0},
-        {"q_offset": -1, "is_causal": False},
-        {"q_offset": 1},  # the last query has no key of its own
         {"has_softcap": True},
         {"has_sinks": True},
         {"change": low_with(key_layout="caller")},
@@ -127,6 +125,7 @@ def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("launched")
 
     monkeypatch.setattr(host, "prefill_hopper", refuse)
+    monkeypatch.setattr(host, "prefill_short", refuse)
     recipe = RECIPES["int8"]
     query, key, value = inputs()
     tiles = replace(select_tiles(90, select_lowering(recipe, 90), 128, 128), hopper=ANY_LENGTH)
@@ -143,7 +142,7 @@ def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     (90, 128, "int8", True),
     (90, 128, "paper", True),
     (90, 96, "int8", True),
-    (90, 64, "int8", True),
+    (90, 64, "int8", False),
     (90, 256, "int8", True),
     (90, 256, "paper", False),
     (90, 256, "fp4", False),
@@ -158,6 +157,78 @@ def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hopper_alone_has_it(arch: int, head_dim: int, recipe: str, is_there: bool) -> None:
     tiles = select_tiles(arch, select_lowering(RECIPES[recipe], arch), head_dim, head_dim)
     assert (tiles.hopper is not None) == is_there
+
+
+@pytest.mark.parametrize(("arch", "head_dim", "recipe", "is_there"), [
+    (90, 128, "balanced", True),
+    (90, 64, "e4m3-rotated", True),
+    (90, 256, "int8", False),
+    (90, 128, "int8-pv16", False),
+    (90, 128, "paper", False),
+    (100, 128, "int8", False),
+])  # fmt: skip
+def test_hopper_alone_has_that_of_short_prompts(arch: int, head_dim: int, recipe: str, is_there: bool) -> None:
+    tiles = select_tiles(arch, select_lowering(RECIPES[recipe], arch), head_dim, head_dim)
+    assert (tiles.short is not None) == is_there
+
+
+ANY_SHORT = ShortTiles(key_stages=2, value_stages=1, registers=168)
+
+
+def is_taken_as_short(
+    recipe: str = "balanced",
+    head_dim: int = 128,
+    tiles: ShortTiles = ANY_SHORT,
+    change: Callable[[Operands], Operands] = lambda made: made,
+    has_softcap: bool = False,
+    has_sinks: bool = False,
+    **changes: Any,
+) -> bool:
+    query, key, value = inputs(head_dim)
+    made = change(operands(key, value, RECIPES[recipe], changes.get("kv_offset", 0)))
+    return takes_short(query, made, geometry(**changes), tiles, has_softcap=has_softcap, has_sinks=has_sinks)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"recipe": "int8"},
+        {"recipe": "e4m3-rotated"},
+        {"head_dim": 64},
+        {"kv_offset": TILE, "q_offset": TILE},
+        {"tiles": replace(ANY_SHORT, max_keys=LENGTH)},
+    ],
+    ids=str,
+)
+def test_takes_short_calls(call: dict[str, Any]) -> None:
+    assert is_taken_as_short(**call)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"recipe": "identity"},
+        {"recipe": "int8-pv16"},
+        {"recipe": "int8-mxfp8"},
+        {"recipe": "paper"},
+        {"head_dim": 96},
+        {"head_dim": 256},
+        {"tiles": replace(ANY_SHORT, max_keys=LENGTH - 1)},
+        {"is_causal": False},
+        {"window": 200},
+        {"rows": torch.zeros(1, 4, dtype=torch.int32)},
+        {"mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
+        {"kv_offset": 5, "q_offset": 5},
+        {"kv_offset": -TILE, "q_offset": 0},
+        {"q_offset": 1},  # the last query has no key of its own
+        {"has_softcap": True},
+        {"has_sinks": True},
+        {"change": lambda made: replace(made, high=replace(made.high, key=made.high.key[..., 1:]))},
+    ],
+    ids=lambda call: " ".join(call),
+)
+def test_leaves_other_short_calls(call: dict[str, Any]) -> None:
+    assert not is_taken_as_short(**call)
 
 
 @pytest.mark.parametrize(("form", "format"), [(Form.INT8, "mxint8"), (Form.E4M3, "mxfp8")])
@@ -224,6 +295,38 @@ CASES = {
     "bidirectional": Case(q_len=500, kv_len=500, options={"is_causal": False}, **HEADS),
     "cross": Case(q_len=400, kv_len=300, options={"is_causal": False}, **HEADS),
     "wide": Case(q_len=100, kv_len=900, options={"is_causal": False, "q_offset": 470}, **HEADS),
+    "inside-a-tile": Case(q_len=300, kv_len=450, options={"q_offset": 291, "kv_offset": 141}, **HEADS),
+    "negative-positions": Case(q_len=200, kv_len=430, options={"q_offset": 185, "kv_offset": -45}, **HEADS),
+    "keys-ahead": Case(q_len=200, kv_len=400, options={"kv_offset": 450, "is_causal": False}, **HEADS),
+    "keys-end-early": Case(q_len=300, kv_len=200, options={"q_offset": 200}, **HEADS),
+    "window": Case(q_len=700, kv_len=700, options={"window": 300}, **HEADS),
+    "window-of-a-tile": Case(q_len=500, kv_len=500, options={"window": 128}, **HEADS),
+    "window-chunk": Case(q_len=150, kv_len=900, options={"q_offset": 750, "window": 333}, **HEADS),
+    "window-bidirectional": Case(q_len=700, kv_len=700, options={"window": 200, "is_causal": False}, **HEADS),
+    "left-padded": Case(
+        q_len=430,
+        kv_len=430,
+        batch=2,
+        tensors={"kv_range": [[145, 430], [0, 430]], "kv_offset": [-145, 0], "q_offset": [-145, 0]},
+        **HEADS,
+    ),
+    "right-padded": Case(q_len=430, kv_len=430, batch=3, tensors={"kv_range": [[0, 41], [0, 300], [0, 0]]}, **HEADS),
+    "left-padded-window": Case(
+        q_len=600,
+        kv_len=600,
+        batch=2,
+        options={"window": 250},
+        tensors={"kv_range": [[145, 600], [0, 600]], "kv_offset": [-145, 0], "q_offset": [-145, 0]},
+        **HEADS,
+    ),
+    "padded-bidirectional": Case(
+        q_len=430,
+        kv_len=430,
+        batch=2,
+        options={"is_causal": False},
+        tensors={"kv_range": [[45, 400], [0, 430]]},
+        **HEADS,
+    ),
 }
 WIDE_RECIPES = ("int8", "e4m3-rotated", "int8-mxfp8")
 """What the kernel takes with head dimensions of 256."""
@@ -242,35 +345,51 @@ RECIPES_TAKEN = (
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls of the Triton backend run on the kernel, which is emulated."""
+def is_short() -> bool:
+    """Whether the kernel for short prompts is emulated."""
+    return False
+
+
+@pytest.fixture
+def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls of the Triton backend run on a kernel for Hopper, which is emulated."""
 
     class Emulated:
         def __init__(self, kernel: Any, constants: dict[str, Any], **options: Any) -> None:
-            self.constants = constants
+            self.kernel, self.constants = kernel, constants
 
         def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
-            gluon_emulator.run(grid, arguments, self.constants)
+            gluon_emulator.run(self.kernel, grid, arguments, self.constants)
 
     def attend(
         query: Tensor, operands: Operands, geometry: PrefillGeometry, recipe: Recipe, *_: Any, scale: float, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        tiles = select_tiles(90, select_lowering(recipe, 90), query.shape[3], query.shape[3]).hopper
-        assert tiles is not None
-        any_length = replace(tiles, min_keys=0, min_rows=0)
-        assert takes(query, operands, geometry, any_length, has_softcap=False, has_sinks=False)
+        tiles = select_tiles(90, select_lowering(recipe, 90), query.shape[3], query.shape[3])
         batch, heads, q_len, head_dim = query.shape
         out = query.new_empty(batch, q_len, heads, head_dim).transpose(1, 2)
         lse = torch.empty(batch, heads, q_len)
-        hopper.prefill_hopper(query, operands, geometry, recipe, tiles, out, lse, scale=scale, is_early=False)
+        if is_short:
+            assert tiles.short is not None
+            assert takes_short(query, operands, geometry, tiles.short, has_softcap=False, has_sinks=False)
+            hopper.prefill_short(query, operands, geometry, recipe, tiles.short, out, lse, scale=scale)
+        else:
+            assert tiles.hopper is not None
+            any_length = replace(tiles.hopper, min_keys=0, min_rows=0)
+            assert takes(query, operands, geometry, any_length, has_softcap=False, has_sinks=False)
+            hopper.prefill_hopper(
+                query, operands, geometry, recipe, tiles.hopper, out, lse, scale=scale, is_early=False
+            )
         return out, lse
 
     monkeypatch.setattr(hopper, "Launcher", Emulated)
     monkeypatch.setattr(chip, "device_arch", lambda device: 90)
     monkeypatch.setattr(backend, "prefill_attention", attend)
-    hopper._long_launcher.cache_clear()
+    launchers = (hopper._long_launcher, hopper._short_launcher)
+    for launcher in launchers:
+        launcher.cache_clear()
     yield
-    hopper._long_launcher.cache_clear()
+    for launcher in launchers:
+        launcher.cache_clear()
 
 
 @pytest.mark.parametrize("recipe", RECIPES_TAKEN)
@@ -284,12 +403,13 @@ def test_emulated_wide_heads_match_the_reference(case: str, recipe: str, emulate
     assert_matches_reference(replace(CASES[case], head_dim=256), RECIPES[recipe], torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("case", ["causal", "wide"])
-def test_emulated_narrow_heads_match_the_reference(case: str, emulated: None) -> None:
-    assert_matches_reference(replace(CASES[case], head_dim=64), RECIPES["int8"], torch.bfloat16, "cpu")
+@pytest.mark.parametrize("head_dim", [96, 192])
+@pytest.mark.parametrize("recipe", WIDE_RECIPES)
+def test_emulated_padded_heads_match_the_reference(recipe: str, head_dim: int, emulated: None) -> None:
+    assert_matches_reference(replace(CASES["causal"], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("recipe", ["int8", "nvfp4-keys"])
+@pytest.mark.parametrize("recipe", ["int8", "int8-mxfp8", "nvfp4-keys"])
 @pytest.mark.parametrize("case", CASES)
 def test_emulated_cases_match_the_reference(case: str, recipe: str, emulated: None) -> None:
     assert_matches_reference(CASES[case], RECIPES[recipe], torch.bfloat16, "cpu")
@@ -301,3 +421,39 @@ def test_emulated_cases_match_the_reference(case: str, recipe: str, emulated: No
 def test_emulated_bands_match_the_reference(name: str, case: str, bands: tuple[int, int], emulated: None) -> None:
     recipe = replace(RECIPES[name], diagonal_tiles=bands[0], sink_tiles=bands[1])
     assert_matches_reference(CASES[case], recipe, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "nvfp4-keys"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_emulated_hidden_keys_may_be_anything(recipe: str, is_causal: bool, emulated: None) -> None:
+    query, key, value = random_qkv(batch=2, q_len=430, kv_len=430, **HEADS, dtype=torch.bfloat16)
+    starts, ends = torch.tensor([145, 0]), torch.tensor([430, 290])
+    hidden = (torch.arange(430) < starts[:, None]) | (torch.arange(430) >= ends[:, None])
+    options: dict[str, Any] = {
+        "kv_range": torch.stack([starts, ends], 1), "kv_offset": -starts, "q_offset": -starts, "is_causal": is_causal,
+    }  # fmt: skip
+    results = [
+        attention(query, *(x.masked_fill(hidden[:, None, :, None], filler) for x in (key, value)), RECIPES[recipe],
+                  backend="triton", **options)
+        for filler in (0.0, float("nan"))
+    ]  # fmt: skip
+    assert torch.equal(*results)
+    assert results[0].isfinite().all()
+
+
+SHORT_RECIPES = ("balanced", "int8", "e4m3-rotated")
+
+
+@pytest.mark.parametrize("is_short", [True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("recipe", SHORT_RECIPES)
+@pytest.mark.parametrize("case", ["causal", "few-queries", "batch", "chunk", "offset"])
+def test_emulated_short_calls_match_the_reference(case: str, recipe: str, head_dim: int, emulated: None) -> None:
+    assert_matches_reference(replace(CASES[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("is_short", [True])
+@pytest.mark.parametrize("bands", [(0, 0), (0, 2), (2, 0)])
+def test_emulated_bands_of_short_calls_match_the_reference(bands: tuple[int, int], emulated: None) -> None:
+    recipe = replace(RECIPES["balanced"], diagonal_tiles=bands[0], sink_tiles=bands[1])
+    assert_matches_reference(CASES["causal"], recipe, torch.float16, "cpu")

@@ -1,0 +1,335 @@
+"""The prefill kernel for short prompts on Hopper, in Gluon: no warp that copies, three programs to a multiprocessor.
+
+A program is four warps with 64 query positions of one head. While one waits the others of its multiprocessor compute,
+before and after its loops too, which in the kernel for long prompts (:mod:`dma_kernels.prefill.hopper_kernel`) nothing
+hides. At the end of a block it asks for those that will take its place: the keys of the next block are there by then.
+
+It rotates and quantises its queries itself, the rotation on the matrix units: of 64 channels one product with a
+Hadamard matrix, which the program writes to shared memory while its queries are on their way. Low tiles come first, as
+their output counts in units of the E4M3 values.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..device.arithmetic import to_elements as _to_elements_triton
+from ..device.blocks import row_scale as _row_scale_triton
+from ..device.gluon import barrier as _barrier
+from ..numerics.formats import TILE
+from .hopper_kernel import (
+    _add_sums,
+    _add_values,
+    _copy,
+    _finite_or_zero,
+    _high_blocks,
+    _low_tiles,
+    _operand,
+    _schedule,
+    _seen,
+    _thread_sums,
+    _values_product,
+    _view,
+    _wait_for_operands,
+)
+
+_ROWS = gl.constexpr(64)
+_TILE = gl.constexpr(TILE)
+_HIGH = gl.constexpr(TILE // 2)
+_MATRIX = gl.constexpr(64)
+"""Order of the Hadamard matrix: the channels that a row of shared memory holds in 16 bits."""
+_row_scale = gluon.jit(_row_scale_triton.fn)
+_to_elements = gluon.jit(_to_elements_triton.fn)
+
+
+@gluon.jit
+def _hadamard_matrix(dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the Hadamard matrix of order 64: -1 where row and column have an odd number of bits in common."""
+    row = gl.arange(0, _MATRIX, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, _MATRIX, layout=gl.SliceLayout(0, LAYOUT))
+    # Of a row the signs of 32 columns are the bits of one number, and those of the others equal them or none.
+    signs = gl.where((row & 1) != 0, 0xAAAAAAAA - (1 << 32), 0)
+    signs ^= gl.where((row & 2) != 0, 0xCCCCCCCC - (1 << 32), 0)
+    signs ^= gl.where((row & 4) != 0, 0xF0F0F0F0 - (1 << 32), 0)
+    signs ^= gl.where((row & 8) != 0, 0xFF00FF00 - (1 << 32), 0)
+    signs ^= gl.where((row & 16) != 0, 0xFFFF0000 - (1 << 32), 0)
+    signs = signs[:, None] ^ gl.where(((row & 32) != 0)[:, None] & ((column & 32) != 0)[None, :], -1, 0)
+    one: gl.constexpr = 0x3F80 if dtype == gl.bfloat16 else 0x3C00
+    bits = (((signs >> (column & 31)[None, :]) & 1) << 15) | one
+    return bits.to(gl.int16).to(dtype, bitcast=True)
+
+
+@gluon.jit
+def _ask(
+    key, value, places, blocks, MAY_BE_LOW: gl.constexpr, WITH_KEY: gl.constexpr, WITH_VALUE: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy the keys of the ``key``-th block and the values of the ``value``-th to their places."""
+    k_desc, v_desc, k_low_desc, v_low_desc, k_smem, v_smem, k_full, v_full = places
+    i_b, i_kv, stored, base, n_low, n_a, n_all, a_0, b_0 = blocks
+    D: gl.constexpr = k_smem.shape[2]
+    K_STAGES: gl.constexpr = k_smem.shape[0]
+    V_STAGES: gl.constexpr = v_smem.shape[0]
+    k_slot, v_slot = key % K_STAGES, value % V_STAGES
+    if WITH_KEY:
+        mbarrier.expect(k_full.index(k_slot), _TILE * D, pred=key < n_all)
+    if WITH_VALUE:
+        mbarrier.expect(v_full.index(v_slot), _TILE * D, pred=value < n_all)
+    if MAY_BE_LOW:
+        if WITH_KEY:
+            _copy(k_low_desc, [(stored + key) * _TILE, 0], k_full.index(k_slot), k_smem.index(k_slot), pred=key < n_low)
+        if WITH_VALUE:
+            _copy(v_low_desc, [(stored + value) * D, 0], v_full.index(v_slot), v_smem.index(v_slot), pred=value < n_low)
+    if not MAY_BE_LOW or gl.maximum(key, value) >= n_low:
+        if WITH_KEY:
+            t = key - n_low
+            k_entry = gl.where(t < n_a, a_0 + t, b_0 + t - n_a) * _HIGH - base
+            k_place = _view(k_smem, k_desc.dtype, [K_STAGES, 1, 1, _HIGH, D], k_desc.layout).index(k_slot)
+            _copy(k_desc, [i_b, i_kv, k_entry, 0], k_full.index(k_slot), k_place, pred=(t >= 0) & (key < n_all))
+        if WITH_VALUE:
+            u = value - n_low
+            v_entry = gl.where(u < n_a, a_0 + u, b_0 + u - n_a) * _HIGH - base
+            v_place = _view(v_smem, v_desc.dtype, [V_STAGES, 1, 1, _HIGH, D], v_desc.layout).index(v_slot)
+            _copy(v_desc, [i_b, i_kv, v_entry, 0], v_full.index(v_slot), v_place, pred=(u >= 0) & (value < n_all))
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "section", "kv_rows",
+        "diagonal_tiles", "sink_tiles",
+    ],
+)  # fmt: skip
+def prefill_short_kernel(
+    q_desc, k_desc, v_desc, k_low_desc, v_low_desc,
+    out_ptr, lse_ptr, mean_ptr, k_low_factor_ptr, value_factor_ptr, stride_ob, stride_oh, stride_ot,
+    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, diagonal_tiles, sink_tiles,
+    logit_scale, norm,
+    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    FORM: gl.constexpr, FORMAT: gl.constexpr, IS_CEIL: gl.constexpr, ROTATE: gl.constexpr,
+):  # fmt: skip
+    """Compute attention for 64 query positions of one head, causal.
+
+    Args:
+        q_desc: Queries, 16-bit ``[B, Hq, Tq, D]``.
+        k_desc: Keys of high tiles, the caller's own ``[B, Hkv, T, D]``.
+        v_desc: Values of high tiles, likewise.
+        k_low_desc: Keys of low tiles, a matrix of 8 bits.
+        v_low_desc: Values of low tiles in E4M3, a matrix of rows of a tile's keys.
+        out_ptr: ``[B, Hq, Tq, D]``.
+        lse_ptr: fp32 ``[B, Hq, Tq]``.
+        mean_ptr: What smoothing took from keys, fp32 ``[B, Hkv, D]``, or ``None``.
+        k_low_factor_ptr: fp32 ``[B, Hkv, tiles]``.
+        value_factor_ptr: fp32 ``[B, Hkv, D]``.
+        stride_ob: Of the output.
+        stride_oh: Of the output.
+        stride_ot: Of the output.
+        q_offset: Position of query 0.
+        kv_offset: Position of key 0, a multiple of the tile.
+        q_len: Queries.
+        kv_len: Keys; they reach at least as far as the queries.
+        storage_tiles: Tiles of low keys of a head.
+        blocks: Programs of a query head.
+        section: kv heads worked on at a time.
+        kv_rows: kv heads of all batch rows.
+        diagonal_tiles: Of the rule.
+        sink_tiles: Of the rule.
+        logit_scale: Turns scores of high tiles into base-2 logits.
+        norm: What the rotation multiplies by.
+        Q_HEADS: Query heads.
+        KV_HEADS: Key heads.
+        D: Channels, 64 or 128.
+        K_STAGES: Places for keys.
+        V_STAGES: Places for values.
+        FORM: Of the keys of low tiles, ``int8`` or ``e4m3``.
+        FORMAT: Of the queries.
+        IS_CEIL: How scales are rounded.
+        ROTATE: Whether queries are rotated.
+    """
+    GROUP: gl.constexpr = Q_HEADS // KV_HEADS
+    Q_DTYPE: gl.constexpr = q_desc.dtype
+    V_DTYPE: gl.constexpr = v_low_desc.dtype
+    S_DTYPE: gl.constexpr = gl.int32 if FORM == "int8" else gl.float32
+    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HIGH, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 32])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
+    X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # of all channels, the output's too
+    P_HIGH_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, X_LAYOUT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    H_ROW: gl.constexpr = gl.SliceLayout(1, H_LAYOUT)
+    X_ROW: gl.constexpr = gl.SliceLayout(1, X_LAYOUT)
+
+    i_row, i_group, i_block = _schedule(blocks, kv_rows, section, GROUP, True)
+    i_b = i_row // KV_HEADS
+    i_kv = i_row % KV_HEADS
+    i_h = i_kv * GROUP + i_group
+    q_smem = gl.allocate_shared_memory(Q_DTYPE, [1, 1, _ROWS, D], q_desc.layout)
+    # First the Hadamard matrix, then the queries of low tiles.
+    matrix = gl.allocate_shared_memory(Q_DTYPE, [_MATRIX, _MATRIX], gl.NVMMASharedLayout(128, 16, 2))
+    k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [K_STAGES, _TILE, D], k_low_desc.layout)
+    v_smem = gl.allocate_shared_memory(V_DTYPE, [V_STAGES, D, _TILE], v_low_desc.layout)
+    unit_smem = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    for place in gl.static_range(K_STAGES):
+        mbarrier.init(k_full.index(place), count=1)
+    for place in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(place), count=1)
+    fence_async_shared()
+    _barrier()
+
+    start = ((q_offset >> 6) + i_block) * _ROWS
+    kv_end = kv_offset + kv_len
+    last = gl.minimum(start + _ROWS, q_offset + q_len)
+    t_0 = start // _TILE
+    t_1 = (last - 1) // _TILE
+    end = gl.minimum(kv_end, last)
+    a_0, a_1, b_0, b_1 = _high_blocks(kv_offset, t_0, t_1, end, diagonal_tiles, sink_tiles, True)
+    c_0, c_1, _, _ = _low_tiles(kv_offset, t_0, t_1, end, diagonal_tiles, sink_tiles, True)
+    n_a = a_1 - a_0
+    n_low = c_1 - c_0
+    n_all = n_low + n_a + b_1 - b_0
+    stored = i_row * storage_tiles + c_0 - kv_offset // _TILE
+
+    # The quantiser reads what the caller gave, so that is there; what it writes is waited for.
+    mbarrier.expect(q_full, _ROWS * D * 2)
+    _copy(q_desc, [i_b, i_h, start - q_offset, 0], q_full, q_smem)
+    if ROTATE:  # noqa: SIM102 (a constexpr branch)
+        if n_low > 0:
+            FILL: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
+            matrix.store(_hadamard_matrix(Q_DTYPE, FILL))
+            fence_async_shared()
+    _wait_for_operands()
+    places = (k_desc, v_desc, k_low_desc, v_low_desc, k_smem, v_smem, k_full, v_full)
+    asked = (i_b, i_kv, stored, kv_offset, n_low, n_a, n_all, a_0, b_0)
+    for place in gl.static_range(K_STAGES):
+        _ask(place, 0, places, asked, True, True, False)
+    for place in gl.static_range(V_STAGES):
+        _ask(0, place, places, asked, True, False, True)
+
+    if mean_ptr is not None:
+        mean_ptr += i_row.to(gl.int64) * D
+    k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles + c_0 - kv_offset // _TILE
+    value_factor_ptr += i_row.to(gl.int64) * D
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    value_units = gl.load(value_factor_ptr + gl.arange(0, D, layout=EACH))
+    channels = gl.arange(0, D, layout=gl.SliceLayout(0, X_LAYOUT))
+    m_i = gl.full([_ROWS], -1.0e30, gl.float32, ROW)
+    sums = _thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
+    acc = gl.zeros([_ROWS, D], gl.float32, O_LAYOUT)
+    shift = gl.zeros([_ROWS], gl.float32, X_ROW)
+    row_factor = gl.full([_ROWS], 1.0, gl.float32, X_ROW)
+    mean = gl.zeros([D], gl.float32, gl.SliceLayout(0, X_LAYOUT))
+    if mean_ptr is not None:
+        mean = gl.load(mean_ptr + channels)
+    mbarrier.wait(q_full, 0)
+    q = q_smem.reshape([_ROWS, D])
+    if mean_ptr is not None:
+        shift = gl.sum(q.load(X_LAYOUT).to(gl.float32) * mean[None, :], 1) * logit_scale
+    unit_smem.store(value_units)
+
+    # ---- the queries of low tiles
+    q_low = _view(matrix, k_low_desc.dtype, [_MATRIX * 128 // D, D], k_low_desc.layout)
+    if D < 128:
+        q_low = q_low.slice(0, _ROWS)
+    if n_low > 0:
+        if ROTATE:
+            zero_x = gl.zeros([_ROWS, _MATRIX], gl.float32, H_LAYOUT)
+            x_0 = warpgroup_mma(q.slice(0, _MATRIX, 1), matrix, zero_x, use_acc=False, is_async=True)
+            if D == 128:
+                x_1 = warpgroup_mma(q.slice(_MATRIX, _MATRIX, 1), matrix, zero_x, use_acc=False, is_async=True)
+                x_0, x_1 = warpgroup_mma_wait(0, deps=[x_0, x_1])
+                x = gl.permute(gl.join(x_0 + x_1, x_0 - x_1), [0, 2, 1])
+                x = gl.convert_layout(gl.reshape(x, [_ROWS, D]), X_LAYOUT, assert_trivial=True)
+            else:
+                x = gl.convert_layout(warpgroup_mma_wait(0, deps=[x_0]), X_LAYOUT, assert_trivial=True)
+        else:
+            x = q.load(X_LAYOUT).to(gl.float32)
+        # Of bits, which order like magnitudes, with NaN above all.
+        largest = gl.max(gl.abs(x).to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True) * norm
+        reciprocal, unit = _row_scale(largest.to(gl.int32, bitcast=True), FORM, FORMAT, IS_CEIL)
+        q_low.store(_to_elements(x, (reciprocal * norm)[:, None], FORM, IS_CEIL))
+        row_factor = unit * logit_scale
+        fence_async_shared()
+        _barrier()
+    row_factor = gl.convert_layout(row_factor, ROW, assert_trivial=True)
+
+    # ---- low tiles
+    zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
+    for i in range(n_low):
+        k_slot, v_slot = i % K_STAGES, i % V_STAGES
+        factor = row_factor * gl.load(k_low_factor_ptr + i)
+        mbarrier.wait(k_full.index(k_slot), (i // K_STAGES) & 1)
+        s = warpgroup_mma(q_low, k_smem.index(k_slot).permute([1, 0]), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        # Of integers Hopper takes the larger of three at a time.
+        m_new = gl.maximum(m_i, gl.max(s, 1).to(gl.float32) * factor)
+        p = gl.exp2(s.to(gl.float32) * factor[:, None] + (8.0 - m_new)[:, None])
+        alpha = gl.exp2(m_i - m_new)
+        sums = _add_sums(sums, p, alpha)
+        m_i = m_new
+        operand = _operand(p, V_DTYPE, P_LAYOUT)
+        mbarrier.wait(v_full.index(v_slot), (i // V_STAGES) & 1)
+        product = _values_product(acc, operand, alpha, v_smem.index(v_slot).permute([1, 0]), O_LAYOUT)
+        product = warpgroup_mma_wait(0, deps=[product])
+        acc = _add_values(acc, product, alpha, True, O_LAYOUT)
+        _ask(i + K_STAGES, i + V_STAGES, places, asked, True, True, True)
+    acc = gl.convert_layout(acc, X_LAYOUT, assert_trivial=True)
+    if n_low > 0:
+        acc *= unit_smem.load(gl.SliceLayout(0, X_LAYOUT))[None, :]
+
+    # ---- high tiles
+    shift = gl.convert_layout(shift, H_ROW, assert_trivial=True)
+    q_pos = start + gl.arange(0, _ROWS, layout=H_ROW)
+    for i in range(n_low, n_all):
+        k_slot, v_slot = i % K_STAGES, i % V_STAGES
+        t = i - n_low
+        position = gl.where(t < n_a, a_0 + t, b_0 + t - n_a) * _HIGH
+        mbarrier.wait(k_full.index(k_slot), (i // K_STAGES) & 1)
+        k = _view(k_smem, Q_DTYPE, [K_STAGES, 1, 1, _HIGH, D], k_desc.layout).index(k_slot).reshape([_HIGH, D])
+        s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
+        s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        if position + _HIGH > start:
+            k_pos = position + gl.arange(0, _HIGH, layout=gl.SliceLayout(0, H_LAYOUT))
+            s = gl.where(_seen(q_pos, k_pos, kv_offset, kv_end, None, True), s, float("-inf"))
+        m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
+        m_new = gl.maximum(m_old, gl.max(s, 1) * logit_scale - shift)
+        p = gl.exp2(s * logit_scale + (8.0 - m_new - shift)[:, None])
+        alpha = gl.exp2(m_old - m_new)
+        sums = _add_sums(sums, p, alpha)
+        m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
+        operand = _operand(p, Q_DTYPE, P_HIGH_LAYOUT)
+        v = _view(v_smem, Q_DTYPE, [V_STAGES, 1, 1, _HIGH, D], v_desc.layout).index(v_slot).reshape([_HIGH, D])
+        mbarrier.wait(v_full.index(v_slot), (i // V_STAGES) & 1)
+        product = _values_product(acc, operand, alpha, v, X_LAYOUT)
+        acc = warpgroup_mma_wait(0, deps=[product])
+        _ask(i + K_STAGES, i + V_STAGES, places, asked, False, True, True)
+
+    l_i = gl.sum(sums, 1)
+    is_empty = l_i == 0.0
+    scale = gl.convert_layout(1.0 / gl.where(is_empty, 1.0, l_i), X_ROW, assert_trivial=True)
+    # By way of where the queries were, so that threads store what lies side by side.
+    q.store((acc * scale[:, None]).to(Q_DTYPE))
+    _barrier()
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    o_rows = start - q_offset + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, OUT))
+    o_d = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
+    out_ptr += i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh
+    m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_d >= 0)[None, :]
+    gl.store(out_ptr + (o_rows.to(gl.int64)[:, None] * stride_ot + o_d[None, :]), q.load(OUT), mask=m_out)
+    rows = start - q_offset + gl.arange(0, _ROWS, layout=ROW)
+    taken = _finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
+    l_i = gl.convert_layout(l_i, ROW, assert_trivial=True)
+    lse = (m_i + gl.log2(l_i) - 8.0 + taken) * 0.6931471805599453
+    lse_ptr += (i_b * Q_HEADS + i_h).to(gl.int64) * q_len
+    gl.store(lse_ptr + rows, gl.where(l_i == 0.0, float("-inf"), lse), mask=(rows >= 0) & (rows < q_len))
