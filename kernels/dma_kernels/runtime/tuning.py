@@ -119,6 +119,10 @@ def select_tiles(
         # A softcap takes more registers than the cap leaves: its loop would spill (compiled, not timed).
         if has_softcap:
             return tiles
+        # Short prompts, this kernel and theirs, quantising counted: 8 x 1K 239 to 170 us, 2K 94 to 71, 4K 241 to 203,
+        # 8 x 4K 1,893 to 1,587; that of long prompts there and beyond: 8K 686 to 678, 12K 1,485 to 1,560. With two
+        # places for values a program less fits: 8 x 1K 199. Head_dim 64 at 2K, 16K and 64K: 62 to 49, 1,996 to 1,926,
+        # 31,770 to 31,010 (that of long prompts 32,000); with three places for keys, a program less, 16K 2,106.
         if widest == 128:
             return replace(tiles, max_registers=168, high_stages=1, short=ShortTiles(2, 1, 168, max_keys=8_192))
         return replace(tiles, max_registers=128, num_stages=3, high_block_n=32, short=ShortTiles(2, 2, 128))
@@ -186,7 +190,7 @@ def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     ===============================================  ======  =====  =====  =====  ======  ======
     us                                               8 x 1K     2K     4K     8K  8 x 4K     32K
     ===============================================  ======  =====  =====  =====  ======  ======
-    The kernel of short prompts                         261     94    244
+    The kernel for all chips                            261     94    244
     This kernel                                         283    100    245    741   1,877   9,570
     A: 64 positions of three heads of a group           280    104    251    760   1,944   9,828
     B: as A, a program for each multiprocessor          265    107    259    761   1,861   9,868
@@ -219,28 +223,29 @@ def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     the matrix units 1.04, 1.04; the product with values in two halves 1.04, 1.06.
 
     One program fills a multiprocessor, and what it does before and after its loop is hidden by nothing. So it pays for
-    long rows alone. Against the other kernel, quantising counted, in milliseconds: 8-bit keys and E4M3 values 0.236 to
-    0.226 at 4K, 0.694 to 0.733 at 8K, 9.31 to 10.94 at 32K; 16-bit keys (``fp4``) 0.365 to 0.416 at 4K, 11.37 to 15.49
-    at 32K, and 16-bit values too (``kv4``) 0.308 to 0.370 and 13.18 to 17.38; 8-bit keys and 16-bit values (``paper``)
-    0.273 to 0.299 and 11.52 to 14.57.
+    long rows alone. Against the kernel for all chips, quantising counted, in milliseconds: 8-bit keys and E4M3 values
+    0.236 to 0.226 at 4K, 0.694 to 0.733 at 8K, 9.31 to 10.94 at 32K; 16-bit keys (``fp4``) 0.365 to 0.416 at 4K, 11.37
+    to 15.49 at 32K, and 16-bit values too (``kv4``) 0.308 to 0.370 and 13.18 to 17.38; 8-bit keys and 16-bit values
+    (``paper``) 0.273 to 0.299 and 11.52 to 14.57. Windows, padding, head_dim 96: benchmarks/prefill-short-h200.csv.
     """
     # As many blocks as fit in shared memory.
     stages = {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2}[are_keys_8bit, are_values_8bit]
-    # With values of high tiles in 16 bits (an H200, Triton 3.6): 1 x 4K takes the other kernel 245 us, the variant of
-    # one program for each multiprocessor 259; 8 x 4K the other kernel 2,065, this one 1,954. What counts is how many
+    # With values of high tiles in 16 bits (an H200, Triton 3.6): 1 x 4K takes the kernel for all chips 245 us, the
+    # variant of one program for each multiprocessor 259; 8 x 4K 2,065, this one 1,954. What counts is how many
     # programs share the chip.
     min_rows = 32 * (8_192 if are_keys_8bit and are_values_8bit else 4_096)
     return HopperTiles(groups=3, stages=stages, registers=160, min_keys=4_096, min_rows=min_rows)
 
 
 def _wide_hopper_tiles() -> HopperTiles:
-    """Return the sizes for head dimensions of 256, with 8-bit keys and E4M3 values.
+    """Return the sizes for head dimensions of 160 to 256, with 8-bit keys and E4M3 values.
 
     The output takes 128 registers of a thread and a block's scores 64, so there are two warpgroups. The product with
     values goes 32 channels at a time, one ahead of that which is added: the loop reads four scalars back from spilled
     registers. With 64 it was 104 since products with values of high tiles are of 16 bits (Triton 3.6; 16 query and 8 kv
     heads): 8K 895 us; a kernel with the same loop over low tiles, and that of high tiles with scores ahead, 776. With
     128, of which two are in flight, a quarter of the output is spilled: 0.92 / 13.0 ms against 0.71 / 8.3 at 8K / 32K.
+    To 192 channels 64 at a time are fewer instructions, 543 instead of 613 for a tile, and 2 scalars read back, not 12.
 
     The other kernel has one program on a multiprocessor too, and is overtaken early, as CUDA graphs in microseconds:
     512 keys 44.5 against 39.3, 1K 60.0 against 65.6, 2K 107 against 149, 4K 255 against 419; 8 query heads at 2K 68
