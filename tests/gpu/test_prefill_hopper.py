@@ -27,59 +27,57 @@ def _is_hopper() -> bool:
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _is_hopper(), reason="needs a Hopper")]
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The kernel takes calls of any length; each launch is noted."""
+def note_launches(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Return what grows by a kernel's name with each of its launches."""
     noted: list[str] = []
-    launch = host.prefill_hopper
+    launch = getattr(host, name)
 
     def note(*arguments: Any, **options: Any) -> None:
-        noted.append("hopper")
+        noted.append(name)
         launch(*arguments, **options)
 
-    def select(*arguments: Any, **options: Any) -> PrefillTiles:
-        tiles = select_tiles(*arguments, **options)
+    monkeypatch.setattr(host, name, note)
+    return noted
+
+
+def choose_tiles(monkeypatch: pytest.MonkeyPatch, change: Callable[[PrefillTiles], PrefillTiles]) -> None:
+    """Let calls have other sizes."""
+    monkeypatch.setattr(backend, "select_tiles", lambda *given, **options: change(select_tiles(*given, **options)))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernel for long prompts takes calls of any length; each launch is noted."""
+
+    def change(tiles: PrefillTiles) -> PrefillTiles:
         assert tiles.hopper is not None
         return replace(tiles, hopper=replace(tiles.hopper, min_keys=0, min_rows=0), short=None)
 
-    monkeypatch.setattr(host, "prefill_hopper", note)
-    monkeypatch.setattr(backend, "select_tiles", select)
+    choose_tiles(monkeypatch, change)
     replay.call_of.cache_clear()
-    yield noted
+    yield note_launches(monkeypatch, "prefill_hopper")
     replay.call_of.cache_clear()
 
 
 @pytest.fixture
 def short_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The kernel for short prompts takes calls of any length; each launch is noted."""
-    noted: list[str] = []
-    launch = host.prefill_short
 
-    def note(*arguments: Any, **options: Any) -> None:
-        noted.append("short")
-        launch(*arguments, **options)
-
-    def select(*arguments: Any, **options: Any) -> PrefillTiles:
-        tiles = select_tiles(*arguments, **options)
+    def change(tiles: PrefillTiles) -> PrefillTiles:
         assert tiles.short is not None
         return replace(tiles, short=replace(tiles.short, max_keys=None))
 
-    monkeypatch.setattr(host, "prefill_short", note)
-    monkeypatch.setattr(backend, "select_tiles", select)
+    choose_tiles(monkeypatch, change)
     replay.call_of.cache_clear()
-    yield noted
+    yield note_launches(monkeypatch, "prefill_short")
     replay.call_of.cache_clear()
 
 
 def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Run a call on the other kernel."""
-
-    def select(*arguments: Any, **options: Any) -> PrefillTiles:
-        return replace(select_tiles(*arguments, **options), hopper=None, short=None)
-
     replay.call_of.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "select_tiles", select)
+        choose_tiles(patch, lambda tiles: replace(tiles, hopper=None, short=None))
         return run()
 
 
@@ -229,7 +227,7 @@ def test_bands_are_those_of_the_other_kernel(
 
     out, lse = run()
     expected, expected_lse = without(monkeypatch, run)
-    assert launches == ["hopper"]
+    assert launches == ["prefill_hopper"]
     assert relative_error(out, expected) < 0.01
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
@@ -242,14 +240,7 @@ def test_fp16_and_transposed_views(recipe: str, launches: list[str]) -> None:
 
 @pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
 def test_long_calls_take_it_and_equal_the_other_kernel(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[int] = []
-    launch = host.prefill_hopper
-
-    def note(*arguments: Any, **options: Any) -> None:
-        noted.append(1)
-        launch(*arguments, **options)
-
-    monkeypatch.setattr(host, "prefill_hopper", note)
+    noted = note_launches(monkeypatch, "prefill_hopper")
     qkv = random_qkv(
         q_heads=16, kv_heads=4, q_len=16_400, kv_len=16_400, head_dim=head_dim, dtype=torch.bfloat16, device="cuda"
     )
@@ -297,7 +288,7 @@ def test_bands_of_short_calls_are_those_of_the_other_kernel(
 
     out, lse = run()
     expected, expected_lse = without(monkeypatch, run)
-    assert short_launches == ["short"]
+    assert short_launches == ["prefill_short"]
     # The other kernel rounds probabilities relative to other maxima: it begins with the high tiles.
     assert relative_error(out, expected) < 0.02
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)

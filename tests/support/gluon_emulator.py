@@ -307,9 +307,9 @@ def triton_scope(function: FunctionType, fake: SimpleNamespace) -> dict[str, Any
     """Return what a function of Triton's sees of its module, in this language."""
     scope: dict[str, Any] = {"tl": fake}
     for name, value in function.__globals__.items():
-        inner = getattr(value, "fn", None)
         if name == "tl":
             continue
+        inner = getattr(value, "fn", None)
         scope[name] = value.value if isinstance(value, gl.constexpr) else value
         if isinstance(inner, FunctionType):
             scope[name] = as_python(

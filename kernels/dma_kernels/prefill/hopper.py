@@ -65,33 +65,19 @@ def takes(
     if low is None or low.key_form not in LOW_FORMS or high.key_form not in HIGH_FORMS:
         return False
     batch, heads, q_len, head_dim = query.shape
-    is_e4m3 = low.value_form is Form.E4M3
-    value_dim = high.value.shape[3]
     seen = geometry.kv_len if geometry.window is None else min(geometry.kv_len, geometry.window)
     is_long = seen >= tiles.min_keys and batch * heads * q_len >= tiles.min_rows
-    whole = ("caller", "aligned")
-    has_layouts = (
-        low.key_layout == "aligned"
-        and high.key_layout in whole
-        and low.value_layout in whole
-        and high.value_layout in whole
-    )
     has_factors = (
         (low.key_factor is None) == (low.key_form is Form.DEQUANTIZED)
         and high.key_factor is None
         and (low.value_factor is None or low.value_factor.ndim == 3)
     )
-    wide = [query, high.key, high.value] + ([] if is_e4m3 else [low.value])
     return (
         is_long
-        and geometry.mask is None
-        and has_layouts
         and has_factors
-        and not has_softcap
-        and not has_sinks
-        and head_dim == value_dim
         and head_dim in HEAD_DIMS
-        and all(map(is_describable, wide))
+        and (low.value_form is Form.E4M3 or is_describable(low.value))
+        and _is_usual(query, operands, geometry, has_softcap=has_softcap, has_sinks=has_sinks)
     )
 
 
@@ -137,7 +123,7 @@ def prefill_hopper(
     before = start % ROWS if geometry.rows is None else ROWS - 1
     blocks = -(-(before + q_len) // (ROWS * tiles.groups))
     all_heads = batch * kv_heads
-    section = select_section(all_heads, (low.key.nbytes + low.value.nbytes) // all_heads)
+    section = select_section(all_heads, low.head_bytes)
     launch = _long_launcher(
         q_heads, kv_heads, head_dim, tiles, high.key_layout, high.value_layout, low.value_layout, geometry.is_causal,
         not _is_plain(geometry, q_len), operands.key_mean is not None, high.key_form is Form.RAW,
@@ -205,22 +191,16 @@ def takes_short(
     high, low = operands.high, operands.low
     if low is None or low.key_form not in (Form.INT8, Form.E4M3) or low.value_form is not Form.E4M3:
         return False
-    head_dim = query.shape[3]
     return (
         _is_plain(geometry, query.shape[2])
         and (tiles.max_keys is None or geometry.kv_len <= tiles.max_keys)
-        and geometry.mask is None
         and geometry.q_offset >= 0
         and geometry.kv_offset >= 0
         and high.key_form is Form.RAW
-        and low.key_layout == "aligned"
         and low.key_factor is not None
         and low.value_factor is not None
-        and not has_softcap
-        and not has_sinks
-        and head_dim == high.value.shape[3]
-        and head_dim in SHORT_HEAD_DIMS
-        and all(map(is_describable, (query, high.key, high.value)))
+        and query.shape[3] in SHORT_HEAD_DIMS
+        and _is_usual(query, operands, geometry, has_softcap=has_softcap, has_sinks=has_sinks)
     )
 
 
@@ -243,7 +223,7 @@ def prefill_short(
     start = geometry.q_offset
     blocks = -(-(start % ROWS + q_len) // ROWS)
     all_heads = batch * kv_heads
-    section = select_section(all_heads, (low.key.nbytes + low.value.nbytes) // all_heads)
+    section = select_section(all_heads, low.head_bytes)
     launch = _short_launcher(
         q_heads, kv_heads, head_dim, tiles, low.key_form, recipe.query_low, recipe.scale_rounding == "ceil",
         recipe.rotate,
@@ -282,6 +262,22 @@ def _short_launcher(
         "ROTATE": rotate,
     }
     return Launcher(prefill_short_kernel, constants, num_warps=4, maxnreg=tiles.registers, launch_pdl=True)
+
+
+def _is_usual(
+    query: Tensor, operands: Operands, geometry: PrefillGeometry, *, has_softcap: bool, has_sinks: bool
+) -> bool:
+    """Whether a call with low tiles has what both kernels ask of all: see :func:`takes`."""
+    high, low = operands.high, operands.low
+    assert low is not None
+    return (
+        geometry.mask is None
+        and not has_softcap
+        and not has_sinks
+        and low.key_layout == "aligned"
+        and query.shape[3] == high.value.shape[3]
+        and all(map(is_describable, (query, high.key, high.value)))
+    )
 
 
 def _is_plain(geometry: PrefillGeometry, q_len: int) -> bool:

@@ -40,7 +40,7 @@ def prefill_attention(
     use_tma: bool,
     is_early: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel: that of :mod:`dma_kernels.prefill.hopper` for the calls that it takes.
+    """Launch a kernel: those of :mod:`dma_kernels.prefill.hopper` for the calls that they take.
 
     Args:
         query: ``[B, Hq, Tq, D]``, 16-bit, any strides.
@@ -112,7 +112,7 @@ def prefill_attention(
     else:
         blocks = (q_len + tiles.block_m - 2) // tiles.block_m + 1
     all_heads = batch * kv_heads
-    section = select_section(all_heads, (low.key.nbytes + low.value.nbytes) // all_heads)
+    section = select_section(all_heads, low.head_bytes)
     constants.launcher(
         (blocks * q_heads * batch, 1, 1),
         query, high.key, high.value, low.key, low.value, high.key_scale, low.key_scale,

@@ -52,6 +52,12 @@ class TileOperands:
     key_factor: Tensor | None = None
     value_factor: Tensor | None = None
 
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the keys and values of a kv head of a batch row."""
+        batch, heads = self.key.shape[:2]
+        return (self.key.nbytes + self.value.nbytes) // (batch * heads)
+
 
 @dataclass(frozen=True)
 class Operands:

@@ -34,6 +34,7 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs these")
 
 LENGTH = 300
+ANY_SHORT = ShortTiles(key_stages=2, value_stages=1, registers=168)
 ANY_LENGTH = HopperTiles(groups=3, stages=4, registers=160, min_keys=0, min_rows=0)
 
 
@@ -53,15 +54,17 @@ def geometry(**changes: Any) -> PrefillGeometry:
 def is_taken(
     recipe: str = "int8",
     head_dim: int = 128,
-    tiles: HopperTiles = ANY_LENGTH,
+    tiles: HopperTiles | ShortTiles = ANY_LENGTH,
     change: Callable[[Operands], Operands] = lambda made: made,
     has_softcap: bool = False,
     has_sinks: bool = False,
     **changes: Any,
 ) -> bool:
+    """Whether the kernel that sizes are for takes a call."""
     query, key, value = inputs(head_dim)
     made = change(operands(key, value, RECIPES[recipe], changes.get("kv_offset", 0)))
-    return takes(query, made, geometry(**changes), tiles, has_softcap=has_softcap, has_sinks=has_sinks)
+    taken: Callable[..., bool] = takes_short if isinstance(tiles, ShortTiles) else takes
+    return taken(query, made, geometry(**changes), tiles, has_softcap=has_softcap, has_sinks=has_sinks)
 
 
 def low_with(**changes: Any) -> Callable[[Operands], Operands]:
@@ -172,23 +175,6 @@ def test_hopper_alone_has_that_of_short_prompts(arch: int, head_dim: int, recipe
     assert (tiles.short is not None) == is_there
 
 
-ANY_SHORT = ShortTiles(key_stages=2, value_stages=1, registers=168)
-
-
-def is_taken_as_short(
-    recipe: str = "balanced",
-    head_dim: int = 128,
-    tiles: ShortTiles = ANY_SHORT,
-    change: Callable[[Operands], Operands] = lambda made: made,
-    has_softcap: bool = False,
-    has_sinks: bool = False,
-    **changes: Any,
-) -> bool:
-    query, key, value = inputs(head_dim)
-    made = change(operands(key, value, RECIPES[recipe], changes.get("kv_offset", 0)))
-    return takes_short(query, made, geometry(**changes), tiles, has_softcap=has_softcap, has_sinks=has_sinks)
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -201,7 +187,7 @@ def is_taken_as_short(
     ids=str,
 )
 def test_takes_short_calls(call: dict[str, Any]) -> None:
-    assert is_taken_as_short(**call)
+    assert is_taken(**{"recipe": "balanced", "tiles": ANY_SHORT, **call})
 
 
 @pytest.mark.parametrize(
@@ -228,7 +214,7 @@ def test_takes_short_calls(call: dict[str, Any]) -> None:
     ids=lambda call: " ".join(call),
 )
 def test_leaves_other_short_calls(call: dict[str, Any]) -> None:
-    assert not is_taken_as_short(**call)
+    assert not is_taken(**{"recipe": "balanced", "tiles": ANY_SHORT, **call})
 
 
 @pytest.mark.parametrize(("form", "format"), [(Form.INT8, "mxint8"), (Form.E4M3, "mxfp8")])
