@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from decode_cases import Case
 from dma_kernels import Recipe, attention
+from dma_kernels.cache.api import cached_attention, restore
 from dma_kernels.prefill.hopper_queries import stage_queries
 from dma_kernels.runtime import chip
 from dma_kernels.runtime.launch import Grid, Launcher
@@ -63,6 +65,24 @@ def test_results_are_those_of_contiguous_tensors(
     expected = attention(**tensors, recipe=RECIPE, backend="triton")
     tensors[name] = spread(tensors[name], list(DIMENSIONS).index(dimension), tmp_path / name)
     assert torch.equal(attention(**tensors, recipe=RECIPE, backend="triton"), expected)
+
+
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_a_step_is_that_of_contiguous_tensors(name: str, dimension: str, tmp_path: Path) -> None:
+    """Over codes, band, sinks and the new keys, which complete a tile."""
+    case = Case(kv_len=512, q_len=3, q_heads=4, head_dim=32, padding=(0, 5))
+    query, key, value = case.inputs(torch.float16, "cpu")
+    tensors = {"query": query, "key": key[:, :, -3:], "value": value[:, :, -3:]}
+    results = []
+    for _ in range(2):
+        storage = case.storage("int8", torch.float16, "cpu", is_filled=False)
+        storage.append(key[:, :, :-3], value[:, :, :-3])
+        out = cached_attention(**tensors, storage=storage, backend="triton")
+        results.append((out, *restore(storage, storage.lengths - 512, 512)))
+        tensors[name] = spread(tensors[name], list(DIMENSIONS).index(dimension), tmp_path / name)
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.fixture

@@ -365,5 +365,5 @@ def load_queries(
     o_w = gl.arange(0, W, layout=along(LAYOUT, 3, 0))[:, None, None]
     i_t = column // GROUP
     head = i_kv * GROUP + column % GROUP
-    offset = i_b * stride_qb + head * stride_qh + i_t.to(gl.int64) * stride_qt + o_d * stride_qd + o_w * 0
+    offset = i_b * stride_qb + head * stride_qh + i_t.to(gl.int64) * stride_qt + o_d.to(gl.int64) * stride_qd + o_w * 0
     return gl.load(q_ptr + offset, mask=(i_t < q_len) & (o_d < D) & (o_w >= 0), other=0.0)

@@ -77,7 +77,8 @@ def _cap(s, softcap):
 def _load_raw(pointer, token, channel, strides, first, tokens, CHANNELS: tl.constexpr):
     """Load so many tokens of the tail, the sinks or the new ones, from ``first`` on, and zeros around them."""
     mask = (token >= first) & (token < tokens) & (channel < CHANNELS)
-    return gl.load(pointer + (token.to(gl.int64) * strides[0] + channel * strides[1]), mask=mask, other=0.0)
+    offset = token.to(gl.int64) * strides[0] + channel.to(gl.int64) * strides[1]
+    return gl.load(pointer + offset, mask=mask, other=0.0)
 
 
 @jit
