@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import fields
+from types import FunctionType
 from typing import Any, ParamSpec
 
 import torch
@@ -33,11 +34,17 @@ P = ParamSpec("P")
 
 
 def _output_of(function: Callable[P, tuple[Tensor, Tensor]]) -> Callable[P, Tensor]:
-    @functools.wraps(function)
-    def attention(*arguments: P.args, **options: P.kwargs) -> Tensor:
-        return function(*arguments, **options)[0]
+    # The same function under the name that Python is to give where it is called wrongly.
+    both = FunctionType(function.__code__, function.__globals__)
+    both.__name__ = both.__qualname__ = "attention"
+    both.__kwdefaults__ = function.__kwdefaults__
+    both.__annotations__ = function.__annotations__ | {"return": "Tensor"}
 
-    attention.__name__ = attention.__qualname__ = "attention"
+    @functools.wraps(both)
+    def attention(*arguments: P.args, **options: P.kwargs) -> Tensor:
+        out: Tensor = both(*arguments, **options)[0]
+        return out
+
     return attention
 
 

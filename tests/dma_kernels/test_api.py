@@ -281,6 +281,22 @@ class TestRejected:
             assert_bits_equal(good[name], copy)
         assert_bits_equal(attention(**good), before)
 
+    @pytest.mark.parametrize("function", [attention, attention_with_lse], ids=["attention", "attention_with_lse"])
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"causal": True}, "got an unexpected keyword argument 'causal'"),
+            ({"recipe": None}, "missing 1 required positional argument: 'recipe'"),
+        ],
+        ids=["unknown", "missing"],
+    )
+    def test_the_function_that_was_called_is_named(
+        self, function: Callable[..., Any], arguments: dict[str, Any], message: str
+    ) -> None:
+        given = {name: value for name, value in (inputs() | arguments).items() if value is not None}
+        with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) {message}"):
+            function(**given)
+
     def test_positional_options(self) -> None:
         good = inputs()
         with pytest.raises(TypeError, match="positional"):
