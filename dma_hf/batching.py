@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,17 +23,40 @@ from .paged import name_for_batching
 from .settings import PAGED_NAME, cache_of, is_dma, rename, restore_names
 
 
-class InitContinuousBatching:
-    """The ``init_continuous_batching`` of one model: a manager that runs ``dma_mxfp``, with the cache it is set to.
+class OwnMethod:
+    """A method that one model has in place of its class's.
 
-    An object, and no bound function, so that it is copied and pickled with the model.
+    An object, and no bound function, so that it is copied and pickled with the model. It does not keep the model alive:
+    whoever drops a model has its memory back at once, not when Python looks for cycles.
 
     Args:
-        model: The model.
+        model: The model, of which this is an attribute.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+        self._model = weakref.ref(model)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model.
+
+        Raises:
+            ReferenceError: It is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise ReferenceError(
+                f"{type(self).__name__} was kept longer than its model; keep the model itself: model = load(), then "
+                "model.generate(...)"
+            )
+        return model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.model,)
+
+
+class InitContinuousBatching(OwnMethod):
+    """The ``init_continuous_batching`` of one model: a manager that runs ``dma_mxfp``, with the cache it is set to."""
 
     def __call__(
         self,

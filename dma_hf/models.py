@@ -11,7 +11,7 @@ from dma_kernels import Recipe
 from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
 
-from .batching import InitContinuousBatching
+from .batching import InitContinuousBatching, OwnMethod
 from .cache import DMACache
 from .cache_layers import DMALayer
 from .config import DMAConfig, resolve
@@ -85,18 +85,12 @@ def configure(
     return config
 
 
-class CachedGenerate:
+class CachedGenerate(OwnMethod):
     """The ``generate`` of one model: that of its class, with a ``DMACache`` where the model's configuration has one.
 
-    A call that asks for another cache gets it, and ``cache_implementation="dma"`` asks for a ``DMACache``. An object,
-    and no bound function, so that it is copied and pickled with the model. Nothing of Transformers is changed.
-
-    Args:
-        model: The model.
+    A call that asks for another cache gets it, and ``cache_implementation="dma"`` asks for a ``DMACache``. Nothing of
+    Transformers is changed.
     """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Generate; arguments and result are those of the class's own ``generate``."""

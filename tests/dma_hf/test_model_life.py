@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import gguf
@@ -55,6 +57,21 @@ def test_a_copy_computes_the_same(clone, llama, token_ids):
     dma_hf.configure(twin, "balanced")
     assert not torch.equal(_logits(twin, ids), paper)
     assert torch.equal(_logits(llama, ids), paper)  # the settings are the copy's own
+
+
+def test_a_model_that_is_dropped_is_freed_at_once(families, token_ids):
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, cache="int8")
+    model.generate(token_ids(1, 20), max_new_tokens=2, do_sample=False)
+    generate, weight = model.generate, weakref.ref(model.lm_head.weight)
+    gc.disable()
+    try:
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
+    with pytest.raises(ReferenceError, match="keep the model itself"):
+        generate(token_ids(1, 20))
 
 
 def test_switching_back_and_forth(llama, families, token_ids):
