@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from dma_eval.bench.prefill import (
 from dma_eval.bench.results import DeviceFacts, PrefillReport, PrefillResult, PrefillShape
 from dma_eval.bench.shown import failures, plot_prefill, prefill_tables
 from dma_eval.commands.bench import HEAD_DIMS, LENGTHS, MASKS, PREFILL_HEADS, prefill_shapes
+from dma_kernels.prefill.operands import Operands
 from PIL import Image
 from torch.nn import functional as F
 
@@ -211,6 +212,24 @@ class TestMeasuring:
             shape, parse_implementations(["sdpa"]), DeviceFacts(name="cpu"), CPU, torch.bfloat16, seconds=0.0
         )
         assert found.error == found.error_with_outliers == 1.0
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs these")
+    @pytest.mark.parametrize(
+        ("length", "is_causal", "read", "written"), [(1024, True, 6, 5), (1024, False, 8, 7), (256, True, 0, 0)]
+    )
+    def test_quantising_moves_the_tiles_that_a_query_sees_as_low_ones_and_reads_the_first(
+        self, length: int, is_causal: bool, read: int, written: int
+    ) -> None:
+        query, key, value = (torch.randn(1, 1, length, 64, dtype=torch.float16) for _ in range(3))
+        (balanced,) = parse_implementations(["dma_mxfp:balanced"])
+        assert balanced.config is not None
+        on_triton = replace(balanced, config=replace(balanced.config, backend="triton"))
+        _, part = prepare(on_triton, query, key, value, is_causal=is_causal)
+        assert part is not None
+        made = part()
+        assert isinstance(made, Operands)
+        moved = prefill._moved_bytes(key, value, made)
+        assert moved == pytest.approx((2 * read + written) * 2 * 128 * 64, rel=0.005)
 
     def test_causal_block_mask_is_the_triangle(self) -> None:
         mask = causal_block_mask(300, CPU)

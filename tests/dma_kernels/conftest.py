@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -115,6 +116,19 @@ class Oracle:
 def oracle() -> Oracle:
     """The independent quantiser."""
     return Oracle()
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``new_empty`` allocates is bytes of 255, which in floating point are NaN, until it is written."""
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned_empty(*arguments: Any, **options: Any) -> torch.Tensor:
+        made = new_empty(*arguments, **options)
+        made.untyped_storage().fill_(255)
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned_empty)
 
 
 @pytest.fixture(scope="session")

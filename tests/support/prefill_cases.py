@@ -78,6 +78,10 @@ CASES = {
     "right-padded": Case(batch=2, tensors={"kv_range": [[0, 141], [0, 430]]}),
     "nothing-visible": Case(batch=2, tensors={"kv_range": [[0, 0], [0, 430]]}),
     "window": Case(q_len=400, kv_len=400, options={"window": 150}),
+    "window-chunk": Case(q_len=70, kv_len=850, options={"window": 300}),
+    "window-chunk-bidirectional": Case(
+        q_len=70, kv_len=900, options={"window": 200, "is_causal": False, "q_offset": 420}
+    ),
     "window-bidirectional": Case(options={"window": 70, "is_causal": False}),
     "window-cache": Case(q_len=1, kv_len=150, options={"window": 150, "q_offset": 449, "kv_offset": 300}),
     "softcap": Case(options={"softcap": 15.0}),

@@ -54,10 +54,11 @@ def check(
     *,
     kv_offset: int = 0,
     rows: Tensor | None = None,
+    low_tiles: range | None = None,
 ) -> Operands:
     """Hold the operands of a call against the specification, given the mean key that the kernels found."""
     lowering = select_lowering(recipe, arch)
-    actual = quantize_keys_values(key, value, recipe, lowering, kv_offset=kv_offset, rows=rows)
+    actual = quantize_keys_values(key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, low_tiles=low_tiles)
     expected = expected_operands(key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, mean=actual.key_mean)
     assert_operands_equal(actual, expected)
     return actual

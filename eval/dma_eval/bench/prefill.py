@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from dma_kernels import attention
+from dma_kernels.numerics.formats import TILE
+from dma_kernels.numerics.geometry import PrefillGeometry
 from dma_kernels.prefill.backend import quantize_operands
 from dma_kernels.prefill.operands import Operands
 from dma_kernels.runtime.chip import resolve_backend
@@ -49,9 +51,10 @@ def prepare(backend: Backend, query: Tensor, key: Tensor, value: Tensor, *, is_c
     if config is not None:
         recipe, on = config.recipe, config.backend
         is_fused = resolve_backend(on, query.device, query.dtype) == "triton"
+        geometry = PrefillGeometry(key.shape[2], 0, 0, None, is_causal=is_causal, window=None, mask=None)
         return (
             lambda: attention(query, key, value, recipe, is_causal=is_causal, backend=on),
-            (lambda: quantize_operands(query, key, value, recipe)) if is_fused else None,
+            (lambda: quantize_operands(query, key, value, recipe, geometry)) if is_fused else None,
         )
     if label in FLASH_3:
         return flash_attention_3(label, query, key, value, is_causal=is_causal)
@@ -203,7 +206,11 @@ def _time_quantization(
 
 
 def _moved_bytes(key: Tensor, value: Tensor, operands: Operands) -> int:
-    """Return the bytes that must be read and written, each once, to make the operands."""
+    """Return the bytes that must be read and written, each once, to make the operands.
+
+    The first tile is read even where it is not written: it says how the others are scaled.
+    """
+    assert operands.written is not None
     tiles = [operands.high] if operands.low is None else [operands.high, operands.low]
     written = {}
     for tile in tiles:
@@ -216,7 +223,11 @@ def _moved_bytes(key: Tensor, value: Tensor, operands: Operands) -> int:
         if any(tensor.data_ptr() != source.data_ptr() for tensor in made)
     ]
     own = {key.data_ptr(), value.data_ptr()}
-    return sum(x.nbytes for x in read) + sum(x.nbytes for pointer, x in written.items() if pointer not in own)
+    of_all = -(-key.shape[2] // TILE)
+    tiles_read = len({0, *operands.written}) if operands.written else 0
+    bytes_read = sum(x.nbytes for x in read) * tiles_read
+    bytes_written = sum(x.nbytes for pointer, x in written.items() if pointer not in own) * len(operands.written)
+    return (bytes_read + bytes_written) // of_all
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Run:

@@ -172,13 +172,25 @@ class PrefillGeometry:
         kv_offset = options.kv_offset if rows is None else 0
         return cls(kv_len, first, kv_offset, rows, options.is_causal, options.window, options.mask)
 
-    def has_low_tiles(self, q_len: int, diagonal_tiles: int, sink_tiles: int) -> bool:
-        """Whether a query may see a low tile. Where batch rows stand only the device knows: they are taken to."""
+    def low_tiles(self, q_len: int, diagonal_tiles: int, sink_tiles: int) -> range | None:
+        """Return the tiles from the first to the last that a query may see as a low one, counted from that of key 0.
+
+        A window is that of whole tiles of queries: a kernel's blocks lie in one tile, and may hold queries before the
+        first and after the last.
+
+        Returns:
+            The tiles; ``None``, for all of them, where only the device knows where batch rows stand.
+        """
         if self.rows is not None:
-            return True
+            return None
         first_query, last_query = self.q_offset // TILE, (self.q_offset + q_len - 1) // TILE
-        first_key = max(self.kv_offset // TILE, sink_tiles)
-        last_key = (self.kv_offset + self.kv_len - 1) // TILE
-        is_behind = last_query - first_key > diagonal_tiles
-        is_ahead = not self.is_causal and last_key - first_query > diagonal_tiles
-        return first_key <= last_key and (is_behind or is_ahead)
+        start = self.kv_offset // TILE
+        first, last = max(start, sink_tiles), (self.kv_offset + self.kv_len - 1) // TILE
+        if self.window is not None:
+            reach = -(-(self.window - 1 if self.is_causal else self.window) // TILE)
+            first, last = max(first, first_query - reach), min(last, last_query + reach)
+        tiles = range(first, min(last, last_query - diagonal_tiles - 1) + 1)
+        if not self.is_causal:
+            after = range(max(first, first_query + diagonal_tiles + 1), last + 1)
+            tiles = range(tiles.start, after.stop) if tiles and after else tiles or after
+        return range(tiles.start - start, tiles.stop - start)

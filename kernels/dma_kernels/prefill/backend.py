@@ -36,7 +36,7 @@ def attention_triton(
         The output, and the logarithms of the denominators.
     """
     geometry = PrefillGeometry.of(options, query, key)
-    if not geometry.has_low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles):
+    if geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles) == range(0):
         recipe = recipe.of_high_tiles
     inputs = (query, key, value, options.sinks, options.mask, geometry.rows)
     if call is None:
@@ -48,7 +48,7 @@ def attention_triton(
         arch, has_softcap = chip.device_arch(query.device), options.softcap is not None
         lowering = select_lowering(recipe, arch, max(query.shape[3], value.shape[3]))
         with on_device(query.device):
-            operands = quantize_operands(query, key, value, recipe, kv_offset=geometry.kv_offset, rows=geometry.rows)
+            operands = quantize_operands(query, key, value, recipe, geometry)
             return prefill_attention(
                 query,
                 operands,
@@ -69,18 +69,17 @@ def attention_triton(
     return out, lse
 
 
-def quantize_operands(
-    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, kv_offset: int = 0, rows: Tensor | None = None
-) -> Operands:
-    """Launch what precedes the attention kernel; arguments as for :func:`quantize_keys_values`."""
+def quantize_operands(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, geometry: PrefillGeometry) -> Operands:
+    """Launch what precedes the attention kernel; arguments as for it and for :func:`quantize_keys_values`."""
     arch = chip.device_arch(query.device)
     operands = quantize_keys_values(
         key,
         value,
         recipe,
         select_lowering(recipe, arch, max(key.shape[3], value.shape[3])),
-        kv_offset=kv_offset,
-        rows=rows,
+        kv_offset=geometry.kv_offset,
+        rows=geometry.rows,
+        low_tiles=geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles),
     )
     head_scale = query_factor(query, recipe)
     return operands if head_scale is None else replace(operands, query_factor=head_scale)

@@ -69,9 +69,13 @@ class Operands:
         key_mean: What ``smooth_k`` subtracted, fp32 ``[B, Hkv, D]``; given iff it did.
         query_factor: NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``; given iff the recipe has
             NVFP4 queries.
+        written: Tiles of aligned storage that are written; ``None`` for all. The others hold anything, and nothing may
+            compute with them, by a probability of 0 either: to no query they are low
+            (:meth:`dma_kernels.numerics.geometry.PrefillGeometry.low_tiles`).
     """
 
     high: TileOperands
     low: TileOperands | None
     key_mean: Tensor | None = None
     query_factor: Tensor | None = None
+    written: range | None = None

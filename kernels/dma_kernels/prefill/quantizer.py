@@ -43,8 +43,9 @@ def quantize_keys_values(
     *,
     kv_offset: int,
     rows: Tensor | None,
+    low_tiles: range | None = None,
 ) -> Operands:
-    """Write the key and value operands of a call. What no query can see is zeros in aligned storage.
+    """Write the key and value operands of a call. What no query can see is zeros in the tiles that are written.
 
     Args:
         key: 16-bit ``[B, Hkv, Tk, D]``, any strides.
@@ -54,6 +55,8 @@ def quantize_keys_values(
         kv_offset: Position of key 0, where ``rows`` is ``None``.
         rows: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key and the
             one past the last.
+        low_tiles: Tiles of aligned storage that a query may see as low ones; ``None`` for all. Where high tiles read
+            the caller's own keys, only these are written.
 
     Returns:
         The operands, without ``query_factor``.
@@ -65,12 +68,14 @@ def quantize_keys_values(
     # Where a row starts inside its first tile is known on the device alone: up to 127 entries stay empty before it.
     first = kv_offset % TILE if rows is None else TILE - 1
     tiles = max(1, -(-(kv_len + first) // TILE))
+    written = low_tiles if low_tiles is not None and lowering.key is Form.RAW else range(tiles)
     made = {name: key.new_empty(output.size(batch, heads, tiles), dtype=output.dtype) for name, output in plan.outputs}
     if plan.launch is not None:
-        sizes = (*key.stride(), *value.stride(), kv_offset, kv_len, tiles)
-        programs = max(1, min(tiles, PROGRAMS * chip.processors(key.device) // max(1, batch * heads * plan.layers)))
+        sizes = (*key.stride(), *value.stride(), kv_offset, kv_len, tiles, written.start, written.stop)
+        share = PROGRAMS * chip.processors(key.device) // max(1, batch * heads * plan.layers)
+        programs = max(1, min(len(written), share))
         plan.launch((batch * heads, programs, plan.layers), key, value, rows, *map(made.get, _WRITTEN), *sizes)
-    return _operands(key, value, lowering, tiles, made)
+    return _operands(key, value, lowering, tiles, written, made)
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ _WRITTEN = (
 )  # fmt: skip
 
 # Its parameters that stay as they are for a plan: what is allocated here, and lengths.
-_SETTLED = frozenset({"kv_offset", "kv_len", "tiles"} | {f"{name}_ptr" for name in _WRITTEN})
+_SETTLED = frozenset({"kv_offset", "kv_len", "tiles", "first_tile", "end_tile"} | {f"{name}_ptr" for name in _WRITTEN})
 
 
 @dataclass(frozen=True)
@@ -216,6 +221,7 @@ def _operands(
     value: Tensor,
     lowering: Lowering,
     tiles: int,
+    written: range,
     made: dict[str, Tensor],
 ) -> Operands:
     head_factor = made.get("head_factor")
@@ -243,4 +249,4 @@ def _operands(
     low = None
     if lowering.low_key is not None and lowering.low_value is not None:
         low = tile_operands("low", lowering.low_key, lowering.low_value)
-    return Operands(high=high, low=low, key_mean=made.get("mean"))
+    return Operands(high=high, low=low, key_mean=made.get("mean"), written=written)

@@ -172,7 +172,7 @@ def _write_fp8_values(
 @triton.jit
 def _quantize_keys(
     k_ptr, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr, head_factor_ptr,
-    rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles,
+    rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles, first_tile, end_tile,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_HEAD: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
@@ -203,9 +203,10 @@ def _quantize_keys(
         head_scale = nvfp4_key_scale(tl.max(channels, 0), ROUNDING)
         if i_program == 0:
             tl.store(head_factor_ptr + i_head, head_scale)
-    for i_block in tl.range(i_program, tiles * (_TILE // ROWS), tl.num_programs(1)):
+    PARTS: tl.constexpr = _TILE // ROWS
+    for i_block in tl.range(first_tile * PARTS + i_program, end_tile * PARTS, tl.num_programs(1)):
         o_t = i_block * ROWS + tl.arange(0, ROWS)
-        i_tile_row = i_head * tiles + i_block // (_TILE // ROWS)
+        i_tile_row = i_head * tiles + i_block // PARTS
         row = i_head * tiles * _TILE + o_t
         if IS_TILE_SCALED:
             _write_tile_scaled(
@@ -231,7 +232,7 @@ def _quantize_keys(
 @triton.jit
 def _quantize_values(
     v_ptr, value_ptr, value_factor_ptr, rows_ptr,
-    stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles,
+    stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, first_tile, end_tile,
     KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ROWS: tl.constexpr,
     VALUE_FORM: tl.constexpr,
 ):  # fmt: skip
@@ -245,7 +246,7 @@ def _quantize_values(
     if VALUE_FORM == "e4m3":  # noqa: SIM102 (a constexpr branch)
         if i_program == 0:
             tl.store(value_factor_ptr + i_head * DV + o_d, factor, mask=o_d < DV)
-    for i_tile in tl.range(i_program, tiles, tl.num_programs(1)):
+    for i_tile in tl.range(first_tile + i_program, end_tile, tl.num_programs(1)):
         i_tile_row = i_head * tiles + i_tile
         if VALUE_FORM == "e4m3":
             _write_fp8_values(
@@ -261,13 +262,13 @@ def _quantize_values(
             tl.store(value_ptr + offset, x.to(value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
 
 
-@triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles"])
+@triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles", "first_tile", "end_tile"])
 def quantize_kernel(
     k_ptr, v_ptr, rows_ptr,
     mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr, head_factor_ptr,
     value_ptr, value_factor_ptr,
     stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
-    kv_offset, kv_len, tiles,
+    kv_offset, kv_len, tiles, first_tile, end_tile,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_KEY_HEAD: tl.constexpr,
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
@@ -276,6 +277,7 @@ def quantize_kernel(
 ):  # fmt: skip
     """Write values in the first layer of programs, keys in the last; a program goes through tiles of its kv head.
 
+    Written are the tiles from ``first_tile`` up to ``end_tile``, of ``tiles`` in storage.
     What a tile must know of the first one each program finds itself, in the L2 cache: no launch comes before this one.
     Forms are those of :class:`~dma_kernels.prefill.operands.Form`; ``none`` and, for keys and values, ``raw`` write
     nothing. ``IS_EARLY`` lets programs of the next launch begin where there is room, when all of these have begun.
@@ -286,14 +288,15 @@ def quantize_kernel(
         if tl.program_id(2) == 0:
             _quantize_values(
                 v_ptr, value_ptr, value_factor_ptr, rows_ptr,
-                stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles,
+                stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, first_tile, end_tile,
                 KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM,
             )  # fmt: skip
     if HIGH_FORM != "raw" or LOW_FORM != "none":  # noqa: SIM102
         if tl.program_id(2) == tl.num_programs(2) - 1:
             _quantize_keys(
                 k_ptr, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr,
-                head_factor_ptr, rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles,
+                head_factor_ptr, rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len,
+                tiles, first_tile, end_tile,
                 KV_HEADS, D, BLOCK_D, HAS_ROWS, HAS_MEAN, HAS_KEY_HEAD, ROTATE, HADAMARD_SIZE, NORM,
                 HIGH_FORM, HIGH_FORMAT, LOW_FORM, LOW_FORMAT, SHARED, ROUNDING,
             )  # fmt: skip

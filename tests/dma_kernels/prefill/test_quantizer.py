@@ -72,6 +72,49 @@ def test_storage_begins_at_the_tile_of_key_0(kv_len: int, kv_offset: int) -> Non
     check(key, value, RECIPES["int8"], HOPPER, kv_offset=kv_offset)
 
 
+def tile_bytes(tensor: Tensor, tiles: int) -> Tensor:
+    """Return aligned storage as bytes ``[B, Hkv, tiles, bytes of a tile]``."""
+    return tensor.contiguous().view(torch.uint8).reshape(*tensor.shape[:2], tiles, -1)
+
+
+@pytest.mark.parametrize("arch", [AMPERE, HOPPER, BLACKWELL])
+@pytest.mark.parametrize("recipe", ["int8", "e4m3", "e5m2-row", "keys-only", "search-mxint8", "nvfp4-low"])
+def test_only_low_tiles_are_written_where_high_ones_read_the_callers_keys(
+    recipe: str, arch: int, poisoned: None
+) -> None:
+    made = (RECIPES | {"nvfp4-low": Recipe(low="nvfp4", smooth_k=True, pv="fp8")})[recipe]
+    lowering, tiles, written = select_lowering(made, arch), 5, [1, 2]
+    key, value = keys_values(kv_heads=2, kv_len=560, head_dim=32)
+    whole, part = (
+        quantize_keys_values(key, value, made, lowering, kv_offset=141, rows=None, low_tiles=low_tiles)
+        for low_tiles in (None, range(1, 3))
+    )
+    assert (whole.written, part.written) == (range(tiles), range(1, 3))
+    assert whole.low is not None
+    assert part.low is not None
+    # What the first tile says holds for all, and is said without it.
+    for name in ("key_mean", "value_factor"):
+        of_whole, of_part = (getattr(each if name == "key_mean" else each.low, name) for each in (whole, part))
+        assert (of_whole is None) == (of_part is None)
+        if of_whole is not None:
+            assert_bits_equal(of_part, of_whole)
+    for name in ("key", "value", "key_scale", "key_factor"):
+        expected, actual = getattr(whole.low, name), getattr(part.low, name)
+        if expected is None or actual is value:
+            assert actual is expected
+        elif actual.stride()[-1] == 0:  # a head's factor, for all of its tiles
+            assert_bits_equal(actual, expected)
+        else:
+            expected, actual = tile_bytes(expected, tiles), tile_bytes(actual, tiles)
+            assert torch.equal(actual[:, :, written], expected[:, :, written])
+            assert (actual[:, :, [0, 3, 4]] == 255).all()
+
+
+def test_all_tiles_are_written_where_high_ones_read_them() -> None:
+    key, value = keys_values(kv_len=300)
+    check(key, value, RECIPES["nvfp4"], HOPPER, low_tiles=range(1, 2))
+
+
 @pytest.mark.parametrize("recipe", ["int8", "nvfp4", "keys-only"])
 def test_rows_that_are_padded(recipe: str) -> None:
     key, value = keys_values(batch=4, kv_len=180, head_dim=32)

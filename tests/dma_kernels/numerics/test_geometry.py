@@ -1,0 +1,65 @@
+"""Which tiles a call may read as low ones, against the rule for every pair of a query and a key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from dma_kernels.numerics.formats import TILE
+from dma_kernels.numerics.geometry import PrefillGeometry
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+POSITIONS = st.integers(-300, 700)
+
+
+def low_tiles(
+    geometry: PrefillGeometry, queries: range, diagonal_tiles: int, sink_tiles: int, window: int | None
+) -> set[int]:
+    """Return the tiles, counted from that of key 0, with a key that one of the queries sees as a low one."""
+    query = torch.tensor(queries)[:, None]
+    key = torch.arange(geometry.kv_offset, geometry.kv_offset + geometry.kv_len)
+    distance, tiles = query - key, query // TILE - key // TILE
+    if geometry.is_causal:
+        is_visible, is_high = distance >= 0, (tiles >= 0) & (tiles <= diagonal_tiles)
+    else:
+        is_visible, is_high = distance.abs() >= 0, tiles.abs() <= diagonal_tiles
+    if window is not None:
+        is_visible &= distance < window if geometry.is_causal else distance.abs() <= window
+    is_low = is_visible & ~(is_high | (key // TILE < sink_tiles))
+    return set((key[is_low.any(0)] // TILE - geometry.kv_offset // TILE).tolist())
+
+
+@given(
+    q_len=st.integers(1, 500), kv_len=st.integers(1, 900), q_offset=POSITIONS, kv_offset=POSITIONS,
+    is_causal=st.booleans(), window=st.none() | st.integers(1, 600),
+    diagonal_tiles=st.integers(0, 3), sink_tiles=st.integers(0, 2),
+)  # fmt: skip
+@example(1024, 1024, 0, 0, True, None, 1, 1)
+@example(150, 900, 750, 0, True, 333, 1, 1)
+def test_low_tiles_are_those_of_the_rule(
+    q_len: int, kv_len: int, q_offset: int, kv_offset: int, is_causal: bool, window: int | None,
+    diagonal_tiles: int, sink_tiles: int,
+) -> None:  # fmt: skip
+    geometry = PrefillGeometry(kv_len, q_offset, kv_offset, None, is_causal=is_causal, window=window, mask=None)
+    band = diagonal_tiles, sink_tiles
+    found = geometry.low_tiles(q_len, *band)
+    assert found is not None
+    # A kernel's blocks hold queries that are not there, in tiles of those that are.
+    queries = range(q_offset // TILE * TILE, -(-(q_offset + q_len) // TILE) * TILE)
+    expected = low_tiles(geometry, queries, *band, window)
+    assert expected >= low_tiles(geometry, range(q_offset, q_offset + q_len), *band, window)
+    assert expected <= set(found) <= set(range(-(-(kv_len + kv_offset % TILE) // TILE)))
+    if window is None:
+        assert list(found) == list(range(min(expected), max(expected) + 1) if expected else range(0))
+        assert not is_causal or set(found) == expected
+    # No more than they would see at all if the tiles of keys were full.
+    start, end = kv_offset // TILE * TILE, -(-(kv_offset + kv_len) // TILE) * TILE
+    full = replace(geometry, kv_offset=start, kv_len=end - start)
+    assert set(found) <= low_tiles(full, queries, -1, sink_tiles, window)
+
+
+def test_where_only_the_device_knows_positions_all_tiles_may_be_low() -> None:
+    rows = torch.tensor([[0, 0, 0, 200]], dtype=torch.int32)
+    geometry = PrefillGeometry(200, 0, 0, rows, is_causal=True, window=None, mask=None)
+    assert geometry.low_tiles(200, 1, 1) is None
