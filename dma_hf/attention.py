@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from . import unsupported
 from .cache_attention import attend
 from .cache_step import update_of
-from .call import Call
+from .call import Call, autocast_dtype
 from .compact_mask import GEOMETRY, MASKED_BELOW, MaskGeometry
 
 CROSS_ATTENTION_NAMES = ("CrossAttention", "MergedAttention")
@@ -68,11 +68,11 @@ def dma_attention_forward(
     """
     call = Call.of(module, **kwargs)
     update = update_of(key, value)
-    kind = query.device.type
+    dtype = autocast_dtype(query)
     if update is not None:
         query = query.to(key.dtype)  # under autocast too: a cache keeps the dtype of its first keys
-    elif kind != "meta" and torch.is_autocast_enabled(kind):  # which casts for SDPA, whose place this operation has
-        query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
+    elif dtype is not None:
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries of a resampler
         batch = max(query.shape[0], key.shape[0])
         query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from .cache_step import CachedStates, Step
+from .call import autocast_dtype
 from .compact_mask import MaskGeometry
 from .settings import is_dma
 
@@ -133,10 +134,14 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
             (the new ones as they came).
 
         Raises:
-            TypeError: Their dtype is not that of the first ones. The cache is as it was.
+            TypeError: Their dtype is not that of the first ones, and no autocast makes it so. The cache is as it was.
             ValueError: Likewise, of shape or device; or there is no room.
         """
         self.flush()
+        dtype = autocast_dtype(key_states)
+        if dtype is not None:
+            dtype = self.storage.key_tail.dtype if self.is_initialized else dtype
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if not self.is_initialized:
             with lasting():
                 self.lazy_initialization(key_states, value_states)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .settings import Settings, settings_of
@@ -57,3 +58,11 @@ class Call:
             "sinks": self.sinks,
             "backend": self.settings.config.backend,
         }
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Return what autocast casts a tensor to for SDPA, whose place this attention has; ``None`` where it does not."""
+    kind = tensor.device.type
+    if kind == "meta" or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)

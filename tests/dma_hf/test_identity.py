@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
+
+import dma_hf
 
 LENGTH = 60  # more than twice the window
 PADDING = 13
@@ -140,6 +144,37 @@ def test_autocast(families, model_pair, token_ids):
         theirs, ours = reference(ids).logits, model(ids).logits
     assert ours.dtype == theirs.dtype
     assert (ours.float() - exact).norm() <= 2 * (theirs.float() - exact).norm()
+
+
+def test_autocast_leaves_fp64_as_it_is(families, identity, token_ids, assert_same):
+    models = [families["llama"].build(implementation).double() for implementation in ("sdpa", "dma_mxfp")]
+    models[1].config.dma_mxfp = identity
+    ids = token_ids(2, LENGTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs, ours = (model(ids).logits for model in models)
+    assert ours.dtype == torch.float64
+    assert_same(ours, theirs, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["from-the-start", "later"])
+@pytest.mark.parametrize("room", [None, LENGTH], ids=["dynamic", "static"])
+@pytest.mark.parametrize("implementation", ["dma_mxfp", "sdpa"])
+def test_autocast_with_a_cache(implementation, room, first, families, model_pair, token_ids):
+    """Rotated keys are then fp32 and values bf16; a cache has one dtype, that of SDPA, or that of its first keys."""
+    reference, model = model_pair(families["llama"])
+    model = copy.deepcopy(model)
+    model.set_attn_implementation(implementation)
+    ids = token_ids(2, LENGTH)
+    exact = reference(ids).logits
+    outputs = []
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = reference(ids).logits
+    cache = dma_hf.DMACache(model.config, max_cache_len=room)
+    for start, end, is_cast in ((0, 20, first), (20, 21, True), (21, LENGTH, True)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            outputs.append(model(ids[:, start:end], past_key_values=cache).logits.float())
+    assert cache.layers[0].storage.key_tail.dtype == (torch.bfloat16 if first else torch.float32)
+    assert (torch.cat(outputs, 1) - exact).norm() <= 2 * (theirs.float() - exact).norm()
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
