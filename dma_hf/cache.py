@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from dma_kernels.cache.codes import cache_format
 from dma_kernels.cache.storage import LayerStorage
+from dma_kernels.numerics.arguments import is_int
 from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
@@ -55,11 +57,12 @@ class DMACache(DynamicCache):  # type: ignore[misc]
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be a model's configuration (model.config), got {type(config).__name__}")
-        if max_cache_len is not None and not (isinstance(max_cache_len, int) and max_cache_len >= 1):
+        if max_cache_len is not None and not (is_int(max_cache_len) and max_cache_len >= 1):
             raise ValueError(f"max_cache_len must be an integer of at least 1, got {max_cache_len!r}")
         decoder = config.get_text_config(decoder=True)
         settings = settings_of(decoder)
-        name = cache_format(format or settings.config.cache or DEFAULT_FORMAT).name
+        asked = settings.config.cache or DEFAULT_FORMAT if format is None else format
+        name = cache_format(asked).name
         owner = Owner(decoder, name, settings.recipe.diagonal_tiles, settings.recipe.sink_tiles)
         upstream = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
         layers = [_own_layer(layer, owner, max_cache_len) for layer in upstream.layers]
@@ -92,10 +95,11 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         have dropped them.
 
         Raises:
-            ValueError: ``tokens_to_remove`` is positive, or takes back more than there are; the cache is as it was.
+            TypeError: ``tokens_to_remove`` is no integer.
+            ValueError: It is positive, or takes back more than there are; the cache is as it was.
             RuntimeError: A layer cannot take them back; likewise.
         """
-        count = -int(tokens_to_remove)  # Transformers 5.17 gives it in a tensor
+        count = -operator.index(tokens_to_remove)  # Transformers 5.17 gives it in a tensor
         if count < 0:  # which Transformers once took for the length to keep
             raise ValueError(f"crop takes the negative of the number of tokens to take back, got {-count}")
         for layer in self.layers:
@@ -133,8 +137,11 @@ class DMACache(DynamicCache):  # type: ignore[misc]
             device: Where to hold them; by default where they are.
 
         Raises:
+            TypeError: ``state`` is no mapping.
             ValueError: The format or the layers differ from those of this cache, which is as it was.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be what state_dict() returned, got {type(state).__name__}")
         if state.get("kind") != self._kind:
             raise ValueError(f"state holds {state.get('kind')}, the cache {self._kind}")
         kinds = [None if layer is None else (layer["window"], layer["max_cache_len"]) for layer in state["layers"]]

@@ -275,6 +275,10 @@ class TestReuse:
         with pytest.raises(ValueError, match=r"state holds layers \(window, max_cache_len\) .*100, None"):
             DMACache(model.config, max_cache_len=300).load_state_dict(cache.state_dict())
 
+    def test_a_cache_is_no_state(self, prompt):
+        with pytest.raises(TypeError, match=r"state must be what state_dict\(\) returned, got DMACache"):
+            DMACache(prompt[0].config).load_state_dict(prompt[2])
+
     def test_a_long_crop_keeps_the_precision_of_the_codes(self, build, token_ids):
         """Back to the prompt after 500 more tokens."""
         model = build("llama", setting="kv8")
@@ -375,6 +379,8 @@ class TestErrors:
             cache.crop(-21)
         with pytest.raises(ValueError, match="crop takes the negative of the number of tokens to take back, got 5"):
             cache.crop(5)
+        with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+            cache.crop(-1.5)
         _assert_unchanged(cache, before)
 
     def test_cropping_a_window_that_is_gone(self, build, token_ids):
@@ -436,9 +442,11 @@ class TestErrors:
         [
             ({"config": None}, TypeError, r"config must be a model's configuration \(model.config\), got NoneType"),
             ({"max_cache_len": 0}, ValueError, "max_cache_len must be an integer of at least 1, got 0"),
+            ({"max_cache_len": True}, ValueError, "max_cache_len must be an integer of at least 1, got True"),
             ({"format": "kv2"}, ValueError, "unknown cache format 'kv2'; expected one of int8, int4"),
+            ({"format": ""}, ValueError, "unknown cache format ''; expected one of int8, int4"),
         ],
-        ids=["config", "max_cache_len", "setting"],
+        ids=["config", "max_cache_len", "max_cache_len-bool", "format", "format-empty"],
     )
     def test_arguments(self, build, arguments, error, message):
         with pytest.raises(error, match=message):
