@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from dma_kernels.numerics.arguments import is_integer
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .projections import Layer, Operands, Source, find_layers, watched
 
@@ -42,7 +43,7 @@ def equalize(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
         queries of their groups divided by, ``[Hkv, D]``.
 
     Raises:
-        TypeError: ``tokens`` are not integers.
+        TypeError: ``tokens`` are not integers, or ``model`` is none of Transformers.
         ValueError: There are too few of them; or the model cannot be equalised: it has no rotary embedding, it is
             quantised or in FP16, its keys are not finite, or are not made by weights of its own. The message says
             which, and the model is as it was.
@@ -215,7 +216,9 @@ def _compare(layer: Layer, exponents: Tensor, before: Operands, is_exact: bool) 
 
 def _check(model: PreTrainedModel, tokens: Tensor) -> None:
     """Raise the error of the first thing that cannot be equalised."""
-    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dim() not in (1, 2):
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise TypeError(f"model must be a Transformers model, got {type(model).__name__}")
+    if not isinstance(tokens, Tensor) or not is_integer(tokens) or tokens.dim() not in (1, 2):
         got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise TypeError(f"tokens must be a tensor of token ids, [T] or [B, T]; got {got}")
     if tokens.numel() < MIN_TOKENS:

@@ -183,6 +183,7 @@ def _quantised(model):
         ("llama", lambda model: model.to("meta"), _tokens(), ValueError, "is not in memory"),
         ("llama", None, _tokens(1000), ValueError, "at least 1,024 tokens .* got 1,000"),
         ("llama", None, torch.rand(2000), TypeError, r"be a tensor of token ids, .*; got torch.float32 \[2000"),
+        ("llama", None, _tokens() > 9, TypeError, r"be a tensor of token ids, .*; got torch.bool"),
         ("llama", None, "a text", TypeError, r"be a tensor of token ids, .*; got str"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -197,6 +198,12 @@ def test_what_cannot_be_equalised_is_refused_and_unchanged(name, change, tokens,
     after = model.state_dict()
     if not any(value.is_meta for value in before.values()):
         assert all(torch.equal(after[key].nan_to_num(7), before[key].nan_to_num(7)) for key in before)
+
+
+@pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2)], ids=["none", "module"])
+def test_what_is_no_model_of_transformers(model):
+    with pytest.raises(TypeError, match=f"model must be a Transformers model, got {type(model).__name__}"):
+        dma_hf.equalize(model, _tokens())
 
 
 def test_clipped_keys_are_refused():
