@@ -16,7 +16,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from dma_kernels.prefill import hopper_kernel, hopper_short_kernel
+from dma_kernels.prefill import hopper_blocks, hopper_kernel, hopper_short_kernel
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
@@ -271,7 +271,7 @@ class NamedBarriers:
                 Barrier.turned.notify_all()
 
 
-MODULES = (hopper_kernel, hopper_short_kernel)
+MODULES = (hopper_blocks, hopper_kernel, hopper_short_kernel)
 
 
 def emulated(program: int) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def emulated(program: int) -> dict[str, Any]:
             name: value.value if isinstance(value, gl.constexpr) else value for name, value in vars(module).items()
         }
     names |= {
-        "gl": fake, "_copy": copy, "_view": Shared.view_as, "fence_async_shared": lambda: None,
+        "gl": fake, "copy": copy, "reinterpret": Shared.view_as, "fence_async_shared": lambda: None,
         "mbarrier": SimpleNamespace(init=init, wait=wait, MBarrierLayout=lambda: None, expect=expect),
         "_barrier": lambda: None,
         "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
@@ -295,7 +295,7 @@ def emulated(program: int) -> dict[str, Any]:
         function = getattr(value, "fn", None)
         if isinstance(function, FunctionType) and name != "_is_16bit":
             names[name] = as_python(function, names if function.__module__ in own else triton_scope(function, fake))
-    names |= {"_release": named.arrive, "_acquire": named.sync, "_wait_for_operands": lambda: None}
+    names |= {"_release": named.arrive, "_acquire": named.sync, "wait_for_operands": lambda: None}
     return names
 
 

@@ -19,7 +19,8 @@ from ..runtime.descriptors import head_strides, is_describable
 from ..runtime.launch import Launcher
 from ..runtime.lowering import Form
 from ..runtime.tuning import HopperTiles, ShortTiles, select_section
-from .hopper_kernel import ROWS, prefill_hopper_kernel
+from .hopper_blocks import ROWS
+from .hopper_kernel import prefill_hopper_kernel
 from .hopper_queries import stage_queries
 from .hopper_short_kernel import prefill_short_kernel
 from .operands import Operands

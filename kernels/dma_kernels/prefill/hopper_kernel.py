@@ -17,92 +17,36 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from ..device.arithmetic import permute_keys as _permute_keys_triton
 from ..device.gluon import reinterpret
-from ..device.queries import finite_or_zero as _finite_or_zero_triton
 from ..numerics.formats import TILE
-from .kernel import _schedule as _schedule_triton
-
-ROWS = 64
-"""Query positions of a warpgroup: the rows of its matrix instructions."""
+from .hopper_blocks import (
+    ROWS,
+    add_sums,
+    add_values,
+    clamp,
+    copy,
+    finite_or_zero,
+    hide_values,
+    high_blocks,
+    low_tiles,
+    operand_of,
+    schedule,
+    seen_keys,
+    thread_sums,
+    values_product,
+    wait_for_operands,
+)
 
 _ROWS = gl.constexpr(ROWS)
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _TILE = gl.constexpr(TILE)
-_HIGH = gl.constexpr(TILE // 2)  # keys of a block of a high tile: in 16 bits as many bytes as a low tile in 8
+_HIGH = gl.constexpr(TILE // 2)
 _ROWS_SHIFT = gl.constexpr(ROWS.bit_length() - 1)
 _TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
-_HIGH_SHIFT = gl.constexpr(TILE.bit_length() - 2)
-_schedule = gluon.jit(_schedule_triton.fn)
-_permute_keys = gluon.jit(_permute_keys_triton.fn)
-_finite_or_zero = gluon.jit(_finite_or_zero_triton.fn)
-# Triton 3.9 gave this its present name.
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_view = reinterpret
-
-
-@gluon.jit
-def _high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.constexpr):
-    """Return the blocks of high tiles that a program visits: ``a_0..a_1`` of sinks and ``b_0..b_1`` of the band."""
-    last = (end + _HIGH - 1) >> _HIGH_SHIFT
-    reach = 0 if IS_CAUSAL else diagonal_tiles
-    a_0 = begin >> _HIGH_SHIFT
-    a_1 = gl.maximum(gl.minimum(2 * sink_tiles, last), a_0)
-    b_0 = gl.maximum(gl.maximum(2 * (t_0 - diagonal_tiles), 2 * sink_tiles), a_0)
-    b_1 = gl.maximum(gl.minimum(2 * (t_1 + reach + 1), last), b_0)
-    return a_0, a_1, b_0, b_1
-
-
-@gluon.jit
-def _low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.constexpr):
-    """Return the low tiles that a program visits: ``c_0..c_1`` before the band and ``d_0..d_1`` behind it."""
-    last = (end + _TILE - 1) >> _TILE_SHIFT
-    c_0 = gl.maximum(begin >> _TILE_SHIFT, sink_tiles)
-    c_1 = gl.maximum(gl.minimum(t_1 - diagonal_tiles, last), c_0)
-    if IS_CAUSAL:
-        d_0, d_1 = c_1, c_1
-    else:
-        d_0 = gl.maximum(t_0 + diagonal_tiles + 1, c_0)
-        d_1 = gl.maximum(last, d_0)
-    return c_0, c_1, d_0, d_1
-
-
-@gluon.jit
-def _clamp(x, low, high):
-    return gl.minimum(gl.maximum(x, low), high)
-
-
-@gluon.jit
-def _seen(q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL: gl.constexpr):
-    """Return which keys the queries see, ``[M, N]``."""
-    start = gl.zeros_like(q_pos) + visible_start
-    end = gl.zeros_like(q_pos) + visible_end
-    if IS_CAUSAL:
-        end = gl.minimum(end, q_pos + 1)
-    if window is not None:
-        start = gl.maximum(start, q_pos - (window - 1 if IS_CAUSAL else window))
-        if not IS_CAUSAL:
-            end = gl.minimum(end, q_pos + window + 1)
-    return (k_pos[None, :] >= start[:, None]) & (k_pos[None, :] < end[:, None])
-
-
-@gluon.jit
-def _hide_values(values, position, visible_start, visible_end, DV: gl.constexpr):
-    """Write zeros where values of 64 keys, ``[64, Dv]`` in shared memory, are hidden.
-
-    They may be anything, and no probability of 0 makes up for a NaN. Every warpgroup that reads the block does this
-    first, and all write the same bytes.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
-    k_pos = position + gl.arange(0, _HIGH, layout=gl.SliceLayout(1, LAYOUT))
-    is_shown = ((k_pos >= visible_start) & (k_pos < visible_end))[:, None]
-    values.store(gl.where(is_shown, values.load(LAYOUT), 0.0))
-    fence_async_shared()
 
 
 @gluon.constexpr_function
@@ -120,9 +64,9 @@ def _channels_at_once(channels, value_dim, is_fp8):
 def _high_place(slot, dtype: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the place of 64 keys or values of high tiles, 16-bit ``[1, 1, 64, D]``, in that of a low tile's."""
     if _is_16bit(slot.dtype):
-        place = _view(slot, dtype, [2, 1, 1, _HIGH, D], LAYOUT).index(0)
+        place = reinterpret(slot, dtype, [2, 1, 1, _HIGH, D], LAYOUT).index(0)
     else:
-        place = _view(slot, dtype, [1, 1, _HIGH, D], LAYOUT)
+        place = reinterpret(slot, dtype, [1, 1, _HIGH, D], LAYOUT)
     return place
 
 
@@ -143,7 +87,7 @@ def _some_channels(v, part: gl.constexpr, WIDTH: gl.constexpr):
     """Return the ``part``-th ``WIDTH`` channels of values as ``[N, WIDTH]``; E4M3 ones are ``[Dv, N]``."""
     if v.dtype == gl.float8e4nv:
         SHAPE: gl.constexpr = [v.shape[0] // WIDTH, WIDTH, v.shape[1]]
-        v = _view(v, v.dtype, SHAPE, v.layout).index(part).permute([1, 0])
+        v = reinterpret(v, v.dtype, SHAPE, v.layout).index(part).permute([1, 0])
     return v
 
 
@@ -162,12 +106,6 @@ def _release(barrier, THREADS: gl.constexpr):
 def _acquire(barrier, THREADS: gl.constexpr):
     """Wait until all who had a place have released it."""
     gl.inline_asm_elementwise("bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, THREADS], gl.int32, False, 1)
-
-
-@gluon.jit
-def _wait_for_operands():
-    """Wait for the end of the launch before this one, beside whose last programs this one may have started."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -197,10 +135,10 @@ def _produce(given, GROUPS: gl.constexpr, VALUE_DIM: gl.constexpr, IS_CAUSAL: gl
     LOW_BYTES: gl.constexpr = _TILE * (D * (2 if ARE_KEYS_WIDE else 1) + DV * (1 if IS_FP8 else 2))
     mbarrier.expect(q_full, GROUPS * _ROWS * D * (2 if ARE_KEYS_WIDE else 3))
     for g in gl.static_range(GROUPS):
-        _copy(q_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_smem.index(g))
+        copy(q_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_smem.index(g))
         if not ARE_KEYS_WIDE:
-            _copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
-    a_0, a_1, b_0, b_1 = _high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+            copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
+    a_0, a_1, b_0, b_1 = high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_a = a_1 - a_0
     slot = 0
     for t in range(n_a + b_1 - b_0):
@@ -208,62 +146,32 @@ def _produce(given, GROUPS: gl.constexpr, VALUE_DIM: gl.constexpr, IS_CAUSAL: gl
         _acquire(_FIRST_BARRIER + slot, THREADS)
         mbarrier.expect(full.index(slot), _HIGH * (D + DV) * 2)
         k = _high_place(k_smem.index(slot), Q_DTYPE, D, K_LAYOUT)
-        _copy(k_desc, [i_b, i_kv, position - key_base, 0], full.index(slot), k)
+        copy(k_desc, [i_b, i_kv, position - key_base, 0], full.index(slot), k)
         v = _high_place(v_smem.index(slot), v_desc.dtype, DV, V_LAYOUT)
-        _copy(v_desc, [i_b, i_kv, position - value_base, 0], full.index(slot), v)
+        copy(v_desc, [i_b, i_kv, position - value_base, 0], full.index(slot), v)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     if ARE_KEYS_WIDE:
         # There is no room for both: these take the place of those of high tiles.
         _acquire(_FIRST_BARRIER + STAGES, THREADS)
         mbarrier.expect(q_full, GROUPS * _ROWS * D * 2)
         for g in gl.static_range(GROUPS):
-            _copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
-    c_0, c_1, d_0, d_1 = _low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+            copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
+    c_0, c_1, d_0, d_1 = low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_c = c_1 - c_0
     for j in range(n_c + d_1 - d_0):
         tile = gl.where(j < n_c, c_0 + j, d_0 + j - n_c)
         stored = i_row * storage_tiles + tile - first
         _acquire(_FIRST_BARRIER + slot, THREADS)
         mbarrier.expect(full.index(slot), LOW_BYTES)
-        _copy(k_low_desc, [stored * _TILE, 0], full.index(slot), k_smem.index(slot))
+        copy(k_low_desc, [stored * _TILE, 0], full.index(slot), k_smem.index(slot))
         if IS_FP8:
-            _copy(v_low_desc, [stored * VALUE_DIM, 0], full.index(slot), v_smem.index(slot))
+            copy(v_low_desc, [stored * VALUE_DIM, 0], full.index(slot), v_smem.index(slot))
         else:
-            _copy(v_low_desc, [i_b, i_kv, tile * _TILE - low_value_base, 0], full.index(slot), v_smem.index(slot))
+            copy(v_low_desc, [i_b, i_kv, tile * _TILE - low_value_base, 0], full.index(slot), v_smem.index(slot))
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     # Whoever has released a place has been heard: no barrier is left half full.
     for place in gl.static_range(STAGES):
         _acquire(_FIRST_BARRIER + place, THREADS)
-
-
-@gluon.jit
-def _operand(p, dtype: gl.constexpr, P_LAYOUT: gl.constexpr):
-    """Return probabilities ``[64, N]`` as what multiplies values of ``dtype``."""
-    if dtype == gl.float8e4nv:
-        p = _permute_keys(p)
-    return gl.convert_layout(p.to(dtype), P_LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _values_product(acc, p, alpha, v, O_LAYOUT: gl.constexpr):
-    """Begin the product of an :func:`_operand` and values, which :func:`_add_values` waits for."""
-    if v.dtype == gl.float8e4nv:
-        # A fresh accumulator for each block: Hopper's FP8 units add up in fewer bits than fp32.
-        zero = gl.zeros(acc.shape, gl.float32, O_LAYOUT)
-        product = warpgroup_mma(p, v, zero, use_acc=False, is_async=True)
-    else:
-        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
-        product = warpgroup_mma(p, v, acc * alpha, is_async=True)
-    return product
-
-
-@gluon.jit
-def _add_values(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Return ``acc * alpha`` plus the product, which is there."""
-    if IS_FP8:
-        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
-        product = acc * alpha + product
-    return product
 
 
 @gluon.jit
@@ -276,12 +184,12 @@ def _add_all_values(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: g
     LAST: gl.constexpr = len(accs) - 1
     added = ()
     for part in gl.static_range(LAST):
-        following = _values_product(accs[part + 1], p, alpha, _some_channels(v, part + 1, WIDTH), O_LAYOUT)
+        following = values_product(accs[part + 1], p, alpha, _some_channels(v, part + 1, WIDTH), O_LAYOUT)
         product = warpgroup_mma_wait(1, deps=[product])
-        added += (_add_values(accs[part], product, alpha, IS_FP8, O_LAYOUT),)  # type: ignore[assignment]
+        added += (add_values(accs[part], product, alpha, IS_FP8, O_LAYOUT),)  # type: ignore[assignment]
         product = following
     product = warpgroup_mma_wait(0, deps=[product])
-    added += (_add_values(accs[LAST], product, alpha, IS_FP8, O_LAYOUT),)  # type: ignore[assignment]
+    added += (add_values(accs[LAST], product, alpha, IS_FP8, O_LAYOUT),)  # type: ignore[assignment]
     return added
 
 
@@ -293,25 +201,6 @@ def _pass_by(full, slot, phase, count, STAGES: gl.constexpr, THREADS: gl.constex
         _release(_FIRST_BARRIER + slot, THREADS)
         slot, phase = _next_slot(slot, phase, STAGES)
     return slot, phase
-
-
-@gluon.jit
-def _thread_sums(p):
-    """Return what each of the four threads of a row has of the sum over the columns of ``[M, N]``: ``[M, 4]``.
-
-    No thread waits for another: only the end of all blocks adds them up.
-    """
-    M: gl.constexpr = p.shape[0]
-    N: gl.constexpr = p.shape[1]
-    return gl.sum(gl.sum(gl.reshape(p, [M, N // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _add_sums(sums, p, alpha):
-    """Return ``sums * alpha`` plus those of ``p``."""
-    LAYOUT: gl.constexpr = sums.type.layout
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
-    return sums * alpha + gl.convert_layout(_thread_sums(p), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -375,12 +264,12 @@ def _consume(
     m_row = (rows >= 0) & (rows < q_len)
     row_factor = gl.load(rows_ptr + rows, mask=m_row, other=1.0)
     m_i = gl.full([_ROWS], -1.0e30, gl.float32, ROW)
-    sums = _thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
+    sums = thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
     acc = gl.zeros([_ROWS, DV], gl.float32, O_HIGH_LAYOUT)
     mbarrier.wait(q_full, 0)
 
     # ---- high tiles
-    a_0, a_1, b_0, b_1 = _high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+    a_0, a_1, b_0, b_1 = high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_a = a_1 - a_0
     n_high = n_a + b_1 - b_0
     q = q_smem.index(G).reshape([_ROWS, D])
@@ -401,7 +290,7 @@ def _consume(
             if HAS_ROWS:  # noqa: SIM102 (a constexpr branch)
                 if (block * _HIGH < visible_start) | (block * _HIGH + _HIGH > visible_end):
                     hidden = _high_place(v_smem.index(slot), V_HIGH_DTYPE, DV, HIGH_LAYOUT).reshape([_HIGH, DV])
-                    _hide_values(hidden, block * _HIGH, visible_start, visible_end, DV)
+                    hide_values(hidden, block * _HIGH, visible_start, visible_end, DV)
             k = _high_place(k_smem.index(slot), Q_DTYPE, D, HIGH_LAYOUT).reshape([_HIGH, D])
             s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
             s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
@@ -411,16 +300,16 @@ def _consume(
                 is_edge = is_edge | (block * _HIGH < inner_begin)
             if is_edge:
                 k_pos = block * _HIGH + gl.arange(0, _HIGH, layout=gl.SliceLayout(0, H_LAYOUT))
-                seen = _seen(q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
+                seen = seen_keys(q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
                 s = gl.where(seen, s, float("-inf"))
             m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
             m_new = gl.maximum(m_old, gl.max(s, 1) * logit_scale - shift)
             p = gl.exp2(s * logit_scale + (EXPONENT - m_new - shift)[:, None])
             alpha = gl.exp2(m_old - m_new)
-            sums = _add_sums(sums, p, alpha)
-            p = _operand(p, V_HIGH_DTYPE, P_HIGH_LAYOUT)
+            sums = add_sums(sums, p, alpha)
+            p = operand_of(p, V_HIGH_DTYPE, P_HIGH_LAYOUT)
             v = _high_place(v_smem.index(slot), V_HIGH_DTYPE, DV, HIGH_LAYOUT).reshape([_HIGH, DV])
-            product = _values_product(acc, p, alpha, v, O_HIGH_LAYOUT)
+            product = values_product(acc, p, alpha, v, O_HIGH_LAYOUT)
             acc = warpgroup_mma_wait(0, deps=[product])
             m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
         _release(_FIRST_BARRIER + slot, THREADS)
@@ -433,7 +322,7 @@ def _consume(
         acc = acc * (1.0 / gl.load(value_factor_ptr + o_v, mask=o_v < VALUE_DIM, other=1.0))[None, :]
     # Of 256 channels those behind the values' own are left out from here on.
     accs = _parts(acc, WIDTH, O_LAYOUT)[: (VALUE_DIM + WIDTH - 1) // WIDTH]
-    c_0, c_1, d_0, d_1 = _low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+    c_0, c_1, d_0, d_1 = low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     # Of those the program visits, the warpgroup's own are c_0..c_2 and d_2..d_1; it passes by the others.
     c_2 = gl.where(is_mine, gl.maximum(gl.minimum(c_1, tile_q - diagonal_tiles), c_0), c_0)
     d_2 = gl.where(is_mine, gl.minimum(gl.maximum(d_0, tile_q + reach + 1), d_1), d_1)
@@ -441,13 +330,13 @@ def _consume(
     c_a, c_in, c_out, d_in, d_out, d_3 = c_0, c_0, c_2, d_2, d_1, d_1
     if HAS_EDGES:
         inner_first, inner_last = (inner_begin + _TILE - 1) >> _TILE_SHIFT, inner_end >> _TILE_SHIFT
-        c_a = _clamp(my_begin >> _TILE_SHIFT, c_0, c_2)
-        c_in = _clamp(inner_first, c_a, c_2)
-        c_out = _clamp(inner_last, c_in, c_2)
+        c_a = clamp(my_begin >> _TILE_SHIFT, c_0, c_2)
+        c_in = clamp(inner_first, c_a, c_2)
+        c_out = clamp(inner_last, c_in, c_2)
         if window is not None:
-            d_3 = _clamp((my_end + _TILE - 1) >> _TILE_SHIFT, d_2, d_1)
-        d_in = _clamp(inner_first, d_2, d_3)
-        d_out = _clamp(inner_last, d_in, d_3)
+            d_3 = clamp((my_end + _TILE - 1) >> _TILE_SHIFT, d_2, d_1)
+        d_in = clamp(inner_first, d_2, d_3)
+        d_out = clamp(inner_last, d_in, d_3)
     if ARE_KEYS_WIDE:
         _release(_FIRST_BARRIER + STAGES, THREADS)
         mbarrier.wait(q_full, 1)
@@ -474,7 +363,7 @@ def _consume(
                 if HAS_ROWS and not IS_FP8:
                     for half in gl.static_range(2):
                         hidden = v_smem.index(slot).reshape([_TILE, DV]).slice(half * _HIGH, _HIGH)
-                        _hide_values(hidden, i * _TILE + half * _HIGH, visible_start, visible_end, DV)
+                        hide_values(hidden, i * _TILE + half * _HIGH, visible_start, visible_end, DV)
                 s = warpgroup_mma(q, k_smem.index(slot).permute([1, 0]), zero, use_acc=False, is_async=True)
                 factor = row_factor
                 if k_low_factor_ptr is not None:
@@ -482,15 +371,15 @@ def _consume(
                 s = warpgroup_mma_wait(0, deps=[s])
                 k_pos = i * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_LAYOUT))
                 pos = start + gl.arange(0, _ROWS, layout=ROW)
-                seen = _seen(pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
+                seen = seen_keys(pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
                 logits = gl.where(seen, s.to(gl.float32) * factor[:, None], float("-inf"))
                 m_new = gl.maximum(m_i, gl.max(logits, 1))
                 p = gl.exp2(logits + (EXPONENT - m_new)[:, None])
                 alpha = gl.exp2(m_i - m_new)
-                sums = _add_sums(sums, p, alpha)
-                operand = _operand(p, V_DTYPE, P_LAYOUT)
+                sums = add_sums(sums, p, alpha)
+                operand = operand_of(p, V_DTYPE, P_LAYOUT)
                 v = v_smem.index(slot) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
-                product = _values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
+                product = values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
                 m_i = m_new
                 accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, O_LAYOUT)
                 _release(_FIRST_BARRIER + slot, THREADS)
@@ -508,12 +397,12 @@ def _consume(
             alpha = gl.exp2(m_i - m_new)
             if WIDTH < DV:
                 # There are no registers to keep the probabilities in fp32 while the product is computed.
-                sums = _add_sums(sums, p, alpha)
-            operand = _operand(p, V_DTYPE, P_LAYOUT)
+                sums = add_sums(sums, p, alpha)
+            operand = operand_of(p, V_DTYPE, P_LAYOUT)
             v = v_smem.index(slot) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
-            product = _values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
+            product = values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
             if WIDTH == DV:
-                sums = _add_sums(sums, p, alpha)
+                sums = add_sums(sums, p, alpha)
             m_i = m_new
             next_slot, phase = _next_slot(slot, phase, STAGES)
             # For the next block, while the product is computed.
@@ -538,7 +427,7 @@ def _consume(
     lse = (m_i + gl.log2(l_i) - EXPONENT) * 0.6931471805599453
     if HAS_MEAN:
         # The log of the denominator gets back what smoothing took.
-        taken = _finite_or_zero(gl.load(rows_ptr + plane + rows, mask=m_row, other=0.0) * logit_scale)
+        taken = finite_or_zero(gl.load(rows_ptr + plane + rows, mask=m_row, other=0.0) * logit_scale)
         lse += taken * 0.6931471805599453
     gl.store(lse_ptr + rows, gl.where(is_empty, float("-inf"), lse), mask=m_row)
 
@@ -609,13 +498,13 @@ def prefill_hopper_kernel(
         IS_HIGH_RAW: Whether keys of high tiles are the caller's own, from whose scores it is still to be taken.
     """
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
-    i_row, i_group, i_block = _schedule(blocks, kv_rows, section, GROUP, IS_CAUSAL)
+    i_row, i_group, i_block = schedule(blocks, kv_rows, section, GROUP, IS_CAUSAL)
     i_b = i_row // KV_HEADS
     i_kv = i_row % KV_HEADS
     i_h = i_kv * GROUP + i_group
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_desc.layout)
     if _is_16bit(q_low_desc.dtype):
-        q_low_smem = _view(q_smem, q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
+        q_low_smem = reinterpret(q_smem, q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
     else:
         q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
     k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [STAGES, _TILE, D], k_low_desc.layout)
@@ -627,7 +516,7 @@ def prefill_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
-    _wait_for_operands()
+    wait_for_operands()
 
     HAS_ROWS: gl.constexpr = positions_ptr is not None
     visible_start = kv_offset

@@ -23,24 +23,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..device.arithmetic import to_elements as _to_elements_triton
 from ..device.blocks import row_scale as _row_scale_triton
 from ..device.gluon import barrier as _barrier
+from ..device.gluon import reinterpret
 from ..numerics.formats import TILE
-from .hopper_kernel import (
-    _add_sums,
-    _add_values,
-    _copy,
-    _finite_or_zero,
-    _high_blocks,
-    _low_tiles,
-    _operand,
-    _schedule,
-    _seen,
-    _thread_sums,
-    _values_product,
-    _view,
-    _wait_for_operands,
+from .hopper_blocks import (
+    ROWS,
+    add_sums,
+    add_values,
+    copy,
+    finite_or_zero,
+    high_blocks,
+    low_tiles,
+    operand_of,
+    schedule,
+    seen_keys,
+    thread_sums,
+    values_product,
+    wait_for_operands,
 )
 
-_ROWS = gl.constexpr(64)
+_ROWS = gl.constexpr(ROWS)
 _TILE = gl.constexpr(TILE)
 _HIGH = gl.constexpr(TILE // 2)
 _MATRIX = gl.constexpr(64)
@@ -83,20 +84,20 @@ def _ask(
         mbarrier.expect(v_full.index(v_slot), _TILE * D, pred=value < n_all)
     if MAY_BE_LOW:
         if WITH_KEY:
-            _copy(k_low_desc, [(stored + key) * _TILE, 0], k_full.index(k_slot), k_smem.index(k_slot), pred=key < n_low)
+            copy(k_low_desc, [(stored + key) * _TILE, 0], k_full.index(k_slot), k_smem.index(k_slot), pred=key < n_low)
         if WITH_VALUE:
-            _copy(v_low_desc, [(stored + value) * D, 0], v_full.index(v_slot), v_smem.index(v_slot), pred=value < n_low)
+            copy(v_low_desc, [(stored + value) * D, 0], v_full.index(v_slot), v_smem.index(v_slot), pred=value < n_low)
     if not MAY_BE_LOW or gl.maximum(key, value) >= n_low:
         if WITH_KEY:
             t = key - n_low
             k_entry = gl.where(t < n_a, a_0 + t, b_0 + t - n_a) * _HIGH - base
-            k_place = _view(k_smem, k_desc.dtype, [K_STAGES, 1, 1, _HIGH, D], k_desc.layout).index(k_slot)
-            _copy(k_desc, [i_b, i_kv, k_entry, 0], k_full.index(k_slot), k_place, pred=(t >= 0) & (key < n_all))
+            k_place = reinterpret(k_smem, k_desc.dtype, [K_STAGES, 1, 1, _HIGH, D], k_desc.layout).index(k_slot)
+            copy(k_desc, [i_b, i_kv, k_entry, 0], k_full.index(k_slot), k_place, pred=(t >= 0) & (key < n_all))
         if WITH_VALUE:
             u = value - n_low
             v_entry = gl.where(u < n_a, a_0 + u, b_0 + u - n_a) * _HIGH - base
-            v_place = _view(v_smem, v_desc.dtype, [V_STAGES, 1, 1, _HIGH, D], v_desc.layout).index(v_slot)
-            _copy(v_desc, [i_b, i_kv, v_entry, 0], v_full.index(v_slot), v_place, pred=(u >= 0) & (value < n_all))
+            v_place = reinterpret(v_smem, v_desc.dtype, [V_STAGES, 1, 1, _HIGH, D], v_desc.layout).index(v_slot)
+            copy(v_desc, [i_b, i_kv, v_entry, 0], v_full.index(v_slot), v_place, pred=(u >= 0) & (value < n_all))
 
 
 @gluon.jit(
@@ -166,7 +167,7 @@ def prefill_short_kernel(
     H_ROW: gl.constexpr = gl.SliceLayout(1, H_LAYOUT)
     X_ROW: gl.constexpr = gl.SliceLayout(1, X_LAYOUT)
 
-    i_row, i_group, i_block = _schedule(blocks, kv_rows, section, GROUP, True)
+    i_row, i_group, i_block = schedule(blocks, kv_rows, section, GROUP, True)
     i_b = i_row // KV_HEADS
     i_kv = i_row % KV_HEADS
     i_h = i_kv * GROUP + i_group
@@ -193,8 +194,8 @@ def prefill_short_kernel(
     t_0 = start // _TILE
     t_1 = (last - 1) // _TILE
     end = gl.minimum(kv_end, last)
-    a_0, a_1, b_0, b_1 = _high_blocks(kv_offset, t_0, t_1, end, diagonal_tiles, sink_tiles, True)
-    c_0, c_1, _, _ = _low_tiles(kv_offset, t_0, t_1, end, diagonal_tiles, sink_tiles, True)
+    a_0, a_1, b_0, b_1 = high_blocks(kv_offset, t_0, t_1, end, diagonal_tiles, sink_tiles, True)
+    c_0, c_1, _, _ = low_tiles(kv_offset, t_0, t_1, end, diagonal_tiles, sink_tiles, True)
     n_a = a_1 - a_0
     n_low = c_1 - c_0
     n_all = n_low + n_a + b_1 - b_0
@@ -202,13 +203,13 @@ def prefill_short_kernel(
 
     # The quantiser reads what the caller gave, so that is there; what it writes is waited for.
     mbarrier.expect(q_full, _ROWS * D * 2)
-    _copy(q_desc, [i_b, i_h, start - q_offset, 0], q_full, q_smem)
+    copy(q_desc, [i_b, i_h, start - q_offset, 0], q_full, q_smem)
     if ROTATE:  # noqa: SIM102 (a constexpr branch)
         if n_low > 0:
             FILL: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
             matrix.store(_hadamard_matrix(Q_DTYPE, FILL))
             fence_async_shared()
-    _wait_for_operands()
+    wait_for_operands()
     places = (k_desc, v_desc, k_low_desc, v_low_desc, k_smem, v_smem, k_full, v_full)
     asked = (i_b, i_kv, stored, kv_offset, n_low, n_a, n_all, a_0, b_0)
     for place in gl.static_range(K_STAGES):
@@ -224,7 +225,7 @@ def prefill_short_kernel(
     value_units = gl.load(value_factor_ptr + gl.arange(0, D, layout=EACH))
     channels = gl.arange(0, D, layout=gl.SliceLayout(0, X_LAYOUT))
     m_i = gl.full([_ROWS], -1.0e30, gl.float32, ROW)
-    sums = _thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
+    sums = thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
     acc = gl.zeros([_ROWS, D], gl.float32, O_LAYOUT)
     shift = gl.zeros([_ROWS], gl.float32, X_ROW)
     row_factor = gl.full([_ROWS], 1.0, gl.float32, X_ROW)
@@ -238,7 +239,7 @@ def prefill_short_kernel(
     unit_smem.store(value_units)
 
     # ---- the queries of low tiles
-    q_low = _view(matrix, k_low_desc.dtype, [_MATRIX * 128 // D, D], k_low_desc.layout)
+    q_low = reinterpret(matrix, k_low_desc.dtype, [_MATRIX * 128 // D, D], k_low_desc.layout)
     if D < 128:
         q_low = q_low.slice(0, _ROWS)
     if n_low > 0:
@@ -275,13 +276,13 @@ def prefill_short_kernel(
         m_new = gl.maximum(m_i, gl.max(s, 1).to(gl.float32) * factor)
         p = gl.exp2(s.to(gl.float32) * factor[:, None] + (8.0 - m_new)[:, None])
         alpha = gl.exp2(m_i - m_new)
-        sums = _add_sums(sums, p, alpha)
+        sums = add_sums(sums, p, alpha)
         m_i = m_new
-        operand = _operand(p, V_DTYPE, P_LAYOUT)
+        operand = operand_of(p, V_DTYPE, P_LAYOUT)
         mbarrier.wait(v_full.index(v_slot), (i // V_STAGES) & 1)
-        product = _values_product(acc, operand, alpha, v_smem.index(v_slot).permute([1, 0]), O_LAYOUT)
+        product = values_product(acc, operand, alpha, v_smem.index(v_slot).permute([1, 0]), O_LAYOUT)
         product = warpgroup_mma_wait(0, deps=[product])
-        acc = _add_values(acc, product, alpha, True, O_LAYOUT)
+        acc = add_values(acc, product, alpha, True, O_LAYOUT)
         _ask(i + K_STAGES, i + V_STAGES, places, asked, True, True, True)
     acc = gl.convert_layout(acc, X_LAYOUT, assert_trivial=True)
     if n_low > 0:
@@ -295,23 +296,23 @@ def prefill_short_kernel(
         t = i - n_low
         position = gl.where(t < n_a, a_0 + t, b_0 + t - n_a) * _HIGH
         mbarrier.wait(k_full.index(k_slot), (i // K_STAGES) & 1)
-        k = _view(k_smem, Q_DTYPE, [K_STAGES, 1, 1, _HIGH, D], k_desc.layout).index(k_slot).reshape([_HIGH, D])
+        k = reinterpret(k_smem, Q_DTYPE, [K_STAGES, 1, 1, _HIGH, D], k_desc.layout).index(k_slot).reshape([_HIGH, D])
         s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
         s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         if position + _HIGH > start:
             k_pos = position + gl.arange(0, _HIGH, layout=gl.SliceLayout(0, H_LAYOUT))
-            s = gl.where(_seen(q_pos, k_pos, kv_offset, kv_end, None, True), s, float("-inf"))
+            s = gl.where(seen_keys(q_pos, k_pos, kv_offset, kv_end, None, True), s, float("-inf"))
         m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
         m_new = gl.maximum(m_old, gl.max(s, 1) * logit_scale - shift)
         p = gl.exp2(s * logit_scale + (8.0 - m_new - shift)[:, None])
         alpha = gl.exp2(m_old - m_new)
-        sums = _add_sums(sums, p, alpha)
+        sums = add_sums(sums, p, alpha)
         m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
-        operand = _operand(p, Q_DTYPE, P_HIGH_LAYOUT)
-        v = _view(v_smem, Q_DTYPE, [V_STAGES, 1, 1, _HIGH, D], v_desc.layout).index(v_slot).reshape([_HIGH, D])
+        operand = operand_of(p, Q_DTYPE, P_HIGH_LAYOUT)
+        v = reinterpret(v_smem, Q_DTYPE, [V_STAGES, 1, 1, _HIGH, D], v_desc.layout).index(v_slot).reshape([_HIGH, D])
         mbarrier.wait(v_full.index(v_slot), (i // V_STAGES) & 1)
-        product = _values_product(acc, operand, alpha, v, X_LAYOUT)
+        product = values_product(acc, operand, alpha, v, X_LAYOUT)
         acc = warpgroup_mma_wait(0, deps=[product])
         _ask(i + K_STAGES, i + V_STAGES, places, asked, False, True, True)
 
@@ -328,7 +329,7 @@ def prefill_short_kernel(
     m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_d >= 0)[None, :]
     gl.store(out_ptr + (o_rows.to(gl.int64)[:, None] * stride_ot + o_d[None, :]), q.load(OUT), mask=m_out)
     rows = start - q_offset + gl.arange(0, _ROWS, layout=ROW)
-    taken = _finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
+    taken = finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
     l_i = gl.convert_layout(l_i, ROW, assert_trivial=True)
     lse = (m_i + gl.log2(l_i) - 8.0 + taken) * 0.6931471805599453
     lse_ptr += (i_b * Q_HEADS + i_h).to(gl.int64) * q_len

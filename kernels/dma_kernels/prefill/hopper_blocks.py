@@ -1,0 +1,139 @@
+"""What both prefill kernels for Hopper do, in Gluon: the blocks of keys that a program visits, steps of its softmax."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+
+from ..device.arithmetic import permute_keys as _permute_keys_triton
+from ..device.queries import finite_or_zero as _finite_or_zero_triton
+from ..numerics.formats import TILE
+from .kernel import _schedule as _schedule_triton
+
+ROWS = 64
+"""Query positions of a warpgroup: the rows of its matrix instructions. They lie in one tile."""
+
+_TILE = gl.constexpr(TILE)
+_HIGH = gl.constexpr(TILE // 2)  # keys of a block of a high tile: in 16 bits as many bytes as a low tile in 8
+_TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
+_HIGH_SHIFT = gl.constexpr(TILE.bit_length() - 2)
+schedule = gluon.jit(_schedule_triton.fn)
+finite_or_zero = gluon.jit(_finite_or_zero_triton.fn)
+_permute_keys = gluon.jit(_permute_keys_triton.fn)
+# Triton 3.9 gave this its present name.
+copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.constexpr):
+    """Return the blocks of high tiles that a program visits: ``a_0..a_1`` of sinks and ``b_0..b_1`` of the band."""
+    last = (end + _HIGH - 1) >> _HIGH_SHIFT
+    reach = 0 if IS_CAUSAL else diagonal_tiles
+    a_0 = begin >> _HIGH_SHIFT
+    a_1 = gl.maximum(gl.minimum(2 * sink_tiles, last), a_0)
+    b_0 = gl.maximum(gl.maximum(2 * (t_0 - diagonal_tiles), 2 * sink_tiles), a_0)
+    b_1 = gl.maximum(gl.minimum(2 * (t_1 + reach + 1), last), b_0)
+    return a_0, a_1, b_0, b_1
+
+
+@gluon.jit
+def low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.constexpr):
+    """Return the low tiles that a program visits: ``c_0..c_1`` before the band and ``d_0..d_1`` behind it."""
+    last = (end + _TILE - 1) >> _TILE_SHIFT
+    c_0 = gl.maximum(begin >> _TILE_SHIFT, sink_tiles)
+    c_1 = gl.maximum(gl.minimum(t_1 - diagonal_tiles, last), c_0)
+    if IS_CAUSAL:
+        d_0, d_1 = c_1, c_1
+    else:
+        d_0 = gl.maximum(t_0 + diagonal_tiles + 1, c_0)
+        d_1 = gl.maximum(last, d_0)
+    return c_0, c_1, d_0, d_1
+
+
+@gluon.jit
+def clamp(x, low, high):
+    return gl.minimum(gl.maximum(x, low), high)
+
+
+@gluon.jit
+def seen_keys(q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL: gl.constexpr):
+    """Return which keys the queries see, ``[M, N]``."""
+    start = gl.zeros_like(q_pos) + visible_start
+    end = gl.zeros_like(q_pos) + visible_end
+    if IS_CAUSAL:
+        end = gl.minimum(end, q_pos + 1)
+    if window is not None:
+        start = gl.maximum(start, q_pos - (window - 1 if IS_CAUSAL else window))
+        if not IS_CAUSAL:
+            end = gl.minimum(end, q_pos + window + 1)
+    return (k_pos[None, :] >= start[:, None]) & (k_pos[None, :] < end[:, None])
+
+
+@gluon.jit
+def hide_values(values, position, visible_start, visible_end, DV: gl.constexpr):
+    """Write zeros where values of 64 keys, ``[64, Dv]`` in shared memory, are hidden.
+
+    They may be anything, and no probability of 0 makes up for a NaN. Every warpgroup that reads the block does this
+    first, and all write the same bytes.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+    k_pos = position + gl.arange(0, _HIGH, layout=gl.SliceLayout(1, LAYOUT))
+    is_shown = ((k_pos >= visible_start) & (k_pos < visible_end))[:, None]
+    values.store(gl.where(is_shown, values.load(LAYOUT), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def operand_of(p, dtype: gl.constexpr, P_LAYOUT: gl.constexpr):
+    """Return probabilities ``[64, N]`` as what multiplies values of ``dtype``."""
+    if dtype == gl.float8e4nv:
+        p = _permute_keys(p)
+    return gl.convert_layout(p.to(dtype), P_LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def values_product(acc, p, alpha, v, O_LAYOUT: gl.constexpr):
+    """Begin the product of an :func:`operand_of` and values, which :func:`add_values` waits for."""
+    if v.dtype == gl.float8e4nv:
+        # A fresh accumulator for each block: Hopper's FP8 units add up in fewer bits than fp32.
+        zero = gl.zeros(acc.shape, gl.float32, O_LAYOUT)
+        product = warpgroup_mma(p, v, zero, use_acc=False, is_async=True)
+    else:
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
+        product = warpgroup_mma(p, v, acc * alpha, is_async=True)
+    return product
+
+
+@gluon.jit
+def add_values(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """Return ``acc * alpha`` plus the product, which is there."""
+    if IS_FP8:
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
+        product = acc * alpha + product
+    return product
+
+
+@gluon.jit
+def thread_sums(p):
+    """Return what each of the four threads of a row has of the sum over the columns of ``[M, N]``: ``[M, 4]``.
+
+    No thread waits for another: only the end of all blocks adds them up.
+    """
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(gl.reshape(p, [M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def add_sums(sums, p, alpha):
+    """Return ``sums * alpha`` plus those of ``p``."""
+    LAYOUT: gl.constexpr = sums.type.layout
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+    return sums * alpha + gl.convert_layout(thread_sums(p), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def wait_for_operands():
+    """Wait for the end of the launch before this one, beside whose last programs this one may have started."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
