@@ -62,12 +62,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.fixture
 def short_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The kernel for short prompts takes calls of any length; each launch is noted."""
-
-    def change(tiles: PrefillTiles) -> PrefillTiles:
-        assert tiles.short is not None
-        return replace(tiles, short=replace(tiles.short, max_keys=None))
-
-    choose_tiles(monkeypatch, change)
+    choose_tiles(monkeypatch, lambda tiles: replace(tiles, hopper=None))
     replay.call_of.cache_clear()
     yield note_launches(monkeypatch, "prefill_short")
     replay.call_of.cache_clear()
@@ -151,8 +146,18 @@ EDGES = {
         q_len=1000, kv_len=1000, batch=3, options={"is_causal": False},
         tensors={"kv_range": [[0, 0], [45, 700], [0, 1000]]}, **HEADS,
     ),
+    "sinks": Case(q_len=1000, kv_len=1000, tensors={"sinks": [0.5, float("-inf"), 3.0, -2.0]}, **HEADS),
+    "sinks-of-nothing": Case(
+        q_len=1000, kv_len=1000, batch=2,
+        tensors={"kv_range": [[0, 0], [45, 900]], "sinks": [0.5, float("-inf"), 3.0, -2.0]}, **HEADS,
+    ),
+    "softcap": Case(q_len=1000, kv_len=1000, options={"softcap": 5.0}, **HEADS),
+    "softcap-and-sinks": Case(
+        q_len=1000, kv_len=1000, batch=2, options={"softcap": 5.0, "is_causal": False},
+        tensors={"kv_range": [[45, 900], [0, 0]], "sinks": [0.5, 3.0, 1.0, -2.0]}, **HEADS,
+    ),
 }  # fmt: skip
-"""Calls with low tiles that not all queries of a warpgroup see whole."""
+"""Calls with low tiles that not all queries of a warpgroup see whole, sink logits or a cap."""
 
 
 @pytest.mark.parametrize(
@@ -179,9 +184,7 @@ def test_edges_of_other_head_dims_match_the_reference(shape: str, head_dim: int,
     assert launches
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "nvfp4-keys"])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_hidden_keys_may_be_anything(recipe: str, is_causal: bool, launches: list[str]) -> None:
+def assert_hidden_keys_may_be_anything(recipe: Recipe, is_causal: bool) -> None:
     length = 1100
     query, key, value = random_qkv(batch=2, q_len=length, kv_len=length, **HEADS, dtype=torch.bfloat16, device="cuda")
     starts, ends = torch.tensor([[345, 0], [1100, 690]], device="cuda")
@@ -191,12 +194,24 @@ def test_hidden_keys_may_be_anything(recipe: str, is_causal: bool, launches: lis
         "kv_range": torch.stack([starts, ends], 1), "kv_offset": -starts, "q_offset": -starts, "is_causal": is_causal,
     }  # fmt: skip
     results = [
-        attention(query, *(x.masked_fill(hidden, filler) for x in (key, value)), RECIPES[recipe], **options)
+        attention(query, *(x.masked_fill(hidden, filler) for x in (key, value)), recipe, **options)
         for filler in (0.0, float("nan"))
     ]
-    assert launches
     assert torch.equal(*results)
     assert results[0].isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "nvfp4-keys"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_hidden_keys_may_be_anything(recipe: str, is_causal: bool, launches: list[str]) -> None:
+    assert_hidden_keys_may_be_anything(RECIPES[recipe], is_causal)
+    assert launches
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_hidden_keys_of_short_calls_may_be_anything(is_causal: bool, short_launches: list[str]) -> None:
+    assert_hidden_keys_may_be_anything(RECIPES["balanced"], is_causal)
+    assert short_launches
 
 
 @pytest.mark.parametrize("head_dim", [96, 192, 256])
@@ -265,11 +280,18 @@ def test_runs_are_equal_to_the_bit_and_are_repeated(launches: list[str]) -> None
     assert len(launches) == 2  # the second is recorded, and those after it repeat it
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("recipe", ["balanced", "int8", "e4m3-rotated"])
-@pytest.mark.parametrize("shape", ["odd", "few-queries", "whole-tiles", "chunk", "offset"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_short_calls_match_the_reference(shape: str, recipe: str, head_dim: int, short_launches: list[str]) -> None:
     assert_matches_reference(replace(SHAPES[shape], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
+    assert short_launches
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("shape", EDGES)
+def test_edges_of_short_calls_match_the_reference(shape: str, head_dim: int, short_launches: list[str]) -> None:
+    assert_matches_reference(replace(EDGES[shape], head_dim=head_dim), RECIPES["balanced"], torch.bfloat16, "cuda")
     assert short_launches
 
 

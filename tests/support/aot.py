@@ -34,6 +34,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "": {"softcap": None, "sinks": None},
     "softcap": {"softcap": 50.0, "sinks": None},
     "sinks": {"softcap": None, "sinks": torch.empty(4)},
+    "window": {"softcap": None, "sinks": None, "window": 700},
+    "padded": {"softcap": None, "sinks": None, "kv_range": torch.tensor([[0, 2_048]])},
+    "bidirectional": {"softcap": None, "sinks": None, "is_causal": False},
     "long": {"softcap": None, "sinks": None},
     "long-window": {"softcap": None, "sinks": None, "window": 8_192},
     "long-padded": {"softcap": None, "sinks": None, "kv_range": torch.tensor([[0, 65_536]])},
@@ -158,7 +161,7 @@ def _cuobjdump(option: str, path: str) -> str:
 
 
 def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> list[Compiled]:
-    """Compile a causal call with 4 query and 2 kv heads."""
+    """Compile a call with 4 query and 2 kv heads."""
     length = 65_536 if option.startswith("long") else 128 if option == "short" else 2_048
     query = torch.empty(1, length, 4, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     key = torch.empty(1, length, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
@@ -166,8 +169,8 @@ def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> lis
         backend.attention_triton(
             query, key, key, RECIPES[recipe],
             AttentionOptions(
-                q_offset=0, kv_offset=0, q_offset_rows=None, kv_offset_rows=None, mask=None, is_causal=True,
-                scale=0.125, **{"kv_range": None, "window": None} | OPTIONS[option],
+                q_offset=0, kv_offset=0, q_offset_rows=None, kv_offset_rows=None, mask=None,
+                scale=0.125, **{"kv_range": None, "window": None, "is_causal": True} | OPTIONS[option],
             ),
         )  # fmt: skip
     return compiled

@@ -227,11 +227,12 @@ def language(program: int) -> SimpleNamespace:
         int32=torch.int32, int64=torch.int64, int16=torch.int16, int8=torch.int8, float32=torch.float32,
         uint8=torch.uint8, bfloat16=torch.bfloat16,
         float8e4nv=torch.float8_e4m3fn, constexpr=gl.constexpr,
-        program_id=lambda axis: tile(program), arange=lambda start, end, layout=None: tile(torch.arange(start, end)),
+        program_id=lambda axis: tile(program),
+        arange=lambda start, end, layout=None: tile(torch.arange(start, end, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout=None: tile(torch.zeros(list(shape), dtype=dtype)),
         zeros_like=elementwise(torch.zeros_like),
         full=lambda shape, value, dtype, layout=None: tile(torch.full(list(shape), value, dtype=dtype)),
-        maximum=elementwise(torch.maximum), minimum=elementwise(torch.minimum), abs=elementwise(torch.abs),
+        maximum=elementwise(torch.fmax), minimum=elementwise(torch.fmin), abs=elementwise(torch.abs),
         exp2=elementwise(torch.exp2), log2=elementwise(torch.log2), max=reduce(torch.amax), sum=reduce(torch.sum),
         where=where, load=load, store=store, reshape=lambda x, shape: tile(x.reshape(shape)),
         permute=lambda x, order: tile(x.permute(*order)), split=lambda x: tuple(map(tile, x.unbind(-1))),
@@ -295,7 +296,10 @@ def emulated(program: int) -> dict[str, Any]:
         function = getattr(value, "fn", None)
         if isinstance(function, FunctionType) and name != "_is_16bit":
             names[name] = as_python(function, names if function.__module__ in own else triton_scope(function, fake))
-    names |= {"_release": named.arrive, "_acquire": named.sync, "wait_for_operands": lambda: None}
+    names |= {
+        "_release": named.arrive, "_acquire": named.sync, "wait_for_operands": lambda: None,
+        "_reciprocal": lambda x: 1.0 / x,
+    }  # fmt: skip
     return names
 
 

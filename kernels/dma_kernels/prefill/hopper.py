@@ -27,7 +27,7 @@ from .operands import Operands
 
 HEAD_DIMS = (96, 128, 160, 192, 224, 256)
 """Rows of 8-bit elements are as long as copies ask for, and queries are staged in blocks of 32 channels."""
-SHORT_HEAD_DIMS = (64, 128)
+SHORT_HEAD_DIMS = (64, 96, 128)
 LOW_FORMS = (Form.INT8, Form.E4M3, Form.E5M2, Form.DEQUANTIZED)
 HIGH_FORMS = (Form.RAW, Form.DEQUANTIZED)
 _DTYPES = {
@@ -44,23 +44,17 @@ def takes(
     operands: Operands,
     geometry: PrefillGeometry,
     tiles: HopperTiles,
-    *,
-    has_softcap: bool,
-    has_sinks: bool,
 ) -> bool:
     """Whether the kernel computes a call. All others are computed by :mod:`dma_kernels.prefill.kernel`.
 
     It takes long calls with head dimensions of 96 to 256, multiples of 32, whose low keys lie in aligned storage, 8-bit
-    elements with a factor per tile or dequantised ones, and whose low values are E4M3 or 16-bit; without sink logits,
-    softcap or mask.
+    elements with a factor per tile or dequantised ones, and whose low values are E4M3 or 16-bit; without mask.
 
     Args:
         query: ``[B, Hq, Tq, D]``.
         operands: Keys and values.
         geometry: Positions and visibility.
         tiles: What a long call is.
-        has_softcap: Whether scores are capped.
-        has_sinks: Whether there are sink logits.
     """
     high, low = operands.high, operands.low
     if low is None or low.key_form not in LOW_FORMS or high.key_form not in HIGH_FORMS:
@@ -78,7 +72,7 @@ def takes(
         and has_factors
         and head_dim in HEAD_DIMS
         and (low.value_form is Form.E4M3 or is_describable(low.value))
-        and _is_usual(query, operands, geometry, has_softcap=has_softcap, has_sinks=has_sinks)
+        and _is_usual(query, operands, geometry)
     )
 
 
@@ -92,6 +86,8 @@ def prefill_hopper(
     lse: Tensor,
     *,
     scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
     is_early: bool,
 ) -> None:
     """Launch the kernel for a call that it :func:`takes`.
@@ -105,6 +101,8 @@ def prefill_hopper(
         out: Where the output goes, ``[B, Hq, Tq, Dv]``.
         lse: Where the log of the softmax denominator goes, fp32 ``[B, Hq, Tq]``.
         scale: Factor of the scores.
+        softcap: Cap of the scores, or ``None``.
+        sinks: ``[Hq]``, or ``None``.
         is_early: Whether queries may be staged before the launches that made ``operands`` have ended.
     """
     batch, q_heads, q_len, head_dim = query.shape
@@ -133,9 +131,11 @@ def prefill_hopper(
         (blocks * q_heads * batch, 1, 1),
         _heads(staged.high, ROWS), _heads(staged.low, ROWS), _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
         _matrix(low.key, TILE, channels), v_low_desc,
-        out, lse, staged.rows, low.key_factor, low.value_factor, geometry.rows, *out.stride()[:3],
+        out, lse, staged.rows, low.key_factor, low.value_factor,
+        None if sinks is None else sinks.contiguous(), geometry.rows, *out.stride()[:3],
         start, geometry.kv_offset, q_len, geometry.kv_len, low.key.shape[2] // TILE, blocks, section, all_heads,
-        geometry.window, recipe.diagonal_tiles, recipe.sink_tiles, scale * LOG2_E,
+        geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
+        None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
     )  # fmt: skip
 
 
@@ -175,34 +175,41 @@ def _long_launcher(
 
 
 def takes_short(
-    query: Tensor,
-    operands: Operands,
-    geometry: PrefillGeometry,
-    tiles: ShortTiles,
-    *,
-    has_softcap: bool,
-    has_sinks: bool,
+    query: Tensor, operands: Operands, geometry: PrefillGeometry, tiles: ShortTiles, *, is_long: bool
 ) -> bool:
-    """Whether the kernel for short prompts computes a call; arguments as for :func:`takes`.
+    """Whether the kernel for short prompts computes a call.
 
-    It takes short causal calls with head dimensions of 64 or 128, whose low tiles have 8-bit keys with a factor per
-    tile and E4M3 values, and whose high ones are the caller's own; without sink logits, softcap, window, padding or
-    mask; with key 0 at the start of a tile and a key for every query.
+    It takes calls with head dimensions of 64, 96 or 128, whose low tiles have 8-bit keys with a factor per tile and
+    E4M3 values, and whose high ones are the caller's own; without mask. Of those that are long, too, it takes the ones
+    whose queries see few keys.
+
+    Args:
+        query: ``[B, Hq, Tq, D]``.
+        operands: Keys and values.
+        geometry: Positions and visibility.
+        tiles: What few keys are.
+        is_long: Whether the kernel for long prompts :func:`takes` the call.
     """
     high, low = operands.high, operands.low
     if low is None or low.key_form not in (Form.INT8, Form.E4M3) or low.value_form is not Form.E4M3:
         return False
     return (
-        _is_plain(geometry, query.shape[2])
-        and (tiles.max_keys is None or geometry.kv_len <= tiles.max_keys)
-        and geometry.q_offset >= 0
-        and geometry.kv_offset >= 0
+        not (is_long and _mean_keys(geometry, query.shape[2]) > tiles.max_keys)
         and high.key_form is Form.RAW
         and low.key_factor is not None
         and low.value_factor is not None
         and query.shape[3] in SHORT_HEAD_DIMS
-        and _is_usual(query, operands, geometry, has_softcap=has_softcap, has_sinks=has_sinks)
+        and _is_usual(query, operands, geometry)
     )
+
+
+def _mean_keys(geometry: PrefillGeometry, q_len: int) -> float:
+    """Return how many keys a query sees on average, where the last one sees all."""
+    if geometry.window is None:
+        seen = geometry.kv_len - q_len / 2 if geometry.is_causal else geometry.kv_len
+    else:
+        seen = min(geometry.kv_len, geometry.window if geometry.is_causal else 2 * geometry.window)
+    return seen
 
 
 def prefill_short(
@@ -215,6 +222,8 @@ def prefill_short(
     lse: Tensor,
     *,
     scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """Launch the kernel for a call that :func:`takes_short` says yes to; arguments as for :func:`prefill_hopper`."""
     batch, q_heads, q_len, head_dim = query.shape
@@ -222,21 +231,25 @@ def prefill_short(
     assert low is not None
     kv_heads = high.key.shape[1]
     start = geometry.q_offset
-    blocks = -(-(start % ROWS + q_len) // ROWS)
+    before = start % ROWS if geometry.rows is None else ROWS - 1
+    blocks = -(-(before + q_len) // ROWS)
+    channels = padded_channels(head_dim)
     all_heads = batch * kv_heads
     section = select_section(all_heads, low.head_bytes)
     launch = _short_launcher(
         q_heads, kv_heads, head_dim, tiles, low.key_form, recipe.query_low, recipe.scale_rounding == "ceil",
-        recipe.rotate,
+        recipe.rotate, geometry.is_causal, not _is_plain(geometry, q_len),
     )  # fmt: skip
     launch(
         (blocks * q_heads * batch, 1, 1),
         _heads(query, ROWS), _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
-        _matrix(low.key, TILE, head_dim), _matrix(low.value, head_dim, TILE),
-        out, lse, operands.key_mean, low.key_factor, low.value_factor, *out.stride()[:3],
+        _matrix(low.key, TILE, channels), _matrix(low.value, channels, TILE),
+        out, lse, operands.key_mean, low.key_factor, low.value_factor,
+        None if sinks is None else sinks.contiguous(), geometry.rows, *out.stride()[:3],
         start, geometry.kv_offset, q_len, geometry.kv_len, low.key.shape[2] // TILE, blocks, section, all_heads,
-        recipe.diagonal_tiles, recipe.sink_tiles,
-        scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5) if recipe.rotate else 1.0,
+        geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
+        None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
+        math.pow(hadamard_size(head_dim), -0.5) if recipe.rotate else 1.0,
     )  # fmt: skip
 
 
@@ -250,31 +263,32 @@ def _short_launcher(
     query_format: str,
     is_ceil: bool,
     rotate: bool,
+    is_causal: bool,
+    has_edges: bool,
 ) -> Launcher:
     constants: dict[str, Any] = {
         "Q_HEADS": q_heads,
         "KV_HEADS": kv_heads,
-        "D": head_dim,
+        "D": padded_channels(head_dim),
+        "HEAD_DIM": head_dim,
         "K_STAGES": tiles.key_stages,
         "V_STAGES": tiles.value_stages,
         "FORM": str(form),
         "FORMAT": query_format,
         "IS_CEIL": is_ceil,
-        "ROTATE": rotate,
+        "HADAMARD_SIZE": hadamard_size(head_dim) if rotate else 0,
+        "IS_CAUSAL": is_causal,
+        "HAS_EDGES": has_edges,
     }
     return Launcher(prefill_short_kernel, constants, num_warps=4, maxnreg=tiles.registers, launch_pdl=True)
 
 
-def _is_usual(
-    query: Tensor, operands: Operands, geometry: PrefillGeometry, *, has_softcap: bool, has_sinks: bool
-) -> bool:
+def _is_usual(query: Tensor, operands: Operands, geometry: PrefillGeometry) -> bool:
     """Whether a call with low tiles has what both kernels ask of all: see :func:`takes`."""
     high, low = operands.high, operands.low
     assert low is not None
     return (
         geometry.mask is None
-        and not has_softcap
-        and not has_sinks
         and low.key_layout == "aligned"
         and query.shape[3] == high.value.shape[3]
         and all(map(is_describable, (query, high.key, high.value)))

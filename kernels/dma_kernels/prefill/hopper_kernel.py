@@ -27,6 +27,7 @@ from .hopper_blocks import (
     ROWS,
     add_sums,
     add_values,
+    capped,
     clamp,
     copy,
     finite_or_zero,
@@ -52,12 +53,6 @@ _TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
 @gluon.constexpr_function
 def _is_16bit(dtype):
     return dtype.primitive_bitwidth == 16
-
-
-@gluon.constexpr_function
-def _channels_at_once(channels, value_dim, is_fp8):
-    """Channels of a product with values: of many a part, as one in FP8 has an accumulator of its own."""
-    return channels if channels <= 128 or not is_fp8 else 64 if value_dim <= 192 else 32
 
 
 @gluon.jit
@@ -176,20 +171,20 @@ def _produce(given, GROUPS: gl.constexpr, VALUE_DIM: gl.constexpr, IS_CAUSAL: gl
 
 @gluon.jit
 def _add_all_values(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Return ``accs * alpha`` plus the products of ``p`` and the values, of which ``product`` is the first.
+    """Return ``accs * alpha`` plus the products of ``p`` and the values, one or two, of which ``product`` is the first.
 
-    While one is added the next is computed.
+    While it is added the second is computed.
     """
     IS_FP8: gl.constexpr = v.dtype == gl.float8e4nv
-    LAST: gl.constexpr = len(accs) - 1
-    added = ()
-    for part in gl.static_range(LAST):
-        following = values_product(accs[part + 1], p, alpha, _some_channels(v, part + 1, WIDTH), O_LAYOUT)
-        product = warpgroup_mma_wait(1, deps=[product])
-        added += (add_values(accs[part], product, alpha, IS_FP8, O_LAYOUT),)  # type: ignore[assignment]
-        product = following
     product = warpgroup_mma_wait(0, deps=[product])
-    added += (add_values(accs[LAST], product, alpha, IS_FP8, O_LAYOUT),)  # type: ignore[assignment]
+    if len(accs) == 1:
+        added = (add_values(accs[0], product, alpha, IS_FP8, O_LAYOUT),)
+    else:
+        second = values_product(accs[1], p, alpha, _some_channels(v, 1, WIDTH), O_LAYOUT)
+        first = add_values(accs[0], product, alpha, IS_FP8, O_LAYOUT)
+        # The sum is waited for, too: else the compiler adds after the next products, for which there are no registers.
+        second, first = warpgroup_mma_wait(0, deps=[second, first])
+        added = (first, add_values(accs[1], second, alpha, IS_FP8, O_LAYOUT))  # type: ignore[assignment]
     return added
 
 
@@ -211,9 +206,9 @@ def _consume(
     """Compute the output of 64 query positions from ``position + 64 G`` on."""
     (
         q_smem, q_low_smem, k_smem, v_smem, q_full, full,
-        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, positions_ptr, stride_ot, plane,
+        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr, stride_ot, plane,
         q_offset, q_len, position, first, begin, end, t_0, t_1, visible_start, visible_end, window,
-        diagonal_tiles, sink_tiles, logit_scale,
+        diagonal_tiles, sink_tiles, softcap, logit_scale,
     ) = given  # fmt: skip
     STAGES: gl.constexpr = k_smem.shape[0]
     THREADS: gl.constexpr = 128 * GROUPS + 32
@@ -233,7 +228,7 @@ def _consume(
     ARE_KEYS_WIDE: gl.constexpr = _is_16bit(k_smem.dtype)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16 if ARE_KEYS_WIDE else 32])
     H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HIGH, 16])
-    WIDTH: gl.constexpr = _channels_at_once(DV, VALUE_DIM, IS_FP8)
+    WIDTH: gl.constexpr = min(DV, 128) if IS_FP8 else DV  # of a product, which in FP8 has its own accumulator
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32 if IS_FP8 else 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
     O_HIGH_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -265,6 +260,18 @@ def _consume(
     row_factor = gl.load(rows_ptr + rows, mask=m_row, other=1.0)
     m_i = gl.full([_ROWS], -1.0e30, gl.float32, ROW)
     sums = thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
+    # A plain softmax does not see what smoothing takes from a row's scores: sinks are moved as the scores are, and the
+    # log of the denominator gets it back. A cap sees it, so scores of smoothed keys get it back before.
+    returned = gl.zeros([_ROWS], gl.float32, ROW)
+    if HAS_MEAN and softcap is not None:
+        returned = finite_or_zero(gl.load(rows_ptr + plane + rows, mask=m_row, other=0.0) * logit_scale)
+    if sinks_ptr is not None:
+        sink = gl.load(sinks_ptr).to(gl.float32) * 1.4426950408889634
+        m_i = gl.zeros_like(m_i) + gl.maximum(sink, -1.0e30)
+        if HAS_MEAN and softcap is None:
+            m_i -= finite_or_zero(gl.load(rows_ptr + plane + rows, mask=m_row, other=0.0) * logit_scale)
+        # Each of a row's four threads has a quarter.
+        sums += gl.where(sink > float("-inf"), 64.0 if IS_FP8 else 0.25, 0.0)
     acc = gl.zeros([_ROWS, DV], gl.float32, O_HIGH_LAYOUT)
     mbarrier.wait(q_full, 0)
 
@@ -275,7 +282,7 @@ def _consume(
     q = q_smem.index(G).reshape([_ROWS, D])
     q_pos = start + gl.arange(0, _ROWS, layout=H_ROW)
     shift = gl.zeros([_ROWS], gl.float32, H_ROW)
-    if HAS_MEAN and IS_HIGH_RAW:
+    if HAS_MEAN and IS_HIGH_RAW and softcap is None:
         h_rows = q_pos - q_offset
         shift = gl.load(rows_ptr + plane + h_rows, mask=(h_rows >= 0) & (h_rows < q_len), other=0.0) * logit_scale
     for t in range(n_high):
@@ -295,6 +302,13 @@ def _consume(
             s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
             s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
+            unit = logit_scale
+            if softcap is not None:
+                s = s * logit_scale
+                if not IS_HIGH_RAW:
+                    s += gl.convert_layout(returned, H_ROW, assert_trivial=True)[:, None]
+                s = capped(s, softcap)
+                unit = 1.0
             is_edge = block * _HIGH + _HIGH > inner_end
             if HAS_EDGES:
                 is_edge = is_edge | (block * _HIGH < inner_begin)
@@ -303,8 +317,8 @@ def _consume(
                 seen = seen_keys(q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
                 s = gl.where(seen, s, float("-inf"))
             m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
-            m_new = gl.maximum(m_old, gl.max(s, 1) * logit_scale - shift)
-            p = gl.exp2(s * logit_scale + (EXPONENT - m_new - shift)[:, None])
+            m_new = gl.maximum(m_old, gl.max(s, 1) * unit - shift)
+            p = gl.exp2(s * unit + (EXPONENT - m_new - shift)[:, None])
             alpha = gl.exp2(m_old - m_new)
             sums = add_sums(sums, p, alpha)
             p = operand_of(p, V_HIGH_DTYPE, P_HIGH_LAYOUT)
@@ -372,7 +386,10 @@ def _consume(
                 k_pos = i * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_LAYOUT))
                 pos = start + gl.arange(0, _ROWS, layout=ROW)
                 seen = seen_keys(pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
-                logits = gl.where(seen, s.to(gl.float32) * factor[:, None], float("-inf"))
+                logits = s.to(gl.float32) * factor[:, None]
+                if softcap is not None:
+                    logits = capped(logits + returned[:, None], softcap)
+                logits = gl.where(seen, logits, float("-inf"))
                 m_new = gl.maximum(m_i, gl.max(logits, 1))
                 p = gl.exp2(logits + (EXPONENT - m_new)[:, None])
                 alpha = gl.exp2(m_i - m_new)
@@ -391,9 +408,14 @@ def _consume(
             if k_low_factor_ptr is not None:
                 factor = row_factor * gl.load(k_low_factor_ptr + i - first)
             s = warpgroup_mma_wait(0, deps=[s])
-            # Of integers Hopper takes the larger of three at a time.
-            m_new = gl.maximum(m_i, gl.max(s, 1).to(gl.float32) * factor)
-            p = gl.exp2(s.to(gl.float32) * factor[:, None] + (EXPONENT - m_new)[:, None])
+            if softcap is None:
+                # Of integers Hopper takes the larger of three at a time.
+                m_new = gl.maximum(m_i, gl.max(s, 1).to(gl.float32) * factor)
+                p = gl.exp2(s.to(gl.float32) * factor[:, None] + (EXPONENT - m_new)[:, None])
+            else:
+                logits = capped(s.to(gl.float32) * factor[:, None] + returned[:, None], softcap)
+                m_new = gl.maximum(m_i, gl.max(logits, 1))
+                p = gl.exp2(logits + (EXPONENT - m_new)[:, None])
             alpha = gl.exp2(m_i - m_new)
             if WIDTH < DV:
                 # There are no registers to keep the probabilities in fp32 while the product is computed.
@@ -425,8 +447,7 @@ def _consume(
         offset = o_rows.to(gl.int64)[:, None] * stride_ot + o_v[None, :]
         gl.store(out_ptr + offset, result.to(out_ptr.dtype.element_ty), mask=m_out)
     lse = (m_i + gl.log2(l_i) - EXPONENT) * 0.6931471805599453
-    if HAS_MEAN:
-        # The log of the denominator gets back what smoothing took.
+    if HAS_MEAN and softcap is None:
         taken = finite_or_zero(gl.load(rows_ptr + plane + rows, mask=m_row, other=0.0) * logit_scale)
         lse += taken * 0.6931471805599453
     gl.store(lse_ptr + rows, gl.where(is_empty, float("-inf"), lse), mask=m_row)
@@ -440,9 +461,10 @@ def _consume(
 )  # fmt: skip
 def prefill_hopper_kernel(
     q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc,
-    out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, positions_ptr, stride_ob, stride_oh, stride_ot,
-    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, window, diagonal_tiles,
-    sink_tiles, logit_scale,
+    out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr,
+    stride_ob, stride_oh, stride_ot,
+    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, window, diagonal_tiles, sink_tiles,
+    softcap, logit_scale,
     Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, VALUE_DIM: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     KEY_LAYOUT: gl.constexpr, VALUE_LAYOUT: gl.constexpr, LOW_VALUE_LAYOUT: gl.constexpr,
@@ -463,6 +485,7 @@ def prefill_hopper_kernel(
             logits; and what smoothing takes from every score.
         k_low_factor_ptr: fp32 ``[B, Hkv, tiles]``, or ``None``.
         value_factor_ptr: fp32 ``[B, Hkv, Dv]``, or ``None``.
+        sinks_ptr: Sink logits ``[Hq]``, or ``None``.
         positions_ptr: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key
             and the one past the last; or ``None``.
         stride_ob: Of the output.
@@ -479,6 +502,7 @@ def prefill_hopper_kernel(
         window: Sliding window, or ``None``.
         diagonal_tiles: Of the rule.
         sink_tiles: Of the rule.
+        softcap: Cap of the base-2 logits, or ``None``.
         logit_scale: Turns scores of high tiles into base-2 logits.
         Q_HEADS: Query heads.
         KV_HEADS: Key heads.
@@ -553,12 +577,14 @@ def prefill_hopper_kernel(
         k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles
     if value_factor_ptr is not None:
         value_factor_ptr += i_row.to(gl.int64) * VALUE_DIM
+    if sinks_ptr is not None:
+        sinks_ptr += i_h
     # What they are given, but for the constexprs: a tuple would make tensors of those.
     computing = (
         q_smem, q_low_smem, k_smem, v_smem, q_full, full,
-        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, positions_ptr, stride_ot, plane,
+        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr, stride_ot, plane,
         q_offset, q_len, position, first, begin, end, t_0, t_1, visible_start, visible_end, window,
-        diagonal_tiles, sink_tiles, logit_scale,
+        diagonal_tiles, sink_tiles, softcap, logit_scale,
     )  # fmt: skip
     copying = (
         q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem, q_full, full,

@@ -2,7 +2,7 @@
 
 A program is four warps with 64 query positions of one head. While one waits the others of its multiprocessor compute,
 before and after its loops too, which in the kernel for long prompts (:mod:`dma_kernels.prefill.hopper_kernel`) nothing
-hides. At the end of a block it asks for those that will take its place: the keys of the next block are there by then.
+hides. It asks for the block that takes the place of one as soon as that has been multiplied: keys are there in time.
 
 It rotates and quantises its queries itself, the rotation on the matrix units: of 64 channels one product with a
 Hadamard matrix, which the program writes to shared memory while its queries are on their way. Low tiles come first, as
@@ -29,20 +29,24 @@ from .hopper_blocks import (
     ROWS,
     add_sums,
     add_values,
+    capped,
     copy,
     finite_or_zero,
+    hide_values,
     high_blocks,
     low_tiles,
     operand_of,
     schedule,
-    seen_keys,
+    seen_range,
     thread_sums,
     values_product,
     wait_for_operands,
 )
 
 _ROWS = gl.constexpr(ROWS)
+_ROWS_SHIFT = gl.constexpr(ROWS.bit_length() - 1)
 _TILE = gl.constexpr(TILE)
+_TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
 _HIGH = gl.constexpr(TILE // 2)
 _MATRIX = gl.constexpr(64)
 """Order of the Hadamard matrix: the channels that a row of shared memory holds in 16 bits."""
@@ -51,8 +55,11 @@ _to_elements = gluon.jit(_to_elements_triton.fn)
 
 
 @gluon.jit
-def _hadamard_matrix(dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the Hadamard matrix of order 64: -1 where row and column have an odd number of bits in common."""
+def _hadamard_matrix(dtype: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a matrix of order 64 with Hadamard matrices of order ``SIZE``, 32 or 64, on its diagonal, zeros elsewhere.
+
+    They have -1 where row and column have an odd number of bits in common.
+    """
     row = gl.arange(0, _MATRIX, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, _MATRIX, layout=gl.SliceLayout(0, LAYOUT))
     # Of a row the signs of 32 columns are the bits of one number, and those of the others equal them or none.
@@ -61,19 +68,43 @@ def _hadamard_matrix(dtype: gl.constexpr, LAYOUT: gl.constexpr):
     signs ^= gl.where((row & 4) != 0, 0xF0F0F0F0 - (1 << 32), 0)
     signs ^= gl.where((row & 8) != 0, 0xFF00FF00 - (1 << 32), 0)
     signs ^= gl.where((row & 16) != 0, 0xFFFF0000 - (1 << 32), 0)
-    signs = signs[:, None] ^ gl.where(((row & 32) != 0)[:, None] & ((column & 32) != 0)[None, :], -1, 0)
+    signs = signs[:, None]
+    if SIZE == _MATRIX:
+        signs = signs ^ gl.where(((row & 32) != 0)[:, None] & ((column & 32) != 0)[None, :], -1, 0)
     one: gl.constexpr = 0x3F80 if dtype == gl.bfloat16 else 0x3C00
     bits = (((signs >> (column & 31)[None, :]) & 1) << 15) | one
+    if SIZE < _MATRIX:
+        bits = gl.where((row[:, None] ^ column[None, :]) < SIZE, bits, 0)
     return bits.to(gl.int16).to(dtype, bitcast=True)
 
 
 @gluon.jit
+def _low_tile(i, c_0, c_1, d_0, IS_CAUSAL: gl.constexpr):
+    """Return which low tile is visited as the ``i``-th."""
+    return c_0 + i if IS_CAUSAL else gl.where(i < c_1 - c_0, c_0 + i, d_0 - c_1 + c_0 + i)
+
+
+@gluon.jit
+def _hide_unseen(s, q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL: gl.constexpr):
+    """Return scores ``[M, N]``, minus infinity where a query does not see the key.
+
+    By the signs of distances: behind a branch the compiler packs the predicates of so many scores into bits, which
+    takes four instructions for each.
+    """
+    start, end = seen_range(q_pos, visible_start, visible_end, window, IS_CAUSAL)
+    distance = (k_pos[None, :] - start[:, None]) | ((end - 1)[:, None] - k_pos[None, :])
+    infinity = (distance & -(2**31)) | 0x7F800000  # with the sign of the distance
+    return gl.minimum(s, infinity.to(gl.float32, bitcast=True))
+
+
+@gluon.jit
 def _ask(
-    key, value, places, blocks, MAY_BE_LOW: gl.constexpr, WITH_KEY: gl.constexpr, WITH_VALUE: gl.constexpr,
+    key, value, places, blocks,
+    IS_CAUSAL: gl.constexpr, MAY_BE_LOW: gl.constexpr, WITH_KEY: gl.constexpr, WITH_VALUE: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy the keys of the ``key``-th block and the values of the ``value``-th to their places."""
     k_desc, v_desc, k_low_desc, v_low_desc, k_smem, v_smem, k_full, v_full = places
-    i_b, i_kv, stored, base, n_low, n_a, n_all, a_0, b_0 = blocks
+    i_b, i_kv, stored, value_dim, base, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0 = blocks
     D: gl.constexpr = k_smem.shape[2]
     K_STAGES: gl.constexpr = k_smem.shape[0]
     V_STAGES: gl.constexpr = v_smem.shape[0]
@@ -84,9 +115,11 @@ def _ask(
         mbarrier.expect(v_full.index(v_slot), _TILE * D, pred=value < n_all)
     if MAY_BE_LOW:
         if WITH_KEY:
-            copy(k_low_desc, [(stored + key) * _TILE, 0], k_full.index(k_slot), k_smem.index(k_slot), pred=key < n_low)
+            k_row = (stored + _low_tile(key, c_0, c_1, d_0, IS_CAUSAL)) * _TILE
+            copy(k_low_desc, [k_row, 0], k_full.index(k_slot), k_smem.index(k_slot), pred=key < n_low)
         if WITH_VALUE:
-            copy(v_low_desc, [(stored + value) * D, 0], v_full.index(v_slot), v_smem.index(v_slot), pred=value < n_low)
+            v_row = (stored + _low_tile(value, c_0, c_1, d_0, IS_CAUSAL)) * value_dim
+            copy(v_low_desc, [v_row, 0], v_full.index(v_slot), v_smem.index(v_slot), pred=value < n_low)
     if not MAY_BE_LOW or gl.maximum(key, value) >= n_low:
         if WITH_KEY:
             t = key - n_low
@@ -103,19 +136,21 @@ def _ask(
 @gluon.jit(
     do_not_specialize=[
         "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "section", "kv_rows",
-        "diagonal_tiles", "sink_tiles",
+        "window", "diagonal_tiles", "sink_tiles",
     ],
 )  # fmt: skip
 def prefill_short_kernel(
     q_desc, k_desc, v_desc, k_low_desc, v_low_desc,
-    out_ptr, lse_ptr, mean_ptr, k_low_factor_ptr, value_factor_ptr, stride_ob, stride_oh, stride_ot,
-    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, diagonal_tiles, sink_tiles,
-    logit_scale, norm,
-    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    out_ptr, lse_ptr, mean_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr,
+    stride_ob, stride_oh, stride_ot,
+    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, window, diagonal_tiles, sink_tiles,
+    softcap, logit_scale, norm,
+    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    FORM: gl.constexpr, FORMAT: gl.constexpr, IS_CEIL: gl.constexpr, ROTATE: gl.constexpr,
+    FORM: gl.constexpr, FORMAT: gl.constexpr, IS_CEIL: gl.constexpr, HADAMARD_SIZE: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, HAS_EDGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute attention for 64 query positions of one head, causal.
+    """Compute attention for 64 query positions of one head.
 
     Args:
         q_desc: Queries, 16-bit ``[B, Hq, Tq, D]``.
@@ -128,30 +163,39 @@ def prefill_short_kernel(
         mean_ptr: What smoothing took from keys, fp32 ``[B, Hkv, D]``, or ``None``.
         k_low_factor_ptr: fp32 ``[B, Hkv, tiles]``.
         value_factor_ptr: fp32 ``[B, Hkv, D]``.
+        sinks_ptr: Sink logits ``[Hq]``, or ``None``.
+        positions_ptr: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key
+            and the one past the last; or ``None``.
         stride_ob: Of the output.
         stride_oh: Of the output.
         stride_ot: Of the output.
-        q_offset: Position of query 0.
-        kv_offset: Position of key 0, a multiple of the tile.
+        q_offset: Position of query 0, where ``positions_ptr`` is ``None``.
+        kv_offset: Position of key 0, likewise.
         q_len: Queries.
-        kv_len: Keys; they reach at least as far as the queries.
+        kv_len: Keys.
         storage_tiles: Tiles of low keys of a head.
         blocks: Programs of a query head.
         section: kv heads worked on at a time.
         kv_rows: kv heads of all batch rows.
+        window: Sliding window, or ``None``.
         diagonal_tiles: Of the rule.
         sink_tiles: Of the rule.
+        softcap: Cap of the base-2 logits, or ``None``.
         logit_scale: Turns scores of high tiles into base-2 logits.
         norm: What the rotation multiplies by.
         Q_HEADS: Query heads.
         KV_HEADS: Key heads.
-        D: Channels, 64 or 128.
+        D: Channels, padded to 64 or 128, as descriptors copy them.
+        HEAD_DIM: Channels.
         K_STAGES: Places for keys.
         V_STAGES: Places for values.
         FORM: Of the keys of low tiles, ``int8`` or ``e4m3``.
         FORMAT: Of the queries.
         IS_CEIL: How scales are rounded.
-        ROTATE: Whether queries are rotated.
+        HADAMARD_SIZE: Order of the rotation's blocks: 32, 64 or 128; 0 where queries are not rotated.
+        IS_CAUSAL: Whether a query sees no key behind its own position.
+        HAS_EDGES: Whether a low tile may hold keys that not all queries see, and keys begin inside a tile. Not so where
+            all see every key before the band.
     """
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
     Q_DTYPE: gl.constexpr = q_desc.dtype
@@ -167,7 +211,7 @@ def prefill_short_kernel(
     H_ROW: gl.constexpr = gl.SliceLayout(1, H_LAYOUT)
     X_ROW: gl.constexpr = gl.SliceLayout(1, X_LAYOUT)
 
-    i_row, i_group, i_block = schedule(blocks, kv_rows, section, GROUP, True)
+    i_row, i_group, i_block = schedule(blocks, kv_rows, section, GROUP, IS_CAUSAL)
     i_b = i_row // KV_HEADS
     i_kv = i_row % KV_HEADS
     i_h = i_kv * GROUP + i_group
@@ -188,42 +232,63 @@ def prefill_short_kernel(
     fence_async_shared()
     _barrier()
 
-    start = ((q_offset >> 6) + i_block) * _ROWS
-    kv_end = kv_offset + kv_len
+    HAS_ROWS: gl.constexpr = positions_ptr is not None
+    visible_start, visible_end = kv_offset, kv_offset + kv_len
+    if HAS_ROWS:
+        q_offset = gl.load(positions_ptr + i_b * 4)
+        kv_offset = gl.load(positions_ptr + i_b * 4 + 1)
+        visible_start = kv_offset + gl.maximum(gl.load(positions_ptr + i_b * 4 + 2), 0)
+        visible_end = kv_offset + gl.minimum(gl.load(positions_ptr + i_b * 4 + 3), kv_len)
+    start = ((q_offset >> _ROWS_SHIFT) + i_block) * _ROWS
     last = gl.minimum(start + _ROWS, q_offset + q_len)
-    t_0 = start // _TILE
-    t_1 = (last - 1) // _TILE
-    end = gl.minimum(kv_end, last)
-    a_0, a_1, b_0, b_1 = high_blocks(kv_offset, t_0, t_1, end, diagonal_tiles, sink_tiles, True)
-    c_0, c_1, _, _ = low_tiles(kv_offset, t_0, t_1, end, diagonal_tiles, sink_tiles, True)
+    t_0 = start >> _TILE_SHIFT
+    t_1 = (last - 1) >> _TILE_SHIFT
+    # Positions that one of its queries sees, and those that all see.
+    begin, end = visible_start, visible_end
+    inner_begin, inner_end = visible_start, visible_end
+    if IS_CAUSAL:
+        end = gl.minimum(end, last)
+        inner_end = gl.minimum(inner_end, start + 1)
+    if window is not None:
+        before = window - 1 if IS_CAUSAL else window
+        begin = gl.maximum(begin, start - before)
+        inner_begin = gl.maximum(inner_begin, last - 1 - before)
+        if not IS_CAUSAL:
+            end = gl.minimum(end, last + window)
+            inner_end = gl.minimum(inner_end, start + window + 1)
+    if HAS_ROWS:
+        end = gl.where(start < q_offset + q_len, end, begin)
+    a_0, a_1, b_0, b_1 = high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
+    c_0, c_1, d_0, d_1 = low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_a = a_1 - a_0
-    n_low = c_1 - c_0
+    n_low = c_1 - c_0 + d_1 - d_0
     n_all = n_low + n_a + b_1 - b_0
-    stored = i_row * storage_tiles + c_0 - kv_offset // _TILE
+    first = kv_offset >> _TILE_SHIFT
+    stored = i_row * storage_tiles - first
 
     # The quantiser reads what the caller gave, so that is there; what it writes is waited for.
     mbarrier.expect(q_full, _ROWS * D * 2)
     copy(q_desc, [i_b, i_h, start - q_offset, 0], q_full, q_smem)
-    if ROTATE:  # noqa: SIM102 (a constexpr branch)
+    if HADAMARD_SIZE > 0:  # noqa: SIM102 (a constexpr branch)
         if n_low > 0:
             FILL: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
-            matrix.store(_hadamard_matrix(Q_DTYPE, FILL))
+            matrix.store(_hadamard_matrix(Q_DTYPE, min(HADAMARD_SIZE, 64), FILL))
             fence_async_shared()
     wait_for_operands()
     places = (k_desc, v_desc, k_low_desc, v_low_desc, k_smem, v_smem, k_full, v_full)
-    asked = (i_b, i_kv, stored, kv_offset, n_low, n_a, n_all, a_0, b_0)
+    asked = (i_b, i_kv, stored, HEAD_DIM, kv_offset, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0)
     for place in gl.static_range(K_STAGES):
-        _ask(place, 0, places, asked, True, True, False)
+        _ask(place, 0, places, asked, IS_CAUSAL, True, True, False)
     for place in gl.static_range(V_STAGES):
-        _ask(0, place, places, asked, True, False, True)
+        _ask(0, place, places, asked, IS_CAUSAL, True, False, True)
 
     if mean_ptr is not None:
-        mean_ptr += i_row.to(gl.int64) * D
-    k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles + c_0 - kv_offset // _TILE
-    value_factor_ptr += i_row.to(gl.int64) * D
+        mean_ptr += i_row.to(gl.int64) * HEAD_DIM
+    k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles - first
+    value_factor_ptr += i_row.to(gl.int64) * HEAD_DIM
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    value_units = gl.load(value_factor_ptr + gl.arange(0, D, layout=EACH))
-    channels = gl.arange(0, D, layout=gl.SliceLayout(0, X_LAYOUT))
+    each = gl.arange(0, D, layout=EACH)
+    value_units = gl.load(value_factor_ptr + each, mask=each < HEAD_DIM, other=0.0)
     m_i = gl.full([_ROWS], -1.0e30, gl.float32, ROW)
     sums = thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
     acc = gl.zeros([_ROWS, D], gl.float32, O_LAYOUT)
@@ -231,25 +296,39 @@ def prefill_short_kernel(
     row_factor = gl.full([_ROWS], 1.0, gl.float32, X_ROW)
     mean = gl.zeros([D], gl.float32, gl.SliceLayout(0, X_LAYOUT))
     if mean_ptr is not None:
-        mean = gl.load(mean_ptr + channels)
+        channels = gl.arange(0, D, layout=gl.SliceLayout(0, X_LAYOUT))
+        mean = gl.load(mean_ptr + channels, mask=channels < HEAD_DIM, other=0.0)
     mbarrier.wait(q_full, 0)
     q = q_smem.reshape([_ROWS, D])
     if mean_ptr is not None:
         shift = gl.sum(q.load(X_LAYOUT).to(gl.float32) * mean[None, :], 1) * logit_scale
     unit_smem.store(value_units)
+    # A plain softmax does not see what smoothing takes from a row's scores: sinks are moved as the scores are, and the
+    # log of the denominator gets it back. A cap sees it, so scores of low tiles get it back before.
+    returned = gl.zeros([_ROWS], gl.float32, ROW)
+    if softcap is not None:
+        returned = finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
+        shift = gl.zeros_like(shift)
+    if sinks_ptr is not None:
+        sink = gl.load(sinks_ptr + i_h).to(gl.float32) * 1.4426950408889634
+        m_i = gl.maximum(sink, -1.0e30) - finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
+        # Each of a row's four threads has a quarter.
+        sums += gl.where(sink > float("-inf"), 64.0, 0.0)
 
     # ---- the queries of low tiles
     q_low = reinterpret(matrix, k_low_desc.dtype, [_MATRIX * 128 // D, D], k_low_desc.layout)
     if D < 128:
         q_low = q_low.slice(0, _ROWS)
     if n_low > 0:
-        if ROTATE:
+        if HADAMARD_SIZE > 0:
             zero_x = gl.zeros([_ROWS, _MATRIX], gl.float32, H_LAYOUT)
             x_0 = warpgroup_mma(q.slice(0, _MATRIX, 1), matrix, zero_x, use_acc=False, is_async=True)
             if D == 128:
                 x_1 = warpgroup_mma(q.slice(_MATRIX, _MATRIX, 1), matrix, zero_x, use_acc=False, is_async=True)
                 x_0, x_1 = warpgroup_mma_wait(0, deps=[x_0, x_1])
-                x = gl.permute(gl.join(x_0 + x_1, x_0 - x_1), [0, 2, 1])
+                if HADAMARD_SIZE == 128:
+                    x_0, x_1 = x_0 + x_1, x_0 - x_1
+                x = gl.permute(gl.join(x_0, x_1), [0, 2, 1])
                 x = gl.convert_layout(gl.reshape(x, [_ROWS, D]), X_LAYOUT, assert_trivial=True)
             else:
                 x = gl.convert_layout(warpgroup_mma_wait(0, deps=[x_0]), X_LAYOUT, assert_trivial=True)
@@ -268,13 +347,29 @@ def prefill_short_kernel(
     zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
     for i in range(n_low):
         k_slot, v_slot = i % K_STAGES, i % V_STAGES
-        factor = row_factor * gl.load(k_low_factor_ptr + i)
+        tile = _low_tile(i, c_0, c_1, d_0, IS_CAUSAL)
+        factor = row_factor * gl.load(k_low_factor_ptr + tile)
         mbarrier.wait(k_full.index(k_slot), (i // K_STAGES) & 1)
         s = warpgroup_mma(q_low, k_smem.index(k_slot).permute([1, 0]), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
+        _ask(i + K_STAGES, 0, places, asked, IS_CAUSAL, True, True, False)
         # Of integers Hopper takes the larger of three at a time.
-        m_new = gl.maximum(m_i, gl.max(s, 1).to(gl.float32) * factor)
-        p = gl.exp2(s.to(gl.float32) * factor[:, None] + (8.0 - m_new)[:, None])
+        largest = gl.max(s, 1).to(gl.float32)
+        x = s.to(gl.float32)
+        if softcap is not None:
+            x = capped(x * factor[:, None] + returned[:, None], softcap)
+            largest = gl.max(x, 1)
+            factor = gl.zeros_like(factor) + 1.0
+        if HAS_EDGES:  # noqa: SIM102 (a constexpr branch)
+            if (tile * _TILE < inner_begin) | (tile * _TILE + _TILE > inner_end):
+                k_pos = tile * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_LAYOUT))
+                pos = start + gl.arange(0, _ROWS, layout=ROW)
+                # Scaled before: the factor of a broken tile is NaN, and so would be its product with infinity.
+                x = _hide_unseen(x * factor[:, None], pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
+                largest = gl.max(x, 1)
+                factor = gl.zeros_like(factor) + 1.0
+        m_new = gl.maximum(m_i, largest * factor)
+        p = gl.exp2(x * factor[:, None] + (8.0 - m_new)[:, None])
         alpha = gl.exp2(m_i - m_new)
         sums = add_sums(sums, p, alpha)
         m_i = m_new
@@ -283,7 +378,7 @@ def prefill_short_kernel(
         product = values_product(acc, operand, alpha, v_smem.index(v_slot).permute([1, 0]), O_LAYOUT)
         product = warpgroup_mma_wait(0, deps=[product])
         acc = add_values(acc, product, alpha, True, O_LAYOUT)
-        _ask(i + K_STAGES, i + V_STAGES, places, asked, True, True, True)
+        _ask(0, i + V_STAGES, places, asked, IS_CAUSAL, True, False, True)
     acc = gl.convert_layout(acc, X_LAYOUT, assert_trivial=True)
     if n_low > 0:
         acc *= unit_smem.load(gl.SliceLayout(0, X_LAYOUT))[None, :]
@@ -300,21 +395,34 @@ def prefill_short_kernel(
         s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
         s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
-        if position + _HIGH > start:
+        unit = logit_scale
+        if softcap is not None:
+            s = capped(s * logit_scale, softcap)
+            unit = 1.0
+        is_edge = position + _HIGH > inner_end
+        if HAS_EDGES:
+            is_edge = is_edge | (position < inner_begin)
+        if is_edge:
             k_pos = position + gl.arange(0, _HIGH, layout=gl.SliceLayout(0, H_LAYOUT))
-            s = gl.where(seen_keys(q_pos, k_pos, kv_offset, kv_end, None, True), s, float("-inf"))
+            if HAS_EDGES:
+                s = _hide_unseen(s, q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
+            else:
+                s = gl.where(k_pos[None, :] <= q_pos[:, None], s, float("-inf"))
         m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
-        m_new = gl.maximum(m_old, gl.max(s, 1) * logit_scale - shift)
-        p = gl.exp2(s * logit_scale + (8.0 - m_new - shift)[:, None])
+        m_new = gl.maximum(m_old, gl.max(s, 1) * unit - shift)
+        p = gl.exp2(s * unit + (8.0 - m_new - shift)[:, None])
         alpha = gl.exp2(m_old - m_new)
         sums = add_sums(sums, p, alpha)
         m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
         operand = operand_of(p, Q_DTYPE, P_HIGH_LAYOUT)
         v = reinterpret(v_smem, Q_DTYPE, [V_STAGES, 1, 1, _HIGH, D], v_desc.layout).index(v_slot).reshape([_HIGH, D])
         mbarrier.wait(v_full.index(v_slot), (i // V_STAGES) & 1)
+        if HAS_ROWS:  # noqa: SIM102 (a constexpr branch)
+            if (position < visible_start) | (position + _HIGH > visible_end):
+                hide_values(v, position, visible_start, visible_end, D)
         product = values_product(acc, operand, alpha, v, X_LAYOUT)
         acc = warpgroup_mma_wait(0, deps=[product])
-        _ask(i + K_STAGES, i + V_STAGES, places, asked, False, True, True)
+        _ask(i + K_STAGES, i + V_STAGES, places, asked, IS_CAUSAL, False, True, True)
 
     l_i = gl.sum(sums, 1)
     is_empty = l_i == 0.0
@@ -326,7 +434,7 @@ def prefill_short_kernel(
     o_rows = start - q_offset + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, OUT))
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
     out_ptr += i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh
-    m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_d >= 0)[None, :]
+    m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_d < HEAD_DIM)[None, :]
     gl.store(out_ptr + (o_rows.to(gl.int64)[:, None] * stride_ot + o_d[None, :]), q.load(OUT), mask=m_out)
     rows = start - q_offset + gl.arange(0, _ROWS, layout=ROW)
     taken = finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))

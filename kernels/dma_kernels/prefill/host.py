@@ -69,12 +69,15 @@ def prefill_attention(
     if lse.numel() == 0:
         return out, lse
     if not chip.is_interpreted():  # the interpreter has no Gluon
-        unusual = {"has_softcap": softcap is not None, "has_sinks": sinks is not None}
-        if tiles.short is not None and takes_short(query, operands, geometry, tiles.short, **unusual):
-            prefill_short(query, operands, geometry, recipe, tiles.short, out, lse, scale=scale)
+        call = (query, operands, geometry)
+        scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        is_long = tiles.hopper is not None and takes(*call, tiles.hopper)
+        # A cap takes so many instructions that what the kernel for long prompts saves no longer counts.
+        if tiles.short is not None and takes_short(*call, tiles.short, is_long=is_long and softcap is None):
+            prefill_short(*call, recipe, tiles.short, out, lse, **scores)
             return out, lse
-        if tiles.hopper is not None and takes(query, operands, geometry, tiles.hopper, **unusual):
-            prefill_hopper(query, operands, geometry, recipe, tiles.hopper, out, lse, scale=scale, is_early=is_early)
+        if tiles.hopper is not None and is_long:
+            prefill_hopper(*call, recipe, tiles.hopper, out, lse, **scores, is_early=is_early)
             return out, lse
     rows, mask = geometry.rows, geometry.mask
     # A descriptor's rows start at multiples of 16 bytes.

@@ -41,13 +41,13 @@ class ShortTiles:
         key_stages: Blocks of keys in flight.
         value_stages: Blocks of values in flight.
         registers: Of a thread.
-        max_keys: Most keys of a call; ``None`` for any number.
+        max_keys: Most keys that a query sees on average, if the call is one for the kernel for long prompts, too.
     """
 
     key_stages: int
     value_stages: int
     registers: int
-    max_keys: int | None = None
+    max_keys: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,28 +116,32 @@ def select_tiles(
             return tiles
         # A cap on registers admits a third (fourth) program: 806 against 728 at head_dim 128 and 32K, 558 against 419
         # at head_dim 64 and 16K. A third stage would push the third program out: 768 against 806.
-        # A softcap takes more registers than the cap leaves: its loop would spill (compiled, not timed).
-        if has_softcap:
-            return tiles
         # Short prompts, this kernel and theirs, quantising counted: 8 x 1K 239 to 170 us, 2K 94 to 71, 4K 241 to 203,
-        # 8 x 4K 1,893 to 1,587; that of long prompts there and beyond: 8K 686 to 678, 12K 1,485 to 1,560. With two
+        # 8 x 4K 1,893 to 1,587; that of long prompts there and beyond: 8K 686 to 678, 12K 1,485 to 1,560, bidirectional
+        # 4K 421 to 370, 6K 753 to 768, windows of 2K in 16K 918 to 876; with a softcap 16K 4,971 to 4,491. With two
         # places for values a program less fits: 8 x 1K 199. Head_dim 64 at 2K, 16K and 64K: 62 to 49, 1,996 to 1,926,
         # 31,770 to 31,010 (that of long prompts 32,000); with three places for keys, a program less, 16K 2,106.
         if widest == 128:
-            return replace(tiles, max_registers=168, high_stages=1, short=ShortTiles(2, 1, 168, max_keys=8_192))
-        return replace(tiles, max_registers=128, num_stages=3, high_block_n=32, short=ShortTiles(2, 2, 128))
+            short = ShortTiles(2, 1, 168, max_keys=4_096)
+            capped = replace(tiles, max_registers=168, high_stages=1, short=short)
+        else:
+            short = ShortTiles(2, 2, 128)
+            capped = replace(tiles, max_registers=128, num_stages=3, high_block_n=32, short=short)
+        # What the kernel for all chips does with a softcap has no room under the cap: its loop would spill (compiled,
+        # not timed).
+        return replace(tiles, short=short) if has_softcap else capped
     if widest <= 128 and is_hopper and lowering.low_key is Form.DEQUANTIZED:
         # 16-bit keys and values (kv4, 32K, quantising counted; SDPA 14.8 ms): 17.0 ms. Blocks of 64 queries read the L2
         # cache twice as often: 17.2 at best. One program of 128 x 128 17.4, of 128 x 64 18.5. The cap lets two programs
         # share a multiprocessor: without it 22.6. A softcap has no room under it, and gets the second best.
+        hopper = _hopper_tiles(are_keys_8bit=False, are_values_8bit=False) if widest == 128 else None
         if widest == 128 and not has_softcap:
-            hopper = _hopper_tiles(are_keys_8bit=False, are_values_8bit=False)
             return PrefillTiles(128, 64, 8, num_stages=2, max_registers=128, stage_queries=True, hopper=hopper)
         # At head_dim 64 and 16K 2.57 ms (SDPA 2.37), with two stages 2.97. 128 x 128 under a cap took 2.50 and spilled.
         # With a softcap high tiles go 32 keys at a time: with 64 the loop over low ones spills (compiled, not timed).
         return PrefillTiles(
             64, 64 if widest == 128 else 128, 4, num_stages=3, high_block_n=32 if has_softcap else 64, high_stages=2,
-            stage_queries=True,
+            stage_queries=True, hopper=hopper,
         )  # fmt: skip
     if widest <= 128 and arch > 90 and are_keys_8bit and are_values_8bit:
         return PrefillTiles(64, 128, num_warps=4, num_stages=2 if widest == 128 else 3)
@@ -241,11 +245,10 @@ def _wide_hopper_tiles() -> HopperTiles:
     """Return the sizes for head dimensions of 160 to 256, with 8-bit keys and E4M3 values.
 
     The output takes 128 registers of a thread and a block's scores 64, so there are two warpgroups. The product with
-    values goes 32 channels at a time, one ahead of that which is added: the loop reads four scalars back from spilled
-    registers. With 64 it was 104 since products with values of high tiles are of 16 bits (Triton 3.6; 16 query and 8 kv
-    heads): 8K 895 us; a kernel with the same loop over low tiles, and that of high tiles with scores ahead, 776. With
-    128, of which two are in flight, a quarter of the output is spilled: 0.92 / 13.0 ms against 0.71 / 8.3 at 8K / 32K.
-    To 192 channels 64 at a time are fewer instructions, 543 instead of 613 for a tile, and 2 scalars read back, not 12.
+    values goes 128 channels at a time, the second begun when the first is there: 561 instructions for a tile. With 32
+    at a time, one ahead of that which is added, they were 660; 8K / 32K took 674 / 9,311 us instead of 636 / 8,601
+    (Triton 3.6; 16 query and 8 kv heads); with 64, one in flight, 782 / 11,197, with spills. At 192 channels, of which
+    the second product has half for nothing, 603 / 7,883, and 607 / 7,725 with 64.
 
     The other kernel has one program on a multiprocessor too, and is overtaken early, as CUDA graphs in microseconds:
     512 keys 44.5 against 39.3, 1K 60.0 against 65.6, 2K 107 against 149, 4K 255 against 419; 8 query heads at 2K 68

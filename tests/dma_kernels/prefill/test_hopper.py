@@ -34,7 +34,7 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs these")
 
 LENGTH = 300
-ANY_SHORT = ShortTiles(key_stages=2, value_stages=1, registers=168)
+ANY_SHORT = ShortTiles(key_stages=2, value_stages=1, registers=168, max_keys=0)
 ANY_LENGTH = HopperTiles(groups=3, stages=4, registers=160, min_keys=0, min_rows=0)
 
 
@@ -54,17 +54,28 @@ def geometry(**changes: Any) -> PrefillGeometry:
 def is_taken(
     recipe: str = "int8",
     head_dim: int = 128,
-    tiles: HopperTiles | ShortTiles = ANY_LENGTH,
+    tiles: HopperTiles = ANY_LENGTH,
     change: Callable[[Operands], Operands] = lambda made: made,
-    has_softcap: bool = False,
-    has_sinks: bool = False,
     **changes: Any,
 ) -> bool:
-    """Whether the kernel that sizes are for takes a call."""
+    """Whether the kernel for long prompts takes a call."""
     query, key, value = inputs(head_dim)
     made = change(operands(key, value, RECIPES[recipe], changes.get("kv_offset", 0)))
-    taken: Callable[..., bool] = takes_short if isinstance(tiles, ShortTiles) else takes
-    return taken(query, made, geometry(**changes), tiles, has_softcap=has_softcap, has_sinks=has_sinks)
+    return takes(query, made, geometry(**changes), tiles)
+
+
+def is_short_taken(
+    recipe: str = "balanced",
+    head_dim: int = 128,
+    max_keys: int = 0,
+    is_long: bool = False,
+    change: Callable[[Operands], Operands] = lambda made: made,
+    **changes: Any,
+) -> bool:
+    """Whether the kernel for short prompts takes a call."""
+    query, key, value = inputs(head_dim)
+    made = change(operands(key, value, RECIPES[recipe], changes.get("kv_offset", 0)))
+    return takes_short(query, made, geometry(**changes), replace(ANY_SHORT, max_keys=max_keys), is_long=is_long)
 
 
 def low_with(**changes: Any) -> Callable[[Operands], Operands]:
@@ -112,8 +123,6 @@ def test_takes_plain_calls(call: dict[str, Any]) -> None:
         {"tiles": replace(ANY_LENGTH, min_rows=2 * LENGTH + 1)},
         {"tiles": replace(ANY_LENGTH, min_keys=201), "window": 200},
         {"mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
-        {"has_softcap": True},
-        {"has_sinks": True},
         {"change": low_with(key_layout="caller")},
         {"change": lambda made: replace(made, high=replace(made.high, key=made.high.key[..., 1:]))},
     ],
@@ -181,13 +190,21 @@ def test_hopper_alone_has_that_of_short_prompts(arch: int, head_dim: int, recipe
         {"recipe": "int8"},
         {"recipe": "e4m3-rotated"},
         {"head_dim": 64},
+        {"head_dim": 96},
         {"kv_offset": TILE, "q_offset": TILE},
-        {"tiles": replace(ANY_SHORT, max_keys=LENGTH)},
+        {"kv_offset": 5, "q_offset": 5},
+        {"kv_offset": -TILE, "q_offset": 0},
+        {"is_causal": False},
+        {"window": 200},
+        {"rows": torch.zeros(1, 4, dtype=torch.int32)},
+        {"is_long": True, "max_keys": LENGTH // 2},
+        {"is_long": True, "max_keys": 200, "window": 200},
+        {"is_long": True, "max_keys": 200, "window": 100, "is_causal": False},
     ],
     ids=str,
 )
 def test_takes_short_calls(call: dict[str, Any]) -> None:
-    assert is_taken(**{"recipe": "balanced", "tiles": ANY_SHORT, **call})
+    assert is_short_taken(**call)
 
 
 @pytest.mark.parametrize(
@@ -197,24 +214,19 @@ def test_takes_short_calls(call: dict[str, Any]) -> None:
         {"recipe": "int8-pv16"},
         {"recipe": "int8-mxfp8"},
         {"recipe": "paper"},
-        {"head_dim": 96},
+        {"head_dim": 80},
         {"head_dim": 256},
-        {"tiles": replace(ANY_SHORT, max_keys=LENGTH - 1)},
-        {"is_causal": False},
-        {"window": 200},
-        {"rows": torch.zeros(1, 4, dtype=torch.int32)},
+        {"is_long": True, "max_keys": LENGTH // 2 - 1},
+        {"is_long": True, "max_keys": LENGTH - 1, "is_causal": False},
+        {"is_long": True, "max_keys": 199, "window": 200},
+        {"is_long": True, "max_keys": 199, "window": 100, "is_causal": False},
         {"mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
-        {"kv_offset": 5, "q_offset": 5},
-        {"kv_offset": -TILE, "q_offset": 0},
-        {"q_offset": 1},  # the last query has no key of its own
-        {"has_softcap": True},
-        {"has_sinks": True},
         {"change": lambda made: replace(made, high=replace(made.high, key=made.high.key[..., 1:]))},
     ],
     ids=lambda call: " ".join(call),
 )
 def test_leaves_other_short_calls(call: dict[str, Any]) -> None:
-    assert not is_taken(**{"recipe": "balanced", "tiles": ANY_SHORT, **call})
+    assert not is_short_taken(**call)
 
 
 @pytest.mark.parametrize(("form", "format"), [(Form.INT8, "mxint8"), (Form.E4M3, "mxfp8")])
@@ -313,6 +325,19 @@ CASES = {
         tensors={"kv_range": [[45, 400], [0, 430]]},
         **HEADS,
     ),
+    "softcap": Case(q_len=430, kv_len=430, options={"softcap": 5.0}, **HEADS),
+    "softcap-and-sinks": Case(
+        q_len=430,
+        kv_len=430,
+        batch=2,
+        options={"softcap": 5.0, "is_causal": False},
+        tensors={"kv_range": [[45, 400], [0, 0]], "sinks": [0.5, 3.0]},
+        **HEADS,
+    ),
+    "sinks": Case(q_len=430, kv_len=430, tensors={"sinks": [0.5, float("-inf")]}, **HEADS),
+    "sinks-of-nothing": Case(
+        q_len=500, kv_len=500, batch=2, tensors={"kv_range": [[0, 0], [45, 430]], "sinks": [3.0, -1.0]}, **HEADS
+    ),
 }
 WIDE_RECIPES = ("int8", "e4m3-rotated", "int8-mxfp8")
 """What the kernel takes with head dimensions of 256."""
@@ -337,7 +362,7 @@ def is_short() -> bool:
 
 
 @pytest.fixture
-def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def emulated(is_short: bool, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Calls of the Triton backend run on a kernel for Hopper, which is emulated."""
 
     class Emulated:
@@ -348,23 +373,27 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             gluon_emulator.run(self.kernel, grid, arguments, self.constants)
 
     def attend(
-        query: Tensor, operands: Operands, geometry: PrefillGeometry, recipe: Recipe, *_: Any, scale: float, **__: Any
-    ) -> tuple[Tensor, Tensor]:
+        query: Tensor, operands: Operands, geometry: PrefillGeometry, recipe: Recipe, *_: Any,
+        scale: float, softcap: float | None, sinks: Tensor | None, **__: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         tiles = select_tiles(90, select_lowering(recipe, 90), query.shape[3], query.shape[3])
         batch, heads, q_len, head_dim = query.shape
         out = query.new_empty(batch, q_len, heads, head_dim).transpose(1, 2)
         lse = torch.empty(batch, heads, q_len)
         if is_short:
             assert tiles.short is not None
-            assert takes_short(query, operands, geometry, tiles.short, has_softcap=False, has_sinks=False)
-            hopper.prefill_short(query, operands, geometry, recipe, tiles.short, out, lse, scale=scale)
+            assert takes_short(query, operands, geometry, tiles.short, is_long=False)
+            hopper.prefill_short(
+                query, operands, geometry, recipe, tiles.short, out, lse, scale=scale, softcap=softcap, sinks=sinks
+            )  # fmt: skip
         else:
             assert tiles.hopper is not None
             any_length = replace(tiles.hopper, min_keys=0, min_rows=0)
-            assert takes(query, operands, geometry, any_length, has_softcap=False, has_sinks=False)
+            assert takes(query, operands, geometry, any_length)
             hopper.prefill_hopper(
-                query, operands, geometry, recipe, tiles.hopper, out, lse, scale=scale, is_early=False
-            )
+                query, operands, geometry, recipe, tiles.hopper, out, lse, scale=scale, softcap=softcap, sinks=sinks,
+                is_early=False,
+            )  # fmt: skip
         return out, lse
 
     monkeypatch.setattr(hopper, "Launcher", Emulated)
@@ -409,7 +438,9 @@ def test_emulated_bands_match_the_reference(name: str, case: str, bands: tuple[i
     assert_matches_reference(CASES[case], recipe, torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "nvfp4-keys"])
+@pytest.mark.parametrize(
+    ("recipe", "is_short"), [("int8", False), ("int8-pv16", False), ("nvfp4-keys", False), ("int8", True)]
+)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_emulated_hidden_keys_may_be_anything(recipe: str, is_causal: bool, emulated: None) -> None:
     query, key, value = random_qkv(batch=2, q_len=430, kv_len=430, **HEADS, dtype=torch.bfloat16)
@@ -431,10 +462,19 @@ SHORT_RECIPES = ("balanced", "int8", "e4m3-rotated")
 
 
 @pytest.mark.parametrize("is_short", [True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("recipe", SHORT_RECIPES)
-@pytest.mark.parametrize("case", ["causal", "few-queries", "batch", "chunk", "offset"])
+@pytest.mark.parametrize("case", ["causal", "few-queries", "batch"])
 def test_emulated_short_calls_match_the_reference(case: str, recipe: str, head_dim: int, emulated: None) -> None:
+    assert_matches_reference(replace(CASES[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("is_short", [True])
+@pytest.mark.parametrize(("head_dim", "recipe"), [(64, "balanced"), (96, "int8"), (128, "balanced")])
+@pytest.mark.parametrize("case", CASES)
+def test_emulated_edges_of_short_calls_match_the_reference(
+    case: str, recipe: str, head_dim: int, emulated: None
+) -> None:
     assert_matches_reference(replace(CASES[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
 
 
