@@ -220,14 +220,13 @@ def allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Shared | Barrier:
     return Shared(torch.full((math.prod(shape) * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype).view(*shape))
 
 
-def language(program: int) -> SimpleNamespace:
-    """The language as a program sees it."""
+def language() -> SimpleNamespace:
+    """The language as programs see it; :func:`run` says which one."""
     none = lambda *arguments, **options: None  # noqa: E731
     return SimpleNamespace(
         int32=torch.int32, int64=torch.int64, int16=torch.int16, int8=torch.int8, float32=torch.float32,
         uint8=torch.uint8, bfloat16=torch.bfloat16,
         float8e4nv=torch.float8_e4m3fn, constexpr=gl.constexpr,
-        program_id=lambda axis: tile(program),
         arange=lambda start, end, layout=None: tile(torch.arange(start, end, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout=None: tile(torch.zeros(list(shape), dtype=dtype)),
         zeros_like=elementwise(torch.zeros_like),
@@ -275,10 +274,9 @@ class NamedBarriers:
 MODULES = (hopper_blocks, hopper_kernel, hopper_short_kernel)
 
 
-def emulated(program: int) -> dict[str, Any]:
-    """Return the names of the kernels' modules, with their functions as plain Python."""
-    fake = language(program)
-    named = NamedBarriers()
+def emulated() -> dict[str, Any]:
+    """Return the names of the kernels' modules, with their functions as plain Python: those of every program."""
+    fake = language()
     names: dict[str, Any] = {}
     for module in MODULES:
         names |= {
@@ -290,16 +288,13 @@ def emulated(program: int) -> dict[str, Any]:
         "_barrier": lambda: None,
         "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
         "_is_16bit": lambda dtype: dtype.itemsize == 2,
+        "wait_for_operands": lambda: None, "_reciprocal": lambda x: 1.0 / x,
     }  # fmt: skip
     own = {module.__name__ for module in MODULES}
     for name, value in list(names.items()):
         function = getattr(value, "fn", None)
-        if isinstance(function, FunctionType) and name != "_is_16bit":
+        if isinstance(function, FunctionType):
             names[name] = as_python(function, names if function.__module__ in own else triton_scope(function, fake))
-    names |= {
-        "_release": named.arrive, "_acquire": named.sync, "wait_for_operands": lambda: None,
-        "_reciprocal": lambda x: 1.0 / x,
-    }  # fmt: skip
     return names
 
 
@@ -348,5 +343,9 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants:
             return SimpleNamespace(**fields, dtype=argument.base.dtype, layout=None)
         return argument
 
+    names = emulated()
     for program in range(grid[0]):
-        emulated(program)[kernel.fn.__name__](*map(given, arguments), **constants)
+        barriers = NamedBarriers()
+        names |= {"_release": barriers.arrive, "_acquire": barriers.sync}
+        names["gl"].program_id = names["schedule"].__globals__["tl"].program_id = lambda axis, i=program: tile(i)
+        names[kernel.fn.__name__](*map(given, arguments), **constants)

@@ -13,7 +13,7 @@ from typing import Any
 import gluon_emulator
 import pytest
 import torch
-from dma_kernels import Recipe, attention
+from dma_kernels import Recipe, attention, key_mean
 from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.geometry import LOG2_E, PrefillGeometry
 from dma_kernels.numerics.quantize import e8m0_to_float, quantize
@@ -25,10 +25,11 @@ from dma_kernels.prefill.operands import Operands
 from dma_kernels.prefill.quantizer import quantize_keys_values
 from dma_kernels.prefill.query_factor import query_factor
 from dma_kernels.runtime import chip
-from dma_kernels.runtime.lowering import Form, select_lowering
+from dma_kernels.runtime.lowering import Form, Lowering, select_lowering
 from dma_kernels.runtime.tuning import HopperTiles, ShortTiles, select_tiles
 from dma_kernels.testing import assert_bits_equal, random_qkv
 from prefill_cases import RECIPES, Case, assert_matches_reference
+from quantized_operands import expected_operands
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs these")
@@ -148,6 +149,30 @@ def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
     with pytest.raises(AssertionError, match="launched"):
         host.prefill_attention(*arguments, **options)
+
+
+@pytest.mark.parametrize(("few_keys", "min_rows", "softcap", "kernel"), [
+    (LENGTH, 0, None, "prefill_short"),
+    (0, 0, None, "prefill_hopper"),
+    (0, 0, 5.0, "prefill_short"),
+    (0, 2 * LENGTH + 1, None, "prefill_short"),
+])  # fmt: skip
+def test_calls_of_both_kernels_have_the_faster_one(
+    few_keys: int, min_rows: int, softcap: float | None, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = []
+    for name in ("prefill_short", "prefill_hopper"):
+        monkeypatch.setattr(host, name, lambda *_, name=name, **__: launched.append(name))
+    recipe = RECIPES["balanced"]
+    query, key, value = inputs()
+    call = (query, operands(key, value, recipe), geometry(), recipe)
+    monkeypatch.setattr(chip, "is_interpreted", lambda: False)
+    tiles = select_tiles(90, select_lowering(recipe, 90), 128, 128, has_softcap=softcap is not None)
+    assert tiles.short is not None
+    tiles = replace(tiles, short=replace(tiles.short, max_keys=few_keys), hopper=replace(ANY_LENGTH, min_rows=min_rows))
+    options: dict[str, Any] = {"scale": 0.1, "softcap": softcap, "sinks": None, "use_tma": True, "is_early": False}
+    host.prefill_attention(*call, tiles, **options)
+    assert launched == [kernel]
 
 
 @pytest.mark.parametrize(("arch", "head_dim", "recipe", "is_there"), [
@@ -361,8 +386,29 @@ def is_short() -> bool:
     return False
 
 
+def quantized(
+    key: Tensor, value: Tensor, recipe: Recipe, lowering: Lowering, *,
+    kv_offset: int, rows: Tensor | None, low_tiles: range | None,
+) -> Operands:  # fmt: skip
+    """Return what the quantiser writes, made in torch, which is faster here; what it leaves out is bytes of 255."""
+    mean = None
+    if recipe.smooth_k:
+        index = torch.arange(key.shape[2])
+        visible = None if rows is None else (index >= rows[:, 2:3]) & (index < rows[:, 3:4])
+        mean = key_mean(key, visible)[:, :, 0]
+    made = expected_operands(key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, mean=mean)
+    assert made.low is not None
+    if low_tiles is not None and lowering.key is Form.RAW:
+        for x in (made.low.key, made.low.value, made.low.key_factor):
+            if x is not None and x is not value:
+                tiles = made.low.key.shape[2] // TILE
+                by_tile = x.view(torch.uint8).view(*x.shape[:2], tiles, -1)
+                by_tile[:, :, [i for i in range(tiles) if i not in low_tiles]] = 255
+    return made
+
+
 @pytest.fixture
-def emulated(is_short: bool, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Calls of the Triton backend run on a kernel for Hopper, which is emulated."""
 
     class Emulated:
@@ -398,6 +444,7 @@ def emulated(is_short: bool, poisoned: None, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(hopper, "Launcher", Emulated)
     monkeypatch.setattr(chip, "device_arch", lambda device: 90)
+    monkeypatch.setattr(backend, "quantize_keys_values", quantized)
     monkeypatch.setattr(backend, "prefill_attention", attend)
     launchers = (hopper._long_launcher, hopper._short_launcher)
     for launcher in launchers:
