@@ -361,7 +361,11 @@ CASES = {
     ),
     "sinks": Case(q_len=430, kv_len=430, tensors={"sinks": [0.5, float("-inf")]}, **HEADS),
     "sinks-of-nothing": Case(
-        q_len=500, kv_len=500, batch=2, tensors={"kv_range": [[0, 0], [45, 430]], "sinks": [3.0, -1.0]}, **HEADS
+        q_len=500,
+        kv_len=500,
+        batch=2,
+        tensors={"kv_range": [[0, 0], [45, 430]], "sinks": [3.0, float("-inf")]},
+        **HEADS,
     ),
 }
 WIDE_RECIPES = ("int8", "e4m3-rotated", "int8-mxfp8")
@@ -454,9 +458,9 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         launcher.cache_clear()
 
 
-@pytest.mark.parametrize("recipe", RECIPES_TAKEN)
-def test_emulated_recipes_match_the_reference(recipe: str, emulated: None) -> None:
-    assert_matches_reference(CASES["causal"], RECIPES[recipe], torch.bfloat16, "cpu")
+@pytest.mark.parametrize(("case", "recipe"), [*(("causal", name) for name in RECIPES_TAKEN), ("softcap", "nvfp4")])
+def test_emulated_recipes_match_the_reference(case: str, recipe: str, emulated: None) -> None:
+    assert_matches_reference(CASES[case], RECIPES[recipe], torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("recipe", WIDE_RECIPES)
