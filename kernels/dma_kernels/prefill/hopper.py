@@ -102,7 +102,7 @@ def prefill_hopper(
         lse: Where the log of the softmax denominator goes, fp32 ``[B, Hq, Tq]``.
         scale: Factor of the scores.
         softcap: Cap of the scores, or ``None``.
-        sinks: ``[Hq]``, or ``None``.
+        sinks: ``[Hq]``, contiguous, or ``None``.
         is_early: Whether queries may be staged before the launches that made ``operands`` have ended.
     """
     batch, q_heads, q_len, head_dim = query.shape
@@ -118,9 +118,7 @@ def prefill_hopper(
     # Rows behind a tile's channels are the next tile's, and become outputs that are not stored.
     v_low_desc = _matrix(low.value, channels, TILE) if is_e4m3 else _heads(low.value, TILE)
     start = geometry.q_offset
-    # Where batch rows stand only the device knows: a row's first query may be the last of a warpgroup.
-    before = start % ROWS if geometry.rows is None else ROWS - 1
-    blocks = -(-(before + q_len) // (ROWS * tiles.groups))
+    blocks = _blocks(geometry, q_len, ROWS * tiles.groups)
     all_heads = batch * kv_heads
     section = select_section(all_heads, low.head_bytes)
     launch = _long_launcher(
@@ -132,7 +130,7 @@ def prefill_hopper(
         _heads(staged.high, ROWS), _heads(staged.low, ROWS), _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
         _matrix(low.key, TILE, channels), v_low_desc,
         out, lse, staged.rows, low.key_factor, low.value_factor,
-        None if sinks is None else sinks.contiguous(), geometry.rows, *out.stride()[:3],
+        sinks, geometry.rows, *out.stride()[:3],
         start, geometry.kv_offset, q_len, geometry.kv_len, low.key.shape[2] // TILE, blocks, section, all_heads,
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
         None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
@@ -231,8 +229,7 @@ def prefill_short(
     assert low is not None
     kv_heads = high.key.shape[1]
     start = geometry.q_offset
-    before = start % ROWS if geometry.rows is None else ROWS - 1
-    blocks = -(-(before + q_len) // ROWS)
+    blocks = _blocks(geometry, q_len, ROWS)
     channels = padded_channels(head_dim)
     all_heads = batch * kv_heads
     section = select_section(all_heads, low.head_bytes)
@@ -245,7 +242,7 @@ def prefill_short(
         _heads(query, ROWS), _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
         _matrix(low.key, TILE, channels), _matrix(low.value, channels, TILE),
         out, lse, operands.key_mean, low.key_factor, low.value_factor,
-        None if sinks is None else sinks.contiguous(), geometry.rows, *out.stride()[:3],
+        sinks, geometry.rows, *out.stride()[:3],
         start, geometry.kv_offset, q_len, geometry.kv_len, low.key.shape[2] // TILE, blocks, section, all_heads,
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
         None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
@@ -281,6 +278,13 @@ def _short_launcher(
         "HAS_EDGES": has_edges,
     }
     return Launcher(prefill_short_kernel, constants, num_warps=4, maxnreg=tiles.registers, launch_pdl=True)
+
+
+def _blocks(geometry: PrefillGeometry, q_len: int, rows: int) -> int:
+    """Return the programs of a head, of so many rows each, which begin with a warpgroup's."""
+    # Where batch rows stand only the device knows: a row's first query may be the last of a warpgroup.
+    before = geometry.q_offset % ROWS if geometry.rows is None else ROWS - 1
+    return -(-(before + q_len) // rows)
 
 
 def _is_usual(query: Tensor, operands: Operands, geometry: PrefillGeometry) -> bool:

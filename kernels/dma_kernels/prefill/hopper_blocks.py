@@ -52,6 +52,43 @@ def low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.co
 
 
 @gluon.jit
+def positions_of(positions_ptr, i_b, q_offset, kv_offset, kv_len):
+    """Return the positions of a batch row: of query 0, key 0, its first visible key and the one past the last."""
+    visible_start = kv_offset
+    visible_end = kv_offset + kv_len
+    if positions_ptr is not None:
+        q_offset = gl.load(positions_ptr + i_b * 4)
+        kv_offset = gl.load(positions_ptr + i_b * 4 + 1)
+        visible_start = kv_offset + gl.maximum(gl.load(positions_ptr + i_b * 4 + 2), 0)
+        visible_end = kv_offset + gl.minimum(gl.load(positions_ptr + i_b * 4 + 3), kv_len)
+    return q_offset, kv_offset, visible_start, visible_end
+
+
+@gluon.jit
+def seen_by_one(start, end, first, last, window, IS_CAUSAL: gl.constexpr):
+    """Return which positions of ``start..end`` one of the queries ``first..last`` sees."""
+    if IS_CAUSAL:
+        end = gl.minimum(end, last)
+    if window is not None:
+        start = gl.maximum(start, first - (window - 1 if IS_CAUSAL else window))
+        if not IS_CAUSAL:
+            end = gl.minimum(end, last + window)
+    return start, end
+
+
+@gluon.jit
+def seen_by_all(start, end, first, last, window, IS_CAUSAL: gl.constexpr):
+    """Return which positions of ``start..end`` all of the queries ``first..last`` see."""
+    if IS_CAUSAL:
+        end = gl.minimum(end, first + 1)
+    if window is not None:
+        start = gl.maximum(start, last - 1 - (window - 1 if IS_CAUSAL else window))
+        if not IS_CAUSAL:
+            end = gl.minimum(end, first + window + 1)
+    return start, end
+
+
+@gluon.jit
 def clamp(x, low, high):
     return gl.minimum(gl.maximum(x, low), high)
 

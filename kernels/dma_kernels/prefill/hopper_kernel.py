@@ -35,7 +35,10 @@ from .hopper_blocks import (
     high_blocks,
     low_tiles,
     operand_of,
+    positions_of,
     schedule,
+    seen_by_all,
+    seen_by_one,
     seen_keys,
     thread_sums,
     values_product,
@@ -242,19 +245,8 @@ def _consume(
     q_end = q_offset + q_len
     is_mine = start < q_end
     reach = 0 if IS_CAUSAL else diagonal_tiles
-    # Positions that one of its queries sees, and those that all see.
-    my_begin, my_end = begin, end
-    inner_begin, inner_end = visible_start, visible_end
-    if IS_CAUSAL:
-        my_end = gl.minimum(end, start + _ROWS)
-        inner_end = gl.minimum(inner_end, start + 1)
-    if window is not None:
-        before = window - 1 if IS_CAUSAL else window
-        my_begin = gl.maximum(begin, start - before)
-        inner_begin = gl.maximum(inner_begin, start + _ROWS - 1 - before)
-        if not IS_CAUSAL:
-            my_end = gl.minimum(end, start + _ROWS + window)
-            inner_end = gl.minimum(inner_end, start + window + 1)
+    my_begin, my_end = seen_by_one(begin, end, start, start + _ROWS, window, IS_CAUSAL)
+    inner_begin, inner_end = seen_by_all(visible_start, visible_end, start, start + _ROWS, window, IS_CAUSAL)
     rows = start - q_offset + gl.arange(0, _ROWS, layout=ROW)
     m_row = (rows >= 0) & (rows < q_len)
     row_factor = gl.load(rows_ptr + rows, mask=m_row, other=1.0)
@@ -542,26 +534,12 @@ def prefill_hopper_kernel(
     fence_async_shared()
     wait_for_operands()
 
-    HAS_ROWS: gl.constexpr = positions_ptr is not None
-    visible_start = kv_offset
-    visible_end = kv_offset + kv_len
-    if HAS_ROWS:
-        q_offset = gl.load(positions_ptr + i_b * 4)
-        kv_offset = gl.load(positions_ptr + i_b * 4 + 1)
-        visible_start = kv_offset + gl.maximum(gl.load(positions_ptr + i_b * 4 + 2), 0)
-        visible_end = kv_offset + gl.minimum(gl.load(positions_ptr + i_b * 4 + 3), kv_len)
+    q_offset, kv_offset, visible_start, visible_end = positions_of(positions_ptr, i_b, q_offset, kv_offset, kv_len)
     position = ((q_offset >> _ROWS_SHIFT) + i_block * GROUPS) * _ROWS
     last = gl.minimum(position + GROUPS * _ROWS, q_offset + q_len)
     t_0 = position >> _TILE_SHIFT
     t_1 = (last - 1) >> _TILE_SHIFT
-    # Positions that one of the queries sees.
-    begin, end = visible_start, visible_end
-    if IS_CAUSAL:
-        end = gl.minimum(end, last)
-    if window is not None:
-        begin = gl.maximum(begin, position - (window - 1 if IS_CAUSAL else window))
-        if not IS_CAUSAL:
-            end = gl.minimum(end, last + window)
+    begin, end = seen_by_one(visible_start, visible_end, position, last, window, IS_CAUSAL)
     first = kv_offset >> _TILE_SHIFT
     aligned = first * _TILE
     key_base = kv_offset if KEY_LAYOUT == "caller" else aligned

@@ -36,7 +36,10 @@ from .hopper_blocks import (
     high_blocks,
     low_tiles,
     operand_of,
+    positions_of,
     schedule,
+    seen_by_all,
+    seen_by_one,
     seen_range,
     thread_sums,
     values_product,
@@ -233,29 +236,13 @@ def prefill_short_kernel(
     _barrier()
 
     HAS_ROWS: gl.constexpr = positions_ptr is not None
-    visible_start, visible_end = kv_offset, kv_offset + kv_len
-    if HAS_ROWS:
-        q_offset = gl.load(positions_ptr + i_b * 4)
-        kv_offset = gl.load(positions_ptr + i_b * 4 + 1)
-        visible_start = kv_offset + gl.maximum(gl.load(positions_ptr + i_b * 4 + 2), 0)
-        visible_end = kv_offset + gl.minimum(gl.load(positions_ptr + i_b * 4 + 3), kv_len)
+    q_offset, kv_offset, visible_start, visible_end = positions_of(positions_ptr, i_b, q_offset, kv_offset, kv_len)
     start = ((q_offset >> _ROWS_SHIFT) + i_block) * _ROWS
     last = gl.minimum(start + _ROWS, q_offset + q_len)
     t_0 = start >> _TILE_SHIFT
     t_1 = (last - 1) >> _TILE_SHIFT
-    # Positions that one of its queries sees, and those that all see.
-    begin, end = visible_start, visible_end
-    inner_begin, inner_end = visible_start, visible_end
-    if IS_CAUSAL:
-        end = gl.minimum(end, last)
-        inner_end = gl.minimum(inner_end, start + 1)
-    if window is not None:
-        before = window - 1 if IS_CAUSAL else window
-        begin = gl.maximum(begin, start - before)
-        inner_begin = gl.maximum(inner_begin, last - 1 - before)
-        if not IS_CAUSAL:
-            end = gl.minimum(end, last + window)
-            inner_end = gl.minimum(inner_end, start + window + 1)
+    begin, end = seen_by_one(visible_start, visible_end, start, last, window, IS_CAUSAL)
+    inner_begin, inner_end = seen_by_all(visible_start, visible_end, start, last, window, IS_CAUSAL)
     if HAS_ROWS:
         end = gl.where(start < q_offset + q_len, end, begin)
     a_0, a_1, b_0, b_1 = high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)

@@ -68,6 +68,7 @@ def prefill_attention(
     lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
+    sinks = None if sinks is None else sinks.contiguous()
     if not chip.is_interpreted():  # the interpreter has no Gluon
         call = (query, operands, geometry)
         scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
@@ -121,7 +122,7 @@ def prefill_attention(
         query, high.key, high.value, low.key, low.value, high.key_scale, low.key_scale,
         high.key_factor, low.key_factor, low.value_factor, operands.query_factor, operands.key_mean,
         k_desc, v_desc, k_low_desc, v_low_desc,
-        out, lse, None if sinks is None else sinks.contiguous(),
+        out, lse, sinks,
         None if mask is None else mask.view(torch.uint8), rows,
         *query.stride(), *high.key.stride(), *high.value.stride(), *out.stride()[:3], *_mask_strides(mask),
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len,
