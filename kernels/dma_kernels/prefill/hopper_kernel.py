@@ -579,6 +579,18 @@ def prefill_hopper_kernel(
             [4, 1],
             [REGISTERS, _PRODUCER_REGISTERS],
         )
+    elif GROUPS == 4:
+        gl.warp_specialize(
+            [
+                (_consume, (computing, 0, 4, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 1, 4, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 2, 4, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
+                (_consume, (computing, 3, 4, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
+                (_produce, (copying, 4, VALUE_DIM, IS_CAUSAL)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, _PRODUCER_REGISTERS],
+        )
     else:
         gl.static_assert(GROUPS == 3, "as many warpgroups as are listed here")
         gl.warp_specialize(

@@ -110,7 +110,7 @@ def select_tiles(
         # High tiles in blocks of 64 keys, where low values have 8 bits one in flight: 87.7 us at 2K, 254.6 for 8 x 1K,
         # 244 at 4K. With two there is room for a program less: 99.1, 290.9, 295; two of 32 keys 92.0, 266.0, 254. At
         # head_dim 64 it makes no difference in time, and 32 keys spill least.
-        hopper = _hopper_tiles(are_keys_8bit, are_values_8bit) if widest == 128 else None
+        hopper = _hopper_tiles(widest, are_keys_8bit, are_values_8bit) if widest >= 64 else None
         tiles = PrefillTiles(64, 128, num_warps=4, num_stages=2, high_stages=2, stage_queries=True, hopper=hopper)
         if not (are_keys_8bit and are_values_8bit):
             return tiles
@@ -119,13 +119,15 @@ def select_tiles(
         # Short prompts, this kernel and theirs, quantising counted: 8 x 1K 239 to 170 us, 2K 94 to 71, 4K 241 to 203,
         # 8 x 4K 1,893 to 1,587; that of long prompts there and beyond: 8K 686 to 678, 12K 1,485 to 1,560, bidirectional
         # 4K 421 to 370, 6K 753 to 768, windows of 2K in 16K 918 to 876; with a softcap 16K 4,971 to 4,491. With two
-        # places for values a program less fits: 8 x 1K 199. Head_dim 64 at 2K, 16K and 64K: 62 to 49, 1,996 to 1,926,
-        # 31,770 to 31,010 (that of long prompts 32,000); with three places for keys, a program less, 16K 2,106.
+        # places for values a program less fits: 8 x 1K 199. Head_dim 64 at 2K and 16K: 62 to 49, 1,996 to 1,926; with
+        # three places for keys, a program less, 16K 2,106. That of long prompts there, with four warpgroups: 8K 508 to
+        # 537, 12K 1,100 to 1,128, 16K 1,906 to 1,899, 64K 31,850 to 28,320, bidirectional 8K 1,033 to 974, 16K 3,961 to
+        # 3,634, padded four of 12K 4,321 to 4,372 and two of 20K 5,861 to 5,649.
         if widest == 128:
             short = ShortTiles(2, 1, 168, max_keys=4_096)
             capped = replace(tiles, max_registers=168, high_stages=1, short=short)
         else:
-            short = ShortTiles(2, 2, 128)
+            short = ShortTiles(2, 2, 128, max_keys=7_168)
             capped = replace(tiles, max_registers=128, num_stages=3, high_block_n=32, short=short)
         # What the kernel for all chips does with a softcap has no room under the cap: its loop would spill (compiled,
         # not timed).
@@ -134,7 +136,7 @@ def select_tiles(
         # 16-bit keys and values (kv4, 32K, quantising counted; SDPA 14.8 ms): 17.0 ms. Blocks of 64 queries read the L2
         # cache twice as often: 17.2 at best. One program of 128 x 128 17.4, of 128 x 64 18.5. The cap lets two programs
         # share a multiprocessor: without it 22.6. A softcap has no room under it, and gets the second best.
-        hopper = _hopper_tiles(are_keys_8bit=False, are_values_8bit=False) if widest == 128 else None
+        hopper = _hopper_tiles(widest, are_keys_8bit=False, are_values_8bit=False) if widest >= 64 else None
         if widest == 128 and not has_softcap:
             return PrefillTiles(128, 64, 8, num_stages=2, max_registers=128, stage_queries=True, hopper=hopper)
         # At head_dim 64 and 16K 2.57 ms (SDPA 2.37), with two stages 2.97. 128 x 128 under a cap took 2.50 and spilled.
@@ -180,8 +182,8 @@ def select_tiles(
     return PrefillTiles(64, 32, num_warps=num_warps, num_stages=1, high_block_n=32, stage_queries=num_warps == 8)
 
 
-def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
-    """Return the sizes for head dimensions of 128, where products are of 64 x 128 scores.
+def _hopper_tiles(widest: int, are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
+    """Return the sizes for head dimensions of 64 and, padded to it, 128, where products are of 64 x 128 scores.
 
     Three warpgroups leave a thread 160 registers, which a block's scores, its product and the output just fit in. With
     an arrival of every warp, which takes Triton's barriers and the spills out of the loop, 32K takes 10.05 ms instead
@@ -231,8 +233,16 @@ def _hopper_tiles(are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
     0.236 to 0.226 at 4K, 0.694 to 0.733 at 8K, 9.31 to 10.94 at 32K; 16-bit keys (``fp4``) 0.365 to 0.416 at 4K, 11.37
     to 15.49 at 32K, and 16-bit values too (``kv4``) 0.308 to 0.370 and 13.18 to 17.38; 8-bit keys and 16-bit values
     (``paper``) 0.273 to 0.299 and 11.52 to 14.57. Windows, padding, head_dim 96: benchmarks/prefill-short-h200.csv.
+
+    At head_dim 64 the output takes half the registers, and of 8-bit keys and values four warpgroups fit: at 16K 1,923
+    us, with three 2,061, with six places 1,943. Of 16-bit operands three: over the kernel for all chips 1K, 4K and 16K
+    take 1.09, .84 and .72 of the time (``fp4``), 1.04, .88, .80 (``paper``), 1.06, .87, .82 (16-bit values), 1.09, .90,
+    .86 (``kv4``).
     """
-    # As many blocks as fit in shared memory.
+    if widest == 64 and are_keys_8bit and are_values_8bit:
+        # The first warpgroup has 120 registers, and keeps everything in them.
+        return HopperTiles(groups=4, stages=4, registers=112, min_keys=4_096, min_rows=32 * 8_192)
+    # As many blocks as fit in shared memory at 128 channels.
     stages = {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2}[are_keys_8bit, are_values_8bit]
     # With values of high tiles in 16 bits (an H200, Triton 3.6): 1 x 4K takes the kernel for all chips 245 us, the
     # variant of one program for each multiprocessor 259; 8 x 4K 2,065, this one 1,954. What counts is how many

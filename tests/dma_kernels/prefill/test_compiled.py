@@ -37,6 +37,11 @@ UNITS = {
     ],
     "int8:90:128:short": ["wgmma.mma_async.*bf16"],
     "int8:90:256": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:64:long": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:64:long-padded": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "fp4:90:64:long": ["wgmma.mma_async.*bf16", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "nvfp4-keys:90:64:long": ["wgmma.mma_async.*bf16"],
+    "paper:90:64:long": [r"wgmma.mma_async.*f32\.e5m2\.e5m2", "wgmma.mma_async.*bf16"],
     "int8:90:256:long": [
         r"wgmma.mma_async.*s32\.s8\.s8",
         r"wgmma.mma_async.*f32\.e4m3\.e4m3",
@@ -117,6 +122,7 @@ SPILLS = {
     "int8:90:128:window": 13,
     "int8:90:128:padded": 11,
     "int8:90:128:bidirectional": 11,
+    "int8:90:64:long-padded": 3,
     "int8:90:128:long-padded": 3,
     "int8:90:256:long": 18,
     "paper:90:256": 14,
@@ -201,8 +207,9 @@ def test_warpgroups_of_long_prompts_copy_and_compute_apart(call: str, compiled: 
     kernel = compiled[call][-1]
     assert "cp.async.bulk.tensor" in kernel["ptx"]
     assert "cp.async.cg" not in kernel["ptx"]
-    # At the start, of 512 threads and of 384; then of the warp that copies, and of those that compute.
-    start, *later = (168, 24, 240) if call in ("int8:90:192:long", "int8:90:256:long") else (128, 24, 160, 168)
+    # At the start, of 640, 512 or 384 threads; then of the warp that copies, and of those that compute.
+    groups = 4 if call.startswith("int8:90:64:") else 2 if call in ("int8:90:192:long", "int8:90:256:long") else 3
+    start, *later = {2: (168, 24, 240), 3: (128, 24, 160, 168), 4: (96, 24, 112, 120)}[groups]
     assert kernel["registers"] == start
     for registers in later:
         assert re.search(rf"setmaxnreg\.\w+\.sync\.aligned\.u32\s+{registers};", kernel["ptx"])

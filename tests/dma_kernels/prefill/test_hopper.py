@@ -104,6 +104,7 @@ def test_takes_recipes_with_low_tiles(recipe: str) -> None:
         {"kv_offset": -5, "q_offset": 1},
         {"rows": torch.zeros(1, 4, dtype=torch.int32)},
         {"tiles": replace(ANY_LENGTH, min_keys=200), "window": 200},
+        {"head_dim": 64},
         {"head_dim": 96},
         {"head_dim": 192},
         {"head_dim": 256},
@@ -123,6 +124,7 @@ def test_takes_plain_calls(call: dict[str, Any]) -> None:
         {"tiles": replace(ANY_LENGTH, min_keys=LENGTH + 1)},
         {"tiles": replace(ANY_LENGTH, min_rows=2 * LENGTH + 1)},
         {"tiles": replace(ANY_LENGTH, min_keys=201), "window": 200},
+        {"tiles": replace(ANY_LENGTH, groups=4), "window": 200},
         {"mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
         {"change": low_with(key_layout="caller")},
         {"change": lambda made: replace(made, high=replace(made.high, key=made.high.key[..., 1:]))},
@@ -179,14 +181,15 @@ def test_calls_of_both_kernels_have_the_faster_one(
     (90, 128, "int8", True),
     (90, 128, "paper", True),
     (90, 96, "int8", True),
-    (90, 64, "int8", False),
+    (90, 64, "int8", True),
     (90, 256, "int8", True),
     (90, 256, "paper", False),
     (90, 256, "fp4", False),
     (90, 256, "nvfp4-keys", False),
     (90, 128, "fp4", True),
     (90, 128, "nvfp4-keys", True),
-    (90, 64, "nvfp4-keys", False),
+    (90, 64, "nvfp4-keys", True),
+    (90, 32, "int8", False),
     (90, 128, "identity", False),
     (100, 128, "int8", False),
     (89, 128, "int8", False),
@@ -469,16 +472,23 @@ def test_emulated_wide_heads_match_the_reference(case: str, recipe: str, emulate
     assert_matches_reference(replace(CASES[case], head_dim=256), RECIPES[recipe], torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("head_dim", [96, 192])
-@pytest.mark.parametrize("recipe", WIDE_RECIPES)
-def test_emulated_padded_heads_match_the_reference(recipe: str, head_dim: int, emulated: None) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "head_dim"),
+    [*((name, head_dim) for name in WIDE_RECIPES for head_dim in (96, 192)), *((name, 64) for name in RECIPES_TAKEN)],
+)
+def test_emulated_heads_of_other_sizes_match_the_reference(recipe: str, head_dim: int, emulated: None) -> None:
     assert_matches_reference(replace(CASES["causal"], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int8-mxfp8", "nvfp4-keys"])
-@pytest.mark.parametrize("case", CASES)
-def test_emulated_cases_match_the_reference(case: str, recipe: str, emulated: None) -> None:
-    assert_matches_reference(CASES[case], RECIPES[recipe], torch.bfloat16, "cpu")
+@pytest.mark.parametrize(
+    ("case", "recipe", "head_dim"),
+    [
+        *((name, recipe, 128) for recipe in ("int8", "int8-mxfp8", "nvfp4-keys") for name in CASES),
+        *((name, "int8", 64) for name in CASES if "window" not in name),
+    ],
+)
+def test_emulated_cases_match_the_reference(case: str, recipe: str, head_dim: int, emulated: None) -> None:
+    assert_matches_reference(replace(CASES[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("bands", [(0, 0), (0, 2), (2, 0)])
