@@ -68,8 +68,8 @@ class TestCommand:
         assert 0.0 < balanced["error"] < 0.1
         assert 0.0 < reference["error_with_outliers"] < 0.02
         assert 0.0 < balanced["error_with_outliers"] < 0.1
-        # Not on a CPU.
-        assert balanced["extra_bytes"] is balanced["graph_milliseconds"] is balanced["quantize_milliseconds"] is None
+        for name in ("extra_bytes", "graph_milliseconds", "sustained_milliseconds", "quantize_milliseconds"):
+            assert balanced[name] is None  # not on a CPU
         with Image.open(picture) as image:
             assert image.width > 1000
 
@@ -254,6 +254,7 @@ class TestReport:
     def test_table(self) -> None:
         numbers = {
             "milliseconds": 2.0,
+            "sustained_milliseconds": 1.9,
             "tflops": 123.4,
             "speedup": 1.5,
             "error": 0.01,
@@ -264,8 +265,8 @@ class TestReport:
         measured = [result("a", 2048, **numbers, **quantized), result("b", 2048, failure="no unit")]
         (table,) = prefill_tables(measured)
         assert table.caption == "head_dim 64, 4/2 heads, causal"
-        cells = ["2.000", "–", "0.300 (1.50 copies)", "123", "1.50x", "0.0100", "0.2000", "0.50 of QKV"]
-        assert table.rows == [["a", "2,048", *cells], ["b", "2,048", "failed", *["–"] * 7]]
+        cells = ["2.000", "–", "1.900", "0.300 (1.50 copies)", "123", "1.50x", "0.0100", "0.2000", "0.50 of QKV"]
+        assert table.rows == [["a", "2,048", *cells], ["b", "2,048", "failed", *["–"] * 8]]
 
     def test_failures_are_told_once(self) -> None:
         results = [*(result("b", n, failure="no unit") for n in (64, 128, 256)), result("a", 64)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from dma_eval.bench.results import DecodeReport, DeviceFacts, GenerateReport, PrefillReport, ServeReport
-from dma_eval.bench.timing import Timing, extra_memory, look_at, time_in_turns
+from dma_eval.bench.timing import Timing, extra_memory, look_at, time_alone, time_in_turns
 from dma_eval.results import read_results
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -47,6 +47,13 @@ def test_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timings["run"] == Timing(
         median=pytest.approx(3.0), fast=pytest.approx(2.0), slow=pytest.approx(4.0), repeats=5
     )
+
+
+def test_alone_is_the_median_of_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([t for milliseconds in (9, 8, 7, 3, 5, 4) for t in (0.0, 1e-3 * milliseconds)])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    assert time_alone(lambda: None, CPU, seconds=0.06, milliseconds=10.0) == pytest.approx(4.0)
+    assert next(clock, None) is None
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.json")), ids=lambda path: path.stem)

@@ -26,7 +26,7 @@ from dma_eval.names import DMA
 
 from .peers import FLASH_3, SAGE, flash_attention_3, sage_attention, sdpa
 from .results import DeviceFacts, PrefillResult, PrefillShape
-from .timing import FAILURES, Run, capture, captured, extra_memory, time_in_turns
+from .timing import FAILURES, Run, capture, captured, extra_memory, time_alone, time_in_turns
 
 SDPA_BACKENDS: dict[str, SDPBackend | None] = {
     "sdpa": None,
@@ -86,7 +86,8 @@ def measure_shape(
 ) -> list[PrefillResult]:
     """Time all implementations on one shape; the first is what the others' ``speedup`` refers to.
 
-    The rounds take about so many ``seconds``, without compiling; ``dtype`` is that of queries, keys and values.
+    The rounds take about so many ``seconds``, without compiling, and then each by itself as many; ``dtype`` is that of
+    queries, keys and values.
     """
     console.print_note(str(shape))
     inputs = [
@@ -145,6 +146,10 @@ def measure_shape(
     if replays:
         for label, timing in time_in_turns(replays, device, seconds=seconds / 2).items():
             results[label] = replace(results[label], graph_milliseconds=timing.median)
+    if device.type == "cuda":
+        for label, run in {**runs, **replays}.items():
+            taken = time_alone(run, device, seconds=seconds, milliseconds=timings[label].median)
+            results[label] = replace(results[label], sustained_milliseconds=taken)
     for label, part in parts.items():
         results[label] = replace(results[label], **_time_quantization(part, inputs, facts, device, seconds))
     return list(results.values())

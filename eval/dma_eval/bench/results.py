@@ -100,6 +100,9 @@ class PrefillResult(SpeedResult):
     repeats: int | None = None  # timed calls
     graph_milliseconds: float | None = None  # median time as a CUDA graph; measured where a call is short
     graph_failure: str | None = None  # why a short call cannot be a graph; since version 3
+    # Median time where nothing else runs for a while, at the clock that the chip's power limit leaves to it: of a graph
+    # where a call is short; since version 4.
+    sustained_milliseconds: float | None = None
     # Median time of quantising keys and values (and what else precedes the attention kernel) alone, already counted
     # above; null for implementations that do not. On a CUDA device as a CUDA graph since version 2, called from Python
     # before.
@@ -187,7 +190,7 @@ class SpeedReport(Results):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillReport(SpeedReport):
-    schema_version: int = 3
+    schema_version: int = 4
     results: list[PrefillResult]  # by shape, then in the order asked for
 
 

@@ -5,6 +5,9 @@ of them alike, and medians are taken. On a CUDA device a run is timed by events 
 cache then holds nothing of the round before, and nothing that has yet to be written back; and while they go on the host
 gets ahead, as it does inside a model. A run's launches count as far as the device waits for them; captured in a
 CUDA graph they cost next to nothing.
+
+A chip at its power limit lowers its clock. In turns all run at the clock that they leave together, so that their ratio
+is about that of their cycles; :func:`time_alone` has the time of one that has the chip, and its clock, for itself.
 """
 
 from __future__ import annotations
@@ -85,6 +88,22 @@ def time_in_turns(
     return {name: _timing(times[index :: len(runs)]) for index, name in enumerate(runs)}
 
 
+def time_alone(run: Run, device: torch.device, *, seconds: float, milliseconds: float) -> float:
+    """Return the median time of a run, in milliseconds, in the second half of so many ``seconds`` of nothing else.
+
+    Args:
+        run: Its results are not kept.
+        device: Where it runs.
+        seconds: An H200 needs half a second to reach a clock that stays.
+        milliseconds: What a run takes, about.
+    """
+    clock = _CudaClock(device, reads=0) if device.type == "cuda" else _HostClock()
+    for _ in range(max(4, round(1e3 * seconds / milliseconds))):
+        clock.record(run)
+    times = clock.milliseconds()
+    return statistics.median(times[len(times) // 2 :])
+
+
 def capture(run: Run, device: torch.device) -> Run:
     """Return a replay of ``run`` as a CUDA graph; its result stays alive as long as the replay."""
     with torch.cuda.device(device):
@@ -158,8 +177,9 @@ def look_at(device: torch.device) -> DeviceFacts:
 class _CudaClock:
     """Times runs by events, each after a read of more than the cache holds."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, reads: int = _READS) -> None:
         self._device = device
+        self._reads = reads
         cached = torch.cuda.get_device_properties(device).L2_cache_size
         self._large = torch.ones(max(cached, 1 << 26), dtype=torch.float32, device=device)  # four times the cache
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -167,7 +187,7 @@ class _CudaClock:
     def record(self, run: Run) -> None:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
-            for _ in range(_READS):
+            for _ in range(self._reads):
                 self._large.sum()
             start.record()
             run()

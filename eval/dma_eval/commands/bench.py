@@ -79,8 +79,9 @@ def add_prefill(parser: argparse.ArgumentParser) -> None:
 def time_prefill(args: argparse.Namespace) -> int:
     """Time prefill attention: SDPA, other packages and dma_mxfp on the same inputs, quantisation counted.
 
-    Medians of calls in turns. The error is against fp64 on sampled rows: of normal inputs, and of such with two key
-    channels that stand out. The JSON file is written after every shape, so that an interruption keeps what there is.
+    Medians of calls in turns, and on a CUDA device of each alone, at the clock that the chip's power limit leaves to
+    it. The error is against fp64 on sampled rows: of normal inputs, and of such with two key channels that stand out.
+    The JSON file is written after every shape, so that an interruption keeps what there is.
     Exit code 1 if no implementation ran on some shape, 2 for invalid input. The default takes several minutes on an
     H200; --length, --attn and --seconds shorten it.
 
