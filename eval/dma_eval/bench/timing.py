@@ -94,7 +94,7 @@ def time_alone(run: Run, device: torch.device, *, seconds: float, milliseconds: 
     Args:
         run: Its results are not kept.
         device: Where it runs.
-        seconds: An H200 needs half a second to reach a clock that stays.
+        seconds: Of 0.8 an H200 has the times that it has of 1.5.
         milliseconds: What a run takes, about.
     """
     clock = _CudaClock(device, reads=0) if device.type == "cuda" else _HostClock()

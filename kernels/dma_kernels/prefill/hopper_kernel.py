@@ -6,8 +6,8 @@ it has just asked for, as programs of :mod:`dma_kernels.prefill.kernel` do for a
 waits for its own products; the others have the exponentials and conversions of their blocks to do meanwhile.
 
 It computes the rule of :mod:`dma_kernels.prefill.kernel`, for the calls that :mod:`dma_kernels.prefill.hopper` selects.
-64 positions lie in one tile; the positions of a program in two at most. All its warpgroups walk over the same blocks,
-the union of what they need, and each passes over those that are not its own.
+64 positions lie in one tile; the positions of a program in two at most, of four warpgroups in three. All its
+warpgroups walk over the same blocks, the union of what they need, and each passes over those that are not its own.
 """
 
 from __future__ import annotations
