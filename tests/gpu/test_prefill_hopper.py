@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dma_kernels import Recipe, attention, attention_with_lse
-from dma_kernels.prefill import backend, host
+from dma_kernels.prefill import backend, hopper, host
 from dma_kernels.runtime import replay
 from dma_kernels.runtime.tuning import PrefillTiles, select_tiles
 from dma_kernels.testing import random_qkv, relative_error
@@ -79,7 +79,7 @@ def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Ten
 AMONG_OTHERS = """
 import time, torch
 from dma_kernels import attention, attention_with_lse
-from dma_kernels.prefill import backend, host
+from dma_kernels.prefill import backend, hopper, host
 from prefill_cases import RECIPES
 q = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda")
 k, v = (torch.randn(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -210,9 +210,10 @@ def test_hidden_keys_may_be_anything(recipe: str, is_causal: bool, launches: lis
     assert launches
 
 
+@pytest.mark.parametrize("recipe", ["balanced", "int8-pv16"])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_hidden_keys_of_short_calls_may_be_anything(is_causal: bool, short_launches: list[str]) -> None:
-    assert_hidden_keys_may_be_anything(RECIPES["balanced"], is_causal)
+def test_hidden_keys_of_short_calls_may_be_anything(recipe: str, is_causal: bool, short_launches: list[str]) -> None:
+    assert_hidden_keys_may_be_anything(RECIPES[recipe], is_causal)
     assert short_launches
 
 
@@ -283,7 +284,7 @@ def test_runs_are_equal_to_the_bit_and_are_repeated(launches: list[str]) -> None
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("recipe", ["balanced", "int8", "e4m3-rotated"])
+@pytest.mark.parametrize("recipe", ["balanced", "int8", "e4m3-rotated", "int8-pv16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_short_calls_match_the_reference(shape: str, recipe: str, head_dim: int, short_launches: list[str]) -> None:
     assert_matches_reference(replace(SHAPES[shape], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
@@ -291,9 +292,12 @@ def test_short_calls_match_the_reference(shape: str, recipe: str, head_dim: int,
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("recipe", ["balanced", "int8-pv16"])
 @pytest.mark.parametrize("shape", EDGES)
-def test_edges_of_short_calls_match_the_reference(shape: str, head_dim: int, short_launches: list[str]) -> None:
-    assert_matches_reference(replace(EDGES[shape], head_dim=head_dim), RECIPES["balanced"], torch.bfloat16, "cuda")
+def test_edges_of_short_calls_match_the_reference(
+    shape: str, recipe: str, head_dim: int, short_launches: list[str]
+) -> None:
+    assert_matches_reference(replace(EDGES[shape], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
     assert short_launches
 
 
@@ -318,16 +322,16 @@ def test_bands_of_short_calls_are_those_of_the_other_kernel(
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "name"), [(64, "int8"), (128, "int8"), (64, "int8-pv16"), (128, "int8-pv16")])
 def test_short_calls_of_many_programs_equal_the_other_kernel_and_themselves(
-    head_dim: int, short_launches: list[str], monkeypatch: pytest.MonkeyPatch
+    head_dim: int, name: str, short_launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qkv = random_qkv(
         batch=4, q_heads=16, kv_heads=4, q_len=2500, kv_len=2500, head_dim=head_dim, dtype=torch.bfloat16, device="cuda"
     )
 
     def run() -> tuple[Tensor, Tensor]:
-        return attention_with_lse(*qkv, RECIPES["int8"], backend="triton")
+        return attention_with_lse(*qkv, RECIPES[name], backend="triton")
 
     out, lse = run()
     poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
@@ -342,7 +346,13 @@ def test_short_calls_of_many_programs_equal_the_other_kernel_and_themselves(
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["balanced", "int8", "e4m3-rotated"])
+def test_sections_need_not_divide_the_heads(short_launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "select_section", lambda *_: 3)
+    assert_matches_reference(SHAPES["odd"], RECIPES["balanced"], torch.bfloat16, "cuda")
+    assert short_launches
+
+
+@pytest.mark.parametrize("recipe", ["balanced", "int8", "e4m3-rotated", "int8-pv16"])
 def test_a_query_that_is_no_number_makes_its_own_row_one(recipe: str, short_launches: list[str]) -> None:
     query, key, value = random_qkv(q_len=700, kv_len=700, **HEADS, dtype=torch.bfloat16, device="cuda")
     expected = attention(query, key, value, RECIPES[recipe])

@@ -9,6 +9,7 @@ waited for, not when it is begun. A barrier that nobody completes is an error.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -279,9 +280,9 @@ def emulated() -> dict[str, Any]:
     fake = language()
     names: dict[str, Any] = {}
     for module in MODULES:
-        names |= {
-            name: value.value if isinstance(value, gl.constexpr) else value for name, value in vars(module).items()
-        }
+        for name, value in vars(module).items():
+            assert not hasattr(value, "fn") or names.get(name, value) is value, f"two functions are called {name}"
+            names[name] = value.value if isinstance(value, gl.constexpr) else value
     names |= {
         "gl": fake, "copy": copy, "reinterpret": Shared.view_as, "fence_async_shared": lambda: None,
         "mbarrier": SimpleNamespace(init=init, wait=wait, MBarrierLayout=lambda: None, expect=expect),
@@ -328,7 +329,7 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants:
 
     Args:
         kernel: Of one of :data:`MODULES`.
-        grid: Programs, along the first axis.
+        grid: Programs along each axis.
         arguments: As for a launch: tensors, ``None``, numbers and tensor descriptors.
         constants: The constexprs.
     """
@@ -344,8 +345,8 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants:
         return argument
 
     names = emulated()
-    for program in range(grid[0]):
+    for program in itertools.product(*map(range, grid)):
         barriers = NamedBarriers()
         names |= {"_release": barriers.arrive, "_acquire": barriers.sync}
-        names["gl"].program_id = names["schedule"].__globals__["tl"].program_id = lambda axis, i=program: tile(i)
+        names["gl"].program_id = names["schedule"].__globals__["tl"].program_id = lambda axis, i=program: tile(i[axis])
         names[kernel.fn.__name__](*map(given, arguments), **constants)

@@ -16,7 +16,7 @@ from ..numerics.geometry import LOG2_E, PrefillGeometry
 from ..numerics.recipe import Recipe
 from ..numerics.transforms import hadamard_size
 from ..runtime.descriptors import head_strides, is_describable
-from ..runtime.launch import Launcher
+from ..runtime.launch import MAX_PROGRAMS, Launcher
 from ..runtime.lowering import Form
 from ..runtime.tuning import HopperTiles, ShortTiles, select_section
 from .hopper_blocks import ROWS
@@ -182,8 +182,8 @@ def takes_short(
     """Whether the kernel for short prompts computes a call.
 
     It takes calls with head dimensions of 64, 96 or 128, whose low tiles have 8-bit keys with a factor per tile and
-    E4M3 values, and whose high ones are the caller's own; without mask. Of those that are long, too, it takes the ones
-    whose queries see few keys.
+    values in E4M3 or the caller's own, and whose high ones are the caller's own; without mask. Of those that are long,
+    too, it takes the ones whose queries see few keys.
 
     Args:
         query: ``[B, Hq, Tq, D]``.
@@ -193,13 +193,14 @@ def takes_short(
         is_long: Whether the kernel for long prompts :func:`takes` the call.
     """
     high, low = operands.high, operands.low
-    if low is None or low.key_form not in (Form.INT8, Form.E4M3) or low.value_form is not Form.E4M3:
+    if low is None or low.key_form not in (Form.INT8, Form.E4M3) or low.value_form not in (Form.E4M3, Form.RAW):
         return False
     return (
         not (is_long and _mean_keys(geometry, query.shape[2]) > tiles.max_keys)
         and high.key_form is Form.RAW
         and low.key_factor is not None
-        and low.value_factor is not None
+        and (low.value_factor is not None or low.value_form is Form.RAW)
+        and _blocks(geometry, query.shape[2], ROWS) <= MAX_PROGRAMS
         and query.shape[3] in SHORT_HEAD_DIMS
         and _is_usual(query, operands, geometry)
     )
@@ -242,9 +243,9 @@ def prefill_short(
         recipe.rotate, geometry.is_causal, not _is_plain(geometry, q_len),
     )  # fmt: skip
     launch(
-        (blocks * q_heads * batch, 1, 1),
+        (section * (q_heads // kv_heads), blocks, -(-all_heads // section)),
         _heads(query, ROWS), _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
-        _matrix(low.key, TILE, channels), _matrix(low.value, channels, TILE),
+        _matrix(low.key, TILE, channels), _matrix(low.value, channels, TILE) if low.value_form is Form.E4M3 else None,
         out, lse, operands.key_mean, low.key_factor, low.value_factor,
         sinks, geometry.rows, *out.stride()[:3],
         start, geometry.kv_offset, q_len, geometry.kv_len, low.key.shape[2] // TILE, blocks, section, all_heads,

@@ -37,7 +37,6 @@ from .hopper_blocks import (
     low_tiles,
     operand_of,
     positions_of,
-    schedule,
     seen_by_all,
     seen_by_one,
     seen_range,
@@ -101,39 +100,62 @@ def _hide_unseen(s, q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL:
 
 
 @gluon.jit
-def _ask(
-    key, value, places, blocks,
-    IS_CAUSAL: gl.constexpr, MAY_BE_LOW: gl.constexpr, WITH_KEY: gl.constexpr, WITH_VALUE: gl.constexpr,
-):  # fmt: skip
-    """Begin to copy the keys of the ``key``-th block and the values of the ``value``-th to their places."""
-    k_desc, v_desc, k_low_desc, v_low_desc, k_smem, v_smem, k_full, v_full = places
-    i_b, i_kv, stored, value_dim, base, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0 = blocks
-    D: gl.constexpr = k_smem.shape[2]
-    K_STAGES: gl.constexpr = k_smem.shape[0]
-    V_STAGES: gl.constexpr = v_smem.shape[0]
-    k_slot, v_slot = key % K_STAGES, value % V_STAGES
-    if WITH_KEY:
-        mbarrier.expect(k_full.index(k_slot), _TILE * D, pred=key < n_all)
-    if WITH_VALUE:
-        mbarrier.expect(v_full.index(v_slot), _TILE * D, pred=value < n_all)
+def _halves(p):
+    """Return the columns of ``[M, N]`` in two parts: a renaming of registers."""
+    M: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.split(gl.permute(gl.reshape(p, [M, 2, N // 2]), [0, 2, 1]))
+
+
+@gluon.jit
+def _high_slot(smem, slot, desc, D: gl.constexpr):
+    """Return the place of 64 keys or values of high tiles, ``[1, 1, 64, D]``."""
+    return reinterpret(smem, desc.dtype, [smem.shape[0], 1, 1, _HIGH, D], desc.layout).index(slot)
+
+
+@gluon.jit
+def _high_block(i, n_a, a_0, b_0):
+    """Return which block of high tiles is visited as the ``i``-th."""
+    return gl.where(i < n_a, a_0 + i, b_0 + i - n_a)
+
+
+@gluon.jit
+def _ask_key(i, keys, blocks, D: gl.constexpr, IS_CAUSAL: gl.constexpr, MAY_BE_LOW: gl.constexpr):
+    """Begin to copy the keys of the ``i``-th block to their place."""
+    desc, low_desc, smem, full = keys
+    i_b, i_kv, stored, base, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0 = blocks
+    slot = i & (smem.shape[0] - 1)
+    mbarrier.expect(full.index(slot), _TILE * D, pred=i < n_all)
     if MAY_BE_LOW:
-        if WITH_KEY:
-            k_row = (stored + _low_tile(key, c_0, c_1, d_0, IS_CAUSAL)) * _TILE
-            copy(k_low_desc, [k_row, 0], k_full.index(k_slot), k_smem.index(k_slot), pred=key < n_low)
-        if WITH_VALUE:
-            v_row = (stored + _low_tile(value, c_0, c_1, d_0, IS_CAUSAL)) * value_dim
-            copy(v_low_desc, [v_row, 0], v_full.index(v_slot), v_smem.index(v_slot), pred=value < n_low)
-    if not MAY_BE_LOW or gl.maximum(key, value) >= n_low:
-        if WITH_KEY:
-            t = key - n_low
-            k_entry = gl.where(t < n_a, a_0 + t, b_0 + t - n_a) * _HIGH - base
-            k_place = reinterpret(k_smem, k_desc.dtype, [K_STAGES, 1, 1, _HIGH, D], k_desc.layout).index(k_slot)
-            copy(k_desc, [i_b, i_kv, k_entry, 0], k_full.index(k_slot), k_place, pred=(t >= 0) & (key < n_all))
-        if WITH_VALUE:
-            u = value - n_low
-            v_entry = gl.where(u < n_a, a_0 + u, b_0 + u - n_a) * _HIGH - base
-            v_place = reinterpret(v_smem, v_desc.dtype, [V_STAGES, 1, 1, _HIGH, D], v_desc.layout).index(v_slot)
-            copy(v_desc, [i_b, i_kv, v_entry, 0], v_full.index(v_slot), v_place, pred=(u >= 0) & (value < n_all))
+        row = (stored + _low_tile(i, c_0, c_1, d_0, IS_CAUSAL)) * _TILE
+        copy(low_desc, [row, 0], full.index(slot), smem.index(slot), pred=i < n_low)
+    if not MAY_BE_LOW or i >= n_low:
+        entry = _high_block(i - n_low, n_a, a_0, b_0) * _HIGH - base
+        copy(desc, [i_b, i_kv, entry, 0], full.index(slot), _high_slot(smem, slot, desc, D), pred=i < n_all)
+
+
+@gluon.jit
+def _ask_value(i, values, blocks, D: gl.constexpr, IS_CAUSAL: gl.constexpr, MAY_BE_LOW: gl.constexpr):
+    """Begin to copy the ``i``-th values to their place: of a block, or of half a low tile if these are not E4M3.
+
+    Which ones is a branch, behind which the compiler keeps addresses in uniform registers (565 instructions for a low
+    tile of 128 channels, with predicates 588; 8K 643 and 651 us). A branch for keys as well takes 657.
+    """
+    desc, low_desc, smem, full, low_rows, n_values = values
+    i_b, i_kv, stored, base, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0 = blocks
+    IS_FP8: gl.constexpr = low_desc is not None
+    slot = i & (smem.shape[0] - 1)
+    is_asked = i < n_values + n_all - n_low
+    mbarrier.expect(full.index(slot), _TILE * D, pred=is_asked)
+    if MAY_BE_LOW and IS_FP8 and i < n_values:
+        row = (stored + _low_tile(i, c_0, c_1, d_0, IS_CAUSAL)) * low_rows
+        copy(low_desc, [row, 0], full.index(slot), smem.index(slot))
+    else:
+        entry = _high_block(i - n_values, n_a, a_0, b_0) * _HIGH - base
+        if MAY_BE_LOW and not IS_FP8:
+            low = _low_tile(i >> 1, c_0, c_1, d_0, IS_CAUSAL) * _TILE + (i & 1) * _HIGH - base
+            entry = gl.where(i < n_values, low, entry)
+        copy(desc, [i_b, i_kv, entry, 0], full.index(slot), _high_slot(smem, slot, desc, D), pred=is_asked)
 
 
 @gluon.jit(
@@ -160,12 +182,12 @@ def prefill_short_kernel(
         k_desc: Keys of high tiles, the caller's own ``[B, Hkv, T, D]``.
         v_desc: Values of high tiles, likewise.
         k_low_desc: Keys of low tiles, a matrix of 8 bits.
-        v_low_desc: Values of low tiles in E4M3, a matrix of rows of a tile's keys.
+        v_low_desc: Values of low tiles in E4M3, a matrix of rows of a tile's keys; or ``None`` for the caller's own.
         out_ptr: ``[B, Hq, Tq, D]``.
         lse_ptr: fp32 ``[B, Hq, Tq]``.
         mean_ptr: What smoothing took from keys, fp32 ``[B, Hkv, D]``, or ``None``.
         k_low_factor_ptr: fp32 ``[B, Hkv, tiles]``.
-        value_factor_ptr: fp32 ``[B, Hkv, D]``.
+        value_factor_ptr: fp32 ``[B, Hkv, D]``, or ``None``.
         sinks_ptr: Sink logits ``[Hq]``, or ``None``.
         positions_ptr: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key
             and the one past the last; or ``None``.
@@ -190,8 +212,8 @@ def prefill_short_kernel(
         KV_HEADS: Key heads.
         D: Channels, padded to 64 or 128, as descriptors copy them.
         HEAD_DIM: Channels.
-        K_STAGES: Places for keys.
-        V_STAGES: Places for values.
+        K_STAGES: Places for keys, 1 or 2.
+        V_STAGES: Places for values, likewise.
         FORM: Of the keys of low tiles, ``int8`` or ``e4m3``.
         FORMAT: Of the queries.
         IS_CEIL: How scales are rounded.
@@ -202,19 +224,25 @@ def prefill_short_kernel(
     """
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
     Q_DTYPE: gl.constexpr = q_desc.dtype
-    V_DTYPE: gl.constexpr = v_low_desc.dtype
+    IS_FP8: gl.constexpr = v_low_desc is not None
+    EXPONENT: gl.constexpr = 8.0 if IS_FP8 else 0.0
     S_DTYPE: gl.constexpr = gl.int32 if FORM == "int8" else gl.float32
     H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HIGH, 16])
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 32])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4)
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 if IS_FP8 else 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
     X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # of all channels, the output's too
     P_HIGH_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, X_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     H_ROW: gl.constexpr = gl.SliceLayout(1, H_LAYOUT)
     X_ROW: gl.constexpr = gl.SliceLayout(1, X_LAYOUT)
 
-    i_row, i_group, i_block = schedule(blocks, kv_rows, section, GROUP, IS_CAUSAL)
+    # The order of the other kernels' ``schedule``, without its divisions: queries are asked for that much earlier.
+    i_row = gl.program_id(2) * section + gl.program_id(0) // GROUP
+    i_group = gl.program_id(0) % GROUP
+    i_block = blocks - 1 - gl.program_id(1) if IS_CAUSAL else gl.program_id(1)
+    if i_row >= kv_rows:
+        return
     i_b = i_row // KV_HEADS
     i_kv = i_row % KV_HEADS
     i_h = i_kv * GROUP + i_group
@@ -222,8 +250,11 @@ def prefill_short_kernel(
     # First the Hadamard matrix, then the queries of low tiles.
     matrix = gl.allocate_shared_memory(Q_DTYPE, [_MATRIX, _MATRIX], gl.NVMMASharedLayout(128, 16, 2))
     k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [K_STAGES, _TILE, D], k_low_desc.layout)
-    v_smem = gl.allocate_shared_memory(V_DTYPE, [V_STAGES, D, _TILE], v_low_desc.layout)
-    unit_smem = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if IS_FP8:
+        v_smem = gl.allocate_shared_memory(v_low_desc.dtype, [V_STAGES, D, _TILE], v_low_desc.layout)
+        unit_smem = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    else:
+        v_smem = gl.allocate_shared_memory(Q_DTYPE, [V_STAGES, 1, 1, _HIGH, D], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
@@ -262,24 +293,25 @@ def prefill_short_kernel(
             matrix.store(_hadamard_matrix(Q_DTYPE, min(HADAMARD_SIZE, 64), FILL))
             fence_async_shared()
     wait_for_operands()
-    places = (k_desc, v_desc, k_low_desc, v_low_desc, k_smem, v_smem, k_full, v_full)
-    asked = (i_b, i_kv, stored, HEAD_DIM, kv_offset, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0)
+    n_values = n_low if IS_FP8 else 2 * n_low
+    keys = (k_desc, k_low_desc, k_smem, k_full)
+    values = (v_desc, v_low_desc, v_smem, v_full, HEAD_DIM, n_values)
+    asked = (i_b, i_kv, stored, kv_offset, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0)
     for place in gl.static_range(K_STAGES):
-        _ask(place, 0, places, asked, IS_CAUSAL, True, True, False)
+        _ask_key(place, keys, asked, D, IS_CAUSAL, True)
     for place in gl.static_range(V_STAGES):
-        _ask(0, place, places, asked, IS_CAUSAL, True, False, True)
+        _ask_value(place, values, asked, D, IS_CAUSAL, True)
 
     if mean_ptr is not None:
         mean_ptr += i_row.to(gl.int64) * HEAD_DIM
     k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles - first
-    value_factor_ptr += i_row.to(gl.int64) * HEAD_DIM
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    each = gl.arange(0, D, layout=EACH)
-    value_units = gl.load(value_factor_ptr + each, mask=each < HEAD_DIM, other=0.0)
+    if IS_FP8:
+        EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        each = gl.arange(0, D, layout=EACH)
+        value_units = gl.load(value_factor_ptr + i_row.to(gl.int64) * HEAD_DIM + each, mask=each < HEAD_DIM, other=0.0)
     m_i = gl.full([_ROWS], -1.0e30, gl.float32, ROW)
     sums = thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
     acc = gl.zeros([_ROWS, D], gl.float32, O_LAYOUT)
-    shift = gl.zeros([_ROWS], gl.float32, X_ROW)
     row_factor = gl.full([_ROWS], 1.0, gl.float32, X_ROW)
     mean = gl.zeros([D], gl.float32, gl.SliceLayout(0, X_LAYOUT))
     if mean_ptr is not None:
@@ -287,20 +319,6 @@ def prefill_short_kernel(
         mean = gl.load(mean_ptr + channels, mask=channels < HEAD_DIM, other=0.0)
     mbarrier.wait(q_full, 0)
     q = q_smem.reshape([_ROWS, D])
-    if mean_ptr is not None:
-        shift = gl.sum(q.load(X_LAYOUT).to(gl.float32) * mean[None, :], 1) * logit_scale
-    unit_smem.store(value_units)
-    # A plain softmax does not see what smoothing takes from a row's scores: sinks are moved as the scores are, and the
-    # log of the denominator gets it back. A cap sees it, so scores of low tiles get it back before.
-    returned = gl.zeros([_ROWS], gl.float32, ROW)
-    if softcap is not None:
-        returned = finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
-        shift = gl.zeros_like(shift)
-    if sinks_ptr is not None:
-        sink = gl.load(sinks_ptr + i_h).to(gl.float32) * 1.4426950408889634
-        m_i = gl.maximum(sink, -1.0e30) - finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
-        # Each of a row's four threads has a quarter.
-        sums += gl.where(sink > float("-inf"), 64.0, 0.0)
 
     # ---- the queries of low tiles
     q_low = reinterpret(matrix, k_low_desc.dtype, [_MATRIX * 128 // D, D], k_low_desc.layout)
@@ -326,20 +344,38 @@ def prefill_short_kernel(
         reciprocal, unit = _row_scale(largest.to(gl.int32, bitcast=True), FORM, FORMAT, IS_CEIL)
         q_low.store(_to_elements(x, (reciprocal * norm)[:, None], FORM, IS_CEIL))
         row_factor = unit * logit_scale
+        if IS_FP8:
+            unit_smem.store(value_units)
         fence_async_shared()
         _barrier()
     row_factor = gl.convert_layout(row_factor, ROW, assert_trivial=True)
 
+    # ---- what smoothing took from the scores of low tiles; the mean key has come in the meantime
+    shift = gl.zeros([_ROWS], gl.float32, X_ROW)
+    if mean_ptr is not None:
+        shift = gl.sum(q.load(X_LAYOUT).to(gl.float32) * mean[None, :], 1) * logit_scale
+    # A plain softmax does not see what smoothing takes from a row's scores: sinks are moved as the scores are, and the
+    # log of the denominator gets it back. A cap sees it, so scores of low tiles get it back before.
+    returned = gl.zeros([_ROWS], gl.float32, ROW)
+    if softcap is not None:
+        returned = finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
+        shift = gl.zeros_like(shift)
+    if sinks_ptr is not None:
+        sink = gl.load(sinks_ptr + i_h).to(gl.float32) * 1.4426950408889634
+        m_i = gl.maximum(sink, -1.0e30) - finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
+        # Each of a row's four threads has a quarter.
+        sums += gl.where(sink > float("-inf"), 64.0 if IS_FP8 else 0.25, 0.0)
+
     # ---- low tiles
     zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
     for i in range(n_low):
-        k_slot, v_slot = i % K_STAGES, i % V_STAGES
+        k_slot = i & (K_STAGES - 1)
         tile = _low_tile(i, c_0, c_1, d_0, IS_CAUSAL)
         factor = row_factor * gl.load(k_low_factor_ptr + tile)
-        mbarrier.wait(k_full.index(k_slot), (i // K_STAGES) & 1)
+        mbarrier.wait(k_full.index(k_slot), (i >> (K_STAGES - 1)) & 1)
         s = warpgroup_mma(q_low, k_smem.index(k_slot).permute([1, 0]), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
-        _ask(i + K_STAGES, 0, places, asked, IS_CAUSAL, True, True, False)
+        _ask_key(i + K_STAGES, keys, asked, D, IS_CAUSAL, True)
         # Of integers Hopper takes the larger of three at a time.
         largest = gl.max(s, 1).to(gl.float32)
         x = s.to(gl.float32)
@@ -356,29 +392,49 @@ def prefill_short_kernel(
                 largest = gl.max(x, 1)
                 factor = gl.zeros_like(factor) + 1.0
         m_new = gl.maximum(m_i, largest * factor)
-        p = gl.exp2(x * factor[:, None] + (8.0 - m_new)[:, None])
-        alpha = gl.exp2(m_i - m_new)
-        sums = add_sums(sums, p, alpha)
-        m_i = m_new
-        operand = operand_of(p, V_DTYPE, P_LAYOUT)
-        mbarrier.wait(v_full.index(v_slot), (i // V_STAGES) & 1)
-        product = values_product(acc, operand, alpha, v_smem.index(v_slot).permute([1, 0]), O_LAYOUT)
-        product = warpgroup_mma_wait(0, deps=[product])
-        acc = add_values(acc, product, alpha, True, O_LAYOUT)
-        _ask(0, i + V_STAGES, places, asked, IS_CAUSAL, True, False, True)
+        if IS_FP8:
+            p = gl.exp2(x * factor[:, None] + (EXPONENT - m_new)[:, None])
+            alpha = gl.exp2(m_i - m_new)
+            sums = add_sums(sums, p, alpha)
+            m_i = m_new
+            operand = operand_of(p, v_smem.dtype, P_LAYOUT)
+            mbarrier.wait(v_full.index(i & (V_STAGES - 1)), (i >> (V_STAGES - 1)) & 1)
+            v = v_smem.index(i & (V_STAGES - 1)).permute([1, 0])
+            product = warpgroup_mma_wait(0, deps=[values_product(acc, operand, alpha, v, O_LAYOUT)])
+            acc = add_values(acc, product, alpha, True, O_LAYOUT)
+            _ask_value(i + V_STAGES, values, asked, D, IS_CAUSAL, True)
+        else:
+            parts = _halves(x * factor[:, None] + (EXPONENT - m_new)[:, None])
+            alpha = gl.exp2(m_i - m_new)
+            m_i = m_new
+            for half in gl.static_range(2):
+                p = gl.exp2(parts[half])
+                sums = add_sums(sums, p, alpha)
+                operand = operand_of(p, Q_DTYPE, P_LAYOUT)
+                slot = (2 * i + half) & (V_STAGES - 1)
+                mbarrier.wait(v_full.index(slot), ((2 * i + half) >> (V_STAGES - 1)) & 1)
+                v = v_smem.index(slot).reshape([_HIGH, D])
+                if HAS_ROWS:  # noqa: SIM102 (a constexpr branch)
+                    if (tile * _TILE < visible_start) | (tile * _TILE + _TILE > visible_end):
+                        hide_values(v, tile * _TILE + half * _HIGH, visible_start, visible_end, D)
+                acc = warpgroup_mma_wait(0, deps=[values_product(acc, operand, alpha, v, O_LAYOUT)])
+                _ask_value(2 * i + half + V_STAGES, values, asked, D, IS_CAUSAL, True)
+                alpha = gl.zeros_like(alpha) + 1.0
     acc = gl.convert_layout(acc, X_LAYOUT, assert_trivial=True)
-    if n_low > 0:
-        acc *= unit_smem.load(gl.SliceLayout(0, X_LAYOUT))[None, :]
+    if IS_FP8:  # noqa: SIM102 (a constexpr branch)
+        if n_low > 0:
+            acc *= unit_smem.load(gl.SliceLayout(0, X_LAYOUT))[None, :]
 
     # ---- high tiles
     shift = gl.convert_layout(shift, H_ROW, assert_trivial=True)
     q_pos = start + gl.arange(0, _ROWS, layout=H_ROW)
     for i in range(n_low, n_all):
-        k_slot, v_slot = i % K_STAGES, i % V_STAGES
-        t = i - n_low
-        position = gl.where(t < n_a, a_0 + t, b_0 + t - n_a) * _HIGH
-        mbarrier.wait(k_full.index(k_slot), (i // K_STAGES) & 1)
-        k = reinterpret(k_smem, Q_DTYPE, [K_STAGES, 1, 1, _HIGH, D], k_desc.layout).index(k_slot).reshape([_HIGH, D])
+        k_slot = i & (K_STAGES - 1)
+        i_value = i if IS_FP8 else i + n_low
+        v_slot = i_value & (V_STAGES - 1)
+        position = _high_block(i - n_low, n_a, a_0, b_0) * _HIGH
+        mbarrier.wait(k_full.index(k_slot), (i >> (K_STAGES - 1)) & 1)
+        k = _high_slot(k_smem, k_slot, k_desc, D).reshape([_HIGH, D])
         s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
         s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -397,19 +453,20 @@ def prefill_short_kernel(
                 s = gl.where(k_pos[None, :] <= q_pos[:, None], s, float("-inf"))
         m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
         m_new = gl.maximum(m_old, gl.max(s, 1) * unit - shift)
-        p = gl.exp2(s * unit + (8.0 - m_new - shift)[:, None])
+        p = gl.exp2(s * unit + (EXPONENT - m_new - shift)[:, None])
         alpha = gl.exp2(m_old - m_new)
         sums = add_sums(sums, p, alpha)
         m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
         operand = operand_of(p, Q_DTYPE, P_HIGH_LAYOUT)
-        v = reinterpret(v_smem, Q_DTYPE, [V_STAGES, 1, 1, _HIGH, D], v_desc.layout).index(v_slot).reshape([_HIGH, D])
-        mbarrier.wait(v_full.index(v_slot), (i // V_STAGES) & 1)
+        v = _high_slot(v_smem, v_slot, v_desc, D).reshape([_HIGH, D])
+        mbarrier.wait(v_full.index(v_slot), (i_value >> (V_STAGES - 1)) & 1)
         if HAS_ROWS:  # noqa: SIM102 (a constexpr branch)
             if (position < visible_start) | (position + _HIGH > visible_end):
                 hide_values(v, position, visible_start, visible_end, D)
         product = values_product(acc, operand, alpha, v, X_LAYOUT)
         acc = warpgroup_mma_wait(0, deps=[product])
-        _ask(i + K_STAGES, i + V_STAGES, places, asked, IS_CAUSAL, False, True, True)
+        _ask_key(i + K_STAGES, keys, asked, D, IS_CAUSAL, False)
+        _ask_value(i_value + V_STAGES, values, asked, D, IS_CAUSAL, False)
 
     l_i = gl.sum(sums, 1)
     is_empty = l_i == 0.0
@@ -426,6 +483,6 @@ def prefill_short_kernel(
     rows = start - q_offset + gl.arange(0, _ROWS, layout=ROW)
     taken = finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
     l_i = gl.convert_layout(l_i, ROW, assert_trivial=True)
-    lse = (m_i + gl.log2(l_i) - 8.0 + taken) * 0.6931471805599453
+    lse = (m_i + gl.log2(l_i) - EXPONENT + taken) * 0.6931471805599453
     lse_ptr += (i_b * Q_HEADS + i_h).to(gl.int64) * q_len
     gl.store(lse_ptr + rows, gl.where(l_i == 0.0, float("-inf"), lse), mask=(rows >= 0) & (rows < q_len))

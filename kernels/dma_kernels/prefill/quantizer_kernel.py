@@ -54,14 +54,14 @@ _SMALLEST_FACTOR = tl.constexpr(2.0**-126)
 
 @triton.jit
 def _write_tile_scaled(
-    base, mean_ptr, element_ptr, factor_ptr, start, row, i_tile_row, first, last, stride_t, stride_d,
+    parts, mean_ptr, element_ptr, factor_ptr, start, row, i_tile_row, first, last,
     D: tl.constexpr, HAS_MEAN: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     FORM: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of 8-bit elements that share one scale, and their factor."""
+    """Write a tile of keys, in parts, as 8-bit elements that share one scale, and their factor."""
     STORED_D: tl.constexpr = (D + 31) // 32 * 32
     o_t = tl.arange(0, _TILE)
-    x = to_float(load_parts(base, start + o_t, first, last, stride_t, stride_d, D))
+    x = to_float(parts)
     if HAS_MEAN:
         x = subtract_vector(x, mean_ptr, start, first, last, D)
     if ROTATE:
@@ -188,6 +188,12 @@ def _quantize_keys(
     first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
     i_program = tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
+    PARTS: tl.constexpr = _TILE // ROWS
+    if IS_TILE_SCALED:
+        # This program's first tile is asked for before it looks at that of the head.
+        end = tl.minimum(last, start + end_tile * _TILE)
+        rows = start + (first_tile + i_program) * ROWS + tl.arange(0, ROWS)
+        parts = load_parts(base, rows, first, end, stride_kt, stride_kd, D)
     mean = tl.zeros([BLOCK_D], tl.float32)
     if HAS_MEAN:
         mean_ptr += i_head * D
@@ -203,17 +209,17 @@ def _quantize_keys(
         head_scale = nvfp4_key_scale(tl.max(channels, 0), ROUNDING)
         if i_program == 0:
             tl.store(head_factor_ptr + i_head, head_scale)
-    PARTS: tl.constexpr = _TILE // ROWS
     for i_block in tl.range(first_tile * PARTS + i_program, end_tile * PARTS, tl.num_programs(1)):
         o_t = i_block * ROWS + tl.arange(0, ROWS)
         i_tile_row = i_head * tiles + i_block // PARTS
         row = i_head * tiles * _TILE + o_t
         if IS_TILE_SCALED:
             _write_tile_scaled(
-                base, mean_ptr, low_ptr, key_factor_ptr, start + i_block * ROWS, i_tile_row * _TILE, i_tile_row,
-                first, last, stride_kt, stride_kd, D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM,
-                LOW_FORM, LOW_FORMAT, ROUNDING,
+                parts, mean_ptr, low_ptr, key_factor_ptr, start + i_block * ROWS, i_tile_row * _TILE, i_tile_row,
+                first, last, D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM, LOW_FORM, LOW_FORMAT, ROUNDING,
             )  # fmt: skip
+            after = start + (i_block + tl.num_programs(1)) * ROWS
+            parts = load_parts(base, after + tl.arange(0, ROWS), first, end, stride_kt, stride_kd, D)
         if HIGH_FORM != "raw" or IS_LOW_IN_BLOCKS:
             x = load_visible(base, start + o_t, first, last, stride_kt, stride_kd, D, BLOCK_D)
             x = transform(x, start + o_t, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM)

@@ -112,6 +112,13 @@ def select_tiles(
         # head_dim 64 it makes no difference in time, and 32 keys spill least.
         hopper = _hopper_tiles(widest, are_keys_8bit, are_values_8bit) if widest >= 64 else None
         tiles = PrefillTiles(64, 128, num_warps=4, num_stages=2, high_stages=2, stage_queries=True, hopper=hopper)
+        if widest >= 64 and not are_values_8bit and lowering.low_key in (Form.INT8, Form.E4M3):
+            # 16-bit values, this kernel, that of long prompts, that of short ones: 8 x 1K 249, 252, 186 us, 2K 93, 90,
+            # 76, 4K 269, 245, 239, 5K -, 345, 345, 6K -, 466, 488, bidirectional 3K -, 251, 257. At head_dim 64 2K 68,
+            # 63, 47, 4K 205, 182, 147, 16K 2,714, 2,251, 2,078, 32K -, 8,798, 8,391: that of long prompts is not used.
+            if widest == 64:
+                return replace(tiles, hopper=None, short=ShortTiles(2, 2, 128))
+            return replace(tiles, short=ShortTiles(1, 2, 168, max_keys=2_560))
         if not (are_keys_8bit and are_values_8bit):
             return tiles
         # A cap on registers admits a third (fourth) program: 806 against 728 at head_dim 128 and 32K, 558 against 419

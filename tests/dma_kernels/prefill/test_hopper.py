@@ -20,6 +20,7 @@ from dma_kernels.numerics.quantize import e8m0_to_float, quantize
 from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.prefill import backend, hopper, host
 from dma_kernels.prefill.hopper import takes, takes_short
+from dma_kernels.prefill.hopper_blocks import ROWS
 from dma_kernels.prefill.hopper_queries import stage_queries
 from dma_kernels.prefill.operands import Operands
 from dma_kernels.prefill.quantizer import quantize_keys_values
@@ -189,6 +190,7 @@ def test_calls_of_both_kernels_have_the_faster_one(
     (90, 128, "fp4", True),
     (90, 128, "nvfp4-keys", True),
     (90, 64, "nvfp4-keys", True),
+    (90, 64, "int8-pv16", False),
     (90, 32, "int8", False),
     (90, 128, "identity", False),
     (100, 128, "int8", False),
@@ -203,7 +205,7 @@ def test_hopper_alone_has_it(arch: int, head_dim: int, recipe: str, is_there: bo
     (90, 128, "balanced", True),
     (90, 64, "e4m3-rotated", True),
     (90, 256, "int8", False),
-    (90, 128, "int8-pv16", False),
+    (90, 128, "int8-pv16", True),
     (90, 128, "paper", False),
     (100, 128, "int8", False),
 ])  # fmt: skip
@@ -216,6 +218,7 @@ def test_hopper_alone_has_that_of_short_prompts(arch: int, head_dim: int, recipe
     "call",
     [
         {"recipe": "int8"},
+        {"recipe": "int8-pv16"},
         {"recipe": "e4m3-rotated"},
         {"head_dim": 64},
         {"head_dim": 96},
@@ -239,7 +242,6 @@ def test_takes_short_calls(call: dict[str, Any]) -> None:
     "call",
     [
         {"recipe": "identity"},
-        {"recipe": "int8-pv16"},
         {"recipe": "int8-mxfp8"},
         {"recipe": "paper"},
         {"head_dim": 80},
@@ -255,6 +257,14 @@ def test_takes_short_calls(call: dict[str, Any]) -> None:
 )
 def test_leaves_other_short_calls(call: dict[str, Any]) -> None:
     assert not is_short_taken(**call)
+
+
+def test_leaves_short_calls_with_more_blocks_than_a_grid_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for most in (-(-LENGTH // ROWS), -(-LENGTH // ROWS) - 1):
+        monkeypatch.setattr(hopper, "MAX_PROGRAMS", most)
+        taken.append(is_short_taken())
+    assert taken == [True, False]
 
 
 @pytest.mark.parametrize(("form", "format"), [(Form.INT8, "mxint8"), (Form.E4M3, "mxfp8")])
@@ -474,7 +484,10 @@ def test_emulated_wide_heads_match_the_reference(case: str, recipe: str, emulate
 
 @pytest.mark.parametrize(
     ("recipe", "head_dim"),
-    [*((name, head_dim) for name in WIDE_RECIPES for head_dim in (96, 192)), *((name, 64) for name in RECIPES_TAKEN)],
+    [
+        *((name, head_dim) for name in WIDE_RECIPES for head_dim in (96, 192)),
+        *((name, 64) for name in RECIPES_TAKEN if name != "int8-pv16"),
+    ],
 )
 def test_emulated_heads_of_other_sizes_match_the_reference(recipe: str, head_dim: int, emulated: None) -> None:
     assert_matches_reference(replace(CASES["causal"], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
@@ -500,7 +513,8 @@ def test_emulated_bands_match_the_reference(name: str, case: str, bands: tuple[i
 
 
 @pytest.mark.parametrize(
-    ("recipe", "is_short"), [("int8", False), ("int8-pv16", False), ("nvfp4-keys", False), ("int8", True)]
+    ("recipe", "is_short"),
+    [("int8", False), ("int8-pv16", False), ("nvfp4-keys", False), ("int8", True), ("int8-pv16", True)],
 )
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_emulated_hidden_keys_may_be_anything(recipe: str, is_causal: bool, emulated: None) -> None:
@@ -519,7 +533,7 @@ def test_emulated_hidden_keys_may_be_anything(recipe: str, is_causal: bool, emul
     assert results[0].isfinite().all()
 
 
-SHORT_RECIPES = ("balanced", "int8", "e4m3-rotated")
+SHORT_RECIPES = ("balanced", "int8", "e4m3-rotated", "int8-pv16")
 
 
 @pytest.mark.parametrize("is_short", [True])
@@ -531,7 +545,9 @@ def test_emulated_short_calls_match_the_reference(case: str, recipe: str, head_d
 
 
 @pytest.mark.parametrize("is_short", [True])
-@pytest.mark.parametrize(("head_dim", "recipe"), [(64, "balanced"), (96, "int8"), (128, "balanced")])
+@pytest.mark.parametrize(
+    ("head_dim", "recipe"), [(64, "balanced"), (96, "int8"), (128, "balanced"), (128, "int8-pv16")]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_emulated_edges_of_short_calls_match_the_reference(
     case: str, recipe: str, head_dim: int, emulated: None
@@ -544,3 +560,9 @@ def test_emulated_edges_of_short_calls_match_the_reference(
 def test_emulated_bands_of_short_calls_match_the_reference(bands: tuple[int, int], emulated: None) -> None:
     recipe = replace(RECIPES["balanced"], diagonal_tiles=bands[0], sink_tiles=bands[1])
     assert_matches_reference(CASES["causal"], recipe, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("is_short", [True])
+def test_emulated_sections_need_not_divide_the_heads(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "select_section", lambda *_: 3)
+    assert_matches_reference(CASES["batch"], RECIPES["balanced"], torch.bfloat16, "cpu")
