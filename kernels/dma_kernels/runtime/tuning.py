@@ -243,8 +243,7 @@ def _hopper_tiles(widest: int, are_keys_8bit: bool, are_values_8bit: bool) -> Ho
 
     At head_dim 64 the output takes half the registers, and of 8-bit keys and values four warpgroups fit: at 16K 1,923
     us, with three 2,061, with six places 1,943. Of 16-bit operands three: over the kernel for all chips 1K, 4K and 16K
-    take 1.09, .84 and .72 of the time (``fp4``), 1.04, .88, .80 (``paper``), 1.06, .87, .82 (16-bit values), 1.09, .90,
-    .86 (``kv4``).
+    take 1.09, .84 and .72 of the time (``fp4``), 1.04, .88, .80 (``paper``), 1.09, .90, .86 (``kv4``).
     """
     if widest == 64 and are_keys_8bit and are_values_8bit:
         # The first warpgroup has 120 registers, and keeps everything in them.

@@ -137,10 +137,11 @@ SPILLS = {
 }
 """Most accesses to spilled registers in the loop over low tiles, where there are some: 256 channels of output take
 half of the registers, and what spills less reads more often from memory, on Hopper measured to be slower. Short
-prompts with edges read scalars back, the bounds of what is seen, at 64 channels more of them since values are chosen
-by a branch (16 for 8, in a loop of 1,004 instructions for 1,025), and that of long ones at 256 channels a few numbers
-of 598; with Triton 3.6, whose assembler is another one, they have two at most and none. Since products with values of
-high tiles are of 16 bits, `paper` at 128 channels has 4, and of `fp4` the other kernel's loop 15 for 11."""
+prompts with edges read scalars back, the bounds of what is seen, at 64 channels more of them since the mean key is
+looked at after the rotation (16 for 8, in a loop of 1,004 instructions for 1,025), and that of long ones at 256
+channels a few numbers of 598; with Triton 3.6, whose assembler is another one, they have two at most and none. Since
+products with values of high tiles are of 16 bits, `paper` at 128 channels has 4, and of `fp4` the other kernel's loop
+15 for 11."""
 
 
 @pytest.fixture(scope="module")
