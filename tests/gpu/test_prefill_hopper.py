@@ -79,7 +79,7 @@ def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Ten
 AMONG_OTHERS = """
 import time, torch
 from dma_kernels import attention, attention_with_lse
-from dma_kernels.prefill import backend, hopper, host
+from dma_kernels.prefill import backend, host
 from prefill_cases import RECIPES
 q = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda")
 k, v = (torch.randn(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))

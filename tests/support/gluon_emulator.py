@@ -275,28 +275,26 @@ class NamedBarriers:
 MODULES = (hopper_blocks, hopper_kernel, hopper_short_kernel)
 
 
-def emulated() -> dict[str, Any]:
-    """Return the names of the kernels' modules, with their functions as plain Python: those of every program."""
-    fake = language()
-    names: dict[str, Any] = {}
+def emulated(fake: SimpleNamespace) -> dict[str, dict[str, Any]]:
+    """Return the names of each of the kernels' modules, with functions as plain Python: those of every program."""
+    scopes: dict[str, dict[str, Any]] = {module.__name__: {} for module in MODULES}
     for module in MODULES:
+        scope = scopes[module.__name__]
         for name, value in vars(module).items():
-            assert not hasattr(value, "fn") or names.get(name, value) is value, f"two functions are called {name}"
-            names[name] = value.value if isinstance(value, gl.constexpr) else value
-    names |= {
-        "gl": fake, "copy": copy, "reinterpret": Shared.view_as, "fence_async_shared": lambda: None,
-        "mbarrier": SimpleNamespace(init=init, wait=wait, MBarrierLayout=lambda: None, expect=expect),
-        "_barrier": lambda: None,
-        "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
-        "_is_16bit": lambda dtype: dtype.itemsize == 2,
-        "wait_for_operands": lambda: None, "_reciprocal": lambda x: 1.0 / x,
-    }  # fmt: skip
-    own = {module.__name__ for module in MODULES}
-    for name, value in list(names.items()):
-        function = getattr(value, "fn", None)
-        if isinstance(function, FunctionType):
-            names[name] = as_python(function, names if function.__module__ in own else triton_scope(function, fake))
-    return names
+            function = getattr(value, "fn", None)
+            scope[name] = value.value if isinstance(value, gl.constexpr) else value
+            if isinstance(function, FunctionType):
+                own = scopes.get(function.__module__)
+                scope[name] = as_python(function, triton_scope(function, fake) if own is None else own)
+        scope |= {
+            "gl": fake, "copy": copy, "reinterpret": Shared.view_as, "fence_async_shared": lambda: None,
+            "mbarrier": SimpleNamespace(init=init, wait=wait, MBarrierLayout=lambda: None, expect=expect),
+            "_barrier": lambda: None,
+            "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
+            "_is_16bit": lambda dtype: dtype.itemsize == 2,
+            "wait_for_operands": lambda: None, "_reciprocal": lambda x: 1.0 / x,
+        }  # fmt: skip
+    return scopes
 
 
 def as_python(function: FunctionType, scope: dict[str, Any]) -> FunctionType:
@@ -344,9 +342,10 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants:
             return SimpleNamespace(**fields, dtype=argument.base.dtype, layout=None)
         return argument
 
-    names = emulated()
+    fake = language()
+    scopes = emulated(fake)
     for program in itertools.product(*map(range, grid)):
         barriers = NamedBarriers()
-        names |= {"_release": barriers.arrive, "_acquire": barriers.sync}
-        names["gl"].program_id = names["schedule"].__globals__["tl"].program_id = lambda axis, i=program: tile(i[axis])
-        names[kernel.fn.__name__](*map(given, arguments), **constants)
+        scopes[hopper_kernel.__name__] |= {"_release": barriers.arrive, "_acquire": barriers.sync}
+        fake.program_id = lambda axis, i=program: tile(i[axis])
+        scopes[kernel.fn.__module__][kernel.fn.__name__](*map(given, arguments), **constants)

@@ -74,7 +74,7 @@ def time_in_turns(
     Each has run before, so that nothing is compiled now. All rounds take about so many ``seconds`` together, within the
     limits on how many there are.
     """
-    clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
+    clock = _clock(device)
     start = time.perf_counter()
     for run in runs.values():
         clock.record(run)
@@ -97,7 +97,7 @@ def time_alone(run: Run, device: torch.device, *, seconds: float, milliseconds: 
         seconds: Of 0.8 an H200 has the times that it has of 1.5.
         milliseconds: What a run takes, about.
     """
-    clock = _CudaClock(device, reads=0) if device.type == "cuda" else _HostClock()
+    clock = _clock(device, reads=0)
     for _ in range(max(4, round(1e3 * seconds / milliseconds))):
         clock.record(run)
     times = clock.milliseconds()
@@ -175,9 +175,9 @@ def look_at(device: torch.device) -> DeviceFacts:
 
 
 class _CudaClock:
-    """Times runs by events, each after a read of more than the cache holds."""
+    """Times runs by events, each after ``reads`` of more than the cache holds."""
 
-    def __init__(self, device: torch.device, reads: int = _READS) -> None:
+    def __init__(self, device: torch.device, reads: int) -> None:
         self._device = device
         self._reads = reads
         cached = torch.cuda.get_device_properties(device).L2_cache_size
@@ -213,6 +213,10 @@ class _HostClock:
     def milliseconds(self) -> list[float]:
         times, self._times = self._times, []
         return times
+
+
+def _clock(device: torch.device, reads: int = _READS) -> _CudaClock | _HostClock:
+    return _CudaClock(device, reads) if device.type == "cuda" else _HostClock()
 
 
 def _timing(times: list[float]) -> Timing:

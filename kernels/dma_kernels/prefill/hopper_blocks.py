@@ -52,6 +52,18 @@ def low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.co
 
 
 @gluon.jit
+def visited(i, n_a, a_0, b_0):
+    """Return which block or tile is the ``i``-th, where ``n_a`` of them begin at ``a_0`` and the others at ``b_0``."""
+    return gl.where(i < n_a, a_0 + i, b_0 + i - n_a)
+
+
+@gluon.jit
+def halves(x):
+    """Return the columns of ``[M, N]`` in two parts: a renaming of registers."""
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
+
+
+@gluon.jit
 def positions_of(positions_ptr, i_b, q_offset, kv_offset, kv_len):
     """Return the positions of a batch row: of query 0, key 0, its first visible key and the one past the last."""
     visible_start = kv_offset

@@ -31,6 +31,7 @@ from .hopper_blocks import (
     clamp,
     copy,
     finite_or_zero,
+    halves,
     hide_values,
     high_blocks,
     low_tiles,
@@ -42,6 +43,7 @@ from .hopper_blocks import (
     seen_keys,
     thread_sums,
     values_product,
+    visited,
     wait_for_operands,
 )
 
@@ -75,7 +77,7 @@ def _parts(x, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     if N == WIDTH:
         found = (gl.convert_layout(x, LAYOUT, assert_trivial=True),)
     else:
-        left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, N // 2]), [0, 2, 1]))
+        left, right = halves(x)
         found = _parts(left, WIDTH, LAYOUT) + _parts(right, WIDTH, LAYOUT)
     return found
 
@@ -140,7 +142,7 @@ def _produce(given, GROUPS: gl.constexpr, VALUE_DIM: gl.constexpr, IS_CAUSAL: gl
     n_a = a_1 - a_0
     slot = 0
     for t in range(n_a + b_1 - b_0):
-        position = gl.where(t < n_a, a_0 + t, b_0 + t - n_a) * _HIGH
+        position = visited(t, n_a, a_0, b_0) * _HIGH
         _acquire(_FIRST_BARRIER + slot, THREADS)
         mbarrier.expect(full.index(slot), _HIGH * (D + DV) * 2)
         k = _high_place(k_smem.index(slot), Q_DTYPE, D, K_LAYOUT)
@@ -157,7 +159,7 @@ def _produce(given, GROUPS: gl.constexpr, VALUE_DIM: gl.constexpr, IS_CAUSAL: gl
     c_0, c_1, d_0, d_1 = low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_c = c_1 - c_0
     for j in range(n_c + d_1 - d_0):
-        tile = gl.where(j < n_c, c_0 + j, d_0 + j - n_c)
+        tile = visited(j, n_c, c_0, d_0)
         stored = i_row * storage_tiles + tile - first
         _acquire(_FIRST_BARRIER + slot, THREADS)
         mbarrier.expect(full.index(slot), LOW_BYTES)
@@ -278,7 +280,7 @@ def _consume(
         h_rows = q_pos - q_offset
         shift = gl.load(rows_ptr + plane + h_rows, mask=(h_rows >= 0) & (h_rows < q_len), other=0.0) * logit_scale
     for t in range(n_high):
-        block = gl.where(t < n_a, a_0 + t, b_0 + t - n_a)
+        block = visited(t, n_a, a_0, b_0)
         tile = block >> 1
         is_band = (tile >= tile_q - diagonal_tiles) & (tile <= tile_q + reach)
         mbarrier.wait(full.index(slot), phase)

@@ -32,6 +32,7 @@ from .hopper_blocks import (
     capped,
     copy,
     finite_or_zero,
+    halves,
     hide_values,
     high_blocks,
     low_tiles,
@@ -42,6 +43,7 @@ from .hopper_blocks import (
     seen_range,
     thread_sums,
     values_product,
+    visited,
     wait_for_operands,
 )
 
@@ -100,23 +102,9 @@ def _hide_unseen(s, q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL:
 
 
 @gluon.jit
-def _halves(p):
-    """Return the columns of ``[M, N]`` in two parts: a renaming of registers."""
-    M: gl.constexpr = p.shape[0]
-    N: gl.constexpr = p.shape[1]
-    return gl.split(gl.permute(gl.reshape(p, [M, 2, N // 2]), [0, 2, 1]))
-
-
-@gluon.jit
-def _high_slot(smem, slot, desc, D: gl.constexpr):
+def _high_place(smem, slot, desc, D: gl.constexpr):
     """Return the place of 64 keys or values of high tiles, ``[1, 1, 64, D]``."""
     return reinterpret(smem, desc.dtype, [smem.shape[0], 1, 1, _HIGH, D], desc.layout).index(slot)
-
-
-@gluon.jit
-def _high_block(i, n_a, a_0, b_0):
-    """Return which block of high tiles is visited as the ``i``-th."""
-    return gl.where(i < n_a, a_0 + i, b_0 + i - n_a)
 
 
 @gluon.jit
@@ -130,16 +118,16 @@ def _ask_key(i, keys, blocks, D: gl.constexpr, IS_CAUSAL: gl.constexpr, MAY_BE_L
         row = (stored + _low_tile(i, c_0, c_1, d_0, IS_CAUSAL)) * _TILE
         copy(low_desc, [row, 0], full.index(slot), smem.index(slot), pred=i < n_low)
     if not MAY_BE_LOW or i >= n_low:
-        entry = _high_block(i - n_low, n_a, a_0, b_0) * _HIGH - base
-        copy(desc, [i_b, i_kv, entry, 0], full.index(slot), _high_slot(smem, slot, desc, D), pred=i < n_all)
+        entry = visited(i - n_low, n_a, a_0, b_0) * _HIGH - base
+        copy(desc, [i_b, i_kv, entry, 0], full.index(slot), _high_place(smem, slot, desc, D), pred=i < n_all)
 
 
 @gluon.jit
 def _ask_value(i, values, blocks, D: gl.constexpr, IS_CAUSAL: gl.constexpr, MAY_BE_LOW: gl.constexpr):
     """Begin to copy the ``i``-th values to their place: of a block, or of half a low tile if these are not E4M3.
 
-    Which ones is a branch, behind which the compiler keeps addresses in uniform registers (565 instructions for a low
-    tile of 128 channels, with predicates 588; 8K 643 and 651 us). A branch for keys as well takes 657.
+    Which ones is a branch, behind which the compiler keeps addresses in uniform registers: at 128 channels 8K take 643
+    us, with predicates 651, with a branch for keys as well 657 (benchmarks/prefill-short-h200.csv).
     """
     desc, low_desc, smem, full, low_rows, n_values = values
     i_b, i_kv, stored, base, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0 = blocks
@@ -151,11 +139,11 @@ def _ask_value(i, values, blocks, D: gl.constexpr, IS_CAUSAL: gl.constexpr, MAY_
         row = (stored + _low_tile(i, c_0, c_1, d_0, IS_CAUSAL)) * low_rows
         copy(low_desc, [row, 0], full.index(slot), smem.index(slot))
     else:
-        entry = _high_block(i - n_values, n_a, a_0, b_0) * _HIGH - base
+        entry = visited(i - n_values, n_a, a_0, b_0) * _HIGH - base
         if MAY_BE_LOW and not IS_FP8:
             low = _low_tile(i >> 1, c_0, c_1, d_0, IS_CAUSAL) * _TILE + (i & 1) * _HIGH - base
             entry = gl.where(i < n_values, low, entry)
-        copy(desc, [i_b, i_kv, entry, 0], full.index(slot), _high_slot(smem, slot, desc, D), pred=is_asked)
+        copy(desc, [i_b, i_kv, entry, 0], full.index(slot), _high_place(smem, slot, desc, D), pred=is_asked)
 
 
 @gluon.jit(
@@ -404,7 +392,7 @@ def prefill_short_kernel(
             acc = add_values(acc, product, alpha, True, O_LAYOUT)
             _ask_value(i + V_STAGES, values, asked, D, IS_CAUSAL, True)
         else:
-            parts = _halves(x * factor[:, None] + (EXPONENT - m_new)[:, None])
+            parts = halves(x * factor[:, None] + (EXPONENT - m_new)[:, None])
             alpha = gl.exp2(m_i - m_new)
             m_i = m_new
             for half in gl.static_range(2):
@@ -432,9 +420,9 @@ def prefill_short_kernel(
         k_slot = i & (K_STAGES - 1)
         i_value = i if IS_FP8 else i + n_low
         v_slot = i_value & (V_STAGES - 1)
-        position = _high_block(i - n_low, n_a, a_0, b_0) * _HIGH
+        position = visited(i - n_low, n_a, a_0, b_0) * _HIGH
         mbarrier.wait(k_full.index(k_slot), (i >> (K_STAGES - 1)) & 1)
-        k = _high_slot(k_smem, k_slot, k_desc, D).reshape([_HIGH, D])
+        k = _high_place(k_smem, k_slot, k_desc, D).reshape([_HIGH, D])
         s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
         s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -458,7 +446,7 @@ def prefill_short_kernel(
         sums = add_sums(sums, p, alpha)
         m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
         operand = operand_of(p, Q_DTYPE, P_HIGH_LAYOUT)
-        v = _high_slot(v_smem, v_slot, v_desc, D).reshape([_HIGH, D])
+        v = _high_place(v_smem, v_slot, v_desc, D).reshape([_HIGH, D])
         mbarrier.wait(v_full.index(v_slot), (i_value >> (V_STAGES - 1)) & 1)
         if HAS_ROWS:  # noqa: SIM102 (a constexpr branch)
             if (position < visible_start) | (position + _HIGH > visible_end):
