@@ -16,7 +16,7 @@ from dma_kernels.prefill import backend, hopper, host
 from dma_kernels.runtime import replay
 from dma_kernels.runtime.tuning import PrefillTiles, select_tiles
 from dma_kernels.testing import random_qkv, relative_error
-from prefill_cases import RECIPES, Case, assert_matches_reference
+from prefill_cases import MASKED, RECIPES, Case, assert_matches_reference
 from torch import Tensor
 
 
@@ -217,6 +217,15 @@ def test_hidden_keys_of_short_calls_may_be_anything(recipe: str, is_causal: bool
     assert short_launches
 
 
+@pytest.mark.parametrize(
+    ("recipe", "head_dim"), [("int8", 128), ("int8", 192), ("int8", 256), ("paper", 128), ("fp4", 128)]
+)
+@pytest.mark.parametrize("case", MASKED)
+def test_masks_match_the_reference(case: str, recipe: str, head_dim: int, launches: list[str]) -> None:
+    assert_matches_reference(replace(MASKED[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
+    assert launches
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 192, 256])
 @pytest.mark.parametrize("recipe", ["int8", "e4m3-rotated", "int8-mxfp8"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -283,21 +292,45 @@ def test_runs_are_equal_to_the_bit_and_are_repeated(launches: list[str]) -> None
     assert len(launches) == 2  # the second is recorded, and those after it repeat it
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("recipe", ["balanced", "int8", "e4m3-rotated", "int8-pv16"])
+@pytest.mark.parametrize(
+    ("recipe", "head_dim"),
+    [
+        *((name, size) for name in ("balanced", "int8", "e4m3-rotated", "int8-pv16") for size in (64, 96, 128)),
+        *((name, size) for name in ("paper", "fp4", "nvfp4-keys") for size in (64, 128)),
+        *((name, 128) for name in ("mxfp4-row", "int8-mxfp8", "nvfp4", "mixed")),
+        ("fp4", 96),
+    ],
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_short_calls_match_the_reference(shape: str, recipe: str, head_dim: int, short_launches: list[str]) -> None:
     assert_matches_reference(replace(SHAPES[shape], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
     assert short_launches
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("recipe", ["balanced", "int8-pv16"])
+@pytest.mark.parametrize(
+    ("recipe", "head_dim"),
+    [
+        *((name, size) for name in ("balanced", "int8-pv16") for size in (64, 96, 128)),
+        *((name, 128) for name in ("paper", "fp4", "nvfp4", "nvfp4-keys")),
+    ],
+)
 @pytest.mark.parametrize("shape", EDGES)
 def test_edges_of_short_calls_match_the_reference(
     shape: str, recipe: str, head_dim: int, short_launches: list[str]
 ) -> None:
     assert_matches_reference(replace(EDGES[shape], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
+    assert short_launches
+
+
+@pytest.mark.parametrize(
+    ("recipe", "head_dim"),
+    [("balanced", 64), ("balanced", 128), ("int8-pv16", 128), ("paper", 128), ("fp4", 128), ("nvfp4", 64)],
+)
+@pytest.mark.parametrize("case", MASKED)
+def test_masks_of_short_calls_match_the_reference(
+    case: str, recipe: str, head_dim: int, short_launches: list[str]
+) -> None:
+    assert_matches_reference(replace(MASKED[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
     assert short_launches
 
 
@@ -322,7 +355,13 @@ def test_bands_of_short_calls_are_those_of_the_other_kernel(
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("head_dim", "name"), [(64, "int8"), (128, "int8"), (64, "int8-pv16"), (128, "int8-pv16")])
+@pytest.mark.parametrize(
+    ("head_dim", "name"),
+    [
+        (64, "int8"), (128, "int8"), (64, "int8-pv16"), (128, "int8-pv16"), (64, "paper"), (128, "paper"), (128, "fp4"),
+        (128, "nvfp4-keys"),
+    ],
+)  # fmt: skip
 def test_short_calls_of_many_programs_equal_the_other_kernel_and_themselves(
     head_dim: int, name: str, short_launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,7 +391,7 @@ def test_sections_need_not_divide_the_heads(short_launches: list[str], monkeypat
     assert short_launches
 
 
-@pytest.mark.parametrize("recipe", ["balanced", "int8", "e4m3-rotated", "int8-pv16"])
+@pytest.mark.parametrize("recipe", ["balanced", "int8", "e4m3-rotated", "int8-pv16", "paper", "nvfp4-keys"])
 def test_a_query_that_is_no_number_makes_its_own_row_one(recipe: str, short_launches: list[str]) -> None:
     query, key, value = random_qkv(q_len=700, kv_len=700, **HEADS, dtype=torch.bfloat16, device="cuda")
     expected = attention(query, key, value, RECIPES[recipe])

@@ -37,9 +37,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"softcap": None, "sinks": None, "window": 700},
     "padded": {"softcap": None, "sinks": None, "kv_range": torch.tensor([[0, 2_048]])},
     "bidirectional": {"softcap": None, "sinks": None, "is_causal": False},
+    "mask": {"softcap": None, "sinks": None, "mask": torch.empty(1, 1, 2_048, 2_048, dtype=torch.bool)},
     "long": {"softcap": None, "sinks": None},
     "long-window": {"softcap": None, "sinks": None, "window": 8_192},
     "long-padded": {"softcap": None, "sinks": None, "kv_range": torch.tensor([[0, 65_536]])},
+    "long-mask": {"softcap": None, "sinks": None, "mask": torch.empty(1, 1, 1, 65_536, dtype=torch.bool)},
     "short": {"softcap": None, "sinks": None},
 }
 """What a call may have beside the plain softmax, by name; ``long`` ones are of the kernel for long prompts, a ``short``
@@ -169,8 +171,8 @@ def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> lis
         backend.attention_triton(
             query, key, key, RECIPES[recipe],
             AttentionOptions(
-                q_offset=0, kv_offset=0, q_offset_rows=None, kv_offset_rows=None, mask=None,
-                scale=0.125, **{"kv_range": None, "window": None, "is_causal": True} | OPTIONS[option],
+                q_offset=0, kv_offset=0, q_offset_rows=None, kv_offset_rows=None, scale=0.125,
+                **{"kv_range": None, "window": None, "mask": None, "is_causal": True} | OPTIONS[option],
             ),
         )  # fmt: skip
     return compiled

@@ -236,7 +236,7 @@ def language() -> SimpleNamespace:
         exp2=elementwise(torch.exp2), log2=elementwise(torch.log2), max=reduce(torch.amax), sum=reduce(torch.sum),
         where=where, load=load, store=store, reshape=lambda x, shape: tile(x.reshape(shape)),
         permute=lambda x, order: tile(x.permute(*order)), split=lambda x: tuple(map(tile, x.unbind(-1))),
-        join=lambda a, b: tile(torch.stack((a, b), -1)),
+        expand_dims=lambda x, axis: tile(x.unsqueeze(axis)), join=lambda a, b: tile(torch.stack((a, b), -1)),
         convert_layout=lambda x, *options, **more: x,
         static_range=range, static_assert=none, allocate_shared_memory=allocate, warp_specialize=specialize,
         BlockedLayout=none, NVMMASharedLayout=none, SwizzledSharedLayout=none, NVMMADistributedLayout=none,
@@ -291,7 +291,7 @@ def emulated(fake: SimpleNamespace) -> dict[str, dict[str, Any]]:
             "mbarrier": SimpleNamespace(init=init, wait=wait, MBarrierLayout=lambda: None, expect=expect),
             "_barrier": lambda: None,
             "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
-            "_is_16bit": lambda dtype: dtype.itemsize == 2,
+            "is_16bit": lambda dtype: dtype.itemsize == 2,
             "wait_for_operands": lambda: None, "_reciprocal": lambda x: 1.0 / x,
         }  # fmt: skip
     return scopes

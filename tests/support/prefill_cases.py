@@ -56,9 +56,14 @@ class Case:
         return attention_with_lse(*self.inputs(dtype, device), recipe, backend=backend, **self.options, **tensors)
 
 
-def _pattern(q_len: int, kv_len: int) -> list[Any]:
-    generator = torch.Generator().manual_seed(5)
-    return (torch.rand((1, 1, q_len, kv_len), generator=generator) < 0.6).tolist()
+def _pattern(*shape: int) -> list[Any]:
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.6).tolist()
+
+
+def _packed(length: int, *ends: int) -> list[Any]:
+    """A mask of sequences side by side, which end there."""
+    number = torch.bucketize(torch.arange(length), torch.tensor(ends), right=True)
+    return (number[:, None] == number).expand(1, 1, -1, -1).tolist()
 
 
 CASES = {
@@ -88,8 +93,8 @@ CASES = {
     "sinks": Case(tensors={"sinks": [0.5, 3.0]}),
     "sinks-of-nothing": Case(options={"window": 20}, tensors={"sinks": [float("-inf"), 3.0]}),
     "softcap-and-sinks": Case(q_len=70, kv_len=391, options={"softcap": 5.0}, tensors={"sinks": [0.5, 3.0]}),
-    "mask": Case(tensors={"mask": _pattern(200, 430)}),
-    "mask-keys": Case(tensors={"mask": _pattern(1, 430)}),
+    "mask": Case(tensors={"mask": _pattern(1, 1, 200, 430)}),
+    "mask-keys": Case(tensors={"mask": _pattern(1, 1, 1, 430)}),
     "scale": Case(options={"scale": 0.02}),
     "head-dim-80-96": Case(head_dim=80, value_dim=96),
     "head-dim-128": Case(head_dim=128, q_heads=1),
@@ -97,6 +102,61 @@ CASES = {
     "head-dim-8": Case(head_dim=8),
     "head-dim-20": Case(head_dim=20),
 }
+
+MASKED = {
+    "causal": Case(q_len=500, kv_len=500, tensors={"mask": _pattern(1, 1, 500, 500)}, head_dim=128),
+    "heads": Case(q_len=430, kv_len=430, batch=2, tensors={"mask": _pattern(2, 2, 430, 430)}, head_dim=128),
+    "of-keys": Case(q_len=500, kv_len=500, batch=2, tensors={"mask": _pattern(2, 1, 1, 500)}, head_dim=128),
+    "of-queries": Case(q_len=500, kv_len=500, tensors={"mask": _pattern(1, 1, 500, 1)}, head_dim=128),
+    "bidirectional": Case(
+        q_len=500, kv_len=500, options={"is_causal": False}, tensors={"mask": _pattern(1, 2, 500, 500)}, head_dim=128
+    ),
+    "inside-a-tile": Case(
+        q_len=300, kv_len=450, options={"q_offset": 291, "kv_offset": 141}, tensors={"mask": _pattern(1, 1, 300, 450)},
+        head_dim=128,
+    ),
+    "negative-positions": Case(
+        q_len=200, kv_len=430, options={"q_offset": 185, "kv_offset": -45}, tensors={"mask": _pattern(1, 1, 200, 430)},
+        head_dim=128,
+    ),
+    "left-padded": Case(
+        q_len=430,
+        kv_len=430,
+        batch=2,
+        tensors={
+            "kv_range": [[145, 430], [0, 430]],
+            "kv_offset": [-145, 0],
+            "q_offset": [-145, 0],
+            "mask": _pattern(1, 1, 430, 430),
+        },
+        head_dim=128,
+    ),
+    "packed": Case(q_len=900, kv_len=900, tensors={"mask": _packed(900, 130, 520, 523)}, head_dim=128),
+    "packed-left-padded": Case(
+        q_len=600,
+        kv_len=600,
+        batch=2,
+        options={"is_causal": False},
+        tensors={
+            "kv_range": [[145, 600], [0, 600]],
+            "kv_offset": [-145, 0],
+            "q_offset": [-145, 0],
+            "mask": _packed(600, 200, 410),
+        },
+        head_dim=128,
+    ),
+    "nothing-for-a-block": Case(
+        q_len=500, kv_len=500, tensors={"mask": [[[[not 100 <= i < 300] for i in range(500)]]]}, head_dim=128
+    ),
+    "window-softcap-sinks": Case(
+        q_len=600,
+        kv_len=600,
+        options={"window": 350, "softcap": 5.0},
+        tensors={"sinks": [0.5, 3.0], "mask": _pattern(1, 1, 600, 600)},
+        head_dim=128,
+    ),
+}  # fmt: skip
+"""Calls with masks that hide more than positions say."""
 
 
 def assert_matches_reference(case: Case, recipe: Recipe, dtype: torch.dtype, device: str) -> None:

@@ -21,6 +21,7 @@ from ..runtime.lowering import Form
 from ..runtime.tuning import HopperTiles, ShortTiles, select_section
 from .hopper_blocks import ROWS
 from .hopper_kernel import prefill_hopper_kernel
+from .hopper_mask import pack_mask
 from .hopper_queries import stage_queries
 from .hopper_short_kernel import prefill_short_kernel
 from .operands import Operands
@@ -48,7 +49,7 @@ def takes(
     """Whether the kernel computes a call. All others are computed by :mod:`dma_kernels.prefill.kernel`.
 
     It takes long calls with head dimensions of 64 to 256, multiples of 32, whose low keys lie in aligned storage, 8-bit
-    elements with a factor per tile or dequantised ones, and whose low values are E4M3 or 16-bit; without mask.
+    elements with a factor per tile or dequantised ones, and whose low values are E4M3 or 16-bit.
 
     Args:
         query: ``[B, Hq, Tq, D]``.
@@ -56,24 +57,18 @@ def takes(
         geometry: Positions and visibility.
         tiles: What a long call is.
     """
-    high, low = operands.high, operands.low
-    if low is None or low.key_form not in LOW_FORMS or high.key_form not in HIGH_FORMS:
+    low = operands.low
+    if low is None:
         return False
     batch, heads, q_len, head_dim = query.shape
     seen = geometry.kv_len if geometry.window is None else min(geometry.kv_len, geometry.window)
     is_long = seen >= tiles.min_keys and batch * heads * q_len >= tiles.min_rows
     # Four warpgroups have no registers for both ends of a window: 32K with one of 8K at head_dim 64 take 4,200 us, the
-    # kernel for short prompts 3,585.
-    has_room = geometry.window is None or tiles.groups < 4
-    has_factors = (
-        (low.key_factor is None) == (low.key_form is Form.DEQUANTIZED)
-        and high.key_factor is None
-        and (low.value_factor is None or low.value_factor.ndim == 3)
-    )
+    # kernel for short prompts 3,585. Nor for a mask (compiled, not timed).
+    has_room = (geometry.window is None and geometry.mask is None) or tiles.groups < 4
     return (
         is_long
         and has_room
-        and has_factors
         and head_dim in HEAD_DIMS
         and (low.value_form is Form.E4M3 or is_describable(low.value))
         and _is_usual(query, operands, geometry)
@@ -121,13 +116,16 @@ def prefill_hopper(
     channels = padded_channels(head_dim)
     # Rows behind a tile's channels are the next tile's, and become outputs that are not stored.
     v_low_desc = _matrix(low.value, channels, TILE) if is_e4m3 else _heads(low.value, TILE)
-    start = geometry.q_offset
     blocks = _blocks(geometry, q_len, ROWS * tiles.groups)
+    mask_blocks = _blocks(geometry, q_len, ROWS)
+    storage_tiles = low.key.shape[2] // TILE
+    packed = pack_mask(geometry, batch, q_len, mask_blocks, storage_tiles)
     all_heads = batch * kv_heads
     section = select_section(all_heads, low.head_bytes)
     launch = _long_launcher(
         q_heads, kv_heads, head_dim, tiles, high.key_layout, high.value_layout, low.value_layout, geometry.is_causal,
-        not _is_plain(geometry, q_len), operands.key_mean is not None, high.key_form is Form.RAW,
+        geometry.mask is not None or not _is_plain(geometry, q_len), operands.key_mean is not None,
+        high.key_form is Form.RAW,
     )  # fmt: skip
     launch(
         (blocks * q_heads * batch, 1, 1),
@@ -135,9 +133,10 @@ def prefill_hopper(
         _matrix(low.key, TILE, channels), v_low_desc,
         out, lse, staged.rows, low.key_factor, low.value_factor,
         sinks, geometry.rows, *out.stride()[:3],
-        start, geometry.kv_offset, q_len, geometry.kv_len, low.key.shape[2] // TILE, blocks, section, all_heads,
+        geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len, storage_tiles, blocks, section, all_heads,
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
         None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
+        packed.words, packed.bounds, packed.planes_per_row, packed.planes_per_head, mask_blocks,
     )  # fmt: skip
 
 
@@ -181,9 +180,8 @@ def takes_short(
 ) -> bool:
     """Whether the kernel for short prompts computes a call.
 
-    It takes calls with head dimensions of 64, 96 or 128, whose low tiles have 8-bit keys with a factor per tile and
-    values in E4M3 or the caller's own, and whose high ones are the caller's own; without mask. Of those that are long,
-    too, it takes the ones whose queries see few keys.
+    It takes calls with head dimensions of 64, 96 or 128, whose low values are E4M3 or the caller's own. Of those that
+    are long, too, it takes the ones whose queries see few keys.
 
     Args:
         query: ``[B, Hq, Tq, D]``.
@@ -192,14 +190,11 @@ def takes_short(
         tiles: What few keys are.
         is_long: Whether the kernel for long prompts :func:`takes` the call.
     """
-    high, low = operands.high, operands.low
-    if low is None or low.key_form not in (Form.INT8, Form.E4M3) or low.value_form not in (Form.E4M3, Form.RAW):
-        return False
+    low = operands.low
     return (
-        not (is_long and _mean_keys(geometry, query.shape[2]) > tiles.max_keys)
-        and high.key_form is Form.RAW
-        and low.key_factor is not None
-        and (low.value_factor is not None or low.value_form is Form.RAW)
+        low is not None
+        and not (is_long and _mean_keys(geometry, query.shape[2]) > tiles.max_keys)
+        and low.value_form in (Form.E4M3, Form.RAW)
         and _blocks(geometry, query.shape[2], ROWS) <= MAX_PROGRAMS
         and query.shape[3] in SHORT_HEAD_DIMS
         and _is_usual(query, operands, geometry)
@@ -227,31 +222,43 @@ def prefill_short(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    is_early: bool,
 ) -> None:
     """Launch the kernel for a call that :func:`takes_short` says yes to; arguments as for :func:`prefill_hopper`."""
     batch, q_heads, q_len, head_dim = query.shape
     high, low = operands.high, operands.low
     assert low is not None
     kv_heads = high.key.shape[1]
-    start = geometry.q_offset
+    staged = None
+    if low.key_form not in (Form.INT8, Form.E4M3) or high.key_form is not Form.RAW:
+        staged = stage_queries(
+            query, operands.key_mean, operands.query_factor, recipe, low.key_form, high.key_form,
+            scale=scale, is_early=is_early,
+        )  # fmt: skip
     blocks = _blocks(geometry, q_len, ROWS)
+    storage_tiles = low.key.shape[2] // TILE
+    packed = pack_mask(geometry, batch, q_len, blocks, storage_tiles)
     channels = padded_channels(head_dim)
     all_heads = batch * kv_heads
     section = select_section(all_heads, low.head_bytes)
     launch = _short_launcher(
-        q_heads, kv_heads, head_dim, tiles, low.key_form, recipe.query_low, recipe.scale_rounding == "ceil",
-        recipe.rotate, geometry.is_causal, not _is_plain(geometry, q_len),
+        q_heads, kv_heads, head_dim, tiles, high.key_layout, low.key_form, recipe.query_low,
+        recipe.scale_rounding == "ceil", recipe.rotate and staged is None, geometry.is_causal,
+        not _is_plain(geometry, q_len), high.key_form is Form.RAW,
     )  # fmt: skip
     launch(
         (section * (q_heads // kv_heads), blocks, -(-all_heads // section)),
-        _heads(query, ROWS), _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
-        _matrix(low.key, TILE, channels), _matrix(low.value, channels, TILE) if low.value_form is Form.E4M3 else None,
-        out, lse, operands.key_mean, low.key_factor, low.value_factor,
+        _heads(query if staged is None else staged.high, ROWS), None if staged is None else _heads(staged.low, ROWS),
+        _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
+        _matrix(low.key, TILE // low.key.element_size(), channels),
+        _matrix(low.value, channels, TILE) if low.value_form is Form.E4M3 else None,
+        out, lse, None if staged is None else staged.rows, operands.key_mean, low.key_factor, low.value_factor,
         sinks, geometry.rows, *out.stride()[:3],
-        start, geometry.kv_offset, q_len, geometry.kv_len, low.key.shape[2] // TILE, blocks, section, all_heads,
+        geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len, storage_tiles, blocks, section, all_heads,
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
         None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
         math.pow(hadamard_size(head_dim), -0.5) if recipe.rotate else 1.0,
+        packed.words, packed.bounds, packed.planes_per_row, packed.planes_per_head,
     )  # fmt: skip
 
 
@@ -261,12 +268,14 @@ def _short_launcher(
     kv_heads: int,
     head_dim: int,
     tiles: ShortTiles,
+    key_layout: str,
     form: Form,
     query_format: str,
     is_ceil: bool,
     rotate: bool,
     is_causal: bool,
     has_edges: bool,
+    is_high_raw: bool,
 ) -> Launcher:
     constants: dict[str, Any] = {
         "Q_HEADS": q_heads,
@@ -275,12 +284,14 @@ def _short_launcher(
         "HEAD_DIM": head_dim,
         "K_STAGES": tiles.key_stages,
         "V_STAGES": tiles.value_stages,
+        "KEY_LAYOUT": key_layout,
         "FORM": str(form),
         "FORMAT": query_format,
         "IS_CEIL": is_ceil,
         "HADAMARD_SIZE": hadamard_size(head_dim) if rotate else 0,
         "IS_CAUSAL": is_causal,
         "HAS_EDGES": has_edges,
+        "IS_HIGH_RAW": is_high_raw,
     }
     return Launcher(prefill_short_kernel, constants, num_warps=4, maxnreg=tiles.registers, launch_pdl=True)
 
@@ -296,8 +307,15 @@ def _is_usual(query: Tensor, operands: Operands, geometry: PrefillGeometry) -> b
     """Whether a call with low tiles has what both kernels ask of all: see :func:`takes`."""
     high, low = operands.high, operands.low
     assert low is not None
+    has_factors = (
+        (low.key_factor is None) == (low.key_form is Form.DEQUANTIZED)
+        and high.key_factor is None
+        and (low.value_factor is None or low.value_factor.ndim == 3)
+    )
     return (
-        geometry.mask is None
+        low.key_form in LOW_FORMS
+        and high.key_form in HIGH_FORMS
+        and has_factors
         and low.key_layout == "aligned"
         and query.shape[3] == high.value.shape[3]
         and all(map(is_describable, (query, high.key, high.value)))

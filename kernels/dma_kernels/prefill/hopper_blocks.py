@@ -14,6 +14,7 @@ from .kernel import _schedule as _schedule_triton
 ROWS = 64
 """Query positions of a warpgroup: the rows of its matrix instructions. They lie in one tile."""
 
+_ROWS = gl.constexpr(ROWS)
 _TILE = gl.constexpr(TILE)
 _HIGH = gl.constexpr(TILE // 2)  # keys of a block of a high tile: in 16 bits as many bytes as a low tile in 8
 _TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
@@ -23,6 +24,11 @@ finite_or_zero = gluon.jit(_finite_or_zero_triton.fn)
 _permute_keys = gluon.jit(_permute_keys_triton.fn)
 # Triton 3.9 gave this its present name.
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.constexpr_function
+def is_16bit(dtype):
+    return dtype.primitive_bitwidth == 16
 
 
 @gluon.jit
@@ -124,6 +130,50 @@ def seen_keys(q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL: gl.co
     """Return which keys the queries see, ``[M, N]``."""
     start, end = seen_range(q_pos, visible_start, visible_end, window, IS_CAUSAL)
     return (k_pos[None, :] >= start[:, None]) & (k_pos[None, :] < end[:, None])
+
+
+@gluon.jit
+def shown_by_mask(begin, end, bounds_ptr, block, blocks, first, tiles, COUNT: gl.constexpr):
+    """Return which positions of ``begin..end`` a mask shows to one of ``COUNT`` blocks of queries, in whole tiles.
+
+    ``bounds_ptr`` is that of a plane of a :class:`~dma_kernels.prefill.hopper_mask.PackedMask`, whose tiles begin with
+    tile ``first``.
+    """
+    from_first, to_last = 0, 0
+    for i in gl.static_range(COUNT):
+        is_there = block + i < blocks
+        from_first = gl.maximum(from_first, gl.load(bounds_ptr + 2 * (block + i), mask=is_there, other=0))
+        to_last = gl.maximum(to_last, gl.load(bounds_ptr + 2 * (block + i) + 1, mask=is_there, other=0))
+    return gl.maximum(begin, (first + tiles - from_first) * _TILE), gl.minimum(end, (first + to_last) * _TILE)
+
+
+@gluon.jit
+def places_of_words(mask_ptr, row, q_len, tiles, LAYOUT: gl.constexpr):
+    """Return where the words of tile 0 are for 64 queries from ``row`` on, ``[64, 4]``; a tile has four for a query."""
+    rows = clamp(row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LAYOUT)), 0, q_len - 1)
+    words = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))
+    return mask_ptr + (rows.to(gl.int64)[:, None] * (4 * tiles) + words[None, :])
+
+
+@gluon.jit
+def hide_masked(s, words):
+    """Return scores ``[M, N]``, minus infinity where the bit of a key is 0 in ``[M, 4]`` words.
+
+    Of the columns of a row a thread has ``8 j + 2 t`` and ``8 j + 2 t + 1``, whose bits are ``2 j`` and ``2 j + 1`` of
+    word ``t``: see :mod:`dma_kernels.prefill.hopper_mask`.
+    """
+    M: gl.constexpr = s.shape[0]
+    N: gl.constexpr = s.shape[1]
+    LAYOUT: gl.constexpr = s.type.layout
+    x = gl.reshape(s, [M, N // 8, 4, 2])
+    OF_J: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout)))
+    OF_LAST: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, x.type.layout)))
+    words = gl.convert_layout(words, gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout)), assert_trivial=True)
+    j = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, N // 8, layout=OF_J), 0), 2), 3)
+    last = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 2, layout=OF_LAST), 0), 1), 2)
+    bits = gl.expand_dims(gl.expand_dims(words, 1), 3) >> (2 * j + last)
+    x = gl.where((bits & 1) != 0, x, float("-inf"))
+    return gl.convert_layout(gl.reshape(x, [M, N]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

@@ -32,15 +32,19 @@ from .hopper_blocks import (
     copy,
     finite_or_zero,
     halves,
+    hide_masked,
     hide_values,
     high_blocks,
+    is_16bit,
     low_tiles,
     operand_of,
+    places_of_words,
     positions_of,
     schedule,
     seen_by_all,
     seen_by_one,
     seen_keys,
+    shown_by_mask,
     thread_sums,
     values_product,
     visited,
@@ -55,15 +59,10 @@ _ROWS_SHIFT = gl.constexpr(ROWS.bit_length() - 1)
 _TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
 
 
-@gluon.constexpr_function
-def _is_16bit(dtype):
-    return dtype.primitive_bitwidth == 16
-
-
 @gluon.jit
 def _high_place(slot, dtype: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the place of 64 keys or values of high tiles, 16-bit ``[1, 1, 64, D]``, in that of a low tile's."""
-    if _is_16bit(slot.dtype):
+    if is_16bit(slot.dtype):
         place = reinterpret(slot, dtype, [2, 1, 1, _HIGH, D], LAYOUT).index(0)
     else:
         place = reinterpret(slot, dtype, [1, 1, _HIGH, D], LAYOUT)
@@ -131,7 +130,7 @@ def _produce(given, GROUPS: gl.constexpr, VALUE_DIM: gl.constexpr, IS_CAUSAL: gl
     Q_DTYPE: gl.constexpr = q_smem.dtype
     K_LAYOUT: gl.constexpr = k_desc.layout
     V_LAYOUT: gl.constexpr = v_desc.layout
-    ARE_KEYS_WIDE: gl.constexpr = _is_16bit(k_low_desc.dtype)
+    ARE_KEYS_WIDE: gl.constexpr = is_16bit(k_low_desc.dtype)
     LOW_BYTES: gl.constexpr = _TILE * (D * (2 if ARE_KEYS_WIDE else 1) + DV * (1 if IS_FP8 else 2))
     mbarrier.expect(q_full, GROUPS * _ROWS * D * (2 if ARE_KEYS_WIDE else 3))
     for g in gl.static_range(GROUPS):
@@ -211,9 +210,9 @@ def _consume(
     """Compute the output of 64 query positions from ``position + 64 G`` on."""
     (
         q_smem, q_low_smem, k_smem, v_smem, q_full, full,
-        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr, stride_ot, plane,
-        q_offset, q_len, position, first, begin, end, t_0, t_1, visible_start, visible_end, window,
-        diagonal_tiles, sink_tiles, softcap, logit_scale,
+        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr, mask_ptr,
+        stride_ot, plane, q_offset, q_len, position, first, begin, end, t_0, t_1, visible_start, visible_end, window,
+        storage_tiles, diagonal_tiles, sink_tiles, softcap, logit_scale,
     ) = given  # fmt: skip
     STAGES: gl.constexpr = k_smem.shape[0]
     THREADS: gl.constexpr = 128 * GROUPS + 32
@@ -230,7 +229,7 @@ def _consume(
     DV: gl.constexpr = v_smem.shape[1 if IS_FP8 else 4]
     EXPONENT: gl.constexpr = 8.0 if IS_FP8 else 0.0
     S_DTYPE: gl.constexpr = gl.int32 if q_low_smem.dtype == gl.int8 else gl.float32
-    ARE_KEYS_WIDE: gl.constexpr = _is_16bit(k_smem.dtype)
+    ARE_KEYS_WIDE: gl.constexpr = is_16bit(k_smem.dtype)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16 if ARE_KEYS_WIDE else 32])
     H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HIGH, 16])
     WIDTH: gl.constexpr = min(DV, 128) if IS_FP8 else DV  # of a product, which in FP8 has its own accumulator
@@ -249,6 +248,8 @@ def _consume(
     reach = 0 if IS_CAUSAL else diagonal_tiles
     my_begin, my_end = seen_by_one(begin, end, start, start + _ROWS, window, IS_CAUSAL)
     inner_begin, inner_end = seen_by_all(visible_start, visible_end, start, start + _ROWS, window, IS_CAUSAL)
+    if mask_ptr is not None:
+        inner_end = inner_begin
     rows = start - q_offset + gl.arange(0, _ROWS, layout=ROW)
     m_row = (rows >= 0) & (rows < q_len)
     row_factor = gl.load(rows_ptr + rows, mask=m_row, other=1.0)
@@ -266,6 +267,9 @@ def _consume(
             m_i -= finite_or_zero(gl.load(rows_ptr + plane + rows, mask=m_row, other=0.0) * logit_scale)
         # Each of a row's four threads has a quarter.
         sums += gl.where(sink > float("-inf"), 64.0 if IS_FP8 else 0.25, 0.0)
+    if mask_ptr is not None:
+        SUMS: gl.constexpr = sums.type.layout
+        words_ptr = places_of_words(mask_ptr, start - q_offset, q_len, storage_tiles, SUMS)
     acc = gl.zeros([_ROWS, DV], gl.float32, O_HIGH_LAYOUT)
     mbarrier.wait(q_full, 0)
 
@@ -292,6 +296,8 @@ def _consume(
                 if (block * _HIGH < visible_start) | (block * _HIGH + _HIGH > visible_end):
                     hidden = _high_place(v_smem.index(slot), V_HIGH_DTYPE, DV, HIGH_LAYOUT).reshape([_HIGH, DV])
                     hide_values(hidden, block * _HIGH, visible_start, visible_end, DV)
+            if mask_ptr is not None:
+                words = gl.load(words_ptr + 4 * tile) >> (block & 1) * 16
             k = _high_place(k_smem.index(slot), Q_DTYPE, D, HIGH_LAYOUT).reshape([_HIGH, D])
             s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
             s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
@@ -310,6 +316,8 @@ def _consume(
                 k_pos = block * _HIGH + gl.arange(0, _HIGH, layout=gl.SliceLayout(0, H_LAYOUT))
                 seen = seen_keys(q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
                 s = gl.where(seen, s, float("-inf"))
+            if mask_ptr is not None:
+                s = hide_masked(s, words)
             m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
             m_new = gl.maximum(m_old, gl.max(s, 1) * unit - shift)
             p = gl.exp2(s * unit + (EXPONENT - m_new - shift)[:, None])
@@ -372,6 +380,8 @@ def _consume(
                     for half in gl.static_range(2):
                         hidden = v_smem.index(slot).reshape([_TILE, DV]).slice(half * _HIGH, _HIGH)
                         hide_values(hidden, i * _TILE + half * _HIGH, visible_start, visible_end, DV)
+                if mask_ptr is not None:
+                    words = gl.load(words_ptr + 4 * i)
                 s = warpgroup_mma(q, k_smem.index(slot).permute([1, 0]), zero, use_acc=False, is_async=True)
                 factor = row_factor
                 if k_low_factor_ptr is not None:
@@ -384,6 +394,8 @@ def _consume(
                 if softcap is not None:
                     logits = capped(logits + returned[:, None], softcap)
                 logits = gl.where(seen, logits, float("-inf"))
+                if mask_ptr is not None:
+                    logits = hide_masked(logits, words)
                 m_new = gl.maximum(m_i, gl.max(logits, 1))
                 p = gl.exp2(logits + (EXPONENT - m_new)[:, None])
                 alpha = gl.exp2(m_i - m_new)
@@ -450,7 +462,7 @@ def _consume(
 @gluon.jit(
     do_not_specialize=[
         "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "section", "kv_rows",
-        "window", "diagonal_tiles", "sink_tiles",
+        "window", "diagonal_tiles", "sink_tiles", "mask_blocks",
     ],
 )  # fmt: skip
 def prefill_hopper_kernel(
@@ -458,7 +470,7 @@ def prefill_hopper_kernel(
     out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr,
     stride_ob, stride_oh, stride_ot,
     q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, window, diagonal_tiles, sink_tiles,
-    softcap, logit_scale,
+    softcap, logit_scale, mask_ptr, bounds_ptr, planes_per_row, planes_per_head, mask_blocks,
     Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, VALUE_DIM: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     KEY_LAYOUT: gl.constexpr, VALUE_LAYOUT: gl.constexpr, LOW_VALUE_LAYOUT: gl.constexpr,
@@ -498,6 +510,11 @@ def prefill_hopper_kernel(
         sink_tiles: Of the rule.
         softcap: Cap of the base-2 logits, or ``None``.
         logit_scale: Turns scores of high tiles into base-2 logits.
+        mask_ptr: Words of a mask, see :class:`dma_kernels.prefill.hopper_mask.PackedMask`; or ``None``.
+        bounds_ptr: Its bounds; or ``None``.
+        planes_per_row: Of the mask.
+        planes_per_head: Of the mask.
+        mask_blocks: Blocks of 64 query positions that the mask has bounds for.
         Q_HEADS: Query heads.
         KV_HEADS: Key heads.
         D: Channels of keys, padded to a power of two, as descriptors copy them.
@@ -511,7 +528,8 @@ def prefill_hopper_kernel(
         LOW_VALUE_LAYOUT: Of the values of low tiles, likewise.
         IS_CAUSAL: Whether a query sees no key behind its own position.
         HAS_EDGES: Whether a low tile may hold keys that not all queries of a warpgroup see, and keys begin inside a
-            tile. Not so where all see every key before the band: then the loop over low tiles is all there is.
+            tile, or there is a mask. Not so where all see every key before the band: then the loop over low tiles is
+            all there is.
         HAS_MEAN: Whether smoothing takes something from the scores.
         IS_HIGH_RAW: Whether keys of high tiles are the caller's own, from whose scores it is still to be taken.
     """
@@ -521,7 +539,7 @@ def prefill_hopper_kernel(
     i_kv = i_row % KV_HEADS
     i_h = i_kv * GROUP + i_group
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_desc.layout)
-    if _is_16bit(q_low_desc.dtype):
+    if is_16bit(q_low_desc.dtype):
         q_low_smem = reinterpret(q_smem, q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
     else:
         q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
@@ -543,6 +561,11 @@ def prefill_hopper_kernel(
     t_1 = (last - 1) >> _TILE_SHIFT
     begin, end = seen_by_one(visible_start, visible_end, position, last, window, IS_CAUSAL)
     first = kv_offset >> _TILE_SHIFT
+    if mask_ptr is not None:
+        mask_plane = (i_b * planes_per_row + i_h * planes_per_head).to(gl.int64)
+        mask_ptr += mask_plane * q_len * (4 * storage_tiles) - 4 * first
+        bounds_ptr += mask_plane * mask_blocks * 2
+        begin, end = shown_by_mask(begin, end, bounds_ptr, i_block * GROUPS, mask_blocks, first, storage_tiles, GROUPS)
     aligned = first * _TILE
     key_base = kv_offset if KEY_LAYOUT == "caller" else aligned
     value_base = kv_offset if VALUE_LAYOUT == "caller" else aligned
@@ -562,9 +585,9 @@ def prefill_hopper_kernel(
     # What they are given, but for the constexprs: a tuple would make tensors of those.
     computing = (
         q_smem, q_low_smem, k_smem, v_smem, q_full, full,
-        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr, stride_ot, plane,
-        q_offset, q_len, position, first, begin, end, t_0, t_1, visible_start, visible_end, window,
-        diagonal_tiles, sink_tiles, softcap, logit_scale,
+        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr, mask_ptr,
+        stride_ot, plane, q_offset, q_len, position, first, begin, end, t_0, t_1, visible_start, visible_end, window,
+        storage_tiles, diagonal_tiles, sink_tiles, softcap, logit_scale,
     )  # fmt: skip
     copying = (
         q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem, q_full, full,

@@ -4,9 +4,11 @@ A program is four warps with 64 query positions of one head. While one waits the
 before and after its loops too, which in the kernel for long prompts (:mod:`dma_kernels.prefill.hopper_kernel`) nothing
 hides. It asks for the block that takes the place of one as soon as that has been multiplied: keys are there in time.
 
-It rotates and quantises its queries itself, the rotation on the matrix units: of 64 channels one product with a
-Hadamard matrix, which the program writes to shared memory while its queries are on their way. Low tiles come first, as
-their output counts in units of the E4M3 values.
+Where low keys are INT8 or E4M3 and high ones the caller's, it rotates and quantises its queries itself, the rotation on
+the matrix units: of 64 channels one product with a Hadamard matrix, which the program writes to shared memory while its
+queries are on their way. Else they are staged (:mod:`dma_kernels.prefill.hopper_queries`). Low tiles come first, as
+their output counts in units of the E4M3 values. Those with keys of 16 bits come in two halves, and their queries leave
+their place to those of high ones.
 """
 
 from __future__ import annotations
@@ -33,14 +35,18 @@ from .hopper_blocks import (
     copy,
     finite_or_zero,
     halves,
+    hide_masked,
     hide_values,
     high_blocks,
+    is_16bit,
     low_tiles,
     operand_of,
+    places_of_words,
     positions_of,
     seen_by_all,
     seen_by_one,
     seen_range,
+    shown_by_mask,
     thread_sums,
     values_product,
     visited,
@@ -83,6 +89,33 @@ def _hadamard_matrix(dtype: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constex
 
 
 @gluon.jit
+def _joined(left, right, LAYOUT: gl.constexpr):
+    """Return the columns of two as those of one: a renaming of registers."""
+    both = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [left.shape[0], 2 * left.shape[1]])
+    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _rotated(q, matrix, HADAMARD_SIZE: gl.constexpr, H_LAYOUT: gl.constexpr, X_LAYOUT: gl.constexpr):
+    """Return queries ``[64, D]`` in shared memory times Hadamard matrices, not normed; as they are for a size of 0."""
+    if HADAMARD_SIZE == 0:
+        x = q.load(X_LAYOUT).to(gl.float32)
+    else:
+        D: gl.constexpr = q.shape[1]
+        zero = gl.zeros([_ROWS, _MATRIX], gl.float32, H_LAYOUT)
+        x = warpgroup_mma(q.slice(0, _MATRIX, 1), matrix, zero, use_acc=False, is_async=True)
+        if D == _MATRIX:
+            x = gl.convert_layout(warpgroup_mma_wait(0, deps=[x]), X_LAYOUT, assert_trivial=True)
+        else:
+            x_1 = warpgroup_mma(q.slice(_MATRIX, _MATRIX, 1), matrix, zero, use_acc=False, is_async=True)
+            x_0, x_1 = warpgroup_mma_wait(0, deps=[x, x_1])
+            if HADAMARD_SIZE == 128:
+                x_0, x_1 = x_0 + x_1, x_0 - x_1
+            x = _joined(x_0, x_1, X_LAYOUT)
+    return x
+
+
+@gluon.jit
 def _low_tile(i, c_0, c_1, d_0, IS_CAUSAL: gl.constexpr):
     """Return which low tile is visited as the ``i``-th."""
     return c_0 + i if IS_CAUSAL else gl.where(i < c_1 - c_0, c_0 + i, d_0 - c_1 + c_0 + i)
@@ -109,17 +142,22 @@ def _high_place(smem, slot, desc, D: gl.constexpr):
 
 @gluon.jit
 def _ask_key(i, keys, blocks, D: gl.constexpr, IS_CAUSAL: gl.constexpr, MAY_BE_LOW: gl.constexpr):
-    """Begin to copy the keys of the ``i``-th block to their place."""
-    desc, low_desc, smem, full = keys
-    i_b, i_kv, stored, base, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0 = blocks
+    """Begin to copy the ``i``-th keys to their place: of a block, or of half a low tile if these have 16 bits."""
+    desc, low_desc, smem, full, base, n_keys = keys
+    i_b, i_kv, stored, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0 = blocks
+    IS_WIDE: gl.constexpr = is_16bit(low_desc.dtype)
     slot = i & (smem.shape[0] - 1)
-    mbarrier.expect(full.index(slot), _TILE * D, pred=i < n_all)
+    is_asked = i < n_keys + n_all - n_low
+    mbarrier.expect(full.index(slot), _TILE * D, pred=is_asked)
     if MAY_BE_LOW:
-        row = (stored + _low_tile(i, c_0, c_1, d_0, IS_CAUSAL)) * _TILE
-        copy(low_desc, [row, 0], full.index(slot), smem.index(slot), pred=i < n_low)
-    if not MAY_BE_LOW or i >= n_low:
-        entry = visited(i - n_low, n_a, a_0, b_0) * _HIGH - base
-        copy(desc, [i_b, i_kv, entry, 0], full.index(slot), _high_place(smem, slot, desc, D), pred=i < n_all)
+        if IS_WIDE:
+            row = (stored + _low_tile(i >> 1, c_0, c_1, d_0, IS_CAUSAL)) * _TILE + (i & 1) * _HIGH
+        else:
+            row = (stored + _low_tile(i, c_0, c_1, d_0, IS_CAUSAL)) * _TILE
+        copy(low_desc, [row, 0], full.index(slot), smem.index(slot), pred=i < n_keys)
+    if not MAY_BE_LOW or i >= n_keys:
+        entry = visited(i - n_keys, n_a, a_0, b_0) * _HIGH - base
+        copy(desc, [i_b, i_kv, entry, 0], full.index(slot), _high_place(smem, slot, desc, D), pred=is_asked)
 
 
 @gluon.jit
@@ -129,8 +167,8 @@ def _ask_value(i, values, blocks, D: gl.constexpr, IS_CAUSAL: gl.constexpr, MAY_
     Which ones is a branch, behind which the compiler keeps addresses in uniform registers: at 128 channels 8K take 643
     us, with predicates 651, with a branch for keys as well 657 (benchmarks/prefill-short-h200.csv).
     """
-    desc, low_desc, smem, full, low_rows, n_values = values
-    i_b, i_kv, stored, base, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0 = blocks
+    desc, low_desc, smem, full, base, low_rows, n_values = values
+    i_b, i_kv, stored, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0 = blocks
     IS_FP8: gl.constexpr = low_desc is not None
     slot = i & (smem.shape[0] - 1)
     is_asked = i < n_values + n_all - n_low
@@ -153,28 +191,30 @@ def _ask_value(i, values, blocks, D: gl.constexpr, IS_CAUSAL: gl.constexpr, MAY_
     ],
 )  # fmt: skip
 def prefill_short_kernel(
-    q_desc, k_desc, v_desc, k_low_desc, v_low_desc,
-    out_ptr, lse_ptr, mean_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr,
+    q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc,
+    out_ptr, lse_ptr, rows_ptr, mean_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr,
     stride_ob, stride_oh, stride_ot,
     q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, window, diagonal_tiles, sink_tiles,
-    softcap, logit_scale, norm,
+    softcap, logit_scale, norm, mask_ptr, bounds_ptr, planes_per_row, planes_per_head,
     Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    FORM: gl.constexpr, FORMAT: gl.constexpr, IS_CEIL: gl.constexpr, HADAMARD_SIZE: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, HAS_EDGES: gl.constexpr,
+    KEY_LAYOUT: gl.constexpr, FORM: gl.constexpr, FORMAT: gl.constexpr, IS_CEIL: gl.constexpr,
+    HADAMARD_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_EDGES: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
 ):  # fmt: skip
     """Compute attention for 64 query positions of one head.
 
     Args:
-        q_desc: Queries, 16-bit ``[B, Hq, Tq, D]``.
-        k_desc: Keys of high tiles, the caller's own ``[B, Hkv, T, D]``.
-        v_desc: Values of high tiles, likewise.
-        k_low_desc: Keys of low tiles, a matrix of 8 bits.
+        q_desc: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``.
+        q_low_desc: Queries of low tiles, likewise with elements as these keys have, if they are staged; else ``None``.
+        k_desc: Keys of high tiles, 16-bit ``[B, Hkv, T, D]``.
+        v_desc: Values of high tiles, the caller's own, likewise.
+        k_low_desc: Keys of low tiles, a matrix: of 8 bits in blocks of a tile, of 16 in blocks of half a tile.
         v_low_desc: Values of low tiles in E4M3, a matrix of rows of a tile's keys; or ``None`` for the caller's own.
         out_ptr: ``[B, Hq, Tq, D]``.
         lse_ptr: fp32 ``[B, Hq, Tq]``.
+        rows_ptr: Of staged queries, see :class:`dma_kernels.prefill.hopper_queries.StagedQueries`; else ``None``.
         mean_ptr: What smoothing took from keys, fp32 ``[B, Hkv, D]``, or ``None``.
-        k_low_factor_ptr: fp32 ``[B, Hkv, tiles]``.
+        k_low_factor_ptr: fp32 ``[B, Hkv, tiles]``, or ``None``.
         value_factor_ptr: fp32 ``[B, Hkv, D]``, or ``None``.
         sinks_ptr: Sink logits ``[Hq]``, or ``None``.
         positions_ptr: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key
@@ -196,27 +236,37 @@ def prefill_short_kernel(
         softcap: Cap of the base-2 logits, or ``None``.
         logit_scale: Turns scores of high tiles into base-2 logits.
         norm: What the rotation multiplies by.
+        mask_ptr: Words of a mask, see :class:`dma_kernels.prefill.hopper_mask.PackedMask`; or ``None``.
+        bounds_ptr: Its bounds; or ``None``.
+        planes_per_row: Of the mask.
+        planes_per_head: Of the mask.
         Q_HEADS: Query heads.
         KV_HEADS: Key heads.
         D: Channels, padded to 64 or 128, as descriptors copy them.
         HEAD_DIM: Channels.
-        K_STAGES: Places for keys, 1 or 2.
-        V_STAGES: Places for values, likewise.
-        FORM: Of the keys of low tiles, ``int8`` or ``e4m3``.
-        FORMAT: Of the queries.
-        IS_CEIL: How scales are rounded.
+        K_STAGES: Places for keys, 1 or 2; 2 for low ones of 16 bits.
+        V_STAGES: Places for values, 1 or 2.
+        KEY_LAYOUT: Of the keys of high tiles, ``caller`` or ``aligned``; see :mod:`dma_kernels.prefill.operands`.
+        FORM: Of the keys of low tiles, which queries that are not staged get, ``int8`` or ``e4m3``.
+        FORMAT: Of these queries.
+        IS_CEIL: How their scales are rounded.
         HADAMARD_SIZE: Order of the rotation's blocks: 32, 64 or 128; 0 where queries are not rotated.
         IS_CAUSAL: Whether a query sees no key behind its own position.
         HAS_EDGES: Whether a low tile may hold keys that not all queries see, and keys begin inside a tile. Not so where
             all see every key before the band.
+        IS_HIGH_RAW: Whether keys of high tiles are the caller's own, from whose scores what smoothing takes is still to
+            be taken.
     """
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
     Q_DTYPE: gl.constexpr = q_desc.dtype
+    V_DTYPE: gl.constexpr = v_desc.dtype
+    IS_STAGED: gl.constexpr = q_low_desc is not None
+    IS_WIDE: gl.constexpr = is_16bit(k_low_desc.dtype)
     IS_FP8: gl.constexpr = v_low_desc is not None
     EXPONENT: gl.constexpr = 8.0 if IS_FP8 else 0.0
-    S_DTYPE: gl.constexpr = gl.int32 if FORM == "int8" else gl.float32
+    S_DTYPE: gl.constexpr = gl.int32 if k_low_desc.dtype == gl.int8 else gl.float32
     H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HIGH, 16])
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 32])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16 if IS_WIDE else 32])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 if IS_FP8 else 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
     X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # of all channels, the output's too
@@ -235,14 +285,19 @@ def prefill_short_kernel(
     i_kv = i_row % KV_HEADS
     i_h = i_kv * GROUP + i_group
     q_smem = gl.allocate_shared_memory(Q_DTYPE, [1, 1, _ROWS, D], q_desc.layout)
-    # First the Hadamard matrix, then the queries of low tiles.
-    matrix = gl.allocate_shared_memory(Q_DTYPE, [_MATRIX, _MATRIX], gl.NVMMASharedLayout(128, 16, 2))
-    k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [K_STAGES, _TILE, D], k_low_desc.layout)
+    if IS_WIDE:
+        q_low_smem = reinterpret(q_smem, q_low_desc.dtype, [1, 1, _ROWS, D], q_low_desc.layout)
+    elif IS_STAGED:
+        q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [1, 1, _ROWS, D], q_low_desc.layout)
+    else:
+        # First the Hadamard matrix, then the queries of low tiles.
+        matrix = gl.allocate_shared_memory(Q_DTYPE, [_MATRIX, _MATRIX], gl.NVMMASharedLayout(128, 16, 2))
+    k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [K_STAGES, _HIGH if IS_WIDE else _TILE, D], k_low_desc.layout)
     if IS_FP8:
         v_smem = gl.allocate_shared_memory(v_low_desc.dtype, [V_STAGES, D, _TILE], v_low_desc.layout)
         unit_smem = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     else:
-        v_smem = gl.allocate_shared_memory(Q_DTYPE, [V_STAGES, 1, 1, _HIGH, D], v_desc.layout)
+        v_smem = gl.allocate_shared_memory(V_DTYPE, [V_STAGES, 1, 1, _HIGH, D], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
@@ -264,6 +319,12 @@ def prefill_short_kernel(
     inner_begin, inner_end = seen_by_all(visible_start, visible_end, start, last, window, IS_CAUSAL)
     if HAS_ROWS:
         end = gl.where(start < q_offset + q_len, end, begin)
+    if mask_ptr is not None:
+        wait_for_operands()
+        plane = (i_b * planes_per_row + i_h * planes_per_head).to(gl.int64)
+        begin, end = shown_by_mask(
+            begin, end, bounds_ptr + plane * blocks * 2, i_block, blocks, kv_offset >> _TILE_SHIFT, storage_tiles, 1
+        )
     a_0, a_1, b_0, b_1 = high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     c_0, c_1, d_0, d_1 = low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_a = a_1 - a_0
@@ -273,18 +334,30 @@ def prefill_short_kernel(
     stored = i_row * storage_tiles - first
 
     # The quantiser reads what the caller gave, so that is there; what it writes is waited for.
-    mbarrier.expect(q_full, _ROWS * D * 2)
-    copy(q_desc, [i_b, i_h, start - q_offset, 0], q_full, q_smem)
+    q_block = [i_b, i_h, start - q_offset, 0]
+    if not IS_STAGED:
+        mbarrier.expect(q_full, _ROWS * D * 2)
+        copy(q_desc, q_block, q_full, q_smem)
     if HADAMARD_SIZE > 0:  # noqa: SIM102 (a constexpr branch)
         if n_low > 0:
             FILL: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
             matrix.store(_hadamard_matrix(Q_DTYPE, min(HADAMARD_SIZE, 64), FILL))
             fence_async_shared()
-    wait_for_operands()
+    if mask_ptr is None:
+        wait_for_operands()
+    if IS_WIDE:
+        mbarrier.expect(q_full, _ROWS * D * 2)
+        copy(q_low_desc, q_block, q_full, q_low_smem, pred=n_low > 0)
+        copy(q_desc, q_block, q_full, q_smem, pred=n_low == 0)
+    elif IS_STAGED:
+        mbarrier.expect(q_full, _ROWS * D * 3)
+        copy(q_low_desc, q_block, q_full, q_low_smem)
+        copy(q_desc, q_block, q_full, q_smem)
+    n_keys = 2 * n_low if IS_WIDE else n_low
     n_values = n_low if IS_FP8 else 2 * n_low
-    keys = (k_desc, k_low_desc, k_smem, k_full)
-    values = (v_desc, v_low_desc, v_smem, v_full, HEAD_DIM, n_values)
-    asked = (i_b, i_kv, stored, kv_offset, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0)
+    keys = (k_desc, k_low_desc, k_smem, k_full, kv_offset if KEY_LAYOUT == "caller" else first * _TILE, n_keys)
+    values = (v_desc, v_low_desc, v_smem, v_full, kv_offset, HEAD_DIM, n_values)
+    asked = (i_b, i_kv, stored, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0)
     for place in gl.static_range(K_STAGES):
         _ask_key(place, keys, asked, D, IS_CAUSAL, True)
     for place in gl.static_range(V_STAGES):
@@ -292,7 +365,8 @@ def prefill_short_kernel(
 
     if mean_ptr is not None:
         mean_ptr += i_row.to(gl.int64) * HEAD_DIM
-    k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles - first
+    if k_low_factor_ptr is not None:
+        k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles - first
     if IS_FP8:
         EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         each = gl.arange(0, D, layout=EACH)
@@ -301,46 +375,47 @@ def prefill_short_kernel(
     sums = thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
     acc = gl.zeros([_ROWS, D], gl.float32, O_LAYOUT)
     row_factor = gl.full([_ROWS], 1.0, gl.float32, X_ROW)
+    shift = gl.zeros([_ROWS], gl.float32, X_ROW)
     mean = gl.zeros([D], gl.float32, gl.SliceLayout(0, X_LAYOUT))
-    if mean_ptr is not None:
+    if IS_STAGED:
+        x_rows = start - q_offset + gl.arange(0, _ROWS, layout=X_ROW)
+        m_row = (x_rows >= 0) & (x_rows < q_len)
+        rows_ptr += (i_b * Q_HEADS + i_h).to(gl.int64) * q_len
+        # A unit of what is dequantised is worth 1; to load that would cost registers in the loop over low tiles.
+        row_factor = row_factor * logit_scale if IS_WIDE else gl.load(rows_ptr + x_rows, mask=m_row, other=1.0)
+        if mean_ptr is not None:
+            rows_ptr += (kv_rows * GROUP).to(gl.int64) * q_len
+            shift = gl.load(rows_ptr + x_rows, mask=m_row, other=0.0) * logit_scale
+    elif mean_ptr is not None:
         channels = gl.arange(0, D, layout=gl.SliceLayout(0, X_LAYOUT))
         mean = gl.load(mean_ptr + channels, mask=channels < HEAD_DIM, other=0.0)
     mbarrier.wait(q_full, 0)
     q = q_smem.reshape([_ROWS, D])
 
     # ---- the queries of low tiles
-    q_low = reinterpret(matrix, k_low_desc.dtype, [_MATRIX * 128 // D, D], k_low_desc.layout)
-    if D < 128:
-        q_low = q_low.slice(0, _ROWS)
-    if n_low > 0:
-        if HADAMARD_SIZE > 0:
-            zero_x = gl.zeros([_ROWS, _MATRIX], gl.float32, H_LAYOUT)
-            x_0 = warpgroup_mma(q.slice(0, _MATRIX, 1), matrix, zero_x, use_acc=False, is_async=True)
-            if D == 128:
-                x_1 = warpgroup_mma(q.slice(_MATRIX, _MATRIX, 1), matrix, zero_x, use_acc=False, is_async=True)
-                x_0, x_1 = warpgroup_mma_wait(0, deps=[x_0, x_1])
-                if HADAMARD_SIZE == 128:
-                    x_0, x_1 = x_0 + x_1, x_0 - x_1
-                x = gl.permute(gl.join(x_0, x_1), [0, 2, 1])
-                x = gl.convert_layout(gl.reshape(x, [_ROWS, D]), X_LAYOUT, assert_trivial=True)
-            else:
-                x = gl.convert_layout(warpgroup_mma_wait(0, deps=[x_0]), X_LAYOUT, assert_trivial=True)
-        else:
-            x = q.load(X_LAYOUT).to(gl.float32)
-        # Of bits, which order like magnitudes, with NaN above all.
-        largest = gl.max(gl.abs(x).to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True) * norm
-        reciprocal, unit = _row_scale(largest.to(gl.int32, bitcast=True), FORM, FORMAT, IS_CEIL)
-        q_low.store(_to_elements(x, (reciprocal * norm)[:, None], FORM, IS_CEIL))
-        row_factor = unit * logit_scale
+    if IS_STAGED:
+        q_low = q_low_smem.reshape([_ROWS, D])
         if IS_FP8:
             unit_smem.store(value_units)
-        fence_async_shared()
-        _barrier()
+    else:
+        q_low = reinterpret(matrix, k_low_desc.dtype, [_MATRIX * 128 // D, D], k_low_desc.layout)
+        if D < 128:
+            q_low = q_low.slice(0, _ROWS)
+        if n_low > 0:
+            x = _rotated(q, matrix, HADAMARD_SIZE, H_LAYOUT, X_LAYOUT)
+            # Of bits, which order like magnitudes, with NaN above all.
+            largest = gl.max(gl.abs(x).to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True) * norm
+            reciprocal, unit = _row_scale(largest.to(gl.int32, bitcast=True), FORM, FORMAT, IS_CEIL)
+            q_low.store(_to_elements(x, (reciprocal * norm)[:, None], FORM, IS_CEIL))
+            row_factor = unit * logit_scale
+            if IS_FP8:
+                unit_smem.store(value_units)
+            fence_async_shared()
+            _barrier()
     row_factor = gl.convert_layout(row_factor, ROW, assert_trivial=True)
 
     # ---- what smoothing took from the scores of low tiles; the mean key has come in the meantime
-    shift = gl.zeros([_ROWS], gl.float32, X_ROW)
-    if mean_ptr is not None:
+    if mean_ptr is not None and not IS_STAGED:
         shift = gl.sum(q.load(X_LAYOUT).to(gl.float32) * mean[None, :], 1) * logit_scale
     # A plain softmax does not see what smoothing takes from a row's scores: sinks are moved as the scores are, and the
     # log of the denominator gets it back. A cap sees it, so scores of low tiles get it back before.
@@ -354,16 +429,36 @@ def prefill_short_kernel(
         # Each of a row's four threads has a quarter.
         sums += gl.where(sink > float("-inf"), 64.0 if IS_FP8 else 0.25, 0.0)
 
+    if mask_ptr is not None:
+        mask_ptr += plane * q_len * (4 * storage_tiles) - 4 * first
+        SUMS: gl.constexpr = sums.type.layout
+        words_ptr = places_of_words(mask_ptr, start - q_offset, q_len, storage_tiles, SUMS)
+
     # ---- low tiles
     zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
+    zero_h = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
     for i in range(n_low):
         k_slot = i & (K_STAGES - 1)
         tile = _low_tile(i, c_0, c_1, d_0, IS_CAUSAL)
-        factor = row_factor * gl.load(k_low_factor_ptr + tile)
-        mbarrier.wait(k_full.index(k_slot), (i >> (K_STAGES - 1)) & 1)
-        s = warpgroup_mma(q_low, k_smem.index(k_slot).permute([1, 0]), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        _ask_key(i + K_STAGES, keys, asked, D, IS_CAUSAL, True)
+        factor = row_factor
+        if k_low_factor_ptr is not None:
+            factor = row_factor * gl.load(k_low_factor_ptr + tile)
+        if mask_ptr is not None:
+            words = gl.load(words_ptr + 4 * tile)
+        if IS_WIDE:
+            mbarrier.wait(k_full.index(0), i & 1)
+            s_0 = warpgroup_mma(q_low, k_smem.index(0).permute([1, 0]), zero_h, use_acc=False, is_async=True)
+            mbarrier.wait(k_full.index(1), i & 1)
+            s_1 = warpgroup_mma(q_low, k_smem.index(1).permute([1, 0]), zero_h, use_acc=False, is_async=True)
+            s_0, s_1 = warpgroup_mma_wait(0, deps=[s_0, s_1])
+            _ask_key(2 * i + 2, keys, asked, D, IS_CAUSAL, True)
+            _ask_key(2 * i + 3, keys, asked, D, IS_CAUSAL, True)
+            s = _joined(s_0, s_1, S_LAYOUT)
+        else:
+            mbarrier.wait(k_full.index(k_slot), (i >> (K_STAGES - 1)) & 1)
+            s = warpgroup_mma(q_low, k_smem.index(k_slot).permute([1, 0]), zero, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            _ask_key(i + K_STAGES, keys, asked, D, IS_CAUSAL, True)
         # Of integers Hopper takes the larger of three at a time.
         largest = gl.max(s, 1).to(gl.float32)
         x = s.to(gl.float32)
@@ -379,6 +474,10 @@ def prefill_short_kernel(
                 x = _hide_unseen(x * factor[:, None], pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
                 largest = gl.max(x, 1)
                 factor = gl.zeros_like(factor) + 1.0
+        if mask_ptr is not None:
+            x = hide_masked(x * factor[:, None], words)
+            largest = gl.max(x, 1)
+            factor = gl.zeros_like(factor) + 1.0
         m_new = gl.maximum(m_i, largest * factor)
         if IS_FP8:
             p = gl.exp2(x * factor[:, None] + (EXPONENT - m_new)[:, None])
@@ -398,7 +497,7 @@ def prefill_short_kernel(
             for half in gl.static_range(2):
                 p = gl.exp2(parts[half])
                 sums = add_sums(sums, p, alpha)
-                operand = operand_of(p, Q_DTYPE, P_LAYOUT)
+                operand = operand_of(p, V_DTYPE, P_LAYOUT)
                 slot = (2 * i + half) & (V_STAGES - 1)
                 mbarrier.wait(v_full.index(slot), ((2 * i + half) >> (V_STAGES - 1)) & 1)
                 v = v_smem.index(slot).reshape([_HIGH, D])
@@ -414,21 +513,33 @@ def prefill_short_kernel(
             acc *= unit_smem.load(gl.SliceLayout(0, X_LAYOUT))[None, :]
 
     # ---- high tiles
+    if IS_WIDE:  # noqa: SIM102 (a constexpr branch)
+        if n_low > 0:
+            mbarrier.expect(q_full, _ROWS * D * 2)
+            copy(q_desc, q_block, q_full, q_smem)
+            mbarrier.wait(q_full, 1)
     shift = gl.convert_layout(shift, H_ROW, assert_trivial=True)
+    high_shift = shift if IS_HIGH_RAW else gl.zeros_like(shift)
     q_pos = start + gl.arange(0, _ROWS, layout=H_ROW)
     for i in range(n_low, n_all):
-        k_slot = i & (K_STAGES - 1)
+        i_key = i + n_low if IS_WIDE else i
+        k_slot = i_key & (K_STAGES - 1)
         i_value = i if IS_FP8 else i + n_low
         v_slot = i_value & (V_STAGES - 1)
         position = visited(i - n_low, n_a, a_0, b_0) * _HIGH
-        mbarrier.wait(k_full.index(k_slot), (i >> (K_STAGES - 1)) & 1)
+        if mask_ptr is not None:
+            words = gl.load(words_ptr + 4 * (position >> _TILE_SHIFT)) >> (position & _HIGH) // 4
+        mbarrier.wait(k_full.index(k_slot), (i_key >> (K_STAGES - 1)) & 1)
         k = _high_place(k_smem, k_slot, k_desc, D).reshape([_HIGH, D])
         s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
         s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         unit = logit_scale
         if softcap is not None:
-            s = capped(s * logit_scale, softcap)
+            s = s * logit_scale
+            if not IS_HIGH_RAW:
+                s += gl.convert_layout(returned, H_ROW, assert_trivial=True)[:, None]
+            s = capped(s, softcap)
             unit = 1.0
         is_edge = position + _HIGH > inner_end
         if HAS_EDGES:
@@ -439,13 +550,15 @@ def prefill_short_kernel(
                 s = _hide_unseen(s, q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
             else:
                 s = gl.where(k_pos[None, :] <= q_pos[:, None], s, float("-inf"))
+        if mask_ptr is not None:
+            s = hide_masked(s, words)
         m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
-        m_new = gl.maximum(m_old, gl.max(s, 1) * unit - shift)
-        p = gl.exp2(s * unit + (EXPONENT - m_new - shift)[:, None])
+        m_new = gl.maximum(m_old, gl.max(s, 1) * unit - high_shift)
+        p = gl.exp2(s * unit + (EXPONENT - m_new - high_shift)[:, None])
         alpha = gl.exp2(m_old - m_new)
         sums = add_sums(sums, p, alpha)
         m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
-        operand = operand_of(p, Q_DTYPE, P_HIGH_LAYOUT)
+        operand = operand_of(p, V_DTYPE, P_HIGH_LAYOUT)
         v = _high_place(v_smem, v_slot, v_desc, D).reshape([_HIGH, D])
         mbarrier.wait(v_full.index(v_slot), (i_value >> (V_STAGES - 1)) & 1)
         if HAS_ROWS:  # noqa: SIM102 (a constexpr branch)
@@ -453,21 +566,22 @@ def prefill_short_kernel(
                 hide_values(v, position, visible_start, visible_end, D)
         product = values_product(acc, operand, alpha, v, X_LAYOUT)
         acc = warpgroup_mma_wait(0, deps=[product])
-        _ask_key(i + K_STAGES, keys, asked, D, IS_CAUSAL, False)
+        _ask_key(i_key + K_STAGES, keys, asked, D, IS_CAUSAL, False)
         _ask_value(i_value + V_STAGES, values, asked, D, IS_CAUSAL, False)
 
     l_i = gl.sum(sums, 1)
     is_empty = l_i == 0.0
     scale = gl.convert_layout(1.0 / gl.where(is_empty, 1.0, l_i), X_ROW, assert_trivial=True)
     # By way of where the queries were, so that threads store what lies side by side.
-    q.store((acc * scale[:, None]).to(Q_DTYPE))
+    o = reinterpret(q_smem, V_DTYPE, [1, 1, _ROWS, D], v_desc.layout).reshape([_ROWS, D])
+    o.store((acc * scale[:, None]).to(V_DTYPE))
     _barrier()
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     o_rows = start - q_offset + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, OUT))
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, OUT))
     out_ptr += i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh
     m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_d < HEAD_DIM)[None, :]
-    gl.store(out_ptr + (o_rows.to(gl.int64)[:, None] * stride_ot + o_d[None, :]), q.load(OUT), mask=m_out)
+    gl.store(out_ptr + (o_rows.to(gl.int64)[:, None] * stride_ot + o_d[None, :]), o.load(OUT), mask=m_out)
     rows = start - q_offset + gl.arange(0, _ROWS, layout=ROW)
     taken = finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
     l_i = gl.convert_layout(l_i, ROW, assert_trivial=True)

@@ -97,6 +97,11 @@ def select_tiles(
     is_packed = Form.PACKED in (lowering.key, lowering.low_key)
     are_keys_8bit = lowering.low_key not in (None, Form.DEQUANTIZED)
     are_values_8bit = lowering.low_value is Form.E4M3
+    hopper = short = None
+    if is_hopper and 64 <= widest <= 128 and lowering.low_key is not None:
+        short = _short_tiles(widest, are_keys_8bit, are_values_8bit)
+        if widest == 128 or are_values_8bit or not are_keys_8bit:
+            hopper = _hopper_tiles(widest, are_keys_8bit, are_values_8bit)
     if arch in TENSOR_MEMORY_ARCHS and widest > 128:
         # 128 rows of 256 channels take half of the tensor memory, and with scores and operands most forms do not fit.
         return PrefillTiles(64, 64, num_warps=8, num_stages=2)
@@ -110,47 +115,30 @@ def select_tiles(
         # High tiles in blocks of 64 keys, where low values have 8 bits one in flight: 87.7 us at 2K, 254.6 for 8 x 1K,
         # 244 at 4K. With two there is room for a program less: 99.1, 290.9, 295; two of 32 keys 92.0, 266.0, 254. At
         # head_dim 64 it makes no difference in time, and 32 keys spill least.
-        hopper = _hopper_tiles(widest, are_keys_8bit, are_values_8bit) if widest >= 64 else None
-        tiles = PrefillTiles(64, 128, num_warps=4, num_stages=2, high_stages=2, stage_queries=True, hopper=hopper)
-        if widest >= 64 and not are_values_8bit and lowering.low_key in (Form.INT8, Form.E4M3):
-            # 16-bit values, this kernel, that of long prompts, that of short ones: 8 x 1K 249, 252, 186 us, 2K 93, 90,
-            # 76, 4K 269, 245, 239, 5K -, 345, 345, 6K -, 466, 488, bidirectional 3K -, 251, 257. At head_dim 64 2K 68,
-            # 63, 47, 4K 205, 182, 147, 16K 2,714, 2,251, 2,078, 32K -, 8,798, 8,391: that of long prompts is not used.
-            if widest == 64:
-                return replace(tiles, hopper=None, short=ShortTiles(2, 2, 128))
-            return replace(tiles, short=ShortTiles(1, 2, 168, max_keys=2_560))
-        if not (are_keys_8bit and are_values_8bit):
+        tiles = PrefillTiles(
+            64, 128, num_warps=4, num_stages=2, high_stages=2, stage_queries=True, hopper=hopper, short=short
+        )
+        # What it does with a softcap has no room under a cap on registers: its loop would spill (compiled, not timed).
+        if has_softcap or not (are_keys_8bit and are_values_8bit):
             return tiles
-        # A cap on registers admits a third (fourth) program: 806 against 728 at head_dim 128 and 32K, 558 against 419
-        # at head_dim 64 and 16K. A third stage would push the third program out: 768 against 806.
-        # Short prompts, this kernel and theirs, quantising counted: 8 x 1K 239 to 170 us, 2K 94 to 71, 4K 241 to 203,
-        # 8 x 4K 1,893 to 1,587; that of long prompts there and beyond: 8K 686 to 678, 12K 1,485 to 1,560, bidirectional
-        # 4K 421 to 370, 6K 753 to 768, windows of 2K in 16K 918 to 876; with a softcap 16K 4,971 to 4,491. With two
-        # places for values a program less fits: 8 x 1K 199. Head_dim 64 at 2K and 16K: 62 to 49, 1,996 to 1,926; with
-        # three places for keys, a program less, 16K 2,106. That of long prompts there, with four warpgroups: 8K 508 to
-        # 537, 12K 1,100 to 1,128, 16K 1,906 to 1,899, 64K 31,850 to 28,320, bidirectional 8K 1,033 to 974, 16K 3,961 to
-        # 3,634, padded four of 12K 4,321 to 4,372 and two of 20K 5,861 to 5,649.
+        # A cap admits a third (fourth) program: 806 against 728 at head_dim 128 and 32K, 558 against 419 at head_dim 64
+        # and 16K. A third stage would push the third program out: 768 against 806.
         if widest == 128:
-            short = ShortTiles(2, 1, 168, max_keys=4_096)
-            capped = replace(tiles, max_registers=168, high_stages=1, short=short)
-        else:
-            short = ShortTiles(2, 2, 128, max_keys=7_168)
-            capped = replace(tiles, max_registers=128, num_stages=3, high_block_n=32, short=short)
-        # What the kernel for all chips does with a softcap has no room under the cap: its loop would spill (compiled,
-        # not timed).
-        return replace(tiles, short=short) if has_softcap else capped
+            return replace(tiles, max_registers=168, high_stages=1)
+        return replace(tiles, max_registers=128, num_stages=3, high_block_n=32)
     if widest <= 128 and is_hopper and lowering.low_key is Form.DEQUANTIZED:
-        # 16-bit keys and values (kv4, 32K, quantising counted; SDPA 14.8 ms): 17.0 ms. Blocks of 64 queries read the L2
+        # 16-bit keys and values (32K, quantising counted; SDPA 14.8 ms): 17.0 ms. Blocks of 64 queries read the L2
         # cache twice as often: 17.2 at best. One program of 128 x 128 17.4, of 128 x 64 18.5. The cap lets two programs
         # share a multiprocessor: without it 22.6. A softcap has no room under it, and gets the second best.
-        hopper = _hopper_tiles(widest, are_keys_8bit=False, are_values_8bit=False) if widest >= 64 else None
         if widest == 128 and not has_softcap:
-            return PrefillTiles(128, 64, 8, num_stages=2, max_registers=128, stage_queries=True, hopper=hopper)
+            return PrefillTiles(
+                128, 64, 8, num_stages=2, max_registers=128, stage_queries=True, hopper=hopper, short=short
+            )
         # At head_dim 64 and 16K 2.57 ms (SDPA 2.37), with two stages 2.97. 128 x 128 under a cap took 2.50 and spilled.
         # With a softcap high tiles go 32 keys at a time: with 64 the loop over low ones spills (compiled, not timed).
         return PrefillTiles(
             64, 64 if widest == 128 else 128, 4, num_stages=3, high_block_n=32 if has_softcap else 64, high_stages=2,
-            stage_queries=True, hopper=hopper,
+            stage_queries=True, hopper=hopper, short=short,
         )  # fmt: skip
     if widest <= 128 and arch > 90 and are_keys_8bit and are_values_8bit:
         return PrefillTiles(64, 128, num_warps=4, num_stages=2 if widest == 128 else 3)
@@ -175,7 +163,7 @@ def select_tiles(
         # nothing, 64 x 128 with 8 warps, 1.58 / 22.8.
         return PrefillTiles(64, 64, num_warps=4, num_stages=2, stage_queries=True)
     if is_hopper:
-        # 16-bit operands. ``kv4``: 1.22 / 15.8; 64 x 64 with 4 warps 1.60 / 22.0.
+        # 16-bit operands (keys and values): 1.22 / 15.8; 64 x 64 with 4 warps 1.60 / 22.0.
         return PrefillTiles(128, 64, num_warps=8, num_stages=2, stage_queries=True)
     # Not measured, compiled: what spills least in the loop over low tiles.
     if arch == 80:
@@ -187,6 +175,43 @@ def select_tiles(
     # a step, and 3 KB of a thread in all; with 8 never in the loop, and 700 bytes at most.
     num_warps = 4 if are_keys_8bit and are_values_8bit and not is_packed else 8
     return PrefillTiles(64, 32, num_warps=num_warps, num_stages=1, high_block_n=32, stage_queries=num_warps == 8)
+
+
+def _short_tiles(widest: int, are_keys_8bit: bool, are_values_8bit: bool) -> ShortTiles:
+    """Return the sizes for head dimensions of 64 and, padded to it, 128: three and four programs to a multiprocessor.
+
+    8-bit keys and E4M3 values, the kernel for all chips, this one, quantising counted: 8 x 1K 239 to 170 us, 2K 94 to
+    71, 4K 241 to 203, 8 x 4K 1,893 to 1,587. That of long prompts there and beyond: 8K 686 to 678, 12K 1,485 to 1,560,
+    bidirectional 4K 421 to 370, 6K 753 to 768, windows of 2K in 16K 918 to 876; with a softcap 16K 4,971 to 4,491. With
+    two places for values a program less fits: 8 x 1K 199.
+
+    At head_dim 64 that of long prompts, this one: 8K 538 to 500 us, 12K 1,130 to 1,089, 16K 1,923 to 1,905,
+    bidirectional 4K 281 to 272, 8K 980 to 1,004. With three places for keys, a program less, 16K 2,106.
+
+    16-bit operands, of all chips, of long prompts, this one:
+
+    =======================================  ======  ======  =====  =====  =====  ======  ==============
+    us                                       8 x 1K      2K     4K     6K     8K  8 x 4K  bidirectional
+    =======================================  ======  ======  =====  =====  =====  ======  ==============
+    INT8 keys, 16-bit values, all chips         249      93    269
+    of long prompts                             254      90    246    472          1,867  4K 454
+    this one                                    174      72    221    462          1,685  4K 429
+    one place for keys, two for values          181      74    230    473          1,727  4K 423
+    E5M2 keys, 16-bit values (``paper``)        262      94    276    558    921   2,236  4K 487
+    of long prompts                             264      90    243    461    757   1,945  4K 436
+    this one                                    223      80    235    478    803   1,859  4K 432
+    16-bit keys, E4M3 values (``fp4``)          353     142    364    698  1,107   2,677  4K 577
+    of long prompts                             377     136    310    543    853   2,245  4K 502
+    this one                                    298     122    300    577    935   2,261  4K 513
+    16-bit keys and values                      304     120    351    715  1,173   2,798  2K 178
+    of long prompts                             283     103    274    522    857   2,132  2K 164
+    this one                                    229      99    293    604  1,026   2,296  2K 165
+    =======================================  ======  ======  =====  =====  =====  ======  ==============
+    """
+    if widest == 64:
+        return ShortTiles(key_stages=2, value_stages=2, registers=128, max_keys=7_168)
+    max_keys = {2: 4_096, 1: 2_560, 0: 1_536}[are_keys_8bit + are_values_8bit]
+    return ShortTiles(key_stages=2, value_stages=1, registers=168, max_keys=max_keys)
 
 
 def _hopper_tiles(widest: int, are_keys_8bit: bool, are_values_8bit: bool) -> HopperTiles:
@@ -238,12 +263,12 @@ def _hopper_tiles(widest: int, are_keys_8bit: bool, are_values_8bit: bool) -> Ho
     One program fills a multiprocessor, and what it does before and after its loop is hidden by nothing. So it pays for
     long rows alone. Against the kernel for all chips, quantising counted, in milliseconds: 8-bit keys and E4M3 values
     0.236 to 0.226 at 4K, 0.694 to 0.733 at 8K, 9.31 to 10.94 at 32K; 16-bit keys (``fp4``) 0.365 to 0.416 at 4K, 11.37
-    to 15.49 at 32K, and 16-bit values too (``kv4``) 0.308 to 0.370 and 13.18 to 17.38; 8-bit keys and 16-bit values
+    to 15.49 at 32K, and 16-bit values too 0.308 to 0.370 and 13.18 to 17.38; 8-bit keys and 16-bit values
     (``paper``) 0.273 to 0.299 and 11.52 to 14.57. Windows, padding, head_dim 96: benchmarks/prefill-short-h200.csv.
 
     At head_dim 64 the output takes half the registers, and of 8-bit keys and values four warpgroups fit: at 16K 1,923
-    us, with three 2,061, with six places 1,943. Of 16-bit operands three: over the kernel for all chips 1K, 4K and 16K
-    take 1.09, .84 and .72 of the time (``fp4``), 1.04, .88, .80 (``paper``), 1.09, .90, .86 (``kv4``).
+    us, with three 2,061, with six places 1,943. Of 16-bit operands three; beside 8-bit keys 16-bit values are faster in
+    the kernel of short prompts at any length: 16K 2,251 to 2,078, 32K 8,798 to 8,391.
     """
     if widest == 64 and are_keys_8bit and are_values_8bit:
         # The first warpgroup has 120 registers, and keeps everything in them.
