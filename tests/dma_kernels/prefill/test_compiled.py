@@ -159,7 +159,7 @@ prompts with edges read scalars back, the bounds of what is seen, at 64 channels
 looked at after the rotation (16 for 8, in a loop of 1,004 instructions for 1,025), and that of long ones at 256
 channels a few numbers of 598; with Triton 3.6, whose assembler is another one, they have two at most and none. With
 16-bit keys short prompts read 5 of 600 back (the kernel for all chips none, but `fp4` takes 1.2 times as long there),
-and with a mask over E4M3 values parts of a tile (there it takes 3 to 9 times as long). Since products with values of
+and with a mask over E4M3 values parts of a tile (there `fp4` takes some 4 times as long). Since products with values of
 high tiles are of 16 bits, `paper` at 128 channels has 4, and of `fp4` the other kernel's loop 15 for 11."""
 
 

@@ -21,7 +21,6 @@ from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.prefill import backend, hopper, host
 from dma_kernels.prefill.hopper import takes, takes_short
 from dma_kernels.prefill.hopper_blocks import ROWS
-from dma_kernels.prefill.hopper_mask import pack_mask
 from dma_kernels.prefill.hopper_queries import stage_queries
 from dma_kernels.prefill.operands import Operands
 from dma_kernels.prefill.quantizer import quantize_keys_values
@@ -336,33 +335,6 @@ def test_staged_queries_that_are_only_rotated_keep_their_dtype(dtype: torch.dtyp
     staged = stage_queries(query, None, None, recipe, Form.DEQUANTIZED, Form.RAW, scale=1.0, is_early=False)
     assert staged.low.dtype == dtype
     torch.testing.assert_close(staged.low.float(), hadamard_rotate(query.float()), rtol=2e-2, atol=2e-3)
-
-
-@pytest.mark.parametrize(("q_offset", "kv_offset"), [(0, 0), (37, -45), (70, 141)])
-def test_packed_masks_have_a_bit_for_each_key_and_tight_bounds(q_offset: int, kv_offset: int) -> None:
-    q_len, kv_len = 150, 300
-    mask = torch.rand(1, 2, q_len, kv_len, generator=torch.Generator().manual_seed(0)) < 0.5
-    mask[:, 0, 64 - q_offset % 64 :, : TILE + 20] = False
-    mask[:, 1, :60] = False
-    first = kv_offset % TILE
-    tiles = -(-(first + kv_len) // TILE)
-    blocks = -(-(q_offset % ROWS + q_len) // ROWS)
-    made = pack_mask(
-        geometry(mask=mask, q_offset=q_offset, kv_offset=kv_offset, kv_len=kv_len), 1, q_len, blocks, tiles
-    )
-    assert made.words is not None
-    assert made.bounds is not None
-    assert (made.planes_per_row, made.planes_per_head) == (0, 1)
-    by_tile = torch.nn.functional.pad(mask[0], (first, tiles * TILE - first - kv_len)).view(2, q_len, tiles, TILE)
-    column = torch.arange(TILE)
-    word, bit = column % 8 // 2, column // 8 * 2 + column % 2
-    assert torch.equal((made.words[..., word] >> bit) & 1 == 1, by_tile)
-    for head in range(2):
-        for block in range(blocks):
-            rows = slice(max(block * ROWS - q_offset % ROWS, 0), (block + 1) * ROWS - q_offset % ROWS)
-            shown = by_tile[head, rows].any(-1).any(0).nonzero().flatten().tolist()
-            expected = [tiles - shown[0], shown[-1] + 1] if shown else [0, 0]
-            assert made.bounds[head, block].tolist() == expected
 
 
 # ---- the kernel itself, emulated
