@@ -15,6 +15,7 @@ from .batching import InitContinuousBatching, OwnMethod
 from .cache import DMACache
 from .cache_layers import DMALayer
 from .config import DMAConfig, resolve
+from .integrations.cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from .masking import built_in_attention, refuse_model
 from .settings import IMPLEMENTATIONS, NAME, cache_of, distinct_configs, is_dma, rename, settings_of
 
@@ -101,14 +102,16 @@ class CachedGenerate(OwnMethod):
             options["cache_implementation"] = None
         elif cache_of(model) is not None:
             wanted = asked("use_cache") is not False and asked("cache_implementation") in OPEN
-        if wanted and options.get("past_key_values") is None:
+        if wanted and all(options.get(name) is None for name in CACHE_ARGUMENTS):
             cache = DMACache(model.config)
             if any(isinstance(layer, DMALayer) for layer in cache.layers):  # Mamba calls its cache by another name
                 if model.config.is_encoder_decoder:
                     cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
                 if asked("is_assistant"):  # whose caches Transformers lets keep what it will take back
                     cache.activate_past_recording()
-                options["past_key_values"] = cache
+                for name in CACHE_ARGUMENTS:
+                    options.pop(name, None)
+                options[CACHE_ARGUMENT] = cache
         return type(model).generate(model, *arguments, **options)
 
 

@@ -248,6 +248,14 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         pages, (slot,) = (allocator.table_of(request_id) for allocator in self.cache_allocators.values())
         self._batch.append((past_length, query_length, pages, slot))
 
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Pass this cache on to the attention function, which stores keys and values with :meth:`attend`.
+
+        Layers of Transformers 5.24 update a paged cache as they do any other; those of older versions pass it on.
+        """
+        kwargs["cache"] = self
+        return key, value
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: Batch, recipe: Recipe, **options: Any
@@ -404,9 +412,11 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
         if not self.is_running():  # as it may after stop(block=False)
             self._restore_names()
 
-    def _run_generation_loop(self) -> None:
-        super()._run_generation_loop()
-        self._restore_names()
+    def _run_generation_loop(self, *arguments: Any, **options: Any) -> None:
+        try:
+            super()._run_generation_loop(*arguments, **options)
+        finally:
+            self._restore_names()
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         if self.cache_format is None or isinstance(self.batch_processor, ContinuousBatchProcessor):

@@ -57,7 +57,7 @@ def dma_paged_attention_forward(
         value: ``[1, Hkv, tokens, Dv]``.
         attention_mask: Not used; the lengths say what it would.
         sliding_window: Window of the layer.
-        cache: The paged cache.
+        cache: The paged cache; ``None`` if the layer has updated it, with ``key`` and ``value`` read from it.
         cu_seq_lens_q: Where requests begin among the queries, int32 ``[requests + 1]``.
         position_ids: ``[1, tokens]``, of every query in its request.
         kwargs: What else continuous batching and the model pass, see :meth:`dma_hf.call.Call.of`.
@@ -69,7 +69,7 @@ def dma_paged_attention_forward(
         RuntimeError: It is called outside continuous batching, or while a CUDA graph is captured.
         ValueError: As :func:`~dma_hf.dma_attention_forward`.
     """
-    if cache is None or cu_seq_lens_q is None or position_ids is None:
+    if cu_seq_lens_q is None or position_ids is None or "read_index" not in kwargs:
         raise RuntimeError(
             f"attn_implementation={PAGED_NAME!r} is for generate_batch; call generate and forward outside of "
             "dma_hf.continuous_batching(model)"
@@ -116,6 +116,8 @@ def _update(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Store keys and values, and return those of all requests, with where each request begins among them."""
     starts = kwargs["cu_seq_lens_k"]
+    if cache is None:  # the layer has updated it: Transformers 5.24 and newer
+        return key, value, starts
     if "read_index" in inspect.signature(cache.update).parameters:  # up to Transformers 5.17
         indices = {name: kwargs[name] for name in ("read_index", "write_index")}
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **indices)

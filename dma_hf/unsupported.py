@@ -19,6 +19,7 @@ from transformers import GenerationMixin
 
 from .call import Call
 from .compact_mask import MASKED_BELOW, has_no_values
+from .integrations.cache_argument import CACHE_ARGUMENT
 
 HARMLESS = frozenset(
     {
@@ -171,7 +172,7 @@ def note_other_cache(format: str) -> None:
     warnings.warn(
         f"the configuration of this model says cache={format!r}, and its keys came from another cache; generate uses a "
         "DMACache once dma_hf.configure(model) was called, and forward if it is given one: "
-        "past_key_values=dma_hf.DMACache(model.config). configure(model, cache=None) asks for no DMACache.",
+        f"{CACHE_ARGUMENT}=dma_hf.DMACache(model.config). configure(model, cache=None) asks for no DMACache.",
         stacklevel=2,
     )
 

@@ -38,6 +38,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+
 OURS = r"^(append|decode|prefill|quantize|query_factor|restore|stage_queries)\w*_kernel"
 KINDS = {
     "attention and what stores keys and values": rf"{OURS}|attention|flash|fmha|sdpa|index_copy|index_put",
@@ -168,7 +170,7 @@ def profile_generate(model: PreTrainedModel, run: GenerateRun, context: int) -> 
     model.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),
-        past_key_values=run.make_cache(model, context + steps.new_tokens),
+        **{CACHE_ARGUMENT: run.make_cache(model, context + steps.new_tokens)},
         max_new_tokens=steps.new_tokens,
         do_sample=False,
         streamer=steps,

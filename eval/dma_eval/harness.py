@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from dma_hf import DMAConfig
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 from .backends import Backend, activate, new_cache, parse_backends
 from .errors import one_line
@@ -200,7 +201,7 @@ class DMALM(HFLM):  # type: ignore[misc]
         options["logits_processor"] = LogitsProcessorList([check])
         cache = new_cache(self.model, self._reader)
         if cache is not None:
-            options["past_key_values"] = cache
+            options[CACHE_ARGUMENT] = cache
         generated: Tensor = super()._model_generate(context, max_length, stop, **options)
         return generated
 

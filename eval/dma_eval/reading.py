@@ -18,6 +18,8 @@ from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+
 from .backends import Backend, activate, new_cache
 from .results import Generation
 from .session import Session
@@ -56,7 +58,7 @@ def read(
         if mask is not None:
             inputs["attention_mask"] = mask[:, :end]
         if cache is not None:
-            inputs["past_key_values"] = cache
+            inputs[CACHE_ARGUMENT] = cache
             if mask is not None:
                 inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, begin:end]
         logits: Tensor = model(**inputs).logits
@@ -146,7 +148,7 @@ def continued(
         max_new_tokens=new_tokens,
         do_sample=False,
         use_cache=True,
-        past_key_values=new_cache(model, backend),
+        **{CACHE_ARGUMENT: new_cache(model, backend)},
         **options,
     )
     tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()

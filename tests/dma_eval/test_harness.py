@@ -15,6 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from dma_hf import DMAConfig
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 CONTEXT = "the captain said upon the white sea"
 PAIRS = [
@@ -99,7 +100,7 @@ class TestScores:
         requests = instances("generate_until", [(prose[:1200], options), ("the", options)])
         lm, caches = make("dma_mxfp:kv4+cache"), []
         lm.model.register_forward_pre_hook(
-            lambda module, args, inputs: caches.append(type(inputs["past_key_values"]).__name__), with_kwargs=True
+            lambda module, args, inputs: caches.append(type(inputs[CACHE_ARGUMENT]).__name__), with_kwargs=True
         )
         assert lm.generate_until(requests) == make("dma_mxfp:kv4").generate_until(requests)
         assert caches[0] == "DMACache"

@@ -29,13 +29,11 @@ BUILT_IN = {
     "BloomForCausalLM": GPT,
     "MptForCausalLM": {"d_model": 64, "n_layers": 2, "n_heads": 4},
     "XGLMForCausalLM": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
-    "CodeGenForCausalLM": GPT | {"rotary_dim": 8, "n_ctx": 64},
     "RoFormerForMaskedLM": LLAMA,
 }
 
 # Upstream looks its attention class up by the implementation's name when the model is built.
 UPSTREAM_REFUSES = {
-    "GPTJForCausalLM": GPT | {"rotary_dim": 8},
     "GPTNeoForCausalLM": {
         "hidden_size": 64,
         "num_layers": 2,

@@ -125,12 +125,17 @@ def test_without_the_import_it_is_unknown(tmp_path):
 
 def test_no_files_of_the_plugin_import_one_another():
     """Not even for annotations: each can be read after those that it names."""
-    paths = (ROOT / "dma_hf").glob("*.py")
-    imports = {path.stem: set() for path in paths if path.stem != "__init__"}
-    for name, named in imports.items():
-        for node in ast.walk(ast.parse((ROOT / "dma_hf" / f"{name}.py").read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.level == 1:
-                named |= {node.module} if node.module else {alias.name for alias in node.names}
+    package = ROOT / "dma_hf"
+    files = {path.relative_to(package).with_suffix("").parts: path for path in package.rglob("*.py")}
+    files = {parts: path for parts, path in files.items() if parts[-1] != "__init__"}
+    imports = {".".join(parts): set() for parts in files}
+    for parts, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = [*parts[: len(parts) - node.level], *(node.module.split(".") if node.module else [])]
+                named = [".".join([*base, alias.name]) for alias in node.names]
+                imports[".".join(parts)] |= {".".join(base)} & imports.keys() or set(named) & imports.keys()
+    assert any(imports.values())
     assert len(list(TopologicalSorter(imports).static_order())) == len(imports)
 
 

@@ -24,6 +24,7 @@ from dma_eval.backends import Backend, activate, parse_backends, refuse_repeats
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import head_dim_of
 from dma_eval.names import DMA
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 from .results import GenerateResult, LongestContext
 from .timing import FAILURES, measure_each
@@ -230,7 +231,7 @@ def _generate(model: PreTrainedModel, prompt: Tensor, cache: Cache, new_tokens: 
     model.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
+        **{CACHE_ARGUMENT: cache},
         max_new_tokens=new_tokens,
         do_sample=False,
         streamer=clock,
@@ -264,7 +265,7 @@ def _fits(model: PreTrainedModel, run: GenerateRun, batch: int, context: int) ->
                 part = chunk[:, :, : min(FILL_TOKENS, context - start)]
                 cache.update(part, part, layer)
         token = torch.zeros((batch, 1), dtype=torch.int64, device=model.device)
-        model(token, past_key_values=cache)
+        model(token, **{CACHE_ARGUMENT: cache})
         torch.cuda.synchronize(model.device)
     except torch.OutOfMemoryError:
         return False
