@@ -104,7 +104,8 @@ class DMAConfig(Recipe):
 
     def to_toml(self, path: str | Path) -> None:
         """Write a TOML file that :meth:`from_toml` reads back; fields that are ``None`` are left out."""
-        lines = [f"{name} = {json.dumps(value)}\n" for name, value in self.to_dict().items() if value is not None]
+        values = {name: value for name, value in self.to_dict().items() if value is not None}
+        lines = [f"{n} = {v if isinstance(v, float) else json.dumps(v)}\n" for n, v in values.items()]
         Path(path).write_text("".join(lines), encoding="utf-8")
 
     def with_changes(self, **changes: Any) -> Self:

@@ -63,12 +63,14 @@ def attention_with_lse(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
+    tile_counts: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Compute diagonal-tiled mixed-precision attention (arXiv 2604.03950).
 
     Its gradient goes straight through the rounding: it is that of the attention which the recipe approximates, computed
-    in torch on every backend (:func:`~dma_kernels.reference.attention.attention_gradient`). The logarithms have none.
+    in torch on every backend (:func:`~dma_kernels.reference.attention.attention_gradient`). Skipped tiles take part in
+    it. The logarithms have none.
 
     Positions are counted from the first key that a batch row may see: query ``i`` stands at ``q_offset + i``, key
     ``j`` at ``kv_offset + j``. They decide what is causal, what the window reaches and which tiles are high.
@@ -92,6 +94,10 @@ def attention_with_lse(
         sinks: One logit per query head, ``[Hq]``, that takes part in the softmax without a value.
         mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``, as ``[Tq, Tk]`` is; a key is seen where it is true and the
             rest allows it.
+        tile_counts: int64 ``[Hq, 2]``, contiguous; needs a recipe with ``skip_threshold``. The call adds, for each
+            query head, the number of pairs of query block and low tile that it skipped, and the number that it
+            examined. Only blocks of 64 positions that the call holds entirely are counted, with the tiles of which they
+            see a key.
         backend: ``reference`` (torch, any device), ``triton`` (kernels; bf16 and fp16 on CUDA), or ``auto``:
             Triton where it can run on CUDA, the reference elsewhere.
 
@@ -110,16 +116,17 @@ def attention_with_lse(
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(recipe).__name__}")
     call = None
-    needs_op = _needs_op(query, key, value, sinks, mask)
+    needs_op = _needs_op(query, key, value, sinks, mask, tile_counts)
     if not needs_op and kv_range is None:
         asked = (is_causal, scale, q_offset, kv_offset, window, softcap, backend)
         if all(type(option) in _HASHED for option in asked):
-            inputs = (query, key, value, sinks, mask, None)
+            inputs = (query, key, value, sinks, mask, None, tile_counts)
             call = call_of(recipe, *map(tensor_kind, inputs), *asked)
             results = call.repeat(inputs)  # only what was valid has been recorded
             if results is not None:
                 return results[0], results[1]
     mask = _check_tensors(query, key, value, sinks, mask, kv_range)
+    _check_tile_counts(tile_counts, query, recipe)
     check_backend(backend)
     check_options(is_causal=is_causal, window=window, scale=scale, softcap=softcap)
     kv_base, kv_rows = _split_offset("kv_offset", kv_offset, query)
@@ -137,9 +144,12 @@ def attention_with_lse(
         None if softcap is None else float(softcap),
     )
     if needs_op:
-        out, lse = _attention(query, key, value, *options, backend, *(getattr(recipe, name) for name in RECIPE_FIELDS))
+        numerics = (getattr(recipe, name) for name in RECIPE_FIELDS)
+        out, lse, counts = _attention(query, key, value, *options, backend, tile_counts is not None, *numerics)
+        if tile_counts is not None:
+            tile_counts += counts
         return out, lse
-    return _compute(query, key, value, recipe, AttentionOptions(*options), backend, call)
+    return _compute(query, key, value, recipe, AttentionOptions(*options), backend, tile_counts, call)
 
 
 attention = _output_of(attention_with_lse)
@@ -183,14 +193,18 @@ def _compute(
     recipe: Recipe,
     options: AttentionOptions,
     backend: str,
+    tile_counts: Tensor | None,
     call: Call | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run a backend, resolved in here because a compiler cannot trace questions to the device."""
     if resolve_backend(backend, query.device, query.dtype) == "triton":
-        return attention_triton(query, key, value, recipe, options, call)
-    geometry = AttentionGeometry.of(options, query, key)
+        return attention_triton(query, key, value, recipe, options, tile_counts, call)
     return attention_reference(
-        query, key, value, geometry, recipe, scale=options.scale, softcap=options.softcap, sinks=options.sinks
+        *(query, key, value, AttentionGeometry.of(options, query, key), recipe),
+        scale=options.scale,
+        softcap=options.softcap,
+        sinks=options.sinks,
+        tile_counts=tile_counts,
     )
 
 
@@ -206,18 +220,23 @@ def _parameters(kind: type) -> list[str]:
 _TENSORS = ["Tensor query", "Tensor key", "Tensor value", *_parameters(AttentionOptions)]
 
 
-def _run_op(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    backend = arguments[len(OPTION_FIELDS)]
-    options = AttentionOptions(*arguments[: len(OPTION_FIELDS)])
-    recipe = Recipe(**dict(zip(RECIPE_FIELDS, arguments[len(OPTION_FIELDS) + 1 :], strict=True)))
-    return _compute(query, key, value, recipe, options, backend)
+def _run_op(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the logarithms, and counts of tiles, empty where they are not asked for."""
+    count = len(OPTION_FIELDS)
+    backend, counts_tiles = arguments[count : count + 2]
+    recipe = Recipe(**dict(zip(RECIPE_FIELDS, arguments[count + 2 :], strict=True)))
+    counts = query.new_zeros((query.shape[1] if counts_tiles else 0, 2), dtype=torch.int64)
+    options = AttentionOptions(*arguments[:count])
+    out, lse = _compute(query, key, value, recipe, options, backend, counts if counts_tiles else None)
+    return out, lse, counts
 
 
 _attention = torch.library.custom_op(
     "dma_kernels::attention",
     _run_op,
     mutates_args=(),
-    schema=f"({', '.join([*_TENSORS, 'str backend', *_parameters(Recipe)])}) -> (Tensor, Tensor)",
+    schema=f"({', '.join([*_TENSORS, 'str backend', 'bool counts_tiles', *_parameters(Recipe)])})"
+    " -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -226,20 +245,21 @@ def _(query, key, value, *arguments):  # type: ignore[no-untyped-def]
     batch, q_heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_len, q_heads, value.shape[-1])).transpose(1, 2)
     lse = query.new_empty((batch, q_heads, q_len), dtype=torch.promote_types(query.dtype, torch.float32))
-    return out, lse
+    counts_tiles = arguments[len(OPTION_FIELDS) + 1]
+    return out, lse, query.new_empty((q_heads if counts_tiles else 0, 2), dtype=torch.int64)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     named = dict(zip(OPTION_FIELDS, inputs[3:], strict=False))
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     ctx.save_for_backward(*inputs[:3], *tensors.values())
     ctx.tensor_names = tuple(tensors)
     ctx.options = {name: value for name, value in named.items() if name not in tensors}
     ctx.count = len(inputs)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def _backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Tensor, *_others: Tensor | None) -> tuple[Tensor | None, ...]:
     query, key, value, *others = ctx.saved_tensors
     named = ctx.options | dict(zip(ctx.tensor_names, others, strict=True))
     gradients = _attention_backward(grad_out, query, key, value, *(named[name] for name in OPTION_FIELDS))
@@ -298,6 +318,20 @@ def _split_offset(name: str, offset: int | Tensor, query: Tensor) -> tuple[int, 
         )
     check_kind(name, offset, query)
     return 0, offset.expand(batch)
+
+
+def _check_tile_counts(tile_counts: Tensor | None, query: Tensor, recipe: Recipe) -> None:
+    if tile_counts is None:
+        return
+    check_kind("tile_counts", tile_counts, query)
+    is_shaped = tile_counts.dtype == torch.int64 and tile_counts.shape == (query.shape[1], 2)
+    if not (is_shaped and tile_counts.is_contiguous()):
+        raise ValueError(
+            f"tile_counts must be int64 [{query.shape[1]}, 2], contiguous; got {tile_counts.dtype} "
+            f"{list(tile_counts.shape)} with strides {list(tile_counts.stride())}"
+        )
+    if recipe.skip_threshold is None:
+        raise ValueError("tile_counts needs a recipe that skips tiles; its skip_threshold is None")
 
 
 def _check_tensors(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from dma_kernels import Recipe
+from transformers import LlamaConfig
 
 from dma_hf import PRESETS, DMAConfig, preset, resolve
 
@@ -53,6 +54,16 @@ def test_round_trips(name, tmp_path):
     assert DMAConfig.from_toml(tmp_path / "c.toml") == config
 
 
+@pytest.mark.parametrize("threshold", [6, 6.5, 1e-5, 1e30, float("inf")])
+def test_a_threshold_is_saved(threshold, tmp_path):
+    config = DMAConfig(skip_threshold=threshold)
+    config.to_toml(tmp_path / "c.toml")
+    assert DMAConfig.from_toml(tmp_path / "c.toml") == config
+    model_config = LlamaConfig(dma_mxfp=config.to_dict())
+    model_config.save_pretrained(tmp_path)
+    assert resolve(LlamaConfig.from_pretrained(tmp_path).dma_mxfp) == config
+
+
 def test_recipe_is_the_numerics_alone():
     config = DMAConfig(low="mxint8", backend="reference")
     recipe = config.recipe
@@ -86,6 +97,7 @@ def test_resolve(tmp_path):
         ({"low": "fp4"}, ValueError, "low must be one of bf16, .*; got 'fp4'"),
         ({"low": ["mxfp4"]}, ValueError, r"low must be one of .*; got \['mxfp4'\]"),
         ({"diagonal_tiles": "one"}, ValueError, "diagonal_tiles must be an integer of at least 0, got 'one'"),
+        ({"skip_threshold": 0.0}, ValueError, "skip_threshold must be a number above 0, or None; got 0.0"),
         ({"rotate": 1}, ValueError, "rotate must be true or false, got 1"),
         ({"backend": "cuda"}, ValueError, "backend must be one of auto, reference, triton; got 'cuda'"),
         ({"on_unsupported": "eager"}, ValueError, "on_unsupported must be one of error, sdpa; got 'eager'"),

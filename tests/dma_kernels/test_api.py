@@ -392,6 +392,7 @@ def op_arguments(recipe: Recipe, **options: Any) -> tuple[Any, ...]:
         0.25,
         options.get("softcap"),
         "reference",
+        options.get("counts_tiles", False),
         *dataclasses.asdict(recipe).values(),
     )
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from .formats import TILE
 
 LOG2_E = math.log2(math.e)
+SKIP_BLOCK = 64
+"""Query positions that decide together whether a low tile is skipped."""
 MAX_BAND_TILES = 1 << 20
 """More tiles than a sequence has: the most of a recipe's band and sinks, so that positions stay in int32."""
 
@@ -109,6 +111,17 @@ class AttentionGeometry:
         index = torch.arange(kv_len, device=start.device)
         visible = (index >= start) & (index < end)
         return None if bool(visible.all()) else visible
+
+    def of_rows(self, rows: list[int]) -> AttentionGeometry:
+        """Return the geometry of some batch rows."""
+        mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[rows]
+        return replace(
+            self,
+            q_position=self.q_position[rows],
+            kv_position=self.kv_position[rows],
+            kv_range=self.kv_range[rows],
+            mask=mask,
+        )
 
     def trimmed(self, kv_len: int) -> tuple[slice, AttentionGeometry]:
         """Drop the keys at both ends that ``kv_range`` hides from the whole batch, such as a cache's free tail.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -32,6 +33,9 @@ class Recipe:
         rotate: Multiply queries and keys by one orthonormal Hadamard matrix. Values stay as they are.
         pv: Probabilities and values of low tiles: ``bf16`` (in the model's dtype) or ``fp8`` (both in E4M3). Those of
             high tiles are always in the model's dtype.
+        skip_threshold: Skip low tiles whose logits are small; in nats, above 0. A block of 64 query positions skips a
+            tile if, in each of its rows, the tile's largest visible logit is more than this below the row's largest
+            visible logit in high tiles. Blocks that a call holds only in part skip nothing. ``None`` skips nothing.
 
     Raises:
         ValueError: A field holds something else; the message names the field and what it may hold.
@@ -48,6 +52,7 @@ class Recipe:
     smooth_k: bool = False
     rotate: bool = False
     pv: str = "bf16"
+    skip_threshold: float | None = None
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -68,6 +73,7 @@ class Recipe:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be true or false, got {value!r}")
+        _check_threshold(self.skip_threshold)
         if self.scale_rounding == ScaleRounding.SEARCH and self.shared_scale != SharedScale.BLOCK:
             raise ValueError(f"scale_rounding='search' needs shared_scale='block', got {self.shared_scale!r}")
         if self.shared_scale != SharedScale.BLOCK and "nvfp4" in (self.query_low, self.key_low):
@@ -98,11 +104,17 @@ class Recipe:
         is_quantized = self.high != UNQUANTIZED
         return replace(
             self, low=self.high, low_q=None, low_k=None, pv=UNQUANTIZED, shared_scale=SharedScale.BLOCK.value,
-            smooth_k=self.smooth_k and is_quantized, rotate=self.rotate and is_quantized,
+            smooth_k=self.smooth_k and is_quantized, rotate=self.rotate and is_quantized, skip_threshold=None,
         )  # fmt: skip
 
 
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
+
+
+def _check_threshold(value: Any) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and value > 0 and not math.isnan(value)):
+        raise ValueError(f"skip_threshold must be a number above 0, or None; got {value!r}")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from torch import Tensor
@@ -20,7 +21,13 @@ from .query_factor import query_factor
 
 
 def attention_triton(
-    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, options: AttentionOptions, call: Call | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    recipe: Recipe,
+    options: AttentionOptions,
+    tile_counts: Tensor | None = None,
+    call: Call | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention on the Triton backend.
 
@@ -30,6 +37,7 @@ def attention_triton(
         value: ``[B, Hkv, Tk, Dv]``.
         recipe: The precisions.
         options: Everything else.
+        tile_counts: Where to add the counts of skipped tiles.
         call: What has been recorded of calls like this; found out where it is ``None``.
 
     Returns:
@@ -38,7 +46,12 @@ def attention_triton(
     geometry = PrefillGeometry.of(options, query, key)
     if geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles) == range(0):
         recipe = recipe.of_high_tiles
-    inputs = (query, key, value, options.sinks, options.mask, geometry.rows)
+    if recipe.skip_threshold is not None and (recipe.skip_threshold < math.inf or tile_counts is not None):
+        raise NotImplementedError(
+            f"the Triton backend does not skip tiles, got skip_threshold={recipe.skip_threshold}; "
+            "use backend='reference' or skip_threshold=None"
+        )
+    inputs = (query, key, value, options.sinks, options.mask, geometry.rows, tile_counts)
     if call is None:
         asked = (geometry.q_offset, geometry.kv_offset, options.is_causal, options.window, options.scale)
         call = call_of(recipe, *map(tensor_kind, inputs), *asked, options.softcap)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ..numerics.formats import P_SCALE, TILE, UNQUANTIZED
-from ..numerics.geometry import AttentionGeometry
+from ..numerics.geometry import SKIP_BLOCK, AttentionGeometry
 from ..numerics.quantize import to_e4m3
 from ..numerics.recipe import Recipe
 from .operands import PreparedOperands, prepare_operands
+from .skipping import is_high_tile, skip_tiles
 
 SCORE_BYTES = 64 << 20
 """Target size of one block of fp32 scores; it sets the number of query rows in a block."""
@@ -47,7 +48,7 @@ class _Call:
     operands: PreparedOperands
     dtype: torch.dtype
     visible: Tensor | None
-    offsets: frozenset[tuple[int, int]]
+    offsets: tuple[tuple[int, int], ...]
     recipe: Recipe
     is_causal: bool
 
@@ -58,10 +59,17 @@ class _Call:
             operands=operands,
             dtype=dtype,
             visible=geometry.visible_keys(operands.k_high.shape[2]),
-            offsets=frozenset(zip(geometry.q_position.tolist(), geometry.kv_position.tolist(), strict=True)),
+            offsets=tuple(zip(geometry.q_position.tolist(), geometry.kv_position.tolist(), strict=True)),
             recipe=recipe,
             is_causal=geometry.is_causal,
         )
+
+    def aligned_rows(self) -> list[list[int]]:
+        """Group the batch rows whose query blocks and key tiles start at the same indices."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, (q, k) in enumerate(self.offsets):
+            groups.setdefault((q % SKIP_BLOCK, k % TILE), []).append(row)
+        return list(groups.values())
 
 
 def attention_reference(
@@ -74,6 +82,7 @@ def attention_reference(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    tile_counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute diagonal-tiled mixed-precision attention.
 
@@ -86,6 +95,8 @@ def attention_reference(
         scale: Factor of the scores.
         softcap: Caps scores smoothly: ``softcap * tanh(score / softcap)``, after ``scale``.
         sinks: One logit per query head, ``[Hq]``, that takes part in the softmax and has no value.
+        tile_counts: int64 ``[Hq, 2]``, to which the pairs of query block and low tile skipped, and those examined, are
+            added; as for :func:`~dma_kernels.reference.skipping.skip_tiles`.
 
     Returns:
         Output ``[B, Hq, Tq, Dv]`` in the dtype of ``query``, 0 in rows that see no key; and the natural logarithm of
@@ -96,7 +107,14 @@ def attention_reference(
     key, value = key[:, :, keys], value[:, :, keys]
     visible = geometry.visible_keys(key.shape[2])
     operands = prepare_operands(query, key, value, recipe, kv_position=geometry.kv_position, visible=visible)
-    return attend_prepared(operands, geometry, recipe, dtype=query.dtype, scale=scale, softcap=softcap, sinks=sinks)
+    return attend_prepared(
+        *(operands, geometry, recipe),
+        dtype=query.dtype,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        tile_counts=tile_counts,
+    )
 
 
 def attend_prepared(
@@ -108,17 +126,19 @@ def attend_prepared(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    tile_counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of operands that are in their precisions already.
 
     Args:
         operands: Queries, keys and values. What no query may see must be finite.
         geometry: Visibility and positions.
-        recipe: Its band, and ``pv``.
+        recipe: Its band, ``pv`` and ``skip_threshold``.
         dtype: Of the output, and of the probabilities that are not in E4M3.
         scale: As for :func:`attention_reference`, like the rest and the result.
         softcap: Cap of the scores.
         sinks: Sink logits.
+        tile_counts: Counts of skipped tiles.
     """
     batch, q_heads, q_len, _ = operands.q_high.shape
     kv_heads = operands.k_high.shape[1]
@@ -129,14 +149,30 @@ def attend_prepared(
     if lse.numel() == 0:
         return out, lse
     call = _Call.of(operands, geometry, recipe, dtype)
+    skips = recipe.skip_threshold is not None and (recipe.skip_threshold < math.inf or tile_counts is not None)
+    groups = call.aligned_rows() if skips else []
+    if len(groups) > 1:
+        for rows in groups:
+            out[rows], lse[rows] = attend_prepared(
+                *(operands.of_rows(rows), geometry.of_rows(rows), recipe),
+                dtype=dtype,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+                tile_counts=tile_counts,
+            )
+        return out, lse
     if sinks is not None:
         sinks = sinks.to(compute_dtype).view(1, kv_heads, q_heads // kv_heads, 1, 1)
-    for block, columns, high, hidden in _blocks(call, geometry):
+    for block, columns, high, hidden in _blocks(call, geometry, skips=skips):
         scores = _scores(call, block, columns, high).mul_(scale)
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         if hidden is not None:
             scores.masked_fill_(hidden, -math.inf)
+        if skips:
+            q_pos, k_pos = _positions(geometry, block, columns)
+            skip_tiles(scores, q_pos, k_pos, recipe, is_causal=call.is_causal, tile_counts=tile_counts)
         block_out, block_lse = _softmax_times_value(scores, call, columns, high, sinks)
         out[:, :, block] = block_out.flatten(1, 2).to(out.dtype)
         lse[:, :, block] = block_lse.flatten(1, 2)
@@ -157,7 +193,8 @@ def attention_gradient(
     """Compute the gradient of attention straight through the rounding (arXiv 1308.3432).
 
     Rounding has a gradient of 0 almost everywhere. So what is differentiated is the attention that a recipe
-    approximates, in fp32 (fp64 for fp64), at the tensors as they were given: exact where nothing is quantised.
+    approximates, in fp32 (fp64 for fp64), at the tensors as they were given: exact where nothing is quantised or
+    skipped.
 
     Args:
         grad_out: Gradient of the output, ``[B, Hq, Tq, Dv]``.
@@ -220,19 +257,32 @@ def attention_gradient(
     return grad_q.to(query.dtype), whole_k, whole_v, grad_sinks
 
 
-def _blocks(call: _Call, geometry: AttentionGeometry) -> Iterator[tuple[slice, slice, list[_HighPart], Tensor | None]]:
-    """Yield blocks of query rows: the rows, the columns that they see, which of these are high, and what is hidden."""
+def _blocks(
+    call: _Call, geometry: AttentionGeometry, *, skips: bool = False
+) -> Iterator[tuple[slice, slice, list[_HighPart], Tensor | None]]:
+    """Yield blocks of query rows: the rows, the columns that they see, which of these are high, and what is hidden.
+
+    Where tiles may be skipped, blocks end at multiples of 64 positions; batch rows are aligned.
+    """
     batch, q_heads, q_len, _ = call.operands.q_high.shape
     kv_heads, kv_len = call.operands.k_high.shape[1:3]
-    device = call.operands.q_high.device
     rows = max(16, SCORE_BYTES // max(1, batch * q_heads * kv_len * 4))
-    for start in range(0, q_len, rows):
-        block = slice(start, min(start + rows, q_len))
+    before = 0  # rows of the first block of 64 that the call does not hold
+    if skips:
+        rows, before = max(rows // SKIP_BLOCK, 1) * SKIP_BLOCK, call.offsets[0][0] % SKIP_BLOCK
+    for start in range(-before, q_len, rows):
+        block = slice(max(start, 0), min(start + rows, q_len))
         columns = _visible_columns(call, block, geometry, kv_len)
-        q_pos = geometry.q_position[:, None] + torch.arange(block.start, block.stop, device=device)  # [B, R]
-        k_pos = geometry.kv_position[:, None] + torch.arange(columns.start, columns.stop, device=device)  # [B, C]
+        q_pos, k_pos = _positions(geometry, block, columns)
         high = [] if call.recipe.is_uniform else list(_high_parts(call, block, columns, q_pos, k_pos))
         yield block, columns, high, _hidden(call, block, columns, q_pos, k_pos, geometry, kv_heads)
+
+
+def _positions(geometry: AttentionGeometry, block: slice, columns: slice) -> tuple[Tensor, Tensor]:
+    """Return the positions of rows ``[B, R]`` and of columns ``[B, C]``."""
+    device = geometry.q_position.device
+    q_pos = geometry.q_position[:, None] + torch.arange(block.start, block.stop, device=device)
+    return q_pos, geometry.kv_position[:, None] + torch.arange(columns.start, columns.stop, device=device)
 
 
 def _visible_columns(call: _Call, block: slice, geometry: AttentionGeometry, kv_len: int) -> slice:
@@ -267,14 +317,11 @@ def _scores(call: _Call, block: slice, columns: slice, high: list[_HighPart]) ->
 
 def _high_parts(call: _Call, block: slice, columns: slice, q_pos: Tensor, k_pos: Tensor) -> Iterator[_HighPart]:
     """Yield disjoint slices of ``columns`` with every high key of these queries, and which pairs are high."""
-    recipe = call.recipe
     q_tile = q_pos.div(TILE, rounding_mode="floor")[:, :, None]  # [B, R, 1]
     k_tile = k_pos.div(TILE, rounding_mode="floor")[:, None]  # [B, 1, C]
-    newest = q_tile if call.is_causal else q_tile + recipe.diagonal_tiles
     for part in _high_columns(call, block, columns):
         tile = k_tile[..., part.start - columns.start : part.stop - columns.start]
-        is_high = ((tile >= q_tile - recipe.diagonal_tiles) & (tile <= newest)) | (tile < recipe.sink_tiles)
-        yield part, is_high[:, None, None]
+        yield part, is_high_tile(q_tile, tile, call.recipe, is_causal=call.is_causal)[:, None, None]
 
 
 def _high_columns(call: _Call, block: slice, columns: slice) -> Iterator[slice]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,12 @@ class PreparedOperands:
     v_low: Tensor
     value_scale: Tensor | None
     shift: Tensor | None
+
+    def of_rows(self, rows: list[int]) -> PreparedOperands:
+        """Return the operands of some batch rows; fields that hold one tensor go on to hold one."""
+        named: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        taken: dict[int, Any] = {id(x): None if x is None else x[rows] for x in named.values()}
+        return PreparedOperands(**{name: taken[id(x)] for name, x in named.items()})
 
 
 def prepare_operands(

@@ -86,6 +86,10 @@ def test_is_uniform_when_low_and_high_tiles_are_alike(fields: dict[str, Any], is
         ({"diagonal_tiles": 10**30}, f"diagonal_tiles must be at most 2**20 = 1048576, for every tile; got {10**30}"),
         ({"sink_tiles": 2**20 + 1}, "sink_tiles must be at most 2**20 = 1048576, for every tile; got 1048577"),
         ({"smooth_k": 1}, "smooth_k must be true or false, got 1"),
+        *(
+            ({"skip_threshold": value}, f"skip_threshold must be a number above 0, or None; got {value!r}")
+            for value in (0, -1.0, float("nan"), True, "6")
+        ),
         ({"rotate": "yes"}, "rotate must be true or false, got 'yes'"),
         ({"low": "nvfp4", "shared_scale": "row"}, "shared_scale='row' applies to E8M0 scales; nvfp4 needs 'block'"),
         ({"low_q": "nvfp4", "shared_scale": "tile"}, "shared_scale='tile' applies to E8M0 scales; nvfp4 needs 'block'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from dma_kernels import attention, attention_with_lse
@@ -134,3 +136,10 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
     with pytest.raises(RuntimeError, match=r"backend='triton' cannot run: it needs a CUDA device, got cpu"):
         attention(query.half(), key.half(), value.half(), RECIPES["int8"], backend="triton")
+
+
+def test_skipping_is_refused() -> None:
+    query, key, value = random_qkv(q_len=512, kv_len=512, dtype=torch.bfloat16)
+    recipe = replace(RECIPES["balanced"], skip_threshold=6.0)
+    with pytest.raises(NotImplementedError, match=r"does not skip tiles, got skip_threshold=6\.0"):
+        attention(query, key, value, recipe, backend="triton")

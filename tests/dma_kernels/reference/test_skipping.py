@@ -1,0 +1,367 @@
+"""Tile skipping: which low tiles the reference leaves out, against the rule tile by tile in fp64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from dma_kernels import Recipe, attention, attention_with_lse
+from dma_kernels.reference.operands import prepare_operands
+from dma_kernels.testing import RECIPES, assert_bits_equal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+EXACT = Recipe(low="bf16", high="bf16", skip_threshold=1.0)
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+SCALE = 0.3
+
+
+def sparse_qkv(batch: int, q_len: int, kv_len: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return bf16 numbers in fp64 with small keys in some stretches of 128, so that some tiles are skipped."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (
+        torch.randn((batch, heads, length, 16), generator=generator)
+        for heads, length in ((4, q_len), (2, kv_len), (2, kv_len))
+    )
+    for x, size, factors in ((query, 64, [0.5, 1.0, 3.0]), (key, 128, [2.0, 0.1, 0.02])):
+        stretches = torch.randint(0, 3, (*x.shape[:2], x.shape[2] // size + 1), generator=generator)
+        stretches[..., 0] = 0
+        x *= torch.tensor(factors)[stretches.repeat_interleave(size, 2)[..., : x.shape[2], None]]
+    query, key, value = (x.bfloat16().double() for x in (query, key, value))
+    return query, key, value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call; ``padding`` is that of each batch row on the left, ``extra`` the keys before the first query."""
+
+    padding: tuple[int, ...] = (0,)
+    q_len: int = 320
+    extra: int = 0
+    is_causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    has_mask: bool = False
+    seed: int = 0
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return sparse_qkv(len(self.padding), self.q_len, self.q_len + self.extra, self.seed)
+
+    def options(self) -> dict[str, Any]:
+        kv_len, padding = self.q_len + self.extra, torch.tensor(self.padding)
+        options: dict[str, Any] = {"is_causal": self.is_causal, "window": self.window, "softcap": self.softcap}
+        options |= {"q_offset": self.extra - padding, "kv_offset": -padding, "scale": SCALE}
+        options["kv_range"] = torch.stack((padding, torch.full_like(padding, kv_len)), 1)
+        generator = torch.Generator().manual_seed(self.seed)
+        if self.has_sinks:
+            options["sinks"] = torch.tensor([-3.0, 0.0, 9.0, 30.0], dtype=torch.float64)
+        if self.has_mask:
+            mask = torch.rand((1, 4, self.q_len, kv_len), generator=generator) < 0.8
+            mask[:, :, : self.q_len // 3, 128:256] = False
+            mask[:, 1, 70:80] = False
+            options["mask"] = mask
+        return options
+
+
+def logits_of(case: Case, recipe: Recipe, row: int) -> tuple[Tensor, Tensor]:
+    """Return logits ``[Hq, Tq, Tk]`` of a batch row, ``-inf`` where hidden, and which pairs are high, ``[Tq, Tk]``."""
+    options, (query, key, value) = case.options(), (x[row : row + 1] for x in case.tensors())
+    p = int(options["q_offset"][row]) + torch.arange(case.q_len)[:, None]
+    j = int(options["kv_offset"][row]) + torch.arange(case.q_len + case.extra)[None]
+    distance = p - j
+    visible = j >= 0
+    if case.is_causal:
+        visible = visible & (distance >= 0) & (distance < (case.window or 10**9))
+    elif case.window is not None:
+        visible = visible & (distance.abs() <= case.window)
+    if "mask" in options:
+        visible = visible & options["mask"][0]
+    tiles = p // 128 - j // 128
+    high = (tiles.abs() <= recipe.diagonal_tiles) & ((tiles >= 0) | (not case.is_causal)) | (
+        j // 128 < recipe.sink_tiles
+    )
+    first = options["kv_offset"][row : row + 1]
+    operands = prepare_operands(query, key, value, recipe, kv_position=first, visible=(j >= 0))
+    low_scores, high_scores = (
+        q[0] @ k[0].repeat_interleave(2, 0).mT
+        for q, k in ((operands.q_low, operands.k_low), (operands.q_high, operands.k_high))
+    )
+    scores = torch.where(high, high_scores, low_scores)
+    if operands.shift is not None:
+        scores = scores + operands.shift[0, :, :, None]
+    scores = scores * SCALE
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    return scores.masked_fill(~visible, -math.inf), high
+
+
+def skipped_pairs(case: Case, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Return which pairs of query and key are skipped, ``[B, Hq, Tq, Tk]``, and the counts, by the rule."""
+    threshold = recipe.skip_threshold
+    assert threshold is not None
+    options = case.options()
+    q_len, kv_len = case.q_len, case.q_len + case.extra
+    skipped, counts = torch.zeros((len(case.padding), 4, q_len, kv_len), dtype=torch.bool), torch.zeros(4, 2).long()
+    for row, head in ((row, head) for row in range(len(case.padding)) for head in range(4)):
+        all_logits, high = logits_of(case, recipe, row)
+        logits = all_logits[head]
+        q_offset, kv_offset = (int(options[name][row]) for name in ("q_offset", "kv_offset"))
+        for block in range(q_offset // 64, (q_offset + q_len) // 64 + 1):
+            start = block * 64 - q_offset
+            if start < 0 or start + 64 > q_len:
+                continue
+            rows = slice(start, start + 64)
+            for tile in range(kv_offset // 128, (kv_offset + kv_len) // 128 + 1):
+                columns = slice(max(tile * 128 - kv_offset, 0), max(min((tile + 1) * 128 - kv_offset, kv_len), 0))
+                part = logits[rows, columns]
+                if part.numel() == 0 or bool(high[rows, columns].any()) or bool((part == -math.inf).all()):
+                    continue
+                largest = part.amax(1)
+                largest_high = logits[rows].masked_fill(~high[rows], -math.inf).amax(1)
+                is_small = (largest == -math.inf) | (largest_high - largest > threshold)
+                counts[head] += torch.tensor([int(is_small.all()), 1])
+                skipped[row, head, rows, columns] = bool(is_small.all())
+    return skipped, counts
+
+
+CASES = {
+    "causal": Case(q_len=450),
+    "bidirectional": Case(q_len=450, is_causal=False),
+    "chunk": Case(q_len=200, extra=301),
+    "chunk-of-whole-blocks": Case(q_len=128, extra=640, seed=1),
+    "window": Case(q_len=600, window=290),
+    "window-bidirectional": Case(q_len=500, window=200, is_causal=False),
+    "left-padding": Case(q_len=520, padding=(0, 130, 70, 519, 0)),
+    "softcap": Case(q_len=450, softcap=4.0),
+    "sinks": Case(q_len=450, has_sinks=True),
+    "mask": Case(q_len=450, has_mask=True),
+    "all": Case(q_len=300, extra=260, padding=(5, 77), window=400, softcap=6.0, has_sinks=True, has_mask=True),
+}
+
+
+def check(case: Case, recipe: Recipe) -> Tensor:
+    """Check a call against the rule; return the counts."""
+    tensors, options = case.tensors(), case.options()
+    counts = torch.zeros(4, 2, dtype=torch.int64)
+    out, lse = attention_with_lse(*tensors, recipe, **options, tile_counts=counts)
+    skipped, expected_counts = skipped_pairs(case, recipe)
+    assert counts.tolist() == expected_counts.tolist()
+    mask = options.pop("mask", torch.tensor(True)) & ~skipped
+    expected, expected_lse = attention_with_lse(*tensors, replace(recipe, skip_threshold=None), **options, mask=mask)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-10, atol=1e-11)
+    return counts
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("score_bytes", [64 << 20, 1], ids=["one-block", "blocks-of-64"])
+def test_the_rule(case: Case, score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dma_kernels.reference.attention.SCORE_BYTES", score_bytes)
+    counts = check(case, EXACT)
+    assert 0 < int(counts[:, 0].sum()) < int(counts[:, 1].sum())
+
+
+@recipes
+def test_under_every_recipe(recipe: Recipe) -> None:
+    counts = check(Case(q_len=700, padding=(0, 130)), replace(recipe, skip_threshold=0.5))
+    assert 0 < int(counts[:, 0].sum()) < int(counts[:, 1].sum())
+
+
+@settings(max_examples=40)
+@given(
+    case=st.builds(
+        Case,
+        padding=st.lists(st.integers(0, 200), min_size=1, max_size=3).map(tuple),
+        q_len=st.integers(1, 400),
+        extra=st.integers(0, 300),
+        is_causal=st.booleans(),
+        window=st.none() | st.integers(1, 600),
+        softcap=st.none() | st.floats(1.0, 20.0),
+        has_sinks=st.booleans(),
+        has_mask=st.booleans(),
+        seed=st.integers(0, 100),
+    ),
+    recipe=st.builds(
+        Recipe,
+        low=st.sampled_from(["bf16", "mxint8"]),
+        diagonal_tiles=st.integers(0, 2),
+        sink_tiles=st.integers(0, 2),
+        smooth_k=st.booleans(),
+        skip_threshold=st.sampled_from([0.05, 0.5, 2.0]),
+    ),
+)
+def test_the_rule_in_any_call(case: Case, recipe: Recipe) -> None:
+    check(case, recipe)
+
+
+@settings(max_examples=20)
+@given(order=st.permutations(range(6)), seed=st.integers(0, 50))
+def test_the_order_of_low_tiles_does_not_matter(order: list[int], seed: int) -> None:
+    """An online softmax that decides about each tile as it comes, after the high ones, gives the same result."""
+    case = Case(q_len=6 * 128, seed=seed)
+    query, key, value = case.tensors()
+    out = attention(query, key, value, EXACT, scale=SCALE)
+    all_logits, high = logits_of(case, EXACT, 0)
+    head, rows = 1, slice(5 * 128 + 64, 6 * 128)
+    logits, v = all_logits[head, rows], value[0, 0]
+    is_high = [bool(high[rows.start, tile * 128]) for tile in range(6)]
+    row_max, total, acc = (
+        torch.full((64, 1), -math.inf).double(),
+        torch.zeros(64, 1).double(),
+        torch.zeros(64, 16).double(),
+    )
+    high_max = row_max
+    for tile in sorted(order, key=lambda tile: not is_high[tile]):
+        part = logits[:, tile * 128 : (tile + 1) * 128]
+        tile_max = part.amax(1, keepdim=True)
+        if is_high[tile]:
+            high_max = torch.maximum(high_max, tile_max)
+        elif bool((tile_max < high_max - 1.0).all()):
+            continue
+        new_max = torch.maximum(row_max, tile_max)
+        weights = torch.exp(part - new_max)
+        total = total * torch.exp(row_max - new_max) + weights.sum(1, keepdim=True)
+        acc = acc * torch.exp(row_max - new_max) + weights @ v[tile * 128 : (tile + 1) * 128]
+        row_max = new_max
+    torch.testing.assert_close(acc / total, out[0, head, rows], rtol=1e-10, atol=1e-11)
+
+
+@settings(max_examples=15)
+@given(cuts=st.sets(st.integers(1, 9), max_size=4), tail=st.integers(0, 63), window=st.none() | st.integers(100, 500))
+def test_chunks_at_multiples_of_64_equal_one_pass(cuts: set[int], tail: int, window: int | None) -> None:
+    recipe = Recipe(low="mxint8", shared_scale="tile", rotate=True, smooth_k=True, skip_threshold=1.0)
+    length = 10 * 64 + tail
+    query, key, value = sparse_qkv(1, length, length)
+    options: dict[str, Any] = {"window": window, "scale": SCALE}
+    whole = attention(query, key, value, recipe, **options)
+    ends = [*sorted(cut * 64 for cut in cuts), length]
+    parts = [
+        attention(query[:, :, start:end], key[:, :, :end], value[:, :, :end], recipe, **options)
+        for start, end in zip([0, *ends], ends, strict=False)
+        if end > 128 or start == 0  # smoothing takes the mean of the first 128 keys
+    ]
+    if ends[0] >= 128:
+        torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-10, atol=1e-11)
+
+
+@recipes
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_an_infinite_threshold_equals_none_to_the_bit(case: Case, recipe: Recipe) -> None:
+    tensors, options = case.tensors(), case.options()
+    results = (
+        attention_with_lse(*tensors, replace(recipe, skip_threshold=threshold), **options)
+        for threshold in (math.inf, None)
+    )
+    for infinite, off in zip(*results, strict=True):
+        assert_bits_equal(infinite, off)
+
+
+def test_an_infinite_threshold_counts_and_skips_nothing() -> None:
+    case = CASES["left-padding"]
+    counts = torch.zeros(4, 2, dtype=torch.int64)
+    out = attention(*case.tensors(), replace(EXACT, skip_threshold=math.inf), **case.options(), tile_counts=counts)
+    plain = attention(*case.tensors(), replace(EXACT, skip_threshold=None), **case.options())
+    torch.testing.assert_close(out, plain, rtol=1e-10, atol=1e-11)
+    assert counts[:, 0].eq(0).all()
+    assert counts[:, 1].gt(0).all()
+
+
+@pytest.mark.parametrize(("q_len", "extra"), [(1, 700), (63, 640), (127, 577), (64, 700), (100, 605)])
+def test_a_block_held_in_part_skips_nothing(q_len: int, extra: int) -> None:
+    case = Case(q_len=q_len, extra=extra)
+    counts = torch.zeros(4, 2, dtype=torch.int64)
+    recipe = replace(EXACT, skip_threshold=1e-9)
+    out = attention(*case.tensors(), recipe, **case.options(), tile_counts=counts)
+    first = -extra % 64
+    partial = [row for row in range(q_len) if not 0 <= (row - first) // 64 < (q_len - first) // 64]
+    plain = attention(*case.tensors(), replace(EXACT, skip_threshold=None), **case.options())
+    assert_bits_equal(out[:, :, partial], plain[:, :, partial])
+    assert (len(partial) == q_len) == bool(counts.eq(0).all())
+
+
+def test_a_row_without_a_visible_high_key_keeps_its_tiles() -> None:
+    case = Case(q_len=512)
+    mask = torch.ones(512, 512, dtype=torch.bool)
+    mask[450, :128] = mask[450, 256:] = False  # of the block from 448, which sees tile 1 as the only low one
+    recipe = replace(EXACT, skip_threshold=1e-6)
+    counts = torch.zeros(4, 2, dtype=torch.int64)
+    out = attention(*case.tensors(), recipe, scale=SCALE, mask=mask, tile_counts=counts)
+    plain = attention(*case.tensors(), replace(recipe, skip_threshold=None), scale=SCALE, mask=mask)
+    torch.testing.assert_close(out[:, :, 448:], plain[:, :, 448:])
+
+
+def test_sink_logits_take_no_part() -> None:
+    case = CASES["causal"]
+    found = []
+    for sinks in (None, torch.full((4,), 50.0), torch.full((4,), -50.0)):
+        counts = torch.zeros(4, 2, dtype=torch.int64)
+        attention(*case.tensors(), EXACT, scale=SCALE, sinks=sinks, tile_counts=counts)
+        found.append(counts.tolist())
+    assert found[0] == found[1] == found[2]
+
+
+def test_capped_logits_are_compared() -> None:
+    """Capped at 2, no two logits are more than 4 apart."""
+    case = Case(q_len=450, softcap=2.0)
+    counts = torch.zeros(4, 2, dtype=torch.int64)
+    attention(*case.tensors(), replace(EXACT, skip_threshold=4.0), **case.options(), tile_counts=counts)
+    assert counts[:, 0].eq(0).all()
+
+
+def test_a_nan_in_a_skipped_tile_shows() -> None:
+    query, key, value = Case(q_len=512).tensors()
+    key[0, :, 130, 3] = math.nan
+    assert attention(query, key, value, EXACT, scale=1e-9)[:, :, 384:].isnan().all()
+
+
+class TestCounts:
+    def test_are_added(self) -> None:
+        case = CASES["causal"]
+        once, twice = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2, dtype=torch.int64)
+        attention(*case.tensors(), EXACT, **case.options(), tile_counts=once)
+        for _ in range(2):
+            attention(*case.tensors(), EXACT, **case.options(), tile_counts=twice)
+        assert twice.tolist() == (2 * once).tolist() != [[0, 0]] * 4
+
+    def test_are_the_same_where_an_operation_is_traced(self) -> None:
+        tensors = CASES["causal"].tensors()
+        direct, by_autograd, by_compiler = (torch.zeros(4, 2, dtype=torch.int64) for _ in range(3))
+        attention(*tensors, EXACT, tile_counts=direct)
+        query = tensors[0].clone().requires_grad_()
+        attention(query, *tensors[1:], EXACT, tile_counts=by_autograd).sum().backward()
+        compiled = torch.compile(
+            lambda *qkv, counts: attention(*qkv, EXACT, tile_counts=counts), fullgraph=True, backend="aot_eager"
+        )
+        compiled(*tensors, counts=by_compiler)
+        assert direct.tolist() == by_autograd.tolist() == by_compiler.tolist()
+        assert direct[:, 0].gt(0).any()
+
+    @pytest.mark.parametrize(
+        ("counts", "recipe", "error", "message"),
+        [
+            ([[0, 0]] * 4, EXACT, TypeError, "tile_counts must be a torch.Tensor, got list"),
+            (torch.zeros(4, 2), EXACT, ValueError, r"must be int64 \[4, 2\], contiguous; got torch.float32"),
+            (torch.zeros(2, 2).long(), EXACT, ValueError, r"must be int64 \[4, 2\], contiguous; got .* \[2, 2\]"),
+            (torch.zeros(2, 4).long().T, EXACT, ValueError, r"with strides \[1, 4\]"),
+            (torch.zeros(4, 2).long(), RECIPES["identity"], ValueError, "its skip_threshold is None"),
+        ],
+        ids=["list", "dtype", "shape", "strides", "recipe"],
+    )  # fmt: skip
+    def test_what_is_refused(self, counts: Any, recipe: Recipe, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            attention(*Case().tensors(), recipe, tile_counts=counts)
+
+
+def test_the_gradient_is_that_of_attention_that_skips_nothing() -> None:
+    gradients = []
+    for threshold in (0.1, None):
+        tensors = [x.requires_grad_() for x in CASES["causal"].tensors()]
+        out = attention(*tensors, replace(EXACT, skip_threshold=threshold))
+        gradients.append(torch.autograd.grad(out, tensors, torch.ones_like(out)))
+    for skipping, plain in zip(*gradients, strict=True):
+        assert_bits_equal(skipping, plain)
