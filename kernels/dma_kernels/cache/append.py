@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..device.arithmetic import hadamard
 from ..numerics.formats import TILE, padded_channels
 from ..runtime import replay
 from ..runtime.launch import Launcher, on_device
@@ -34,8 +35,8 @@ mostly encodes nothing; with these it has two. Triton 3.9 spills none, Triton 3.
 @triton.jit
 def _append_tile(
     new_base, tail_base, sink_base, record_ptr, tile, length, end, stride_t, stride_d, ring_tiles, sink_tiles, is_coded,
-    D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ARE_KEYS: tl.constexpr, STORE_RAW: tl.constexpr,
-    ENCODE: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr, ARE_KEYS: tl.constexpr,
+    STORE_RAW: tl.constexpr, ENCODE: tl.constexpr,
 ):  # fmt: skip
     """Encode a tile if it is complete, and store what is new of it."""
     o_d = tl.arange(0, BLOCK)
@@ -49,7 +50,7 @@ def _append_tile(
             offset = (first + o_t - length).to(tl.int64)[:, None] * stride_t + o_d[None, :].to(tl.int64) * stride_d
             x = tl.load(new_base + offset, mask=(first + o_t >= length)[:, None] & m_d, other=0.0)
             old = tl.load(tail_base + (entry + o_t)[:, None] * D + o_d[None, :], mask=m_old, other=0.0)
-            whole = tl.where(m_old, old, x).to(tl.float32)
+            whole = hadamard(tl.where(m_old, old, x).to(tl.float32), _TILE, HADAMARD, BLOCK, 1.0)
             if ARE_KEYS:
                 encode_keys(whole, record_ptr, D, BITS)
             else:
@@ -77,8 +78,8 @@ def append_to_head(
     stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
     i_head, i_tile, are_values, length, new_len, slots, ring_tiles, sink_tiles,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BITS: tl.constexpr, RECORD_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, STORE_RAW: tl.constexpr,
-    ENCODE: tl.constexpr,
+    BITS: tl.constexpr, KEY_HADAMARD: tl.constexpr, VALUE_HADAMARD: tl.constexpr, RECORD_WORDS: tl.constexpr,
+    KEY_WORDS: tl.constexpr, STORE_RAW: tl.constexpr, ENCODE: tl.constexpr,
 ):  # fmt: skip
     """Append keys or values to one tile of a kv head, the ``i_tile``-th that new ones may lie in."""
     i_b = i_head // KV_HEADS
@@ -101,14 +102,14 @@ def append_to_head(
                 value_ptr + i_b * stride_vb + i_kv * stride_vh, value_tail_ptr + (row * stride_value_tail + ring * DV),
                 value_sink_ptr + (row * stride_value_sink + sink * DV), record_ptr + KEY_WORDS,
                 tile, length, end, stride_vt, stride_vd, ring_tiles, sink_tiles, is_coded,
-                DV, BLOCK_DV, BITS, False, STORE_RAW, ENCODE,
+                DV, BLOCK_DV, BITS, VALUE_HADAMARD, False, STORE_RAW, ENCODE,
             )  # fmt: skip
         else:
             _append_tile(
                 key_ptr + i_b * stride_kb + i_kv * stride_kh, key_tail_ptr + (row * stride_key_tail + ring * D),
                 key_sink_ptr + (row * stride_key_sink + sink * D), record_ptr,
                 tile, length, end, stride_kt, stride_kd, ring_tiles, sink_tiles, is_coded,
-                D, BLOCK_D, BITS, True, STORE_RAW, ENCODE,
+                D, BLOCK_D, BITS, KEY_HADAMARD, True, STORE_RAW, ENCODE,
             )  # fmt: skip
 
 
@@ -119,8 +120,8 @@ def append_kernel(
     stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
     new_len, slots, ring_tiles, sink_tiles,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BITS: tl.constexpr, RECORD_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, STORE_RAW: tl.constexpr,
-    ENCODE: tl.constexpr,
+    BITS: tl.constexpr, KEY_HADAMARD: tl.constexpr, VALUE_HADAMARD: tl.constexpr, RECORD_WORDS: tl.constexpr,
+    KEY_WORDS: tl.constexpr, STORE_RAW: tl.constexpr, ENCODE: tl.constexpr,
 ):  # fmt: skip
     """Append keys or values to one tile of a kv head; grid ``(B * Hkv, tiles that new ones can lie in, 2)``."""
     i_head = tl.program_id(0).to(tl.int64)
@@ -130,7 +131,8 @@ def append_kernel(
         stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
         i_head, tl.program_id(1), tl.program_id(2) == 1, tl.load(lengths_ptr + i_head // KV_HEADS), new_len, slots,
         ring_tiles, sink_tiles,
-        KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, BITS, RECORD_WORDS, KEY_WORDS, STORE_RAW, ENCODE,
+        KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, BITS, KEY_HADAMARD, VALUE_HADAMARD, RECORD_WORDS, KEY_WORDS, STORE_RAW,
+        ENCODE,
     )  # fmt: skip
 
 
@@ -194,6 +196,8 @@ def record_constants(record: Record, kv_heads: int) -> dict[str, int]:
         "BLOCK_D": padded_channels(record.head_dim),
         "BLOCK_DV": padded_channels(record.value_dim),
         "BITS": record.format.bits,
+        "KEY_HADAMARD": record.key_hadamard,
+        "VALUE_HADAMARD": record.value_hadamard,
         "RECORD_WORDS": record.nbytes // 4,
         "KEY_WORDS": sum(record.sizes[:3]) // 4,
     }

@@ -14,6 +14,16 @@ Numbers
     A group with a NaN or an infinity, or whose range is past the end of fp32, has the scale NaN and zeros for the rest:
     all of it dequantises to NaN, and a broken activation shows in the output as it would in 16 bits.
 
+Rotation
+    A format may rotate values, keys or both before they are quantised: it multiplies their channels by the Hadamard
+    matrix ``H`` of :func:`~dma_kernels.numerics.transforms.hadamard_transform`, and dequantised numbers by the inverse,
+    ``H / order``. ``H`` has entries 1 and -1 and the order is a power of two, so only the additions round. A number
+    that is not finite breaks every group of its Hadamard block.
+
+    Rotation spreads an outlier channel over all channels. Values share a scale across channels, so they always gain.
+    Keys have a scale per channel already. Rotating them halves the loss if the channels of queries and keys are
+    balanced (:func:`dma_hf.equalize`), and ruins keys with outliers.
+
 Record
     A tile of 128 tokens of one kv head is one contiguous run of bytes, of five parts: codes of keys, scales of keys,
     lows of keys, codes of values, scales and lows of values. Channels are padded with zeros to multiples of 32
@@ -24,8 +34,7 @@ Record
       rows of keys are tokens and columns channels, of values it is the other way round. Row ``8 i + g`` and column
       ``8 j + 2 t + e`` of a block have the bits from ``bits * (j + J e)`` on of its little-endian word
       ``16 g + 4 t + i``, ``J`` being an eighth of the columns; in them stands the code less ``2 ** (bits - 1)``, in
-      two's complement. Blocks of both kinds are ordered by tokens, then
-      channels.
+      two's complement. Blocks of both kinds are ordered by tokens, then channels.
     * **Scales of keys**, and their **lows**, are bfloat16 ``[D' / 32][t][j][e]``, of channel ``8 j + 2 t + e`` of 32.
     * **Scales and lows of values** are pairs of bfloat16 ``[4][groups][g][i]``, of token ``8 i + g`` of 32.
 """
@@ -41,6 +50,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..numerics.formats import TILE
+from ..numerics.transforms import hadamard_size, hadamard_transform
 
 ROWS = 32
 """Rows of a block of codes, and what channels are padded to a multiple of."""
@@ -53,12 +63,16 @@ class CacheFormat:
     """A precision of cached keys and values.
 
     Attributes:
-        name: As users call it.
-        bits: Of a code.
+        name: The name in a storage; users know those of :data:`CACHE_FORMATS`.
+        bits: Bits of a code.
+        rotate_values: Whether values are rotated before they are quantised.
+        rotate_keys: Whether keys are.
     """
 
     name: str
     bits: int
+    rotate_values: bool = False
+    rotate_keys: bool = False
 
     @property
     def levels(self) -> int:
@@ -67,18 +81,26 @@ class CacheFormat:
 
 
 CACHE_FORMATS: Mapping[str, CacheFormat] = MappingProxyType(
-    {format.name: format for format in (CacheFormat("int8", 8), CacheFormat("int4", 4))}
+    {format.name: format for format in (CacheFormat("int8", 8), CacheFormat("int4", 4, rotate_values=True))}
 )
+"""The formats that users choose from, by name."""
+
+EQUALIZED_FORMATS: Mapping[str, CacheFormat] = MappingProxyType(
+    {"int4": CacheFormat("int4-equalized", 4, rotate_values=True, rotate_keys=True)}
+)
+"""What stands in for a format where the model's queries and keys were balanced, by the name that users choose."""
+
+_ALL_FORMATS = {**CACHE_FORMATS, **{format.name: format for format in EQUALIZED_FORMATS.values()}}
 
 
-def cache_format(name: str) -> CacheFormat:
-    """Return the format called ``name``.
+def cache_format(name: str, *, is_equalized: bool = False) -> CacheFormat:
+    """Return the format called ``name``, or the one in its place for a model that was equalised.
 
     Raises:
-        ValueError: There is none; the message lists those that there are.
+        ValueError: There is no such format; the message lists those that users choose from.
     """
     try:
-        return CACHE_FORMATS[name]
+        return EQUALIZED_FORMATS.get(name, _ALL_FORMATS[name]) if is_equalized else _ALL_FORMATS[name]
     except (KeyError, TypeError):
         raise ValueError(f"unknown cache format {name!r}; expected one of {', '.join(CACHE_FORMATS)}") from None
 
@@ -179,10 +201,22 @@ class Record:
         """Bytes of a record."""
         return sum(self.sizes)
 
+    @property
+    def key_hadamard(self) -> int:
+        """Order of the Hadamard blocks that keys are rotated by; 1 without rotation."""
+        return hadamard_size(self.head_dim) if self.format.rotate_keys else 1
+
+    @property
+    def value_hadamard(self) -> int:
+        """Order of the Hadamard blocks that values are rotated by; 1 without rotation."""
+        return hadamard_size(self.value_dim) if self.format.rotate_values else 1
+
     def encode(self, key: Tensor, value: Tensor) -> Tensor:
         """Quantise whole tiles, keys ``[..., 128, D]`` and values ``[..., 128, Dv]``, to records ``[..., nbytes]``."""
-        keys = quantize_keys(key.reshape(-1, TILE, self.head_dim), self.format)
-        values = quantize_values(value.reshape(-1, TILE, self.value_dim), self.format)
+        leading = key.shape[:-2]
+        key, value = key.reshape(-1, TILE, self.head_dim), value.reshape(-1, TILE, self.value_dim)
+        keys = quantize_keys(hadamard_transform(key.float()) if self.format.rotate_keys else key, self.format)
+        values = quantize_values(hadamard_transform(value.float()) if self.format.rotate_values else value, self.format)
         parts = (
             _pack_codes(keys.code, self.format.bits, are_keys=True),
             _pack_channels(keys.scale),
@@ -191,10 +225,10 @@ class Record:
             _pack_tokens(torch.stack((values.scale, values.low), -1)),
         )
         record = torch.cat([part.contiguous().view(torch.uint8).flatten(1) for part in parts], 1)
-        return record.view(*key.shape[:-2], self.nbytes)
+        return record.view(*leading, self.nbytes)
 
     def codes(self, record: Tensor) -> tuple[Codes, Codes]:
-        """Return the codes of keys ``[..., 128, D]`` and of values ``[..., 128, Dv]`` that records hold."""
+        """Return the codes of keys ``[..., 128, D]`` and of values ``[..., 128, Dv]`` that records hold, rotated."""
         leading = record.shape[:-1]
         key, scale, low, value, pairs = torch.split_with_sizes(record.reshape(-1, self.nbytes), self.sizes, 1)
         keys = (_unpack_codes(key, self.format.bits, are_keys=True), _unpack_channels(scale), _unpack_channels(low))
@@ -202,7 +236,7 @@ class Record:
         value_scale, value_low = _unpack_tokens(pairs, self.groups).unbind(-1)
 
         def batched(x: Tensor) -> Tensor:
-            return torch.unflatten(x, 0, leading)
+            return x.reshape(*leading, *x.shape[1:])
 
         code, scale, low = (batched(part[..., : self.head_dim]) for part in keys)
         return (
@@ -212,8 +246,12 @@ class Record:
 
     def decode(self, record: Tensor) -> tuple[Tensor, Tensor]:
         """Dequantise records ``[..., nbytes]``: keys ``[..., 128, D]`` and values ``[..., 128, Dv]``, fp32."""
-        keys, values = self.codes(record)
-        return keys.dequantize(), values.dequantize()
+        key, value = (codes.dequantize() for codes in self.codes(record))
+        if self.format.rotate_keys:
+            key = hadamard_transform(key) * (1.0 / self.key_hadamard)
+        if self.format.rotate_values:
+            value = hadamard_transform(value) * (1.0 / self.value_hadamard)
+        return key, value
 
 
 def _fragments(bits: int, are_keys: bool) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -140,7 +140,8 @@ def _encode(
     stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
     i_task, new_len, slots, ring_tiles, sink_tiles,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BITS: tl.constexpr, RECORD_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr,
+    BITS: tl.constexpr, KEY_HADAMARD: tl.constexpr, VALUE_HADAMARD: tl.constexpr, RECORD_WORDS: tl.constexpr,
+    KEY_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Encode a kv head's keys, or values, of the tile that new ones complete, if they do."""
     append_to_head(
@@ -149,7 +150,7 @@ def _encode(
         stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
         (i_task // 2).to(tl.int64), 0, i_task % 2 == 1, tl.load(heads_ptr + i_task // 2 * 3 + 2), new_len,
         slots, ring_tiles, sink_tiles,
-        KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, BITS, RECORD_WORDS, KEY_WORDS, False, True,
+        KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, BITS, KEY_HADAMARD, VALUE_HADAMARD, RECORD_WORDS, KEY_WORDS, False, True,
     )  # fmt: skip
 
 
@@ -162,8 +163,9 @@ def decode_end_kernel(
     stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
     combining, heads, q_len, slots, ring_tiles, sink_tiles,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BITS: tl.constexpr, RECORD_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_E: tl.constexpr, WAITS: tl.constexpr,
+    BITS: tl.constexpr, KEY_HADAMARD: tl.constexpr, VALUE_HADAMARD: tl.constexpr, RECORD_WORDS: tl.constexpr,
+    KEY_WORDS: tl.constexpr, GROUP: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_E: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """End a step: the first ``combining`` programs have queries; the others, if there are new keys, tiles.
 
@@ -198,7 +200,8 @@ def decode_end_kernel(
                         body_ptr, pages_ptr, raw_rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, stride_vb,
                         stride_vh, stride_vt, stride_vd, stride_key_tail, stride_value_tail, stride_key_sink,
                         stride_value_sink, stride_page, i_task, q_len, slots, ring_tiles, sink_tiles,
-                        KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, BITS, RECORD_WORDS, KEY_WORDS,
+                        KV_HEADS, D, DV, BLOCK_D, BLOCK_DV, BITS, KEY_HADAMARD, VALUE_HADAMARD, RECORD_WORDS,
+                        KEY_WORDS,
                     )  # fmt: skip
 
 

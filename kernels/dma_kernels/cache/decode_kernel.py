@@ -3,9 +3,9 @@
 A head's work is counted in units: steps over its high tiles, read in 16 bits from the sinks and the tail, and one over
 the new keys, read where the model made them; then rounds over its low tiles, read from their records. The units of all
 heads of all rows lie in one line, which the programs share evenly, however long each row is; so a program may end one
-head and begin another. For each head that it touches it leaves a normalised output and the logarithm of its
-denominator; the program that begins a head also says where its parts are. The launch after this one
-(:mod:`.decode_end`) combines them and stores the new keys.
+head and begin another. For each head that it touches it leaves a normalised output, with the sum over rotated values
+rotated back, and the logarithm of its denominator; the program that begins a head also says where its parts are. The
+launch after this one (:mod:`.decode_end`) combines them and stores the new keys.
 """
 
 from __future__ import annotations
@@ -124,11 +124,40 @@ def _eight_columns(x, fill: tl.constexpr):
 
 
 @jit
-def _store_partial(low, high, partial_ptr, partial_lse_ptr, entry, DV: tl.constexpr, W: tl.constexpr):
-    """Put all warps together; store their output ``[entries, 8, Dv]`` and its base-2 logarithm.
+def _butterfly(x, channel, STRIDE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Add and subtract channels that lie ``STRIDE`` apart, of fp32 ``[G, 64, 8]``."""
+    bits = gl.reshape(x.to(gl.int32, bitcast=True), [x.shape[0] * 32 // STRIDE, 2, STRIDE * 8])
+    # The other one of a pair is what is left of the sum of their bits, which may wrap.
+    other = gl.reshape(gl.expand_dims(gl.sum(bits, 1), 1) - bits, x.shape).to(gl.float32, bitcast=True)
+    other = gl.convert_layout(other, LAYOUT, assert_trivial=True)
+    return other + gl.where((channel & STRIDE) == 0, x, -x)
 
-    ``low`` and ``high`` are what they have of the two kinds of tiles, in shared memory: maxima ``[W, 8]``, sums of
-    weights ``[W, 8]`` and of values ``[G, W, 64, 8]``.
+
+@jit
+def _inverse_hadamard(x, channel, ORDER: tl.constexpr, LAYOUT: tl.constexpr):
+    """Multiply fp32 ``[G, 64, 8]`` by the inverse of the Hadamard matrices of an order.
+
+    Args:
+        x: Sums of values, in ``LAYOUT``.
+        channel: The channel of each, ``[G, 64, 1]``.
+        ORDER: A power of two, at most 256; 1 does nothing.
+        LAYOUT: Of ``x``, and of the result.
+    """
+    for level in gl.static_range(8):
+        if (1 << level) < ORDER:
+            x = _butterfly(x, channel, 1 << level, LAYOUT)
+    return x * (1.0 / ORDER)
+
+
+@jit
+def _store_partial(
+    low, high, partial_ptr, partial_lse_ptr, entry, DV: tl.constexpr, W: tl.constexpr, HADAMARD: tl.constexpr
+):
+    """Combine the warps; store their output ``[entries, 8, Dv]`` and its base-2 logarithm.
+
+    ``low`` and ``high`` are the results of the two kinds of tiles, in shared memory: maxima ``[W, 8]``, sums of
+    weights ``[W, 8]`` and of values ``[G, W, 64, 8]``. The values of low tiles are rotated by Hadamard matrices of the
+    order ``HADAMARD``; their sum is rotated back here.
     """
     ALL: tl.constexpr = _outputs(W)
     OUT: tl.constexpr = gl.SliceLayout(1, ALL)
@@ -139,7 +168,10 @@ def _store_partial(low, high, partial_ptr, partial_lse_ptr, entry, DV: tl.conste
     of_low = gl.exp2(m_low - m_i[None, :])
     of_high = gl.exp2(m_high - m_i[None, :])
     total = gl.sum(low[1].load(WARPS) * of_low, 0) + gl.sum(high[1].load(WARPS) * of_high, 0)
+    channel = gl.arange(0, 64, layout=along(OUT, 3, 1))[None, :, None]
+    channel += gl.arange(0, high[2].shape[0], layout=along(OUT, 3, 0))[:, None, None] * 64
     acc = gl.sum(low[2].load(ALL) * of_low[None, :, None, :], 1)
+    acc = _inverse_hadamard(acc, channel, HADAMARD, OUT)
     acc += gl.sum(high[2].load(ALL) * of_high[None, :, None, :], 1)
     total = gl.convert_layout(total, COLUMN)
     is_empty = total == 0.0
@@ -147,8 +179,6 @@ def _store_partial(low, high, partial_ptr, partial_lse_ptr, entry, DV: tl.conste
     lse = gl.convert_layout(m_i, COLUMN) + gl.log2(gl.where(is_empty, 1.0, total))
     lse = gl.where(is_empty, float("-inf"), lse)
     place = entry * 8 + gl.arange(0, 8, layout=COLUMN)
-    channel = gl.arange(0, 64, layout=along(OUT, 3, 1))[None, :, None]
-    channel += gl.arange(0, acc.shape[0], layout=along(OUT, 3, 0))[:, None, None] * 64
     gl.store(
         partial_ptr + (place[None, None, :] * DV + channel), acc, mask=(place[None, None, :] >= 0) & (channel < DV)
     )
@@ -164,8 +194,8 @@ def decode_kernel(
     stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
     batch, q_len, slots, ring_tiles, window, softcap, logit_scale, diagonal_tiles, sink_tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BITS: tl.constexpr, LOW_COLUMNS: tl.constexpr, W: tl.constexpr,
-    BUFFERS: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BITS: tl.constexpr, VALUE_HADAMARD: tl.constexpr, LOW_COLUMNS: tl.constexpr,
+    W: tl.constexpr, BUFFERS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LETS_START: tl.constexpr,
 ):  # fmt: skip
     """Answer the queries of all rows; any number of programs.
@@ -296,6 +326,8 @@ def decode_kernel(
             # Channel 8 g + i is in row 8 i + g.
             acc = gl.reshape(gl.permute(gl.reshape(acc, [G, W, 8, 8, 8]), [0, 1, 3, 2, 4]), [G, W, 64, 8])
             high = _shared(m_i), _shared(gl.sum(l_i, 1)), _shared(acc)
-            _store_partial(low, high, partial_ptr, partial_lse_ptr, entry * blocks + i_block, DV, W)
+            _store_partial(
+                low, high, partial_ptr, partial_lse_ptr, entry * blocks + i_block, DV, W, VALUE_HADAMARD
+            )  # fmt: skip
         barrier()
         at = head_start + last

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..device.arithmetic import hadamard
 from ..numerics.formats import TILE
 from ..numerics.geometry import MAX_BAND_TILES
 from ..runtime.launch import Launcher, on_device
@@ -29,7 +30,7 @@ _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 def _restore_tile(
     out_base, new_base, tail_base, sink_base, part_ptr, position, entry, entries, length, new_len, band, is_held,
     is_coded, stride_t, stride_d, ring, sink_len,
-    D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ARE_KEYS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr, ARE_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Write the keys or values of rows at consecutive positions."""
     o_d = tl.arange(0, BLOCK)
@@ -46,6 +47,7 @@ def _restore_tile(
     is_coded &= ~is_sink & ~is_tail
     if tl.max(is_coded.to(tl.int32), 0) > 0:
         coded = load_coded(part_ptr, position % _TILE, is_coded, D, BLOCK, BITS, ARE_KEYS)
+        coded = hadamard(coded, coded.shape[0], HADAMARD, BLOCK, 1.0 / HADAMARD)
         x = tl.where(is_coded[:, None], coded.to(x.dtype), x)
     tl.store(out_base + entry.to(tl.int64)[:, None] * D + o_d[None, :], x, mask=(entry < entries)[:, None] & m_d)
 
@@ -58,7 +60,8 @@ def restore_kernel(
     stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
     new_len, entries, slots, ring, sink_len, band_tiles, taken_back,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BITS: tl.constexpr, RECORD_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BITS: tl.constexpr, KEY_HADAMARD: tl.constexpr, VALUE_HADAMARD: tl.constexpr, RECORD_WORDS: tl.constexpr,
+    KEY_WORDS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Write keys or values at ``BLOCK_T`` positions of a kv head; grid ``(B * Hkv, blocks, 2)``.
 
@@ -88,7 +91,7 @@ def restore_kernel(
             key_tail_ptr + (row * stride_key_tail + i_kv * ring * D),
             key_sink_ptr + (row * stride_key_sink + i_kv * sink_len * D), record_ptr,
             position, entry, entries, length, new_len, band, is_held, is_coded, stride_kt, stride_kd, ring, sink_len,
-            D, BLOCK_D, BITS, True,
+            D, BLOCK_D, BITS, KEY_HADAMARD, True,
         )  # fmt: skip
     else:
         _restore_tile(
@@ -96,7 +99,7 @@ def restore_kernel(
             value_tail_ptr + (row * stride_value_tail + i_kv * ring * DV),
             value_sink_ptr + (row * stride_value_sink + i_kv * sink_len * DV), record_ptr + KEY_WORDS,
             position, entry, entries, length, new_len, band, is_held, is_coded, stride_vt, stride_vd, ring, sink_len,
-            DV, BLOCK_DV, BITS, False,
+            DV, BLOCK_DV, BITS, VALUE_HADAMARD, False,
         )  # fmt: skip
 
 

@@ -22,14 +22,14 @@ def hadamard_size(head_dim: int) -> int:
     return head_dim & -head_dim
 
 
-def hadamard_rotate(x: Tensor) -> Tensor:
-    """Multiply the last dimension by the orthonormal (block-diagonal) Sylvester-Hadamard matrix.
+def hadamard_transform(x: Tensor) -> Tensor:
+    """Multiply the last dimension by the (block-diagonal) Sylvester-Hadamard matrix, whose entries are 1, -1 and 0.
 
     Args:
         x: ``[..., D]``, floating point.
 
     Returns:
-        fp32 (fp64 for fp64) ``[..., D]``. The matrix is symmetric, so the transform is its own inverse.
+        fp32 (fp64 for fp64) ``[..., D]``. Applied twice, it multiplies by :func:`hadamard_size`.
     """
     head_dim = x.shape[-1]
     size = hadamard_size(head_dim)
@@ -40,7 +40,19 @@ def hadamard_rotate(x: Tensor) -> Tensor:
         even, odd = pairs.unbind(-2)
         y = torch.stack((even + odd, even - odd), dim=-2)
         stride *= 2
-    return y.reshape(x.shape) * math.pow(size, -0.5)
+    return y.reshape(x.shape)
+
+
+def hadamard_rotate(x: Tensor) -> Tensor:
+    """Multiply the last dimension by the orthonormal (block-diagonal) Sylvester-Hadamard matrix.
+
+    Args:
+        x: ``[..., D]``, floating point.
+
+    Returns:
+        fp32 (fp64 for fp64) ``[..., D]``. The matrix is symmetric, so the transform is its own inverse.
+    """
+    return hadamard_transform(x) * math.pow(hadamard_size(x.shape[-1]), -0.5)
 
 
 def key_mean(key: Tensor, visible: Tensor | None = None) -> Tensor:

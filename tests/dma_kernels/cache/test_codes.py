@@ -8,12 +8,25 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from dma_kernels.cache.codes import CACHE_FORMATS, Codes, Record, cache_format, quantize_keys, quantize_values
+from dma_kernels.cache.codes import (
+    CACHE_FORMATS,
+    EQUALIZED_FORMATS,
+    CacheFormat,
+    Codes,
+    Record,
+    cache_format,
+    quantize_keys,
+    quantize_values,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
 
 formats = pytest.mark.parametrize("format", CACHE_FORMATS.values(), ids=CACHE_FORMATS)
+EQUALIZED = EQUALIZED_FORMATS["int4"]
+every_format = pytest.mark.parametrize(
+    "format", [*CACHE_FORMATS.values(), EQUALIZED], ids=[*CACHE_FORMATS, EQUALIZED.name]
+)
 
 
 def oracle(group: list[float], levels: int) -> tuple[list[int], float, float]:
@@ -118,18 +131,33 @@ def assert_equal_codes(actual: Codes, expected: Codes) -> None:
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
 
 
+def hadamard(dim: int) -> torch.Tensor:
+    """Return the matrix by its definition: entry ``(i, j)`` is -1 to the number of bits that ``i`` and ``j`` share."""
+    order = dim & -dim
+    entries = [
+        [(-1.0) ** (i % order & j % order).bit_count() * (i // order == j // order) for j in range(dim)]
+        for i in range(dim)
+    ]
+    return torch.tensor(entries)
+
+
+def rotated(x: torch.Tensor, is_rotated: bool) -> torch.Tensor:
+    """Return numbers times the matrix; exact for small integers."""
+    return x @ hadamard(x.shape[-1]).to(x.dtype) if is_rotated else x
+
+
 class TestRecord:
-    @formats
+    @every_format
     @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 96), (33, 20), (256, 40), (1, 65)], ids=str)
     def test_what_is_packed_comes_back(self, format, dims) -> None:
         record = Record(format, *dims)
-        key, value = (torch.randn(2, 3, 128, dim, generator=torch.Generator().manual_seed(dim)) for dim in dims)
+        key, value = (torch.randint(-9, 10, (2, 3, 128, dim)).float() for dim in dims)
         data = record.encode(key, value)
         assert data.shape == (2, 3, record.nbytes)
         assert record.nbytes % 128 == 0
         keys, values = record.codes(data)
-        assert_equal_codes(keys, quantize_keys(key, format))
-        assert_equal_codes(values, quantize_values(value, format))
+        assert_equal_codes(keys, quantize_keys(rotated(key, format.rotate_keys), format))
+        assert_equal_codes(values, quantize_values(rotated(value, format.rotate_values), format))
         assert record.encode(key[:0], value[:0]).shape == (0, 3, record.nbytes)
         assert record.decode(data[:, :0])[1].shape == (2, 0, 128, dims[1])
 
@@ -139,8 +167,8 @@ class TestRecord:
         key, value = torch.randn(2, 128, 128, generator=generator)
         four, eight = (Record(format, 128, 128) for format in (CACHE_FORMATS["int4"], CACHE_FORMATS["int8"]))
         assert (four.nbytes, eight.nbytes) == (17920, 34304)
-        keys, values = (quantize(x, four.format) for quantize, x in ((quantize_keys, key), (quantize_values, value)))
         data = four.encode(key, value)
+        keys, values = four.codes(data)
         # Token 77 is row 13 = 8 * 1 + 5 of its block, channel 45 column 13 = 8 * 1 + 2 * 2 + 1: block 2 * 4 + 1, word
         # 16 * 5 + 4 * 2 + 1, bits from 4 * (1 + 4) on. A code is stored less 8, in two's complement.
         assert (data[9 * 512 + 4 * 89 + 2] >> 4) ^ 8 == keys.code[77, 45]
@@ -154,6 +182,36 @@ class TestRecord:
         assert bf16[pair + 1] == values.low[77, 1]
         # Eight bits: blocks of 16 columns, so block 2 * 8 + 2, and byte 1 + 2 of the same word.
         assert eight.encode(key, value)[18 * 512 + 4 * 89 + 3] ^ 0x80 == quantize_keys(key, eight.format).code[77, 45]
+
+    @every_format
+    @pytest.mark.parametrize("dim", [128, 80, 33])
+    def test_dequantised_numbers_are_rotated_back(self, format, dim) -> None:
+        record = Record(format, dim, dim)
+        key, value = torch.randn(2, 1, 128, dim, generator=torch.Generator().manual_seed(dim))
+        data = record.encode(key, value)
+        order = dim & -dim
+        for actual, codes, is_rotated in zip(
+            record.decode(data), record.codes(data), (format.rotate_keys, format.rotate_values), strict=True
+        ):
+            expected = rotated(codes.dequantize().double(), is_rotated) / (order if is_rotated else 1)
+            torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-5)
+
+    @every_format
+    def test_outlier_value_channels_cost_the_others_nothing_once_rotated(self, format) -> None:
+        key, value = torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(0))
+        value[:, [5, 70]] *= 32.0
+        record = Record(format, 128, 128)
+        error = (record.decode(record.encode(key, value))[1] - value).square().mean().sqrt()
+        unrotated = CacheFormat("", format.bits)
+        plain = Record(unrotated, 128, 128)
+        without = (plain.decode(plain.encode(key, value))[1] - value).square().mean().sqrt()
+        assert (error < 0.65 * without) == format.rotate_values
+
+
+def test_a_model_that_was_equalised_gets_rotated_keys_where_they_help() -> None:
+    assert cache_format("int4", is_equalized=True) is EQUALIZED
+    assert cache_format(EQUALIZED.name) is EQUALIZED
+    assert cache_format("int8", is_equalized=True) is CACHE_FORMATS["int8"]
 
 
 def test_an_unknown_format_is_named() -> None:
