@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {"softcap": None, "sinks": None},
+    "fp16": {"softcap": None, "sinks": None},
     "softcap": {"softcap": 50.0, "sinks": None},
     "sinks": {"softcap": None, "sinks": torch.empty(4)},
     "window": {"softcap": None, "sinks": None, "window": 700},

@@ -17,7 +17,7 @@ def compile_step(
     format: str, arch: int, head_dim: int, value_dim: int, queries: int, option: str = ""
 ) -> list[Compiled]:
     """Compile a call with 32 query and 8 kv heads."""
-    dtype = torch.bfloat16
+    dtype = torch.float16 if option == "fp16" else torch.bfloat16
     storage = LayerStorage.allocate(
         format, batch=1, kv_heads=8, head_dim=head_dim, value_dim=value_dim, dtype=dtype,
         device=torch.device("cpu"), tiles=64,

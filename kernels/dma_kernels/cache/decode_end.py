@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
+from ..device.arithmetic import narrow
 from ..numerics.formats import TILE
 from ..runtime.chip import processors, starts_early
 from ..runtime.launch import Launcher
@@ -129,7 +130,7 @@ def _combine(
         lse = tl.where(is_empty, float("-inf"), (m_i + tl.log2(total)) * 0.6931471805599453)
         tl.store(lse_ptr + (i_b * KV_HEADS * GROUP + q_head) * q_len + i_t, lse, mask=m_c)
         place = i_b * stride_ob + q_head.to(tl.int64) * stride_oh + i_t * stride_ot
-        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        out = narrow(acc / total[:, None], out_ptr.dtype.element_ty)
         tl.store(out_ptr + (place[:, None] + o_v[None, :]), out, mask=m_c[:, None] & (o_v < DV)[None, :])
 
 

@@ -177,7 +177,8 @@ def _record_words(body_ptr, pages_ptr, tile, slots, stride_page):
 def _tile_queries(scale_words, low_words, q, logit_scale, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the queries of tiles as an operand of bytes, and factor and summand of the scores, ``[W, C]`` each.
 
-    One product of 16 bits gives the queries times the scales in 8 of its rows, times the lows in the others.
+    One bf16 product gives the queries times the scales in 8 of its rows, times the lows in the others. fp16 lacks the
+    range for scales, and bf16 the bits for fp16 queries: these are split into two bf16 summands, which is exact.
     """
     MMA: tl.constexpr = mma_layout(W)
     SUMS: tl.constexpr = sums_layout(W)
@@ -187,7 +188,13 @@ def _tile_queries(scale_words, low_words, q, logit_scale, BITS: tl.constexpr, W:
     scale = gl.reshape(scale, [W, BLOCK_D // 32, 8, 4, 4, 2])
     low = halves(low_words.to(gl.uint32, bitcast=True), gl.bfloat16)
     low = gl.reshape(low, [W, BLOCK_D // 32, 8, 4, 4, 2])
-    summand = matrix_product(two_rows(scale, low, W, BLOCK_D).to(q.dtype), q, zero)
+    coefficients = two_rows(scale, low, W, BLOCK_D)
+    if q.dtype == gl.bfloat16:
+        summand = matrix_product(coefficients, q, zero)
+    else:
+        upper = q.to(gl.bfloat16)
+        rest = (q.to(gl.float32) - upper.to(gl.float32)).to(gl.bfloat16)
+        summand = matrix_product(coefficients, rest, matrix_product(coefficients, upper, zero))
     summand, _ = gl.split(gl.reshape(summand, [W, 16, N // 2, 2]))
     row = gl.arange(0, 16, layout=along(SUMS, 3, 1))[None, :, None]
     factor = gl.where(row < 8, logit_scale * (1 << (BITS - 1)), logit_scale)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device.arithmetic import hadamard
+from ..device.arithmetic import hadamard, narrow
 from ..numerics.formats import TILE
 from ..numerics.geometry import MAX_BAND_TILES
 from ..runtime.launch import Launcher, on_device
@@ -48,7 +48,7 @@ def _restore_tile(
     if tl.max(is_coded.to(tl.int32), 0) > 0:
         coded = load_coded(part_ptr, position % _TILE, is_coded, D, BLOCK, BITS, ARE_KEYS)
         coded = hadamard(coded, coded.shape[0], HADAMARD, BLOCK, 1.0 / HADAMARD)
-        x = tl.where(is_coded[:, None], coded.to(x.dtype), x)
+        x = tl.where(is_coded[:, None], narrow(coded, x.dtype), x)
     tl.store(out_base + entry.to(tl.int64)[:, None] * D + o_d[None, :], x, mask=(entry < entries)[:, None] & m_d)
 
 

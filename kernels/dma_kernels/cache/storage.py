@@ -41,6 +41,8 @@ GROWTH = 1 + 1 / 128
 or more rarely, adds at most 1.6 % to what is moved. A larger factor would cost memory: with a quarter, 32K tokens in 4
 bits took 0.37 of 16 bits from the first new tile on."""
 
+_FP16_MAX = torch.finfo(torch.float16).max
+
 ENCODED_AT_ONCE = 64
 """Tiles in a step of encoding, which computes in fp32; a bound on the memory of a long prompt."""
 
@@ -314,6 +316,8 @@ class LayerStorage:
             self.coded(first, complete), (self.key_tail, self.value_tail), (self.key_sink, self.value_sink), strict=True
         ):
             x = F.pad(coded.to(torch.promote_types(tail.dtype, torch.float32)), (0, 0, 0, end - complete))
+            if tail.dtype == torch.float16:  # a zero point is rounded down in bf16, maybe below the lowest fp16 number
+                x.clamp_(-_FP16_MAX, _FP16_MAX)
             if sink.start < sink.stop:
                 x[:, :, : sink.stop - first] = raw[:, :, sink].to(x.dtype)
             x[:, :, band - first :] = tail[:, :, entries].to(x.dtype)

@@ -26,6 +26,7 @@ _SPECIAL = tl.constexpr(FP32_EXPONENT_SPECIAL)
 _MAX_CODE = tl.constexpr(E8M0_MAX_CODE)
 _NAN_CODE = tl.constexpr(E8M0_NAN)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
+_FP16_MAX = tl.constexpr(65_504.0)
 _INT8_MAX = tl.constexpr(MXINT8_MAX_CODE * MXINT8_UNIT)
 # Of the sum with 1.5 * 2^23 units the lowest byte is the integer, rounded to nearest.
 _INT8_ROUNDING = tl.constexpr(1.5 * 2.0**23 * MXINT8_UNIT)
@@ -63,6 +64,14 @@ def e8m0_decode(code):
 def e8m0_reciprocal(code):
     """Return ``2 ** (127 - code)`` as fp32, to multiply by where the specification divides: both are exact."""
     return tl.where(code == _NAN_CODE, float("nan"), e8m0_decode(-code + _MAX_CODE))
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """Convert fp32 to a 16-bit dtype; finite numbers stay finite."""
+    if DTYPE == tl.float16:
+        x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -_FP16_MAX), _FP16_MAX), x)
+    return x.to(DTYPE)
 
 
 @triton.jit

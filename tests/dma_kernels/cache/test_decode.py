@@ -8,8 +8,10 @@ import pytest
 import torch
 from decode_cases import (
     CASES,
+    DTYPES,
     FORMATS,
     Case,
+    assert_as_exact,
     assert_decode_matches,
     assert_steps_match,
     assert_storages_equal,
@@ -19,6 +21,7 @@ from decode_cases import (
 from dma_kernels.cache import decode
 from dma_kernels.cache.api import cached_attention, restore
 from dma_kernels.cache.decode import MAX_QUERIES, decode_attention
+from dma_kernels.cache.reference import cached_attention_reference
 from dma_kernels.testing import assert_bits_equal
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
@@ -130,20 +133,56 @@ def test_more_rows_than_are_looked_at_together() -> None:
     assert_decode_matches(case, "int8", torch.float16, "cpu")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @formats
-def test_factors_of_channels_between_queries_and_keys_change_nothing(format: str) -> None:
-    """Channels of keys times powers of two, and of queries by them, to the bit."""
+def test_factors_of_channels_between_queries_and_keys_change_nothing(format: str, dtype: str) -> None:
+    """Multiplying channels of keys by powers of two, and dividing those of queries by them, is exact."""
     case = Case(kv_len=600, q_len=2)
-    query, key, value = case.inputs(torch.bfloat16, "cpu")
-    exponent = torch.randint(-40, 41, (64,))
+    most = 40 if dtype == "bf16" else 13  # what the dtype holds exactly
+    query, key, value = case.inputs(DTYPES[dtype], "cpu")
+    query, key = (((x * 64).round() / 64).clamp(-7, 7) for x in (query, key))
+    exponent = torch.randint(-most, most + 1, (64,))
     results = []
     for sign in (0, 1):
-        storage = case.storage(format, torch.bfloat16, "cpu", is_filled=False)
+        storage = case.storage(format, key.dtype, "cpu", is_filled=False)
         storage.append((key.float() * torch.exp2(sign * exponent)).to(key.dtype), value)
         scaled = (query.float() * torch.exp2(-sign * exponent)).to(query.dtype)
         results.append(decode_attention(scaled, storage, scale=0.125))
     for plain, rescaled in zip(*results, strict=True):
         assert_bits_equal(plain, rescaled)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("q_len", [1, 40])
+@formats
+def test_fp16_keys_may_have_any_range(format: str, q_len: int, backend: str) -> None:
+    """Scales and zero points of narrow ranges, and of the lowest fp16 number, are outside the range of fp16."""
+    case = Case(kv_len=600, q_len=q_len, kv_heads=1, q_heads=2)
+    query, key, value = case.inputs(torch.float16, "cpu")
+    key[..., :32] *= 2e-5
+    query[..., :32] *= 1e4
+    key[..., 200:300, 40] = torch.finfo(torch.float16).min
+    query[..., 40] = 1e-4
+    storage = case.storage(format, torch.float16, "cpu", is_filled=False)
+    storage.append(key[:, :, :-q_len], value[:, :, :-q_len])
+    new = query, key[:, :, -q_len:], value[:, :, -q_len:]
+    exact, _ = cached_attention_reference(query.float(), *new[1:], storage, is_causal=True, window=None, scale=0.125)
+    out = cached_attention(*new, storage, backend=backend)
+    assert_as_exact(out, exact)
+    assert restore(storage, storage.lengths - 500, 500)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_the_lowest_fp16_values_stay_finite(q_len: int, backend: str) -> None:
+    case = Case(kv_len=600, q_len=q_len)
+    query, key, value = case.inputs(torch.float16, "cpu")
+    value[..., 0] = torch.finfo(torch.float16).min
+    storage = case.storage("int8", torch.float16, "cpu", is_filled=False)
+    storage.append(key[:, :, :-q_len], value[:, :, :-q_len])
+    out = cached_attention(query, key[:, :, -q_len:], value[:, :, -q_len:], storage, backend=backend)
+    assert out.isfinite().all()
+    assert restore(storage, storage.lengths - 500, 500)[1].isfinite().all()
 
 
 @pytest.mark.parametrize("sinks", [torch.arange(8.0)[::2], torch.tensor(2.0).expand(4)], ids=["step", "expanded"])
