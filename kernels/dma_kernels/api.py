@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .numerics.arguments import check_kind, check_mask, check_options, check_sinks, is_int, is_integer
-from .numerics.geometry import OPTION_FIELDS, AttentionGeometry, AttentionOptions
+from .numerics.geometry import MAX_POSITION, OPTION_FIELDS, AttentionGeometry, AttentionOptions
 from .numerics.recipe import RECIPE_FIELDS, Recipe
 from .prefill.backend import attention_triton
 from .reference.attention import attention_gradient, attention_reference
@@ -26,8 +26,6 @@ from .runtime.replay import Call, call_of, tensor_kind
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
-MAX_POSITION = 1 << 30
-"""Of the first query and the first key, either way: so that positions stay in 32 bits."""
 _HASHED = (int, float, bool, str, type(None))
 
 P = ParamSpec("P")
@@ -139,7 +137,7 @@ def attention_with_lse(
         )
     options = (
         *(q_base, kv_base, q_rows, kv_rows, kv_range, mask, sinks, is_causal),
-        None if window is None else min(window, 2 * MAX_POSITION),
+        None if window is None else min(window, 4 * MAX_POSITION),  # the operator takes int64
         query.shape[3] ** -0.5 if scale is None else float(scale),
         None if softcap is None else float(softcap),
     )

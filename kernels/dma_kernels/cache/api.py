@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.arguments import check_kind, check_mask, check_options, check_sinks, is_integer
+from ..numerics.geometry import MAX_POSITION
 from ..runtime.chip import resolve_backend
 from .append import append_tokens
 from .chunk import chunk_attention
@@ -96,6 +97,8 @@ def cached_attention(
     check_options(is_causal=is_causal, window=window, scale=scale, softcap=softcap)
     if storage.window is not None and (window is None or window > storage.window):
         raise ValueError(f"window must be at most {storage.window}, what the cache keeps; got {window!r}")
+    if window is not None and window >= MAX_POSITION:
+        window = None  # it reaches every position, and kernels compute with int32
     mask = _check_mask(mask, mask_position, query)
     if sinks is not None:
         check_sinks(sinks, query)

@@ -17,6 +17,12 @@ MAX_BAND_TILES = 1 << 20
 """More tiles than a sequence has: the most of a recipe's band and sinks, so that positions stay in int32."""
 
 
+MAX_POSITION = 1 << 30
+"""The largest position of a first query or key, either way, so that positions fit in int32."""
+_HUGE_WINDOW = 1 << 29
+"""Windows from here on are compared with the range of positions; smaller ones cannot overflow int32."""
+
+
 @dataclass(frozen=True)
 class AttentionOptions:
     """What a call of :func:`dma_kernels.attention` says beside its recipe and tensors, checked.
@@ -183,7 +189,8 @@ class PrefillGeometry:
                 rows[:, 2:] = options.kv_range.long().clamp(0, kv_len)  # before it is cut to 32 bits
             first = 0
         kv_offset = options.kv_offset if rows is None else 0
-        return cls(kv_len, first, kv_offset, rows, options.is_causal, options.window, options.mask)
+        window = _bounded_window(options, None if rows is not None else first, query.shape[2], kv_len)
+        return cls(kv_len, first, kv_offset, rows, options.is_causal, window, options.mask)
 
     def low_tiles(self, q_len: int, diagonal_tiles: int, sink_tiles: int) -> range | None:
         """Return the tiles from the first to the last that a query may see as a low one, counted from that of key 0.
@@ -207,3 +214,23 @@ class PrefillGeometry:
             after = range(max(first, first_query + diagonal_tiles + 1), last + 1)
             tiles = range(tiles.start, after.stop) if tiles and after else tiles or after
         return range(tiles.start - start, tiles.stop - start)
+
+
+def _bounded_window(options: AttentionOptions, first_query: int | None, q_len: int, kv_len: int) -> int | None:
+    """Return the window for a kernel, whose positions are int32: ``None`` if it hides nothing.
+
+    Args:
+        options: The call's.
+        first_query: Position of query 0; ``None`` if only the device knows it.
+        q_len: Number of queries.
+        kv_len: Number of keys.
+    """
+    window = options.window
+    if window is None or window < _HUGE_WINDOW:
+        return window
+    reach = MAX_POSITION
+    if first_query is not None:
+        before = first_query + q_len - 1 - options.kv_offset
+        after = options.kv_offset + kv_len - 1 - first_query
+        reach = before + 1 if options.is_causal else max(before, after)
+    return None if window >= reach else window

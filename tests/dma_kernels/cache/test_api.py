@@ -8,7 +8,7 @@ from decode_cases import FORMATS, assert_storages_equal
 from dma_kernels.cache.api import append, cached_attention
 from dma_kernels.cache.reference import cached_attention_reference
 from dma_kernels.cache.storage import LayerStorage
-from dma_kernels.testing import random_qkv, relative_error
+from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 
 LENGTH, STORED = 300, 290
 
@@ -65,6 +65,24 @@ def test_chunks_over_a_cache(format, options):
         )
         assert relative_error(actual, expected) < 2e-3
     assert_storages_equal(*storages)
+
+
+@pytest.mark.parametrize("window", [2**30, 2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("length", [1, 40])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_window_of_everything_hides_nothing(backend, length, window):
+    query, key, value = random_qkv(batch=2, q_len=200, kv_len=200, head_dim=16, dtype=torch.float16)
+    results = []
+    for each in (window, None):
+        storage = LayerStorage.allocate(
+            "int8", batch=2, kv_heads=1, head_dim=16, value_dim=16, tiles=2, window=each, dtype=torch.float16,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        storage.lengths -= torch.tensor([0, 190]).int()
+        append(storage, key[:, :, :-length], value[:, :, :-length])
+        new = [x[:, :, -length:] for x in (query, key, value)]
+        results.append(cached_attention(*new, storage, window=each, backend=backend))
+    assert_bits_equal(*results)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from dma_kernels.numerics.formats import TILE
-from dma_kernels.numerics.geometry import PrefillGeometry
+from dma_kernels.numerics.geometry import AttentionOptions, PrefillGeometry
 from hypothesis import example, given
 from hypothesis import strategies as st
+
+
+@pytest.mark.parametrize(
+    ("is_causal", "first_query", "window", "expected"),
+    [
+        (True, 0, 2**31 - 1, None),
+        (True, 0, 2**20, 2**20),
+        (True, 2**30, 2**30 + 9, 2**30 + 9),
+        (True, 2**30, 2**30 + 10, None),
+        (False, 0, 2**31 - 1, None),
+        (False, 2**30, 2**30 + 8, 2**30 + 8),
+        (False, 2**30, 2**30 + 9, None),
+    ],
+)
+def test_a_huge_window_is_kept_only_if_it_hides_a_key(
+    is_causal: bool, first_query: int, window: int, expected: int | None
+) -> None:
+    """Ten queries from ``first_query`` on, and keys from 0 on: the last query is ``first_query + 9`` from key 0."""
+    options = AttentionOptions(
+        q_offset=first_query, kv_offset=0, q_offset_rows=None, kv_offset_rows=None, kv_range=None, mask=None,
+        sinks=None, is_causal=is_causal, window=window, scale=1.0, softcap=None,
+    )  # fmt: skip
+    query, key = torch.zeros(1, 1, 10, 4), torch.zeros(1, 1, 20, 4)
+    assert PrefillGeometry.of(options, query, key).window == expected
+
 
 POSITIONS = st.integers(-300, 700)
 

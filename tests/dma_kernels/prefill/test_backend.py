@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from dma_kernels import attention, attention_with_lse
 from dma_kernels.runtime import chip
 from dma_kernels.runtime.lowering import select_lowering
-from dma_kernels.testing import random_qkv, relative_error
+from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from prefill_cases import CASES, RECIPES, Case, assert_matches_reference
 
 pytestmark = [
@@ -31,6 +33,15 @@ FEATURES = ("bidirectional", "window", "softcap", "sinks", "softcap-and-sinks", 
 @pytest.mark.parametrize("case", CASES)
 def test_default_recipe_matches_the_reference(case: str) -> None:
     assert_matches_reference(CASES[case], RECIPES["balanced"], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("window", [2**30, 2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("options", [{"is_causal": False}, {"kv_offset": torch.tensor([-70])}], ids=["both", "padded"])
+def test_a_window_of_everything_hides_nothing(options: dict[str, Any], window: int) -> None:
+    query, key, value = random_qkv(q_len=150, kv_len=150, head_dim=16, dtype=torch.float16)
+    call = partial(attention_with_lse, query, key, value, RECIPES["balanced"], backend="triton", **options)
+    for ours, expected in zip(call(window=window), call(), strict=True):
+        assert_bits_equal(ours, expected)
 
 
 @pytest.mark.parametrize("case", ["causal", "left-padded"])
