@@ -1,0 +1,377 @@
+"""Measure what tile skipping costs in quality: divergence against the share of tiles skipped, in fp32.
+
+    python scripts/measure_skipping.py measure --model SmolLM2-135M-Instruct.Q4_1.gguf --data TEXT --out results.json
+    python scripts/measure_skipping.py plot results.json ... --out skipping.png
+
+``measure`` reads windows of each length with the exact model, then with each recipe, threshold and rule, on the
+unchanged model and on its stress twins. It computes attention in torch for one head at a time: on a GPU a pass over
+32K tokens of SmolLM2 takes seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from dma_eval.data import Window, load_text, tokenize
+from dma_eval.models import load_model
+from dma_eval.perplexity import score
+from dma_eval.stress import RANGE_TOKENS, TWINS, Twin, attention_layers, stressed
+from dma_kernels import Recipe
+from dma_kernels.numerics.formats import P_SCALE, TILE
+from dma_kernels.numerics.geometry import SKIP_BLOCK
+from dma_kernels.numerics.quantize import to_e4m3
+from dma_kernels.reference.attention import EXACT
+from dma_kernels.reference.operands import prepare_operands
+from dma_kernels.reference.skipping import is_high_tile
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from dma_hf import PRESETS
+
+NAME = "measured_skipping"
+WINDOWS = {8192: 2, 2048: 4, 32768: 1}
+"""Windows to read of each length."""
+REFERENCE_LENGTH = 8192
+"""Position at which a threshold that grows with the position is the named one."""
+
+
+class Rule(NamedTuple):
+    """Which tiles a block of 64 queries skips.
+
+    Attributes:
+        threshold: Nats; ``None`` skips nothing.
+        kind: ``high`` compares with each row's maximum over high tiles (the rule of the kernels), ``running`` with the
+            running maximum from the diagonal down, ``length`` with the high maximum by a threshold that grows with the
+            logarithm of the position. Others are estimates of :data:`ESTIMATES`, compared with the high maximum.
+    """
+
+    threshold: float | None = None
+    kind: str = "high"
+
+
+class SkippingAttention:
+    """Causal attention under a recipe and a rule, and counts of what it skips. Lengths are multiples of 128."""
+
+    def __init__(self, recipe: Recipe, rule: Rule, layers: int, heads: int, elements: int) -> None:
+        self.recipe, self.rule, self.elements = recipe, rule, elements
+        self.skipped, self.low = (np.zeros((layers, heads), dtype=np.int64) for _ in range(2))
+        self.lost: list[Tensor] = []
+
+    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Any:
+        """Compute one layer, with the interface of Transformers."""
+        out = torch.empty_like(query[..., : value.shape[3]])
+        zero = torch.zeros(len(query), dtype=torch.int64, device=query.device)
+        operands = prepare_operands(query, key, value, self.recipe, kv_position=zero, visible=None)
+        group, length = query.shape[1] // key.shape[1], query.shape[2]
+        assert length % TILE == 0, f"{length=} must be a multiple of {TILE}"
+        rows = max(self.elements // (group * length) // TILE, 1) * TILE
+        scale = options["scaling"]
+        for batch, head in ((b, h) for b in range(len(query)) for h in range(key.shape[1])):
+            heads = slice(head * group, (head + 1) * group)
+            q_low, q_high = (q[batch, heads] * scale for q in (operands.q_low, operands.q_high))
+            k_low, k_high, v_low, v_high = (
+                x[batch, head] for x in (operands.k_low, operands.k_high, operands.v_low, operands.v_high)
+            )
+            descale = 1.0 if operands.value_scale is None else operands.value_scale[batch, head] / P_SCALE
+            for start in range(0, length, rows):
+                block = slice(start, min(start + rows, length))
+                weights, total, keep, parts = self._weights(
+                    module.layer_idx, heads, block, q_low[:, block], q_high[:, block], k_low, k_high
+                )
+                columns = weights.shape[-1]
+                high_out: Any = 0.0
+                for part, is_high in parts:  # before the weights are rounded
+                    high_out = high_out + (weights[..., part] * is_high) @ v_high[part]
+                if operands.value_scale is not None:
+                    weights = to_e4m3(weights.mul_(P_SCALE)).to(weights.dtype)
+                tiles = weights.view(*weights.shape[:-1], -1, TILE)
+                tiles.mul_(keep[..., None])
+                out[batch, heads, block] = (weights @ v_low[:columns] * descale + high_out) / total
+        return out.transpose(1, 2), None
+
+    def _weights(
+        self, layer: int, heads: slice, block: slice, q_low: Tensor, q_high: Tensor, k_low: Tensor, k_high: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, list[tuple[slice, Tensor]]]:
+        """Return weights ``[G, R, C]``, their sums, where low tiles are kept ``[G, R, tiles]``, and the high parts."""
+        end, device = block.stop, q_low.device
+        scores = q_low @ k_low[:end].T
+        q_tile = torch.arange(block.start, end, device=device)[:, None] // TILE
+        is_high = is_high_tile(q_tile, torch.arange(end // TILE, device=device), self.recipe, is_causal=True)
+        sinks = min(self.recipe.sink_tiles * TILE, end)
+        band = max(sinks, block.start - self.recipe.diagonal_tiles * TILE)
+        parts = []
+        for part in (slice(0, sinks), slice(band, end)):
+            cells = is_high[:, part.start // TILE : part.stop // TILE].repeat_interleave(TILE, 1)
+            scores[..., part] = torch.where(cells, q_high @ k_high[part].T, scores[..., part])
+            parts.append((part, cells))
+        future = torch.ones((end - block.start,) * 2, dtype=torch.bool, device=device).triu_(1)
+        scores[..., block.start :].masked_fill_(future, -math.inf)
+        tiles = scores.view(*scores.shape[:-1], -1, TILE)
+        tile_max = tiles.amax(-1)
+        is_low = ~is_high & (torch.arange(end // TILE, device=device) <= q_tile)
+        skip = self._skipped(tile_max, is_high, is_low, block, q_low, k_low[:end])  # [G, R / 64, tiles]
+        low = is_low[::SKIP_BLOCK]
+        self.skipped[layer, heads] += skip.sum((1, 2)).cpu().numpy()
+        self.low[layer, heads] += int(low.sum())
+        skip = skip.repeat_interleave(SKIP_BLOCK, 1)
+        weights = scores.sub_(tile_max.amax(-1, keepdim=True)).exp_()
+        sums = tiles.sum(-1)
+        kept = sums.masked_fill(skip, 0.0).sum(-1, keepdim=True)
+        if self.rule.threshold is not None:
+            lost = (sums * skip).sum(-1, keepdim=True)
+            self.lost.append((lost / (kept + lost)).flatten())
+        return weights, kept, is_low & ~skip, parts
+
+    def _skipped(
+        self, tile_max: Tensor, is_high: Tensor, is_low: Tensor, block: slice, query: Tensor, key: Tensor
+    ) -> Tensor:
+        """Return which low tiles each block of 64 rows skips, ``[G, R / 64, tiles]``."""
+        low = is_low[::SKIP_BLOCK]
+        if self.rule.threshold is None:
+            return torch.zeros((len(tile_max), *low.shape), dtype=torch.bool, device=low.device)
+        bound = tile_max.masked_fill(~is_high, -math.inf).amax(-1, keepdim=True)
+        threshold: Any = self.rule.threshold
+        if self.rule.kind == "running":
+            after = tile_max.masked_fill(~is_low, -math.inf).flip(-1).cummax(-1).values.flip(-1)
+            before = torch.cat((after[..., 1:], torch.full_like(after[..., :1], -math.inf)), -1)
+            bound = torch.maximum(bound, before)
+        elif self.rule.kind == "length":
+            position = torch.arange(block.start, block.stop, SKIP_BLOCK, device=low.device) + SKIP_BLOCK
+            threshold = (threshold + torch.log(position / REFERENCE_LENGTH))[:, None]
+        elif self.rule.kind != "high":
+            tile_max = ESTIMATES[self.rule.kind](tile_max, query, key)
+        gap = (tile_max - bound).view(len(tile_max), -1, SKIP_BLOCK, tile_max.shape[-1]).amax(2)
+        return (gap < -threshold) & low
+
+
+def mean_of(keys: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Estimate a tile's maximum by the largest score of means of so many keys."""
+
+    def estimate(_tile_max: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        means = key.view(-1, keys, key.shape[-1]).mean(1)
+        scores = query @ means.T
+        return scores.view(*scores.shape[:-1], -1, TILE // keys).amax(-1)
+
+    return estimate
+
+
+def extremes_of(keys: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Bound a tile's maximum from the extremes of each channel over so many keys."""
+
+    def estimate(_tile_max: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        groups = key.view(-1, keys, key.shape[-1])
+        scores = query.clamp(min=0) @ groups.amax(1).T + query.clamp(max=0) @ groups.amin(1).T
+        return scores.view(*scores.shape[:-1], -1, TILE // keys).amax(-1)
+
+    return estimate
+
+
+def every(rows: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Take the exact maximum in one of so many rows, and let the other rows agree."""
+
+    def estimate(tile_max: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        sampled = torch.full_like(tile_max, -math.inf)
+        sampled[:, rows // 2 :: rows] = tile_max[:, rows // 2 :: rows]
+        return sampled
+
+    return estimate
+
+
+def antidiagonals_of(stride: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Estimate by the mean scores along antidiagonals of ``stride`` rows and keys, as XAttention (arXiv 2503.16428)."""
+
+    def estimate(_tile_max: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        group, rows, dim = query.shape
+        q = query.reshape(group, rows // stride, stride * dim)
+        k = key.view(-1, stride, dim).flip(1).reshape(-1, stride * dim)
+        scores = q @ k.T / stride
+        return scores.view(group, rows // stride, -1, TILE // stride).amax(-1).repeat_interleave(stride, 1)
+
+    return estimate
+
+
+ESTIMATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    **{f"mean of {n} keys": mean_of(n) for n in (128, 32, 8)},
+    **{f"extremes of {n} keys": extremes_of(n) for n in (128, 32, 8)},
+    **{f"every row of {n}": every(n) for n in (16, 8, 4)},
+    **{f"antidiagonals of {n}": antidiagonals_of(n) for n in (16, 8)},
+}
+"""Estimates of a tile's maximum ``[G, R, tiles]`` from it, queries ``[G, R, D]`` and keys ``[C, D]``."""
+ESTIMATE_THRESHOLDS = {"mean": (8.0, 12.0, 16.0), "extremes": (0.0, -5.0, -10.0), "every": (6.0, 7.0, 8.0)}
+ESTIMATE_THRESHOLDS["antidiagonals"] = (6.0, 9.0, 12.0)
+
+
+def plan(length: int) -> Iterator[tuple[Twin, str, Rule]]:
+    """Yield what to measure at a length, the most telling first."""
+    unchanged, *twins = TWINS
+    is_long = length > 8192
+    for preset in ("balanced", "fp4"):
+        for threshold in (None, 6.0, 7.0, 5.0, 8.0, 4.0) if preset == "balanced" or not is_long else (None, 6.0, 7.0):
+            yield unchanged, preset, Rule(threshold)
+    for threshold in (6.0,) if is_long else (5.0, 6.0, 7.0):
+        yield unchanged, "balanced", Rule(threshold, "running")
+        yield unchanged, "balanced", Rule(threshold, "length")
+    for twin in twins:
+        for threshold in (None, 6.0) if is_long else (None, 6.0, 7.0, 5.0, 8.0):
+            yield twin, "balanced", Rule(threshold)
+    for twin in twins:
+        for threshold in (None, 6.0) if is_long else (None, 6.0, 7.0, 5.0, 8.0):
+            if not is_long or twin.name in ("keys x 32", "key biases"):
+                yield twin, "fp4", Rule(threshold)
+    for kind in ESTIMATES if length == REFERENCE_LENGTH else ():
+        for threshold in ESTIMATE_THRESHOLDS[kind.split()[0]]:
+            yield unchanged, "balanced", Rule(threshold, kind)
+
+
+class Study:
+    """A model at one length: its windows, its exact logits, and its twins."""
+
+    def __init__(self, model: PreTrainedModel, tokens: Tensor, length: int, windows: int, elements: int) -> None:
+        assert len(tokens) >= length * windows, f"the text has {len(tokens)} tokens, {windows} x {length} are needed"
+        self.model, self.length, self.elements = model, length, elements
+        self.ids = [tokens[i * length : (i + 1) * length].to(model.device) for i in range(windows)]
+        self.layers = attention_layers(model, tokens[:RANGE_TOKENS])
+        self.exact: dict[str, list[Tensor]] = {}
+
+    def run(self, twin: Twin, preset: str, rule: Rule) -> dict[str, Any]:
+        """Measure one rule on one twin."""
+        reference = "" if twin.is_same_function else twin.name
+        with stressed(self.model, self.layers, twin):
+            if reference not in self.exact:
+                self.exact = {key: value for key, value in self.exact.items() if key == ""}  # memory for no more
+                self.exact[reference] = self._read(EXACT, Rule())[0]
+            began = time.perf_counter()
+            logits, attention = self._read(PRESETS[preset].recipe, rule)
+        window = Window(0, self.length, 1)
+        scores = [
+            score(*parts[:2], window, parts[2]) for parts in zip(logits, self.ids, self.exact[reference], strict=True)
+        ]
+        exact = [score(*parts, window) for parts in zip(self.exact[reference], self.ids, strict=True)]
+        kl = np.concatenate([each.kl for each in scores]).astype(np.float64)
+        nll, exact_nll = (np.concatenate([each.nll for each in found]).astype(np.float64) for found in (scores, exact))
+        result = {
+            "length": self.length,
+            "windows": len(self.ids),
+            "twin": twin.name,
+            "preset": preset,
+            **rule._asdict(),
+            "kl": kl.mean(),
+            "kl_stderr": kl.std() / math.sqrt(len(kl)),
+            "perplexity": math.exp(nll.mean()),
+            "change_percent": 100 * math.expm1((nll - exact_nll).mean()),
+            "flips": 1 - np.concatenate([each.agree for each in scores]).mean(),
+            "skipped": attention.skipped.sum() / attention.low.sum(),
+            "skipped_by_head": np.round(attention.skipped / attention.low, 4).tolist(),
+            "seconds": time.perf_counter() - began,
+        }
+        if attention.lost:
+            lost = torch.cat(attention.lost)
+            result["lost_mean"] = float(lost.double().mean())
+            result["lost_p999"] = float(lost.kthvalue(int(0.999 * len(lost))).values)
+        return result
+
+    def _read(self, recipe: Recipe, rule: Rule) -> tuple[list[Tensor], SkippingAttention]:
+        config = self.model.config
+        attention = SkippingAttention(recipe, rule, config.num_hidden_layers, config.num_attention_heads, self.elements)
+        AttentionInterface.register(NAME, attention)
+        self.model.set_attn_implementation(NAME)
+        with torch.inference_mode():
+            logits = [self.model(input_ids=ids[None], use_cache=False).logits[0] for ids in self.ids]
+        return logits, attention
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measure every length, and write what was found after each run."""
+    AttentionMaskInterface.register(NAME, lambda *_args, **_options: None)
+    began, found = time.perf_counter(), []
+    text = load_text(options.data).content
+    for length in options.lengths:
+        loaded = load_model(options.model, dtype="float32", device=options.device, yarn=4 if length > 8192 else None)
+        windows = options.windows or WINDOWS.get(length, 1)
+        tokens = tokenize(loaded.tokenizer, text[: 8 * length * windows])
+        study = Study(loaded.model, tokens, length, windows, options.elements)
+        for twin, preset, rule in plan(length):
+            if time.perf_counter() - began > options.seconds:
+                print(f"stopped before {length}, {twin.name}, {preset}, {rule}", flush=True)
+                break
+            result = study.run(twin, preset, rule)
+            found.append(result)
+            print(summary(result), flush=True)
+            about = {name: Path(getattr(options, name)).name for name in ("model", "data")}
+            report = {**about, "device": device_name(loaded.model), "results": found}
+            options.out.write_text(json.dumps(report, indent=1))
+        del study, loaded
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def device_name(model: PreTrainedModel) -> str:
+    """Name what a model runs on."""
+    return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Return one line of a result."""
+    lost = f"lost {result['lost_mean']:.1e} {result['lost_p999']:.1e}" if "lost_mean" in result else ""
+    return (
+        f"{result['length']:6} {result['twin']:12} {result['preset']:8} {result['kind']} t={result['threshold']}: "
+        f"skipped {result['skipped']:.3f} KL {result['kl']:.2e} ppl {result['change_percent']:+.3f} % flips "
+        f"{100 * result['flips']:.2f} % {lost} {result['seconds']:.1f} s"
+    )
+
+
+def plot(options: argparse.Namespace) -> None:
+    """Draw the divergence from exact attention against the share of low tiles skipped."""
+    import matplotlib.pyplot as plt
+
+    results = [result for path in options.results for result in json.loads(path.read_text())["results"]]
+    plain = [result for result in results if (result["twin"], result["kind"]) == (TWINS[0].name, "high")]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
+    for axis, preset in zip(axes, ("balanced", "fp4"), strict=True):
+        for length in sorted({result["length"] for result in plain}):
+            rows = [result for result in plain if (result["length"], result["preset"]) == (length, preset)]
+            rows.sort(key=lambda row: -(row["threshold"] or math.inf))
+            shares = [100 * row["skipped"] for row in rows]
+            axis.plot(shares, [row["kl"] for row in rows], ".-", label=f"{length:,} tokens")
+            for share, row in zip(shares, rows, strict=True):
+                name = "off" if row["threshold"] is None else f"{row['threshold']:g}"
+                axis.annotate(name, (share, row["kl"]), textcoords="offset points", xytext=(4, -9), fontsize=8)
+        axis.set(title=preset, xlabel="low tiles skipped (%)", ylabel="KL per token (nats)", yscale="log")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(options.out, dpi=150)
+
+
+def main() -> None:
+    """Run the command that was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("measure")
+    command.set_defaults(run=measure)
+    command.add_argument("--model", required=True, help="folder, GGUF file or Hub name")
+    command.add_argument("--data", required=True, help="the text, as for dma-hf ppl")
+    command.add_argument("--out", required=True, type=Path, help="JSON file of the results")
+    command.add_argument("--lengths", type=int, nargs="+", default=list(WINDOWS))
+    command.add_argument("--windows", type=int, help=f"windows of each length (default: {WINDOWS}, else 1)")
+    command.add_argument("--device", default="auto")
+    command.add_argument("--elements", type=int, default=1 << 27, help="scores computed at once")
+    command.add_argument("--seconds", type=float, default=math.inf, help="start no run after so many")
+    command = commands.add_parser("plot")
+    command.set_defaults(run=plot)
+    command.add_argument("results", type=Path, nargs="+")
+    command.add_argument("--out", required=True, type=Path)
+    options = parser.parse_args()
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()
