@@ -13,12 +13,13 @@ settings along), and changes nothing else::
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import dma_attention_forward
-from .batching import continuous_batching
 from .cache import DMACache
 from .cache_step import CachedStates
 from .compact_mask import CompactMask, MaskGeometry
 from .config import PRESETS, DMAConfig, preset, resolve
 from .equalization import equalize
+from .integrations.batching import continuous_batching
+from .integrations.versions import UnsupportedTransformersError
 from .masking import dma_mask
 from .models import configure
 from .settings import IMPLEMENTATIONS, NAME
@@ -32,6 +33,7 @@ __all__ = [
     "DMACache",
     "DMAConfig",
     "MaskGeometry",
+    "UnsupportedTransformersError",
     "configure",
     "continuous_batching",
     "dma_attention_forward",

@@ -25,7 +25,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
 
     Keys and values are quantised once, in tiles of 128, as the model made them::
 
-        model.generate(**inputs, past_key_values=DMACache(model.config, format="int4"))
+        model.generate(**inputs, cache=DMACache(model.config, format="int4"))
 
     Layers that run ``dma_mxfp`` compute a prompt under the model's recipe, and attend to what the cache holds with
     every later step. Under any other attention implementation the cache returns dequantised keys and values. Layers

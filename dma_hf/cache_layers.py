@@ -24,6 +24,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .cache_step import CachedStates, Step
 from .call import autocast_dtype
 from .compact_mask import MaskGeometry
+from .integrations.attention_name import attention_name
 from .settings import is_dma
 
 DECODED_AT_ONCE = 16
@@ -61,7 +62,7 @@ class Owner:
     @property
     def reads_packed(self) -> bool:
         """Whether the model's attention function recognises :class:`~dma_hf.CachedStates`."""
-        return is_dma(str(self.config._attn_implementation))
+        return is_dma(str(attention_name(self.config)))
 
 
 class DMALayer(CacheLayerMixin):  # type: ignore[misc]

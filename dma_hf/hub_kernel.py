@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import dma_attention_forward
+from .integrations.attention_name import attention_name
 from .masking import dma_mask
 
 
@@ -29,7 +30,7 @@ def dma_mxfp(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None
         RuntimeError: The layer's masks are made by another mask function.
     """
     if not torch.compiler.is_compiling():
-        implementation = str(getattr(module.config, "_attn_implementation", None))
+        implementation = str(attention_name(module.config))
         is_registered = ALL_ATTENTION_FUNCTIONS.get(implementation) is dma_mxfp
         if is_registered and ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is not dma_mask:
             raise RuntimeError(

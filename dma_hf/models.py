@@ -11,12 +11,14 @@ from dma_kernels import Recipe
 from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
 
-from .batching import InitContinuousBatching, OwnMethod
 from .cache import DMACache
 from .cache_layers import DMALayer
 from .config import DMAConfig, resolve
+from .integrations.attention_name import attention_name
+from .integrations.batching import InitContinuousBatching
 from .integrations.cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from .masking import built_in_attention, refuse_model
+from .own_method import OwnMethod
 from .settings import IMPLEMENTATIONS, NAME, cache_of, distinct_configs, is_dma, rename, settings_of
 
 IMPLEMENTATION = "dma"
@@ -44,7 +46,7 @@ def configure(
             has already: the preset that it was loaded with, the section of its configuration, or ``balanced``.
         activate: Also switch the model to ``dma_mxfp``, with ``set_attn_implementation``.
         changes: Fields to change in ``setting``. With ``cache="int8"`` or ``"int4"`` a new :class:`~dma_hf.DMACache` is
-            the cache of every ``generate`` of this object that does not ask for another one.
+            the cache of every ``generate`` of this object that does not ask for another one; ``cache=None`` undoes it.
 
     Returns:
         The configuration that was set.
@@ -71,7 +73,7 @@ def configure(
     if activate:
         models[0].set_attn_implementation(NAME)
     configs = distinct_configs(model)
-    running = sorted({str(each._attn_implementation) for each in configs})
+    running = sorted({str(attention_name(each)) for each in configs})
     if not any(is_dma(name) for name in running):
         raise ValueError(
             f"{type(models[0]).__name__} runs attention {', '.join(map(repr, running))}, which the settings of {NAME} "
@@ -81,20 +83,22 @@ def configure(
         setattr(each, NAME, config.to_dict())
     rename(model, lambda name: NAME if name in IMPLEMENTATIONS else name)  # a preset in it would count before that
     if isinstance(models[0], GenerationMixin):
-        models[0].generate = CachedGenerate(models[0])
-        models[0].init_continuous_batching = InitContinuousBatching(models[0])
+        InitContinuousBatching.install(models[0])
+        (CachedGenerate.remove if config.cache is None else CachedGenerate.install)(models[0])
     return config
 
 
 class CachedGenerate(OwnMethod):
-    """The ``generate`` of one model: that of its class, with a ``DMACache`` where the model's configuration has one.
+    """The ``generate`` of one model, which uses a ``DMACache`` as the model's configuration says.
 
-    A call that asks for another cache gets it, and ``cache_implementation="dma"`` asks for a ``DMACache``. Nothing of
-    Transformers is changed.
+    A call that asks for another cache gets it, and ``cache_implementation="dma"`` asks for a ``DMACache`` where the
+    generation configuration says otherwise. Transformers has no public way to add a kind of cache.
     """
 
+    name = "generate"
+
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Generate; arguments and result are those of the class's own ``generate``."""
+        """Generate; arguments and result are those of the ``generate`` that the model had."""
         model = self.model
         asked = partial(_asked, model, arguments, options)
         wanted = options.get("cache_implementation") == IMPLEMENTATION
@@ -112,7 +116,7 @@ class CachedGenerate(OwnMethod):
                 for name in CACHE_ARGUMENTS:
                     options.pop(name, None)
                 options[CACHE_ARGUMENT] = cache
-        return type(model).generate(model, *arguments, **options)
+        return self.call_wrapped(*arguments, **options)
 
 
 def _asked(model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any], name: str) -> Any:

@@ -18,12 +18,13 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .config import NAMES, PRESETS, DMAConfig, preset
+from .integrations.attention_name import attention_name, set_attention_name
 
 NAME = "dma_mxfp"
 """The name of the attention implementation, and the key of its section in ``config.json``."""
 
 PAGED_NAME = f"{NAME}_paged|flash"
-"""The name while a model batches continuously; :mod:`dma_hf.paged` says why it is such a name."""
+"""The name while a model batches continuously; :mod:`dma_hf.integrations.paged_attention` says why it is this one."""
 
 HUB_SUFFIX = f":{NAME}"
 """How the name of the implementation ends where it comes from the Hub: ``org/repo:dma_mxfp``."""
@@ -73,7 +74,7 @@ def settings_of(config: PreTrainedConfig) -> Settings:
         TypeError: The section is neither a mapping nor the name of a preset.
         ValueError: It holds an unknown key or a wrong value.
     """
-    implementation, _, named = str(config._attn_implementation).partition(":")
+    implementation, _, named = str(attention_name(config)).partition(":")
     section = named if named and implementation in (NAME, PAGED_NAME) else getattr(config, NAME, None)
     if section is None:
         return _DEFAULT
@@ -87,7 +88,7 @@ def cache_of(model: PreTrainedModel) -> str | None:
     The section counts while the decoder runs ``dma_mxfp``.
     """
     decoder = model.config.get_text_config(decoder=True)
-    return settings_of(decoder).config.cache if is_dma(str(decoder._attn_implementation)) else None
+    return settings_of(decoder).config.cache if is_dma(str(attention_name(decoder))) else None
 
 
 def _parse(section: Any) -> Settings:
@@ -136,13 +137,13 @@ def distinct_configs(model: nn.Module) -> list[PreTrainedConfig]:
 
 def rename(model: nn.Module, new: Callable[[Any], Any]) -> list[tuple[PreTrainedConfig, Any]]:
     """Give the attention of a model's parts other names; return what they were called, for :func:`restore_names`."""
-    saved = [(config, config._attn_implementation) for config in distinct_configs(model)]
+    saved = [(config, attention_name(config)) for config in distinct_configs(model)]
     for config, name in saved:  # outermost first: the setter writes to nested ones too
-        config._attn_implementation = new(name)
+        set_attention_name(config, new(name))
     return saved
 
 
 def restore_names(saved: list[tuple[PreTrainedConfig, Any]]) -> None:
     """Take back :func:`rename`."""
     for config, name in saved:
-        config._attn_implementation = name
+        set_attention_name(config, name)

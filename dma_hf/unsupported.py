@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 import warnings
 from collections import Counter
@@ -20,6 +19,7 @@ from transformers import GenerationMixin
 from .call import Call
 from .compact_mask import MASKED_BELOW, has_no_values
 from .integrations.cache_argument import CACHE_ARGUMENT
+from .integrations.output_capturing import is_collecting_attentions
 
 HARMLESS = frozenset(
     {
@@ -146,10 +146,7 @@ def _is_collecting_attentions() -> bool:
     """Return whether the model hooks its layers for attention weights; not every model passes the argument down."""
     if torch.compiler.is_compiling():
         return False
-    # A private name, for models that pass no argument down (GPT-2): test_model_classes.py fails if it goes.
-    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
-    collected: Any = None if collector is None else collector.get()
-    return bool(collected) and any(name.endswith("attentions") for name in collected)
+    return is_collecting_attentions()
 
 
 _counts: Counter[str] = Counter()

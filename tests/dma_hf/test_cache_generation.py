@@ -27,6 +27,7 @@ from transformers import (
 import dma_hf
 from dma_hf import DMACache
 from dma_hf.cache_layers import DMALayer
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 NEW_TOKENS = 10
 PROMPT = 250
@@ -181,11 +182,12 @@ class TestDefault:
     def test_cache_implementation_can_ask_for_it(self, build, token_ids):
         model = build("llama")
         options = {"do_sample": False, "return_dict_in_generate": True, "cache_implementation": "dma"}
-        for setting, expected in ((None, "int8"), ("int4", "int4")):
-            dma_hf.configure(model, cache=setting)
-            cache = _generate(model, token_ids(1, 20), **options).past_key_values
-            assert type(cache) is DMACache
-            assert cache.format == expected
+        dma_hf.configure(model, cache="int4")
+        model.generation_config.cache_implementation = "static"
+        cache = _generate(model, token_ids(1, 20), **options).past_key_values
+        assert type(cache) is DMACache
+        assert cache.format == "int4"
+        model.generation_config.cache_implementation = None
         with pytest.raises(ValueError, match="Invalid `cache_implementation`"):  # Transformers', where it is not known
             type(model).generate(model, token_ids(1, 20), **options)
 
@@ -202,6 +204,30 @@ class TestDefault:
             warnings.simplefilter("error")
             result = _generate(loaded, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
         assert result.past_key_values.format == "int4"
+
+    def test_another_wrapper_of_generate_is_kept(self, build, token_ids):
+        model, calls = build("llama"), []
+        original = type(model).generate
+
+        def counted(*arguments, **options):
+            calls.append(options[CACHE_ARGUMENT])
+            return original(model, *arguments, **options)
+
+        model.generate = counted
+        dma_hf.configure(model, cache="int4")
+        dma_hf.configure(model, cache="int8")
+        _generate(model, token_ids(1, 20), do_sample=False)
+        assert [cache.format for cache in calls] == ["int8"]
+        dma_hf.configure(model, cache=None)
+        assert model.generate is counted
+
+    def test_no_cache_undoes_it(self, build, token_ids):
+        model = build("llama")
+        dma_hf.configure(model, cache="int4")
+        dma_hf.configure(model, cache=None)
+        assert "generate" not in vars(model)
+        result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
+        assert type(result[CACHE_ARGUMENT]) is DynamicCache
 
     def test_other_models_of_the_class_are_left_alone(self, build, families):
         model, other = build("llama"), families["llama"].build("dma_mxfp")

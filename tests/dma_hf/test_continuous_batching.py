@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf
-from dma_hf.batching import _has_sectors
+from dma_hf.integrations.batching import has_sectors
 from dma_hf.settings import PAGED_NAME, settings_of
 
 BLOCK_SIZE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"  # up to 5.17
@@ -27,11 +30,16 @@ def _batched(model, prompts, **options):
         return _generate_batch(model, prompts, **options)
 
 
-def _generate_batch(model, prompts, num_blocks=64, **options):
+def _generate_batch(model, prompts, num_blocks=64, persistent_manager=False, **options):
     settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
     options |= {BLOCK_SIZE: 32, "num_blocks": num_blocks, "return_logprobs": True, "use_cuda_graph": False}
     batching = ContinuousBatchingConfig(**options)
-    outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
+    outputs = model.generate_batch(
+        prompts,
+        generation_config=settings,
+        continuous_batching_config=batching,
+        persistent_manager=persistent_manager,
+    )
     assert [output.error for output in outputs.values()] == [None] * len(prompts)
     return [(output.generated_tokens, output.logprobs) for output in outputs.values()]
 
@@ -113,23 +121,23 @@ def test_refusals(families, token_ids):
 
 
 def test_packed_pages_need_sectors(families, prompts, monkeypatch):
-    monkeypatch.setattr("dma_hf.batching._has_sectors", lambda: False)
+    monkeypatch.setattr("dma_hf.integrations.batching.has_sectors", lambda: False)
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "kv4")
-    message = r"packed pages \(cache='int4'\) need Transformers 5\.23 or newer, and this is 5\."
+    message = r"packed pages \(cache='int4'\) need Transformers 5\.18 or newer, and this is 5\."
     with pytest.raises(RuntimeError, match=message), dma_hf.continuous_batching(model):
         pass
     with pytest.raises(RuntimeError, match=message):
         model.generate_batch(prompts)
     dma_hf.configure(model, cache=None)
     message = (
-        r"on Transformers before 5\.23 \(this is 5\.[\d.]+\) generate_batch is called within dma_hf\.continuous_ba"
+        r"on Transformers before 5\.18 \(this is 5\.[\d.]+\) generate_batch is called within dma_hf\.continuous_ba"
     )
     with pytest.raises(RuntimeError, match=message):
         model.generate_batch(prompts)
 
 
-@pytest.mark.skipif(not _has_sectors(), reason="before Transformers 5.23")
+@pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
 def test_a_configured_model_needs_no_context(families, prompts):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")
@@ -137,14 +145,71 @@ def test_a_configured_model_needs_no_context(families, prompts):
     assert model.config._attn_implementation == dma_hf.NAME
 
 
-def test_what_the_backend_refuses_fails_the_requests(families, prompts):
+@pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
+@pytest.mark.parametrize("is_kept", [False, True], ids=["", "persistent"])
+def test_a_thread_that_dies_raises(families, prompts, is_kept):
+    """What the backend refuses ends the generation thread."""
     model = families["llama"].build(dma_hf.NAME)
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
             lambda module, args, kwargs: (args, kwargs | {"head_mask": torch.ones(4)}), with_kwargs=True
         )
-    settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
-    batching = ContinuousBatchingConfig(num_blocks=64)
+    with (
+        pytest.raises(RuntimeError, match=r"thread has died: ValueError: .* does not support the argument 'head_mask'"),
+        dma_hf.continuous_batching(model),
+    ):
+        _generate_batch(model, prompts[:1], persistent_manager=is_kept)
+    assert model.config._attn_implementation == dma_hf.NAME
+    assert getattr(model, "_cached_continuous_batching_manager", None) is None
+
+
+@pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
+def test_a_thread_that_never_starts_raises(families, prompts, monkeypatch):
+    """As on Transformers 5.24, whose thread got an argument that was not known."""
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "paper")
+    monkeypatch.setattr(ContinuousBatchingManager, "_run_generation_loop", lambda self, *, unknown: None)
+    monkeypatch.setattr("dma_hf.integrations.manager.check_interfaces", lambda: None)
+    with pytest.raises(RuntimeError, match=r"thread has died: TypeError: .*unexpected keyword argument|missing"):
+        _generate_batch(model, prompts[:1])
+
+
+@pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
+def test_an_unknown_interface_is_refused_before_anything_runs(families, prompts, monkeypatch):
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+    from dma_hf.integrations import manager
+
+    model = families["llama"].build(dma_hf.NAME)
+    dma_hf.configure(model, "paper")
+    functions = (ContinuousBatchingManager.warmup, "device"), *manager._PARAMETERS
+    monkeypatch.setattr(manager, "_PARAMETERS", functions)
+    manager.check_interfaces.cache_clear()
+    message = (
+        rf"Transformers {re.escape(transformers.__version__)} is installed, where ContinuousBatchingManager\.warmup "
+        r"takes \(\), not \(device\); dma-hf supports transformers>=5\.17,<5\.25: pip install"
+    )
+    with pytest.raises(dma_hf.UnsupportedTransformersError, match=message):
+        _generate_batch(model, prompts[:1])
+    assert model.config._attn_implementation == dma_hf.NAME
+
+
+def test_contexts_may_overlap(families):
+    """The first to be entered is left first; the name is put back by the last."""
+    model = families["llama"].build(dma_hf.NAME)
+    first, second = dma_hf.continuous_batching(model), dma_hf.continuous_batching(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert model.config._attn_implementation == PAGED_NAME
+    second.__exit__(None, None, None)
+    assert model.config._attn_implementation == dma_hf.NAME
+
+
+def test_a_name_that_is_set_while_batching_stays(families):
+    model = families["llama"].build(dma_hf.NAME)
     with dma_hf.continuous_batching(model):
-        outputs = model.generate_batch(prompts[:1], generation_config=settings, continuous_batching_config=batching)
-    assert all("does not support the argument 'head_mask'" in str(output.error) for output in outputs.values())
+        model.set_attn_implementation("sdpa")
+    assert model.config._attn_implementation == "sdpa"

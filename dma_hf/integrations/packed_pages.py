@@ -1,6 +1,6 @@
 """Packed pages: the paged cache of continuous batching in the formats of :class:`~dma_hf.DMACache`.
 
-Transformers' scheduler and pool hand out blocks of one flat tensor of bytes (5.23 and newer). Here there are two kinds:
+Transformers' scheduler and pool hand out blocks of one flat tensor of bytes (5.18 and newer). Here there are two kinds:
 
 * **pages**: a block holds a tile of 128 tokens of one request as records, one for each layer and kv head
   (:mod:`dma_kernels.cache.codes`). A request has one for every complete tile that is no sink: sinks are never read as
@@ -16,7 +16,7 @@ step needs beside them (positions, pages, slots) is in the step's inputs: there 
 
 from __future__ import annotations
 
-import copy
+import inspect
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,19 +29,12 @@ from dma_kernels.cache.codes import Record, cache_format
 from dma_kernels.cache.storage import RAW, LayerStorage
 from dma_kernels.numerics.formats import TILE
 from torch import Tensor
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
-from transformers.generation.continuous_batching.continuous_api import (
-    ContinuousBatchingManager,
-    ContinuousBatchProcessor,
-)
-from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
-from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
-from .paged import name_for_batching
-from .settings import cache_of, rename, restore_names, settings_of
+from ..settings import settings_of
 
 Batch = tuple[Tensor | None, Tensor, Tensor]
 """Transformers' table of blocks if it has one, where requests begin among the queries, and position ids."""
@@ -54,6 +47,8 @@ DEFAULT_BLOCKS = 256
 
 ROUNDED_PAGES = 32
 """Page tables of mixed batches have a multiple of so many columns, so that few shapes come up."""
+
+_MEMORY_PARAMETERS = inspect.signature(PagedAttentionMemoryHandler.__init__).parameters
 
 SLACK_TILES = 1
 """Tiles of a tail beyond the band: the query's own."""
@@ -173,8 +168,8 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         self.max_blocks_per_request = batching.max_blocks_per_request
         self.allow_block_sharing = self.use_prefix_sharing = False
         layers, heads, head_dim = config.num_hidden_layers, find_num_key_value_heads(config), find_head_dim(config)
-        if distributed.tp_size > 1 and distributed.are_kv_heads_tp_ed():
-            heads //= distributed.tp_size
+        shards = distributed.tp_size if distributed.tp_size > 1 and distributed.are_kv_heads_tp_ed() else 1
+        heads //= shards
         self.record = Record(cache_format(settings.config.cache), head_dim, head_dim)
         self.heads = heads
         sinks = settings.recipe.sink_tiles
@@ -201,6 +196,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             bytes_per_block=whole,
             attn_types=list(self.cache_allocators),
             model_supports_logits_to_keep=callable(slices_logits) and slices_logits(),
+            **({"kv_tp_size": shards} if "kv_tp_size" in _MEMORY_PARAMETERS else {}),  # Transformers 5.24
         )
         memory.restored_bytes = 2 * heads * head_dim * dtype.itemsize * getattr(config, "max_position_embeddings", 0)
         sizes = torch.tensor(memory.infer_max_batch_tokens_and_num_sectors(), device=self.device)
@@ -353,94 +349,4 @@ def check_layers(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"packed pages hold keys and values of full and sliding attention, and this model has layers of "
             f"{', '.join(sorted(kinds))}; generate has all kinds"
-        )
-
-
-class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
-    """Transformers' manager of continuous batching for a model that runs ``dma_mxfp``, with the cache it is set to.
-
-    The model goes by a name that Transformers takes for batching while the manager is at work; afterwards by its own.
-
-    Arguments are those of Transformers' manager.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, settings: GenerationConfig, batching: ContinuousBatchingConfig, hints: Any
-    ) -> None:
-        self.cache_format = cache_of(model)
-        if self.cache_format is not None:
-            check_layers(model.config.get_text_config(decoder=True))
-        self._names: list[tuple[PreTrainedConfig, Any]] = []
-        batching = copy.deepcopy(batching)
-        blocks = batching.max_blocks_per_request
-        if self.cache_format is not None:
-            batching.max_blocks_per_request = None  # it would be taken for a wish for FlashAttention's kernel
-        elif batching.use_cuda_graph is None:
-            batching.use_cuda_graph = False  # lengths are needed on the host
-        try:
-            super().__init__(model, settings, batching, hints)
-        except Exception:
-            self._restore_names()
-            raise
-        resolved = self.continuous_batching_config
-        if self.cache_format is not None:
-            if blocks is None:
-                longest = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
-                blocks = math.ceil(longest / TILE) + 1 if longest else DEFAULT_BLOCKS
-            resolved.max_blocks_per_request = blocks
-            # Prompts come in any number and length, which are read on the host.
-            resolved.use_cuda_graph = False, resolved.cuda_graph_booleans[1] and blocks > 0
-
-    def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
-        """Rename the attention of the model; never is another one used."""
-        if not self._names:
-            self._names = rename(model, name_for_batching)
-
-    def _restore_names(self) -> None:
-        restore_names(self._names)
-        self._names = []
-
-    def warmup(self) -> None:
-        try:
-            super().warmup()
-        except Exception:
-            self._restore_names()
-            raise
-
-    def stop(self, *arguments: Any, **options: Any) -> None:
-        super().stop(*arguments, **options)
-        if not self.is_running():  # as it may after stop(block=False)
-            self._restore_names()
-
-    def _run_generation_loop(self, *arguments: Any, **options: Any) -> None:
-        try:
-            super()._run_generation_loop(*arguments, **options)
-        finally:
-            self._restore_names()
-
-    def _create_batch_processor(self) -> ContinuousBatchProcessor:
-        if self.cache_format is None or isinstance(self.batch_processor, ContinuousBatchProcessor):
-            return super()._create_batch_processor()
-        resolved = self.continuous_batching_config
-        cache = PackedPagedCache(self.model, resolved, self.distributed_helper)
-        self._use_prefix_sharing = False
-        update_cb_config_after_cache_creation(resolved, cache.num_blocks, cache.max_batch_tokens)
-        # Each request has a slot.
-        resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, cache.num_sectors - 1)
-        return ContinuousBatchProcessor(
-            cache=cache,
-            config=cache.config,
-            generation_config=self.generation_config,
-            continuous_batching_config=resolved,
-            logit_processor=self.logit_processor,
-            input_queue=self.input_queue if self.is_tp_driver else None,
-            cancel_queue=self.cancel_queue if self.is_tp_driver else None,
-            output_router=self.output_router,
-            background_thread_status=self.background_thread_status,
-            model_device=cache.device,
-            model_dtype=cache.dtype,
-            scheduler=SCHEDULER_MAPPING[resolved.scheduler_type](
-                cache, resolved.safety_margin, resolved.max_requests_per_batch
-            ),
-            distributed_helper=self.distributed_helper,
         )

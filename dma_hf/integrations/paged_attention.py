@@ -16,9 +16,9 @@ from dma_kernels import Recipe, attention
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from . import unsupported
-from .call import Call
-from .settings import NAME, PAGED_NAME, is_dma
+from .. import unsupported
+from ..call import Call
+from ..settings import NAME, PAGED_NAME, is_dma
 
 _OF_THE_BATCH = frozenset(
     {"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal"}

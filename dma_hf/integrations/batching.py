@@ -1,17 +1,16 @@
 """Continuous batching switched on: ``generate_batch`` of a model that runs ``dma_mxfp``.
 
 A configured model has an ``init_continuous_batching`` of its own, :class:`InitContinuousBatching`, which is what
-``generate_batch`` and Transformers' server call. It returns a manager that gives the model the name it needs
-(:mod:`dma_hf.paged`), and that has packed pages (:mod:`dma_hf.packed_pages`) where the configuration names a format of
-the cache. Before Transformers 5.23 there is none of this: pages have 16 bits, and :func:`continuous_batching` sets the
-name.
+``generate_batch`` and Transformers' server call. It returns a manager (:mod:`dma_hf.integrations.manager`) that gives
+the model the name it needs (:mod:`dma_hf.integrations.paged_attention`), with packed pages where the configuration
+names a format of the cache. Transformers 5.17 has another paged cache: there pages hold 16 bits, and
+:func:`continuous_batching` sets the name.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib.util
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,44 +18,17 @@ from typing import Any
 import transformers
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
-from .paged import name_for_batching
-from .settings import PAGED_NAME, cache_of, is_dma, rename, restore_names
-
-
-class OwnMethod:
-    """A method that one model has in place of its class's.
-
-    An object, and no bound function, so that it is copied and pickled with the model. It does not keep the model alive:
-    whoever drops a model has its memory back at once, not when Python looks for cycles.
-
-    Args:
-        model: The model, of which this is an attribute.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = weakref.ref(model)
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model.
-
-        Raises:
-            ReferenceError: It is gone.
-        """
-        model = self._model()
-        if model is None:
-            raise ReferenceError(
-                f"{type(self).__name__} was kept longer than its model; keep the model itself: model = load(), then "
-                "model.generate(...)"
-            )
-        return model
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.model,)
+from ..own_method import OwnMethod
+from ..settings import PAGED_NAME, cache_of, is_dma
+from .attention_name import attention_name
+from .batching_name import enter_batching, leave_batching
+from .versions import private_imports
 
 
 class InitContinuousBatching(OwnMethod):
     """The ``init_continuous_batching`` of one model: a manager that runs ``dma_mxfp``, with the cache it is set to."""
+
+    name = "init_continuous_batching"
 
     def __call__(
         self,
@@ -67,6 +39,7 @@ class InitContinuousBatching(OwnMethod):
         """Return a manager; arguments are those of the class's own ``init_continuous_batching``.
 
         Raises:
+            UnsupportedTransformersError: Transformers' manager is not one that this package knows.
             RuntimeError: Transformers is too old for what the model is set to; or a kept manager has another cache.
             ValueError: The model has layers that packed pages do not hold.
         """
@@ -79,12 +52,13 @@ class InitContinuousBatching(OwnMethod):
                 f"a manager was kept whose pages are cache={other!r}, and the model is set to cache={cache!r} now; "
                 "call model.destroy_cached_continuous_batching_manager() first"
             )
-        if kept is not None or not is_dma(str(model.config._attn_implementation)) or not _has_sectors():
+        if kept is not None or not is_dma(str(attention_name(model.config))) or not has_sectors():
             _refuse_what_is_newer(model)
-            given = generation_config, continuous_batching_config, workload_hints
-            return type(model).init_continuous_batching(model, *given)
-        from .packed_pages import DMAManager  # which older versions cannot import
+            return self.call_wrapped(generation_config, continuous_batching_config, workload_hints)
+        with private_imports():
+            from .manager import DMAManager, check_interfaces  # which 5.17 cannot import
 
+        check_interfaces()
         settings = generation_config or model.generation_config
         batching = continuous_batching_config or getattr(settings, "continuous_batching_config", None)
         if settings.eos_token_id is None:
@@ -93,8 +67,8 @@ class InitContinuousBatching(OwnMethod):
         return DMAManager(model, settings, batching or ContinuousBatchingConfig(), workload_hints)
 
 
-def _has_sectors() -> bool:
-    """Whether the installed Transformers pages its cache in sectors that allocators share, as 5.23 does."""
+def has_sectors() -> bool:
+    """Whether the installed Transformers pages its cache in sectors that allocators share, as 5.18 and newer do."""
     spec = "transformers.generation.continuous_batching.cache_allocators"
     return importlib.util.find_spec(spec) is not None
 
@@ -102,17 +76,17 @@ def _has_sectors() -> bool:
 def _refuse_what_is_newer(model: PreTrainedModel) -> None:
     """Raise if the installed Transformers is too old to batch a model as it is set."""
     cache = cache_of(model)
-    name = str(model.config._attn_implementation)
-    if _has_sectors() or not is_dma(name):
+    name = str(attention_name(model.config))
+    if has_sectors() or not is_dma(name):
         return
     if cache is not None:
         raise RuntimeError(
-            f"packed pages (cache={cache!r}) need Transformers 5.23 or newer, and this is {transformers.__version__}; "
+            f"packed pages (cache={cache!r}) need Transformers 5.18 or newer, and this is {transformers.__version__}; "
             "update it, or call dma_hf.configure(model, cache=None) for pages of 16 bits"
         )
     if not name.startswith(PAGED_NAME):
         raise RuntimeError(
-            f"on Transformers before 5.23 (this is {transformers.__version__}) generate_batch is called within "
+            f"on Transformers before 5.18 (this is {transformers.__version__}) generate_batch is called within "
             "dma_hf.continuous_batching(model)"
         )
 
@@ -124,27 +98,24 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
         with dma_hf.continuous_batching(model):
             outputs = model.generate_batch(prompts, generation_config=settings)
 
-    A model that :func:`dma_hf.configure` was called on needs it on Transformers before 5.23 only. There the cache keeps
-    16 bits, and on a GPU ``continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)`` is needed,
-    because the lengths of the requests are read on the host.
+    A model that :func:`dma_hf.configure` was called on needs it on Transformers 5.17 only. There the cache keeps 16
+    bits, and on a GPU ``continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)`` is needed, because
+    the lengths of the requests are read on the host. Blocks may overlap.
 
     Raises:
         ValueError: The model does not run ``dma_mxfp``.
         RuntimeError: Its configuration asks for packed pages, and Transformers is too old for them.
     """
-    if not is_dma(str(model.config._attn_implementation)):
+    name = attention_name(model.config)
+    if not is_dma(str(name)):
         raise ValueError(
-            f"{type(model).__name__} runs attention {model.config._attn_implementation!r}; continuous_batching is for "
-            "models with attn_implementation='dma_mxfp'"
+            f"{type(model).__name__} runs attention {name!r}; continuous_batching is for models with "
+            "attn_implementation='dma_mxfp'"
         )
-    is_own = "init_continuous_batching" in vars(model)
-    names = rename(model, name_for_batching)
+    InitContinuousBatching.install(model)
+    enter_batching(model)
     try:
         _refuse_what_is_newer(model)
-        if not is_own:
-            model.init_continuous_batching = InitContinuousBatching(model)
         yield
     finally:
-        restore_names(names)
-        if not is_own:
-            vars(model).pop("init_continuous_batching", None)
+        leave_batching(model)

@@ -1,0 +1,238 @@
+"""Transformers' manager of continuous batching, for a model that runs ``dma_mxfp``.
+
+Written for Transformers 5.18 to 5.24. :func:`check_interfaces` holds the installed version against that.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import math
+import threading
+from functools import cache
+from typing import Any
+
+from dma_kernels.numerics.formats import TILE
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
+from transformers.generation.continuous_batching.continuous_api import (
+    BackgroundThreadStatus,
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
+from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
+
+from ..settings import cache_of
+from .batching_name import enter_batching, leave_batching
+from .packed_pages import DEFAULT_BLOCKS, PackedPagedCache, check_layers
+from .versions import UnsupportedTransformersError, check_attributes, check_parameters
+
+_MEMORY = (
+    "config cb_config dtype bytes_per_sector tokens_per_sector bytes_per_block attn_types model_supports_logits_to_keep"
+)
+_PARAMETERS: tuple[tuple[Any, ...], ...] = (
+    (ContinuousBatchingManager.__init__, "model generation_config continuous_batching_config workload_hints"),
+    (ContinuousBatchingManager.switch_to_cb_friendly_attn, "model", "model auto_switch_to_flash"),
+    (ContinuousBatchingManager.warmup, ""),
+    (ContinuousBatchingManager.stop, "block timeout keep_for_next_session hard_stop"),
+    (ContinuousBatchingManager.destroy, ""),
+    (ContinuousBatchingManager._run_generation_loop, "", "use_inference_mode"),
+    (ContinuousBatchingManager._create_batch_processor, ""),
+    (ContinuousBatchingManager._handle_critical_error, "error batch_processor"),
+    (
+        ContinuousBatchProcessor.__init__,
+        "cache config generation_config continuous_batching_config logit_processor input_queue cancel_queue "
+        "output_router background_thread_status model_device model_dtype scheduler distributed_helper",
+    ),
+    (PagedAttentionCache.extend_read_and_write_indices, "request_id past_length query_length read_index write_index"),
+    (
+        PagedAttentionCache.update,
+        "key_states value_states layer_idx read_index write_index",
+        "key_states value_states layer_idx kwargs",
+    ),
+    (PagedAttentionMemoryHandler.__init__, _MEMORY, f"{_MEMORY} kv_tp_size"),
+    (PagedAttentionMemoryHandler.infer_max_batch_tokens_and_num_sectors, ""),
+    (CachePool.__init__, "num_sectors num_allocators num_reserved_sectors"),
+    (
+        FullAttentionCacheAllocator._before_cache_tensor_init,
+        "index layer_indices tokens_per_page bytes_per_page allow_block_sharing",
+    ),
+    (FullAttentionCacheAllocator._after_cache_tensor_init, "non_trash_bytes bytes_per_sector cache_tensor pool"),
+    (FullAttentionCacheAllocator._compute_blocks_needed, "allocated_blocks past_length query_length"),
+    (FullAttentionCacheAllocator.register_cache_tensor, "bytes_per_sector non_trash_bytes cache_tensor pool"),
+    (FullAttentionCacheAllocator.fill_block_table, "request_id past_length query_length block_table"),
+    (update_cb_config_after_cache_creation, "cb_config num_blocks max_batch_tokens"),
+    (find_head_dim, "config"),
+    (find_num_key_value_heads, "config"),
+    *((scheduler, "cache safety_margin max_requests_per_batch") for scheduler in SCHEDULER_MAPPING.values()),
+)
+"""Functions that are called or overridden, with the parameters that they have in the supported versions."""
+
+_ATTRIBUTES = (
+    *("background_thread_status", "batch_processor", "cancel_queue", "continuous_batching_config"),
+    *("distributed_helper", "generation_config", "input_queue", "is_tp_driver", "logit_processor", "output_router"),
+    "_use_prefix_sharing",
+)
+"""Attributes of a manager that are read or set here."""
+
+_CACHE_ATTRIBUTES = frozenset(
+    {
+        *("_block_table_key", "allow_block_sharing", "bytes_per_sector", "cache_allocators", "cache_tensor", "config"),
+        *("device", "dtype", "layer_to_allocator", "max_batch_tokens", "max_blocks_per_request", "num_blocks"),
+        *("max_decode_fast_path_length", "max_tokens_read", "num_sectors", "pool", "read_cache_limit"),
+        *("tokens_per_sector", "use_prefix_sharing"),
+    }
+)
+"""Attributes that Transformers' paged cache sets in its constructor, which :class:`PackedPagedCache` does not call.
+
+``_block_table_key`` is for FlashAttention's kernel alone.
+"""
+
+
+@cache
+def check_interfaces() -> None:
+    """Check that continuous batching of the installed Transformers is as this package was written for.
+
+    Raises:
+        UnsupportedTransformersError: It is not.
+    """
+    for function, *known in _PARAMETERS:
+        check_parameters(function, *known)
+    check_attributes(BackgroundThreadStatus, ["mark_as_stopped"])
+    code = dis.get_instructions(PagedAttentionCache.__init__)
+    unknown = {each.argval for each in code if each.opname == "STORE_ATTR"} - _CACHE_ATTRIBUTES
+    if unknown:
+        raise UnsupportedTransformersError(
+            "PagedAttentionCache", f"has the new attributes {', '.join(sorted(unknown))}"
+        )
+
+
+class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
+    """Transformers' manager of continuous batching for a model that runs ``dma_mxfp``, with the cache it is set to.
+
+    The model goes by a name that Transformers takes for batching while the manager is at work; afterwards by its own.
+
+    Arguments are those of Transformers' manager.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, settings: GenerationConfig, batching: ContinuousBatchingConfig, hints: Any
+    ) -> None:
+        self.cache_format = cache_of(model)
+        if self.cache_format is not None:
+            check_layers(model.config.get_text_config(decoder=True))
+        self._entered: list[PreTrainedModel] = []
+        self._entering = threading.Lock()
+        batching = copy.deepcopy(batching)
+        blocks = batching.max_blocks_per_request
+        if self.cache_format is not None:
+            batching.max_blocks_per_request = None  # it would be taken for a wish for FlashAttention's kernel
+        elif batching.use_cuda_graph is None:
+            batching.use_cuda_graph = False  # lengths are needed on the host
+        try:
+            super().__init__(model, settings, batching, hints)
+            check_attributes(self, _ATTRIBUTES)
+        except Exception:
+            self._leave()
+            raise
+        resolved = self.continuous_batching_config
+        if self.cache_format is not None:
+            if blocks is None:
+                longest = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
+                blocks = math.ceil(longest / TILE) + 1 if longest else DEFAULT_BLOCKS
+            resolved.max_blocks_per_request = blocks
+            # Prompts come in any number and length, which are read on the host.
+            resolved.use_cuda_graph = False, resolved.cuda_graph_booleans[1] and blocks > 0
+
+    def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
+        """Rename the attention of the model; another one is never used."""
+        with self._entering:
+            if not self._entered:
+                enter_batching(model)
+                self._entered.append(model)
+
+    def _leave(self) -> None:
+        with self._entering:
+            if self._entered:
+                leave_batching(self._entered.pop())
+
+    def warmup(self) -> None:
+        try:
+            super().warmup()
+        except Exception:
+            self._leave()
+            raise
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Stop the generation thread.
+
+        Raises:
+            RuntimeError: The manager was to be kept, and its thread has died.
+        """
+        error = self.background_thread_status.fatal_error
+        is_kept = keep_for_next_session and error is None
+        super().stop(block=block, timeout=timeout, keep_for_next_session=is_kept, hard_stop=hard_stop)
+        if not self.is_running():  # as it may after stop(block=False)
+            self._leave()
+        if keep_for_next_session:
+            self._raise_if_dead()
+
+    def destroy(self) -> None:
+        """Release what the manager holds; ``generate_batch`` ends with it.
+
+        Raises:
+            RuntimeError: The generation thread has died.
+        """
+        super().destroy()
+        self._leave()
+        self._raise_if_dead()
+
+    def _raise_if_dead(self) -> None:
+        error = self.background_thread_status.fatal_error
+        if error is not None:
+            raise RuntimeError(f"the generation thread has died: {type(error).__name__}: {error}") from error
+
+    def _run_generation_loop(self, *arguments: Any, **options: Any) -> None:
+        try:
+            super()._run_generation_loop(*arguments, **options)
+        except Exception as error:  # the end of a thread: what is not recorded here nobody sees
+            self._handle_critical_error(error, self.batch_processor)
+            self.background_thread_status.mark_as_stopped()
+        finally:
+            self._leave()
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        if self.cache_format is None or isinstance(self.batch_processor, ContinuousBatchProcessor):
+            return super()._create_batch_processor()
+        resolved = self.continuous_batching_config
+        cache = PackedPagedCache(self.model, resolved, self.distributed_helper)
+        self._use_prefix_sharing = False
+        update_cb_config_after_cache_creation(resolved, cache.num_blocks, cache.max_batch_tokens)
+        # Each request has a slot.
+        resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, cache.num_sectors - 1)
+        return ContinuousBatchProcessor(
+            cache=cache,
+            config=cache.config,
+            generation_config=self.generation_config,
+            continuous_batching_config=resolved,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue if self.is_tp_driver else None,
+            cancel_queue=self.cancel_queue if self.is_tp_driver else None,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=cache.device,
+            model_dtype=cache.dtype,
+            scheduler=SCHEDULER_MAPPING[resolved.scheduler_type](
+                cache, resolved.safety_margin, resolved.max_requests_per_batch
+            ),
+            distributed_helper=self.distributed_helper,
+        )

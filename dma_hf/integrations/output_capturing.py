@@ -1,0 +1,22 @@
+"""Whether a forward pass collects attention weights; models such as GPT-2 do not pass ``output_attentions`` down."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from .versions import check_attributes, private_imports
+
+
+def is_collecting_attentions() -> bool:
+    """Return whether the model that is running hooks its layers to collect attention weights."""
+    collected = _collector().get()
+    return bool(collected) and any(name.endswith("attentions") for name in collected)
+
+
+@cache
+def _collector() -> Any:
+    with private_imports():
+        from transformers.utils.output_capturing import _active_collector
+    check_attributes(_active_collector, ["get"])
+    return _active_collector
