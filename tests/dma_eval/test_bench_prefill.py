@@ -11,16 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from dma_eval.bench import prefill
-from dma_eval.bench.peers import MODULE, SAGE_MODULE
-from dma_eval.bench.prefill import (
-    causal_block_mask,
-    default_names,
-    exact_rows,
-    measure_shape,
-    parse_implementations,
-    prepare,
-)
+from dma_eval.bench import peers, prefill
+from dma_eval.bench.cudnn_fp8 import MODULE as CUDNN_MODULE
+from dma_eval.bench.inputs import Inputs, exact_rows
+from dma_eval.bench.peers import FLASH_4_MODULE, MODULE, SAGE_MODULE, Prepared, causal_block_mask
+from dma_eval.bench.prefill import default_names, measure_shape, parse_implementations, prepare
 from dma_eval.bench.results import DeviceFacts, PrefillReport, PrefillResult, PrefillShape
 from dma_eval.bench.shown import failures, plot_prefill, prefill_tables
 from dma_eval.commands.bench import HEAD_DIMS, LENGTHS, MASKS, PREFILL_HEADS, prefill_shapes
@@ -60,6 +55,7 @@ class TestCommand:
         assert [reference["label"], balanced["label"]] == ["sdpa", "dma_mxfp:balanced"]
         assert balanced["shape"] == {
             "length": 48, "head_dim": 32, "query_heads": 2, "kv_heads": 1, "is_causal": True, "batch": 1,
+            "inputs": None,
         }  # fmt: skip
         assert balanced["config"] == dma_hf.PRESETS["balanced"].to_dict()
         assert reference["speedup"] == 1.0
@@ -102,20 +98,30 @@ class TestCommand:
 
     def test_shapes_one_by_one(self, bench: Run, tmp_path: Path) -> None:
         shapes = ("2x20:4/2:16", "1x30:2/2:32:full")
+        names = ("length", "head_dim", "query_heads", "kv_heads", "is_causal", "batch", "inputs")
         done = bench("--attn", "sdpa", "--shape", *shapes, "--json", tmp_path / "r.json")
         assert done.exit_code == 0, done.output
         assert [r["shape"] for r in json.loads((tmp_path / "r.json").read_text())["results"]] == [
-            {"length": 20, "head_dim": 16, "query_heads": 4, "kv_heads": 2, "is_causal": True, "batch": 2},
-            {"length": 30, "head_dim": 32, "query_heads": 2, "kv_heads": 2, "is_causal": False, "batch": 1},
+            dict(zip(names, (20, 16, 4, 2, True, 2, None), strict=True)),
+            dict(zip(names, (30, 32, 2, 2, False, 1, None), strict=True)),
         ]
 
     @pytest.mark.parametrize(
-        ("name", "package"), [("fa3", "fa3-fwd"), ("fa3:fp8", "fa3-fwd"), ("sage", "sageattention")]
+        ("name", "package"),
+        [
+            ("fa3", "fa3-fwd"),
+            ("fa3:fp8", "fa3-fwd"),
+            ("fa3:fp8:prequantized", "fa3-fwd"),
+            ("fa4", "flash-attn-4"),
+            ("cudnn:fp8", "nvidia-cudnn-frontend"),
+            ("cudnn:fp8:prequantized", "nvidia-cudnn-frontend"),
+            ("sage", "sageattention"),
+        ],
     )
     def test_a_package_that_is_missing_is_named(
         self, name: str, package: str, bench: Run, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in (MODULE, SAGE_MODULE):
+        for module in (MODULE, SAGE_MODULE, FLASH_4_MODULE, CUDNN_MODULE):
             monkeypatch.setitem(sys.modules, module, None)
         done = bench("--attn", "sdpa", name, "--mask", "full")
         assert done.exit_code == 0, done.output
@@ -199,14 +205,15 @@ class TestMeasuring:
         expected = F.scaled_dot_product_attention(
             query.double(), key.double(), value.double(), is_causal=is_causal, enable_gqa=True
         )
-        torch.testing.assert_close(exact_rows(query, key, value, rows, is_causal=is_causal), expected[:, :, rows])
+        inputs = Inputs(query, key, value, 0.25, is_causal)
+        torch.testing.assert_close(exact_rows(inputs, rows), expected[:, :, rows])
 
     def test_a_wrong_implementation_shows_in_the_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         shape = PrefillShape(length=40, head_dim=16, query_heads=2, kv_heads=1, is_causal=True)
         monkeypatch.setattr(
             prefill,
             "prepare",
-            lambda backend, query, key, value, *, is_causal: (lambda: torch.zeros_like(query), None),
+            lambda backend, inputs: Prepared(lambda: torch.zeros_like(inputs.query)),
         )
         (found,) = measure_shape(
             shape, parse_implementations(["sdpa"]), DeviceFacts(name="cpu"), CPU, torch.bfloat16, seconds=0.0
@@ -224,7 +231,7 @@ class TestMeasuring:
         (balanced,) = parse_implementations(["dma_mxfp:balanced"])
         assert balanced.config is not None
         on_triton = replace(balanced, config=replace(balanced.config, backend="triton"))
-        _, part = prepare(on_triton, query, key, value, is_causal=is_causal)
+        part = prepare(on_triton, Inputs(query, key, value, 0.125, is_causal)).quantize
         assert part is not None
         made = part()
         assert isinstance(made, Operands)
@@ -238,15 +245,15 @@ class TestMeasuring:
         assert mask.full_kv_num_blocks is not None
         assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1, 2]
         index = torch.arange(300)
-        assert torch.equal(prefill._is_visible(index, index, index[:, None], index), index[:, None] >= index)
+        assert torch.equal(peers._is_visible(index, index, index[:, None], index), index[:, None] >= index)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("is_causal", [True, False])
     def test_flex_computes_the_same(self, is_causal: bool) -> None:
         query, key, value = (torch.randn(1, h, 200, 32) for h in (4, 2, 2))
-        run, _ = prepare(*parse_implementations(["flex"]), query, key, value, is_causal=is_causal)
-        out = run()
-        expected = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+        inputs = Inputs(query, key, value, 0.1, is_causal)
+        out = prepare(*parse_implementations(["flex"]), inputs).run()
+        expected = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=0.1, enable_gqa=True)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -264,7 +271,7 @@ class TestReport:
         quantized = {"quantize_milliseconds": 0.3, "quantize_copy_milliseconds": 0.2, "input_bytes": 100}
         measured = [result("a", 2048, **numbers, **quantized), result("b", 2048, failure="no unit")]
         (table,) = prefill_tables(measured)
-        assert table.caption == "head_dim 64, 4/2 heads, causal"
+        assert table.caption == "head_dim 64, 4/2 heads, causal, dense random inputs"
         cells = ["2.000", "–", "1.900", "0.300 (1.50 copies)", "123", "1.50x", "0.0100", "0.2000", "0.50 of QKV"]
         assert table.rows == [["a", "2,048", *cells], ["b", "2,048", "failed", *["–"] * 8]]
 

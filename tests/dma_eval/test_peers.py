@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from dma_eval.bench.peers import FLASH_3, MODULE, SAGE_MODULE, flash_attention_3, flash_attention_3_step, sage_attention
+from dma_eval.bench.inputs import Inputs
+from dma_eval.bench.peers import (
+    FLASH_3,
+    FLASH_4_MODULE,
+    MODULE,
+    PREQUANTIZED,
+    SAGE_MODULE,
+    flash_attention_3,
+    flash_attention_3_step,
+    flash_attention_4,
+    sage_attention,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,6 +33,7 @@ def _attend(
     value: Tensor,
     causal: bool = False,
     cache_seqlens: Tensor | None = None,
+    softmax_scale: float | None = None,
     **scales: Tensor,
 ) -> Tensor:
     """Do what FlashAttention-3 says that it does."""
@@ -33,7 +45,8 @@ def _attend(
         if scales:
             assert scales[name].shape == (len(key), key.shape[2])
             wide[i] *= scales[name].repeat_interleave(wide[i].shape[1] // key.shape[2], 1)[:, :, None, None]
-    return F.scaled_dot_product_attention(*wide, is_causal=causal, enable_gqa=True).transpose(1, 2)
+    out = F.scaled_dot_product_attention(*wide, is_causal=causal, scale=softmax_scale, enable_gqa=True)
+    return out.transpose(1, 2)
 
 
 @pytest.fixture
@@ -48,17 +61,24 @@ def _tensors(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.randn(2, heads, length, 32) for heads, length in ((4, queries), (2, keys), (2, keys)))  # type: ignore[return-value]
 
 
+def _exact(inputs: Inputs) -> Tensor:
+    return F.scaled_dot_product_attention(
+        *inputs.tensors, is_causal=inputs.is_causal, scale=inputs.scale, enable_gqa=True
+    )
+
+
 @pytest.mark.usefixtures("_installed")
-@pytest.mark.parametrize("name", FLASH_3)
+@pytest.mark.parametrize("name", [*FLASH_3, f"fa3:fp8{PREQUANTIZED}"])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_prefill_is_attention_to_the_precision_of_the_numbers(name: str, is_causal: bool) -> None:
     query, key, value = _tensors(50, 50)
-    run, part = flash_attention_3(name, query, 8.0 * key, value, is_causal=is_causal)
-    out = run()
-    assert (part is not None) == FLASH_3[name]
-    exact = F.scaled_dot_product_attention(query, 8.0 * key, value, is_causal=is_causal, enable_gqa=True)
+    inputs = Inputs(query, 8.0 * key, value, 0.1, is_causal)
+    call = flash_attention_3(name, inputs)
+    out = call.read(call.run())
+    assert (call.quantize is not None) == (name == "fa3:fp8")
+    exact = _exact(inputs)
     assert out.shape == query.shape
-    assert (out - exact).norm() / exact.norm() < (0.2 if FLASH_3[name] else 1e-6)
+    assert (out - exact).norm() / exact.norm() < (1e-6 if name == "fa3" else 0.2)
 
 
 @pytest.mark.usefixtures("_installed")
@@ -84,10 +104,40 @@ def test_a_bench_without_the_package_says_what_to_install(run: Run, monkeypatch:
 
 def test_sage_attention_gets_the_tensors_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType(SAGE_MODULE)
-    module.sageattn = lambda q, k, v, is_causal: F.scaled_dot_product_attention(
-        q, k, v, is_causal=is_causal, enable_gqa=True
+    module.sageattn = lambda q, k, v, is_causal, sm_scale: F.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=sm_scale, enable_gqa=True
     )
     monkeypatch.setitem(sys.modules, SAGE_MODULE, module)
-    tensors = _tensors(50, 50)
-    exact = F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
-    assert torch.equal(sage_attention(*tensors, is_causal=True)(), exact)
+    inputs = Inputs(*_tensors(50, 50), 0.1)
+    assert torch.equal(sage_attention(inputs).run(), _exact(inputs))
+
+
+class _DslError(Exception):
+    pass
+
+
+@pytest.fixture
+def flash_4(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module: Any = ModuleType(FLASH_4_MODULE)
+    module.flash_attn_func = lambda *tensors, **options: (_attend(*tensors, **options), None)
+    common: Any = ModuleType("cutlass.base_dsl.common")
+    common.DSLBaseError = _DslError
+    monkeypatch.setitem(sys.modules, FLASH_4_MODULE, module)
+    monkeypatch.setitem(sys.modules, "cutlass.base_dsl.common", common)
+    return module
+
+
+@pytest.mark.usefixtures("flash_4")
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_flash_attention_4_is_attention(is_causal: bool) -> None:
+    inputs = Inputs(*_tensors(50, 50), 0.1, is_causal)
+    torch.testing.assert_close(flash_attention_4(inputs).run(), _exact(inputs))
+
+
+def test_what_flash_attention_4_cannot_compile_is_a_failure_of_the_call(flash_4: Any) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise _DslError("no such tile")
+
+    flash_4.flash_attn_func = fails
+    with pytest.raises(RuntimeError, match="no such tile"):
+        flash_attention_4(Inputs(*_tensors(50, 50), 0.1)).run()

@@ -1,33 +1,72 @@
-"""Attention of PyTorch, and of other packages, which benchmarks compare with where they are installed.
+"""Attention of PyTorch and of other packages, which benchmarks compare with where they are installed.
 
-None of the packages is a dependency. On PyPI FlashAttention-3's kernels for Hopper are ``fa3-fwd``, SageAttention is
-``sageattention``.
+None of the packages is a dependency. On PyPI FlashAttention-3's kernels for Hopper are ``fa3-fwd``, FlashAttention-4 is
+``flash-attn-4``, cuDNN's frontend ``nvidia-cudnn-frontend`` and SageAttention ``sageattention``.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from dma_kernels.numerics.formats import E4M3_MAX
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from dma_eval.errors import one_line
+
+from .fp8_quantizer import Fp8Operands, quantize_fp8
+from .inputs import Inputs
 from .timing import Run
 
 FLASH_3 = {"fa3": False, "fa3:fp8": True}
-"""FlashAttention-3 by the name that it has in results, and whether it takes numbers of 8 bits."""
-SAGE = "sage"
-MODULE, SAGE_MODULE = "fa3_fwd_interface", "sageattention"
+"""FlashAttention-3 by its name in results, and whether it takes E4M3."""
+PREQUANTIZED = ":prequantized"
+"""Suffix of FP8 attention whose operands are given in E4M3: quantising them is not counted."""
+FLASH_4, SAGE, FLEX = "fa4", "sage", "flex"
+MODULE, SAGE_MODULE, FLASH_4_MODULE = "fa3_fwd_interface", "sageattention", "flash_attn.cute"
+FLEX_BLOCK = 128
 
 
-def sdpa(chosen: SDPBackend | None, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False) -> Run:
+def _as_it_is(out: Any) -> Tensor:
+    tensor: Tensor = out
+    return tensor
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call that is timed.
+
+    Attributes:
+        run: The call.
+        quantize: The part of it that quantises, if it does and that can be called by itself.
+        read: Return the attention output ``[B, Hq, T, D]`` of what ``run`` returned; this is not timed.
+    """
+
+    run: Run
+    quantize: Run | None = None
+    read: Callable[[Any], Tensor] = _as_it_is
+
+
+def sdpa(
+    chosen: SDPBackend | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Run:
     """Return a call of PyTorch's attention on a backend of its own, or on the one that it chooses by itself."""
 
     def run() -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
 
     def forced() -> Tensor:
         assert chosen is not None
@@ -37,49 +76,67 @@ def sdpa(chosen: SDPBackend | None, query: Tensor, key: Tensor, value: Tensor, *
     return run if chosen is None else forced
 
 
-def flash_attention_3(
-    name: str, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool
-) -> tuple[Run, Run | None]:
-    """Return a call of FlashAttention-3, and the part of it that quantises, if it does.
+def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
+    """Return a call of FlashAttention-3.
 
-    Its operands lie as it takes them, so that no 16-bit number is copied in the call. With ``fa3:fp8`` the call makes
-    E4M3 numbers of them with a scale for each row's kv head, as its user has to: a maximum, a product, and a cast.
+    Its operands are in its own layout, so that no 16-bit number is copied in the call. In FP8 every kv head of a row
+    has a scale, and a fused kernel quantises unless the operands are given.
 
     Args:
-        name: Of :data:`FLASH_3`.
-        query: bf16 or fp16 ``[B, Hq, T, D]``.
-        key: ``[B, Hkv, T, D]``.
-        value: ``[B, Hkv, T, Dv]``.
-        is_causal: Whether a query sees no key after its own position.
+        name: Of :data:`FLASH_3`, or ``fa3:fp8:prequantized``.
+        inputs: In bf16 or fp16.
 
     Raises:
         ImportError: The package is not installed; the message names it.
     """
-    attend = _module(MODULE, "FlashAttention-3", "fa3-fwd").flash_attn_func
-    laid = _laid(query, key, value)
-    if not FLASH_3[name]:
-        return lambda: attend(*laid, causal=is_causal).transpose(1, 2), None
+    attend = partial(
+        import_peer(MODULE, "FlashAttention-3", "fa3-fwd").flash_attn_func,
+        causal=inputs.is_causal,
+        softmax_scale=inputs.scale,
+    )
+    if not FLASH_3[name.removesuffix(PREQUANTIZED)]:
+        return Prepared(lambda: attend(*inputs.token_major).transpose(1, 2))
+    quantize = partial(quantize_fp8, *inputs.token_major, per_head=True)
 
-    def run() -> Tensor:
-        codes, scales = _quantized(laid)
-        out: Tensor = attend(*codes, causal=is_causal, **scales)
+    def run(given: Fp8Operands | None = None) -> Tensor:
+        operands = quantize() if given is None else given
+        out: Tensor = attend(operands.query, operands.key, operands.value, **_descales(operands))
         return out.transpose(1, 2)
 
-    return run, lambda: _quantized(laid)
+    return Prepared(partial(run, quantize())) if name.endswith(PREQUANTIZED) else Prepared(run, quantize)
 
 
-def sage_attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Run:
-    """Return a call of SageAttention, which quantises queries and keys itself; arguments as above.
+def flash_attention_4(inputs: Inputs) -> Prepared:
+    """Return a call of FlashAttention-4, in 16 bits: on Hopper it has no FP8.
 
     Raises:
         ImportError: The package is not installed; the message names it.
     """
-    attend = _module(SAGE_MODULE, "SageAttention", "sageattention").sageattn
-    return lambda: attend(query, key, value, is_causal=is_causal)
+    attend = import_peer(FLASH_4_MODULE, "FlashAttention-4", "flash-attn-4").flash_attn_func
+    failures = import_peer("cutlass.base_dsl.common", "The CuTe DSL", "nvidia-cutlass-dsl").DSLBaseError
+
+    def run() -> Tensor:
+        try:
+            out: Tensor = attend(*inputs.token_major, causal=inputs.is_causal, softmax_scale=inputs.scale)[0]
+        except failures as error:
+            raise RuntimeError(one_line(error)) from error
+        return out.transpose(1, 2)
+
+    return Prepared(run)
+
+
+def sage_attention(inputs: Inputs) -> Prepared:
+    """Return a call of SageAttention, which quantises queries and keys itself.
+
+    Raises:
+        ImportError: The package is not installed; the message names it.
+    """
+    attend = import_peer(SAGE_MODULE, "SageAttention", "sageattention").sageattn
+    return Prepared(lambda: attend(*inputs.tensors, is_causal=inputs.is_causal, sm_scale=inputs.scale))
 
 
 def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Run, int]:
-    """Return a step of decoding over keys and values that lie ready, and the bytes of what is stored.
+    """Return a decoding step of FlashAttention-3 over stored keys and values, and the bytes of what is stored.
 
     With ``fa3:fp8`` the cache holds E4M3 numbers with a scale for each row's kv head, and the step converts its query,
     whose scale is 1. How the keys are split over the chip is FlashAttention-3's own choice.
@@ -93,13 +150,13 @@ def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor)
     Raises:
         ImportError: The package is not installed; the message names it.
     """
-    attend = _module(MODULE, "FlashAttention-3", "fa3-fwd").flash_attn_with_kvcache
-    laid = _laid(query, key, value)
+    attend = import_peer(MODULE, "FlashAttention-3", "fa3-fwd").flash_attn_with_kvcache
+    keys, values = (x.transpose(1, 2).contiguous() for x in (key, value))
     scales: dict[str, Tensor] = {}
     if FLASH_3[name]:
-        laid, scales = _quantized(laid)
+        operands = quantize_fp8(keys, keys, values, per_head=True)  # the step converts its own query
+        keys, values, scales = operands.key, operands.value, _descales(operands)
         scales["q_descale"] = torch.ones_like(scales["q_descale"])
-    _, keys, values = laid
     query = query.transpose(1, 2)
     lengths = torch.full((len(query),), key.shape[2], dtype=torch.int32, device=query.device)
 
@@ -110,26 +167,59 @@ def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor)
     return step, keys.nbytes + values.nbytes
 
 
-def _module(name: str, title: str, package: str) -> Any:
+def import_peer(name: str, title: str, package: str) -> Any:
+    """Import a module of a peer's package.
+
+    Raises:
+        ImportError: It is not installed; the message says what to install.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(f"{title} is not installed: pip install {package} ({error})") from error
 
 
-def _laid(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Return query, key and value as ``[B, T, H, D]``."""
-    return [x.transpose(1, 2).contiguous() for x in (query, key, value)]
+def _descales(operands: Fp8Operands) -> dict[str, Tensor]:
+    return dict(zip(("q_descale", "k_descale", "v_descale"), operands.descales.unbind(), strict=True))
 
 
-def _quantized(laid: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return query, key and value ``[B, T, H, D]`` in E4M3, and the scales by which they are to be multiplied."""
-    kv_heads = laid[1].shape[2]
-    codes, scales = [], {}
-    for name, x in zip(("q_descale", "k_descale", "v_descale"), laid, strict=True):
-        by_kv_head = torch.unflatten(x, 2, (kv_heads, -1))
-        largest = torch.linalg.vector_norm(by_kv_head, torch.inf, (1, 3, 4), dtype=torch.float32)
-        scales[name] = largest.clamp_min(torch.finfo(torch.float32).tiny) / E4M3_MAX
-        reciprocal = (1.0 / scales[name]).to(x.dtype)[:, None, :, None, None]
-        codes.append((by_kv_head * reciprocal).to(torch.float8_e4m3fn).flatten(2, 3))
-    return codes, scales
+def flex(inputs: Inputs) -> Prepared:
+    """Return a call of compiled FlexAttention, with a block mask if it is causal."""
+    query, key, value = inputs.tensors
+    compiled, mask = _compiled_flex(query.shape, key.shape, query.device, is_causal=inputs.is_causal)
+    call = partial(compiled, block_mask=mask, scale=inputs.scale, enable_gqa=inputs.group > 1)
+    return Prepared(lambda: call(query, key, value))
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled_flex(
+    query_shape: torch.Size, key_shape: torch.Size, device: torch.device, *, is_causal: bool
+) -> tuple[Callable[..., Any], BlockMask | None]:
+    """Return compiled FlexAttention, for exactly these shapes, and its mask."""
+    torch.compiler.reset()  # a function is compiled for a few shapes only, and stays uncompiled from there on
+    return (
+        torch.compile(flex_attention, dynamic=False),
+        causal_block_mask(query_shape[2], device) if is_causal else None,
+    )
+
+
+def causal_block_mask(length: int, device: torch.device) -> BlockMask:
+    """Return FlexAttention's causal mask, made block by block: nothing of size ``length`` squared."""
+    blocks = -(-length // FLEX_BLOCK)
+    index = torch.arange(blocks, dtype=torch.int32, device=device)
+    diagonal = torch.zeros(1, 1, blocks, blocks, dtype=torch.int32, device=device)
+    diagonal[..., 0] = index
+    return BlockMask.from_kv_blocks(
+        torch.ones(1, 1, blocks, dtype=torch.int32, device=device),
+        diagonal,
+        index.view(1, 1, blocks),
+        index.expand(1, 1, blocks, blocks).contiguous(),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=_is_visible,
+        seq_lengths=(length, length),
+        compute_q_blocks=False,
+    )
+
+
+def _is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key

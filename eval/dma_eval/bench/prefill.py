@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from dma_kernels import attention
+from dma_kernels import attention, attention_with_lse
 from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.geometry import PrefillGeometry
 from dma_kernels.prefill.backend import quantize_operands
@@ -16,7 +16,6 @@ from dma_kernels.prefill.operands import Operands
 from dma_kernels.runtime.chip import resolve_backend
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import dma_hf
 from dma_eval import console
@@ -24,7 +23,21 @@ from dma_eval.backends import Backend, parse_compared
 from dma_eval.errors import one_line
 from dma_eval.names import DMA
 
-from .peers import FLASH_3, SAGE, flash_attention_3, sage_attention, sdpa
+from .cudnn_fp8 import CUDNN_FP8, cudnn_fp8
+from .inputs import Inputs, exact_rows, random_inputs, with_outlying_channels
+from .peers import (
+    FLASH_3,
+    FLASH_4,
+    FLEX,
+    PREQUANTIZED,
+    SAGE,
+    Prepared,
+    flash_attention_3,
+    flash_attention_4,
+    flex,
+    sage_attention,
+    sdpa,
+)
 from .results import DeviceFacts, PrefillResult, PrefillShape
 from .timing import FAILURES, Run, capture, captured, extra_memory, time_alone, time_in_turns
 
@@ -34,35 +47,43 @@ SDPA_BACKENDS: dict[str, SDPBackend | None] = {
     "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 """``sdpa`` is what PyTorch chooses by itself."""
-FLEX = "flex"
-FLEX_BLOCK = 128
 SAMPLED_ROWS = 64
 GRAPH_LIMIT = 2.0
 """Milliseconds. Longer calls hide their launches, and are not timed as CUDA graphs."""
 
 
-def prepare(backend: Backend, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> tuple[Run, Run | None]:
-    """Return the call that is timed, and the part of it that quantises, where that can be called by itself.
+def _sdpa(label: str, inputs: Inputs) -> Prepared:
+    return Prepared(
+        sdpa(SDPA_BACKENDS[label], *inputs.tensors, is_causal=inputs.is_causal, scale=inputs.scale),
+    )
+
+
+PEERS: dict[str, Callable[[Inputs], Prepared]] = {
+    **{label: partial(_sdpa, label) for label in SDPA_BACKENDS},
+    FLEX: flex,
+    **{label: partial(flash_attention_3, label) for label in (*FLASH_3, f"fa3:fp8{PREQUANTIZED}")},
+    FLASH_4: flash_attention_4,
+    **{label: partial(cudnn_fp8, label) for label in (CUDNN_FP8, f"{CUDNN_FP8}{PREQUANTIZED}")},
+    SAGE: sage_attention,
+}
+"""What ``dma_mxfp`` is compared with, by the names of ``--attn``."""
+
+
+def prepare(backend: Backend, inputs: Inputs) -> Prepared:
+    """Return the call that is timed.
 
     Raises:
         ImportError: Its package is not installed; the message names it.
     """
-    label, config = backend.label, backend.config
-    if config is not None:
-        recipe, on = config.recipe, config.backend
-        is_fused = resolve_backend(on, query.device, query.dtype) == "triton"
-        geometry = PrefillGeometry(key.shape[2], 0, 0, None, is_causal=is_causal, window=None, mask=None)
-        return (
-            lambda: attention(query, key, value, recipe, is_causal=is_causal, backend=on),
-            (lambda: quantize_operands(query, key, value, recipe, geometry)) if is_fused else None,
-        )
-    if label in FLASH_3:
-        return flash_attention_3(label, query, key, value, is_causal=is_causal)
-    if label == SAGE:
-        return sage_attention(query, key, value, is_causal=is_causal), None
-    if label == FLEX:
-        return _flex(query, key, value, is_causal=is_causal), None
-    return sdpa(SDPA_BACKENDS[label], query, key, value, is_causal=is_causal), None
+    if backend.config is None:
+        return PEERS[backend.label](inputs)
+    recipe, on = backend.config.recipe, backend.config.backend
+    query, key, value = inputs.tensors
+    call = partial(attention, query, key, value, recipe, is_causal=inputs.is_causal, scale=inputs.scale, backend=on)
+    if resolve_backend(on, query.device, query.dtype) != "triton":
+        return Prepared(call)
+    geometry = PrefillGeometry(key.shape[2], 0, 0, None, is_causal=inputs.is_causal, window=None, mask=None)
+    return Prepared(call, lambda: quantize_operands(query, key, value, recipe, geometry))
 
 
 def default_names() -> list[str]:
@@ -72,7 +93,7 @@ def default_names() -> list[str]:
 
 def parse_implementations(names: Sequence[str]) -> list[Backend]:
     """Resolve names as given on the command line; see :func:`dma_eval.backends.parse_compared`."""
-    return parse_compared(names, "--attn", (*SDPA_BACKENDS, FLEX, *FLASH_3, SAGE))
+    return parse_compared(names, "--attn", tuple(PEERS))
 
 
 def measure_shape(
@@ -84,119 +105,167 @@ def measure_shape(
     *,
     seconds: float,
 ) -> list[PrefillResult]:
-    """Time all implementations on one shape; the first is what the others' ``speedup`` refers to.
+    """Time all implementations on random inputs of one shape and dtype; see :func:`measure_layers`.
 
-    The rounds take about so many ``seconds``, without compiling, and then each by itself as many; ``dtype`` is that of
-    queries, keys and values.
+    Errors are measured a second time on inputs with outlier key channels.
+    """
+    inputs = random_inputs(shape, device, dtype)
+    return measure_layers(
+        shape, [inputs], implementations, facts, seconds=seconds, harder=with_outlying_channels(inputs)
+    )
+
+
+def measure_layers(
+    shape: PrefillShape,
+    layers: Sequence[Inputs],
+    implementations: Sequence[Backend],
+    facts: DeviceFacts,
+    *,
+    seconds: float,
+    harder: Inputs | None = None,
+) -> list[PrefillResult]:
+    """Time all implementations on the layers of one shape, and sum over the layers.
+
+    The first implementation is what the others' ``speedup`` refers to. The interleaved rounds take about so many
+    ``seconds``, without compiling, and then each implementation by itself as many.
     """
     console.print_note(str(shape))
-    inputs = [
-        torch.randn(shape.batch, heads, shape.length, shape.head_dim, device=device, dtype=dtype)
-        for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
-    ]
-    harder = with_outlying_channels(*inputs)
+    device = layers[0].query.device
     rows = torch.randperm(shape.length)[:SAMPLED_ROWS].sort().values.to(device)
-    exact, harder_exact = (
-        exact_rows(each[0], each[1], each[2], rows, is_causal=shape.is_causal) for each in (inputs, harder)
-    )
-    runs: dict[str, Run] = {}
-    parts: dict[str, Run] = {}
+    exact = [exact_rows(inputs, rows) for inputs in layers]
+    harder_exact = None if harder is None else exact_rows(harder, rows)
+    prepared: dict[str, list[Prepared]] = {}
     results = {}
     for implementation in implementations:
         label = implementation.label
         result = PrefillResult(shape=shape, label=label, config=implementation.info["config"])
         try:
-            on_harder, _ = prepare(implementation, *harder, is_causal=shape.is_causal)
-            harder_error = _error(on_harder(), harder_exact, rows)
-            run, part = prepare(implementation, *inputs, is_causal=shape.is_causal)
-            run()  # what comes after is not the first of its kind
-            out, extra = extra_memory(run, device)
+            if harder is not None and harder_exact is not None:
+                harder_error = _error(prepare(implementation, harder), harder_exact, rows)
+                result = replace(result, error_with_outliers=harder_error)
+            calls = [prepare(implementation, inputs) for inputs in layers]
+            errors = [_error(call, each, rows) for call, each in zip(calls, exact, strict=True)]
+            out, extra = extra_memory(calls[0].run, device)  # not the first of its kind, which compiles
+            skipped = _skipped_shares(implementation, layers)
         except (*FAILURES, ImportError) as error:
-            results[label] = replace(result, failure=one_line(error))
+            results[label] = replace(result, failure=one_line(error), error_with_outliers=None)
             continue
         assert isinstance(out, Tensor)
         results[label] = replace(
             result,
-            error=_error(out, exact, rows),
-            error_with_outliers=harder_error,
+            error=sum(errors) / len(errors),
             extra_bytes=None if extra is None else extra - out.nbytes,
-            input_bytes=sum(each.nbytes for each in inputs),
+            input_bytes=layers[0].nbytes,
+            **skipped,
         )
-        runs[label] = run
-        if part is not None:
-            parts[label] = part
-        del out, on_harder
-    timings = time_in_turns(runs, device, seconds=seconds)
-    first = timings.get(implementations[0].label)
-    for label, timing in timings.items():
-        results[label] = replace(
-            results[label],
-            milliseconds=timing.median,
-            milliseconds_fast=timing.fast,
-            milliseconds_slow=timing.slow,
-            repeats=timing.repeats,
-            tflops=shape.flops / timing.median / 1e9,
-            speedup=None if first is None else first.median / timing.median,
-        )
-    replays, refusals = captured(
-        {label: run for label, run in runs.items() if timings[label].median < GRAPH_LIMIT}, device
-    )
-    for label, reason in refusals.items():
-        results[label] = replace(results[label], graph_failure=reason)
-    if replays:
-        for label, timing in time_in_turns(replays, device, seconds=seconds / 2).items():
-            results[label] = replace(results[label], graph_milliseconds=timing.median)
-    if device.type == "cuda":
-        for label, run in {**runs, **replays}.items():
-            taken = time_alone(run, device, seconds=seconds, milliseconds=timings[label].median)
-            results[label] = replace(results[label], sustained_milliseconds=taken)
-    for label, part in parts.items():
-        results[label] = replace(results[label], **_time_quantization(part, inputs, facts, device, seconds))
+        prepared[label] = calls
+        del out
+    for label, changes in _time_calls(prepared, device, seconds).items():
+        results[label] = replace(results[label], **changes)
+    first = results[implementations[0].label].milliseconds
+    for label, result in results.items():
+        if result.milliseconds is not None:
+            tflops = len(layers) * shape.flops / result.milliseconds / 1e9
+            speedup = None if first is None else first / result.milliseconds
+            results[label] = replace(result, tflops=tflops, speedup=speedup)
+    for label, calls in prepared.items():
+        parts = [call.quantize for call in calls if call.quantize is not None]
+        if parts:
+            results[label] = replace(results[label], **_time_quantization(parts, layers, facts, device, seconds))
     return list(results.values())
 
 
-def with_outlying_channels(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Return inputs with two key channels that stand out, as those of Llama and Qwen do, and a sharper softmax.
+def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, seconds: float) -> dict[str, dict[str, Any]]:
+    """Return what was timed of each implementation, by the names of the result's fields.
 
-    One channel is 16 times as large and its query's a sixteenth, another has a bias of 12; queries are doubled.
+    Layers are interleaved one after the other. Alone, an implementation runs all layers in turn.
     """
-    query, key = 2.0 * query, key.clone()
-    large, biased = key.shape[3] // 16, 7 * key.shape[3] // 10
-    key[..., large] *= 16.0
-    query[..., large] /= 16.0
-    key[..., biased] += 12.0
-    return [query, key, value]
+    count = max(map(len, prepared.values()), default=0)
+    runs = [{label: calls[layer].run for label, calls in prepared.items()} for layer in range(count)]
+    timings = [time_in_turns(each, device, seconds=seconds / count) for each in runs]
+    found: dict[str, dict[str, Any]] = {}
+    for label in prepared:
+        taken = [each[label] for each in timings]
+        found[label] = {
+            "milliseconds": sum(each.median for each in taken),
+            "milliseconds_fast": sum(each.fast for each in taken),
+            "milliseconds_slow": sum(each.slow for each in taken),
+            "repeats": min(each.repeats for each in taken),
+            "layer_milliseconds": [each.median for each in taken] if count > 1 else None,
+        }
+    short = [label for label in prepared if found[label]["milliseconds"] < count * GRAPH_LIMIT]
+    replays: list[dict[str, Run]] = []
+    for each in runs:
+        graphs, refusals = captured({label: each[label] for label in short}, device)
+        replays.append(graphs)
+        for label, reason in refusals.items():
+            found[label]["graph_failure"] = reason
+            short.remove(label)
+    if short and device.type == "cuda":
+        graph_timings = [
+            time_in_turns({label: each[label] for label in short}, device, seconds=seconds / 2 / count)
+            for each in replays
+        ]
+        for label in short:
+            found[label]["graph_milliseconds"] = sum(each[label].median for each in graph_timings)
+    if device.type == "cuda":
+        for label in prepared:
+            alone = _in_turn([each[label] for each in (replays if label in short else runs)])
+            found[label]["sustained_milliseconds"] = time_alone(
+                alone, device, seconds=seconds, milliseconds=found[label]["milliseconds"]
+            )
+    return found
 
 
-def _error(out: object, exact: Tensor, rows: Tensor) -> float:
+def _in_turn(runs: Sequence[Run]) -> Run:
+    """Return what calls all of them; the results are not kept."""
+
+    def run() -> None:
+        for each in runs:
+            each()
+
+    return run
+
+
+def _skipped_shares(implementation: Backend, layers: Sequence[Inputs]) -> dict[str, Any]:
+    """Return the share of low tiles that the recipe's threshold skips, over all layers and of each."""
+    if implementation.config is None or implementation.config.recipe.skip_threshold is None:
+        return {}
+    recipe, on = implementation.config.recipe, implementation.config.backend
+    counts = []
+    for inputs in layers:
+        heads = inputs.query.shape[1]
+        tile_counts = torch.zeros(heads, 2, dtype=torch.int64, device=inputs.query.device)
+        attention_with_lse(
+            *inputs.tensors,
+            recipe,
+            is_causal=inputs.is_causal,
+            scale=inputs.scale,
+            backend=on,
+            tile_counts=tile_counts,
+        )
+        counts.append(tile_counts.sum(0).tolist())
+    skipped, seen = (sum(each[index] for each in counts) for index in range(2))
+    shares = [each[0] / max(each[1], 1) for each in counts]
+    return {"skipped_share": skipped / max(seen, 1), "layer_skipped_shares": shares if len(shares) > 1 else None}
+
+
+def _error(call: Prepared, exact: Tensor, rows: Tensor) -> float:
     """Return the norm of the difference over the norm."""
-    assert isinstance(out, Tensor)
-    return float((out[:, :, rows].double() - exact).norm() / exact.norm())
-
-
-def exact_rows(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, *, is_causal: bool) -> Tensor:
-    """Return attention in fp64 for some query rows, ``[B, Hq, rows, D]``, one head at a time."""
-    group = query.shape[1] // key.shape[1]
-    hidden = torch.arange(key.shape[2], device=rows.device)[None] > rows[:, None]
-    outputs = []
-    for head in range(query.shape[1]):
-        scores = query[:, head, rows].double() @ key[:, head // group].double().mT * query.shape[3] ** -0.5
-        if is_causal:
-            scores = scores.masked_fill(hidden, -torch.inf)
-        outputs.append(scores.softmax(-1) @ value[:, head // group].double())
-    return torch.stack(outputs, 1)
+    return float((call.read(call.run())[:, :, rows].double() - exact).norm() / exact.norm())
 
 
 def _time_quantization(
-    part: Run, inputs: Sequence[Tensor], facts: DeviceFacts, device: torch.device, seconds: float
+    parts: Sequence[Run], layers: Sequence[Inputs], facts: DeviceFacts, device: torch.device, seconds: float
 ) -> dict[str, Any]:
-    """Time what precedes the attention kernel alone; of our own kernels, beside a copy of as many bytes."""
-    made = part()
-    moved = _moved_bytes(inputs[1], inputs[2], made) if isinstance(made, Operands) else None
+    """Time what precedes the attention kernel, alone; of our own kernels, beside a copy of as many bytes."""
+    made = parts[0]()
+    moved = _moved_bytes(layers[0].key, layers[0].value, made) if isinstance(made, Operands) else None
     if moved == 0:
         return {}
-    runs = {"quantize": part}
+    runs = {"quantize": _in_turn(parts)}
     if moved is not None:
+        moved *= len(layers)
         source, target = torch.empty((2, -(-moved // 16)), dtype=torch.float64, device=device)
         runs["copy"] = lambda: target.copy_(source)
     if device.type == "cuda":
@@ -233,42 +302,3 @@ def _moved_bytes(key: Tensor, value: Tensor, operands: Operands) -> int:
     bytes_read = sum(x.nbytes for x in read) * tiles_read
     bytes_written = sum(x.nbytes for pointer, x in written.items() if pointer not in own) * len(operands.written)
     return (bytes_read + bytes_written) // of_all
-
-
-def _flex(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Run:
-    compiled, mask = _compiled_flex(query.shape, key.shape, query.device, is_causal=is_causal)
-    return lambda: compiled(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
-
-
-@functools.lru_cache(maxsize=1)
-def _compiled_flex(
-    query_shape: torch.Size, key_shape: torch.Size, device: torch.device, *, is_causal: bool
-) -> tuple[Callable[..., Any], BlockMask | None]:
-    """Return compiled FlexAttention, for exactly these shapes, and its mask."""
-    torch.compiler.reset()  # a function is compiled for a few shapes only, and stays uncompiled from there on
-    return (
-        torch.compile(flex_attention, dynamic=False),
-        causal_block_mask(query_shape[2], device) if is_causal else None,
-    )
-
-
-def causal_block_mask(length: int, device: torch.device) -> BlockMask:
-    """Return FlexAttention's causal mask, made block by block: nothing of size ``length`` squared."""
-    blocks = -(-length // FLEX_BLOCK)
-    index = torch.arange(blocks, dtype=torch.int32, device=device)
-    diagonal = torch.zeros(1, 1, blocks, blocks, dtype=torch.int32, device=device)
-    diagonal[..., 0] = index
-    return BlockMask.from_kv_blocks(
-        torch.ones(1, 1, blocks, dtype=torch.int32, device=device),
-        diagonal,
-        index.view(1, 1, blocks),
-        index.expand(1, 1, blocks, blocks).contiguous(),
-        BLOCK_SIZE=FLEX_BLOCK,
-        mask_mod=_is_visible,
-        seq_lengths=(length, length),
-        compute_q_blocks=False,
-    )
-
-
-def _is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key

@@ -9,6 +9,7 @@ run, or on a CPU) are null.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dma_eval.results import Results
@@ -56,10 +57,28 @@ class DecodeShape(Shape):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelInputs:
+    """Where queries, keys and values come from that a model computed."""
+
+    model: str  # as it was asked for: Hub name, folder or GGUF file
+    data: str  # the text that it read: file or dataset
+    layers: tuple[int, ...]  # whose attention is timed; times are sums over them
+    model_layers: int  # how many the model has
+    model_head_dim: int  # its own; in wider heads the same scores are embedded
+    yarn: float | None = None  # what its positions were multiplied by
+
+    def __str__(self) -> str:
+        yarn = "" if self.yarn is None else f", YaRN {self.yarn:g}"
+        layers = f"{len(self.layers)} of {self.model_layers} layers"
+        return f"{Path(self.model).name}{yarn}, {layers}, {Path(self.data).name}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrefillShape(Shape):
     """As many queries as keys."""
 
-    is_causal: bool  # whether a query sees no key after it
+    is_causal: bool  # whether a query attends to no key after its own position
+    inputs: ModelInputs | None = None  # null for random normal numbers; since version 5
 
     @property
     def flops(self) -> int:
@@ -71,7 +90,8 @@ class PrefillShape(Shape):
     def family(self) -> str:
         """All of it but the length."""
         batch = "" if self.batch == 1 else f", batch {self.batch}"
-        return f"{super().family}, {'causal' if self.is_causal else 'bidirectional'}{batch}"
+        inputs = "" if self.inputs is None else f", inputs of {self.inputs}"
+        return f"{super().family}, {'causal' if self.is_causal else 'bidirectional'}{batch}{inputs}"
 
     def __str__(self) -> str:
         return f"{self.length:,} tokens, {self.family}"
@@ -91,13 +111,14 @@ class SpeedResult:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillResult(SpeedResult):
-    """One implementation on one shape."""
+    """One implementation on one shape. Inputs of a model have several layers; times are sums over them."""
 
     shape: PrefillShape
-    milliseconds: float | None = None  # median time of a call; quantisation is counted
+    milliseconds: float | None = None  # median time of a call; quantisation is counted unless the label says otherwise
     milliseconds_fast: float | None = None  # the first quartile
     milliseconds_slow: float | None = None  # the third quartile
-    repeats: int | None = None  # timed calls
+    repeats: int | None = None  # timed calls, of each layer
+    layer_milliseconds: list[float] | None = None  # ``milliseconds`` of each of several layers; since version 5
     graph_milliseconds: float | None = None  # median time as a CUDA graph; measured where a call is short
     graph_failure: str | None = None  # why a short call cannot be a graph; since version 3
     # Median time where nothing else runs for a while, at the clock that the chip's power limit leaves to it: of a graph
@@ -114,10 +135,15 @@ class PrefillResult(SpeedResult):
     # version 2.
     plain_copy_milliseconds: float | None = None
     tflops: float | None = None  # 10 ** 12 floating-point operations per second, by ``milliseconds``
-    error: float | None = None  # norm of the difference from fp64 over the norm, on sampled query rows
-    error_with_outliers: float | None = None  # the same where key channels stand out; since version 3
-    extra_bytes: int | None = None  # most memory allocated during a call, the output left out
-    input_bytes: int | None = None  # of query, key and value
+    # Norm of the difference from fp64 over the norm, on sampled query rows; the mean over layers.
+    error: float | None = None
+    error_with_outliers: float | None = None  # the same with outlier key channels, of random inputs; since version 3
+    # Share of low tiles, per block of 64 queries, that the recipe's ``skip_threshold`` skips; null without one. Of all
+    # layers, and of each of several. Since version 5.
+    skipped_share: float | None = None
+    layer_skipped_shares: list[float] | None = None
+    extra_bytes: int | None = None  # most memory allocated during a call, the output left out; of the first layer
+    input_bytes: int | None = None  # of query, key and value of one layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +216,7 @@ class SpeedReport(Results):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillReport(SpeedReport):
-    schema_version: int = 4
+    schema_version: int = 5
     results: list[PrefillResult]  # by shape, then in the order asked for
 
 

@@ -33,10 +33,17 @@ def prefill_tables(results: Sequence[PrefillResult]) -> list[Table]:
         "speed": of("speedup", ".2f", "x"),
         "error": of("error", ".4f"),
         "key outliers": of("error_with_outliers", ".4f"),
+        "skipped": of("skipped_share", ".1f", " %", factor=100.0),
         "extra memory": lambda r: MISSING if r.extra_bytes is None else f"{r.extra_bytes / r.input_bytes:.2f} of QKV",
     }
-    families = grouped(results, lambda r: r.shape.family)
-    return [make_table(columns, members, family) for family, members in families.items()]
+    tables = []
+    for family, members in grouped(results, lambda r: r.shape.family).items():
+        is_random = members[0].shape.inputs is None
+        left_out = set() if is_random else {"key outliers"}
+        left_out |= {"skipped"} if all(r.skipped_share is None for r in members) else set()
+        shown = {name: cell for name, cell in columns.items() if name not in left_out}
+        tables.append(make_table(shown, members, f"{family}, dense random inputs" if is_random else family))
+    return tables
 
 
 def decode_tables(results: Sequence[DecodeResult]) -> list[Table]:

@@ -33,6 +33,7 @@ from dma_eval.results import here_and_now
 if TYPE_CHECKING:
     import torch
 
+    from dma_eval.models import LoadedModel
     from dma_eval.pages import Table
 
 Result = TypeVar("Result", bound=SpeedResult)
@@ -54,17 +55,21 @@ MODEL_HELP = "Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny."
 def add_prefill(parser: argparse.ArgumentParser) -> None:
     help = (
         "What to compare; the first is the reference. sdpa (PyTorch's choice), sdpa:flash, sdpa:cudnn, flex "
-        "(FlexAttention, compiled), fa3 and fa3:fp8 (FlashAttention-3, the package fa3-fwd; quantising is counted), "
-        "sage (SageAttention, the package sageattention), dma_mxfp:PRESET, dma_mxfp:FILE.toml."
+        "(FlexAttention, compiled), fa3 and fa3:fp8 (FlashAttention-3, the package fa3-fwd), fa4 (FlashAttention-4, "
+        "flash-attn-4), cudnn:fp8 (nvidia-cudnn-frontend), sage (SageAttention, sageattention), dma_mxfp:PRESET, "
+        "dma_mxfp:FILE.toml. Quantising is counted, except in fa3:fp8:prequantized and cudnn:fp8:prequantized."
     )
-    shown = "all, with every preset"
+    shown = "all that need no other package, with every preset"
     options.add(parser, "--attn", "-a", metavar="IMPLEMENTATION", several=True, shown=shown, help=help)
     group = parser.add_argument_group("shapes")
     shown = "1024 to 131072; on a CPU 256 and 1024"
     options.add(group, "--length", type=positive, several=True, help="Tokens.", shown=shown)
-    options.add(group, "--head-dim", type=positive, several=True, default=HEAD_DIMS, help="Head dimensions.")
-    options.add(group, "--heads", metavar="QUERY/KV", several=True, default=PREFILL_HEADS, help="Query and kv heads.")
-    options.add(group, "--mask", choices=MASKS, several=True, default=MASKS, help="Masks.")
+    shown = f"{' '.join(map(str, HEAD_DIMS))}; with --inputs the model's own"
+    options.add(group, "--head-dim", type=positive, several=True, shown=shown, help="Head dimensions.")
+    shown = " ".join(PREFILL_HEADS)
+    options.add(group, "--heads", metavar="QUERY/KV", several=True, shown=shown, help="Query and kv heads.")
+    shown = " ".join(MASKS)
+    options.add(group, "--mask", choices=MASKS, several=True, shown=shown, help="Masks.")
     help = (
         "Measure all combinations. Otherwise a shape departs from the first value of each option in one option only "
         "(and in its length)."
@@ -73,14 +78,24 @@ def add_prefill(parser: argparse.ArgumentParser) -> None:
     options.add(group, "--batch", type=positive, default=1, help="Sequences.")
     help = "Shapes one by one, in place of all options above; for instance 8x4096:32/8:128 or 1x16384:32/8:128:full."
     options.add(group, "--shape", metavar="BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full]", several=True, help=help)
-    _add_common(parser, seconds=1.5, files=("json", "plot"))
+    group = parser.add_argument_group("inputs of a model, instead of random ones")
+    help = "Time the queries, keys and values that this model computes from --data: Hub name, folder, or GGUF file."
+    options.add(group, "--inputs", metavar="NAME|FOLDER|FILE.gguf", help=help)
+    help = "Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset. Each sequence is another window of it."
+    options.add(group, "--data", "-d", metavar="FILE|DATASET", help=help)
+    help = "Time so many of the model's layers, evenly spaced."
+    options.add(group, "--layers", type=positive, shown="all with full attention", help=help)
+    options.add_yarn(group)
+    _add_common(parser, seconds=1.5, files=("json", "markdown", "plot"))
 
 
 def time_prefill(args: argparse.Namespace) -> int:
     """Time prefill attention: SDPA, other packages and dma_mxfp on the same inputs, quantisation counted.
 
-    Medians of calls in turns, and on a CUDA device of each alone, at the clock that the chip's power limit leaves to
-    it. The error is against fp64 on sampled rows: of normal inputs, and of such with two key channels that stand out.
+    Inputs are random normal numbers, or with --inputs those of a real model, in its own heads and, embedded by an
+    orthonormal matrix, in wider ones. Only real attention has tiles that a skip_threshold can skip.
+    Medians of interleaved calls, and on a CUDA device of each isolated, at the clock that the chip's power limit allows
+    it. The error is against fp64 on sampled rows: of random inputs also with two outlier key channels.
     The JSON file is written after every shape, so that an interruption keeps what there is.
     Exit code 1 if no implementation ran on some shape, 2 for invalid input. The default takes several minutes on an
     H200; --length, --attn and --seconds shorten it.
@@ -90,26 +105,81 @@ def time_prefill(args: argparse.Namespace) -> int:
     dma-hf bench prefill --length 2048 8192 32768 --head-dim 128 --heads 32/8 --mask causal
     dma-hf bench prefill --attn sdpa dma_mxfp:balanced dma_mxfp:my.toml --length 16384
     dma-hf bench prefill --attn sdpa fa3 fa3:fp8 dma_mxfp:balanced --shape 1x8192:32/8:128 1x16384:32/8:64:full
+    dma-hf bench prefill --inputs HuggingFaceTB/SmolLM2-135M --data book.txt --length 8192 --head-dim 64 128 --layers 14
     dma-hf bench prefill --device cpu --length 256 --heads 4/2
     """
     options.prepare_files(args)
     check_names(args.attn)
+    _check_inputs(args)
     with console.starting():
         from dma_eval.bench import prefill
-        from dma_eval.bench.shown import plot_prefill, prefill_tables
+        from dma_eval.bench.shown import failures, plot_prefill, prefill_tables
+        from dma_eval.markdown import page_to_markdown
+        from dma_eval.pages import Page
 
     backends = prefill.parse_implementations(args.attn or prefill.default_names())
-    device, dtype, facts = _look(args)
-    lengths = args.length or (LENGTHS if device.type == "cuda" else CPU_LENGTHS)
-    shapes = [parse_shape(value) for value in args.shape or ()] or prefill_shapes(
-        lengths, args.head_dim, args.heads, args.mask, args.batch, every_combination=args.every_combination
-    )
-    write = _writer(args, PrefillReport, facts)
-    each = (prefill.measure_shape(s, backends, facts, device, dtype, seconds=args.seconds) for s in shapes)
-    results = _collected(each, write)
+    if args.inputs is None:
+        device, dtype, facts = _look(args)
+        lengths = args.length or (LENGTHS if device.type == "cuda" else CPU_LENGTHS)
+        shapes = [parse_shape(value) for value in args.shape or ()] or prefill_shapes(
+            lengths,
+            args.head_dim or HEAD_DIMS,
+            args.heads or PREFILL_HEADS,
+            args.mask or MASKS,
+            args.batch,
+            every_combination=args.every_combination,
+        )
+        each = (prefill.measure_shape(s, backends, facts, device, dtype, seconds=args.seconds) for s in shapes)
+    else:
+        from dma_eval.bench.capture import captured_calls
+
+        with console.working(f"Loading {args.inputs}"):
+            loaded, tokens = _load_reader(args)
+        captured = captured_calls(
+            loaded, tokens, args.data, args.length, args.head_dim, batch=args.batch, layers=args.layers, seed=args.seed
+        )
+        _, _, facts = _look(args)
+        each = (prefill.measure_layers(s, inputs, backends, facts, seconds=args.seconds) for s, inputs in captured)
+    results = _collected(each, _writer(args, PrefillReport, facts))
+    title = f"Prefill attention on {facts.name}, {args.dtype}"
+    tables = prefill_tables(results)
     if args.plot is not None:
-        plot_prefill(results, f"Prefill attention on {facts.name}, {args.dtype}", args.plot)
-    return _finish(args, prefill_tables(results), results, lambda r: r.shape)
+        plot_prefill(results, title, args.plot)
+    if args.markdown is not None:
+        warnings = failures(results, lambda r: r.shape)
+        page = Page(title, tables, [f"Command: `{console.command_line()}`."], warnings)
+        args.markdown.write_text(page_to_markdown(page), encoding="utf-8")
+    return _finish(args, tables, results, lambda r: r.shape)
+
+
+def _check_inputs(args: argparse.Namespace) -> None:
+    """Check that the options of random inputs and those of a model's are not mixed.
+
+    Raises:
+        UserError: They are, or --inputs lacks its text or length.
+    """
+    if args.inputs is None:
+        given = [f"--{name}" for name in ("data", "layers", "yarn") if getattr(args, name) is not None]
+        if given:
+            raise UserError(f"{', '.join(given)}: only with --inputs, which names the model that reads the text")
+        return
+    ruled_out = ("shape", "heads", "mask", "every_combination")
+    given = [f"--{name.replace('_', '-')}" for name in ruled_out if getattr(args, name)]
+    if given:
+        raise UserError(f"--inputs excludes {', '.join(given)}: the model's layers decide; give --length and --batch")
+    missing = [f"--{name}" for name in ("data", "length") if not getattr(args, name)]
+    if missing:
+        raise UserError(f"--inputs also needs {' and '.join(missing)}")
+
+
+def _load_reader(args: argparse.Namespace) -> tuple[LoadedModel, torch.Tensor]:
+    """Load the model whose inputs are captured, and tokenise the text for it."""
+    from dma_eval.data import load_text, tokenize
+    from dma_eval.models import load_model
+
+    text = load_text(args.data)
+    loaded = load_model(args.inputs, dtype=args.dtype, device=args.device, yarn=args.yarn)
+    return loaded, tokenize(loaded.tokenizer, text.content)
 
 
 def add_decode(parser: argparse.ArgumentParser) -> None:
@@ -426,7 +496,7 @@ def _finish(
         console.print_table(table)
     for line in failures(results, place):
         console.print_warning(line)
-    for path in (args.json, getattr(args, "plot", None)):
+    for path in (args.json, getattr(args, "markdown", None), getattr(args, "plot", None)):
         if path is not None:
             console.print_wrote(path)
     ran = {place(result) for result in results if result.failure is None}

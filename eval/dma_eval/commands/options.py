@@ -75,9 +75,14 @@ def add_model(parser: argparse.ArgumentParser, *, is_positional: bool = False) -
     add_device(group)
     help = "Spread the model over several devices: auto, balanced, sequential. Instead of --device."
     add(group, "--device-map", help=help, shown="one device")
-    help = "Let the model take so many times its positions, its rotary embedding rescaled by YaRN."
-    add(group, "--yarn", metavar="FACTOR", type=number(1, kind=float), help=help, shown="as it is")
+    add_yarn(group)
     add_seed(group)
+
+
+def add_yarn(to: Any) -> None:
+    """By how much to extend the model's positions."""
+    help = "Let the model take so many times its positions, its rotary embedding rescaled by YaRN."
+    add(to, "--yarn", metavar="FACTOR", type=number(1, kind=float), help=help, shown="as it is")
 
 
 def add_device(to: Any) -> None:

@@ -1,0 +1,201 @@
+"""Capture the queries, keys and values of a model's layers while it reads a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dma_eval import console
+from dma_eval.errors import UserError, one_line
+from dma_eval.models import LoadedModel
+from dma_eval.reading import takes_last
+
+from .inputs import Inputs, embedded
+from .results import ModelInputs, PrefillShape
+
+CAPTURE = "dma_eval_capture"
+"""The name of the attention function that captures."""
+FULL = "full_attention"
+
+
+def choose_layers(model: PreTrainedModel, count: int | None) -> list[int]:
+    """Return the layers to capture: all with full attention, or so many of them, evenly spaced.
+
+    Raises:
+        UserError: There are fewer.
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+    full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
+    if not full or (count is not None and count > len(full)):
+        wanted = "at least one" if count is None else str(count)
+        raise UserError(f"--layers: wanted {wanted}, but {type(model).__name__} has {len(full)} with full attention")
+    if count is None:
+        return full
+    last = len(full) - 1
+    return [full[round(index * last / max(1, count - 1))] for index in range(count)]
+
+
+def check_length(loaded: LoadedModel, length: int) -> None:
+    """Check that the model takes so many positions.
+
+    Raises:
+        UserError: It does not.
+    """
+    if loaded.max_context is not None and length > loaded.max_context:
+        raise UserError(
+            f"--length: {loaded.name} takes {loaded.max_context:,} positions, got {length:,}; --yarn "
+            f"{-(-length // loaded.max_context)} rescales its rotary embedding"
+        )
+
+
+def text_windows(tokens: Tensor, batch: int, length: int) -> Tensor:
+    """Return the first ``batch`` windows of ``length`` tokens of a text, ``[batch, length]``.
+
+    Raises:
+        UserError: The text is shorter.
+    """
+    if len(tokens) < batch * length:
+        raise UserError(
+            f"--data: the text has {len(tokens):,} tokens, too few for {batch} x {length:,}; give a longer text, or a "
+            "smaller --length or --batch"
+        )
+    return tokens[: batch * length].view(batch, length)
+
+
+def captured_calls(
+    loaded: LoadedModel,
+    tokens: Tensor,
+    data: str,
+    lengths: Sequence[int],
+    head_dims: Sequence[int],
+    *,
+    batch: int,
+    layers: int | None,
+    seed: int,
+) -> Iterator[tuple[PrefillShape, list[Inputs]]]:
+    """Capture the layers at each length, and yield them in each head dimension, with the shape that names them.
+
+    Args:
+        loaded: The model.
+        tokens: The text that it reads.
+        data: What the text was asked for by.
+        lengths: Tokens of a sequence, one pass each.
+        head_dims: Head dimensions, none below the model's own, which is what an empty list means.
+        batch: Sequences; each reads its own window of the text.
+        layers: How many layers to capture; see :func:`choose_layers`.
+        seed: Of the matrices that embed in wider heads.
+
+    Raises:
+        UserError: As for :func:`choose_layers`, :func:`text_windows` and :func:`capture_layers`; or a head dimension is
+            below the model's. What a caller can mend is checked before the first pass.
+    """
+    info = loaded.info
+    chosen = choose_layers(loaded.model, layers)
+    assert info.head_dim is not None
+    assert info.layers is not None
+    narrow = [head_dim for head_dim in head_dims if head_dim < info.head_dim]
+    if narrow:
+        raise UserError(f"--head-dim: at least the model's own, {info.head_dim}; got {narrow[0]}")
+    origin = ModelInputs(
+        model=loaded.name,
+        data=data,
+        layers=tuple(chosen),
+        model_layers=info.layers,
+        model_head_dim=info.head_dim,
+        yarn=loaded.yarn,
+    )
+    lengths = sorted(set(lengths))
+    for length in lengths:
+        check_length(loaded, length)
+    windows = {length: text_windows(tokens, batch, length) for length in lengths}
+    for length in lengths:
+        with console.working(f"Capturing {len(chosen)} layers at {length:,} tokens"):
+            own = capture_layers(loaded, windows[length], chosen)
+        for head_dim in dict.fromkeys(head_dims or [info.head_dim]):
+            inputs = [embedded(each, head_dim, seed) for each in own.values()]
+            _, query_heads, _, _ = inputs[0].query.shape
+            shape = PrefillShape(
+                length=length,
+                head_dim=head_dim,
+                query_heads=query_heads,
+                kv_heads=inputs[0].key.shape[1],
+                batch=batch,
+                is_causal=True,
+                inputs=origin,
+            )
+            yield shape, inputs
+
+
+def capture_layers(loaded: LoadedModel, input_ids: Tensor, layers: Sequence[int]) -> dict[int, Inputs]:
+    """Run the model once, with SDPA, and return what the attention of each of these layers is computed from.
+
+    Queries and keys are those after the rotary embedding. They stay on the model's device.
+
+    Args:
+        loaded: The model; afterwards it runs the attention that it ran before.
+        input_ids: ``[B, T]``.
+        layers: Indices of the layers.
+
+    Raises:
+        UserError: A layer computes something other than plain causal attention, or the model takes fewer positions.
+    """
+    check_length(loaded, input_ids.shape[1])
+    model = loaded.model
+    found: dict[int, Inputs] = {}
+
+    def record(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        layer: int = getattr(module, "layer_idx", -1)
+        if layer in layers:
+            is_causal = options.get("is_causal")
+            is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            _check(layer, query, value, attention_mask, options, is_causal=is_causal)
+            scale = options.get("scaling")
+            found[layer] = Inputs(
+                query.contiguous(),
+                key.contiguous(),
+                value.contiguous(),
+                query.shape[3] ** -0.5 if scale is None else float(scale),
+            )
+        out: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
+        return out
+
+    AttentionInterface.register(CAPTURE, record)
+    AttentionMaskInterface.register(CAPTURE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(CAPTURE)
+        last = {"logits_to_keep": 1} if takes_last(model) else {}
+        with torch.no_grad():
+            model(input_ids=input_ids.to(model.device), use_cache=False, **last)
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        raise UserError(f"--inputs: {type(model).__name__} cannot be captured: {one_line(error)}") from error
+    finally:
+        model.set_attn_implementation(before)
+    missing = [layer for layer in layers if layer not in found]
+    if missing:
+        raise UserError(
+            f"--inputs: {type(model).__name__} calls no attention function in layers {', '.join(map(str, missing))}"
+        )
+    return {layer: found[layer] for layer in layers}
+
+
+def _check(
+    layer: int, query: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any], *, is_causal: bool
+) -> None:
+    extras = ("softcap", "s_aux", "position_bias", "indices")
+    given = [name for name in extras if options.get(name) is not None]
+    given += ["a mask"] if mask is not None else []
+    given += [] if is_causal else ["bidirectional attention"]
+    if given:
+        raise ValueError(f"layer {layer} uses {', '.join(given)}; only plain causal attention is timed")
+    if value.shape[3] != query.shape[3]:
+        raise ValueError(f"layer {layer} has keys of {query.shape[3]} channels and values of {value.shape[3]}")

@@ -1,0 +1,120 @@
+"""Queries, keys and values that prefill attention is timed on: random ones, and captured ones in wider heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .results import PrefillShape
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """One call of attention over a whole sequence.
+
+    Attributes:
+        query: ``[B, Hq, T, D]``.
+        key: ``[B, Hkv, T, D]``.
+        value: ``[B, Hkv, T, D]``.
+        scale: Factor of the scores.
+        is_causal: Whether a query attends to no key after its own position.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    is_causal: bool = True
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of query, key and value."""
+        return sum(each.nbytes for each in self.tensors)
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @cached_property
+    def token_major(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value as contiguous ``[B, T, H, D]``: the layout of FlashAttention and cuDNN."""
+        query, key, value = (each.transpose(1, 2).contiguous() for each in self.tensors)
+        return query, key, value
+
+
+def random_inputs(shape: PrefillShape, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """Return independent normal numbers of a shape. No tile of them can be skipped."""
+    query, key, value = (
+        torch.randn(shape.batch, heads, shape.length, shape.head_dim, device=device, dtype=dtype)
+        for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
+    )
+    return Inputs(query, key, value, shape.head_dim**-0.5, shape.is_causal)
+
+
+def with_outlying_channels(inputs: Inputs) -> Inputs:
+    """Return inputs with two outlier key channels, as Llama and Qwen have them, and a sharper softmax.
+
+    One channel is 16 times as large and its query's a sixteenth, another has a bias of 12; queries are doubled.
+    """
+    query, key = 2.0 * inputs.query, inputs.key.clone()
+    large, biased = key.shape[3] // 16, 7 * key.shape[3] // 10
+    key[..., large] *= 16.0
+    query[..., large] /= 16.0
+    key[..., biased] += 12.0
+    return replace(inputs, query=query, key=key)
+
+
+def embedded(inputs: Inputs, head_dim: int, seed: int = 0) -> Inputs:
+    """Return the same attention in wider heads.
+
+    Queries and keys are padded with zeros and multiplied by one random orthonormal matrix, and values by another. Every
+    score keeps its value, and outputs are embedded like the values. The scale does not change.
+
+    Args:
+        inputs: With heads of at most ``head_dim`` channels.
+        head_dim: Channels of the result.
+        seed: Of the matrices, which are made on the CPU, so that every device has the same.
+    """
+    if head_dim == inputs.query.shape[3]:
+        return inputs
+    generator = torch.Generator().manual_seed(seed)
+    scores, outputs = (
+        torch.linalg.qr(torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64))[0] for _ in range(2)
+    )
+
+    def embed(x: Tensor, basis: Tensor) -> Tensor:
+        rows = basis[: x.shape[3]].to(x.device, torch.promote_types(x.dtype, torch.float32))
+        wide = torch.empty(*x.shape[:3], head_dim, dtype=x.dtype, device=x.device)
+        for head in range(x.shape[1]):  # one head at a time: the product is wider than its operands
+            wide[:, head] = x[:, head].to(rows.dtype) @ rows
+        return wide
+
+    return replace(
+        inputs,
+        query=embed(inputs.query, scores),
+        key=embed(inputs.key, scores),
+        value=embed(inputs.value, outputs),
+    )
+
+
+def exact_rows(inputs: Inputs, rows: Tensor) -> Tensor:
+    """Return attention in fp64 for some query rows, ``[B, Hq, rows, D]``, one head at a time."""
+    query, key, value = inputs.tensors
+    hidden = torch.arange(key.shape[2], device=rows.device)[None] > rows[:, None]
+    outputs = []
+    for head in range(query.shape[1]):
+        kv_head = head // inputs.group
+        scores = query[:, head, rows].double() @ key[:, kv_head].double().mT * inputs.scale
+        if inputs.is_causal:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        outputs.append(scores.softmax(-1) @ value[:, kv_head].double())
+    return torch.stack(outputs, 1)
