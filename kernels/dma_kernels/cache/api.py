@@ -39,7 +39,7 @@ class CachedOptions(NamedTuple):
 
     @property
     def of_kernels(self) -> dict[str, Any]:
-        """Those that the kernels take, by name."""
+        """Those of the decode kernel, by name."""
         return {name: getattr(self, name) for name in ("scale", "window", "softcap", "sinks")}
 
 
@@ -77,8 +77,7 @@ def cached_attention(
         sinks: One logit per query head, ``[Hq]``, that takes part in the softmax without a value.
         mask: Boolean, broadcastable to ``[B, Hq, T, K]``: of ``K`` consecutive positions, those that may be seen.
         mask_position: The position of column 0 of ``mask``, integer ``[B]``; needed unless ``K`` is 1.
-        backend: ``reference``, ``triton`` or ``auto``, as for :func:`dma_kernels.attention`. Triton takes causal calls
-            without ``mask``, and at most 16 queries of keys that are stored already.
+        backend: ``reference``, ``triton`` or ``auto``, as for :func:`dma_kernels.attention`.
 
     Returns:
         ``[B, Hq, T, Dv]`` in the dtype of ``query``; 0 in rows that see no key.
@@ -219,33 +218,15 @@ def _compute(
     """Run a backend, resolved in here because a compiler cannot trace questions to the device."""
     if resolve_backend(backend, query.device, query.dtype) == "triton":
         most = min(MAX_QUERIES, storage.spare_tokens)  # that are stored before they are answered
-        reason = _unsupported_reason(query, key, options, most)
-        if reason is None and query.shape[2] > most:
-            return chunk_attention(query, key, value, storage, **options.of_kernels)
-        if reason is None:
-            if key.shape[2]:
-                return decode_step(query, key, value, storage, **options.of_kernels)
-            return decode_attention(query, storage, return_lse=False, **options.of_kernels)[0]
-        if backend == "triton":
-            raise RuntimeError(f"backend='triton' cannot run: {reason}; use backend='reference' or 'auto'")
+        if query.shape[2] > most or options.mask is not None or not options.is_causal:
+            return chunk_attention(query, key, value, storage, **options._asdict())
+        if key.shape[2]:
+            return decode_step(query, key, value, storage, **options.of_kernels)
+        return decode_attention(query, storage, return_lse=False, **options.of_kernels)[0]
     out, _ = cached_attention_reference(query, key, value, storage, **options._asdict())
     if key.shape[2]:
         _store(storage, key, value)
     return out
-
-
-def _unsupported_reason(query: Tensor, key: Tensor, options: CachedOptions, most: int) -> str | None:
-    """Return why no kernel can answer queries over a cache that the Triton backend could; ``None`` if one can.
-
-    Of keys that are stored already it answers at most ``most``.
-    """
-    if options.mask is not None:
-        return f"over a cache it takes no mask, got one of shape {list(options.mask.shape)}"
-    if not options.is_causal:
-        return "over a cache it is causal, got is_causal=False"
-    if query.shape[2] > most and key.shape[2] == 0:
-        return f"of keys that are stored already it answers at most {most} queries, got {query.shape[2]}"
-    return None
 
 
 def _store(storage: LayerStorage, key: Tensor, value: Tensor) -> None:

@@ -56,7 +56,7 @@ def cached_attention_reference(
     for rows, length, part in storage.groups():
         end = length + key.shape[2]
         first_query = end - query.shape[2]
-        oldest = 0 if window is None else max(0, first_query - window + 1)
+        oldest = 0 if window is None else max(0, first_query - (window - 1 if is_causal else window))
         position = min(oldest // TILE, max(length, 0) // TILE) * TILE
         band = (max(first_query, 0) // TILE - part.diagonal_tiles) * TILE
         new = slice(max(-length, 0), None)  # what comes before is padding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import torch
 import triton
@@ -69,19 +70,33 @@ def check_backend(backend: str) -> None:
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """Return the backend that computes on tensors of this device and dtype: ``reference`` or ``triton``.
 
+    ``auto`` is Triton on CUDA and the reference elsewhere. Where Triton cannot run on CUDA it is the reference, with a
+    warning.
+
     Raises:
         ValueError: There is no backend of that name.
         RuntimeError: ``triton`` was asked for and cannot run on them.
     """
     check_backend(backend)
-    if backend == "reference":
-        return backend
+    if backend == "reference" or (backend == "auto" and device.type != "cuda"):
+        return "reference"
     reason = unsupported_reason(dtype, device)
     if backend == "triton":
         if reason is not None:
             raise RuntimeError(f"backend='triton' cannot run: {reason}; use backend='reference' or 'auto'")
         return backend
-    return "triton" if device.type == "cuda" and reason is None else "reference"
+    if reason is None:
+        return "triton"
+    _warn_of_reference(reason)
+    return "reference"
+
+
+@functools.cache
+def _warn_of_reference(reason: str) -> None:
+    """Warn, once for each reason, that ``auto`` does not run the kernels on CUDA."""
+    warnings.warn(
+        f"attention runs in torch on a CUDA device, slowly: backend='auto' cannot use Triton, {reason}", stacklevel=3
+    )
 
 
 def processors(device: torch.device) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from decode_cases import FORMATS, assert_storages_equal
+from dma_kernels.cache import api as cache_api
 from dma_kernels.cache.api import append, cached_attention
 from dma_kernels.cache.reference import cached_attention_reference
 from dma_kernels.cache.storage import LayerStorage
@@ -85,22 +86,51 @@ def test_a_window_of_everything_hides_nothing(backend, length, window):
     assert_bits_equal(*results)
 
 
-@pytest.mark.parametrize(
-    ("count", "options", "message"),
-    [
-        (3, {"mask": torch.ones(1, 1, 3, 1).bool()}, r"over a cache it takes no mask, got one of shape \[1, 1, 3, 1\]"),
-        (3, {"is_causal": False}, "over a cache it is causal, got is_causal=False"),
-    ],
-    ids=["mask", "not causal"],
-)
-def test_what_the_kernel_cannot(case, count, options, message):
-    """Asked for by name it raises, and nothing is stored; ``auto`` computes it in torch."""
+MASKS = {
+    "broadcast": ((1, 1, -1, 1), None),
+    "keys": ((2, 1, 1, 420), [0, 0]),
+    "heads": ((1, 4, -1, 300), [40, 90]),
+    "before and after": ((2, 1, -1, 900), [-200, -37]),
+    "no key": ((1, 1, 1, 50), [500, 600]),
+}
+
+
+@pytest.mark.parametrize(("length", "is_stored"), [(1, False), (5, True), (40, False)])
+@pytest.mark.parametrize("options", [{}, {"is_causal": False, "window": 129}], ids=["causal", "bidirectional-window"])
+@pytest.mark.parametrize("mask", [None, *MASKS])
+def test_masks_and_bidirectional_calls_match_the_reference(mask, options, is_stored, length):
+    query, key, value = random_qkv(
+        batch=2, q_heads=4, kv_heads=2, q_len=420, kv_len=420, head_dim=16, dtype=torch.float16
+    )
+    call = dict(options)
+    if mask is not None:
+        shape, position = MASKS[mask]
+        shape = [length if size == -1 else size for size in shape]
+        call["mask"] = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.6
+        call["mask_position"] = None if position is None else torch.tensor(position)
+    results = []
+    for backend in ("triton", "reference"):
+        storage = LayerStorage.allocate(
+            "int4", batch=2, kv_heads=2, head_dim=16, value_dim=16, tiles=4, window=call.get("window"),
+            dtype=torch.float16, device=torch.device("cpu"),
+        )  # fmt: skip
+        storage.lengths -= torch.tensor([0, 37]).int()
+        end = 420 if is_stored else 420 - length
+        storage.append(key[:, :, :end], value[:, :, :end])
+        new = [None, None] if is_stored else [key[:, :, end:], value[:, :, end:]]
+        results.append((cached_attention(query[:, :, -length:], *new, storage, **call, backend=backend), storage))
+    (ours, stored), (expected, expected_stored) = results
+    torch.testing.assert_close(ours, expected, atol=3e-3, rtol=0.0)
+    assert_storages_equal(stored, expected_stored)
+
+
+@pytest.mark.parametrize("options", [{"mask": torch.ones(1, 1, 1, 1).bool()}, {"is_causal": False}, {}])
+@pytest.mark.parametrize("count", [1, 40])
+def test_where_triton_runs_no_call_runs_the_reference(case, count, options, monkeypatch):
     new, storage, _ = case
-    new = [x[:, :, :1].expand(-1, -1, count, -1) for x in new]
-    with pytest.raises(
-        RuntimeError, match=f"backend='triton' cannot run: {message}; use backend='reference' or 'auto'"
-    ):
-        cached_attention(*new, storage, backend="triton", **options)
-    assert storage.lengths.tolist() == [STORED]
-    assert torch.isfinite(cached_attention(*new, storage, **options)).all()
-    assert storage.lengths.tolist() == [STORED + count]
+    storage.reserve(3)
+    monkeypatch.setattr(cache_api, "resolve_backend", lambda *_: "triton")  # as ``auto`` on a GPU
+    monkeypatch.setattr(cache_api, "cached_attention_reference", None)
+    for key_value in ([x[:, :, :1].expand(-1, -1, count, -1) for x in new[1:]], [None, None]):
+        query = new[0][:, :, :1].expand(-1, -1, count, -1)
+        assert torch.isfinite(cached_attention(query, *key_value, storage, backend="auto", **options)).all()
