@@ -186,23 +186,24 @@ class TestCommand:
         assert results[0]["layer_milliseconds"] is None
 
     def test_skipped_tiles_are_counted(self, tmp_path: Path) -> None:
-        path = tmp_path / "skipping.toml"
+        path, off = tmp_path / "skipping.toml", tmp_path / "off.toml"
         path.write_text("skip_threshold = 1.0\n", encoding="utf-8")
+        off.write_text("skip_threshold = inf\n", encoding="utf-8")
         dense = Inputs(*(torch.randn(1, h, 512, 16, dtype=torch.bfloat16) for h in (2, 1, 1)), 0.25)
         key = torch.cat((0.01 * dense.key[:, :, :256], dense.key[:, :, 256:]), 2)
         sparse = replace(dense, query=4 * dense.query, key=key)  # the one low tile is tile 1, of queries 384 to 511
         shape = PrefillShape(length=512, head_dim=16, query_heads=2, kv_heads=1, is_causal=True)
-        plain, skipping = measure_layers(
+        skips_nothing, skipping = measure_layers(
             shape,
             [dense, sparse],
-            parse_implementations(["dma_mxfp", f"dma_mxfp:{path}"]),
+            parse_implementations([f"dma_mxfp:{off}", f"dma_mxfp:{path}"]),
             DeviceFacts(name="cpu"),
             seconds=0.0,
         )
-        assert plain.skipped_share is None
+        assert skips_nothing.skipped_share is None
         assert skipping.layer_skipped_shares == [0.0, 1.0]
         assert skipping.skipped_share == 0.5
-        (table,) = prefill_tables([plain, skipping])
+        (table,) = prefill_tables([skips_nothing, skipping])
         column = table.headers.index("skipped")
         assert [row[column] for row in table.rows] == ["–", "50.0 %"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -229,7 +230,8 @@ def _in_turn(runs: Sequence[Run]) -> Run:
 
 def _skipped_shares(implementation: Backend, layers: Sequence[Inputs]) -> dict[str, Any]:
     """Return the share of low tiles that the recipe's threshold skips, over all layers and of each."""
-    if implementation.config is None or implementation.config.recipe.skip_threshold is None:
+    threshold = None if implementation.config is None else implementation.config.recipe.skip_threshold
+    if implementation.config is None or threshold is None or math.isinf(threshold):
         return {}
     recipe, on = implementation.config.recipe, implementation.config.backend
     counts = []

@@ -138,7 +138,7 @@ class PrefillResult(SpeedResult):
     # Norm of the difference from fp64 over the norm, on sampled query rows; the mean over layers.
     error: float | None = None
     error_with_outliers: float | None = None  # the same with outlier key channels, of random inputs; since version 3
-    # Share of low tiles, per block of 64 queries, that the recipe's ``skip_threshold`` skips; null without one. Of all
+    # Share of low tiles, per block of 64 queries, that the recipe's ``skip_threshold`` skips; null without a finite one. Of all
     # layers, and of each of several. Since version 5.
     skipped_share: float | None = None
     layer_skipped_shares: list[float] | None = None
