@@ -23,6 +23,7 @@ from .integrations.versions import UnsupportedTransformersError
 from .masking import dma_mask
 from .models import configure
 from .settings import IMPLEMENTATIONS, NAME
+from .tile_counts import counted_tiles
 from .unsupported import fallback_counts, reset_fallback_counts
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "UnsupportedTransformersError",
     "configure",
     "continuous_batching",
+    "counted_tiles",
     "dma_attention_forward",
     "dma_mask",
     "equalize",

@@ -16,6 +16,7 @@ from .cache_attention import attend
 from .cache_step import update_of
 from .call import Call, autocast_dtype
 from .compact_mask import GEOMETRY, MASKED_BELOW, MaskGeometry
+from .tile_counts import tile_counts_of
 
 CROSS_ATTENTION_NAMES = ("CrossAttention", "MergedAttention")
 """Class names of layers whose keys are of another sequence, or (T5Gemma 2) of two sequences in a row."""
@@ -98,20 +99,23 @@ def dma_attention_forward(
     if update is not None:
         layer, step = update
         if not geometry.two_sequences:
-            out = attend(layer, step, query, geometry, settings.recipe, **call.options)
+            counts = tile_counts_of(module, query, settings.recipe)
+            out = attend(layer, step, query, geometry, settings.recipe, counts, **call.options)
             return out.transpose(1, 2).contiguous(), None
         key, value = layer.dense(step)
+    recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
     out = attention(
         query,
         key,
         value,
-        settings.cross_recipe if geometry.two_sequences else settings.recipe,
+        recipe,
         is_causal=geometry.is_causal,
         q_offset=geometry.q_offset,
         kv_offset=geometry.kv_offset,
         kv_range=geometry.kv_range,
         window=geometry.window,
         mask=geometry.pattern,
+        tile_counts=tile_counts_of(module, query, recipe),
         **call.options,
     )
     return out.transpose(1, 2).contiguous(), None

@@ -20,7 +20,15 @@ _CHANGED = (
 )
 
 
-def attend(layer: DMALayer, new: Step, query: Tensor, geometry: MaskGeometry, recipe: Recipe, **options: Any) -> Tensor:
+def attend(
+    layer: DMALayer,
+    new: Step,
+    query: Tensor,
+    geometry: MaskGeometry,
+    recipe: Recipe,
+    tile_counts: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
     """Return the attention of ``[B, Hq, T, D]`` queries to a layer, and store what came with them.
 
     Args:
@@ -29,6 +37,7 @@ def attend(layer: DMALayer, new: Step, query: Tensor, geometry: MaskGeometry, re
         query: The queries.
         geometry: What the mask says.
         recipe: The precisions of a first prompt.
+        tile_counts: Where a first prompt adds its counts of skipped tiles.
         options: Further arguments of :func:`dma_kernels.attention`.
 
     Raises:
@@ -53,6 +62,7 @@ def attend(layer: DMALayer, new: Step, query: Tensor, geometry: MaskGeometry, re
             kv_offset=geometry.kv_offset,
             kv_range=None if is_seen else geometry.kv_range,
             mask=pattern,
+            tile_counts=tile_counts,
             **options,
         )
         if not new.is_stored:

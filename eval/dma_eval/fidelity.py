@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dma_hf import NAME as DMA
+from dma_hf import counted_tiles
 
 from .backends import Backend, activate
 from .data import Text, Window
@@ -178,10 +179,10 @@ def head_errors(
         reference, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
         inputs = [tensor.to(dtype) for tensor in (query, key, value)]
         for backend in measured:
-            with _section(module, backend):
+            with _section(module, backend), counted_tiles() as tiles:
                 output, _ = ALL_ATTENTION_FUNCTIONS[backend.implementation](module, *inputs, attention_mask, **options)
             place = backend.label, int(getattr(module, "layer_idx", 0))
-            sums[place] = sums.get(place, 0) + _sums_of(output, reference)
+            sums[place] = sums.get(place, 0) + _sums_of(output, reference, tiles.get(module))
         return reference, None
 
     failure: str | None = None
@@ -208,22 +209,27 @@ def head_errors(
     errors = []
     for backend in measured:
         layers = [total[place] for place in sorted(total) if place[0] == backend.label]
-        relative_l1 = [(error / np.maximum(magnitude, tiny)).tolist() for error, magnitude, _, _ in layers]
-        cosine = [(cosine / tokens).tolist() for _, _, cosine, tokens in layers]
-        errors.append(HeadErrors(label=backend.label, relative_l1=relative_l1, cosine=cosine))
+        relative_l1 = [(each[0] / np.maximum(each[1], tiny)).tolist() for each in layers]
+        cosine = [(each[2] / each[3]).tolist() for each in layers]
+        skipped = None
+        if backend.config is not None and backend.config.skip_threshold is not None:
+            skipped = [(each[4] / np.maximum(each[5], 1)).tolist() for each in layers]
+        errors.append(HeadErrors(label=backend.label, relative_l1=relative_l1, cosine=cosine, skipped=skipped))
     return errors
 
 
-def _sums_of(output: Tensor, reference: Tensor) -> Array:
-    """Sums over the tokens of one call, ``[4, H]``, whose outputs are ``[B, T, H, D]``.
+def _sums_of(output: Tensor, reference: Tensor, tiles: Tensor | None) -> Array:
+    """Sums over one call, ``[6, H]``, whose outputs are ``[B, T, H, D]``.
 
-    They are of the error, of the reference, of their cosine, and of ones.
+    Over tokens: the error, the reference, their cosine, and ones. Over tiles: those skipped, and those examined, of the
+    counts ``[H, 2]``.
     """
     output, reference = output.double(), reference.double()
     cosine = nn.functional.cosine_similarity(output, reference, dim=-1).sum((0, 1))
     tokens = torch.full_like(cosine, output.shape[0] * output.shape[1])
     error, magnitude = ((output - reference).abs().sum((0, 1, 3)), reference.abs().sum((0, 1, 3)))
-    return torch.stack([error, magnitude, cosine, tokens]).cpu().numpy()
+    counts = torch.zeros_like(cosine).expand(2, -1) if tiles is None else tiles.T.double()
+    return torch.cat([torch.stack([error, magnitude, cosine, tokens]), counts]).cpu().numpy()
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from .results import (
     StressSection,
     TaskBackend,
     TaskSection,
+    ThresholdStudy,
 )
 
 MEMORY_KINDS = {
@@ -38,6 +39,8 @@ TELLING = 0.05
 HELD = 43.0
 """Ratio of the largest channel's range to the median's, of keys and of queries, at which ``balanced`` was measured to
 lose next to nothing: those of ``keys x 8`` and ``queries x 8`` in the results under ``benchmarks/quality``."""
+TOLERATED_GROWTH = 1.25
+"""How many times its KL without skipping a backend may have with it, to keep its quality."""
 RETRIEVAL_TITLES = {"needle": "Retrieval: a sentence in prose", "kv": "Retrieval: one pair of many"}
 
 
@@ -168,6 +171,16 @@ def fidelity_page(section: FidelitySection) -> Page:
         headers = ("backend", "median error", "largest", "least cosine", "worst heads: layer.head (error)")
         caption = "Attention output by head: relative L1 error, each layer given SDPA's own inputs"
         tables.append(Table(headers, rows, caption))
+    skipping = [heads for heads in section.heads if heads.skipped is not None]
+    if skipping:
+        rows = []
+        for heads in skipping:
+            shares = np.array(heads.skipped)
+            layers = shares.mean(1)
+            ends = (f"{layer} ({share(layers[layer])})" for layer in (layers.argmin(), layers.argmax()))
+            rows.append([heads.label, f"{tokens.context:,}", share(shares.mean()), *ends])
+        headers = ("backend", "tokens", "all layers", "least: layer", "most: layer")
+        tables.append(Table(headers, rows, "Share of low tiles skipped"))
     if section.divergence:
         rows = []
         for each in section.divergence:
@@ -242,7 +255,10 @@ def stress_page(section: StressSection) -> Page:
         "Keys, queries, values: some channels of every head times the factor, and what meets them by it, so that the "
         "twin computes what the model computes. Key biases: added before the rotary embedding, another function.",
     ]
+    tables += [_threshold_table(study) for study in section.thresholds]
+    notes += [verdict(study) for study in section.thresholds]
     lines = [f"{twin.name}: the model has no such twin: {twin.refused}" for twin in section.twins if twin.refused]
+    lines += [line for study in section.thresholds for line in warnings(study.tokens)]
     for twin, tokens in measured:
         lines += [f"{twin.name}: {line}" for line in warnings(tokens)]
     outlying = [
@@ -252,6 +268,35 @@ def stress_page(section: StressSection) -> Page:
         if layers and layers[0].ratio > HELD
     ]
     return Page("Stress: twins of the model", tables, notes, outlying + lines)
+
+
+def _threshold_table(study: ThresholdStudy) -> Table:
+    """What each threshold of tile skipping skips and costs, the model as it is."""
+    rows = []
+    for threshold, skipped, result in zip(study.thresholds, study.skipped, study.tokens.backends[1:], strict=True):
+        _, _, change, kl, top1, *_ = table_row(result)
+        rows.append([number(threshold, "g"), share(skipped), kl, change, top1])
+    headers = ("threshold", "low tiles skipped", "KL / token", "change", "top-1")
+    return Table(headers, rows, f"Tile skipping: {study.label} on the model as it is")
+
+
+def verdict(study: ThresholdStudy) -> str:
+    """Whether a model keeps its quality at a backend's threshold, and the smallest threshold at which it does."""
+    losses = {t: each.kl_mean for t, each in zip(study.thresholds, study.tokens.backends[1:], strict=True)}
+    skipped = dict(zip(study.thresholds, study.skipped, strict=True))
+    plain, own = losses[None], losses[study.own]
+    if plain is None or own is None:
+        return f"{study.label}: whether tile skipping costs quality is not known: a pass failed."
+    kept = [t for t, kl in losses.items() if t is not None and kl is not None and kl <= TOLERATED_GROWTH * plain]
+    says = "keeps its quality" if study.own in kept else "loses quality"
+    line = (
+        f"{study.label}: the model {says} at skip_threshold = {study.own:g}: {share(skipped[study.own])} of low tiles "
+        f"skipped, KL {format_kl(plain)} without skipping and {format_kl(own)} with it. "
+    )
+    if not kept:
+        return f"{line}No threshold that was tried keeps the KL within {TOLERATED_GROWTH:g} times: skip nothing."
+    best = min(kept)
+    return f"{line}Smallest that keeps it within {TOLERATED_GROWTH:g} times: {best:g}, {share(skipped[best])} skipped."
 
 
 def warnings(section: PerplexitySection) -> list[str]:

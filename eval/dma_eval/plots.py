@@ -355,6 +355,42 @@ def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
     save(figure, f"{title}: error of each head's attention output", path)
 
 
+def plot_skipped(section: FidelitySection, title: str, path: Path) -> None:
+    """Share of low tiles that every head of every layer skips, one heat map per backend that skips any."""
+    maps = []
+    for heads in section.heads:
+        if heads.skipped is not None:
+            shares = np.array(heads.skipped)
+            maps.append((f"{heads.label}\n{share(shares.mean())} of all", shares))
+    height = min(6.0, 1.2 + 0.13 * len(maps[0][1]))
+    figure, axes, image = _heat_maps(maps, height, "Query head", "Layer", vmin=0, vmax=1, interpolation="nearest")
+    for ax in axes:
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.yaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(image, ax=figure.axes, label="Low tiles skipped, share")
+    save(figure, f"{title}: tile skipping at {section.tokens.context:,} tokens", path)
+
+
+def plot_thresholds(section: StressSection, title: str, path: Path) -> None:
+    """Divergence against the share of low tiles skipped, each point a threshold of tile skipping."""
+    figure = make_figure(4.0)
+    ax = figure.subplots()
+    tidy(ax)
+    for label, (color, line) in line_styles([study.label for study in section.thresholds]).items():
+        study = next(each for each in section.thresholds if each.label == label)
+        shares = [100 * each for each in study.skipped]
+        values = [each.kl_mean or math.nan for each in study.tokens.backends[1:]]
+        ax.plot(shares, values, line, marker=MARKERS[0], color=color, label=label)
+        for threshold, skipped, value in zip(study.thresholds, shares, values, strict=True):
+            name = "off" if threshold is None else f"{threshold:g}"
+            ax.annotate(name, (skipped, value), textcoords="offset points", xytext=(5, -9), fontsize=8)
+    ax.set_yscale("log")
+    ax.set_xlabel("Low tiles skipped, %")
+    ax.set_ylabel("KL per token, nats")
+    legend_below(figure, ax)
+    save(figure, f"{title}: thresholds of tile skipping", path)
+
+
 def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
     """Share of answers that are found, by depth and length, one heat map per backend."""
     maps = []

@@ -4,7 +4,8 @@
 names, and every field is written. ``schema_version`` counts up when a field comes, goes or changes its meaning. Numbers
 that do not exist (of a failed backend, or without a reference) are null. Older files are read as having the default of
 every field that they lack: version 2 added ``tasks``, ``fidelity``, ``retrieval`` and ``part_seconds``, version 3
-``skip_windows``, ``spread`` and ``windows_left``, version 4 ``stress``. A reader refuses newer ones.
+``skip_windows``, ``spread`` and ``windows_left``, version 4 ``stress``, version 5 ``skipped`` and ``thresholds``. A
+reader refuses newer ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .environment import Environment, collect
 from .errors import UserError
 from .files import parse
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 RESULTS = "results.json"
 """The report in a run's folder."""
 Kind = TypeVar("Kind", bound="Results")
@@ -253,6 +254,8 @@ class HeadErrors:
     # sum |output - reference| / sum |reference| over tokens and channels, ``[layer][query head]``.
     relative_l1: list[list[float]]
     cosine: list[list[float]]  # mean over tokens of the cosine of output and reference, ``[layer][query head]``
+    # Share of low tiles skipped, ``[layer][query head]``; null for a backend that skips none, and in older files.
+    skipped: list[list[float]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,6 +337,17 @@ class TwinResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ThresholdStudy:
+    """One backend on the model itself with other thresholds of tile skipping."""
+
+    label: str  # the backend
+    own: float  # its ``skip_threshold``
+    thresholds: list[float | None]  # what was tried; null skips nothing
+    skipped: list[float]  # share of low tiles that each skips in the first window
+    tokens: PerplexitySection  # the reference, and the backend with each threshold
+
+
+@dataclass(frozen=True, kw_only=True)
 class StressSection:
     """Backends on the model and on twins of it that are harder to quantise."""
 
@@ -341,6 +355,7 @@ class StressSection:
     key_ranges: list[ChannelRange]  # one entry per attention layer of the model itself
     twins: list[TwinResult]  # the model as it is first
     query_ranges: list[ChannelRange] = field(default_factory=list)  # as of keys; empty in older files
+    thresholds: list[ThresholdStudy] = field(default_factory=list)  # of backends that skip tiles; empty in older files
 
 
 @dataclass(frozen=True, kw_only=True)

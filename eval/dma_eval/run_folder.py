@@ -6,7 +6,9 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from . import plots
@@ -95,7 +97,8 @@ def _united_twins(sections: Sequence[StressSection]) -> list[StressSection]:
             if len(tokens) > 1 or known.key_ratio != twin.key_ratio:  # of other windows, or drawn with another seed
                 return list(sections)
             twins[twin.name] = replace(twins[twin.name], tokens=tokens[0] if tokens else None)
-        united[same] = replace(section, twins=list(twins.values()))
+        thresholds = {study.label: study for each in (united.get(same, section), section) for study in each.thresholds}
+        united[same] = replace(section, twins=list(twins.values()), thresholds=list(thresholds.values()))
     return list(united.values())
 
 
@@ -132,11 +135,15 @@ def _plots(report: Report, folder: Path) -> list[Plot]:
         if fidelity.heads:
             caption = "Error of every head's output, each layer given the inputs that SDPA gives it"
             draw(plots.plot_heads, "heads", caption, fidelity)
+        if any(heads.skipped is not None for heads in fidelity.heads):
+            draw(plots.plot_skipped, "skipped", "Share of low tiles that every head skips", fidelity)
     for retrieval in filter(can_retrieve, report.retrieval):
         caption = f"Retrieval ({retrieval.kind}) by length and depth"
         draw(plots.plot_retrieval, f"retrieval-{retrieval.kind}", caption, retrieval)
     for stress in report.stress:
         draw(plots.plot_stress, "stress", "Divergence on twins of the model", stress)
+        if stress.thresholds:
+            draw(plots.plot_thresholds, "thresholds", "Divergence against the share of low tiles skipped", stress)
     return drawn
 
 
@@ -199,6 +206,8 @@ def quantities(report: Report) -> Iterator[Quantity]:
         for heads in fidelity.heads:
             worst = max(max(layer) for layer in heads.relative_l1)
             yield Quantity(topic, heads.label, "largest head error", worst, SHARE)
+            if heads.skipped is not None:
+                yield Quantity(topic, heads.label, "low tiles skipped", fmean(chain(*heads.skipped)), SHARE)
     for task in (task for tasks in report.tasks for task in tasks.tasks):
         for metric in task.metrics:
             shown = SHARE if metric.right_or_wrong else ("{:,.4g}".format, "{:+.3g}".format)

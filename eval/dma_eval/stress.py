@@ -8,29 +8,35 @@ modules that make queries, keys and values; the weights are not touched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dma_hf import counted_tiles
 from dma_hf.equalization import measure_ranges
 from dma_hf.projections import Layer, find_layers, watched
 
+from .backends import Backend, activate
 from .data import Text
 from .errors import UserError
 from .parts import PerplexityPart, StressPart
-from .perplexity import compare, cut
-from .results import ChannelRange, StressSection, TwinResult
+from .perplexity import Reading, compare, cut
+from .reading import read
+from .results import ChannelRange, StressSection, ThresholdStudy, TwinResult
 from .session import Session
 
 RANGE_TOKENS = 1024
 """Tokens that ranges are measured over."""
 SCALED_PAIRS = 2
 """Pairs of channels of each key head that a twin scales, and channels of each value head."""
+THRESHOLDS = (4.0, 5.0, 6.0, 7.0, 8.0)
+"""Thresholds of tile skipping that are tried on a model, in nats."""
 BIASED = (10 / 32, 26 / 32, 29 / 32)
 """Which pairs of each key head get a bias, from the fastest in the rotary embedding, 0, to the slowest, 1. Slow pairs
 hardly turn, so that their bias stays in place for every token, as Qwen2's do."""
@@ -96,7 +102,46 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
         except NoTwinError as error:
             found["refused"] = str(error)
         twins.append(TwinResult(name=twin.name, is_same_function=twin.is_same_function, **found))
-    return StressSection(range_tokens=len(sample), key_ranges=key_ranges, query_ranges=query_ranges, twins=twins)
+    thresholds = [
+        study_thresholds(session, reading, backend)
+        for backend in session.backends[1:]
+        if backend.config is not None and not backend.reads_cache
+        if backend.config.skip_threshold is not None and backend.config.skip_threshold < math.inf
+    ]
+    return StressSection(
+        range_tokens=len(sample),
+        key_ranges=key_ranges,
+        query_ranges=query_ranges,
+        twins=twins,
+        thresholds=thresholds,
+    )
+
+
+def study_thresholds(session: Session, reading: Reading, backend: Backend) -> ThresholdStudy:
+    """Measure a backend that skips tiles with other thresholds, and without, on the model as it is."""
+    config = backend.config
+    assert config is not None
+    assert config.skip_threshold is not None
+    own = config.skip_threshold
+    thresholds = [None, *sorted({*THRESHOLDS, own}, reverse=True)]
+    backends = [
+        replace(backend, label=f"{backend.label}, t = {t}", config=config.with_changes(skip_threshold=t))
+        for t in thresholds
+    ]
+    tokens = compare(session, reading, [session.backends[0], *backends], place=("thresholds", backend.label))
+    first = reading.windows[0]
+    ids = reading.input_ids[None, first.begin : first.end].to(session.loaded.model.device)
+    skipped = [_skipped(session.loaded.model, each, ids) for each in backends]
+    return ThresholdStudy(label=backend.label, own=own, thresholds=thresholds, skipped=skipped, tokens=tokens)
+
+
+def _skipped(model: PreTrainedModel, backend: Backend, ids: Tensor) -> float:
+    """The share of low tiles that a backend skips in tokens ``[1, T]``."""
+    activate(model, backend)
+    with counted_tiles() as counts:
+        read(model, backend, ids, last=1)
+    skipped, examined = (sum(int(layer[:, column].sum()) for layer in counts.values()) for column in range(2))
+    return skipped / max(examined, 1)
 
 
 def channel_ranges(model: PreTrainedModel, tokens: Tensor) -> tuple[list[ChannelRange], list[ChannelRange]]:

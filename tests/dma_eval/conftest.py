@@ -213,3 +213,10 @@ def tiny_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_tasks import write_tiny_tasks
 
     return write_tiny_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture
+def rows_decide_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every query skip tiles by itself: 64 rows of a random model never agree."""
+    for module in ("attention", "skipping"):
+        monkeypatch.setattr(f"dma_kernels.reference.{module}.SKIP_BLOCK", 1)

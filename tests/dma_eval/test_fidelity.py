@@ -21,6 +21,8 @@ from dma_eval.session import Session
 from tiny_models import SIZES
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
+from dma_hf import DMAConfig
+
 Run = Callable[..., Any]
 Fidelity = Callable[..., FidelitySection]
 Errors = Callable[..., list[HeadErrors]]
@@ -212,3 +214,19 @@ def test_command(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) 
     assert [heads.label for heads in section.heads] == ["sdpa", "dma_mxfp:fp4"]
     for name in ("heads.png", "fidelity.png", "report.md", "configs/fp4.toml"):
         assert (tmp_path / "run" / name).is_file()
+
+
+@pytest.mark.usefixtures("rows_decide_alone")
+def test_skipped_tiles_are_shown(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    DMAConfig(skip_threshold=0.01).to_toml(tmp_path / "skipping.toml")
+    arguments = ["-m", model_folder, "-d", text_file, "--device", "cpu", "-c", 512, "--max-windows", 2, "--prompts", 0]
+    arguments += ["--attn", "dma_mxfp:paper", f"dma_mxfp:{tmp_path}/skipping.toml", "--out", tmp_path / "run"]
+    result = run("fidelity", *arguments)
+    assert result.exit_code == 0, result.output
+    paper, skipping = read_report(tmp_path / "run/results.json").fidelity[0].heads
+    assert paper.skipped is None
+    shares = np.array(skipping.skipped)
+    assert shares.shape == (2, 2)
+    assert 0 < shares.mean() < 1
+    assert "Share of low tiles skipped" in result.stdout
+    assert (tmp_path / "run/skipped.png").is_file()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 import torch
 from dma_eval.backends import parse_backends
 from dma_eval.data import load_text
-from dma_eval.pages import stress_page
+from dma_eval.pages import stress_page, verdict
 from dma_eval.parts import StressPart
-from dma_eval.results import read_report
+from dma_eval.results import ThresholdStudy, read_report
 from dma_eval.session import Session
 from dma_eval.stress import TWINS, Twin, attention_layers, channel_ranges, measure_stress, stressed
 from tiny_models import DECODERS, VOCABULARY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dma_hf import DMAConfig
 from dma_hf.equalization import measure_ranges
 
 
@@ -109,6 +113,53 @@ def test_command_stress(run, wild_folder, text_file, tmp_path):
     assert (tmp_path / "run/stress.png").is_file()
     again = run("stress", *arguments, "--attn", "sdpa", "dma_mxfp:balanced", "--out", tmp_path / "run")
     assert "stress: taken from the folder" in again.output
+
+
+@pytest.fixture
+def skipping(tmp_path):
+    path = tmp_path / "skipping.toml"
+    DMAConfig(skip_threshold=0.05).to_toml(path)
+    return path
+
+
+@pytest.mark.usefixtures("rows_decide_alone")
+def test_thresholds_are_tried_where_a_backend_skips(run, model_folder, text_file, skipping, tmp_path, monkeypatch):
+    monkeypatch.setattr("dma_eval.stress.THRESHOLDS", (0.01, 0.5))
+    arguments = ["-m", model_folder, "-d", text_file, "--device", "cpu", "--context", 512, "--max-windows", 1]
+    names = ["sdpa", "dma_mxfp:balanced", f"dma_mxfp:{skipping}"]
+    result = run("stress", *arguments, "--attn", *names, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    (section,) = read_report(tmp_path / "run/results.json").stress
+    (study,) = section.thresholds
+    assert (study.label, study.own, study.thresholds) == ("dma_mxfp:skipping", 0.05, [None, 0.5, 0.05, 0.01])
+    assert study.skipped == sorted(study.skipped)
+    assert study.skipped[0] == 0 < study.skipped[-1]
+    plain = section.twins[0].tokens.backends
+    assert study.tokens.backends[1].kl_mean == pytest.approx(plain[1].kl_mean)
+    assert study.tokens.backends[3].kl_mean == pytest.approx(plain[2].kl_mean)
+    assert re.search("the model (keeps its|loses) quality at skip_threshold = 0.05", " ".join(result.output.split()))
+    assert (tmp_path / "run/thresholds.png").is_file()
+    assert {path.stem for path in (tmp_path / "run/configs").iterdir()} == {"balanced", "skipping"}
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        ([1.0, 1.1, 1.2, 1.3], r"keeps its quality at skip_threshold = 6: .* within 1.25 times: 6, 30.00 % skipped"),
+        ([1.0, 1.1, 1.4, 1.9], r"loses quality at skip_threshold = 6: .* within 1.25 times: 7, 20.00 % skipped"),
+        ([1.0, 1.1, 1.2, 1.25], r"keeps its quality at skip_threshold = 6: .* within 1.25 times: 5, 40.00 % skipped"),
+        ([1.0, 1.5, 1.7, 2.0], r"loses quality at skip_threshold = 6: .* No threshold .*: skip nothing"),
+        ([1.0, 1.5, None, 2.0], "is not known: a pass failed"),
+    ],
+)
+def test_the_verdict_on_a_threshold(losses, message, compared):
+    section = compared("sdpa", "dma_mxfp", context=64, max_windows=1)
+    result = section.backends[1]
+    backends = [section.backends[0], *(dataclasses.replace(result, kl_mean=loss) for loss in losses)]
+    tokens = dataclasses.replace(section, backends=backends)
+    thresholds, skipped = [None, 7.0, 6.0, 5.0], [0.0, 0.2, 0.3, 0.4]
+    study = ThresholdStudy(label="b", own=6.0, thresholds=thresholds, skipped=skipped, tokens=tokens)
+    assert re.search(message, verdict(study))
 
 
 def test_twins_of_another_seed_are_others(run, model_folder, text_file, tmp_path):

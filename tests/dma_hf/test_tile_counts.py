@@ -1,0 +1,58 @@
+"""Counting skipped tiles by layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import DECODERS, VOCABULARY
+
+import dma_hf
+
+TOKENS = torch.randint(3, VOCABULARY, (1, 460), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture
+def model():
+    model = DECODERS["llama"].build("dma_mxfp")
+    dma_hf.configure(model, backend="reference", skip_threshold=1e-6)
+    return model
+
+
+def test_each_layer_and_head_is_counted(model):
+    with dma_hf.counted_tiles() as counts:
+        model(TOKENS)  # gradients are recorded, as without no_grad
+        with torch.no_grad():
+            model(TOKENS)
+        model(TOKENS[:, :50])
+    model(TOKENS)
+    heads = model.config.num_attention_heads
+    assert list(counts) == [layer.self_attn for layer in model.model.layers]
+    for layer in counts.values():
+        assert layer.shape == (heads, 2)
+        assert (layer[:, 1] == 2).all()  # tile 1 for the block at 384, in two calls
+        assert (layer[:, 0] <= layer[:, 1]).all()
+
+
+def test_a_prompt_with_a_cache_is_counted_and_decoding_is_not(model):
+    dma_hf.configure(model, cache="int8")
+    with dma_hf.counted_tiles() as counts:
+        model.generate(TOKENS, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(TOKENS))
+    assert [layer[0, 1].item() for layer in counts.values()] == [1] * len(counts)
+    assert counts
+
+
+def test_what_does_not_skip_is_left_out(model):
+    dma_hf.configure(model, skip_threshold=None)
+    with dma_hf.counted_tiles() as counts:
+        model(TOKENS)
+    assert counts == {}
+
+
+def test_the_innermost_block_counts(model):
+    with dma_hf.counted_tiles() as outer:
+        with dma_hf.counted_tiles() as inner:
+            model(TOKENS)
+        assert inner
+        assert outer == {}
+        model(TOKENS)
+    assert outer
