@@ -138,8 +138,8 @@ class PrefillResult(SpeedResult):
     # Norm of the difference from fp64 over the norm, on sampled query rows; the mean over layers.
     error: float | None = None
     error_with_outliers: float | None = None  # the same with outlier key channels, of random inputs; since version 3
-    # Share of low tiles, per block of 64 queries, that the recipe's ``skip_threshold`` skips; null without a finite one. Of all
-    # layers, and of each of several. Since version 5.
+    # Share of low tiles, per block of 64 queries, that the recipe's ``skip_threshold`` skips; null without a finite one.
+    # Of all layers, and of each of several. Since version 5.
     skipped_share: float | None = None
     layer_skipped_shares: list[float] | None = None
     extra_bytes: int | None = None  # most memory allocated during a call, the output left out; of the first layer
