@@ -9,7 +9,9 @@ import pytest
 import torch
 from dma_eval.bench import generate
 from dma_eval.bench.generate import GenerateRun, build_model, cache_bytes, measure, parse_runs
+from dma_eval.data import tokenize
 from dma_eval.errors import UserError
+from dma_eval.models import load_model
 
 RUNS = ("sdpa+dynamic", "sdpa+static", "dma_mxfp:kv8+dma", "dma_mxfp:kv4+dma-static")
 CPU = torch.device("cpu")
@@ -151,3 +153,41 @@ def test_wrong_command_lines(arguments, message, run):
     result = run("bench", "generate", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+def test_a_real_model_reads_windows_of_a_text(tmp_path, run, model_folder, text_file, monkeypatch):
+    prompts = []
+    generated = generate._generate
+    monkeypatch.setattr(generate, "_generate", lambda *each: (prompts.append(each[1]), generated(*each)))
+    arguments = ["--model", model_folder, "--data", text_file, "--context", 520, "--yarn", 2, "--batch", 2]
+    common = ["--device", "cpu", "--dtype", "float32", "--new-tokens", 10, "--run", "sdpa+dynamic", "dma_mxfp+dynamic"]
+    result = run("bench", "generate", *arguments, *common, "--json", tmp_path / "g.json")
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "g.json").read_text())
+    assert (report["model"], report["data"], report["yarn"]) == (str(model_folder), str(text_file), 2.0)
+    timed = [prompt for prompt in prompts if prompt.shape == (2, 520)]
+    tokens = tokenize(load_model(str(model_folder), device="cpu").tokenizer, text_file.read_text())
+    assert torch.equal(timed[0], tokens[:1040].view(2, 520))
+    assert torch.equal(timed[1], timed[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "x.txt"], "--data and --yarn are for --model; prompts of random weights are random"),
+        (["--model", "m"], "--model needs --data, a text for its prompts, and excludes --shape"),
+        (["--model", "m", "--data", "x.txt", "--shape", "tiny"], "--model needs --data"),
+    ],
+    ids=str,
+)
+def test_options_of_a_real_model_belong_together(arguments, message, run):
+    result = run("bench", "generate", "--device", "cpu", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_a_context_beyond_the_positions_is_refused(run, model_folder, text_file):
+    arguments = ["--model", model_folder, "--data", text_file, "--context", 505, "--new-tokens", 8]
+    result = run("bench", "generate", "--device", "cpu", "--dtype", "float32", *arguments, "--run", "sdpa+dynamic")
+    assert result.exit_code == 2
+    assert "takes 512 positions, got 513; --yarn 2 rescales" in " ".join(result.output.split())

@@ -42,15 +42,15 @@ def choose_layers(model: PreTrainedModel, count: int | None) -> list[int]:
     return [full[round(index * last / max(1, count - 1))] for index in range(count)]
 
 
-def check_length(loaded: LoadedModel, length: int) -> None:
-    """Check that the model takes so many positions.
+def check_length(loaded: LoadedModel, length: int, option: str = "--length") -> None:
+    """Check that the model takes so many positions, which an option asked for.
 
     Raises:
         UserError: It does not.
     """
     if loaded.max_context is not None and length > loaded.max_context:
         raise UserError(
-            f"--length: {loaded.name} takes {loaded.max_context:,} positions, got {length:,}; --yarn "
+            f"{option}: {loaded.name} takes {loaded.max_context:,} positions, got {length:,}; --yarn "
             f"{-(-length // loaded.max_context)} rescales its rotary embedding"
         )
 

@@ -26,6 +26,7 @@ from dma_eval.models import head_dim_of
 from dma_eval.names import DMA
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
+from .capture import text_windows
 from .results import GenerateResult, LongestContext
 from .timing import FAILURES, measure_each
 
@@ -104,23 +105,48 @@ def build_model(shape: str, device: torch.device, dtype: torch.dtype, layers: in
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except torch.OutOfMemoryError as error:
         raise UserError(f"--shape {shape} does not fit on {device}: {one_line(error)}") from None
-    # Random weights stop wherever they like.
+    return never_stopping(model.eval())
+
+
+def never_stopping(model: PreTrainedModel) -> PreTrainedModel:
+    """Let a model generate as many tokens as it is asked for, whatever they are."""
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    return model.eval()
+    return model
 
 
 def measure(
-    model: PreTrainedModel, contexts: Sequence[int], runs: Sequence[GenerateRun], *, batch: int, new_tokens: int
+    model: PreTrainedModel,
+    contexts: Sequence[int],
+    runs: Sequence[GenerateRun],
+    *,
+    batch: int,
+    new_tokens: int,
+    text: Tensor | None = None,
 ) -> Iterator[GenerateResult]:
-    """Generate from random prompts of every length with every run; yields each result as it comes.
+    """Generate from prompts of every length with every run; yields each result as it comes.
 
-    The model is in evaluation mode on its device; the first run is what the others' ``speedup`` refers to.
+    Args:
+        model: In evaluation mode on its device.
+        contexts: Tokens of the prompts.
+        runs: The first is what the others' ``speedup`` refers to.
+        batch: Sequences.
+        new_tokens: Tokens to generate in each.
+        text: Tokens that the prompts are windows of; they are random without it.
+
+    Raises:
+        UserError: The text is too short.
     """
+    prompts = {
+        context: torch.randint(model.config.vocab_size, (batch, context))
+        if text is None
+        else text_windows(text, batch, context)
+        for context in contexts
+    }
     return measure_each(
         {f"{context:,} tokens": context for context in contexts},
         {run.label: run for run in runs},
-        lambda context, run: _measure_one(model, context, run, batch, new_tokens),
+        lambda context, run: _measure_one(model, prompts[context].to(model.device), run, new_tokens),
         lambda result: result.step_milliseconds,
     )
 
@@ -182,14 +208,14 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
 
 
 @torch.inference_mode()
-def _measure_one(model: PreTrainedModel, context: int, run: GenerateRun, batch: int, new_tokens: int) -> GenerateResult:
+def _measure_one(model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_tokens: int) -> GenerateResult:
+    batch, context = prompt.shape
     result = GenerateResult(label=run.label, context=context, config=run.backend.info["config"])
     device = model.device
     torch.compiler.reset()
     try:
         activate(model, run.backend)
         cache = run.make_cache(model, context + new_tokens)
-        prompt = torch.randint(model.config.vocab_size, (batch, context), device=device)
         # Steps and kernels are compiled with the very cache of the run.
         _generate(model, prompt[:, :16], cache, UNTIMED_STEPS, None)
         cache = _emptied(run, model, cache, context + new_tokens)

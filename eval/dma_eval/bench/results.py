@@ -138,7 +138,7 @@ class PrefillResult(SpeedResult):
     # Norm of the difference from fp64 over the norm, on sampled query rows; the mean over layers.
     error: float | None = None
     error_with_outliers: float | None = None  # the same with outlier key channels, of random inputs; since version 3
-    # Share of low tiles, per block of 64 queries, that the recipe's ``skip_threshold`` skips; null without a finite one.
+    # Share of low tiles, per block of 64 queries, that the recipe's ``skip_threshold`` skips; null if there is none.
     # Of all layers, and of each of several. Since version 5.
     skipped_share: float | None = None
     layer_skipped_shares: list[float] | None = None
@@ -228,8 +228,10 @@ class DecodeReport(SpeedReport):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateReport(SpeedReport):
-    schema_version: int = 1
+    schema_version: int = 2
     model: str  # the shape's name, or that of a real model
+    data: str | None = None  # text of a real model's prompts; null for random ones; since version 2
+    yarn: float | None = None  # what a real model's positions were multiplied by; since version 2
     parameters: int  # how many the model has
     weight_bytes: int  # what its weights take
     batch: int  # sequences

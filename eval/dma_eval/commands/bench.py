@@ -134,7 +134,7 @@ def time_prefill(args: argparse.Namespace) -> int:
         from dma_eval.bench.capture import captured_calls
 
         with console.working(f"Loading {args.inputs}"):
-            loaded, tokens = _load_reader(args)
+            loaded, tokens = _load_reader(args, args.inputs)
         captured = captured_calls(
             loaded, tokens, args.data, args.length, args.head_dim, batch=args.batch, layers=args.layers, seed=args.seed
         )
@@ -172,13 +172,13 @@ def _check_inputs(args: argparse.Namespace) -> None:
         raise UserError(f"--inputs also needs {' and '.join(missing)}")
 
 
-def _load_reader(args: argparse.Namespace) -> tuple[LoadedModel, torch.Tensor]:
-    """Load the model whose inputs are captured, and tokenise the text for it."""
+def _load_reader(args: argparse.Namespace, name: str) -> tuple[LoadedModel, torch.Tensor]:
+    """Load a model, and tokenise the text that it reads."""
     from dma_eval.data import load_text, tokenize
     from dma_eval.models import load_model
 
     text = load_text(args.data)
-    loaded = load_model(args.inputs, dtype=args.dtype, device=args.device, yarn=args.yarn)
+    loaded = load_model(name, dtype=args.dtype, device=args.device, yarn=args.yarn)
     return loaded, tokenize(loaded.tokenizer, text.content)
 
 
@@ -228,7 +228,11 @@ def time_decode(args: argparse.Namespace) -> int:
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
-    options.add(parser, "--shape", default=DEFAULT_MODEL, help=MODEL_HELP)
+    options.add(parser, "--shape", help=MODEL_HELP, shown=DEFAULT_MODEL)
+    _add_real_model(parser)
+    help = "Text that the prompts of --model are windows of: file, or Hub dataset."
+    options.add(parser, "--data", "-d", metavar="FILE|DATASET", help=help)
+    options.add_yarn(parser)
     shown = "8192 to 131072; on a CPU 256 and 512"
     options.add(parser, "--context", type=positive, several=True, shown=shown, help="Tokens of the prompt.")
     help = (
@@ -248,18 +252,25 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def time_generate(args: argparse.Namespace) -> int:
     """Time generate: seconds to the first token, tokens per second, memory.
 
-    The weights are random, which changes nothing about the speed. The JSON file is written after every run, so that an
-    interruption keeps what there is. Exit code 1 if no run worked at some context, 2 for invalid input.
+    The weights are random unless --model names real ones, which only skipping of tiles depends on. The JSON file is
+    written after every run, so that an interruption keeps what there is. Exit code 1 if no run worked at some context,
+    2 for invalid input.
 
     Examples:
     dma-hf bench generate --json generate.json --plot generate.png
     dma-hf bench generate --context 32768 --run sdpa+static dma_mxfp:kv8+dma-static dma_mxfp:kv4+dma-static --longest
+    dma-hf bench generate --model HuggingFaceTB/SmolLM2-135M --data book.txt --yarn 4 --context 32768
     dma-hf bench generate --device cpu --shape tiny --dtype float32 --run sdpa+dynamic dma_mxfp:kv4+dma
     """
     options.prepare_files(args)
     check_names((each.partition("+")[0] for each in args.runs), "--run")
+    if args.model is None and (args.data or args.yarn):
+        raise UserError("--data and --yarn are for --model; prompts of random weights are random")
+    if args.model is not None and (args.shape or not args.data):
+        raise UserError("--model needs --data, a text for its prompts, and excludes --shape")
     with console.starting():
         from dma_eval.bench import generate
+        from dma_eval.bench.capture import check_length
         from dma_eval.bench.shown import generate_tables, plot_generate
 
     runs = generate.parse_runs(args.runs or generate.DEFAULT_RUNS)
@@ -267,13 +278,20 @@ def time_generate(args: argparse.Namespace) -> int:
     if args.longest and device.type != "cuda":
         raise UserError("--longest needs a CUDA device: on a CPU memory has no clear end")
     contexts = sorted(set(args.context or (CONTEXTS if device.type == "cuda" else CPU_CONTEXTS)))
-    with console.working(f"Making {args.shape}"):
-        model = generate.build_model(args.shape, device, dtype)
-    facts_of_model = {"model": args.shape, "parameters": model.num_parameters()}
+    name, text = args.model or args.shape or DEFAULT_MODEL, None
+    with console.working(f"{'Making' if args.model is None else 'Loading'} {name}"):
+        if args.model is None:
+            model = generate.build_model(name, device, dtype)
+        else:
+            loaded, text = _load_reader(args, args.model)
+            for context in contexts:
+                check_length(loaded, context + args.new_tokens, "--context")
+            model = generate.never_stopping(loaded.model)
+    facts_of_model = {"model": name, "data": args.data, "yarn": args.yarn, "parameters": model.num_parameters()}
     sizes = {"weight_bytes": generate.weight_bytes(model), "batch": args.batch, "new_tokens": args.new_tokens}
     write = _writer(args, GenerateReport, facts, **facts_of_model, **sizes)
     longest: list[LongestContext] = []
-    found = generate.measure(model, contexts, runs, batch=args.batch, new_tokens=args.new_tokens)
+    found = generate.measure(model, contexts, runs, batch=args.batch, new_tokens=args.new_tokens, text=text)
     results = _collected(([each] for each in found), write, longest=longest)
     for each in runs if args.longest else ():
         with console.working(f"Looking for the longest context of {each.label}"):
@@ -281,7 +299,7 @@ def time_generate(args: argparse.Namespace) -> int:
             most = model.config.max_position_embeddings
             longest.append(generate.longest_context(model, each, args.batch, most, guess))
         write(results=results, longest=longest)
-    title = f"{args.shape}, {args.dtype}, batch {args.batch}, {facts.name}"
+    title = f"{name}, {args.dtype}, batch {args.batch}, {facts.name}"
     if args.plot is not None:
         plot_generate(results, title, args.plot)
     return _finish(args, generate_tables(results, longest, title), results, lambda r: f"{r.context:,} tokens")
@@ -290,8 +308,7 @@ def time_generate(args: argparse.Namespace) -> int:
 def add_serve(parser: argparse.ArgumentParser) -> None:
     options.add(parser, "--shape", help=MODEL_HELP, shown=DEFAULT_MODEL)
     options.add(parser, "--layers", type=positive, help="Layers of it.", shown="as many as its name says")
-    help = "Hub name, local folder, or GGUF file; instead of --shape."
-    options.add(parser, "--model", "-m", metavar="NAME|FOLDER|FILE.gguf", help=help)
+    _add_real_model(parser)
     help = (
         "Requests that come at once: how many, tokens of a prompt, tokens to generate. A length may be a range, from "
         "which each request draws its own. Takes several values."
@@ -435,6 +452,11 @@ def _heads(value: str) -> tuple[int, int]:
     if found is None or int(found[1]) % int(found[2]):
         raise UserError(f"--heads: expected QUERY/KV with KV dividing QUERY, such as 32/8, got {value!r}")
     return int(found[1]), int(found[2])
+
+
+def _add_real_model(parser: argparse.ArgumentParser) -> None:
+    help = "Hub name, local folder, or GGUF file; instead of --shape."
+    options.add(parser, "--model", "-m", metavar="NAME|FOLDER|FILE.gguf", help=help)
 
 
 def _add_common(
