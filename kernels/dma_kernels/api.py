@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import fields
 from types import FunctionType
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from torch.autograd import forward_ad
 from .numerics.arguments import check_kind, check_mask, check_options, check_sinks, is_int, is_integer
 from .numerics.geometry import MAX_POSITION, OPTION_FIELDS, AttentionGeometry, AttentionOptions
 from .numerics.recipe import RECIPE_FIELDS, Recipe
-from .prefill.backend import attention_triton
 from .reference.attention import attention_gradient, attention_reference
 from .runtime.chip import check_backend, resolve_backend
-from .runtime.replay import Call, call_of, tensor_kind
+
+if TYPE_CHECKING:
+    from .runtime.replay import Call
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
@@ -115,7 +116,9 @@ def attention_with_lse(
         raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(recipe).__name__}")
     call = None
     needs_op = _needs_op(query, key, value, sinks, mask, tile_counts)
-    if not needs_op and kv_range is None:
+    if not needs_op and kv_range is None and _may_repeat(query, backend):
+        from .runtime.replay import call_of, tensor_kind
+
         asked = (is_causal, scale, q_offset, kv_offset, window, softcap, backend)
         if all(type(option) in _HASHED for option in asked):
             inputs = (query, key, value, sinks, mask, None, tile_counts)
@@ -176,6 +179,11 @@ def _needs_op(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
 
 
+def _may_repeat(query: Any, backend: str) -> bool:
+    """Whether a call may launch kernels, which a later call can repeat; the reference does not import Triton."""
+    return isinstance(query, Tensor) and query.is_cuda and backend != "reference"
+
+
 def _may_be_dual(tensor: Any) -> bool:
     if not isinstance(tensor, Tensor):
         return False
@@ -196,6 +204,8 @@ def _compute(
 ) -> tuple[Tensor, Tensor]:
     """Run a backend, resolved in here because a compiler cannot trace questions to the device."""
     if resolve_backend(backend, query.device, query.dtype) == "triton":
+        from .prefill.backend import attention_triton
+
         return attention_triton(query, key, value, recipe, options, tile_counts, call)
     return attention_reference(
         *(query, key, value, AttentionGeometry.of(options, query, key), recipe),

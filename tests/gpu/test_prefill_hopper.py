@@ -79,13 +79,13 @@ def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Ten
 AMONG_OTHERS = """
 import time, torch
 from dma_kernels import attention, attention_with_lse
-from dma_kernels.prefill import backend, host
+from dma_kernels.prefill import hopper
 from prefill_cases import RECIPES
 q = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda")
 k, v = (torch.randn(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
 launches = []
-launch = host.prefill_hopper
-host.prefill_hopper = lambda *a, **b: (launches.append(1), launch(*a, **b))
+launch = hopper.prefill_hopper
+hopper.prefill_hopper = lambda *a, **b: (launches.append(1), launch(*a, **b))
 for name in ("int8", "paper", "fp4", "nvfp4-keys"):
     expected = attention(q, k, v, RECIPES[name])
     end = time.perf_counter() + 3

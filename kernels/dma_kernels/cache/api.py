@@ -14,11 +14,7 @@ from torch import Tensor
 from ..numerics.arguments import check_kind, check_mask, check_options, check_sinks, is_integer
 from ..numerics.geometry import MAX_POSITION
 from ..runtime.chip import resolve_backend
-from .append import append_tokens
-from .chunk import chunk_attention
-from .decode import MAX_QUERIES, decode_attention, decode_step
 from .reference import cached_attention_reference
-from .restore import restore_dense
 from .storage import TENSORS, LayerStorage
 
 
@@ -217,6 +213,9 @@ def _compute(
 ) -> Tensor:
     """Run a backend, resolved in here because a compiler cannot trace questions to the device."""
     if resolve_backend(backend, query.device, query.dtype) == "triton":
+        from .chunk import chunk_attention
+        from .decode import MAX_QUERIES, decode_attention, decode_step
+
         most = min(MAX_QUERIES, storage.spare_tokens)  # that are stored before they are answered
         if query.shape[2] > most or options.mask is not None or not options.is_causal:
             return chunk_attention(query, key, value, storage, **options._asdict())
@@ -232,6 +231,8 @@ def _compute(
 def _store(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
     """Append in one launch where Triton runs by itself, and in torch elsewhere: to the bit the same."""
     if resolve_backend("auto", key.device, key.dtype) == "triton":
+        from .append import append_tokens
+
         append_tokens(storage, key, value)
     else:
         storage.append(key, value)
@@ -241,6 +242,8 @@ def _restore_eagerly(storage: LayerStorage, position: Tensor, length: int) -> tu
     """Restore in one launch where Triton runs by itself, and in torch elsewhere: to the bit the same."""
     tail = storage.key_tail
     if resolve_backend("auto", tail.device, tail.dtype) == "triton":
+        from .restore import restore_dense
+
         return restore_dense(storage, position, length)
     return storage.restore(position, length)
 

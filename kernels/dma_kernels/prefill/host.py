@@ -20,7 +20,6 @@ from ..runtime.descriptors import head_strides, is_describable
 from ..runtime.launch import Launcher, matrix_descriptor
 from ..runtime.lowering import Form
 from ..runtime.tuning import PrefillTiles, select_section
-from .hopper import prefill_hopper, prefill_short, takes, takes_short
 from .kernel import prefill_kernel
 from .operands import Operands
 
@@ -69,18 +68,21 @@ def prefill_attention(
     if lse.numel() == 0:
         return out, lse
     sinks = None if sinks is None else sinks.contiguous()
-    if not chip.is_interpreted():  # the interpreter has no Gluon
+    has_own = tiles.short is not None or tiles.hopper is not None
+    if has_own and not chip.is_interpreted():  # the interpreter has no Gluon
+        from . import hopper
+
         call = (query, operands, geometry)
         scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "is_early": is_early}
-        is_long = tiles.hopper is not None and takes(*call, tiles.hopper)
+        is_long = tiles.hopper is not None and hopper.takes(*call, tiles.hopper)
         # A cap or a mask takes so many instructions that what the kernel for long prompts saves no longer counts: 12K
         # with a mask take it 3,151 us, that of short ones 1,947.
         is_plain = softcap is None and geometry.mask is None
-        if tiles.short is not None and takes_short(*call, tiles.short, is_long=is_long and is_plain):
-            prefill_short(*call, recipe, tiles.short, out, lse, **scores)
+        if tiles.short is not None and hopper.takes_short(*call, tiles.short, is_long=is_long and is_plain):
+            hopper.prefill_short(*call, recipe, tiles.short, out, lse, **scores)
             return out, lse
         if tiles.hopper is not None and is_long:
-            prefill_hopper(*call, recipe, tiles.hopper, out, lse, **scores)
+            hopper.prefill_hopper(*call, recipe, tiles.hopper, out, lse, **scores)
             return out, lse
     rows, mask = geometry.rows, geometry.mask
     # A descriptor's rows start at multiples of 16 bytes.

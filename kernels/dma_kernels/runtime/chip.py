@@ -6,7 +6,6 @@ import functools
 import warnings
 
 import torch
-import triton
 
 BACKENDS = ("auto", "reference", "triton")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -26,6 +25,8 @@ INTERPRETED_PROCESSORS = 2
 
 def is_interpreted() -> bool:
     """Whether Triton runs kernels on the CPU (``TRITON_INTERPRET=1``)."""
+    import triton  # which the reference does without
+
     return bool(triton.knobs.runtime.interpret)
 
 

@@ -23,7 +23,6 @@ import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -163,14 +162,14 @@ class Launcher:
                     add((index, 64))
             elif argument is None or kind is float:
                 add(kind)
-            elif kind in (TensorDescriptor, GluonDescriptor):
-                add(argument.base.dtype)
-                add((*argument.block_shape, argument.padding))
-            else:
+            elif isinstance(argument, Tensor):
                 add(argument.dtype)
                 misalignment = argument.data_ptr() & (ALIGNMENT - 1)
                 if misalignment:
                     add((index, misalignment))
+            else:  # a descriptor; one of Gluon's has a layout
+                add(argument.base.dtype)
+                add((*argument.block_shape, argument.padding, getattr(argument, "layout", None)))
         return tuple(key)
 
 

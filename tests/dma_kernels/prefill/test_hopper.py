@@ -150,8 +150,8 @@ def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("launched")
 
-    monkeypatch.setattr(host, "prefill_hopper", refuse)
-    monkeypatch.setattr(host, "prefill_short", refuse)
+    monkeypatch.setattr(hopper, "prefill_hopper", refuse)
+    monkeypatch.setattr(hopper, "prefill_short", refuse)
     recipe = RECIPES["int8"]
     query, key, value = inputs()
     tiles = replace(select_tiles(90, select_lowering(recipe, 90), 128, 128), hopper=ANY_LENGTH)
@@ -181,7 +181,7 @@ def test_calls_of_both_kernels_have_the_faster_one(
 ) -> None:
     launched = []
     for name in ("prefill_short", "prefill_hopper"):
-        monkeypatch.setattr(host, name, lambda *_, name=name, **__: launched.append(name))
+        monkeypatch.setattr(hopper, name, lambda *_, name=name, **__: launched.append(name))
     recipe = RECIPES["balanced"]
     query, key, value = inputs()
     call = (query, operands(key, value, recipe), geometry(mask=mask), recipe)

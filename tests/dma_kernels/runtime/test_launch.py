@@ -22,6 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import JITFunction
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -268,7 +270,16 @@ def _descriptor(rows: int, columns: int) -> TensorDescriptor:
     return matrix_descriptor(torch.ones(2, 64, 32, dtype=torch.float16), rows, columns)
 
 
-_DESCRIPTORS = st.builds(_descriptor, st.sampled_from([16, 32]), st.sampled_from([16, 32]))
+def _gluon_descriptor(rows: int, swizzle: int) -> GluonDescriptor:
+    tensor = torch.ones(64, 64, dtype=torch.float16)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=2)
+    return GluonDescriptor(tensor, [64, 64], [64, 1], [rows, 64], layout)
+
+
+_DESCRIPTORS = st.one_of(
+    st.builds(_descriptor, st.sampled_from([16, 32]), st.sampled_from([16, 32])),
+    st.builds(_gluon_descriptor, st.sampled_from([16, 32]), st.sampled_from([32, 64, 128])),
+)
 _ARGUMENTS = st.tuples(
     st.one_of(_TENSORS, st.none(), _DESCRIPTORS), _TENSORS, _INTEGERS, _INTEGERS, st.sampled_from([0.5, 2.0])
 )
@@ -286,6 +297,13 @@ def test_what_triton_tells_apart_has_another_key(first: tuple[Any, ...], second:
         ours = launcher._key(first) == launcher._key(second)
         theirs = binder(*first, **CONSTANTS)[1] == binder(*second, **CONSTANTS)[1]
         assert theirs or not ours
+
+
+def test_descriptors_of_other_layouts_have_their_own_kernel(jit: Triton) -> None:
+    launcher = Launcher(jit.kernel, CONSTANTS)
+    for swizzle in (128, 128, 64):
+        launcher(GRID, *usual(x=_gluon_descriptor(16, swizzle)))
+    assert len(jit.calls) == 2
 
 
 def test_a_descriptor_is_that_of_triton() -> None:
