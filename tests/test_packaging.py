@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import itertools
 import os
 import subprocess
 import sys
@@ -75,6 +76,19 @@ LATER = {"integrations.manager", "integrations.packed_pages"}
 def test_the_plugin_needs_what_it_computes_with_and_nothing_else():
     needed = {Requirement(each).name for each in PROJECT["dependencies"]}
     assert needed == {"torch", "triton", "transformers", "accelerate"}
+
+
+def test_the_constraints_name_one_version_of_everything_that_is_asked_for():
+    """Each within its range; Triton's is a bound, because CUDA builds of torch ask for a version of their own."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {canonicalize_name(each.name): each for each in map(Requirement, [x for x in lines if x[:1] != "#"])}
+    for name, pin in pins.items():
+        assert [each.operator for each in pin.specifier] == ["<=" if name == "triton" else "=="], name
+    lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    for needed in [Requirement(each) for each in itertools.chain(*lists)]:
+        if needed.name != PROJECT["name"]:
+            (pin,) = pins[canonicalize_name(needed.name)].specifier
+            assert pin.version in needed.specifier, needed
 
 
 @pytest.mark.parametrize(

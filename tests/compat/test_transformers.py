@@ -1,0 +1,255 @@
+"""What must hold on every supported version of Transformers, with nothing deprecated in it.
+
+Continuous integration runs this folder on the oldest and the newest version of the range as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from contextlib import nullcontext
+from pathlib import Path
+from urllib.request import ProxyHandler, Request, build_opener
+
+import pytest
+import torch
+import transformers
+from packaging.requirements import Requirement
+from tiny_models import FAMILIES, IDENTITY
+from transformers import Cache, ContinuousBatchingConfig, EncoderDecoderCache, GenerationConfig
+
+import dma_hf
+from dma_hf.integrations.batching import has_sectors
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.integrations.versions import SUPPORTED
+
+pytestmark = [pytest.mark.filterwarnings("error::FutureWarning"), pytest.mark.filterwarnings("error::UserWarning")]
+ROOT = Path(__file__).parents[2]
+DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
+NEW_TOKENS = 6
+PAGE_SIZE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"  # 5.17
+SERVES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+decoders = pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+formats = pytest.mark.parametrize("format", ["int8", "int4"])
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def _ids(length, rows=1):
+    return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def _generate(model, ids, **options):
+    options |= {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+
+def test_the_installed_version_is_supported():
+    assert transformers.__version__ in Requirement(f"transformers{SUPPORTED}").specifier
+
+
+def test_the_range_is_that_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (needed,) = [each for each in map(Requirement, project["dependencies"]) if each.name == "transformers"]
+    assert needed.specifier == Requirement(f"transformers{SUPPORTED}").specifier
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "bert", "bart"])
+def test_registered_and_equal_to_transformers_own_attention(family):
+    """Where nothing is quantised."""
+    other = FAMILIES[family].build(FAMILIES[family].reference)
+    model = FAMILIES[family].build("dma_mxfp")
+    dma_hf.configure(model, IDENTITY)
+    inputs = {"input_ids": _ids(150)} | ({"decoder_input_ids": _ids(140)} if family == "bart" else {})
+    for actual, expected in zip(model(**inputs).to_tuple(), other(**inputs).to_tuple(), strict=False):
+        if isinstance(actual, torch.Tensor):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@decoders
+@pytest.mark.parametrize("cache", ["default", "dynamic", "static", "offered"])
+def test_generate_with_caches_of_transformers(family, cache):
+    model, other = FAMILIES[family].build("dma_mxfp"), FAMILIES[family].build(FAMILIES[family].reference)
+    dma_hf.configure(model, IDENTITY)
+    ids = _ids(140, rows=2)
+    options = {} if cache in ("default", "offered") else {"cache_implementation": cache}
+    expected = _generate(other, ids, **options)
+    if cache == "offered":
+        options = {CACHE_ARGUMENT: transformers.DynamicCache(config=model.config)}
+    assert torch.equal(_generate(model, ids, **options), expected)
+
+
+@decoders
+@formats
+@pytest.mark.parametrize("kind", ["configured", "offered", "static"])
+def test_generate_with_packed_caches(family, format, kind):
+    """Tokens are those of a loop of forward passes over the same cache."""
+    model = FAMILIES[family].build("dma_mxfp")
+    ids = _ids(300)
+    cache, token, expected = dma_hf.DMACache(model.config, format=format), ids, ids
+    for _ in range(NEW_TOKENS):
+        token = model(token, **{CACHE_ARGUMENT: cache}).logits[:, -1:].argmax(-1)
+        expected = torch.cat((expected, token), 1)
+    options = {"return_dict_in_generate": True}
+    if kind == "configured":
+        dma_hf.configure(model, cache=format)
+    else:
+        length = {"max_cache_len": 320} if kind == "static" else {}
+        options[CACHE_ARGUMENT] = dma_hf.DMACache(model.config, format=format, **length)
+    result = _generate(model, ids, **options)
+    assert type(result[CACHE_ARGUMENT]) is dma_hf.DMACache
+    assert result[CACHE_ARGUMENT].format == format
+    assert torch.equal(result.sequences, expected)
+
+
+def test_a_cache_that_is_passed_is_the_one_that_is_used():
+    """Under its present name, also where the configuration names another one."""
+    model = FAMILIES["llama"].build("dma_mxfp")
+    dma_hf.configure(model, cache="int4")
+    cache = dma_hf.DMACache(model.config, format="int8")
+    _generate(model, _ids(20), **{CACHE_ARGUMENT: cache})
+    assert cache.get_seq_length() == 20 + NEW_TOKENS - 1
+
+
+@formats
+def test_encoder_decoders(format):
+    model = FAMILIES["bart"].build("dma_mxfp")
+    dma_hf.configure(model, cache=format)
+    cache = _generate(model, _ids(150), return_dict_in_generate=True)[CACHE_ARGUMENT]
+    assert type(cache) is EncoderDecoderCache
+    assert type(cache.self_attention_cache) is dma_hf.DMACache
+
+
+@formats
+def test_a_packed_cache_is_a_cache(format):
+    """What Transformers asks of one, while generating and between calls."""
+    model = FAMILIES["llama"].build("dma_mxfp")
+    cache = dma_hf.DMACache(model.config, format=format)
+    ids = _ids(300, rows=2)
+    assert isinstance(cache, Cache)
+    assert cache.get_seq_length() == 0
+    model(ids, **{CACHE_ARGUMENT: cache})
+    assert cache.get_seq_length() == 300
+    assert cache.get_mask_sizes(1, 0) == (301, 0)
+    assert cache.is_croppable
+    assert len(cache) == 2
+    branch = copy.deepcopy(cache)
+    step = model(_ids(1, rows=2), **{CACHE_ARGUMENT: branch}).logits
+    branch.crop(-1)
+    assert branch.get_seq_length() == 300
+    assert torch.equal(model(_ids(1, rows=2), **{CACHE_ARGUMENT: branch}).logits, step)
+    swapped = copy.deepcopy(cache)
+    swapped.reorder_cache(torch.tensor([1, 0]))
+    torch.testing.assert_close(model(_ids(1, rows=2), **{CACHE_ARGUMENT: swapped}).logits, step.flip(0))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    torch.testing.assert_close(model(_ids(1, rows=2), **{CACHE_ARGUMENT: cache}).logits, step)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+@formats
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=["beams", "lookup"])
+def test_other_ways_to_generate(format, options):
+    model = FAMILIES["llama"].build("dma_mxfp")
+    dma_hf.configure(model, cache=format)
+    assert _generate(model, _ids(40), **options).shape == (1, 40 + NEW_TOKENS)
+
+
+def _generate_batch(model, prompts):
+    settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, bos_token_id=1)
+    options = {PAGE_SIZE: 32, "num_blocks": 64, "return_logprobs": True, "use_cuda_graph": False}
+    batching = ContinuousBatchingConfig(**options)
+    with nullcontext() if has_sectors() else dma_hf.continuous_batching(model):
+        outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
+    assert [output.error for output in outputs.values()] == [None] * len(prompts)
+    return outputs.values()
+
+
+@decoders
+@pytest.mark.parametrize("format", [None, "int8", "int4"])
+def test_generate_batch_with_every_cache(family, format):
+    """Each request has the likelihoods that it has alone, over a cache of the same format."""
+    model = FAMILIES[family].build("dma_mxfp")
+    dma_hf.configure(model, "balanced" if format else "paper", cache=format)
+    prompts = [_ids(length)[0].tolist() for length in (5, 300, 140)]
+    if format and not has_sectors():
+        with pytest.raises(RuntimeError, match=rf"packed pages \(cache='{format}'\) need Transformers 5\.18 or newer"):
+            _generate_batch(model, prompts)
+        return
+    for prompt, output in zip(prompts, _generate_batch(model, prompts), strict=True):
+        tokens = output.generated_tokens
+        assert len(tokens) == NEW_TOKENS
+        if format:
+            cache, chunks = dma_hf.DMACache(model.config, format=format), [prompt, *([token] for token in tokens[:-1])]
+            rows = [model(torch.tensor([chunk]), **{CACHE_ARGUMENT: cache}).logits[0, -1] for chunk in chunks]
+            logits = torch.stack(rows)
+        else:
+            logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        logprobs = logits.float().log_softmax(-1)
+        expected = logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=1e-3, atol=1e-3)
+        assert (logprobs.amax(-1) - expected).max() < 1e-3
+
+
+def _serve(tmp_path, *arguments):
+    path = os.pathsep.join([*(str(ROOT / name) for name in (".", "kernels", "eval")), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
+    command = [sys.executable, "-W", "error::FutureWarning:dma_hf", "-m", "dma_eval", "serve", str(DEMO_MODEL)]
+    command += ["--port", "0", *arguments]
+    log = (tmp_path / "stderr").open("w")
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+
+
+@pytest.mark.skipif(SERVES, reason="serves")
+def test_serving_is_refused(tmp_path):
+    assert _serve(tmp_path).wait(60) == 2
+    assert re.search(r"serve needs Transformers 5\.\d+ or later, found 5\.", (tmp_path / "stderr").read_text())
+
+
+@pytest.mark.skipif(not SERVES, reason="Transformers is too old to serve")
+@pytest.mark.parametrize("options", [[], ["--continuous-batching", "--cache-gib", "0.1"]], ids=["alone", "batched"])
+def test_serving(tmp_path, options):
+    """A request is answered, and nothing deprecated is used for it."""
+    server = _serve(tmp_path, "--attn", "dma_mxfp:balanced+int4", *options)
+    try:
+        address = re.search(r"http://\S+/v1", server.stdout.readline())[0]
+        opener = build_opener(ProxyHandler({}))
+        body = json.dumps({"prompt": "The white whale", "max_tokens": 4, "temperature": 0}).encode()
+        request = Request(f"{address}/completions", body, {"Content-Type": "application/json"})
+        with opener.open(request, timeout=60) as response:
+            answer = json.load(response)
+        assert answer["choices"][0]["text"]
+        with opener.open(address.removesuffix("/v1") + "/health", timeout=60) as response:
+            assert json.load(response)["status"] == "ok"
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(60)
+    assert "deprecated" not in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.skipif(not has_sectors(), reason="Transformers 5.17 has another manager")
+def test_the_server_knows_that_the_generation_thread_has_died(monkeypatch):
+    utils = pytest.importorskip("transformers.cli.serving.utils")
+    model = FAMILIES["llama"].build("dma_mxfp")
+    dma_hf.configure(model, cache="int8")
+    state = utils.GenerationState(continuous_batching=True, cb_config=ContinuousBatchingConfig(num_blocks=16))
+    manager = state.get_manager("model", use_cb=True)
+    manager.init_cb(model, GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=-1))
+    assert state.is_cb_alive()
+    monkeypatch.setattr(type(model), "forward", lambda *arguments, **options: 1 / 0)
+    manager._cb.add_request([3, 4, 5], max_new_tokens=2)
+    manager._cb._generation_thread.join(30)
+    assert not state.is_cb_alive()
+    state.shutdown()
+    assert model.config._attn_implementation == "dma_mxfp"
