@@ -2,7 +2,8 @@
 
 The attention ``cache_oracle`` knows in which calls the tokens come. The queries of the first are computed under the
 recipe. Those of a later one see keys and values that went through the cache's format, in whole tiles counted from the
-row's first token, but raw ones in the sinks and from ``diagonal_tiles`` before the tile of the call's first query on.
+row's first token, but raw ones in the sinks and from ``diagonal_tiles`` before their own tile on. So a later call is
+cut where a row of the batch enters a new tile.
 """
 
 from __future__ import annotations
@@ -63,13 +64,22 @@ def _through_cache(x: Tensor, first: int, are_keys: bool) -> Tensor:
     return torch.cat((x[:, :first], coded.to(x.dtype), x[:, first + whole :]), 1)
 
 
+def _cut_at_tiles() -> list[tuple[int, int, int]]:
+    """Return number, start and end of all calls, the later ones cut where a row enters a new tile."""
+    parts = []
+    for number, (start, end) in enumerate(Plan.steps):
+        cuts = [i for i in range(start + 1, end) if number and any((i - first) % TILE == 0 for first in Plan.padding)]
+        parts += [(number, *each) for each in zip([start, *cuts], [*cuts, end], strict=True)]
+    return parts
+
+
 def _oracle(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None,
     softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     outputs = []
     padding = torch.tensor(Plan.padding)
-    for number, (start, end) in enumerate(Plan.steps):
+    for number, start, end in _cut_at_tiles():
         keys, values = key[:, :, :end], value[:, :, :end]
         if number:
             keys, values = keys.clone(), values.clone()

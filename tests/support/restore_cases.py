@@ -39,14 +39,19 @@ def assert_dense(storage: LayerStorage, case: Case) -> None:
     _, key, value = Case(**{**vars(case), "kv_len": 30}).inputs(tail.dtype, tail.device.type)
     for rows, length, part in storage.groups():
         first = max(0, length - (case.window or length)) // 128 * 128
-        band = (max(length, 0) // 128 - case.diagonal_tiles) * 128
-        dense = restore_dense(storage, torch.full_like(storage.lengths, first), 1100, key, value)
-        for actual, held, new in zip(dense, part.held(first, max(length, 0), length, band), (key, value), strict=True):
+        last_tile = max(length, 0) // 128 * 128
+        first_position = torch.full_like(storage.lengths, first)
+        high = restore_dense(storage, first_position, 1100, key, value)
+        for actual, held, new in zip(high, part.held(first, max(length, 0), length, 0), (key, value), strict=True):
             seen = max(length, 0) - first
             assert_bits_equal(actual[rows, :, :seen], held.to(tail.dtype))
             added = new[rows, :, max(-length, 0) :]
             assert_bits_equal(actual[rows, :, seen : seen + added.shape[2]], added.contiguous())
             assert (actual[rows, :, seen + added.shape[2] :] == 0).all()
+        low = restore_dense(storage, first_position, 1100, are_low=True)
+        for actual, held in zip(low, part.held(first, max(length, 0), length, last_tile), strict=True):
+            assert_bits_equal(actual[rows, :, : held.shape[2]], held.to(tail.dtype))
+            assert (actual[rows, :, held.shape[2] :] == 0).all()
 
 
 def random_body(format: str, dtype: torch.dtype, device: str) -> LayerStorage:

@@ -56,9 +56,10 @@ def cached_attention(
 ) -> Tensor:
     """Attend to the keys of a cache and to new ones, and store the new ones. Inference only.
 
-    Exact attention to what the cache holds: raw keys and values in the sinks, in the new ones and in the band of the
-    first query, dequantised ones elsewhere (:mod:`dma_kernels.cache.storage`). The last query stands at the position of
-    the last key. The body must have room for the tiles that the new keys complete (:meth:`LayerStorage.reserve`).
+    Exact attention to what the cache holds: raw keys and values in the sinks and in the band of each query, dequantised
+    ones elsewhere (:mod:`dma_kernels.cache.storage`). The last query stands at the position of the last key. A causal
+    call with many new tokens equals as many calls with one. The body must have room for the tiles that the new keys
+    complete (:meth:`LayerStorage.reserve`).
 
     Args:
         query: ``[B, Hq, T, D]`` in the dtype of the storage.

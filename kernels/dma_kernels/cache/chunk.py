@@ -1,22 +1,34 @@
 """Attention over a cache by the prefill kernel on the Triton backend: long chunks, masks and bidirectional calls.
 
-Stored keys are dequantised once into 16 bits, for this call alone: four bytes for each channel of a key and value that
-the cache has room for, or that a sliding window or a mask covers. For 8 kv heads of 128 channels that is 512 MiB at
-128K tokens, one layer at a time.
+Stored keys are laid out once in 16 bits, for this call alone: raw for the high tiles of the rule, dequantised for its
+low ones. That takes eight bytes for each channel of a key and value that the cache has room for, or that a sliding
+window or a mask covers. For 8 kv heads of 128 channels it is 1 GiB at 128K tokens, one layer at a time.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..numerics.formats import TILE
-from ..numerics.geometry import AttentionOptions
-from ..prefill.backend import attention_triton
-from ..reference.attention import EXACT
+from ..numerics.geometry import AttentionOptions, PrefillGeometry
+from ..numerics.recipe import Recipe
+from ..prefill.host import prefill_attention
+from ..prefill.operands import Operands, TileOperands
+from ..runtime import chip
+from ..runtime.launch import on_device
+from ..runtime.lowering import Form, Lowering
+from ..runtime.replay import call_of, tensor_kind
+from ..runtime.tuning import select_tiles
 from .append import append_tokens
 from .restore import restore_dense
 from .storage import LayerStorage
+
+_TWO_KINDS = Lowering("portable", Form.RAW, Form.DEQUANTIZED, Form.DEQUANTIZED)
+_ONE_KIND = Lowering("portable", Form.RAW, None, None)
 
 
 def chunk_attention(
@@ -37,10 +49,45 @@ def chunk_attention(
 
     ``key`` and ``value`` have no tokens if those of the queries are stored already.
     """
-    lengths, new_len = storage.lengths, key.shape[2]
-    stored_queries = query.shape[2] - new_len
-    first_query, end = lengths - stored_queries, (lengths + new_len).clamp(min=0)
-    first, entries = torch.zeros_like(lengths), (storage.slots + 1) * TILE
+    options: dict[str, Any] = {
+        "is_causal": is_causal,
+        "window": window,
+        "scale": scale,
+        "softcap": softcap,
+        "sinks": sinks,
+    }
+    new_len = key.shape[2]
+    if storage.window is None or new_len <= TILE or not is_causal:
+        return _attend(query, key, value, storage, **options, mask=mask, mask_position=mask_position)
+    # A longer chunk overwrites codes that its first queries still see.
+    parts = []
+    for start in range(0, new_len, TILE):
+        new = slice(start, start + TILE)
+        part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, new]
+        q, k, v = (x[:, :, new] for x in (query, key, value))
+        out = _attend(q, k, v, storage, **options, mask=part, mask_position=mask_position)
+        parts.append(out.transpose(1, 2))
+    return torch.cat(parts, 1).transpose(1, 2)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    storage: LayerStorage,
+    *,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    mask_position: Tensor | None,
+) -> Tensor:
+    new_len = key.shape[2]
+    first_query = storage.lengths - (query.shape[2] - new_len)
+    end = (storage.lengths + new_len).clamp(min=0)
+    first, entries = torch.zeros_like(end), (storage.slots + 1) * TILE
     if window is not None:
         reach = window - 1 if is_causal else window
         first = (first_query - reach).clamp(min=0) // TILE * TILE
@@ -49,8 +96,13 @@ def chunk_attention(
     if mask is not None and mask.shape[3] > 1:  # what it does not speak of is hidden
         assert mask_position is not None
         first, entries = mask_position, mask.shape[3]
-    # Before the chunk takes the place of the oldest keys in the tail.
-    keys, values = restore_dense(storage, first, entries, key, value, stored_queries=stored_queries)
+    # Raw keys before the chunk takes the place of the oldest in the tail, codes after its tiles have been encoded.
+    keys, values = restore_dense(storage, first, entries, key, value)
+    append_tokens(storage, key, value)
+    high = TileOperands(keys, values, Form.RAW, Form.RAW, "caller", "caller")
+    # A ring has not all codes that a long bidirectional call would read. That equals no steps of one token anyway.
+    has_low = storage.window is None or new_len <= TILE
+    low = _low_operands(storage, first, entries) if has_low else None
     options = AttentionOptions(
         q_offset=0,
         kv_offset=0,
@@ -64,6 +116,35 @@ def chunk_attention(
         scale=scale,
         softcap=softcap,
     )
-    out, _ = attention_triton(query, keys, values, EXACT, options)
-    append_tokens(storage, key, value)
-    return out
+    geometry = PrefillGeometry.of(options, query, keys)
+    sink_tiles = storage.key_sink.shape[2] // TILE
+    recipe = Recipe(low="bf16", high="bf16", diagonal_tiles=storage.diagonal_tiles, sink_tiles=sink_tiles)
+
+    def run() -> tuple[Tensor, Tensor]:
+        arch, lowering = chip.device_arch(query.device), _ONE_KIND if low is None else _TWO_KINDS
+        tiles = select_tiles(arch, lowering, query.shape[3], value.shape[3], has_softcap=softcap is not None)
+        with on_device(query.device):
+            return prefill_attention(
+                query,
+                Operands(high=high, low=low),
+                geometry,
+                recipe,
+                replace(tiles, hopper=None, short=None),
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+                use_tma=arch >= 90,
+                is_early=False,
+            )
+
+    dequantized = (None, None) if low is None else (low.key, low.value)
+    tensors = (query, keys, values, *dequantized, sinks, mask, geometry.rows)
+    call = call_of("chunk", recipe, *map(tensor_kind, tensors), is_causal, window, scale, softcap)
+    return call.run(tensors, run)[0]
+
+
+def _low_operands(storage: LayerStorage, first: Tensor, entries: int) -> TileOperands:
+    """Return what low tiles read, from the start of the tile that entry 0 lies in on."""
+    start = first.div(TILE, rounding_mode="floor") * TILE
+    keys, values = restore_dense(storage, start, (-(-entries // TILE) + 1) * TILE, are_low=True)
+    return TileOperands(keys, values, Form.DEQUANTIZED, Form.DEQUANTIZED, "aligned", "aligned")

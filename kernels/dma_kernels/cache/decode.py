@@ -109,7 +109,8 @@ def decode_step(
         Output ``[B, Hq, T, Dv]`` in the dtype of ``query``.
     """
     new_len = key.shape[2]
-    if query.numel() == 0 or key.numel() == 0:
+    # Without a band, a tile that the new keys complete is low for the queries after it, and read from its codes.
+    if query.numel() == 0 or key.numel() == 0 or (new_len > 1 and storage.diagonal_tiles == 0):
         append_tokens(storage, key, value)
         return decode_attention(query, storage, scale=scale, window=window, softcap=softcap, sinks=sinks)[0]
     kinds = (replay.tensor_kind(query), replay.tensor_kind(key), replay.tensor_kind(value), replay.tensor_kind(sinks))

@@ -32,6 +32,8 @@ def _work(
 ):
     """Return what a head has to read: its first position, first visible tile, first tile of the band, sinks, units of
     high tiles and new keys, first low tile, the one past the last, and units altogether, at least 1.
+
+    Tiles that some queries read raw and others from codes are counted among both kinds.
     """
     first_pos = stored if HAS_NEW else stored - q_len
     visible_tile = first_pos * 0
@@ -42,7 +44,8 @@ def _work(
     sinks = gl.maximum(gl.minimum(sink_tiles, band_first) - visible_tile, 0)
     steps = (sinks + gl.maximum(last_tile + 1 - band_first, 0)) * (_TILE // (16 * W)) + (1 if HAS_NEW else 0)
     low_first = gl.maximum(visible_tile, sink_tiles)
-    low_end = gl.maximum(band_first, low_first)
+    last_band = (gl.maximum(first_pos + q_len - 1, 0) >> _TILE_SHIFT) - diagonal_tiles
+    low_end = gl.maximum(last_band, low_first)
     units = gl.maximum(steps + (low_end - low_first + W - 1) // W * _ROUND, 1)
     return first_pos, visible_tile, band_first, sinks, steps, low_first, low_end, units
 
@@ -292,8 +295,9 @@ def decode_kernel(
                     GROUP, D, BLOCK_D, W, False, LOW_COLUMNS,
                 )  # fmt: skip
                 acc, l_i, m_i = attend_low(
-                    q, body_ptr, pages_ptr + i_b * slots, i_kv, first_tile, end_tile, low_pos, window, softcap,
-                    logit_scale, slots, stride_page, D, DV, BLOCK_D, G, W, BITS, BUFFERS, HAS_WINDOW, HAS_SOFTCAP,
+                    q, body_ptr, pages_ptr + i_b * slots, i_kv, first_tile, end_tile, low_pos, diagonal_tiles,
+                    window, softcap, logit_scale, slots, stride_page,
+                    D, DV, BLOCK_D, G, W, BITS, BUFFERS, HAS_WINDOW, HAS_SOFTCAP,
                 )  # fmt: skip
             low = (
                 _shared(_eight_columns(m_i, -1.0e30)), _shared(_eight_columns(gl.sum(l_i, 1), 0.0)),
@@ -320,7 +324,7 @@ def decode_kernel(
                     key, value,
                     stride_kt, stride_kd, stride_vt, stride_vd,
                     first, gl.minimum(last, steps), steps, stored, q_len, q_pos, sinks, band_first, visible_tile,
-                    window, softcap, logit_scale, sink_tiles, ring_tiles,
+                    window, softcap, logit_scale, diagonal_tiles, sink_tiles, ring_tiles,
                     D, DV, BLOCK_D, G, W, HAS_WINDOW, HAS_SOFTCAP, HAS_NEW,
                 )  # fmt: skip
             # Channel 8 g + i is in row 8 i + g.

@@ -56,6 +56,7 @@ from .decode_operands import (
 )
 
 _TILE = tl.constexpr(TILE)
+_TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 _STEP = tl.constexpr(TILE // 2)
 """Tokens of a step over the codes of a tile."""
 _LARGEST = tl.constexpr(LARGEST)
@@ -74,6 +75,12 @@ def _cap(s, softcap):
 
 
 @jit
+def _band_start(q_pos, diagonal_tiles):
+    """Return the first tile of each query's band, counted from the start; below 0 where it reaches over that."""
+    return (gl.maximum(q_pos, 0) >> _TILE_SHIFT) - diagonal_tiles
+
+
+@jit
 def _load_raw(pointer, token, channel, strides, first, tokens, CHANNELS: tl.constexpr):
     """Load so many tokens of the tail, the sinks or the new ones, from ``first`` on, and zeros around them."""
     mask = (token >= first) & (token < tokens) & (channel < CHANNELS)
@@ -85,8 +92,8 @@ def _load_raw(pointer, token, channel, strides, first, tokens, CHANNELS: tl.cons
 def attend_high(
     q, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr, key_ptr, value_ptr,
     stride_kt, stride_kd, stride_vt, stride_vd,
-    first, last, steps, stored, q_len, q_pos, sinks, band_first, visible_tile, window, softcap, logit_scale, sink_tiles,
-    ring_tiles,
+    first, last, steps, stored, q_len, q_pos, sinks, band_first, visible_tile, window, softcap, logit_scale,
+    diagonal_tiles, sink_tiles, ring_tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_NEW: tl.constexpr,
 ):  # fmt: skip
@@ -121,6 +128,7 @@ def attend_high(
     l_i = gl.full([W, 8, 8], 0.0, gl.float32, MMA)
     acc = gl.full([G * W, 64, 8], 0.0, gl.float32, MMA)
     zero = gl.full([W, 16, 8], 0.0, gl.float32, MMA)
+    q_band = _band_start(q_pos, diagonal_tiles) * _TILE
     for step in range(first, last):
         index = step // STEPS
         inside = (step - index * STEPS) * (16 * W)
@@ -152,6 +160,7 @@ def attend_high(
             s = _cap(s, softcap)
         k_pos = here + token
         seen = (k_pos <= q_pos) & (k_pos >= 0) & (k_pos < end)
+        seen = seen & ((k_pos >= q_band) | (k_pos < sink_tiles * _TILE))
         if HAS_WINDOW:
             seen = seen & (k_pos > q_pos - window)
         s = gl.where(seen, s, float("-inf"))
@@ -307,7 +316,7 @@ def _parts(x, W: tl.constexpr):
 
 @jit
 def attend_low(
-    q, body_ptr, pages_ptr, i_kv, first, last, q_pos, window, softcap, logit_scale, slots, stride_page,
+    q, body_ptr, pages_ptr, i_kv, first, last, q_pos, diagonal_tiles, window, softcap, logit_scale, slots, stride_page,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, G: tl.constexpr,
     W: tl.constexpr, BITS: tl.constexpr, BUFFERS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -362,6 +371,7 @@ def attend_low(
     o_w = gl.arange(0, W, layout=along(KEYS, 3, 0))
     s_warp = gl.arange(0, W, layout=along(SUMS, 3, 0))[:, None, None]
     s_row = gl.arange(0, _STEP, layout=along(SUMS, 3, 1))[None, :, None]
+    q_last = gl.minimum(_band_start(q_pos, diagonal_tiles), last)  # the tile past the last low one of each query
 
     # ---- copies: a tile's keys and values in two steps each. When a step has been multiplied, its place is that of
     # the step of the next tile, or, of two places, keys and values take turns.
@@ -382,7 +392,7 @@ def attend_low(
         has_next = start + W < last
         next_tile = gl.minimum(start + W + o_w, last - 1)
         next_record = _record_words(body_ptr, pages_ptr, next_tile, slots, stride_page)
-        is_tile = start + s_warp < last
+        is_tile = start + s_warp < q_last
         # ---- scores
         scores = ()
         for i_step in gl.static_range(2):

@@ -1,7 +1,8 @@
 """Attention over a layer's cache in torch: the specification of the cached kernels, and the CPU backend.
 
-What the cache holds is laid out densely, raw or dequantised as a call reads it (:mod:`dma_kernels.cache.storage`), and
-given to the reference of exact attention.
+What the cache holds is laid out densely twice: raw for high tiles and dequantised for low ones. The reference attention
+then reads each query's tiles by the rule, as it does for a prompt. So the result of a query does not depend on how many
+others came with it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,19 @@ from torch.nn import functional as F
 
 from ..numerics.formats import TILE
 from ..numerics.geometry import AttentionGeometry
-from ..reference.attention import EXACT, attend_prepared
+from ..numerics.recipe import Recipe
+from ..reference.attention import attend_prepared
 from ..reference.operands import PreparedOperands
 from .storage import LayerStorage
+
+
+def band_recipe(storage: LayerStorage) -> Recipe:
+    """Return a recipe with the band of a cache, whose low tiles are not those of its high ones.
+
+    Only the band is used: operands of a cache have their precision already.
+    """
+    sink_tiles = storage.key_sink.shape[2] // TILE
+    return Recipe(low="mxint8", diagonal_tiles=storage.diagonal_tiles, sink_tiles=sink_tiles)
 
 
 def cached_attention_reference(
@@ -58,13 +69,8 @@ def cached_attention_reference(
         first_query = end - query.shape[2]
         oldest = 0 if window is None else max(0, first_query - (window - 1 if is_causal else window))
         position = min(oldest // TILE, max(length, 0) // TILE) * TILE
-        band = (max(first_query, 0) // TILE - part.diagonal_tiles) * TILE
-        new = slice(max(-length, 0), None)  # what comes before is padding
-        keys, values = (
-            torch.cat((held, x[rows, :, new].to(held.dtype)), 2)
-            for held, x in zip(part.held(position, max(length, 0), length, band), (key, value), strict=True)
-        )
-        count, kv_len = keys.shape[0], keys.shape[2]
+        (k_high, v_high), (k_low, v_low) = part.both_kinds(position, length, key[rows], value[rows])
+        count, kv_len = k_high.shape[0], k_high.shape[2]
         ones = torch.ones(count, dtype=torch.int64, device=query.device)
         geometry = AttentionGeometry(
             q_position=ones * first_query,
@@ -74,10 +80,10 @@ def cached_attention_reference(
             window=window,
             mask=None if mask is None else _columns(mask, mask_position, rows, position, kv_len),
         )
-        exact = query[rows].to(keys.dtype)
-        operands = PreparedOperands(exact, exact, keys, keys, values, values, None, None)
+        exact = query[rows].to(k_high.dtype)
+        operands = PreparedOperands(exact, exact, k_low, k_high, v_high, v_low, None, None)
         out[rows], lse[rows] = attend_prepared(
-            operands, geometry, EXACT, dtype=query.dtype, scale=scale, softcap=softcap, sinks=sinks
+            operands, geometry, band_recipe(part), dtype=query.dtype, scale=scale, softcap=softcap, sinks=sinks
         )
     return out, lse
 

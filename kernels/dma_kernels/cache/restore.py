@@ -52,23 +52,21 @@ def _restore_tile(
     tl.store(out_base + entry.to(tl.int64)[:, None] * D + o_d[None, :], x, mask=(entry < entries)[:, None] & m_d)
 
 
-@triton.jit(
-    do_not_specialize=["new_len", "entries", "slots", "ring", "sink_len", "band_tiles", "stored_queries", "taken_back"]
-)
+@triton.jit(do_not_specialize=["new_len", "entries", "slots", "ring", "sink_len", "band_tiles", "taken_back"])
 def restore_kernel(
     key_out_ptr, value_out_ptr, first_ptr, key_ptr, value_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr,
     value_sink_ptr, body_ptr, pages_ptr, lengths_ptr, raw_rows_ptr,
     stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
     stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
-    new_len, entries, slots, ring, sink_len, band_tiles, stored_queries, taken_back,
+    new_len, entries, slots, ring, sink_len, band_tiles, taken_back,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BITS: tl.constexpr, KEY_HADAMARD: tl.constexpr, VALUE_HADAMARD: tl.constexpr, RECORD_WORDS: tl.constexpr,
     KEY_WORDS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Write keys or values at ``BLOCK_T`` positions of a kv head; grid ``(B * Hkv, blocks, 2)``.
 
-    Entry 0 of row ``b`` is at position ``first_ptr[b]``. The ``band_tiles`` before the tile of the first query are read
-    raw if the tail holds them. The keys of the first ``stored_queries`` queries are stored, those of the others new.
+    Entry 0 of row ``b`` is at position ``first_ptr[b]``. The tile that is not complete and the ``band_tiles`` before it
+    are read raw if the tail holds them.
     """
     i_head = tl.program_id(0).to(tl.int64)
     i_b = i_head // KV_HEADS
@@ -76,7 +74,7 @@ def restore_kernel(
     length = tl.load(lengths_ptr + i_b)
     entry = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     position = tl.load(first_ptr + i_b) + entry
-    band = ((tl.maximum(length - stored_queries, 0) >> _TILE_SHIFT) - band_tiles) << _TILE_SHIFT
+    band = ((tl.maximum(length, 0) >> _TILE_SHIFT) - band_tiles) << _TILE_SHIFT
     band = tl.maximum(band, length + taken_back - ring)
     tile = position >> _TILE_SHIFT
     complete = (length + taken_back) >> _TILE_SHIFT
@@ -112,7 +110,7 @@ def restore_dense(
     key: Tensor | None = None,
     value: Tensor | None = None,
     *,
-    stored_queries: int | None = None,
+    are_low: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values from a position of each row on, with no host synchronisation; zeros where nothing is.
 
@@ -122,15 +120,14 @@ def restore_dense(
         entries: How many.
         key: New keys, not stored yet, ``[B, Hkv, T, D]``, any strides; ``None`` for none.
         value: New values ``[B, Hkv, T, Dv]``.
-        stored_queries: How many stored keys are those of the call's queries; 0 by default if there are new keys. A call
-            reads raw what its first query sees raw (:mod:`dma_kernels.cache.storage`). Without new keys the default
-            reads raw all that is stored raw.
+        are_low: Whether to read what low tiles read: every complete tile from its codes, except for the sinks. By
+            default everything that is stored raw is read raw.
 
     Returns:
         Keys ``[B, Hkv, entries, D]`` and values ``[B, Hkv, entries, Dv]`` in the dtype of the tail, contiguous.
     """
     tail = storage.key_tail
-    band_tiles = MAX_BAND_TILES if key is None and stored_queries is None else storage.diagonal_tiles
+    band_tiles = 0 if are_low else MAX_BAND_TILES
     if key is None or value is None:
         key, value = storage.no_keys()
     (batch, kv_heads, new_len, head_dim), value_dim = key.shape, value.shape[3]
@@ -142,7 +139,7 @@ def restore_dense(
             keys, values, first.to(torch.int32).contiguous(), key, value, tail, storage.value_tail, storage.key_sink,
             storage.value_sink, storage.body.view(torch.int32), storage.pages, storage.lengths, storage.raw_rows,
             *key.stride(), *value.stride(), *storage.strides, new_len, entries, storage.slots, storage.ring,
-            storage.key_sink.shape[2], band_tiles, stored_queries or 0, storage.taken_back,
+            storage.key_sink.shape[2], band_tiles, storage.taken_back,
         )  # fmt: skip
     return keys, values
 

@@ -15,9 +15,9 @@ Three stores
     * **sink**: the raw keys and values of the first ``sink_tiles`` tiles, position ``p`` at entry ``p``.
 
 What a call reads
-    The tiles of the sinks, and those from ``diagonal_tiles`` before the tile of the call's first query on, are read
-    raw; everything between is read from the body. Codes are made of raw keys alone, so they are bit for bit those of
-    one pass over the whole sequence, however the keys arrived.
+    Each query reads raw the tiles of the sinks and those from ``diagonal_tiles`` before its own tile on. Everything
+    between it reads from the body. Codes are made of raw keys alone, so they are bit for bit those of one pass over the
+    whole sequence, however the keys arrived. So a step of several tokens equals as many steps of one.
 """
 
 from __future__ import annotations
@@ -323,6 +323,35 @@ class LayerStorage:
             x[:, :, band - first :] = tail[:, :, entries].to(x.dtype)
             parts.append(x)
         return parts[0], parts[1]
+
+    def both_kinds(
+        self, first: int, length: int, key: Tensor, value: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Return stored and new keys and values as high tiles read them, and as low tiles do, for rows of equal length.
+
+        Args:
+            first: The first position, a multiple of 128 and at most ``length``.
+            length: Stored keys.
+            key: New keys, not stored yet, ``[B, Hkv, T, D]``; ``T`` may be 0.
+            value: New values ``[B, Hkv, T, Dv]``.
+
+        Returns:
+            Keys and values from ``first`` to the last new one, fp32 (fp64 for fp64). High: raw wherever they still are.
+            Low: dequantised in all complete tiles.
+        """
+        start, *recent = self.recent(length, key, value)
+        complete = recent[0].shape[2] // TILE * TILE
+        coded = self.record.decode(self.record.encode(*(_in_tiles(x[:, :, :complete]) for x in recent)))
+        raw_from = min(start, max(first, length + self.taken_back - self.ring))
+        entries = torch.arange(raw_from, start, device=key.device) % self.ring
+        high, low = [], []
+        for held, tail, raw, dequantized in zip(
+            self.held(first, start, length, start), (self.key_tail, self.value_tail), recent, coded, strict=True
+        ):
+            raw = raw.to(held.dtype)
+            high.append(torch.cat((held[:, :, : raw_from - first], tail[:, :, entries].to(held.dtype), raw), 2))
+            low.append(torch.cat((held, dequantized.flatten(2, 3).to(held.dtype), raw[:, :, complete:]), 2))
+        return (high[0], high[1]), (low[0], low[1])
 
     def restored(self, first: int, end: int, length: int) -> tuple[Tensor, Tensor]:
         """Return keys and values in the model's dtype, raw wherever they are stored so, for rows of equal length.

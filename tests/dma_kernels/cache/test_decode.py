@@ -35,7 +35,17 @@ def test_matches_the_reference(format: str, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["one-query", "across-a-border", "ragged", "nothing-visible", "window", "one-key", "no-band"]
+    "case",
+    [
+        "one-query",
+        "across-a-border",
+        "no-band-across-a-border",
+        "ragged",
+        "nothing-visible",
+        "window",
+        "one-key",
+        "no-band",
+    ],
 )
 @formats
 def test_steps_match_the_reference(format: str, case: str) -> None:
