@@ -14,7 +14,7 @@ import torch
 from dma_eval.bench import peers, prefill
 from dma_eval.bench.cudnn_fp8 import MODULE as CUDNN_MODULE
 from dma_eval.bench.inputs import Inputs, exact_rows
-from dma_eval.bench.peers import FLASH_4_MODULE, MODULE, SAGE_MODULE, Prepared, causal_block_mask
+from dma_eval.bench.peers import FLASH_4_MODULE, FLASHINFER_MODULE, MODULE, SAGE_MODULE, Prepared, causal_block_mask
 from dma_eval.bench.prefill import default_names, measure_shape, parse_implementations, prepare
 from dma_eval.bench.results import DeviceFacts, PrefillReport, PrefillResult, PrefillShape
 from dma_eval.bench.shown import failures, plot_prefill, prefill_tables
@@ -115,13 +115,14 @@ class TestCommand:
             ("fa4", "flash-attn-4"),
             ("cudnn:fp8", "nvidia-cudnn-frontend"),
             ("cudnn:fp8:prequantized", "nvidia-cudnn-frontend"),
+            ("flashinfer:t6", "flashinfer-python"),
             ("sage", "sageattention"),
         ],
     )
     def test_a_package_that_is_missing_is_named(
         self, name: str, package: str, bench: Run, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in (MODULE, SAGE_MODULE, FLASH_4_MODULE, CUDNN_MODULE):
+        for module in (MODULE, SAGE_MODULE, FLASH_4_MODULE, CUDNN_MODULE, FLASHINFER_MODULE):
             monkeypatch.setitem(sys.modules, module, None)
         done = bench("--attn", "sdpa", name, "--mask", "full")
         assert done.exit_code == 0, done.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -13,12 +14,14 @@ from dma_eval.bench.inputs import Inputs
 from dma_eval.bench.peers import (
     FLASH_3,
     FLASH_4_MODULE,
+    FLASHINFER_MODULE,
     MODULE,
     PREQUANTIZED,
     SAGE_MODULE,
     flash_attention_3,
     flash_attention_3_step,
     flash_attention_4,
+    flashinfer,
     sage_attention,
 )
 from torch import Tensor
@@ -141,3 +144,28 @@ def test_what_flash_attention_4_cannot_compile_is_a_failure_of_the_call(flash_4:
     flash_4.flash_attn_func = fails
     with pytest.raises(RuntimeError, match="no such tile"):
         flash_attention_4(Inputs(*_tensors(50, 50), 0.1)).run()
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("threshold", [None, 6.0])
+def test_flashinfer_takes_the_threshold_as_a_factor_over_the_length(
+    threshold: float | None, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prefill(
+        qkv: tuple[Tensor, ...], layout: str, workspace: Tensor, seq_lens: Tensor, *positional: Any, **options: Any
+    ) -> Tensor:
+        max_q_len, max_kv_len, bmm1_scale, bmm2_scale, batch, q_ends, kv_ends = positional
+        assert layout == "SEPARATE_Q_K_V"
+        assert seq_lens.tolist() == [max_q_len, max_kv_len] == [50, 50]
+        assert q_ends.tolist() == kv_ends.tolist() == [0, 50, 100]
+        factor = options["skip_softmax_threshold_scale_factor"]
+        assert factor == (0.0 if threshold is None else pytest.approx(50 * math.exp(-6.0)))
+        query, key, value = (x.unflatten(0, (batch, max_q_len)) for x in qkv)
+        out = _attend(query, key, value, causal=options["mask_mode"] == "causal", softmax_scale=bmm1_scale)
+        return bmm2_scale * out.flatten(0, 1)
+
+    module: Any = ModuleType(FLASHINFER_MODULE)
+    module.trtllm_fmha_v2_prefill = prefill
+    monkeypatch.setitem(sys.modules, FLASHINFER_MODULE, module)
+    inputs = Inputs(*_tensors(50, 50), 0.1, is_causal)
+    torch.testing.assert_close(flashinfer(threshold, inputs).run(), _exact(inputs))

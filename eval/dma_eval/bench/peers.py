@@ -1,13 +1,15 @@
 """Attention of PyTorch and of other packages, which benchmarks compare with where they are installed.
 
 None of the packages is a dependency. On PyPI FlashAttention-3's kernels for Hopper are ``fa3-fwd``, FlashAttention-4 is
-``flash-attn-4``, cuDNN's frontend ``nvidia-cudnn-frontend`` and SageAttention ``sageattention``.
+``flash-attn-4``, cuDNN's frontend ``nvidia-cudnn-frontend``, FlashInfer ``flashinfer-python`` and SageAttention
+``sageattention``.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +33,10 @@ PREQUANTIZED = ":prequantized"
 """Suffix of FP8 attention whose operands are given in E4M3: quantising them is not counted."""
 FLASH_4, SAGE, FLEX = "fa4", "sage", "flex"
 MODULE, SAGE_MODULE, FLASH_4_MODULE = "fa3_fwd_interface", "sageattention", "flash_attn.cute"
+FLASHINFER_MODULE = "flashinfer.prefill"
+FLASHINFER = {"flashinfer": None, **{f"flashinfer:t{threshold}": float(threshold) for threshold in (5, 6, 7, 8)}}
+"""FlashInfer by its name in results, and the threshold below which it skips tiles, in nats."""
+FLASHINFER_WORKSPACE = 16 << 20
 FLEX_BLOCK = 128
 
 
@@ -133,6 +139,43 @@ def sage_attention(inputs: Inputs) -> Prepared:
     """
     attend = import_peer(SAGE_MODULE, "SageAttention", "sageattention").sageattn
     return Prepared(lambda: attend(*inputs.tensors, is_causal=inputs.is_causal, sm_scale=inputs.scale))
+
+
+def flashinfer(threshold: float | None, inputs: Inputs) -> Prepared:
+    """Return a call of FlashInfer's FMHA v2 for Hopper, which can skip softmax and values of tiles (arXiv 2512.12087).
+
+    A tile is skipped where no row of its block has a logit within ``threshold`` of the row's largest so far. FlashInfer
+    takes the threshold as a factor over the length. Its first call compiles the kernels, for minutes.
+
+    Args:
+        threshold: In nats, as ``skip_threshold`` of a recipe; ``None`` skips nothing.
+        inputs: In bf16 or fp16.
+
+    Raises:
+        ImportError: The package is not installed; the message names it.
+    """
+    attend = import_peer(FLASHINFER_MODULE, "FlashInfer", "flashinfer-python").trtllm_fmha_v2_prefill
+    batch, tokens, _, _ = inputs.token_major[0].shape
+    device = inputs.query.device
+    lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
+    ends = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=device)
+    call = partial(
+        attend,
+        tuple(each.flatten(0, 1) for each in inputs.token_major),
+        "SEPARATE_Q_K_V",
+        torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device),
+        lengths,
+        tokens,
+        tokens,
+        inputs.scale,
+        1.0,
+        batch,
+        ends,
+        ends,
+        mask_mode="causal" if inputs.is_causal else "padding",
+        skip_softmax_threshold_scale_factor=0.0 if threshold is None else tokens * math.exp(-threshold),
+    )
+    return Prepared(lambda: call().unflatten(0, (batch, tokens)).transpose(1, 2))
 
 
 def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Run, int]:

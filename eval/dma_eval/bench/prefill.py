@@ -29,12 +29,14 @@ from .inputs import Inputs, exact_rows, random_inputs, with_outlying_channels
 from .peers import (
     FLASH_3,
     FLASH_4,
+    FLASHINFER,
     FLEX,
     PREQUANTIZED,
     SAGE,
     Prepared,
     flash_attention_3,
     flash_attention_4,
+    flashinfer,
     flex,
     sage_attention,
     sdpa,
@@ -65,6 +67,7 @@ PEERS: dict[str, Callable[[Inputs], Prepared]] = {
     **{label: partial(flash_attention_3, label) for label in (*FLASH_3, f"fa3:fp8{PREQUANTIZED}")},
     FLASH_4: flash_attention_4,
     **{label: partial(cudnn_fp8, label) for label in (CUDNN_FP8, f"{CUDNN_FP8}{PREQUANTIZED}")},
+    **{label: partial(flashinfer, threshold) for label, threshold in FLASHINFER.items()},
     SAGE: sage_attention,
 }
 """What ``dma_mxfp`` is compared with, by the names of ``--attn``."""

@@ -56,8 +56,9 @@ def add_prefill(parser: argparse.ArgumentParser) -> None:
     help = (
         "What to compare; the first is the reference. sdpa (PyTorch's choice), sdpa:flash, sdpa:cudnn, flex "
         "(FlexAttention, compiled), fa3 and fa3:fp8 (FlashAttention-3, the package fa3-fwd), fa4 (FlashAttention-4, "
-        "flash-attn-4), cudnn:fp8 (nvidia-cudnn-frontend), sage (SageAttention, sageattention), dma_mxfp:PRESET, "
-        "dma_mxfp:FILE.toml. Quantising is counted, except in fa3:fp8:prequantized and cudnn:fp8:prequantized."
+        "flash-attn-4), cudnn:fp8 (nvidia-cudnn-frontend), flashinfer and, skipping tiles, flashinfer:t5 to t8 "
+        "(flashinfer-python), sage (SageAttention, sageattention), dma_mxfp:PRESET, dma_mxfp:FILE.toml. Quantising is "
+        "counted, except in fa3:fp8:prequantized and cudnn:fp8:prequantized."
     )
     shown = "all that need no other package, with every preset"
     options.add(parser, "--attn", "-a", metavar="IMPLEMENTATION", several=True, shown=shown, help=help)
