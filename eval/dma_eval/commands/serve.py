@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 from rich.markup import escape
@@ -16,6 +20,8 @@ from dma_eval.names import DMA, check_names
 NEEDED = ("fastapi", "uvicorn", "openai")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 DEFAULT_PORT = 8000
+DEFAULT_REQUESTS = 64
+KEY_VARIABLE = "DMA_HF_API_KEY"
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +40,22 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     options.add(group, "--host", default="localhost", help="Address to listen at.")
     help = "Port to listen at; 0 takes any free one."
     options.add(group, "--port", type=options.number(0, 65535), default=DEFAULT_PORT, help=help)
-    help = f"Of the web server: {', '.join(LOG_LEVELS)}."
-    options.add(group, "--log-level", choices=LOG_LEVELS, default="warning", help=help)
+    help = "Requests at once, running and waiting; more are refused with status 429."
+    options.add(group, "--max-requests", type=options.number(1), default=DEFAULT_REQUESTS, help=help)
+    help = f"Key that requests must carry as a bearer token; or set it in {KEY_VARIABLE}."
+    options.add(group, "--api-key", metavar="KEY", shown="none", help=help)
+    help = f"Of the log on standard error, where info is a line for each request: {', '.join(LOG_LEVELS)}."
+    options.add(group, "--log-level", choices=LOG_LEVELS, default="info", help=help)
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM end this process as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -53,6 +73,9 @@ def serve(args: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UserError(f"serve needs {', '.join(missing)}, not installed here: pip install 'dma-hf[serve]'")
+    api_key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
+    if api_key == "":
+        raise UserError(f"--api-key: expected a key, got ''; leave out --api-key and {KEY_VARIABLE} to need none")
     check_names([args.attn])
     if args.cache_gib is not None and not args.continuous_batching:
         raise UserError("--cache-gib is for --continuous-batching; without it a cache grows with its request")
@@ -62,12 +85,12 @@ def serve(args: argparse.Namespace) -> int:
         from dma_eval.models import batching_settings, parse_source
 
         need_transformers("5.23", "serve")
-        from dma_eval.serving import listen, serve
+        from dma_eval.serving import listen, make_engine, serve
 
     (backend,) = parse_backends([args.attn])
     parse_source(args.model)
     listener = listen(args.host, args.port)
-    with listener:
+    with listener, terminated_as_interrupted():
         loaded = load(args, join(args))
         activate(loaded.model, backend)
         batches = batching_settings(loaded.model, args.cache_gib) if args.continuous_batching else None
@@ -76,8 +99,17 @@ def serve(args: argparse.Namespace) -> int:
                 f"the tokenizer of {args.model} has no chat template, which /v1/chat/completions needs; "
                 "/v1/completions takes plain text"
             )
+        engine = make_engine(loaded, batches)
         host = f"[{args.host}]" if ":" in args.host else args.host
         address = f"http://{host}:{listener.getsockname()[1]}/v1"
         console.print_line(f"Serving {escape(args.model)} with {escape(backend.label)} at {address}")
-        serve(loaded, listener, batches, log_level=args.log_level)
+        serve(
+            loaded,
+            listener,
+            engine,
+            attention=backend.label,
+            most=args.max_requests,
+            api_key=api_key,
+            log_level=args.log_level,
+        )
     return 0

@@ -1,0 +1,10 @@
+"""The server of ``dma-hf serve``: OpenAI's interface to one model.
+
+Transformers' own handlers (``transformers serve``) apply the chat template, parse tool calls and format answers.
+:mod:`.checks` says which fields of a request are accepted, :mod:`.jobs` generates, :mod:`.gate` guards the door, and
+:mod:`.app` puts them together.
+"""
+
+from .app import listen, make_engine, serve
+
+__all__ = ["listen", "make_engine", "serve"]

@@ -1,0 +1,219 @@
+"""The server put together: Transformers' application, with one model that runs a backend of ours.
+
+``transformers serve`` takes the names of attention that are built into Transformers, and no other. So the model is
+loaded and switched before, and the application is given routes that have this one model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from transformers import ContinuousBatchingConfig, PreTrainedModel
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import GenerationState
+
+from dma_eval.errors import UserError, one_line
+from dma_eval.models import LoadedModel
+
+from .checks import ApiError
+from .gate import Gate, log
+from .jobs import Batched, Engine, Sequential
+from .routes import Absent, Chat, Complete, Respond
+
+GRACE_SECONDS = 2  # for answers to end once the server is stopped
+
+
+class OneModel(ModelManager):  # type: ignore[misc]
+    """A manager of models that has one, which it did not load, and so never unloads or loads again.
+
+    A request may name the model, or none.
+    """
+
+    def __init__(self, loaded: LoadedModel, attention: str) -> None:
+        super().__init__(model_timeout=-1)
+        self._loaded = loaded
+        self._attention = attention
+        self._created = int(time.time())
+        self.force_model = loaded.name
+
+    def load_model_and_processor(self, *arguments: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
+        """Return the model and its tokenizer, whatever is asked for: a request for another one was refused before."""
+        return self._loaded.model, self._loaded.tokenizer
+
+    async def load_model_streaming(self, model_id_and_revision: str, **options: Any) -> AsyncIterator[str]:
+        """Say that the model is there, or that another one is not, as an event."""
+        event = {"status": "ready", "model": model_id_and_revision, "cached": True}
+        if model_id_and_revision != self.process_model_name(self._loaded.name):
+            message = f"this server has {self._loaded.name} alone"
+            event = {"status": "error", "model": model_id_and_revision, "message": message}
+        yield f"data: {json.dumps(event)}\n\n"
+
+    def list_models(self, *arguments: Any) -> list[dict[str, Any]]:
+        """Return the one model, and not what the Hub's cache on this machine holds."""
+        model = self._loaded.model
+        return [
+            {
+                "id": self._loaded.name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "",
+                "status": {"value": "loaded"},
+                "max_model_len": self._loaded.max_context,
+                "attention": self._attention,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "device": str(model.device),
+            }
+        ]
+
+    get_gen_models = list_models  # its name before Transformers 5.24
+
+
+class _Health(GenerationState):  # type: ignore[misc]
+    """What ``/health`` asks."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def is_cb_alive(self) -> bool:
+        """Whether answers can be generated."""
+        return self._engine.is_alive()
+
+
+class _Server(uvicorn.Server):
+    """A web server that ends what is being answered as soon as it is to stop."""
+
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    def handle_exit(self, *arguments: Any) -> None:
+        """Take a signal to stop."""
+        self._stop()
+        super().handle_exit(*arguments)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; clients that come before the server runs wait for it.
+
+    Raises:
+        UserError: It cannot; the message says why.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        why = (error.strerror or str(error)).partition(" (while")[0]
+        raise UserError(
+            f"--port: cannot listen at {host}:{port}: {why}; choose another --port (0 takes any free one) or --host"
+        ) from error
+
+
+def build(loaded: LoadedModel, engine: Engine, attention: str) -> FastAPI:
+    """Return the application: Transformers', with our routes and OpenAI's format of errors."""
+    models = OneModel(loaded, attention)
+    absent = Absent()
+    app: FastAPI = build_server(
+        models,
+        Chat(models, loaded, engine),
+        completion_handler=Complete(models, loaded, engine),
+        response_handler=Respond(models, loaded, engine),
+        transcription_handler=absent,
+        systemone_handler=absent,
+        generation_state=_Health(engine),
+    )
+
+    @app.get("/v1/models/{name:path}")
+    def show_model(name: str) -> dict[str, Any]:
+        (entry,) = models.list_models()
+        if name != entry["id"]:
+            raise ApiError(f"no such model: {name!r}", param="model", code="model_not_found", status=404)
+        return entry
+
+    async def tell(request: Request, error: Exception) -> JSONResponse:
+        del request
+        told = _told(error)
+        return JSONResponse(told.body, told.status)
+
+    for kind in (ApiError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, tell)
+    return app
+
+
+def _told(error: Exception) -> ApiError:
+    """Return what a client is told of an error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return ApiError(str(error.detail), status=error.status_code)
+    if isinstance(error, RequestValidationError):
+        return ApiError(f"the body: expected a JSON object: {error.errors()[0]['msg']}")
+    return ApiError(f"the server failed: {one_line(error)}", status=500)
+
+
+def make_engine(loaded: LoadedModel, batches: ContinuousBatchingConfig | None) -> Engine:
+    """Return what batches continuously with these settings; without any, ``generate``, one request after another.
+
+    Raises:
+        UserError: Continuous batching does not start.
+    """
+    return Sequential(loaded) if batches is None else Batched(loaded, batches)
+
+
+def serve(
+    loaded: LoadedModel,
+    listener: socket.socket,
+    engine: Engine,
+    *,
+    attention: str,
+    most: int,
+    api_key: str | None,
+    log_level: str,
+) -> None:
+    """Answer requests until the process is stopped.
+
+    Args:
+        loaded: The model, which runs its attention already.
+        listener: Where to listen.
+        engine: What generates, see :func:`make_engine`.
+        attention: The name of the attention, for ``/v1/models``.
+        most: How many requests may be computed or wait at once.
+        api_key: What requests must carry; ``None`` lets all pass.
+        log_level: Of the log on standard error.
+    """
+    gate = Gate(build(loaded, engine, attention), api_key=api_key, most=most)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    log.addHandler(handler)
+    log.setLevel(log_level.upper())
+    config = uvicorn.Config(
+        gate,
+        log_level="warning" if log_level == "info" else log_level,  # its requests are in our log
+        access_log=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        lifespan="off",
+    )
+    has_ended = False
+    try:
+        _Server(config, gate.close).run(sockets=[listener])
+    except KeyboardInterrupt:  # how a server is stopped
+        pass
+    finally:
+        log.removeHandler(handler)
+        has_ended = engine.close()
+    if not has_ended:  # a step that nothing interrupts; Python would wait for its thread, or abort
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

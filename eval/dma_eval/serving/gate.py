@@ -1,0 +1,156 @@
+"""What every HTTP request passes: the API key, the limit of requests, the log, and the end of a client."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from contextvars import ContextVar
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .checks import ApiError
+from .jobs import Job
+
+MOST_BYTES = 32 << 20  # of a request's body
+CLIENT_GONE = 499  # in the log, as nginx has it
+log = logging.getLogger("dma_eval.serving")
+_entry: ContextVar[dict[str, Job]] = ContextVar("entry")
+
+
+def register(job: Job) -> None:
+    """Name the job of the current request, for the log and for the end of its client."""
+    _entry.get()["job"] = job
+
+
+class Gate:
+    """An ASGI application around another one.
+
+    Args:
+        app: The application.
+        api_key: What requests must carry as a bearer token; ``None`` lets all pass.
+        most: How many requests may be computed or wait at once.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None, most: int) -> None:
+        self._app = app
+        self._api_key = api_key
+        self._most = most
+        self._entries: list[dict[str, Job]] = []
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End all requests, and refuse new ones; may be called by a signal handler."""
+        self._is_closed = True
+        for entry in self._entries:
+            if (job := entry.get("job")) is not None:
+                job.loop.call_soon_threadsafe(job.fail, _closed())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), CLIENT_GONE
+        entry: dict[str, Job] = {}
+        _entry.set(entry)
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            await send(message)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+
+        try:
+            self._admit(scope)
+            self._entries.append(entry)
+            try:
+                is_gone = await self._answer(scope, receive, send_on)
+            finally:
+                self._entries.remove(entry)
+                if (job := entry.get("job")) is not None:
+                    job.cancel()
+            status = CLIENT_GONE if is_gone else status
+        except ApiError as error:
+            await JSONResponse(error.body, error.status)(scope, receive, send_on)
+        tokens = ""
+        if (job := entry.get("job")) is not None:
+            tokens = f", {job.prompt_tokens} + {job.total_tokens} tokens, {job.finish_reason or 'unfinished'}"
+        seconds = time.perf_counter() - start
+        log.info("%s %s %d%s, %.2f s", scope["method"], scope["path"], status, tokens, seconds)
+
+    def _admit(self, scope: Scope) -> None:
+        if scope["path"] == "/health":
+            return
+        if self._is_closed:
+            raise _closed()
+        if self._api_key is not None:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
+                message = "wrong or missing API key; send it as 'Authorization: Bearer KEY'"
+                raise ApiError(message, code="invalid_api_key", status=401)
+        if scope["method"] == "POST" and len(self._entries) >= self._most:
+            message = f"the server has {self._most} requests already (--max-requests); try again later"
+            raise ApiError(message, code="rate_limit_exceeded", status=429)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Run the application until it has answered or the client is gone; returns whether that was first."""
+        body = await _read(receive)
+        if body is None:
+            return True
+        is_gone = asyncio.Event()
+        is_read = is_sent = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal is_sent
+            is_sent = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        async def give() -> Message:
+            nonlocal is_read
+            if not is_read:
+                is_read = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await is_gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def listen() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        answering = asyncio.ensure_future(self._app(scope, give, send_on))
+        listening = asyncio.create_task(listen())
+        try:
+            await asyncio.wait({answering, listening}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done() and not is_sent:
+                return True
+            await answering
+            return False
+        finally:
+            is_gone.set()
+            for task in (answering, listening):
+                task.cancel()
+            await asyncio.wait({answering, listening})
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """Return the body of a request; ``None`` if the client is gone."""
+    parts: list[Any] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MOST_BYTES:
+            raise ApiError(f"the body has more than {MOST_BYTES >> 20} MiB", status=413)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _closed() -> ApiError:
+    return ApiError("the server is shutting down", status=503)

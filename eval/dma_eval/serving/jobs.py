@@ -1,0 +1,414 @@
+"""Generate answers: one after another with ``generate``, or together with continuous batching.
+
+A :class:`Job` is one answer. The event loop owns it; the thread that generates hands tokens over and looks whether the
+job is still wanted. An engine (:class:`Sequential`, :class:`Batched`) starts jobs and stops them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.cli.serving.utils import response_events_to_chunks
+from transformers.generation.streamers import BaseStreamer
+
+from dma_eval.errors import UserError, one_line
+from dma_eval.models import LoadedModel
+
+from .checks import ApiError, Request
+
+SHUTDOWN_SECONDS = 2.0
+WATCH_SECONDS = 0.5  # between two looks at whether the generation thread lives
+END = None  # the last item of a job's queue
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes a part of a character to
+
+
+class StopFilter:
+    """Cuts a text that comes in pieces at the first stop string; holds back what may be the beginning of one."""
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.is_found = False
+
+    def feed(self, text: str) -> str:
+        """Return the text that may be shown."""
+        held = self._held + text
+        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        if found:
+            self.is_found = True
+            self._held = ""
+            return held[: min(found)]
+        sizes = [size for stop in self._stops for size in range(1, len(stop)) if held.endswith(stop[:size])]
+        shown = len(held) - max(sizes, default=0)
+        self._held = held[shown:]
+        return held[:shown]
+
+    def flush(self) -> str:
+        """Return what was held back: no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+class Job:
+    """One answer in the making. Its methods belong to the event loop, except where they say otherwise.
+
+    ``queue`` has the pieces of text, reasoning and tool calls for Transformers' handlers, then ``None``.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_tokens: int, limit: int, stops: Iterable[str], parser: Any) -> None:
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.prompt_tokens = prompt_tokens
+        self.ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.error: ApiError | None = None
+        self.is_cancelled = threading.Event()
+        self.on_cancel: Callable[[], Any] = lambda: None
+        self.loop = asyncio.get_running_loop()
+        self._tokenizer, self._parser, self._limit = tokenizer, parser, limit
+        self._stop = StopFilter(stops)
+        self._shown = self._read = 0  # tokens before these are shown; are decoded
+        if parser is not None:
+            self._emit_events(parser.initial_events)
+
+    @property
+    def total_tokens(self) -> int:
+        """How many tokens were generated."""
+        return len(self.ids)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes."""
+        return self.finish_reason is not None or self.error is not None or self.is_cancelled.is_set()
+
+    def feed(self, tokens: Iterable[int]) -> None:
+        """Take new tokens."""
+        for token in tokens:
+            if self.is_over:
+                return
+            self.ids.append(token)
+            text = self._decode()
+            if text and (shown := self._stop.feed(text)):
+                self._emit(shown)
+            if self._stop.is_found:
+                self._end("stop")
+                self._halt()
+
+    def finish(self) -> None:
+        """Note that the model has said all it says."""
+        if not self.is_over:
+            rest = self._stop.feed(self._decode(is_last=True))
+            if rest := rest + self._stop.flush():
+                self._emit(rest)
+            self._end("length" if len(self.ids) >= self._limit and not self._stop.is_found else "stop")
+
+    def fail(self, error: ApiError) -> None:
+        """Note that the answer failed."""
+        if not self.is_over:
+            self.error = error
+            self.queue.put_nowait(END)
+            self._halt()
+
+    def cancel(self) -> None:
+        """Stop generating: nobody waits for the answer."""
+        if not self.is_over:
+            self._halt()
+
+    def _halt(self) -> None:
+        self.is_cancelled.set()
+        self.on_cancel()
+
+    def _end(self, reason: str) -> None:
+        if self._parser is not None:
+            try:
+                _, events = self._parser.finalize()
+            except (ValueError, RuntimeError):  # cut off within a tool call
+                events = []
+            self._emit_events(events)
+        self.finish_reason = reason
+        self.queue.put_nowait(END)
+
+    def _emit(self, text: str) -> None:
+        if self._parser is None:
+            self.queue.put_nowait(text)
+        else:
+            self._emit_events(self._parser.feed(text))
+
+    def _emit_events(self, events: list[Any]) -> None:
+        for item in response_events_to_chunks(events):
+            self.queue.put_nowait(item)
+
+    def _decode(self, is_last: bool = False) -> str:
+        """Return the text of the tokens that were not decoded yet, once it ends with a whole character.
+
+        The tokens before give the context that a tokenizer may decode them by.
+        """
+        skip = self._parser is None  # special tokens are what a parser looks for
+        before = self._tokenizer.decode(self.ids[self._shown : self._read], skip_special_tokens=skip)
+        text = self._tokenizer.decode(self.ids[self._shown :], skip_special_tokens=skip)
+        if len(text) <= len(before) or (text.endswith(UNFINISHED) and not is_last):
+            return ""
+        self._shown, self._read = self._read, len(self.ids)
+        return str(text[len(before) :])
+
+
+class Engine(Protocol):
+    """What generates the answers of a server."""
+
+    def room(self) -> int | None:
+        """Tokens that one request may have, prompt and answer; ``None`` without a limit."""
+
+    def start(self, job: Job, inputs: Any, config: GenerationConfig, body: Request) -> None:
+        """Generate the answer of a job.
+
+        Raises:
+            ApiError: The request asks for what this engine lacks.
+        """
+
+    def is_alive(self) -> bool:
+        """Whether answers can be generated."""
+
+    def close(self) -> bool:
+        """Stop; returns whether the generation thread has ended."""
+
+
+class _Cancelled(Exception):
+    """Ends ``generate``: the job is no longer wanted."""
+
+
+class _Streamer(BaseStreamer):  # type: ignore[misc]
+    """Hands tokens from ``generate`` to a job; lives on the generation thread."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._has_prompt = False
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt, then each new token."""
+        if self._job.is_cancelled.is_set():
+            raise _Cancelled
+        if self._has_prompt:
+            self._job.loop.call_soon_threadsafe(self._job.feed, value.tolist())
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Do nothing: the future of the call tells the end."""
+
+
+class _Penalties(LogitsProcessor):  # type: ignore[misc]
+    """OpenAI's frequency and presence penalties, of the tokens generated so far."""
+
+    def __init__(self, prompt_tokens: int, frequency: float, presence: float) -> None:
+        self._prompt_tokens, self._frequency, self._presence = prompt_tokens, frequency, presence
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ids = input_ids[:, self._prompt_tokens :]
+        counts = torch.zeros_like(scores).scatter_add_(1, ids, torch.ones_like(ids, dtype=scores.dtype))
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+class Sequential:
+    """``generate``, one request after another. A cancelled request ends within a layer of the model."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._thread = ThreadPoolExecutor(1)  # torch.compile's graphs belong to a thread
+        self._running: Job | None = None
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+        for layers in loaded.model.modules():
+            if isinstance(layers, torch.nn.ModuleList):
+                for layer in layers:
+                    layer.register_forward_pre_hook(self._check)
+
+    def room(self) -> int | None:
+        return self._loaded.max_context
+
+    def start(self, job: Job, inputs: Any, config: GenerationConfig, body: Request) -> None:
+        future = job.loop.run_in_executor(self._thread, self._generate, job, inputs, config, body)
+        job.on_cancel = future.cancel  # one that waits never begins; one that runs is stopped by the flag
+        is_own = body.generation_config is not None  # of the client, who then may have asked for what cannot be
+        future.add_done_callback(lambda done: self._settle(job, done, is_own))
+
+    def is_alive(self) -> bool:
+        return True
+
+    def close(self) -> bool:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        return self._is_idle.wait(SHUTDOWN_SECONDS)
+
+    def _generate(self, job: Job, inputs: Any, config: GenerationConfig, body: Request) -> None:
+        if body.bias:
+            config.sequence_bias = {(token,): float(bias) for token, bias in body.bias.items()}
+        processors = LogitsProcessorList()
+        if any(body.penalties):
+            processors.append(_Penalties(job.prompt_tokens, *body.penalties))
+        if body.seed is not None:
+            torch.manual_seed(body.seed)
+        self._is_idle.clear()
+        self._running = job
+        try:
+            self._loaded.model.generate(
+                **inputs,
+                generation_config=config,
+                logits_processor=processors,
+                streamer=_Streamer(job),
+                tokenizer=self._loaded.tokenizer,
+            )
+        except _Cancelled:
+            pass
+        finally:
+            self._running = None
+            self._is_idle.set()
+
+    def _check(self, *_: Any) -> None:
+        if self._running is not None and self._running.is_cancelled.is_set():
+            raise _Cancelled
+
+    @staticmethod
+    def _settle(job: Job, done: asyncio.Future[None], is_own: bool) -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            job.finish()
+        elif is_own and isinstance(error, ValueError):
+            job.fail(ApiError(f"generation_config: {one_line(error)}", param="generation_config"))
+        else:
+            job.fail(ApiError(f"generation failed: {one_line(error)}", status=500))
+
+
+class _BreakTies(LogitsProcessor):  # type: ignore[misc]
+    """Raises the first of the largest logits by one rounding step: ``top_k=1`` then is the greedy choice."""
+
+    supports_continuous_batching = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        best = scores.argmax(-1, keepdim=True)
+        value = scores.gather(-1, best)
+        return scores.scatter(-1, best, torch.nextafter(value, torch.full_like(value, torch.inf)))
+
+
+CHOICES = {"do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "eos_token_id"}
+"""Fields of a request's ``generation_config`` that continuous batching honours."""
+
+
+class Batched:
+    """Continuous batching. Each request has its own temperature, ``top_p`` and ``top_k``; a temperature of 0 is greedy.
+
+    Raises:
+        UserError: The generation thread does not start.
+    """
+
+    def __init__(self, loaded: LoadedModel, batches: ContinuousBatchingConfig) -> None:
+        self._loaded = loaded
+        self._vocabulary = loaded.model.config.get_text_config().vocab_size
+        batches.per_request_processors = True
+        eos = loaded.model.generation_config.eos_token_id
+        # The values are those of no request: any but the neutral ones make the processors that requests set.
+        config = GenerationConfig(do_sample=True, temperature=0.5, top_p=0.5, top_k=1, eos_token_id=eos)
+        self._manager = loaded.model.init_continuous_batching(
+            generation_config=config, continuous_batching_config=batches
+        )
+        self._manager.logit_processor.logits_processor.insert(0, _BreakTies())
+        self._jobs: dict[str, Job] = {}
+        self._count = 0
+        self._is_watched = False
+        self._manager.start()
+        while self._manager.batch_processor is None and self._manager.is_running():
+            time.sleep(0.01)
+        if not self.is_alive():
+            raise UserError(f"--continuous-batching: {self._reason()}")
+
+    def room(self) -> int | None:
+        cache = self._manager.batch_processor.cache
+        allocators = cache.cache_allocators.values()
+        fixed = [each.bytes_per_block for each in allocators if getattr(each, "has_one", False)]
+        tokens = [
+            each.bytes_per_block / each.tokens_per_page for each in allocators if not getattr(each, "has_one", False)
+        ]
+        # A sector belongs to one kind of block at a time, so that one of each kind may be filled in part.
+        free = (cache.num_sectors - len(allocators)) * cache.bytes_per_sector - sum(fixed)
+        room = int(free / sum(tokens))
+        return min(room, self._loaded.max_context or room)
+
+    def start(self, job: Job, inputs: Any, config: GenerationConfig, body: Request) -> None:
+        self._refuse(config, body)
+        is_greedy = not config.do_sample
+        self._count += 1
+        name = f"request-{self._count}"
+        seen = 0
+
+        def take(output: Any) -> None:
+            nonlocal seen
+            new, seen = output.generated_tokens[seen:], len(output.generated_tokens)
+            if output.error is not None:
+                job.fail(ApiError(f"generation failed: {output.error}", status=500 if self.is_alive() else 503))
+            else:
+                job.feed(new)
+                if output.is_finished():
+                    job.finish()
+            if output.error is not None or output.is_finished():
+                self._jobs.pop(name, None)
+
+        def cancel() -> None:
+            if self._jobs.pop(name, None) is not None:
+                self._manager.cancel_request(name)
+                self._manager.output_router.result_handlers.pop(name, None)
+
+        self._jobs[name] = job
+        job.on_cancel = cancel
+        self._manager.register_result_handler(name, take)
+        accepted = self._manager.add_request(
+            inputs["input_ids"],
+            request_id=name,
+            streaming=True,
+            max_new_tokens=config.max_new_tokens,
+            eos_token_id=-1 if config.eos_token_id is None else config.eos_token_id,
+            temperature=1.0 if is_greedy else float(config.temperature or 1.0),
+            top_p=1.0 if is_greedy or config.top_p is None else float(config.top_p),
+            top_k=1 if is_greedy else config.top_k or self._vocabulary,
+        )
+        if accepted is None:
+            job.cancel()
+            raise ApiError(f"the generation thread ended: {self._reason()}", status=503)
+        if not self._is_watched:
+            self._watch(job.loop)
+
+    def is_alive(self) -> bool:
+        return bool(self._manager.is_running()) and self._manager.background_thread_status.fatal_error is None
+
+    def close(self) -> bool:
+        self._manager.stop(block=True, timeout=SHUTDOWN_SECONDS, hard_stop=True)
+        return not self._manager.is_running()
+
+    def _refuse(self, config: GenerationConfig, body: Request) -> None:
+        lacking = {"logit_bias": bool(body.bias), "seed": body.seed is not None and config.do_sample}
+        lacking |= {"frequency_penalty": bool(body.penalties[0]), "presence_penalty": bool(body.penalties[1])}
+        if body.generation_config is not None:
+            given = config.to_diff_dict().keys() - CHOICES - {"transformers_version", "use_cache"}
+            lacking |= {f"generation_config.{name}": True for name in sorted(given)}
+        for param, is_asked in lacking.items():
+            if is_asked:
+                message = f"{param}: continuous batching does not support it; serve without --continuous-batching"
+                raise ApiError(message, param=param)
+
+    def _reason(self) -> str:
+        error = self._manager.background_thread_status.fatal_error
+        return "the generation thread has ended" if error is None else one_line(error)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Fail all jobs once the thread has died, which may not have told them."""
+        if not self.is_alive():
+            for job in list(self._jobs.values()):
+                job.fail(ApiError(f"the generation thread ended: {self._reason()}", status=503))
+        self._is_watched = bool(self._jobs)
+        if self._jobs:
+            loop.call_later(WATCH_SECONDS, self._watch, loop)
