@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import metadata
@@ -30,6 +32,7 @@ COARSE = 'low = "mxfp4"\nhigh = "mxfp4"\nshared_scale = "block"\nscale_rounding 
 """Loses so much that its words are not SDPA's."""
 NEW_TOKENS = 16
 TIMEOUT = 60  # seconds
+STOP_SECONDS = 5
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +53,9 @@ def question(folder):
 class Client:
     """Talks to a server at an address."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, process: subprocess.Popen[str] | None = None) -> None:
         self._address = address
+        self.process = process
         self._open = build_opener(ProxyHandler({})).open
 
     def get(self, path):
@@ -66,15 +70,29 @@ class Client:
         """Return the events of an answer in pieces."""
         with self._post(path, body | {"stream": True}) as response:
             lines = [line.decode().strip() for line in response]
-        return [json.loads(line.removeprefix("data: ")) for line in lines if line]
+        events = [line.removeprefix("data: ") for line in lines if line]
+        if path.startswith("/v1/c"):
+            assert events.pop() == "[DONE]"
+        return [json.loads(event) for event in events]
+
+    def refused(self, path, **body):
+        """Return the status and the error that a request is refused with."""
+        with pytest.raises(HTTPError) as refused:
+            self.post(path, **body)
+        with refused.value as response:
+            error = json.load(response)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        return response.code, error
 
     def _post(self, path, body):
-        headers = {"Content-Type": "application/json"}
-        return self._open(Request(self._address + path, json.dumps(body).encode(), headers), timeout=TIMEOUT)
+        timeout = body.pop("timeout", TIMEOUT)
+        headers = {"Content-Type": "application/json"} | body.pop("headers", {})
+        return self._open(Request(self._address + path, json.dumps(body).encode(), headers), timeout=timeout)
 
 
 @contextmanager
-def _serving(*arguments):
+def _serving(*arguments, stop=signal.SIGINT):
     """Run the command at any free port; at the end it must stop by itself when it is interrupted."""
     path = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "eval"))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
@@ -85,10 +103,12 @@ def _serving(*arguments):
     try:
         line = process.stdout.readline()  # ends with the process too
         assert " at http://127.0.0.1:" in line, line + process.stderr.read()
-        yield Client(line.split()[-1].removesuffix("/v1"))
-        process.send_signal(signal.SIGINT)
+        yield Client(line.split()[-1].removesuffix("/v1"), process)
+        start = time.perf_counter()
+        process.send_signal(stop)
         _, told = process.communicate(timeout=TIMEOUT)
         assert process.returncode == 0, told
+        assert time.perf_counter() - start < STOP_SECONDS
         assert "Traceback" not in told
     finally:
         process.kill()
@@ -144,8 +164,8 @@ def test_an_answer_in_pieces(client, expected, asked):
 
 def test_a_stop_string_ends_an_answer(client, expected, asked):
     stop = expected["+int4"].split()[3]
-    upto = expected["+int4"].partition(stop)[0] + stop
-    assert upto != expected["+int4"]
+    upto = expected["+int4"].partition(stop)[0]
+    assert upto
     (choice,) = client.post("/v1/chat/completions", **asked, stop=[stop])["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == (upto, "stop")
     events = client.stream("/v1/chat/completions", **asked, stop=stop)
@@ -159,11 +179,180 @@ def test_plain_text(client, expected, question):
     assert "".join(event["choices"][0]["text"] for event in events) == expected["+int4"]
 
 
-def test_a_request_that_cannot_be_computed_is_told_why(client, question):
+CHAT = [{"role": "user", "content": "The captain"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        *(("chat/completions", {"messages": messages}, param) for messages, param in [
+            ("hello", "messages"),
+            ([], "messages"),
+            (["hello"], "messages[0]"),
+            ([{"content": "hello"}], "messages[0].role"),
+            ([{"role": "robot", "content": "hello"}], "messages[0].role"),
+            ([{"role": "user"}], "messages[0].content"),
+            ([{"role": "user", "content": ""}], "messages"),
+            ([{"role": "user", "content": "hello", "name": "Ann"}], "messages[0].name"),
+            ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
+            ([{"role": "tool", "content": "5"}], "messages[0].tool_call_id"),
+        ]),
+        *(("chat/completions", {"messages": CHAT, **fields}, next(iter(fields))) for fields in [
+            {"n": 2},
+            {"logprobs": True},
+            {"top_logprobs": 3},
+            {"response_format": {"type": "json_object"}},
+            {"tools": [{"type": "function", "function": {"name": "add"}}]},
+            {"tool_choice": "required"},
+            {"functions": [{"name": "add"}]},
+            {"temperature": -1},
+            {"temperature": "hot"},
+            {"top_p": 2},
+            {"frequency_penalty": 3},
+            {"logit_bias": {"4096": 1}},
+            {"max_completion_tokens": 0},
+            {"max_completion_tokens": 5000},
+            {"stop": list("abcde")},
+            {"stream_options": {"include_usage": True}},
+            {"reasoning_effort": "high"},
+            {"store": True},
+            {"top_k": 5},
+            {"model": "another"},
+            {"generation_config": "{"},
+            {"generation_config": '{"num_beams": 2}'},
+        ]),
+        *(("completions", fields, param) for fields, param in [
+            ({}, "prompt"),
+            ({"prompt": ""}, "prompt"),
+            ({"prompt": ["one", "two"]}, "prompt"),
+            ({"prompt": [5, 6]}, "prompt"),
+            ({"prompt": "word " * 5000}, "prompt"),
+            ({"prompt": "word", "max_tokens": -3}, "max_tokens"),
+            ({"prompt": "word", "echo": True}, "echo"),
+            ({"prompt": "word", "suffix": "s"}, "suffix"),
+            ({"prompt": "word", "best_of": 2}, "best_of"),
+            ({"prompt": "word", "logprobs": 0}, "logprobs"),
+        ]),
+        *(("responses", fields, param) for fields, param in [
+            ({}, "input"),
+            ({"input": ""}, "input"),
+            ({"input": [{"role": "user"}]}, "input[0].content"),
+            ({"input": "word", "previous_response_id": "r"}, "previous_response_id"),
+            ({"input": "word", "text": {"format": {"type": "json_object"}}}, "text"),
+            ({"input": "word", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+            ({"input": "word", "max_output_tokens": 5000}, "max_output_tokens"),
+        ]),
+    ],
+    ids=lambda value: str(value)[:60],
+)  # fmt: skip
+def test_what_is_not_honoured_is_refused_by_name(client, path, body, param):
+    status, error = client.refused(f"/v1/{path}", **body)
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+
+
+def test_fields_that_change_nothing_are_accepted(client, expected, asked):
+    same = {
+        "n": 1,
+        "logprobs": False,
+        "response_format": {"type": "text"},
+        "tools": None,
+        "user": "ann",
+        "store": False,
+    }
+    answer = client.post("/v1/chat/completions", **asked, **same)
+    assert answer["choices"][0]["message"]["content"] == expected["+int4"]
+
+
+def test_a_body_that_is_no_object(client):
     with pytest.raises(HTTPError) as refused:
-        client.post("/v1/completions", prompt=question, max_tokens=-3)
+        client._open(client._address + "/v1/completions", b"{", timeout=TIMEOUT)
     assert refused.value.code == 400
-    assert "must be greater than 0, but is -3" in json.load(refused.value)["detail"]
+    assert "expected a JSON object" in json.load(refused.value)["error"]["message"]
+
+
+def test_an_unknown_route(client):
+    assert client.refused("/v1/embeddings", input="word")[0] == 404
+    assert client.refused("/v1/systemone", input="word")[0] == 404
+
+
+def test_sampling(client, question):
+    def say(**choice):
+        return client.post("/v1/completions", prompt=question, max_tokens=8, **choice)["choices"][0]["text"]
+
+    hot = {"temperature": 2, "seed": 1}
+    assert say(**hot) == say(**hot)
+    assert say(**hot) != say(**hot | {"seed": 2})
+    assert say(**hot, top_p=0) == say(temperature=0) == say()
+    assert say(logit_bias={"5": 100}) == say(logit_bias={"5": 100}, presence_penalty=2) != say()
+    assert say(logit_bias={"5": 3.5}, frequency_penalty=2) != say(logit_bias={"5": 3.5})
+
+
+def test_usage_at_the_end_of_a_stream(client, asked):
+    events = client.stream("/v1/chat/completions", **asked, stream_options={"include_usage": True})
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == NEW_TOKENS
+    assert [event["choices"][0]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 2) + ["length"]
+
+
+def test_a_client_that_leaves_frees_its_request(client):
+    """Otherwise the next answer would wait for 3,000 tokens, which take minutes."""
+    body = {"prompt": "The captain", "max_tokens": 3000}
+    with pytest.raises(TimeoutError):
+        client.post("/v1/completions", **body, timeout=0.5)
+    assert client.post("/v1/completions", prompt="The captain", max_tokens=2, timeout=20)["usage"]
+    with client._post("/v1/completions", body | {"stream": True}) as response:
+        assert response.readline().startswith(b"data: ")
+    assert client.post("/v1/completions", prompt="The captain", max_tokens=2, timeout=20)["usage"]
+
+
+def test_the_openai_client(client, expected, question):
+    openai = pytest.importorskip("openai")
+    asked = openai.OpenAI(base_url=f"{client._address}/v1", api_key="none", max_retries=0)
+    (model,) = asked.models.list().data
+    chat = [{"role": "user", "content": question}]
+    answer = asked.chat.completions.create(model=model.id, messages=chat, max_tokens=NEW_TOKENS, temperature=0)
+    assert answer.choices[0].message.content == expected["+int4"]
+    answer = asked.responses.create(model=model.id, input=question, max_output_tokens=NEW_TOKENS)
+    assert answer.output_text == expected["+int4"]
+    with pytest.raises(openai.BadRequestError) as refused:
+        asked.completions.create(model=model.id, prompt="word " * 5000)
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("batched", [(), ("--continuous-batching", "--cache-gib", 0.1)], ids=["generate", "batched"])
+def test_the_server_stops_whatever_runs(folder, stop, batched):
+    """Within a long prompt, and with more requests waiting."""
+    with _serving(*_arguments(folder, "+int4"), *batched, "--max-requests", 2, stop=stop) as client:
+        answers = []
+
+        def ask(stream):
+            with pytest.raises(HTTPError) as refused:
+                client.post("/v1/completions", prompt="word " * 4000, max_tokens=50)
+            answers.append(refused.value.code)
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1)
+        assert client.refused("/v1/completions", prompt="word", max_tokens=2)[0] == 429
+        assert client.get("/health") == {"status": "ok"}
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert answers == [503, 503]
+
+
+@pytest.mark.slow
+def test_an_api_key(folder, monkeypatch):
+    monkeypatch.setenv("DMA_HF_API_KEY", "secret")
+    with _serving(*_arguments(folder)) as client:
+        body = {"prompt": "The captain", "max_tokens": 2}
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            status, error = client.refused("/v1/completions", **body, headers=headers)
+            assert (status, error["code"]) == (401, "invalid_api_key")
+        client.post("/v1/completions", **body, headers={"Authorization": "Bearer secret"})
+        assert client.get("/health") == {"status": "ok"}
 
 
 def test_responses(client, expected, question):
@@ -174,10 +363,12 @@ def test_responses(client, expected, question):
 def test_the_model_is_the_only_one(client, folder, asked):
     (entry,) = client.get("/v1/models")["data"]
     assert entry["id"] == str(folder)
-    with pytest.raises(HTTPError) as refusal:
-        client.post("/v1/chat/completions", **asked, model="another")
-    assert refusal.value.code == 400
-    assert "pinned to" in refusal.value.read().decode()
+    assert (entry["status"], entry["dtype"], entry["max_model_len"]) == ({"value": "loaded"}, "float32", 4096)
+    assert entry["attention"].endswith("+int4")
+    assert client.get(f"/v1/models/{folder}") == entry
+    status, error = client.refused("/v1/chat/completions", **asked, model="another")
+    assert (status, error["code"]) == (400, "model_not_found")
+    assert "pinned to" in error["message"]
     assert client.stream("/load_model", model=str(folder))[0]["status"] == "ready"  # as `transformers chat` begins
     assert client.stream("/load_model", model="another")[0]["status"] == "error"
 
@@ -197,12 +388,15 @@ def test_continuous_batching(suffix, folder, expected, question):
         body = {"prompt": question, "max_tokens": NEW_TOKENS, "temperature": 0}
         answers = list(pool.map(lambda _: client.post("/v1/completions", **body), range(3)))
         events = client.stream("/v1/completions", **body)
-        for path in ("/v1/completions", "/v1/chat/completions"):
-            with pytest.raises(HTTPError) as refusal:
-                client.post(path, **body, stop=["."])
-            assert "continuous batching has no stop strings" in refusal.value.read().decode()
+        stop = expected[suffix].split()[3]
+        stopped = client.post("/v1/completions", **body, stop=stop)["choices"][0]
+        hot = client.post("/v1/completions", **body | {"temperature": 2})["choices"][0]["text"]
+        for field in ({"seed": 1, "temperature": 1}, {"logit_bias": {"5": 1}}, {"presence_penalty": 1}):
+            assert client.refused("/v1/completions", **body | field)[1]["param"] == next(iter(field))
     assert [answer["choices"][0]["text"] for answer in answers] == [expected[suffix]] * 3
     assert "".join(event["choices"][0]["text"] for event in events) == expected[suffix]
+    assert (stopped["text"], stopped["finish_reason"]) == (expected[suffix].partition(stop)[0], "stop")
+    assert hot != expected[suffix]
 
 
 @pytest.mark.parametrize(
@@ -215,6 +409,8 @@ def test_continuous_batching(suffix, folder, expected, question):
         ([DEMO_MODEL, "--cache-gib", "1"], "--cache-gib is for --continuous-batching"),
         ([DEMO_MODEL, "--port", "99999"], "--port: expected at least 0, at most 65535, got 99999"),
         ([DEMO_MODEL, "--host", "no.such.host.invalid", "--port", "0"], "cannot listen at no.such.host.invalid:0: "),
+        ([DEMO_MODEL, "--api-key", ""], "--api-key: expected a key, got ''"),
+        ([DEMO_MODEL, "--max-requests", "0"], "--max-requests: expected at least 1, got 0"),
         ([], "required: NAME|FOLDER|FILE.gguf"),
     ],
     ids=str,

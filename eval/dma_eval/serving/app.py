@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 import uvicorn
@@ -33,7 +34,7 @@ from .gate import Gate, log
 from .jobs import Batched, Engine, Sequential
 from .routes import Absent, Chat, Complete, Respond
 
-GRACE_SECONDS = 2  # for answers to end once the server is stopped
+GRACE_SECONDS = 1  # for answers to end once the server is stopped
 
 
 class OneModel(ModelManager):  # type: ignore[misc]
@@ -182,7 +183,7 @@ def serve(
     api_key: str | None,
     log_level: str,
 ) -> None:
-    """Answer requests until the process is stopped.
+    """Answer requests until the process is stopped; then end the process.
 
     Args:
         loaded: The model, which runs its attention already.
@@ -205,15 +206,10 @@ def serve(
         timeout_graceful_shutdown=GRACE_SECONDS,
         lifespan="off",
     )
-    has_ended = False
-    try:
+    with suppress(KeyboardInterrupt):  # how a server is stopped
         _Server(config, gate.close).run(sockets=[listener])
-    except KeyboardInterrupt:  # how a server is stopped
-        pass
-    finally:
-        log.removeHandler(handler)
-        has_ended = engine.close()
-    if not has_ended:  # a step that nothing interrupts; Python would wait for its thread, or abort
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    engine.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Python would wait for a step that nothing interrupts, and takes seconds to take PyTorch down.
+    os._exit(0)
