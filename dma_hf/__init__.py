@@ -1,7 +1,8 @@
 """Diagonal-tiled mixed-precision attention (arXiv 2604.03950) for Hugging Face Transformers.
 
 Importing this package registers the attention implementation ``dma_mxfp`` (and ``dma_mxfp:PRESET``, which brings its
-settings along), and changes nothing else::
+settings along), and has ``generate`` of models that run it use the packed cache that their settings name. It changes
+nothing else::
 
     import dma_hf
     from transformers import AutoModelForCausalLM
@@ -19,6 +20,7 @@ from .compact_mask import CompactMask, MaskGeometry
 from .config import PRESETS, DMAConfig, preset, resolve
 from .equalization import equalize
 from .integrations.batching import continuous_batching
+from .integrations.generate import wrap_generate
 from .integrations.versions import UnsupportedTransformersError
 from .masking import dma_mask
 from .models import configure
@@ -47,6 +49,7 @@ __all__ = [
     "resolve",
 ]
 
+wrap_generate()
 if __name__ == "dma_hf":  # the copy in a Hub kernel is registered by Transformers, under the repository's name
     for implementation in IMPLEMENTATIONS:
         AttentionInterface.register(implementation, dma_attention_forward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +45,10 @@ def attend(
         ValueError: Something of the call is not valid; the new keys are dropped then, and the cache is as it was.
     """
     layer.pending = None  # whatever happens now, it is not pending any more
-    if new.is_first and (not new.is_stored or query.shape[2] > TILE):
+    prompt = layer.owner.prompt_length
+    if new.is_first and prompt is not None and prompt < query.shape[2]:
+        return _attend_with_candidates(layer, new, prompt, query, geometry, recipe, tile_counts, **options)
+    if new.is_first and (not new.is_stored or query.shape[2] > TILE or prompt is not None):
         pattern = geometry.pattern
         length = new.key.shape[2]
         if pattern is not None and pattern.shape[3] > 1:
@@ -92,6 +96,34 @@ def attend(
     if not new.is_stored:
         layer.count(new)
     return out
+
+
+def _attend_with_candidates(
+    layer: DMALayer,
+    new: Step,
+    prompt: int,
+    query: Tensor,
+    geometry: MaskGeometry,
+    recipe: Recipe,
+    tile_counts: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Attend to a first call whose tokens after the prompt are candidates, as to the prompt and a step of decoding."""
+    is_offloading, layer.is_offloading = layer.is_offloading, False
+    outputs = []
+    for part in (slice(0, prompt), slice(prompt, query.shape[2])):
+        step = replace(new, key=new.key[:, :, part], value=new.value[:, :, part], is_first=part.start == 0)
+        if not isinstance(layer.tokens, Tensor):
+            step.kv_len = part.stop
+        pattern = geometry.pattern
+        if pattern is not None:
+            pattern = pattern if pattern.shape[2] == 1 else pattern[:, :, part]
+            pattern = pattern if pattern.shape[3] == 1 else pattern[..., : step.kv_len]
+        seen = replace(geometry, q_len=part.stop - part.start, q_offset=geometry.q_offset + part.start, pattern=pattern)
+        layer.is_offloading = is_offloading and part.start > 0
+        outputs.append(attend(layer, step, query[:, :, part], seen, recipe, tile_counts, **options))
+    new.is_stored = True
+    return torch.cat([out.transpose(1, 2) for out in outputs], 1).transpose(1, 2)
 
 
 def _mask(layer: DMALayer, new: Step, geometry: MaskGeometry) -> Tensor | None:

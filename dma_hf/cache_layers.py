@@ -48,6 +48,8 @@ class Owner:
         diagonal_tiles: Tiles before that of a query that are kept in 16 bits.
         sink_tiles: Tiles at the start that are.
         plain: The last range of visible keys that was looked at, and whether it was all that a row has.
+        prompt_length: Tokens of the prompt, where the first call may bring candidates of speculative decoding after
+            them, which are steps of decoding; ``None`` if all of the first call is the prompt.
     """
 
     config: PreTrainedConfig
@@ -55,6 +57,7 @@ class Owner:
     diagonal_tiles: int
     sink_tiles: int
     plain: tuple[Tensor, bool] | None = None
+    prompt_length: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
         return self
@@ -139,6 +142,8 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
             ValueError: Likewise, of shape or device; or there is no room.
         """
         self.flush()
+        if not self.is_empty and self.owner.prompt_length is not None:
+            self.owner.prompt_length = None
         dtype = autocast_dtype(key_states)
         if dtype is not None:
             dtype = self.storage.key_tail.dtype if self.is_initialized else dtype

@@ -1,31 +1,20 @@
-"""What is done to a model: its settings, and the cache that its ``generate`` uses."""
+"""``configure``: set the precisions and the cache of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dma_kernels import Recipe
 from torch import nn
-from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
-from .cache import DMACache
-from .cache_layers import DMALayer
 from .config import DMAConfig, resolve
 from .integrations.attention_name import attention_name
 from .integrations.batching import InitContinuousBatching
-from .integrations.cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from .masking import built_in_attention, refuse_model
-from .own_method import OwnMethod
-from .settings import IMPLEMENTATIONS, NAME, cache_of, distinct_configs, is_dma, rename, settings_of
-
-IMPLEMENTATION = "dma"
-"""What ``generate(cache_implementation=...)`` of a configured model takes for a ``DMACache``."""
-
-OPEN = (None, "hybrid")
-"""What leaves the cache open: Transformers takes "hybrid", which old configurations of Gemma ask for, for nothing."""
+from .settings import IMPLEMENTATIONS, NAME, distinct_configs, is_dma, rename, settings_of
 
 
 def configure(
@@ -46,7 +35,7 @@ def configure(
             has already: the preset that it was loaded with, the section of its configuration, or ``balanced``.
         activate: Also switch the model to ``dma_mxfp``, with ``set_attn_implementation``.
         changes: Fields to change in ``setting``. With ``cache="int8"`` or ``"int4"`` a new :class:`~dma_hf.DMACache` is
-            the cache of every ``generate`` of this object that does not ask for another one; ``cache=None`` undoes it.
+            the cache of every ``generate`` of this model that does not ask for another one; ``cache=None`` undoes it.
 
     Returns:
         The configuration that was set.
@@ -84,45 +73,4 @@ def configure(
     rename(model, lambda name: NAME if name in IMPLEMENTATIONS else name)  # a preset in it would count before that
     if isinstance(models[0], GenerationMixin):
         InitContinuousBatching.install(models[0])
-        (CachedGenerate.remove if config.cache is None else CachedGenerate.install)(models[0])
     return config
-
-
-class CachedGenerate(OwnMethod):
-    """The ``generate`` of one model, which uses a ``DMACache`` as the model's configuration says.
-
-    A call that asks for another cache gets it, and ``cache_implementation="dma"`` asks for a ``DMACache`` where the
-    generation configuration says otherwise. Transformers has no public way to add a kind of cache.
-    """
-
-    name = "generate"
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Generate; arguments and result are those of the ``generate`` that the model had."""
-        model = self.model
-        asked = partial(_asked, model, arguments, options)
-        wanted = options.get("cache_implementation") == IMPLEMENTATION
-        if wanted:
-            options["cache_implementation"] = None
-        elif cache_of(model) is not None:
-            wanted = asked("use_cache") is not False and asked("cache_implementation") in OPEN
-        if wanted and all(options.get(name) is None for name in CACHE_ARGUMENTS):
-            cache = DMACache(model.config)
-            if any(isinstance(layer, DMALayer) for layer in cache.layers):  # Mamba calls its cache by another name
-                if model.config.is_encoder_decoder:
-                    cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
-                if asked("is_assistant"):  # whose caches Transformers lets keep what it will take back
-                    cache.activate_past_recording()
-                for name in CACHE_ARGUMENTS:
-                    options.pop(name, None)
-                options[CACHE_ARGUMENT] = cache
-        return self.call_wrapped(*arguments, **options)
-
-
-def _asked(model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any], name: str) -> Any:
-    """Return what a call of ``generate`` asks for, as Transformers finds it: itself, its configuration, the model's."""
-    if name in options:
-        return options[name]
-    given = [options.get("generation_config"), *arguments[1:2], model.generation_config]
-    values = (getattr(config, name, None) for config in given)
-    return next((value for value in values if value is not None), None)

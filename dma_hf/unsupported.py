@@ -165,7 +165,7 @@ def note_missing_weights() -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_other_cache(format: str) -> None:
-    """Warn that a cache is not the one that the configuration asks for: one of a model that was only loaded, say."""
+    """Warn that a cache is not the one that the configuration asks for."""
     warnings.warn(
         f"the configuration of this model says cache={format!r}, and its keys came from another cache; generate uses a "
         "DMACache once dma_hf.configure(model) was called, and forward if it is given one: "

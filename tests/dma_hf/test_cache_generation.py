@@ -172,7 +172,6 @@ class TestDefault:
             twin = torch.load(tmp_path / "model.pt", weights_only=False)
         else:  # as an argument of a spawned one is handed over
             twin = pickle.loads(ForkingPickler.dumps(model))
-        assert twin.generate.model is twin
         ids = token_ids(1, 20)
         options = {"do_sample": False, "return_dict_in_generate": True}
         actual = _generate(twin, ids, **options)
@@ -188,36 +187,50 @@ class TestDefault:
         assert type(cache) is DMACache
         assert cache.format == "int4"
         model.generation_config.cache_implementation = None
+        model.set_attn_implementation("sdpa")
         with pytest.raises(ValueError, match="Invalid `cache_implementation`"):  # Transformers', where it is not known
-            type(model).generate(model, token_ids(1, 20), **options)
+            model.generate(token_ids(1, 20), **options)
 
-    def test_a_model_that_was_only_loaded_says_so(self, build, token_ids, tmp_path):
-        """Its configuration asks for a cache that only ``configure`` or the caller can give to ``generate``."""
+    @pytest.mark.parametrize("name", ["dma_mxfp", "dma_mxfp:fp4+int8"])
+    def test_a_model_that_was_only_loaded_has_the_cache_that_it_was_saved_with(self, name, build, token_ids, tmp_path):
+        """A cache in the name of the implementation counts before it."""
         model = build("llama")
         dma_hf.configure(model, "kv4")
         model.save_pretrained(tmp_path)
-        loaded = type(model).from_pretrained(tmp_path, attn_implementation="dma_mxfp")
-        with pytest.warns(UserWarning, match=r"cache='int4', and its keys came from another cache"):
-            _generate(loaded, token_ids(1, 20), do_sample=False)
-        dma_hf.configure(loaded)
+        loaded = type(model).from_pretrained(tmp_path, attn_implementation=name)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             result = _generate(loaded, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
-        assert result.past_key_values.format == "int4"
+        assert result[CACHE_ARGUMENT].format == ("int8" if "+" in name else "int4")
 
-    def test_another_wrapper_of_generate_is_kept(self, build, token_ids):
+    @pytest.mark.parametrize("name", ["dma_mxfp:kv4", "dma_mxfp:paper+int4"])
+    def test_a_preset_in_the_name_brings_its_cache(self, name, families, token_ids):
+        model = families["llama"].build(name)
+        result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
+        assert result[CACHE_ARGUMENT].format == "int4"
+
+    def test_forward_with_another_cache_says_so(self, build, token_ids):
+        model = build("llama")
+        dma_hf.configure(model, cache="int4")
+        cache, ids = DynamicCache(config=model.config), token_ids(1, 20)
+        model(ids, **{CACHE_ARGUMENT: cache})
+        with pytest.warns(UserWarning, match="says cache='int4', and its keys came from another cache"):
+            model(ids[:, :1], **{CACHE_ARGUMENT: cache})
+
+    def test_a_wrapper_of_generate_is_kept(self, build, token_ids):
         model, calls = build("llama"), []
-        original = type(model).generate
+        original = model.generate
 
         def counted(*arguments, **options):
-            calls.append(options[CACHE_ARGUMENT])
-            return original(model, *arguments, **options)
+            calls.append(options)
+            return original(*arguments, **options)
 
         model.generate = counted
         dma_hf.configure(model, cache="int4")
         dma_hf.configure(model, cache="int8")
-        _generate(model, token_ids(1, 20), do_sample=False)
-        assert [cache.format for cache in calls] == ["int8"]
+        result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
+        assert result[CACHE_ARGUMENT].format == "int8"
+        assert len(calls) == 1
         dma_hf.configure(model, cache=None)
         assert model.generate is counted
 
@@ -225,16 +238,16 @@ class TestDefault:
         model = build("llama")
         dma_hf.configure(model, cache="int4")
         dma_hf.configure(model, cache=None)
-        assert "generate" not in vars(model)
         result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
         assert type(result[CACHE_ARGUMENT]) is DynamicCache
 
-    def test_other_models_of_the_class_are_left_alone(self, build, families):
+    def test_other_models_of_the_class_are_left_alone(self, build, token_ids, families):
         model, other = build("llama"), families["llama"].build("dma_mxfp")
         dma_hf.configure(model, cache="int8")
-        assert "generate" in vars(model)
-        assert "generate" not in vars(other)
+        assert "generate" not in vars(model)
         assert "generate" not in vars(type(model))
+        result = _generate(other, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
+        assert type(result[CACHE_ARGUMENT]) is DynamicCache
 
     def test_encoder_decoder(self, families, token_ids, identity):
         """The decoder's self-attention is cached; its cross-attention keeps Transformers' cache."""

@@ -63,7 +63,7 @@ def test_a_model_that_is_dropped_is_freed_at_once(families, token_ids):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, cache="int8")
     model.generate(token_ids(1, 20), max_new_tokens=2, do_sample=False)
-    generate, weight = model.generate, weakref.ref(model.lm_head.weight)
+    batch, weight = model.init_continuous_batching, weakref.ref(model.lm_head.weight)
     gc.disable()
     try:
         del model
@@ -71,7 +71,7 @@ def test_a_model_that_is_dropped_is_freed_at_once(families, token_ids):
     finally:
         gc.enable()
     with pytest.raises(ReferenceError, match="keep the model itself"):
-        generate(token_ids(1, 20))
+        batch()
 
 
 def test_switching_back_and_forth(llama, families, token_ids):

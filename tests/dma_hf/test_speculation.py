@@ -11,8 +11,12 @@ from dma_kernels.cache.codes import CACHE_FORMATS
 
 import dma_hf
 from dma_hf import DMACache
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
+PROMPTS = (633, 700)
+NEW_TOKENS = 10
 MODELS = {"qwen2": {}, "mistral": {"sliding_window": 150}, "gemma3": {"sliding_window": 200}}
+WAYS = ("assistant", "prompt lookup")
 
 formats = pytest.mark.parametrize("format", CACHE_FORMATS)
 
@@ -23,6 +27,31 @@ def _model(families, name, seed=0):
     return model
 
 
+def _prompt(token_ids, length):
+    """Return a prompt that repeats itself, so that there is something to look up."""
+    return token_ids(1, 70).repeat(1, length // 70 + 1)[:, :length]
+
+
+@formats
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_speculation_equals_greedy_decoding(name, way, format, families, token_ids, assert_same):
+    model = _model(families, name)
+    speculation = {"prompt_lookup_num_tokens": 5}
+    if way == "assistant":  # the same model, whose candidates are accepted
+        speculation = {"assistant_model": _model(families, name)}
+    for length in PROMPTS:
+        ids = _prompt(token_ids, length)
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+        options |= {"output_logits": True, "return_dict_in_generate": True}
+        expected, actual = (
+            model.generate(ids, **{CACHE_ARGUMENT: DMACache(model.config, format)}, **options, **way_options)
+            for way_options in ({}, speculation)
+        )
+        assert torch.equal(actual.sequences, expected.sequences), length
+        assert_same(torch.stack(actual.logits), torch.stack(expected.logits), tolerance=1e-9)
+
+
 @formats
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_of_many_tokens_equals_as_many_steps_of_one(name, format, families, token_ids, assert_same):
@@ -31,7 +60,7 @@ def test_a_step_of_many_tokens_equals_as_many_steps_of_one(name, format, familie
     for start, count in ((637, 5), (630, 20), (383, 2), (500, 145)):
         one_by_one, at_once = DMACache(model.config, format), DMACache(model.config, format)
         for cache in (one_by_one, at_once):
-            model(ids[:, :start], past_key_values=cache)
-        steps = [model(ids[:, [i]], past_key_values=one_by_one).logits for i in range(start, start + count)]
-        together = model(ids[:, start : start + count], past_key_values=at_once).logits
+            model(ids[:, :start], **{CACHE_ARGUMENT: cache})
+        steps = [model(ids[:, [i]], **{CACHE_ARGUMENT: one_by_one}).logits for i in range(start, start + count)]
+        together = model(ids[:, start : start + count], **{CACHE_ARGUMENT: at_once}).logits
         assert_same(together, torch.cat(steps, 1), tolerance=1e-9)

@@ -1,0 +1,103 @@
+"""``generate`` with a ``DMACache``: the one method of Transformers that this package wraps.
+
+Transformers has no public way to add a kind of cache, and nothing tells a package that a model was loaded. So
+``GenerationMixin.generate`` is wrapped once, when the package is imported. The wrapper adds a cache to the calls of
+models that run ``dma_mxfp`` and whose configuration names a format; all other calls pass through it unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface, Cache, DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
+
+from ..cache import DMACache
+from ..cache_layers import DMALayer
+from ..settings import cache_of, is_dma
+from .attention_name import attention_name
+from .cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
+
+IMPLEMENTATION = "dma"
+"""What ``generate(cache_implementation=...)`` takes for a ``DMACache``."""
+
+OPEN = (None, "hybrid")
+"""What leaves the cache open: Transformers takes "hybrid", which old configurations of Gemma ask for, for nothing."""
+
+SPECULATION = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+"""Fields of a generation configuration that ask for speculative decoding, as an assistant model does."""
+
+_PACKAGE = __name__.removesuffix("integrations.generate")
+
+
+def wrap_generate() -> None:
+    """Have ``generate`` use the cache that a model's configuration names."""
+    original = GenerationMixin.generate
+    if getattr(original, "__module__", None) == __name__:
+        return
+
+    @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
+    def generate(self: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
+        if _is_ours(self):
+            options = _with_cache(self, arguments, options)
+        return original(self, *arguments, **options)
+
+    GenerationMixin.generate = generate
+
+
+def _is_ours(model: PreTrainedModel) -> bool:
+    """Return whether a model's decoder runs the attention of this package, and not of a copy from the Hub."""
+    name = str(attention_name(model.config.get_text_config(decoder=True)))
+    return is_dma(name) and str(AttentionInterface()[name].__module__).startswith(_PACKAGE)
+
+
+def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a call of ``generate``, with a ``DMACache`` if the model is set to one.
+
+    A call that asks for another cache gets it. ``cache_implementation="dma"`` asks for a ``DMACache`` where the
+    generation configuration says otherwise.
+    """
+    asked = functools.partial(_asked, model, arguments, options)
+    wanted = options.get("cache_implementation") == IMPLEMENTATION
+    if wanted:
+        options["cache_implementation"] = None
+    elif cache_of(model) is not None:
+        wanted = asked("use_cache") is not False and asked("cache_implementation") in OPEN
+    cache: Cache | None = next((options[name] for name in CACHE_ARGUMENTS if options.get(name) is not None), None)
+    if wanted and cache is None:
+        cache = DMACache(model.config)
+        if not any(isinstance(layer, DMALayer) for layer in cache.layers):  # Mamba calls its cache by another name
+            return options
+        if model.config.is_encoder_decoder:
+            cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
+        if asked("is_assistant"):  # whose caches Transformers lets keep what it will take back
+            cache.activate_past_recording()
+        options = {name: value for name, value in options.items() if name not in CACHE_ARGUMENTS}
+        options[CACHE_ARGUMENT] = cache
+    packed = getattr(cache, "self_attention_cache", cache)
+    if isinstance(packed, DMACache):
+        is_speculative = options.get("assistant_model") is not None or any(asked(name) for name in SPECULATION)
+        packed.owner.prompt_length = _prompt_length(model, arguments, options) if is_speculative else None
+    return options
+
+
+def _prompt_length(model: PreTrainedModel, arguments: Sequence[Any], options: dict[str, Any]) -> int | None:
+    """Return how many tokens the decoder is given."""
+    if model.config.is_encoder_decoder:
+        names = ["decoder_input_ids", "decoder_inputs_embeds"]
+        found = [options.get(name) for name in names]
+    else:
+        found = [*arguments[:1], *(options.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
+    lengths = [tensor.shape[1] for tensor in found if isinstance(tensor, Tensor)]
+    return max(lengths, default=1 if model.config.is_encoder_decoder else None)
+
+
+def _asked(model: PreTrainedModel, arguments: Sequence[Any], options: dict[str, Any], name: str) -> Any:
+    """Return what a call of ``generate`` asks for, as Transformers finds it: itself, its configuration, the model's."""
+    if name in options:
+        return options[name]
+    given = [options.get("generation_config"), *arguments[1:2], model.generation_config]
+    values = (getattr(config, name, None) for config in given)
+    return next((value for value in values if value is not None), None)
