@@ -168,7 +168,7 @@ def note_other_cache(format: str) -> None:
     """Warn that a cache is not the one that the configuration asks for."""
     warnings.warn(
         f"the configuration of this model says cache={format!r}, and its keys came from another cache; generate uses a "
-        "DMACache once dma_hf.configure(model) was called, and forward if it is given one: "
+        "DMACache unless it is asked for another, and forward if it is given one: "
         f"{CACHE_ARGUMENT}=dma_hf.DMACache(model.config). configure(model, cache=None) asks for no DMACache.",
         stacklevel=2,
     )
