@@ -55,7 +55,7 @@ class TestCommand:
         assert [reference["label"], balanced["label"]] == ["sdpa", "dma_mxfp:balanced"]
         assert balanced["shape"] == {
             "length": 48, "head_dim": 32, "query_heads": 2, "kv_heads": 1, "is_causal": True, "batch": 1,
-            "inputs": None,
+            "inputs": None, "documents": 1,
         }  # fmt: skip
         assert balanced["config"] == dma_hf.PRESETS["balanced"].to_dict()
         assert reference["speedup"] == 1.0
@@ -98,12 +98,12 @@ class TestCommand:
 
     def test_shapes_one_by_one(self, bench: Run, tmp_path: Path) -> None:
         shapes = ("2x20:4/2:16", "1x30:2/2:32:full")
-        names = ("length", "head_dim", "query_heads", "kv_heads", "is_causal", "batch", "inputs")
+        names = ("length", "head_dim", "query_heads", "kv_heads", "is_causal", "batch", "inputs", "documents")
         done = bench("--attn", "sdpa", "--shape", *shapes, "--json", tmp_path / "r.json")
         assert done.exit_code == 0, done.output
         assert [r["shape"] for r in json.loads((tmp_path / "r.json").read_text())["results"]] == [
-            dict(zip(names, (20, 16, 4, 2, True, 2, None), strict=True)),
-            dict(zip(names, (30, 32, 2, 2, False, 1, None), strict=True)),
+            dict(zip(names, (20, 16, 4, 2, True, 2, None, 1), strict=True)),
+            dict(zip(names, (30, 32, 2, 2, False, 1, None, 1), strict=True)),
         ]
 
     @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ class TestCommand:
             (["--attn", "sdpa", "sdpa"], "--attn: sdpa is given more than once"),
             (
                 ["--shape", "8:32/8:128"],
-                "--shape: expected BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full], such as 8x4096:32/8:128, ",
+                "--shape: expected BATCHxTOKENS:QUERY/KV:HEAD_DIM[:MASK], such as 8x4096:32/8:128, ",
             ),
             (["--shape", "1x64:6/4:128"], "--heads: expected QUERY/KV with KV dividing QUERY"),
             (["--length", "0"], "--length: expected at least 1, got 0"),

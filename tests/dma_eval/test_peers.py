@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from dma_eval.bench.inputs import Inputs
+from dma_eval.bench.inputs import Inputs, exact_rows
 from dma_eval.bench.peers import (
     FLASH_3,
     FLASH_4_MODULE,
@@ -18,12 +22,15 @@ from dma_eval.bench.peers import (
     MODULE,
     PREQUANTIZED,
     SAGE_MODULE,
+    document_block_mask,
     flash_attention_3,
     flash_attention_3_step,
     flash_attention_4,
     flashinfer,
     sage_attention,
 )
+from dma_eval.bench.prefill import PEERS
+from dma_eval.bench.results import PrefillShape
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -56,6 +63,7 @@ def _attend(
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType(MODULE)
     module.flash_attn_func = module.flash_attn_with_kvcache = _attend
+    module.flash_attn_varlen_func = _attend_packed
     monkeypatch.setitem(sys.modules, MODULE, module)
 
 
@@ -65,9 +73,24 @@ def _tensors(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _exact(inputs: Inputs) -> Tensor:
+    mask, is_causal = inputs.mask, inputs.is_causal and inputs.mask is None
     return F.scaled_dot_product_attention(
-        *inputs.tensors, is_causal=inputs.is_causal, scale=inputs.scale, enable_gqa=True
+        *inputs.tensors, attn_mask=mask, is_causal=is_causal, scale=inputs.scale, enable_gqa=True
     )
+
+
+def _attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, softmax_scale: float, **sizes: Any
+) -> Tensor:
+    """Do what FlashAttention says that its function for sequences of varying lengths does."""
+    ends = sizes["cu_seqlens_q"].tolist()
+    assert ends == sizes["cu_seqlens_k"].tolist()
+    assert sizes["max_seqlen_q"] == sizes["max_seqlen_k"] == max(b - a for a, b in itertools.pairwise(ends))
+    parts = [
+        _attend(query[None, a:b], key[None, a:b], value[None, a:b], causal, softmax_scale=softmax_scale)[0]
+        for a, b in itertools.pairwise(ends)
+    ]
+    return torch.cat(parts)
 
 
 @pytest.mark.usefixtures("_installed")
@@ -123,6 +146,7 @@ class _DslError(Exception):
 def flash_4(monkeypatch: pytest.MonkeyPatch) -> Any:
     module: Any = ModuleType(FLASH_4_MODULE)
     module.flash_attn_func = lambda *tensors, **options: (_attend(*tensors, **options), None)
+    module.flash_attn_varlen_func = lambda *tensors, **options: (_attend_packed(*tensors, **options), None)
     common: Any = ModuleType("cutlass.base_dsl.common")
     common.DSLBaseError = _DslError
     monkeypatch.setitem(sys.modules, FLASH_4_MODULE, module)
@@ -169,3 +193,53 @@ def test_flashinfer_takes_the_threshold_as_a_factor_over_the_length(
     monkeypatch.setitem(sys.modules, FLASHINFER_MODULE, module)
     inputs = Inputs(*_tensors(50, 50), 0.1, is_causal)
     torch.testing.assert_close(flashinfer(threshold, inputs).run(), _exact(inputs))
+
+
+class TestPackedDocuments:
+    @pytest.mark.usefixtures("_installed", "flash_4")
+    @pytest.mark.parametrize("is_causal", [True, False])
+    @pytest.mark.parametrize("prepare", [partial(flash_attention_3, "fa3"), flash_attention_4], ids=["fa3", "fa4"])
+    def test_are_sequences_of_their_own(self, prepare: Callable[[Inputs], Any], is_causal: bool) -> None:
+        inputs = Inputs(*_tensors(50, 50), 0.1, is_causal, documents=3)
+        assert inputs.document_lengths == [16, 17, 17]
+        torch.testing.assert_close(prepare(inputs).run(), _exact(inputs))
+
+    def test_the_mask_hides_other_documents(self) -> None:
+        inputs = Inputs(*_tensors(7, 7), 0.1, documents=2)
+        assert inputs.mask is not None
+        visible = [[key for key in range(7) if inputs.mask[query, key]] for query in range(7)]
+        assert visible == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [3, 4, 5], [3, 4, 5, 6]]
+        assert Inputs(*_tensors(7, 7), 0.1).mask is None
+
+    def test_exact_rows_see_their_own_document(self) -> None:
+        inputs = Inputs(*_tensors(50, 50), 0.1, documents=3)
+        rows = torch.tensor([0, 15, 16, 49])
+        torch.testing.assert_close(exact_rows(inputs, rows).float(), _exact(inputs)[:, :, rows])
+
+    @pytest.mark.parametrize("is_causal", [True, False])
+    def test_blocks_of_flex_attention_cover_what_is_visible(self, is_causal: bool) -> None:
+        inputs = Inputs(*_tensors(600, 600), 0.1, is_causal, documents=2)
+        assert inputs.mask is not None
+        blocks = document_block_mask(inputs)
+        padded = torch.nn.functional.pad(inputs.mask, (0, 40, 0, 40)).unflatten(0, (5, 128)).unflatten(2, (5, 128))
+        assert torch.equal(blocks.to_dense()[0, 0].bool(), padded.any(3).any(1))
+
+    @pytest.mark.usefixtures("_installed")
+    @pytest.mark.parametrize("name", ["fa3:fp8", "cudnn:fp8", "sage", "flashinfer"])
+    def test_others_refuse_them(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "cudnn", ModuleType("cudnn"))
+        with pytest.raises(NotImplementedError, match="is not timed on packed documents"):
+            PEERS[name](Inputs(*_tensors(50, 50), 0.1, documents=2))
+
+    def test_are_measured_by_name(self, run: Run, tmp_path: Path) -> None:
+        common = ("--device", "cpu", "--attn", "sdpa", "dma_mxfp", "--seconds", 0.0, "--json", tmp_path / "r.json")
+        done = run("bench", "prefill", *common, "--shape", "1x160:2/1:16:documents")
+        assert done.exit_code == 0, done.output
+        assert "causal, 8 packed documents, dense random inputs" in done.stdout
+        results = json.loads((tmp_path / "r.json").read_text())["results"]
+        assert [each["error"] < 0.05 for each in results] == [True, True]
+        assert PrefillShape(**results[0]["shape"]).flops == 4 * 2 * 8 * 20 * 20 // 2 * 16
+        done = run(
+            "bench", "prefill", *common, "--length", 160, "--heads", "2/1", "--head-dim", 16, "--mask", "documents"
+        )
+        assert "8 packed documents" in done.stdout

@@ -45,6 +45,8 @@ def cudnn_fp8(name: str, inputs: Inputs) -> Prepared:
         RuntimeError: cuDNN has no such attention for this shape or chip.
     """
     cudnn = import_peer(MODULE, "cuDNN's frontend", "nvidia-cudnn-frontend")
+    if inputs.documents > 1:
+        raise NotImplementedError("cuDNN's FP8 attention is not timed on packed documents")
     query, key, value = inputs.token_major
     try:
         plan = _plan(query.shape, key.shape[2], query.device, inputs.scale, is_causal=inputs.is_causal)

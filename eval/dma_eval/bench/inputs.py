@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .results import PrefillShape
+from .results import PrefillShape, document_lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +21,7 @@ class Inputs:
         value: ``[B, Hkv, T, D]``.
         scale: Factor of the scores.
         is_causal: Whether a query attends to no key after its own position.
+        documents: How many are packed in the sequence, about equally long; a query attends to its own only.
     """
 
     query: Tensor
@@ -28,6 +29,7 @@ class Inputs:
     value: Tensor
     scale: float
     is_causal: bool = True
+    documents: int = 1
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,6 +52,26 @@ class Inputs:
         query, key, value = (each.transpose(1, 2).contiguous() for each in self.tensors)
         return query, key, value
 
+    @property
+    def document_lengths(self) -> list[int]:
+        """Lengths of the documents of a sequence."""
+        return document_lengths(self.query.shape[2], self.documents)
+
+    @cached_property
+    def document_of(self) -> Tensor:
+        """The document of each position, int32 ``[T]``."""
+        device = self.query.device
+        lengths = torch.tensor(self.document_lengths, device=device)
+        return torch.arange(self.documents, dtype=torch.int32, device=device).repeat_interleave(lengths)
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """Which keys a query attends to, bool ``[T, T]``; ``None`` for a single document."""
+        if self.documents == 1:
+            return None
+        same = self.document_of[:, None] == self.document_of
+        return same.tril() if self.is_causal else same
+
 
 def random_inputs(shape: PrefillShape, device: torch.device, dtype: torch.dtype) -> Inputs:
     """Return independent normal numbers of a shape. No tile of them can be skipped."""
@@ -57,7 +79,7 @@ def random_inputs(shape: PrefillShape, device: torch.device, dtype: torch.dtype)
         torch.randn(shape.batch, heads, shape.length, shape.head_dim, device=device, dtype=dtype)
         for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
     )
-    return Inputs(query, key, value, shape.head_dim**-0.5, shape.is_causal)
+    return Inputs(query, key, value, shape.head_dim**-0.5, shape.is_causal, shape.documents)
 
 
 def with_outlying_channels(inputs: Inputs) -> Inputs:
@@ -109,12 +131,13 @@ def embedded(inputs: Inputs, head_dim: int, seed: int = 0) -> Inputs:
 def exact_rows(inputs: Inputs, rows: Tensor) -> Tensor:
     """Return attention in fp64 for some query rows, ``[B, Hq, rows, D]``, one head at a time."""
     query, key, value = inputs.tensors
-    hidden = torch.arange(key.shape[2], device=rows.device)[None] > rows[:, None]
+    hidden = inputs.document_of != inputs.document_of[rows, None]
+    if inputs.is_causal:
+        hidden |= torch.arange(key.shape[2], device=rows.device) > rows[:, None]
     outputs = []
     for head in range(query.shape[1]):
         kv_head = head // inputs.group
         scores = query[:, head, rows].double() @ key[:, kv_head].double().mT * inputs.scale
-        if inputs.is_causal:
-            scores = scores.masked_fill(hidden, -torch.inf)
+        scores = scores.masked_fill(hidden, -torch.inf)
         outputs.append(scores.softmax(-1) @ value[:, kv_head].double())
     return torch.stack(outputs, 1)

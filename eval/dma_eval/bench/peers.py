@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from dma_eval.errors import one_line
 
@@ -68,11 +69,18 @@ def sdpa(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    mask: Tensor | None = None,
 ) -> Run:
-    """Return a call of PyTorch's attention on a backend of its own, or on the one that it chooses by itself."""
+    """Return a call of PyTorch's attention on a backend of its own, or on the one that it chooses by itself.
+
+    A mask contains what is causal.
+    """
+    is_causal = is_causal and mask is None
 
     def run() -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True
+        )
 
     def forced() -> Tensor:
         assert chosen is not None
@@ -83,7 +91,7 @@ def sdpa(
 
 
 def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
-    """Return a call of FlashAttention-3.
+    """Return a call of FlashAttention-3, on packed documents of its function for sequences of varying lengths.
 
     Its operands are in its own layout, so that no 16-bit number is copied in the call. In FP8 every kv head of a row
     has a scale, and a fused kernel quantises unless the operands are given.
@@ -95,13 +103,14 @@ def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
     Raises:
         ImportError: The package is not installed; the message names it.
     """
-    attend = partial(
-        import_peer(MODULE, "FlashAttention-3", "fa3-fwd").flash_attn_func,
-        causal=inputs.is_causal,
-        softmax_scale=inputs.scale,
-    )
+    module = import_peer(MODULE, "FlashAttention-3", "fa3-fwd")
+    options = {"causal": inputs.is_causal, "softmax_scale": inputs.scale}
     if not FLASH_3[name.removesuffix(PREQUANTIZED)]:
-        return Prepared(lambda: attend(*inputs.token_major).transpose(1, 2))
+        if inputs.documents > 1:
+            return Prepared(_packed(module.flash_attn_varlen_func, inputs, **options))
+        return Prepared(lambda: module.flash_attn_func(*inputs.token_major, **options).transpose(1, 2))
+    _refuse_documents(inputs, "FlashAttention-3 in FP8")
+    attend = partial(module.flash_attn_func, **options)
     quantize = partial(quantize_fp8, *inputs.token_major, per_head=True)
 
     def run(given: Fp8Operands | None = None) -> Tensor:
@@ -113,20 +122,24 @@ def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
 
 
 def flash_attention_4(inputs: Inputs) -> Prepared:
-    """Return a call of FlashAttention-4, in 16 bits: on Hopper it has no FP8.
+    """Return a call of FlashAttention-4, in 16 bits: on Hopper it has no FP8. Documents are as in FlashAttention-3.
 
     Raises:
         ImportError: The package is not installed; the message names it.
     """
-    attend = import_peer(FLASH_4_MODULE, "FlashAttention-4", "flash-attn-4").flash_attn_func
+    module = import_peer(FLASH_4_MODULE, "FlashAttention-4", "flash-attn-4")
+    options = {"causal": inputs.is_causal, "softmax_scale": inputs.scale}
+    if inputs.documents > 1:
+        attend = _packed(lambda *tensors, **more: module.flash_attn_varlen_func(*tensors, **more)[0], inputs, **options)
+    else:
+        attend = lambda: module.flash_attn_func(*inputs.token_major, **options)[0].transpose(1, 2)  # noqa: E731
     failures = import_peer("cutlass.base_dsl.common", "The CuTe DSL", "nvidia-cutlass-dsl").DSLBaseError
 
-    def run() -> Tensor:
+    def run() -> object:
         try:
-            out: Tensor = attend(*inputs.token_major, causal=inputs.is_causal, softmax_scale=inputs.scale)[0]
+            return attend()
         except failures as error:
             raise RuntimeError(one_line(error)) from error
-        return out.transpose(1, 2)
 
     return Prepared(run)
 
@@ -137,6 +150,7 @@ def sage_attention(inputs: Inputs) -> Prepared:
     Raises:
         ImportError: The package is not installed; the message names it.
     """
+    _refuse_documents(inputs, "SageAttention")
     attend = import_peer(SAGE_MODULE, "SageAttention", "sageattention").sageattn
     return Prepared(lambda: attend(*inputs.tensors, is_causal=inputs.is_causal, sm_scale=inputs.scale))
 
@@ -154,6 +168,7 @@ def flashinfer(threshold: float | None, inputs: Inputs) -> Prepared:
     Raises:
         ImportError: The package is not installed; the message names it.
     """
+    _refuse_documents(inputs, "FlashInfer")
     attend = import_peer(FLASHINFER_MODULE, "FlashInfer", "flashinfer-python").trtllm_fmha_v2_prefill
     batch, tokens, _, _ = inputs.token_major[0].shape
     device = inputs.query.device
@@ -222,14 +237,31 @@ def import_peer(name: str, title: str, package: str) -> Any:
         raise ImportError(f"{title} is not installed: pip install {package} ({error})") from error
 
 
+def _packed(attend: Callable[..., Tensor], inputs: Inputs, **options: Any) -> Run:
+    """Return a call of FlashAttention's function for packed sequences of varying lengths, each document being one."""
+    query, key, value = (each.flatten(0, 1) for each in inputs.token_major)
+    lengths = inputs.document_lengths * len(inputs.query)
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=query.device)
+    sizes = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    call = partial(attend, query, key, value, **sizes, **options)
+    return lambda: torch.unflatten(call(), 0, (len(inputs.query), -1)).transpose(1, 2)
+
+
+def _refuse_documents(inputs: Inputs, title: str) -> None:
+    if inputs.documents > 1:
+        raise NotImplementedError(f"{title} is not timed on packed documents")
+
+
 def _descales(operands: Fp8Operands) -> dict[str, Tensor]:
     return dict(zip(("q_descale", "k_descale", "v_descale"), operands.descales.unbind(), strict=True))
 
 
 def flex(inputs: Inputs) -> Prepared:
-    """Return a call of compiled FlexAttention, with a block mask if it is causal."""
+    """Return a call of compiled FlexAttention, with a block mask where one is needed."""
     query, key, value = inputs.tensors
     compiled, mask = _compiled_flex(query.shape, key.shape, query.device, is_causal=inputs.is_causal)
+    if inputs.documents > 1:
+        mask = document_block_mask(inputs)
     call = partial(compiled, block_mask=mask, scale=inputs.scale, enable_gqa=inputs.group > 1)
     return Prepared(lambda: call(query, key, value))
 
@@ -262,6 +294,17 @@ def causal_block_mask(length: int, device: torch.device) -> BlockMask:
         seq_lengths=(length, length),
         compute_q_blocks=False,
     )
+
+
+def document_block_mask(inputs: Inputs) -> BlockMask:
+    """Return FlexAttention's mask of packed documents."""
+    document_of, length = inputs.document_of, inputs.query.shape[2]
+
+    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = document_of[query] == document_of[key]
+        return same & (query >= key) if inputs.is_causal else same
+
+    return create_block_mask(is_visible, None, None, length, length, device=document_of.device, BLOCK_SIZE=FLEX_BLOCK)
 
 
 def _is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

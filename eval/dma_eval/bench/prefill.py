@@ -56,9 +56,8 @@ GRAPH_LIMIT = 2.0
 
 
 def _sdpa(label: str, inputs: Inputs) -> Prepared:
-    return Prepared(
-        sdpa(SDPA_BACKENDS[label], *inputs.tensors, is_causal=inputs.is_causal, scale=inputs.scale),
-    )
+    options: dict[str, Any] = {"is_causal": inputs.is_causal, "scale": inputs.scale, "mask": inputs.mask}
+    return Prepared(sdpa(SDPA_BACKENDS[label], *inputs.tensors, **options))
 
 
 PEERS: dict[str, Callable[[Inputs], Prepared]] = {
@@ -83,8 +82,9 @@ def prepare(backend: Backend, inputs: Inputs) -> Prepared:
         return PEERS[backend.label](inputs)
     recipe, on = backend.config.recipe, backend.config.backend
     query, key, value = inputs.tensors
-    call = partial(attention, query, key, value, recipe, is_causal=inputs.is_causal, scale=inputs.scale, backend=on)
-    if resolve_backend(on, query.device, query.dtype) != "triton":
+    options: dict[str, Any] = {"is_causal": inputs.is_causal, "scale": inputs.scale, "mask": inputs.mask}
+    call = partial(attention, query, key, value, recipe, **options, backend=on)
+    if resolve_backend(on, query.device, query.dtype) != "triton" or inputs.documents > 1:
         return Prepared(call)
     geometry = PrefillGeometry(key.shape[2], 0, 0, None, is_causal=inputs.is_causal, window=None, mask=None)
     return Prepared(call, lambda: quantize_operands(query, key, value, recipe, geometry))
@@ -246,6 +246,7 @@ def _skipped_shares(implementation: Backend, layers: Sequence[Inputs]) -> dict[s
             recipe,
             is_causal=inputs.is_causal,
             scale=inputs.scale,
+            mask=inputs.mask,
             backend=on,
             tile_counts=tile_counts,
         )

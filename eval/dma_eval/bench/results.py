@@ -9,6 +9,7 @@ run, or on a CPU) are null.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ class DecodeShape(Shape):
         return f"{self.batch} x {self.length:,} keys, {self.family}"
 
 
+def document_lengths(length: int, documents: int) -> list[int]:
+    """Return the lengths of so many documents that fill a sequence, equal to one token."""
+    ends = [length * index // documents for index in range(documents + 1)]
+    return [end - begin for begin, end in pairwise(ends)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
     """Where queries, keys and values come from that a model computed."""
@@ -79,11 +86,14 @@ class PrefillShape(Shape):
 
     is_causal: bool  # whether a query attends to no key after its own position
     inputs: ModelInputs | None = None  # null for random normal numbers; since version 5
+    # Packed in each sequence, about equally long; a query attends to its own document only. Since version 5.
+    documents: int = 1
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of both matrix products, what a causal mask hides left out."""
-        pairs = self.length * self.length // (2 if self.is_causal else 1)
+        """Floating-point operations of both matrix products, except those that the mask hides."""
+        squares = sum(length * length for length in document_lengths(self.length, self.documents))
+        pairs = squares // (2 if self.is_causal else 1)
         return 4 * self.batch * self.query_heads * pairs * self.head_dim
 
     @property
@@ -91,7 +101,8 @@ class PrefillShape(Shape):
         """All of it but the length."""
         batch = "" if self.batch == 1 else f", batch {self.batch}"
         inputs = "" if self.inputs is None else f", inputs of {self.inputs}"
-        return f"{super().family}, {'causal' if self.is_causal else 'bidirectional'}{batch}{inputs}"
+        packed = "" if self.documents == 1 else f", {self.documents} packed documents"
+        return f"{super().family}, {'causal' if self.is_causal else 'bidirectional'}{packed}{batch}{inputs}"
 
     def __str__(self) -> str:
         return f"{self.length:,} tokens, {self.family}"

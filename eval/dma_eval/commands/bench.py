@@ -41,6 +41,8 @@ positive = options.number(1)
 HEAD_DIMS = [128, 64]
 LENGTHS, CPU_LENGTHS = [1024 << i for i in range(8)], [256, 1024]
 MASKS = ["causal", "full"]
+PACKED = "documents"
+DOCUMENTS = 8
 PREFILL_HEADS = ["32/8", "32/32"]
 SIZES, CPU_SIZES = ["1x4096", "1x32768", "1x131072", "8x4096", "8x32768", "64x4096"], ["1x300"]
 DECODE_HEADS = ["32/8", "32/32", "9/3"]
@@ -70,7 +72,8 @@ def add_prefill(parser: argparse.ArgumentParser) -> None:
     shown = " ".join(PREFILL_HEADS)
     options.add(group, "--heads", metavar="QUERY/KV", several=True, shown=shown, help="Query and kv heads.")
     shown = " ".join(MASKS)
-    options.add(group, "--mask", choices=MASKS, several=True, shown=shown, help="Masks.")
+    help = f"Masks; {PACKED}: {DOCUMENTS} packed documents, causal."
+    options.add(group, "--mask", choices=[*MASKS, PACKED], several=True, shown=shown, help=help)
     help = (
         "Measure all combinations. Otherwise a shape departs from the first value of each option in one option only "
         "(and in its length)."
@@ -78,7 +81,7 @@ def add_prefill(parser: argparse.ArgumentParser) -> None:
     options.add(group, "--every-combination", action="store_true", help=help)
     options.add(group, "--batch", type=positive, default=1, help="Sequences.")
     help = "Shapes one by one, in place of all options above; for instance 8x4096:32/8:128 or 1x16384:32/8:128:full."
-    options.add(group, "--shape", metavar="BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full]", several=True, help=help)
+    options.add(group, "--shape", metavar="BATCHxTOKENS:QUERY/KV:HEAD_DIM[:MASK]", several=True, help=help)
     group = parser.add_argument_group("inputs of a model, instead of random ones")
     help = "Time the queries, keys and values that this model computes from --data: Hub name, folder, or GGUF file."
     options.add(group, "--inputs", metavar="NAME|FOLDER|FILE.gguf", help=help)
@@ -402,7 +405,13 @@ def prefill_shapes(
         families = [f for f in families if sum(a != b for a, b in zip(f, base, strict=True)) <= 1]
     return [
         PrefillShape(
-            length=length, head_dim=dim, query_heads=query, kv_heads=kv, is_causal=mask == "causal", batch=batch
+            length=length,
+            head_dim=dim,
+            query_heads=query,
+            kv_heads=kv,
+            is_causal=mask != "full",
+            batch=batch,
+            documents=DOCUMENTS if mask == PACKED else 1,
         )
         for dim, (query, kv), mask in families
         for length in sorted(set(lengths))
@@ -410,19 +419,20 @@ def prefill_shapes(
 
 
 def parse_shape(value: str) -> PrefillShape:
-    """Return the shape that ``BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full]`` names.
+    """Return the shape that ``BATCHxTOKENS:QUERY/KV:HEAD_DIM[:MASK]`` names.
 
     Raises:
         UserError: It is not of this form.
     """
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*):(\d+/\d+):([1-9]\d*)(:full)?", value)
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*):(\d+/\d+):([1-9]\d*)(?::(full|documents))?", value)
     if found is None:
         raise UserError(
-            f"--shape: expected BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full], such as 8x4096:32/8:128, got {value!r}"
+            f"--shape: expected BATCHxTOKENS:QUERY/KV:HEAD_DIM[:MASK], such as 8x4096:32/8:128, got {value!r}"
         )
-    batch, length, heads, head_dim, full = found.groups()
-    mask = "causal" if full is None else "full"
-    (shape,) = prefill_shapes([int(length)], [int(head_dim)], [heads], [mask], int(batch), every_combination=True)
+    batch, length, heads, head_dim, mask = found.groups()
+    (shape,) = prefill_shapes(
+        [int(length)], [int(head_dim)], [heads], [mask or "causal"], int(batch), every_combination=True
+    )
     return shape
 
 
