@@ -12,21 +12,27 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
 
-from .settings import distinct_configs
+from .integrations.attention_name import set_attention_name
+from .settings import NAME, distinct_configs
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 BASE = 32
 """Channels are numbered in digits of this base: with the factor of a long-context embedding, BF16 still tells them."""
+WATCHED = f"{NAME}_watched"
+"""The name of the attention implementation that a model runs while its layers are watched."""
+_watching: ContextVar[Callable[..., Any]] = ContextVar("_watching")
+"""What computes it, in this thread."""
 LARGE = 2.0**20
 """What is linear in small numbers and clipped or squashed for large ones is found out by multiples of this one."""
 
@@ -174,13 +180,17 @@ def find_layers(model: PreTrainedModel, tokens: Tensor, head_dim: int) -> list[L
         return [_trace(names[module], module, calls[module], count) for module in ran]
 
 
+def _watched_attention(*arguments: Any, **options: Any) -> Any:
+    return _watching.get()(*arguments, **options)
+
+
 @contextmanager
 def watched(
     model: PreTrainedModel, watch: Callable[[nn.Module, Tensor, Tensor, Tensor], None] | None = None
 ) -> Iterator[None]:
     """Within a ``with`` block, run a model's own eager attention, and show ``watch`` each layer's operands.
 
-    Nothing has gradients, dropout or a cache there.
+    Gradients, dropout and caches are off. Other models, and other threads, keep the attention that they have.
     """
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -194,16 +204,18 @@ def watched(
 
     configs = [(config, dict(vars(config))) for config in distinct_configs(model)]
     modes = [(module, module.training) for module in model.modules()]
-    ALL_ATTENTION_FUNCTIONS["eager"] = attention  # in place of each model's own, which is not registered
+    AttentionInterface.register(WATCHED, _watched_attention)
+    AttentionMaskInterface.register(WATCHED, eager_mask)
+    watching = _watching.set(attention)
     try:
         model.eval()
         for config, _ in configs:  # outermost first: the setter writes to nested ones too
-            config._attn_implementation = "eager"
+            set_attention_name(config, WATCHED)
             config.use_cache = False
         with torch.no_grad():
             yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS["eager"]
+        _watching.reset(watching)
         for config, previous in configs:
             vars(config).clear()
             vars(config).update(previous)
@@ -316,16 +328,16 @@ def _mixed(observe: Callable[[Tensor], Operands], total: int, query: Tensor, key
 def _call(module: nn.Module, call: Arguments) -> Operands:
     """Call an attention layer whose model is watched, and return what its attention function was given."""
     seen: list[list[Tensor]] = []
-    watching = ALL_ATTENTION_FUNCTIONS["eager"]
+    watching = _watching.get()
 
     def attention(caller: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = watching(caller, query, key, value, *args, **kwargs)
         seen.append([each.float().cpu() for each in (query[0], key[0], value[0], result[0])])
         return result
 
-    ALL_ATTENTION_FUNCTIONS["eager"] = attention
+    token = _watching.set(attention)
     try:
         output = module(*call[0], **call[1])
     finally:
-        ALL_ATTENTION_FUNCTIONS["eager"] = watching
+        _watching.reset(token)
     return Operands._make([*seen[0], (output if isinstance(output, Tensor) else output[0]).float().cpu()])

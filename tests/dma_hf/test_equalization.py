@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_models import DECODERS, ENCODERS, FAMILIES, SIZES, VOCABULARY, Family
 from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
 from dma_hf.equalization import measure_ranges
@@ -150,7 +152,30 @@ def test_the_model_is_left_as_it_was_but_for_its_weights():
     assert (model.config._attn_implementation, model.config.use_cache, model.config.to_dict()) == before
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert "eager" not in dma_hf.projections.ALL_ATTENTION_FUNCTIONS
+
+
+def test_eager_attention_of_others_is_left_alone():
+    """A user's own "eager", and an eager model in another thread."""
+    model, other = _unbalanced(DECODERS["llama"]), DECODERS["llama"].build("eager")
+    ids = _tokens()[:1, :50]
+    expected, during = other(input_ids=ids).logits, []
+
+    def run_other(*_):
+        thread = threading.Thread(target=lambda: during.append(other(input_ids=ids).logits))
+        thread.start()
+        thread.join()
+
+    model.model.layers[1].register_forward_pre_hook(run_other)
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS["eager"] = own
+    try:
+        dma_hf.equalize(model, _tokens())
+        assert ALL_ATTENTION_FUNCTIONS["eager"] is own
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["eager"]
+    assert during
+    for logits in during:
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def _one_layer_twice(model):

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 from dma_kernels import Recipe, api, attention, attention_with_lse
-from dma_kernels.runtime import chip
+from dma_kernels.runtime import chip, replay
 from dma_kernels.runtime.chip import BACKENDS, resolve_backend
-from dma_kernels.runtime import replay
 from dma_kernels.runtime.replay import Call
 from dma_kernels.testing import RECIPES, assert_bits_equal, random_qkv
 from torch import Tensor
