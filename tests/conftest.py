@@ -6,7 +6,12 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+# As the command line does, whose output tests read; libraries look when they are imported, tqdm with torch.
+for variable in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+    os.environ.setdefault(variable, "1")
+
+import torch  # noqa: E402
 
 # Without a CUDA device Triton kernels run in its interpreter, which has to be told before a kernel is defined: so here,
 # because the folders' own conftest files, which are imported next, import kernels.

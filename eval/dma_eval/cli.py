@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -93,8 +94,15 @@ def version() -> str:
         return "(not installed)"
 
 
+def hide_library_bars() -> None:
+    """Keep libraries from drawing progress bars beside ours; they read these variables when they are imported."""
+    for variable in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(variable, "1")
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run ``dma-hf``, with the arguments of the process by default, and exit with its code."""
+    hide_library_bars()
     debug = "--debug" in (sys.argv if arguments is None else arguments)
     try:
         args, unknown = make_parser().parse_known_args(arguments)

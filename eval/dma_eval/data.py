@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .errors import UserError, one_line
-from .progress import without_bars
 from .results import DataInfo
 
 PARAGRAPH_BREAK = "\n\n"
@@ -176,8 +175,7 @@ def _load_dataset(data: str, name: str, config: str | None, split: str, column: 
 
     load: Callable[..., Any] = datasets.load_dataset
     try:
-        with without_bars():
-            rows = load(name, config, split=split, **options)
+        rows = load(name, config, split=split, **options)
     except StopIteration as error:  # from inside `datasets`: a file without a row
         raise UserError(f"--data: {data} holds no text") from error
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:

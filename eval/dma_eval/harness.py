@@ -114,6 +114,16 @@ class DMALM(HFLM):  # type: ignore[misc]
         self.failure = None
         self.pairs = Counter[str]()
 
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation; as lm-eval's own, without its bars."""
+        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
+        """Log-likelihood of each text; as lm-eval's own, without its bars."""
+        answers: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        return answers
+
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:

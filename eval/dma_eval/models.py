@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, PreTrainedModel
 
 from .errors import UserError, one_line
-from .progress import without_bars
 from .results import ModelInfo
 
 GIB = 1 << 30
@@ -179,15 +178,14 @@ def load_model(
         options["gguf_file"] = source.gguf_file
         chosen_dtype = chosen_dtype or torch.float32
     try:
-        with without_bars():
-            tokenizer = AutoTokenizer.from_pretrained(source.path, **options)
-            config = AutoConfig.from_pretrained(source.path, **options)
-            if yarn is not None:
-                rescale(config, yarn)
-            if source.gguf_file is None:
-                check_memory(name, config, chosen_dtype, None if device_map is not None else chosen_device)
-            options |= {"config": config, "dtype": chosen_dtype or "auto", "device_map": device_map}
-            model, loading = AutoModelForCausalLM.from_pretrained(source.path, output_loading_info=True, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source.path, **options)
+        config = AutoConfig.from_pretrained(source.path, **options)
+        if yarn is not None:
+            rescale(config, yarn)
+        if source.gguf_file is None:
+            check_memory(name, config, chosen_dtype, None if device_map is not None else chosen_device)
+        options |= {"config": config, "dtype": chosen_dtype or "auto", "device_map": device_map}
+        model, loading = AutoModelForCausalLM.from_pretrained(source.path, output_loading_info=True, **options)
         if device_map is None:
             model = model.to(chosen_device)
     except UNLOADABLE as error:

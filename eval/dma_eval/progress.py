@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-from unittest import mock
 
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
-from tqdm.std import tqdm
 
 from . import console
 
@@ -70,15 +67,3 @@ def shown_progress() -> Iterator[Progress]:
     )
     with Bars(*columns, console=console.err, transient=True, disable=not console.err.is_terminal) as bars:
         yield Progress(bars)
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Keep libraries from drawing progress bars, whatever they say about them: ours is the one that shows."""
-    make = tqdm.__init__
-
-    def make_hidden(bar: tqdm, *arguments: Any, **options: Any) -> None:
-        make(bar, *arguments, **(options | {"disable": True}))
-
-    with mock.patch.object(tqdm, "__init__", make_hidden):
-        yield

@@ -24,7 +24,6 @@ from .errors import UserError, one_line
 from .files import Piece
 from .harness import DMALM, BackendFailure
 from .parts import TasksPart
-from .progress import without_bars
 from .results import TaskSection
 from .session import Session
 from .task_summary import FOLDER, UnitRecord, metric_values, summarize_tasks, task_record
@@ -118,27 +117,26 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
             answers[unit] = piece.content
     # All data before all evaluations: what cannot be loaded should not come to light hours later.
     missing = [name for name in tasks.names if any((backend.label, name) not in answers for backend in backends)]
-    with without_bars():
-        units = {name: _load(tasks.manager, name, part) for name in missing}
-        _check_distinct(units)
-        if processes.count > 1:
-            for loaded in units.values():
-                for task in loaded["tasks"].values():
-                    _draw_examples_alike(task)
-        for name, backend in itertools.product(tasks.names, backends):
-            unit = (backend.label, name)
-            if unit in answers:
-                progress.kept(f"{name}, {backend.label}")
-                continue
-            progress.begin(f"{name}, {backend.label}")
-            try:
-                record = _evaluate(lm, units[name], backend, part, session)
-            except BackendFailure as error:
-                answers[unit] = str(error)
-                continue
-            if processes.is_main:
-                store.save(Piece(identity=identities[unit], content=record), FOLDER, *unit)
-            answers[unit] = record
+    units = {name: _load(tasks.manager, name, part) for name in missing}
+    _check_distinct(units)
+    if processes.count > 1:
+        for loaded in units.values():
+            for task in loaded["tasks"].values():
+                _draw_examples_alike(task)
+    for name, backend in itertools.product(tasks.names, backends):
+        unit = (backend.label, name)
+        if unit in answers:
+            progress.kept(f"{name}, {backend.label}")
+            continue
+        progress.begin(f"{name}, {backend.label}")
+        try:
+            record = _evaluate(lm, units[name], backend, part, session)
+        except BackendFailure as error:
+            answers[unit] = str(error)
+            continue
+        if processes.is_main:
+            store.save(Piece(identity=identities[unit], content=record), FOLDER, *unit)
+        answers[unit] = record
     return summarize_tasks(session, tasks.names, answers, part)
 
 

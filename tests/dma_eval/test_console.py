@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from dma_eval import console
 from dma_eval.pages import COLUMNS, perplexity_page
 from dma_eval.results import PerplexitySection
 from rich.console import Console
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -45,3 +51,22 @@ class TestTable:
 def test_error_is_shown_as_it_is(message: str, capsys: pytest.CaptureFixture[str]) -> None:
     console.print_error(message)
     assert capsys.readouterr().err == f"Error: {message}\n"
+
+
+def test_libraries_draw_no_bars(model_folder: Path, prose: str, tmp_path: Path) -> None:
+    """A whole command, in a process of its own."""
+    text = tmp_path / "text.txt"
+    text.write_text(prose)
+    path = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "eval"))
+    variables = {name: value for name, value in os.environ.items() if "TQDM" not in name and "PROGRESS" not in name}
+    command = [sys.executable, "-m", "dma_eval", "ppl", "-m", model_folder, "--data", text, "--context", "64"]
+    done = subprocess.run(
+        [*map(str, command), "--attn", "sdpa", "--max-windows", "2"],
+        capture_output=True,
+        text=True,
+        env=variables | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "it/s" not in done.stderr
+    assert "100%" not in done.stderr

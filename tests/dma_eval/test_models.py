@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from pathlib import Path
 
-import datasets
-import lm_eval.api.model
 import pytest
 import torch
 from dma_eval import models
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel, ModelSource, load_model, parse_device, parse_source, rescale
-from dma_eval.progress import without_bars
 from gguf_files import write_gguf
-from tqdm import tqdm
-from transformers import GPT2Config, LlamaForCausalLM, modeling_gguf_pytorch_utils
-from transformers.utils import logging
+from transformers import GPT2Config, LlamaForCausalLM
 
 
 @pytest.fixture
@@ -89,14 +83,6 @@ class TestSource:
     def test_gguf_file_that_is_not_there(self, name: str) -> None:
         with pytest.raises(UserError, match=f"--model: no such file: {name}"):
             parse_source(name)
-
-
-def test_progress_bars_come_back() -> None:
-    with without_bars():
-        for bar in (modeling_gguf_pytorch_utils.tqdm, logging.tqdm, datasets.utils.tqdm, lm_eval.api.model.tqdm):
-            assert list(bar([1, 2])) == [1, 2]
-            assert bar([], disable=False).disable
-    assert not tqdm([], file=io.StringIO()).disable
 
 
 class TestMemory:
