@@ -297,6 +297,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
     def _start_anew(self) -> None:
         """Forget the padding of the rows, which an empty cache has not."""
         self.storage.lengths.zero_()
+        self.storage.appended = 0
         self.is_empty, self.is_settled = True, False
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:

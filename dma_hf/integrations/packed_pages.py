@@ -309,7 +309,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
                 groups = self._mixed_groups()
             else:  # rows that pad a batch for a CUDA graph have no block: their token goes to slot 0, which is nobody's
                 slots = table[1, :, 0].clamp(min=0)
-                groups = [_Group(slice(len(slots)), False, position_ids.reshape(-1), table[0], slots)]
+                groups = [_Group(slice(len(slots)), False, position_ids.reshape(-1), table[0].contiguous(), slots)]
             self._groups = (lengths, is_captured), groups
         return self._groups[1]
 

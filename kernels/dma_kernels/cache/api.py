@@ -80,7 +80,7 @@ def cached_attention(
         ``[B, Hq, T, Dv]`` in the dtype of ``query``; 0 in rows that see no key.
 
     Raises:
-        ValueError: Shapes, devices or options are not as described; nothing was stored.
+        ValueError: Shapes, devices or options are not as described, or there is no room; nothing was stored.
         TypeError: Likewise, of kinds and dtypes.
         RuntimeError: The backend that was asked for cannot run here; a gradient is asked for, in ``backward``.
     """
@@ -214,6 +214,7 @@ def _compute(
 ) -> Tensor:
     """Run a backend, resolved in here because a compiler cannot trace questions to the device."""
     if resolve_backend(backend, query.device, query.dtype) == "triton":
+        storage.check_room(key.shape[2])
         from .chunk import chunk_attention
         from .decode import MAX_QUERIES, decode_attention, decode_step
 
@@ -232,6 +233,7 @@ def _compute(
 def _store(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
     """Append in one launch where Triton runs by itself, and in torch elsewhere: to the bit the same."""
     if resolve_backend("auto", key.device, key.dtype) == "triton":
+        storage.check_room(key.shape[2])
         from .append import append_tokens
 
         append_tokens(storage, key, value)

@@ -150,7 +150,7 @@ def append_tokens(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
     inputs = (key, value, storage.raw_rows, *storage.tensors().values())
     call.run(inputs, lambda: launch_append(storage, key, value))
     storage.lengths += key.shape[2]
-    storage.replace_taken_back(key.shape[2])
+    storage.count_appended(key.shape[2])
 
 
 def storage_kind(storage: LayerStorage) -> tuple[Hashable, ...]:

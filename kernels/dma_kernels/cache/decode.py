@@ -120,7 +120,7 @@ def decode_step(
         return _launch(query, key, value, storage, scale=scale, window=window, softcap=softcap, sinks=sinks)[:1]
 
     (out,) = call.run((query, key, value, sinks, storage.raw_rows, *storage.tensors().values()), run)
-    storage.replace_taken_back(new_len)
+    storage.count_appended(new_len)
     return out
 
 

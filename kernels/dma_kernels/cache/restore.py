@@ -152,6 +152,4 @@ def _restore_launcher(record: Record, kv_heads: int) -> Launcher:
     """Return the launcher for a kind of cache."""
     constants = {**record_constants(record, kv_heads), "BLOCK_T": _BLOCK_T}
     num_warps = 8 if max(record.head_dim, record.value_dim) <= 128 else 16
-    return Launcher(
-        restore_kernel, constants, settled=("key_out_ptr", "value_out_ptr", "first_ptr"), num_warps=num_warps
-    )
+    return Launcher(restore_kernel, constants, settled=("key_out_ptr", "value_out_ptr"), num_warps=num_warps)

@@ -61,6 +61,8 @@ class LayerStorage:
         key_sink: Raw ``[B, Hkv, sink_tiles * 128, D]``.
         value_sink: Raw ``[B, Hkv, sink_tiles * 128, Dv]``.
         lengths: int32 ``[B]``, on the device: stored keys.
+        appended: At least as many tokens as any row has, on the host: what was appended since the storage was made or
+            last compared with ``lengths``. Replays of CUDA graphs and compiled code do not count.
         taken_back: Tokens that :meth:`crop` has taken back and that have not come again, on the host. The tail lacks as
             many of its oldest keys.
         raw_rows: For a storage whose batch changes from step to step, int32 ``[B]``: which row of tails and sinks, that
@@ -81,6 +83,22 @@ class LayerStorage:
     taken_back: int = 0
     raw_rows: Tensor | None = None
     slack_tiles: int = SLACK_TILES
+    appended: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the strides that kernels take for granted.
+
+        Raises:
+            ValueError: A tensor has other strides.
+        """
+        for name in ("pages", "lengths", "raw_rows"):
+            tensor = getattr(self, name)
+            if tensor is not None and not tensor.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}; use {name}.contiguous()")
+        for name in ("body", *RAW):
+            tensor = getattr(self, name)
+            if not tensor[:1].is_contiguous():  # rows may be apart
+                raise ValueError(f"each row of {name} must be contiguous, got strides {tensor.stride()}")
 
     @classmethod
     def allocate(
@@ -176,7 +194,8 @@ class LayerStorage:
         cls, format: str, window: int | None, tensors: Mapping[str, Tensor], taken_back: int = 0
     ) -> LayerStorage:
         """Return a storage over given tensors, named as by :meth:`tensors`."""
-        return cls(format=format, window=window, taken_back=taken_back, **tensors)  # type: ignore[arg-type]
+        appended = max(tensors["lengths"].tolist(), default=0)
+        return cls(format=format, window=window, taken_back=taken_back, appended=appended, **tensors)  # type: ignore[arg-type]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> LayerStorage:
         """Return a storage that ``function`` made of every tensor, each with the batch as its first dimension.
@@ -241,19 +260,41 @@ class LayerStorage:
             ValueError: There is no room; nothing was stored.
         """
         groups = list(self.groups())
-        longest = max((length for _, length, _ in groups), default=0) + key.shape[2]
-        if _slots(longest // TILE, self.window) > self.slots:
-            raise ValueError(
-                f"the cache has room for {self.slots} tiles of {TILE} tokens, but {longest} tokens fill "
-                f"{longest // TILE}; call reserve({longest // TILE}) first"
-            )
+        self.appended = max((length for _, length, _ in groups), default=0)
+        self.check_room(key.shape[2])
         for rows, length, part in groups:
             part._append_to_equals(length, key[rows], value[rows])
             if self.raw_rows is not None:
                 for name in RAW:
                     getattr(self, name)[self.raw_rows[rows].long()] = getattr(part, name)
         self.lengths += key.shape[2]
-        self.replace_taken_back(key.shape[2])
+        self.count_appended(key.shape[2])
+
+    def check_room(self, count: int) -> None:
+        """Check that the body has room for ``count`` more tokens.
+
+        Waits for the device only if :attr:`appended` leaves that open; while a CUDA graph is captured it does not.
+
+        Raises:
+            ValueError: There is no room; nothing was changed.
+        """
+        if self._has_room(self.appended + count) or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        self.appended = max(self.lengths.tolist(), default=0)
+        longest = self.appended + count
+        if not self._has_room(longest):
+            raise ValueError(
+                f"the cache has room for {self.slots} tiles of {TILE} tokens, but {longest} tokens fill "
+                f"{longest // TILE}; call reserve({longest // TILE}) first"
+            )
+
+    def _has_room(self, tokens: int) -> bool:
+        return _slots(tokens // TILE, self.window) <= self.slots
+
+    def count_appended(self, count: int) -> None:
+        """Take note on the host that ``count`` tokens have been stored in every row."""
+        self.appended += count
+        self.replace_taken_back(count)
 
     def replace_taken_back(self, count: int) -> None:
         """Take note that ``count`` tokens have been stored where tokens may have been taken back."""
@@ -402,6 +443,7 @@ class LayerStorage:
             self.key_tail[rows, :, entries] = keys
             self.value_tail[rows, :, entries] = values
         self.lengths -= count
+        self.appended -= count
         self.taken_back = 0 if back > self.spare_tokens else back
 
     def check_crop(self, count: int) -> None:

@@ -12,9 +12,11 @@ versions of Triton that :data:`SETTINGS` does not list: what a launch takes and 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -53,9 +55,10 @@ all arguments with the constexprs."""
 
 
 class _Watch(threading.local):
-    """Who observes the launches of this thread."""
+    """Who observes the launches of this thread, and whether the next one is the first of a call."""
 
     observer: Observer | None = None
+    is_first = False
 
 
 class _Contexts(threading.local):
@@ -107,6 +110,7 @@ class Launcher:
                 for index, parameter in enumerate(kernel.params[:runtime])
                 if parameter.name not in settled
             )
+        self._is_early = bool(options.get("launch_pdl"))
         self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
@@ -119,11 +123,19 @@ class Launcher:
 
         Raises:
             TypeError: There are more or fewer arguments than runtime parameters.
+            RuntimeError: The first launch of a call is one that starts early (``launch_pdl``).
         """
         if len(arguments) != self._runtime:
             raise TypeError(f"{self._kernel.fn.__name__} takes {self._runtime} arguments, got {len(arguments)}")
         if 0 in grid:
             return
+        if _WATCH.is_first:
+            if self._is_early:
+                raise RuntimeError(
+                    f"{self._kernel.fn.__name__} starts before the launch before it has ended, and may read the call's "
+                    "inputs at once; the call must first launch a kernel that starts after all earlier work"
+                )
+            _WATCH.is_first = False
         compiled = self._launch(grid, arguments)
         if _WATCH.observer is not None:
             _WATCH.observer(self._kernel, compiled, grid, (*arguments, *self._constants))
@@ -196,7 +208,12 @@ def settings() -> tuple[Any, ...]:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one; for a CPU, where the interpreter runs kernels, there is nothing to do."""
+    """Make a CUDA device the current one for the launches of a call.
+
+    A CPU, where the interpreter runs kernels, needs nothing. The first launch must not start early: once it runs, the
+    inputs of the call are complete, whoever made them.
+    """
+    _WATCH.is_first = True
     if device.type != "cuda":
         return nullcontext()
     _bind_context(device)
@@ -245,10 +262,24 @@ def _is_hooked(hook: Any) -> bool:
 
 
 def launches_directly(kernel: Any) -> bool:
-    """Whether compiled kernels may be launched without Triton's own launch."""
-    if _SETTINGS is None or not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
+    """Whether compiled kernels may be launched without Triton's own launch; warns where no kernel may be."""
+    if not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
+        return False
+    if _SETTINGS is None:
+        _warn_of_slow_launches()
         return False
     return getattr(triton.knobs.runtime, "add_stages_inspection_hook", None) is None  # from 3.7 on
+
+
+@functools.cache
+def _warn_of_slow_launches() -> None:
+    """Warn, once, that this version of Triton was not tested."""
+    first, *_, last = SETTINGS
+    warnings.warn(
+        f"dma_kernels was tested with Triton {first} to {last}, and this is {triton.__version__}: kernels are launched "
+        f"by Triton's own launch, which takes the host about four times as long; install triton>={first},<={last}.*",
+        stacklevel=2,
+    )
 
 
 def matrix_descriptor(tensor: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:

@@ -134,3 +134,29 @@ def test_where_triton_runs_no_call_runs_the_reference(case, count, options, monk
     for key_value in ([x[:, :, :1].expand(-1, -1, count, -1) for x in new[1:]], [None, None]):
         query = new[0][:, :, :1].expand(-1, -1, count, -1)
         assert torch.isfinite(cached_attention(query, *key_value, storage, backend="auto", **options)).all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("count", [1, 100])
+def test_keys_past_the_reserved_tiles_are_refused(backend, count, monkeypatch):
+    """Two rows with different padding and room for two tiles: the longer row decides, and nothing is stored."""
+    monkeypatch.setattr(cache_api, "resolve_backend", lambda *_: backend)  # storing runs on it, too
+    query, key, value = random_qkv(batch=2, q_len=600, kv_len=600, head_dim=16, dtype=torch.float16)
+    storage = LayerStorage.allocate(
+        "int8", batch=2, kv_heads=1, head_dim=16, value_dim=16, tiles=2, dtype=torch.float16, device=torch.device("cpu")
+    )
+    storage.lengths -= torch.tensor([60, 100]).int()
+    append(storage, key[:, :, : 443 - count], value[:, :, : 443 - count])
+    assert storage.lengths.tolist() == [383 - count, 343 - count]  # of which tile 2 is not complete
+    cached_attention(*(x[:, :, 443 - count : 443] for x in (query, key, value)), storage)
+    before = {name: tensor.clone() for name, tensor in storage.tensors().items()}
+    new = [x[:, :, 443 : 443 + count] for x in (query, key, value)]
+    message = r"the cache has room for 2 tiles of 128 tokens, but \d+ tokens fill 3; call reserve\(3\) first"
+    for call in (lambda: cached_attention(*new, storage), lambda: append(storage, *new[1:])):
+        with pytest.raises(ValueError, match=message):
+            call()
+    for name, tensor in storage.tensors().items():
+        assert_bits_equal(tensor, before[name])
+    storage.reserve(3)
+    cached_attention(*new, storage)
+    assert storage.lengths.tolist() == [383 + count, 343 + count]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from decode_cases import FORMATS, assert_storages_equal, gathered, scattered
@@ -469,3 +471,22 @@ def test_a_batch_of_no_rows():
         "int8", batch=0, kv_heads=KV_HEADS, head_dim=DIM, value_dim=VALUE_DIM, dtype=key.dtype, device=CPU
     )
     assert cached_attention(query, key, value, storage).shape == (0, Q_HEADS, 5, VALUE_DIM)
+
+
+@pytest.mark.parametrize("name", ["pages", "lengths", "raw_rows", "body", "key_tail", "value_sink"])
+def test_strides_that_kernels_cannot_read_are_refused(name: str) -> None:
+    storage = LayerStorage.allocate(
+        "int8", batch=4, kv_heads=2, head_dim=32, value_dim=32, dtype=torch.float16, device=torch.device("cpu"), tiles=3
+    )
+    tensor = torch.zeros(4, dtype=torch.int32) if name == "raw_rows" else getattr(storage, name)
+    strided = torch.stack((tensor, tensor), -1)[..., 0]
+    with pytest.raises(ValueError, match=f"{name} must be contiguous, got strides"):
+        replace(storage, **{name: strided})
+
+
+def test_rows_may_lie_apart() -> None:
+    storage = LayerStorage.allocate(
+        "int8", batch=4, kv_heads=2, head_dim=32, value_dim=32, dtype=torch.float16, device=torch.device("cpu"), tiles=3
+    )
+    apart = replace(storage, key_tail=torch.stack((storage.key_tail, storage.key_tail), 1)[:, 0])
+    assert apart.strides[0] == 2 * storage.strides[0]

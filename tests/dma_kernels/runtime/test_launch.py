@@ -7,6 +7,7 @@ import inspect
 import re
 import textwrap
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -178,8 +179,12 @@ def test_a_version_of_triton_that_was_not_tried_launches_by_itself(
 ) -> None:
     launcher = Launcher(jit.kernel, CONSTANTS)
     monkeypatch.setattr(launch, "_SETTINGS", None)
-    launcher(GRID, *usual())
-    launcher(GRID, *usual())
+    launch._warn_of_slow_launches.cache_clear()
+    with pytest.warns(UserWarning, match=r"was tested with Triton 3\.6 to 3\.9, and this is \d"):
+        launcher(GRID, *usual())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launcher(GRID, *usual())
     assert len(jit.calls) == 2
 
 
@@ -235,6 +240,18 @@ def test_a_kernel_that_triton_did_not_compile_is_not_kept(jit: Triton, monkeypat
     monkeypatch.setattr(JITFunction, "run", jit._run)
     launcher(GRID, *usual())
     assert len(jit.calls) == 1
+
+
+def test_the_first_launch_of_a_call_must_not_start_early(jit: Triton) -> None:
+    """It would read what the caller gives before the work that makes it has ended."""
+    usual_launch, early = Launcher(jit.kernel, CONSTANTS), Launcher(jit.kernel, CONSTANTS, launch_pdl=True)
+    with launch.on_device(torch.device("cpu")):
+        usual_launch((0, 1, 1), *usual())  # launches nothing
+        with pytest.raises(RuntimeError, match="_add starts before the launch before it has ended"):
+            early(GRID, *usual())
+        usual_launch(GRID, *usual())
+        early(GRID, *usual())
+    assert len(jit.calls) == 2
 
 
 def test_an_empty_grid_launches_nothing(jit: Triton) -> None:
