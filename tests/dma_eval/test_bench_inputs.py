@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from dma_eval.bench import shown
 from dma_eval.bench.capture import capture_layers, choose_layers, text_windows
 from dma_eval.bench.inputs import Inputs, embedded
 from dma_eval.bench.prefill import measure_layers, parse_implementations
-from dma_eval.bench.results import DeviceFacts, PrefillShape
+from dma_eval.bench.results import DeviceFacts, ModelInputs, PrefillResult, PrefillShape
 from dma_eval.bench.shown import prefill_tables
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel, ModelSource, load_model
@@ -108,6 +109,14 @@ class TestCapture:
         assert windows.tolist() == [list(range(begin, begin + 5)) for begin in (0, 5, 10)]
         with pytest.raises(UserError, match="--data: the text has 20 tokens, too few for 3 x 7"):
             text_windows(torch.arange(20), 3, 7)
+
+
+def test_the_plot_counts_every_layer() -> None:
+    inputs = ModelInputs(model="m", data="d", layers=(0, 1, 2), model_layers=3, model_head_dim=16)
+    shape = PrefillShape(length=100, head_dim=16, query_heads=2, kv_heads=1, is_causal=True, inputs=inputs)
+    result = PrefillResult(shape=shape, label="sdpa", config=None, milliseconds=4.0, tflops=3.0, graph_milliseconds=2.0)
+    assert shown._tflops(result) == 6.0
+    assert shown._tflops(replace(result, graph_milliseconds=None)) == 3.0
 
 
 class TestEmbedding:

@@ -131,7 +131,7 @@ def plot_prefill(results: Sequence[PrefillResult], title: str, path: Path) -> No
     styles = line_styles(r.label for r in results)
     for ax, (family, members) in zip(axes, families.items(), strict=False):
         _lines(ax, members, styles, lambda r: r.shape.length, _tflops)
-        _dress(ax, family, {r.shape.length for r in members}, "Tokens")
+        _dress(ax, family.replace(", inputs of", "\ninputs of"), {r.shape.length for r in members}, "Tokens")
         ax.set_ylabel("TFLOP/s, quantisation counted", fontsize=9)
     for ax in axes[len(families) :]:
         ax.set_visible(False)
@@ -188,8 +188,9 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Key]) -> dict[Key, list[A
 
 def _tflops(result: PrefillResult) -> float | None:
     """Return the TFLOP/s of a call: as a CUDA graph, where that was measured."""
-    milliseconds = result.graph_milliseconds or result.milliseconds
-    return None if milliseconds is None else result.shape.flops / milliseconds / 1e9
+    if result.tflops is None or result.milliseconds is None:
+        return None
+    return result.tflops * result.milliseconds / (result.graph_milliseconds or result.milliseconds)
 
 
 def _lines(
