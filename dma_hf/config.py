@@ -16,16 +16,34 @@ from dma_kernels.numerics.recipe import RECIPE_FIELDS
 from dma_kernels.runtime.chip import BACKENDS
 
 ON_UNSUPPORTED = ("error", "sdpa")
+RUNTIME_FIELDS = ("backend", "on_unsupported")
+"""Fields that say how a machine runs a model. They are not saved with it."""
 REMOVED = {"low_v": "values of low tiles are as pv says; a cache of 4 bits is cache='int4'"}
 """Fields of earlier versions, with what stands in their place; where they were not set, they are passed over."""
+
+
+class Section(dict[str, Any]):
+    """The ``dma_mxfp`` section of a model's configuration: the fields that are saved with the model.
+
+    Args:
+        saved: Field names and values.
+        runtime: Those of :data:`RUNTIME_FIELDS`. They go along with copies of the model, and are not in its JSON file.
+    """
+
+    def __init__(self, saved: Mapping[str, Any], runtime: Mapping[str, str]) -> None:
+        super().__init__(saved)
+        self.runtime = dict(runtime)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self), self.runtime)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DMAConfig(Recipe):
     """How a model runs ``dma_mxfp``. Without arguments it is the preset ``balanced``.
 
-    The fields of :class:`~dma_kernels.Recipe` say which precision the rule gives to which tile. Three more say how
-    the attention is run.
+    The fields of :class:`~dma_kernels.Recipe` say which precision the rule gives to which tile. ``cache`` is saved with
+    a model, as they are; ``backend`` and ``on_unsupported`` are choices of the machine that runs it, and are not saved.
 
     Attributes:
         backend: ``auto`` (Triton on CUDA, the reference elsewhere), ``reference`` or ``triton``.
@@ -87,6 +105,12 @@ class DMAConfig(Recipe):
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain JSON values."""
         return {name: getattr(self, name) for name in FIELDS}
+
+    def to_section(self) -> Section:
+        """Return the section of a model's configuration that stands for this."""
+        fields = self.to_dict()
+        runtime = {name: fields.pop(name) for name in RUNTIME_FIELDS}
+        return Section(fields, runtime)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:

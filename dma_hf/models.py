@@ -27,7 +27,8 @@ def configure(
     """Set the precisions of a model that runs ``dma_mxfp``.
 
     Writes the section ``dma_mxfp`` to the configuration of the model and of every model inside it, from where the next
-    forward pass reads it and ``save_pretrained`` saves it. Nothing is changed if anything is wrong.
+    forward pass reads it and ``save_pretrained`` saves it, except for ``backend`` and ``on_unsupported``. Nothing is
+    changed if anything is wrong.
 
     Args:
         model: A Transformers model, or a module that holds one.
@@ -69,7 +70,7 @@ def configure(
             f"do not reach; load it with attn_implementation={NAME!r}, or pass activate=True"
         )
     for each in configs:
-        setattr(each, NAME, config.to_dict())
+        setattr(each, NAME, config.to_section())
     rename(model, lambda name: NAME if name in IMPLEMENTATIONS else name)  # a preset in it would count before that
     if isinstance(models[0], GenerationMixin):
         InitContinuousBatching.install(models[0])

@@ -7,6 +7,7 @@ them all.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,7 +18,7 @@ from dma_kernels import Recipe
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .config import NAMES, PRESETS, DMAConfig, preset
+from .config import NAMES, PRESETS, RUNTIME_FIELDS, DMAConfig, preset
 from .integrations.attention_name import attention_name, set_attention_name
 
 NAME = "dma_mxfp"
@@ -78,7 +79,8 @@ def settings_of(config: PreTrainedConfig) -> Settings:
     section = named if named and implementation in (NAME, PAGED_NAME) else getattr(config, NAME, None)
     if section is None:
         return _DEFAULT
-    settings: Settings = _settings(tuple(section.items()) if isinstance(section, dict) else section)
+    runtime = tuple(getattr(section, "runtime", {}).items())
+    settings: Settings = _settings(tuple(section.items()) if isinstance(section, dict) else section, runtime)
     return settings
 
 
@@ -91,8 +93,8 @@ def cache_of(model: PreTrainedModel) -> str | None:
     return settings_of(decoder).config.cache if is_dma(str(attention_name(decoder))) else None
 
 
-def _parse(section: Any) -> Settings:
-    """Parse a section, a mapping given as its items."""
+def _parse(section: Any, runtime: tuple[tuple[str, str], ...]) -> Settings:
+    """Parse a section, a mapping given as its items, and the runtime choices that go with it."""
     source = f"the {NAME!r} section of the model's config.json"
     if isinstance(section, str):
         try:
@@ -100,7 +102,18 @@ def _parse(section: Any) -> Settings:
         except ValueError as error:
             raise ValueError(f"{source}: {error}, or a mapping of fields") from None
     if isinstance(section, tuple):
-        return Settings.of(DMAConfig.from_dict(dict(section), source=source))
+        fields = dict(section)
+        given = DMAConfig.from_dict(
+            {name: fields.pop(name) for name in RUNTIME_FIELDS if name in fields}, source=source
+        )
+        for name in RUNTIME_FIELDS:
+            if getattr(given, name) != getattr(_DEFAULT.config, name):
+                warnings.warn(
+                    f"{source} sets {name}={getattr(given, name)!r}, which is a choice of the machine that runs a "
+                    f"model, and is ignored; dma_hf.configure(model, {name}=...) sets it",
+                    stacklevel=2,
+                )
+        return Settings.of(DMAConfig.from_dict(fields | dict(runtime), source=source))
     raise TypeError(
         f"{source}: expected the name of a preset ({', '.join(PRESETS)}) or a mapping of fields, got {section!r}; "
         "dma_hf.configure(model, ...) writes it"
@@ -111,12 +124,12 @@ _cached = lru_cache(maxsize=256)(_parse)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _settings(section: Any) -> Settings:
+def _settings(section: Any, runtime: tuple[tuple[str, str], ...]) -> Settings:
     """Parse a section or recall it; ``torch.compile`` does so while tracing, guarded by it."""
     try:
-        return _cached(section)
+        return _cached(section, runtime)
     except TypeError:  # an unhashable value: the section is wrong, and parsing it says how
-        return _parse(section)
+        return _parse(section, runtime)
 
 
 def distinct_configs(model: nn.Module) -> list[PreTrainedConfig]:

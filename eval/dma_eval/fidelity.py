@@ -237,7 +237,7 @@ def _section(module: nn.Module, backend: Backend) -> Iterator[None]:
     """Give the layer's configuration the backend's ``dma_mxfp`` section for the time of one call."""
     config: Any = module.config
     before = getattr(config, DMA, None)
-    setattr(config, DMA, None if backend.config is None else backend.config.to_dict())
+    setattr(config, DMA, None if backend.config is None else backend.config.to_section())
     try:
         yield
     finally:

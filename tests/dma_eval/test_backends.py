@@ -133,7 +133,7 @@ class TestActivate:
             activate(loaded.model, backend)
             assert loaded.model.config._attn_implementation == backend.implementation
             if backend.config is not None:
-                assert loaded.model.config.dma_mxfp == backend.config.to_dict()
+                assert loaded.model.config.dma_mxfp == backend.config.to_section()
 
     def test_missing_library(self, loaded: LoadedModel) -> None:
         with pytest.raises(UserError, match="LlamaForCausalLM cannot run attention 'flash_attention_3'"):

@@ -29,7 +29,7 @@ class _Layer(nn.Module):
     def __init__(self, config=None, **attributes):
         super().__init__()
         self.config = LlamaConfig()
-        self.config.dma_mxfp = config
+        self.config.dma_mxfp = config if config is None else dma_hf.resolve(config).to_section()
         self.is_causal = True
         self.num_key_value_groups = 2
         for name, value in attributes.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -32,8 +33,34 @@ def _snapshot(model):
 def test_configure_writes_the_section(llama):
     config = dma_hf.configure(llama, "fp4", sink_tiles=2)
     assert config == PRESETS["fp4"].with_changes(sink_tiles=2)
-    assert llama.config.dma_mxfp == config.to_dict()
+    assert llama.config.dma_mxfp == config.to_section()
     json.dumps(llama.config.dma_mxfp)
+
+
+def test_runtime_choices_are_not_saved(llama, tmp_path):
+    """What runs a model is a matter of the machine: a CPU could not load what a GPU has saved."""
+    dma_hf.configure(llama, "fp4", backend="reference", on_unsupported="sdpa", cache="int8")
+    twin = copy.deepcopy(llama)
+    assert dma_hf.configure(twin) == dma_hf.configure(llama)
+    assert dma_hf.configure(twin).on_unsupported == "sdpa"
+    llama.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["dma_mxfp"]
+    assert not {"backend", "on_unsupported"} & saved.keys()
+    loaded = type(llama).from_pretrained(tmp_path, attn_implementation="dma_mxfp")
+    assert dma_hf.configure(loaded) == PRESETS["fp4"].with_changes(cache="int8")
+
+
+def test_runtime_choices_of_an_older_version_are_ignored(llama, token_ids):
+    """It saved all fields: what it did not change needs no word."""
+    for name, value in (("backend", "triton"), ("on_unsupported", "sdpa")):
+        llama.config.dma_mxfp = PRESETS["fp4"].to_dict() | {name: value}
+        with pytest.warns(UserWarning, match=f"sets {name}='{value}', which is a choice of the machine"):
+            llama(token_ids(1, 5))
+        assert dma_hf.configure(llama) == PRESETS["fp4"]
+    llama.config.dma_mxfp = PRESETS["fp4"].to_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llama(token_ids(1, 5))
 
 
 def test_configure_starts_from_what_is_there(llama):
@@ -60,7 +87,7 @@ def test_configure_reaches_every_part_of_a_composite_model(tmp_path):
     vision |= {"image_size": 28, "patch_size": 14}
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=63)
     model = Gemma3ForConditionalGeneration._from_config(config, attn_implementation="dma_mxfp").eval()
-    expected = dma_hf.configure(model, "fp4").to_dict()
+    expected = dma_hf.configure(model, "fp4").to_section()
     parts = (model.config, model.config.text_config, model.config.vision_config)
     assert all(part.dma_mxfp == expected for part in parts)
     assert len({id(part.dma_mxfp) for part in parts}) == 3
@@ -191,4 +218,4 @@ def test_configure_reaches_plain_modules_with_a_configuration_of_their_own(llama
     layer = llama.model.layers[1].self_attn
     layer.config = copy.deepcopy(layer.config)
     dma_hf.configure(llama, "paper")
-    assert layer.config.dma_mxfp == PRESETS["paper"].to_dict()
+    assert layer.config.dma_mxfp == PRESETS["paper"].to_section()
