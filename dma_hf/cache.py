@@ -90,14 +90,13 @@ class DMACache(DynamicCache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` tokens.
 
-        Up to 129 of them leave the cache as if they had never come. Of more, the keys and values just before the new
-        end, which had been packed, go on in 16 bits with the precision of the packed form; layers with a sliding window
-        have dropped them.
+        They leave the cache as if they had never come. Up to 129 always can be taken back; more only where all keys
+        before the new end are still stored in 16 bits, as those of a short prompt are.
 
         Raises:
             TypeError: ``tokens_to_remove`` is no integer.
             ValueError: It is positive, or takes back more than there are; the cache is as it was.
-            RuntimeError: A layer cannot take them back; likewise.
+            RuntimeError: Keys just before the new end are only stored as codes; likewise.
         """
         count = -operator.index(tokens_to_remove)  # Transformers 5.17 gives it in a tensor
         if count < 0:  # which Transformers once took for the length to keep

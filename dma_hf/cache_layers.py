@@ -252,7 +252,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         """Raise if ``count`` of the stored tokens cannot be taken back."""
         if self.is_initialized:
             if count > self.tokens:
-                raise ValueError(f"crop({-count}) takes back {count} tokens, but the cache holds {self.tokens}")
+                raise ValueError(f"crop({-count}) takes back {count} tokens, but the cache holds {int(self.tokens)}")
             self.storage.check_crop(count)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -332,7 +332,6 @@ class DMAStaticLayer(DMALayer):
     """
 
     is_compileable = True
-    is_croppable = False
 
     def __init__(self, owner: Owner, max_cache_len: int, window: int | None = None) -> None:
         super().__init__(owner, window)
@@ -368,10 +367,6 @@ class DMAStaticLayer(DMALayer):
 
     def get_max_length(self) -> int:
         return self.max_cache_len
-
-    def check_crop(self, count: int) -> None:
-        if count:
-            raise RuntimeError("a static cache cannot be cropped; use DMACache(config) without max_cache_len")
 
     def reset(self) -> None:
         """Forget every token, and keep the tensors."""

@@ -279,16 +279,31 @@ class TestReuse:
         with pytest.raises(TypeError, match=r"state must be what state_dict\(\) returned, got DMACache"):
             DMACache(prompt[0].config).load_state_dict(prompt[2])
 
-    def test_a_long_crop_keeps_the_precision_of_the_codes(self, build, token_ids):
-        """Back to the prompt after 500 more tokens."""
+    @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+    @pytest.mark.parametrize(("prompt", "length"), [(100, 900), (400, 500), (380, 401), (571, 700)])
+    def test_a_crop_leaves_no_trace(self, prompt, length, static, build, token_ids):
+        """To a prompt in the sinks, and to one whose band is still there."""
+        model = build("llama", sink_tiles=1).double()
+        ids, other = token_ids(1, 900), token_ids(1, 900, seed=4)
+        caches = [DMACache(model.config, max_cache_len=950 if static else None) for _ in range(2)]
+        for cache in caches:
+            model(ids[:, :prompt], past_key_values=cache)
+        model(other[:, prompt:length], past_key_values=caches[0])
+        caches[0].crop(prompt - length)
+        assert caches[0].get_seq_length() == prompt
+        for start, end in ((prompt, prompt + 1), (prompt + 1, prompt + 200)):
+            actual, expected = (model(ids[:, start:end], past_key_values=cache).logits for cache in caches)
+            assert (actual - expected).abs().max() <= 1e-9 * expected.abs().max()
+
+    def test_a_crop_that_would_leave_a_trace_is_refused(self, build, token_ids):
+        """Back to the prompt after 500 more tokens: its end has been packed."""
         model = build("llama", setting="kv8")
-        ids = token_ids(1, 900)
         cache = DMACache(model.config)
-        model(ids, past_key_values=cache)
-        cache.crop(-500)
-        actual = model(ids[:, 400:410], past_key_values=cache).logits
-        expected = model(ids[:, :410]).logits[:, 400:]
-        assert 0 < (actual - expected).abs().max() / expected.abs().max() < 0.01
+        model(token_ids(1, 900), past_key_values=cache)
+        before = _state(cache)
+        with pytest.raises(RuntimeError, match=r"crop takes back 500 tokens, .* at most 129 can be taken back"):
+            cache.crop(-500)
+        _assert_unchanged(cache, before)
 
 
 HYBRIDS = {
@@ -384,21 +399,13 @@ class TestErrors:
         _assert_unchanged(cache, before)
 
     def test_cropping_a_window_that_is_gone(self, build, token_ids):
-        """The layer without a window, which could, is not cropped either."""
         model = build("gemma3")
         cache = DMACache(model.config)
         model(token_ids(1, 1000), past_key_values=cache)
         before = _state(cache)
-        with pytest.raises(RuntimeError, match="crop takes back 700 tokens of a layer with a sliding window of 100"):
+        with pytest.raises(RuntimeError, match="crop takes back 700 tokens, but the 16-bit keys"):
             cache.crop(-700)
         _assert_unchanged(cache, before)
-
-    def test_cropping_a_static_cache(self, build, token_ids):
-        model = build()
-        cache = DMACache(model.config, max_cache_len=50)
-        model(token_ids(1, 20), past_key_values=cache)
-        with pytest.raises(RuntimeError, match="a static cache cannot be cropped"):
-            cache.crop(-1)
 
     def test_more_than_a_static_cache_holds(self, build, token_ids):
         model = build()

@@ -423,45 +423,46 @@ class LayerStorage:
         return keys, values
 
     def crop(self, count: int) -> None:
-        """Take back the last ``count`` tokens of every row.
-
-        Up to :attr:`spare_tokens` of them leave the cache as if they had never come. Of more, the band before the new
-        end is no longer there in 16 bits, and is restored from its codes: it keeps their precision.
+        """Take back the last ``count`` tokens of every row, as if they had never come.
 
         Raises:
             RuntimeError: As :meth:`check_crop`; nothing was changed.
         """
         self.check_crop(count)
         back = self.taken_back + count
-        tails = []
-        for rows, length, part in self.groups():
-            if back > self.spare_tokens:
-                first, end = max(0, length - count - self.ring), max(0, length - count)
-                tails.append((rows, first, end, *part.restored(first, end, length)))
-        for rows, first, end, keys, values in tails:
-            entries = torch.arange(first, end, device=keys.device) % self.ring
-            self.key_tail[rows, :, entries] = keys
-            self.value_tail[rows, :, entries] = values
+        if back > self.spare_tokens:
+            for rows, length, part in self.groups():
+                # What the tail has lost is in the sinks.
+                lost = max(0, length + self.taken_back - self.ring)
+                first, end = max(0, length - count - self.ring), min(max(0, length - count), lost)
+                entries = torch.arange(first, end, device=self.lengths.device) % self.ring
+                for tail, sink in ((self.key_tail, part.key_sink), (self.value_tail, part.value_sink)):
+                    tail[rows, :, entries] = sink[:, :, first:end]
+            back = 0
         self.lengths -= count
         self.appended -= count
-        self.taken_back = 0 if back > self.spare_tokens else back
+        self.taken_back = back
 
     def check_crop(self, count: int) -> None:
-        """Check that ``count`` tokens can be taken back.
+        """Check that ``count`` tokens can be taken back without a trace.
+
+        :attr:`spare_tokens` always can be. More can be where everything before the new end is still stored raw: the
+        rows then end in the sinks, or have never been longer than tail and sinks together.
 
         Raises:
-            RuntimeError: The body is a ring that has overwritten keys of the window before the new end.
+            RuntimeError: The keys just before the new end are only stored as codes, or a ring has overwritten them.
         """
         back = self.taken_back + count
-        if self.window is None or back <= self.spare_tokens:
+        if back <= self.spare_tokens:
             return
-        longest = int(self.lengths.max())
-        needed = max(0, longest - count - self.window + 1) // TILE
-        if needed < self.oldest_tile(longest):
-            raise RuntimeError(
-                f"crop takes back {back} tokens of a layer with a sliding window of {self.window}, which has dropped "
-                f"the keys before them; at most {self.spare_tokens} can be taken back"
-            )
+        sinks = self.key_sink.shape[2]
+        for length in self.lengths.tolist():
+            lost = length + self.taken_back - self.ring  # where the tail begins
+            if length - count > sinks and lost > sinks:
+                raise RuntimeError(
+                    f"crop takes back {back} tokens, but the 16-bit keys before the new end have been replaced by "
+                    f"codes; at most {self.spare_tokens} can be taken back of {length}: read the prompt again instead"
+                )
 
     def _append_to_equals(self, length: int, key: Tensor, value: Tensor) -> None:
         """Append to rows of equal length; ``lengths`` stays as it is."""

@@ -272,20 +272,38 @@ class TestCrop:
         assert relative_error(actual, expected) < 1e-12
 
     def test_repeated_crops_add_up(self):
-        """Two of 100 tokens are one of 200: the band is restored from codes, and all else is as it was."""
+        """Two of 60 tokens are one of 120; a third one reaches keys that are gone."""
         query, key, value = sequence(700)
         storage = filled("int8", key, value)
-        storage.crop(100)
-        assert storage.taken_back == 100
-        storage.crop(100)
-        assert storage.taken_back == 0
-        assert storage.lengths.tolist() == [500, 500]
-        fresh = filled("int8", key[:, :, :500], value[:, :, :500])
-        assert torch.equal(storage.coded(0, 384)[0], fresh.coded(0, 384)[0])
-        assert 0 < relative_error(storage.key_tail, fresh.key_tail) < 0.01
-        new = [x[:, :, 500:501] for x in (query, key, value)]
+        storage.crop(60)
+        storage.crop(60)
+        assert storage.taken_back == 120
+        before = storage.mapped(torch.clone)
+        with pytest.raises(RuntimeError, match=r"crop takes back 180 tokens, .* at most 129 can be taken back"):
+            storage.crop(60)
+        assert_equal_tensors(storage, before)
+        fresh = filled("int8", key[:, :, :580], value[:, :, :580])
+        new = [x[:, :, 580:581] for x in (query, key, value)]
         actual, expected = (cached_attention(*new, each) for each in (storage, fresh))
-        assert relative_error(actual, expected) < 0.01
+        assert relative_error(actual, expected) < 1e-12
+
+    @formats
+    @pytest.mark.parametrize("window", [None, 20, 300])
+    @pytest.mark.parametrize(("length", "end"), [(900, 100), (510, 300), (512, 0), (380, 200)])
+    def test_long_crops_to_keys_that_are_all_raw(self, length, end, window, format):
+        """They are in the sinks, or what the tail has lost of them is; cropped once more, too."""
+        query, key, value = sequence(900)
+        storages = []
+        for stored in (length, end):
+            storages.append(filled(format, key[:, :, :stored], value[:, :, :stored], window=window))
+        storages[0].crop(length - end)
+        for storage in storages:
+            storage.reserve(8)
+            storage.append(key[:, :, end : end + 100], value[:, :, end : end + 100])
+            storage.crop(100)
+        rest = [x[:, :, end:] for x in (query, key, value)]
+        actual, expected = (decode(each, *rest, [1, 130, 200], window=window) for each in storages)
+        assert relative_error(actual, expected) < 1e-12
 
     @formats
     def test_a_compiled_restore_knows_what_was_taken_back(self, format):
@@ -309,7 +327,7 @@ class TestCrop:
         _, key, value = sequence(1000)
         storage = filled("int8", key, value, window=100)
         before = storage.mapped(torch.clone)
-        with pytest.raises(RuntimeError, match="crop takes back 600 tokens of a layer with a sliding window of 100"):
+        with pytest.raises(RuntimeError, match="crop takes back 600 tokens, but the 16-bit keys"):
             storage.crop(600)
         assert_equal_tensors(storage, before)
 
