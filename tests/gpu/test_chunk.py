@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_cases import DTYPES, FORMATS, Case, assert_storages_equal
+from decode_cases import DTYPES, STORED_FORMATS, Case, assert_storages_equal
 from dma_kernels.cache.api import cached_attention
 from dma_kernels.cache.chunk import chunk_attention
 from dma_kernels.cache.storage import LayerStorage
@@ -29,7 +29,7 @@ CHUNKS = {
 WINDOW = 300
 
 
-formats = pytest.mark.parametrize("format", FORMATS)
+formats = pytest.mark.parametrize("format", STORED_FORMATS)
 
 
 @formats

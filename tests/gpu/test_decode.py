@@ -9,7 +9,7 @@ import pytest
 import torch
 from decode_cases import (
     CASES,
-    FORMATS,
+    STORED_FORMATS,
     Case,
     assert_decode_matches,
     assert_steps_match,
@@ -26,30 +26,30 @@ LONG = Case(kv_len=5000, q_heads=32, kv_heads=8, head_dim=128, padding=(0, 77))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", STORED_FORMATS)
 @pytest.mark.parametrize("case", CASES)
 def test_matches_the_reference(case: str, format: str, dtype: torch.dtype) -> None:
     assert_decode_matches(CASES[case], format, dtype, "cuda")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", STORED_FORMATS)
 @pytest.mark.parametrize("case", CASES)
 def test_steps_match_the_reference(case: str, format: str) -> None:
     assert_steps_match(CASES[case], format, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", STORED_FORMATS)
 @pytest.mark.parametrize("queries", [1, 16])
 def test_long_steps_match_the_reference(queries: int, format: str) -> None:
     assert_steps_match(replace(LONG, q_len=queries), format, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", STORED_FORMATS)
 def test_long_rows(format: str) -> None:
     assert_decode_matches(LONG, format, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", STORED_FORMATS)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 96), (256, 256)], ids=str)
 def test_appended_bits_equal_those_of_torch(format: str, dims: tuple[int, int]) -> None:
     case = Case(kv_len=1500, head_dim=dims[0], value_dim=dims[1], padding=(0, 77))
@@ -71,7 +71,7 @@ def _steps(storage: LayerStorage, case: Case, start: int, count: int) -> Iterato
         yield query, key[:, :, new].contiguous(), value[:, :, new].contiguous()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", STORED_FORMATS)
 def test_a_cuda_graph_of_a_step_fills_the_cache(format: str) -> None:
     case = Case(kv_len=700, q_heads=8, kv_heads=2, head_dim=128)
     _, key, value = case.inputs(torch.bfloat16, "cuda")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from dma_kernels.cache.append import append_tokens
-from dma_kernels.cache.codes import CACHE_FORMATS
+from dma_kernels.cache.codes import CACHE_FORMATS, EQUALIZED_FORMATS
 from dma_kernels.cache.decode import decode_attention, decode_step
 from dma_kernels.cache.reference import cached_attention_reference
 from dma_kernels.cache.storage import RAW, LayerStorage
@@ -14,6 +14,8 @@ from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from torch import Tensor
 
 FORMATS = tuple(CACHE_FORMATS)
+ROTATED_KEYS = EQUALIZED_FORMATS["int4"].name
+STORED_FORMATS = (*FORMATS, ROTATED_KEYS)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

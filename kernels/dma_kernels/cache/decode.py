@@ -212,6 +212,7 @@ def _plan(
         "BLOCK_D": block_d,
         "BLOCK_DV": block_dv,
         "BITS": record.format.bits,
+        "KEY_HADAMARD": record.key_hadamard,
         "VALUE_HADAMARD": record.value_hadamard,
         "LOW_COLUMNS": 4 if group * q_len <= 4 else COLUMNS,
         "W": sizes.warps,

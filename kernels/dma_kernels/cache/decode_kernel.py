@@ -14,7 +14,14 @@ import triton.language as tl
 
 from ..device.gluon import barrier, constexpr_function, gl, jit
 from ..numerics.formats import TILE
-from .decode_operands import along, load_queries, mma_layout, sums_layout
+from .decode_operands import (
+    along,
+    inverse_hadamard,
+    load_queries,
+    load_rotated_queries,
+    mma_layout,
+    sums_layout,
+)
 from .decode_tiles import attend_high, attend_low
 
 _TILE = tl.constexpr(TILE)
@@ -127,32 +134,6 @@ def _eight_columns(x, fill: tl.constexpr):
 
 
 @jit
-def _butterfly(x, channel, STRIDE: tl.constexpr, LAYOUT: tl.constexpr):
-    """Add and subtract channels that lie ``STRIDE`` apart, of fp32 ``[G, 64, 8]``."""
-    bits = gl.reshape(x.to(gl.int32, bitcast=True), [x.shape[0] * 32 // STRIDE, 2, STRIDE * 8])
-    # The other one of a pair is what is left of the sum of their bits, which may wrap.
-    other = gl.reshape(gl.expand_dims(gl.sum(bits, 1), 1) - bits, x.shape).to(gl.float32, bitcast=True)
-    other = gl.convert_layout(other, LAYOUT, assert_trivial=True)
-    return other + gl.where((channel & STRIDE) == 0, x, -x)
-
-
-@jit
-def _inverse_hadamard(x, channel, ORDER: tl.constexpr, LAYOUT: tl.constexpr):
-    """Multiply fp32 ``[G, 64, 8]`` by the inverse of the Hadamard matrices of an order.
-
-    Args:
-        x: Sums of values, in ``LAYOUT``.
-        channel: The channel of each, ``[G, 64, 1]``.
-        ORDER: A power of two, at most 256; 1 does nothing.
-        LAYOUT: Of ``x``, and of the result.
-    """
-    for level in gl.static_range(8):
-        if (1 << level) < ORDER:
-            x = _butterfly(x, channel, 1 << level, LAYOUT)
-    return x * (1.0 / ORDER)
-
-
-@jit
 def _store_partial(
     low, high, partial_ptr, partial_lse_ptr, entry, DV: tl.constexpr, W: tl.constexpr, HADAMARD: tl.constexpr
 ):
@@ -174,7 +155,7 @@ def _store_partial(
     channel = gl.arange(0, 64, layout=along(OUT, 3, 1))[None, :, None]
     channel += gl.arange(0, high[2].shape[0], layout=along(OUT, 3, 0))[:, None, None] * 64
     acc = gl.sum(low[2].load(ALL) * of_low[None, :, None, :], 1)
-    acc = _inverse_hadamard(acc, channel, HADAMARD, OUT)
+    acc = inverse_hadamard(acc, channel, HADAMARD, OUT)
     acc += gl.sum(high[2].load(ALL) * of_high[None, :, None, :], 1)
     total = gl.convert_layout(total, COLUMN)
     is_empty = total == 0.0
@@ -197,9 +178,9 @@ def decode_kernel(
     stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
     batch, q_len, slots, ring_tiles, window, softcap, logit_scale, diagonal_tiles, sink_tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BITS: tl.constexpr, VALUE_HADAMARD: tl.constexpr, LOW_COLUMNS: tl.constexpr,
-    W: tl.constexpr, BUFFERS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LETS_START: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BITS: tl.constexpr, KEY_HADAMARD: tl.constexpr, VALUE_HADAMARD: tl.constexpr,
+    LOW_COLUMNS: tl.constexpr, W: tl.constexpr, BUFFERS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, LETS_START: tl.constexpr,
 ):  # fmt: skip
     """Answer the queries of all rows; any number of programs.
 
@@ -290,14 +271,20 @@ def decode_kernel(
             l_i = gl.full([W, 8, LOW_COLUMNS], 0.0, gl.float32, SUMS)
             acc = gl.full([G * W, 64, LOW_COLUMNS], 0.0, gl.float32, SUMS)
             if first_tile < end_tile:
-                q = load_queries(
-                    q_ptr, i_b, i_kv, i_block, q_len, stride_qb, stride_qh, stride_qt, stride_qd,
-                    GROUP, D, BLOCK_D, W, False, LOW_COLUMNS,
-                )  # fmt: skip
+                if KEY_HADAMARD > 1:
+                    q = load_rotated_queries(
+                        q_ptr, i_b, i_kv, i_block, q_len, stride_qb, stride_qh, stride_qt, stride_qd,
+                        GROUP, D, BLOCK_D, W, LOW_COLUMNS, KEY_HADAMARD,
+                    )  # fmt: skip
+                else:
+                    q = load_queries(
+                        q_ptr, i_b, i_kv, i_block, q_len, stride_qb, stride_qh, stride_qt, stride_qd,
+                        GROUP, D, BLOCK_D, W, False, LOW_COLUMNS,
+                    )  # fmt: skip
                 acc, l_i, m_i = attend_low(
                     q, body_ptr, pages_ptr + i_b * slots, i_kv, first_tile, end_tile, low_pos, diagonal_tiles,
                     window, softcap, logit_scale, slots, stride_page,
-                    D, DV, BLOCK_D, G, W, BITS, BUFFERS, HAS_WINDOW, HAS_SOFTCAP,
+                    D, DV, BLOCK_D, G, W, BITS, KEY_HADAMARD > 1, BUFFERS, HAS_WINDOW, HAS_SOFTCAP,
                 )  # fmt: skip
             low = (
                 _shared(_eight_columns(m_i, -1.0e30)), _shared(_eight_columns(gl.sum(l_i, 1), 0.0)),

@@ -367,3 +367,59 @@ def load_queries(
     head = i_kv * GROUP + column % GROUP
     offset = i_b * stride_qb + head * stride_qh + i_t.to(gl.int64) * stride_qt + o_d.to(gl.int64) * stride_qd + o_w * 0
     return gl.load(q_ptr + offset, mask=(i_t < q_len) & (o_d < D) & (o_w >= 0), other=0.0)
+
+
+@jit
+def load_rotated_queries(
+    q_ptr, i_b, i_kv, i_block, q_len, stride_qb, stride_qh, stride_qt, stride_qd,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr,
+    HADAMARD: tl.constexpr,
+):  # fmt: skip
+    """Load ``COLUMNS`` queries of a block, rotate them, and put each in two columns of shared memory, fp32 ``[D, N]``.
+
+    They are multiplied by the inverse of the matrix that keys were multiplied by, so that scores stay the same.
+    """
+    LAYOUT: tl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, W], [0, 1])
+    o_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    column = i_block * 8 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    i_t = column // GROUP
+    head = i_kv * GROUP + column % GROUP
+    offset = i_b * stride_qb + head * stride_qh + i_t.to(gl.int64) * stride_qt + o_d.to(gl.int64) * stride_qd
+    x = gl.load(q_ptr + offset, mask=(i_t < q_len) & (o_d < D), other=0.0).to(gl.float32)
+    x = inverse_hadamard(x, o_d, HADAMARD, LAYOUT)
+    x = gl.reshape(gl.join(x, x), [BLOCK_D, 2 * COLUMNS])
+    return gl.allocate_shared_memory(gl.float32, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [0, 1]), x)
+
+
+@jit
+def rotated_queries(buffer, W: tl.constexpr):
+    """Return rotated queries from shared memory as a second operand ``[W, D, N]``, fp32."""
+    LAYOUT: tl.constexpr = operand_layout(W, 1)
+    return buffer.load(gl.SliceLayout(0, LAYOUT))[None, :, :] + gl.full([W, 1, 1], 0.0, gl.float32, LAYOUT)
+
+
+@jit
+def _butterfly(x, channel, STRIDE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Add and subtract channels that lie ``STRIDE`` apart."""
+    C: tl.constexpr = x.shape[-1]
+    bits = gl.reshape(x.to(gl.int32, bitcast=True), [x.numel // (2 * STRIDE * C), 2, STRIDE * C])
+    # The other one of a pair is what is left of the sum of their bits, which may wrap.
+    other = gl.reshape(gl.expand_dims(gl.sum(bits, 1), 1) - bits, x.shape).to(gl.float32, bitcast=True)
+    other = gl.convert_layout(other, LAYOUT, assert_trivial=True)
+    return other + gl.where((channel & STRIDE) == 0, x, -x)
+
+
+@jit
+def inverse_hadamard(x, channel, ORDER: tl.constexpr, LAYOUT: tl.constexpr):
+    """Multiply by the inverse of the Hadamard matrices of an order.
+
+    Args:
+        x: fp32 ``[..., C]`` in ``LAYOUT``; all dimensions but the last are channels.
+        channel: The channel of each, ``[..., 1]``.
+        ORDER: A power of two, at most 256; 1 does nothing.
+        LAYOUT: Of ``x``, and of the result.
+    """
+    for level in gl.static_range(8):
+        if (1 << level) < ORDER:
+            x = _butterfly(x, channel, 1 << level, LAYOUT)
+    return x * (1.0 / ORDER)

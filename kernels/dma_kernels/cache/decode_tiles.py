@@ -44,6 +44,7 @@ from .decode_operands import (
     raw_keys_layout,
     raw_values_layout,
     repeated_rows,
+    rotated_queries,
     second_operand,
     sums_layout,
     token_words,
@@ -183,20 +184,26 @@ def _record_words(body_ptr, pages_ptr, tile, slots, stride_page):
 
 
 @jit
-def _tile_queries(scale_words, low_words, q, logit_scale, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr):
+def _tile_queries(
+    scale_words, low_words, q, logit_scale, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr,
+    IS_ROTATED: tl.constexpr,
+):  # fmt: skip
     """Return the queries of tiles as an operand of bytes, and factor and summand of the scores, ``[W, C]`` each.
 
     One bf16 product gives the queries times the scales in 8 of its rows, times the lows in the others. fp16 lacks the
-    range for scales, and bf16 the bits for fp16 queries: these are split into two bf16 summands, which is exact.
+    range for scales, and bf16 the bits for fp16 queries and for rotated ones: these are split into two bf16 summands,
+    which is exact for fp16.
     """
     MMA: tl.constexpr = mma_layout(W)
     SUMS: tl.constexpr = sums_layout(W)
-    N: tl.constexpr = q.shape[2]
+    N: tl.constexpr = q.shape[-1]
     zero = gl.full([W, 16, N], 0.0, gl.float32, MMA)
     scale = halves(scale_words.to(gl.uint32, bitcast=True), gl.bfloat16)
     scale = gl.reshape(scale, [W, BLOCK_D // 32, 8, 4, 4, 2])
     low = halves(low_words.to(gl.uint32, bitcast=True), gl.bfloat16)
     low = gl.reshape(low, [W, BLOCK_D // 32, 8, 4, 4, 2])
+    if IS_ROTATED:
+        q = rotated_queries(q, W)
     coefficients = two_rows(scale, low, W, BLOCK_D)
     if q.dtype == gl.bfloat16:
         summand = matrix_product(coefficients, q, zero)
@@ -318,9 +325,12 @@ def _parts(x, W: tl.constexpr):
 def attend_low(
     q, body_ptr, pages_ptr, i_kv, first, last, q_pos, diagonal_tiles, window, softcap, logit_scale, slots, stride_page,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, G: tl.constexpr,
-    W: tl.constexpr, BITS: tl.constexpr, BUFFERS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    W: tl.constexpr, BITS: tl.constexpr, IS_ROTATED: tl.constexpr, BUFFERS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Attend with ``C`` queries ``[W, D, 2 C]``, each in two columns, to low tiles ``first..last``, one for each warp.
+
+    Where keys are rotated, queries are in shared memory, ``[D, 2 C]``.
 
     Returns:
         As :func:`attend_high`, for ``C`` queries, but channels in order.
@@ -331,7 +341,7 @@ def attend_low(
     VALUES: tl.constexpr = words_layout(W, 4)
     CO: tl.constexpr = 128 // BITS  # columns of a block of codes
     MIDDLE: tl.constexpr = float(1 << (BITS - 1))
-    N: tl.constexpr = q.shape[2]
+    N: tl.constexpr = q.shape[-1]
     C: tl.constexpr = N // 2
     # ---- sizes and places in a record, in words
     STORED: tl.constexpr = (D + 31) // 32 * 32
@@ -406,6 +416,7 @@ def attend_low(
                     BITS,
                     W,
                     BLOCK_D,
+                    IS_ROTATED,
                 )
                 if not HAS_SOFTCAP:
                     summand = gl.where(is_tile, summand, float("-inf"))

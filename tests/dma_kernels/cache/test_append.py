@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_cases import FORMATS, Case, assert_storages_equal
+from decode_cases import FORMATS, STORED_FORMATS, Case, assert_storages_equal
 from dma_kernels.cache.append import append_tokens
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
@@ -25,7 +25,7 @@ def _append_both(case: Case, format: str, steps: tuple[int, ...], dtype: torch.d
         start += step
 
 
-@formats
+@pytest.mark.parametrize("format", STORED_FORMATS)
 def test_bits_equal_those_of_torch(format: str) -> None:
     _append_both(Case(kv_len=sum(STEPS), kv_heads=1, head_dim=80, value_dim=96), format, STEPS)
 

@@ -10,6 +10,7 @@ from decode_cases import (
     CASES,
     DTYPES,
     FORMATS,
+    ROTATED_KEYS,
     Case,
     assert_as_exact,
     assert_decode_matches,
@@ -50,6 +51,32 @@ def test_matches_the_reference(format: str, case: str) -> None:
 @formats
 def test_steps_match_the_reference(format: str, case: str) -> None:
     assert_steps_match(CASES[case], format, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["group-of-3", "many-columns", "ragged", "window", "softcap", "head-dim-80-96", "head-dim-128", "head-dim-8"],
+)
+def test_rotated_keys_match_the_reference(case: str) -> None:
+    assert_decode_matches(CASES[case], ROTATED_KEYS, torch.float16, "cpu")
+
+
+def test_steps_with_rotated_keys_match_the_reference() -> None:
+    assert_steps_match(CASES["across-a-border"], ROTATED_KEYS, torch.float16, "cpu")
+
+
+def test_rotated_keys_with_outliers_lose_no_accuracy_in_the_kernel() -> None:
+    """Scales of rotated keys that FP16 does not hold, and queries whose rotation BF16 would round."""
+    case = Case(kv_len=700, head_dim=128)
+    query, key, value = case.inputs(torch.float16, "cpu")
+    key, query = key * 1024.0, query / 1024.0
+    storage = case.storage(ROTATED_KEYS, torch.float16, "cpu", is_filled=False)
+    storage.append(key, value)
+    out, _ = decode_attention(query, storage, scale=0.125)
+    exact, _ = cached_attention_reference(
+        query.float(), key[:, :, :0], value[:, :, :0], storage, is_causal=True, window=None, scale=0.125
+    )
+    assert_as_exact(out, exact)
 
 
 @formats

@@ -17,6 +17,7 @@ SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_3
 STEPS = [
     *(f"{format}:{arch}:128:128:1" for format in ("int8", "int4") for arch in SHARED_MEMORY),
     *(f"{format}:{arch}:256:256:16" for format in ("int8", "int4") for arch in (80, 90, 100, 120)),
+    *(f"int4-equalized:{arch}:128:128:1" for arch in (80, 90, 100, 120)),
     "int4:90:80:96:1:softcap",
     "int8:90:128:128:1:fp16",
     "int4:80:128:128:1:fp16",
@@ -45,10 +46,13 @@ def test_a_step(step: str, kernels: CompiledCalls) -> None:
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step.endswith(":128:128:1")])
 def test_what_a_tile_takes(step: str, kernels: CompiledCalls) -> None:
-    """A tile takes its products, of integers, and 8 for lows, 16 raw keys 16; codes come in copies of 16 bytes."""
+    """A tile takes its products, of integers, and 8 for lows, 16 raw keys 16; codes come in copies of 16 bytes.
+
+    Rotated queries have more than 16 bits, so that their product with the lows takes 8 more.
+    """
     ptx = kernels[step][0]["ptx"]
     kinds = re.findall(r"mma\.sync\.aligned\.(m16n8k\d+)\.row\.col\.(?:satfinite\.)?(\w+)\.", ptx)
-    assert Counter(kinds) == {("m16n8k32", "s32"): 64, ("m16n8k16", "f32"): 8 + 16}
+    assert Counter(kinds) == {("m16n8k32", "s32"): 64, ("m16n8k16", "f32"): (16 if "equalized" in step else 8) + 16}
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", ptx)
     assert set(copies) == {"0x10"}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_cases import FORMATS, Case
+from decode_cases import FORMATS, STORED_FORMATS, Case
 from dma_kernels.cache import restore
 from dma_kernels.cache.restore import restore_dense
 from dma_kernels.testing import assert_bits_equal
@@ -26,7 +26,7 @@ def test_every_shape(case: str, format: str) -> None:
     assert_dense(storage, CASES[case])
 
 
-@formats
+@pytest.mark.parametrize("format", STORED_FORMATS)
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_every_byte(format: str) -> None:
