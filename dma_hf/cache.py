@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from dma_kernels.cache.codes import cache_format
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.numerics.arguments import is_int
 from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from .cache_layers import DMALayer, DMASlidingLayer, DMAStaticLayer, Owner, lasting
-from .settings import settings_of
+from .settings import cache_format_of, settings_of
 
 DEFAULT_FORMAT = "int8"
 """Of a cache that nobody gave a format: next to lossless."""
@@ -62,7 +61,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         decoder = config.get_text_config(decoder=True)
         settings = settings_of(decoder)
         asked = settings.config.cache or DEFAULT_FORMAT if format is None else format
-        name = cache_format(asked).name
+        name = cache_format_of(decoder, asked).name
         owner = Owner(decoder, name, settings.recipe.diagonal_tiles, settings.recipe.sink_tiles)
         upstream = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
         layers = [_own_layer(layer, owner, max_cache_len) for layer in upstream.layers]
@@ -73,7 +72,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
 
     @property
     def format(self) -> str:
-        """The precision that the cache holds."""
+        """The precision that the cache holds; of an equalised model ``int4-equalized`` for ``int4``."""
         return self.owner.format
 
     @property

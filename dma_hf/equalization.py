@@ -17,6 +17,7 @@ from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .projections import Layer, Operands, Source, find_layers, watched
+from .settings import EQUALIZED
 
 MIN_TOKENS = 1024
 """Fewest tokens to measure ranges over."""
@@ -33,6 +34,8 @@ def equalize(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
     The model computes what it computed, to the bit, in FP32 and in BF16. One kind of weight can round: norms that apply
     ``1 + w`` (Gemma 3). In FP32 their channels take the nearest power of two that leaves them exact; in BF16 their
     gains are rounded once more, by 2**-9 at most. Save the model and it loads anywhere, with nothing of this package.
+    Its configuration then says ``dma_equalized``, unless some channels could not be balanced: an ``int4`` cache rotates
+    the keys of such a model, which halves its loss.
 
     Args:
         model: A model with rotary embeddings, in FP32 or BF16.
@@ -52,7 +55,8 @@ def equalize(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
     ranges = measure_ranges(model, tokens)
     head_dim = max(keys.shape[-1] for _, keys in ranges.values())
     layers = find_layers(model, tokens.flatten(), head_dim)
-    exponents = {layer.name: _exponents(layer, *ranges[layer.module]) for layer in layers}
+    found = {layer.name: _exponents(layer, *ranges[layer.module]) for layer in layers}
+    exponents = {name: each for name, (each, _) in found.items()}
     previous: list[tuple[Tensor, Tensor]] = []
     with watched(model):
         before = [layer.run() for layer in layers]
@@ -64,6 +68,7 @@ def equalize(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
             for parameter, content in reversed(previous):
                 parameter.copy_(content)
             raise
+    setattr(model.config.get_text_config(decoder=True), EQUALIZED, all(balanced for _, balanced in found.values()))
     return exponents
 
 
@@ -157,8 +162,11 @@ def _scaled(source: Source, powers: Tensor) -> list[_Scaled]:
     return scaled
 
 
-def _exponents(layer: Layer, query_range: Tensor, key_range: Tensor) -> Tensor:
-    """The power of two for each key channel, ``[Hkv, D]``: one where channels are mixed or share a weight."""
+def _exponents(layer: Layer, query_range: Tensor, key_range: Tensor) -> tuple[Tensor, bool]:
+    """The power of two for each key channel, ``[Hkv, D]``: one where channels are mixed or share a weight.
+
+    Also whether these balance every channel, to a factor of two.
+    """
     heads, dim = layer.key.shape
     labels = layer.groups(layer.weight_of).flatten()
     keys, queries = layer.weight_of(layer.key), layer.weight_of(layer.query)
@@ -173,11 +181,13 @@ def _exponents(layer: Layer, query_range: Tensor, key_range: Tensor) -> Tensor:
 
     query_range, key_range = over(query_range.view(heads, layer.group, dim).amax(1)), over(key_range)
     wanted = (torch.log2(query_range / key_range) / 2).round()
-    exponents = torch.where((query_range > 0) & (key_range > 0) & ~held, wanted, 0).int()
+    is_used = (query_range > 0) & (key_range > 0)
+    exponents = torch.where(is_used & ~held, wanted, 0).int()
     while (refused := _refused(layer, exponents.view(heads, dim)).flatten()).any():
         refused = torch.isin(labels, labels[refused])
         exponents = torch.where(refused, exponents - exponents.sign(), exponents)
-    return exponents.view(heads, dim)
+    is_balanced = bool(((exponents - wanted).abs() <= 1)[is_used].all())
+    return exponents.view(heads, dim), is_balanced
 
 
 def _refused(layer: Layer, exponents: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from dma_kernels import Recipe
+from dma_kernels.cache.codes import CacheFormat, cache_format
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -29,6 +30,9 @@ PAGED_NAME = f"{NAME}_paged|flash"
 
 HUB_SUFFIX = f":{NAME}"
 """How the name of the implementation ends where it comes from the Hub: ``org/repo:dma_mxfp``."""
+
+EQUALIZED = "dma_equalized"
+"""The key of ``config.json`` that says that keys and queries were balanced: :func:`dma_hf.equalize` writes it."""
 
 EVERY_TILE = 1 << 20
 """A band this wide holds every tile of any sequence."""
@@ -91,6 +95,15 @@ def cache_of(model: PreTrainedModel) -> str | None:
     """
     decoder = model.config.get_text_config(decoder=True)
     return settings_of(decoder).config.cache if is_dma(str(attention_name(decoder))) else None
+
+
+def cache_format_of(config: PreTrainedConfig, name: str) -> CacheFormat:
+    """Return what the cache format that users call ``name`` is for the model of a decoder's configuration.
+
+    Raises:
+        ValueError: There is no such format.
+    """
+    return cache_format(name, is_equalized=getattr(config, EQUALIZED, False) is True)
 
 
 def _parse(section: Any, runtime: tuple[tuple[str, str], ...]) -> Settings:

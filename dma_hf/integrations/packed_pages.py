@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from dma_kernels import Recipe, attention
 from dma_kernels.cache.api import append, cached_attention
-from dma_kernels.cache.codes import Record, cache_format
+from dma_kernels.cache.codes import Record
 from dma_kernels.cache.storage import RAW, LayerStorage
 from dma_kernels.numerics.formats import TILE
 from torch import Tensor
@@ -34,7 +34,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
-from ..settings import settings_of
+from ..settings import cache_format_of, settings_of
 
 Batch = tuple[Tensor | None, Tensor, Tensor]
 """Transformers' table of blocks if it has one, where requests begin among the queries, and position ids."""
@@ -170,7 +170,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         layers, heads, head_dim = config.num_hidden_layers, find_num_key_value_heads(config), find_head_dim(config)
         shards = distributed.tp_size if distributed.tp_size > 1 and distributed.are_kv_heads_tp_ed() else 1
         heads //= shards
-        self.record = Record(cache_format(settings.config.cache), head_dim, head_dim)
+        self.record = Record(cache_format_of(config, settings.config.cache), head_dim, head_dim)
         self.heads = heads
         sinks = settings.recipe.sink_tiles
         ring, sink = ((n * TILE) for n in (settings.recipe.diagonal_tiles + SLACK_TILES, sinks))

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from dma_hf import counted_tiles
 from dma_hf.equalization import measure_ranges
+from dma_hf.settings import EQUALIZED
 from dma_hf.projections import Layer, find_layers, watched
 
 from .backends import Backend, activate
@@ -171,11 +172,17 @@ def attention_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
 def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: int = 0) -> Iterator[None]:
     """Within a ``with`` block, ``model`` is a twin of itself in ``layers``, those of :func:`attention_layers`.
 
+    A twin whose keys differ from those of an equalised model is not equalised itself.
+
     Raises:
         NoTwinError: Values are to be scaled, and a layer makes or uses them in another way than by linear layers.
     """
     generator = torch.Generator().manual_seed(seed)
+    config = model.config.get_text_config(decoder=True)
     with ExitStack() as stack:
+        if (twin.keys != 1 or twin.bias) and hasattr(config, EQUALIZED):
+            stack.callback(setattr, config, EQUALIZED, getattr(config, EQUALIZED))
+            setattr(config, EQUALIZED, False)
         for layer in layers:
             factors, addends = torch.ones(layer.channels), torch.zeros(layer.channels)
             scaled, biased = _chosen_keys(layer, generator)

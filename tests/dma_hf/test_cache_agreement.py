@@ -72,6 +72,21 @@ def test_steps_of_a_padded_batch(name, setting, families, token_ids, assert_same
     assert cache.get_seq_length() == LENGTH
 
 
+@pytest.mark.parametrize("length", [None, LENGTH + 20], ids=["dynamic", "static"])
+def test_steps_of_an_equalised_model(length, families, token_ids, assert_same):
+    """Its keys are rotated before they are quantised, and nothing else of the rule changes."""
+    model = _model(families, "llama", "kv4")
+    ids = token_ids(2, LENGTH)
+    mask = _padded(ids)
+    plain = _decode(model, ids, DMACache(model.config), mask=mask)
+    dma_hf.equalize(model, token_ids(1, 1100).clamp(max=90))
+    expected = expected_logits(model, ids, STEPS, mask)
+    cache = DMACache(model.config, max_cache_len=length)
+    actual = _decode(model, ids, cache, mask=mask)
+    assert_same(actual, expected, mask, TOLERANCE)
+    assert (actual - plain)[:, 200:].abs().max() > 1e-4
+
+
 def test_quantising_changes_something(families, token_ids, identity):
     """Else the other tests of this module would pass for a cache that keeps everything in 16 bits."""
     ids = token_ids(1, LENGTH)

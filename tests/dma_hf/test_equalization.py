@@ -145,11 +145,35 @@ def test_the_saved_folder_is_a_plain_model(tmp_path):
     assert torch.equal(loaded(input_ids=tokens).logits, expected)
 
 
+def test_the_configuration_says_so_and_keys_of_four_bits_are_rotated_from_then_on(tmp_path):
+    model, tokens = _unbalanced(DECODERS["llama"]), _tokens()
+    assert dma_hf.DMACache(model.config, format="int4").format == "int4"
+    dma_hf.equalize(model, tokens)
+    model.save_pretrained(tmp_path)
+    config = AutoModelForCausalLM.from_pretrained(tmp_path).config
+    assert config.dma_equalized is True
+    assert dma_hf.DMACache(config, format="int4").format == "int4-equalized"
+    assert dma_hf.DMACache(config, format="int8").format == "int8"
+
+
+def test_keys_that_were_not_balanced_are_not_rotated():
+    """Weights that make queries and keys at once hold no factor, so that outliers stay."""
+    model, tokens = _unbalanced(DECODERS["gemma3"]), _tokens()
+    for layer in model.model.layers:  # near -1, where few values of 1 + w are a power of two times another
+        layer.self_attn.k_norm.weight.fill_(-0.99)
+        layer.self_attn.k_norm.weight[3] = 60.0
+    dma_hf.equalize(model, tokens)
+    assert model.config.dma_equalized is False
+    assert dma_hf.DMACache(model.config, format="int4").format == "int4"
+
+
 def test_the_model_is_left_as_it_was_but_for_its_weights():
     model = _unbalanced(DECODERS["llama"]).train()
     before = (model.config._attn_implementation, model.config.use_cache, model.config.to_dict())
     dma_hf.equalize(model, _tokens())
-    assert (model.config._attn_implementation, model.config.use_cache, model.config.to_dict()) == before
+    after = model.config.to_dict()
+    assert after.pop("dma_equalized") is True
+    assert (model.config._attn_implementation, model.config.use_cache, after) == before
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

@@ -28,11 +28,13 @@ class Plan:
 
     Attributes:
         config: Recipe and format.
+        is_equalized: Whether the model's keys and queries were balanced.
         steps: Start and end of each call.
         padding: Of each row.
     """
 
     config: dma_hf.DMAConfig
+    is_equalized: bool
     steps: list[tuple[int, int]]
     padding: list[int]
 
@@ -42,6 +44,7 @@ def expected_logits(
 ) -> Tensor:
     """Return the logits of all steps; the padding of rows is what ``mask`` hides at their start."""
     Plan.config = dma_hf.DMAConfig.from_dict(model.config.get_text_config().dma_mxfp)
+    Plan.is_equalized = getattr(model.config.get_text_config(), "dma_equalized", False)
     Plan.steps = steps
     Plan.padding = [0] * len(ids) if mask is None else [int(row.argmax()) for row in mask]
     arguments = {}
@@ -57,7 +60,8 @@ def expected_logits(
 
 def _through_cache(x: Tensor, first: int, are_keys: bool) -> Tensor:
     """Return ``[H, T, D]`` of one row as the format holds its complete tiles."""
-    record = Record(cache_format(Plan.config.cache or "int8"), x.shape[2], x.shape[2])
+    format = cache_format(Plan.config.cache or "int8", is_equalized=Plan.is_equalized)
+    record = Record(format, x.shape[2], x.shape[2])
     whole = (x.shape[1] - first) // TILE * TILE
     tiles = x[:, first : first + whole].unflatten(1, (-1, TILE))
     coded = record.decode(record.encode(tiles, tiles))[0 if are_keys else 1].flatten(1, 2)

@@ -90,19 +90,29 @@ EQUALIZED_FORMATS: Mapping[str, CacheFormat] = MappingProxyType(
 )
 """What stands in for a format where the model's queries and keys were balanced, by the name that users choose."""
 
-_ALL_FORMATS = {**CACHE_FORMATS, **{format.name: format for format in EQUALIZED_FORMATS.values()}}
+_STORED_FORMATS = {**CACHE_FORMATS, **{format.name: format for format in EQUALIZED_FORMATS.values()}}
 
 
 def cache_format(name: str, *, is_equalized: bool = False) -> CacheFormat:
-    """Return the format called ``name``, or the one in its place for a model that was equalised.
+    """Return the format that users call ``name``; of an equalised model, the one that stands in for it.
 
     Raises:
-        ValueError: There is no such format; the message lists those that users choose from.
+        ValueError: There is none; the message lists those that there are.
     """
     try:
-        return EQUALIZED_FORMATS.get(name, _ALL_FORMATS[name]) if is_equalized else _ALL_FORMATS[name]
+        format = CACHE_FORMATS[name]
     except (KeyError, TypeError):
         raise ValueError(f"unknown cache format {name!r}; expected one of {', '.join(CACHE_FORMATS)}") from None
+    return EQUALIZED_FORMATS.get(name, format) if is_equalized else format
+
+
+def stored_format(name: str) -> CacheFormat:
+    """Return the format of a storage, by :attr:`CacheFormat.name`.
+
+    Raises:
+        ValueError: As :func:`cache_format`.
+    """
+    return _STORED_FORMATS[name] if name in _STORED_FORMATS else cache_format(name)
 
 
 @dataclass(frozen=True)

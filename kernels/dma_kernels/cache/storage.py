@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..numerics.formats import TILE
-from .codes import Record, cache_format
+from .codes import Record, stored_format
 
 SLACK_TILES = 2
 """Tiles of the tail beyond the band: the query's own, and one to append into, or to crop, without losing the band."""
@@ -118,7 +118,7 @@ class LayerStorage:
     ) -> LayerStorage:
         """Return an empty storage whose body has room for ``tiles`` tiles, or for the fewer that a window needs."""
         ring, sink = (diagonal_tiles + SLACK_TILES) * TILE, sink_tiles * TILE
-        record = Record(cache_format(format), head_dim, value_dim)
+        record = Record(stored_format(format), head_dim, value_dim)
         slots = _slots(tiles, window)
 
         def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -139,7 +139,7 @@ class LayerStorage:
     @property
     def record(self) -> Record:
         """The layout of a tile in the body."""
-        return Record(cache_format(self.format), self.key_tail.shape[3], self.value_tail.shape[3])
+        return Record(stored_format(self.format), self.key_tail.shape[3], self.value_tail.shape[3])
 
     def no_keys(self) -> tuple[Tensor, Tensor]:
         """Return new keys and values of no token."""

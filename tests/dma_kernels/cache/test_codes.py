@@ -17,6 +17,7 @@ from dma_kernels.cache.codes import (
     cache_format,
     quantize_keys,
     quantize_values,
+    stored_format,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -210,10 +211,12 @@ class TestRecord:
 
 def test_a_model_that_was_equalised_gets_rotated_keys_where_they_help() -> None:
     assert cache_format("int4", is_equalized=True) is EQUALIZED
-    assert cache_format(EQUALIZED.name) is EQUALIZED
+    assert stored_format(EQUALIZED.name) is EQUALIZED
     assert cache_format("int8", is_equalized=True) is CACHE_FORMATS["int8"]
 
 
 def test_an_unknown_format_is_named() -> None:
     with pytest.raises(ValueError, match="unknown cache format 'int3'; expected one of int8, int4"):
         cache_format("int3")
+    with pytest.raises(ValueError, match="unknown cache format 'int4-equalized'; expected one of int8, int4"):
+        cache_format(EQUALIZED.name)  # which the model's configuration asks for, not the user
