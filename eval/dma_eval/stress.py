@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from dma_hf import counted_tiles
 from dma_hf.equalization import measure_ranges
-from dma_hf.settings import EQUALIZED
 from dma_hf.projections import Layer, find_layers, watched
+from dma_hf.settings import EQUALIZED
 
 from .backends import Backend, activate
 from .data import Text

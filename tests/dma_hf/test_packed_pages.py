@@ -46,6 +46,15 @@ def test_requests_of_many_lengths(format, family, families, parts):
     assert model.config._attn_implementation == dma_hf.NAME
 
 
+def test_requests_of_an_equalised_model(families, parts):
+    model = families["llama"].build(dma_hf.NAME)
+    model.config.dma_equalized = True
+    dma_hf.configure(model, "balanced", cache="int4")
+    outputs = _generate(model, _prompts((300, 17)), 20, max_batch_tokens=100, num_blocks=60)
+    assert dma_hf.DMACache(model.config).format == "int4-equalized"
+    assert_as_alone(model, outputs, parts)
+
+
 @pytest.mark.parametrize("tiles", [0, 1, 2])
 def test_prompts_in_chunks(tiles, families, parts):
     """A batch of 100 tokens holds few prompts whole: what comes later attends to what the cache holds."""
