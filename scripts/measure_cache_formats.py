@@ -1,0 +1,276 @@
+"""Measure what 3 to 8 bits, groups, rotations and mixed layers cost a cache in quality, on a model and its twins.
+
+    python scripts/measure_cache_formats.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data wiki.test.raw --out FILE.csv
+
+reads windows in one pass each, in fp32: sink tile and band exactly, every other tile through codes of
+:mod:`dma_kernels.cache.codes`. Divergence is from the twin's own exact attention. Equalised twins are changed first and
+equalised then. "Balanced" keys have the factors of ``equalize`` taken from the first tile of the prompt alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from dma_eval.data import load_text, tokenize
+from dma_eval.models import load_model
+from dma_eval.stress import RANGE_TOKENS, TWINS, Twin, attention_layers, stressed
+from dma_kernels import Recipe
+from dma_kernels.cache.codes import CacheFormat, quantize_keys, quantize_values
+from dma_kernels.numerics.formats import TILE
+from dma_kernels.numerics.geometry import AttentionGeometry
+from dma_kernels.numerics.transforms import hadamard_rotate
+from dma_kernels.reference.attention import attend_prepared
+from dma_kernels.reference.operands import PreparedOperands
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+import dma_hf
+
+BAND = Recipe(low="bf16", high="bf16")
+NAME = "measured_cache"
+SENSITIVITY_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Half:
+    """How keys, or values, are coded."""
+
+    bits: int
+    group: int  # tokens of a key channel, or channels of a value, that share a scale
+    rotate: bool = False
+    balance: bool = False  # keys alone: by the queries and keys of the first tile
+
+    @property
+    def bits_each(self) -> float:
+        """Bits of a number, scales and zero points counted."""
+        return self.bits + 32 / self.group
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A cache format; some layers may be in ``int8``."""
+
+    name: str
+    keys: Half
+    values: Half
+    int8_layers: tuple[int, ...] = field(default=())
+
+    def bits(self, layers: int) -> float:
+        """Bits of a number, the mean of keys and values and of all layers."""
+        own = (self.keys.bits_each + self.values.bits_each) / 2
+        share = len(self.int8_layers) / layers
+        return own * (1 - share) + share * (INT8.keys.bits_each + INT8.values.bits_each) / 2
+
+
+def variant(name: str, bits: int, rotate: str, group: int | None = None, balance: bool = False) -> Variant:
+    """Return a format; ``rotate`` names what is rotated by ``k`` and ``v``."""
+    keys, values = (TILE, 64) if group is None else (group, group)
+    return Variant(name, Half(bits, keys, "k" in rotate, balance), Half(bits, values, "v" in rotate))
+
+
+INT8 = variant("int8", 8, "")
+INT4 = variant("int4, V rotated", 4, "v")
+BOTH = variant("int4, K and V rotated", 4, "kv")
+VARIANTS = [
+    INT8,
+    variant("int8, V rotated", 8, "v"),
+    variant("int4, not rotated", 4, ""),
+    INT4,
+    BOTH,
+    variant("int4, K balanced and rotated, V rotated", 4, "kv", balance=True),
+    variant("int4, groups of 32, V rotated", 4, "v", 32),
+    variant("int4, groups of 32, K and V rotated", 4, "kv", 32),
+    variant("int3, V rotated", 3, "v"),
+    variant("int3, K and V rotated", 3, "kv"),
+    variant("int3, groups of 32, V rotated", 3, "v", 32),
+    variant("int3, groups of 32, K and V rotated", 3, "kv", 32),
+]
+
+
+class Cached:
+    """Attention of whole prompts, as Transformers calls it, to what a cache of the present format holds."""
+
+    format: Variant | None = None
+    only_layer: int | None = None
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        form, layer = self.format, module.layer_idx
+        assert form is not None
+        if layer in form.int8_layers:
+            form = INT8
+        is_exact = self.only_layer not in (None, layer)
+        keys = key if is_exact else code_keys(query, key, form.keys)
+        values = value if is_exact else code_values(value, form.values)
+        zero = torch.zeros(len(query), dtype=torch.int64, device=query.device)
+        seen = torch.tensor([[0, key.shape[2]]], device=query.device)
+        operands = PreparedOperands(query, query, keys, key, value, values, None, None)
+        geometry = AttentionGeometry(q_position=zero, kv_position=zero, kv_range=seen, is_causal=True)
+        out, _ = attend_prepared(operands, geometry, BAND, dtype=query.dtype, scale=scaling)
+        return out.transpose(1, 2).contiguous(), None
+
+
+def code_keys(query: Tensor, key: Tensor, form: Half) -> Tensor:
+    """Return keys ``[B, H, T, D]`` as a cache holds them; ``T`` is a multiple of 128."""
+    factor = first_tile_balance(query, key) if form.balance else torch.ones((), device=key.device)
+    x = key * factor
+    x = hadamard_rotate(x) if form.rotate else x
+    tiles = quantize_keys(x.unflatten(2, (-1, TILE)), CacheFormat("", form.bits), form.group).dequantize()
+    x = tiles.flatten(2, 3)
+    return (hadamard_rotate(x) if form.rotate else x) / factor
+
+
+def code_values(value: Tensor, form: Half) -> Tensor:
+    """Return values as a cache holds them."""
+    x = hadamard_rotate(value) if form.rotate else value
+    x = quantize_values(x, CacheFormat("", form.bits), form.group).dequantize()
+    return hadamard_rotate(x) if form.rotate else x
+
+
+def first_tile_balance(query: Tensor, key: Tensor) -> Tensor:
+    """Return the powers of two that give key channels the ranges of their queries', over the first tile."""
+    group = query.shape[1] // key.shape[1]
+    queries = query[:, :, :TILE].abs().amax(2).unflatten(1, (-1, group)).amax(2)
+    ratio = queries / key[:, :, :TILE].abs().amax(2).clamp_min(1e-6)
+    return torch.exp2((ratio.clamp_min(1e-12).log2() / 2).round())[:, :, None]
+
+
+CACHED = Cached()
+AttentionInterface.register(NAME, CACHED)
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+
+
+class Windows:
+    """Windows of a text, and what the exact model says of them."""
+
+    def __init__(self, model: PreTrainedModel, windows: Tensor) -> None:
+        self.model, self.windows = model, windows
+        model.set_attn_implementation("sdpa")
+        self.exact = [self._log_probs(window) for window in windows]
+        self.loss = self._loss(self.exact)
+
+    def _log_probs(self, window: Tensor) -> Tensor:
+        logits: Tensor = self.model(window[None], use_cache=False).logits[0]
+        return logits.float().log_softmax(-1).to("cpu" if logits.is_cpu else logits.device)
+
+    def _loss(self, log_probs: list[Tensor]) -> float:
+        losses = [
+            -each[:-1].gather(1, window[1:, None]).mean() for each, window in zip(log_probs, self.windows, strict=True)
+        ]
+        return float(torch.stack(losses).mean())
+
+    def compare(self, form: Variant, only_layer: int | None = None) -> tuple[float, float]:
+        """Return KL per token from the exact model, and the change of perplexity in percent."""
+        CACHED.format, CACHED.only_layer = form, only_layer
+        self.model.set_attn_implementation(NAME)
+        found = [self._log_probs(window) for window in self.windows]
+        self.model.set_attn_implementation("sdpa")
+        divergences = [
+            (exact.exp() * (exact - each)).sum(-1).mean() for exact, each in zip(self.exact, found, strict=True)
+        ]
+        change = 100 * (math.exp(self._loss(found) - self.loss) - 1)
+        return float(torch.stack(divergences).mean()), change
+
+
+@contextmanager
+def biased(model: PreTrainedModel, layers: list[Any], twin: Twin, seed: int) -> Iterator[None]:
+    """Within a ``with`` block, the keys of a model have biases: parameters, which ``equalize`` can scale."""
+    with stressed(model, layers, twin, seed):
+        hooks = {
+            source.module: list(source.module._forward_hooks.values()) for layer in layers for source in layer.sources
+        }
+        addends = {
+            module: found[-1](None, None, torch.zeros(module.weight.shape[0], device=model.device))
+            for module, found in hooks.items()
+            if found
+        }
+    for module, addend in addends.items():
+        module.bias = nn.Parameter(addend.flatten(), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module in addends:
+            module.bias = None
+
+
+def measure(model: PreTrainedModel, windows: Tensor, note: Callable[[dict[str, Any]], None]) -> None:
+    """Measure every variant on the model and its twins, before and after they are equalised."""
+    sample = windows[0, :RANGE_TOKENS].cpu()
+    layers = attention_layers(model, sample)
+    count = model.config.num_hidden_layers
+    twins = {twin.name: twin for twin in TWINS}
+    weights = copy.deepcopy(model.state_dict())
+    worst = rank_layers(model, windows)
+    plan = [(name, False) for name in ("as it is", "keys x 32", "values x 32", "key biases")]
+    plan += [(name, True) for name in twins]
+    for name, is_equalized in plan:
+        make = biased if twins[name].bias else stressed
+        with make(model, layers, twins[name], 0):
+            if is_equalized:
+                dma_hf.equalize(model, windows[:1, :SENSITIVITY_TOKENS].cpu())
+            variants = [*VARIANTS, *mixed(BOTH if is_equalized else INT4, worst)]
+            reading = Windows(model, windows)
+            for form in variants if not is_equalized or name in ("as it is", "key biases") else (INT4, BOTH):
+                divergence, change = reading.compare(form)
+                note(
+                    {"twin": name, "equalized": is_equalized, "format": form.name}
+                    | {"bits": round(form.bits(count), 3), "kl": f"{divergence:.3g}", "perplexity_%": f"{change:.2f}"}
+                )
+            if is_equalized:
+                model.load_state_dict(weights, strict=False)
+
+
+def rank_layers(model: PreTrainedModel, windows: Tensor) -> list[int]:
+    """Return the layers in the order of what each loses by itself in ``int4``, the worst first."""
+    layers = range(model.config.num_hidden_layers)
+    reading = Windows(model, windows[:1, :SENSITIVITY_TOKENS])
+    losses = [reading.compare(INT4, layer)[0] for layer in layers]
+    print("KL of a single layer:", " ".join(f"{loss:.1e}" for loss in losses), flush=True)
+    return sorted(layers, key=lambda layer: -losses[layer])
+
+
+def mixed(form: Variant, worst: list[int]) -> list[Variant]:
+    """Return a format with some layers in ``int8``."""
+    chosen = {"the first layer": (0,), "the worst layer": tuple(worst[:1])}
+    for number in (3, 5):  # 5 of 30 make 5 bits, as groups of 32 do
+        chosen[f"the worst {number} layers"] = tuple(sorted(worst[:number]))
+    return [Variant(f"{form.name}; {name} in int8", form.keys, form.values, layers) for name, layers in chosen.items()]
+
+
+def main() -> None:
+    """Measure, and write a line for each twin and format."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder or GGUF file")
+    parser.add_argument("--data", required=True, help="text file")
+    parser.add_argument("--out", required=True, type=Path, help="CSV file")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of a window, a multiple of 128")
+    parser.add_argument("--windows", type=int, default=2)
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    loaded = load_model(options.model, dtype="float32", device=options.device)
+    ids = torch.as_tensor(tokenize(loaded.tokenizer, load_text(options.data).content))
+    windows = ids[: options.windows * options.context].view(options.windows, -1).to(options.device)
+    with options.out.open("w", newline="", encoding="utf-8") as file, torch.no_grad():
+        writer = csv.DictWriter(file, ("twin", "equalized", "format", "bits", "kl", "perplexity_%"))
+        writer.writeheader()
+
+        def note(row: dict[str, Any]) -> None:
+            writer.writerow(row)
+            file.flush()
+            print(*row.values(), sep=" | ", flush=True)
+
+        measure(loaded.model, windows, note)
+
+
+if __name__ == "__main__":
+    main()
