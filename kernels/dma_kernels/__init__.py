@@ -7,6 +7,7 @@ from .api import attention, attention_with_lse
 from .numerics.formats import BLOCK_FORMATS, FORMAT_NAMES, TILE, BlockFormat, ScaleRounding, SharedScale
 from .numerics.quantize import QuantizedTensor, quantize
 from .numerics.recipe import Recipe
+from .numerics.saturation import saturated_values
 from .numerics.transforms import hadamard_rotate, key_mean
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "hadamard_rotate",
     "key_mean",
     "quantize",
+    "saturated_values",
 ]

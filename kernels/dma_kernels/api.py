@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from .numerics.arguments import check_kind, check_mask, check_options, check_sinks, is_int, is_integer
 from .numerics.geometry import MAX_POSITION, OPTION_FIELDS, AttentionGeometry, AttentionOptions
 from .numerics.recipe import RECIPE_FIELDS, Recipe
+from .numerics.saturation import warn_if_saturated
 from .reference.attention import attention_gradient, attention_reference
 from .runtime.chip import check_backend, resolve_backend
 
@@ -125,6 +126,8 @@ def attention_with_lse(
             call = call_of(recipe, *map(tensor_kind, inputs), *asked)
             results = call.repeat(inputs)  # only what was valid has been recorded
             if results is not None:
+                if recipe.pv == "fp8":
+                    warn_if_saturated()
                 return results[0], results[1]
     mask = _check_tensors(query, key, value, sinks, mask, kv_range)
     _check_tile_counts(tile_counts, query, recipe)
@@ -206,14 +209,19 @@ def _compute(
     if resolve_backend(backend, query.device, query.dtype) == "triton":
         from .prefill.backend import attention_triton
 
+        if recipe.pv == "fp8":
+            warn_if_saturated()  # by calls before this one, which the host did not wait for
         return attention_triton(query, key, value, recipe, options, tile_counts, call)
-    return attention_reference(
+    results = attention_reference(
         *(query, key, value, AttentionGeometry.of(options, query, key), recipe),
         scale=options.scale,
         softcap=options.softcap,
         sinks=options.sinks,
         tile_counts=tile_counts,
     )
+    if recipe.pv == "fp8":
+        warn_if_saturated()
+    return results
 
 
 _SCHEMA_TYPES = {"int": "SymInt", "int | None": "SymInt?", "Tensor | None": "Tensor?", "str | None": "str?"}

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,12 @@ import dma_kernels
 import numpy as np
 import pytest
 import torch
-from dma_kernels import Recipe, api, attention, attention_with_lse
+from dma_kernels import Recipe, api, attention, attention_with_lse, saturated_values
+from dma_kernels.numerics import saturation
 from dma_kernels.runtime import chip, replay
 from dma_kernels.runtime.chip import BACKENDS, resolve_backend
 from dma_kernels.runtime.replay import Call
-from dma_kernels.testing import RECIPES, assert_bits_equal, random_qkv
+from dma_kernels.testing import RECIPES, assert_bits_equal, random_qkv, relative_error
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -599,3 +601,41 @@ def test_what_is_read_on_the_device_is_part_of_no_signature(monkeypatch: pytest.
     attention(query, key, value, Recipe(), kv_range=torch.tensor([[0, 5]] * len(key)))
     attention(query, key, value, Recipe(), kv_offset=torch.zeros(len(key), dtype=torch.int64))
     assert not signatures.seen
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("arch", [90, 80], ids=["e4m3", "dequantised"])
+def test_saturated_values_are_counted_and_warned_of_once(
+    arch: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    query, key, value = random_qkv(q_len=520, kv_len=520, head_dim=32, dtype=torch.float16)
+    saturation._warn.cache_clear()
+    saturation.saturation_counter().zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(query, key, value, Recipe(pv="fp8"), backend=backend)
+    assert saturated_values() == 0
+    value[0, 0, 200:203, 5] = 1e4
+    value[0, 0, 204, 5] = math.nan
+    value[0, 0, 205, 6] = -1e4
+    calls = [lambda: attention(query, key, value, Recipe(pv="fp8"), backend=backend)] * 2
+    if backend == "triton":  # which says it in the next call
+        calls.pop()()
+    with pytest.warns(UserWarning, match=r"pv='fp8' clipped 4 values.* use pv='bf16'"):
+        calls.pop()()
+    assert saturated_values() == (8 if backend == "triton" else 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(query, key, value, Recipe(pv="fp8"), backend=backend)
+    saturation.saturation_counter().zero_()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_values_that_grow_a_hundredfold_after_the_first_tile_are_not_clipped(backend: str) -> None:
+    query, key, value = random_qkv(q_len=520, kv_len=520, head_dim=32, dtype=torch.float16)
+    value[:, :, 128:] *= 100.0
+    before = saturated_values()
+    out, exact = (attention(query, key, value, Recipe(pv=pv, low="bf16"), backend=backend) for pv in ("fp8", "bf16"))
+    assert saturated_values() == before
+    assert relative_error(out, exact) < 0.05  # clipped at 28 times it would be 0.4

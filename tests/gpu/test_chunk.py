@@ -96,3 +96,27 @@ def test_memory_that_was_not_written_is_not_seen() -> None:
     del poison  # the allocator hands this memory to the body in 16 bits
     out = cached_attention(*chunk, storage, backend="triton")
     assert out.isfinite().all()
+
+
+@formats
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+def test_masks_match_the_reference_without_a_wait(is_causal: bool, q_len: int, format: str) -> None:
+    case = Case(kv_len=900, q_len=q_len, head_dim=128, padding=(0, 200))
+    query, key, value = case.inputs(torch.bfloat16, "cuda")
+    mask = torch.rand(2, 1, q_len, 900, device="cuda") < 0.7
+    options = {"mask": mask, "mask_position": torch.tensor([0, -200], device="cuda"), "is_causal": is_causal}
+    results = []
+    for backend, mode in (("reference", "default"), ("auto", "default"), ("auto", "default"), ("auto", "error")):
+        storage = case.storage(format, torch.bfloat16, "cuda", is_filled=False)
+        storage.append(key[:, :, :-q_len], value[:, :, :-q_len])
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            new = query, key[:, :, -q_len:], value[:, :, -q_len:]
+            results.append(cached_attention(*new, storage, **options, backend=backend))  # type: ignore[arg-type]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    expected = results[0].float()
+    for out in results[1:]:
+        assert (out.float() - expected).abs().max() / expected.abs().max() < 4.0 * torch.finfo(torch.bfloat16).eps

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import triton
-from dma_kernels import attention
+from dma_kernels import Recipe, attention, saturated_values
 from dma_kernels.runtime.replay import call_of
+from dma_kernels.testing import random_qkv
 from prefill_cases import RECIPES
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -138,3 +139,15 @@ def test_the_device_of_the_tensors_is_used() -> None:
     record(inputs)
     assert torch.cuda.current_device() == 0
     assert torch.equal(compute(inputs), outputs)
+
+
+@pytest.mark.filterwarnings("ignore:pv='fp8' clipped")
+def test_saturated_values_are_counted_on_the_device_in_repeated_calls_too() -> None:
+    query, key, value = random_qkv(q_len=600, kv_len=600, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    value[0, 0, 200:203, 5] = 1e4
+    recipe = Recipe(pv="fp8", low="mxint8", shared_scale="tile")
+    for _ in range(4):  # compiled, recorded, repeated
+        before = saturated_values()
+        attention(query, key, value, recipe)
+        torch.cuda.synchronize()
+        assert saturated_values() == before + 3

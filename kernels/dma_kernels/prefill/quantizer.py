@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..numerics.formats import BLOCK_FORMATS, TILE, UNQUANTIZED, ScaleFormat, padded_channels
 from ..numerics.recipe import Recipe
+from ..numerics.saturation import saturation_counter
 from ..numerics.transforms import hadamard_size
 from ..runtime import chip
 from ..runtime.launch import Launcher
@@ -74,7 +75,8 @@ def quantize_keys_values(
         sizes = (*key.stride(), *value.stride(), kv_offset, kv_len, tiles, written.start, written.stop)
         share = PROGRAMS * chip.processors(key.device) // max(1, batch * heads * plan.layers)
         programs = max(1, min(len(written), share))
-        plan.launch((batch * heads, programs, plan.layers), key, value, rows, *map(made.get, _WRITTEN), *sizes)
+        outputs = *map(made.get, _WRITTEN), saturation_counter() if "value" in made else None
+        plan.launch((batch * heads, programs, plan.layers), key, value, rows, *outputs, *sizes)
     return _operands(key, value, lowering, tiles, written, made)
 
 

@@ -28,7 +28,7 @@ from ..device.blocks import (
     round_to_units_e4m3,
 )
 from ..device.tiles import first_tile_magnitudes, first_tile_mean, load_visible, transform, visible_rows
-from ..numerics.formats import E8M0_MAX_CODE, E8M0_NAN, FIRST_VALUES, MXINT8_UNIT, SMALLEST_CHANNEL, TILE
+from ..numerics.formats import E4M3_MAX, E8M0_MAX_CODE, E8M0_NAN, FIRST_VALUES, MXINT8_UNIT, SMALLEST_CHANNEL, TILE
 from .parts import (
     load_parts,
     quantize_parts,
@@ -44,6 +44,7 @@ _TILE = tl.constexpr(TILE)
 # Keys that a program has in registers at a time, in block formats without a scale for the tile: few enough
 # for four programs on a multiprocessor.
 _ROWS = tl.constexpr(32)
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
 _INT8_UNIT = tl.constexpr(MXINT8_UNIT)
 _FIRST_VALUES_EMAX = tl.constexpr(FIRST_VALUES.emax)
 _SMALLEST_CHANNEL = tl.constexpr(SMALLEST_CHANNEL)
@@ -145,8 +146,9 @@ def _to_value_units(x, reciprocal):
 
 @triton.jit
 def _write_fp8_values(
-    base, value_ptr, factor, i_tile_row, start, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
+    base, value_ptr, saturated_ptr, factor, i_tile_row, start, first, last, stride_t, stride_d,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Write a tile of values in E4M3, transposed, the keys of a group of 16 as ``permute_keys`` has them.
 
     Of the keys ``8 j + 2 t + c`` of a group those with the same ``t`` are neighbours there, so four keys of a channel
@@ -167,6 +169,12 @@ def _write_fp8_values(
     offset = (i_tile_row * D + o_d)[:, None] * (_TILE // 4) + o_w[None, :]
     word_ptr = value_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.store(word_ptr + offset, tl.trans(word), mask=(o_d < D)[:, None])
+    # The bytes that are 0x7E without their sign, 448; of each word they become bits 7, 15, 23 and 31.
+    difference = (word.to(tl.uint32, bitcast=True) & 0x7F7F7F7F) ^ 0x7E7E7E7E
+    largest = ((difference + 0x7F7F7F7F) & 0x80808080) ^ 0x80808080
+    count = tl.sum(tl.sum(((largest >> 7) * 0x01010101) >> 24, 0), 0)
+    if count > 0:
+        tl.atomic_add(saturated_ptr, count.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -237,7 +245,7 @@ def _quantize_keys(
 
 @triton.jit
 def _quantize_values(
-    v_ptr, value_ptr, value_factor_ptr, rows_ptr,
+    v_ptr, value_ptr, value_factor_ptr, saturated_ptr, rows_ptr,
     stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, first_tile, end_tile,
     KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ROWS: tl.constexpr,
     VALUE_FORM: tl.constexpr,
@@ -256,14 +264,17 @@ def _quantize_values(
         i_tile_row = i_head * tiles + i_tile
         if VALUE_FORM == "e4m3":
             _write_fp8_values(
-                base, value_ptr, factor, i_tile_row, start + i_tile * _TILE, first, last, stride_vt, stride_vd,
-                DV, BLOCK_DV,
+                base, value_ptr, saturated_ptr, factor, i_tile_row, start + i_tile * _TILE, first, last,
+                stride_vt, stride_vd, DV, BLOCK_DV,
             )  # fmt: skip
         else:
             tl.static_assert(VALUE_FORM == "dequantized", "forms of values are e4m3 and dequantized")
             o_t = i_tile * _TILE + tl.arange(0, _TILE)
             x = load_visible(base, start + o_t, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
             x = round_to_units_e4m3(_to_value_units(x, 1.0), factor[None, :])
+            count = tl.sum(tl.sum((tl.abs(x) == factor[None, :] * _E4M3_MAX).to(tl.int32), 0), 0)
+            if count > 0:
+                tl.atomic_add(saturated_ptr, count.to(tl.int64), sem="relaxed")
             offset = (i_head * tiles * _TILE + o_t)[:, None] * DV + o_d[None, :]
             tl.store(value_ptr + offset, x.to(value_ptr.dtype.element_ty), mask=(o_d < DV)[None, :])
 
@@ -272,7 +283,7 @@ def _quantize_values(
 def quantize_kernel(
     k_ptr, v_ptr, rows_ptr,
     mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr, head_factor_ptr,
-    value_ptr, value_factor_ptr,
+    value_ptr, value_factor_ptr, saturated_ptr,
     stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
     kv_offset, kv_len, tiles, first_tile, end_tile,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -286,14 +297,15 @@ def quantize_kernel(
     Written are the tiles from ``first_tile`` up to ``end_tile``, of ``tiles`` in storage.
     What a tile must know of the first one each program finds itself, in the L2 cache: no launch comes before this one.
     Forms are those of :class:`~dma_kernels.prefill.operands.Form`; ``none`` and, for keys and values, ``raw`` write
-    nothing. ``IS_EARLY`` lets programs of the next launch begin where there is room, when all of these have begun.
+    nothing. ``saturated_ptr`` is a counter of values that are too large for E4M3, in host memory. ``IS_EARLY`` lets
+    programs of the next launch begin where there is room, when all of these have begun.
     """
     if IS_EARLY:
         gdc_launch_dependents()
     if VALUE_FORM != "raw":  # noqa: SIM102 (a constexpr branch)
         if tl.program_id(2) == 0:
             _quantize_values(
-                v_ptr, value_ptr, value_factor_ptr, rows_ptr,
+                v_ptr, value_ptr, value_factor_ptr, saturated_ptr, rows_ptr,
                 stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, first_tile, end_tile,
                 KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM,
             )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..numerics.formats import NVFP4, UNQUANTIZED, SharedScale
 from ..numerics.quantize import nvfp4_key_scale, quantize, value_scale, values_to_e4m3
 from ..numerics.recipe import Recipe
+from ..numerics.saturation import count_saturated
 from ..numerics.transforms import hadamard_rotate, key_mean
 
 
@@ -82,7 +83,9 @@ def prepare_operands(
     v_scale = None
     if recipe.pv == "fp8":
         v_scale = value_scale(value, visible)
-        v_low = values_to_e4m3(value, v_scale).to(compute_dtype)
+        coded = values_to_e4m3(value, v_scale)
+        count_saturated(coded)
+        v_low = coded.to(compute_dtype)
         v_scale = v_scale.to(compute_dtype)
     k_low = k_high
     if not recipe.is_uniform:

@@ -1,0 +1,57 @@
+"""Values that are too large for ``pv = "fp8"``: counted where they are quantised, and warned of once.
+
+The scale of a channel is that of the first 128 tokens, so that a longer context does not move it. Later values have
+room to be 224 times as large; larger ones saturate.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+
+_LARGEST = 0x7E
+"""The code of 448, E4M3's largest number, without its sign."""
+
+
+@functools.cache
+def saturation_counter() -> Tensor:
+    """Return the counter of this process, int64 ``[1]``, in host memory that CUDA kernels can write to.
+
+    The host reads it without waiting for kernels that still run.
+    """
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())
+
+
+def count_saturated(coded: Tensor) -> None:
+    """Add the number of E4M3 values at the end of the range to the counter; waits for the device."""
+    count = int(((coded.view(torch.uint8) & 0x7F) == _LARGEST).sum())
+    if count:
+        saturation_counter().add_(count)
+
+
+def saturated_values() -> int:
+    """Return how many values ``pv = "fp8"`` has saturated in this process, as far as kernels have ended.
+
+    A value that is quantised in several calls counts in each. Counts of several GPUs at once are approximate.
+    """
+    return int(saturation_counter().item())
+
+
+@functools.cache
+def _warn() -> None:
+    warnings.warn(
+        f"pv='fp8' clipped {saturated_values()} values, which are over 224 times as large as those of the first 128 "
+        "tokens in their channel, so outputs are wrong; use pv='bf16' for this model. dma_kernels.saturated_values() "
+        "counts them",
+        stacklevel=3,
+    )
+
+
+def warn_if_saturated() -> None:
+    """Warn, once, if values have been saturated."""
+    if saturated_values():
+        _warn()
