@@ -78,12 +78,13 @@ def variant(name: str, bits: int, rotate: str, group: int | None = None, balance
 
 
 INT8 = variant("int8", 8, "")
+UNROTATED = variant("int4, not rotated", 4, "")
 INT4 = variant("int4, V rotated", 4, "v")
 BOTH = variant("int4, K and V rotated", 4, "kv")
 VARIANTS = [
     INT8,
     variant("int8, V rotated", 8, "v"),
-    variant("int4, not rotated", 4, ""),
+    UNROTATED,
     INT4,
     BOTH,
     variant("int4, K balanced and rotated, V rotated", 4, "kv", balance=True),
@@ -203,22 +204,26 @@ def biased(model: PreTrainedModel, layers: list[Any], twin: Twin, seed: int) -> 
             module.bias = None
 
 
-def measure(model: PreTrainedModel, windows: Tensor, note: Callable[[dict[str, Any]], None]) -> None:
-    """Measure every variant on the model and its twins, before and after they are equalised."""
+def measure(
+    model: PreTrainedModel, windows: Tensor, note: Callable[[dict[str, Any]], None], quick: bool = False
+) -> None:
+    """Measure every variant on the model and its twins, before and after they are equalised; ``quick`` ones alone."""
     sample = windows[0, :RANGE_TOKENS].cpu()
     layers = attention_layers(model, sample)
     count = model.config.num_hidden_layers
     twins = {twin.name: twin for twin in TWINS}
     weights = copy.deepcopy(model.state_dict())
-    worst = rank_layers(model, windows)
+    worst = [] if quick else rank_layers(model, windows)
     plan = [(name, False) for name in ("as it is", "keys x 32", "values x 32", "key biases")]
-    plan += [(name, True) for name in twins]
+    plan += [("as it is", True), ("key biases", True)] if quick else [(name, True) for name in twins]
     for name, is_equalized in plan:
         make = biased if twins[name].bias else stressed
         with make(model, layers, twins[name], 0):
             if is_equalized:
                 dma_hf.equalize(model, windows[:1, :SENSITIVITY_TOKENS].cpu())
             variants = [*VARIANTS, *mixed(BOTH if is_equalized else INT4, worst)]
+            if quick:
+                variants = [INT4, BOTH] if is_equalized else [UNROTATED, INT4]
             reading = Windows(model, windows)
             for form in variants if not is_equalized or name in ("as it is", "key biases") else (INT4, BOTH):
                 divergence, change = reading.compare(form)
@@ -256,6 +261,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096, help="tokens of a window, a multiple of 128")
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quick", action="store_true", help="only int4 with and without rotation, for a CPU")
     options = parser.parse_args()
     loaded = load_model(options.model, dtype="float32", device=options.device)
     ids = torch.as_tensor(tokenize(loaded.tokenizer, load_text(options.data).content))
@@ -269,7 +275,7 @@ def main() -> None:
             file.flush()
             print(*row.values(), sep=" | ", flush=True)
 
-        measure(loaded.model, windows, note)
+        measure(loaded.model, windows, note, options.quick)
 
 
 if __name__ == "__main__":
