@@ -59,6 +59,15 @@ def test_scales_keep_the_function_and_biases_change_it(name, twin):
             assert torch.equal(keys, old_keys)
 
 
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
+def test_a_twin_with_other_keys_is_not_equalised(twin):
+    model, tokens = DECODERS["llama"].build("sdpa"), _tokens()
+    model.config.dma_equalized = True
+    with stressed(model, attention_layers(model, tokens), twin):
+        assert model.config.dma_equalized == (twin.keys == 1 and twin.bias == 0)
+    assert model.config.dma_equalized is True
+
+
 def test_values_behind_a_gate_are_refused():
     model, tokens = DECODERS["llama"].build("sdpa"), _tokens()
     layers = attention_layers(model, tokens)
