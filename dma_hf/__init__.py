@@ -25,6 +25,7 @@ from .integrations.versions import UnsupportedTransformersError
 from .masking import dma_mask
 from .models import configure
 from .settings import IMPLEMENTATIONS, NAME
+from .stats import LayerStats, Stats, Use, reset_stats, stats
 from .tile_counts import counted_tiles
 from .unsupported import fallback_counts, reset_fallback_counts
 
@@ -35,8 +36,11 @@ __all__ = [
     "CompactMask",
     "DMACache",
     "DMAConfig",
+    "LayerStats",
     "MaskGeometry",
+    "Stats",
     "UnsupportedTransformersError",
+    "Use",
     "configure",
     "continuous_batching",
     "counted_tiles",
@@ -46,7 +50,9 @@ __all__ = [
     "fallback_counts",
     "preset",
     "reset_fallback_counts",
+    "reset_stats",
     "resolve",
+    "stats",
 ]
 
 wrap_generate()

@@ -16,6 +16,7 @@ from .cache_attention import attend
 from .cache_step import update_of
 from .call import Call, autocast_dtype
 from .compact_mask import GEOMETRY, MASKED_BELOW, MaskGeometry
+from .stats import count_fallback, counted
 from .tile_counts import tile_counts_of
 
 CROSS_ATTENTION_NAMES = ("CrossAttention", "MergedAttention")
@@ -89,6 +90,7 @@ def dma_attention_forward(
         if settings.config.on_unsupported != "sdpa" or not refusal.sdpa_can:
             raise refusal.error()
         unsupported.note_fallback(refusal.option, refusal.asked)
+        count_fallback(module, refusal.option)
         options = {"dropout": call.dropout, "scaling": call.scaling, "position_bias": call.position_bias}
         sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]
         dense = geometry.dense(query.device) if bias is None else bias
@@ -100,11 +102,16 @@ def dma_attention_forward(
         layer, step = update
         if not geometry.two_sequences:
             counts = tile_counts_of(module, query, settings.recipe)
-            out = attend(layer, step, query, geometry, settings.recipe, counts, **call.options)
+            inputs = (layer, step, query, geometry, settings.recipe, counts)
+            out = counted(module, settings.name, layer.owner.format, attend, *inputs, **call.options)
             return out.transpose(1, 2).contiguous(), None
         key, value = layer.dense(step)
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe
-    out = attention(
+    out = counted(
+        module,
+        settings.name,
+        "none",
+        attention,
         query,
         key,
         value,

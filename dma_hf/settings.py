@@ -47,16 +47,20 @@ class Settings:
         recipe: Numerics of self-attention.
         cross_recipe: Numerics of cross-attention: two sequences share no positions, so that there is no diagonal to
             hold in high precision, and every tile is high.
+        name: The preset with these numerics, or ``custom``.
     """
 
     config: DMAConfig
     recipe: Recipe
     cross_recipe: Recipe
+    name: str
 
     @classmethod
     def of(cls, config: DMAConfig) -> Settings:
         """Return the settings of a configuration."""
-        return cls(config, config.recipe, replace(config.recipe, diagonal_tiles=EVERY_TILE))
+        recipe = config.recipe
+        name = next((name for name, preset in PRESETS.items() if preset.recipe == recipe), "custom")
+        return cls(config, recipe, replace(recipe, diagonal_tiles=EVERY_TILE), name)
 
 
 _DEFAULT = Settings.of(DMAConfig())

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from .. import unsupported
 from ..call import Call
 from ..settings import NAME, PAGED_NAME, is_dma
+from ..stats import counted
 
 _OF_THE_BATCH = frozenset(
     {"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal"}
@@ -82,13 +83,30 @@ def dma_paged_attention_forward(
     recipe = call.settings.recipe
     if hasattr(cache, "attend"):  # packed pages
         batch = kwargs["block_table"], cu_seq_lens_q, position_ids
-        return cache.attend(module.layer_idx, query, key, value, batch, recipe, **options), None
+        packed = (module.layer_idx, query, key, value, batch, recipe)
+        format = str(call.settings.config.cache)
+        return counted(module, call.settings.name, format, lambda: cache.attend(*packed, **options)), None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "dma_mxfp attention needs the lengths of the requests on the host, which a CUDA graph cannot give; pass "
             "continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)"
         )
     key, value, key_starts = _update(cache, module, key, value, sliding_window, kwargs)
+    requests = (query, key, value, key_starts, cu_seq_lens_q, position_ids)
+    return counted(module, call.settings.name, "pages", _attend_requests, *requests, recipe, options), None
+
+
+def _attend_requests(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_starts: Tensor,
+    cu_seq_lens_q: Tensor,
+    position_ids: Tensor,
+    recipe: Recipe,
+    options: dict[str, Any],
+) -> Tensor:
+    """Compute the attention of every request, ``[1, tokens, Hq, Dv]``, to keys whose starts are known."""
     out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1]))
     last = cu_seq_lens_q[1:].long() - 1
     ends = position_ids.reshape(-1)[last.clamp(min=0)] + 1  # of the requests: tokens until now
@@ -108,7 +126,7 @@ def dma_paged_attention_forward(
     if decoding:
         rows = [start for start, *_ in decoding]
         out[0, rows] = _decode(query, key, value, torch.tensor(decoding, device=query.device), recipe, options)
-    return out, None
+    return out
 
 
 def _update(

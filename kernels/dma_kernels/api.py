@@ -22,6 +22,7 @@ from .numerics.recipe import RECIPE_FIELDS, Recipe
 from .numerics.saturation import warn_if_saturated
 from .reference.attention import attention_gradient, attention_reference
 from .runtime.chip import check_backend, resolve_backend
+from .runtime.reports import report
 
 if TYPE_CHECKING:
     from .runtime.replay import Call
@@ -212,6 +213,7 @@ def _compute(
         if recipe.pv == "fp8":
             warn_if_saturated()  # by calls before this one, which the host did not wait for
         return attention_triton(query, key, value, recipe, options, tile_counts, call)
+    report("reference")
     results = attention_reference(
         *(query, key, value, AttentionGeometry.of(options, query, key), recipe),
         scale=options.scale,

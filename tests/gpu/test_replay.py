@@ -10,6 +10,7 @@ import torch
 import triton
 from dma_kernels import Recipe, attention, saturated_values
 from dma_kernels.runtime.replay import call_of
+from dma_kernels.runtime.reports import kernel_reports
 from dma_kernels.testing import random_qkv
 from prefill_cases import RECIPES
 from torch import Tensor
@@ -60,6 +61,16 @@ def test_other_tensors() -> None:
     results = [compute(each) for each in inputs]  # all alive at once
     for result, output in zip(results, outputs, strict=True):
         assert torch.equal(result, output)
+
+
+def test_a_repeated_call_reports_its_kernel() -> None:
+    reports: list[list[str]] = []
+    for _ in range(3):  # compiled, recorded, repeated
+        reports.append([])
+        with kernel_reports(reports[-1].append):
+            compute(make())
+    assert len(reports[0]) == 1
+    assert reports[1:] == reports[:1] * 2
 
 
 def test_one_tensor_for_keys_and_values() -> None:

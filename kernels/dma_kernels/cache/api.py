@@ -14,6 +14,7 @@ from torch import Tensor
 from ..numerics.arguments import check_kind, check_mask, check_options, check_sinks, is_integer
 from ..numerics.geometry import MAX_POSITION
 from ..runtime.chip import resolve_backend
+from ..runtime.reports import report
 from .reference import cached_attention_reference
 from .storage import TENSORS, LayerStorage
 
@@ -224,6 +225,7 @@ def _compute(
         if key.shape[2]:
             return decode_step(query, key, value, storage, **options.of_kernels)
         return decode_attention(query, storage, return_lse=False, **options.of_kernels)[0]
+    report("reference")
     out, _ = cached_attention_reference(query, key, value, storage, **options._asdict())
     if key.shape[2]:
         _store(storage, key, value)

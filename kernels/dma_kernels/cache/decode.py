@@ -20,6 +20,7 @@ from ..numerics.geometry import LOG2_E
 from ..runtime import chip, replay
 from ..runtime.chip import processors, starts_early
 from ..runtime.launch import Launcher, on_device
+from ..runtime.reports import report
 from ..runtime.tuning import select_decode_tiles
 from .append import append_tokens, storage_kind, where_stored
 from .codes import VALUE_GROUP, Record
@@ -142,6 +143,7 @@ def _launch(
     lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
+    report("decode")
     plan = _plan(
         storage.record,
         chip.device_arch(query.device),

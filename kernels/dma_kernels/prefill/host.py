@@ -19,6 +19,7 @@ from ..runtime import chip
 from ..runtime.descriptors import head_strides, is_describable
 from ..runtime.launch import Launcher, matrix_descriptor
 from ..runtime.lowering import Form
+from ..runtime.reports import report
 from ..runtime.tuning import PrefillTiles, select_section
 from .kernel import prefill_kernel
 from .operands import Operands
@@ -79,11 +80,14 @@ def prefill_attention(
         # with a mask take it 3,151 us, that of short ones 1,947.
         is_plain = softcap is None and geometry.mask is None
         if tiles.short is not None and hopper.takes_short(*call, tiles.short, is_long=is_long and is_plain):
+            report("multi-CTA")
             hopper.prefill_short(*call, recipe, tiles.short, out, lse, **scores)
             return out, lse
         if tiles.hopper is not None and is_long:
+            report("warp-specialised")
             hopper.prefill_hopper(*call, recipe, tiles.hopper, out, lse, **scores)
             return out, lse
+    report("portable")
     rows, mask = geometry.rows, geometry.mask
     # A descriptor's rows start at multiples of 16 bytes.
     described = [high.value]

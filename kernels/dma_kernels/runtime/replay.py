@@ -38,6 +38,7 @@ from .launch import (
     on_device,
     settings,
 )
+from .reports import kernel_reports, report
 
 _BUFFER_ALIGNMENT = 256
 """Of intermediate tensors, in bytes: that of PyTorch's own allocations."""
@@ -58,12 +59,13 @@ class Call:
     Safe to share between threads. Keep one for each combination of shapes, strides, dtypes, devices and options.
     """
 
-    __slots__ = ("_has_run", "_is_recorded", "_replay")
+    __slots__ = ("_has_run", "_is_recorded", "_kernels", "_replay")
 
     def __init__(self) -> None:
         self._has_run = False
         self._is_recorded = False
         self._replay: _Replay | None = None
+        self._kernels: list[str] = []
 
     def repeat(self, inputs: Inputs) -> Results | None:
         """Repeat the launches for other tensors.
@@ -76,7 +78,11 @@ class Call:
             then.
         """
         replay = self._replay
-        return None if replay is None else replay.launch(inputs)
+        results = None if replay is None else replay.launch(inputs)
+        if results is not None:
+            for kernel in self._kernels:
+                report(kernel)
+        return results
 
     def run(self, inputs: Inputs, function: Callable[[], Results]) -> Results:
         """Repeat the launches of ``function``, or call it.
@@ -93,9 +99,13 @@ class Call:
             self._has_run = True
             return function()
         self._is_recorded = True
+        kernels: list[str] = []
         recording = _Recording()
-        with recording, observed(recording.add):
+        with recording, observed(recording.add), kernel_reports(kernels.append):
             results = function()
+        for kernel in kernels:
+            report(kernel)
+        self._kernels = kernels
         self._replay = recording.finish(inputs, results)
         return results
 
