@@ -23,12 +23,14 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
-from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
+from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim, find_num_key_value_heads
 
 from ..settings import cache_of
 from .batching_name import enter_batching, leave_batching
 from .packed_pages import DEFAULT_BLOCKS, PackedPagedCache, check_layers
 from .versions import UnsupportedTransformersError, check_attributes, check_parameters
+
+__all__ = ["ContinuousBatchingManager", "DMAManager", "PagedAttentionCache", "WorkloadHints", "check_interfaces"]
 
 _MEMORY = (
     "config cb_config dtype bytes_per_sector tokens_per_sector bytes_per_block attn_types model_supports_logits_to_keep"
@@ -65,6 +67,7 @@ _PARAMETERS: tuple[tuple[Any, ...], ...] = (
     (FullAttentionCacheAllocator.register_cache_tensor, "bytes_per_sector non_trash_bytes cache_tensor pool"),
     (FullAttentionCacheAllocator.fill_block_table, "request_id past_length query_length block_table"),
     (update_cb_config_after_cache_creation, "cb_config num_blocks max_batch_tokens"),
+    (WorkloadHints, "max_prompt_length max_generated_length num_requests"),
     (find_head_dim, "config"),
     (find_num_key_value_heads, "config"),
     *((scheduler, "cache safety_margin max_requests_per_batch") for scheduler in SCHEDULER_MAPPING.values()),
@@ -135,6 +138,8 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
         try:
             super().__init__(model, settings, batching, hints)
             check_attributes(self, _ATTRIBUTES)
+            check_attributes(self.output_router, ["result_handlers"])
+            check_attributes(self.logit_processor, ["logits_processor"])
         except Exception:
             self._leave()
             raise

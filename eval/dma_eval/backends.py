@@ -21,6 +21,7 @@ import dma_hf
 from dma_hf import DMAConfig
 from dma_hf.cache import DEFAULT_FORMAT
 from dma_hf.cache_layers import DMALayer
+from dma_hf.integrations.attention_name import attention_name
 
 from .errors import UserError, one_line
 from .names import CACHE_SUFFIX, DMA, FORMAT_SUFFIXES, PEER_SUFFIXES, check_names, is_file, split_suffix
@@ -118,7 +119,7 @@ def activate(model: PreTrainedModel, backend: Backend) -> None:
             dma_hf.configure(model, backend.config)
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
         raise UserError(f"{type(model).__name__} cannot run attention {backend.label!r}: {one_line(error)}") from error
-    active = model.config._attn_implementation
+    active = attention_name(model.config)
     if active != backend.implementation:
         raise UserError(
             f"{type(model).__name__} does not let its attention be chosen: it stays {active!r} when "

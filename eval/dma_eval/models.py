@@ -17,6 +17,8 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, PreTrainedModel
 
+from dma_hf.integrations.commit_hash import commit_of
+
 from .errors import UserError, one_line
 from .results import ModelInfo
 
@@ -71,7 +73,7 @@ class LoadedModel:
         return ModelInfo(
             name=self.name,
             revision=self.revision,
-            commit=getattr(model.config, "_commit_hash", None),
+            commit=commit_of(model.config),
             architecture=type(model).__name__,
             parameters=model.num_parameters(),
             layers=getattr(config, "num_hidden_layers", None),
@@ -272,7 +274,9 @@ def batching_settings(model: PreTrainedModel, cache_gib: float | None) -> Contin
         UserError: That memory does not hold a page for every layer.
     """
     # No other attention than the one that was asked for.
-    config = ContinuousBatchingConfig(auto_switch_to_flash=False)
+    config = ContinuousBatchingConfig()
+    if hasattr(config, "auto_switch_to_flash"):  # Transformers 5.19 and newer
+        config.auto_switch_to_flash = False
     if cache_gib is not None:
         text = model.config.get_text_config()
         # Counted in blocks of 16-bit (of the model's own) keys and values, whatever pages then hold.

@@ -34,7 +34,6 @@ ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
 NEW_TOKENS = 6
 PAGE_SIZE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"  # 5.17
-SERVES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 decoders = pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 formats = pytest.mark.parametrize("format", ["int8", "int4"])
 
@@ -211,17 +210,20 @@ def _serve(tmp_path, *arguments):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
 
 
-@pytest.mark.skipif(SERVES, reason="serves")
-def test_serving_is_refused(tmp_path):
-    assert _serve(tmp_path).wait(60) == 2
-    assert re.search(r"serve needs Transformers 5\.\d+ or later, found 5\.", (tmp_path / "stderr").read_text())
+@pytest.mark.skipif(has_sectors(), reason="batches continuously")
+def test_serving_with_continuous_batching_is_refused(tmp_path):
+    assert _serve(tmp_path, "--continuous-batching").wait(60) == 2
+    message = r"serve --continuous-batching needs Transformers 5\.\d+ or later, found 5\."
+    assert re.search(message, (tmp_path / "stderr").read_text())
 
 
-@pytest.mark.skipif(not SERVES, reason="Transformers is too old to serve")
-@pytest.mark.parametrize("options", [[], ["--continuous-batching", "--cache-gib", "0.1"]], ids=["alone", "batched"])
-def test_serving(tmp_path, options):
+SERVERS = {"alone": [], "batched": ["--continuous-batching", "--cache-gib", "0.1"]}
+
+
+@pytest.mark.parametrize("kind", SERVERS if has_sectors() else ["alone"])
+def test_serving(tmp_path, kind):
     """A request is answered, and nothing deprecated is used for it."""
-    server = _serve(tmp_path, "--attn", "dma_mxfp:balanced+int4", *options)
+    server = _serve(tmp_path, "--attn", "dma_mxfp:balanced+int4", *SERVERS[kind])
     try:
         address = re.search(r"http://\S+/v1", server.stdout.readline())[0]
         opener = build_opener(ProxyHandler({}))

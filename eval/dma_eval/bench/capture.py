@@ -15,6 +15,7 @@ from dma_eval import console
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import LoadedModel
 from dma_eval.reading import takes_last
+from dma_hf.integrations.attention_name import attention_name
 
 from .inputs import Inputs, embedded
 from .results import ModelInputs, PrefillShape
@@ -170,7 +171,7 @@ def capture_layers(loaded: LoadedModel, input_ids: Tensor, layers: Sequence[int]
 
     AttentionInterface.register(CAPTURE, record)
     AttentionMaskInterface.register(CAPTURE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    before = model.config._attn_implementation
+    before = attention_name(model.config)
     try:
         model.set_attn_implementation(CAPTURE)
         last = {"logits_to_keep": 1} if takes_last(model) else {}

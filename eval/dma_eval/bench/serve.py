@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
-from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from dma_eval.backends import Backend, activate, refuse_repeats
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import batching_settings
+from dma_hf.integrations.manager import ContinuousBatchingManager, PagedAttentionCache, WorkloadHints
 
 from .results import ServeResult
 from .timing import FAILURES, measure_each

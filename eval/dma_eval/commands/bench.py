@@ -354,7 +354,7 @@ def time_serve(args: argparse.Namespace) -> int:
     with console.starting():
         from dma_eval.environment import need_transformers
 
-        need_transformers("5.23", "bench serve")
+        need_transformers("5.18", "bench serve")
         from dma_eval.backends import parse_backends
         from dma_eval.bench import serve
         from dma_eval.bench.generate import build_model, weight_bytes

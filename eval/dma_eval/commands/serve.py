@@ -84,7 +84,8 @@ def serve(args: argparse.Namespace) -> int:
         from dma_eval.environment import need_transformers
         from dma_eval.models import batching_settings, parse_source
 
-        need_transformers("5.23", "serve")
+        if args.continuous_batching:
+            need_transformers("5.18", "serve --continuous-batching")
         from dma_eval.serving import listen, make_engine, serve
 
     (backend,) = parse_backends([args.attn])

@@ -22,12 +22,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from transformers import ContinuousBatchingConfig, PreTrainedModel
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import GenerationState
 
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import LoadedModel
+from dma_hf.integrations.serving import GenerationState, ModelManager, build_app
 
 from .checks import ApiError
 from .gate import Gate, log
@@ -126,7 +124,7 @@ def build(loaded: LoadedModel, engine: Engine, attention: str) -> FastAPI:
     """Return the application: Transformers', with our routes and OpenAI's format of errors."""
     models = OneModel(loaded, attention)
     absent = Absent()
-    app: FastAPI = build_server(
+    app: FastAPI = build_app(
         models,
         Chat(models, loaded, engine),
         completion_handler=Complete(models, loaded, engine),

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.cli.serving.utils import response_events_to_chunks
 from transformers.generation.streamers import BaseStreamer
 
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import LoadedModel
+from dma_hf.integrations.serving import response_events_to_chunks
 
 from .checks import ApiError, Request
 

@@ -10,14 +10,17 @@ from typing import Any
 from fastapi.responses import JSONResponse, StreamingResponse
 from jinja2 import TemplateError
 from transformers import GenerationConfig
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import GenerationState, get_response_template
 
 from dma_eval.errors import one_line
 from dma_eval.models import LoadedModel
+from dma_hf.integrations.serving import (
+    ChatCompletionHandler,
+    CompletionHandler,
+    GenerationState,
+    ModelManager,
+    ResponseHandler,
+    get_response_template,
+)
 
 from .checks import ApiError, ChatRequest, CompletionRequest, Request, ResponseRequest, check
 from .gate import register
