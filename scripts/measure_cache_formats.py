@@ -35,7 +35,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 import dma_hf
 
-BAND = Recipe(low="bf16", high="bf16")
+BAND = Recipe(low="mxint8", high="bf16", smooth_k=False, rotate=False, pv="bf16")
+"""A recipe for its band: operands are prepared here. A uniform one would have no high tiles."""
 NAME = "measured_cache"
 SENSITIVITY_TOKENS = 2048
 
