@@ -7,6 +7,7 @@ takes the results that are there. New runs are taken over with
     python scripts/update_quality_docs.py --run OUT
 
 where ``OUT`` has a folder for each of those in ``benchmarks/quality``, and in it the runs that it is put together from.
+``--replace OUT`` keeps what is there, and replaces only the backends that the runs measured again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import isclose
 from pathlib import Path
 from statistics import fmean
 
@@ -225,6 +227,39 @@ def take_over(run: Path) -> None:
         write_run(merge(pieces), QUALITY / folder.name)
 
 
+def replace_backends(run: Path) -> None:
+    """Replace the backends that the runs below ``run`` measured again, in the folders of the same names.
+
+    Raises:
+        ValueError: A run has no such twin or windows, or its reference gives another perplexity.
+    """
+    for folder in sorted(path for path in run.iterdir() if path.is_dir()):
+        new = merge([_shortened(read_report(path)) for path in sorted(folder.rglob("results.json"))])
+        report = read_report(QUALITY / folder.name / "results.json")
+        perplexity = list(report.perplexity)
+        for section in new.perplexity:
+            index = [each.context for each in perplexity].index(section.context)
+            perplexity[index] = _with_backends(perplexity[index], section)
+        twins = {twin.name: twin for twin in report.stress[0].twins} if report.stress else {}
+        for twin in (twin for section in new.stress for twin in section.twins):
+            if twin.tokens is not None and twin.name in twins:
+                old = twins[twin.name]
+                assert old.tokens is not None
+                twins[twin.name] = replace(old, tokens=_with_backends(old.tokens, twin.tokens))
+        stress = [replace(section, twins=list(twins.values())) for section in report.stress]
+        command = " && ".join(dict.fromkeys((report.command, new.command)))
+        write_run(replace(report, perplexity=perplexity, stress=stress, command=command), QUALITY / folder.name)
+
+
+def _with_backends(section: PerplexitySection, new: PerplexitySection) -> PerplexitySection:
+    """A section with the backends of another on the same windows in place of its own of the same labels."""
+    first, again = section.backends[0].nll, new.backends[0].nll
+    if (section.context, section.windows) != (new.context, new.windows) or not isclose(first, again, rel_tol=1e-5):
+        raise ValueError(f"the runs read other windows: {section.windows} x {section.context}, {first} against {again}")
+    found = {each.label: each for each in new.backends[1:]}
+    return replace(section, backends=[found.get(each.label, each) for each in section.backends])
+
+
 def _shortened(report: Report) -> Report:
     """A report without the folders of the machine that made it, and the speeds of pieces that shared it."""
     model = replace(report.model, name=Path(report.model.name).name)
@@ -262,9 +297,12 @@ def main() -> None:
     """Take a run over, if one is given, and write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="a folder of folders of runs")
+    parser.add_argument("--replace", type=Path, help="likewise, of backends that were measured again")
     arguments = parser.parse_args()
     if arguments.run is not None:
         take_over(arguments.run)
+    if arguments.replace is not None:
+        replace_backends(arguments.replace)
     for page in BLOCKS:
         (ROOT / page).write_text(updated(page), encoding="utf-8")
 
