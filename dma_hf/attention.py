@@ -15,7 +15,8 @@ from . import unsupported
 from .cache_attention import attend
 from .cache_step import update_of
 from .call import Call, autocast_dtype
-from .compact_mask import GEOMETRY, MASKED_BELOW, MaskGeometry
+from .compact_mask import GEOMETRY, MaskGeometry
+from .dense_mask import read_mask
 from .stats import count_fallback, counted
 from .tile_counts import tile_counts_of
 
@@ -152,11 +153,14 @@ def _geometry(
     full = (batch, query.shape[1], q_len, kv_len)
     if mask.ndim != 4 or any(size not in (1, whole) for size, whole in zip(mask.shape, full, strict=True)):
         raise ValueError(f"attention_mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
-    if mask.dtype == torch.bool:
-        return replace(geometry, pattern=mask), None
-    if not mask.is_floating_point():
+    if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"attention_mask must be boolean or floating point, got {mask.dtype}")
-    return replace(geometry, pattern=mask >= MASKED_BELOW), mask
+    read = read_mask(mask)
+    geometry = replace(geometry, pattern=read.pattern)
+    # A window of a decoding step hides more than the padding does.
+    if mask.shape[3] > 1 and (sliding_window is None or q_len == kv_len):
+        geometry = replace(geometry, q_offset=geometry.q_offset - read.origin, kv_offset=-read.origin)
+    return geometry, mask if mask.is_floating_point() else None
 
 
 def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int) -> MaskGeometry:

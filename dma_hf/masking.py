@@ -16,13 +16,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
 from .compact_mask import CompactMask, MaskGeometry, has_no_values
 
@@ -180,11 +186,29 @@ def _recognise(
         return unknown
     if allow_is_bidirectional_skip and is_window:
         return _Kind(is_causal=False, window=local_size if local_size < kv_length - 1 else None)
-    if allow_is_causal_skip and is_window:
+    # A step over a static cache comes without leave to skip, whatever its pattern.
+    if is_window and (allow_is_causal_skip or _is_window(mask_function, local_size)):
         return _Kind(is_causal=True, window=local_size if local_size < kv_length else None)
     if allow_is_causal_skip:  # a chunk that holds all keys is no limit
         return _Kind(is_causal=True, needs_pattern=kv_offset + kv_length > local_size)
     return unknown
+
+
+def _is_window(mask_function: Callable[..., Any], window: int) -> bool:
+    """Return whether a pattern is upstream's causal window, with nothing laid over it."""
+    if torch.compiler.is_compiling():
+        return False
+    return _are_alike(mask_function, sliding_window_causal_mask_function(window))
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Return whether two functions are made by the same code of the same values."""
+    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+        cells = ([cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other))
+        return one.__code__ is other.__code__ and _are_alike(*map(tuple, cells))
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_are_alike, one, other))
+    return one is other or (isinstance(one, int) and isinstance(other, int) and one == other)
 
 
 def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> _Padding | None:

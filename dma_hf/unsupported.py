@@ -8,7 +8,6 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from .call import Call
-from .compact_mask import MASKED_BELOW, has_no_values
+from .dense_mask import read_mask
 from .integrations.cache_argument import CACHE_ARGUMENT
 from .integrations.output_capturing import is_collecting_attentions
 
@@ -33,8 +32,13 @@ HARMLESS = frozenset(
         *("kernel_options", "target_dtype", "implementation"),
     }
 )
-"""Keyword arguments that models pass to an attention function and that do not change its result. What ``generate``
-hands down is not among them: :func:`_is_of_generation` asks Transformers for that."""
+"""Keyword arguments that models pass to an attention function and that do not change its result."""
+
+OF_GENERATION = frozenset(inspect.signature(GenerationMixin.generate).parameters) | {
+    *("tokenizer", "assistant_tokenizer", "generation_mode"),
+}
+"""Keyword arguments that ``generate`` takes, or what pipelines pass to it. They say how tokens are chosen. ``generate``
+hands what it has no use for to the model, which hands it to every layer."""
 
 WAY_OUT = "load the model with attn_implementation='sdpa' or 'eager'"
 
@@ -88,24 +92,15 @@ def find(
         if not MIN_HEAD_DIM <= tensor.shape[-1] <= MAX_HEAD_DIM:
             asked = f"{name} has {tensor.shape[-1]}, expected {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
             return Refusal("this head_dim", asked, WAY_OUT, can)
-    if bias is not None and not _is_additive_mask(bias):
+    if bias is not None and not read_mask(bias).is_mask:
         asked = f"{list(bias.shape)} {bias.dtype} holds other numbers than 0 and large negative ones"
         return Refusal("an additive bias as attention_mask", asked, WAY_OUT, can)
     return None
 
 
-def _is_additive_mask(bias: Tensor) -> bool:
-    """Return whether a floating-point mask holds only zeros and large negative numbers."""
-    is_mask = ((bias == 0) | (bias < MASKED_BELOW)).all()
-    if has_no_values(bias):
-        torch._assert_async(is_mask, "dma_mxfp attention takes masks, not biases, as a floating-point attention_mask")
-        return True
-    return bool(is_mask)
-
-
 def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refusal | None:
     for name, value in others.items():
-        if value is None or name in HARMLESS:
+        if value is None or name in HARMLESS or name in OF_GENERATION:
             continue
         if name == "output_attentions":
             if value:
@@ -115,8 +110,6 @@ def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refu
             asked = f"a paged cache ({type(value).__name__}) was passed, as generate_batch does"
             way_out = "call generate_batch within dma_hf.continuous_batching(model)"
             return Refusal("continuous batching", asked, way_out)
-        if _is_of_generation(name):
-            continue
         given = f"Tensor{list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
         asked = f"{name}={given} was passed and may change the result"
         return Refusal(f"the argument {name!r}", asked, "leave it out, or " + WAY_OUT)
@@ -128,18 +121,6 @@ def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refu
         way_out = "pass position_ids that start again with each sequence, no attention_mask, and use_cache=False"
         return Refusal("packing by cu_seq_lens_q", asked, way_out)
     return None
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@cache
-def _is_of_generation(name: str) -> bool:
-    """Return whether ``generate`` or a decoding loop of the installed Transformers takes an argument of this name.
-
-    They hand what they have no use for (``tokenizer``) to the model, which hands it to every layer. It says how tokens
-    are chosen, not what attention computes. Fields of a ``GenerationConfig`` are not handed down.
-    """
-    functions = (function for _, function in inspect.getmembers(GenerationMixin, inspect.isfunction))
-    return any(name in inspect.signature(function).parameters for function in functions)
 
 
 def _is_collecting_attentions() -> bool:

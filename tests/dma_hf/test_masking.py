@@ -64,6 +64,18 @@ PADDINGS = {
 }
 
 
+def test_a_step_over_a_static_cache_has_no_pattern():
+    """Upstream's flag says nothing of the pattern there; what is laid over a window does."""
+    function, arguments = _mask_function("sliding")
+    sizes = {"batch_size": 2, "q_length": 1, "kv_length": 20, "q_offset": torch.tensor(9)}
+    arguments = arguments | {"allow_is_causal_skip": False}
+    geometry = dma_mask(**sizes, mask_function=function, **arguments).dma_geometry
+    assert (geometry.is_causal, geometry.window, geometry.pattern) == (True, WINDOW, None)
+    packed = upstream.and_masks(function, lambda b, h, q, k: k > 3)
+    for other in (packed, upstream.sliding_window_causal_mask_function(WINDOW + 1)):
+        assert dma_mask(**sizes, mask_function=other, **arguments).dma_geometry.pattern is not None
+
+
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("pattern", ["causal", "sliding", "chunked", "full", "sliding full", "prefix"])

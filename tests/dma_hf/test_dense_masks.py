@@ -1,0 +1,63 @@
+"""A model that is given a 4-D mask computes what it computes with the 2-D one, and reads it once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dma_hf
+from dma_hf import DMACache, dense_mask
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+
+LENGTH = 420
+PADDING = (0, 150)
+
+
+def _masks(dtype):
+    """The 2-D mask of a left-padded batch, and the same as a causal 4-D mask."""
+    padding = torch.ones(len(PADDING), LENGTH, dtype=torch.int64)
+    for row, count in zip(padding, PADDING, strict=True):
+        row[:count] = 0
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & padding[:, None, None].bool()
+    if dtype is torch.bool:
+        return padding, seen
+    return padding, torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+@pytest.fixture
+def llama(families):
+    model = families["llama"].build("dma_mxfp").double()
+    dma_hf.configure(model, "fp4")
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=["boolean", "additive"])
+@pytest.mark.parametrize("format", [None, "int4"])
+def test_left_padding_is_that_of_the_2d_mask(format, dtype, llama, token_ids, assert_same):
+    """As a whole, and over a cache in a prompt and steps of decoding."""
+    ids, (padding, mask) = token_ids(len(PADDING), LENGTH), _masks(dtype)
+    positions = (padding.cumsum(-1) - 1).clamp(min=0)
+    steps = [(0, LENGTH)] if format is None else [(0, 400), *((i, i + 1) for i in range(400, LENGTH))]
+    outputs = []
+    for given in (padding, mask):
+        cache = {} if format is None else {CACHE_ARGUMENT: DMACache(llama.config, format)}
+        parts = []
+        for start, end in steps:
+            part = given[:, :end] if given.ndim == 2 else given[:, :, start:end, :end]
+            arguments = {"attention_mask": part, "position_ids": positions[:, start:end], **cache}
+            parts.append(llama(ids[:, start:end], use_cache=format is not None, **arguments).logits)
+        outputs.append(torch.cat(parts, 1))
+    assert_same(outputs[1], outputs[0], padding, 1e-9)
+
+
+def test_a_mask_is_read_once_for_all_layers(llama, token_ids, monkeypatch):
+    reads = []
+    made = dense_mask.DenseMask
+    monkeypatch.setattr(dense_mask, "DenseMask", lambda *read: reads.append(read) or made(*read))
+    ids, (_, mask) = token_ids(len(PADDING), LENGTH), _masks(torch.float64)
+    first = llama(ids, attention_mask=mask).logits
+    assert len(reads) == 1
+    mask[0, :, :, 3] = torch.finfo(mask.dtype).min  # changed in place: read again
+    second = llama(ids, attention_mask=mask).logits
+    assert len(reads) == 2
+    assert not torch.equal(first, second)
