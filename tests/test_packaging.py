@@ -138,6 +138,27 @@ def test_importing_the_plugin_names_nothing_that_transformers_may_move(path):
     assert {name for name in named if name and name.partition(".")[0] == "transformers"} <= MAY_STAY
 
 
+DOCUMENTED = MAY_STAY | {"transformers.utils", "transformers.generation.streamers"}
+PRIVATE = {"_attn_implementation", "_commit_hash", "_supports_logits_to_keep", "_cached_continuous_batching_manager"}
+OUTSIDE = [
+    path
+    for folder in ("dma_hf", "eval/dma_eval")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "integrations" not in path.parts
+]
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_private_interfaces_of_transformers_are_in_the_integrations_alone(path):
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    named = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+    named |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    assert {name for name in named if name and name.partition(".")[0] == "transformers"} <= DOCUMENTED
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert not used & PRIVATE
+
+
 def test_the_command_says_which_extra_to_install(monkeypatch):
     """Where the plugin was installed alone."""
     requires = ["torch>=2", "rich; extra == 'eval'", "gguf>=0.17; extra == 'eval'", "mypy; extra == 'test'"]
