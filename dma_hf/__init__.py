@@ -21,6 +21,7 @@ from .config import PRESETS, DMAConfig, preset, resolve
 from .equalization import equalize
 from .integrations.batching import continuous_batching
 from .integrations.generate import wrap_generate
+from .integrations.names import wrap_name_check
 from .integrations.versions import UnsupportedTransformersError
 from .masking import dma_mask
 from .models import configure
@@ -60,3 +61,4 @@ if __name__ == "dma_hf":  # the copy in a Hub kernel is registered by Transforme
     for implementation in IMPLEMENTATIONS:
         AttentionInterface.register(implementation, dma_attention_forward)
         AttentionMaskInterface.register(implementation, dma_mask)
+    wrap_name_check()

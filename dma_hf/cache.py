@@ -86,6 +86,21 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         """Bytes that the layers with packed keys and values take."""
         return sum(each.storage.nbytes for each in self.layers if isinstance(each, DMALayer) and each.is_initialized)
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Take the new keys and values of a layer, as Transformers' caches do.
+
+        Raises:
+            ValueError: The cache has no such layer.
+        """
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"the cache has {len(self.layers)} layers, and the model asks for number {layer_idx + 1}; make "
+                "the cache of this model's configuration: DMACache(model.config)"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` tokens.
 

@@ -13,6 +13,9 @@ _READ = "dma_read"
 """Attribute under which a mask carries what was read of it, with the version of its contents."""
 
 
+_BIAS = "dma_mxfp attention takes masks, not biases, as a floating-point attention_mask"
+
+
 @dataclass(frozen=True, eq=False)
 class DenseMask:
     """A mask that was read.
@@ -41,7 +44,7 @@ def read_mask(mask: Tensor) -> DenseMask:
         pattern = mask >= MASKED_BELOW
         is_additive = ((mask == 0) | (mask < MASKED_BELOW)).all()
         if has_no_values(mask):
-            torch._assert_async(is_additive, "dma_mxfp attention takes masks, not biases, as attention_mask")
+            torch._assert_async(is_additive, _BIAS)
         else:
             is_mask = bool(is_additive)
     seen = pattern.any(2).any(1)  # [B, Tk]

@@ -251,6 +251,15 @@ def built_in_attention(config_module: str) -> str | None:
     return None if module is None else _built_in_attention(module)
 
 
+def lacks_attention(config_module: str) -> bool:
+    """Return whether a model has no attention at all (Mamba); arguments as of :func:`built_in_attention`."""
+    module = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
+    if module is None or module.__name__ == config_module or "ALL_ATTENTION_FUNCTIONS" in vars(module):
+        return False
+    layers = (name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module))
+    return not any("Attention" in name for name in layers)
+
+
 @cache
 def _built_in_attention(module: ModuleType) -> str | None:
     if "ALL_ATTENTION_FUNCTIONS" in vars(module):

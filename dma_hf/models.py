@@ -13,7 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from .config import DMAConfig, resolve
 from .integrations.attention_name import attention_name
 from .integrations.batching import InitContinuousBatching
-from .masking import built_in_attention, refuse_model
+from .masking import built_in_attention, lacks_attention, refuse_model
 from .settings import IMPLEMENTATIONS, NAME, distinct_configs, is_dma, rename, settings_of
 
 
@@ -45,7 +45,8 @@ def configure(
         OSError: The file cannot be read.
         TypeError: ``setting`` or ``model`` is not as described.
         ValueError: There is no such preset; a key or a value is wrong; or no part of the model runs ``dma_mxfp``,
-            because another implementation is set or because the model class computes its attention itself.
+            because another implementation is set, because the model class computes its attention itself, or because
+            it has none.
     """
     is_module = isinstance(model, nn.Module)
     models = [each for each in model.modules() if isinstance(each, PreTrainedModel)] if is_module else []
@@ -60,6 +61,10 @@ def configure(
     config = config.with_changes(**changes)
     if all(built_in_attention(type(module.config).__module__) for module in models):
         refuse_model(models[0].config)
+    if all(lacks_attention(type(module.config).__module__) for module in models):
+        raise ValueError(
+            f"{type(models[0]).__name__} has no attention, which is all that the settings of {NAME} are for"
+        )
     if activate:
         models[0].set_attn_implementation(NAME)
     configs = distinct_configs(model)

@@ -1,4 +1,4 @@
-"""``generate`` with a ``DMACache``: the one method of Transformers that this package wraps.
+"""``generate`` with a ``DMACache``.
 
 Transformers has no public way to add a kind of cache, and nothing tells a package that a model was loaded. So
 ``GenerationMixin.generate`` is wrapped once, when the package is imported. The wrapper adds a cache to the calls of

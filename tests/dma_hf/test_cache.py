@@ -398,6 +398,12 @@ class TestErrors:
             cache.crop(-1.5)
         _assert_unchanged(cache, before)
 
+    def test_a_cache_of_a_smaller_model(self, build, families, token_ids):
+        cache = DMACache(build("llama").config)
+        larger = families["llama"].build("dma_mxfp", num_hidden_layers=4)
+        with pytest.raises(ValueError, match="the cache has 2 layers, and the model asks for number 3"):
+            larger(token_ids(1, 4), past_key_values=cache)
+
     def test_cropping_a_window_that_is_gone(self, build, token_ids):
         model = build("gemma3")
         cache = DMACache(model.config)

@@ -111,6 +111,20 @@ def test_a_preset_is_accepted_at_load_time(setting, tmp_path, token_ids, familie
     assert torch.equal(model(ids).logits, logits)
 
 
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [("fp44", "balanced, fp4, paper"), ("fp4+int5", r"fp4\+int8, fp4\+int4"), ("", "balanced, fp4")],
+)
+def test_a_typo_in_the_preset_gets_the_list_of_presets(setting, names, families):
+    name = f"dma_mxfp:{setting}"
+    message = f"attn_implementation='dma_mxfp:.*: unknown preset .*{names}"
+    with pytest.raises(ValueError, match=message):
+        families["llama"].build(name)
+    model = families["llama"].build("sdpa")
+    with pytest.raises(ValueError, match=message):
+        model.set_attn_implementation(name)
+
+
 def test_without_the_import_it_is_unknown(tmp_path):
     script = (
         "from transformers import LlamaConfig, LlamaModel; LlamaModel._from_config(LlamaConfig(num_hidden_layers=1, "

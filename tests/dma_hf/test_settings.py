@@ -15,6 +15,8 @@ from transformers import (
     BloomForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    MambaConfig,
+    MambaForCausalLM,
 )
 
 import dma_hf
@@ -219,3 +221,11 @@ def test_configure_reaches_plain_modules_with_a_configuration_of_their_own(llama
     layer.config = copy.deepcopy(layer.config)
     dma_hf.configure(llama, "paper")
     assert layer.config.dma_mxfp == PRESETS["paper"].to_section()
+
+
+def test_a_model_without_attention():
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    model = MambaForCausalLM._from_config(MambaConfig(**sizes))
+    with pytest.raises(ValueError, match="MambaForCausalLM has no attention"):
+        dma_hf.configure(model, activate=True)
+    assert not hasattr(model.config, dma_hf.NAME)
