@@ -1,4 +1,4 @@
-"""Write the tables of quality in README.md and docs/evaluation.md from the results under benchmarks.
+"""Write the tables of quality in README.md, docs/evaluation.md and docs/skipping.md from the results under benchmarks.
 
     python scripts/update_quality_docs.py
 
@@ -13,13 +13,16 @@ where ``OUT`` has a folder for each of those in ``benchmarks/quality``, and in i
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import isclose
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from dma_eval.bench.results import DecodeReport, DecodeResult
 from dma_eval.markdown import table
@@ -39,6 +42,9 @@ FAR = "smollm2-32768-yarn-fp32"
 """Presets over four times the positions that the model was trained for."""
 NEEDLES = ("smollm2-needles-bf16", "smollm2-needles-caches-bf16")
 """Which needles presets find, and which caches."""
+SKIPPING = ROOT / "benchmarks" / "skipping"
+RULES = {"high": "high maximum", "running": "running maximum", "length": "threshold + log(position / 8,192)"}
+"""What the rules of ``measure_skipping.py`` are called."""
 DECODE = ROOT / "benchmarks" / "decode-h200.json"
 PEERS = ROOT / "benchmarks" / "decode-peers-h200.json"
 DECODE_SHAPE = {"batch": 1, "length": 32768, "query_heads": 32, "kv_heads": 8, "head_dim": 128}
@@ -200,7 +206,80 @@ def _kls(columns: Iterable[Mapping[str, BackendResult]], label: str) -> list[str
     return [MISSING if each is None else FAILED if each.failure else format_kl(each.kl_mean) for each in found]
 
 
-BLOCKS = {"README.md": ("quality", readme_tables), "docs/evaluation.md": ("quality run", run_tables)}
+def skipping_tables() -> str:
+    """The tables of docs/skipping.md: thresholds, twins, lost mass, other rules and estimates."""
+    results = [each for path in sorted(SKIPPING.glob("*.json")) for each in json.loads(path.read_text())["results"]]
+    lengths = sorted({each["length"] for each in results})
+
+    def found(**fields: Any) -> list[dict[str, Any]]:
+        return [each for each in results if all(each[name] == value for name, value in fields.items())]
+
+    def cells(rows: Iterable[Mapping[str, Any]], show: Callable[[Mapping[str, Any]], str]) -> list[str]:
+        """One cell a length."""
+        shown = {row["length"]: show(row) for row in rows}
+        return [shown.get(length, MISSING) for length in lengths]
+
+    def skipped_and_kl(row: Mapping[str, Any]) -> str:
+        return f"{row['skipped']:.0%}, {format_kl(row['kl'])}"
+
+    def lost(row: Mapping[str, Any]) -> str:
+        return f"{row['lost_mean']:.1e}, {row['lost_p999']:.1e}"
+
+    def thresholds(**fields: Any) -> list[float | None]:
+        values = {each["threshold"] for each in found(**fields)}
+        return sorted(values, key=lambda t: -math.inf if t is None else -t)
+
+    headers = ["threshold", *(f"{length:,}" for length in lengths)]
+    plain = {"twin": "as it is", "kind": "high"}
+    parts = []
+    for preset in ("balanced", "fp4"):
+        rows = [
+            ["off" if t is None else f"{t:g}", *cells(found(preset=preset, threshold=t, **plain), skipped_and_kl)]
+            for t in thresholds(preset=preset, **plain)
+        ]
+        parts.append(f"`{preset}`: share of low tiles skipped, and KL per token:\n\n{table(headers, rows)}")
+    rows = [
+        [f"{t:g}", *cells(found(preset="balanced", threshold=t, **plain), lost)]
+        for t in thresholds(preset="balanced", **plain)
+        if t is not None
+    ]
+    parts.append(f"`balanced`: probability lost by a row, mean and 99.9th percentile:\n\n{table(headers, rows)}")
+    for preset in ("balanced", "fp4"):
+        own = {"preset": preset, "kind": "high"}
+        tried = thresholds(**own)
+        names = dict.fromkeys((each["length"], each["twin"]) for each in found(**own))
+        rows = []
+        for length, twin in sorted(names, key=lambda name: name[0]):
+            by_threshold = {each["threshold"]: each for each in found(length=length, twin=twin, **own)}
+            kls = [format_kl(by_threshold[t]["kl"]) if t in by_threshold else MISSING for t in tried]
+            rows.append([f"{length:,}, {twin}", *kls])
+        header = ["", *("off" if t is None else f"t = {t:g}" for t in tried)]
+        parts.append(f"`{preset}` on twins: KL per token:\n\n{table(header, rows)}")
+    rows = [
+        [f"{RULES[kind]}, {t:g}", *cells(found(preset="balanced", kind=kind, threshold=t), skipped_and_kl)]
+        for kind in RULES
+        for t in thresholds(preset="balanced", kind=kind, twin="as it is")
+        if t is not None
+    ]
+    rules = table(["rule, threshold", *headers[1:]], rows)
+    parts.append(f"`balanced` under other rules: share of low tiles skipped, and KL per token:\n\n{rules}")
+    kinds = [kind for kind in dict.fromkeys(each["kind"] for each in results) if kind not in RULES]
+    estimates = [
+        [kind, *(f"t = {each['threshold']:g}: {skipped_and_kl(each)}" for each in found(kind=kind))] for kind in kinds
+    ]
+    width = max((len(row) for row in estimates), default=1)
+    parts.append(
+        "`balanced` at 8,192, tiles skipped by an estimate before the product of queries and keys:\n\n"
+        + table(["estimate", *[""] * (width - 1)], [row + [MISSING] * (width - len(row)) for row in estimates])
+    )
+    return "\n".join(parts)
+
+
+BLOCKS = {
+    "README.md": ("quality", readme_tables),
+    "docs/evaluation.md": ("quality run", run_tables),
+    "docs/skipping.md": ("skipping", skipping_tables),
+}
 """By page: the mark of its block, ``<!-- mark -->`` to ``<!-- end mark -->``, and what stands there."""
 
 
