@@ -50,7 +50,8 @@ class Rule(NamedTuple):
         threshold: Nats; ``None`` skips nothing.
         kind: ``high`` compares with each row's maximum over high tiles (the rule of the kernels), ``running`` with the
             running maximum from the diagonal down, ``length`` with the high maximum by a threshold that grows with the
-            logarithm of the position. Others are estimates of :data:`ESTIMATES`, compared with the high maximum.
+            logarithm of the position. ``rows`` is ``high``, but each row drops its own tiles. Others are
+            estimates of :data:`ESTIMATES`, compared with the high maximum.
     """
 
     threshold: float | None = None
@@ -62,6 +63,7 @@ class SkippingAttention:
 
     def __init__(self, recipe: Recipe, rule: Rule, layers: int, heads: int, elements: int) -> None:
         self.recipe, self.rule, self.elements = recipe, rule, elements
+        # Pairs of row and low tile.
         self.skipped, self.low = (np.zeros((layers, heads), dtype=np.int64) for _ in range(2))
         self.lost: list[Tensor] = []
 
@@ -117,11 +119,9 @@ class SkippingAttention:
         tiles = scores.view(*scores.shape[:-1], -1, TILE)
         tile_max = tiles.amax(-1)
         is_low = ~is_high & (torch.arange(end // TILE, device=device) <= q_tile)
-        skip = self._skipped(tile_max, is_high, is_low, block, q_low, k_low[:end])  # [G, R / 64, tiles]
-        low = is_low[::SKIP_BLOCK]
+        skip = self._skipped(tile_max, is_high, is_low, block, q_low, k_low[:end])
         self.skipped[layer, heads] += skip.sum((1, 2)).cpu().numpy()
-        self.low[layer, heads] += int(low.sum())
-        skip = skip.repeat_interleave(SKIP_BLOCK, 1)
+        self.low[layer, heads] += int(is_low.sum())
         weights = scores.sub_(tile_max.amax(-1, keepdim=True)).exp_()
         sums = tiles.sum(-1)
         kept = sums.masked_fill(skip, 0.0).sum(-1, keepdim=True)
@@ -133,10 +133,9 @@ class SkippingAttention:
     def _skipped(
         self, tile_max: Tensor, is_high: Tensor, is_low: Tensor, block: slice, query: Tensor, key: Tensor
     ) -> Tensor:
-        """Return which low tiles each block of 64 rows skips, ``[G, R / 64, tiles]``."""
-        low = is_low[::SKIP_BLOCK]
+        """Return which low tiles each row skips, ``[G, R, tiles]``."""
         if self.rule.threshold is None:
-            return torch.zeros((len(tile_max), *low.shape), dtype=torch.bool, device=low.device)
+            return torch.zeros_like(tile_max, dtype=torch.bool)
         bound = tile_max.masked_fill(~is_high, -math.inf).amax(-1, keepdim=True)
         threshold: Any = self.rule.threshold
         if self.rule.kind == "running":
@@ -144,12 +143,14 @@ class SkippingAttention:
             before = torch.cat((after[..., 1:], torch.full_like(after[..., :1], -math.inf)), -1)
             bound = torch.maximum(bound, before)
         elif self.rule.kind == "length":
-            position = torch.arange(block.start, block.stop, SKIP_BLOCK, device=low.device) + SKIP_BLOCK
-            threshold = (threshold + torch.log(position / REFERENCE_LENGTH))[:, None]
-        elif self.rule.kind != "high":
+            position = torch.arange(block.start, block.stop, SKIP_BLOCK, device=bound.device) + SKIP_BLOCK
+            threshold = (threshold + torch.log(position / REFERENCE_LENGTH)).repeat_interleave(SKIP_BLOCK)[:, None]
+        elif self.rule.kind not in ("high", "rows"):
             tile_max = ESTIMATES[self.rule.kind](tile_max, query, key)
-        gap = (tile_max - bound).view(len(tile_max), -1, SKIP_BLOCK, tile_max.shape[-1]).amax(2)
-        return (gap < -threshold) & low
+        gap = tile_max - bound
+        if self.rule.kind != "rows":
+            gap = gap.view(len(gap), -1, SKIP_BLOCK, gap.shape[-1]).amax(2).repeat_interleave(SKIP_BLOCK, 1)
+        return (gap < -threshold) & is_low
 
 
 def mean_of(keys: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -219,6 +220,8 @@ def plan(length: int) -> Iterator[tuple[Twin, str, Rule]]:
     for threshold in (6.0,) if is_long else (5.0, 6.0, 7.0):
         yield unchanged, "balanced", Rule(threshold, "running")
         yield unchanged, "balanced", Rule(threshold, "length")
+    if not is_long:
+        yield unchanged, "balanced", Rule(6.0, "rows")
     for twin in twins:
         for threshold in (None, 6.0) if is_long else (None, 6.0, 7.0, 5.0, 8.0):
             yield twin, "balanced", Rule(threshold)
@@ -269,7 +272,7 @@ class Study:
             "change_percent": 100 * math.expm1((nll - exact_nll).mean()),
             "flips": 1 - np.concatenate([each.agree for each in scores]).mean(),
             "skipped": attention.skipped.sum() / attention.low.sum(),
-            "skipped_by_head": np.round(attention.skipped / attention.low, 4).tolist(),
+            "skipped_by_layer": np.round(attention.skipped.sum(1) / attention.low.sum(1), 3).tolist(),
             "seconds": time.perf_counter() - began,
         }
         if attention.lost:
@@ -307,7 +310,8 @@ def measure(options: argparse.Namespace) -> None:
             print(summary(result), flush=True)
             about = {name: Path(getattr(options, name)).name for name in ("model", "data")}
             report = {**about, "device": device_name(loaded.model), "results": found}
-            options.out.write_text(json.dumps(report, indent=1))
+            # One line for each result.
+            options.out.write_text(json.dumps(report).replace('{"length"', '\n{"length"') + "\n")
         del study, loaded
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -43,7 +43,12 @@ FAR = "smollm2-32768-yarn-fp32"
 NEEDLES = ("smollm2-needles-bf16", "smollm2-needles-caches-bf16")
 """Which needles presets find, and which caches."""
 SKIPPING = ROOT / "benchmarks" / "skipping"
-RULES = {"high": "high maximum", "running": "running maximum", "length": "threshold + log(position / 8,192)"}
+RULES = {
+    "high": "high maximum",
+    "running": "running maximum",
+    "length": "threshold + log(position / 8,192)",
+    "rows": "high maximum, row by row",
+}
 """What the rules of ``measure_skipping.py`` are called."""
 DECODE = ROOT / "benchmarks" / "decode-h200.json"
 PEERS = ROOT / "benchmarks" / "decode-peers-h200.json"

@@ -35,8 +35,8 @@ def test_computes_what_the_reference_does(script: Any, preset: str, threshold: f
     recipe = replace(recipe, skip_threshold=threshold or math.inf)
     expected = attention(query, key, value, recipe, scale=0.25, tile_counts=counts)
     torch.testing.assert_close(out.transpose(1, 2), expected, rtol=1e-3, atol=1e-3)
-    assert measured.skipped[0].tolist() == counts[:, 0].tolist()
-    assert measured.low[0].tolist() == counts[:, 1].tolist()
+    assert measured.skipped[0].tolist() == (64 * counts[:, 0]).tolist()
+    assert measured.low[0].tolist() == (64 * counts[:, 1]).tolist()
     assert (threshold is None) == (counts[:, 0].sum() == 0)
 
 
@@ -65,7 +65,8 @@ def test_measures_and_draws(script: Any, model_folder: Path, text_file: Path, tm
     unchanged, *twins = script.TWINS
     runs = [(unchanged, preset, script.Rule(t, kind)) for preset in ("balanced", "fp4") for t, kind in [(None, "high")]]
     runs += [
-        (unchanged, "balanced", script.Rule(1.0, kind)) for kind in ("high", "running", "length", "every row of 8")
+        (unchanged, "balanced", script.Rule(1.0, kind))
+        for kind in ("high", "running", "length", "rows", "every row of 8")
     ]
     runs += [(twins[0], "balanced", script.Rule(1.0)), (twins[-1], "balanced", script.Rule(1.0))]
     monkeypatch.setattr(script, "plan", lambda _length: iter(runs))
