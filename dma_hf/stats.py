@@ -11,7 +11,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from dma_kernels.runtime.reports import kernel_reports
-from torch import nn
+from torch import Tensor, nn
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,10 +40,21 @@ class LayerStats:
     Attributes:
         uses: Calls that ``dma_mxfp`` computed.
         fallbacks: Calls that SDPA computed instead, by the option that is not supported.
+        tiles: Pairs of query block and low tile skipped, and examined, of each query head, int64 ``[Hq, 2]``, that
+            :func:`dma_hf.counted_tiles` has counted; ``None`` if it has not. A model has one row, the sum.
     """
 
     uses: Counter[Use] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
+    tiles: Tensor | None = None
+
+    @property
+    def skipped_share(self) -> float | None:
+        """Share of the counted low tiles that were skipped; ``None`` if none was counted."""
+        if self.tiles is None:
+            return None
+        skipped, examined = self.tiles.sum(0).tolist()
+        return skipped / examined if examined else None
 
 
 @dataclass
@@ -68,6 +79,8 @@ class Stats(LayerStats):
             for use, count in self.uses.most_common()
         ]
         lines += [f"  {count} x SDPA instead: {option}" for option, count in self.fallbacks.most_common()]
+        if self.skipped_share is not None:
+            lines.append(f"  {self.skipped_share:.0%} of the low tiles counted were skipped")
         return "\n".join(lines)
 
 
@@ -85,9 +98,12 @@ def stats(model: nn.Module) -> Stats:
         for name, module in model.named_modules():
             found = _layers.get(module)
             if found is not None:
-                total.layers[name] = LayerStats(found.uses.copy(), found.fallbacks.copy())
+                tiles = None if found.tiles is None else found.tiles.clone()
+                total.layers[name] = LayerStats(found.uses.copy(), found.fallbacks.copy(), tiles)
                 total.uses += found.uses
                 total.fallbacks += found.fallbacks
+    counts = [layer.tiles.sum(0) for layer in total.layers.values() if layer.tiles is not None]
+    total.tiles = torch.stack(counts).sum(0, keepdim=True) if counts else None
     return total
 
 
@@ -111,6 +127,14 @@ def counted(
     with _lock:
         _layers.setdefault(module, LayerStats()).uses[use] += 1
     return result
+
+
+def count_tiles(module: nn.Module, tiles: Tensor) -> None:
+    """Add the tiles that a layer skipped and examined, ``[Hq, 2]``; waits for their device."""
+    tiles = tiles.cpu()
+    with _lock:
+        layer = _layers.setdefault(module, LayerStats())
+        layer.tiles = tiles if layer.tiles is None else layer.tiles + tiles
 
 
 def count_fallback(module: nn.Module, option: str) -> None:

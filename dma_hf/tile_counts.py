@@ -9,6 +9,8 @@ import torch
 from dma_kernels import Recipe
 from torch import Tensor, nn
 
+from .stats import count_tiles
+
 TileCounts = dict[nn.Module, Tensor]
 """For each attention layer int64 ``[Hq, 2]``: pairs of query block and low tile skipped, and pairs examined."""
 
@@ -22,6 +24,8 @@ def counted_tiles() -> Iterator[TileCounts]:
     Layers whose configuration has no ``skip_threshold`` are left out, and so are decoding and later chunks over a
     ``DMACache``, which never skip. Of nested blocks the innermost counts.
 
+    At the end they are added to :func:`dma_hf.stats`.
+
     Yields:
         The counts by layer; they grow with each call until the block ends. Reading one waits for its device.
     """
@@ -31,6 +35,8 @@ def counted_tiles() -> Iterator[TileCounts]:
         yield counts
     finally:
         _counting.pop()
+        for module, tiles in counts.items():
+            count_tiles(module, tiles)
 
 
 def tile_counts_of(module: nn.Module, query: Tensor, recipe: Recipe) -> Tensor | None:

@@ -225,7 +225,7 @@ def skipping_tables() -> str:
         return [shown.get(length, MISSING) for length in lengths]
 
     def skipped_and_kl(row: Mapping[str, Any]) -> str:
-        return f"{row['skipped']:.0%}, {format_kl(row['kl'])}"
+        return f"{100 * row['skipped']:.0f} %, {format_kl(row['kl'])}"
 
     def lost(row: Mapping[str, Any]) -> str:
         return f"{row['lost_mean']:.1e}, {row['lost_p999']:.1e}"
@@ -261,7 +261,10 @@ def skipping_tables() -> str:
         header = ["", *("off" if t is None else f"t = {t:g}" for t in tried)]
         parts.append(f"`{preset}` on twins: KL per token:\n\n{table(header, rows)}")
     rows = [
-        [f"{RULES[kind]}, {t:g}", *cells(found(preset="balanced", kind=kind, threshold=t), skipped_and_kl)]
+        [
+            f"{RULES[kind]}, {t:g}",
+            *cells(found(preset="balanced", kind=kind, threshold=t, twin="as it is"), skipped_and_kl),
+        ]
         for kind in RULES
         for t in thresholds(preset="balanced", kind=kind, twin="as it is")
         if t is not None
@@ -274,7 +277,7 @@ def skipping_tables() -> str:
     ]
     width = max((len(row) for row in estimates), default=1)
     parts.append(
-        "`balanced` at 8,192, tiles skipped by an estimate before the product of queries and keys:\n\n"
+        "`balanced`, unchanged model, tiles skipped by an estimate before the product of queries and keys:\n\n"
         + table(["estimate", *[""] * (width - 1)], [row + [MISSING] * (width - len(row)) for row in estimates])
     )
     return "\n".join(parts)

@@ -56,3 +56,18 @@ def test_the_innermost_block_counts(model):
         assert outer == {}
         model(TOKENS)
     assert outer
+
+
+def test_stats_have_the_shares(model):
+    assert dma_hf.stats(model).skipped_share is None
+    for _ in range(2):
+        with dma_hf.counted_tiles() as counts:
+            model(TOKENS)
+    stats = dma_hf.stats(model)
+    layers = list(stats.layers.values())
+    assert [layer.tiles.tolist() for layer in layers] == [(2 * tiles).tolist() for tiles in counts.values()]
+    assert stats.tiles.tolist() == [sum(layer.tiles.sum(0) for layer in layers).tolist()]
+    assert 0 <= stats.skipped_share <= 1
+    assert "of the low tiles counted were skipped" in str(stats)
+    dma_hf.reset_stats(model)
+    assert dma_hf.stats(model).tiles is None
