@@ -33,15 +33,6 @@ class OwnMethod:
         if not isinstance(previous, cls):
             setattr(model, cls.name, cls(model, previous))
 
-    @classmethod
-    def remove(cls, model: PreTrainedModel) -> None:
-        """Give a model back the method that it had before :meth:`install`."""
-        found = vars(model).get(cls.name)
-        if isinstance(found, cls):
-            delattr(model, cls.name)
-            if found._wrapped is not None:
-                setattr(model, cls.name, found._wrapped)
-
     @property
     def model(self) -> PreTrainedModel:
         """The model.
