@@ -129,7 +129,7 @@ def study_thresholds(session: Session, reading: Reading, backend: Backend) -> Th
         replace(backend, label=f"{backend.label}, t = {t}", config=config.with_changes(skip_threshold=t))
         for t in thresholds
     ]
-    tokens = compare(session, reading, [session.backends[0], *backends], place=("thresholds", backend.label))
+    tokens = compare(session, reading, [session.backends[0], *backends], place=("stress", "thresholds", backend.label))
     first = reading.windows[0]
     ids = reading.input_ids[None, first.begin : first.end].to(session.loaded.model.device)
     skipped = [_skipped(session.loaded.model, each, ids) for each in backends]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -126,16 +127,16 @@ def test_command_stress(run, wild_folder, text_file, tmp_path):
 
 @pytest.fixture
 def skipping(tmp_path):
-    path = tmp_path / "skipping.toml"
-    DMAConfig(skip_threshold=0.05).to_toml(path)
-    return path
+    for name, threshold in {"plain": math.inf, "skipping": 0.05}.items():
+        DMAConfig(skip_threshold=threshold).to_toml(tmp_path / f"{name}.toml")
+    return tmp_path
 
 
 @pytest.mark.usefixtures("rows_decide_alone")
 def test_thresholds_are_tried_where_a_backend_skips(run, model_folder, text_file, skipping, tmp_path, monkeypatch):
     monkeypatch.setattr("dma_eval.stress.THRESHOLDS", (0.01, 0.5))
     arguments = ["-m", model_folder, "-d", text_file, "--device", "cpu", "--context", 512, "--max-windows", 1]
-    names = ["sdpa", "dma_mxfp:balanced", f"dma_mxfp:{skipping}"]
+    names = ["sdpa", f"dma_mxfp:{skipping}/plain.toml", f"dma_mxfp:{skipping}/skipping.toml"]
     result = run("stress", *arguments, "--attn", *names, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     (section,) = read_report(tmp_path / "run/results.json").stress
@@ -148,7 +149,8 @@ def test_thresholds_are_tried_where_a_backend_skips(run, model_folder, text_file
     assert study.tokens.backends[3].kl_mean == pytest.approx(plain[2].kl_mean)
     assert re.search("the model (keeps its|loses) quality at skip_threshold = 0.05", " ".join(result.output.split()))
     assert (tmp_path / "run/thresholds.png").is_file()
-    assert {path.stem for path in (tmp_path / "run/configs").iterdir()} == {"balanced", "skipping"}
+    assert {path.stem for path in (tmp_path / "run/configs").iterdir()} == {"plain", "skipping"}
+    assert [path.name for path in (tmp_path / "run/parts").iterdir()] == ["stress.json"]
 
 
 @pytest.mark.parametrize(
