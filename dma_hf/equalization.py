@@ -35,7 +35,7 @@ def equalize(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
     ``1 + w`` (Gemma 3). In FP32 their channels take the nearest power of two that leaves them exact; in BF16 their
     gains are rounded once more, by 2**-9 at most. Save the model and it loads anywhere, with nothing of this package.
     Its configuration then says ``dma_equalized``, unless some channels could not be balanced: an ``int4`` cache rotates
-    the keys of such a model, which halves its loss.
+    the keys of such a model, which lowers its loss.
 
     Args:
         model: A model with rotary embeddings, in FP32 or BF16.

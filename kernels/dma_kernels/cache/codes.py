@@ -21,7 +21,7 @@ Rotation
     that is not finite breaks every group of its Hadamard block.
 
     Rotation spreads an outlier channel over all channels. Values share a scale across channels, so they always gain.
-    Keys have a scale per channel already. Rotating them halves the loss if the channels of queries and keys are
+    Keys have a scale per channel already. Rotating them lowers the loss if the channels of queries and keys are
     balanced (:func:`dma_hf.equalize`), and ruins keys with outliers.
 
 Record
