@@ -1,9 +1,9 @@
 """Attention backends by name: ``sdpa``, ``eager``, ``dma_mxfp``, ``dma_mxfp:PRESET``, ``dma_mxfp:FILE.toml``.
 
 ``+int8`` or ``+int4`` after one of ``dma_mxfp`` (``dma_mxfp:balanced+int4``) lets the model read everything through a
-``DMACache`` of that format, ``+cache`` through one of its own (``dma_mxfp:kv4+cache``): what is scored then is what the
-cache stores. See :mod:`dma_eval.reading`. ``sdpa+quanto4`` and the like read through Transformers' ``QuantizedCache``,
-and ``sim_sage`` and others round as another kernel does: see :mod:`dma_eval.peers`.
+``DMACache`` of that format, and so does a preset or file that names a format (``dma_mxfp:kv4``): what is scored then is
+what the cache stores. See :mod:`dma_eval.reading`. ``sdpa+quanto4`` and the like read through Transformers'
+``QuantizedCache``, and ``sim_sage`` and others round as another kernel does: see :mod:`dma_eval.peers`.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def parse_compared(names: Sequence[str], option: str, others: Sequence[str]) -> 
             found.append(Backend(name, name))
         elif name.partition(":")[0] == DMA:
             found += parse_backends([name], option)
+            if not split_suffix(name)[1]:  # of a preset with a cache, its precisions
+                found[-1] = replace(found[-1], reads_cache=False)
         else:
             known = [*others, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS), f"{DMA}:FILE.toml"]
             raise UserError(f"{option}: unknown name {name!r}; valid: {', '.join(known)}")
@@ -180,4 +182,4 @@ def _parse_backend(name: str, option: str) -> Backend:
     if suffix:
         config = replace(config, cache=FORMAT_SUFFIXES.get(suffix) or config.cache or DEFAULT_FORMAT)
     short = Path(setting).stem if is_file(setting) else setting
-    return Backend(f"{DMA}:{short}{suffix}" if separator else f"{DMA}{suffix}", DMA, config, bool(suffix))
+    return Backend(f"{DMA}:{short}{suffix}" if separator else f"{DMA}{suffix}", DMA, config, config.cache is not None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from .errors import UserError, one_line
 from .files import parse
 from .markdown import page_to_markdown
 from .pages import all_pages
-from .results import RESULTS, Report, backend_configs, backend_groups
+from .results import RESULTS, ModelInfo, Report, backend_configs, backend_groups
 
 TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
 TASK = "text-generation"
 README = "README.md"
+FILE_SUFFIXES = (".gguf", ".toml", ".txt", ".json", ".jsonl", ".csv", ".parquet", ".md", ".png", ".yaml")
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,37 @@ def _only(report: Report, label: str) -> Report:
     return parse(Report, without(asdict(report)))
 
 
+def _weights(model: ModelInfo) -> str:
+    """Say which weights were measured."""
+    if model.quantization is None:
+        return "The weights are those of the base model."
+    return (
+        f"The weights that were measured are those of the base model quantised to {model.quantization}, as "
+        f"`{model.name}` has them."
+    )
+
+
+def without_paths(report: Report) -> Report:
+    """Return a report that names local files and folders by their last name, also in its command."""
+    quoted = [part.partition("=") for part in shlex.split(report.command)]
+    command = shlex.join(
+        f"{_shown(option)}={_shown(value)}" if equals else _shown(option) for option, equals, value in quoted
+    )
+    fields = asdict(replace(report, command=command, model=replace(report.model, name=_shown(report.model.name))))
+    for section in (*fields["perplexity"], *(each["tokens"] for each in fields["fidelity"])):
+        section["data"]["name"] = _shown(section["data"]["name"])
+    for twin in (twin for stress in fields["stress"] for twin in stress["twins"] if twin["tokens"] is not None):
+        twin["tokens"]["data"]["name"] = _shown(twin["tokens"]["data"]["name"])
+    return parse(Report, fields)
+
+
+def _shown(name: str) -> str:
+    """Return the last name of a local path; what is no path, and a name on the Hub, stays."""
+    prefix, colon, path = name.rpartition(":") if name.startswith("dma_mxfp:") else ("", "", name)
+    is_local = path.startswith(("/", "~", "./", "../")) or path.count("/") > 1 or Path(path).suffix in FILE_SUFFIXES
+    return prefix + colon + (Path(path).name if is_local and "/" in path else path)
+
+
 def _text(report: Report, label: str, base: str, name: str) -> str:
     import dma_hf  # for its presets: it takes seconds to import, and what cannot have a card is refused before
 
@@ -178,13 +211,13 @@ def _text(report: Report, label: str, base: str, name: str) -> str:
     if preset and cache:
         arguments.append(f'cache="{cache}"')
     configure = "" if arguments == ['"balanced"'] else f"\ndma_hf.configure(model, {', '.join(arguments)})"
-    report = _only(report, label)
+    report = without_paths(_only(report, label))
     model, machine = report.model, report.environment
     parts = [
         f"# {name}",
         f"[`{base}`](https://huggingface.co/{base}) with **Diagonal-tiled Mixed-precision Attention** "
-        f"([arXiv 2604.03950](https://arxiv.org/abs/2604.03950)), by the package `dma-hf`. The weights are those of "
-        "the base model; what is quantised is the attention: keys near the diagonal, and the first ones, are scored in "
+        f"([arXiv 2604.03950](https://arxiv.org/abs/2604.03950)), by the package `dma-hf`. {_weights(model)} "
+        "What is quantised here is the attention: keys near the diagonal, and the first ones, are scored in "
         f"`{config['high']}`, all others in `{config['low']}`.",
         "## Use",
         "```python\nimport dma_hf\nfrom transformers import AutoModelForCausalLM\n\n"

@@ -113,7 +113,7 @@ def make_windows(
     Every token is scored once, with as much context as its window gives. Without a stride, windows do not overlap and
     each scores all its tokens but the first. With a stride below ``context``, each window after the first scores its
     last ``stride`` tokens. The last window may be shorter. ``skip`` windows at the begin are left out, and at most
-    ``limit`` are kept: the first ones, or some that are spread over all.
+    ``limit`` are kept: the first ones, or some of the full ones, spread over the text.
 
     Raises:
         UserError: A value is out of range, or the text is shorter than one window, or has no more than are skipped.
@@ -149,6 +149,8 @@ def make_windows(
     windows = windows[skip:]
     if limit is None or limit >= len(windows):
         return windows
+    if spread and windows[-1].length < context:  # full windows alone, so that all weigh the same
+        windows = windows[:-1]
     last = len(windows) - 1
     return [windows[round(i * last / max(1, limit - 1))] for i in range(limit)] if spread else windows[:limit]
 

@@ -59,7 +59,8 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
     measured = full[: part.head_windows] if working else []
     heads = head_errors(session, reference_model, measured, working) if measured else []
     prompt_tokens = context // 2
-    starts = [ids[:prompt_tokens] for ids in full[: part.prompts]]
+    halves = [ids[begin : begin + prompt_tokens] for begin in (0, prompt_tokens) for ids in full]
+    starts = halves[: part.prompts]  # the second halves, too, where there are few windows
     edges = bucket_edges(tokens.position_edges)
     return FidelitySection(
         tokens=tokens,

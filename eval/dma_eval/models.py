@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from gguf import GGUFReader
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from dma_hf.integrations.commit_hash import commit_of
 
@@ -28,6 +30,8 @@ UNLOADABLE = (
     *(SafetensorError, StrictDataclassError),
 )
 """What Transformers raises where it cannot load a model: the last of a configuration with a value of a wrong type."""
+DTYPE_NAMES = ("F64", "F32", "F16", "BF16")
+"""What GGUF calls weights that are not quantised."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,6 +54,7 @@ class LoadedModel:
     revision: str | None = None  # the Hub revision that was asked for
     device_map: str | None = None  # the device map that was asked for
     yarn: float | None = None  # what its positions were multiplied by
+    quantization: str | None = None  # of the weights in its file or checkpoint
 
     @property
     def max_context(self) -> int | None:
@@ -85,6 +90,7 @@ class LoadedModel:
             device=str(model.device),
             device_map=self.device_map,
             yarn=self.yarn,
+            quantization=self.quantization,
         )
 
 
@@ -199,7 +205,20 @@ def load_model(
             f"--model: cannot load {name!r}: the checkpoint lacks {len(missing)} weights of {type(model).__name__}, "
             f"{missing[0]} among them; check that it belongs to its configuration"
         )
-    return LoadedModel(title or name, source, model.eval(), tokenizer, revision, device_map, yarn)
+    quantization = _quantization(source, revision, config)
+    return LoadedModel(title or name, source, model.eval(), tokenizer, revision, device_map, yarn, quantization)
+
+
+def _quantization(source: ModelSource, revision: str | None, config: Any) -> str | None:
+    """Return how a file's weights are quantised, as llama.cpp names it, or by which method a checkpoint's are."""
+    if source.gguf_file is None:
+        method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+        return None if method is None else str(method)
+    kinds = Counter[str]()
+    for tensor in GGUFReader(cached_file(source.path, source.gguf_file, revision=revision)).tensors:
+        kinds[tensor.tensor_type.name] += int(tensor.n_elements)
+    most = kinds.most_common(1)[0][0]
+    return None if most in DTYPE_NAMES else most
 
 
 def rescale(config: Any, factor: float) -> None:

@@ -171,6 +171,7 @@ def compare(
     done: dict[int, Batch] = {}
     failed = [False] * len(backends)
     is_first = True
+    reused = 0
     try:
         for index in own:
             batch = batches[index]
@@ -190,10 +191,13 @@ def compare(
                     store.save(Piece(identity={**identity, "windows": spans}, content=done[index]), *names)
             else:
                 done[index] = kept.content
+                reused += len(batch)
                 session.progress.advance("from the folder", len(batch) * len(backends))
     except KeyboardInterrupt:
         if not keeps_partial or processes.count > 1 or not done:
             raise
+    if reused:
+        session.progress.kept(f"{reused:,} of {len(reading.windows):,} windows")
     done = processes.united(done)
     read = [window for index in sorted(done) for window in batches[index]]
     return PerplexitySection(

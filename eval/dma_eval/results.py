@@ -45,11 +45,13 @@ class ModelInfo:
     device: str  # device of the model's first parameter
     device_map: str | None  # device map asked for
     yarn: float | None = None  # factor of its positions asked for, the rotary embedding rescaled by YaRN
+    quantization: str | None = None  # of the weights in the file (``Q4_1``) or checkpoint; null if there is none
 
     @property
     def form(self) -> str:
-        """The dtype, and how its positions were rescaled."""
-        return self.dtype if self.yarn is None else f"{self.dtype}, {self.yarn:g} times its positions by YaRN"
+        """The dtype, what the weights were quantised to before, and how positions were rescaled."""
+        weights = self.dtype if self.quantization is None else f"{self.dtype} of {self.quantization} weights"
+        return weights if self.yarn is None else f"{weights}, {self.yarn:g} times its positions by YaRN"
 
 
 @dataclass(frozen=True, kw_only=True)

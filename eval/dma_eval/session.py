@@ -102,6 +102,6 @@ class Session:
             "files": self.loaded.files,
             "device": model.device.partition(":")[0],
             "versions": versions(COMPUTING),
-            "backends": [backend.info for backend in backends],
+            "backends": [backend.info | {"reads_cache": backend.reads_cache} for backend in backends],
             **settings,
         }

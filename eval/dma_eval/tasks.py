@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import yaml
+from datasets.exceptions import DatasetsError
+from jinja2 import TemplateError
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
@@ -30,6 +32,13 @@ from .task_summary import FOLDER, UnitRecord, metric_values, summarize_tasks, ta
 
 SHOWN_NAMES = 12
 YAML_SUFFIXES = (".yaml", ".yml")
+FIELDS = ("task", "dataset_path", "doc_to_text", "doc_to_target", "output_type")
+"""What the YAML of a task must have, where it includes no other file."""
+UNUSABLE = (
+    *(OSError, ValueError, KeyError, RuntimeError, TypeError, ImportError, AttributeError, IndexError),
+    *(AssertionError, ZeroDivisionError, DatasetsError, TemplateError),
+)
+"""What lm-eval raises of a task that is not well-formed, or whose data are not what it says."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,8 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
     if unknown:  # perhaps the name of a file that lm-eval has passed over in silence
         for file in (each for path in include_paths for each in sorted(path.rglob("*.y*ml"))):
             _check_yaml(file)
+            if file.stem == unknown[0] and (missing := _missing_fields(file)):
+                raise UserError(f"--tasks: {file} lacks {', '.join(missing)}")
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, SHOWN_NAMES, cutoff=0.5)
         hints = [f"did you mean: {', '.join(near)}?"] if near else []
         if include_paths:
@@ -90,6 +101,30 @@ def _check_yaml(file: Path) -> None:
         raise UserError(f"--tasks: {file} is not YAML: {place}{error.problem}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"--tasks: cannot read {file}: {one_line(error)}") from error
+
+
+def _missing_fields(file: Path | None) -> list[str]:
+    """Return which fields a task's own YAML lacks; none where it includes another file, or is a group."""
+    if file is None or not file.is_file():
+        return []
+    node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)  # tags are not looked up
+    found = {key.value for key, _ in node.value} if isinstance(node, yaml.MappingNode) else set()
+    if found & {"include", "group", "class", "custom_dataset"}:
+        return []
+    return [name for name in FIELDS if name not in found]
+
+
+def _unusable(manager: TaskManager, name: str, what: str, error: BaseException) -> UserError:
+    """Return the error of a task that cannot be used, with the fields that it lacks."""
+    missing = _missing_fields(_file_of(manager, name))
+    why = f"its file lacks {', '.join(missing)}" if missing else one_line(error)
+    return UserError(f"--tasks: cannot {what} {name!r}: {why}")
+
+
+def _file_of(manager: TaskManager, name: str) -> Path | None:
+    entry = manager.task_index.get(name)
+    file = name if entry is None else entry.yaml_path
+    return None if file is None else Path(file)
 
 
 def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
@@ -134,6 +169,8 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
         except BackendFailure as error:
             answers[unit] = str(error)
             continue
+        except UNUSABLE as error:  # not of the backend, whose own errors are failures of it
+            raise _unusable(tasks.manager, name, "evaluate", error) from error
         if processes.is_main:
             store.save(Piece(identity=identities[unit], content=record), FOLDER, *unit)
         answers[unit] = record
@@ -145,8 +182,7 @@ def _is_known(name: str, manager: TaskManager) -> bool:
 
 
 def _identity(session: Session, manager: TaskManager, name: str, backend: Backend, part: TasksPart) -> dict[str, Any]:
-    entry = manager.task_index.get(name)
-    file = Path(name) if entry is None else entry.yaml_path
+    file = _file_of(manager, name)
     definition = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
     settings = {"limit": part.limit, "num_fewshot": part.num_fewshot, "chat_template": part.chat_template}
     return session.identity(backend, name=name, definition=definition, seed=session.seed, **settings)
@@ -158,8 +194,8 @@ def _load(manager: TaskManager, name: str, part: TasksPart) -> Mapping[str, Any]
         loaded: Mapping[str, Any] = manager.load([name])
     except StopIteration as error:  # from inside `datasets`: a file without a row
         raise UserError(f"--tasks: cannot load {name!r}: its data have no rows") from error
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, ImportError) as error:
-        raise UserError(f"--tasks: cannot load {name!r}: {one_line(error)}") from error
+    except UNUSABLE as error:
+        raise _unusable(manager, name, "load", error) from error
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
         if part.num_fewshot is not None and own != 0:  # a task that says 0 means it

@@ -33,6 +33,8 @@ class TestParse:
         [
             ("dma_mxfp+cache", "balanced", "int8"),
             ("dma_mxfp:kv4+cache", "kv4", "int4"),
+            ("dma_mxfp:kv4", "kv4", "int4"),
+            ("dma_mxfp:kv8", "kv8", "int8"),
             ("dma_mxfp:fp4+int4", "fp4", "int4"),
             ("dma_mxfp:kv4+int8", "kv4", "int8"),
         ],

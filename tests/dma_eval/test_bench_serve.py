@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from dma_eval.backends import parse_backends
 from dma_eval.bench import serve
 from dma_eval.bench.generate import SHAPES, build_model
+from dma_eval.bench.results import ServeResult
 from dma_eval.bench.serve import measure, parse_requests
 from dma_eval.errors import UserError
 
@@ -155,6 +157,17 @@ def test_command(tmp_path, run):
     assert (report["model"], report["layers"], report["cache_gib"]) == ("tiny", 1, None)
     assert [r["label"] for r in report["results"]] == list(ATTN)
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_fails_is_told_by_the_exit_code(run, monkeypatch):
+    """Though the other backends answered."""
+    done = ServeResult(label="sdpa", config=None, requests="3x20+4")
+    failed = replace(done, label="eager", failure="no room")
+    monkeypatch.setattr(serve, "measure", lambda *arguments, **options: iter([done, failed]))
+    result = run("bench", "serve", "--device", "cpu", "--layers", 1, "--requests", "3x20+4", "--attn", "sdpa", "eager")
+    assert result.exit_code == 1
+    assert "no room" in result.stderr
+    assert "tiny, 1 layers" in result.stdout  # by default, on a CPU
 
 
 @pytest.mark.slow

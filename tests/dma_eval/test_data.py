@@ -96,6 +96,7 @@ class TestWindows:
         assert make_windows(100, 10, limit=3, skip=1, spread=True) == [every[i] for i in (1, 5, 9)]
         assert make_windows(100, 10, limit=1, spread=True) == every[:1]
         assert make_windows(100, 10, limit=50, spread=True) == every
+        assert make_windows(107, 10, limit=4, spread=True) == [every[i] for i in (0, 3, 6, 9)]  # none of 7 tokens
 
     @given(cuts())
     def test_overlapping_windows_score_every_token_once(self, cut: tuple[int, int, int]) -> None:

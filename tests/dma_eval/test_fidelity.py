@@ -55,6 +55,11 @@ def errors_of(loaded: LoadedModel, model_folder: Path, windows: list[torch.Tenso
     return measure
 
 
+def test_a_single_window_has_two_prompts(fidelity: Fidelity) -> None:
+    section = fidelity("dma_mxfp:balanced", max_windows=1, head_windows=0)
+    assert [len(each.same_tokens) for each in section.divergence] == [2]
+
+
 class TestHeads:
     def test_sdpa_in_fp32_has_no_error(self, errors_of: Errors) -> None:
         (heads,) = errors_of("sdpa")

@@ -30,6 +30,7 @@ class TestLoad:
         """The same weights and tokens as from the folder, and no progress bars."""
         from_gguf = load_model(str(gguf_file), device="cpu")
         assert capfd.readouterr() == ("", "")
+        assert from_gguf.info.quantization is None
         assert (from_gguf.model.dtype, from_gguf.max_context) == (torch.float32, 512)
         ids = loaded.tokenizer(prose[:200], return_tensors="pt").input_ids
         assert from_gguf.tokenizer(prose[:200]).input_ids[-ids.shape[1] :] == ids[0].tolist()

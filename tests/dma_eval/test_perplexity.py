@@ -176,6 +176,7 @@ class TestInterruption:
         result = ppl(*out)
         assert result.exit_code == 0, result.output
         assert passes[6:] == ["sdpa", "dma_mxfp:balanced"] * 2
+        assert "2 of 4 windows: taken from the folder" in result.stderr
         section = read_report(tmp_path / "run/results.json").perplexity[0]
         assert (section.windows, section.windows_left) == (4, 0)
         timed = section.backends[0].forward_seconds[1::2]  # the first pass of each process is slow for that

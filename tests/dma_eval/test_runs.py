@@ -301,6 +301,31 @@ class TestCard:
         text = make_card(replace(report, model=replace(report.model, yarn=4.0)), base_model="me/tiny").text
         assert "float32, 4 times its positions by YaRN, on" in text
 
+    def test_quantised_weights(self, report: Report) -> None:
+        model = replace(report.model, name="/home/ann/models/tiny.Q4_1.gguf", quantization="Q4_1")
+        text = make_card(replace(report, model=model), base_model="me/tiny").text
+        assert (
+            "The weights that were measured are those of the base model quantised to Q4_1, as `tiny.Q4_1.gguf`" in text
+        )
+        assert "float32 of Q4_1 weights, on" in text
+        assert "weights are those of the base model." not in text
+
+    def test_names_no_local_path(self, report: Report) -> None:
+        section = report.perplexity[0]
+        data = replace(section.data, name="/home/ann/books/whale.txt")
+        command = (
+            "dma-hf ppl -m ../ann/tiny.gguf -d /home/ann/books/whale.txt --attn dma_mxfp:ann/my.toml --out=/ann/run"
+        )
+        local = replace(report, perplexity=[replace(section, data=data)], command=command)
+        text = make_card(local, base_model="me/tiny").text
+        assert "`dma-hf ppl -m tiny.gguf -d whale.txt --attn dma_mxfp:my.toml --out=run`" in text
+        assert "`whale.txt`" in text
+        assert "ann" not in text
+
+    def test_keeps_names_on_the_hub(self, report: Report) -> None:
+        command = "dma-hf ppl -m me/tiny -d Salesforce/wikitext:wikitext-2-raw-v1:test"
+        assert f"`{command}`" in make_card(replace(report, command=command), base_model="me/tiny").text
+
     def test_shows_one_backend_and_the_reference(self, report: Report) -> None:
         section = report.perplexity[0]
         other = replace(section.backends[1], label="another")

@@ -278,6 +278,35 @@ class TestNames:
         with pytest.raises(UserError, match="task 'tiny_choice' is in both 'tiny_choice' and 'tiny_group'; name it"):
             evaluate("tiny_choice,tiny_group", "sdpa")
 
+    @pytest.mark.parametrize("field", ["task", "dataset_path", "doc_to_text", "doc_to_target", "output_type"])
+    def test_a_missing_field(
+        self, run: Run, model_folder: Path, tmp_path: Path, field: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It was a traceback of 35 lines."""
+        original = tasks_module.TaskManager
+        monkeypatch.setattr(
+            tasks_module, "TaskManager", lambda **options: original(**options | {"include_defaults": False})
+        )
+        (tmp_path / "rows.jsonl").write_text('{"q": "the ship", "a": " sea"}\n', encoding="utf-8")
+        fields = {
+            "task": "mine",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+            "test_split": "test",
+            "output_type": "loglikelihood",
+            "doc_to_text": "{{q}}",
+            "doc_to_target": "{{a}}",
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        }
+        del fields[field]
+        (tmp_path / "mine.yaml").write_text(json.dumps(fields), encoding="utf-8")
+        arguments = ("-m", model_folder, "--tasks", "mine", "--include-path", tmp_path, "--device", "cpu")
+        result = run("lm-eval", *arguments, "--attn", "sdpa")
+        assert result.exit_code == 2, result.output
+        (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+        assert f"lacks {field}" in line
+        assert "Traceback" not in result.stderr
+
     @pytest.mark.parametrize("name", ["broken", "BROKEN.yaml"])
     def test_broken_yaml(self, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """By the name that is in it, which cannot be read, or by the file's own."""

@@ -11,7 +11,7 @@ import torch
 import transformers
 from dma_kernels.cache.storage import LayerStorage
 from tiny_models import SIZES
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaConfig, StaticCache
 
 import dma_hf
 from dma_hf import DMACache, cache_attention
@@ -90,6 +90,21 @@ class TestBookkeeping:
             sizes.append(cache.nbytes)
         assert sizes[1] == sizes[2] == sizes[3]
         assert cache.layers[0].storage.slots == 4
+
+    @pytest.mark.parametrize(("format", "tokens"), [("int8", 1100), ("int4", 750)])
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_memory_is_saved_from_so_many_tokens_on(self, format, tokens, head_dim):
+        """As README and docs/cache.md say; below, four tiles in 16 bits weigh more."""
+        sizes = {"hidden_size": 2 * head_dim, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+        config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=head_dim)
+
+        def share(length):
+            cache = DMACache(config, format=format)
+            states = torch.zeros(1, 1, length, head_dim, dtype=torch.bfloat16)
+            cache.update(states, states.clone(), 0)
+            return cache.nbytes / (2 * states.nbytes)
+
+        assert share(tokens) < 1 < share(tokens - 128)
 
     def test_kinds_of_layers(self, build):
         kinds = [type(layer) for layer in DMACache(build("gemma3").config).layers]

@@ -50,7 +50,7 @@ CONTEXTS, CPU_CONTEXTS = [8192, 32768, 65536, 131072], [256, 512]
 MIN_NEW_TOKENS = 8
 REQUESTS, CPU_REQUESTS = ["32x2048+64", "8x16384+32"], ["8x64-512+16-32"]
 SERVED = ["sdpa", "dma_mxfp", "dma_mxfp+int8", "dma_mxfp+int4"]
-DEFAULT_MODEL = "llama-3.1-8b"
+DEFAULT_MODEL, CPU_MODEL = "llama-3.1-8b", "tiny"
 MODEL_HELP = "Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny."
 
 
@@ -232,7 +232,7 @@ def time_decode(args: argparse.Namespace) -> int:
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
-    options.add(parser, "--shape", help=MODEL_HELP, shown=DEFAULT_MODEL)
+    options.add(parser, "--shape", help=MODEL_HELP, shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}")
     _add_real_model(parser)
     help = "Text that the prompts of --model are windows of: file, or Hub dataset."
     options.add(parser, "--data", "-d", metavar="FILE|DATASET", help=help)
@@ -282,7 +282,7 @@ def time_generate(args: argparse.Namespace) -> int:
     if args.longest and device.type != "cuda":
         raise UserError("--longest needs a CUDA device: on a CPU memory has no clear end")
     contexts = sorted(set(args.context or (CONTEXTS if device.type == "cuda" else CPU_CONTEXTS)))
-    name, text = args.model or args.shape or DEFAULT_MODEL, None
+    name, text = args.model or args.shape or (DEFAULT_MODEL if device.type == "cuda" else CPU_MODEL), None
     with console.working(f"{'Making' if args.model is None else 'Loading'} {name}"):
         if args.model is None:
             model = generate.build_model(name, device, dtype)
@@ -310,7 +310,7 @@ def time_generate(args: argparse.Namespace) -> int:
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    options.add(parser, "--shape", help=MODEL_HELP, shown=DEFAULT_MODEL)
+    options.add(parser, "--shape", help=MODEL_HELP, shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}")
     options.add(parser, "--layers", type=positive, help="Layers of it.", shown="as many as its name says")
     _add_real_model(parser)
     help = (
@@ -338,8 +338,8 @@ def time_serve(args: argparse.Namespace) -> int:
     the table, "first" is the time to a request's first token, its waiting counted, and "between" that between two of
     its tokens, both as median and 99th percentile; "at once" are the most requests that had pages at the same time;
     "per token" is what it takes in pages, and "per request" what a request takes beside them. The JSON file is written
-    after every run, so that an interruption keeps what there is. Exit code 1 if no backend answered some set of
-    requests, 2 for invalid input.
+    after every run, so that an interruption keeps what there is. Exit code 1 if a backend failed, 2 for
+    invalid input.
 
     Examples:
     dma-hf bench serve --json serve.json --plot serve.png
@@ -365,7 +365,7 @@ def time_serve(args: argparse.Namespace) -> int:
     serve.parse_requests(args.requests or REQUESTS)
     device, dtype, facts = _look(args)
     sets = serve.parse_requests(args.requests or (REQUESTS if device.type == "cuda" else CPU_REQUESTS))
-    name = args.model or args.shape or DEFAULT_MODEL
+    name = args.model or args.shape or (DEFAULT_MODEL if device.type == "cuda" else CPU_MODEL)
     with console.working(f"{'Making' if args.model is None else 'Loading'} {name}"):
         if args.model is None:
             model = build_model(name, device, dtype, args.layers)
@@ -382,7 +382,8 @@ def time_serve(args: argparse.Namespace) -> int:
     title = f"{name}, {layers} layers, {args.dtype}, {facts.name}{room}"
     if args.plot is not None:
         plot_serve(results, title, args.plot)
-    return _finish(args, serve_tables(results, title), results, lambda r: r.requests)
+    code = _finish(args, serve_tables(results, title), results, lambda r: r.requests)
+    return console.FAILED if any(result.failure is not None for result in results) else code
 
 
 def prefill_shapes(

@@ -39,8 +39,7 @@ def demo(args: argparse.Namespace) -> int:
     with console.starting():
         import torch
 
-        import dma_hf
-        from dma_eval.backends import parse_backends
+        from dma_eval.backends import default_names, parse_backends
         from dma_eval.data import load_text, tokenize
         from dma_eval.models import load_model
         from dma_eval.pages import perplexity_page
@@ -52,7 +51,7 @@ def demo(args: argparse.Namespace) -> int:
         from dma_eval.session import Session
 
     torch.manual_seed(0)
-    backends = parse_backends(["sdpa", *(f"dma_mxfp:{preset}" for preset in dma_hf.PRESETS)])
+    backends = parse_backends(default_names())
     assets = resources.files("dma_eval") / "assets"
     with resources.as_file(assets / "demo_model") as folder, resources.as_file(assets / "heldout.txt") as file:
         if not folder.is_dir() or not file.is_file():
