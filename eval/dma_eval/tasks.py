@@ -114,11 +114,10 @@ def _missing_fields(file: Path | None) -> list[str]:
     return [name for name in FIELDS if name not in found]
 
 
-def _unusable(manager: TaskManager, name: str, what: str, error: BaseException) -> UserError:
-    """Return the error of a task that cannot be used, with the fields that it lacks."""
+def _why(manager: TaskManager, name: str, error: BaseException) -> str:
+    """Return why a task cannot be used: the fields that it lacks, or what the error says."""
     missing = _missing_fields(_file_of(manager, name))
-    why = f"its file lacks {', '.join(missing)}" if missing else one_line(error)
-    return UserError(f"--tasks: cannot {what} {name!r}: {why}")
+    return f"its file lacks {', '.join(missing)}" if missing else one_line(error)
 
 
 def _file_of(manager: TaskManager, name: str) -> Path | None:
@@ -170,7 +169,7 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
             answers[unit] = str(error)
             continue
         except UNUSABLE as error:  # not of the backend, whose own errors are failures of it
-            raise _unusable(tasks.manager, name, "evaluate", error) from error
+            raise UserError(f"--tasks: cannot evaluate {name!r}: {_why(tasks.manager, name, error)}") from error
         if processes.is_main:
             store.save(Piece(identity=identities[unit], content=record), FOLDER, *unit)
         answers[unit] = record
@@ -195,7 +194,7 @@ def _load(manager: TaskManager, name: str, part: TasksPart) -> Mapping[str, Any]
     except StopIteration as error:  # from inside `datasets`: a file without a row
         raise UserError(f"--tasks: cannot load {name!r}: its data have no rows") from error
     except UNUSABLE as error:
-        raise _unusable(manager, name, "load", error) from error
+        raise UserError(f"--tasks: cannot load {name!r}: {_why(manager, name, error)}") from error
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
         if part.num_fewshot is not None and own != 0:  # a task that says 0 means it

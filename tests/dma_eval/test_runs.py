@@ -320,7 +320,7 @@ class TestCard:
         text = make_card(local, base_model="me/tiny").text
         assert "`dma-hf ppl -m tiny.gguf -d whale.txt --attn dma_mxfp:my.toml --out=run`" in text
         assert "`whale.txt`" in text
-        assert "ann" not in text
+        assert "ann/" not in text
 
     def test_keeps_names_on_the_hub(self, report: Report) -> None:
         command = "dma-hf ppl -m me/tiny -d Salesforce/wikitext:wikitext-2-raw-v1:test"
