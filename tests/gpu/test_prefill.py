@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from dma_kernels import attention
-from dma_kernels.prefill import host
+from dma_kernels.prefill import backend, host
+from dma_kernels.runtime import replay
+from dma_kernels.runtime.tuning import PrefillTiles, select_tiles
 from dma_kernels.testing import random_qkv, relative_error
-from prefill_cases import CASES, RECIPES, Case, assert_matches_reference
+from prefill_cases import CASES, RECIPES, SPARSE, Case, assert_matches_reference, assert_skips_as_the_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -136,3 +141,17 @@ def test_compiles_as_one_graph() -> None:
 
     compiled = torch.compile(double, fullgraph=True, dynamic=True)
     assert relative_error(compiled(*qkv), double(*qkv)) < 1e-2
+
+
+@pytest.mark.parametrize("recipe", ["balanced", "fp4", "paper", "nvfp4-keys"])
+@pytest.mark.parametrize("case", SPARSE)
+def test_the_portable_kernel_skips_the_tiles_that_the_reference_skips(
+    case: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def portable(*given: Any, **options: Any) -> PrefillTiles:
+        return replace(select_tiles(*given, **options), hopper=None, short=None)
+
+    monkeypatch.setattr(backend, "select_tiles", portable)
+    replay.call_of.cache_clear()
+    assert_skips_as_the_reference(SPARSE[case], RECIPES[recipe], torch.bfloat16, "cuda")
+    replay.call_of.cache_clear()

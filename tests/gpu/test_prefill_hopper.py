@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from dma_kernels import Recipe, attention, attention_with_lse
-from dma_kernels.prefill import backend, hopper, host
+from dma_kernels.prefill import backend, hopper
 from dma_kernels.runtime import replay
 from dma_kernels.runtime.tuning import PrefillTiles, select_tiles
 from dma_kernels.testing import random_qkv, relative_error
-from prefill_cases import MASKED, RECIPES, Case, assert_matches_reference
+from prefill_cases import MASKED, RECIPES, SPARSE, Case, assert_matches_reference, assert_skips_as_the_reference
 from torch import Tensor
 
 
@@ -30,13 +30,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _is_hopper(), reason="need
 def note_launches(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
     """Return what grows by a kernel's name with each of its launches."""
     noted: list[str] = []
-    launch = getattr(host, name)
+    launch = getattr(hopper, name)
 
     def note(*arguments: Any, **options: Any) -> None:
         noted.append(name)
         launch(*arguments, **options)
 
-    monkeypatch.setattr(host, name, note)
+    monkeypatch.setattr(hopper, name, note)
     return noted
 
 
@@ -401,3 +401,27 @@ def test_a_query_that_is_no_number_makes_its_own_row_one(recipe: str, short_laun
     assert out[0, 1, 650].isnan().all()
     out[0, 1, 650] = expected[0, 1, 650]
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("recipe", ["balanced", "fp4", "paper", "int8-pv16"])
+@pytest.mark.parametrize("case", SPARSE)
+def test_skips_the_tiles_that_the_reference_skips(case: str, recipe: str, launches: list[str]) -> None:
+    assert_skips_as_the_reference(SPARSE[case], RECIPES[recipe], torch.bfloat16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_skips_tiles_of_other_head_dims(head_dim: int, launches: list[str]) -> None:
+    assert_skips_as_the_reference(replace(SPARSE["gqa"], head_dim=head_dim), RECIPES["balanced"], torch.float16, "cuda")
+    assert launches
+
+
+@pytest.mark.parametrize(
+    ("recipe", "head_dim"), [("balanced", 128), ("balanced", 64), ("fp4", 128), ("int8-pv16", 128)]
+)
+@pytest.mark.parametrize("case", SPARSE)
+def test_short_calls_skip_the_tiles_that_the_reference_skips(
+    case: str, recipe: str, head_dim: int, short_launches: list[str]
+) -> None:
+    assert_skips_as_the_reference(replace(SPARSE[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
+    assert short_launches

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,14 +39,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "padded": {"softcap": None, "sinks": None, "kv_range": torch.tensor([[0, 2_048]])},
     "bidirectional": {"softcap": None, "sinks": None, "is_causal": False},
     "mask": {"softcap": None, "sinks": None, "mask": torch.empty(1, 1, 2_048, 2_048, dtype=torch.bool)},
+    "skip": {"softcap": None, "sinks": None},
     "long": {"softcap": None, "sinks": None},
+    "long-skip": {"softcap": None, "sinks": None},
     "long-window": {"softcap": None, "sinks": None, "window": 8_192},
     "long-padded": {"softcap": None, "sinks": None, "kv_range": torch.tensor([[0, 65_536]])},
     "long-mask": {"softcap": None, "sinks": None, "mask": torch.empty(1, 1, 1, 65_536, dtype=torch.bool)},
     "short": {"softcap": None, "sinks": None},
 }
 """What a call may have beside the plain softmax, by name; ``long`` ones are of the kernel for long prompts, a ``short``
-one has high tiles alone."""
+one has high tiles alone, and those that end in ``skip`` have a recipe that skips tiles."""
 
 EIGHT_BIT_PRODUCT = r"\b(IGMMA|QGMMA|IMMA|QMMA|UTCQMMA|UTCIMMA|UTCOMMA|OMMA)\b"
 """Matrix instructions with operands of at most 8 bits, as the disassembler names them."""
@@ -170,7 +172,7 @@ def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> lis
     key = torch.empty(1, length, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     with compile_only(arch) as compiled:
         backend.attention_triton(
-            query, key, key, RECIPES[recipe],
+            query, key, key, replace(RECIPES[recipe], skip_threshold=6.0 if option.endswith("skip") else None),
             AttentionOptions(
                 q_offset=0, kv_offset=0, q_offset_rows=None, kv_offset_rows=None, scale=0.125,
                 **{"kv_range": None, "window": None, "mask": None, "is_causal": True} | OPTIONS[option],

@@ -73,6 +73,17 @@ def store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
     pointer.storage()[index[mask]] = value[mask]
 
 
+def atomic_add(pointer: Pointer, value: Any, sem: str) -> None:
+    with Barrier.turned:
+        pointer.storage()[pointer.index()] += value
+
+
+def any_row_keeps(s: Tile, factor: Tile, bound: Tile, *names: Any) -> bool:
+    """Decide for all warps of a warpgroup at once, as one thread computes for them."""
+    row_max = (s.to(torch.float32) * factor[:, None]).amax(1)
+    return not bool((row_max < bound).all())
+
+
 class Shared:
     """A place in shared memory."""
 
@@ -234,7 +245,7 @@ def language() -> SimpleNamespace:
         full=lambda shape, value, dtype, layout=None: tile(torch.full(list(shape), value, dtype=dtype)),
         maximum=elementwise(torch.fmax), minimum=elementwise(torch.fmin), abs=elementwise(torch.abs),
         exp2=elementwise(torch.exp2), log2=elementwise(torch.log2), max=reduce(torch.amax), sum=reduce(torch.sum),
-        where=where, load=load, store=store, reshape=lambda x, shape: tile(x.reshape(shape)),
+        where=where, load=load, store=store, atomic_add=atomic_add, reshape=lambda x, shape: tile(x.reshape(shape)),
         permute=lambda x, order: tile(x.permute(*order)), split=lambda x: tuple(map(tile, x.unbind(-1))),
         expand_dims=lambda x, axis: tile(x.unsqueeze(axis)), join=lambda a, b: tile(torch.stack((a, b), -1)),
         convert_layout=lambda x, *options, **more: x,
@@ -290,6 +301,7 @@ def emulated(fake: SimpleNamespace) -> dict[str, dict[str, Any]]:
             "gl": fake, "copy": copy, "reinterpret": Shared.view_as, "fence_async_shared": lambda: None,
             "mbarrier": SimpleNamespace(init=init, wait=wait, MBarrierLayout=lambda: None, expect=expect),
             "_barrier": lambda: None,
+            "init_votes": lambda: None, "any_row_keeps": any_row_keeps, "announce_keep": lambda *names: None,
             "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
             "is_16bit": lambda dtype: dtype.itemsize == 2,
             "wait_for_operands": lambda: None, "_reciprocal": lambda x: 1.0 / x,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from dma_kernels import Recipe, attention_with_lse
+from dma_kernels.numerics.formats import TILE
 from dma_kernels.testing import random_qkv, relative_error
 from torch import Tensor
 
@@ -38,6 +39,7 @@ class Case:
     kv_heads: int = 1
     head_dim: int = 64
     value_dim: int | None = None
+    is_sparse: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
 
@@ -48,12 +50,41 @@ class Case:
             head_dim=self.head_dim, value_dim=self.value_dim, dtype=dtype, device=device,
         )  # fmt: skip
         query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in made)
+        if self.is_sparse:
+            make_sparse(query, key)
         return query, key, value
 
     def call(self, recipe: Recipe, backend: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp."""
         tensors = {name: torch.tensor(value, device=device) for name, value in self.tensors.items()}
         return attention_with_lse(*self.inputs(dtype, device), recipe, backend=backend, **self.options, **tensors)
+
+    def tile_counts(self, recipe: Recipe, backend: str, dtype: torch.dtype, device: str) -> Tensor:
+        """Return how many pairs of query block and low tile a call skips and examines, int64 ``[Hq, 2]``."""
+        tensors = {name: torch.tensor(value, device=device) for name, value in self.tensors.items()}
+        counts = torch.zeros((self.q_heads, 2), dtype=torch.int64, device=device)
+        attention_with_lse(
+            *self.inputs(dtype, device), recipe, backend=backend, tile_counts=counts, **self.options, **tensors
+        )
+        return counts
+
+
+def make_sparse(query: Tensor, key: Tensor, share: float = 0.5) -> None:
+    """Fill with normal numbers, and lower the logits of a share of the stretches of 128 keys by 12, in place.
+
+    Each kv head has its own stretches. Logits differ by far less than 6 otherwise, so a kernel and the reference agree
+    on which tiles are that much smaller, whatever they round.
+    """
+    head_dim = key.shape[3]
+    generator = torch.Generator().manual_seed(7)
+    direction = torch.randn(head_dim, generator=generator)
+    direction *= (12.0 * head_dim**0.5) ** 0.5 / direction.norm()
+    is_lowered = torch.rand((key.shape[0], key.shape[1], -(-key.shape[2] // TILE)), generator=generator) < share
+    is_lowered[..., 0] = False
+    lowered = is_lowered.repeat_interleave(TILE, 2)[..., : key.shape[2], None]
+    # Numbers of bfloat16, which are the same in every dtype.
+    query.copy_((0.7 * torch.randn(query.shape, generator=generator) + direction).bfloat16())
+    key.copy_((torch.randn(key.shape, generator=generator) - lowered * direction).bfloat16())
 
 
 def _pattern(*shape: int) -> list[Any]:
@@ -186,3 +217,38 @@ def assert_matches_reference(case: Case, recipe: Recipe, dtype: torch.dtype, dev
     # the difference of q . k and q . mean, however small it is.
     magnitude = float(expected_lse[seen].abs().max())
     torch.testing.assert_close(lse[seen], expected_lse[seen], atol=2.0 * rounding * magnitude + 1e-5, rtol=0.0)
+
+
+SPARSE_LENGTH = 900
+SPARSE = {
+    name: Case(**{"q_len": SPARSE_LENGTH, "kv_len": SPARSE_LENGTH, "head_dim": 128, "is_sparse": True} | changes)
+    for name, changes in {
+        "causal": {},
+        "gqa": {"q_heads": 4, "kv_heads": 2, "batch": 2},
+        "chunk": {"q_len": 300, "options": {"q_offset": 600}},
+        "inside-a-block": {"q_len": 300, "options": {"q_offset": 571}},
+        "inside-a-tile": {"q_len": 500, "options": {"q_offset": 441, "kv_offset": 41}},
+        "bidirectional": {"options": {"is_causal": False}},
+        "window": {"options": {"window": 500}},
+        "softcap": {"options": {"softcap": 15.0}},
+        "sinks": {"tensors": {"sinks": [0.5, 12.0]}},
+        "left-padded": {
+            "batch": 2,
+            "tensors": {"kv_range": [[145, 900], [0, 900]], "kv_offset": [-145, 0], "q_offset": [-145, 0]},
+        },
+        "right-padded": {"batch": 2, "tensors": {"kv_range": [[0, 641], [0, 900]]}},
+        "mask": {"tensors": {"mask": _pattern(1, 2, SPARSE_LENGTH, SPARSE_LENGTH)}},
+    }.items()
+}
+"""Calls with tiles that a threshold of 6 nats skips."""
+
+
+def assert_skips_as_the_reference(case: Case, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
+    """Hold the Triton backend against the reference: the output, and how many tiles are skipped."""
+    recipe = replace(recipe, skip_threshold=6.0)
+    assert_matches_reference(case, recipe, dtype, device)
+    counts = case.tile_counts(recipe, "triton", dtype, device)
+    expected = case.tile_counts(recipe, "reference", torch.float32, device)
+    skipped, examined = counts.sum(0).tolist()
+    assert 0 < skipped < examined
+    assert torch.equal(counts, expected), f"{counts.tolist()} against {expected.tolist()}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from torch import Tensor
@@ -46,11 +45,6 @@ def attention_triton(
     geometry = PrefillGeometry.of(options, query, key)
     if geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles) == range(0):
         recipe = recipe.of_high_tiles
-    if recipe.skip_threshold is not None and (recipe.skip_threshold < math.inf or tile_counts is not None):
-        raise NotImplementedError(
-            f"the Triton backend does not skip tiles, got skip_threshold={recipe.skip_threshold}; "
-            "use backend='reference' or skip_threshold=None"
-        )
     inputs = (query, key, value, options.sinks, options.mask, geometry.rows, tile_counts)
     if call is None:
         asked = (geometry.q_offset, geometry.kv_offset, options.is_causal, options.window, options.scale)
@@ -71,6 +65,7 @@ def attention_triton(
                 scale=options.scale,
                 softcap=options.softcap,
                 sinks=options.sinks,
+                tile_counts=tile_counts,
                 use_tma=arch >= 90,
                 # Keys of low tiles are the quantiser's, which lets the next launch start early. Itself it started after
                 # the end of all that came before, so what the caller gave is there. Where NVFP4's scale of queries is

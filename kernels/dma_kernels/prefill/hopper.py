@@ -87,6 +87,8 @@ def prefill_hopper(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    skip_threshold: float | None,
+    tile_counts: Tensor | None,
     is_early: bool,
 ) -> None:
     """Launch the kernel for a call that it :func:`takes`.
@@ -102,6 +104,8 @@ def prefill_hopper(
         scale: Factor of the scores.
         softcap: Cap of the scores, or ``None``.
         sinks: ``[Hq]``, contiguous, or ``None``.
+        skip_threshold: Of the recipe, in base-2 logits, or ``None``.
+        tile_counts: Where skipped and examined tiles are added, int64 ``[Hq, 2]``, or ``None``.
         is_early: Whether queries may be staged before the launches that made ``operands`` have ended.
     """
     batch, q_heads, q_len, head_dim = query.shape
@@ -137,6 +141,7 @@ def prefill_hopper(
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
         None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
         packed.words, packed.bounds, packed.planes_per_row, packed.planes_per_head, mask_blocks,
+        skip_threshold, tile_counts,
     )  # fmt: skip
 
 
@@ -222,6 +227,8 @@ def prefill_short(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    skip_threshold: float | None,
+    tile_counts: Tensor | None,
     is_early: bool,
 ) -> None:
     """Launch the kernel for a call that :func:`takes_short` says yes to; arguments as for :func:`prefill_hopper`."""
@@ -259,6 +266,7 @@ def prefill_short(
         None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
         math.pow(hadamard_size(head_dim), -0.5) if recipe.rotate else 1.0,
         packed.words, packed.bounds, packed.planes_per_row, packed.planes_per_head,
+        skip_threshold, tile_counts,
     )  # fmt: skip
 
 

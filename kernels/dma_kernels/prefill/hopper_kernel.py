@@ -8,6 +8,10 @@ waits for its own products; the others have the exponentials and conversions of 
 It computes the rule of :mod:`dma_kernels.prefill.kernel`, for the calls that :mod:`dma_kernels.prefill.hopper` selects.
 64 positions lie in one tile; the positions of a program in two at most, of four warpgroups in three. All its
 warpgroups walk over the same blocks, the union of what they need, and each passes over those that are not its own.
+
+With a skip threshold each warpgroup votes on a low tile once its scores are there (:func:`any_row_keeps` in
+:mod:`dma_kernels.prefill.hopper_blocks`). A skipped tile costs its product with the keys and half of the row maxima:
+no exponential and no product with values. Its values are copied all the same, as other warpgroups may need them.
 """
 
 from __future__ import annotations
@@ -27,16 +31,22 @@ from .hopper_blocks import (
     ROWS,
     add_sums,
     add_values,
+    announce_keep,
+    any_row_keeps,
     capped,
     clamp,
     copy,
+    finalize_softmax,
     finite_or_zero,
     halves,
     hide_masked,
     hide_values,
     high_blocks,
+    init_votes,
+    inverse_power_of_two,
     is_16bit,
     low_tiles,
+    online_softmax,
     operand_of,
     places_of_words,
     positions_of,
@@ -212,7 +222,7 @@ def _consume(
         q_smem, q_low_smem, k_smem, v_smem, q_full, full,
         out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr, mask_ptr,
         stride_ot, plane, q_offset, q_len, position, first, begin, end, t_0, t_1, visible_start, visible_end, window,
-        storage_tiles, diagonal_tiles, sink_tiles, softcap, logit_scale,
+        storage_tiles, diagonal_tiles, sink_tiles, softcap, logit_scale, skip_threshold, tile_counts_ptr,
     ) = given  # fmt: skip
     STAGES: gl.constexpr = k_smem.shape[0]
     THREADS: gl.constexpr = 128 * GROUPS + 32
@@ -255,18 +265,11 @@ def _consume(
     row_factor = gl.load(rows_ptr + rows, mask=m_row, other=1.0)
     m_i = gl.full([_ROWS], -1.0e30, gl.float32, ROW)
     sums = thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
-    # A plain softmax does not see what smoothing takes from a row's scores: sinks are moved as the scores are, and the
-    # log of the denominator gets it back. A cap sees it, so scores of smoothed keys get it back before.
+    # A plain softmax does not see what smoothing takes from a row's scores: the log of the denominator gets it back in
+    # the end. A cap sees it, so scores of smoothed keys get it back before.
     returned = gl.zeros([_ROWS], gl.float32, ROW)
     if HAS_MEAN and softcap is not None:
         returned = finite_or_zero(gl.load(rows_ptr + plane + rows, mask=m_row, other=0.0) * logit_scale)
-    if sinks_ptr is not None:
-        sink = gl.load(sinks_ptr).to(gl.float32) * 1.4426950408889634
-        m_i = gl.zeros_like(m_i) + gl.maximum(sink, -1.0e30)
-        if HAS_MEAN and softcap is None:
-            m_i -= finite_or_zero(gl.load(rows_ptr + plane + rows, mask=m_row, other=0.0) * logit_scale)
-        # Each of a row's four threads has a quarter.
-        sums += gl.where(sink > float("-inf"), 64.0 if IS_FP8 else 0.25, 0.0)
     if mask_ptr is not None:
         SUMS: gl.constexpr = sums.type.layout
         words_ptr = places_of_words(mask_ptr, start - q_offset, q_len, storage_tiles, SUMS)
@@ -319,9 +322,7 @@ def _consume(
             if mask_ptr is not None:
                 s = hide_masked(s, words)
             m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
-            m_new = gl.maximum(m_old, gl.max(s, 1) * unit - shift)
-            p = gl.exp2(s * unit + (EXPONENT - m_new - shift)[:, None])
-            alpha = gl.exp2(m_old - m_new)
+            p, alpha, m_new = online_softmax(s, gl.zeros_like(m_old) + unit, shift, m_old, EXPONENT)
             sums = add_sums(sums, p, alpha)
             p = operand_of(p, V_HIGH_DTYPE, P_HIGH_LAYOUT)
             v = _high_place(v_smem.index(slot), V_HIGH_DTYPE, DV, HIGH_LAYOUT).reshape([_HIGH, DV])
@@ -335,7 +336,8 @@ def _consume(
     if value_factor_ptr is not None:
         # From here on the output counts in units of the E4M3 values: powers of two, so this is exact.
         o_v = gl.arange(0, DV, layout=gl.SliceLayout(0, O_HIGH_LAYOUT))
-        acc = acc * (1.0 / gl.load(value_factor_ptr + o_v, mask=o_v < VALUE_DIM, other=1.0))[None, :]
+        units = gl.load(value_factor_ptr + o_v, mask=o_v < VALUE_DIM, other=1.0)
+        acc = acc * inverse_power_of_two(units)[None, :]
     # Of 256 channels those behind the values' own are left out from here on.
     accs = _parts(acc, WIDTH, O_LAYOUT)[: (VALUE_DIM + WIDTH - 1) // WIDTH]
     c_0, c_1, d_0, d_1 = low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
@@ -358,6 +360,13 @@ def _consume(
         mbarrier.wait(q_full, 1)
     q = q_low_smem.index(G).reshape([_ROWS, D])
     zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
+    one, no_bias = gl.full([_ROWS], 1.0, gl.float32, ROW), gl.zeros([_ROWS], gl.float32, ROW)
+    VOTES: gl.constexpr = 16 - GROUPS + G  # the last of the CTA's named barriers
+    n_kept = 0
+    if skip_threshold is not None:
+        # m_i is the largest logit in high tiles. A block of which the call holds only a part keeps every tile.
+        is_whole = (start >= q_offset) & (start + _ROWS <= q_end)
+        bound = gl.where(is_whole, m_i - skip_threshold, float("-inf"))
     n_between, n_after = c_1 - c_2 + d_2 - d_0, (c_1 - c_2 if IS_CAUSAL else d_1 - d_3)
     slot, phase = _pass_by(full, slot, phase, c_a - c_0, STAGES, THREADS)
     LEGS: gl.constexpr = (2 if IS_CAUSAL else 4) if HAS_EDGES else 1
@@ -396,15 +405,19 @@ def _consume(
                 logits = gl.where(seen, logits, float("-inf"))
                 if mask_ptr is not None:
                     logits = hide_masked(logits, words)
-                m_new = gl.maximum(m_i, gl.max(logits, 1))
-                p = gl.exp2(logits + (EXPONENT - m_new)[:, None])
-                alpha = gl.exp2(m_i - m_new)
-                sums = add_sums(sums, p, alpha)
-                operand = operand_of(p, V_DTYPE, P_LAYOUT)
-                v = v_smem.index(slot) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
-                product = values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
-                m_i = m_new
-                accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, O_LAYOUT)
+                keep = True
+                if skip_threshold is not None:
+                    keep = any_row_keeps(logits, one, bound, i, G, VOTES)
+                if keep:
+                    if skip_threshold is not None:
+                        announce_keep(i, G, VOTES)
+                    p, alpha, m_i = online_softmax(logits, one, no_bias, m_i, EXPONENT)
+                    sums = add_sums(sums, p, alpha)
+                    operand = operand_of(p, V_DTYPE, P_LAYOUT)
+                    v = v_smem.index(slot) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
+                    product = values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
+                    accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, O_LAYOUT)
+                    n_kept = n_kept + 1
                 _release(_FIRST_BARRIER + slot, THREADS)
                 slot, phase = _next_slot(slot, phase, STAGES)
         mbarrier.wait(full.index(slot), phase, pred=tile < last_tile)
@@ -413,36 +426,43 @@ def _consume(
             factor = row_factor
             if k_low_factor_ptr is not None:
                 factor = row_factor * gl.load(k_low_factor_ptr + i - first)
-            s = warpgroup_mma_wait(0, deps=[s])
-            if softcap is None:
-                # Of integers Hopper takes the larger of three at a time.
-                m_new = gl.maximum(m_i, gl.max(s, 1).to(gl.float32) * factor)
-                p = gl.exp2(s.to(gl.float32) * factor[:, None] + (EXPONENT - m_new)[:, None])
-            else:
-                logits = capped(s.to(gl.float32) * factor[:, None] + returned[:, None], softcap)
-                m_new = gl.maximum(m_i, gl.max(logits, 1))
-                p = gl.exp2(logits + (EXPONENT - m_new)[:, None])
-            alpha = gl.exp2(m_i - m_new)
-            if WIDTH < DV:
-                # There are no registers to keep the probabilities in fp32 while the product is computed.
-                sums = add_sums(sums, p, alpha)
-            operand = operand_of(p, V_DTYPE, P_LAYOUT)
-            v = v_smem.index(slot) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
-            product = values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
-            if WIDTH == DV:
-                sums = add_sums(sums, p, alpha)
-            m_i = m_new
-            next_slot, phase = _next_slot(slot, phase, STAGES)
-            # For the next block, while the product is computed.
-            mbarrier.wait(full.index(next_slot), phase, pred=i + 1 < last_tile)
-            accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, O_LAYOUT)
+            x = warpgroup_mma_wait(0, deps=[s])
+            if softcap is not None:
+                x = capped(x.to(gl.float32) * factor[:, None] + returned[:, None], softcap)
+                factor = one
+            keep = True
+            if skip_threshold is not None:
+                keep = any_row_keeps(x, factor, bound, i, G, VOTES)
+            if keep:
+                if skip_threshold is not None:
+                    announce_keep(i, G, VOTES)
+                p, alpha, m_i = online_softmax(x, factor, no_bias, m_i, EXPONENT)
+                if WIDTH < DV:
+                    # There are no registers to keep the probabilities in fp32 while the product is computed.
+                    sums = add_sums(sums, p, alpha)
+                operand = operand_of(p, V_DTYPE, P_LAYOUT)
+                v = v_smem.index(slot) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
+                product = values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
+                if WIDTH == DV:
+                    sums = add_sums(sums, p, alpha)
+                accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, O_LAYOUT)
+                n_kept = n_kept + 1
             _release(_FIRST_BARRIER + slot, THREADS)
-            slot = next_slot
+            slot, phase = _next_slot(slot, phase, STAGES)
+            mbarrier.wait(full.index(slot), phase, pred=i + 1 < last_tile)
     slot, phase = _pass_by(full, slot, phase, n_after, STAGES, THREADS)
 
+    if tile_counts_ptr is not None:  # noqa: SIM102 (a constexpr branch)
+        if is_whole:
+            n_low = c_2 - c_a + d_3 - d_2
+            gl.atomic_add(tile_counts_ptr, (n_low - n_kept).to(gl.int64), sem="relaxed")
+            gl.atomic_add(tile_counts_ptr + 1, n_low.to(gl.int64), sem="relaxed")
     l_i = gl.convert_layout(gl.sum(sums, 1), ROW, assert_trivial=True)
-    is_empty = l_i == 0.0
-    scale = gl.convert_layout(1.0 / gl.where(is_empty, 1.0, l_i), O_ROW, assert_trivial=True)
+    bias = gl.zeros([_ROWS], gl.float32, ROW)
+    if HAS_MEAN and softcap is None:
+        bias = finite_or_zero(gl.load(rows_ptr + plane + rows, mask=m_row, other=0.0) * logit_scale)
+    scale, lse = finalize_softmax(m_i, l_i, bias, sinks_ptr, EXPONENT)
+    scale = gl.convert_layout(scale, O_ROW, assert_trivial=True)
     o_rows = start - q_offset + gl.arange(0, _ROWS, layout=O_ROW)
     for part in gl.static_range(len(accs)):
         o_v = part * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))
@@ -452,11 +472,7 @@ def _consume(
         m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_v < VALUE_DIM)[None, :]
         offset = o_rows.to(gl.int64)[:, None] * stride_ot + o_v[None, :]
         gl.store(out_ptr + offset, result.to(out_ptr.dtype.element_ty), mask=m_out)
-    lse = (m_i + gl.log2(l_i) - EXPONENT) * 0.6931471805599453
-    if HAS_MEAN and softcap is None:
-        taken = finite_or_zero(gl.load(rows_ptr + plane + rows, mask=m_row, other=0.0) * logit_scale)
-        lse += taken * 0.6931471805599453
-    gl.store(lse_ptr + rows, gl.where(is_empty, float("-inf"), lse), mask=m_row)
+    gl.store(lse_ptr + rows, lse, mask=m_row)
 
 
 @gluon.jit(
@@ -471,6 +487,7 @@ def prefill_hopper_kernel(
     stride_ob, stride_oh, stride_ot,
     q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, window, diagonal_tiles, sink_tiles,
     softcap, logit_scale, mask_ptr, bounds_ptr, planes_per_row, planes_per_head, mask_blocks,
+    skip_threshold, tile_counts_ptr,
     Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, VALUE_DIM: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     KEY_LAYOUT: gl.constexpr, VALUE_LAYOUT: gl.constexpr, LOW_VALUE_LAYOUT: gl.constexpr,
@@ -515,6 +532,8 @@ def prefill_hopper_kernel(
         planes_per_row: Of the mask.
         planes_per_head: Of the mask.
         mask_blocks: Blocks of 64 query positions that the mask has bounds for.
+        skip_threshold: Low tiles this far below a block's high tiles are skipped, in base-2 logits; or ``None``.
+        tile_counts_ptr: int64 ``[Hq, 2]``, where skipped and examined tiles are added; or ``None``.
         Q_HEADS: Query heads.
         KV_HEADS: Key heads.
         D: Channels of keys, padded to a power of two, as descriptors copy them.
@@ -534,6 +553,8 @@ def prefill_hopper_kernel(
         IS_HIGH_RAW: Whether keys of high tiles are the caller's own, from whose scores it is still to be taken.
     """
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
+    if skip_threshold is not None:
+        init_votes()
     i_row, i_group, i_block = schedule(blocks, kv_rows, section, GROUP, IS_CAUSAL)
     i_b = i_row // KV_HEADS
     i_kv = i_row % KV_HEADS
@@ -582,12 +603,14 @@ def prefill_hopper_kernel(
         value_factor_ptr += i_row.to(gl.int64) * VALUE_DIM
     if sinks_ptr is not None:
         sinks_ptr += i_h
+    if tile_counts_ptr is not None:
+        tile_counts_ptr += 2 * i_h
     # What they are given, but for the constexprs: a tuple would make tensors of those.
     computing = (
         q_smem, q_low_smem, k_smem, v_smem, q_full, full,
         out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr, mask_ptr,
         stride_ot, plane, q_offset, q_len, position, first, begin, end, t_0, t_1, visible_start, visible_end, window,
-        storage_tiles, diagonal_tiles, sink_tiles, softcap, logit_scale,
+        storage_tiles, diagonal_tiles, sink_tiles, softcap, logit_scale, skip_threshold, tile_counts_ptr,
     )  # fmt: skip
     copying = (
         q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem, q_full, full,

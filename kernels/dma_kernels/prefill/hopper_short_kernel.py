@@ -6,9 +6,9 @@ hides. It asks for the block that takes the place of one as soon as that has bee
 
 Where low keys are INT8 or E4M3 and high ones the caller's, it rotates and quantises its queries itself, the rotation on
 the matrix units: of 64 channels one product with a Hadamard matrix, which the program writes to shared memory while its
-queries are on their way. Else they are staged (:mod:`dma_kernels.prefill.hopper_queries`). Low tiles come first, as
-their output counts in units of the E4M3 values. Those with keys of 16 bits come in two halves, and their queries leave
-their place to those of high ones.
+queries are on their way. Else they are staged (:mod:`dma_kernels.prefill.hopper_queries`). High tiles come first, as
+their row maxima decide which low tiles are skipped. Low keys of 16 bits come in two halves, and their queries take the
+stage of those of high tiles.
 """
 
 from __future__ import annotations
@@ -31,15 +31,21 @@ from .hopper_blocks import (
     ROWS,
     add_sums,
     add_values,
+    announce_keep,
+    any_row_keeps,
     capped,
     copy,
+    finalize_softmax,
     finite_or_zero,
     halves,
     hide_masked,
     hide_values,
     high_blocks,
+    init_votes,
+    inverse_power_of_two,
     is_16bit,
     low_tiles,
+    online_softmax,
     operand_of,
     places_of_words,
     positions_of,
@@ -58,6 +64,7 @@ _ROWS_SHIFT = gl.constexpr(ROWS.bit_length() - 1)
 _TILE = gl.constexpr(TILE)
 _TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
 _HIGH = gl.constexpr(TILE // 2)
+_VOTES = gl.constexpr(15)  # a named barrier that the compiler does not take
 _MATRIX = gl.constexpr(64)
 """Order of the Hadamard matrix: the channels that a row of shared memory holds in 16 bits."""
 _row_scale = gluon.jit(_row_scale_triton.fn)
@@ -141,47 +148,57 @@ def _high_place(smem, slot, desc, D: gl.constexpr):
 
 
 @gluon.jit
-def _ask_key(i, keys, blocks, D: gl.constexpr, IS_CAUSAL: gl.constexpr, MAY_BE_LOW: gl.constexpr):
+def _ask_key(i, keys, head, high, low, D: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_LOW: gl.constexpr):
     """Begin to copy the ``i``-th keys to their place: of a block, or of half a low tile if these have 16 bits."""
     desc, low_desc, smem, full, base, n_keys = keys
-    i_b, i_kv, stored, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0 = blocks
+    i_b, i_kv, stored = head
+    n_high, n_a, a_0, b_0 = high
+    c_0, c_1, d_0 = low
     IS_WIDE: gl.constexpr = is_16bit(low_desc.dtype)
     slot = i & (smem.shape[0] - 1)
-    is_asked = i < n_keys + n_all - n_low
+    is_asked = i < n_high + n_keys
     mbarrier.expect(full.index(slot), _TILE * D, pred=is_asked)
-    if MAY_BE_LOW:
-        if IS_WIDE:
-            row = (stored + _low_tile(i >> 1, c_0, c_1, d_0, IS_CAUSAL)) * _TILE + (i & 1) * _HIGH
-        else:
-            row = (stored + _low_tile(i, c_0, c_1, d_0, IS_CAUSAL)) * _TILE
-        copy(low_desc, [row, 0], full.index(slot), smem.index(slot), pred=i < n_keys)
-    if not MAY_BE_LOW or i >= n_keys:
-        entry = visited(i - n_keys, n_a, a_0, b_0) * _HIGH - base
-        copy(desc, [i_b, i_kv, entry, 0], full.index(slot), _high_place(smem, slot, desc, D), pred=is_asked)
+    j = i - n_high
+    if IS_WIDE:
+        row = (stored + _low_tile(j >> 1, c_0, c_1, d_0, IS_CAUSAL)) * _TILE + (j & 1) * _HIGH
+    else:
+        row = (stored + _low_tile(j, c_0, c_1, d_0, IS_CAUSAL)) * _TILE
+    copy(low_desc, [row, 0], full.index(slot), smem.index(slot), pred=is_asked & (j >= 0))
+    if not IS_LOW:
+        entry = visited(i, n_a, a_0, b_0) * _HIGH - base
+        copy(desc, [i_b, i_kv, entry, 0], full.index(slot), _high_place(smem, slot, desc, D), pred=j < 0)
 
 
 @gluon.jit
-def _ask_value(i, values, blocks, D: gl.constexpr, IS_CAUSAL: gl.constexpr, MAY_BE_LOW: gl.constexpr):
-    """Begin to copy the ``i``-th values to their place: of a block, or of half a low tile if these are not E4M3.
-
-    Which ones is a branch, behind which the compiler keeps addresses in uniform registers: at 128 channels 8K take 643
-    us, with predicates 651, with a branch for keys as well 657 (benchmarks/prefill-short-h200.csv).
-    """
-    desc, low_desc, smem, full, base, low_rows, n_values = values
-    i_b, i_kv, stored, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0 = blocks
-    IS_FP8: gl.constexpr = low_desc is not None
+def _ask_high_value(i, values, head, high, D: gl.constexpr):
+    """Begin to copy the values of the ``i``-th block of high tiles."""
+    desc, _, smem, full, base, _ = values
+    i_b, i_kv, _ = head
+    n_high, n_a, a_0, b_0 = high
     slot = i & (smem.shape[0] - 1)
-    is_asked = i < n_values + n_all - n_low
-    mbarrier.expect(full.index(slot), _TILE * D, pred=is_asked)
-    if MAY_BE_LOW and IS_FP8 and i < n_values:
-        row = (stored + _low_tile(i, c_0, c_1, d_0, IS_CAUSAL)) * low_rows
-        copy(low_desc, [row, 0], full.index(slot), smem.index(slot))
+    mbarrier.expect(full.index(slot), _TILE * D, pred=i < n_high)
+    entry = visited(i, n_a, a_0, b_0) * _HIGH - base
+    copy(desc, [i_b, i_kv, entry, 0], full.index(slot), _high_place(smem, slot, desc, D), pred=i < n_high)
+
+
+@gluon.jit
+def _ask_low_value(i, tile, half, values, head, D: gl.constexpr, n_high, MAY_BE_TAKEN: gl.constexpr):
+    """Begin to copy, as the ``i``-th, the values of a low tile in E4M3, or those of half a tile in 16 bits.
+
+    Where tiles are skipped the stage may be taken: nobody waited for the values of a skipped tile.
+    """
+    desc, low_desc, smem, full, base, low_rows = values
+    i_b, i_kv, stored = head
+    STAGES: gl.constexpr = smem.shape[0]
+    slot = i & (STAGES - 1)
+    if MAY_BE_TAKEN:
+        mbarrier.wait(full.index(slot), ((i - STAGES) >> (STAGES - 1)) & 1, pred=i - STAGES >= n_high)
+    mbarrier.expect(full.index(slot), _TILE * D)
+    if low_desc is not None:
+        copy(low_desc, [(stored + tile) * low_rows, 0], full.index(slot), smem.index(slot))
     else:
-        entry = visited(i - n_values, n_a, a_0, b_0) * _HIGH - base
-        if MAY_BE_LOW and not IS_FP8:
-            low = _low_tile(i >> 1, c_0, c_1, d_0, IS_CAUSAL) * _TILE + (i & 1) * _HIGH - base
-            entry = gl.where(i < n_values, low, entry)
-        copy(desc, [i_b, i_kv, entry, 0], full.index(slot), _high_place(smem, slot, desc, D), pred=is_asked)
+        entry = tile * _TILE + half * _HIGH - base
+        copy(desc, [i_b, i_kv, entry, 0], full.index(slot), _high_place(smem, slot, desc, D))
 
 
 @gluon.jit(
@@ -196,6 +213,7 @@ def prefill_short_kernel(
     stride_ob, stride_oh, stride_ot,
     q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, window, diagonal_tiles, sink_tiles,
     softcap, logit_scale, norm, mask_ptr, bounds_ptr, planes_per_row, planes_per_head,
+    skip_threshold, tile_counts_ptr,
     Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     KEY_LAYOUT: gl.constexpr, FORM: gl.constexpr, FORMAT: gl.constexpr, IS_CEIL: gl.constexpr,
@@ -240,6 +258,8 @@ def prefill_short_kernel(
         bounds_ptr: Its bounds; or ``None``.
         planes_per_row: Of the mask.
         planes_per_head: Of the mask.
+        skip_threshold: Low tiles this far below a block's high tiles are skipped, in base-2 logits; or ``None``.
+        tile_counts_ptr: int64 ``[Hq, 2]``, where skipped and examined tiles are added; or ``None``.
         Q_HEADS: Query heads.
         KV_HEADS: Key heads.
         D: Channels, padded to 64 or 128, as descriptors copy them.
@@ -281,6 +301,8 @@ def prefill_short_kernel(
     i_block = blocks - 1 - gl.program_id(1) if IS_CAUSAL else gl.program_id(1)
     if i_row >= kv_rows:
         return
+    if skip_threshold is not None:
+        init_votes()
     i_b = i_row // KV_HEADS
     i_kv = i_row % KV_HEADS
     i_h = i_kv * GROUP + i_group
@@ -329,7 +351,7 @@ def prefill_short_kernel(
     c_0, c_1, d_0, d_1 = low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
     n_a = a_1 - a_0
     n_low = c_1 - c_0 + d_1 - d_0
-    n_all = n_low + n_a + b_1 - b_0
+    n_high = n_a + b_1 - b_0
     first = kv_offset >> _TILE_SHIFT
     stored = i_row * storage_tiles - first
 
@@ -347,21 +369,21 @@ def prefill_short_kernel(
         wait_for_operands()
     if IS_WIDE:
         mbarrier.expect(q_full, _ROWS * D * 2)
-        copy(q_low_desc, q_block, q_full, q_low_smem, pred=n_low > 0)
-        copy(q_desc, q_block, q_full, q_smem, pred=n_low == 0)
+        copy(q_desc, q_block, q_full, q_smem)
     elif IS_STAGED:
         mbarrier.expect(q_full, _ROWS * D * 3)
         copy(q_low_desc, q_block, q_full, q_low_smem)
         copy(q_desc, q_block, q_full, q_smem)
     n_keys = 2 * n_low if IS_WIDE else n_low
-    n_values = n_low if IS_FP8 else 2 * n_low
     keys = (k_desc, k_low_desc, k_smem, k_full, kv_offset if KEY_LAYOUT == "caller" else first * _TILE, n_keys)
-    values = (v_desc, v_low_desc, v_smem, v_full, kv_offset, HEAD_DIM, n_values)
-    asked = (i_b, i_kv, stored, c_0, c_1, d_0, n_low, n_a, n_all, a_0, b_0)
+    values = (v_desc, v_low_desc, v_smem, v_full, kv_offset, HEAD_DIM)
+    head = (i_b, i_kv, stored)
+    high = (n_high, n_a, a_0, b_0)
+    low = (c_0, c_1, d_0)
     for place in gl.static_range(K_STAGES):
-        _ask_key(place, keys, asked, D, IS_CAUSAL, True)
+        _ask_key(place, keys, head, high, low, D, IS_CAUSAL, False)
     for place in gl.static_range(V_STAGES):
-        _ask_value(place, values, asked, D, IS_CAUSAL, True)
+        _ask_high_value(place, values, head, high, D)
 
     if mean_ptr is not None:
         mean_ptr += i_row.to(gl.int64) * HEAD_DIM
@@ -369,11 +391,12 @@ def prefill_short_kernel(
         k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles - first
     if IS_FP8:
         EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        each = gl.arange(0, D, layout=EACH)
-        value_units = gl.load(value_factor_ptr + i_row.to(gl.int64) * HEAD_DIM + each, mask=each < HEAD_DIM, other=0.0)
+        channel = gl.arange(0, D, layout=EACH)
+        value_units = gl.load(
+            value_factor_ptr + i_row.to(gl.int64) * HEAD_DIM + channel, mask=channel < HEAD_DIM, other=1.0
+        )
     m_i = gl.full([_ROWS], -1.0e30, gl.float32, ROW)
     sums = thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
-    acc = gl.zeros([_ROWS, D], gl.float32, O_LAYOUT)
     row_factor = gl.full([_ROWS], 1.0, gl.float32, X_ROW)
     shift = gl.zeros([_ROWS], gl.float32, X_ROW)
     mean = gl.zeros([D], gl.float32, gl.SliceLayout(0, X_LAYOUT))
@@ -417,119 +440,30 @@ def prefill_short_kernel(
     # ---- what smoothing took from the scores of low tiles; the mean key has come in the meantime
     if mean_ptr is not None and not IS_STAGED:
         shift = gl.sum(q.load(X_LAYOUT).to(gl.float32) * mean[None, :], 1) * logit_scale
-    # A plain softmax does not see what smoothing takes from a row's scores: sinks are moved as the scores are, and the
-    # log of the denominator gets it back. A cap sees it, so scores of low tiles get it back before.
+    # A plain softmax does not see what smoothing takes from a row's scores: the log of the denominator gets it back in
+    # the end. A cap sees it, so scores of low tiles get it back before.
     returned = gl.zeros([_ROWS], gl.float32, ROW)
     if softcap is not None:
         returned = finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
         shift = gl.zeros_like(shift)
-    if sinks_ptr is not None:
-        sink = gl.load(sinks_ptr + i_h).to(gl.float32) * 1.4426950408889634
-        m_i = gl.maximum(sink, -1.0e30) - finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
-        # Each of a row's four threads has a quarter.
-        sums += gl.where(sink > float("-inf"), 64.0 if IS_FP8 else 0.25, 0.0)
 
     if mask_ptr is not None:
         mask_ptr += plane * q_len * (4 * storage_tiles) - 4 * first
         SUMS: gl.constexpr = sums.type.layout
         words_ptr = places_of_words(mask_ptr, start - q_offset, q_len, storage_tiles, SUMS)
 
-    # ---- low tiles
-    zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
-    zero_h = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
-    for i in range(n_low):
-        k_slot = i & (K_STAGES - 1)
-        tile = _low_tile(i, c_0, c_1, d_0, IS_CAUSAL)
-        factor = row_factor
-        if k_low_factor_ptr is not None:
-            factor = row_factor * gl.load(k_low_factor_ptr + tile)
-        if mask_ptr is not None:
-            words = gl.load(words_ptr + 4 * tile)
-        if IS_WIDE:
-            mbarrier.wait(k_full.index(0), i & 1)
-            s_0 = warpgroup_mma(q_low, k_smem.index(0).permute([1, 0]), zero_h, use_acc=False, is_async=True)
-            mbarrier.wait(k_full.index(1), i & 1)
-            s_1 = warpgroup_mma(q_low, k_smem.index(1).permute([1, 0]), zero_h, use_acc=False, is_async=True)
-            s_0, s_1 = warpgroup_mma_wait(0, deps=[s_0, s_1])
-            _ask_key(2 * i + 2, keys, asked, D, IS_CAUSAL, True)
-            _ask_key(2 * i + 3, keys, asked, D, IS_CAUSAL, True)
-            s = _joined(s_0, s_1, S_LAYOUT)
-        else:
-            mbarrier.wait(k_full.index(k_slot), (i >> (K_STAGES - 1)) & 1)
-            s = warpgroup_mma(q_low, k_smem.index(k_slot).permute([1, 0]), zero, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(0, deps=[s])
-            _ask_key(i + K_STAGES, keys, asked, D, IS_CAUSAL, True)
-        # Of integers Hopper takes the larger of three at a time.
-        largest = gl.max(s, 1).to(gl.float32)
-        x = s.to(gl.float32)
-        if softcap is not None:
-            x = capped(x * factor[:, None] + returned[:, None], softcap)
-            largest = gl.max(x, 1)
-            factor = gl.zeros_like(factor) + 1.0
-        if HAS_EDGES:  # noqa: SIM102 (a constexpr branch)
-            if (tile * _TILE < inner_begin) | (tile * _TILE + _TILE > inner_end):
-                k_pos = tile * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_LAYOUT))
-                pos = start + gl.arange(0, _ROWS, layout=ROW)
-                # Scaled before: the factor of a broken tile is NaN, and so would be its product with infinity.
-                x = _hide_unseen(x * factor[:, None], pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
-                largest = gl.max(x, 1)
-                factor = gl.zeros_like(factor) + 1.0
-        if mask_ptr is not None:
-            x = hide_masked(x * factor[:, None], words)
-            largest = gl.max(x, 1)
-            factor = gl.zeros_like(factor) + 1.0
-        m_new = gl.maximum(m_i, largest * factor)
-        if IS_FP8:
-            p = gl.exp2(x * factor[:, None] + (EXPONENT - m_new)[:, None])
-            alpha = gl.exp2(m_i - m_new)
-            sums = add_sums(sums, p, alpha)
-            m_i = m_new
-            operand = operand_of(p, v_smem.dtype, P_LAYOUT)
-            mbarrier.wait(v_full.index(i & (V_STAGES - 1)), (i >> (V_STAGES - 1)) & 1)
-            v = v_smem.index(i & (V_STAGES - 1)).permute([1, 0])
-            product = warpgroup_mma_wait(0, deps=[values_product(acc, operand, alpha, v, O_LAYOUT)])
-            acc = add_values(acc, product, alpha, True, O_LAYOUT)
-            _ask_value(i + V_STAGES, values, asked, D, IS_CAUSAL, True)
-        else:
-            parts = halves(x * factor[:, None] + (EXPONENT - m_new)[:, None])
-            alpha = gl.exp2(m_i - m_new)
-            m_i = m_new
-            for half in gl.static_range(2):
-                p = gl.exp2(parts[half])
-                sums = add_sums(sums, p, alpha)
-                operand = operand_of(p, V_DTYPE, P_LAYOUT)
-                slot = (2 * i + half) & (V_STAGES - 1)
-                mbarrier.wait(v_full.index(slot), ((2 * i + half) >> (V_STAGES - 1)) & 1)
-                v = v_smem.index(slot).reshape([_HIGH, D])
-                if HAS_ROWS:  # noqa: SIM102 (a constexpr branch)
-                    if (tile * _TILE < visible_start) | (tile * _TILE + _TILE > visible_end):
-                        hide_values(v, tile * _TILE + half * _HIGH, visible_start, visible_end, D)
-                acc = warpgroup_mma_wait(0, deps=[values_product(acc, operand, alpha, v, O_LAYOUT)])
-                _ask_value(2 * i + half + V_STAGES, values, asked, D, IS_CAUSAL, True)
-                alpha = gl.zeros_like(alpha) + 1.0
-    acc = gl.convert_layout(acc, X_LAYOUT, assert_trivial=True)
-    if IS_FP8:  # noqa: SIM102 (a constexpr branch)
-        if n_low > 0:
-            acc *= unit_smem.load(gl.SliceLayout(0, X_LAYOUT))[None, :]
-
     # ---- high tiles
-    if IS_WIDE:  # noqa: SIM102 (a constexpr branch)
-        if n_low > 0:
-            mbarrier.expect(q_full, _ROWS * D * 2)
-            copy(q_desc, q_block, q_full, q_smem)
-            mbarrier.wait(q_full, 1)
     shift = gl.convert_layout(shift, H_ROW, assert_trivial=True)
     high_shift = shift if IS_HIGH_RAW else gl.zeros_like(shift)
     q_pos = start + gl.arange(0, _ROWS, layout=H_ROW)
-    for i in range(n_low, n_all):
-        i_key = i + n_low if IS_WIDE else i
-        k_slot = i_key & (K_STAGES - 1)
-        i_value = i if IS_FP8 else i + n_low
-        v_slot = i_value & (V_STAGES - 1)
-        position = visited(i - n_low, n_a, a_0, b_0) * _HIGH
+    acc = gl.zeros([_ROWS, D], gl.float32, X_LAYOUT)
+    for i in range(n_high):
+        k_slot = i & (K_STAGES - 1)
+        v_slot = i & (V_STAGES - 1)
+        position = visited(i, n_a, a_0, b_0) * _HIGH
         if mask_ptr is not None:
             words = gl.load(words_ptr + 4 * (position >> _TILE_SHIFT)) >> (position & _HIGH) // 4
-        mbarrier.wait(k_full.index(k_slot), (i_key >> (K_STAGES - 1)) & 1)
+        mbarrier.wait(k_full.index(k_slot), (i >> (K_STAGES - 1)) & 1)
         k = _high_place(k_smem, k_slot, k_desc, D).reshape([_HIGH, D])
         s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
         s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
@@ -553,25 +487,144 @@ def prefill_short_kernel(
         if mask_ptr is not None:
             s = hide_masked(s, words)
         m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
-        m_new = gl.maximum(m_old, gl.max(s, 1) * unit - high_shift)
-        p = gl.exp2(s * unit + (EXPONENT - m_new - high_shift)[:, None])
-        alpha = gl.exp2(m_old - m_new)
+        p, alpha, m_new = online_softmax(s, gl.zeros_like(m_old) + unit, high_shift, m_old, EXPONENT)
         sums = add_sums(sums, p, alpha)
         m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
         operand = operand_of(p, V_DTYPE, P_HIGH_LAYOUT)
         v = _high_place(v_smem, v_slot, v_desc, D).reshape([_HIGH, D])
-        mbarrier.wait(v_full.index(v_slot), (i_value >> (V_STAGES - 1)) & 1)
+        mbarrier.wait(v_full.index(v_slot), (i >> (V_STAGES - 1)) & 1)
         if HAS_ROWS:  # noqa: SIM102 (a constexpr branch)
             if (position < visible_start) | (position + _HIGH > visible_end):
                 hide_values(v, position, visible_start, visible_end, D)
-        product = values_product(acc, operand, alpha, v, X_LAYOUT)
-        acc = warpgroup_mma_wait(0, deps=[product])
-        _ask_key(i_key + K_STAGES, keys, asked, D, IS_CAUSAL, False)
-        _ask_value(i_value + V_STAGES, values, asked, D, IS_CAUSAL, False)
+        if IS_FP8:
+            # A fresh accumulator: one that products add to is tied to registers that the other loop has no room for.
+            fresh = gl.zeros([_ROWS, D], gl.float32, X_LAYOUT)
+            product = warpgroup_mma_wait(0, deps=[warpgroup_mma(operand, v, fresh, use_acc=False, is_async=True)])
+            acc = add_values(acc, product, alpha, True, X_LAYOUT)
+        else:
+            acc = warpgroup_mma_wait(0, deps=[values_product(acc, operand, alpha, v, X_LAYOUT)])
+        _ask_key(i + K_STAGES, keys, head, high, low, D, IS_CAUSAL, False)
+        _ask_high_value(i + V_STAGES, values, head, high, D)
 
-    l_i = gl.sum(sums, 1)
-    is_empty = l_i == 0.0
-    scale = gl.convert_layout(1.0 / gl.where(is_empty, 1.0, l_i), X_ROW, assert_trivial=True)
+    # ---- low tiles
+    if IS_WIDE:  # noqa: SIM102 (a constexpr branch)
+        if n_low > 0:
+            mbarrier.expect(q_full, _ROWS * D * 2)
+            copy(q_low_desc, q_block, q_full, q_low_smem)
+            mbarrier.wait(q_full, 1)
+    if IS_FP8:  # noqa: SIM102 (a constexpr branch)
+        if n_low > 0:
+            acc *= inverse_power_of_two(unit_smem.load(gl.SliceLayout(0, X_LAYOUT)))[None, :]
+    acc = gl.convert_layout(acc, O_LAYOUT, assert_trivial=True)
+    one, no_bias = gl.full([_ROWS], 1.0, gl.float32, ROW), gl.zeros([_ROWS], gl.float32, ROW)
+    n_kept = 0
+    if skip_threshold is not None:
+        # m_i is the largest logit in high tiles. A block of which the call holds only a part keeps every tile.
+        is_whole = (start >= q_offset) & (start + _ROWS <= q_offset + q_len)
+        bound = gl.where(is_whole, m_i - skip_threshold, float("-inf"))
+    zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
+    zero_h = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
+    i_value = n_high
+    for j in range(n_low):
+        i = n_high + j
+        tile = _low_tile(j, c_0, c_1, d_0, IS_CAUSAL)
+        factor = row_factor
+        if k_low_factor_ptr is not None:
+            factor = row_factor * gl.load(k_low_factor_ptr + tile)
+        if mask_ptr is not None:
+            words = gl.load(words_ptr + 4 * tile)
+        if IS_WIDE:
+            i_key = i + j
+            slot_0, slot_1 = i_key & 1, (i_key + 1) & 1
+            mbarrier.wait(k_full.index(slot_0), (i_key >> 1) & 1)
+            s_0 = warpgroup_mma(q_low, k_smem.index(slot_0).permute([1, 0]), zero_h, use_acc=False, is_async=True)
+            mbarrier.wait(k_full.index(slot_1), ((i_key + 1) >> 1) & 1)
+            s_1 = warpgroup_mma(q_low, k_smem.index(slot_1).permute([1, 0]), zero_h, use_acc=False, is_async=True)
+            _ask_low_value(i_value, tile, 0, values, head, D, n_high, skip_threshold is not None)
+            s_0, s_1 = warpgroup_mma_wait(0, deps=[s_0, s_1])
+            _ask_key(i_key + 2, keys, head, high, low, D, IS_CAUSAL, True)
+            _ask_key(i_key + 3, keys, head, high, low, D, IS_CAUSAL, True)
+            s = _joined(s_0, s_1, S_LAYOUT)
+        else:
+            k_slot = i & (K_STAGES - 1)
+            mbarrier.wait(k_full.index(k_slot), (i >> (K_STAGES - 1)) & 1)
+            s = warpgroup_mma(q_low, k_smem.index(k_slot).permute([1, 0]), zero, use_acc=False, is_async=True)
+            _ask_low_value(i_value, tile, 0, values, head, D, n_high, skip_threshold is not None)
+            s = warpgroup_mma_wait(0, deps=[s])
+            _ask_key(i + K_STAGES, keys, head, high, low, D, IS_CAUSAL, True)
+        x = s
+        if softcap is not None:
+            x = capped(x.to(gl.float32) * factor[:, None] + returned[:, None], softcap)
+            factor = one
+        if HAS_EDGES:
+            x = x.to(gl.float32)
+            if (tile * _TILE < inner_begin) | (tile * _TILE + _TILE > inner_end):
+                k_pos = tile * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_LAYOUT))
+                pos = start + gl.arange(0, _ROWS, layout=ROW)
+                # Scaled before: the factor of a broken tile is NaN, and so would be its product with infinity.
+                x = _hide_unseen(x * factor[:, None], pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
+                factor = one
+        if mask_ptr is not None:
+            x = hide_masked(x * factor[:, None], words)
+            factor = one
+        keep = True
+        if skip_threshold is not None:
+            keep = any_row_keeps(x, factor, bound, tile, 0, _VOTES)
+        if keep:
+            if skip_threshold is not None:
+                announce_keep(tile, 0, _VOTES)
+            p, alpha, m_i = online_softmax(x, factor, no_bias, m_i, EXPONENT)
+            if IS_FP8:
+                sums = add_sums(sums, p, alpha)
+                operand = operand_of(p, v_smem.dtype, P_LAYOUT)
+                v_slot = i_value & (V_STAGES - 1)
+                mbarrier.wait(v_full.index(v_slot), (i_value >> (V_STAGES - 1)) & 1)
+                v = v_smem.index(v_slot).permute([1, 0])
+                product = warpgroup_mma_wait(0, deps=[values_product(acc, operand, alpha, v, O_LAYOUT)])
+                acc = add_values(acc, product, alpha, True, O_LAYOUT)
+                i_value = i_value + 1
+            else:
+                parts = halves(p)
+                if V_STAGES > 1:
+                    _ask_low_value(i_value + 1, tile, 1, values, head, D, n_high, False)
+                for half in gl.static_range(2):
+                    sums = add_sums(sums, parts[half], alpha)
+                    operand = operand_of(parts[half], V_DTYPE, P_LAYOUT)
+                    v_slot = i_value & (V_STAGES - 1)
+                    mbarrier.wait(v_full.index(v_slot), (i_value >> (V_STAGES - 1)) & 1)
+                    v = v_smem.index(v_slot).reshape([_HIGH, D])
+                    if HAS_ROWS:  # noqa: SIM102 (a constexpr branch)
+                        if (tile * _TILE < visible_start) | (tile * _TILE + _TILE > visible_end):
+                            hide_values(v, tile * _TILE + half * _HIGH, visible_start, visible_end, D)
+                    acc = warpgroup_mma_wait(0, deps=[values_product(acc, operand, alpha, v, O_LAYOUT)])
+                    alpha = gl.zeros_like(alpha) + 1.0
+                    i_value = i_value + 1
+                    if half == 0 and V_STAGES == 1:
+                        _ask_low_value(i_value, tile, 1, values, head, D, n_high, False)
+            n_kept = n_kept + 1
+        else:
+            i_value = i_value + 1
+    if skip_threshold is not None:
+        # No copy of a skipped tile's values may outlive the CTA.
+        for before in gl.static_range(1, V_STAGES + 1):
+            i_last = i_value - before
+            place = v_full.index(i_last & (V_STAGES - 1))
+            mbarrier.wait(place, (i_last >> (V_STAGES - 1)) & 1, pred=i_last >= n_high)
+    if tile_counts_ptr is not None:  # noqa: SIM102 (a constexpr branch)
+        if is_whole:
+            gl.atomic_add(tile_counts_ptr + 2 * i_h, (n_low - n_kept).to(gl.int64), sem="relaxed")
+            gl.atomic_add(tile_counts_ptr + 2 * i_h + 1, n_low.to(gl.int64), sem="relaxed")
+    acc = gl.convert_layout(acc, X_LAYOUT, assert_trivial=True)
+    if IS_FP8:  # noqa: SIM102 (a constexpr branch)
+        if n_low > 0:
+            acc *= unit_smem.load(gl.SliceLayout(0, X_LAYOUT))[None, :]
+
+    l_i = gl.convert_layout(gl.sum(sums, 1), ROW, assert_trivial=True)
+    bias = finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
+    if sinks_ptr is not None:
+        sinks_ptr += i_h
+    scale, lse = finalize_softmax(m_i, l_i, bias, sinks_ptr, EXPONENT)
+    scale = gl.convert_layout(scale, X_ROW, assert_trivial=True)
     # By way of where the queries were, so that threads store what lies side by side.
     o = reinterpret(q_smem, V_DTYPE, [1, 1, _ROWS, D], v_desc.layout).reshape([_ROWS, D])
     o.store((acc * scale[:, None]).to(V_DTYPE))
@@ -583,8 +636,5 @@ def prefill_short_kernel(
     m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_d < HEAD_DIM)[None, :]
     gl.store(out_ptr + (o_rows.to(gl.int64)[:, None] * stride_ot + o_d[None, :]), o.load(OUT), mask=m_out)
     rows = start - q_offset + gl.arange(0, _ROWS, layout=ROW)
-    taken = finite_or_zero(gl.convert_layout(shift, ROW, assert_trivial=True))
-    l_i = gl.convert_layout(l_i, ROW, assert_trivial=True)
-    lse = (m_i + gl.log2(l_i) - EXPONENT + taken) * 0.6931471805599453
     lse_ptr += (i_b * Q_HEADS + i_h).to(gl.int64) * q_len
-    gl.store(lse_ptr + rows, gl.where(l_i == 0.0, float("-inf"), lse), mask=(rows >= 0) & (rows < q_len))
+    gl.store(lse_ptr + rows, lse, mask=(rows >= 0) & (rows < q_len))

@@ -37,6 +37,7 @@ def prefill_attention(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    tile_counts: Tensor | None = None,
     use_tma: bool,
     is_early: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -51,6 +52,7 @@ def prefill_attention(
         scale: Factor of the scores.
         softcap: Cap of the scores.
         sinks: ``[Hq]``.
+        tile_counts: Where skipped and examined tiles are added, int64 ``[Hq, 2]``, or ``None``.
         use_tma: Whether the device copies tiles by descriptor (Hopper and later).
         is_early: Whether Hopper's launches may begin before those that made ``operands`` have ended; see
             :func:`dma_kernels.prefill.hopper_queries.stage_queries`.
@@ -69,12 +71,15 @@ def prefill_attention(
     if lse.numel() == 0:
         return out, lse
     sinks = None if sinks is None else sinks.contiguous()
+    threshold = None if operands.low is None else base2_threshold(recipe, tile_counts)
+    tile_counts = None if threshold is None else tile_counts
     has_own = tiles.short is not None or tiles.hopper is not None
     if has_own and not chip.is_interpreted():  # the interpreter has no Gluon
         from . import hopper
 
         call = (query, operands, geometry)
         scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "is_early": is_early}
+        scores |= {"skip_threshold": threshold, "tile_counts": tile_counts}
         is_long = tiles.hopper is not None and hopper.takes(*call, tiles.hopper)
         # A cap or a mask takes so many instructions that what the kernel for long prompts saves no longer counts: 12K
         # with a mask take it 3,151 us, that of short ones 1,947.
@@ -100,7 +105,8 @@ def prefill_attention(
         high.key_form, high.key_layout, high.value_layout,
         low.key_form, low.key_layout, low.value_form, low.value_layout,
         geometry.is_causal, operands.low is not None, rows is not None, geometry.window is not None,
-        softcap is not None, sinks is not None, mask is not None, operands.key_mean is not None,
+        softcap is not None, sinks is not None, mask is not None, threshold is not None, tile_counts is not None,
+        operands.key_mean is not None,
         operands.query_factor is not None, high.key_factor is not None, low.key_factor is not None,
         low.value_factor is not None,
     )  # fmt: skip
@@ -130,16 +136,24 @@ def prefill_attention(
         query, high.key, high.value, low.key, low.value, high.key_scale, low.key_scale,
         high.key_factor, low.key_factor, low.value_factor, operands.query_factor, operands.key_mean,
         k_desc, v_desc, k_low_desc, v_low_desc,
-        out, lse, sinks,
+        out, lse, sinks, tile_counts,
         None if mask is None else mask.view(torch.uint8), rows,
         *query.stride(), *high.key.stride(), *high.value.stride(), *out.stride()[:3], *_mask_strides(mask),
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len,
         high.key.shape[2], high.value.shape[2], low.value.shape[2], _storage_len(operands), blocks, section,
         all_heads, geometry.window or 0,
         recipe.diagonal_tiles, recipe.sink_tiles,
-        (softcap or 0.0) * LOG2_E, scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5),
+        (softcap or 0.0) * LOG2_E, scale * LOG2_E, threshold or 0.0, math.pow(hadamard_size(head_dim), -0.5),
     )  # fmt: skip
     return out, lse
+
+
+def base2_threshold(recipe: Recipe, tile_counts: Tensor | None) -> float | None:
+    """Return a recipe's threshold in base-2 logits; ``None`` where nothing can be skipped and nothing is counted."""
+    threshold = recipe.skip_threshold
+    if threshold is None or (threshold == math.inf and tile_counts is None):
+        return None
+    return threshold * LOG2_E
 
 
 @dataclass(frozen=True)
@@ -179,6 +193,8 @@ def _constants(
     has_softcap: bool,
     has_sinks: bool,
     has_mask: bool,
+    skips: bool,
+    counts: bool,
     has_mean: bool,
     has_query_factor: bool,
     has_k_factor: bool,
@@ -225,6 +241,8 @@ def _constants(
         "HAS_SOFTCAP": has_softcap,
         "HAS_SINKS": has_sinks,
         "HAS_MASK": has_mask,
+        "SKIPS": skips,
+        "COUNTS": counts,
         "HAS_MEAN": has_mean,
         "HAS_QUERY_FACTOR": has_query_factor,
         "HAS_K_FACTOR": has_k_factor,

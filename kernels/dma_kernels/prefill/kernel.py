@@ -24,10 +24,12 @@ from ..device.scores import (
     storage_entry,
 )
 from ..numerics.formats import TILE
+from ..numerics.geometry import SKIP_BLOCK
 from .parts import load_parts, quantize_row_parts, store_parts
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
+_SKIP_BLOCK = tl.constexpr(SKIP_BLOCK)
 
 
 @triton.jit
@@ -60,6 +62,14 @@ def _schedule(blocks, kv_heads, section, GROUP: tl.constexpr, IS_CAUSAL: tl.cons
     return first_head + i_head // GROUP, i_head % GROUP, blocks - 1 - i_block if IS_CAUSAL else i_block
 
 
+@triton.jit
+def _any_of_block(x, BLOCK_M: tl.constexpr):
+    """Return for each row the maximum of int32 ``[BLOCK_M]`` over its block of 64 query positions."""
+    BLOCKS: tl.constexpr = BLOCK_M // _SKIP_BLOCK
+    by_block = tl.max(tl.reshape(x, [BLOCKS, _SKIP_BLOCK]), 1, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(by_block, [BLOCKS, _SKIP_BLOCK]), [BLOCK_M])
+
+
 @triton.constexpr_function
 def _query_dtype(form, dtype):
     """Return the dtype of queries of a form that is not packed; ``dtype`` is that of dequantised ones."""
@@ -76,14 +86,14 @@ def prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_low_ptr, v_low_ptr, k_scale_ptr, k_low_scale_ptr,
     k_factor_ptr, k_low_factor_ptr, value_factor_ptr, query_factor_ptr, mean_ptr,
     k_desc, v_desc, k_low_desc, v_low_desc,
-    out_ptr, lse_ptr, sinks_ptr, mask_ptr, rows_ptr,
+    out_ptr, lse_ptr, sinks_ptr, tile_counts_ptr, mask_ptr, rows_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd,
     stride_kb, stride_kh, stride_kt, stride_kd,
     stride_vb, stride_vh, stride_vt, stride_vd,
     stride_ob, stride_oh, stride_ot,
     stride_mb, stride_mh, stride_mq, stride_mk,
     q_offset, kv_offset, q_len, kv_len, k_len, v_len, v_low_len, storage_len, blocks, section, kv_rows,
-    window, diagonal_tiles, sink_tiles, softcap, logit_scale, norm,
+    window, diagonal_tiles, sink_tiles, softcap, logit_scale, skip_threshold, norm,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     M_SHIFT: tl.constexpr, H_SHIFT: tl.constexpr, N_SHIFT: tl.constexpr,
@@ -94,7 +104,8 @@ def prefill_kernel(
     LOW_SHARED: tl.constexpr, LOW_VALUE_FORM: tl.constexpr, LOW_VALUE_LAYOUT: tl.constexpr,
     ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_LOW: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_MEAN: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, SKIPS: tl.constexpr,
+    COUNTS: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_QUERY_FACTOR: tl.constexpr, HAS_K_FACTOR: tl.constexpr, K_LOW_FACTOR: tl.constexpr,
     HAS_VALUE_FACTOR: tl.constexpr, IS_PV_FP8: tl.constexpr, STAGE_QUERIES: tl.constexpr,
     USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr,
@@ -106,8 +117,8 @@ def prefill_kernel(
     """
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     EXPONENT: tl.constexpr = 8.0 if IS_PV_FP8 else 0.0
-    # A plain softmax does not see what smoothing takes from a row's scores: sinks are moved as the scores are, and the
-    # log of the denominator gets it back. A cap sees it: scores of raw keys have it, and all others get it back.
+    # A plain softmax does not see what smoothing takes from a row's scores: the log of the denominator gets it back. A
+    # cap sees it: scores of raw keys have it, and all others get it back.
     IS_SHIFTED: tl.constexpr = HAS_MEAN and not HAS_SOFTCAP
     RESTORES_SHIFT: tl.constexpr = HAS_MEAN and HAS_SOFTCAP
     MASK_HIGH: tl.constexpr = HIGH_LAYOUT == "caller"
@@ -169,13 +180,8 @@ def prefill_kernel(
         mask_base += i_b * stride_mb + i_h * stride_mh
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    if HAS_SINKS:
-        sink = 1.4426950408889634 * tl.load(sinks_ptr + i_h).to(tl.float32)
-        m_i = tl.full([BLOCK_M], 1.0, tl.float32) * tl.maximum(sink, -1.0e30)
-        l_i = tl.full([BLOCK_M], 256.0 if IS_PV_FP8 else 1.0, tl.float32) * (sink > float("-inf")).to(tl.float32)
-    else:
-        m_i = tl.full([BLOCK_M], -1.0e30, tl.float32)
-        l_i = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
 
     q = load_queries(q_base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
     head_scale = 1.0
@@ -190,8 +196,6 @@ def prefill_kernel(
     if IS_SHIFTED:
         # It waits where the result will be: there is no register for it in the loops.
         tl.store(lse_rows, logit_shift * 0.6931471805599453, mask=m_row)
-        if HAS_SINKS:
-            m_i -= logit_shift
     if HAS_LOW and STAGE_QUERIES:
         # Hopper's matrix units take what was loaded from shared memory, and what was computed from registers, of which
         # there are none to spare. The output's rows are this program's own and hold nothing yet.
@@ -318,10 +322,20 @@ def prefill_kernel(
         n_3 = n_2 + d_in - d_first
         n_edge = n_3 + d_last - d_out
         n_inner = c_out - c_in
+        if SKIPS:
+            # m_i is the largest logit in high tiles. Blocks of which the call holds only a part keep every tile.
+            first_of_block = q_pos & -_SKIP_BLOCK
+            is_whole = (first_of_block >= q_start) & (first_of_block + _SKIP_BLOCK <= q_end)
+            bound = tl.where(is_whole, m_i - skip_threshold, float("-inf"))
+            is_kept = tl.full([BLOCK_M], 1, tl.int32)
+            row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            tiles_seen = tl.zeros([BLOCK_M], tl.int32)
+            tiles_kept = tl.zeros([BLOCK_M], tl.int32)
 
         # ---- low tiles: those at an edge, then the others
         for IS_INNER in tl.static_range(0, 2):
             steps = n_inner + d_out - d_in if IS_INNER else n_edge
+            tile = -1  # the tile that ``is_kept`` is about
             for t in tl.range(0, steps, num_stages=LOW_STAGES if IS_INNER else 1):
                 if IS_INNER:
                     block = tl.where(t < n_inner, c_in + t, d_in + t - n_inner)
@@ -338,12 +352,51 @@ def prefill_kernel(
                 block_factor = low_factor
                 if K_LOW_FACTOR == "tile":
                     block_factor *= tl.load(k_low_factor_ptr + tile_row + (entry >> _TILE_SHIFT))
-                if HAS_SOFTCAP or not IS_INNER:
+                # Where one program has two blocks of 64 queries, these skip tiles each by itself.
+                IS_SCALED: tl.constexpr = HAS_SOFTCAP or not IS_INNER or (SKIPS and BLOCK_M > _SKIP_BLOCK)
+                if IS_SCALED:
                     s = logits(
                         s, block_factor, logit_shift, softcap, q_pos, position + o_n, visible_start, visible_end,
                         window, mask_base, stride_mq, stride_mk, q_start, q_end, k_start,
                         not IS_INNER, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, RESTORES_SHIFT,
                     )  # fmt: skip
+                if SKIPS:
+                    i_tile = block >> (_TILE_SHIFT - N_SHIFT)
+                    if BLOCK_N == _TILE:
+                        row_max = tl.max(s, 1).to(tl.float32)
+                        if not IS_SCALED:
+                            row_max *= block_factor
+                    elif i_tile != tile:
+                        # The first block of its tile in this loop: all of the tile is scored, for its row maxima.
+                        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                        for part in tl.range(0, _TILE // BLOCK_N, num_stages=1):
+                            part_position = i_tile * _TILE + part * BLOCK_N
+                            k_part, k_part_scale = load_keys(
+                                k_low_ptr, k_low_ptr, k_low_scale_ptr, i_row * storage_len,
+                                storage_entry(part_position, k_start, aligned_start, LOW_LAYOUT), storage_len,
+                                LOW_FORM, LOW_K_FORMAT, True, False, D, BLOCK_D, BLOCK_N,
+                            )  # fmt: skip
+                            part_s = logits(
+                                score(q_low, q_low_scale, k_part, k_part_scale, LOW_FORM, LOW_Q_FORMAT, LOW_K_FORMAT),
+                                block_factor, logit_shift, softcap, q_pos, part_position + o_n, visible_start,
+                                visible_end, window, mask_base, stride_mq, stride_mk, q_start, q_end, k_start,
+                                True, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, RESTORES_SHIFT,
+                            )  # fmt: skip
+                            row_max = tl.maximum(row_max, tl.max(part_s, 1))
+                    if i_tile != tile:
+                        # NaN keeps a tile.
+                        is_kept = _any_of_block(1 - (row_max < bound).to(tl.int32), BLOCK_M)
+                        if COUNTS:
+                            # A tile that only in part is at an edge is counted there.
+                            is_seen = _any_of_block(1 - (row_max == float("-inf")).to(tl.int32), BLOCK_M)
+                            if IS_INNER:
+                                is_whole_tile = (i_tile * _TILE >= inner_start) & (i_tile * _TILE + _TILE <= inner_end)
+                                is_seen = tl.where(is_whole_tile, is_seen, 0)
+                            tiles_seen += is_seen
+                            tiles_kept += is_seen * is_kept
+                        tile = i_tile
+                    if BLOCK_M > _SKIP_BLOCK:
+                        s = tl.where((is_kept != 0)[:, None], s, float("-inf"))
                 entry = storage_entry(position, k_start, aligned_start, LOW_VALUE_LAYOUT)
                 v = load_values(
                     v_low_desc, v_low_base, tile_row * DV, i_b, i_kv, entry, v_low_len, stride_vt, stride_vd,
@@ -352,10 +405,26 @@ def prefill_kernel(
                 if HAS_ROWS and LOW_VALUE_FORM == "raw" and not IS_INNER:
                     is_shown = (position + o_n >= visible_start) & (position + o_n < visible_end)
                     v = tl.where(is_shown[:, None], v, 0.0)
-                acc, l_i, m_i = attend(
-                    acc, l_i, m_i, s, block_factor, v, HAS_SOFTCAP or not IS_INNER, LOW_VALUE_FORM, IS_PV_FP8,
-                )  # fmt: skip
+                if not SKIPS or tl.max(is_kept, 0) != 0:
+                    acc, l_i, m_i = attend(acc, l_i, m_i, s, block_factor, v, IS_SCALED, LOW_VALUE_FORM, IS_PV_FP8)
+        if SKIPS and COUNTS:
+            counts = tile_counts_ptr + 2 * i_h
+            is_first = ((q_pos & (_SKIP_BLOCK - 1)) == 0) & is_whole
+            tl.atomic_add(counts, tl.sum(tl.where(is_first, tiles_seen - tiles_kept, 0), 0).to(tl.int64), sem="relaxed")
+            tl.atomic_add(counts + 1, tl.sum(tl.where(is_first, tiles_seen, 0), 0).to(tl.int64), sem="relaxed")
 
+    if HAS_SINKS:
+        # Last: a sink logit that dominates would scale E4M3 probabilities down.
+        sink = 1.4426950408889634 * tl.load(sinks_ptr + i_h).to(tl.float32)
+        if IS_SHIFTED:
+            tl.debug_barrier()
+            logit_shift = tl.load(lse_rows, mask=m_row, other=0.0) * 1.4426950408889634
+            sink -= logit_shift
+        m_new = tl.maximum(m_i, sink)
+        alpha = tl.math.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.math.exp2(sink - m_new + EXPONENT)
+        acc *= alpha[:, None]
+        m_i = m_new
     is_empty = l_i == 0.0
     acc *= (1.0 / tl.where(is_empty, 1.0, l_i))[:, None]
     if HAS_VALUE_FACTOR:
@@ -365,7 +434,9 @@ def prefill_kernel(
     tl.store(out_ptr + i_b * stride_ob + i_h * stride_oh + offset, out, mask=m_row[:, None] & (o_v < DV)[None, :])
     lse = (m_i + tl.math.log2(l_i) - EXPONENT) * 0.6931471805599453
     lse = tl.where(is_empty, float("-inf"), lse)
-    if IS_SHIFTED:
+    if IS_SHIFTED and HAS_SINKS:
+        tl.store(lse_rows, lse + logit_shift * 0.6931471805599453, mask=m_row)
+    elif IS_SHIFTED:
         # To what waits there, stored by any thread of the program. A load would cost registers in the loops.
         tl.debug_barrier()
         tl.atomic_add(lse_rows, lse, mask=m_row, sem="relaxed", scope="cta")

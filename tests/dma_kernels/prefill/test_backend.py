@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from dma_kernels import attention, attention_with_lse
 from dma_kernels.runtime import chip
 from dma_kernels.runtime.lowering import select_lowering
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
-from prefill_cases import CASES, RECIPES, Case, assert_matches_reference
+from prefill_cases import CASES, RECIPES, SPARSE, Case, assert_matches_reference, assert_skips_as_the_reference
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
@@ -149,8 +150,33 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) 
         attention(query.half(), key.half(), value.half(), RECIPES["int8"], backend="triton")
 
 
-def test_skipping_is_refused() -> None:
-    query, key, value = random_qkv(q_len=512, kv_len=512, dtype=torch.bfloat16)
-    recipe = replace(RECIPES["balanced"], skip_threshold=6.0)
-    with pytest.raises(NotImplementedError, match=r"does not skip tiles, got skip_threshold=6\.0"):
-        attention(query, key, value, recipe, backend="triton")
+@pytest.mark.parametrize(
+    ("case", "recipe", "arch"),
+    [
+        *((case, "balanced", 90) for case in SPARSE),
+        *(("causal", recipe, arch) for recipe in ("balanced", "fp4", "paper", "nvfp4-keys") for arch in (80, 90, 100)),
+        *((case, "nvfp4-keys", 80) for case in ("inside-a-tile", "window", "left-padded", "mask")),  # blocks of 64 keys
+    ],
+)
+def test_tiles_are_skipped_as_the_reference_skips_them(
+    case: str, recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    assert_skips_as_the_reference(replace(SPARSE[case], head_dim=64), RECIPES[recipe], torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_an_infinite_threshold_skips_nothing(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    case = replace(SPARSE["causal"], head_dim=64)
+    infinite = replace(RECIPES["balanced"], skip_threshold=math.inf)
+    for ours, expected in zip(
+        case.call(infinite, "triton", torch.float16, "cpu"),
+        case.call(RECIPES["balanced"], "triton", torch.float16, "cpu"),
+        strict=True,
+    ):
+        assert_bits_equal(ours, expected)
+    counts = case.tile_counts(infinite, "triton", torch.float16, "cpu")
+    assert torch.equal(counts, case.tile_counts(infinite, "reference", torch.float32, "cpu"))
+    assert counts[:, 0].eq(0).all()
+    assert counts[:, 1].gt(0).all()

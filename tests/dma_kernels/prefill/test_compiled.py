@@ -117,6 +117,15 @@ UNITS = {
     "nvfp4-keys:100:128": ["tcgen05.mma.*kind::f16"],
     "nvfp4-keys:120:128": ["mma.sync.*bf16"],
     "identity:100:128": ["tcgen05.mma.*kind::f16"],
+    "int8:90:64:skip": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:128:skip": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:64:long-skip": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:128:long-skip": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:90:256:long-skip": [r"wgmma.mma_async.*s32\.s8\.s8", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "fp4:90:128:long-skip": ["wgmma.mma_async.*bf16", r"wgmma.mma_async.*f32\.e4m3\.e4m3"],
+    "int8:80:128:skip": [r"mma.sync.*s8\.s8", "mma.sync.*bf16"],
+    "fp4:100:128:skip": [r"tcgen05.mma.*block_scale"],
+    "int8:120:128:skip": [r"mma.sync.*s8\.s8"],
 }
 
 LONG = [call for call in UNITS if ":long" in call]
@@ -125,7 +134,7 @@ LONG = [call for call in UNITS if ":long" in call]
 SHORT = [
     call
     for call in UNITS
-    if re.fullmatch(r"(?!identity)[\w-]+:90:(64|96|128)(:(softcap|sinks|window|padded|bidirectional|mask))?", call)
+    if re.fullmatch(r"(?!identity)[\w-]+:90:(64|96|128)(:(softcap|sinks|window|padded|bidirectional|mask|skip))?", call)
 ]
 """Calls of Hopper's kernel for short prompts."""
 
@@ -152,6 +161,10 @@ SPILLS = {
     "paper:90:256": 14,
     "paper:90:128:long": 4,
     "fp4:90:256": 15,
+    "int8:90:64:skip": 4,
+    "int8:90:64:long-skip": 30,
+    "int8:90:256:long-skip": 26,
+    "fp4:100:128:skip": 4,
 }
 """Most accesses to spilled registers in the loop over low tiles, where there are some: 256 channels of output take
 half of the registers, and what spills less reads more often from memory, on Hopper measured to be slower. Short
@@ -159,7 +172,9 @@ prompts with edges read scalars back, the bounds of what is seen, at 64 channels
 looked at after the rotation (16 for 8, in a loop of 1,004 instructions for 1,025), and that of long ones at 256
 channels a few numbers of 598; with Triton 3.6, whose assembler is another one, they have two at most and none. With
 16-bit keys short prompts read 5 of 600 back (the kernel for all chips none, but `fp4` takes 1.2 times as long there),
-and with a mask over E4M3 values parts of a tile (there `fp4` takes some 4 times as long). Since products with values of
+and with a mask over E4M3 values parts of a tile (there `fp4` takes some 4 times as long). With Triton 3.9 the branch
+around a skipped tile costs 30 and 26 accesses in loops that have no register to spare; with Triton 3.6 the first has 8,
+and skipping takes 0 to 3 % on inputs that have nothing to skip (benchmarks/skipping). Since products with values of
 high tiles are of 16 bits, `paper` at 128 channels has 4, and of `fp4` the other kernel's loop 15 for 11."""
 
 

@@ -22,6 +22,7 @@ from dma_kernels.prefill import backend, hopper, host
 from dma_kernels.prefill.hopper import takes, takes_short
 from dma_kernels.prefill.hopper_blocks import ROWS
 from dma_kernels.prefill.hopper_queries import stage_queries
+from dma_kernels.prefill.host import base2_threshold
 from dma_kernels.prefill.operands import Operands
 from dma_kernels.prefill.quantizer import quantize_keys_values
 from dma_kernels.prefill.query_factor import query_factor
@@ -29,7 +30,14 @@ from dma_kernels.runtime import chip
 from dma_kernels.runtime.lowering import Form, Lowering, select_lowering
 from dma_kernels.runtime.tuning import HopperTiles, ShortTiles, select_tiles
 from dma_kernels.testing import assert_bits_equal, random_qkv
-from prefill_cases import MASKED, RECIPES, Case, assert_matches_reference
+from prefill_cases import (
+    MASKED,
+    RECIPES,
+    SPARSE,
+    Case,
+    assert_matches_reference,
+    assert_skips_as_the_reference,
+)
 from quantized_operands import expected_operands
 from torch import Tensor
 
@@ -443,7 +451,7 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def attend(
         query: Tensor, operands: Operands, geometry: PrefillGeometry, recipe: Recipe, *_: Any,
-        scale: float, softcap: float | None, sinks: Tensor | None, **__: Any,
+        scale: float, softcap: float | None, sinks: Tensor | None, tile_counts: Tensor | None, **__: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         tiles = select_tiles(90, select_lowering(recipe, 90), query.shape[3], query.shape[3])
         batch, heads, q_len, head_dim = query.shape
@@ -454,7 +462,7 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             assert takes_short(query, operands, geometry, tiles.short, is_long=False)
             hopper.prefill_short(
                 query, operands, geometry, recipe, tiles.short, out, lse, scale=scale, softcap=softcap, sinks=sinks,
-                is_early=False,
+                skip_threshold=base2_threshold(recipe, tile_counts), tile_counts=tile_counts, is_early=False,
             )  # fmt: skip
         else:
             assert tiles.hopper is not None
@@ -462,7 +470,7 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             assert takes(query, operands, geometry, any_length)
             hopper.prefill_hopper(
                 query, operands, geometry, recipe, tiles.hopper, out, lse, scale=scale, softcap=softcap, sinks=sinks,
-                is_early=False,
+                skip_threshold=base2_threshold(recipe, tile_counts), tile_counts=tile_counts, is_early=False,
             )  # fmt: skip
         return out, lse
 
@@ -609,3 +617,16 @@ def test_emulated_bands_of_short_calls_match_the_reference(bands: tuple[int, int
 def test_emulated_sections_need_not_divide_the_heads(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "select_section", lambda *_: 3)
     assert_matches_reference(CASES["batch"], RECIPES["balanced"], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+@pytest.mark.parametrize("recipe", ["balanced", "fp4"])
+@pytest.mark.parametrize("case", SPARSE)
+def test_emulated_kernels_skip_the_tiles_that_the_reference_skips(case: str, recipe: str, emulated: None) -> None:
+    assert_skips_as_the_reference(SPARSE[case], RECIPES[recipe], torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+@pytest.mark.parametrize("recipe", ["int8-pv16", "paper", "mxfp4-row", "nvfp4-keys"])
+def test_emulated_recipes_skip_the_tiles_that_the_reference_skips(recipe: str, emulated: None) -> None:
+    assert_skips_as_the_reference(SPARSE["causal"], RECIPES[recipe], torch.float16, "cpu")
