@@ -77,14 +77,13 @@ def _tokens(shape: DecodeShape, count: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def step_of(kernels: Kernels, format: str, shape: DecodeShape, completes: bool) -> Callable[[], object]:
-    """Return a step of one token; one that completes a tile goes back by a token first."""
+    """Return a step of one token, which goes back by a token first: replays append without a check for room."""
     storage = kernels.filled(format, shape, shape.length - completes)
     query = torch.randn(shape.batch, shape.query_heads, 1, shape.head_dim, device=DEVICE, dtype=DTYPE)
     new, lengths = _tokens(shape, 1), storage.lengths.clone()
 
     def run() -> object:
-        if completes:
-            storage.lengths.copy_(lengths)
+        storage.lengths.copy_(lengths)
         return kernels.step(query, *new, storage, scale=shape.head_dim**-0.5)
 
     return run
