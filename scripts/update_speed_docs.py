@@ -22,6 +22,7 @@ FLASH_3_FP8 = "fa3:fp8"
 STEPS = {"sdpa": "SDPA", "fa3": "FA3", FLASH_3_FP8: "FA3 FP8"}
 FLASH_3 = "fa3"
 PREFILL_FILE = "prefill-h200.json"
+REAL_FILES = ("prefill-real-32k-h100.json", "prefill-real-8kx4-h100.json")
 GENERATE_FILE = "generate-h200.json"
 SERVE_FILES = ("serve-h200.json", "serve-packed-h200.json", "serve-long-h200.json", "serve-many-h200.json")
 BALANCED = "dma_mxfp:balanced"
@@ -110,6 +111,37 @@ def prefill_table(*, is_short: bool = False) -> str:
             row += [f"{ours['extra_bytes'] / ours['input_bytes']:.2f}"]
         rows.append(row)
     return table(headers, rows)
+
+
+def real_table() -> str:
+    """Return a row for each implementation: its speed over FlashAttention-3 on a model's own inputs."""
+    shapes = by_shape(read(*REAL_FILES), PREFILL_SHAPE)
+    columns = [describe_prefill(*shape).replace(f", {shape[3]}/{shape[4]} heads", "") for shape in shapes]
+    labels = list(dict.fromkeys(label for named in shapes.values() for label in named))
+
+    def cell(named: dict[str, Result], label: str) -> str:
+        result, base = named.get(label), named[FLASH_3]
+        if result is None or result["failure"] is not None:
+            return MISSING
+        ratios = (base[key] / result[key] for key in ("milliseconds", "sustained_milliseconds"))
+        skipped = "" if result["skipped_share"] is None else f", {100 * result['skipped_share']:.0f} %"
+        return "{:.2f}x, {:.2f}x".format(*ratios) + skipped
+
+    rows = []
+    for label in labels:
+        errors = [named[label]["error"] for named in shapes.values() if label in named]
+        row = [describe_implementation(label), *(cell(named, label) for named in shapes.values())]
+        rows.append([*row, number(errors[0], ".4f")])
+    return table(["over FlashAttention-3", *columns, "error"], rows)
+
+
+def describe_implementation(label: str) -> str:
+    """Return the name of an implementation of ``bench prefill``; ``dma_mxfp:t6`` is a file with a threshold alone."""
+    _, _, setting = label.partition("dma_mxfp:")
+    threshold = re.fullmatch(r"t(\d+)", setting)
+    if threshold:
+        return f"`balanced`, `skip_threshold = {threshold[1]}`"
+    return "`balanced`, nothing skipped" if setting == "off" else f"`{setting or label}`"
 
 
 def device_time(result: Result | None) -> float | None:
@@ -233,15 +265,19 @@ def _microseconds(result: Result) -> str:
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
-        "prefill": lambda: prefill_table(is_short=True),
-        "decode": decode_summary,
-        "generate": generate_table,
-        "serve": lambda: serve_table(is_short=True),
+        "prefill-h200.json": lambda: prefill_table(is_short=True),
+        "decode-h200.json": decode_summary,
+        "generate-h200.json": generate_table,
+        "serve-h200.json": lambda: serve_table(is_short=True),
     },
-    "docs/hardware.md": {"prefill": prefill_table, "decode": decode_table},
-    "docs/serving.md": {"serve": serve_table},
+    "docs/hardware.md": {
+        "prefill-h200.json": prefill_table,
+        "prefill-real-h100.json": real_table,
+        "decode-h200.json": decode_table,
+    },
+    "docs/serving.md": {"serve-h200.json": serve_table},
 }
-"""By page and mark what stands between ``<!-- mark-h200.json -->`` and ``<!-- end -->``."""
+"""By page and mark what stands between ``<!-- mark -->`` and ``<!-- end -->``."""
 
 
 def updated(page: str) -> str:
@@ -252,7 +288,7 @@ def updated(page: str) -> str:
     """
     text = (ROOT / page).read_text(encoding="utf-8")
     for mark, make in BLOCKS[page].items():
-        start, end = f"<!-- {mark}-h200.json -->", "<!-- end -->"
+        start, end = f"<!-- {mark} -->", "<!-- end -->"
         block = f"{start}\n\n{make()}\n{end}"
         pattern = re.compile(rf"{re.escape(start)}\n.*?{re.escape(end)}", re.DOTALL)
         text, count = pattern.subn(lambda _, block=block: block, text)

@@ -122,6 +122,7 @@ CASES = {
     "window-cache": Case(q_len=1, kv_len=150, options={"window": 150, "q_offset": 449, "kv_offset": 300}),
     "softcap": Case(options={"softcap": 15.0}),
     "sinks": Case(tensors={"sinks": [0.5, 3.0]}),
+    "sinks-that-dominate": Case(tensors={"sinks": [12.0, 60.0]}),
     "sinks-of-nothing": Case(options={"window": 20}, tensors={"sinks": [float("-inf"), 3.0]}),
     "softcap-and-sinks": Case(q_len=70, kv_len=391, options={"softcap": 5.0}, tensors={"sinks": [0.5, 3.0]}),
     "mask": Case(tensors={"mask": _pattern(1, 1, 200, 430)}),

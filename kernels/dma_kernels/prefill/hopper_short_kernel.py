@@ -148,8 +148,8 @@ def _high_place(smem, slot, desc, D: gl.constexpr):
 
 
 @gluon.jit
-def _ask_key(i, keys, head, high, low, D: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_LOW: gl.constexpr):
-    """Begin to copy the ``i``-th keys to their place: of a block, or of half a low tile if these have 16 bits."""
+def _issue_key_load(i, keys, head, high, low, D: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_LOW: gl.constexpr):
+    """Issue the TMA load of the ``i``-th keys: a block of high ones, a low tile, or half of one in 16 bits."""
     desc, low_desc, smem, full, base, n_keys = keys
     i_b, i_kv, stored = head
     n_high, n_a, a_0, b_0 = high
@@ -170,8 +170,8 @@ def _ask_key(i, keys, head, high, low, D: gl.constexpr, IS_CAUSAL: gl.constexpr,
 
 
 @gluon.jit
-def _ask_high_value(i, values, head, high, D: gl.constexpr):
-    """Begin to copy the values of the ``i``-th block of high tiles."""
+def _issue_high_value_load(i, values, head, high, D: gl.constexpr):
+    """Issue the TMA load of the values of the ``i``-th block of high tiles."""
     desc, _, smem, full, base, _ = values
     i_b, i_kv, _ = head
     n_high, n_a, a_0, b_0 = high
@@ -182,16 +182,16 @@ def _ask_high_value(i, values, head, high, D: gl.constexpr):
 
 
 @gluon.jit
-def _ask_low_value(i, tile, half, values, head, D: gl.constexpr, n_high, MAY_BE_TAKEN: gl.constexpr):
-    """Begin to copy, as the ``i``-th, the values of a low tile in E4M3, or those of half a tile in 16 bits.
+def _issue_low_value_load(i, tile, half, values, head, D: gl.constexpr, n_high, MAY_BE_IN_FLIGHT: gl.constexpr):
+    """Issue the TMA load of the values of a low tile in E4M3, or of half a tile in 16 bits, as the ``i``-th load.
 
-    Where tiles are skipped the stage may be taken: nobody waited for the values of a skipped tile.
+    Where tiles are skipped, a load into the stage may still be in flight: nobody waits for a skipped tile's values.
     """
     desc, low_desc, smem, full, base, low_rows = values
     i_b, i_kv, stored = head
     STAGES: gl.constexpr = smem.shape[0]
     slot = i & (STAGES - 1)
-    if MAY_BE_TAKEN:
+    if MAY_BE_IN_FLIGHT:
         mbarrier.wait(full.index(slot), ((i - STAGES) >> (STAGES - 1)) & 1, pred=i - STAGES >= n_high)
     mbarrier.expect(full.index(slot), _TILE * D)
     if low_desc is not None:
@@ -381,9 +381,9 @@ def prefill_short_kernel(
     high = (n_high, n_a, a_0, b_0)
     low = (c_0, c_1, d_0)
     for place in gl.static_range(K_STAGES):
-        _ask_key(place, keys, head, high, low, D, IS_CAUSAL, False)
+        _issue_key_load(place, keys, head, high, low, D, IS_CAUSAL, False)
     for place in gl.static_range(V_STAGES):
-        _ask_high_value(place, values, head, high, D)
+        _issue_high_value_load(place, values, head, high, D)
 
     if mean_ptr is not None:
         mean_ptr += i_row.to(gl.int64) * HEAD_DIM
@@ -503,8 +503,8 @@ def prefill_short_kernel(
             acc = add_values(acc, product, alpha, True, X_LAYOUT)
         else:
             acc = warpgroup_mma_wait(0, deps=[values_product(acc, operand, alpha, v, X_LAYOUT)])
-        _ask_key(i + K_STAGES, keys, head, high, low, D, IS_CAUSAL, False)
-        _ask_high_value(i + V_STAGES, values, head, high, D)
+        _issue_key_load(i + K_STAGES, keys, head, high, low, D, IS_CAUSAL, False)
+        _issue_high_value_load(i + V_STAGES, values, head, high, D)
 
     # ---- low tiles
     if IS_WIDE:  # noqa: SIM102 (a constexpr branch)
@@ -540,18 +540,18 @@ def prefill_short_kernel(
             s_0 = warpgroup_mma(q_low, k_smem.index(slot_0).permute([1, 0]), zero_h, use_acc=False, is_async=True)
             mbarrier.wait(k_full.index(slot_1), ((i_key + 1) >> 1) & 1)
             s_1 = warpgroup_mma(q_low, k_smem.index(slot_1).permute([1, 0]), zero_h, use_acc=False, is_async=True)
-            _ask_low_value(i_value, tile, 0, values, head, D, n_high, skip_threshold is not None)
+            _issue_low_value_load(i_value, tile, 0, values, head, D, n_high, skip_threshold is not None)
             s_0, s_1 = warpgroup_mma_wait(0, deps=[s_0, s_1])
-            _ask_key(i_key + 2, keys, head, high, low, D, IS_CAUSAL, True)
-            _ask_key(i_key + 3, keys, head, high, low, D, IS_CAUSAL, True)
+            _issue_key_load(i_key + 2, keys, head, high, low, D, IS_CAUSAL, True)
+            _issue_key_load(i_key + 3, keys, head, high, low, D, IS_CAUSAL, True)
             s = _joined(s_0, s_1, S_LAYOUT)
         else:
             k_slot = i & (K_STAGES - 1)
             mbarrier.wait(k_full.index(k_slot), (i >> (K_STAGES - 1)) & 1)
             s = warpgroup_mma(q_low, k_smem.index(k_slot).permute([1, 0]), zero, use_acc=False, is_async=True)
-            _ask_low_value(i_value, tile, 0, values, head, D, n_high, skip_threshold is not None)
+            _issue_low_value_load(i_value, tile, 0, values, head, D, n_high, skip_threshold is not None)
             s = warpgroup_mma_wait(0, deps=[s])
-            _ask_key(i + K_STAGES, keys, head, high, low, D, IS_CAUSAL, True)
+            _issue_key_load(i + K_STAGES, keys, head, high, low, D, IS_CAUSAL, True)
         x = s
         if softcap is not None:
             x = capped(x.to(gl.float32) * factor[:, None] + returned[:, None], softcap)
@@ -586,7 +586,7 @@ def prefill_short_kernel(
             else:
                 parts = halves(p)
                 if V_STAGES > 1:
-                    _ask_low_value(i_value + 1, tile, 1, values, head, D, n_high, False)
+                    _issue_low_value_load(i_value + 1, tile, 1, values, head, D, n_high, False)
                 for half in gl.static_range(2):
                     sums = add_sums(sums, parts[half], alpha)
                     operand = operand_of(parts[half], V_DTYPE, P_LAYOUT)
@@ -600,7 +600,7 @@ def prefill_short_kernel(
                     alpha = gl.zeros_like(alpha) + 1.0
                     i_value = i_value + 1
                     if half == 0 and V_STAGES == 1:
-                        _ask_low_value(i_value, tile, 1, values, head, D, n_high, False)
+                        _issue_low_value_load(i_value, tile, 1, values, head, D, n_high, False)
             n_kept = n_kept + 1
         else:
             i_value = i_value + 1

@@ -383,10 +383,14 @@ def _softmax_times_value(
 ) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, Hkv, G, R, Dv]`` and the log of the denominator ``[B, Hkv, G, R]``; spends ``scores``."""
     operands = call.operands
-    weights, shift = _exponentials(scores, sinks)
+    weights, shift = _exponentials(scores, None)
     denominator = weights.sum(-1, keepdim=True)
+    numerator: float | Tensor = 1.0
     if sinks is not None:
-        denominator = denominator + torch.exp(sinks - shift)
+        # Last: relative to a sink logit that dominates, probabilities would underflow in E4M3.
+        row_max, shift = shift, torch.maximum(shift, sinks)
+        numerator = torch.exp(row_max - shift)
+        denominator = denominator * numerator + torch.exp(sinks - shift)
     lse = (denominator.log() + shift).squeeze(-1)
     rounded = weights.to(call.dtype).to(weights.dtype)
     v_low = operands.v_low[:, :, columns]
@@ -404,7 +408,7 @@ def _softmax_times_value(
         for part, is_high in high:
             own = rounded[..., part.start - columns.start : part.stop - columns.start].masked_fill(~is_high, 0.0)
             out = out + _weighted_sum(own, operands.v_high[:, :, part])
-    return out / denominator.masked_fill(denominator == 0, 1.0), lse
+    return out * numerator / denominator.masked_fill(denominator == 0, 1.0), lse
 
 
 def _exponentials(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -180,3 +180,17 @@ def test_an_infinite_threshold_skips_nothing(arch: int, monkeypatch: pytest.Monk
     assert torch.equal(counts, case.tile_counts(infinite, "reference", torch.float32, "cpu"))
     assert counts[:, 0].eq(0).all()
     assert counts[:, 1].gt(0).all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_dominant_sink_logit_costs_no_accuracy(backend: str) -> None:
+    """E4M3 probabilities are relative to the largest score, not to the sink logit."""
+    query, key, value = random_qkv(q_len=64, kv_len=1000, dtype=torch.float16)
+    query *= 0.05  # the largest logits are near 1
+    errors = []
+    for sink in (-math.inf, 12.0):
+        sinks = torch.full((query.shape[1],), sink)
+        exact = attention(query.double(), key.double(), value.double(), RECIPES["int8-pv16"], sinks=sinks.double())
+        out = attention(query, key, value, RECIPES["int8"], sinks=sinks, backend=backend)
+        errors.append(relative_error(out, exact))
+    assert errors[1] < 1.5 * errors[0]

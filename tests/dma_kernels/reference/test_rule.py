@@ -98,7 +98,7 @@ def naive_rule(
                 scores.append(score)
                 are_high.append(is_high)
             sink = [] if sinks is None else [sinks[h]]
-            largest = max(scores + sink)
+            largest = max(scores)  # a sink logit does not move what is rounded
             weights = np.exp(np.array(scores) - largest)
             denominator = weights.sum() + sum(math.exp(s - largest) for s in sink)
             if recipe.pv == "fp8":
