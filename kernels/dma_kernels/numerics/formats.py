@@ -111,9 +111,9 @@ class ElementFormat:
 
 E2M1 = ElementFormat("E2M1", emax=2, max_value=E2M1_MAX, bits=4)
 E4M3 = ElementFormat("E4M3", emax=8, max_value=E4M3_MAX, bits=8)
-FIRST_VALUES = ElementFormat("E4M3 with room for later values", emax=0, max_value=E4M3_MAX, bits=8)
-"""What the values of the first tile are scaled to for ``pv = "fp8"``: their largest comes to lie in [1, 2). In SmolLM2
-at 4K tokens later values are at most 4.9 times as large, and exponents from -1 to 3 give the same error, to .1 %."""
+FIRST_VALUES = ElementFormat("E4M3 with room for later values", emax=3, max_value=E4M3_MAX, bits=8)
+"""What the values of the first tile are scaled to for ``pv = "fp8"``: their largest comes to lie in [8, 16). Later
+values may be 28 times as large. More room would cost small values their bits, which depend on the scale then."""
 SMALLEST_CHANNEL = 2.0**-5
 """What a channel of values holds at least, for its scale, of the largest magnitude of the head."""
 FIRST_KEYS_ROOM = 32.0

@@ -215,8 +215,8 @@ def nvfp4_key_scale(key: Tensor, rounding: str, visible: Tensor | None = None) -
 def value_scale(value: Tensor, visible: Tensor | None = None) -> Tensor:
     """Return the scale of ``pv = "fp8"``: a power of two for each batch row, kv head and channel, from the first tile.
 
-    It places the largest magnitude of a channel there in [1, 2) of E4M3's 448: a later value has room to be 224 times
-    as large before it saturates, and one a hundredth as large keeps all its bits. The scale is known before there is a
+    It places the largest magnitude of a channel there in [8, 16) of E4M3's 448: a later value has room to be 28 times
+    as large before it saturates, and one a thousandth as large keeps all its bits. The scale is known before there is a
     low tile, as the mean key is, and a longer context does not move it. A channel that says little in the first tile is
     scaled as if it held a thirty-second of the head's largest magnitude.
 
@@ -225,7 +225,7 @@ def value_scale(value: Tensor, visible: Tensor | None = None) -> Tensor:
         visible: Boolean ``[B, T]``: the tokens that count; all where it is ``None``. The first 128 of them are read.
 
     Returns:
-        fp32 ``[B, H, 1, D]``, at least ``2 ** -126``; 1 for a head without a finite number other than 0 there.
+        fp32 ``[B, H, 1, D]``, at least ``2 ** -126``; 1/8 for a head without a finite number other than 0 there.
     """
     channel = _first_magnitudes(value, visible).amax(-2, keepdim=True)
     head = channel.amax(-1, keepdim=True)

@@ -1,7 +1,7 @@
 """Values that are too large for ``pv = "fp8"``: counted where they are quantised, and warned of once.
 
 The scale of a channel is that of the first 128 tokens, so that a longer context does not move it. Later values have
-room to be 224 times as large; larger ones saturate.
+room to be 28 times as large; larger ones saturate.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def saturated_values() -> int:
 @functools.cache
 def _warn() -> None:
     warnings.warn(
-        f"pv='fp8' clipped {saturated_values()} values, which are over 224 times as large as those of the first 128 "
+        f"pv='fp8' clipped {saturated_values()} values, which are over 28 times as large as those of the first 128 "
         "tokens in their channel, so outputs are wrong; use pv='bf16' for this model. dma_kernels.saturated_values() "
         "counts them",
         stacklevel=3,

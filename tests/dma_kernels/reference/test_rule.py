@@ -76,7 +76,7 @@ def naive_rule(
     k_low, k_high = cast(k, recipe.low_k or recipe.low, recipe.shared_scale), cast(k, recipe.high, "block")
     v_low = v
     if recipe.pv == "fp8":
-        v_scale = np.exp2(np.floor(np.log2(np.abs(v[:, :128]).max(1, keepdims=True))))
+        v_scale = np.exp2(np.floor(np.log2(np.abs(v[:, :128]).max(1, keepdims=True))) - 3)
         v_low = (v / v_scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * v_scale
     out = np.zeros((len(q), len(positions), v.shape[-1]))
     for h in range(len(q)):
