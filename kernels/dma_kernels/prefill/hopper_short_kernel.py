@@ -496,7 +496,7 @@ def prefill_short_kernel(
         if HAS_ROWS:  # noqa: SIM102 (a constexpr branch)
             if (position < visible_start) | (position + _HIGH > visible_end):
                 hide_values(v, position, visible_start, visible_end, D)
-        if IS_FP8:
+        if IS_FP8 and skip_threshold is not None:
             # A fresh accumulator: one that products add to is tied to registers that the other loop has no room for.
             fresh = gl.zeros([_ROWS, D], gl.float32, X_LAYOUT)
             product = warpgroup_mma_wait(0, deps=[warpgroup_mma(operand, v, fresh, use_acc=False, is_async=True)])
