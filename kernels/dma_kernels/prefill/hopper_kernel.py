@@ -10,7 +10,7 @@ It computes the rule of :mod:`dma_kernels.prefill.kernel`, for the calls that :m
 warpgroups walk over the same blocks, the union of what they need, and each passes over those that are not its own.
 
 With a skip threshold each warpgroup votes on a low tile once its scores are there (:func:`any_row_keeps` in
-:mod:`dma_kernels.prefill.hopper_blocks`). A skipped tile costs its product with the keys and half of the row maxima:
+:mod:`dma_kernels.prefill.hopper_blocks`). A skipped tile costs its product with the keys and its row maxima:
 no exponential and no product with values. Its values are copied all the same, as other warpgroups may need them.
 """
 
