@@ -15,7 +15,7 @@ import torch
 from decode_cases import Case
 from dma_kernels import Recipe, attention
 from dma_kernels.cache.api import cached_attention, restore
-from dma_kernels.prefill.hopper_queries import stage_queries
+from dma_kernels.prefill.hopper.quantize_q import stage_queries
 from dma_kernels.runtime import chip
 from dma_kernels.runtime.launch import Grid, Launcher
 from dma_kernels.runtime.lowering import Form

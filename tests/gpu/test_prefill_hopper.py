@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from dma_kernels import Recipe, attention, attention_with_lse
-from dma_kernels.prefill import backend, hopper
+from dma_kernels.prefill import backend
+from dma_kernels.prefill.hopper import host as hopper
 from dma_kernels.runtime import replay
 from dma_kernels.runtime.tuning import PrefillTiles, select_tiles
 from dma_kernels.testing import random_qkv, relative_error
@@ -79,7 +80,7 @@ def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Ten
 AMONG_OTHERS = """
 import time, torch
 from dma_kernels import attention, attention_with_lse
-from dma_kernels.prefill import hopper
+from dma_kernels.prefill.hopper import host as hopper
 from prefill_cases import RECIPES
 q = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda")
 k, v = (torch.randn(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))

@@ -17,7 +17,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from dma_kernels.prefill import hopper_blocks, hopper_kernel, hopper_short_kernel
+from dma_kernels.prefill.hopper import mask, mma, multi_cta, pipeline, skipping, softmax, tile_range, warp_specialized
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
@@ -283,7 +283,7 @@ class NamedBarriers:
                 Barrier.turned.notify_all()
 
 
-MODULES = (hopper_blocks, hopper_kernel, hopper_short_kernel)
+MODULES = (mask, mma, multi_cta, pipeline, skipping, softmax, tile_range, warp_specialized)
 
 
 def emulated(fake: SimpleNamespace) -> dict[str, dict[str, Any]]:
@@ -358,6 +358,6 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants:
     scopes = emulated(fake)
     for program in itertools.product(*map(range, grid)):
         barriers = NamedBarriers()
-        scopes[hopper_kernel.__name__] |= {"_release": barriers.arrive, "_acquire": barriers.sync}
+        scopes[warp_specialized.__name__] |= {"_release": barriers.arrive, "_acquire": barriers.sync}
         fake.program_id = lambda axis, i=program: tile(i[axis])
         scopes[kernel.fn.__module__][kernel.fn.__name__](*map(given, arguments), **constants)

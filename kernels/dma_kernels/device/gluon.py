@@ -76,7 +76,7 @@ constexpr_function: Any = gluon.constexpr_function
 matrix_product: Any = _matrix_product if IS_INTERPRETED else mma_v2
 # Triton 3.9 gave these two their present names.
 _load: Any = getattr(_async_copy, "async_load", None) or _async_copy.async_copy_global_to_shared
-# And this one; :mod:`dma_kernels.prefill.hopper_kernel`, which is no kernel for the interpreter, takes it from here.
+# Triton 3.9 made this one public.
 reinterpret: Any = getattr(_gl.shared_memory_descriptor, "reinterpret", None) or (
     _gl.shared_memory_descriptor._reinterpret
 )

@@ -41,7 +41,7 @@ def prefill_attention(
     use_tma: bool,
     is_early: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launch a kernel: those of :mod:`dma_kernels.prefill.hopper` for the calls that they take.
+    """Launch a kernel: those of :mod:`dma_kernels.prefill.hopper.host` for the calls that they take.
 
     Args:
         query: ``[B, Hq, Tq, D]``, 16-bit, any strides.
@@ -55,7 +55,7 @@ def prefill_attention(
         tile_counts: Where skipped and examined tiles are added, int64 ``[Hq, 2]``, or ``None``.
         use_tma: Whether the device copies tiles by descriptor (Hopper and later).
         is_early: Whether Hopper's launches may begin before those that made ``operands`` have ended; see
-            :func:`dma_kernels.prefill.hopper_queries.stage_queries`.
+            :func:`dma_kernels.prefill.hopper.quantize_q.stage_queries`.
 
     Returns:
         Output ``[B, Hq, Tq, Dv]`` and the log of the softmax denominator, fp32 ``[B, Hq, Tq]``.
@@ -75,7 +75,7 @@ def prefill_attention(
     tile_counts = None if threshold is None else tile_counts
     has_own = tiles.short is not None or tiles.hopper is not None
     if has_own and not chip.is_interpreted():  # the interpreter has no Gluon
-        from . import hopper
+        from .hopper import host as hopper
 
         call = (query, operands, geometry)
         scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "is_early": is_early}

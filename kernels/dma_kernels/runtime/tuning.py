@@ -63,8 +63,8 @@ class PrefillTiles:
         high_block_n: Keys of a step in the loop over high tiles; divides 128.
         high_stages: Key blocks in flight in that loop.
         stage_queries: Whether the queries of low tiles go through memory, see the kernel.
-        hopper: Of the kernel that takes long calls on Hopper, see :func:`dma_kernels.prefill.hopper.takes`.
-        short: Of the one that takes short calls there, see :func:`dma_kernels.prefill.hopper.takes_short`.
+        hopper: Of the kernel that takes long calls on Hopper, see :func:`dma_kernels.prefill.hopper.host.takes`.
+        short: Of the one that takes short calls there, see :func:`dma_kernels.prefill.hopper.host.takes_short`.
     """
 
     block_m: int

@@ -18,10 +18,11 @@ from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.geometry import LOG2_E, PrefillGeometry
 from dma_kernels.numerics.quantize import e8m0_to_float, quantize
 from dma_kernels.numerics.transforms import hadamard_rotate
-from dma_kernels.prefill import backend, hopper, host
-from dma_kernels.prefill.hopper import takes, takes_short
-from dma_kernels.prefill.hopper_blocks import ROWS
-from dma_kernels.prefill.hopper_queries import stage_queries
+from dma_kernels.prefill import backend, host
+from dma_kernels.prefill.hopper import host as hopper
+from dma_kernels.prefill.hopper.host import takes, takes_short
+from dma_kernels.prefill.hopper.quantize_q import stage_queries
+from dma_kernels.prefill.hopper.tile_range import ROWS
 from dma_kernels.prefill.host import base2_threshold
 from dma_kernels.prefill.operands import Operands
 from dma_kernels.prefill.quantizer import quantize_keys_values

@@ -11,20 +11,20 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..numerics.formats import TILE, padded_channels
-from ..numerics.geometry import LOG2_E, PrefillGeometry
-from ..numerics.recipe import Recipe
-from ..numerics.transforms import hadamard_size
-from ..runtime.descriptors import head_strides, is_describable
-from ..runtime.launch import MAX_PROGRAMS, Launcher
-from ..runtime.lowering import Form
-from ..runtime.tuning import HopperTiles, ShortTiles, select_section
-from .hopper_blocks import ROWS
-from .hopper_kernel import prefill_hopper_kernel
-from .hopper_mask import pack_mask
-from .hopper_queries import stage_queries
-from .hopper_short_kernel import prefill_short_kernel
-from .operands import Operands
+from ...numerics.formats import TILE, padded_channels
+from ...numerics.geometry import LOG2_E, PrefillGeometry
+from ...numerics.recipe import Recipe
+from ...numerics.transforms import hadamard_size
+from ...runtime.descriptors import head_strides, is_describable
+from ...runtime.launch import MAX_PROGRAMS, Launcher
+from ...runtime.lowering import Form
+from ...runtime.tuning import HopperTiles, ShortTiles, select_section
+from ..operands import Operands
+from .bitmask import pack_mask
+from .multi_cta import prefill_short_kernel
+from .quantize_q import stage_queries
+from .tile_range import ROWS
+from .warp_specialized import prefill_hopper_kernel
 
 HEAD_DIMS = (64, 96, 128, 160, 192, 224, 256)
 """Queries are staged in blocks of 32 channels."""

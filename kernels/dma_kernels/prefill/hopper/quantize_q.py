@@ -1,4 +1,4 @@
-"""The queries of a call, quantised ahead of :mod:`dma_kernels.prefill.hopper`, whose warps have no registers for it."""
+"""Quantise the queries of a call before the attention kernel, whose warps have no registers to spare for it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..device.arithmetic import program_block
-from ..device.queries import load_queries, prepare_queries, rotate_queries, smoothing_shift
-from ..numerics.formats import SharedScale, padded_channels
-from ..numerics.geometry import LOG2_E
-from ..numerics.recipe import Recipe
-from ..numerics.transforms import hadamard_size
-from ..runtime.launch import Launcher, blocks_of_heads
-from ..runtime.lowering import Form, dequantized_dtype
-from .parts import dot_parts, load_parts, quantize_row_parts, store_parts
+from ...device.arithmetic import program_block
+from ...device.queries import load_queries, prepare_queries, rotate_queries, smoothing_shift
+from ...numerics.formats import SharedScale, padded_channels
+from ...numerics.geometry import LOG2_E
+from ...numerics.recipe import Recipe
+from ...numerics.transforms import hadamard_size
+from ...runtime.launch import Launcher, blocks_of_heads
+from ...runtime.lowering import Form, dequantized_dtype
+from ..parts import dot_parts, load_parts, quantize_row_parts, store_parts
 
 ROWS = 32
 """Queries of a program. As MXINT8, 8K and 8 x 4K rotated queries of 32 heads of 128 take 33.0 and 119.2 us on an H200

@@ -1,17 +1,14 @@
-"""The prefill kernel for long prompts on Hopper, in Gluon: warp-specialised, copies and products asynchronous.
+"""The warp-specialised prefill kernel for Hopper, in Gluon: it computes long calls.
 
-One warp copies blocks of keys and values to shared memory, ``GROUPS`` warpgroups of 64 query positions each compute
-with them. So a block is read from the L2 cache once for ``64 * GROUPS`` queries, and no warpgroup waits for a copy that
-it has just asked for, as programs of :mod:`dma_kernels.prefill.kernel` do for a seventh of their time. A warpgroup
-waits for its own products; the others have the exponentials and conversions of their blocks to do meanwhile.
+One producer warp issues TMA loads of keys and values. ``GROUPS`` consumer warpgroups of 64 query rows each compute
+attention with them, so a tile is read from L2 once for ``64 * GROUPS`` queries. While one warpgroup waits for its own
+MMAs, the others compute exponentials and conversions.
 
-It computes the rule of :mod:`dma_kernels.prefill.kernel`, for the calls that :mod:`dma_kernels.prefill.hopper` selects.
-64 positions lie in one tile; the positions of a program in two at most, of four warpgroups in three. All its
-warpgroups walk over the same blocks, the union of what they need, and each passes over those that are not its own.
+All warpgroups of a CTA walk the same tiles, the union of what their rows need; each releases tiles that are not its
+own without computing. 64 query positions lie in one tile, those of a CTA in at most two (four warpgroups: three).
 
-With a skip threshold each warpgroup votes on a low tile once its scores are there (:func:`any_row_keeps` in
-:mod:`dma_kernels.prefill.hopper_blocks`). A skipped tile costs its product with the keys and its row maxima:
-no exponential and no product with values. Its values are copied all the same, as other warpgroups may need them.
+With a skip threshold each warpgroup votes on a low tile after the Q·K product (:mod:`.skipping`). A skipped tile costs
+that product and the row maxima. Its values are loaded all the same, because other warpgroups may need them.
 """
 
 from __future__ import annotations
@@ -25,40 +22,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..device.gluon import reinterpret
-from ..numerics.formats import TILE
-from .hopper_blocks import (
+from ...device.gluon import reinterpret
+from ...numerics.formats import TILE
+from .mask import hide_masked, hide_values, places_of_words, seen_keys
+from .mma import add_values, halves, inverse_power_of_two, is_16bit, operand_of, values_product
+from .pipeline import copy, wait_for_operands
+from .skipping import announce_keep, any_row_keeps, init_votes
+from .softmax import add_sums, capped, finalize_softmax, finite_or_zero, online_softmax, thread_sums
+from .tile_range import (
     ROWS,
-    add_sums,
-    add_values,
-    announce_keep,
-    any_row_keeps,
-    capped,
     clamp,
-    copy,
-    finalize_softmax,
-    finite_or_zero,
-    halves,
-    hide_masked,
-    hide_values,
     high_blocks,
-    init_votes,
-    inverse_power_of_two,
-    is_16bit,
     low_tiles,
-    online_softmax,
-    operand_of,
-    places_of_words,
     positions_of,
     schedule,
     seen_by_all,
     seen_by_one,
-    seen_keys,
     shown_by_mask,
-    thread_sums,
-    values_product,
     visited,
-    wait_for_operands,
 )
 
 _ROWS = gl.constexpr(ROWS)
@@ -527,7 +508,7 @@ def prefill_hopper_kernel(
         sink_tiles: Of the rule.
         softcap: Cap of the base-2 logits, or ``None``.
         logit_scale: Turns scores of high tiles into base-2 logits.
-        mask_ptr: Words of a mask, see :class:`dma_kernels.prefill.hopper_mask.PackedMask`; or ``None``.
+        mask_ptr: Words of a mask, see :class:`dma_kernels.prefill.hopper.bitmask.PackedMask`; or ``None``.
         bounds_ptr: Its bounds; or ``None``.
         planes_per_row: Of the mask.
         planes_per_head: Of the mask.

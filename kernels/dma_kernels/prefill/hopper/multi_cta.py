@@ -1,14 +1,13 @@
-"""The prefill kernel for short prompts on Hopper, in Gluon: no warp that copies, three programs to a multiprocessor.
+"""The multi-CTA prefill kernel for Hopper, in Gluon: it computes short calls, masks and softcaps.
 
-A program is four warps with 64 query positions of one head. While one waits the others of its multiprocessor compute,
-before and after its loops too, which in the kernel for long prompts (:mod:`dma_kernels.prefill.hopper_kernel`) nothing
-hides. It asks for the block that takes the place of one as soon as that has been multiplied: keys are there in time.
+A CTA is one warpgroup with 64 query positions of a head, and three or four CTAs share an SM. While one waits, the
+others compute; that also hides prologues and epilogues, which the warp-specialised kernel exposes. A stage is refilled
+as soon as its tile has been multiplied.
 
-Where low keys are INT8 or E4M3 and high ones the caller's, it rotates and quantises its queries itself, the rotation on
-the matrix units: of 64 channels one product with a Hadamard matrix, which the program writes to shared memory while its
-queries are on their way. Else they are staged (:mod:`dma_kernels.prefill.hopper_queries`). High tiles come first, as
-their row maxima decide which low tiles are skipped. Low keys of 16 bits come in two halves, and their queries take the
-stage of those of high tiles.
+Where low keys are INT8 or E4M3 and high keys unquantised, the CTA rotates and quantises its own queries. The rotation
+is an MMA with a Hadamard matrix of order 64, which is built in shared memory while the queries are loaded. Otherwise
+:mod:`.quantize_q` has quantised them. High tiles come first, because their row maxima decide which low tiles are
+skipped. 16-bit low keys come in two halves, and 16-bit low queries reuse the stage of the high ones.
 """
 
 from __future__ import annotations
@@ -22,42 +21,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..device.arithmetic import to_elements as _to_elements_triton
-from ..device.blocks import row_scale as _row_scale_triton
-from ..device.gluon import barrier as _barrier
-from ..device.gluon import reinterpret
-from ..numerics.formats import TILE
-from .hopper_blocks import (
-    ROWS,
-    add_sums,
-    add_values,
-    announce_keep,
-    any_row_keeps,
-    capped,
-    copy,
-    finalize_softmax,
-    finite_or_zero,
-    halves,
-    hide_masked,
-    hide_values,
-    high_blocks,
-    init_votes,
-    inverse_power_of_two,
-    is_16bit,
-    low_tiles,
-    online_softmax,
-    operand_of,
-    places_of_words,
-    positions_of,
-    seen_by_all,
-    seen_by_one,
-    seen_range,
-    shown_by_mask,
-    thread_sums,
-    values_product,
-    visited,
-    wait_for_operands,
-)
+from ...device.arithmetic import to_elements as _to_elements_triton
+from ...device.blocks import row_scale as _row_scale_triton
+from ...device.gluon import barrier as _barrier
+from ...device.gluon import reinterpret
+from ...numerics.formats import TILE
+from .mask import hide_masked, hide_values, places_of_words, seen_range
+from .mma import add_values, halves, inverse_power_of_two, is_16bit, operand_of, values_product
+from .pipeline import copy, wait_for_operands
+from .skipping import announce_keep, any_row_keeps, init_votes
+from .softmax import add_sums, capped, finalize_softmax, finite_or_zero, online_softmax, thread_sums
+from .tile_range import ROWS, high_blocks, low_tiles, positions_of, seen_by_all, seen_by_one, shown_by_mask, visited
 
 _ROWS = gl.constexpr(ROWS)
 _ROWS_SHIFT = gl.constexpr(ROWS.bit_length() - 1)
@@ -230,7 +204,7 @@ def prefill_short_kernel(
         v_low_desc: Values of low tiles in E4M3, a matrix of rows of a tile's keys; or ``None`` for the caller's own.
         out_ptr: ``[B, Hq, Tq, D]``.
         lse_ptr: fp32 ``[B, Hq, Tq]``.
-        rows_ptr: Of staged queries, see :class:`dma_kernels.prefill.hopper_queries.StagedQueries`; else ``None``.
+        rows_ptr: Of staged queries, see :class:`dma_kernels.prefill.hopper.quantize_q.StagedQueries`; else ``None``.
         mean_ptr: What smoothing took from keys, fp32 ``[B, Hkv, D]``, or ``None``.
         k_low_factor_ptr: fp32 ``[B, Hkv, tiles]``, or ``None``.
         value_factor_ptr: fp32 ``[B, Hkv, D]``, or ``None``.
@@ -254,7 +228,7 @@ def prefill_short_kernel(
         softcap: Cap of the base-2 logits, or ``None``.
         logit_scale: Turns scores of high tiles into base-2 logits.
         norm: What the rotation multiplies by.
-        mask_ptr: Words of a mask, see :class:`dma_kernels.prefill.hopper_mask.PackedMask`; or ``None``.
+        mask_ptr: Words of a mask, see :class:`dma_kernels.prefill.hopper.bitmask.PackedMask`; or ``None``.
         bounds_ptr: Its bounds; or ``None``.
         planes_per_row: Of the mask.
         planes_per_head: Of the mask.

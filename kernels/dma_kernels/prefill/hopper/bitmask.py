@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device.tiles import visible_rows
-from ..numerics.formats import TILE
-from ..numerics.geometry import PrefillGeometry
-from ..runtime.launch import Launcher
-from .hopper_blocks import ROWS
+from ...device.tiles import visible_rows
+from ...numerics.formats import TILE
+from ...numerics.geometry import PrefillGeometry
+from ...runtime.launch import Launcher
+from .tile_range import ROWS
 
 _TILE = tl.constexpr(TILE)
 
