@@ -146,8 +146,7 @@ FIELDS = tuple(field.name for field in fields(DMAConfig))
 
 PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
     {
-        # Rotated, since that holds where key channels stand out. docs/how-it-works.md has the loss without it, and with
-        # scales of blocks, which fit no 8-bit unit.
+        # Rotated: without it, outlier key channels cost more (benchmarks/README.md).
         "balanced": DMAConfig(),
         # Scales by search, and high tiles in 16 bits: benchmarks/README.md has the results without each of them.
         "fp4": DMAConfig(low="nvfp4", scale_rounding="search", shared_scale="block"),

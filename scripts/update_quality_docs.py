@@ -1,4 +1,4 @@
-"""Write the tables of quality in README.md, docs/evaluation.md and docs/skipping.md from the results under benchmarks.
+"""Write the tables of quality in the pages from the results under benchmarks.
 
     python scripts/update_quality_docs.py
 
@@ -152,7 +152,7 @@ def _step(label: str) -> tuple[str, str]:
 
 
 def run_tables() -> str:
-    """The tables of docs/evaluation.md: every twin, longer windows, far positions and needles."""
+    """The tables of docs/guides/evaluation.md: every twin, longer windows, far positions and needles."""
     short, long, (far,) = _short(), read_report(QUALITY / LONG), read_report(QUALITY / FAR).perplexity
     balanced = f"{PREFIX}balanced"
     forms = {name: {balanced: short[name][balanced]} | twin for name, twin in _twins(VARIANTS).items()}
@@ -165,7 +165,7 @@ def run_tables() -> str:
             f"KL per token on twins, windows of {_context(SHORT)} tokens:\n\n{_kl(short)}",
             f"On longer windows, and after `equalize`:\n\n{_kl(columns)}",
             f"Forms of `balanced`, on the same twins:\n\n{_kl(forms)}",
-            f"![Twins](../{plot.relative_to(ROOT)})\n",
+            f"![Twins](../../{plot.relative_to(ROOT)})\n",
             f"At {far.context:,} tokens, by position:\n\n{_by_position(far)}",
             f"Needles found, by length of the prompt:\n\n{_needles()}",
         ]
@@ -212,7 +212,7 @@ def _kls(columns: Iterable[Mapping[str, BackendResult]], label: str) -> list[str
 
 
 def skipping_tables() -> str:
-    """The tables of docs/skipping.md: thresholds, twins, lost mass, other rules and estimates."""
+    """The tables of docs/concepts/skipping.md: thresholds, twins, lost mass, other rules and estimates."""
     results = [each for path in sorted(SKIPPING.glob("*.json")) for each in json.loads(path.read_text())["results"]]
     lengths = sorted({each["length"] for each in results})
 
@@ -285,8 +285,8 @@ def skipping_tables() -> str:
 
 BLOCKS = {
     "README.md": ("quality", readme_tables),
-    "docs/evaluation.md": ("quality run", run_tables),
-    "docs/skipping.md": ("skipping", skipping_tables),
+    "docs/guides/evaluation.md": ("quality run", run_tables),
+    "docs/concepts/skipping.md": ("skipping", skipping_tables),
 }
 """By page: the mark of its block, ``<!-- mark -->`` to ``<!-- end mark -->``, and what stands there."""
 

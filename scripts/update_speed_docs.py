@@ -270,12 +270,12 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "generate-h200.json": generate_table,
         "serve-h200.json": lambda: serve_table(is_short=True),
     },
-    "docs/hardware.md": {
+    "benchmarks/prefill.md": {
         "prefill-h200.json": prefill_table,
         "prefill-real-h100.json": real_table,
         "decode-h200.json": decode_table,
     },
-    "docs/serving.md": {"serve-h200.json": serve_table},
+    "docs/guides/serving.md": {"serve-h200.json": serve_table},
 }
 """By page and mark what stands between ``<!-- mark -->`` and ``<!-- end -->``."""
 

@@ -20,7 +20,7 @@ def script() -> Any:
     return load_script("update_quality_docs")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/evaluation.md", "docs/skipping.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/evaluation.md", "docs/concepts/skipping.md"])
 def test_page_shows_the_results(script: Any, page: str) -> None:
     assert script.updated(page) == (ROOT / page).read_text(encoding="utf-8")
 

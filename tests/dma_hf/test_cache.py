@@ -94,7 +94,7 @@ class TestBookkeeping:
     @pytest.mark.parametrize(("format", "tokens"), [("int8", 1100), ("int4", 750)])
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_memory_is_saved_from_so_many_tokens_on(self, format, tokens, head_dim):
-        """As README and docs/cache.md say; below, four tiles in 16 bits weigh more."""
+        """As README and docs/guides/cache.md say; below, four tiles in 16 bits weigh more."""
         sizes = {"hidden_size": 2 * head_dim, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
         config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=head_dim)
 

