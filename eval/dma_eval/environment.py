@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ PACKAGES = (
     "lm-eval",
     "numpy",
     "safetensors",
+    "torchao",
 )
 
 
@@ -41,6 +43,7 @@ class Environment:
     threads: int  # threads that PyTorch computes with on the CPU
     gpus: list[str]  # name of each CUDA device
     cuda: str | None  # version of CUDA that PyTorch was built for; None without
+    commit: str | None = None  # of the source tree, with ``-dirty`` where files differ from it; None of a package
 
 
 def collect() -> Environment:
@@ -55,7 +58,20 @@ def collect() -> Environment:
         threads=torch.get_num_threads(),
         gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         cuda=torch.version.cuda,
+        commit=_commit(),
     )
+
+
+def _commit() -> str | None:
+    """Return the commit of this source tree, or what ``DMA_HF_COMMIT`` says where the tree has no history."""
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here)]
+    with suppress(OSError, subprocess.CalledProcessError):
+        tracked = subprocess.check_output([*git, "ls-files", "--", __file__], stderr=subprocess.DEVNULL, text=True)
+        if tracked:  # the package of another repository's environment is not
+            described = subprocess.check_output([*git, "describe", "--always", "--dirty", "--exclude=*"], text=True)
+            return described.strip()
+    return os.environ.get("DMA_HF_COMMIT")
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

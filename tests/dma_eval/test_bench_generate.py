@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from dma_eval.data import tokenize
 from dma_eval.errors import UserError
 from dma_eval.models import load_model
 
-RUNS = ("sdpa+dynamic", "sdpa+static", "dma_mxfp:kv8+dma", "dma_mxfp:kv4+dma-static")
+RUNS = ("sdpa+dynamic", "sdpa+static", "dma_mxfp:balanced+int8", "dma_mxfp+int4-static")
 CPU = torch.device("cpu")
 
 
@@ -51,7 +52,7 @@ def test_cache_bytes(model, results):
     of = {(r.context, r.label): r.cache_bytes for r in results}
     assert of[400, "sdpa+dynamic"] == per_token * (400 + 12 - 1)
     assert of[400, "sdpa+static"] == per_token * (400 + 12)
-    cache = parse_runs(["dma_mxfp:kv8+dma"])[0].make_cache(model, 1)
+    cache = parse_runs(["dma_mxfp+int8"])[0].make_cache(model, 1)
     assert cache_bytes(cache) == cache.nbytes
 
 
@@ -107,14 +108,61 @@ def test_the_longest_context_is_found_to_a_sixteenth(model, monkeypatch):
     assert generate.longest_context(model, run, 1, 50_000).tokens == 0
 
 
+def test_steps_alone_are_timed_over_filled_caches(model):
+    runs = parse_runs(["sdpa+static", "dma_mxfp+int4", "dma_mxfp+int4-static"])
+    found = list(measure(model, [300], runs, batch=2, new_tokens=10, steps_only=True))
+    whole = list(measure(model, [300], runs, batch=2, new_tokens=10))
+    for filled, computed in zip(found, whole, strict=True):
+        assert (filled.failure, filled.first_token_seconds) == (None, None)
+        assert filled.step_milliseconds > 0
+        assert (filled.steps, filled.cache_bytes) == (computed.steps, computed.cache_bytes)
+
+
+class TestFp8Weights:
+    def test_torchao_quantises_all_linear_layers_except_the_last(self, monkeypatch):
+        model = build_model("tiny", CPU, torch.bfloat16)
+        chosen = []
+
+        def quantize(model, config, filter_fn):
+            chosen.extend(name for name, module in model.named_modules() if filter_fn(module, name))
+
+        quantization = pytest.importorskip("torchao.quantization")
+        monkeypatch.setattr(quantization, "quantize_", quantize)
+        generate.quantize_weights(model)
+        linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+        assert chosen == [name for name in linear if name != "lm_head"]
+        assert len(chosen) == 7 * model.config.num_hidden_layers
+
+    def test_the_bytes_are_those_of_what_is_stored(self):
+        quantization = pytest.importorskip("torchao.quantization")
+        layer = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+        quantization.quantize_(layer, quantization.Float8WeightOnlyConfig())
+        assert 64 * 32 < generate.weight_bytes(layer) < 64 * 32 + 33 * 4
+
+    def test_a_device_without_fp8_products_is_refused(self, run):
+        result = run("bench", "generate", "--device", "cpu", "--shape", "tiny", "--weights", "fp8", "--context", "40")
+        assert result.exit_code == 2
+        assert "--weights fp8: torchao cannot quantise this model" in " ".join(result.output.split())
+
+    def test_without_torchao_the_message_says_what_to_install(self, run, monkeypatch):
+        monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+        result = run("bench", "generate", "--device", "cpu", "--shape", "tiny", "--weights", "fp8", "--context", "40")
+        assert result.exit_code == 2
+        assert "--weights fp8 needs torchao: pip install torchao" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [
         ([], "--run needs at least one value"),
-        (["sdpa"], "expected ATTENTION.CACHE with a cache of dynamic, static, dma, dma-static, got 'sdpa'"),
+        (
+            ["sdpa"],
+            "expected ATTENTION.CACHE with a cache of dynamic, static, int8, int4, int8-static, .*, got 'sdpa'",
+        ),
         (["sdpa+quantized"], "got 'sdpa.quantized'"),
         (["flash9+dynamic"], "unknown backend 'flash9'"),
-        (["dma_mxfp:kv9+dma"], r"--run: unknown preset 'kv9'; .* or a TOML file \(dma_mxfp:FILE.toml\)$"),
+        (["dma_mxfp:kv9+int8"], r"--run: unknown preset 'kv9'; .* or a TOML file \(dma_mxfp:FILE.toml\)$"),
+        (["sdpa+int4"], "'sdpa' takes no setting, got 'sdpa.int4'"),
         (["sdpa+static", "sdpa+static"], "sdpa.static is given more than once"),
     ],
     ids=str,

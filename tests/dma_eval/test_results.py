@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,8 @@ class TestJson:
         assert values["schema_version"] == SCHEMA_VERSION
         assert values["seed"] == 7
         assert values["environment"]["packages"].keys() >= {"torch", "transformers"}
+        head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, text=True)
+        assert head.startswith(values["environment"]["commit"].removesuffix("-dirty"))
         assert values["model"]["architecture"] == "LlamaForCausalLM"
         assert values["model"]["parameters"] == report.model.parameters > 50_000
         model = values["model"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,6 @@ import torch
 from dma_kernels.cache.api import append, cached_attention
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.numerics.formats import TILE
-from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 from transformers import LlamaConfig
@@ -26,7 +25,7 @@ from dma_hf.cache import DEFAULT_FORMAT
 
 from .peers import FLASH_3, flash_attention_3_step, sdpa
 from .results import DecodeResult, DecodeShape
-from .timing import FAILURES, Run, captured, time_in_turns
+from .timing import FAILURES, Run, captured, stored_bytes, time_in_turns
 
 PREALLOCATED: dict[str, SDPBackend | None] = {"sdpa": None, "sdpa:flash": SDPBackend.FLASH_ATTENTION}
 """SDPA on keys and values that lie ready: what a 16-bit cache costs at the least. ``sdpa`` is PyTorch's choice."""
@@ -95,16 +94,6 @@ def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, 
         )
         append(storage, key, value)
     return storage
-
-
-def stored_bytes(held: object) -> int:
-    """Return the bytes of all tensors in nested containers, those that tensor subclasses are made of included."""
-    if isinstance(held, Tensor):
-        flatten = getattr(held, "__tensor_flatten__", None)
-        return held.nbytes if flatten is None else sum(stored_bytes(getattr(held, name)) for name in flatten()[0])
-    if isinstance(held, Mapping):
-        return sum(map(stored_bytes, held.values()))
-    return sum(map(stored_bytes, held)) if isinstance(held, tuple | list) else 0
 
 
 def default_names() -> list[str]:

@@ -1,13 +1,14 @@
 """The speed of ``generate`` with one attention and cache after another, on one model: what a user waits for.
 
-A run is named ``ATTENTION+CACHE``. The attention is a backend (:mod:`dma_eval.backends`); the cache is ``dynamic`` or
-``static`` (Transformers' own, in 16 bits), ``dma`` or ``dma-static`` (:class:`dma_hf.DMACache`). With a static cache on
-a GPU ``generate`` compiles its steps by itself.
+A run is named ``ATTENTION+CACHE``. The attention is a backend (:mod:`dma_eval.backends`). The cache is ``dynamic`` or
+``static`` (Transformers' own, in 16 bits), or a format of :class:`dma_hf.DMACache` such as ``int4`` or ``int4-static``.
+On a GPU ``generate`` compiles its steps if the cache is static.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import statistics
 import time
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -23,15 +24,16 @@ import dma_hf
 from dma_eval.backends import Backend, activate, parse_backends, refuse_repeats
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import head_dim_of
-from dma_eval.names import DMA
+from dma_eval.names import DMA, FORMAT_SUFFIXES
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 from .capture import text_windows
 from .results import GenerateResult, LongestContext
-from .timing import FAILURES, measure_each
+from .timing import FAILURES, measure_each, stored_bytes
 
-CACHES = ("dynamic", "static", "dma", "dma-static")
-DEFAULT_RUNS = ("sdpa+dynamic", "sdpa+static", *(f"{DMA}:{p}+{c}" for p in ("kv8", "kv4") for c in CACHES[2:]))
+PACKED = tuple(FORMAT_SUFFIXES.values())
+CACHES = ("dynamic", "static", *PACKED, *(f"{format}-static" for format in PACKED))
+DEFAULT_RUNS = ("sdpa+dynamic", "sdpa+static", *(f"{DMA}+{cache}" for cache in CACHES[2:]))
 LLAMA_3 = {
     "vocab_size": 128256,
     "num_attention_heads": 32,
@@ -63,13 +65,18 @@ class GenerateRun:
     backend: Backend
     cache: str
 
+    @property
+    def is_static(self) -> bool:
+        """Whether the cache has room for all tokens from the start."""
+        return self.cache.endswith("static")
+
     def make_cache(self, model: PreTrainedModel, max_tokens: int) -> Cache:
         """Return an empty cache with room for ``max_tokens`` tokens."""
         if self.cache == "dynamic":
             return DynamicCache(config=model.config)
         if self.cache == "static":
             return StaticCache(config=model.config, max_cache_len=max_tokens)
-        return dma_hf.DMACache(model.config, max_cache_len=max_tokens if self.cache == "dma-static" else None)
+        return dma_hf.DMACache(model.config, max_cache_len=max_tokens if self.is_static else None)
 
 
 def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
@@ -81,11 +88,13 @@ def parse_runs(names: Sequence[str]) -> list[GenerateRun]:
     """
     runs = []
     for name in names:
-        attention, _, cache = name.partition("+")
+        attention, _, cache = name.rpartition("+")
         if cache not in CACHES:
             raise UserError(f"--run: expected ATTENTION+CACHE with a cache of {', '.join(CACHES)}, got {name!r}")
-        (backend,) = parse_backends([attention], "--run")
-        runs.append(GenerateRun(f"{backend.label}+{cache}", backend, cache))
+        format = cache.removesuffix("-static")
+        packed = f"+{format}" if format in PACKED else ""
+        (backend,) = parse_backends([f"{attention}{packed}"], "--run")
+        runs.append(GenerateRun(f"{backend.label.removesuffix(packed)}+{cache}", backend, cache))
     refuse_repeats("--run", [run.label for run in runs])
     return runs
 
@@ -123,6 +132,7 @@ def measure(
     batch: int,
     new_tokens: int,
     text: Tensor | None = None,
+    steps_only: bool = False,
 ) -> Iterator[GenerateResult]:
     """Generate from prompts of every length with every run; yields each result as it comes.
 
@@ -133,6 +143,7 @@ def measure(
         batch: Sequences.
         new_tokens: Tokens to generate in each.
         text: Tokens that the prompts are windows of; they are random without it.
+        steps_only: Fill the caches with random keys and values, and compute the last token of each prompt only.
 
     Raises:
         UserError: The text is too short.
@@ -146,7 +157,7 @@ def measure(
     return measure_each(
         {f"{context:,} tokens": context for context in contexts},
         {run.label: run for run in runs},
-        lambda context, run: _measure_one(model, prompts[context].to(model.device), run, new_tokens),
+        lambda context, run: _measure_one(model, prompts[context].to(model.device), run, new_tokens, steps_only),
         lambda result: result.step_milliseconds,
     )
 
@@ -208,7 +219,9 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
 
 
 @torch.inference_mode()
-def _measure_one(model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_tokens: int) -> GenerateResult:
+def _measure_one(
+    model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_tokens: int, steps_only: bool = False
+) -> GenerateResult:
     batch, context = prompt.shape
     result = GenerateResult(label=run.label, context=context, config=run.backend.info["config"])
     device = model.device
@@ -219,8 +232,11 @@ def _measure_one(model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_t
         # Steps and kernels are compiled with the very cache of the run.
         _generate(model, prompt[:, :16], cache, UNTIMED_STEPS, None)
         cache = _emptied(run, model, cache, context + new_tokens)
-        _generate(model, prompt[:, :WARM_TOKENS], cache, 2, None)
-        cache = _emptied(run, model, cache, context + new_tokens)
+        if steps_only:
+            _fill(model, cache, batch, context - 1)
+        else:
+            _generate(model, prompt[:, :WARM_TOKENS], cache, 2, None)
+            cache = _emptied(run, model, cache, context + new_tokens)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -234,7 +250,7 @@ def _measure_one(model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_t
     peak = torch.cuda.max_memory_allocated(device) - weight_bytes(model) if device.type == "cuda" else None
     return replace(
         result,
-        first_token_seconds=clock.first_token_seconds,
+        first_token_seconds=None if steps_only else clock.first_token_seconds,
         step_milliseconds=median,
         step_milliseconds_fast=fast,
         step_milliseconds_slow=slow,
@@ -247,7 +263,7 @@ def _measure_one(model: PreTrainedModel, prompt: Tensor, run: GenerateRun, new_t
 
 def _emptied(run: GenerateRun, model: PreTrainedModel, cache: Cache, max_tokens: int) -> Cache:
     """Return an empty cache: a static one is the same object, since compiled steps know its tensors."""
-    if run.cache in ("static", "dma-static"):
+    if run.is_static:
         cache.reset()
         return cache
     return run.make_cache(model, max_tokens)
@@ -264,9 +280,32 @@ def _generate(model: PreTrainedModel, prompt: Tensor, cache: Cache, new_tokens: 
     )
 
 
+def quantize_weights(model: PreTrainedModel) -> None:
+    """Quantise the linear layers to FP8 with torchao, except the one that makes the logits.
+
+    Weights have a scale per output channel, activations one per token, which is computed in every call.
+
+    Raises:
+        UserError: torchao is not installed, or the device has no FP8 products.
+    """
+    try:
+        quantization = importlib.import_module("torchao.quantization")
+    except ImportError as error:
+        raise UserError(f"--weights fp8 needs torchao: pip install torchao ({error})") from None
+    head = model.get_output_embeddings()
+    try:
+        quantization.quantize_(
+            model,
+            quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow()),
+            filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not head,
+        )
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise UserError(f"--weights fp8: torchao cannot quantise this model: {one_line(error)}") from error
+
+
 def weight_bytes(model: PreTrainedModel) -> int:
     """Return what parameters and buffers take."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    return stored_bytes([*model.parameters(), *model.buffers()])
 
 
 def cache_bytes(cache: Cache) -> int:
@@ -279,17 +318,11 @@ def cache_bytes(cache: Cache) -> int:
 @torch.inference_mode()
 def _fits(model: PreTrainedModel, run: GenerateRun, batch: int, context: int) -> bool:
     """Whether a token can be computed over a cache of ``context`` tokens, filled with random keys and values."""
-    text = model.config.get_text_config()
     activate(model, run.backend)
     cache = None
     try:
         cache = run.make_cache(model, context + 1)
-        shape = (batch, text.num_key_value_heads, min(context, FILL_TOKENS), head_dim_of(text))
-        chunk = torch.randn(shape, dtype=model.dtype, device=model.device)
-        for layer in range(text.num_hidden_layers):
-            for start in range(0, context, FILL_TOKENS):
-                part = chunk[:, :, : min(FILL_TOKENS, context - start)]
-                cache.update(part, part, layer)
+        _fill(model, cache, batch, context)
         token = torch.zeros((batch, 1), dtype=torch.int64, device=model.device)
         model(token, **{CACHE_ARGUMENT: cache})
         torch.cuda.synchronize(model.device)
@@ -299,3 +332,14 @@ def _fits(model: PreTrainedModel, run: GenerateRun, batch: int, context: int) ->
         del cache
         torch.cuda.empty_cache()
     return True
+
+
+def _fill(model: PreTrainedModel, cache: Cache, batch: int, tokens: int) -> None:
+    """Fill a cache with random keys and values."""
+    text = model.config.get_text_config()
+    shape = (batch, text.num_key_value_heads, min(tokens, FILL_TOKENS), head_dim_of(text))
+    chunk = torch.randn(shape, dtype=model.dtype, device=model.device)
+    for layer in range(text.num_hidden_layers):
+        for start in range(0, tokens, FILL_TOKENS):
+            part = chunk[:, :, : min(FILL_TOKENS, tokens - start)]
+            cache.update(part, part, layer)

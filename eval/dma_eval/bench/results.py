@@ -177,7 +177,7 @@ class GenerateResult(SpeedResult):
     """One attention and cache at one length of context."""
 
     context: int  # tokens of the prompt, in each sequence
-    first_token_seconds: float | None = None  # from the call of ``generate`` to the first new token
+    first_token_seconds: float | None = None  # from the call of ``generate`` to the first new token; null of steps only
     step_milliseconds: float | None = None  # median time between two tokens
     step_milliseconds_fast: float | None = None  # the first quartile
     step_milliseconds_slow: float | None = None  # the third quartile
@@ -239,8 +239,10 @@ class DecodeReport(SpeedReport):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateReport(SpeedReport):
-    schema_version: int = 2
+    schema_version: int = 3
     model: str  # the shape's name, or that of a real model
+    weights: str | None = None  # what they were quantised to after loading (``fp8``); since version 3
+    steps_only: bool = False  # whether caches were filled instead of computing prompts; since version 3
     data: str | None = None  # text of a real model's prompts; null for random ones; since version 2
     yarn: float | None = None  # what a real model's positions were multiplied by; since version 2
     parameters: int  # how many the model has

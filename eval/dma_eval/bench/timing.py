@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from dma_eval import console
 from dma_eval.errors import one_line
@@ -146,6 +147,16 @@ def extra_memory(run: Run, device: torch.device) -> tuple[object, int | None]:
     result = run()
     torch.cuda.synchronize(device)
     return result, torch.cuda.max_memory_allocated(device) - before
+
+
+def stored_bytes(held: object) -> int:
+    """Return the bytes of all tensors in nested containers, those that tensor subclasses are made of included."""
+    if isinstance(held, Tensor):
+        flatten = getattr(held, "__tensor_flatten__", None)
+        return held.nbytes if flatten is None else sum(stored_bytes(getattr(held, name)) for name in flatten()[0])
+    if isinstance(held, Mapping):
+        return sum(map(stored_bytes, held.values()))
+    return sum(map(stored_bytes, held)) if isinstance(held, tuple | list) else 0
 
 
 def look_at(device: torch.device) -> DeviceFacts:

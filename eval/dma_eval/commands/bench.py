@@ -240,14 +240,18 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     shown = "8192 to 131072; on a CPU 256 and 512"
     options.add(parser, "--context", type=positive, several=True, shown=shown, help="Tokens of the prompt.")
     help = (
-        "What to compare; the first is the reference. The cache is dynamic or static (Transformers' own), dma or "
-        "dma-static (DMACache). Steps with a static cache are compiled by generate on a GPU."
+        "What to compare; the first is the reference. The cache is dynamic or static (Transformers' own), or one of "
+        "DMACache: int8, int4, int8-static, int4-static. Steps with a static cache are compiled by generate on a GPU."
     )
-    shown = "SDPA with both caches, kv8 and kv4 with both"
+    shown = "sdpa with dynamic and static, dma_mxfp with every cache of DMACache"
     options.add(parser, "--run", "-r", dest="runs", metavar="ATTENTION+CACHE", several=True, shown=shown, help=help)
     options.add(parser, "--batch", type=positive, default=1, help="Sequences.")
     help, least = "Tokens to generate in each sequence.", options.number(MIN_NEW_TOKENS)
     options.add(parser, "--new-tokens", type=least, default=48, help=help)
+    help = "Quantise the weights of linear layers after loading: fp8 (torchao, a scale per row and per token)."
+    options.add(parser, "--weights", choices=("fp8",), help=help, shown="as --dtype says")
+    help = "Fill the caches with random keys instead of computing prompts, and time the steps alone."
+    options.add(parser, "--steps-only", action="store_true", help=help)
     help = "Also find the longest context that fits; needs a GPU."
     options.add(parser, "--longest", action="store_true", help=help)
     _add_common(parser, files=("json", "plot"), dtypes=("bfloat16", "float16", "float32"))
@@ -262,12 +266,13 @@ def time_generate(args: argparse.Namespace) -> int:
 
     Examples:
     dma-hf bench generate --json generate.json --plot generate.png
-    dma-hf bench generate --context 32768 --run sdpa+static dma_mxfp:kv8+dma-static dma_mxfp:kv4+dma-static --longest
+    dma-hf bench generate --context 32768 --run sdpa+static dma_mxfp+int8-static dma_mxfp+int4-static --longest
+    dma-hf bench generate --context 131072 --run sdpa+static dma_mxfp+int4-static --weights fp8 --steps-only
     dma-hf bench generate --model HuggingFaceTB/SmolLM2-135M --data book.txt --yarn 4 --context 32768
-    dma-hf bench generate --device cpu --shape tiny --dtype float32 --run sdpa+dynamic dma_mxfp:kv4+dma
+    dma-hf bench generate --device cpu --shape tiny --dtype float32 --run sdpa+dynamic dma_mxfp+int4
     """
     options.prepare_files(args)
-    check_names((each.partition("+")[0] for each in args.runs), "--run")
+    check_names((each.rpartition("+")[0] for each in args.runs), "--run")
     if args.model is None and (args.data or args.yarn):
         raise UserError("--data and --yarn are for --model; prompts of random weights are random")
     if args.model is not None and (args.shape or not args.data):
@@ -281,7 +286,7 @@ def time_generate(args: argparse.Namespace) -> int:
     device, dtype, facts = _look(args)
     if args.longest and device.type != "cuda":
         raise UserError("--longest needs a CUDA device: on a CPU memory has no clear end")
-    contexts = sorted(set(args.context or (CONTEXTS if device.type == "cuda" else CPU_CONTEXTS)))
+    contexts = list(dict.fromkeys(args.context or (CONTEXTS if device.type == "cuda" else CPU_CONTEXTS)))
     name, text = args.model or args.shape or (DEFAULT_MODEL if device.type == "cuda" else CPU_MODEL), None
     with console.working(f"{'Making' if args.model is None else 'Loading'} {name}"):
         if args.model is None:
@@ -291,11 +296,17 @@ def time_generate(args: argparse.Namespace) -> int:
             for context in contexts:
                 check_length(loaded, context + args.new_tokens, "--context")
             model = generate.never_stopping(loaded.model)
-    facts_of_model = {"model": name, "data": args.data, "yarn": args.yarn, "parameters": model.num_parameters()}
+        parameters = model.num_parameters()
+        if args.weights is not None:
+            generate.quantize_weights(model)
+    facts_of_model = {"model": name, "data": args.data, "yarn": args.yarn, "parameters": parameters}
+    facts_of_model |= {"weights": args.weights, "steps_only": args.steps_only}
     sizes = {"weight_bytes": generate.weight_bytes(model), "batch": args.batch, "new_tokens": args.new_tokens}
     write = _writer(args, GenerateReport, facts, **facts_of_model, **sizes)
     longest: list[LongestContext] = []
-    found = generate.measure(model, contexts, runs, batch=args.batch, new_tokens=args.new_tokens, text=text)
+    found = generate.measure(
+        model, contexts, runs, batch=args.batch, new_tokens=args.new_tokens, text=text, steps_only=args.steps_only
+    )
     results = _collected(([each] for each in found), write, longest=longest)
     for each in runs if args.longest else ():
         with console.working(f"Looking for the longest context of {each.label}"):
@@ -303,7 +314,8 @@ def time_generate(args: argparse.Namespace) -> int:
             most = model.config.max_position_embeddings
             longest.append(generate.longest_context(model, each, args.batch, most, guess))
         write(results=results, longest=longest)
-    title = f"{name}, {args.dtype}, batch {args.batch}, {facts.name}"
+    weights = f"{args.weights or args.dtype} weights of {sizes['weight_bytes'] / 2**30:.1f} GiB"
+    title = f"{name}, {weights}, batch {args.batch}, {facts.name}"
     if args.plot is not None:
         plot_generate(results, title, args.plot)
     return _finish(args, generate_tables(results, longest, title), results, lambda r: f"{r.context:,} tokens")
