@@ -106,7 +106,7 @@ def time_alone(run: Run, device: torch.device, *, seconds: float, milliseconds: 
 
 
 def capture(run: Run, device: torch.device) -> Run:
-    """Return a replay of ``run`` as a CUDA graph; its result stays alive as long as the replay."""
+    """Return a replay of ``run`` as a CUDA graph. The replay keeps the tensors of ``run`` and its result alive."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -117,7 +117,7 @@ def capture(run: Run, device: torch.device) -> Run:
         with torch.cuda.graph(graph):
             result = run()
 
-    def replay() -> object:
+    def replay(run: Run = run) -> object:  # a graph knows addresses only
         graph.replay()
         return result
 
