@@ -296,7 +296,10 @@ def quantize_weights(model: PreTrainedModel) -> None:
     try:
         quantization.quantize_(
             model,
-            quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow()),
+            quantization.Float8DynamicActivationFloat8WeightConfig(
+                granularity=quantization.PerRow(),
+                set_inductor_config=False,  # steps are compiled as with other weights
+            ),
             filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not head,
         )
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
