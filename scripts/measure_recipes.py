@@ -79,7 +79,7 @@ def main() -> None:
     for (context, windows), report in zip(WINDOWS.items(), reports, strict=True):
         options = ["--context", str(context), "--max-windows", str(windows), "--dtype", "float32", *others]
         run("ppl", "--model", known.model, "--data", known.data, *options, "--json", report, "--attn", "sdpa", *names)
-    run("report", "build", *reports, "--out", str(known.out))
+    run("report", *reports, "--out", str(known.out))
 
 
 if __name__ == "__main__":

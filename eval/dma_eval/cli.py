@@ -1,93 +1,82 @@
 """The command line ``dma-hf``.
 
-A new command is an entry in ``COMMANDS``: a function that adds its options to a parser, and one that runs it, returns
-the exit code, and has the help, with examples, as its docstring.
+A new command is an entry in ``COMMANDS``: a function whose parameters are its options, which runs it, returns the exit
+code, and has the help, with examples, as its docstring.
 """
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import os
 import sys
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
-from typing import NoReturn
+from typing import Annotated, Any, NoReturn
+
+import typer
 
 from . import console
 from .commands import bench, demo, env, equalize, quality, report, serve
+from .commands.options import Run, command
 from .errors import UserError
 
-Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
-COMMANDS: dict[str, Command] = {
-    "ppl": (quality.add_ppl, quality.ppl),
-    "suite": (quality.add_suite, quality.suite),
-    "lm-eval": (quality.add_lm_eval, quality.lm_eval),
-    "fidelity": (quality.add_fidelity, quality.fidelity),
-    "retrieval": (quality.add_retrieval, quality.retrieval),
-    "stress": (quality.add_stress, quality.stress),
-    "equalize": (equalize.add_equalize, equalize.equalize),
-    "report build": (report.add_report_build, report.report_build),
-    "report diff": (report.add_report_diff, report.report_diff),
-    "card": (report.add_card, report.card),
-    "serve": (serve.add_serve, serve.serve),
-    "demo": (demo.add_demo, demo.demo),
-    "env": (env.add_env, env.env),
-    "bench prefill": (bench.add_prefill, bench.time_prefill),
-    "bench decode": (bench.add_decode, bench.time_decode),
-    "bench generate": (bench.add_generate, bench.time_generate),
-    "bench serve": (bench.add_serve, bench.time_serve),
+COMMANDS: dict[str, Run] = {
+    "ppl": quality.ppl,
+    "suite": quality.suite,
+    "lm-eval": quality.lm_eval,
+    "fidelity": quality.fidelity,
+    "retrieval": quality.retrieval,
+    "stress": quality.stress,
+    "equalize": equalize.equalize,
+    "report": report.report,
+    "card": report.card,
+    "serve": serve.serve,
+    "demo": demo.demo,
+    "env": env.env,
 }
-GROUPS = {
-    "bench": "Measure speed: of attention alone, of generate, and of many requests at once.",
-    "report": "The page and plots of runs; two runs compared.",
+BENCH: dict[str, Run] = {
+    "prefill": bench.time_prefill,
+    "decode": bench.time_decode,
+    "generate": bench.time_generate,
+    "serve": bench.time_serve,
 }
-"""Words that several commands begin with."""
-DESCRIPTION = "Measure what low-bit attention (dma_mxfp) costs and gains on a language model."
-START = """start here:
+START = """Start here:
   dma-hf demo         everything on a small model that comes with the package
   dma-hf ppl --help   measure a model of yours"""
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that reports an invalid command line as every other error: on one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Refuse the command line."""
-        raise UserError(f"{message} (try: {self.prog} --help)")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = Parser("dma-hf", description=DESCRIPTION, epilog=START, formatter_class=form, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"dma-hf {version()}", help="Show the version and exit.")
-    parser.set_defaults(command=None, parser=parser, debug=False)
-    commands = {"": parser.add_subparsers(title="commands", metavar="COMMAND")}
-    for name, (add_options, run) in COMMANDS.items():
-        group, _, last = name.rpartition(" ")
-        if group not in commands:
-            grouped = commands[""].add_parser(group, help=GROUPS[group], description=GROUPS[group])
-            grouped.set_defaults(parser=grouped)
-            commands[group] = grouped.add_subparsers(title="commands", metavar="COMMAND")
-        text, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\nExamples:\n")
-        command = commands[group].add_parser(
-            last,
-            help=text.partition("\n")[0],
-            description=text.rstrip(),
-            epilog=f"examples:\n{textwrap.indent(examples, '  ')}",
-            formatter_class=form,
-            allow_abbrev=False,
-        )
-        add_options(command)
-        command.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
-        command.set_defaults(command=run, parser=command)
-    return parser
+def make_app() -> typer.Typer:
+    """All commands."""
+    settings: dict[str, Any] = {"rich_markup_mode": "rich", "add_completion": False, "invoke_without_command": True}
+    app = typer.Typer(name="dma-hf", epilog=START, callback=_root, **settings)
+    for name, run in COMMANDS.items():
+        command(app, name, run)
+    timed = typer.Typer(callback=_group, **settings)
+    for name, run in BENCH.items():
+        command(timed, name, run)
+    app.add_typer(timed, name="bench", help="Measure speed: of attention alone, of generate, of many requests at once.")
+    return app
 
 
-def version() -> str:
-    """The installed version."""
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Measure what low-bit attention (dma_mxfp) costs and gains on a language model."""
+    if version:
+        console.print_line(f"dma-hf {installed_version()}")
+        raise typer.Exit
+    _group(context)
+
+
+def _group(context: typer.Context) -> None:
+    """Show the help where no command is named."""
+    if context.invoked_subcommand is None:
+        context.get_help()
+        raise typer.Exit(console.USER_ERROR)
+
+
+def installed_version() -> str:
+    """The version of the installed package."""
     try:
         return metadata.version("dma-hf")
     except metadata.PackageNotFoundError:  # run from a source tree
@@ -103,23 +92,18 @@ def hide_library_bars() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run ``dma-hf``, with the arguments of the process by default, and exit with its code."""
     hide_library_bars()
-    debug = "--debug" in (sys.argv if arguments is None else arguments)
+    console.shows_tracebacks = False
     try:
-        args, unknown = make_parser().parse_known_args(arguments)
-        if unknown:  # said by the command's own parser: its help is the one that lists the options
-            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        if args.command is None:
-            args.parser.print_help()
-            sys.exit(console.USER_ERROR)
-        sys.exit(args.command(args))
+        sys.exit(make_app()(arguments, prog_name="dma-hf", standalone_mode=False))
     except (UserError, PermissionError) as error:
-        if debug:
+        if console.shows_tracebacks:
             console.err.print_exception()
         message = str(error)
         if isinstance(error, PermissionError):  # a path in a folder that may not be searched, wherever it is looked at
             message = f"cannot use {error.filename}: {error.strerror}"
         console.print_error(message)
         sys.exit(console.USER_ERROR)
-    except KeyboardInterrupt:
-        console.print_error("interrupted")
-        sys.exit(console.INTERRUPTED)
+    except typer.TyperException as error:  # an invalid command line
+        path = error.ctx.command_path if getattr(error, "ctx", None) else "dma-hf"  # type: ignore[attr-defined]
+        console.print_error(f"{error.format_message().rstrip('.')} (try: {path} --help)")
+        sys.exit(console.USER_ERROR)

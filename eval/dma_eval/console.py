@@ -26,6 +26,7 @@ FILE_WIDTH = 120  # columns of tables that go to a file or a pipe, which have no
 
 out = Console(emoji=False)  # the colons of "NAME:b:SPLIT" are not those of an emoji
 err = Console(stderr=True, emoji=False)
+shows_tracebacks = False  # whether an error comes with its traceback, as ``--debug`` asks
 
 
 def print_error(message: str) -> None:

@@ -1,7 +1,7 @@
 """What can be measured, with the options of each part; and suites of parts, as TOML files.
 
-The command line takes an option for each field of a part, with the same default; the tables of a suite have the fields
-as keys. Suites in the folder ``suites`` come with the package.
+A field of a part is a key of a suite's table and, where it is annotated, an option of the command line with the same
+default. Suites in the folder ``suites`` come with the package.
 """
 
 from __future__ import annotations
@@ -9,14 +9,43 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from typer import Option
 
 from .errors import UserError
 from .files import parse
 
 FOLDER = "suites"
+window, task, piece, prompt = (
+    partial(Option, rich_help_panel=name) for name in ("Windows", "Tasks", "Parts", "Prompts")
+)
+"""Options in a section of a command's help."""
+
+
+Context = Annotated[
+    int | None,
+    window(
+        "--context",
+        "-c",
+        min=2,
+        help="Tokens per window.",
+        show_default="2048, or the model's maximum if less",
+    ),
+]
+MaxWindows = Annotated[
+    int | None,
+    window("--max-windows", min=1, help="Read at most this many windows.", show_default="all"),
+]
+BatchSize = Annotated[int, window("--batch-size", min=1, help="Windows per forward pass.")]
+Limit = Annotated[
+    int | None,
+    task("--limit", min=1, help="Samples of each task: the first ones.", show_default="all"),
+]
+Sequences = Annotated[int, task("--batch-size", min=1, help="Sequences per forward pass.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +56,25 @@ class PerplexityPart:
     # 2,048, or the model's maximum if that is less.
     contexts: list[int] = field(default_factory=list)
     data: str | None = None  # the text, as for ``dma-hf ppl``; the command line's by default
-    # Distance of two windows; the context by default. If less, windows overlap, and each scores its new tokens.
-    stride: int | None = None
-    max_windows: int | None = None  # read at most so many windows; all by default
-    skip_windows: int = 0  # leave out so many windows at the beginning of the text
-    spread: bool = False  # spread ``max_windows`` over the whole text instead of taking the first ones
-    batch_size: int = 1  # windows per forward pass
+    stride: Annotated[
+        int | None,
+        window(
+            "--stride",
+            min=1,
+            help="Distance of two windows. If less than the context, windows overlap and each scores its new tokens.",
+            show_default="the context",
+        ),
+    ] = None
+    max_windows: MaxWindows = None
+    skip_windows: Annotated[int, window("--skip-windows", min=0, help="Skip the first windows of the text.")] = 0
+    spread: Annotated[
+        bool,
+        window(
+            "--spread",
+            help="Spread --max-windows over the whole text instead of taking the first ones.",
+        ),
+    ] = False
+    batch_size: BatchSize = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,38 +82,85 @@ class FidelityPart:
     """Fidelity to SDPA in fp32."""
 
     data: str | None = None  # the text; the command line's by default
-    context: int | None = None  # tokens per window; 2,048 by default, or the model's maximum if that is less
-    max_windows: int | None = None  # read at most so many windows; all by default
-    batch_size: int = 1  # windows per forward pass
-    head_windows: int = 2  # windows for the errors by head; 0 leaves them out
-    prompts: int = 4  # greedy continuations, each of the first half of a window; 0 leaves them out
-    new_tokens: int = 64  # tokens of each
+    context: Context = None
+    max_windows: MaxWindows = None
+    batch_size: BatchSize = 1
+    head_windows: Annotated[int, piece("--head-windows", min=0, help="Windows for the errors by head; 0: none.")] = 2
+    prompts: Annotated[
+        int,
+        piece(
+            "--prompts",
+            min=0,
+            help="Greedy continuations, each of the first half of a window; 0: none.",
+        ),
+    ] = 4
+    new_tokens: Annotated[int, piece("--new-tokens", min=1, help="Tokens of each continuation.")] = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class TasksPart:
     """lm-eval tasks."""
 
-    names: list[str]  # tasks, groups or tags of lm-eval, or YAML files; several may stand in one string, with commas
-    limit: int | None = None  # samples per task; all by default
-    num_fewshot: int | None = None  # examples in each prompt; what each task says by default
-    batch_size: int = 8  # sequences per forward pass
-    chat_template: bool = False  # whether prompts go through the model's chat template
+    names: Annotated[
+        list[str],
+        task(
+            "--tasks",
+            "-t",
+            metavar="TASK...",
+            help="Tasks or groups of lm-eval, or YAML files. Takes several values, separated by commas or spaces.",
+        ),
+    ]
+    limit: Limit = None
+    num_fewshot: Annotated[
+        int | None,
+        task(
+            "--num-fewshot",
+            min=0,
+            help="Examples in each prompt.",
+            show_default="what each task says",
+        ),
+    ] = None
+    batch_size: Sequences = 8
+    chat_template: Annotated[
+        bool,
+        task("--apply-chat-template", help="Format prompts with the model's chat template."),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalPart:
     """Retrieval from long prompts."""
 
-    # ``needle`` (a sentence in prose), ``kv`` (one pair among pairs of keys and values) or both.
-    kinds: list[str] = field(default_factory=lambda: ["kv"])
+    kinds: Annotated[
+        list[str],
+        prompt(
+            "--kind",
+            metavar="KIND...",
+            help="needle: a sentence in the prose of --data. kv: one pair among pairs of keys and values.",
+        ),
+    ] = field(default_factory=lambda: ["kv"])
     data: str | None = None  # the prose for needles; the command line's text by default
-    # Tokens per prompt, the answer counted; in a suite, those beyond the model's maximum are skipped. By default 1,024
-    # and its doubles up to the model's maximum, four at most.
-    lengths: list[int] = field(default_factory=list)
-    # Places of the answer, from 0 (the prompt's begin) to 1 (its end).
-    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
-    samples: int = 5  # questions for each length and depth
+    lengths: Annotated[  # in a suite, those beyond the model's maximum are skipped
+        list[int],
+        prompt(
+            "--lengths",
+            metavar="TOKENS...",
+            min=1,
+            help="Tokens per prompt, including the answer.",
+            show_default="1024 and its doubles, four at most, up to the model's maximum",
+        ),
+    ] = field(default_factory=list)
+    depths: Annotated[
+        list[float],
+        prompt(
+            "--depths",
+            metavar="DEPTH...",
+            min=0,
+            max=1,
+            help="Places of the answer, from 0 (start of the prompt) to 1 (its end).",
+        ),
+    ] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    samples: Annotated[int, prompt("--samples", min=1, help="Questions for each length and depth.")] = 5
 
     @property
     def needs_text(self) -> bool:
@@ -84,9 +173,9 @@ class StressPart:
     """Perplexity and divergence on twins of the model whose keys, queries or values are harder to quantise."""
 
     data: str | None = None  # the text; the command line's by default
-    context: int | None = None  # tokens per window; 2,048 by default, or the model's maximum if that is less
-    max_windows: int | None = 2  # read at most so many windows for each twin
-    batch_size: int = 1  # windows per forward pass
+    context: Context = None
+    max_windows: MaxWindows = 2
+    batch_size: BatchSize = 1
 
 
 @dataclass(frozen=True, kw_only=True)

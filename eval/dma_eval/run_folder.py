@@ -1,27 +1,22 @@
-"""The folder of a run: its results, a page, plots and configurations; several runs put together, or two compared."""
+"""The folder of a run: its results, a page, plots and configurations; and several runs put together."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
-from itertools import chain
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import plots
 from .errors import UserError, one_line
 from .files import make_folder, slug, write_json
 from .markdown import Plot, to_markdown
-from .pages import MISSING, Page, Table, can_retrieve, format_bytes, format_kl
+from .pages import can_retrieve
 from .results import RESULTS, SECTIONS, PerplexitySection, Report, StressSection, backend_configs
 
 PAGE, CONFIGS = "report.md", "configs"
-Shown = tuple[Callable[[float], str], Callable[[float], str]]
-"""How a number is written, and how its change to another."""
-SHARE: Shown = ("{:.2%}".format, lambda change: f"{100 * change:+.2f} points")
 
 
 def write_run(report: Report, folder: Path) -> list[str]:
@@ -57,7 +52,7 @@ def merge(reports: Sequence[Report]) -> Report:
     for other in reports[1:]:
         one, two = (f"{each.name} in {each.form}" for each in (first.model, other.model))
         if one != two:
-            raise UserError(f"the runs are of different models: {one} and {two}; 'dma-hf report diff' compares such")
+            raise UserError(f"the runs are of different models: {one} and {two}; give each a folder of its own")
     seconds = sum((Counter(report.part_seconds) for report in reports), Counter[str]())
     sections: dict[str, Any] = {
         name: [each for report in reports for each in getattr(report, name)] for name in (*SECTIONS, "generations")
@@ -160,112 +155,3 @@ def _configs(report: Report, folder: Path) -> list[str]:
         path.write_text("".join(lines), encoding="utf-8")
         names.append(f"{CONFIGS}/{path.name}")
     return names
-
-
-class Quantity(NamedTuple):
-    """One number of a report: what was measured, under which backend, what the number is, and how it is written."""
-
-    topic: str
-    backend: str
-    name: str
-    value: float | None
-    shown: Shown
-
-
-def compare_reports(first: Report, second: Report) -> Page:
-    """Tables of the numbers that both reports have, of those that one has, and of what differs between the runs."""
-    one, two = ({quantity[:3]: quantity for quantity in quantities(report)} for report in (first, second))
-    rows = []
-    for key in (key for key in one if key in two):
-        (write, write_change), values = one[key].shown, (one[key].value, two[key].value)
-        before, after = values
-        change = MISSING
-        if before is not None and after is not None:
-            change = "same" if before == after else write_change(after - before)
-        rows.append([*key, *(MISSING if value is None else write(value) for value in values), change])
-    tables = [Table(("measured", "backend", "number", "first", "second", "change"), rows)] if rows else []
-    for title, here, there in (("Only in the first", one, two), ("Only in the second", two, one)):
-        missing = dict.fromkeys(key[:2] for key in here if key not in there)
-        if missing:
-            tables.append(Table(("measured", "backend"), [list(pair) for pair in missing], title))
-    settings = [[name, str(a), str(b)] for name, a, b in _differences(first, second)]
-    if settings:
-        tables.append(Table(("setting", "first", "second"), settings, "Settings that differ"))
-    notes = [] if rows else ["The runs have no number in common."]
-    notes += [f"First: {first.created}, `{first.command}`", f"Second: {second.created}, `{second.command}`"]
-    return Page("Two runs compared", tables, notes, list(_warnings(first, second)))
-
-
-def quantities(report: Report) -> Iterator[Quantity]:
-    """Every number of a report that is worth comparing, section by section."""
-    for section in report.perplexity:
-        yield from _perplexity(f"perplexity, {section.context:,}", section)
-    for fidelity in report.fidelity:
-        topic = f"fidelity, {fidelity.tokens.context:,}"
-        yield from _perplexity(topic, fidelity.tokens)
-        for heads in fidelity.heads:
-            worst = max(max(layer) for layer in heads.relative_l1)
-            yield Quantity(topic, heads.label, "largest head error", worst, SHARE)
-            if heads.skipped is not None:
-                yield Quantity(topic, heads.label, "low tiles skipped", fmean(chain(*heads.skipped)), SHARE)
-    for task in (task for tasks in report.tasks for task in tasks.tasks):
-        for metric in task.metrics:
-            shown = SHARE if metric.right_or_wrong else ("{:,.4g}".format, "{:+.3g}".format)
-            yield from (Quantity(task.name, value.label, metric.title, value.value, shown) for value in metric.values)
-    for retrieval in report.retrieval:
-        for backend in retrieval.backends:
-            asked = sum(cell.samples for cell in backend.cells)
-            found = sum(cell.correct for cell in backend.cells) / asked if asked else None
-            yield Quantity(f"retrieval, {retrieval.kind}", backend.label, "found", found, ("{:.1%}".format, SHARE[1]))
-    for twin in (twin for stress in report.stress for twin in stress.twins):
-        if twin.tokens is not None:
-            yield from _perplexity(f"stress, {twin.name}", twin.tokens)
-
-
-def _perplexity(topic: str, section: PerplexitySection) -> Iterator[Quantity]:
-    for result in section.backends:
-        numbers: dict[str, tuple[float | None, Shown]] = {
-            "perplexity": (result.perplexity, ("{:,.3f}".format, "{:+.3f}".format)),
-            "KL / token": (result.kl_mean, (format_kl, "{:+.1e}".format)),
-            "top-1": (result.top1_agreement, SHARE),
-            "tokens/s": (result.tokens_per_second, ("{:,.0f}".format, "{:+,.0f}".format)),
-            "peak memory": (result.peak_memory_bytes, (format_bytes, lambda value: f"{value / 2**20:+,.0f} MiB")),
-        }
-        yield from (Quantity(topic, result.label, name, *number) for name, number in numbers.items())
-
-
-def _differences(first: Report, second: Report) -> Iterator[tuple[str, Any, Any]]:
-    """Settings, versions and configurations that are not the same in both runs."""
-    both: list[dict[str, dict[str, Any]]] = []
-    for report in (first, second):
-        machine = asdict(report.environment)
-        packages = machine.pop("packages")
-        groups = {"model": asdict(report.model), "environment": machine, "version": packages}
-        both.append({**groups, "": {"seed": report.seed}, **backend_configs(report)})
-    for group in (group for group in both[0] if group in both[1]):
-        one, two = (groups[group] for groups in both)
-        for name in dict.fromkeys([*one, *two]):
-            a, b = one.get(name, MISSING), two.get(name, MISSING)
-            if a != b:
-                yield f"{group}: {name}" if group else name, a, b
-
-
-def _warnings(first: Report, second: Report) -> Iterator[str]:
-    """Why numbers under the same name may not be comparable."""
-
-    def differing(one: Any, two: Any, *names: str) -> bool:
-        return any(getattr(one, name) != getattr(two, name) for name in names)
-
-    texts = {section.context: section for section in second.perplexity}
-    for section in (section for section in first.perplexity if section.context in texts):
-        other = texts[section.context]
-        if section.data.sha256 != other.data.sha256:
-            yield f"perplexity at {section.context:,}: the texts differ ({section.data.name}, {other.data.name})"
-        elif differing(section, other, "stride", "windows", "skip_windows", "spread"):
-            yield f"perplexity at {section.context:,}: the windows differ ({section.windows}, {other.windows})"
-    samples = {task.name: task for tasks in second.tasks for task in tasks.tasks}
-    for tasks in first.tasks:
-        for task in tasks.tasks:
-            twin = samples.get(task.name)
-            if twin is not None and differing(task, twin, "samples", "num_fewshot", "version"):
-                yield f"{task.name}: the samples, the examples in the prompt or the task's version differ"

@@ -192,8 +192,8 @@ def test_command(tmp_path, run):
     ("arguments", "message"),
     [
         (["--device", "cpu", "--longest"], "--longest needs a CUDA device"),
-        (["--device", "cpu", "--context", "0"], "--context: expected at least 1, got 0"),
-        (["--device", "cpu", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["--device", "cpu", "--context", "0"], "'--context': Input should be greater than or equal to 1, got '0'"),
+        (["--device", "cpu", "--dtype", "int8"], "'--dtype': 'int8' is not one of"),
     ],
     ids=str,
 )

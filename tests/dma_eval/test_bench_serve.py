@@ -186,7 +186,7 @@ def test_a_local_model(run, model_folder):
         (["--attn", "flash9"], "--attn: unknown backend 'flash9'"),
         (["--shape", "tiny", "--requests", "2x20000+4"], "2x20000+4 has 20004 tokens, and the model 16384 positions"),
         (["--shape", "tiny", "--cache-gib", "1e-9"], "--cache-gib: expected at least 6.1e-05"),
-        (["--cache-gib", "-1"], "--cache-gib: expected at least 0, got -1"),
+        (["--cache-gib", "-1"], "'--cache-gib': Input should be greater than or equal to 0, got '-1'"),
     ],
     ids=str,
 )

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+import typer
 from dma_eval import cli
-from dma_eval.cli import make_parser
-from dma_eval.commands.options import DEFAULT_ATTN
+from dma_eval.commands.options import DEFAULT_ATTN, QualityOptions, command
 from dma_eval.commands.quality import link
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import Piece, prepare_file, write_json
@@ -36,8 +36,31 @@ class TestSeveralValues:
         ],
     )
     def test_cases(self, given: str, expected: list[str]) -> None:
+        seen = []
+        app = typer.Typer()
+
+        def note(args: QualityOptions) -> int:
+            """Note what is given."""
+            seen.append(args.attn)
+            return 0
+
+        command(app, "note", note)
         for _ in range(2):  # defaults are not written to
-            assert make_parser().parse_args(f"ppl -m m -d d {given}".split()).attn == expected
+            app(f"-m m {given}".split(), standalone_mode=False)
+        assert seen == [expected, expected]
+
+    def test_negative_numbers_are_values(self) -> None:
+        app = typer.Typer()
+        seen = []
+
+        def note(values: Annotated[list[float], typer.Option("--values")], flag: bool = False) -> int:
+            """Note what is given."""
+            seen.append((values, flag))
+            return 0
+
+        command(app, "note", note)
+        app(["--values", "1", "-2", "-.5", "--flag"], standalone_mode=False)
+        assert seen == [([1, -2, -0.5], True)]
 
     def test_reaches_the_command(self, ppl: Run, tmp_path: Path) -> None:
         result = ppl("--attn", "sdpa", "eager", "--json", tmp_path / "r.json", "-a", "dma_mxfp:fp4")
@@ -121,19 +144,17 @@ class TestHelp:
     @pytest.mark.parametrize(
         ("command", "expected"),
         [
-            ((), ("ppl", "demo", "env", "--version", "start here")),
-            (("ppl",), ("--model", "--data", "--attn", "--stride", "--json", "--plot", "--debug", "examples")),
-            (("lm-eval",), ("--tasks", "--include-path", "--limit", "--num-fewshot", "accelerate launch", "examples")),
-            (("fidelity",), ("--head-windows", "--prompts", "--out", "examples")),
-            (("retrieval",), ("--kind", "--lengths", "--depths", "examples")),
-            (("stress",), ("--attn", "--max-windows", "--out", "examples")),
-            (("equalize",), ("--tokens", "--data", "--out", "examples")),
-            (("suite",), ("--suite", "long-context", "--max-windows", "examples")),
-            (("report",), ("build", "diff")),
-            (("report", "build"), ("--out", "RUN", "examples")),
-            (("report", "diff"), ("--markdown", "examples")),
-            (("card",), ("--base-model", "--license", "--push", "--yes", "examples")),
-            (("demo",), ("--out", "Needs no network", "examples")),
+            ((), ("ppl", "demo", "env", "--version", "Start here")),
+            (("ppl",), ("--model", "--data", "--attn", "--stride", "--json", "--plot", "--debug", "Examples")),
+            (("lm-eval",), ("--tasks", "--include-path", "--limit", "--num-fewshot", "accelerate launch", "Examples")),
+            (("fidelity",), ("--head-windows", "--prompts", "--out", "Examples")),
+            (("retrieval",), ("--kind", "--lengths", "--depths", "Examples")),
+            (("stress",), ("--attn", "--max-windows", "--out", "Examples")),
+            (("equalize",), ("--tokens", "--data", "--out", "Examples")),
+            (("suite",), ("--suite", "long-context", "--max-windows", "Examples")),
+            (("report",), ("--out", "RUN", "Examples")),
+            (("card",), ("--base-model", "--license", "--push", "--yes", "Examples")),
+            (("demo",), ("--out", "Needs no network", "Examples")),
             (("env",), ("bug report",)),
         ],
     )
@@ -142,13 +163,6 @@ class TestHelp:
         assert result.exit_code == 0
         for text in expected:
             assert text in " ".join(result.stdout.replace("│", " ").split())
-
-    @pytest.mark.parametrize("command", [("card",), ("report", "build")])
-    def test_what_is_done_without_out_is_said_once(self, run: Run, command: tuple[str, ...]) -> None:
-        text = " ".join(run(*command, "--help").stdout.split())
-        assert "if this is left out" in text or "if it is left out" in text
-        assert "left out. (default: not written)" not in text
-        assert ("--out FILE" in text) == (command == ("card",))
 
     def test_no_arguments_show_the_help(self, run: Run) -> None:
         result = run()

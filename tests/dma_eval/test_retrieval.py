@@ -116,8 +116,8 @@ def test_default_lengths(limit: int | None, lengths: list[int] | None) -> None:
         (["--kind", "haystack"], "--kind must be one of needle, kv; got 'haystack'"),
         (["--kind", "needle"], "--data: needles need a text to be hidden in; name one"),
         (["--lengths", "4096"], "--lengths: 4,096 is more than the model's maximum of 512 positions"),
-        (["--depths", "1.5"], "argument --depths: expected at least 0, at most 1, got 1.5"),
-        (["--depths", "nan"], "argument --depths: expected at least 0, at most 1, got nan"),
+        (["--depths", "1.5"], "'--depths': Input should be less than or equal to 1, got '1.5'"),
+        (["--depths", "nan"], "'--depths': Input should be less than or equal to 1, got 'nan'"),
         (["--lengths", "8"], "--lengths: 8 tokens hold no prompt; the least is"),
     ],
 )

@@ -17,7 +17,6 @@ from dma_eval import card as card_module
 from dma_eval.card import make_card, prepare_upload
 from dma_eval.errors import UserError
 from dma_eval.files import parse, write_json
-from dma_eval.markdown import page_to_markdown
 from dma_eval.pages import format_kl, stress_page
 from dma_eval.results import (
     SCHEMA_VERSION,
@@ -28,7 +27,7 @@ from dma_eval.results import (
     TwinResult,
     read_report,
 )
-from dma_eval.run_folder import compare_reports, merge, write_run
+from dma_eval.run_folder import merge, write_run
 from huggingface_hub import ModelCard
 from PIL import Image
 
@@ -58,7 +57,7 @@ def report(run: Run, folder: Path, model_folder: Path, text_file: Path, tiny_tas
         for command in commands:
             assert run(*command).exit_code == 0
         runs = [folder / name for name in ("ppl.json", "fidelity", "retrieval", "tasks")]
-        assert run("report", "build", *runs, "--out", folder / "all").exit_code == 0
+        assert run("report", *runs, "--out", folder / "all").exit_code == 0
     return read_report(folder / "all/results.json")
 
 
@@ -93,7 +92,7 @@ class TestFolder:
 
     def test_is_written_again(self, report: Report, folder: Path, run: Run, tmp_path: Path) -> None:
         write_json(report, tmp_path / "results.json")
-        assert run("report", "build", tmp_path).exit_code == 0
+        assert run("report", tmp_path).exit_code == 0
         assert (tmp_path / "report.md").read_text(encoding="utf-8") == (folder / "all/report.md").read_text(
             encoding="utf-8"
         )
@@ -108,10 +107,9 @@ class TestFolder:
         )
         root = Path(__file__).parents[2]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root, root / "kernels", root / "eval")))}
-        for arguments in (["build", run, "--out", tmp_path], ["diff", run, run]):
-            command = [sys.executable, "-c", code, "report", *map(str, arguments)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
-            assert done.returncode == 0, done.stderr
+        command = [sys.executable, "-c", code, "report", str(run), "--out", str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr
         assert (tmp_path / "report.md").is_file()
 
     def test_sections_of_one_kind_have_plots_of_their_own(self, report: Report, tmp_path: Path) -> None:
@@ -175,9 +173,9 @@ class TestMerge:
         assert len(merge([plain, replace(drawn, stress=[other])]).stress) == 2  # with another seed
 
     def test_needs_a_folder(self, run: Run, refused: Callable[[Any], str], folder: Path, report: Report) -> None:
-        assert "--out: say which folder" in refused(run("report", "build", folder / "tasks", folder / "fidelity"))
-        assert "--out: say which folder" in refused(run("report", "build", folder / "tasks/results.json"))
-        assert "cannot read the report missing: No such file" in refused(run("report", "build", "missing"))
+        assert "--out: say which folder" in refused(run("report", folder / "tasks", folder / "fidelity"))
+        assert "--out: say which folder" in refused(run("report", folder / "tasks/results.json"))
+        assert "cannot read the report missing: No such file" in refused(run("report", "missing"))
 
     def test_reads_files_of_version_1(self, report: Report, tmp_path: Path) -> None:
         values = asdict(report) | {"schema_version": 1}
@@ -192,72 +190,6 @@ class TestMerge:
     def test_reads_committed_results(self, path: Path) -> None:
         report = read_report(path)
         assert any(getattr(report, name) for name in SECTIONS)
-
-
-class TestDiff:
-    def test_same(self, report: Report) -> None:
-        page = compare_reports(report, report)
-        assert len(page.tables) == 1
-        assert {row[-1] for row in page.tables[0].rows} <= {"same", "–"}
-        measured = {row[0] for row in page.tables[0].rows}
-        assert measured == {"perplexity, 128", "fidelity, 128", "tiny_choice", "tiny_few", "retrieval, kv"}
-        assert page.warnings == []
-
-    def test_numbers_settings_and_what_is_missing(self, report: Report) -> None:
-        section = report.perplexity[0]
-        changed = replace(section.backends[1], perplexity=(section.backends[1].perplexity or 0) + 1)
-        second = replace(
-            report,
-            seed=5,
-            perplexity=[replace(section, backends=[section.backends[0], changed], windows=1)],
-            retrieval=[],
-            environment=replace(report.environment, packages=report.environment.packages | {"torch": "9"}),
-        )
-        page = compare_reports(report, second)
-        assert ["perplexity, 128", "dma_mxfp:paper", "perplexity"] in [
-            row[:3] for row in page.tables[0].rows if row[-1] == "+1.000"
-        ]
-        missing = next(table for table in page.tables if table.caption == "Only in the first")
-        assert missing.rows == [["retrieval, kv", "sdpa"], ["retrieval, kv", "dma_mxfp:paper"]]
-        settings = next(table for table in page.tables if table.caption == "Settings that differ")
-        assert [row[0] for row in settings.rows] == ["version: torch", "seed"]
-        assert page.warnings == ["perplexity at 128: the windows differ (2, 1)"]
-        assert "+1.000" in page_to_markdown(page)
-
-    def test_other_text_and_samples(self, report: Report) -> None:
-        section, tasks = report.perplexity[0], report.tasks[0]
-        second = replace(
-            report,
-            perplexity=[replace(section, data=replace(section.data, sha256="0"))],
-            tasks=[replace(tasks, tasks=[replace(tasks.tasks[0], samples=3), *tasks.tasks[1:]])],
-        )
-        warnings = compare_reports(report, second).warnings
-        assert len(warnings) == 2
-        assert "the texts differ" in warnings[0]
-        assert warnings[1].startswith("tiny_choice: the samples")
-
-    @pytest.mark.parametrize("change", [{"spread": True}, {"skip_windows": 1}, {"stride": 64}])
-    def test_other_windows(self, report: Report, change: dict[str, Any]) -> None:
-        """As many, but not the same."""
-        second = replace(report, perplexity=[replace(report.perplexity[0], **change)])
-        assert compare_reports(report, second).warnings == ["perplexity at 128: the windows differ (2, 2)"]
-
-    def test_nothing_in_common(self, report: Report) -> None:
-        assert (
-            "no number in common"
-            in compare_reports(
-                replace(report, perplexity=[], fidelity=[], tasks=[]), replace(report, retrieval=[])
-            ).notes[0]
-        )
-
-    def test_command(self, run: Run, report: Report, folder: Path, tmp_path: Path) -> None:
-        result = run("report", "diff", folder / "tasks", folder / "all", "--markdown", tmp_path / "diff.md")
-        assert result.exit_code == 0, result.output
-        assert "tiny_choice" in result.stdout
-        assert (tmp_path / "diff.md").read_text(encoding="utf-8").startswith("# Two runs compared")
-
-    def test_no_run(self, run: Run, refused: Callable[[Any], str], tmp_path: Path) -> None:
-        assert "cannot read the report" in refused(run("report", "diff", tmp_path, tmp_path))
 
 
 class TestCard:

@@ -5,11 +5,15 @@ Every command writes its JSON file after each measurement, so that an interrupti
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from typer import Option
 
 from dma_eval import console
 from dma_eval.bench.results import (
@@ -37,7 +41,6 @@ if TYPE_CHECKING:
     from dma_eval.pages import Table
 
 Result = TypeVar("Result", bound=SpeedResult)
-positive = options.number(1)
 HEAD_DIMS = [128, 64]
 LENGTHS, CPU_LENGTHS = [1024 << i for i in range(8)], [256, 1024]
 MASKS = ["causal", "full"]
@@ -51,49 +54,156 @@ MIN_NEW_TOKENS = 8
 REQUESTS, CPU_REQUESTS = ["32x2048+64", "8x16384+32"], ["8x64-512+16-32"]
 SERVED = ["sdpa", "dma_mxfp", "dma_mxfp+int8", "dma_mxfp+int4"]
 DEFAULT_MODEL, CPU_MODEL = "llama-3.1-8b", "tiny"
-MODEL_HELP = "Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny."
 
 
-def add_prefill(parser: argparse.ArgumentParser) -> None:
-    help = (
-        "What to compare; the first is the reference. sdpa (PyTorch's choice), sdpa:flash, sdpa:cudnn, flex "
-        "(FlexAttention, compiled), fa3 and fa3:fp8 (FlashAttention-3, the package fa3-fwd), fa4 (FlashAttention-4, "
-        "flash-attn-4), cudnn:fp8 (nvidia-cudnn-frontend), flashinfer and, skipping tiles, flashinfer:t5 to t8 "
-        "(flashinfer-python), sage (SageAttention, sageattention), dma_mxfp:PRESET, dma_mxfp:FILE.toml. Quantising is "
-        "counted, except in fa3:fp8:prequantized and cudnn:fp8:prequantized."
-    )
-    shown = "all that need no other package, with every preset"
-    options.add(parser, "--attn", "-a", metavar="IMPLEMENTATION", several=True, shown=shown, help=help)
-    group = parser.add_argument_group("shapes")
-    shown = "1024 to 131072; on a CPU 256 and 1024"
-    options.add(group, "--length", type=positive, several=True, help="Tokens.", shown=shown)
-    shown = f"{' '.join(map(str, HEAD_DIMS))}; with --inputs the model's own"
-    options.add(group, "--head-dim", type=positive, several=True, shown=shown, help="Head dimensions.")
-    shown = " ".join(PREFILL_HEADS)
-    options.add(group, "--heads", metavar="QUERY/KV", several=True, shown=shown, help="Query and kv heads.")
-    shown = " ".join(MASKS)
-    help = f"Masks; {PACKED}: {DOCUMENTS} packed documents, causal."
-    options.add(group, "--mask", choices=[*MASKS, PACKED], several=True, shown=shown, help=help)
-    help = (
-        "Measure all combinations. Otherwise a shape departs from the first value of each option in one option only "
-        "(and in its length)."
-    )
-    options.add(group, "--every-combination", action="store_true", help=help)
-    options.add(group, "--batch", type=positive, default=1, help="Sequences.")
-    help = "Shapes one by one, in place of all options above; for instance 8x4096:32/8:128 or 1x16384:32/8:128:full."
-    options.add(group, "--shape", metavar="BATCHxTOKENS:QUERY/KV:HEAD_DIM[:MASK]", several=True, help=help)
-    group = parser.add_argument_group("inputs of a model, instead of random ones")
-    help = "Time the queries, keys and values that this model computes from --data: Hub name, folder, or GGUF file."
-    options.add(group, "--inputs", metavar="NAME|FOLDER|FILE.gguf", help=help)
-    help = "Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset. Each sequence is another window of it."
-    options.add(group, "--data", "-d", metavar="FILE|DATASET", help=help)
-    help = "Time so many of the model's layers, evenly spaced."
-    options.add(group, "--layers", type=positive, shown="all with full attention", help=help)
-    options.add_yarn(group)
-    _add_common(parser, seconds=1.5, files=("json", "markdown", "plot"))
+_shape, _inputs = (partial(Option, rich_help_panel=name) for name in ("Shapes", "Inputs of a model, not random ones"))
 
 
-def time_prefill(args: argparse.Namespace) -> int:
+class Mask(StrEnum):
+    """Which keys a query of a random input attends to."""
+
+    CAUSAL = "causal"
+    FULL = "full"
+    DOCUMENTS = "documents"
+
+
+Seconds = Annotated[
+    float, Option("--seconds", min=0, help="About how long one shape is measured, without compilation.")
+]
+Batch = Annotated[int, Option("--batch", min=1, help="Sequences.")]
+ModelShape = Annotated[
+    str | None,
+    Option(
+        "--shape",
+        help="Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny.",
+        show_default=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}",
+    ),
+]
+RealModel = Annotated[
+    str | None,
+    Option(
+        "--model", "-m", metavar=options.MODEL_FORMS, help="Hub name, local folder, or GGUF file; instead of --shape."
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What every benchmark takes."""
+
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"],
+        Option("--dtype", help="Data type of what is not quantised; float32 is for generate and serve."),
+    ] = "bfloat16"
+    device: options.Device = "auto"
+    seed: options.Seed = 0
+    json: options.Json = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillOptions(BenchOptions):
+    """What prefill is timed, and of which implementations."""
+
+    attn: Annotated[
+        list[str],
+        Option(
+            "--attn",
+            "-a",
+            metavar="IMPLEMENTATION...",
+            help=(
+                "What to compare; the first is the reference. sdpa (PyTorch's choice), sdpa:flash, sdpa:cudnn, flex "
+                "(FlexAttention, compiled), fa3 and fa3:fp8 (FlashAttention-3, the package fa3-fwd), fa4 "
+                "(FlashAttention-4, flash-attn-4), cudnn:fp8 (nvidia-cudnn-frontend), flashinfer and, skipping tiles, "
+                "flashinfer:t5 to t8 (flashinfer-python), sage (SageAttention, sageattention), dma_mxfp:PRESET, "
+                "dma_mxfp:FILE.toml. Quantising is counted, except in fa3:fp8:prequantized and cudnn:fp8:prequantized."
+            ),
+            show_default="all that need no other package, with every preset",
+        ),
+    ] = field(default_factory=list)
+    length: Annotated[
+        list[int],
+        _shape(
+            "--length", metavar="TOKENS...", min=1, help="Tokens.", show_default="1024 to 131072; on a CPU 256 1024"
+        ),
+    ] = field(default_factory=list)
+    head_dim: Annotated[
+        list[int],
+        _shape(
+            "--head-dim",
+            metavar="DIM...",
+            min=1,
+            help="Head dimensions.",
+            show_default=f"{' '.join(map(str, HEAD_DIMS))}; with --inputs the model's own",
+        ),
+    ] = field(default_factory=list)
+    heads: Annotated[
+        list[str],
+        _shape("--heads", metavar="QUERY/KV...", help="Query and kv heads.", show_default=" ".join(PREFILL_HEADS)),
+    ] = field(default_factory=list)
+    mask: Annotated[
+        list[Mask],
+        _shape(
+            "--mask",
+            metavar="causal|full|documents...",
+            help=f"Masks; documents: {DOCUMENTS} packed ones, causal.",
+            show_default=" ".join(MASKS),
+        ),
+    ] = field(default_factory=list)
+    every_combination: Annotated[
+        bool,
+        _shape(
+            "--every-combination",
+            help=(
+                "Measure all combinations. Otherwise a shape departs from the first value of each option in one option "
+                "only (and in its length)."
+            ),
+        ),
+    ] = False
+    batch: Batch = 1
+    shape: Annotated[
+        list[str],
+        _shape(
+            "--shape",
+            metavar="SHAPE...",
+            help=(
+                "Shapes one by one, BATCHxTOKENS:QUERY/KV:HEAD_DIM with :full or :documents after it, in place of all "
+                "options above; for instance 8x4096:32/8:128 or 1x16384:32/8:128:full."
+            ),
+        ),
+    ] = field(default_factory=list)
+    inputs: Annotated[
+        str | None,
+        _inputs(
+            "--inputs",
+            metavar=options.MODEL_FORMS,
+            help="Time the queries, keys and values that this model computes from --data.",
+        ),
+    ] = None
+    data: Annotated[
+        str | None,
+        _inputs(
+            "--data",
+            "-d",
+            metavar="FILE|DATASET",
+            help="Text file, or a Hub dataset. Each sequence is another window of it.",
+        ),
+    ] = None
+    layers: Annotated[
+        int | None,
+        _inputs(
+            "--layers",
+            min=1,
+            help="Time this many of the model's layers, evenly spaced.",
+            show_default="all with full attention",
+        ),
+    ] = None
+    yarn: options.Yarn = None
+    seconds: Seconds = 1.5
+    markdown: options.Markdown = None
+    plot: options.Plot = None
+
+
+def time_prefill(args: PrefillOptions) -> int:
     """Time prefill attention: SDPA, other packages and dma_mxfp on the same inputs, quantisation counted.
 
     Inputs are random normal numbers, or with --inputs those of a real model, in its own heads and, embedded by an
@@ -112,8 +222,9 @@ def time_prefill(args: argparse.Namespace) -> int:
     dma-hf bench prefill --inputs HuggingFaceTB/SmolLM2-135M --data book.txt --length 8192 --head-dim 64 128 --layers 14
     dma-hf bench prefill --device cpu --length 256 --heads 4/2
     """
-    options.prepare_files(args)
+    _prepare_files(args)
     check_names(args.attn)
+    _check_dtype(args)
     _check_inputs(args)
     with console.starting():
         from dma_eval.bench import prefill
@@ -140,7 +251,14 @@ def time_prefill(args: argparse.Namespace) -> int:
         with console.working(f"Loading {args.inputs}"):
             loaded, tokens = _load_reader(args, args.inputs)
         captured = captured_calls(
-            loaded, tokens, args.data, args.length, args.head_dim, batch=args.batch, layers=args.layers, seed=args.seed
+            loaded,
+            tokens,
+            str(args.data),
+            args.length,
+            args.head_dim,
+            batch=args.batch,
+            layers=args.layers,
+            seed=args.seed,
         )
         _, _, facts = _look(args)
         each = (prefill.measure_layers(s, inputs, backends, facts, seconds=args.seconds) for s, inputs in captured)
@@ -156,7 +274,12 @@ def time_prefill(args: argparse.Namespace) -> int:
     return _finish(args, tables, results, lambda r: r.shape)
 
 
-def _check_inputs(args: argparse.Namespace) -> None:
+def _check_dtype(args: BenchOptions) -> None:
+    if args.dtype == "float32":
+        raise UserError("--dtype: attention is timed in bfloat16 or float16, got float32")
+
+
+def _check_inputs(args: PrefillOptions) -> None:
     """Check that the options of random inputs and those of a model's are not mixed.
 
     Raises:
@@ -176,34 +299,56 @@ def _check_inputs(args: argparse.Namespace) -> None:
         raise UserError(f"--inputs also needs {' and '.join(missing)}")
 
 
-def _load_reader(args: argparse.Namespace, name: str) -> tuple[LoadedModel, torch.Tensor]:
+def _load_reader(args: PrefillOptions | GenerateOptions, name: str) -> tuple[LoadedModel, torch.Tensor]:
     """Load a model, and tokenise the text that it reads."""
     from dma_eval.data import load_text, tokenize
     from dma_eval.models import load_model
 
+    assert args.data is not None  # which every command has checked
     text = load_text(args.data)
     loaded = load_model(name, dtype=args.dtype, device=args.device, yarn=args.yarn)
     return loaded, tokenize(loaded.tokenizer, text.content)
 
 
-def add_decode(parser: argparse.ArgumentParser) -> None:
-    help = (
-        "What to compare; the first is the reference. sdpa (PyTorch's choice, on preallocated keys and values), "
-        "sdpa:flash, sdpa:dynamic (behind the concatenation of a DynamicCache), fa3 and fa3:fp8 (FlashAttention-3, the "
-        "package fa3-fwd, on a 16-bit and on an E4M3 cache), sdpa+quanto4, sdpa+hqq8 and so on (behind "
-        "a QuantizedCache of that backend and so many bits), dma_mxfp:PRESET, dma_mxfp:FILE.toml."
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions(BenchOptions):
+    """What step of decoding is timed, and of which caches."""
+
+    cache: Annotated[
+        list[str],
+        Option(
+            "--cache",
+            "-c",
+            metavar="CACHE...",
+            help=(
+                "What to compare; the first is the reference. sdpa (PyTorch's choice, on preallocated keys and "
+                "values), sdpa:flash, sdpa:dynamic (after the concatenation of a DynamicCache), fa3 and fa3:fp8 "
+                "(FlashAttention-3, the package fa3-fwd, on a 16-bit and on an E4M3 cache), sdpa+quanto4, sdpa+hqq8 "
+                "and so on (after a QuantizedCache of that backend and so many bits), dma_mxfp:PRESET, "
+                "dma_mxfp:FILE.toml."
+            ),
+            show_default="sdpa sdpa:flash sdpa:dynamic sdpa+quanto4 dma_mxfp:kv8 dma_mxfp:kv4",
+        ),
+    ] = field(default_factory=list)
+    size: Annotated[
+        list[str],
+        _shape(
+            "--size",
+            metavar="BATCHxKEYS...",
+            help="Sequences and keys of each.",
+            show_default=f"{' '.join(SIZES)}; on a CPU {' '.join(CPU_SIZES)}",
+        ),
+    ] = field(default_factory=list)
+    heads: Annotated[list[str], _shape("--heads", metavar="QUERY/KV...", help="Query and kv heads.")] = field(
+        default_factory=lambda: list(DECODE_HEADS)
     )
-    shown = "sdpa sdpa:flash sdpa:dynamic sdpa+quanto4 dma_mxfp:kv8 dma_mxfp:kv4"
-    options.add(parser, "--cache", "-c", several=True, shown=shown, help=help)
-    group = parser.add_argument_group("shapes")
-    shown = f"{' '.join(SIZES)}; on a CPU {' '.join(CPU_SIZES)}"
-    options.add(group, "--size", metavar="BATCHxKEYS", several=True, shown=shown, help="Sequences and keys of each.")
-    options.add(group, "--heads", metavar="QUERY/KV", several=True, default=DECODE_HEADS, help="Query and kv heads.")
-    options.add(group, "--head-dim", type=positive, several=True, default=HEAD_DIMS, help="Head dimensions.")
-    _add_common(parser, seconds=0.5, files=("json",))
+    head_dim: Annotated[list[int], _shape("--head-dim", metavar="DIM...", min=1, help="Head dimensions.")] = field(
+        default_factory=lambda: list(HEAD_DIMS)
+    )
+    seconds: Seconds = 0.5
 
 
-def time_decode(args: argparse.Namespace) -> int:
+def time_decode(args: DecodeOptions) -> int:
     """Time one step of decoding: SDPA on 16-bit caches and dma_mxfp on packed ones.
 
     Medians of steps in turns, called from Python and, on a CUDA device, replayed as CUDA graphs. A step of dma_mxfp
@@ -216,8 +361,9 @@ def time_decode(args: argparse.Namespace) -> int:
     dma-hf bench decode --cache sdpa dma_mxfp:kv4 dma_mxfp:my.toml --size 1x32768
     dma-hf bench decode --device cpu --size 2x300 --heads 4/2 --head-dim 64
     """
-    options.prepare_files(args)
+    _prepare_files(args)
     check_names(args.cache, "--cache")
+    _check_dtype(args)
     with console.starting():
         from dma_eval.bench import decode
         from dma_eval.bench.shown import decode_tables
@@ -231,33 +377,70 @@ def time_decode(args: argparse.Namespace) -> int:
     return _finish(args, decode_tables(results), results, lambda r: r.shape)
 
 
-def add_generate(parser: argparse.ArgumentParser) -> None:
-    options.add(parser, "--shape", help=MODEL_HELP, shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}")
-    _add_real_model(parser)
-    help = "Text that the prompts of --model are windows of: file, or Hub dataset."
-    options.add(parser, "--data", "-d", metavar="FILE|DATASET", help=help)
-    options.add_yarn(parser)
-    shown = "8192 to 131072; on a CPU 256 and 512"
-    options.add(parser, "--context", type=positive, several=True, shown=shown, help="Tokens of the prompt.")
-    help = (
-        "What to compare; the first is the reference. The cache is dynamic or static (Transformers' own), or one of "
-        "DMACache: int8, int4, int8-static, int4-static. Steps with a static cache are compiled by generate on a GPU."
-    )
-    shown = "sdpa with dynamic and static, dma_mxfp with every cache of DMACache"
-    options.add(parser, "--run", "-r", dest="runs", metavar="ATTENTION+CACHE", several=True, shown=shown, help=help)
-    options.add(parser, "--batch", type=positive, default=1, help="Sequences.")
-    help, least = "Tokens to generate in each sequence.", options.number(MIN_NEW_TOKENS)
-    options.add(parser, "--new-tokens", type=least, default=48, help=help)
-    help = "Quantise the weights of linear layers after loading: fp8 (torchao, a scale per row and per token)."
-    options.add(parser, "--weights", choices=("fp8",), help=help, shown="as --dtype says")
-    help = "Fill the caches with random keys instead of computing prompts, and time the steps alone."
-    options.add(parser, "--steps-only", action="store_true", help=help)
-    help = "Also find the longest context that fits; needs a GPU."
-    options.add(parser, "--longest", action="store_true", help=help)
-    _add_common(parser, files=("json", "plot"), dtypes=("bfloat16", "float16", "float32"))
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(BenchOptions):
+    """What model generates, after which contexts, with which caches."""
+
+    shape: ModelShape = None
+    model: RealModel = None
+    data: Annotated[
+        str | None,
+        Option(
+            "--data",
+            "-d",
+            metavar="FILE|DATASET",
+            help="Text that the prompts of --model are windows of: file, or Hub dataset.",
+        ),
+    ] = None
+    yarn: options.Yarn = None
+    context: Annotated[
+        list[int],
+        Option(
+            "--context",
+            metavar="TOKENS...",
+            min=1,
+            help="Tokens of the prompt.",
+            show_default="8192 to 131072; on a CPU 256 and 512",
+        ),
+    ] = field(default_factory=list)
+    runs: Annotated[
+        list[str],
+        Option(
+            "--run",
+            "-r",
+            metavar="ATTENTION+CACHE...",
+            help=(
+                "What to compare; the first is the reference. The cache is dynamic or static (Transformers' own), or "
+                "one of DMACache: int8, int4, int8-static, int4-static. Steps with a static cache are compiled by "
+                "generate on a GPU."
+            ),
+            show_default="sdpa with dynamic and static, dma_mxfp with every cache of DMACache",
+        ),
+    ] = field(default_factory=list)
+    batch: Batch = 1
+    new_tokens: Annotated[
+        int, Option("--new-tokens", min=MIN_NEW_TOKENS, help="Tokens to generate in each sequence.")
+    ] = 48
+    weights: Annotated[
+        Literal["fp8"] | None,
+        Option(
+            "--weights",
+            help="Quantise the weights of linear layers after loading: fp8 (torchao, a scale per row and per token).",
+            show_default="as --dtype says",
+        ),
+    ] = None
+    steps_only: Annotated[
+        bool,
+        Option(
+            "--steps-only",
+            help="Fill the caches with random keys instead of computing prompts, and time the steps alone.",
+        ),
+    ] = False
+    longest: Annotated[bool, Option("--longest", help="Also find the longest context that fits; needs a GPU.")] = False
+    plot: options.Plot = None
 
 
-def time_generate(args: argparse.Namespace) -> int:
+def time_generate(args: GenerateOptions) -> int:
     """Time generate: seconds to the first token, tokens per second, memory.
 
     The weights are random unless --model names real ones, which only skipping of tiles depends on. The JSON file is
@@ -271,7 +454,7 @@ def time_generate(args: argparse.Namespace) -> int:
     dma-hf bench generate --model HuggingFaceTB/SmolLM2-135M --data book.txt --yarn 4 --context 32768
     dma-hf bench generate --device cpu --shape tiny --dtype float32 --run sdpa+dynamic dma_mxfp+int4
     """
-    options.prepare_files(args)
+    _prepare_files(args)
     check_names((each.rpartition("+")[0] for each in args.runs), "--run")
     if args.model is None and (args.data or args.yarn):
         raise UserError("--data and --yarn are for --model; prompts of random weights are random")
@@ -321,28 +504,53 @@ def time_generate(args: argparse.Namespace) -> int:
     return _finish(args, generate_tables(results, longest, title), results, lambda r: f"{r.context:,} tokens")
 
 
-def add_serve(parser: argparse.ArgumentParser) -> None:
-    options.add(parser, "--shape", help=MODEL_HELP, shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}")
-    options.add(parser, "--layers", type=positive, help="Layers of it.", shown="as many as its name says")
-    _add_real_model(parser)
-    help = (
-        "Requests that come at once: how many, tokens of a prompt, tokens to generate. A length may be a range, from "
-        "which each request draws its own. Takes several values."
-    )
-    shown = f"{' '.join(REQUESTS)}; on a CPU {' '.join(CPU_REQUESTS)}"
-    options.add(parser, "--requests", metavar="COUNTxPROMPT+NEW", several=True, shown=shown, help=help)
-    help = (
-        "Backends to compare; the first is the reference. sdpa or eager, or dma_mxfp, dma_mxfp:PRESET, "
-        "dma_mxfp:FILE.toml, whose pages are in 16 bits; +int8 or +int4 for packed ones."
-    )
-    options.add(parser, "--attn", "-a", metavar="BACKEND", several=True, default=SERVED, help=help)
-    shown = "most of what is free; on a CPU what all requests need"
-    help = "Memory for the paged cache, in GiB, the same for all."
-    options.add(parser, "--cache-gib", type=options.number(0, kind=float), shown=shown, help=help)
-    _add_common(parser, files=("json", "plot"), dtypes=("bfloat16", "float16", "float32"))
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(BenchOptions):
+    """What model answers which requests, with which backends."""
+
+    shape: ModelShape = None
+    layers: Annotated[
+        int | None,
+        Option("--layers", min=1, help="Layers of --shape.", show_default="as many as the model of its name has"),
+    ] = None
+    model: RealModel = None
+    requests: Annotated[
+        list[str],
+        Option(
+            "--requests",
+            metavar="COUNTxPROMPT+NEW...",
+            help=(
+                "Requests that come at once: how many, tokens of a prompt, tokens to generate. A length may be a range "
+                "such as 64-512, from which each request draws its own."
+            ),
+            show_default=f"{' '.join(REQUESTS)}; on a CPU {' '.join(CPU_REQUESTS)}",
+        ),
+    ] = field(default_factory=list)
+    attn: Annotated[
+        list[str],
+        Option(
+            "--attn",
+            "-a",
+            metavar="BACKEND...",
+            help=(
+                "Backends to compare; the first is the reference. sdpa or eager, or dma_mxfp, dma_mxfp:PRESET, "
+                "dma_mxfp:FILE.toml, whose pages are in 16 bits; +int8 or +int4 for packed ones."
+            ),
+        ),
+    ] = field(default_factory=lambda: list(SERVED))
+    cache_gib: Annotated[
+        float | None,
+        Option(
+            "--cache-gib",
+            min=0,
+            help="Memory for the paged cache, in GiB, the same for all.",
+            show_default="most of what is free; on a CPU what all requests need",
+        ),
+    ] = None
+    plot: options.Plot = None
 
 
-def time_serve(args: argparse.Namespace) -> int:
+def time_serve(args: ServeOptions) -> int:
     """Time many requests at once: new tokens per second, waiting times, requests at once.
 
     Transformers' continuous batching answers them, as in `generate_batch` and `dma-hf serve --continuous-batching`.
@@ -359,7 +567,7 @@ def time_serve(args: argparse.Namespace) -> int:
     dma-hf bench serve --model meta-llama/Llama-3.1-8B --requests 32x2048+64
     dma-hf bench serve --device cpu --shape tiny --dtype float32 --requests 8x64-512+16-32
     """
-    options.prepare_files(args)
+    _prepare_files(args)
     check_names(args.attn)
     if args.model is not None and (args.shape or args.layers):
         raise UserError("--model excludes --shape and --layers; give one or the other")
@@ -478,28 +686,11 @@ def _heads(value: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _add_real_model(parser: argparse.ArgumentParser) -> None:
-    help = "Hub name, local folder, or GGUF file; instead of --shape."
-    options.add(parser, "--model", "-m", metavar="NAME|FOLDER|FILE.gguf", help=help)
+def _prepare_files(args: BenchOptions) -> None:
+    options.prepare_files(**{name: getattr(args, name, None) for name in ("json", "markdown", "plot")})
 
 
-def _add_common(
-    parser: argparse.ArgumentParser,
-    *,
-    files: Sequence[str],
-    seconds: float | None = None,
-    dtypes: Sequence[str] = ("bfloat16", "float16"),
-) -> None:
-    options.add(parser, "--dtype", choices=dtypes, default=dtypes[0], help=f"{', '.join(dtypes)}.")
-    options.add_device(parser)
-    if seconds is not None:
-        help = "About how long one shape is measured, compiling not counted."
-        options.add(parser, "--seconds", type=options.number(0, kind=float), default=seconds, help=help)
-    options.add_seed(parser)
-    options.add_files(parser.add_argument_group("output"), *files)
-
-
-def _look(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, DeviceFacts]:
+def _look(args: BenchOptions) -> tuple[torch.device, torch.dtype, DeviceFacts]:
     """Seed PyTorch, and return the device, the data type, and what is known and measured of the device."""
     import torch
 
@@ -512,7 +703,7 @@ def _look(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, DeviceFa
         return device, getattr(torch, args.dtype), look_at(device)
 
 
-def _writer(args: argparse.Namespace, kind: type[SpeedReport], facts: DeviceFacts, **fixed: Any) -> Callable[..., None]:
+def _writer(args: BenchOptions, kind: type[SpeedReport], facts: DeviceFacts, **fixed: Any) -> Callable[..., None]:
     """Return what writes a report as far as it has come; it is given the fields that are not fixed."""
     fixed |= here_and_now() | {"command": console.command_line(), "seed": args.seed, "dtype": args.dtype}
 
@@ -533,7 +724,7 @@ def _collected(found: Iterable[Sequence[Result]], write: Callable[..., None], **
 
 
 def _finish(
-    args: argparse.Namespace, tables: Sequence[Table], results: Sequence[Result], place: Callable[[Result], object]
+    args: BenchOptions, tables: Sequence[Table], results: Sequence[Result], place: Callable[[Result], object]
 ) -> int:
     """Show tables, what did not run and which files were written; return 1 if nothing ran at some place, else 0."""
     from dma_eval.bench.shown import failures

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import Annotated
+
+from typer import Option
 
 from dma_eval import console
-from dma_eval.commands import options
 from dma_eval.errors import UserError
 from dma_eval.files import make_folder
 from dma_eval.parts import PerplexityPart
@@ -20,11 +21,9 @@ PROMPT_TOKENS, NEW_TOKENS = 1500, 48
 RECALLED = slice(600, 632)
 
 
-def add_demo(parser: argparse.ArgumentParser) -> None:
-    options.add_out(parser, "Folder for the report.", default=Path("dma-demo"))
-
-
-def demo(args: argparse.Namespace) -> int:
+def demo(
+    out: Annotated[Path, Option("--out", "-o", metavar="FOLDER", help="Folder for the report.")] = Path("dma-demo"),
+) -> int:
     """Compare SDPA with every preset on a small model that comes with the package; a minute or two on a CPU.
 
     Measures perplexity and divergence on a held-out text, and lets every backend continue a prompt whose last lines it
@@ -35,7 +34,7 @@ def demo(args: argparse.Namespace) -> int:
     dma-hf demo
     dma-hf demo --out /tmp/report
     """
-    make_folder(args.out)
+    make_folder(out)
     with console.starting():
         import torch
 
@@ -66,7 +65,7 @@ def demo(args: argparse.Namespace) -> int:
     console.print_page(perplexity_page(section))
     console.print_generations(generations)
     facts = here_and_now() | {"command": console.command_line(), "seed": 0, "model": loaded.info}
-    files = write_run(Report(**facts, perplexity=[section], generations=generations), args.out)
+    files = write_run(Report(**facts, perplexity=[section], generations=generations), out)
     console.print_line("")
-    console.print_wrote(*files, folder=args.out)
+    console.print_wrote(*files, folder=out)
     return console.FAILED if any(result.failure is not None for result in section.backends) else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
 
 from rich.table import Table
@@ -10,11 +9,7 @@ from rich.table import Table
 from dma_eval import console
 
 
-def add_env(parser: argparse.ArgumentParser) -> None:
-    del parser  # there are none
-
-
-def env(args: argparse.Namespace) -> int:
+def env() -> int:
     """Show the versions and devices that results depend on; put this into a bug report.
 
     Examples:

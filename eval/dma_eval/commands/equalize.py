@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
 
 from dma_eval import console
 from dma_eval.commands import options
@@ -16,18 +17,15 @@ from dma_eval.files import check_folder, make_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DEFAULT_TOKENS = 4096
 
-
-def add_equalize(parser: argparse.ArgumentParser) -> None:
-    options.add_model(parser)
-    options.add_text(parser)
-    help, least = "Read the first so many tokens of the text.", options.number(1)
-    options.add(parser, "--tokens", type=least, default=DEFAULT_TOKENS, help=help)
-    options.add_out(parser, "Folder for the model; it loads in plain Transformers.", required=True)
-
-
-def equalize(args: argparse.Namespace) -> int:
+def equalize(
+    args: options.ModelOptions,
+    source: options.TextOptions,
+    out: Annotated[
+        Path, Option("--out", "-o", metavar="FOLDER", help="Folder for the model, in Transformers' format.")
+    ],
+    tokens: Annotated[int, Option("--tokens", min=1, help="Read this many tokens of the text.")] = 4096,
+) -> int:
     """Give the model's keys and queries equal ranges, without changing what it computes, and save it.
 
     Powers of two, one for each pair of channels that the rotary embedding turns together, are folded into the weights.
@@ -43,19 +41,19 @@ def equalize(args: argparse.Namespace) -> int:
         from dma_eval.data import load_text, tokenize
         from dma_eval.pages import Table
         from dma_eval.stress import channel_ranges
-    if (args.out / "config.json").exists():
-        raise UserError(f"--out: {args.out} holds a model already; name another folder")
-    check_folder(args.out)
-    text = load_text(args.data, split=args.split, column=args.column)
+    if (out / "config.json").exists():
+        raise UserError(f"--out: {out} holds a model already; name another folder")
+    check_folder(out)
+    text = load_text(source.data, split=source.split, column=source.column)
     loaded = load(args, join(args))
-    tokens = tokenize(loaded.tokenizer, text.content)[: args.tokens]
+    ids = tokenize(loaded.tokenizer, text.content)[:tokens]
     with console.working("Equalizing"):
         try:
-            before = channel_ranges(loaded.model, tokens)
-            exponents = dma_hf.equalize(loaded.model, tokens)
+            before = channel_ranges(loaded.model, ids)
+            exponents = dma_hf.equalize(loaded.model, ids)
         except (ValueError, TypeError) as error:
             raise UserError(f"--model: {one_line(error)}") from error
-        after = channel_ranges(loaded.model, tokens)
+        after = channel_ranges(loaded.model, ids)
     counts = Counter(int(exponent) for each in exponents.values() for exponent in each.flatten())
     total = sum(counts.values())
     rows = [
@@ -66,8 +64,8 @@ def equalize(args: argparse.Namespace) -> int:
     for index, of in enumerate(("key", "query")):
         first, then = (max(each.ratio for each in ranges[index]) for ranges in (before, after))
         console.print_line(f"Largest {of} channel by the median one: {first:,.1f} before, {then:,.1f} after")
-    save(loaded.model, loaded.tokenizer, args.out)
-    console.print_wrote("the model", folder=args.out)
+    save(loaded.model, loaded.tokenizer, out)
+    console.print_wrote("the model", folder=out)
     return 0
 
 

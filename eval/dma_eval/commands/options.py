@@ -1,184 +1,265 @@
-"""Options that several commands share, as groups of a command's parser; each says its default."""
+"""Options that several commands share, each declared once, and commands made of dataclasses of options.
+
+A command is a function whose parameters are options, or dataclasses whose annotated fields are. Typer reads one flat
+signature. A list option takes several values at a time, ``--attn sdpa dma_mxfp``, and may be repeated.
+"""
 
 from __future__ import annotations
 
-import argparse
+import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, get_type_hints
 
+import typer.core
+from typer import Argument, Option
+from typer.models import ParameterInfo
+
+from dma_eval import console
 from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 DEFAULT_ATTN = ("sdpa", "dma_mxfp:balanced")
-Part = TypeVar("Part")
+MODEL_FORMS = "NAME|FOLDER|FILE.gguf"
+Run = Callable[..., int]
+empty = inspect.Parameter.empty
+
+Model = Annotated[str, Option("--model", "-m", metavar=MODEL_FORMS, help="Hub name, local folder, or GGUF file.")]
+data = partial(
+    Option,
+    "--data",
+    "-d",
+    metavar="FILE|DATASET",
+    rich_help_panel="Text",
+    help="Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT.",
+)
+Device = Annotated[str, Option("--device", help="auto, cpu, cuda or cuda:N; auto is CUDA if present.")]
+Seed = Annotated[int, Option("--seed", min=0, max=2**32 - 1, help="Seed of PyTorch's random numbers.")]
+Yarn = Annotated[
+    float | None,
+    Option("--yarn", metavar="FACTOR", help="Multiply the model's positions by this factor, rescaling RoPE by YaRN."),
+]
+attn = partial(
+    Option,
+    "--attn",
+    "-a",
+    metavar="BACKEND...",
+    help=(
+        "Attention backends to compare; the first is the reference. An attn_implementation of Transformers, "
+        "dma_mxfp:PRESET, or dma_mxfp:FILE.toml; +int8 or +int4 reads through a DMACache. Takes several values."
+    ),
+)
+OUTPUT = "Output"
+Out = Annotated[
+    Path | None,
+    Option(
+        "--out",
+        "-o",
+        metavar="FOLDER",
+        rich_help_panel=OUTPUT,
+        help=(
+            "Folder for the whole report: results.json, pages, plots, configurations. What is finished there is not "
+            "measured again."
+        ),
+    ),
+]
+Json = Annotated[
+    Path | None, Option("--json", metavar="FILE", rich_help_panel=OUTPUT, help="Write all results as JSON.")
+]
+Markdown = Annotated[
+    Path | None, Option("--markdown", metavar="FILE", rich_help_panel=OUTPUT, help="Write a readable report.")
+]
+Plot = Annotated[
+    Path | None,
+    Option("--plot", metavar="FILE", rich_help_panel=OUTPUT, help=f"Write the plots, as {', '.join(PLOT_SUFFIXES)}."),
+]
+IncludePath = Annotated[
+    list[Path],
+    Option("--include-path", metavar="FOLDER...", rich_help_panel="Tasks", help="Folders with your own task YAMLs."),
+]
 
 
-class Several(argparse.Action):
-    """An option of several values that may be repeated; the first values replace the default."""
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a model is loaded, and where it runs."""
 
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        """Add ``values`` to those that were given before."""
-        before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, list(values) if before is self.default else [*before, *values])
-
-
-def add(to: Any, *names: str, help: str, shown: str = "", several: bool = False, **settings: Any) -> None:
-    """Add an option to a parser or a group of it, with what ``add_argument`` takes.
-
-    The help is given the default, or ``shown`` where its value would not say it. An option of ``several`` values may be
-    repeated.
-    """
-    default = settings.get("default")
-    if several:
-        settings |= {"nargs": "+", "action": Several, "default": list(default or ())}
-        shown = shown or " ".join(map(str, default or ()))
-    is_flag = settings.get("action") == "store_true"
-    if not shown and default is not None and not is_flag:
-        shown = str(default)
-    to.add_argument(*names, help=(f"{help} (default: {shown})" if shown else help).replace("%", "%%"), **settings)
-
-
-def number(least: float, most: float | None = None, kind: type[int] | type[float] = int) -> Callable[[str], float]:
-    """What reads a finite number of an option that is at least this, and at most that."""
-
-    def read(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            expected = f"expected an integer, got {text!r}" if kind is int else f"expected a number, got {text!r}"
-            raise argparse.ArgumentTypeError(expected) from None
-        if not math.isfinite(value) or value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(
-                f"expected at least {least}{f', at most {most}' if most else ''}, got {text}"
-            )
-        return value
-
-    return read
+    revision: Annotated[
+        str | None, Option("--revision", help="Branch, tag or commit on the Hub.", show_default="the main branch")
+    ] = None
+    trust_remote_code: Annotated[
+        bool, Option("--trust-remote-code", help="Let code that comes with the model run.")
+    ] = False
+    dtype: Annotated[
+        str,
+        Option("--dtype", help="auto, float32, bfloat16 or float16; auto is the checkpoint's own, float32 for GGUF."),
+    ] = "auto"
+    device: Device = "auto"
+    device_map: Annotated[
+        str | None,
+        Option(
+            "--device-map",
+            help="Spread the model over several devices: auto, balanced, sequential. Instead of --device.",
+        ),
+    ] = None
+    yarn: Yarn = None
+    seed: Seed = 0
 
 
-def add_model(parser: argparse.ArgumentParser, *, is_positional: bool = False) -> None:
-    """The model, by option or by position, and where it runs."""
-    group = parser.add_argument_group("model")
-    metavar, help = "NAME|FOLDER|FILE.gguf", "Hub name, local folder, or GGUF file."
-    if is_positional:
-        add(group, "model", metavar=metavar, help=help)
-    else:
-        add(group, "--model", "-m", metavar=metavar, required=True, help=help)
-    add(group, "--revision", help="Branch, tag or commit on the Hub.", shown="the main branch")
-    add(group, "--trust-remote-code", action="store_true", help="Let code that comes with the model run.")
-    help = "auto, float32, bfloat16 or float16; auto is the checkpoint's own, float32 for GGUF."
-    add(group, "--dtype", default="auto", help=help)
-    add_device(group)
-    help = "Spread the model over several devices: auto, balanced, sequential. Instead of --device."
-    add(group, "--device-map", help=help, shown="one device")
-    add_yarn(group)
-    add_seed(group)
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(LoadOptions):
+    """The model, named by an option."""
+
+    model: Model
 
 
-def add_yarn(to: Any) -> None:
-    """By how much to extend the model's positions."""
-    help = "Let the model take so many times its positions, its rotary embedding rescaled by YaRN."
-    add(to, "--yarn", metavar="FACTOR", type=number(1, kind=float), help=help, shown="as it is")
+@dataclass(frozen=True, kw_only=True)
+class ServedModelOptions(LoadOptions):
+    """The model, named by position."""
+
+    model: Annotated[str, Argument(metavar=MODEL_FORMS, help="Hub name, local folder, or GGUF file.")]
 
 
-def add_device(to: Any) -> None:
-    """Where to run."""
-    add(to, "--device", default="auto", help="auto, cpu, cuda or cuda:N; auto is CUDA if present.")
+@dataclass(frozen=True, kw_only=True)
+class DatasetOptions:
+    """What of a dataset is read."""
+
+    split: Annotated[
+        str | None,
+        Option(
+            "--split",
+            rich_help_panel="Text",
+            help="Split of the dataset, if --data does not name it.",
+            show_default="test; all of a file",
+        ),
+    ] = None
+    column: Annotated[str, Option("--column", rich_help_panel="Text", help="The dataset's column of text.")] = "text"
 
 
-def add_seed(to: Any) -> None:
-    """The seed."""
-    add(to, "--seed", type=number(0, 2**32 - 1), default=0, help="Seed of PyTorch's random numbers.")
-
-
-def add_attn(parser: argparse.ArgumentParser, default: Sequence[str] = DEFAULT_ATTN, shown: str = "") -> None:
-    """The backends to compare."""
-    help = (
-        "Attention backends to compare; the first is the reference. An attn_implementation of Transformers, or "
-        "dma_mxfp:PRESET, or dma_mxfp:FILE.toml; +int8 or +int4 reads through a DMACache. Takes several values, and "
-        "may be repeated."
-    )
-    add(parser, "--attn", "-a", metavar="BACKEND", several=True, default=default, shown=shown, help=help)
-
-
-def add_text(parser: argparse.ArgumentParser, *, required: bool = True, shown: str = "") -> None:
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(DatasetOptions):
     """The text to read."""
-    group = parser.add_argument_group("text")
-    help = (
-        "Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."
+
+    data: Annotated[str, data()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionalTextOptions(DatasetOptions):
+    """A text that is not always needed."""
+
+    data: Annotated[str | None, data()] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityOptions(ModelOptions):
+    """What every command takes that compares backends on a model."""
+
+    attn: Annotated[list[str], attn()] = field(default_factory=lambda: list(DEFAULT_ATTN))
+    out: Out = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllPresetsOptions(QualityOptions):
+    """The same, with every preset by default."""
+
+    attn: Annotated[list[str], attn(show_default="sdpa and every preset")] = field(default_factory=list)
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose list options take several values after one name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the name of a list option before each of its values."""
+        several = {name for each in self.params if getattr(each, "multiple", False) for name in each.opts}
+        spread: list[str] = []
+        option = None
+        for argument in args:
+            if argument.startswith("-") and not re.fullmatch(r"-\.?\d.*", argument):
+                option = argument if argument in several else None
+            elif option is not None and spread[-1] != option:
+                spread.append(option)
+            spread.append(argument)
+        try:
+            return super().parse_args(ctx, [*spread])
+        except typer.BadParameter as error:
+            names = getattr(error.param, "opts", ())
+            given = [value for name, value in pairwise(spread) if name in names]
+            last = given[-1:] if set(names).isdisjoint(several) else given  # of an option that is repeated, the last
+            error.message = error.message.removeprefix("Value error, ")
+            if last and last[0] not in error.message:
+                error.message += f", got {' '.join(last)!r}"
+            raise
+
+
+def command(app: typer.Typer, name: str, run: Run) -> None:
+    """Add a command to ``app``. Its docstring is the help, with examples after a line ``Examples:``.
+
+    The function returns the exit code.
+    """
+    text, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\nExamples:\n")
+    hints = get_type_hints(run, include_extras=True)
+    given = {each.name: (hints[each.name], each.default) for each in inspect.signature(run).parameters.values()}
+
+    def call(debug: bool, **values: Any) -> int:
+        console.shows_tracebacks = debug
+        try:
+            return run(**{name: _build(name, kind, values) for name, (kind, _) in given.items()})
+        except KeyboardInterrupt:
+            console.print_error("interrupted")
+            return console.INTERRUPTED
+
+    declared = {name: pair for key, value in given.items() for name, pair in _flat(key, *value)}
+    declared["debug"] = (Annotated[bool, Option("--debug", help="Show the traceback of an error.")], False)
+    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, (kind, default) in sorted(declared.items(), key=lambda item: item[1][1] is not empty)
+        ]
     )
-    add(group, "--data", "-d", metavar="FILE|DATASET", required=required, help=help, shown=shown)
-    add(group, "--split", help="Split of the dataset, if --data does not name it.", shown="test; all of a file")
-    add(group, "--column", default="text", help="The dataset's column of text.")
+    call.__annotations__ = {name: kind for name, (kind, _) in declared.items()}
+    paragraphs = "\n\n".join(paragraph.replace("\n", " ") for paragraph in text.strip().split("\n\n"))
+    epilog = f"Examples:\n{textwrap.indent(examples, '  ')}" if examples else None
+    app.command(name, cls=Command, help=paragraphs, epilog=epilog)(call)
 
 
-def add_windows(parser: argparse.ArgumentParser) -> Any:
-    """The windows that a text is read in."""
-    group = parser.add_argument_group("windows")
-    shown = "2048, or the model's maximum if less"
-    add(group, "--context", "-c", type=number(2), help="Tokens per window.", shown=shown)
-    add_max_windows(group)
-    add(group, "--batch-size", type=number(1), default=1, help="Windows per forward pass.")
-    return group
+def _flat(name: str, kind: Any, default: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The options of a parameter, with kind and default: itself, or the annotated fields of a dataclass."""
+    if not is_dataclass(kind):
+        yield name, (kind, default)
+        return
+    hints = get_type_hints(kind, include_extras=True)
+    for each in fields(kind):
+        if any(isinstance(extra, ParameterInfo) for extra in getattr(hints[each.name], "__metadata__", ())):
+            default = empty if each.default is MISSING else each.default
+            yield each.name, (hints[each.name], default if each.default_factory is MISSING else each.default_factory())
 
 
-def add_max_windows(to: Any) -> None:
-    """How many windows to read."""
-    add(to, "--max-windows", type=number(1), help="Read so many windows at most.", shown="all")
+def _build(name: str, kind: Any, values: dict[str, Any]) -> Any:
+    """The value of a parameter: its option's, or a dataclass of options."""
+    own = {key: values[key] for key, _ in _flat(name, kind, None)}
+    for key, value in own.items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, float) and not math.isfinite(each):
+                raise UserError(f"--{key.replace('_', '-')}: expected a finite number, got {each}")
+    made: Any = kind
+    return made(**own) if is_dataclass(kind) else own[name]
 
 
-def add_tasks(parser: argparse.ArgumentParser) -> Any:
-    """What restricts the tasks of lm-eval, and where some of one's own are."""
-    group = parser.add_argument_group("tasks")
-    help = "Folders with task YAMLs of your own."
-    add(group, "--include-path", metavar="FOLDER", type=Path, several=True, shown="none", help=help)
-    add(group, "--limit", type=number(1), help="Take the first so many samples of each task.", shown="all")
-    return group
-
-
-def add_out(parser: argparse.ArgumentParser, help: str = "", metavar: str = "FOLDER", **settings: Any) -> Any:
-    """The folder of a run, or what ``help`` says; a ``help`` also says what is done without it."""
-    group = parser.add_argument_group("output")
-    shown = "" if help else "not written"
-    help = help or (
-        "Folder for the whole report: results.json, a page, plots, configurations. What is finished there is not "
-        "measured again."
-    )
-    add(group, "--out", "-o", metavar=metavar, type=Path, help=help, shown=shown, **settings)
-    return group
-
-
-def add_files(to: Any, *names: str) -> None:
-    """Single files of results: ``json``, ``markdown``, ``plot``."""
-    texts = {
-        "json": "Write all results as JSON.",
-        "markdown": "Write a readable report.",
-        "plot": f"Write the plots, as {', '.join(PLOT_SUFFIXES)}.",
-    }
-    for name in names:
-        add(to, f"--{name}", metavar="FILE", type=Path, help=texts[name], shown="not written")
-
-
-def prepare_files(args: argparse.Namespace) -> list[Path]:
-    """Make sure before a long run that its single files can be written, and return which were asked for.
+def prepare_files(**files: Path | None) -> list[Path]:
+    """Make sure before a long run that single files can be written, and return which were asked for.
 
     Raises:
         UserError: One cannot, or a plot has no known suffix.
     """
-    plot = getattr(args, "plot", None)
+    plot = files.get("plot")
     if plot is not None and not plot.is_dir() and plot.suffix not in PLOT_SUFFIXES:
         raise UserError(f"--plot: expected a file ending in {', '.join(PLOT_SUFFIXES)}, got {plot}")
-    given = {name: path for name in ("json", "markdown", "plot") if (path := getattr(args, name, None)) is not None}
-    for name, path in given.items():
+    for name, path in files.items():
         prepare_file(path, f"--{name}")
-    return list(given.values())
-
-
-def part_of(kind: type[Part], args: argparse.Namespace, **others: Any) -> Part:
-    """A part of a suite made of the options that have its fields' names, and of ``others``."""
-    names = {each.name for each in fields(kind)} & vars(args).keys()  # type: ignore[arg-type]
-    return kind(**{name: getattr(args, name) for name in names} | others)
+    return [path for path in files.values() if path is not None]

@@ -2,47 +2,59 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.markup import escape
+from typer import Option
 
-from dma_eval import console
+from dma_eval import console, parts
 from dma_eval.commands import options
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import Store, make_folder, write_json
 from dma_eval.names import check_names
-from dma_eval.parts import FidelityPart, PerplexityPart, RetrievalPart, StressPart, Suite, TasksPart, load_suite
+from dma_eval.parts import (
+    FidelityPart,
+    PerplexityPart,
+    RetrievalPart,
+    StressPart,
+    Suite,
+    TasksPart,
+    load_suite,
+    suite_names,
+)
 
 if TYPE_CHECKING:
     from dma_eval.models import LoadedModel
     from dma_eval.results import Report
     from dma_eval.session import Processes
 
+SUITES = ", ".join(suite_names())
 FAILURES = (UserError, RuntimeError, ValueError, TypeError)
 """What a part that cannot be measured raises: input that does not fit it, or an error of a model or a library."""
 
 
-def add_ppl(parser: argparse.ArgumentParser) -> None:
-    options.add_attn(parser)
-    options.add_model(parser)
-    options.add_text(parser)
-    group = options.add_windows(parser)
-    help = "Distance of two windows. If less than the context, windows overlap and each scores its new tokens."
-    options.add(group, "--stride", type=options.number(1), help=help, shown="the context")
-    help = "Leave out so many windows at the text's begin."
-    options.add(group, "--skip-windows", type=options.number(0), default=0, help=help)
-    help = "Spread --max-windows over the whole text instead of taking the first ones."
-    options.add(group, "--spread", action="store_true", help=help)
-    options.add_files(options.add_out(parser), "json", "markdown", "plot")
+@dataclass(frozen=True, kw_only=True)
+class SuiteOptions(options.AllPresetsOptions):
+    """What is measured, and the folder that it needs."""
+
+    suite: Annotated[str, Option("--suite", "-s", metavar="NAME|FILE.toml", help=f"{SUITES}, or a TOML file.")]
+    out: Annotated[Path, Option("--out", "-o", metavar="FOLDER", help="Folder for the report and every answer.")]
 
 
-def ppl(args: argparse.Namespace) -> int:
+def ppl(
+    args: options.QualityOptions,
+    text: options.TextOptions,
+    part: PerplexityPart,
+    context: parts.Context = None,
+    json: options.Json = None,
+    markdown: options.Markdown = None,
+    plot: options.Plot = None,
+) -> int:
     """Compare attention backends: perplexity, divergence from the first one, speed and memory.
 
     Every backend reads the same tokens with the same weights. Interrupted, the command shows and writes the figures of
@@ -54,26 +66,26 @@ def ppl(args: argparse.Namespace) -> int:
     dma-hf ppl -m model.gguf --data book.txt --attn sdpa dma_mxfp:balanced dma_mxfp:paper --json r.json --plot r.png
     dma-hf ppl -m ./model --data rows.jsonl --column content --attn sdpa dma_mxfp:my.toml --context 8192 --stride 4096
     """
-    files = options.prepare_files(args)
-    part = options.part_of(PerplexityPart, args, contexts=[] if args.context is None else [args.context], data=None)
+    files = options.prepare_files(json=json, markdown=markdown, plot=plot)
+    part = replace(part, contexts=[] if context is None else [context])
 
     def write(report: Report) -> None:
         from dma_eval.markdown import Plot, to_markdown
 
         section = report.perplexity[0]
-        if args.json is not None:
-            write_json(report, args.json)
-        if args.plot is not None:
+        if json is not None:
+            write_json(report, json)
+        if plot is not None:
             from dma_eval.plots import plot_comparison
 
-            plot_comparison(section, f"{Path(args.model).name}, context {section.context:,}", args.plot)
-        if args.markdown is not None:
-            plots = [] if args.plot is None else [Plot("Comparison of the backends", link(args.plot, args.markdown))]
-            args.markdown.write_text(to_markdown(report, plots), encoding="utf-8")
+            plot_comparison(section, f"{Path(args.model).name}, context {section.context:,}", plot)
+        if markdown is not None:
+            plots = [] if plot is None else [Plot("Comparison of the backends", link(plot, markdown))]
+            markdown.write_text(to_markdown(report, plots), encoding="utf-8")
         for path in files:
             console.print_wrote(path)
 
-    return measure(args, Suite(name="ppl", perplexity=part), also=write)
+    return measure(args, Suite(name="ppl", perplexity=part), text, also=write)
 
 
 def link(path: Path, page: Path) -> str:
@@ -81,21 +93,7 @@ def link(path: Path, page: Path) -> str:
     return Path(os.path.relpath(path, page.parent)).as_posix()
 
 
-def add_fidelity(parser: argparse.ArgumentParser) -> None:
-    options.add_attn(parser)
-    options.add_model(parser)
-    options.add_text(parser)
-    options.add_windows(parser)
-    group = parser.add_argument_group("parts")
-    help = "Windows for the errors by head; 0: leave them out."
-    options.add(group, "--head-windows", type=options.number(0), default=FidelityPart.head_windows, help=help)
-    help = "Greedy continuations to compare; 0: leave them out."
-    options.add(group, "--prompts", type=options.number(0), default=FidelityPart.prompts, help=help)
-    options.add(group, "--new-tokens", type=options.number(1), default=FidelityPart.new_tokens, help="Tokens of each.")
-    options.add_out(parser)
-
-
-def fidelity(args: argparse.Namespace) -> int:
+def fidelity(args: options.QualityOptions, text: options.TextOptions, part: FidelityPart) -> int:
     """Find where attention backends leave SDPA in fp32: tokens, positions, heads, and greedy continuations.
 
     The reference has the same weights in fp32, whatever --dtype the backends run in; put sdpa among them to see what
@@ -106,25 +104,10 @@ def fidelity(args: argparse.Namespace) -> int:
     dma-hf fidelity -m HuggingFaceTB/SmolLM2-135M --data book.txt --context 4096 --max-windows 8 --out run
     dma-hf fidelity -m ./model --data book.txt --attn sdpa dma_mxfp:fp4 --dtype bfloat16 --head-windows 4
     """
-    return measure(args, Suite(name="fidelity", fidelity=options.part_of(FidelityPart, args)))
+    return measure(args, Suite(name="fidelity", fidelity=part), text)
 
 
-def add_lm_eval(parser: argparse.ArgumentParser) -> None:
-    options.add_attn(parser)
-    options.add_model(parser)
-    group = options.add_tasks(parser)
-    help = "Tasks or groups of lm-eval, or YAML files. Takes several values, with commas or spaces between them."
-    options.add(group, "--tasks", "-t", dest="names", metavar="TASK", several=True, required=True, help=help)
-    shown = "what each task says"
-    options.add(group, "--num-fewshot", type=options.number(0), help="Examples in each prompt.", shown=shown)
-    help = "Put prompts through the model's chat template."
-    options.add(group, "--apply-chat-template", dest="chat_template", action="store_true", help=help)
-    help = "Sequences per forward pass."
-    options.add(group, "--batch-size", type=options.number(1), default=TasksPart.batch_size, help=help)
-    options.add_out(parser)
-
-
-def lm_eval(args: argparse.Namespace) -> int:
+def lm_eval(args: options.QualityOptions, part: TasksPart, include_path: options.IncludePath = []) -> int:  # noqa: B006 (not written to)
     """Compare attention backends on lm-eval tasks: accuracy, paired differences with intervals, flipped answers.
 
     Every backend answers the same samples in the same order. With --out, every answer is kept there, and a run that was
@@ -136,28 +119,10 @@ def lm_eval(args: argparse.Namespace) -> int:
     dma-hf lm-eval -m ./model --tasks my_task --include-path ./tasks --attn sdpa dma_mxfp:balanced dma_mxfp:fp4
     accelerate launch -m dma_eval lm-eval -m ./model --tasks lambada_openai --out run
     """
-    return measure(args, Suite(name="lm-eval", tasks=options.part_of(TasksPart, args)))
+    return measure(args, Suite(name="lm-eval", tasks=part), include_path=include_path)
 
 
-def add_retrieval(parser: argparse.ArgumentParser) -> None:
-    part = RetrievalPart()
-    options.add_attn(parser)
-    options.add_model(parser)
-    options.add_text(parser, required=False, shown="none; needles need one")
-    group = parser.add_argument_group("prompts")
-    help = "needle: a sentence in the prose of --data. kv: one pair among pairs of keys and values."
-    options.add(group, "--kind", dest="kinds", metavar="KIND", several=True, default=part.kinds, help=help)
-    shown = "1024 and its doubles, four at most, up to the model's maximum"
-    help, length = "Lengths of the prompts.", options.number(1)
-    options.add(group, "--lengths", metavar="TOKENS", type=length, several=True, shown=shown, help=help)
-    help, place = "Places of the answer, 0 to 1.", options.number(0, 1, kind=float)
-    options.add(group, "--depths", metavar="DEPTH", type=place, several=True, default=part.depths, help=help)
-    help = "Questions for each length and depth."
-    options.add(group, "--samples", type=options.number(1), default=part.samples, help=help)
-    options.add_out(parser)
-
-
-def retrieval(args: argparse.Namespace) -> int:
+def retrieval(args: options.QualityOptions, text: options.OptionalTextOptions, part: RetrievalPart) -> int:
     """Ask for one passage of a long prompt, at growing lengths and depths.
 
     Every backend is asked the same questions. Exit code 1 if a backend failed, 2 for invalid input.
@@ -166,22 +131,12 @@ def retrieval(args: argparse.Namespace) -> int:
     dma-hf retrieval -m meta-llama/Llama-3.2-1B --data book.txt --lengths 4096 16384 65536 --out run
     dma-hf retrieval -m ./model --kind kv --attn sdpa dma_mxfp:balanced dma_mxfp:fp4 --samples 20
     """
-    part = options.part_of(RetrievalPart, args)
-    if part.needs_text and args.data is None:
+    if part.needs_text and text.data is None:
         raise UserError("--data: needles need a text to be hidden in; name one")
-    return measure(args, Suite(name="retrieval", retrieval=part))
+    return measure(args, Suite(name="retrieval", retrieval=part), text)
 
 
-def add_stress(parser: argparse.ArgumentParser) -> None:
-    options.add_attn(parser, (), shown="sdpa and every preset")
-    options.add_model(parser)
-    options.add_text(parser)
-    options.add_windows(parser)
-    parser.set_defaults(max_windows=StressPart().max_windows)
-    options.add_out(parser)
-
-
-def stress(args: argparse.Namespace) -> int:
+def stress(args: options.AllPresetsOptions, text: options.TextOptions, part: StressPart) -> int:
     """Compare attention backends on twins of the model whose keys, queries or values are harder to quantise.
 
     First it says how far the model's own key channels stand out. A twin has channels of every head scaled, and what
@@ -192,22 +147,17 @@ def stress(args: argparse.Namespace) -> int:
     dma-hf stress -m meta-llama/Llama-3.2-1B --data Salesforce/wikitext:wikitext-2-raw-v1:test --out run
     dma-hf stress -m model.gguf --data book.txt --attn sdpa dma_mxfp:balanced dma_mxfp:my.toml --context 4096
     """
-    return measure(args, Suite(name="stress", stress=options.part_of(StressPart, args, data=None)))
+    return measure(args, Suite(name="stress", stress=part), text)
 
 
-def add_suite(parser: argparse.ArgumentParser) -> None:
-    help = "quick, standard, long-context, local-quality, or a TOML file."
-    options.add(parser, "--suite", "-s", metavar="NAME|FILE.toml", required=True, help=help)
-    options.add_attn(parser, (), shown="sdpa and every preset")
-    options.add_model(parser)
-    options.add_text(parser, required=False, shown="the suite's")
-    options.add_max_windows(parser.add_argument_group("windows"))
-    help = "Sequences per forward pass."
-    options.add(options.add_tasks(parser), "--batch-size", type=options.number(1), default=8, help=help)
-    options.add_out(parser, "Folder for the report and every answer.", required=True)
-
-
-def suite(args: argparse.Namespace) -> int:
+def suite(
+    args: SuiteOptions,
+    text: options.OptionalTextOptions,
+    max_windows: parts.MaxWindows = None,
+    include_path: options.IncludePath = [],  # noqa: B006 (not written to)
+    limit: parts.Limit = None,
+    batch_size: parts.Sequences = 8,
+) -> int:
     """Measure everything that a suite asks for: perplexity, fidelity, tasks, retrieval, stress.
 
     Results in --out are written after each part, and what is finished there is not measured again. Started by
@@ -220,18 +170,20 @@ def suite(args: argparse.Namespace) -> int:
     dma-hf suite --suite my.toml -m ./model --data book.txt --include-path ./tasks --out run
     """
     suite = load_suite(args.suite)
-    windows = {} if args.max_windows is None else {"max_windows": args.max_windows}
-    samples = {} if args.limit is None else {"limit": args.limit}
+    windows = {} if max_windows is None else {"max_windows": max_windows}
+    samples = {} if limit is None else {"limit": limit}
     changes = dict.fromkeys(("perplexity", "fidelity", "stress"), windows)
-    changes["tasks"] = {"batch_size": args.batch_size, **samples}
-    parts = {name: replace(part, **changes[name]) for name in changes if (part := getattr(suite, name)) is not None}
-    return measure(args, replace(suite, **parts), goes_on=True)
+    changes["tasks"] = {"batch_size": batch_size, **samples}
+    changed = {name: replace(part, **changes[name]) for name in changes if (part := getattr(suite, name)) is not None}
+    return measure(args, replace(suite, **changed), text, include_path=include_path, goes_on=True)
 
 
 def measure(
-    args: argparse.Namespace,
+    args: options.QualityOptions,
     suite: Suite,
+    text: options.TextOptions | options.OptionalTextOptions | None = None,
     *,
+    include_path: Sequence[Path] = (),
     goes_on: bool = False,
     also: Callable[[Report], None] = lambda report: None,
 ) -> int:
@@ -257,12 +209,11 @@ def measure(
     if args.out is not None and processes.is_main:
         make_folder(args.out)
     began = time.perf_counter()
-    given = {name: getattr(args, name) for name in ("data", "split", "column", "include_path") if hasattr(args, name)}
-    run = Run(suite, **given)
+    run = Run(suite, **({} if text is None else asdict(text)), include_path=include_path)
     loaded = load(args, processes)
     session = Session(loaded, backends, processes, Store(args.out), seed=args.seed)
     seconds = {"preparation": time.perf_counter() - began}
-    facts = {"command": console.command_line(), "seed": args.seed, "part_seconds": seconds}
+    facts: dict[str, Any] = {"command": console.command_line(), "seed": args.seed, "part_seconds": seconds}
     report = Report(**here_and_now(), **facts, model=loaded.info)
     failed = is_interrupted = False
     for name, part in run.parts(session, skips=goes_on):
@@ -272,7 +223,7 @@ def measure(
         except FAILURES as error:
             if not goes_on or processes.count > 1:  # the others wait for this one
                 raise
-            if args.debug:
+            if console.shows_tracebacks:
                 console.err.print_exception()
             console.print_error(f"{name} failed: {one_line(error)}")
             failed = True
@@ -293,7 +244,7 @@ def measure(
     return console.FAILED if failed or any(has_failures(section) for _, section in report.sections) else 0
 
 
-def join(args: argparse.Namespace) -> Processes:
+def join(args: options.LoadOptions) -> Processes:
     """Seed PyTorch, and join the processes of the run; all but the first are silent from here on."""
     import torch
 
@@ -306,7 +257,7 @@ def join(args: argparse.Namespace) -> Processes:
     return processes
 
 
-def load(args: argparse.Namespace, processes: Processes) -> LoadedModel:
+def load(args: options.ModelOptions | options.ServedModelOptions, processes: Processes) -> LoadedModel:
     """Load the model as the options say, on this process's device.
 
     Raises:

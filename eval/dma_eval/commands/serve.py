@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from typing import Annotated, Literal
 
 from rich.markup import escape
+from typer import Option
 
 from dma_eval import console
 from dma_eval.commands import options
@@ -18,34 +21,66 @@ from dma_eval.errors import UserError
 from dma_eval.names import DMA, check_names
 
 NEEDED = ("fastapi", "uvicorn", "openai")
-LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 DEFAULT_PORT = 8000
 DEFAULT_REQUESTS = 64
 KEY_VARIABLE = "DMA_HF_API_KEY"
 
 
-def add_serve(parser: argparse.ArgumentParser) -> None:
-    options.add_model(parser, is_positional=True)
-    help = (
-        "Attention backend: dma_mxfp, dma_mxfp:PRESET or dma_mxfp:FILE.toml, with +int8 or +int4 for a packed cache; "
-        "or an attn_implementation of Transformers."
+_server = partial(Option, rich_help_panel="Server")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(options.ServedModelOptions):
+    """The model, its attention, and the server."""
+
+    attn: Annotated[
+        str,
+        Option(
+            "--attn",
+            "-a",
+            metavar="BACKEND",
+            help=(
+                "Attention backend: dma_mxfp, dma_mxfp:PRESET or dma_mxfp:FILE.toml, with +int8 or +int4 for a packed "
+                "cache; or an attn_implementation of Transformers."
+            ),
+        ),
+    ] = DMA
+    continuous_batching: Annotated[
+        bool,
+        _server(
+            "--continuous-batching",
+            help="Batch requests continuously over a paged cache; without it, requests are answered one after another.",
+        ),
+    ] = False
+    cache_gib: Annotated[
+        float | None,
+        _server("--cache-gib", min=0, help="Memory for the paged cache, in GiB.", show_default="most of what is free"),
+    ] = None
+    host: Annotated[str, _server("--host", help="Address to listen on.")] = "localhost"
+    port: Annotated[int, _server("--port", min=0, max=65535, help="Port to listen on; 0 takes any free one.")] = (
+        DEFAULT_PORT
     )
-    options.add(parser, "--attn", "-a", metavar="BACKEND", default=DMA, help=help)
-    group = parser.add_argument_group("server")
-    help = "Batch requests continuously over a paged cache; without it, requests are answered one after another."
-    options.add(group, "--continuous-batching", action="store_true", help=help)
-    help = "Memory for the paged cache, in GiB."
-    shown = "most of what is free"
-    options.add(group, "--cache-gib", type=options.number(0, kind=float), shown=shown, help=help)
-    options.add(group, "--host", default="localhost", help="Address to listen at.")
-    help = "Port to listen at; 0 takes any free one."
-    options.add(group, "--port", type=options.number(0, 65535), default=DEFAULT_PORT, help=help)
-    help = "Requests at once, running and waiting; more are refused with status 429."
-    options.add(group, "--max-requests", type=options.number(1), default=DEFAULT_REQUESTS, help=help)
-    help = f"Key that requests must carry as a bearer token; or set it in {KEY_VARIABLE}."
-    options.add(group, "--api-key", metavar="KEY", shown="none", help=help)
-    help = f"Of the log on standard error, where info is a line for each request: {', '.join(LOG_LEVELS)}."
-    options.add(group, "--log-level", choices=LOG_LEVELS, default="info", help=help)
+    max_requests: Annotated[
+        int,
+        _server(
+            "--max-requests",
+            min=1,
+            help="Requests at once, running and waiting; more are refused with status 429.",
+        ),
+    ] = DEFAULT_REQUESTS
+    api_key: Annotated[
+        str | None,
+        _server(
+            "--api-key",
+            metavar="KEY",
+            help=f"Key that requests must carry as a bearer token; or set it in {KEY_VARIABLE}.",
+            show_default="none",
+        ),
+    ] = None
+    log_level: Annotated[
+        Literal["critical", "error", "warning", "info", "debug"],
+        _server("--log-level", help="Of the log on standard error; info has a line for each request."),
+    ] = "info"
 
 
 @contextmanager
@@ -58,7 +93,7 @@ def terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def serve(args: argparse.Namespace) -> int:
+def serve(args: ServeOptions) -> int:
     r"""Serve a model over HTTP, as `transformers serve` does, with any attention backend.
 
     The routes are those of OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models; and
