@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+import ast
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from typing import Any, get_type_hints
 
 import dma_eval.cli
+import typer
 from dma_kernels import Recipe
 
 from dma_hf import PRESETS, DMAConfig
@@ -33,9 +36,106 @@ def preset_table() -> str:
 
 
 def command_reference() -> str:
-    """Return a section for each command with what its ``--help`` prints."""
-    parts = [f"## {name}\n\n```text\n{text.strip()}\n```" for name, text in _helps()]
+    """Return a section for each command: its help, and a table of its options for each panel."""
+    return "\n\n".join(_sections(typer.main.get_command(dma_eval.cli.make_app()), "dma-hf"))
+
+
+def _sections(command: Any, name: str) -> Iterator[str]:
+    """Yield the section of a command, or of each command of a group."""
+    for last, each in getattr(command, "commands", {}).items():
+        yield from _sections(each, f"{name} {last}")
+    if hasattr(command, "commands"):
+        return
+    text, _, examples = inspect.cleandoc(command.help or "").partition("Examples:")
+    parts = [f"## {name}", _markdown(text.strip())]
+    if examples.strip():
+        parts.append(f"```sh\n{inspect.cleandoc(examples.strip())}\n```")
+    panels: dict[str, list[str]] = {}
+    for parameter in command.params:
+        if not getattr(parameter, "hidden", False):
+            panels.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(_option(parameter))
+    for panel, rows in panels.items():
+        parts.append("\n".join([f"**{panel}**", "", "| option | default | meaning |", "|---|---|---|", *rows]))
+    yield "\n\n".join(parts)
+
+
+def _option(parameter: Any) -> str:
+    """Return the row of an option or argument."""
+    if parameter.param_type_name == "argument":
+        names = parameter.metavar or parameter.name.upper()
+    else:
+        names = ", ".join([*parameter.opts, *parameter.secondary_opts])
+    shown, default = parameter.show_default, parameter.default
+    if isinstance(shown, str):
+        default = shown
+    elif parameter.required:
+        default = "required"
+    elif default is None or default is False or callable(default):
+        default = ""
+    elif isinstance(default, (list, tuple)):
+        default = " ".join(map(str, default))
+    return f"| `{names}` | {default} | {_markdown(' '.join((parameter.help or '').split()))} |"
+
+
+def suite_keys() -> str:
+    """Return a table of keys for each part of a suite."""
+    return _class_tables("dma_eval.parts")
+
+
+def quality_fields() -> str:
+    """Return a table of fields for each class of a report on quality."""
+    return _class_tables("dma_eval.results")
+
+
+def speed_fields() -> str:
+    """Return a table of fields for each class of a report on speed."""
+    return _class_tables("dma_eval.bench.results")
+
+
+def _class_tables(module: str) -> str:
+    """Return a section for each public class of a module, with its fields and the comments that describe them."""
+    loaded = importlib.import_module(module)
+    source = inspect.getsource(loaded)
+    lines = source.splitlines()
+    parts = []
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+            continue
+        rows = []
+        hints = get_type_hints(getattr(loaded, node.name), include_extras=True)
+        for each in node.body:
+            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                helps = (getattr(option, "help", None) for option in getattr(hints[each.target.id], "__metadata__", ()))
+                default = "required" if each.value is None else f"`{_default(each.value)}`"
+                comment = _markdown(next(filter(None, helps), None) or _comment(lines, each))
+                rows.append(f"| `{each.target.id}` | {default} | {comment} |")
+        if rows:
+            head = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
+            table = ["| field | default | meaning |", "|---|---|---|", *rows]
+            parts.append("\n".join([f"### {node.name}", "", _markdown(head), "", *table]))
     return "\n\n".join(parts)
+
+
+def _default(node: ast.expr) -> str:
+    """Return the source of a default; of ``field(default_factory=...)`` what the factory makes."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "field":
+        factory = next((each.value for each in node.keywords if each.arg == "default_factory"), None)
+        if factory is not None:
+            return {"list": "[]", "dict": "{}"}.get(ast.unparse(factory), ast.unparse(factory).removeprefix("lambda: "))
+    return ast.unparse(node)
+
+
+def _comment(lines: list[str], node: ast.AnnAssign) -> str:
+    """Return the comment at the end of a field, or else the comment lines above it."""
+    end = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset or 0 :]
+    if end.strip().startswith("#"):
+        return end.strip("# ")
+    above: list[str] = []
+    for line in reversed(lines[: node.lineno - 1]):
+        if not line.strip().startswith("#"):
+            break
+        above.insert(0, line.strip("# "))
+    return " ".join(above)
 
 
 def _attributes(cls: type) -> dict[str, str]:
@@ -51,23 +151,12 @@ def _markdown(text: str) -> str:
     return text.replace("``", "`").replace("|", r"\|")
 
 
-def _helps() -> Iterator[tuple[str, str]]:
-    """Yield the name and the help of every command."""
-    yield from _argparse_helps(dma_eval.cli.make_parser(), "dma-hf")
-
-
-def _argparse_helps(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, str]]:
-    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    if not groups:
-        yield name, parser.format_help()
-    for group in groups:
-        for last, command in group.choices.items():
-            yield from _argparse_helps(command, f"{name} {last}")
-
-
 GENERATORS: dict[str, Callable[[], str]] = {
     "fields": field_table,
     "presets": preset_table,
     "commands": command_reference,
+    "suites": suite_keys,
+    "quality": quality_fields,
+    "speed": speed_fields,
 }
 """By the name in ``<!-- generate: NAME -->``."""

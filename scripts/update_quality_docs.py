@@ -283,11 +283,7 @@ def skipping_tables() -> str:
     return "\n".join(parts)
 
 
-BLOCKS = {
-    "README.md": ("quality", readme_tables),
-    "docs/guides/evaluation.md": ("quality run", run_tables),
-    "docs/concepts/skipping.md": ("skipping", skipping_tables),
-}
+BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {}
 """By page: the mark of its block, ``<!-- mark -->`` to ``<!-- end mark -->``, and what stands there."""
 
 

@@ -263,20 +263,7 @@ def _microseconds(result: Result) -> str:
     return number(None if time is None else 1e3 * time, ".0f")
 
 
-BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {
-        "prefill-h200.json": lambda: prefill_table(is_short=True),
-        "decode-h200.json": decode_summary,
-        "generate-h200.json": generate_table,
-        "serve-h200.json": lambda: serve_table(is_short=True),
-    },
-    "benchmarks/prefill.md": {
-        "prefill-h200.json": prefill_table,
-        "prefill-real-h100.json": real_table,
-        "decode-h200.json": decode_table,
-    },
-    "docs/guides/serving.md": {"serve-h200.json": serve_table},
-}
+BLOCKS: dict[str, dict[str, Callable[[], str]]] = {}
 """By page and mark what stands between ``<!-- mark -->`` and ``<!-- end -->``."""
 
 

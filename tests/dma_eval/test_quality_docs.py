@@ -20,20 +20,6 @@ def script() -> Any:
     return load_script("update_quality_docs")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guides/evaluation.md", "docs/concepts/skipping.md"])
-def test_page_shows_the_results(script: Any, page: str) -> None:
-    assert script.updated(page) == (ROOT / page).read_text(encoding="utf-8")
-
-
-def test_page_without_marks(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "README.md").write_text("nothing", encoding="utf-8")
-    monkeypatch.setattr(script, "ROOT", tmp_path)
-    with pytest.raises(
-        ValueError, match=r"README\.md must have the marks <!-- quality --> and <!-- end quality --> once"
-    ):
-        script.updated("README.md")
-
-
 def test_results_name_no_machine(script: Any) -> None:
     for path in (ROOT / "benchmarks/quality").rglob("*.json"):
         report = read_report(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import tomllib
@@ -46,22 +45,15 @@ def test_links_lead_somewhere(page):
 
 def test_every_figure_is_shown_and_has_a_script():
     shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    scripts = "".join(script.read_text(encoding="utf-8") for script in (ROOT / "scripts").glob("draw_*.py"))
+    scripts = "".join(script.read_text(encoding="utf-8") for script in (ROOT / "scripts").glob("*.py"))
     for figure in (ROOT / "docs" / "figures").glob("*.png"):
         assert f"figures/{figure.name})" in shown
         assert f"docs/figures/{figure.name}" in scripts
 
 
-def test_every_field_has_a_row_with_its_default():
-    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", _text("docs/guides/presets.md"), re.MULTILINE))
-    for name, value in dma_hf.DMAConfig().to_dict().items():
-        shown = {"None": "unset", "True": "true", "False": "false"}.get(str(value), str(value))
-        assert rows[name].strip("` ") == shown, name
-
-
 def test_every_preset_has_a_row():
     rows = re.findall(r"^\| `(\w+)` \|", _text("docs/guides/presets.md").split("## Presets")[1], re.MULTILINE)
-    assert set(dma_hf.PRESETS) <= set(rows)
+    assert {name for name, config in dma_hf.PRESETS.items() if config.cache is None} <= set(rows)
 
 
 def test_sections_of_a_configuration_are_valid():
@@ -72,29 +64,14 @@ def test_sections_of_a_configuration_are_valid():
     assert dma_hf.DMAConfig.from_dict(json.loads(section)["dma_mxfp"]) == dma_hf.preset("fp4")
 
 
-@pytest.fixture(scope="module")
-def speed_docs():
-    return load_script("update_speed_docs")
+def test_the_results_of_the_readme_are_those_of_the_files():
+    script, readme = load_script("update_readme"), _text("README.md")
+    assert script.updated(readme) == readme
 
 
-@pytest.mark.parametrize("page", ["README.md", "benchmarks/prefill.md", "docs/guides/serving.md"])
-def test_measured_times_are_those_of_the_committed_results(speed_docs, page):
-    assert speed_docs.updated(page) == (ROOT / page).read_text(encoding="utf-8")
-
-
-def test_a_page_without_the_marks_of_its_tables(speed_docs, tmp_path, monkeypatch):
-    (tmp_path / "README.md").write_text("nothing", encoding="utf-8")
-    monkeypatch.setattr(speed_docs, "ROOT", tmp_path)
-    with pytest.raises(ValueError, match=r"README\.md must have the marks <!-- prefill-h200\.json --> and "):
-        speed_docs.updated("README.md")
-
-
-def test_a_cache_that_did_not_run_leaves_a_gap(speed_docs):
-    ran = {"graph_milliseconds": None, "milliseconds": 0.3}
-    failed = {"graph_milliseconds": None, "milliseconds": None}
-    named = {"ours": ran, "theirs": {"graph_milliseconds": 0.6, "milliseconds": 9.0}, "failed": failed}
-    assert speed_docs.times_faster(named, "ours", "theirs") == "2.00x"
-    assert {speed_docs.times_faster(named, "ours", other) for other in ("failed", "absent")} == {"–"}
+def test_a_readme_without_marks_is_refused():
+    with pytest.raises(ValueError, match=r"README\.md must have the marks <!-- results --> and "):
+        load_script("update_readme").updated("nothing")
 
 
 UNITS = {
@@ -120,40 +97,13 @@ def test_units_of_each_preset_are_those_of_its_lowering():
         if line.startswith("| `"):
             names, *cells = line.strip("| ").split(" | ")
             rows |= dict.fromkeys(re.findall(r"`(\w+)`", names), cells)
-    assert set(rows) == set(dma_hf.PRESETS)
+    assert set(rows) == {name for name, config in dma_hf.PRESETS.items() if config.cache is None}
     for name, cells in rows.items():
         for cell, archs in zip(cells, ARCHS, strict=True):
             for arch in archs:
                 lowering = select_lowering(dma_hf.PRESETS[name].recipe, arch)
                 pv = "FP8" if lowering.low_value is Form.E4M3 else "16 bits"
                 assert cell.replace("P·V in ", "") == f"{UNITS[lowering.low_key]}; {pv}", f"{name} on {arch}"
-
-
-PROFILED = {
-    "the kernel alone": "gpu__time_duration.sum",
-    "an instruction is issued": "smsp__issue_active.avg.pct_of_peak_sustained_active",
-    "matrix units busy": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
-    "exponentials and conversions (XU) busy": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
-    "additions and multiplications (FMA) busy": "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active",
-    "integers and comparisons (ALU) busy": "sm__pipe_alu_cycles_active.avg.pct_of_peak_sustained_active",
-}
-"""Rows of the profile in benchmarks/prefill.md, and metrics of Nsight Compute."""
-
-
-def test_the_profile_is_that_of_the_file():
-    with (ROOT / "benchmarks/prefill-profile-h200.csv").open(encoding="utf-8", newline="") as file:
-        rows = {row["metric"]: row for row in csv.DictReader(file)}
-    found = dict(
-        re.findall(
-            r"^\| ([^|]+) \| (.+) \|$",
-            _text("benchmarks/prefill.md").split("### Where the cycles go")[1],
-            re.MULTILINE,
-        )
-    )
-    for name, metric in PROFILED.items():
-        values = [float(rows[metric][column]) for column in ("balanced", "FlashAttention-3, bf16")]
-        shown = [f"{value / 1e3:.0f} us" if metric == "gpu__time_duration.sum" else f"{value:.0f}" for value in values]
-        assert found[name] == " | ".join(shown)
 
 
 def test_files_that_are_named_exist():

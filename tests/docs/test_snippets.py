@@ -22,20 +22,23 @@ OF_THE_CHECKOUT = ("benchmarks", "configs", "eval", "scripts")
 CHARACTERS = 7_000  # a little more than a window of 2,048 tokens
 
 NOT_RUN = {
-    "docs/quickstart.md": Counter({"needs a GPU": 1, "needs the Hub": 1}),
-    "docs/guides/serving.md": Counter(
+    "docs/tutorials/evaluate-your-model.md": Counter({"it downloads the task": 1, "it would upload a model": 1}),
+    "docs/tutorials/serve-int4.md": Counter(
         {
             "it would install the package anew": 1,
             "it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1,
-            "it needs the server of above; tests/dma_eval/test_serve.py asks the same": 1,
+            "it needs the server; tests/dma_eval/test_serve.py asks the same": 1,
             "needs a GPU": 1,
         }
     ),
+    "docs/guides/serving.md": Counter({"it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1}),
+    "docs/guides/compile.md": Counter({"needs a GPU": 1}),
+    "docs/guides/hub-kernel.md": Counter({"needs the Hub": 1}),
     "README.md": Counter({"continuous integration runs it as it stands": 2}),
 }
 """How many blocks of a page are not run, and why. What is not listed is run."""
 
-APART = {"docs/guides/evaluation.md": ("Fidelity", "Other models")}
+APART = {"docs/guides/evaluation.md": ("Fidelity", "Stress", "Speed")}
 """Long sections, each a test of its own: they need nothing of others but variables, and leave nothing to them."""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -1,0 +1,85 @@
+"""A linter of prose: sentences of the pages that are too long, and expressions that are not plain English."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(page for page in (ROOT / "benchmarks").glob("*.md") if page.name != "README.md"),
+]
+LONGEST = 30
+"""Words of a sentence."""
+UNCLEAR = {
+    r"all chips": "portable",
+    r"kernel (?:of|for) (?:long|short) prompts": "warp-specialized kernel, multi-CTA kernel",
+    r"multiprocessors?": "SM",
+    r"lowerings?": "compute path",
+    r"visited": "computed, loaded",
+    r"in turns": "interleaved",
+    r"each alone": "isolated",
+    r"as (?:it is|they are)": "unchanged",
+    r"but for": "except",
+    r"what precedes": "preprocessing",
+    r"of old": "earlier",
+    r"behind": "after",
+    r"begin to copy": "issue a load",
+    r"program of (?:the|that) kernel": "CTA",
+    r"taken back": "rolled back",
+    r"is warned of": "triggers a warning",
+    r"stands? out": "outlier",
+    r"for want of": "because of too little",
+    r"(?:its|the) door": "entry point",
+    r"gone through": "name the step",
+}
+"""Expressions that a native engineer would not use, with what to write instead."""
+FENCE = re.compile(r"^```.*?^```$|<!-- table: .*?<!-- end table -->|<!--.*?-->", re.DOTALL | re.MULTILINE)
+TABLE = re.compile(r"^\|.*$", re.MULTILINE)
+CODE = re.compile(r"`[^`\n]+`")
+LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+ITEM = re.compile(r"^\s*(?:[-*]|\d+\.|#+)\s+", re.MULTILINE)
+END = re.compile(r"(?<=[.!?])[\"')*]*\s+")
+WORD = re.compile(r"[\w][\w'’.,/%-]*")
+
+
+def problems(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and a description of each problem of a page."""
+    prose = FENCE.sub(_blank, text)
+    readable = LINK.sub(lambda match: match[1], CODE.sub("code", prose))
+    for pattern, better in UNCLEAR.items():
+        for match in re.finditer(rf"\b(?:{pattern})\b", readable, re.IGNORECASE):
+            yield _line(readable, match.start()), f"{match[0]!r}: write {better!r}"
+    for start, paragraph in _paragraphs(TABLE.sub("", readable)):
+        for sentence in END.split(paragraph):
+            count = len(WORD.findall(sentence))
+            if count > LONGEST:
+                yield start, f"{count} words: {' '.join(sentence.split()[:12])} …"
+
+
+def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each paragraph, heading and list item."""
+    lines: list[str] = []
+    for number, line in enumerate([*text.split("\n"), ""], 1):
+        if lines and (not line.strip() or ITEM.match(line)):
+            yield number - len(lines), ITEM.sub("", "\n".join(lines))
+            lines = []
+        if line.strip():
+            lines.append(line)
+
+
+def _blank(match: re.Match[str]) -> str:
+    return "\n" * match[0].count("\n")
+
+
+def _line(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        for line, problem in problems(page.read_text(encoding="utf-8")):
+            print(f"{page.relative_to(ROOT)}:{line}: {problem}")
