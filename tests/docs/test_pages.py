@@ -86,8 +86,7 @@ ARCHS = ((80, 86), (89,), (90,), (100, 103, 110, 120, 121))
 
 
 def test_units_of_each_preset_are_those_of_its_lowering():
-    section = _text("docs/compatibility.md").split("### What each preset runs on")[1].split("
-## ")[0]
+    section = _text("docs/compatibility.md").split("### What each preset runs on")[1].split("\n## ")[0]
     rows = {}
     for line in section.splitlines():
         if line.startswith("| `"):
