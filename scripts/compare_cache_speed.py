@@ -24,7 +24,7 @@ import torch
 from dma_eval.bench.results import DecodeShape
 from dma_eval.bench.timing import capture, time_in_turns
 from dma_eval.environment import collect
-from dma_eval.markdown import table
+from dma_eval.render import table
 from dma_kernels.numerics.formats import TILE
 
 SHAPES = [

@@ -25,8 +25,8 @@ from statistics import fmean
 from typing import Any
 
 from dma_eval.bench.results import DecodeReport, DecodeResult
-from dma_eval.markdown import table
 from dma_eval.pages import MISSING, format_kl
+from dma_eval.render import table
 from dma_eval.results import BackendResult, PerplexitySection, Report, read_report, read_results
 from dma_eval.run_folder import merge, write_run
 

@@ -15,8 +15,9 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from .errors import UserError, one_line
 from .files import parse
-from .markdown import page_to_markdown
+from .names import DMA, PRESETS
 from .pages import all_pages
+from .render import cache_of, measured, templates, tidy
 from .results import RESULTS, ModelInfo, Report, backend_configs, backend_groups
 
 TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
@@ -121,8 +122,6 @@ def _base_model(report: Report, base_model: str | None) -> str:
 
 
 def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
-    from .data import BUILDERS  # with PyTorch, which takes seconds
-
     def result(dataset: str, kind: str, name: str, value: float, **more: Any) -> EvalResult:
         return EvalResult(
             task_type=TASK,
@@ -139,7 +138,7 @@ def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
             if each.label == label and each.perplexity is not None:
                 data, name = section.data, f"perplexity, context {section.context:,}"
                 path = Path(data.name)
-                is_file = data.column is None or path.suffix in BUILDERS  # and no dataset of the Hub, OWNER/NAME
+                is_file = data.column is None or path.suffix in FILE_SUFFIXES  # and no dataset of the Hub, OWNER/NAME
                 dataset = {"dataset_config": data.config, "dataset_split": data.split}
                 shown = path.name if is_file else data.name
                 yield result(shown, "perplexity", name, round(each.perplexity, 4), **dataset)
@@ -200,43 +199,29 @@ def _shown(name: str) -> str:
 
 
 def _text(report: Report, label: str, base: str, name: str) -> str:
-    import dma_hf  # for its presets: it takes seconds to import, and what cannot have a card is refused before
-
     config = backend_configs(report)[label]
-    cache = config.get("cache")
-    presets = {name: each.to_dict() for name, each in dma_hf.PRESETS.items()}
-    preset = next((name for name, each in presets.items() if each == config | {"cache": None}), None)
-    section = json.dumps({"dma_mxfp": config}, indent=2)
-    arguments = [f'"{preset}"' if preset else repr(config)]
-    if preset and cache:
-        arguments.append(f'cache="{cache}"')
-    configure = "" if arguments == ['"balanced"'] else f"\ndma_hf.configure(model, {', '.join(arguments)})"
+    setting, _, cache = label.removeprefix(f"{DMA}:").partition("+")
+    arguments = [f'"{setting}"' if setting in PRESETS else repr(config)]
+    if setting in PRESETS and cache:
+        arguments.append(f'cache="{config["cache"]}"')
     report = without_paths(_only(report, label))
-    model, machine = report.model, report.environment
-    parts = [
-        f"# {name}",
-        f"[`{base}`](https://huggingface.co/{base}) with **Diagonal-tiled Mixed-precision Attention** "
-        f"([arXiv 2604.03950](https://arxiv.org/abs/2604.03950)), by the package `dma-hf`. {_weights(model)} "
-        "What is quantised here is the attention: keys near the diagonal, and the first ones, are scored in "
-        f"`{config['high']}`, all others in `{config['low']}`.",
-        "## Use",
-        "```python\nimport dma_hf\nfrom transformers import AutoModelForCausalLM\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{base}", attn_implementation="dma_mxfp"){configure}\n```',
-        "The same setting as a section of the model's `config.json`, which `from_pretrained` then honours:",
-        f"```json\n{section}\n```",
-        "## What was measured",
-        f"Against the reference in each table, on the same tokens and samples. {model.architecture}, "
-        f"{model.parameters:,} parameters, {model.form}, on {', '.join(machine.gpus) or machine.cpu}; "
-        + ", ".join(f"{package} {version}" for package, version in machine.packages.items())
-        + f"; {report.created[:10]}.",
-    ]
-    for page in all_pages(report):
-        parts.append(page_to_markdown(page, heading="###").rstrip())
-    parts += [
-        f"Made by `{report.command}`.",
-        "## Limits",
-        "- What the backend cannot compute (dropout, a position bias) is an error.\n"
-        "- The results are those of this model, text and hardware; measure yours with `dma-hf suite`.\n"
-        "- On GPUs whose units lack the format, the operands are exact but the speed is that of 16 bits.",
-    ]
-    return "\n\n".join(parts) + "\n"
+    text = (
+        templates()
+        .get_template("card.md")
+        .render(
+            name=name,
+            base=base,
+            weights=_weights(report.model),
+            config=config,
+            cache=cache_of(label, config),
+            arguments="" if arguments == ['"balanced"'] else ", ".join(arguments),
+            json=json.dumps({DMA: config}, indent=2),
+            measured=measured(report.model),
+            model=report.model,
+            machine=report.environment,
+            date=report.created[:10],
+            pages=all_pages(report),
+            command=report.command,
+        )
+    )
+    return tidy(text)

@@ -1,22 +1,23 @@
-"""The folder of a run: its results, a page, plots and configurations; and several runs put together."""
+"""The folder of a run: its results, pages, plots and configurations; and several runs put together."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from . import plots
 from .errors import UserError, one_line
 from .files import make_folder, slug, write_json
-from .markdown import Plot, to_markdown
 from .pages import can_retrieve
+from .render import Plot, to_html, to_markdown
 from .results import RESULTS, SECTIONS, PerplexitySection, Report, StressSection, backend_configs
 
-PAGE, CONFIGS = "report.md", "configs"
+PAGE, HTML, CONFIGS = "report.md", "report.html", "configs"
 
 
 def write_run(report: Report, folder: Path) -> list[str]:
@@ -33,10 +34,11 @@ def write_run(report: Report, folder: Path) -> list[str]:
         write_json(report, folder / RESULTS)
         drawn = _plots(report, folder)
         (folder / PAGE).write_text(to_markdown(report, drawn), encoding="utf-8")
+        (folder / HTML).write_text(to_html(report, drawn, folder), encoding="utf-8")
         configs = _configs(report, folder)
     except OSError as error:
         raise UserError(f"--out: cannot write to {folder}: {one_line(error)}") from error
-    return [RESULTS, PAGE, *(plot.path for plot in drawn), *configs]
+    return [RESULTS, PAGE, HTML, *(plot.path for plot in drawn), *configs]
 
 
 def merge(reports: Sequence[Report]) -> Report:
@@ -148,10 +150,7 @@ def _configs(report: Report, folder: Path) -> list[str]:
     for label, config in backend_configs(report).items():
         path = folder / CONFIGS / f"{slug(label.removeprefix('dma_mxfp:'))}.toml"
         path.parent.mkdir(exist_ok=True)
-        # A string, a number and a truth value of JSON are those of TOML.
-        lines = [
-            f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in config.items() if value is not None
-        ]
-        path.write_text("".join(lines), encoding="utf-8")
+        given = {name: value for name, value in config.items() if value is not None}
+        path.write_text(tomli_w.dumps(given), encoding="utf-8")
         names.append(f"{CONFIGS}/{path.name}")
     return names

@@ -6,17 +6,18 @@ import json
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dma_eval.errors import UserError
 from dma_eval.files import write_json as write
-from dma_eval.markdown import Plot, to_markdown
 from dma_eval.models import LoadedModel
 from dma_eval.names import PRESETS
-from dma_eval.pages import format_bytes, format_kl, table_row, warnings
+from dma_eval.pages import COLUMNS, format_bytes, format_kl, table_row, warnings
 from dma_eval.plots import line_styles, plot_comparison, plot_positions, plot_quality, plot_stress
+from dma_eval.render import Plot, cache_of, measured, to_html, to_markdown
 from dma_eval.results import (
     SCHEMA_VERSION,
     BackendResult,
@@ -148,7 +149,7 @@ class TestMarkdown:
     def test_tables_are_rectangular(self, report: Report) -> None:
         """As many cells in each row as in the one above, a bar within a cell being escaped."""
         blocks = [block for block in to_markdown(report).split("\n\n") if block.startswith("|")]
-        assert len(blocks) == 3
+        assert len(blocks) == 4
         for block in blocks:
             assert len({line.replace("\\|", "").count("|") for line in block.splitlines()}) == 1
 
@@ -181,6 +182,88 @@ class TestMarkdown:
     @pytest.mark.parametrize(("value", "shown"), [(None, "–"), (2**20 * 3, "3 MiB"), (2**30 * 3 // 2, "1.50 GiB")])
     def test_bytes(self, value: int | None, shown: str) -> None:
         assert format_bytes(value) == shown
+
+
+class _Tags(HTMLParser):
+    """The tags of a page, and the text of the cells of its tables."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.tables: list[list[list[str]]] = []
+        self._in_cell = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_cell = self._in_cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        if self._in_cell:
+            self.tables[-1][-1][-1] += data
+
+
+class TestHtml:
+    @pytest.fixture
+    def page(self, report: Report, tmp_path: Path) -> str:
+        Image.new("RGB", (2, 2)).save(tmp_path / "a.png")
+        report.perplexity[0].backends[1] = replace(report.perplexity[0].backends[1], label="<b>bold</b>")
+        return to_html(report, [Plot("A plot", "a.png", report.perplexity[0])], tmp_path)
+
+    def test_needs_no_other_file(self, page: str) -> None:
+        for tag, attributes in _Tags(page).tags:
+            assert tag != "link"
+            for name in ("src", "href"):
+                assert (attributes.get(name) or "#").startswith(("#", "data:image/png;base64,"))
+
+    def test_has_the_numbers_of_the_report(self, page: str, report: Report) -> None:
+        tables = _Tags(page).tables
+        assert tables[0][0] == list(COLUMNS)
+        assert tables[0][1:] == [table_row(result) for result in report.perplexity[0].backends]
+        for table in tables:
+            assert len({len(row) for row in table}) == 1
+
+    def test_every_column_has_a_button_to_sort_by(self, page: str) -> None:
+        found = _Tags(page)
+        assert sum(tag == "button" for tag, _ in found.tags) == sum(tag == "th" for tag, _ in found.tags) > 0
+
+    def test_text_is_escaped(self, page: str) -> None:
+        assert "<b>" not in page
+        assert "&lt;b&gt;bold" in page
+
+
+class TestMeasured:
+    """What a reader must know of the weights."""
+
+    def test_plain(self, report: Report) -> None:
+        assert measured(report.model).startswith("Measured: `")
+        assert "quantised" not in measured(report.model)
+
+    def test_quantised_file_revision_and_positions(self, report: Report) -> None:
+        model = replace(report.model, name="m.gguf", quantization="Q4_1", revision="main", commit="abc", yarn=4.0)
+        expected = "Measured: `m.gguf` at `abc`, weights in float32, quantised to Q4_1 in the file or checkpoint; "
+        assert measured(model) == expected + "4 times its positions by YaRN; on cpu."
+
+    @pytest.mark.parametrize(
+        ("label", "config", "expected"),
+        [
+            ("sdpa", None, "none"),
+            ("dma_mxfp:balanced", {"cache": None}, "none"),
+            ("dma_mxfp:balanced+int4", {"cache": "int4"}, "DMACache, int4"),
+            ("sdpa+hqq4", None, "QuantizedCache of Transformers, hqq4"),
+        ],
+    )
+    def test_cache(self, label: str, config: dict[str, Any] | None, expected: str) -> None:
+        assert cache_of(label, config) == expected
 
 
 class TestPlots:

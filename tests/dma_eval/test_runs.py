@@ -65,7 +65,13 @@ class TestFolder:
     def test_holds_everything(self, report: Report, folder: Path) -> None:
         names = {path.relative_to(folder / "all").as_posix() for path in (folder / "all").rglob("*.*")}
         plots = {"quality-128.png", "positions-128.png", "tradeoff.png", "tasks.png", "fidelity.png", "heads.png"}
-        assert names == {"results.json", "report.md", "configs/paper.toml", *plots}  # a random model finds nothing
+        assert names == {
+            "results.json",
+            "report.md",
+            "report.html",
+            "configs/paper.toml",
+            *plots,
+        }  # a random model finds nothing
         for plot in plots:
             with Image.open(folder / "all" / plot) as image:
                 assert image.width == 1650
@@ -107,9 +113,10 @@ class TestFolder:
         )
         root = Path(__file__).parents[2]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root, root / "kernels", root / "eval")))}
-        command = [sys.executable, "-c", code, "report", str(run), "--out", str(tmp_path)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
-        assert done.returncode == 0, done.stderr
+        for arguments in (["report", run, "--out", tmp_path], ["card", run, "--base-model", "me/tiny"]):
+            command = [sys.executable, "-c", code, *map(str, arguments)]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+            assert done.returncode == 0, done.stderr
         assert (tmp_path / "report.md").is_file()
 
     def test_sections_of_one_kind_have_plots_of_their_own(self, report: Report, tmp_path: Path) -> None:

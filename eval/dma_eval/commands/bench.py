@@ -229,8 +229,8 @@ def time_prefill(args: PrefillOptions) -> int:
     with console.starting():
         from dma_eval.bench import prefill
         from dma_eval.bench.shown import failures, plot_prefill, prefill_tables
-        from dma_eval.markdown import page_to_markdown
         from dma_eval.pages import Page
+        from dma_eval.render import page_to_markdown
 
     backends = prefill.parse_implementations(args.attn or prefill.default_names())
     if args.inputs is None:

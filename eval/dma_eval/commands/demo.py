@@ -27,7 +27,7 @@ def demo(
     """Compare SDPA with every preset on a small model that comes with the package; a minute or two on a CPU.
 
     Measures perplexity and divergence on a held-out text, and lets every backend continue a prompt whose last lines it
-    has read before, so that it can recall what followed them. Needs no network. Writes results.json, a page, plots and
+    has read before, so that it can recall what followed them. Needs no network. Writes results.json, pages, plots and
     the configurations to the folder.
 
     Examples:

@@ -70,7 +70,7 @@ def ppl(
     part = replace(part, contexts=[] if context is None else [context])
 
     def write(report: Report) -> None:
-        from dma_eval.markdown import Plot, to_markdown
+        from dma_eval.render import Plot, to_markdown
 
         section = report.perplexity[0]
         if json is not None:
