@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dma_eval.markdown import table
+from dma_eval.render import table
 from dma_eval.results import read_report
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
