@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bz2
 import gc
-import json
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,13 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-import yaml
 from dma_eval import console, fidelity
 from dma_eval.backends import default_names
 from dma_eval.errors import UserError
-from dma_eval.parts import PARTS, Suite, load_suite, parse_suite, suite_names
+from dma_eval.parts import PARTS, load_suite, parse_suite, suite_names
 from dma_eval.results import read_report
-from script_files import load_script
 
 Run = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
@@ -317,61 +313,3 @@ class TestRun:
     def test_lacks_a_text(self, run: Run, refused: Callable[[Any], str], model_folder: Path, tmp_path: Path) -> None:
         result = run("suite", "--suite", "local-quality", "-m", model_folder, "--out", tmp_path / "run")
         assert "--data: suite local-quality names no text of its own; name one" in refused(result)
-
-
-class TestLocalQuality:
-    @pytest.fixture
-    def script(self) -> Any:
-        return load_script("measure_quality")
-
-    @pytest.fixture
-    def data(self, tmp_path: Path, prose: str) -> Path:
-        """Files of the form of the real ones."""
-        folder = tmp_path / "data"
-        (folder / "tasks").mkdir(parents=True)
-        (folder / "wikitext2").mkdir()
-        (folder / "wikitext2/wiki.test.raw").write_text(prose * 2, encoding="utf-8")
-        question = {"query": "the white whale", "choices": ["sea", "ship"], "gold": 1}
-        for name in ("arc_easy", "boolq"):
-            (folder / f"tasks/{name}.jsonl").write_text(
-                json.dumps(question) + "\n" + json.dumps(question), encoding="utf-8"
-            )
-        (folder / "tasks/lambada_openai.jsonl").write_text(json.dumps({"context": "the", "continuation": "sea"}))
-        items = "".join(f"a whale {i}\n{i % 4}\nswims\nsinks\nsails\nsaid\n" for i in range(5))
-        (folder / "tasks/hellaswag_val_full.txt.bz2").write_bytes(bz2.compress(items.encode()))
-        return folder
-
-    def test_hellaswag(self, script: Any, data: Path) -> None:
-        rows = script.read_hellaswag(data / "tasks/hellaswag_val_full.txt.bz2", 3)
-        assert rows[2] == {"query": "a whale 2", "gold": 2, "choices": ["swims", "sinks", "sails", "said"]}
-        assert len(rows) == 3
-
-    def test_no_hellaswag(self, script: Any, tmp_path: Path) -> None:
-        (tmp_path / "x.bz2").write_bytes(bz2.compress(b"a\nb\n"))
-        with pytest.raises(ValueError, match="expected 6 lines for each item, got 2 lines"):
-            script.read_hellaswag(tmp_path / "x.bz2", 3)
-
-    def test_tasks_are_those_of_the_suite(self, script: Any, data: Path, tmp_path: Path) -> None:
-        script.write_tasks(data / "tasks", tmp_path / "tasks", 5)
-        written = [
-            yaml.safe_load(path.read_text(encoding="utf-8"))["task"] for path in (tmp_path / "tasks").glob("*.yaml")
-        ]
-        suite: Suite = load_suite("local-quality")
-        assert suite.tasks is not None
-        assert sorted(written) == sorted(suite.tasks.names)
-
-    def test_runs(
-        self, script: Any, data: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The whole of it, but for what needs more context than the tiny model has."""
-        arguments = ["--model", model_folder, "--data", data, "--out", tmp_path / "out", "--device", "cpu"]
-        arguments += ["--attn", "sdpa", "dma_mxfp:paper", "--suite", tmp_path / "small.toml"]
-        monkeypatch.setattr("sys.argv", ["x", *map(str, arguments)])
-        names = load_suite("local-quality").tasks.names  # type: ignore[union-attr]
-        (tmp_path / "small.toml").write_text(f"[perplexity]\ncontexts = [256]\n[tasks]\nnames = {names}\n")
-        with pytest.raises(SystemExit) as stopped:
-            script.main()
-        assert stopped.value.code == 0
-        report = read_report(tmp_path / "out/results.json")
-        assert [task.name for task in report.tasks[0].tasks] == names
-        assert report.command.startswith("dma-hf suite --suite local-quality ")

@@ -1,0 +1,423 @@
+"""Write the tables of results into the pages, from the files in benchmarks.
+
+    python scripts/update_docs.py
+
+A page has a table NAME between the lines ``<!-- table: NAME -->`` and ``<!-- end table -->``. The names are those of
+:data:`TABLES`. ``files`` is the index of the result files, in benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+from dma_eval.pages import MISSING, format_kl, number
+from dma_eval.render import table
+from dma_eval.results import BackendResult, read_report
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
+SHORT, CPU, LONG, EQUALIZED, VARIANTS, FAR = (
+    f"smollm2-{name}"
+    for name in (
+        "4096-fp32",
+        "4096-cpu-fp32",
+        "8192-fp32",
+        "equalized-4096-fp32",
+        "4096-variants-fp32",
+        "32768-yarn-fp32",
+    )
+)
+NEEDLES = ("smollm2-needles-bf16", "smollm2-needles-caches-bf16")
+SERVE = ("serve-h200", "serve-packed-h200", "serve-long-h200", "serve-many-h200")
+UNCHANGED, HARD_TWINS = "as it is", ("keys x 32", "key biases", "values x 32")
+NAMES = {
+    "sdpa": "SDPA",
+    "sim_sage": "SageAttention 1 (simulated)",
+    "sim_fa3_fp8": "FlashAttention-3 in FP8 (simulated)",
+    "sim_fp8_cache": "FP8, one scale (simulated)",
+    "sdpa+fp8": "FP8, Transformers",
+    **{f"sdpa+hqq{bits}": f"HQQ, {bits} bits" for bits in (8, 4, 2)},
+    **{f"sdpa+quanto{bits}": f"quanto, {bits} bits" for bits in (4, 2)},
+    **{f"dma_mxfp{cache}": f"`balanced{cache}`" for cache in ("", "+int8", "+int4")},
+    "dma_mxfp:off": "`balanced`, nothing skipped",
+    "dma_mxfp:block": "`balanced`, scales of blocks",
+    "dma_mxfp:pv16": "`balanced`, 16-bit P·V",
+    "dma_mxfp:mxfp8": '`low = "mxfp8"`, not rotated',
+    "dma_mxfp:unrotated": "`balanced`, not rotated",
+    "dma_mxfp:block-unrotated": "`balanced`, scales of blocks, not rotated",
+    "dma_mxfp:paper-no-sink": "`paper` without a sink",
+}
+ORDER = [f"dma_mxfp:{preset}" for preset in ("balanced", "fp4", "paper", "balanced+int8", "balanced+int4")] + [*NAMES]
+RULES = {
+    "high": "high maximum",
+    "running": "running maximum",
+    "length": "threshold + log(position / 8,192)",
+    "rows": "high maximum, row by row",
+}
+"""What the rules of ``measure_skipping.py`` are called."""
+Columns = Mapping[str, Mapping[str, BackendResult]]
+
+
+def current(label: str) -> str:
+    """Return the present name of what a file may call by an earlier one."""
+    return re.sub(r":kv([84])(\+cache|\+dma)?", r":balanced+int\1", label)
+
+
+def name(label: str) -> str:
+    """Return what tables call something."""
+    threshold = re.fullmatch(r"dma_mxfp:t(\d+)", label)  # a file with a threshold alone
+    if threshold:
+        return f"`balanced`, `skip_threshold = {threshold[1]}`"
+    return NAMES.get(label) or f"`{label.removeprefix('dma_mxfp:')}`"
+
+
+# Speed: one row for each result, in a frame.
+
+
+def load(*files: str) -> pd.DataFrame:
+    """Return the results of all files. ``case`` describes a shape, ``ms`` is a time without the host's work."""
+    frames = []
+    for file in files:
+        report = json.loads((BENCHMARKS / f"{file}.json").read_text(encoding="utf-8"))
+        facts = {key: report.get(key) for key in ("layers", "cache_gib")}
+        frames.append(pd.json_normalize(report["results"]).assign(**facts))
+    frame = pd.concat(frames, ignore_index=True)
+    frame["label"] = frame["label"].map(current)
+    if "shape.length" in frame:
+        frame["case"] = [describe(row) for row in frame.to_dict("records")]
+    if "graph_milliseconds" in frame:  # of a case all or none
+        whole = frame.groupby("case")["graph_milliseconds"].transform(lambda column: column.notna().all())
+        frame["ms"] = frame["graph_milliseconds"].where(whole, frame["milliseconds"])
+    return frame
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """Return how a shape is called: batch, length, and what differs from 32/8 causal heads of 128 channels."""
+    batch, length, dim = (int(row[f"shape.{key}"]) for key in ("batch", "length", "head_dim"))
+    heads = f"{row['shape.query_heads']}/{row['shape.kv_heads']}"
+    parts = [f"{length // 1024}K" if batch == 1 else f"{batch} x {length // 1024}K"]
+    parts += [f"head_dim {dim}"] if dim != 128 else []
+    parts += [f"{heads} heads"] if heads not in ("32/8", "9/3") else []
+    parts += [] if row.get("shape.is_causal", True) else ["bidirectional"]
+    return ", ".join(parts)
+
+
+def pivot(frame: pd.DataFrame, values: str) -> pd.DataFrame:
+    """Return a row for each case and a column for each label, in the order of the frame."""
+    found = frame.pivot(index="case", columns="label", values=values)
+    return found.loc[frame["case"].unique(), frame["label"].unique()]
+
+
+def times_faster(frame: pd.DataFrame, base: str, values: str = "ms") -> pd.DataFrame:
+    """Return the time of a label over those of the others."""
+    times = pivot(frame, values)
+    return times.rdiv(times[base], axis=0)
+
+
+def show(values: pd.Series, form: str, unit: str = "") -> pd.Series:
+    """Return cells; what is missing is a dash."""
+    return values.map(lambda value: MISSING if pd.isna(value) else f"{value:{form}}{unit}")
+
+
+def markdown(cells: pd.DataFrame) -> str:
+    """Return a table with the index as its first column."""
+    return table(
+        ["", *cells.columns],
+        [[str(index), *row] for index, row in zip(cells.index, cells.values.tolist(), strict=True)],
+    )
+
+
+def prefill() -> str:
+    """The time of FlashAttention-3, and how many times faster others are, quantisation counted."""
+    frame = load("prefill-h200").sort_values(["shape.batch", "shape.length"], kind="stable")
+    cells = times_faster(frame, "fa3").apply(show, form=".2f", unit="x").rename(columns=name)
+    cells.insert(0, "`fa3`, ms", show(pivot(frame, "ms")["fa3"], ".3g"))
+    isolated = times_faster(frame, "fa3", "sustained_milliseconds")["dma_mxfp:balanced"]
+    cells["`balanced`, isolated"] = show(isolated, ".2f", "x")
+    return markdown(cells.drop(columns="`fa3`"))
+
+
+def prefill_errors() -> str:
+    """Errors against fp64 at 8K and 32K, with outlier key channels too, and memory."""
+    frame = load("prefill-h200")
+    cells = {}
+    for case in ("8K", "32K"):
+        rows = frame[frame["case"] == case].set_index("label")
+        cells[f"error, {case}"] = show(rows["error"], ".3f")
+        cells[f"with outlier key channels, {case}"] = show(rows["error_with_outliers"], ".3f")
+        cells[f"memory beside Q, K, V, {case}"] = show(rows["extra_bytes"] / rows["input_bytes"], ".2f")
+    return markdown(pd.DataFrame(cells).rename(index=name))
+
+
+def prefill_real() -> str:
+    """Speed over FlashAttention-3 on a model's own inputs: interleaved, isolated, share of low tiles skipped."""
+    frame = load("prefill-real-32k-h100", "prefill-real-8kx4-h100")
+    cells = times_faster(frame, "fa3", "milliseconds").T.apply(show, form=".2f", unit="x")
+    isolated = times_faster(frame, "fa3", "sustained_milliseconds").T
+    skipped = pivot(frame, "skipped_share").T
+    for case in cells:
+        cells[case] += isolated[case].map(lambda value: "" if pd.isna(value) else f", {value:.2f}x")
+        cells[case] += skipped[case].map(lambda value: "" if pd.isna(value) else f", {100 * value:.0f} %")
+    cells["error"] = show(pivot(frame, "error").T.iloc[:, 0], ".4f")
+    return markdown(cells.rename(index=name))
+
+
+def steps(*files: str) -> str:
+    """The time of a step over SDPA's cache of 16 bits, and how many times faster others are; bytes of the caches."""
+    frame = load(*files)
+    ran = frame[frame["failure"].isna()].sort_values(["shape.head_dim", "shape.batch", "shape.length"], kind="stable")
+    cells = times_faster(ran, "sdpa").apply(show, form=".2f", unit="x").rename(columns=name)
+    cells.insert(0, "SDPA, us", show(1e3 * pivot(ran, "ms")["sdpa"], ".0f"))
+    for label, ratios in pivot(ran, "bytes_ratio").items():
+        if (ratios.dropna() != 1).any():
+            cells[f"bytes of {name(str(label))}"] = show(ratios, ".2f")
+    return markdown(cells.drop(columns="SDPA"))
+
+
+def generate() -> str:
+    """First token, step, memory."""
+    frame = load("generate-h200", "generate-128k-h200")
+    cells = {
+        "tokens of the prompt": show(frame["context"], ",.0f"),
+        "first token": show(frame["first_token_seconds"], ".2f", " s"),
+        "step": show(frame["step_milliseconds"], ".2f", " ms"),
+        "cache": show(frame["cache_bytes"] / 2**30, ".2f", " GiB"),
+        "peak beside weights": show(frame["peak_bytes"] / 2**30, ".2f", " GiB"),
+    }
+    return markdown(pd.DataFrame(cells).set_index(frame["label"].map(name)))
+
+
+def serve() -> str:
+    """New tokens per second, waiting times and memory; of what several files have, that of the last one."""
+    frame = load(*SERVE).drop_duplicates(["requests", "label"], keep="last")
+    first = frame.groupby("requests")["tokens_per_second"].transform("first")
+
+    def both(key: str, form: str, unit: str) -> pd.Series:
+        return show(frame[key], form, unit) + " (" + show(frame[f"{key}_p99"], form, unit) + ")"
+
+    cells = {
+        "backend": frame["label"].map(name),
+        "new tokens/s": show(frame["tokens_per_second"], ",.0f"),
+        "over the first": show(frame["tokens_per_second"] / first, ".2f", "x"),
+        "first token, median (99 %)": both("first_token_seconds", ".2f", " s"),
+        "between tokens": both("between_tokens_milliseconds", ".1f", " ms"),
+        "layers": show(frame["layers"], ".0f"),
+        "pages": show(frame["cache_gib"], "g", " GiB"),
+        "most at once": show(frame["most_at_once"], ".0f"),
+        "a token takes": show(frame["cache_bytes_per_token"] / 1024, ".1f", " KiB"),
+        "a request takes": show(frame["cache_bytes_per_request"].replace(0, None) / 2**20, ".1f", " MiB"),
+    }
+    requests = frame["requests"].str.replace(r"x(\d+)\+(\d+)", r" x (\1 + \2)", regex=True)
+    return markdown(pd.DataFrame(cells).set_index(requests))
+
+
+# Quality: reports of runs.
+
+
+def twins_of(folder: str) -> dict[str, dict[str, BackendResult]]:
+    """Return the results of a run on each twin, by the names of both."""
+    (stress,) = read_report(BENCHMARKS / "quality" / folder).stress
+    return {
+        twin.name: {current(backend.label): backend for backend in twin.tokens.backends}
+        for twin in stress.twins
+        if twin.tokens is not None
+    }
+
+
+def short_twins() -> dict[str, dict[str, BackendResult]]:
+    """Return the results on short windows, with those from the CPU that failed or are missing on the GPU."""
+    twins = twins_of(SHORT)
+    for twin, others in twins_of(CPU).items():
+        twins[twin] |= {
+            label: each
+            for label, each in others.items()
+            if twins[twin].get(label, each).failure or label not in twins[twin]
+        }
+    return twins
+
+
+def long_window() -> dict[str, BackendResult]:
+    """Return the results on long windows."""
+    return {current(each.label): each for each in read_report(BENCHMARKS / "quality" / LONG).perplexity[0].backends}
+
+
+def kl(columns: Columns) -> str:
+    """KL per token of every backend, in one column for each set of results."""
+    labels = dict.fromkeys(label for column in columns.values() for label in column if label != "sdpa")
+    ordered = sorted(labels, key=lambda label: ORDER.index(label) if label in ORDER else len(ORDER))
+    return table(
+        ["", *columns], [[name(label), *(kl_cell(column, label) for column in columns.values())] for label in ordered]
+    )
+
+
+def kl_cell(column: Mapping[str, BackendResult], label: str) -> str:
+    """KL per token, or why there is none."""
+    result = column.get(label)
+    return MISSING if result is None else "failed" if result.failure else format_kl(result.kl_mean)
+
+
+def change(result: BackendResult | None) -> str:
+    """Change of the perplexity."""
+    value = None if result is None else result.change_percent
+    return number(value, "+.2f" if abs(value or 0) < 10 else "+.1f", " %")
+
+
+def quality() -> str:
+    """Change of perplexity and KL per token, on the text and on twins of the model."""
+    short, long = short_twins(), long_window()
+    chosen = {"": short[UNCHANGED]} | {twin: short[twin] for twin in HARD_TWINS}
+    rows = [
+        [name(label), change(result), change(long.get(label)), *(kl_cell(column, label) for column in chosen.values())]
+        for label, result in short[UNCHANGED].items()
+        if label != "sdpa"
+    ]
+    base = [short[UNCHANGED]["sdpa"], long["sdpa"]]
+    first = ["SDPA, perplexity", *(number(each.perplexity, ".3f") for each in base), *[""] * len(chosen)]
+    headers = ["", "4,096 tokens", "8,192 tokens", "KL per token", *(f"KL, {twin}" for twin in HARD_TWINS)]
+    return table(headers, [first, *rows])
+
+
+def quality_long() -> str:
+    """KL per token on long windows, and after the model was equalised."""
+    columns = {"8,192": long_window()} | {f"8,192, {twin}": each for twin, each in twins_of(LONG).items()}
+    columns |= {f"4,096, equalized, {twin}": each for twin, each in twins_of(EQUALIZED).items()}
+    return kl(columns)
+
+
+def quality_variants() -> str:
+    """KL per token of variants of ``balanced``."""
+    short, label = short_twins(), "dma_mxfp:balanced"
+    return kl({twin: {label: short[twin][label]} | each for twin, each in twins_of(VARIANTS).items()})
+
+
+def quality_positions() -> str:
+    """Change of perplexity, and KL per token in each quarter of the positions."""
+    (section,) = read_report(BENCHMARKS / "quality" / FAR).perplexity
+    edges, share = section.position_edges, (len(section.position_edges) - 1) // 4
+    quarters = [slice(begin, begin + share) for begin in range(0, 4 * share, share)]
+    headers = [f"KL, {edges[each.start]:,} to {edges[each.stop] - 1:,}" for each in quarters]
+    rows = []
+    for backend in section.backends[1:]:
+        kls = [fmean(value for value in backend.position_kl[each] if value is not None) for each in quarters]
+        rows.append([name(current(backend.label)), change(backend), *map(format_kl, kls)])
+    return table(["", "perplexity", *headers], rows)
+
+
+def needles() -> str:
+    """Answers found of those asked for. Caches have questions of their own, and a row of the reference for them."""
+    rows, lengths = [], []
+    for folder in NEEDLES:
+        for section in read_report(BENCHMARKS / "quality" / folder).retrieval:
+            lengths = section.lengths
+            for backend in section.backends:
+                cells = [[cell for cell in backend.cells if cell.length == length] for length in lengths]
+                found = [f"{sum(c.correct for c in row)}/{sum(c.samples for c in row)}" for row in cells]
+                note = " (questions of the caches)" if rows and backend is section.backends[0] else ""
+                rows.append([name(current(backend.label)) + note, *found])
+    return table(["", *(f"{length:,}" for length in lengths)], rows)
+
+
+def skipping() -> str:
+    """Share of low tiles skipped and KL per token: by threshold and twin, and under other rules and estimates."""
+    files = sorted((BENCHMARKS / "skipping").glob("*.json"))
+    frame = pd.concat([pd.DataFrame(json.loads(file.read_text(encoding="utf-8"))["results"]) for file in files])
+    frame["threshold"] = frame["threshold"].fillna(math.inf)
+    frame["length"] = frame["length"].map("{:,}".format)
+    frame["cell"] = (100 * frame["skipped"]).map("{:.0f} %, ".format) + frame["kl"].map(format_kl)
+    frame["lost"] = show(frame["lost_mean"], ".1e") + ", " + show(frame["lost_p999"], ".1e")
+    frame["t"] = frame["threshold"].map(lambda t: "off" if t == math.inf else f"{t:g}")
+    frame = frame.sort_values("threshold", ascending=False, kind="stable")
+
+    def by(rows: list[str], column: str, of: pd.DataFrame, cell: str = "cell") -> str:
+        cells = of.pivot_table(index=rows, columns=column, values=cell, aggfunc="first", sort=False).fillna(MISSING)
+        cells.index = [", ".join(map(str, index)) if isinstance(index, tuple) else index for index in cells.index]
+        return markdown(cells)
+
+    rule = frame[frame["kind"] == "high"]
+    balanced = frame[(frame["preset"] == "balanced") & (frame["twin"] == UNCHANGED) & (frame["t"] != "off")]
+    others = balanced.assign(kind=balanced["kind"].map(lambda kind: RULES.get(kind, kind)))
+    return "\n".join(
+        [
+            "Share of low tiles skipped, and KL per token, by threshold:\n",
+            by(["preset", "length", "twin"], "t", rule),
+            "`balanced`: probability that a row loses, mean and 99.9th percentile:\n",
+            by(["t"], "length", balanced[balanced["kind"] == "high"], "lost"),
+            "`balanced` under other rules, and with estimates before the product of queries and keys:\n",
+            by(["kind", "t"], "length", others),
+        ]
+    )
+
+
+def files() -> str:
+    """The index: every result file with its device, versions, date, commit and command."""
+    rows = []
+    for path in sorted(BENCHMARKS.rglob("*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        where = path.relative_to(BENCHMARKS)
+        where = where.parent if path.name == "results.json" else where
+        machine, commands = report["environment"], report["command"].split(" && ")
+        devices = ", ".join(dict.fromkeys(machine["gpus"])).removeprefix("NVIDIA ") or "CPU"
+        packages = (f"{each} {machine['packages'].get(each, MISSING)}" for each in ("torch", "triton", "transformers"))
+        command = f"`{commands[0]}`" + (f" and {len(commands) - 1} more, in the file" if len(commands) > 1 else "")
+        facts = [devices, ", ".join(packages), report["created"][:10], machine.get("commit") or MISSING]
+        rows.append([f"[`{where}`]({where})", *facts, command])
+    return table(["file", "device", "versions", "date", "commit", "command"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "prefill": prefill,
+    "prefill-errors": prefill_errors,
+    "prefill-real": prefill_real,
+    "decode": lambda: steps("decode-h200", "decode-wide-h200"),
+    "decode-peers": lambda: steps("decode-peers-h200"),
+    "generate": generate,
+    "serve": serve,
+    "quality": quality,
+    "quality-twins": lambda: kl(short_twins()),
+    "quality-variants": quality_variants,
+    "quality-long": quality_long,
+    "quality-positions": quality_positions,
+    "needles": needles,
+    "skipping": skipping,
+    "files": files,
+}
+
+
+def updated(text: str, page: str = "the page") -> str:
+    """Return a page with its tables made anew.
+
+    Raises:
+        ValueError: A mark names no table, or has no end.
+    """
+    starts = re.findall(r"<!-- table: (\S+) -->", text)
+    blocks = [block[1] for block in BLOCK.findall(text)]
+    if starts != blocks or text.count("<!-- end table -->") != len(starts):
+        raise ValueError(f"{page}: every <!-- table: NAME --> needs one <!-- end table --> after it, got {starts}")
+    unknown = [each for each in starts if each not in TABLES]
+    if unknown:
+        raise ValueError(f"{page}: unknown tables {', '.join(unknown)}; valid: {', '.join(TABLES)}")
+    return BLOCK.sub(lambda block: f"{block[1]}\n{TABLES[block[2]]()}\n{block[4]}", text)
+
+
+def pages() -> Iterable[Path]:
+    """Return the pages that may have tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(BENCHMARKS.glob("*.md"))]
+
+
+def main() -> None:
+    """Write the pages."""
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        page.write_text(updated(text, page.name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

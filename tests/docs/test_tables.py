@@ -1,0 +1,79 @@
+"""The tables of results in the pages are those that ``scripts/update_docs.py`` makes of the committed files."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from script_files import load_script
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script("update_docs")
+
+
+def test_pages_show_the_results(script):
+    found = set()
+    for page in script.pages():
+        text = page.read_text(encoding="utf-8")
+        assert script.updated(text) == text, f"{page.name} is out of date: python scripts/update_docs.py"
+        found |= set(re.findall(r"<!-- table: (\S+) -->", text))
+    assert {"files", "prefill", "decode", "generate", "serve", "quality"} <= found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- table: prefill -->\n", "every <!-- table: NAME --> needs one <!-- end table --> after it"),
+        ("<!-- end table -->", "every <!-- table: NAME --> needs one"),
+        ("<!-- table: speed -->\n<!-- end table -->", "unknown tables speed; valid: prefill, "),
+    ],
+)
+def test_wrong_marks_are_refused(script, text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        script.updated(text)
+
+
+def test_what_did_not_run_leaves_a_gap(script):
+    frame = pd.DataFrame({"case": ["8K"] * 3, "label": ["fa3", "fast", "failed"], "ms": [3.0, 1.5, None]})
+    cells = script.times_faster(frame, "fa3").apply(script.show, form=".2f", unit="x")
+    assert cells.loc["8K"].tolist() == ["1.00x", "2.00x", "–"]
+
+
+def test_earlier_labels_have_their_present_names(script):
+    labels = ["dma_mxfp:kv8", "dma_mxfp:kv4+cache", "dma_mxfp:kv4+dma-static", "dma_mxfp:balanced", "sdpa+hqq4"]
+    expected = ["balanced+int8", "balanced+int4", "balanced+int4-static", "balanced"]
+    assert [script.current(label) for label in labels] == [*(f"dma_mxfp:{each}" for each in expected), "sdpa+hqq4"]
+
+
+def test_the_index_lists_every_file_of_results(script):
+    index = script.files()
+    for path in BENCHMARKS.rglob("*.json"):
+        named = path.parent if path.name == "results.json" else path
+        assert f"]({named.relative_to(BENCHMARKS)})" in index
+
+
+def test_every_file_says_how_to_make_it_again():
+    """Device, versions, date and command; the command is one of this project's, and names no folder of a machine."""
+    scripts = {path.name for path in (ROOT / "scripts").glob("*.py")}
+    (command,) = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    for path in BENCHMARKS.rglob("*.json"):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        assert {"created", "command", "environment"} <= report.keys(), path
+        for each in report["command"].split(" && "):
+            assert each.startswith(f"{command} ") or each.split()[1].removeprefix("scripts/") in scripts, each
+            assert " /" not in each, path
+
+
+def test_no_result_lacks_a_table_or_a_report():
+    """Files that no script makes are not kept: numbers are in JSON files, beside plots and reports of runs."""
+    kinds = {path.suffix for path in BENCHMARKS.rglob("*") if path.is_file()}
+    assert kinds <= {".json", ".md", ".png", ".toml"}
