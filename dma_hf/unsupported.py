@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dma_kernels.api import MAX_HEAD_DIM, MIN_HEAD_DIM
+from dma_kernels.numerics.arguments import MAX_HEAD_DIM, MIN_HEAD_DIM
 from torch import Tensor
 from transformers import GenerationMixin
 

@@ -1,7 +1,7 @@
-"""The public door of the attention operation: validate, then dispatch to one backend, explicitly.
+"""The entry point of the attention operation: check the options, plan the call, run the plan.
 
-A backend that is asked for by name runs or raises; nothing falls back silently. The operation is a registered custom
-op, so that ``torch.compile(fullgraph=True)`` and ``torch.export`` see one node, whichever backend runs inside it.
+A backend that is asked for by name runs or raises; nothing falls back silently. Where a compiler, autograd or a tensor
+mode looks on, the operation is a registered custom op, so that they see one node, whichever backend runs inside it.
 """
 
 from __future__ import annotations
@@ -10,26 +10,19 @@ import functools
 from collections.abc import Callable
 from dataclasses import fields
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .numerics.arguments import check_kind, check_mask, check_options, check_sinks, is_int, is_integer
-from .numerics.geometry import MAX_POSITION, OPTION_FIELDS, AttentionGeometry, AttentionOptions
+from .numerics.arguments import check_options, check_prefill, is_int, of_four_dimensions
+from .numerics.geometry import OPTION_FIELDS, AttentionGeometry, AttentionOptions
 from .numerics.recipe import RECIPE_FIELDS, Recipe
-from .numerics.saturation import warn_if_saturated
-from .reference.attention import attention_gradient, attention_reference
-from .runtime.chip import check_backend, resolve_backend
-from .runtime.reports import report
-
-if TYPE_CHECKING:
-    from .runtime.replay import Call
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
-_HASHED = (int, float, bool, str, type(None))
+from .prefill.plan import plan
+from .prefill.problem import PrefillProblem
+from .reference.attention import attention_gradient
+from .runtime.chip import check_backend
 
 P = ParamSpec("P")
 
@@ -116,51 +109,24 @@ def attention_with_lse(
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(recipe).__name__}")
-    call = None
-    needs_op = _needs_op(query, key, value, sinks, mask, tile_counts)
-    if not needs_op and kv_range is None and _may_repeat(query, backend):
-        from .runtime.replay import call_of, tensor_kind
-
-        asked = (is_causal, scale, q_offset, kv_offset, window, softcap, backend)
-        if all(type(option) in _HASHED for option in asked):
-            inputs = (query, key, value, sinks, mask, None, tile_counts)
-            call = call_of(recipe, *map(tensor_kind, inputs), *asked)
-            results = call.repeat(inputs)  # only what was valid has been recorded
-            if results is not None:
-                if recipe.pv == "fp8":
-                    warn_if_saturated()
-                return results[0], results[1]
-    mask = _check_tensors(query, key, value, sinks, mask, kv_range)
-    _check_tile_counts(tile_counts, query, recipe)
     check_backend(backend)
     check_options(is_causal=is_causal, window=window, scale=scale, softcap=softcap)
-    kv_base, kv_rows = _split_offset("kv_offset", kv_offset, query)
-    q_base, q_rows = (None, None) if q_offset is None else _split_offset("q_offset", q_offset, query)
-    is_plain = is_causal and q_rows is None and kv_rows is None
-    if is_plain and q_base is not None and q_base < kv_base and q_base < kv_base + key.shape[2] - query.shape[2]:
-        raise ValueError(
-            f"q_offset must be at least kv_offset, {kv_base}, where attention is causal and a query before key 0 sees "
-            f"nothing; got {q_base}"
-        )
-    options = (
-        *(q_base, kv_base, q_rows, kv_rows, kv_range, mask, sinks, is_causal),
-        None if window is None else min(window, 4 * MAX_POSITION),  # the operator takes int64
-        query.shape[3] ** -0.5 if scale is None else float(scale),
-        None if softcap is None else float(softcap),
-    )
-    if needs_op:
-        numerics = (getattr(recipe, name) for name in RECIPE_FIELDS)
-        out, lse, counts = _attention(query, key, value, *options, backend, tile_counts is not None, *numerics)
-        if tile_counts is not None:
-            tile_counts += counts
-        return out, lse
-    return _compute(query, key, value, recipe, AttentionOptions(*options), backend, tile_counts, call)
+    positions: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "kv_range": kv_range}
+    tensors: dict[str, Any] = {"sinks": sinks, "mask": mask, "tile_counts": tile_counts}
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "window": window, "softcap": softcap}
+    others = [x for x in (q_offset, kv_offset, kv_range, sinks, mask, tile_counts) if not (x is None or is_int(x))]
+    if _needs_op([query, key, value, *others]):
+        return _call_op(query, key, value, recipe, backend, **positions, **tensors, **options)
+    if sinks is not None:
+        tensors["sinks"] = sinks.contiguous()
+    problem = PrefillProblem.of(query, key, value, recipe, backend=backend, **positions, **tensors, **options)
+    return plan(problem).run(query, key, value, **positions, **tensors)
 
 
 attention = _output_of(attention_with_lse)
 
 
-def _needs_op(*tensors: Tensor | None) -> bool:
+def _needs_op(given: list[Any]) -> bool:
     """Whether something looks on that has to see one operation: a compiler, autograd, a tensor mode or subclass.
 
     Otherwise the backend is called directly, which spares some 70 microseconds of dispatching a call.
@@ -168,7 +134,6 @@ def _needs_op(*tensors: Tensor | None) -> bool:
     Raises:
         NotImplementedError: Forward-mode differentiation looks on, which PyTorch would give zeros for an op.
     """
-    given = [tensor for tensor in tensors if tensor is not None]
     if forward_ad._current_level >= 0 and any(map(_may_be_dual, given)):
         raise NotImplementedError(
             "attention has no derivative in forward mode, and one of its inputs is a dual tensor; use reverse mode "
@@ -183,11 +148,6 @@ def _needs_op(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
 
 
-def _may_repeat(query: Any, backend: str) -> bool:
-    """Whether a call may launch kernels, which a later call can repeat; the reference does not import Triton."""
-    return isinstance(query, Tensor) and query.is_cuda and backend != "reference"
-
-
 def _may_be_dual(tensor: Any) -> bool:
     if not isinstance(tensor, Tensor):
         return False
@@ -196,34 +156,47 @@ def _may_be_dual(tensor: Any) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def _compute(
+def _call_op(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     recipe: Recipe,
-    options: AttentionOptions,
     backend: str,
+    *,
+    sinks: Tensor | None,
+    mask: Tensor | None,
     tile_counts: Tensor | None,
-    call: Call | None = None,
+    is_causal: bool,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    **positions: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Run a backend, resolved in here because a compiler cannot trace questions to the device."""
-    if resolve_backend(backend, query.device, query.dtype) == "triton":
-        from .prefill.backend import attention_triton
-
-        if recipe.pv == "fp8":
-            warn_if_saturated()  # by calls before this one, which the host did not wait for
-        return attention_triton(query, key, value, recipe, options, tile_counts, call)
-    report("reference")
-    results = attention_reference(
-        *(query, key, value, AttentionGeometry.of(options, query, key), recipe),
-        scale=options.scale,
-        softcap=options.softcap,
-        sinks=options.sinks,
+    """Call the registered operator."""
+    check_prefill(
+        *(query, key, value, recipe),
+        is_causal=is_causal,
+        **positions,
+        mask=mask,
+        sinks=sinks,
         tile_counts=tile_counts,
     )
-    if recipe.pv == "fp8":
-        warn_if_saturated()
-    return results
+    options = AttentionOptions.of(
+        query,
+        is_causal=is_causal,
+        scale=scale,
+        **positions,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        mask=of_four_dimensions(mask),
+    )
+    arguments = (getattr(options, name) for name in OPTION_FIELDS)
+    numerics = (getattr(recipe, name) for name in RECIPE_FIELDS)
+    out, lse, counts = _attention(query, key, value, *arguments, backend, tile_counts is not None, *numerics)
+    if tile_counts is not None:
+        tile_counts += counts
+    return out, lse
 
 
 _SCHEMA_TYPES = {"int": "SymInt", "int | None": "SymInt?", "Tensor | None": "Tensor?", "str | None": "str?"}
@@ -244,8 +217,16 @@ def _run_op(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple
     backend, counts_tiles = arguments[count : count + 2]
     recipe = Recipe(**dict(zip(RECIPE_FIELDS, arguments[count + 2 :], strict=True)))
     counts = query.new_zeros((query.shape[1] if counts_tiles else 0, 2), dtype=torch.int64)
-    options = AttentionOptions(*arguments[:count])
-    out, lse = _compute(query, key, value, recipe, options, backend, counts if counts_tiles else None)
+    named = dict(zip(OPTION_FIELDS, arguments, strict=False))
+    for name in ("q_offset", "kv_offset"):
+        rows = named.pop(f"{name}_rows")
+        named[name] = named[name] if rows is None else rows
+    tensors = {name: named[name] for name in ("q_offset", "kv_offset", "kv_range", "sinks", "mask")}
+    tensors["tile_counts"] = counts if counts_tiles else None
+    if tensors["sinks"] is not None:
+        tensors["sinks"] = tensors["sinks"].contiguous()
+    problem = PrefillProblem.of(query, key, value, recipe, backend=backend, **named | tensors)
+    out, lse = plan(problem).run(query, key, value, **tensors)
     return out, lse, counts
 
 
@@ -318,73 +299,3 @@ def _(grad_out, query, key, value, *arguments):  # type: ignore[no-untyped-def]
     sinks = arguments[OPTION_FIELDS.index("sinks")]
     empty = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return (*(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)), empty)
-
-
-def _split_offset(name: str, offset: int | Tensor, query: Tensor) -> tuple[int, Tensor | None]:
-    """Split an offset into a common int and, for a tensor, one addend per batch row."""
-    batch = query.shape[0]
-    if is_int(offset):
-        if not -MAX_POSITION <= offset <= MAX_POSITION:
-            raise ValueError(f"{name} must be within 2**30 of 0, got {offset}")
-        return offset, None
-    if not isinstance(offset, Tensor):
-        raise TypeError(f"{name} must be an int or an integer tensor of shape [{batch}], got {offset!r}")
-    is_shaped = offset.ndim == 0 or (offset.ndim == 1 and (offset.shape[0] == 1 or offset.shape[0] == batch))
-    if not (is_integer(offset) and is_shaped):
-        raise ValueError(
-            f"{name} must be an int or an integer tensor of shape [{batch}], got {offset.dtype} {list(offset.shape)}"
-        )
-    check_kind(name, offset, query)
-    return 0, offset.expand(batch)
-
-
-def _check_tile_counts(tile_counts: Tensor | None, query: Tensor, recipe: Recipe) -> None:
-    if tile_counts is None:
-        return
-    check_kind("tile_counts", tile_counts, query)
-    is_shaped = tile_counts.dtype == torch.int64 and tile_counts.shape == (query.shape[1], 2)
-    if not (is_shaped and tile_counts.is_contiguous()):
-        raise ValueError(
-            f"tile_counts must be int64 [{query.shape[1]}, 2], contiguous; got {tile_counts.dtype} "
-            f"{list(tile_counts.shape)} with strides {list(tile_counts.stride())}"
-        )
-    if recipe.skip_threshold is None:
-        raise ValueError("tile_counts needs a recipe that skips tiles; its skip_threshold is None")
-
-
-def _check_tensors(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor | None, kv_range: Tensor | None
-) -> Tensor | None:
-    """Check every tensor; return the mask with four dimensions."""
-    shapes = {"query": query, "key": key, "value": value}
-    for name, tensor in shapes.items():
-        check_kind(name, tensor, query)
-        if tensor.ndim != 4:
-            raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {list(tensor.shape)}")
-    if query.dtype not in DTYPES:
-        raise TypeError(f"query must be bf16, fp16, fp32 or fp64, got {query.dtype}")
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
-            raise TypeError(f"{name} must have the dtype of query, {query.dtype}, got {tensor.dtype}")
-        if tensor.shape[0] != query.shape[0]:
-            raise ValueError(f"{name} must have the batch size of query, {query.shape[0]}, got {tensor.shape[0]}")
-    if value.shape[1:3] != key.shape[1:3]:
-        raise ValueError(
-            f"value must have the heads and tokens of key, {list(key.shape[1:3])}, got {list(value.shape[1:3])}"
-        )
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1] != 0:
-        raise ValueError(f"the {key.shape[1]} key heads must divide the {query.shape[1]} query heads")
-    if key.shape[3] != query.shape[3]:
-        raise ValueError(f"key must have the head_dim of query, {query.shape[3]}, got {key.shape[3]}")
-    for name, size in (("query", query.shape[3]), ("value", value.shape[3])):
-        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
-            raise ValueError(f"the head_dim of {name} must be in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {size}")
-    if sinks is not None:
-        check_sinks(sinks, query)
-    if kv_range is not None:
-        check_kind("kv_range", kv_range, query)
-        if not is_integer(kv_range) or kv_range.shape != (query.shape[0], 2):
-            raise ValueError(
-                f"kv_range must be integer [{query.shape[0]}, 2], got {kv_range.dtype} {list(kv_range.shape)}"
-            )
-    return None if mask is None else check_mask(mask, query, key.shape[2])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from compiled_calls import CompiledCalls
+from dma_kernels.prefill.plan import plan
 from hypothesis import settings
 
 # The same examples in every run: a failure is a failure of the change at hand.
@@ -120,15 +121,18 @@ def oracle() -> Oracle:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``new_empty`` allocates is bytes of 255, which in floating point are NaN, until it is written."""
-    new_empty = torch.Tensor.new_empty
+    """What is allocated is bytes of 255, which in floating point are NaN, until it is written."""
 
-    def poisoned_empty(*arguments: Any, **options: Any) -> torch.Tensor:
-        made = new_empty(*arguments, **options)
-        made.untyped_storage().fill_(255)
-        return made
+    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def poisoned_empty(*arguments: Any, **options: Any) -> torch.Tensor:
+            made = allocate(*arguments, **options)
+            made.untyped_storage().fill_(255)
+            return made
 
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned_empty)
+        return poisoned_empty
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
 
 
 @pytest.fixture(scope="session")
@@ -146,3 +150,9 @@ def compiled_by(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
     yield make
     for calls in made.values():
         calls.close()
+
+
+@pytest.fixture(autouse=True)
+def no_plans() -> None:
+    """Plans are made anew in each test, which may change the chip that the interpreter stands for."""
+    plan.cache_clear()

@@ -16,9 +16,10 @@ import pytest
 import torch
 from dma_kernels import Recipe, api, attention, attention_with_lse, saturated_values
 from dma_kernels.numerics import saturation
-from dma_kernels.runtime import chip, replay
+from dma_kernels.prefill.plan import plan
+from dma_kernels.prefill.problem import PrefillProblem
+from dma_kernels.runtime import chip
 from dma_kernels.runtime.chip import BACKENDS, resolve_backend
-from dma_kernels.runtime.replay import Call
 from dma_kernels.testing import RECIPES, assert_bits_equal, random_qkv, relative_error
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -544,25 +545,15 @@ class TestWatchers:
             assert_bits_equal(ours, attention(each, key, value, BALANCED))
 
 
-class Signatures:
-    """Collects what calls are told apart by; nothing is ever repeated."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[tuple[object, ...]] = []
-        monkeypatch.setattr(api, "_may_repeat", lambda query, backend: True)
-        monkeypatch.setattr(replay, "call_of", self._call_of)
-
-    def _call_of(self, *signature: object) -> Call:
-        self.seen.append(signature)
-        return Call()
-
-    def of(self, **changes: Any) -> tuple[object, ...]:
-        query, key, value = random_qkv(q_len=5, kv_len=5, q_heads=2, kv_heads=2, head_dim=32)
-        tensors = {"query": query, "key": key, "value": value}
-        tensors |= {name: change for name, change in changes.items() if name in tensors}
-        others = {name: change for name, change in changes.items() if name not in tensors}
-        attention(**tensors, **({"recipe": Recipe()} | others))
-        return self.seen[-1]
+def problem_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> PrefillProblem:
+    """Return what a call is planned by."""
+    problems: list[PrefillProblem] = []
+    query, key, value = random_qkv(q_len=5, kv_len=5, q_heads=2, kv_heads=2, head_dim=32)
+    arguments = {"query": query, "key": key, "value": value, "recipe": Recipe()} | changes
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "plan", lambda problem: (problems.append(problem), plan(problem))[1])
+        attention(**arguments)
+    return problems[0]
 
 
 ONES = torch.ones(1, 2, 5, 32)
@@ -589,18 +580,25 @@ ONES = torch.ones(1, 2, 5, 32)
     ],
     ids=lambda change: "-".join(change),
 )
-def test_calls_of_another_kind_are_told_apart(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    signatures = Signatures(monkeypatch)
-    assert signatures.of() == signatures.of(query=ONES, key=ONES + 1.0, value=ONES + 2.0)
-    assert signatures.of(**change) != signatures.of()
+def test_calls_of_another_kind_have_another_plan(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = problem_of(monkeypatch)
+    assert problem_of(monkeypatch, query=ONES, key=ONES + 1.0, value=ONES + 2.0) == usual
+    assert problem_of(monkeypatch, **change) != usual
 
 
-def test_what_is_read_on_the_device_is_part_of_no_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    signatures = Signatures(monkeypatch)
-    query, key, value = random_qkv(q_len=5, kv_len=5)
-    attention(query, key, value, Recipe(), kv_range=torch.tensor([[0, 5]] * len(key)))
-    attention(query, key, value, Recipe(), kv_offset=torch.zeros(len(key), dtype=torch.int64))
-    assert not signatures.seen
+def test_what_is_read_on_the_device_does_not_change_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, contents in (("kv_range", [[[0, 5]], [[1, 4]]]), ("kv_offset", [[0], [-3]]), ("q_offset", [[0], [7]])):
+        first, second = (problem_of(monkeypatch, **{name: torch.tensor(each)}) for each in contents)
+        assert first == second
+
+
+def test_a_checked_call_does_not_make_an_unchecked_one_valid() -> None:
+    """Options that equal valid ones but have another type are refused after a valid call."""
+    good = inputs()
+    for name, value in (("is_causal", True), ("window", 1), ("q_offset", 1)):
+        attention(**good, **{name: value})
+        with pytest.raises((TypeError, ValueError), match=f"{name} must be"):
+            attention(**good, **{name: 1 if value is True else True})
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

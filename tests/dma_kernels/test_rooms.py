@@ -15,7 +15,7 @@ ROOMS = {
     "reference": {"numerics"},
     "runtime": {"numerics"},
     "device": {"numerics"},
-    "prefill": {"numerics", "runtime", "device"},
+    "prefill": {"numerics", "reference", "runtime", "device"},
     "cache": {"numerics", "reference", "runtime", "device", "prefill"},
 }
 """Which rooms the files of a room import, besides their own. The door (``api.py``) stands above all but the cache."""

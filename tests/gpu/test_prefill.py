@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 from dma_kernels import attention
-from dma_kernels.prefill import backend, host
-from dma_kernels.runtime import replay
-from dma_kernels.runtime.tuning import PrefillTiles, select_tiles
+from dma_kernels.prefill import portable
+from dma_kernels.prefill.plan import plan
+from dma_kernels.prefill.registry import PORTABLE
 from dma_kernels.testing import random_qkv, relative_error
+from kernel_choice import use_kernel
 from prefill_cases import CASES, RECIPES, SPARSE, Case, assert_matches_reference, assert_skips_as_the_reference
 
 pytestmark = pytest.mark.gpu
@@ -36,9 +34,10 @@ def test_long_rows(recipe: str) -> None:
     assert_matches_reference(case, RECIPES[recipe], torch.bfloat16, "cuda")
 
 
-def test_sections_of_heads_are_all_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swizzle_groups_of_heads_are_all_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(batch=3, q_heads=6, kv_heads=3, q_len=700, kv_len=700)
-    monkeypatch.setattr(host, "select_section", lambda kv_heads, size: 2)  # 9 heads: the last section has one
+    monkeypatch.setattr(portable, "select_swizzle_group", lambda kv_heads, size: 2)  # 9 heads: the last has one
+    plan.cache_clear()
     assert_matches_reference(case, RECIPES["int8"], torch.bfloat16, "cuda")
 
 
@@ -148,10 +147,6 @@ def test_compiles_as_one_graph() -> None:
 def test_the_portable_kernel_skips_the_tiles_that_the_reference_skips(
     case: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def portable(*given: Any, **options: Any) -> PrefillTiles:
-        return replace(select_tiles(*given, **options), hopper=None, short=None)
-
-    monkeypatch.setattr(backend, "select_tiles", portable)
-    replay.call_of.cache_clear()
+    use_kernel(monkeypatch, PORTABLE)
     assert_skips_as_the_reference(SPARSE[case], RECIPES[recipe], torch.bfloat16, "cuda")
-    replay.call_of.cache_clear()
+    plan.cache_clear()

@@ -6,17 +6,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from dma_kernels import Recipe, attention, attention_with_lse
-from dma_kernels.prefill import backend
 from dma_kernels.prefill.hopper import host as hopper
-from dma_kernels.runtime import replay
-from dma_kernels.runtime.tuning import PrefillTiles, select_tiles
+from dma_kernels.prefill.plan import plan
+from dma_kernels.prefill.registry import MULTI_CTA, PORTABLE, WARP_SPECIALIZED, PrefillKernel
+from dma_kernels.runtime.reports import kernel_reports
 from dma_kernels.testing import random_qkv, relative_error
+from kernel_choice import use_kernel
 from prefill_cases import MASKED, RECIPES, SPARSE, Case, assert_matches_reference, assert_skips_as_the_reference
 from torch import Tensor
 
@@ -28,72 +30,55 @@ def _is_hopper() -> bool:
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _is_hopper(), reason="needs a Hopper")]
 
 
-def note_launches(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
-    """Return what grows by a kernel's name with each of its launches."""
-    noted: list[str] = []
-    launch = getattr(hopper, name)
-
-    def note(*arguments: Any, **options: Any) -> None:
-        noted.append(name)
-        launch(*arguments, **options)
-
-    monkeypatch.setattr(hopper, name, note)
-    return noted
-
-
-def choose_tiles(monkeypatch: pytest.MonkeyPatch, change: Callable[[PrefillTiles], PrefillTiles]) -> None:
-    """Let calls have other sizes."""
-    monkeypatch.setattr(backend, "select_tiles", lambda *given, **options: change(select_tiles(*given, **options)))
+@contextmanager
+def computed_by(kernel: PrefillKernel) -> Iterator[list[str]]:
+    """Yield what grows by the kernel's name with each call that it computes."""
+    calls: list[str] = []
+    with kernel_reports(lambda name: calls.append(name) if name == kernel.name else None):
+        yield calls
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The kernel for long prompts takes calls of any length; each launch is noted."""
-
-    def change(tiles: PrefillTiles) -> PrefillTiles:
-        assert tiles.hopper is not None
-        return replace(tiles, hopper=replace(tiles.hopper, min_keys=0, min_rows=0), short=None)
-
-    choose_tiles(monkeypatch, change)
-    replay.call_of.cache_clear()
-    yield note_launches(monkeypatch, "prefill_hopper")
-    replay.call_of.cache_clear()
+    """The warp-specialised kernel computes calls of any length; each is noted."""
+    use_kernel(monkeypatch, WARP_SPECIALIZED)
+    with computed_by(WARP_SPECIALIZED) as calls:
+        yield calls
+    plan.cache_clear()
 
 
 @pytest.fixture
 def short_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The kernel for short prompts takes calls of any length; each launch is noted."""
-    choose_tiles(monkeypatch, lambda tiles: replace(tiles, hopper=None))
-    replay.call_of.cache_clear()
-    yield note_launches(monkeypatch, "prefill_short")
-    replay.call_of.cache_clear()
+    """The multi-CTA kernel computes calls of any length; each is noted."""
+    use_kernel(monkeypatch, MULTI_CTA)
+    with computed_by(MULTI_CTA) as calls:
+        yield calls
+    plan.cache_clear()
 
 
 def without(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Run a call on the other kernel."""
-    replay.call_of.cache_clear()
+    """Run a call on the portable kernel."""
     with monkeypatch.context() as patch:
-        choose_tiles(patch, lambda tiles: replace(tiles, hopper=None, short=None))
+        use_kernel(patch, PORTABLE)
         return run()
 
 
 AMONG_OTHERS = """
 import time, torch
 from dma_kernels import attention, attention_with_lse
-from dma_kernels.prefill.hopper import host as hopper
+from dma_kernels.runtime.reports import kernel_reports
 from prefill_cases import RECIPES
 q = torch.randn(1, 32, 8192, 128, dtype=torch.bfloat16, device="cuda")
 k, v = (torch.randn(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
 launches = []
-launch = hopper.prefill_hopper
-hopper.prefill_hopper = lambda *a, **b: (launches.append(1), launch(*a, **b))
-for name in ("int8", "paper", "fp4", "nvfp4-keys"):
-    expected = attention(q, k, v, RECIPES[name])
-    end = time.perf_counter() + 3
-    while time.perf_counter() < end:
-        results = [attention(q, k, v, RECIPES[name]) for _ in range(20)]
-        assert all(torch.equal(result, expected) for result in results), name
-assert launches
+with kernel_reports(launches.append):
+    for name in ("int8", "paper", "fp4", "nvfp4-keys"):
+        expected = attention(q, k, v, RECIPES[name])
+        end = time.perf_counter() + 3
+        while time.perf_counter() < end:
+            results = [attention(q, k, v, RECIPES[name]) for _ in range(20)]
+            assert all(torch.equal(result, expected) for result in results), name
+assert "warp-specialised" in launches
 """
 
 
@@ -255,7 +240,7 @@ def test_bands_are_those_of_the_other_kernel(
 
     out, lse = run()
     expected, expected_lse = without(monkeypatch, run)
-    assert launches == ["prefill_hopper"]
+    assert launches == [WARP_SPECIALIZED.name]
     assert relative_error(out, expected) < 0.01
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
@@ -268,7 +253,6 @@ def test_fp16_and_transposed_views(recipe: str, launches: list[str]) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_long_calls_take_it_and_equal_the_other_kernel(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted = note_launches(monkeypatch, "prefill_hopper")
     qkv = random_qkv(
         q_heads=16, kv_heads=4, q_len=16_400, kv_len=16_400, head_dim=head_dim, dtype=torch.bfloat16, device="cuda"
     )
@@ -276,21 +260,22 @@ def test_long_calls_take_it_and_equal_the_other_kernel(head_dim: int, monkeypatc
     def run() -> tuple[Tensor, Tensor]:
         return attention_with_lse(*qkv, RECIPES["int8"], backend="triton")
 
-    out, lse = run()
-    assert noted
+    with computed_by(WARP_SPECIALIZED) as calls:
+        out, lse = run()
+    assert calls
     expected, expected_lse = without(monkeypatch, run)
     assert relative_error(out, expected) < 0.01
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
-def test_runs_are_equal_to_the_bit_and_are_repeated(launches: list[str]) -> None:
+def test_runs_are_equal_to_the_bit(launches: list[str]) -> None:
     qkv = random_qkv(q_len=3000, kv_len=3000, **HEADS, dtype=torch.bfloat16, device="cuda")
     first = attention(*qkv, RECIPES["int8"], backend="triton")
     poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
     del poison  # the allocator hands this memory to the outputs
     for _ in range(5):
         assert torch.equal(attention(*qkv, RECIPES["int8"], backend="triton"), first)
-    assert len(launches) == 2  # the second is recorded, and those after it repeat it
+    assert len(launches) == 6
 
 
 @pytest.mark.parametrize(
@@ -350,7 +335,7 @@ def test_bands_of_short_calls_are_those_of_the_other_kernel(
 
     out, lse = run()
     expected, expected_lse = without(monkeypatch, run)
-    assert short_launches == ["prefill_short"]
+    assert short_launches == [MULTI_CTA.name]
     # The other kernel rounds probabilities relative to other maxima: it begins with the high tiles.
     assert relative_error(out, expected) < 0.02
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
@@ -386,8 +371,8 @@ def test_short_calls_of_many_programs_equal_the_other_kernel_and_themselves(
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
-def test_sections_need_not_divide_the_heads(short_launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "select_section", lambda *_: 3)
+def test_swizzle_groups_need_not_divide_the_heads(short_launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "select_swizzle_group", lambda *_: 3)
     assert_matches_reference(SHAPES["odd"], RECIPES["balanced"], torch.bfloat16, "cuda")
     assert short_launches
 

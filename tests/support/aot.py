@@ -22,8 +22,8 @@ from unittest import mock
 
 import torch
 import triton
-from dma_kernels.numerics.geometry import AttentionOptions
-from dma_kernels.prefill import backend
+from dma_kernels import attention
+from dma_kernels.prefill.plan import plan
 from dma_kernels.runtime import chip, launch
 from prefill_cases import RECIPES
 from triton.backends.compiler import GPUTarget
@@ -120,6 +120,7 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
             mock.patch.object(launch, "launches_directly", return_value=False),
             mock.patch.object(chip, "device_arch", return_value=arch),
             mock.patch.object(chip, "is_interpreted", return_value=False),
+            mock.patch.object(chip, "unsupported_reason", return_value=None),
         ):
             yield compiled
     finally:
@@ -171,12 +172,10 @@ def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> lis
     query = torch.empty(1, length, 4, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     key = torch.empty(1, length, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     with compile_only(arch) as compiled:
-        backend.attention_triton(
+        plan.cache_clear()  # plans do not know the chip
+        attention(
             query, key, key, replace(RECIPES[recipe], skip_threshold=6.0 if option.endswith("skip") else None),
-            AttentionOptions(
-                q_offset=0, kv_offset=0, q_offset_rows=None, kv_offset_rows=None, scale=0.125,
-                **{"kv_range": None, "window": None, "mask": None, "is_causal": True} | OPTIONS[option],
-            ),
+            q_offset=0, scale=0.125, backend="triton", **OPTIONS[option],
         )  # fmt: skip
     return compiled
 

@@ -12,9 +12,10 @@ import torch
 from dma_kernels import attention, attention_with_lse
 from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.geometry import PrefillGeometry
-from dma_kernels.prefill.backend import quantize_operands
 from dma_kernels.prefill.operands import Operands
-from dma_kernels.runtime.chip import resolve_backend
+from dma_kernels.prefill.plan import quantize_operands
+from dma_kernels.runtime.chip import device_arch, resolve_backend
+from dma_kernels.runtime.lowering import select_lowering
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -87,7 +88,8 @@ def prepare(backend: Backend, inputs: Inputs) -> Prepared:
     if resolve_backend(on, query.device, query.dtype) != "triton" or inputs.documents > 1:
         return Prepared(call)
     geometry = PrefillGeometry(key.shape[2], 0, 0, None, is_causal=inputs.is_causal, window=None, mask=None)
-    return Prepared(call, lambda: quantize_operands(query, key, value, recipe, geometry))
+    lowering = select_lowering(recipe, device_arch(query.device), query.shape[3])
+    return Prepared(call, lambda: quantize_operands(query, key, value, recipe, lowering, geometry))
 
 
 def default_names() -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..numerics.arguments import check_kind, check_mask, check_options, check_sinks, is_integer
+from ..numerics.arguments import check_kind, check_mask, check_options, check_sinks, is_integer, of_four_dimensions
 from ..numerics.geometry import MAX_POSITION
 from ..runtime.chip import resolve_backend
 from ..runtime.reports import report
@@ -194,7 +194,9 @@ def _check_mask(mask: Tensor | None, position: Tensor | None, query: Tensor) -> 
     """Check a mask and the position of its first column; return it with four dimensions."""
     if mask is None:
         return None
-    mask = check_mask(mask, query, None)
+    check_mask(mask, query, None)
+    mask = of_four_dimensions(mask)
+    assert mask is not None
     if mask.shape[3] == 1:
         return mask
     if position is None:

@@ -7,7 +7,7 @@ window or a mask covers. For 8 kv heads of 128 channels it is 1 GiB at 128K toke
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
 from typing import Any
 
 import torch
@@ -15,14 +15,16 @@ from torch import Tensor
 
 from ..numerics.formats import TILE
 from ..numerics.geometry import AttentionOptions, PrefillGeometry
+from ..numerics.layout import TensorLayout, layout_of
 from ..numerics.recipe import Recipe
-from ..prefill.host import prefill_attention
+from ..prefill import portable
+from ..prefill.config import portable_config
 from ..prefill.operands import Operands, TileOperands
+from ..prefill.plan import new_results
 from ..runtime import chip
-from ..runtime.launch import on_device
 from ..runtime.lowering import Form, Lowering
-from ..runtime.replay import call_of, tensor_kind
-from ..runtime.tuning import select_tiles
+from ..runtime.plan import LaunchPlan, make_plan
+from ..runtime.reports import report
 from .append import append_tokens
 from .restore import restore_dense
 from .storage import LayerStorage
@@ -99,7 +101,6 @@ def _attend(
     # Raw keys before the chunk takes the place of the oldest in the tail, codes after its tiles have been encoded.
     keys, values = restore_dense(storage, first, entries, key, value)
     append_tokens(storage, key, value)
-    high = TileOperands(keys, values, Form.RAW, Form.RAW, "caller", "caller")
     # A ring has not all codes that a long bidirectional call would read. That equals no steps of one token anyway.
     has_low = storage.window is None or new_len <= TILE
     low = _low_operands(storage, first, entries) if has_low else None
@@ -116,35 +117,73 @@ def _attend(
         scale=scale,
         softcap=softcap,
     )
-    geometry = PrefillGeometry.of(options, query, keys)
-    sink_tiles = storage.key_sink.shape[2] // TILE
-    recipe = Recipe(low="bf16", high="bf16", diagonal_tiles=storage.diagonal_tiles, sink_tiles=sink_tiles)
+    rows = options.rows(query, keys)
+    low_tensors = (None, None) if low is None else low
+    tensors = (query, keys, values, *low_tensors, None if sinks is None else sinks.contiguous(), mask, rows)
+    plan = _plan(
+        *map(layout_of, tensors),
+        diagonal_tiles=storage.diagonal_tiles,
+        sink_tiles=storage.key_sink.shape[2] // TILE,
+        is_causal=is_causal,
+        window=PrefillGeometry.of(options, query, keys, rows).window,
+        scale=scale,
+        softcap=softcap,
+    )
+    report("portable")
+    return plan.run(tensors)[0]
 
-    def run() -> tuple[Tensor, Tensor]:
-        arch, lowering = chip.device_arch(query.device), _ONE_KIND if low is None else _TWO_KINDS
-        tiles = select_tiles(arch, lowering, query.shape[3], value.shape[3], has_softcap=softcap is not None)
-        with on_device(query.device):
-            return prefill_attention(
-                query,
-                Operands(high=high, low=low),
-                geometry,
-                recipe,
-                replace(tiles, hopper=None, short=None),
+
+@functools.lru_cache(maxsize=256)
+def _plan(
+    query: TensorLayout,
+    keys: TensorLayout,
+    values: TensorLayout,
+    low_keys: TensorLayout | None,
+    low_values: TensorLayout | None,
+    sinks: TensorLayout | None,
+    mask: TensorLayout | None,
+    rows: TensorLayout,
+    *,
+    diagonal_tiles: int,
+    sink_tiles: int,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> LaunchPlan:
+    """Plan the launch of the portable kernel over restored keys and values."""
+    recipe = Recipe(low="bf16", high="bf16", diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles)
+    lowering = _ONE_KIND if low_keys is None else _TWO_KINDS
+    has_softcap = softcap is not None
+    config = portable_config(
+        chip.device_arch(query.device), lowering, query.shape[3], values.shape[3], has_softcap=has_softcap
+    )
+
+    def launch(
+        query: Any, keys: Any, values: Any, low_keys: Any, low_values: Any, sinks: Any, mask: Any, rows: Any
+    ) -> tuple[Any, Any]:
+        high = TileOperands(keys, values, Form.RAW, Form.RAW, "caller", "caller")
+        low = None
+        if low_keys is not None:
+            low = TileOperands(low_keys, low_values, Form.DEQUANTIZED, Form.DEQUANTIZED, "aligned", "aligned")
+        geometry = PrefillGeometry(keys.shape[2], 0, 0, rows, is_causal=is_causal, window=window, mask=mask)
+        out, lse = new_results(query, values)
+        if lse.numel():
+            portable.launch(
+                *(query, Operands(high=high, low=low), geometry, recipe, config, out, lse),
                 scale=scale,
                 softcap=softcap,
                 sinks=sinks,
-                use_tma=arch >= 90,
+                skip_threshold=None,
+                tile_counts=None,
                 is_early=False,
             )
+        return out, lse
 
-    dequantized = (None, None) if low is None else (low.key, low.value)
-    tensors = (query, keys, values, *dequantized, sinks, mask, geometry.rows)
-    call = call_of("chunk", recipe, *map(tensor_kind, tensors), is_causal, window, scale, softcap)
-    return call.run(tensors, run)[0]
+    return make_plan(launch, (query, keys, values, low_keys, low_values, sinks, mask, rows), query.device)
 
 
-def _low_operands(storage: LayerStorage, first: Tensor, entries: int) -> TileOperands:
+def _low_operands(storage: LayerStorage, first: Tensor, entries: int) -> tuple[Tensor, Tensor]:
     """Return what low tiles read, from the start of the tile that entry 0 lies in on."""
     start = first.div(TILE, rounding_mode="floor") * TILE
-    keys, values = restore_dense(storage, start, (-(-entries // TILE) + 1) * TILE, are_low=True)
-    return TileOperands(keys, values, Form.DEQUANTIZED, Form.DEQUANTIZED, "aligned", "aligned")
+    return restore_dense(storage, start, (-(-entries // TILE) + 1) * TILE, are_low=True)

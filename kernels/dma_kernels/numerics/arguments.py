@@ -1,4 +1,7 @@
-"""Arguments that attention takes over keys and over a cache alike: what may be given, and what is said of the rest."""
+"""Checks of the arguments of attention, over keys and over a cache.
+
+Each takes tensors or their layouts (:class:`~dma_kernels.numerics.layout.TensorLayout`).
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,23 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from .geometry import MAX_POSITION
+from .layout import TensorLayout
+from .recipe import Recipe
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
+
 
 def is_int(value: Any) -> TypeGuard[int]:
     """Whether a value is an integer, also one that a compiler stands in for; a bool is none."""
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
-def is_integer(tensor: Tensor) -> bool:
+def is_integer(tensor: Any) -> bool:
     """Whether a tensor holds integers."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    dtype = tensor.dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def check_options(*, is_causal: Any, window: Any, scale: Any, softcap: Any) -> None:
@@ -34,20 +45,20 @@ def check_options(*, is_causal: Any, window: Any, scale: Any, softcap: Any) -> N
         raise ValueError(f"window must be an integer of at least 1, got {window!r}")
 
 
-def check_kind(name: str, tensor: Any, other: Tensor, whose: str = "query") -> None:
+def check_kind(name: str, tensor: Any, other: Any, whose: str = "query") -> None:
     """Check that an argument is a tensor on the device of another one, which ``whose`` names.
 
     Raises:
-        TypeError: It is none.
-        ValueError: It is elsewhere.
+        TypeError: It is not a tensor.
+        ValueError: It is on another device.
     """
-    if not isinstance(tensor, Tensor):
+    if not isinstance(tensor, (Tensor, TensorLayout)):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.device != other.device:
         raise ValueError(f"{name} must be on the device of {whose}, {other.device}, got {tensor.device}")
 
 
-def check_sinks(sinks: Any, query: Tensor) -> None:
+def check_sinks(sinks: Any, query: Any) -> None:
     """Check the sink logits of queries ``[B, Hq, T, D]``.
 
     Raises:
@@ -57,17 +68,17 @@ def check_sinks(sinks: Any, query: Tensor) -> None:
     check_kind("sinks", sinks, query)
     if sinks.shape != (query.shape[1],):
         raise ValueError(f"sinks must be [{query.shape[1]}], one logit per query head, got {list(sinks.shape)}")
-    if not sinks.is_floating_point():
+    if not sinks.dtype.is_floating_point:
         raise TypeError(f"sinks must be floating point, got {sinks.dtype}")
 
 
-def check_mask(mask: Tensor, query: Tensor, columns: int | None) -> Tensor:
-    """Check the mask of queries ``[B, Hq, T, D]``; return it with four dimensions.
+def check_mask(mask: Any, query: Any, columns: int | None) -> None:
+    """Check the mask of queries ``[B, Hq, T, D]``.
 
     Raises:
-        TypeError: It is no boolean tensor.
-        ValueError: It does not broadcast to ``[B, Hq, T, columns]``, of any columns where these are ``None``; or is on
-            another device.
+        TypeError: It is not a boolean tensor.
+        ValueError: It does not broadcast to ``[B, Hq, T, columns]``, of any columns where these are ``None``; or it is
+            on another device.
     """
     check_kind("mask", mask, query)
     if mask.dtype != torch.bool:
@@ -76,7 +87,110 @@ def check_mask(mask: Tensor, query: Tensor, columns: int | None) -> Tensor:
     full = (*query.shape[:3], shape[-1] if columns is None else columns)
     if len(shape) > 4 or any(size not in (1, whole) for size, whole in zip(shape, full, strict=True)):
         raise ValueError(f"mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
-    return mask.reshape(shape) if mask.ndim < 4 else mask
+
+
+def of_four_dimensions(mask: Tensor | None) -> Tensor | None:
+    """Return a mask with leading dimensions of size 1, four in all."""
+    if mask is None or mask.ndim == 4:
+        return mask
+    return mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape)
+
+
+def check_prefill(
+    query: Any,
+    key: Any,
+    value: Any,
+    recipe: Recipe,
+    *,
+    is_causal: bool,
+    q_offset: Any,
+    kv_offset: Any,
+    kv_range: Any,
+    mask: Any,
+    sinks: Any,
+    tile_counts: Any,
+) -> None:
+    """Check everything about a call of :func:`dma_kernels.attention` that its tensors' layouts and offsets say.
+
+    Raises:
+        ValueError: A shape, a head dimension or an offset is not as described there, or a tensor is on another device.
+        TypeError: An argument is not a tensor, or has another dtype.
+    """
+    _check_query_key_value(query, key, value)
+    batch = query.shape[0]
+    if sinks is not None:
+        check_sinks(sinks, query)
+    if kv_range is not None:
+        check_kind("kv_range", kv_range, query)
+        if not is_integer(kv_range) or kv_range.shape != (batch, 2):
+            raise ValueError(f"kv_range must be integer [{batch}, 2], got {kv_range.dtype} {list(kv_range.shape)}")
+    if mask is not None:
+        check_mask(mask, query, key.shape[2])
+    if tile_counts is not None:
+        _check_tile_counts(tile_counts, query, recipe)
+    _check_offset("kv_offset", kv_offset, query)
+    if q_offset is not None:
+        _check_offset("q_offset", q_offset, query)
+    if is_causal and is_int(q_offset) and is_int(kv_offset):
+        last = kv_offset + key.shape[2] - query.shape[2]
+        if q_offset < kv_offset and q_offset < last:
+            raise ValueError(
+                f"q_offset must be at least kv_offset, {kv_offset}, where attention is causal and a query before key 0 "
+                f"sees nothing; got {q_offset}"
+            )
+
+
+def _check_query_key_value(query: Any, key: Any, value: Any) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_kind(name, tensor, query)
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must be [batch, heads, tokens, head_dim], got shape {list(tensor.shape)}")
+    if query.dtype not in DTYPES:
+        raise TypeError(f"query must be bf16, fp16, fp32 or fp64, got {query.dtype}")
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name} must have the dtype of query, {query.dtype}, got {tensor.dtype}")
+        if tensor.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} must have the batch size of query, {query.shape[0]}, got {tensor.shape[0]}")
+    if value.shape[1:3] != key.shape[1:3]:
+        raise ValueError(
+            f"value must have the heads and tokens of key, {list(key.shape[1:3])}, got {list(value.shape[1:3])}"
+        )
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1] != 0:
+        raise ValueError(f"the {key.shape[1]} key heads must divide the {query.shape[1]} query heads")
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"key must have the head_dim of query, {query.shape[3]}, got {key.shape[3]}")
+    for name, size in (("query", query.shape[3]), ("value", value.shape[3])):
+        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"the head_dim of {name} must be in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {size}")
+
+
+def _check_tile_counts(tile_counts: Any, query: Any, recipe: Recipe) -> None:
+    check_kind("tile_counts", tile_counts, query)
+    is_shaped = tile_counts.dtype == torch.int64 and tile_counts.shape == (query.shape[1], 2)
+    if not (is_shaped and tile_counts.is_contiguous()):
+        raise ValueError(
+            f"tile_counts must be int64 [{query.shape[1]}, 2], contiguous; got {tile_counts.dtype} "
+            f"{list(tile_counts.shape)} with strides {list(tile_counts.stride())}"
+        )
+    if recipe.skip_threshold is None:
+        raise ValueError("tile_counts needs a recipe that skips tiles; its skip_threshold is None")
+
+
+def _check_offset(name: str, offset: Any, query: Any) -> None:
+    batch = query.shape[0]
+    if is_int(offset):
+        if not -MAX_POSITION <= offset <= MAX_POSITION:
+            raise ValueError(f"{name} must be within 2**30 of 0, got {offset}")
+        return
+    if not isinstance(offset, (Tensor, TensorLayout)):
+        raise TypeError(f"{name} must be an int or an integer tensor of shape [{batch}], got {offset!r}")
+    is_shaped = offset.ndim == 0 or (offset.ndim == 1 and (offset.shape[0] == 1 or offset.shape[0] == batch))
+    if not (is_integer(offset) and is_shaped):
+        raise ValueError(
+            f"{name} must be an int or an integer tensor of shape [{batch}], got {offset.dtype} {list(offset.shape)}"
+        )
+    check_kind(name, offset, query)
 
 
 def _check_positive(name: str, number: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,11 +57,63 @@ class AttentionOptions:
     scale: float
     softcap: float | None
 
+    @classmethod
+    def of(
+        cls,
+        query: Any,
+        *,
+        is_causal: bool,
+        scale: float | None,
+        q_offset: Any,
+        kv_offset: Any,
+        kv_range: Any,
+        window: int | None,
+        softcap: float | None,
+        sinks: Any,
+        mask: Any,
+    ) -> AttentionOptions:
+        """Return the options of a call of :func:`dma_kernels.attention`; ``mask`` has four dimensions."""
+        q_rows, kv_rows = (None if isinstance(x, (int, torch.SymInt)) else x for x in (q_offset, kv_offset))
+        return cls(
+            q_offset=q_offset if q_rows is None else 0,
+            kv_offset=kv_offset if kv_rows is None else 0,
+            q_offset_rows=q_rows,
+            kv_offset_rows=kv_rows,
+            kv_range=kv_range,
+            mask=mask,
+            sinks=sinks,
+            is_causal=is_causal,
+            window=None if window is None else min(window, 4 * MAX_POSITION),  # the operator takes int64
+            scale=query.shape[3] ** -0.5 if scale is None else float(scale),
+            softcap=None if softcap is None else float(softcap),
+        )
+
     def first_query(self, q_len: int, kv_len: int) -> tuple[int, Tensor | None]:
         """Return the position of query 0, and what each batch row adds to it."""
         if self.q_offset is not None:
             return self.q_offset, self.q_offset_rows
         return (self.kv_offset + kv_len - q_len, self.kv_offset_rows) if self.is_causal else (0, None)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether batch rows differ in what only the device knows."""
+        return any(rows is not None for rows in (self.q_offset_rows, self.kv_offset_rows, self.kv_range))
+
+    def rows(self, query: Tensor, key: Tensor) -> Tensor | None:
+        """Return the positions and the range of each batch row, int32 ``[B, 4]``; ``None`` if rows do not differ."""
+        if not self.has_rows:
+            return None
+        kv_len = key.shape[2]
+        rows = torch.empty((key.shape[0], 4), dtype=torch.int32, device=key.device)
+        first = self.first_query(query.shape[2], kv_len)
+        for column, (common, addends) in enumerate((first, (self.kv_offset, self.kv_offset_rows))):
+            rows[:, column] = common if addends is None else addends
+            if addends is not None and common != 0:
+                rows[:, column] += common  # in 32 bits: those of the addends may be too few
+        rows[:, 2], rows[:, 3] = 0, kv_len
+        if self.kv_range is not None:
+            rows[:, 2:] = self.kv_range.long().clamp(0, kv_len)  # before it is cut to 32 bits
+        return rows
 
 
 OPTION_FIELDS = tuple(field.name for field in fields(AttentionOptions))
@@ -171,23 +224,10 @@ class PrefillGeometry:
     mask: Tensor | None
 
     @classmethod
-    def of(cls, options: AttentionOptions, query: Tensor, key: Tensor) -> PrefillGeometry:
-        """Return the geometry of a call."""
-        batch, kv_len = key.shape[0], key.shape[2]
-        first, first_rows = options.first_query(query.shape[2], kv_len)
-        rows = None
-        if first_rows is not None or options.kv_offset_rows is not None or options.kv_range is not None:
-            rows = torch.empty((batch, 4), dtype=torch.int32, device=key.device)
-            for column, (common, addends) in enumerate(
-                ((first, first_rows), (options.kv_offset, options.kv_offset_rows))
-            ):
-                rows[:, column] = common if addends is None else addends
-                if addends is not None and common != 0:
-                    rows[:, column] += common  # in 32 bits: those of the addends may be too few
-            rows[:, 2], rows[:, 3] = 0, kv_len
-            if options.kv_range is not None:
-                rows[:, 2:] = options.kv_range.long().clamp(0, kv_len)  # before it is cut to 32 bits
-            first = 0
+    def of(cls, options: AttentionOptions, query: Any, key: Any, rows: Any = None) -> PrefillGeometry:
+        """Return the geometry of a call; ``rows`` is what :meth:`AttentionOptions.rows` returns."""
+        kv_len = key.shape[2]
+        first = 0 if rows is not None else options.first_query(query.shape[2], kv_len)[0]
         kv_offset = options.kv_offset if rows is None else 0
         window = _bounded_window(options, None if rows is not None else first, query.shape[2], kv_len)
         return cls(kv_len, first, kv_offset, rows, options.is_causal, window, options.mask)

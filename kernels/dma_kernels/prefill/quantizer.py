@@ -228,7 +228,8 @@ def _operands(
 ) -> Operands:
     head_factor = made.get("head_factor")
     if head_factor is not None:
-        head_factor = head_factor[..., None].expand(-1, -1, tiles)
+        batch, heads = head_factor.shape
+        head_factor = head_factor.as_strided((batch, heads, tiles), (heads, 1, 0))
 
     def tile_operands(name: str, form: Form, value_form: Form) -> TileOperands:
         own_value = None if value_form is Form.RAW else made["value"]

@@ -31,7 +31,7 @@ def query_factor(query: Tensor, recipe: Recipe) -> Tensor | None:
     if NVFP4.name not in (recipe.query_low, recipe.high):
         return None
     batch, heads, q_len, head_dim = query.shape
-    factor = torch.zeros((batch, heads), dtype=torch.int32, device=query.device)
+    factor = query.new_zeros((batch, heads), dtype=torch.int32)
     launch = _factor_launcher(heads, head_dim, recipe.rotate, recipe.scale_rounding)
     launch(blocks_of_heads(batch * heads, -(-q_len // QUERY_BLOCK)), query, factor, *query.stride(), q_len)
     return factor.view(torch.float32)

@@ -17,6 +17,8 @@ TENSOR_MEMORY_ARCHS = frozenset({100, 103, 110})
 128 channels do not fit there."""
 MIN_FP8_ARCH = 89
 """The first chip with FP8 units."""
+MAX_CTAS = 65_535
+"""Along the second and the third axis of a grid."""
 INTERPRETED_ARCH = 90
 """The chip that the Triton interpreter stands for, so that a CPU runs the code of Hopper."""
 INTERPRETED_PROCESSORS = 2

@@ -1,27 +1,33 @@
-"""What of a tensor the copy engine of Hopper and later chips can be told."""
+"""Which tensors the tensor memory accelerator (TMA) of Hopper and later chips can load, and how they are described."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
 
-def is_describable(tensor: Tensor) -> bool:
-    """Whether a descriptor can describe ``[B, H, T, D]``: channels side by side, all else at multiples of 16 bytes."""
-    unit = 16 // tensor.element_size()
+def is_describable(tensor: Any) -> bool:
+    """Whether a TMA descriptor can describe ``[B, H, T, D]``: contiguous channels, all else at multiples of 16 bytes.
+
+    Args:
+        tensor: A tensor, or its :class:`~dma_kernels.numerics.layout.TensorLayout`.
+    """
+    unit = 16 // tensor.dtype.itemsize
     *outer, channels = tensor.stride()
-    sizes = tensor.shape
+    misalignment = tensor.misalignment if hasattr(tensor, "misalignment") else tensor.data_ptr() % 16
     return (
         channels == 1
         and tensor.numel() > 0
-        and tensor.data_ptr() % 16 == 0
-        and all(size == 1 or (stride > 0 and stride % unit == 0) for size, stride in zip(sizes, outer, strict=False))
+        and misalignment == 0
+        and all(
+            size == 1 or (stride > 0 and stride % unit == 0) for size, stride in zip(tensor.shape, outer, strict=False)
+        )
     )
 
 
-def head_strides(tensor: Tensor) -> list[int]:
+def head_strides(tensor: Any) -> list[int]:
     """Return the strides of ``[B, H, T, D]`` as a descriptor takes them.
 
     The stride of a single row or head is never used; the descriptor still checks it.
     """
-    unit = 16 // tensor.element_size()
+    unit = 16 // tensor.dtype.itemsize
     return [*(max(stride, unit) // unit * unit for stride in tensor.stride()[:3]), 1]

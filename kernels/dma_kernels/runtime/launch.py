@@ -19,6 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..numerics.layout import ALIGNMENT
+from .chip import MAX_CTAS
 
 Grid = tuple[int, int, int]
 
@@ -43,15 +47,28 @@ tried here. A test reads both in the source of the installed version."""
 _SETTINGS = SETTINGS.get(".".join(triton.__version__.split(".")[:2]))
 _read_settings = operator.attrgetter(*(_SETTINGS or _SINCE_3_6))
 
-ALIGNMENT = 16
-"""Triton compiles other code for pointers (in bytes) and integers that this divides."""
-
-MAX_PROGRAMS = 65_535
-"""Along the second and the third axis of a grid."""
-
 Observer = Callable[[Any, CompiledKernel | None, Grid, tuple[Any, ...]], None]
 """Is told of a launch: the kernel, its compiled form (``None`` if Triton's own launch has to be used), the grid, and
 all arguments with the constexprs."""
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One launch.
+
+    Attributes:
+        kernel: A Triton or Gluon kernel.
+        grid: CTAs along each axis.
+        arguments: Runtime arguments in the kernel's order.
+        constants: Values of the constexprs, in the kernel's order.
+        keywords: The constexprs by name, and Triton's launch options.
+    """
+
+    kernel: Any
+    grid: Grid
+    arguments: tuple[Any, ...]
+    constants: tuple[Any, ...]
+    keywords: dict[str, Any]
 
 
 class _Watch(threading.local):
@@ -129,6 +146,10 @@ class Launcher:
             raise TypeError(f"{self._kernel.fn.__name__} takes {self._runtime} arguments, got {len(arguments)}")
         if 0 in grid:
             return
+        builder = next((x for x in map(_builder_of, arguments) if x is not None), None)
+        if builder is not None:
+            builder.launch(KernelLaunch(self._kernel, grid, arguments, self._constants, self._keywords))
+            return
         if _WATCH.is_first:
             if self._is_early:
                 raise RuntimeError(
@@ -185,9 +206,32 @@ class Launcher:
         return tuple(key)
 
 
+def _builder_of(argument: Any) -> Any:
+    """Return the plan being made that an argument belongs to: a planned tensor, or a descriptor of one."""
+    return getattr(getattr(argument, "base", argument), "plan", None)
+
+
+def direct_launcher(launch: KernelLaunch, arguments: Sequence[Any]) -> Callable[..., None] | None:
+    """Launch through Triton, which compiles.
+
+    Args:
+        launch: The launch.
+        arguments: Its runtime arguments with tensors in their places.
+
+    Returns:
+        What launches the compiled kernel from now on. It takes all arguments, constexprs included, addresses in place
+        of tensors, and ``stream=``. ``None`` if only Triton itself may launch the kernel.
+    """
+    compiled = launch.kernel[launch.grid](*arguments, **launch.keywords)
+    if not (launches_directly(launch.kernel) and isinstance(compiled, CompiledKernel)):
+        return None
+    runner: Callable[..., None] = compiled[launch.grid]
+    return runner
+
+
 def blocks_of_heads(heads: int, blocks: int) -> Grid:
     """Return a grid of at least so many blocks for each head; only the first axis takes more than 65,535 programs."""
-    layers = max(1, -(-blocks // MAX_PROGRAMS))
+    layers = max(1, -(-blocks // MAX_CTAS))
     return heads, -(-blocks // layers), layers
 
 

@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
+from ..numerics.layout import ALIGNMENT
 from .launch import (
-    ALIGNMENT,
     Grid,
     current_stream,
     launch_compiled,

@@ -13,23 +13,30 @@ from typing import Any
 import gluon_emulator
 import pytest
 import torch
-from dma_kernels import Recipe, attention, key_mean
+from dma_kernels import Recipe, api, attention, key_mean
+from dma_kernels.numerics.arguments import of_four_dimensions
 from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.geometry import LOG2_E, PrefillGeometry
+from dma_kernels.numerics.layout import TensorLayout
 from dma_kernels.numerics.quantize import e8m0_to_float, quantize
 from dma_kernels.numerics.transforms import hadamard_rotate
-from dma_kernels.prefill import backend, host
+from dma_kernels.prefill.config import (
+    MultiCTAConfig,
+    WarpSpecializedConfig,
+    multi_cta_config,
+    warp_specialized_config,
+)
 from dma_kernels.prefill.hopper import host as hopper
-from dma_kernels.prefill.hopper.host import takes, takes_short
+from dma_kernels.prefill.hopper import select
 from dma_kernels.prefill.hopper.quantize_q import stage_queries
-from dma_kernels.prefill.hopper.tile_range import ROWS
-from dma_kernels.prefill.host import base2_threshold
+from dma_kernels.prefill.hopper.select import ROWS, supports_multi_cta, supports_warp_specialized
 from dma_kernels.prefill.operands import Operands
-from dma_kernels.prefill.quantizer import quantize_keys_values
+from dma_kernels.prefill.plan import base2_threshold, new_results, plan
+from dma_kernels.prefill.problem import PrefillProblem, PrefillShape
 from dma_kernels.prefill.query_factor import query_factor
+from dma_kernels.prefill.registry import MULTI_CTA, PORTABLE, WARP_SPECIALIZED, PrefillKernel, select_kernel
 from dma_kernels.runtime import chip
 from dma_kernels.runtime.lowering import Form, Lowering, select_lowering
-from dma_kernels.runtime.tuning import HopperTiles, ShortTiles, select_tiles
 from dma_kernels.testing import assert_bits_equal, random_qkv
 from prefill_cases import (
     MASKED,
@@ -57,56 +64,40 @@ RECIPES_TAKEN = (
     "mixed",
     "nvfp4-keys",
 )
-ANY_SHORT = ShortTiles(key_stages=2, value_stages=1, registers=168, max_keys=0)
-ANY_LENGTH = HopperTiles(groups=3, stages=4, registers=160, min_keys=0, min_rows=0)
 
 
 def inputs(head_dim: int = 128, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
     return random_qkv(q_len=length, kv_len=length, head_dim=head_dim, dtype=torch.bfloat16)
 
 
-def operands(key: Tensor, value: Tensor, recipe: Recipe, kv_offset: int = 0) -> Operands:
-    lowering = select_lowering(recipe, 90)
-    return quantize_keys_values(key, value, recipe, lowering, kv_offset=kv_offset, rows=None)
+def misaligned(tensor: Tensor) -> Tensor:
+    """Return a copy at an address that TMA cannot load from."""
+    memory = tensor.new_empty(tensor.numel() + 1)
+    return memory[1:].view(tensor.shape).copy_(tensor)
 
 
-def geometry(**changes: Any) -> PrefillGeometry:
-    return replace(PrefillGeometry(LENGTH, 0, 0, None, is_causal=True, window=None, mask=None), **changes)
-
-
-def is_taken(
-    recipe: str = "int8",
+def shape_of(
     head_dim: int = 128,
-    tiles: HopperTiles = ANY_LENGTH,
-    change: Callable[[Operands], Operands] = lambda made: made,
+    *,
+    softcap: bool = False,
+    change: Callable[[Tensor], Tensor] = lambda key: key,
+    length: int = LENGTH,
     **changes: Any,
-) -> bool:
-    """Whether the kernel for long prompts takes a call."""
-    query, key, value = inputs(head_dim)
-    made = change(operands(key, value, RECIPES[recipe], changes.get("kv_offset", 0)))
-    return takes(query, made, geometry(**changes), tiles)
+) -> PrefillShape:
+    query, key, value = inputs(head_dim, length)
+    geometry = PrefillGeometry(length, 0, 0, None, is_causal=True, window=None, mask=None)
+    layouts = map(TensorLayout.of, (query, change(key), value))
+    return PrefillShape(*layouts, replace(geometry, **changes), 90, has_softcap=softcap)
 
 
-def is_short_taken(
-    recipe: str = "balanced",
-    head_dim: int = 128,
-    max_keys: int = 0,
-    is_long: bool = False,
-    change: Callable[[Operands], Operands] = lambda made: made,
-    **changes: Any,
-) -> bool:
-    """Whether the kernel for short prompts takes a call."""
-    query, key, value = inputs(head_dim)
-    made = change(operands(key, value, RECIPES[recipe], changes.get("kv_offset", 0)))
-    return takes_short(query, made, geometry(**changes), replace(ANY_SHORT, max_keys=max_keys), is_long=is_long)
+def is_taken(recipe: str = "int8", **call: Any) -> bool:
+    """Whether the warp-specialised kernel can compute a call."""
+    return supports_warp_specialized(shape_of(**call), select_lowering(RECIPES[recipe], 90))
 
 
-def low_with(**changes: Any) -> Callable[[Operands], Operands]:
-    def change(made: Operands) -> Operands:
-        assert made.low is not None
-        return replace(made, low=replace(made.low, **changes))
-
-    return change
+def is_short_taken(recipe: str = "balanced", **call: Any) -> bool:
+    """Whether the multi-CTA kernel can compute a call."""
+    return supports_multi_cta(shape_of(**call), select_lowering(RECIPES[recipe], 90))
 
 
 @pytest.mark.parametrize("recipe", RECIPES_TAKEN)
@@ -122,13 +113,12 @@ def test_takes_recipes_with_low_tiles(recipe: str) -> None:
         {"q_offset": 5, "is_causal": False},
         {"kv_offset": -5, "q_offset": 1},
         {"rows": torch.zeros(1, 4, dtype=torch.int32)},
-        {"tiles": replace(ANY_LENGTH, min_keys=200), "window": 200},
+        {"window": 200},
         {"mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
         {"head_dim": 64},
         {"head_dim": 96},
         {"head_dim": 192},
         {"head_dim": 256},
-        {"tiles": replace(ANY_LENGTH, min_keys=LENGTH, min_rows=2 * LENGTH)},
     ],
     ids=str,
 )
@@ -141,13 +131,9 @@ def test_takes_plain_calls(call: dict[str, Any]) -> None:
     [
         {"recipe": "identity"},
         {"head_dim": 80},
-        {"tiles": replace(ANY_LENGTH, min_keys=LENGTH + 1)},
-        {"tiles": replace(ANY_LENGTH, min_rows=2 * LENGTH + 1)},
-        {"tiles": replace(ANY_LENGTH, min_keys=201), "window": 200},
-        {"tiles": replace(ANY_LENGTH, groups=4), "window": 200},
-        {"tiles": replace(ANY_LENGTH, groups=4), "mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
-        {"change": low_with(key_layout="caller")},
-        {"change": lambda made: replace(made, high=replace(made.high, key=made.high.key[..., 1:]))},
+        {"head_dim": 64, "window": 200},  # four consumer warpgroups
+        {"head_dim": 64, "mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
+        {"change": misaligned},
     ],
     ids=lambda call: " ".join(call),
 )
@@ -156,51 +142,59 @@ def test_leaves_other_calls(call: dict[str, Any]) -> None:
 
 
 def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("launched")
-
-    monkeypatch.setattr(hopper, "prefill_hopper", refuse)
-    monkeypatch.setattr(hopper, "prefill_short", refuse)
-    recipe = RECIPES["int8"]
-    query, key, value = inputs()
-    tiles = replace(select_tiles(90, select_lowering(recipe, 90), 128, 128), hopper=ANY_LENGTH)
-    options: dict[str, Any] = {"scale": 0.1, "softcap": None, "sinks": None, "use_tma": True, "is_early": False}
-    arguments = (query, operands(key, value, recipe), geometry(), recipe, tiles)
-    out, _ = host.prefill_attention(*arguments, **options)
-    assert out.isfinite().all()
+    lowering = select_lowering(RECIPES["int8"], 90)
+    assert select_kernel(shape_of(), lowering)[0] is PORTABLE
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
-    with pytest.raises(AssertionError, match="launched"):
-        host.prefill_attention(*arguments, **options)
+    assert select_kernel(shape_of(), lowering)[0] is MULTI_CTA
 
 
-@pytest.mark.parametrize(("few_keys", "min_rows", "softcap", "mask", "kernel"), [
-    (LENGTH, 0, None, None, "prefill_short"),
-    (0, 0, None, None, "prefill_hopper"),
-    (0, 0, 5.0, None, "prefill_short"),
-    (0, 0, None, torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), "prefill_short"),
-    (0, 2 * LENGTH + 1, None, None, "prefill_short"),
-])  # fmt: skip
-def test_calls_of_both_kernels_have_the_faster_one(
-    few_keys: int,
-    min_rows: int,
-    softcap: float | None,
-    mask: Tensor | None,
-    kernel: str,
-    monkeypatch: pytest.MonkeyPatch,
+MASK = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(("max_mean_keys", "min_rows", "call", "kernel"), [
+    (LENGTH, 0, {}, MULTI_CTA),
+    (0, 0, {}, WARP_SPECIALIZED),
+    (0, 0, {"softcap": True}, MULTI_CTA),
+    (0, 0, {"mask": MASK}, MULTI_CTA),
+    (0, 2 * LENGTH, {}, WARP_SPECIALIZED),
+    (0, 2 * LENGTH + 1, {}, MULTI_CTA),
+    (LENGTH // 2, 0, {}, MULTI_CTA),
+    (LENGTH // 2 - 1, 0, {}, WARP_SPECIALIZED),
+    (LENGTH - 1, 0, {"is_causal": False}, WARP_SPECIALIZED),
+    (200, 0, {"window": 200}, MULTI_CTA),
+    (199, 0, {"window": 200}, WARP_SPECIALIZED),
+    (200, 0, {"window": 100, "is_causal": False}, MULTI_CTA),
+    (199, 0, {"window": 100, "is_causal": False}, WARP_SPECIALIZED),
+    (0, 0, {"head_dim": 80}, PORTABLE),
+    (0, 0, {"change": misaligned}, PORTABLE),
+], ids=str)  # fmt: skip
+def test_the_fastest_kernel_that_supports_a_call_is_selected(
+    max_mean_keys: int, min_rows: int, call: dict[str, Any], kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched = []
-    for name in ("prefill_short", "prefill_hopper"):
-        monkeypatch.setattr(hopper, name, lambda *_, name=name, **__: launched.append(name))
-    recipe = RECIPES["balanced"]
-    query, key, value = inputs()
-    call = (query, operands(key, value, recipe), geometry(mask=mask), recipe)
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
-    tiles = select_tiles(90, select_lowering(recipe, 90), 128, 128, has_softcap=softcap is not None)
-    assert tiles.short is not None
-    tiles = replace(tiles, short=replace(tiles.short, max_keys=few_keys), hopper=replace(ANY_LENGTH, min_rows=min_rows))
-    options: dict[str, Any] = {"scale": 0.1, "softcap": softcap, "sinks": None, "use_tma": True, "is_early": False}
-    host.prefill_attention(*call, tiles, **options)
-    assert launched == [kernel]
+    for name, changes in (
+        ("multi_cta_config", {"max_mean_keys": max_mean_keys}),
+        ("warp_specialized_config", {"min_keys": 0, "min_rows": min_rows}),
+    ):
+        configure = getattr(select, name)
+        monkeypatch.setattr(select, name, lambda *a, f=configure, c=changes: replace(f(*a), **c))
+    assert select_kernel(shape_of(**call), select_lowering(RECIPES["balanced"], 90))[0] is kernel
+
+
+@pytest.mark.parametrize(("min_keys", "call", "kernel"), [
+    (LENGTH, {}, WARP_SPECIALIZED),
+    (LENGTH + 1, {}, MULTI_CTA),
+    (200, {"window": 200}, WARP_SPECIALIZED),
+    (201, {"window": 200}, MULTI_CTA),
+], ids=str)  # fmt: skip
+def test_long_calls_are_those_of_many_keys(
+    min_keys: int, call: dict[str, Any], kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chip, "is_interpreted", lambda: False)
+    config = WarpSpecializedConfig(3, stages=4, registers=160, min_keys=min_keys, min_rows=0)
+    monkeypatch.setattr(select, "warp_specialized_config", lambda *_: config)
+    monkeypatch.setattr(select, "multi_cta_config", lambda *_: MultiCTAConfig(2, 1, 168, max_mean_keys=0))
+    assert select_kernel(shape_of(**call), select_lowering(RECIPES["balanced"], 90))[0] is kernel
 
 
 @pytest.mark.parametrize(("arch", "head_dim", "recipe", "is_there"), [
@@ -223,8 +217,8 @@ def test_calls_of_both_kernels_have_the_faster_one(
     (89, 128, "int8", False),
 ])  # fmt: skip
 def test_hopper_alone_has_it(arch: int, head_dim: int, recipe: str, is_there: bool) -> None:
-    tiles = select_tiles(arch, select_lowering(RECIPES[recipe], arch), head_dim, head_dim)
-    assert (tiles.hopper is not None) == is_there
+    config = warp_specialized_config(arch, select_lowering(RECIPES[recipe], arch), head_dim, head_dim)
+    assert (config is not None) == is_there
 
 
 @pytest.mark.parametrize(("arch", "head_dim", "recipe", "is_there"), [
@@ -241,8 +235,8 @@ def test_hopper_alone_has_it(arch: int, head_dim: int, recipe: str, is_there: bo
     (100, 128, "int8", False),
 ])  # fmt: skip
 def test_hopper_alone_has_that_of_short_prompts(arch: int, head_dim: int, recipe: str, is_there: bool) -> None:
-    tiles = select_tiles(arch, select_lowering(RECIPES[recipe], arch), head_dim, head_dim)
-    assert (tiles.short is not None) == is_there
+    config = multi_cta_config(arch, select_lowering(RECIPES[recipe], arch), head_dim, head_dim)
+    assert (config is not None) == is_there
 
 
 @pytest.mark.parametrize(
@@ -258,9 +252,6 @@ def test_hopper_alone_has_that_of_short_prompts(arch: int, head_dim: int, recipe
         {"is_causal": False},
         {"window": 200},
         {"rows": torch.zeros(1, 4, dtype=torch.int32)},
-        {"is_long": True, "max_keys": LENGTH // 2},
-        {"is_long": True, "max_keys": 200, "window": 200},
-        {"is_long": True, "max_keys": 200, "window": 100, "is_causal": False},
     ],
     ids=str,
 )
@@ -274,11 +265,7 @@ def test_takes_short_calls(call: dict[str, Any]) -> None:
         {"recipe": "identity"},
         {"head_dim": 80},
         {"head_dim": 256},
-        {"is_long": True, "max_keys": LENGTH // 2 - 1},
-        {"is_long": True, "max_keys": LENGTH - 1, "is_causal": False},
-        {"is_long": True, "max_keys": 199, "window": 200},
-        {"is_long": True, "max_keys": 199, "window": 100, "is_causal": False},
-        {"change": lambda made: replace(made, high=replace(made.high, key=made.high.key[..., 1:]))},
+        {"change": misaligned},
     ],
     ids=lambda call: " ".join(call),
 )
@@ -289,7 +276,7 @@ def test_leaves_other_short_calls(call: dict[str, Any]) -> None:
 def test_leaves_short_calls_with_more_blocks_than_a_grid_has(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     for most in (-(-LENGTH // ROWS), -(-LENGTH // ROWS) - 1):
-        monkeypatch.setattr(hopper, "MAX_PROGRAMS", most)
+        monkeypatch.setattr(select, "MAX_CTAS", most)
         taken.append(is_short_taken())
     assert taken == [True, False]
 
@@ -450,35 +437,42 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
             gluon_emulator.run(self.kernel, grid, arguments, self.constants)
 
-    def attend(
-        query: Tensor, operands: Operands, geometry: PrefillGeometry, recipe: Recipe, *_: Any,
-        scale: float, softcap: float | None, sinks: Tensor | None, tile_counts: Tensor | None, **__: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        tiles = select_tiles(90, select_lowering(recipe, 90), query.shape[3], query.shape[3])
-        batch, heads, q_len, head_dim = query.shape
-        out = query.new_empty(batch, q_len, heads, head_dim).transpose(1, 2)
-        lse = torch.empty(batch, heads, q_len)
-        if is_short:
-            assert tiles.short is not None
-            assert takes_short(query, operands, geometry, tiles.short, is_long=False)
-            hopper.prefill_short(
-                query, operands, geometry, recipe, tiles.short, out, lse, scale=scale, softcap=softcap, sinks=sinks,
-                skip_threshold=base2_threshold(recipe, tile_counts), tile_counts=tile_counts, is_early=False,
+    class EagerPlan:
+        """Runs a call on real tensors."""
+
+        def __init__(self, problem: PrefillProblem) -> None:
+            self.problem = problem
+
+        def run(
+            self, query: Tensor, key: Tensor, value: Tensor, *, tile_counts: Tensor | None, **tensors: Any
+        ) -> tuple[Tensor, Tensor]:
+            options = self.problem.options(**tensors | {"mask": of_four_dimensions(tensors["mask"])})
+            rows = options.rows(query, key)
+            geometry, recipe = PrefillGeometry.of(options, query, key, rows), self.problem.recipe
+            lowering = select_lowering(recipe, 90)
+            made = quantized(
+                key, value, recipe, lowering, kv_offset=geometry.kv_offset, rows=rows,
+                low_tiles=geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles),
             )  # fmt: skip
-        else:
-            assert tiles.hopper is not None
-            any_length = replace(tiles.hopper, min_keys=0, min_rows=0)
-            assert takes(query, operands, geometry, any_length)
-            hopper.prefill_hopper(
-                query, operands, geometry, recipe, tiles.hopper, out, lse, scale=scale, softcap=softcap, sinks=sinks,
-                skip_threshold=base2_threshold(recipe, tile_counts), tile_counts=tile_counts, is_early=False,
+            made = replace(made, query_factor=query_factor(query, recipe))
+            layouts = map(TensorLayout.of, (query, key, value))
+            shape = PrefillShape(*layouts, geometry, 90, has_softcap=options.softcap is not None)
+            assert (supports_multi_cta if is_short else supports_warp_specialized)(shape, lowering)
+            configure = multi_cta_config if is_short else warp_specialized_config
+            config = configure(90, lowering, query.shape[3], value.shape[3])
+            out, lse = new_results(query, value)
+            (MULTI_CTA if is_short else WARP_SPECIALIZED).launch(
+                query, made, geometry, recipe, config, out, lse, scale=options.scale, softcap=options.softcap,
+                sinks=options.sinks, skip_threshold=base2_threshold(recipe, tile_counts), tile_counts=tile_counts,
+                is_early=False,
             )  # fmt: skip
-        return out, lse
+            return out, lse
+
+    def plan_eagerly(problem: PrefillProblem) -> Any:
+        return plan(problem) if problem.backend == "reference" else EagerPlan(problem)
 
     monkeypatch.setattr(hopper, "Launcher", Emulated)
-    monkeypatch.setattr(chip, "device_arch", lambda device: 90)
-    monkeypatch.setattr(backend, "quantize_keys_values", quantized)
-    monkeypatch.setattr(backend, "prefill_attention", attend)
+    monkeypatch.setattr(api, "plan", plan_eagerly)
     launchers = (hopper._long_launcher, hopper._short_launcher)
     for launcher in launchers:
         launcher.cache_clear()
@@ -616,7 +610,7 @@ def test_emulated_bands_of_short_calls_match_the_reference(bands: tuple[int, int
 
 @pytest.mark.parametrize("is_short", [True])
 def test_emulated_sections_need_not_divide_the_heads(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "select_section", lambda *_: 3)
+    monkeypatch.setattr(hopper, "select_swizzle_group", lambda *_: 3)
     assert_matches_reference(CASES["batch"], RECIPES["balanced"], torch.bfloat16, "cpu")
 
 

@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from dma_kernels import Recipe
-from dma_kernels.numerics.geometry import PrefillGeometry
-from dma_kernels.prefill import host
-from dma_kernels.prefill.host import prefill_attention
-from dma_kernels.prefill.operands import Operands
-from dma_kernels.prefill.quantizer import quantize_keys_values
+from dma_kernels import Recipe, attention
+from dma_kernels.prefill import portable
+from dma_kernels.prefill.config import L2_BYTES, select_swizzle_group
+from dma_kernels.prefill.plan import plan
+from dma_kernels.runtime import chip
 from dma_kernels.runtime.descriptors import is_describable
-from dma_kernels.runtime.launch import observed
-from dma_kernels.runtime.lowering import select_lowering
-from dma_kernels.runtime.tuning import L2_BYTES, select_section, select_tiles
 from dma_kernels.testing import random_qkv, relative_error
 from prefill_cases import Case, assert_matches_reference
 from torch import Tensor
@@ -32,35 +28,26 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return random_qkv(q_len=CHUNK, kv_len=LENGTH, dtype=torch.float16)
 
 
-def run(query: Tensor, operands: Operands, recipe: Recipe, arch: int, window: int | None = None) -> Tensor:
+def run(recipe: Recipe, arch: int, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Attend to a chunk of the last positions."""
-    geometry = PrefillGeometry(LENGTH, LENGTH - CHUNK, 0, None, is_causal=True, window=window, mask=None)
-    tiles = select_tiles(arch, select_lowering(recipe, arch), query.shape[3], query.shape[3])
-    out, _ = prefill_attention(
-        query, operands, geometry, recipe, tiles,
-        scale=0.125, softcap=None, sinks=None, use_tma=arch >= 90, is_early=False,
-    )  # fmt: skip
-    return out
-
-
-def one_shot(key: Tensor, value: Tensor, recipe: Recipe, arch: int) -> Operands:
-    lowering = select_lowering(recipe, arch)
-    return quantize_keys_values(key, value, recipe, lowering, kv_offset=0, rows=None)
+    monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
+    plan.cache_clear()
+    # With a range of keys, the host does not know that all tiles are high.
+    kv_range = torch.tensor([[0, LENGTH]])
+    return attention(*inputs(), recipe, q_offset=LENGTH - CHUNK, kv_range=kv_range, backend="triton")
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_values_of_high_tiles_are_not_rounded(arch: int) -> None:
-    query, key, value = inputs()
+def test_values_of_high_tiles_are_not_rounded(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     all_high = replace(INT8, diagonal_tiles=LENGTH)
     exact = replace(all_high, pv="bf16")
-    actual = run(query, one_shot(key, value, all_high, arch), all_high, arch)
-    assert relative_error(actual, run(query, one_shot(key, value, exact, arch), exact, arch)) < 1e-3
+    assert relative_error(run(all_high, arch, monkeypatch), run(exact, arch, monkeypatch)) < 1e-3
 
 
-@pytest.mark.parametrize("section", [1, 2])
-def test_sections_of_heads_are_all_computed(section: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "select_section", lambda kv_heads, size: section)
-    case = Case(batch=1, q_heads=6, kv_heads=3, q_len=140, kv_len=140)  # the last section of two has one head
+@pytest.mark.parametrize("heads", [1, 2])
+def test_swizzle_groups_of_heads_are_all_computed(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable, "select_swizzle_group", lambda kv_heads, size: heads)
+    case = Case(batch=1, q_heads=6, kv_heads=3, q_len=140, kv_len=140)  # the last group of two has one head
     assert_matches_reference(case, INT8, torch.float16, "cpu")
 
 
@@ -74,11 +61,11 @@ def test_tensors_that_a_descriptor_cannot_describe() -> None:
     assert not is_describable(x[:, :, :0])
 
 
-def test_a_section_fits_in_the_cache() -> None:
-    assert select_section(8, L2_BYTES // 8) == 8
-    assert select_section(8, L2_BYTES // 64) == 8
-    assert select_section(64, L2_BYTES // 3) == 3
-    assert select_section(8, 1 << 30) == 1
+def test_a_swizzle_group_fits_in_the_cache() -> None:
+    assert select_swizzle_group(8, L2_BYTES // 8) == 8
+    assert select_swizzle_group(8, L2_BYTES // 64) == 8
+    assert select_swizzle_group(64, L2_BYTES // 3) == 3
+    assert select_swizzle_group(8, 1 << 30) == 1
 
 
 BIDIRECTIONAL = {"is_causal": False}
@@ -101,8 +88,8 @@ BIDIRECTIONAL = {"is_causal": False}
 def test_a_call_without_low_tiles_quantises_nothing_but_high_ones(
     recipe: Recipe, length: int, options: dict[str, Any], kernels: list[str]
 ) -> None:
-    launched: list[str] = []
     case = Case(q_len=length, kv_len=length, q_heads=1, head_dim=16, options=options)
-    with observed(lambda kernel, *_: launched.append(kernel.fn.__name__)):
-        assert_matches_reference(case, recipe, torch.float16, "cpu")
-    assert launched == kernels
+    assert_matches_reference(case, recipe, torch.float16, "cpu")
+    launches = plan(case.problem(recipe, torch.float16, "cpu")).launches
+    assert launches is not None
+    assert launches.kernels == kernels

@@ -1,4 +1,4 @@
-"""Host side of the prefill kernels for long and for short prompts on Hopper: which calls they take, and launches."""
+"""Host side of Hopper's prefill kernels."""
 
 from __future__ import annotations
 
@@ -15,22 +15,17 @@ from ...numerics.formats import TILE, padded_channels
 from ...numerics.geometry import LOG2_E, PrefillGeometry
 from ...numerics.recipe import Recipe
 from ...numerics.transforms import hadamard_size
-from ...runtime.descriptors import head_strides, is_describable
-from ...runtime.launch import MAX_PROGRAMS, Launcher
+from ...runtime.descriptors import head_strides
+from ...runtime.launch import Launcher
 from ...runtime.lowering import Form
-from ...runtime.tuning import HopperTiles, ShortTiles, select_section
+from ..config import MultiCTAConfig, WarpSpecializedConfig, select_swizzle_group
 from ..operands import Operands
 from .bitmask import pack_mask
 from .multi_cta import prefill_short_kernel
 from .quantize_q import stage_queries
-from .tile_range import ROWS
+from .select import ROWS, is_dense_causal, query_blocks
 from .warp_specialized import prefill_hopper_kernel
 
-HEAD_DIMS = (64, 96, 128, 160, 192, 224, 256)
-"""Queries are staged in blocks of 32 channels."""
-SHORT_HEAD_DIMS = (64, 96, 128)
-LOW_FORMS = (Form.INT8, Form.E4M3, Form.E5M2, Form.DEQUANTIZED)
-HIGH_FORMS = (Form.RAW, Form.DEQUANTIZED)
 _DTYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -40,47 +35,12 @@ _DTYPES = {
 }
 
 
-def takes(
-    query: Tensor,
-    operands: Operands,
-    geometry: PrefillGeometry,
-    tiles: HopperTiles,
-) -> bool:
-    """Whether the kernel computes a call. All others are computed by :mod:`dma_kernels.prefill.kernel`.
-
-    It takes long calls with head dimensions of 64 to 256, multiples of 32, whose low keys lie in aligned storage, 8-bit
-    elements with a factor per tile or dequantised ones, and whose low values are E4M3 or 16-bit.
-
-    Args:
-        query: ``[B, Hq, Tq, D]``.
-        operands: Keys and values.
-        geometry: Positions and visibility.
-        tiles: What a long call is.
-    """
-    low = operands.low
-    if low is None:
-        return False
-    batch, heads, q_len, head_dim = query.shape
-    seen = geometry.kv_len if geometry.window is None else min(geometry.kv_len, geometry.window)
-    is_long = seen >= tiles.min_keys and batch * heads * q_len >= tiles.min_rows
-    # Four warpgroups have no registers for both ends of a window: 32K with one of 8K at head_dim 64 take 4,200 us, the
-    # kernel for short prompts 3,585. Nor for a mask (compiled, not timed).
-    has_room = (geometry.window is None and geometry.mask is None) or tiles.groups < 4
-    return (
-        is_long
-        and has_room
-        and head_dim in HEAD_DIMS
-        and (low.value_form is Form.E4M3 or is_describable(low.value))
-        and _is_usual(query, operands, geometry)
-    )
-
-
-def prefill_hopper(
+def launch_warp_specialized(
     query: Tensor,
     operands: Operands,
     geometry: PrefillGeometry,
     recipe: Recipe,
-    tiles: HopperTiles,
+    config: WarpSpecializedConfig,
     out: Tensor,
     lse: Tensor,
     *,
@@ -91,14 +51,14 @@ def prefill_hopper(
     tile_counts: Tensor | None,
     is_early: bool,
 ) -> None:
-    """Launch the kernel for a call that it :func:`takes`.
+    """Launch the warp-specialised kernel.
 
     Args:
         query: ``[B, Hq, Tq, D]``, 16-bit.
         operands: Keys and values.
         geometry: Positions and visibility.
         recipe: Formats and band.
-        tiles: Sizes.
+        config: Sizes.
         out: Where the output goes, ``[B, Hq, Tq, Dv]``.
         lse: Where the log of the softmax denominator goes, fp32 ``[B, Hq, Tq]``.
         scale: Factor of the scores.
@@ -120,15 +80,15 @@ def prefill_hopper(
     channels = padded_channels(head_dim)
     # Rows behind a tile's channels are the next tile's, and become outputs that are not stored.
     v_low_desc = _matrix(low.value, channels, TILE) if is_e4m3 else _heads(low.value, TILE)
-    blocks = _blocks(geometry, q_len, ROWS * tiles.groups)
-    mask_blocks = _blocks(geometry, q_len, ROWS)
+    blocks = query_blocks(geometry, q_len, ROWS * config.consumer_warpgroups)
+    mask_blocks = query_blocks(geometry, q_len, ROWS)
     storage_tiles = low.key.shape[2] // TILE
     packed = pack_mask(geometry, batch, q_len, mask_blocks, storage_tiles)
     all_heads = batch * kv_heads
-    section = select_section(all_heads, low.head_bytes)
+    swizzle_group = select_swizzle_group(all_heads, low.head_bytes)
     launch = _long_launcher(
-        q_heads, kv_heads, head_dim, tiles, high.key_layout, high.value_layout, low.value_layout, geometry.is_causal,
-        geometry.mask is not None or not _is_plain(geometry, q_len), operands.key_mean is not None,
+        q_heads, kv_heads, head_dim, config, high.key_layout, high.value_layout, low.value_layout, geometry.is_causal,
+        geometry.mask is not None or not is_dense_causal(geometry, q_len), operands.key_mean is not None,
         high.key_form is Form.RAW,
     )  # fmt: skip
     launch(
@@ -137,7 +97,7 @@ def prefill_hopper(
         _matrix(low.key, TILE, channels), v_low_desc,
         out, lse, staged.rows, low.key_factor, low.value_factor,
         sinks, geometry.rows, *out.stride()[:3],
-        geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len, storage_tiles, blocks, section, all_heads,
+        geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len, storage_tiles, blocks, swizzle_group, all_heads,
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
         None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
         packed.words, packed.bounds, packed.planes_per_row, packed.planes_per_head, mask_blocks,
@@ -150,7 +110,7 @@ def _long_launcher(
     q_heads: int,
     kv_heads: int,
     head_dim: int,
-    tiles: HopperTiles,
+    config: WarpSpecializedConfig,
     key_layout: str,
     value_layout: str,
     low_value_layout: str,
@@ -165,9 +125,9 @@ def _long_launcher(
         "D": padded_channels(head_dim),
         "DV": padded_channels(head_dim),
         "VALUE_DIM": head_dim,
-        "GROUPS": tiles.groups,
-        "STAGES": tiles.stages,
-        "REGISTERS": tiles.registers,
+        "GROUPS": config.consumer_warpgroups,
+        "STAGES": config.stages,
+        "REGISTERS": config.registers,
         "KEY_LAYOUT": key_layout,
         "VALUE_LAYOUT": value_layout,
         "LOW_VALUE_LAYOUT": low_value_layout,
@@ -180,47 +140,12 @@ def _long_launcher(
     return Launcher(prefill_hopper_kernel, constants, num_warps=4, launch_pdl=True)
 
 
-def takes_short(
-    query: Tensor, operands: Operands, geometry: PrefillGeometry, tiles: ShortTiles, *, is_long: bool
-) -> bool:
-    """Whether the kernel for short prompts computes a call.
-
-    It takes calls with head dimensions of 64, 96 or 128, whose low values are E4M3 or the caller's own. Of those that
-    are long, too, it takes the ones whose queries see few keys.
-
-    Args:
-        query: ``[B, Hq, Tq, D]``.
-        operands: Keys and values.
-        geometry: Positions and visibility.
-        tiles: What few keys are.
-        is_long: Whether the kernel for long prompts :func:`takes` the call.
-    """
-    low = operands.low
-    return (
-        low is not None
-        and not (is_long and _mean_keys(geometry, query.shape[2]) > tiles.max_keys)
-        and low.value_form in (Form.E4M3, Form.RAW)
-        and _blocks(geometry, query.shape[2], ROWS) <= MAX_PROGRAMS
-        and query.shape[3] in SHORT_HEAD_DIMS
-        and _is_usual(query, operands, geometry)
-    )
-
-
-def _mean_keys(geometry: PrefillGeometry, q_len: int) -> float:
-    """Return how many keys a query sees on average, where the last one sees all."""
-    if geometry.window is None:
-        seen = geometry.kv_len - q_len / 2 if geometry.is_causal else geometry.kv_len
-    else:
-        seen = min(geometry.kv_len, geometry.window if geometry.is_causal else 2 * geometry.window)
-    return seen
-
-
-def prefill_short(
+def launch_multi_cta(
     query: Tensor,
     operands: Operands,
     geometry: PrefillGeometry,
     recipe: Recipe,
-    tiles: ShortTiles,
+    config: MultiCTAConfig,
     out: Tensor,
     lse: Tensor,
     *,
@@ -231,7 +156,7 @@ def prefill_short(
     tile_counts: Tensor | None,
     is_early: bool,
 ) -> None:
-    """Launch the kernel for a call that :func:`takes_short` says yes to; arguments as for :func:`prefill_hopper`."""
+    """Launch the multi-CTA kernel; arguments as for :func:`launch_warp_specialized`."""
     batch, q_heads, q_len, head_dim = query.shape
     high, low = operands.high, operands.low
     assert low is not None
@@ -242,26 +167,26 @@ def prefill_short(
             query, operands.key_mean, operands.query_factor, recipe, low.key_form, high.key_form,
             scale=scale, is_early=is_early,
         )  # fmt: skip
-    blocks = _blocks(geometry, q_len, ROWS)
+    blocks = query_blocks(geometry, q_len, ROWS)
     storage_tiles = low.key.shape[2] // TILE
     packed = pack_mask(geometry, batch, q_len, blocks, storage_tiles)
     channels = padded_channels(head_dim)
     all_heads = batch * kv_heads
-    section = select_section(all_heads, low.head_bytes)
+    swizzle_group = select_swizzle_group(all_heads, low.head_bytes)
     launch = _short_launcher(
-        q_heads, kv_heads, head_dim, tiles, high.key_layout, low.key_form, recipe.query_low,
+        q_heads, kv_heads, head_dim, config, high.key_layout, low.key_form, recipe.query_low,
         recipe.scale_rounding == "ceil", recipe.rotate and staged is None, geometry.is_causal,
-        not _is_plain(geometry, q_len), high.key_form is Form.RAW,
+        not is_dense_causal(geometry, q_len), high.key_form is Form.RAW,
     )  # fmt: skip
     launch(
-        (section * (q_heads // kv_heads), blocks, -(-all_heads // section)),
+        (swizzle_group * (q_heads // kv_heads), blocks, -(-all_heads // swizzle_group)),
         _heads(query if staged is None else staged.high, ROWS), None if staged is None else _heads(staged.low, ROWS),
         _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
         _matrix(low.key, TILE // low.key.element_size(), channels),
         _matrix(low.value, channels, TILE) if low.value_form is Form.E4M3 else None,
         out, lse, None if staged is None else staged.rows, operands.key_mean, low.key_factor, low.value_factor,
         sinks, geometry.rows, *out.stride()[:3],
-        geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len, storage_tiles, blocks, section, all_heads,
+        geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len, storage_tiles, blocks, swizzle_group, all_heads,
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
         None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
         math.pow(hadamard_size(head_dim), -0.5) if recipe.rotate else 1.0,
@@ -275,7 +200,7 @@ def _short_launcher(
     q_heads: int,
     kv_heads: int,
     head_dim: int,
-    tiles: ShortTiles,
+    config: MultiCTAConfig,
     key_layout: str,
     form: Form,
     query_format: str,
@@ -290,8 +215,8 @@ def _short_launcher(
         "KV_HEADS": kv_heads,
         "D": padded_channels(head_dim),
         "HEAD_DIM": head_dim,
-        "K_STAGES": tiles.key_stages,
-        "V_STAGES": tiles.value_stages,
+        "K_STAGES": config.key_stages,
+        "V_STAGES": config.value_stages,
         "KEY_LAYOUT": key_layout,
         "FORM": str(form),
         "FORMAT": query_format,
@@ -301,40 +226,7 @@ def _short_launcher(
         "HAS_EDGES": has_edges,
         "IS_HIGH_RAW": is_high_raw,
     }
-    return Launcher(prefill_short_kernel, constants, num_warps=4, maxnreg=tiles.registers, launch_pdl=True)
-
-
-def _blocks(geometry: PrefillGeometry, q_len: int, rows: int) -> int:
-    """Return the programs of a head, of so many rows each, which begin with a warpgroup's."""
-    # Where batch rows stand only the device knows: a row's first query may be the last of a warpgroup.
-    before = geometry.q_offset % ROWS if geometry.rows is None else ROWS - 1
-    return -(-(before + q_len) // rows)
-
-
-def _is_usual(query: Tensor, operands: Operands, geometry: PrefillGeometry) -> bool:
-    """Whether a call with low tiles has what both kernels ask of all: see :func:`takes`."""
-    high, low = operands.high, operands.low
-    assert low is not None
-    has_factors = (
-        (low.key_factor is None) == (low.key_form is Form.DEQUANTIZED)
-        and high.key_factor is None
-        and (low.value_factor is None or low.value_factor.ndim == 3)
-    )
-    return (
-        low.key_form in LOW_FORMS
-        and high.key_form in HIGH_FORMS
-        and has_factors
-        and low.key_layout == "aligned"
-        and query.shape[3] == high.value.shape[3]
-        and all(map(is_describable, (query, high.key, high.value)))
-    )
-
-
-def _is_plain(geometry: PrefillGeometry, q_len: int) -> bool:
-    """Whether every query sees all keys before it, and keys begin with a tile."""
-    is_covered = geometry.q_offset + q_len <= geometry.kv_offset + geometry.kv_len
-    is_aligned = geometry.kv_offset % TILE == 0
-    return geometry.is_causal and is_covered and is_aligned and geometry.window is None and geometry.rows is None
+    return Launcher(prefill_short_kernel, constants, num_warps=4, maxnreg=config.registers, launch_pdl=True)
 
 
 def _heads(tensor: Tensor, rows: int) -> TensorDescriptor:

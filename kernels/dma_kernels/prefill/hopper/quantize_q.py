@@ -139,7 +139,7 @@ def stage_queries(
     )  # fmt: skip
     launch(
         blocks_of_heads(batch * heads, triton.cdiv(q_len, ROWS)),
-        query, mean, query_factor, high, low, rows, *query.stride(), q_len, rows[0].numel(),
+        query, mean, query_factor, high, low, rows, *query.stride(), q_len, rows.numel() // 2,
         scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5),
     )  # fmt: skip
     return StagedQueries(high, low, rows)

@@ -7,9 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ...numerics.formats import TILE
 from ..kernel import _schedule as _schedule_triton
-
-ROWS = 64
-"""Query positions of a warpgroup: the rows of its matrix instructions. They lie in one tile."""
+from .select import ROWS as ROWS
 
 _TILE = gl.constexpr(TILE)
 _HIGH = gl.constexpr(TILE // 2)  # keys of a block of a high tile: in 16 bits as many bytes as a low tile in 8

@@ -1,4 +1,4 @@
-"""Host side of the prefill kernel: from operands and a geometry to one launch."""
+"""Host side of the portable prefill kernel."""
 
 from __future__ import annotations
 
@@ -15,50 +15,48 @@ from ..numerics.formats import TILE, UNQUANTIZED, SharedScale, padded_channels
 from ..numerics.geometry import LOG2_E, PrefillGeometry
 from ..numerics.recipe import Recipe
 from ..numerics.transforms import hadamard_size
-from ..runtime import chip
 from ..runtime.descriptors import head_strides, is_describable
 from ..runtime.launch import Launcher, matrix_descriptor
 from ..runtime.lowering import Form
-from ..runtime.reports import report
-from ..runtime.tuning import PrefillTiles, select_section
+from .config import PortableConfig, select_swizzle_group
 from .kernel import prefill_kernel
 from .operands import Operands
 
 _SIXTEEN_BIT = (Form.RAW, Form.DEQUANTIZED)
 
 
-def prefill_attention(
+def launch(
     query: Tensor,
     operands: Operands,
     geometry: PrefillGeometry,
     recipe: Recipe,
-    tiles: PrefillTiles,
+    config: PortableConfig,
+    out: Tensor,
+    lse: Tensor,
     *,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
-    tile_counts: Tensor | None = None,
-    use_tma: bool,
+    skip_threshold: float | None,
+    tile_counts: Tensor | None,
     is_early: bool,
-) -> tuple[Tensor, Tensor]:
-    """Launch a kernel: those of :mod:`dma_kernels.prefill.hopper.host` for the calls that they take.
+) -> None:
+    """Launch the portable kernel.
 
     Args:
         query: ``[B, Hq, Tq, D]``, 16-bit, any strides.
         operands: Keys and values.
         geometry: Positions and visibility.
         recipe: Formats and band.
-        tiles: Block sizes.
+        config: Block sizes.
+        out: Where the output goes, ``[B, Hq, Tq, Dv]``.
+        lse: Where the log of the softmax denominator goes, fp32 ``[B, Hq, Tq]``.
         scale: Factor of the scores.
-        softcap: Cap of the scores.
-        sinks: ``[Hq]``.
+        softcap: Cap of the scores, or ``None``.
+        sinks: ``[Hq]``, contiguous, or ``None``.
+        skip_threshold: Of the recipe, in base-2 logits, or ``None``.
         tile_counts: Where skipped and examined tiles are added, int64 ``[Hq, 2]``, or ``None``.
-        use_tma: Whether the device copies tiles by descriptor (Hopper and later).
-        is_early: Whether Hopper's launches may begin before those that made ``operands`` have ended; see
-            :func:`dma_kernels.prefill.hopper.quantize_q.stage_queries`.
-
-    Returns:
-        Output ``[B, Hq, Tq, Dv]`` and the log of the softmax denominator, fp32 ``[B, Hq, Tq]``.
+        is_early: Not used: this kernel starts after all earlier work.
     """
     batch, q_heads, q_len, head_dim = query.shape
     high, low = operands.high, operands.low or operands.high
@@ -66,46 +64,19 @@ def prefill_attention(
     assert low.value_form is not Form.RAW or low.value is high.value, "raw values of low tiles are those of high tiles"
     kv_heads = high.key.shape[1]
     value_dim = high.value.shape[3]
-    out = query.new_empty((batch, q_len, q_heads, value_dim)).transpose(1, 2)
-    lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
-    if lse.numel() == 0:
-        return out, lse
-    sinks = None if sinks is None else sinks.contiguous()
-    threshold = None if operands.low is None else base2_threshold(recipe, tile_counts)
-    tile_counts = None if threshold is None else tile_counts
-    has_own = tiles.short is not None or tiles.hopper is not None
-    if has_own and not chip.is_interpreted():  # the interpreter has no Gluon
-        from .hopper import host as hopper
-
-        call = (query, operands, geometry)
-        scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "is_early": is_early}
-        scores |= {"skip_threshold": threshold, "tile_counts": tile_counts}
-        is_long = tiles.hopper is not None and hopper.takes(*call, tiles.hopper)
-        # A cap or a mask takes so many instructions that what the kernel for long prompts saves no longer counts: 12K
-        # with a mask take it 3,151 us, that of short ones 1,947.
-        is_plain = softcap is None and geometry.mask is None
-        if tiles.short is not None and hopper.takes_short(*call, tiles.short, is_long=is_long and is_plain):
-            report("multi-CTA")
-            hopper.prefill_short(*call, recipe, tiles.short, out, lse, **scores)
-            return out, lse
-        if tiles.hopper is not None and is_long:
-            report("warp-specialised")
-            hopper.prefill_hopper(*call, recipe, tiles.hopper, out, lse, **scores)
-            return out, lse
-    report("portable")
     rows, mask = geometry.rows, geometry.mask
     # A descriptor's rows start at multiples of 16 bytes.
     described = [high.value]
     described += [high.key] if high.key_form is Form.RAW else []
     described += [low.value] if low.value_form in _SIXTEEN_BIT else []
-    use_raw_tma = use_tma and all(map(is_describable, described))
-    use_tma = use_tma and low.key.shape[3] * low.key.element_size() % 16 == 0
+    use_raw_tma = config.use_tma and all(map(is_describable, described))
+    use_tma = config.use_tma and low.key.shape[3] * low.key.element_size() % 16 == 0
     constants = _constants(
-        query.shape[1], kv_heads, head_dim, value_dim, recipe, tiles, use_tma, use_raw_tma,
+        query.shape[1], kv_heads, head_dim, value_dim, recipe, config, use_tma, use_raw_tma,
         high.key_form, high.key_layout, high.value_layout,
         low.key_form, low.key_layout, low.value_form, low.value_layout,
         geometry.is_causal, operands.low is not None, rows is not None, geometry.window is not None,
-        softcap is not None, sinks is not None, mask is not None, threshold is not None, tile_counts is not None,
+        softcap is not None, sinks is not None, mask is not None, skip_threshold is not None, tile_counts is not None,
         operands.key_mean is not None,
         operands.query_factor is not None, high.key_factor is not None, low.key_factor is not None,
         low.value_factor is not None,
@@ -114,23 +85,23 @@ def prefill_attention(
     k_desc = v_desc = k_low_desc = v_low_desc = low.key  # unused without tensor copies
     if use_raw_tma:
         if high.key_form == Form.RAW:
-            k_desc = _head_descriptor(high.key, tiles.high_block_n, values["BLOCK_D"])
-        v_desc = _head_descriptor(high.value, tiles.high_block_n, values["BLOCK_DV"])
+            k_desc = _head_descriptor(high.key, config.high_block_n, values["BLOCK_D"])
+        v_desc = _head_descriptor(high.value, config.high_block_n, values["BLOCK_DV"])
         if operands.low is not None and low.value_form in _SIXTEEN_BIT:
-            v_low_desc = _head_descriptor(low.value, tiles.block_n, values["BLOCK_DV"])
+            v_low_desc = _head_descriptor(low.value, config.block_n, values["BLOCK_DV"])
     if use_tma and operands.low is not None:
         if low.key_form != Form.PACKED:
-            k_low_desc = matrix_descriptor(low.key, tiles.block_n, values["BLOCK_D"])
+            k_low_desc = matrix_descriptor(low.key, config.block_n, values["BLOCK_D"])
         if low.value_form == Form.E4M3:
-            v_low_desc = matrix_descriptor(low.value, values["BLOCK_DV"], tiles.block_n)
+            v_low_desc = matrix_descriptor(low.value, values["BLOCK_DV"], config.block_n)
     if rows is None:
         # Aligned blocks of positions that hold queries.
         start = geometry.q_offset
-        blocks = (start + q_len - 1) // tiles.block_m - start // tiles.block_m + 1
+        blocks = (start + q_len - 1) // config.block_m - start // config.block_m + 1
     else:
-        blocks = (q_len + tiles.block_m - 2) // tiles.block_m + 1
+        blocks = (q_len + config.block_m - 2) // config.block_m + 1
     all_heads = batch * kv_heads
-    section = select_section(all_heads, low.head_bytes)
+    swizzle_group = select_swizzle_group(all_heads, low.head_bytes)
     constants.launcher(
         (blocks * q_heads * batch, 1, 1),
         query, high.key, high.value, low.key, low.value, high.key_scale, low.key_scale,
@@ -140,20 +111,11 @@ def prefill_attention(
         None if mask is None else mask.view(torch.uint8), rows,
         *query.stride(), *high.key.stride(), *high.value.stride(), *out.stride()[:3], *_mask_strides(mask),
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len,
-        high.key.shape[2], high.value.shape[2], low.value.shape[2], _storage_len(operands), blocks, section,
+        high.key.shape[2], high.value.shape[2], low.value.shape[2], _storage_len(operands), blocks, swizzle_group,
         all_heads, geometry.window or 0,
         recipe.diagonal_tiles, recipe.sink_tiles,
-        (softcap or 0.0) * LOG2_E, scale * LOG2_E, threshold or 0.0, math.pow(hadamard_size(head_dim), -0.5),
+        (softcap or 0.0) * LOG2_E, scale * LOG2_E, skip_threshold or 0.0, math.pow(hadamard_size(head_dim), -0.5),
     )  # fmt: skip
-    return out, lse
-
-
-def base2_threshold(recipe: Recipe, tile_counts: Tensor | None) -> float | None:
-    """Return a recipe's threshold in base-2 logits; ``None`` where nothing can be skipped and nothing is counted."""
-    threshold = recipe.skip_threshold
-    if threshold is None or (threshold == math.inf and tile_counts is None):
-        return None
-    return threshold * LOG2_E
 
 
 @dataclass(frozen=True)
@@ -176,7 +138,7 @@ def _constants(
     head_dim: int,
     value_dim: int,
     recipe: Recipe,
-    tiles: PrefillTiles,
+    config: PortableConfig,
     use_tma: bool,
     use_raw_tma: bool,
     high_form: Form,
@@ -209,16 +171,16 @@ def _constants(
         "KV_HEADS": kv_heads,
         "D": head_dim,
         "DV": value_dim,
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_H": tiles.high_block_n,
-        "BLOCK_N": tiles.block_n,
+        "BLOCK_M": config.block_m,
+        "BLOCK_H": config.high_block_n,
+        "BLOCK_N": config.block_n,
         "BLOCK_D": max(smallest, padded_channels(head_dim)),
         "BLOCK_DV": padded_channels(value_dim),
-        "M_SHIFT": tiles.block_m.bit_length() - 1,
-        "H_SHIFT": tiles.high_block_n.bit_length() - 1,
-        "N_SHIFT": tiles.block_n.bit_length() - 1,
-        "HIGH_STAGES": tiles.high_stages,
-        "LOW_STAGES": tiles.num_stages,
+        "M_SHIFT": config.block_m.bit_length() - 1,
+        "H_SHIFT": config.high_block_n.bit_length() - 1,
+        "N_SHIFT": config.block_n.bit_length() - 1,
+        "HIGH_STAGES": config.high_stages,
+        "LOW_STAGES": config.num_stages,
         "HIGH_FORM": str(high_form),
         "HIGH_FORMAT": recipe.high,
         "HIGH_LAYOUT": high_layout,
@@ -249,13 +211,13 @@ def _constants(
         "K_LOW_FACTOR": ("head" if low_form is Form.PACKED else "tile") if has_k_low_factor else "none",
         "HAS_VALUE_FACTOR": has_value_factor,
         "IS_PV_FP8": recipe.pv != UNQUANTIZED,
-        "STAGE_QUERIES": tiles.stage_queries and has_low and head_dim <= _staged_dim(low_form, value_dim),
+        "STAGE_QUERIES": config.stage_queries and has_low and head_dim <= _staged_dim(low_form, value_dim),
         "USE_TMA": use_tma,
         "USE_RAW_TMA": use_raw_tma,
     }
-    options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    if tiles.max_registers is not None:
-        options["maxnreg"] = tiles.max_registers
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.max_registers is not None:
+        options["maxnreg"] = config.max_registers
     return _Constants(values, Launcher(prefill_kernel, values, **options))
 
 

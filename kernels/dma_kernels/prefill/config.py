@@ -1,0 +1,206 @@
+"""Configurations of the prefill kernels: pure functions of architecture, head dimensions and operand formats.
+
+What was tried beside them, with figures: ``benchmarks/prefill-portable.md``, ``benchmarks/prefill-warp-specialized.md``
+and ``benchmarks/prefill-multi-cta.md``.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from ..numerics.formats import padded_channels
+from ..runtime.chip import TENSOR_MEMORY_ARCHS
+from ..runtime.lowering import Form, Lowering
+
+L2_BYTES = 8 << 20
+"""Keys and values in 8 bits that CTAs running at the same time should share. Queries, outputs and the 16-bit keys and
+values of high tiles pass through the 50 MB of Hopper's L2 cache beside them."""
+
+
+@dataclass(frozen=True)
+class PortableConfig:
+    """Configuration of the portable kernel.
+
+    Attributes:
+        block_m: Query positions of a CTA; divides 128.
+        block_n: Keys of a step; divides 128.
+        num_warps: Warps of a CTA.
+        num_stages: Pipeline stages of the loop over low tiles.
+        max_registers: Of a thread; ``None`` for as many as the compiler likes.
+        high_block_n: Keys of a step in the loop over high tiles; divides 128.
+        high_stages: Pipeline stages of that loop.
+        stage_queries: Whether the queries of low tiles go through memory, see the kernel.
+        use_tma: Whether tiles are loaded by TMA.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+    high_block_n: int = 64
+    high_stages: int = 1
+    stage_queries: bool = False
+    use_tma: bool = False
+
+
+@dataclass(frozen=True)
+class WarpSpecializedConfig:
+    """Configuration of Hopper's warp-specialised kernel, and which calls are long enough for it.
+
+    Attributes:
+        consumer_warpgroups: Warpgroups that compute, of 64 query positions each.
+        stages: Pipeline stages of keys and values.
+        registers: Of a thread of these warpgroups.
+        min_keys: Fewest keys of a call.
+        min_rows: Fewest query rows of all heads and batch rows.
+    """
+
+    consumer_warpgroups: int
+    stages: int
+    registers: int
+    min_keys: int
+    min_rows: int
+
+
+@dataclass(frozen=True)
+class MultiCTAConfig:
+    """Configuration of Hopper's multi-CTA kernel, of which several CTAs share an SM.
+
+    Attributes:
+        key_stages: Pipeline stages of keys.
+        value_stages: Pipeline stages of values.
+        registers: Of a thread.
+        max_mean_keys: Most keys that a query attends to on average, in calls that are long enough for the
+            warp-specialised kernel.
+    """
+
+    key_stages: int
+    value_stages: int
+    registers: int
+    max_mean_keys: int
+
+
+@functools.cache
+def portable_config(
+    arch: int, lowering: Lowering, head_dim: int, value_dim: int, *, has_softcap: bool = False
+) -> PortableConfig:
+    """Return the configuration of the portable kernel.
+
+    Args:
+        arch: Compute capability, major version times ten plus minor (90 is Hopper).
+        lowering: Formats of keys and values.
+        head_dim: Of queries and keys.
+        value_dim: Of values.
+        has_softcap: Whether scores are capped, which takes registers.
+    """
+    config = _portable_config(arch, lowering, padded_channels(max(head_dim, value_dim)), has_softcap)
+    return replace(config, use_tma=arch >= 90)
+
+
+def _portable_config(arch: int, lowering: Lowering, widest: int, has_softcap: bool) -> PortableConfig:
+    is_hopper = arch == 90
+    is_packed = Form.PACKED in (lowering.key, lowering.low_key)
+    are_keys_8bit = lowering.low_key not in (None, Form.DEQUANTIZED)
+    are_values_8bit = lowering.low_value is Form.E4M3
+    if arch in TENSOR_MEMORY_ARCHS and widest > 128:
+        # 128 rows of 256 channels take half of the tensor memory; with scores and operands most formats do not fit.
+        return PortableConfig(64, 64, num_warps=8, num_stages=2)
+    if is_packed and arch in TENSOR_MEMORY_ARCHS:
+        # Block-scaled products have 128 rows; 4 warps would spill registers (compiled).
+        return PortableConfig(128, 128, num_warps=8, num_stages=2)
+    if widest <= 128 and is_hopper and (are_keys_8bit or are_values_8bit):
+        # Several CTAs share an SM: one computes its softmax while another uses the tensor cores (H200, Triton 3.6).
+        config = PortableConfig(64, 128, num_warps=4, num_stages=2, high_stages=2, stage_queries=True)
+        if has_softcap or not (are_keys_8bit and are_values_8bit):
+            return config  # a softcap would spill under a cap on registers (compiled)
+        # The cap on registers admits a third (head_dim 64: a fourth) CTA.
+        if widest == 128:
+            return replace(config, max_registers=168, high_stages=1)
+        return replace(config, max_registers=128, num_stages=3, high_block_n=32)
+    if widest <= 128 and is_hopper and lowering.low_key is Form.DEQUANTIZED:
+        if widest == 128 and not has_softcap:
+            # Blocks of 64 queries would read the L2 cache twice as often; the cap lets two CTAs share an SM.
+            return PortableConfig(128, 64, 8, num_stages=2, max_registers=128, stage_queries=True)
+        # With a softcap, high tiles of 64 keys would make the loop over low tiles spill (compiled).
+        return PortableConfig(
+            64, 64 if widest == 128 else 128, 4, num_stages=3, high_block_n=32 if has_softcap else 64, high_stages=2,
+            stage_queries=True,
+        )  # fmt: skip
+    if widest <= 128 and arch > 90 and are_keys_8bit and are_values_8bit:
+        return PortableConfig(64, 128, num_warps=4, num_stages=2 if widest == 128 else 3)
+    if widest <= 128 and arch >= 90 and lowering.low_key is None:
+        # All tiles are high: their loop is the one that counts.
+        return PortableConfig(64, 64, num_warps=4, num_stages=2, high_stages=2)
+    if widest <= 64:
+        return PortableConfig(64, 128, num_warps=4, num_stages=2)
+    if widest <= 128:
+        # 16-bit operands fill twice the shared memory.
+        return PortableConfig(64, 64, num_warps=4, num_stages=2)
+    # The output of 256 channels takes half of Hopper's registers.
+    if is_hopper and are_values_8bit:
+        return PortableConfig(64, 128, num_warps=8, num_stages=2, stage_queries=True)  # fastest of six (H200)
+    if is_hopper and are_keys_8bit:
+        return PortableConfig(64, 64, num_warps=4, num_stages=2, stage_queries=True)  # fastest although it spills
+    if is_hopper:
+        return PortableConfig(128, 64, num_warps=8, num_stages=2, stage_queries=True)
+    if arch == 80:
+        # Spills least in the loop over low tiles (compiled, not timed).
+        return PortableConfig(128, 32, num_warps=8, num_stages=2, high_block_n=16, stage_queries=True)
+    # Consumer chips have 99 KB of shared memory; 16-bit and block-scaled operands spill with 4 warps (compiled).
+    num_warps = 4 if are_keys_8bit and are_values_8bit and not is_packed else 8
+    return PortableConfig(64, 32, num_warps=num_warps, num_stages=1, high_block_n=32, stage_queries=num_warps == 8)
+
+
+@functools.cache
+def multi_cta_config(arch: int, lowering: Lowering, head_dim: int, value_dim: int) -> MultiCTAConfig | None:
+    """Return the configuration of the multi-CTA kernel; ``None`` where there is none. Arguments as above."""
+    widest = padded_channels(max(head_dim, value_dim))
+    if arch != 90 or widest not in (64, 128) or lowering.low_key is None:
+        return None
+    if widest == 64:
+        return MultiCTAConfig(key_stages=2, value_stages=2, registers=128, max_mean_keys=7_168)  # four CTAs an SM
+    are_keys_8bit, are_values_8bit = lowering.low_key is not Form.DEQUANTIZED, lowering.low_value is Form.E4M3
+    # Three CTAs an SM. Up to so many keys it is faster than the warp-specialised kernel (H200, Triton 3.6).
+    max_mean_keys = {2: 4_096, 1: 2_560, 0: 1_536}[are_keys_8bit + are_values_8bit]
+    return MultiCTAConfig(key_stages=2, value_stages=1, registers=168, max_mean_keys=max_mean_keys)
+
+
+@functools.cache
+def warp_specialized_config(
+    arch: int, lowering: Lowering, head_dim: int, value_dim: int
+) -> WarpSpecializedConfig | None:
+    """Return the configuration of the warp-specialised kernel; ``None`` where there is none. Arguments as above."""
+    widest = padded_channels(max(head_dim, value_dim))
+    if arch != 90 or widest < 64 or lowering.low_key is None:
+        return None
+    are_keys_8bit, are_values_8bit = lowering.low_key is not Form.DEQUANTIZED, lowering.low_value is Form.E4M3
+    if widest > 128:
+        if not (are_keys_8bit and are_values_8bit):
+            return None
+        # The output takes 128 registers of a thread, so two consumer warpgroups fit; 1K keys are enough (H200).
+        return WarpSpecializedConfig(2, stages=2, registers=240, min_keys=1_024, min_rows=16_384)
+    if widest == 64 and are_keys_8bit and are_values_8bit:
+        # The output takes half the registers, so four fit: 16K in 1,923 us, with three 2,061 (H200).
+        return WarpSpecializedConfig(4, stages=4, registers=112, min_keys=4_096, min_rows=32 * 8_192)
+    if widest == 64 and are_keys_8bit:
+        return None  # the multi-CTA kernel is faster at any length
+    # As many stages as fit in shared memory at 128 channels.
+    stages = {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2}[are_keys_8bit, are_values_8bit]
+    # One CTA fills an SM, so it needs long rows to hide its prologue and epilogue.
+    min_rows = 32 * (8_192 if are_keys_8bit and are_values_8bit else 4_096)
+    return WarpSpecializedConfig(3, stages=stages, registers=160, min_keys=4_096, min_rows=min_rows)
+
+
+def select_swizzle_group(kv_heads: int, bytes_per_head: int) -> int:
+    """Return how many kv heads (of all batch rows) are worked on at a time.
+
+    As many as fit in the L2 cache: in a group the longest rows go first, and only the end of the last group leaves SMs
+    idle.
+
+    Args:
+        kv_heads: Heads times batch rows.
+        bytes_per_head: Of keys and values.
+    """
+    return max(1, min(kv_heads, L2_BYTES // max(1, bytes_per_head)))

@@ -1,0 +1,332 @@
+"""Launch plans: what a call allocates and launches, worked out once from the layouts of its tensors.
+
+A model calls attention with tensors of the same layout in every layer and step. Which kernels run, their grids and
+their integer arguments are then the same each time; only addresses are new. :func:`make_plan` runs the host code on
+:class:`PlannedTensor`, which have a layout but no memory, and collects the launches. :meth:`LaunchPlan.run` allocates,
+fills in addresses, and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..numerics.layout import TensorLayout, dense_strides
+from .launch import KernelLaunch, current_stream, direct_launcher, launches_directly, on_device, settings
+
+_WORKSPACE_ALIGNMENT = 256
+"""Of the tensors in the workspace, in bytes: that of PyTorch's own allocations."""
+
+
+class PlannedTensor:
+    """Stands for a tensor while a plan is made: a layout, and the slot that its address will come from.
+
+    It has the part of a tensor's interface that host code needs.
+    """
+
+    __slots__ = ("_strides", "device", "dtype", "misalignment", "plan", "shape", "slot")
+
+    def __init__(
+        self,
+        plan: PlanBuilder,
+        slot: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        misalignment: int = 0,
+    ) -> None:
+        self.plan, self.slot = plan, slot
+        self.shape, self._strides = torch.Size(shape), tuple(strides)
+        self.dtype, self.device = dtype, device
+        self.misalignment = misalignment
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.dtype.itemsize
+
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self._strides if dim is None else self._strides[dim]
+
+    def contiguous(self) -> Self:
+        """Return the tensor itself: a plan does not copy."""
+        dense = dense_strides(self.shape)
+        if any(size != 1 and a != b for size, a, b in zip(self.shape, self._strides, dense, strict=True)):
+            raise ValueError(f"a planned tensor must be contiguous, got strides {self._strides} of {list(self.shape)}")
+        return self
+
+    def data_ptr(self) -> int:
+        """Return an address that is aligned as the tensor's will be."""
+        return self.misalignment
+
+    def view(self, dtype: torch.dtype) -> PlannedTensor:
+        """Return the same bytes in another dtype of the same size."""
+        assert dtype.itemsize == self.dtype.itemsize, "a planned tensor is viewed in a dtype of the same size"
+        return PlannedTensor(self.plan, self.slot, self.shape, self._strides, dtype, self.device, self.misalignment)
+
+    def as_strided(self, size: Sequence[int], stride: Sequence[int]) -> PlannedTensor:
+        """Return a view that begins at the same element."""
+        return PlannedTensor(self.plan, self.slot, size, stride, self.dtype, self.device, self.misalignment)
+
+    def transpose(self, first: int, second: int) -> PlannedTensor:
+        order = list(range(self.ndim))
+        order[first], order[second] = order[second], order[first]
+        return self.as_strided([self.shape[i] for i in order], [self._strides[i] for i in order])
+
+    def new_empty(self, size: Sequence[int], *, dtype: torch.dtype | None = None) -> PlannedTensor:
+        """Plan an allocation on the same device."""
+        return self.plan.allocate(size, dtype or self.dtype, self.device, is_zeroed=False)
+
+    def new_zeros(self, size: Sequence[int], *, dtype: torch.dtype | None = None) -> PlannedTensor:
+        """Plan an allocation that is filled with zeros before the first launch."""
+        return self.plan.allocate(size, dtype or self.dtype, self.device, is_zeroed=True)
+
+    def materialize(self, base: Tensor) -> Tensor:
+        """Return the view of a tensor that has been allocated, or given, for the slot."""
+        return base.view(self.dtype).as_strided(self.shape, self._strides)
+
+
+@dataclass
+class PlanBuilder:
+    """Collects what host code allocates and launches.
+
+    Attributes:
+        tensors: Inputs, allocations and constants as they were made, by slot; ``None`` for a missing input.
+        zeroed: Slots of the allocations that are zeroed.
+        constants: Tensors that every call gives to a kernel, by slot.
+        launches: In order.
+    """
+
+    tensors: list[PlannedTensor | None] = field(default_factory=list)
+    zeroed: set[int] = field(default_factory=set)
+    constants: dict[int, Tensor] = field(default_factory=dict)
+    launches: list[KernelLaunch] = field(default_factory=list)
+
+    def add_input(self, layout: TensorLayout | None) -> PlannedTensor | None:
+        """Add the next input of the call."""
+        tensor = None if layout is None else PlannedTensor(self, len(self.tensors), *layout)
+        self.tensors.append(tensor)
+        return tensor
+
+    def allocate(
+        self, size: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_zeroed: bool
+    ) -> PlannedTensor:
+        """Add a tensor that each call allocates."""
+        shape = tuple(size)
+        tensor = PlannedTensor(self, len(self.tensors), shape, dense_strides(shape), dtype, device)
+        self.tensors.append(tensor)
+        if is_zeroed:
+            self.zeroed.add(tensor.slot)
+        return tensor
+
+    def launch(self, launch: KernelLaunch) -> None:
+        """Add a launch. A tensor with memory among its arguments is given to the kernel in every call.
+
+        Raises:
+            RuntimeError: The first launch is one that starts early (``launch_pdl``).
+        """
+        if not self.launches and launch.keywords.get("launch_pdl"):
+            raise RuntimeError(
+                f"{launch.kernel.fn.__name__} starts before the launch before it has ended, and may read the call's "
+                "inputs at once; the call must first launch a kernel that starts after all earlier work"
+            )
+        arguments = list(launch.arguments)
+        for position, argument in enumerate(arguments):
+            if isinstance(argument, Tensor):
+                layout = TensorLayout.of(argument)
+                arguments[position] = PlannedTensor(self, len(self.tensors), *layout)
+                self.constants[len(self.tensors)] = argument
+                self.tensors.append(arguments[position])
+        self.launches.append(replace(launch, arguments=tuple(arguments)))
+
+
+class _Address:
+    """Stands for the tensor of a descriptor, of which a launch asks the address."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class _PlannedLaunch:
+    """A launch, and how addresses are filled into its arguments.
+
+    Attributes:
+        launch: The launch; planned tensors, and descriptors of them, stand for tensors.
+        run: Launches the compiled kernel with all arguments, once it is known.
+        arguments: All arguments with the constexprs; ``None`` in place of tensors and descriptors.
+        pointers: For each tensor its position among the arguments, and the index of its address.
+        descriptors: The same for descriptors, with their type and attributes.
+    """
+
+    __slots__ = ("arguments", "descriptors", "launch", "pointers", "run")
+
+    def __init__(self, launch: KernelLaunch, index: Mapping[int, int]) -> None:
+        self.launch = launch
+        self.run: Callable[..., None] | None = None
+        self.arguments: list[Any] = [*launch.arguments, *launch.constants]
+        self.pointers: list[tuple[int, int]] = []
+        self.descriptors: list[tuple[int, int, type, dict[str, Any]]] = []
+        for position, argument in enumerate(launch.arguments):
+            base = getattr(argument, "base", argument)
+            if not isinstance(base, PlannedTensor):
+                continue
+            self.arguments[position] = None
+            if base is argument:
+                self.pointers.append((position, index[base.slot]))
+            else:
+                attributes = {name: value for name, value in vars(argument).items() if name != "base"}
+                self.descriptors.append((position, index[base.slot], type(argument), attributes))
+
+    def fill(self, addresses: Sequence[int]) -> list[Any]:
+        """Return all arguments, addresses in place of tensors."""
+        arguments = self.arguments.copy()
+        for position, slot in self.pointers:
+            arguments[position] = addresses[slot]
+        for position, slot, kind, attributes in self.descriptors:
+            # Made without the checks of its constructor, which it has passed.
+            descriptor: Any = object.__new__(kind)
+            descriptor.__dict__.update(attributes, base=_Address(addresses[slot]))
+            arguments[position] = descriptor
+        return arguments
+
+    def materialize(self, tensors: Sequence[Tensor | None]) -> list[Any]:
+        """Return the runtime arguments with tensors, by slot, in their places."""
+        arguments: list[Any] = []
+        for argument in self.launch.arguments:
+            base = getattr(argument, "base", argument)
+            if isinstance(base, PlannedTensor):
+                tensor = tensors[base.slot]
+                assert tensor is not None
+                real = base.materialize(tensor)
+                argument = real if base is argument else type(argument)(**{**vars(argument), "base": real})
+            arguments.append(argument)
+        return arguments
+
+
+class LaunchPlan:
+    """What a call allocates and launches. Safe to share between threads.
+
+    The first run goes through Triton's own launch, which compiles. Later ones launch the compiled kernels, and allocate
+    everything except the results as one workspace.
+
+    Args:
+        builder: What was collected.
+        inputs: How many inputs there are.
+        results: What the call returns.
+        device: Where everything is.
+    """
+
+    def __init__(
+        self, builder: PlanBuilder, inputs: int, results: Sequence[PlannedTensor], device: torch.device
+    ) -> None:
+        self.device = device
+        self._tensors = tuple(builder.tensors)
+        self._zeroed = frozenset(builder.zeroed)
+        self._constants = dict(builder.constants)
+        self._results = [(x.slot, x.shape, x.stride(), x.dtype) for x in results]
+        slots = {slot for slot, *_ in self._results}
+        assert len(slots) == len(results), "every result has memory of its own"
+        assert not slots & (self._zeroed | set(range(inputs))), "results are allocated by the call and not zeroed"
+        allocated = [slot for slot in range(inputs, len(self._tensors)) if slot not in slots | self._constants.keys()]
+        allocated.sort(key=lambda slot: slot not in self._zeroed)  # so that one fill zeroes all that must be
+        self._offsets, self._zeroed_bytes, size = [], 0, 0
+        for slot in allocated:
+            tensor = self._tensors[slot]
+            assert tensor is not None
+            self._offsets.append(size)
+            size += -(-tensor.nbytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+            if slot in self._zeroed:
+                self._zeroed_bytes = size
+        self._workspace_bytes = size
+        self._constant_addresses = [tensor.data_ptr() for tensor in self._constants.values()]
+        order = [*range(inputs), *(slot for slot, *_ in self._results), *allocated, *self._constants]
+        index = {slot: i for i, slot in enumerate(order)}
+        self.launches = tuple(_PlannedLaunch(launch, index) for launch in builder.launches)
+        self._settings: tuple[Any, ...] | None = None  # of Triton, that the kernels were compiled under
+
+    @property
+    def kernels(self) -> list[str]:
+        """Names of the kernels, in the order of their launches."""
+        return [planned.launch.kernel.fn.__name__ for planned in self.launches]
+
+    def run(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Allocate and launch.
+
+        Args:
+            inputs: Tensors of the layouts that the plan was made for, in the same order.
+        """
+        device = self.device
+        with on_device(device):
+            results = [
+                torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                for _, shape, strides, dtype in self._results
+            ]
+            if self._settings != settings() or not all(launches_directly(each.launch.kernel) for each in self.launches):
+                self._launch_by_triton(inputs, results)
+                return results
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]
+            addresses += [result.data_ptr() for result in results]
+            if self._workspace_bytes:
+                workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=device)
+                if self._zeroed_bytes:
+                    workspace[: self._zeroed_bytes].zero_()
+                start = workspace.data_ptr()
+                addresses += [start + offset for offset in self._offsets]
+            addresses += self._constant_addresses
+            stream = current_stream()
+            for planned in self.launches:
+                planned.run(*planned.fill(addresses), stream=stream)  # type: ignore[misc]
+        return results
+
+    def _launch_by_triton(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor]) -> None:
+        """Launch as Triton does, and keep what may be launched directly from then on."""
+        tensors: list[Tensor | None] = [*inputs, *[None] * (len(self._tensors) - len(inputs))]
+        for (slot, *_), result in zip(self._results, results, strict=True):
+            tensors[slot] = result
+        for slot, constant in self._constants.items():
+            tensors[slot] = constant
+        for slot, planned in enumerate(self._tensors):
+            if planned is not None and tensors[slot] is None:
+                made = torch.empty_strided(planned.shape, planned.stride(), dtype=planned.dtype, device=self.device)
+                tensors[slot] = made.zero_() if slot in self._zeroed else made
+        compiled_under = settings()
+        for each in self.launches:
+            each.run = direct_launcher(each.launch, each.materialize(tensors))
+        is_direct = all(each.run is not None for each in self.launches)
+        self._settings = compiled_under if is_direct else None
+
+
+def make_plan(
+    function: Callable[..., Sequence[PlannedTensor]], inputs: Sequence[TensorLayout | None], device: torch.device
+) -> LaunchPlan:
+    """Plan what a function allocates and launches.
+
+    Args:
+        function: Takes the inputs in order. It may look at layouts, allocate with ``new_empty`` and ``new_zeros``, and
+            launch by :class:`~dma_kernels.runtime.launch.Launcher`; it returns some of what it allocated.
+        inputs: Layouts of the inputs; ``None`` for one that is missing.
+        device: Where everything is.
+    """
+    builder = PlanBuilder()
+    results = function(*[builder.add_input(layout) for layout in inputs])
+    return LaunchPlan(builder, len(inputs), results, device)

@@ -1,0 +1,206 @@
+"""Launch plans without a GPU: what is launched with which addresses, and when Triton's own launch is used."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from dma_kernels.numerics.layout import TensorLayout, layout_of
+from dma_kernels.runtime import launch
+from dma_kernels.runtime import plan as planning
+from dma_kernels.runtime.launch import Launcher, matrix_descriptor
+from dma_kernels.runtime.plan import LaunchPlan, PlannedTensor, make_plan
+from torch import Tensor
+from triton.runtime import JITFunction
+
+SIZE = 64
+CPU = torch.device("cpu")
+
+
+def _scale(x_ptr, x_desc, y_ptr, factor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Only its signature counts: :class:`Compiled` computes."""
+
+
+def _read(pointer: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_float * SIZE).from_address(pointer))
+
+
+def _pointer(argument: Any) -> int:
+    return argument if isinstance(argument, int) else argument.data_ptr()
+
+
+class Compiled:
+    """Stands for a compiled kernel that multiplies two vectors and a number."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def runner(x: Any, descriptor: Any, y: Any, factor: float, block: int, stream: int = 0) -> None:
+            assert block == SIZE
+            assert (descriptor.shape, descriptor.strides, descriptor.padding) == ([2, 32], [32, 1], "zero")
+            self.launches.append(grid)
+            _read(_pointer(y))[:] += factor * _read(_pointer(x)) * _read(descriptor.base.data_ptr())
+
+        return runner
+
+
+class Device:
+    """A kernel on a device that is the CPU: it adds the product of two vectors and a number to a third."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernel = JITFunction(_scale)
+        self.launcher = Launcher(self.kernel, {"BLOCK": SIZE})
+        self.compiled = Compiled()
+        self.compilations = 0
+        monkeypatch.setattr(JITFunction, "run", self._run)
+        monkeypatch.setattr(launch, "CompiledKernel", Compiled)
+        monkeypatch.setattr(planning, "current_stream", lambda: 0)
+
+    def _run(self, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> Compiled:
+        self.compilations += 1
+        self.compiled[grid](*arguments, constants["BLOCK"])
+        return self.compiled
+
+    def multiply(self, x: Any, y: Any, missing: Any = None) -> list[Any]:
+        """Return ``x * y * y``: two launches, with a tensor between them."""
+        between, out = x.new_zeros((SIZE,)), x.new_empty((SIZE,))
+        described = matrix_descriptor(y.as_strided((2, 32), (32, 1)), 2, 32)
+        self.launcher((1, 1, 1), x, described, between, 1.0)
+        self.launcher((2, 1, 1), between, described, out, 1.0)
+        return [out]
+
+    def plan(self) -> LaunchPlan:
+        layout = TensorLayout.dense((SIZE,), torch.float32, CPU)
+        return make_plan(self.multiply, [layout, layout, None], CPU)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    empty_strided = torch.empty_strided  # the kernel adds to its result
+    monkeypatch.setattr(torch, "empty_strided", lambda *a, **b: empty_strided(*a, **b).zero_())
+    return Device(monkeypatch)
+
+
+def check(plan: LaunchPlan, times: int = 1) -> None:
+    """Run a plan with new tensors each time."""
+    results = []
+    for _ in range(times):
+        x, y = torch.randn(2, SIZE).unbind()
+        results.append((plan.run((x, y, None))[0], x * y * y))
+    for out, expected in results:  # all alive at once
+        torch.testing.assert_close(out, expected)
+
+
+def test_planning_launches_nothing(device: Device) -> None:
+    plan = device.plan()
+    assert not device.compiled.launches
+    assert plan.kernels == ["_scale", "_scale"]
+
+
+def test_the_first_run_compiles_and_later_ones_launch_the_compiled_kernels(device: Device) -> None:
+    check(device.plan(), 4)
+    assert device.compilations == 2
+    assert device.compiled.launches == [(1, 1, 1), (2, 1, 1)] * 4
+
+
+def test_a_tensor_of_the_host_is_given_to_every_call(device: Device) -> None:
+    constant = torch.full((SIZE,), 3.0)
+
+    def function(x: Any) -> list[Any]:
+        out = x.new_empty((SIZE,))
+        device.launcher((1, 1, 1), constant, matrix_descriptor(x.as_strided((2, 32), (32, 1)), 2, 32), out, 1.0)
+        return [out]
+
+    plan = make_plan(function, [TensorLayout.dense((SIZE,), torch.float32, CPU)], CPU)
+    for _ in range(3):
+        x = torch.randn(SIZE)
+        torch.testing.assert_close(plan.run((x,))[0], 3.0 * x)
+        constant.fill_(3.0)
+
+
+def test_another_setting_of_triton_compiles_again(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = device.plan()
+    check(plan, 2)
+    monkeypatch.setattr(triton.knobs.runtime, "debug", True)
+    check(plan, 2)
+    assert device.compilations == 4
+
+
+def test_hooks_before_the_launch_see_it(device: Device) -> None:
+    plan = device.plan()
+    check(plan, 2)
+    device.kernel.add_pre_run_hook(lambda *arguments, **options: None)
+    check(plan, 2)
+    assert device.compilations == 6
+
+
+def test_a_version_of_triton_that_was_not_tested_launches_by_itself(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_SETTINGS", None)
+    launch._warn_of_slow_launches.cache_clear()
+    plan = device.plan()
+    with pytest.warns(UserWarning, match=r"was tested with Triton 3\.6 to 3\.9, and this is \d"):
+        check(plan, 3)
+    assert device.compilations == 6
+
+
+def test_the_first_launch_of_a_call_must_not_start_early(device: Device) -> None:
+    """It would read what the caller gives before the work that makes it has ended."""
+    early = Launcher(device.kernel, {"BLOCK": SIZE}, launch_pdl=True)
+    x = TensorLayout.dense((SIZE,), torch.float32, CPU)
+
+    def function(x: Any) -> list[Any]:
+        out = x.new_empty((SIZE,))
+        early((1, 1, 1), x, None, out, 1.0)
+        return [out]
+
+    with pytest.raises(RuntimeError, match="_scale starts before the launch before it has ended"):
+        make_plan(function, [x], CPU)
+
+
+@pytest.mark.parametrize("kind", ["zeroed", "twice", "input"])
+def test_results_have_new_memory_of_their_own(kind: str) -> None:
+    def function(x: PlannedTensor) -> list[PlannedTensor]:
+        out = x.new_zeros((SIZE,)) if kind == "zeroed" else x if kind == "input" else x.new_empty((SIZE,))
+        return [out, out] if kind == "twice" else [out]
+
+    with pytest.raises(AssertionError, match="result"):
+        make_plan(function, [TensorLayout.dense((SIZE,), torch.float32, CPU)], CPU)
+
+
+def test_a_planned_tensor_has_the_layout_of_the_tensor() -> None:
+    x = torch.randn(2, 65, 8, dtype=torch.float16)[:, 1:]
+    assert layout_of(None) is None
+    planned: list[Any] = []
+    make_plan(lambda x: (planned.append(x), [])[1], [layout_of(x)], CPU)
+    for ours, theirs in (
+        (planned[0], x),
+        (planned[0].transpose(0, 1), x.transpose(0, 1)),
+        (planned[0].view(torch.bfloat16), x.view(torch.bfloat16)),
+        (planned[0].new_empty((3, 4)), x.new_empty((3, 4))),
+    ):
+        assert (ours.shape, ours.stride(), ours.dtype, ours.ndim) == (
+            theirs.shape, theirs.stride(), theirs.dtype, theirs.ndim,
+        )  # fmt: skip
+        assert (ours.numel(), ours.nbytes, ours.element_size()) == (
+            theirs.numel(), theirs.nbytes, theirs.element_size(),
+        )  # fmt: skip
+        assert (ours.data_ptr() - theirs.data_ptr()) % 16 == 0
+    with pytest.raises(ValueError, match="must be contiguous"):
+        planned[0].contiguous()
+
+
+def test_a_materialized_view_shares_the_memory_of_its_tensor() -> None:
+    planned: list[Any] = []
+    base = torch.arange(8, dtype=torch.int32)
+    make_plan(lambda x: (planned.append(x), [])[1], [layout_of(base)], CPU)
+    real: Tensor = planned[0].view(torch.float32).as_strided((2, 4, 3), (4, 1, 0)).materialize(base)
+    assert real.dtype == torch.float32
+    assert torch.equal(real[:, :, 2].reshape(-1).view(torch.int32), base)
