@@ -22,6 +22,8 @@ FOLDER = "benchmarks"
 MOVED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 """Files at the root of the repository, and their place on the site."""
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)(?=[)#])")
+ROLE = re.compile(r":\w+:(?=<code>)")
+"""A role of Sphinx in a docstring, before its text."""
 MARK = re.compile(r"^<!-- generate: (\w+) -->$", re.MULTILINE)
 
 
@@ -65,3 +67,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return docs_reference.GENERATORS[match[1]]()
 
     return MARK.sub(generate, LINK.sub(link, markdown))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Leave the roles of Sphinx out that docstrings have."""
+    return re.sub(r"(?<=<code>)~(?:\w+\.)*", "", ROLE.sub("", html))
