@@ -1,6 +1,6 @@
 """Measure what 3 to 8 bits, groups, rotations and mixed layers cost a cache in quality, on a model and its twins.
 
-    python scripts/measure_cache_formats.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data wiki.test.raw --out FILE.csv
+    python scripts/measure_cache_formats.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data wiki.test.raw --out FILE
 
 reads windows in one pass each, in fp32: sink tile and band exactly, every other tile through codes of
 :mod:`dma_kernels.cache.codes`. Divergence is from the twin's own exact attention. Equalised twins are changed first and
@@ -9,20 +9,14 @@ equalised then. "Balanced" keys have the factors of ``equalize`` taken from the 
 
 from __future__ import annotations
 
-import argparse
 import copy
-import csv
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from dma_eval.data import load_text, tokenize
-from dma_eval.models import load_model
-from dma_eval.stress import RANGE_TOKENS, TWINS, Twin, attention_layers, stressed
+from dma_eval.stress import TWINS, Twin, stressed
 from dma_kernels import Recipe
 from dma_kernels.cache.codes import CacheFormat, quantize_keys, quantize_values
 from dma_kernels.numerics.formats import TILE
@@ -30,14 +24,14 @@ from dma_kernels.numerics.geometry import AttentionGeometry
 from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.reference.attention import attend_prepared
 from dma_kernels.reference.operands import PreparedOperands
+from study import Study, Writer, make_parser
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 import dma_hf
 
 BAND = Recipe(low="mxint8", high="bf16", smooth_k=False, rotate=False, pv="bf16")
 """A recipe for its band: operands are prepared here. A uniform one would have no high tiles."""
-NAME = "measured_cache"
 SENSITIVITY_TOKENS = 2048
 
 
@@ -98,19 +92,18 @@ VARIANTS = [
 ]
 
 
+@dataclass
 class Cached:
-    """Attention of whole prompts, as Transformers calls it, to what a cache of the present format holds."""
+    """Attention of whole prompts, as Transformers calls it, to what a cache of a format holds in all or one layer."""
 
-    format: Variant | None = None
+    format: Variant
     only_layer: int | None = None
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
-        form, layer = self.format, module.layer_idx
-        assert form is not None
-        if layer in form.int8_layers:
-            form = INT8
+        layer = module.layer_idx
+        form = INT8 if layer in self.format.int8_layers else self.format
         is_exact = self.only_layer not in (None, layer)
         keys = key if is_exact else code_keys(query, key, form.keys)
         values = value if is_exact else code_values(value, form.values)
@@ -147,43 +140,6 @@ def first_tile_balance(query: Tensor, key: Tensor) -> Tensor:
     return torch.exp2((ratio.clamp_min(1e-12).log2() / 2).round())[:, :, None]
 
 
-CACHED = Cached()
-AttentionInterface.register(NAME, CACHED)
-AttentionMaskInterface.register(NAME, lambda *_, **__: None)
-
-
-class Windows:
-    """Windows of a text, and what the exact model says of them."""
-
-    def __init__(self, model: PreTrainedModel, windows: Tensor) -> None:
-        self.model, self.windows = model, windows
-        model.set_attn_implementation("sdpa")
-        self.exact = [self._log_probs(window) for window in windows]
-        self.loss = self._loss(self.exact)
-
-    def _log_probs(self, window: Tensor) -> Tensor:
-        logits: Tensor = self.model(window[None], use_cache=False).logits[0]
-        return logits.float().log_softmax(-1).to("cpu" if logits.is_cpu else logits.device)
-
-    def _loss(self, log_probs: list[Tensor]) -> float:
-        losses = [
-            -each[:-1].gather(1, window[1:, None]).mean() for each, window in zip(log_probs, self.windows, strict=True)
-        ]
-        return float(torch.stack(losses).mean())
-
-    def compare(self, form: Variant, only_layer: int | None = None) -> tuple[float, float]:
-        """Return KL per token from the exact model, and the change of perplexity in percent."""
-        CACHED.format, CACHED.only_layer = form, only_layer
-        self.model.set_attn_implementation(NAME)
-        found = [self._log_probs(window) for window in self.windows]
-        self.model.set_attn_implementation("sdpa")
-        divergences = [
-            (exact.exp() * (exact - each)).sum(-1).mean() for exact, each in zip(self.exact, found, strict=True)
-        ]
-        change = 100 * (math.exp(self._loss(found) - self.loss) - 1)
-        return float(torch.stack(divergences).mean()), change
-
-
 @contextmanager
 def biased(model: PreTrainedModel, layers: list[Any], twin: Twin, seed: int) -> Iterator[None]:
     """Within a ``with`` block, the keys of a model have biases: parameters, which ``equalize`` can scale."""
@@ -205,44 +161,41 @@ def biased(model: PreTrainedModel, layers: list[Any], twin: Twin, seed: int) -> 
             module.bias = None
 
 
-def measure(
-    model: PreTrainedModel, windows: Tensor, note: Callable[[dict[str, Any]], None], quick: bool = False
-) -> None:
+def measure(study: Study, writer: Writer, *, quick: bool) -> None:
     """Measure every variant on the model and its twins, before and after they are equalised; ``quick`` ones alone."""
-    sample = windows[0, :RANGE_TOKENS].cpu()
-    layers = attention_layers(model, sample)
-    count = model.config.num_hidden_layers
+    model, count = study.model, study.model.config.num_hidden_layers
     twins = {twin.name: twin for twin in TWINS}
     weights = copy.deepcopy(model.state_dict())
-    worst = [] if quick else rank_layers(model, windows)
+    worst = [] if quick else rank_layers(study)
     plan = [(name, False) for name in ("as it is", "keys x 32", "values x 32", "key biases")]
     plan += [("as it is", True), ("key biases", True)] if quick else [(name, True) for name in twins]
     for name, is_equalized in plan:
         make = biased if twins[name].bias else stressed
-        with make(model, layers, twins[name], 0):
+        with make(model, study.layers, twins[name], 0):
             if is_equalized:
-                dma_hf.equalize(model, windows[:1, :SENSITIVITY_TOKENS].cpu())
+                dma_hf.equalize(model, study.windows[:1, :SENSITIVITY_TOKENS].cpu())
             variants = [*VARIANTS, *mixed(BOTH if is_equalized else INT4, worst)]
             if quick:
                 variants = [INT4, BOTH] if is_equalized else [UNROTATED, INT4]
-            reading = Windows(model, windows)
+            exact = study.read()
             for form in variants if not is_equalized or name in ("as it is", "key biases") else (INT4, BOTH):
-                divergence, change = reading.compare(form)
-                note(
-                    {"twin": name, "equalized": is_equalized, "format": form.name}
-                    | {"bits": round(form.bits(count), 3), "kl": f"{divergence:.3g}", "perplexity_%": f"{change:.2f}"}
-                )
+                found = study.compare(study.read(Cached(form)), exact)
+                about = {"twin": name, "equalized": is_equalized, "format": form.name}
+                writer.add(about | {"bits": round(form.bits(count), 3)} | found)
             if is_equalized:
                 model.load_state_dict(weights, strict=False)
 
 
-def rank_layers(model: PreTrainedModel, windows: Tensor) -> list[int]:
+def rank_layers(study: Study) -> list[int]:
     """Return the layers in the order of what each loses by itself in ``int4``, the worst first."""
-    layers = range(model.config.num_hidden_layers)
-    reading = Windows(model, windows[:1, :SENSITIVITY_TOKENS])
-    losses = [reading.compare(INT4, layer)[0] for layer in layers]
-    print("KL of a single layer:", " ".join(f"{loss:.1e}" for loss in losses), flush=True)
-    return sorted(layers, key=lambda layer: -losses[layer])
+    window = study.windows[:1, :SENSITIVITY_TOKENS]
+    exact = [each.log_softmax(-1) for each in study.read(windows=window)]
+    losses = {}
+    for layer in range(study.model.config.num_hidden_layers):
+        (found,) = study.read(Cached(INT4, layer), window)
+        losses[layer] = float((exact[0].exp() * (exact[0] - found.log_softmax(-1))).sum(-1).mean())
+    print("KL of a single layer:", " ".join(f"{loss:.1e}" for loss in losses.values()), flush=True)
+    return sorted(losses, key=lambda layer: -losses[layer])
 
 
 def mixed(form: Variant, worst: list[int]) -> list[Variant]:
@@ -254,29 +207,12 @@ def mixed(form: Variant, worst: list[int]) -> list[Variant]:
 
 
 def main() -> None:
-    """Measure, and write a line for each twin and format."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or GGUF file")
-    parser.add_argument("--data", required=True, help="text file")
-    parser.add_argument("--out", required=True, type=Path, help="CSV file")
+    """Measure, and write a result for each twin and format."""
+    parser = make_parser(__doc__)
     parser.add_argument("--context", type=int, default=4096, help="tokens of a window, a multiple of 128")
     parser.add_argument("--windows", type=int, default=2)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="only int4 with and without rotation, for a CPU")
     options = parser.parse_args()
-    loaded = load_model(options.model, dtype="float32", device=options.device)
-    ids = torch.as_tensor(tokenize(loaded.tokenizer, load_text(options.data).content))
-    windows = ids[: options.windows * options.context].view(options.windows, -1).to(options.device)
-    with options.out.open("w", newline="", encoding="utf-8") as file, torch.no_grad():
-        writer = csv.DictWriter(file, ("twin", "equalized", "format", "bits", "kl", "perplexity_%"))
-        writer.writeheader()
-
-        def note(row: dict[str, Any]) -> None:
-            writer.writerow(row)
-            file.flush()
-            print(*row.values(), sep=" | ", flush=True)
-
-        measure(loaded.model, windows, note, options.quick)
+    measure(Study(options, options.context, options.windows), Writer(options), quick=options.quick)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,22 @@
 """Measure what tile skipping costs in quality: divergence against the share of tiles skipped, in fp32.
 
-    python scripts/measure_skipping.py measure --model SmolLM2-135M-Instruct.Q4_1.gguf --data TEXT --out results.json
-    python scripts/measure_skipping.py plot results.json ... --out skipping.png
+    python scripts/measure_skipping.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data TEXT --out results.json
 
-``measure`` reads windows of each length with the exact model, then with each recipe, threshold and rule, on the
-unchanged model and on its stress twins. It computes attention in torch for one head at a time: on a GPU a pass over
-32K tokens of SmolLM2 takes seconds.
+reads windows of each length with the exact model, then with each recipe, threshold and rule, on the unchanged model and
+on its stress twins. It computes attention in torch for one head at a time: on a GPU a pass over 32K tokens of SmolLM2
+takes seconds.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from dma_eval.data import Window, load_text, tokenize
-from dma_eval.models import load_model
-from dma_eval.perplexity import score
-from dma_eval.stress import RANGE_TOKENS, TWINS, Twin, attention_layers, stressed
+from dma_eval.stress import TWINS, Twin, stressed
 from dma_kernels import Recipe
 from dma_kernels.numerics.formats import P_SCALE, TILE
 from dma_kernels.numerics.geometry import SKIP_BLOCK
@@ -31,12 +24,11 @@ from dma_kernels.numerics.quantize import to_e4m3
 from dma_kernels.reference.attention import EXACT
 from dma_kernels.reference.operands import prepare_operands
 from dma_kernels.reference.skipping import is_high_tile
+from study import Study, Writer, make_parser
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from dma_hf import PRESETS
 
-NAME = "measured_skipping"
 WINDOWS = {8192: 2, 2048: 4, 32768: 1}
 """Windows to read of each length."""
 REFERENCE_LENGTH = 8192
@@ -217,187 +209,75 @@ def plan(length: int) -> Iterator[tuple[Twin, str, Rule]]:
     for preset in ("balanced", "fp4"):
         for threshold in (None, 6.0, 7.0, 5.0, 8.0, 4.0) if preset == "balanced" or not is_long else (None, 6.0, 7.0):
             yield unchanged, preset, Rule(threshold)
-    for threshold in (6.0,) if is_long else (5.0, 6.0, 7.0):
-        yield unchanged, "balanced", Rule(threshold, "running")
-        yield unchanged, "balanced", Rule(threshold, "length")
-    if not is_long:
-        yield unchanged, "balanced", Rule(6.0, "rows")
-    for twin in twins:
-        for threshold in (None, 6.0) if is_long else (None, 6.0, 7.0, 5.0, 8.0):
-            yield twin, "balanced", Rule(threshold)
-    for twin in twins:
-        for threshold in (None, 6.0) if is_long else (None, 6.0, 7.0, 5.0, 8.0):
-            if not is_long or twin.name in ("keys x 32", "key biases"):
-                yield twin, "fp4", Rule(threshold)
+    for kind in ("running", "length") if is_long else ("running", "length", "rows"):
+        yield unchanged, "balanced", Rule(6.0, kind)
+    for preset in ("balanced", "fp4"):
+        for twin in twins:
+            yield from ((twin, preset, Rule(threshold)) for threshold in ((None, 6.0) if is_long else (None, 6.0, 7.0)))
     for kind in ESTIMATES if length == REFERENCE_LENGTH else ():
-        for threshold in ESTIMATE_THRESHOLDS[kind.split()[0]]:
-            yield unchanged, "balanced", Rule(threshold, kind)
+        yield from ((unchanged, "balanced", Rule(t, kind)) for t in ESTIMATE_THRESHOLDS[kind.split()[0]])
 
 
 def quick_plan() -> Iterator[tuple[Twin, str, Rule]]:
     """Yield what says most in little time, for a CPU."""
     unchanged, *twins = TWINS
     hard = [twin for twin in twins if twin.name in ("keys x 32", "key biases")]
-    yield from ((unchanged, "balanced", Rule(threshold)) for threshold in (None, 6.0, 7.0))
+    yield from ((unchanged, "balanced", Rule(threshold)) for threshold in (None, 6.0, 7.0, 5.0))
     yield from ((twin, "balanced", Rule(threshold)) for twin in hard for threshold in (None, 6.0))
     yield from ((unchanged, "fp4", Rule(threshold)) for threshold in (None, 6.0))
-    yield unchanged, "balanced", Rule(5.0)
-    for kind, threshold in {
-        "every row of 8": 7.0,
-        "mean of 8 keys": 12.0,
-        "extremes of 8 keys": -5.0,
-        "antidiagonals of 8": 9.0,
-        "rows": 6.0,
-        "running": 6.0,
-        "length": 6.0,
-    }.items():
+    kinds = {"every row of 8": 7.0, "mean of 8 keys": 12.0, "extremes of 8 keys": -5.0, "antidiagonals of 8": 9.0}
+    for kind, threshold in (kinds | dict.fromkeys(("rows", "running", "length"), 6.0)).items():
         yield unchanged, "balanced", Rule(threshold, kind)
-    for twin in (twin for twin in twins if twin not in hard):
-        yield from ((twin, "balanced", Rule(threshold)) for threshold in (None, 6.0))
 
 
-class Study:
-    """A model at one length: its windows, its exact logits, and its twins."""
+class Skipping(Study):
+    """A study of rules; it keeps the exact logits of the unchanged model and of one twin."""
 
-    def __init__(self, model: PreTrainedModel, tokens: Tensor, length: int, windows: int, elements: int) -> None:
-        assert len(tokens) >= length * windows, f"the text has {len(tokens)} tokens, {windows} x {length} are needed"
-        self.model, self.length, self.elements = model, length, elements
-        self.ids = [tokens[i * length : (i + 1) * length].to(model.device) for i in range(windows)]
-        self.layers = attention_layers(model, tokens[:RANGE_TOKENS])
-        self.exact: dict[str, list[Tensor]] = {}
+    exact: dict[str, list[Tensor]] = {}  # noqa: RUF012 (replaced, not changed)
 
-    def run(self, twin: Twin, preset: str, rule: Rule) -> dict[str, Any]:
+    def run(self, twin: Twin, preset: str, rule: Rule, elements: int) -> dict[str, Any]:
         """Measure one rule on one twin."""
-        reference = "" if twin.is_same_function else twin.name
+        config, reference = self.model.config, "" if twin.is_same_function else twin.name
+
+        def attention(recipe: Recipe, rule: Rule) -> SkippingAttention:
+            return SkippingAttention(recipe, rule, config.num_hidden_layers, config.num_attention_heads, elements)
+
         with stressed(self.model, self.layers, twin):
             if reference not in self.exact:
-                self.exact = {key: value for key, value in self.exact.items() if key == ""}  # memory for no more
-                self.exact[reference] = self._read(EXACT, Rule())[0]
-            began = time.perf_counter()
-            logits, attention = self._read(PRESETS[preset].recipe, rule)
-        window = Window(0, self.length, 1)
-        scores = [
-            score(*parts[:2], window, parts[2]) for parts in zip(logits, self.ids, self.exact[reference], strict=True)
-        ]
-        exact = [score(*parts, window) for parts in zip(self.exact[reference], self.ids, strict=True)]
-        kl = np.concatenate([each.kl for each in scores]).astype(np.float64)
-        nll, exact_nll = (np.concatenate([each.nll for each in found]).astype(np.float64) for found in (scores, exact))
-        result = {
-            "length": self.length,
-            "windows": len(self.ids),
-            "twin": twin.name,
-            "preset": preset,
-            **rule._asdict(),
-            "kl": kl.mean(),
-            "kl_stderr": kl.std() / math.sqrt(len(kl)),
-            "perplexity": math.exp(nll.mean()),
-            "change_percent": 100 * math.expm1((nll - exact_nll).mean()),
-            "flips": 1 - np.concatenate([each.agree for each in scores]).mean(),
-            "skipped": attention.skipped.sum() / attention.low.sum(),
-            "skipped_by_layer": np.round(attention.skipped.sum(1) / attention.low.sum(1), 3).tolist(),
-            "seconds": time.perf_counter() - began,
-        }
-        if attention.lost:
-            lost = torch.cat(attention.lost)
+                kept = {key: value for key, value in self.exact.items() if key == ""}  # memory for no more
+                self.exact = kept | {reference: self.read(attention(EXACT, Rule()))}
+            began, measured = time.perf_counter(), attention(PRESETS[preset].recipe, rule)
+            logits = self.read(measured)
+        windows, length = self.windows.shape
+        result = {"length": length, "windows": windows, "twin": twin.name, "preset": preset, **rule._asdict()}
+        result |= self.compare(logits, self.exact[reference])
+        result["skipped"] = measured.skipped.sum() / measured.low.sum()
+        result["skipped_by_layer"] = np.round(measured.skipped.sum(1) / measured.low.sum(1), 3).tolist()
+        result["seconds"] = time.perf_counter() - began
+        if measured.lost:
+            lost = torch.cat(measured.lost)
             result["lost_mean"] = float(lost.double().mean())
             result["lost_p999"] = float(lost.kthvalue(int(0.999 * len(lost))).values)
         return result
 
-    def _read(self, recipe: Recipe, rule: Rule) -> tuple[list[Tensor], SkippingAttention]:
-        config = self.model.config
-        attention = SkippingAttention(recipe, rule, config.num_hidden_layers, config.num_attention_heads, self.elements)
-        AttentionInterface.register(NAME, attention)
-        self.model.set_attn_implementation(NAME)
-        with torch.inference_mode():
-            logits = [self.model(input_ids=ids[None], use_cache=False).logits[0] for ids in self.ids]
-        return logits, attention
 
-
-def measure(options: argparse.Namespace) -> None:
+def main() -> None:
     """Measure every length, and write what was found after each run."""
-    AttentionMaskInterface.register(NAME, lambda *_args, **_options: None)
-    began, found = time.perf_counter(), []
-    text = load_text(options.data).content
+    parser = make_parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(WINDOWS))
+    parser.add_argument("--windows", type=int, help=f"windows of each length (default: {WINDOWS}, else 1)")
+    parser.add_argument("--elements", type=int, default=1 << 27, help="scores computed at once")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after so many")
+    options = parser.parse_args()
+    began, writer = time.perf_counter(), Writer(options)
     for length in options.lengths:
-        loaded = load_model(options.model, dtype="float32", device=options.device, yarn=4 if length > 8192 else None)
-        windows = options.windows or WINDOWS.get(length, 1)
-        tokens = tokenize(loaded.tokenizer, text[: 8 * length * windows])
-        study = Study(loaded.model, tokens, length, windows, options.elements)
+        study = Skipping(options, length, options.windows or WINDOWS.get(length, 1))
         for twin, preset, rule in quick_plan() if options.quick else plan(length):
             if time.perf_counter() - began > options.seconds:
                 print(f"stopped before {length}, {twin.name}, {preset}, {rule}", flush=True)
                 break
-            result = study.run(twin, preset, rule)
-            found.append(result)
-            print(summary(result), flush=True)
-            about = {name: Path(getattr(options, name)).name for name in ("model", "data")}
-            report = {**about, "device": device_name(loaded.model), "results": found}
-            # One line for each result.
-            options.out.write_text(json.dumps(report).replace('{"length"', '\n{"length"') + "\n")
-        del study, loaded
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
-def device_name(model: PreTrainedModel) -> str:
-    """Name what a model runs on."""
-    return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"
-
-
-def summary(result: dict[str, Any]) -> str:
-    """Return one line of a result."""
-    lost = f"lost {result['lost_mean']:.1e} {result['lost_p999']:.1e}" if "lost_mean" in result else ""
-    return (
-        f"{result['length']:6} {result['twin']:12} {result['preset']:8} {result['kind']} t={result['threshold']}: "
-        f"skipped {result['skipped']:.3f} KL {result['kl']:.2e} ppl {result['change_percent']:+.3f} % flips "
-        f"{100 * result['flips']:.2f} % {lost} {result['seconds']:.1f} s"
-    )
-
-
-def plot(options: argparse.Namespace) -> None:
-    """Draw the divergence from exact attention against the share of low tiles skipped."""
-    import matplotlib.pyplot as plt
-
-    results = [result for path in options.results for result in json.loads(path.read_text())["results"]]
-    plain = [result for result in results if (result["twin"], result["kind"]) == (TWINS[0].name, "high")]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
-    for axis, preset in zip(axes, ("balanced", "fp4"), strict=True):
-        for length in sorted({result["length"] for result in plain}):
-            rows = [result for result in plain if (result["length"], result["preset"]) == (length, preset)]
-            rows.sort(key=lambda row: -(row["threshold"] or math.inf))
-            shares = [100 * row["skipped"] for row in rows]
-            axis.plot(shares, [row["kl"] for row in rows], ".-", label=f"{length:,} tokens")
-            for share, row in zip(shares, rows, strict=True):
-                name = "off" if row["threshold"] is None else f"{row['threshold']:g}"
-                axis.annotate(name, (share, row["kl"]), textcoords="offset points", xytext=(4, -9), fontsize=8)
-        axis.set(title=preset, xlabel="low tiles skipped (%)", ylabel="KL per token (nats)", yscale="log")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(options.out, dpi=150)
-
-
-def main() -> None:
-    """Run the command that was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("measure")
-    command.set_defaults(run=measure)
-    command.add_argument("--model", required=True, help="folder, GGUF file or Hub name")
-    command.add_argument("--data", required=True, help="the text, as for dma-hf ppl")
-    command.add_argument("--out", required=True, type=Path, help="JSON file of the results")
-    command.add_argument("--lengths", type=int, nargs="+", default=list(WINDOWS))
-    command.add_argument("--windows", type=int, help=f"windows of each length (default: {WINDOWS}, else 1)")
-    command.add_argument("--device", default="auto")
-    command.add_argument("--elements", type=int, default=1 << 27, help="scores computed at once")
-    command.add_argument("--quick", action="store_true", help="measure a selection, for a CPU")
-    command.add_argument("--seconds", type=float, default=math.inf, help="start no run after so many")
-    command = commands.add_parser("plot")
-    command.set_defaults(run=plot)
-    command.add_argument("results", type=Path, nargs="+")
-    command.add_argument("--out", required=True, type=Path)
-    options = parser.parse_args()
-    options.run(options)
+            writer.add(study.run(twin, preset, rule, options.elements))
+        del study
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``scripts/measure_skipping.py``: its attention is that of the reference, and it runs from a text to a plot."""
+"""``scripts/measure_*.py``: attention with skipping is that of the reference, and both run on a text."""
 
 from __future__ import annotations
 
@@ -57,24 +57,39 @@ def test_exact_estimates_skip_what_the_rule_does(script: Any) -> None:
     assert found == [found[0]] * 5
 
 
-def test_measures_and_draws(script: Any, model_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    def run(*arguments: Any) -> None:
-        monkeypatch.setattr("sys.argv", ["x", *map(str, arguments)])
+@pytest.fixture
+def run(monkeypatch: Any, model_folder: Path, text_file: Path, tmp_path: Path) -> Any:
+    def run(script: Any, name: str, *arguments: Any) -> dict[str, Any]:
+        files = ["--model", model_folder, "--data", text_file, "--out", tmp_path / "r.json", "--device", "cpu"]
+        monkeypatch.setattr("sys.argv", [f"x/{name}.py", *map(str, [*files, *arguments])])
         script.main()
+        report = json.loads((tmp_path / "r.json").read_text())
+        assert report["command"].startswith(f"python scripts/{name}.py --model {model_folder.name} --data ")
+        assert report["environment"]["packages"]["torch"] == torch.__version__
+        return report
 
+    return run
+
+
+def test_skipping_is_measured(script: Any, run: Any, monkeypatch: Any) -> None:
     unchanged, *twins = script.TWINS
-    runs = [(unchanged, preset, script.Rule(t, kind)) for preset in ("balanced", "fp4") for t, kind in [(None, "high")]]
-    runs += [
-        (unchanged, "balanced", script.Rule(1.0, kind))
-        for kind in ("high", "running", "length", "rows", "every row of 8")
-    ]
+    runs = [(unchanged, preset, script.Rule()) for preset in ("balanced", "fp4")]
+    kinds = ("high", "running", "length", "rows", "every row of 8")
+    runs += [(unchanged, "balanced", script.Rule(1.0, kind)) for kind in kinds]
     runs += [(twins[0], "balanced", script.Rule(1.0)), (twins[-1], "balanced", script.Rule(1.0))]
     monkeypatch.setattr(script, "plan", lambda _length: iter(runs))
-    options = ("--lengths", 512, "--windows", 1, "--device", "cpu", "--elements", 1 << 16)
-    run("measure", "--model", model_folder, "--data", text_file, "--out", tmp_path / "r.json", *options)
-    results = json.loads((tmp_path / "r.json").read_text())["results"]
-    assert [result["kind"] for result in results] == [rule.kind for _, _, rule in runs]
-    assert all(0 <= result["skipped"] <= 1 and result["kl"] >= 0 for result in results)
-    assert "lost_p999" in results[2]
-    run("plot", tmp_path / "r.json", "--out", tmp_path / "r.png")
-    assert (tmp_path / "r.png").stat().st_size > 1000
+    report = run(script, "measure_skipping", "--lengths", 512, "--windows", 1, "--elements", 1 << 16)
+    assert [result["kind"] for result in report["results"]] == [rule.kind for _, _, rule in runs]
+    assert all(0 <= result["skipped"] <= 1 and result["kl"] >= 0 for result in report["results"])
+    assert "lost_p999" in report["results"][2]
+
+
+def test_cache_formats_are_measured(run: Any) -> None:
+    script = load_script("measure_cache_formats")
+    results = run(script, "measure_cache_formats", "--context", 512, "--windows", 1, "--quick")["results"]
+    assert [(each["twin"], each["format"]) for each in results[:2]] == [
+        ("as it is", "int4, not rotated"),
+        ("as it is", "int4, V rotated"),
+    ]
+    assert {each["equalized"] for each in results} == {False, True}
+    assert all(0 < each["kl"] < 1 for each in results if each["twin"] == "as it is")

@@ -1,0 +1,100 @@
+"""What ``measure_*.py`` share: windows of a text, read by a model whose attention is replaced, and files of results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dma_eval.data import Window, load_text, tokenize
+from dma_eval.models import load_model
+from dma_eval.perplexity import score
+from dma_eval.results import here_and_now
+from dma_eval.stress import RANGE_TOKENS, attention_layers
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+NAME = "measured_attention"
+
+
+class Study:
+    """A model and windows of a text of one length."""
+
+    def __init__(self, options: argparse.Namespace, length: int, windows: int) -> None:
+        yarn = 4 if length > 8192 else None
+        loaded = load_model(options.model, dtype="float32", device=options.device, yarn=yarn)
+        tokens = tokenize(loaded.tokenizer, load_text(options.data).content[: 8 * length * windows])
+        assert len(tokens) >= length * windows, f"the text has {len(tokens)} tokens, {windows} x {length} are needed"
+        self.model: PreTrainedModel = loaded.model
+        self.windows = tokens[: length * windows].view(windows, length).to(self.model.device)
+        self.layers = attention_layers(self.model, tokens[:RANGE_TOKENS])
+
+    def read(self, attention: Callable[..., Any] | None = None, windows: Tensor | None = None) -> list[Tensor]:
+        """Return the logits of every window, with SDPA or another function of Transformers' interface."""
+        if attention is not None:
+            AttentionInterface.register(NAME, attention)
+            AttentionMaskInterface.register(NAME, lambda *_args, **_options: None)
+        self.model.set_attn_implementation("sdpa" if attention is None else NAME)
+        with torch.inference_mode():
+            chosen = self.windows if windows is None else windows
+            return [self.model(input_ids=ids[None], use_cache=False).logits[0] for ids in chosen]
+
+    def compare(self, logits: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
+        """Return what logits lose against exact ones: KL per token, change of the perplexity, other first choices."""
+        scored = Window(0, self.windows.shape[1], 1)
+        found = [score(own, ids, scored, base) for own, ids, base in zip(logits, self.windows, exact, strict=False)]
+        bases = [score(base, ids, scored) for base, ids in zip(exact, self.windows, strict=False)]
+        kl = np.concatenate([each.kl for each in found]).astype(np.float64)
+        nll, base_nll = (np.concatenate([each.nll for each in some]).astype(np.float64) for some in (found, bases))
+        return {
+            "kl": kl.mean(),
+            "kl_stderr": kl.std() / math.sqrt(len(kl)),
+            "perplexity": math.exp(nll.mean()),
+            "change_percent": 100 * math.expm1((nll - base_nll).mean()),
+            "flips": 1 - np.concatenate([each.agree for each in found]).mean(),
+        }
+
+
+class Writer:
+    """A JSON file of results, written after each one."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        facts = here_and_now()
+        self._path: Path = options.out
+        self._report = {"command": command(), **facts, "environment": asdict(facts["environment"])}
+        self._report |= {name: Path(getattr(options, name)).name for name in ("model", "data") if name in options}
+        self._results: list[dict[str, Any]] = []
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Write one more result, and print its short values."""
+        self._results.append(result)
+        text = json.dumps(self._report | {"results": self._results})
+        self._path.write_text(text.replace(', {"', ',\n{"') + "\n", encoding="utf-8")  # one line for each
+        shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in result.items()}
+        print(*(f"{key}={value}" for key, value in shown.items() if not isinstance(value, list)), flush=True)
+
+
+def command() -> str:
+    """Return the command that makes a file again, without the folders of this machine."""
+    program, *arguments = sys.argv
+    names = (Path(each).name if "/" in each else each for each in arguments)
+    return shlex.join(["python", f"scripts/{Path(program).name}", *names])
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that the studies share."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder, GGUF file or Hub name")
+    parser.add_argument("--data", required=True, help="the text, as for dma-hf ppl")
+    parser.add_argument("--out", required=True, type=Path, help="JSON file of the results")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--quick", action="store_true", help="measure a selection, for a CPU")
+    return parser
