@@ -111,16 +111,18 @@ def attention_with_lse(
         raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(recipe).__name__}")
     check_backend(backend)
     check_options(is_causal=is_causal, window=window, scale=scale, softcap=softcap)
-    positions: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "kv_range": kv_range}
-    tensors: dict[str, Any] = {"sinks": sinks, "mask": mask, "tile_counts": tile_counts}
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "window": window, "softcap": softcap}
     others = [x for x in (q_offset, kv_offset, kv_range, sinks, mask, tile_counts) if not (x is None or is_int(x))]
     if _needs_op([query, key, value, *others]):
-        return _call_op(query, key, value, recipe, backend, **positions, **tensors, **options)
-    if sinks is not None:
-        tensors["sinks"] = sinks.contiguous()
-    problem = PrefillProblem.of(query, key, value, recipe, backend=backend, **positions, **tensors, **options)
-    return plan(problem).run(query, key, value, **positions, **tensors)
+        return _call_op(
+            query, key, value, recipe, is_causal, scale, q_offset, kv_offset, kv_range, window, softcap, sinks, mask,
+            tile_counts, backend,
+        )  # fmt: skip
+    sinks = None if sinks is None else sinks.contiguous()
+    problem = PrefillProblem.of(
+        query, key, value, recipe, is_causal, scale, q_offset, kv_offset, kv_range, window, softcap, sinks, mask,
+        tile_counts, backend,
+    )  # fmt: skip
+    return plan(problem).run(query, key, value, q_offset, kv_offset, kv_range, sinks, mask, tile_counts)
 
 
 attention = _output_of(attention_with_lse)
@@ -161,18 +163,20 @@ def _call_op(
     key: Tensor,
     value: Tensor,
     recipe: Recipe,
-    backend: str,
-    *,
+    is_causal: bool,
+    scale: float | None,
+    q_offset: int | Tensor | None,
+    kv_offset: int | Tensor,
+    kv_range: Tensor | None,
+    window: int | None,
+    softcap: float | None,
     sinks: Tensor | None,
     mask: Tensor | None,
     tile_counts: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    **positions: Any,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Call the registered operator."""
+    positions: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "kv_range": kv_range}
     check_prefill(
         *(query, key, value, recipe),
         is_causal=is_causal,

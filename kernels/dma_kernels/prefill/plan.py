@@ -48,7 +48,6 @@ class PrefillPlan:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
         q_offset: int | Tensor | None = None,
         kv_offset: int | Tensor = 0,
         kv_range: Tensor | None = None,

@@ -58,7 +58,6 @@ class PrefillProblem:
         key: Tensor,
         value: Tensor,
         recipe: Recipe,
-        *,
         is_causal: bool,
         scale: float | None,
         q_offset: int | Tensor | None,

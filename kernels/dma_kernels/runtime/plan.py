@@ -262,6 +262,7 @@ class LaunchPlan:
         order = [*range(inputs), *(slot for slot, *_ in self._results), *allocated, *self._constants]
         index = {slot: i for i, slot in enumerate(order)}
         self.launches = tuple(_PlannedLaunch(launch, index) for launch in builder.launches)
+        self._kernels = [launch.kernel for launch in builder.launches]
         self._settings: tuple[Any, ...] | None = None  # of Triton, that the kernels were compiled under
 
     @property
@@ -281,7 +282,7 @@ class LaunchPlan:
                 torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 for _, shape, strides, dtype in self._results
             ]
-            if self._settings != settings() or not all(launches_directly(each.launch.kernel) for each in self.launches):
+            if self._settings != settings() or not all(map(launches_directly, self._kernels)):
                 self._launch_by_triton(inputs, results)
                 return results
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]

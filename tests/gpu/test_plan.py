@@ -1,4 +1,4 @@
-"""Calls that are repeated from a recording, on a device."""
+"""Plans of prefill calls on a device: compiled kernels launched with new addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 from dma_kernels import Recipe, attention, saturated_values
-from dma_kernels.runtime.replay import call_of
+from dma_kernels.prefill.plan import plan
 from dma_kernels.runtime.reports import kernel_reports
 from dma_kernels.testing import random_qkv
 from prefill_cases import RECIPES
@@ -23,10 +23,10 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 @pytest.fixture(autouse=True)
-def nothing_recorded() -> Iterator[None]:
-    call_of.cache_clear()
+def no_plans() -> Iterator[None]:
+    plan.cache_clear()
     yield
-    call_of.cache_clear()
+    plan.cache_clear()
 
 
 def make(seed: int = 0, device: str = "cuda") -> Inputs:
@@ -42,30 +42,29 @@ def compute(inputs: Inputs) -> Tensor:
 
 
 def expected(inputs: Inputs) -> Tensor:
-    """Compute without a recording."""
-    call_of.cache_clear()
+    """Compute through Triton's own launch."""
+    plan.cache_clear()
     out = compute(inputs)
-    call_of.cache_clear()
+    plan.cache_clear()
     return out
 
 
-def record(inputs: Inputs) -> None:
-    for _ in range(2):
-        compute(inputs)
+def warm_up(inputs: Inputs) -> None:
+    compute(inputs)
 
 
 def test_other_tensors() -> None:
     inputs = [make(seed) for seed in range(4)]
     outputs = [expected(each) for each in inputs]
-    record(inputs[0])
+    warm_up(inputs[0])
     results = [compute(each) for each in inputs]  # all alive at once
     for result, output in zip(results, outputs, strict=True):
         assert torch.equal(result, output)
 
 
-def test_a_repeated_call_reports_its_kernel() -> None:
+def test_a_warm_call_reports_its_kernel() -> None:
     reports: list[list[str]] = []
-    for _ in range(3):  # compiled, recorded, repeated
+    for _ in range(3):
         reports.append([])
         with kernel_reports(reports[-1].append):
             compute(make())
@@ -75,19 +74,19 @@ def test_a_repeated_call_reports_its_kernel() -> None:
 
 def test_one_tensor_for_keys_and_values() -> None:
     query, key, value = make()
-    record((query, key, value))
+    warm_up((query, key, value))
     assert torch.equal(compute((query, key, key)), expected((query, key, key)))
 
 
 def test_other_strides() -> None:
     query, key, value = make()
-    record((query, key, value))
+    warm_up((query, key, value))
     transposed = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(compute((transposed, key, value)), compute((query, key, value)))
 
 
 def test_sinks_that_lie_apart() -> None:
-    """They are copied, which no recording holds: each call sees its own."""
+    """They are copied: each call reads its own."""
     inputs = make()
     for seed in range(4):
         sinks = torch.randn(4, 2, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))[:, 0]
@@ -98,7 +97,7 @@ def test_sinks_that_lie_apart() -> None:
 def test_streams_and_graphs() -> None:
     inputs, other = make(0), make(1)
     outputs = expected(inputs), expected(other)
-    record(inputs)
+    warm_up(inputs)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -128,7 +127,7 @@ def test_threads() -> None:
 
 def test_hooks_and_profilers_see_every_launch() -> None:
     inputs, names = make(), []
-    record(inputs)
+    warm_up(inputs)
     previous = triton.knobs.runtime.launch_enter_hook
     triton.knobs.runtime.launch_enter_hook = lambda metadata: names.append(metadata.get()["name"])
     try:
@@ -147,17 +146,17 @@ def test_hooks_and_profilers_see_every_launch() -> None:
 def test_the_device_of_the_tensors_is_used() -> None:
     inputs = make(device="cuda:1")
     outputs = expected(inputs)
-    record(inputs)
+    warm_up(inputs)
     assert torch.cuda.current_device() == 0
     assert torch.equal(compute(inputs), outputs)
 
 
 @pytest.mark.filterwarnings("ignore:pv='fp8' clipped")
-def test_saturated_values_are_counted_on_the_device_in_repeated_calls_too() -> None:
+def test_saturated_values_are_counted_on_the_device_in_warm_calls_too() -> None:
     query, key, value = random_qkv(q_len=600, kv_len=600, head_dim=128, dtype=torch.bfloat16, device="cuda")
     value[0, 0, 200:203, 5] = 1e4
     recipe = Recipe(pv="fp8", low="mxint8", shared_scale="tile")
-    for _ in range(4):  # compiled, recorded, repeated
+    for _ in range(3):
         before = saturated_values()
         attention(query, key, value, recipe)
         torch.cuda.synchronize()
