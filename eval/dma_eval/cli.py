@@ -15,8 +15,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from . import console
+from .command import Run, add_command
 from .commands import bench, demo, env, equalize, quality, report, serve
-from .commands.options import Run, command
 from .errors import UserError
 
 COMMANDS: dict[str, Run] = {
@@ -49,10 +49,10 @@ def make_app() -> typer.Typer:
     settings: dict[str, Any] = {"rich_markup_mode": "rich", "add_completion": False, "invoke_without_command": True}
     app = typer.Typer(name="dma-hf", epilog=START, callback=_root, **settings)
     for name, run in COMMANDS.items():
-        command(app, name, run)
+        add_command(app, name, run)
     timed = typer.Typer(callback=_group, **settings)
     for name, run in BENCH.items():
-        command(timed, name, run)
+        add_command(timed, name, run)
     app.add_typer(timed, name="bench", help="Measure speed: of attention alone, of generate, of many requests at once.")
     return app
 

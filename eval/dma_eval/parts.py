@@ -1,7 +1,7 @@
 """What can be measured, with the options of each part; and suites of parts, as TOML files.
 
-A field of a part is a key of a suite's table and, where it is annotated, an option of the command line with the same
-default. Suites in the folder ``suites`` come with the package.
+A field of a part is a key of a suite's table and, where it is an option, one of the command line with the same default.
+Suites in the folder ``suites`` come with the package.
 """
 
 from __future__ import annotations
@@ -12,40 +12,42 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from typer import Option
-
+from .command import REQUIRED, option
 from .errors import UserError
 from .files import parse
 
 FOLDER = "suites"
-window, task, piece, prompt = (
-    partial(Option, rich_help_panel=name) for name in ("Windows", "Tasks", "Parts", "Prompts")
-)
-"""Options in a section of a command's help."""
+window, task, piece, prompt = (partial(option, panel=name) for name in ("Windows", "Tasks", "Parts", "Prompts"))
+"""Options in a section of the help."""
 
 
-Context = Annotated[
-    int | None,
-    window(
-        "--context",
-        "-c",
-        min=2,
-        help="Tokens per window.",
-        show_default="2048, or the model's maximum if less",
-    ),
-]
-MaxWindows = Annotated[
-    int | None,
-    window("--max-windows", min=1, help="Read at most this many windows.", show_default="all"),
-]
-BatchSize = Annotated[int, window("--batch-size", min=1, help="Windows per forward pass.")]
-Limit = Annotated[
-    int | None,
-    task("--limit", min=1, help="Samples of each task: the first ones.", show_default="all"),
-]
-Sequences = Annotated[int, task("--batch-size", min=1, help="Sequences per forward pass.")]
+def context_option() -> Any:
+    """Tokens per window."""
+    shown = "2048, or the model's maximum if less"
+    return window(None, "--context", "-c", min=2, shown=shown, help="Tokens per window.")
+
+
+def max_windows_option(default: int | None = None) -> Any:
+    """How many windows to read."""
+    shown = "all" if default is None else True
+    return window(default, "--max-windows", min=1, shown=shown, help="Read at most this many windows.")
+
+
+def batch_size_option() -> Any:
+    """How many windows to read at a time."""
+    return window(1, "--batch-size", min=1, help="Windows per forward pass.")
+
+
+def limit_option() -> Any:
+    """How many samples of each task to take."""
+    return task(None, "--limit", min=1, shown="all", help="Samples of each task: the first ones.")
+
+
+def sequences_option() -> Any:
+    """How many sequences of tasks to read at a time."""
+    return task(8, "--batch-size", min=1, help="Sequences per forward pass.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,25 +58,19 @@ class PerplexityPart:
     # 2,048, or the model's maximum if that is less.
     contexts: list[int] = field(default_factory=list)
     data: str | None = None  # the text, as for ``dma-hf ppl``; the command line's by default
-    stride: Annotated[
-        int | None,
-        window(
-            "--stride",
-            min=1,
-            help="Distance of two windows. If less than the context, windows overlap and each scores its new tokens.",
-            show_default="the context",
-        ),
-    ] = None
-    max_windows: MaxWindows = None
-    skip_windows: Annotated[int, window("--skip-windows", min=0, help="Skip the first windows of the text.")] = 0
-    spread: Annotated[
-        bool,
-        window(
-            "--spread",
-            help="Spread --max-windows over the whole text instead of taking the first ones.",
-        ),
-    ] = False
-    batch_size: BatchSize = 1
+    stride: int | None = window(
+        None,
+        "--stride",
+        min=1,
+        shown="the context",
+        help="Distance of two windows. If less than the context, windows overlap and each scores its new tokens.",
+    )
+    max_windows: int | None = max_windows_option()
+    skip_windows: int = window(0, "--skip-windows", min=0, help="Skip the first windows of the text.")
+    spread: bool = window(
+        False, "--spread", help="Spread --max-windows over the whole text instead of taking the first ones."
+    )
+    batch_size: int = batch_size_option()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,85 +78,63 @@ class FidelityPart:
     """Fidelity to SDPA in fp32."""
 
     data: str | None = None  # the text; the command line's by default
-    context: Context = None
-    max_windows: MaxWindows = None
-    batch_size: BatchSize = 1
-    head_windows: Annotated[int, piece("--head-windows", min=0, help="Windows for the errors by head; 0: none.")] = 2
-    prompts: Annotated[
-        int,
-        piece(
-            "--prompts",
-            min=0,
-            help="Greedy continuations, each of the first half of a window; 0: none.",
-        ),
-    ] = 4
-    new_tokens: Annotated[int, piece("--new-tokens", min=1, help="Tokens of each continuation.")] = 64
+    context: int | None = context_option()
+    max_windows: int | None = max_windows_option()
+    batch_size: int = batch_size_option()
+    head_windows: int = piece(2, "--head-windows", min=0, help="Windows for the errors by head; 0: none.")
+    prompts: int = piece(
+        4, "--prompts", min=0, help="Greedy continuations, each of the first half of a window; 0: none."
+    )
+    new_tokens: int = piece(64, "--new-tokens", min=1, help="Tokens of each continuation.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TasksPart:
     """lm-eval tasks."""
 
-    names: Annotated[
-        list[str],
-        task(
-            "--tasks",
-            "-t",
-            metavar="TASK...",
-            help="Tasks or groups of lm-eval, or YAML files. Takes several values, separated by commas or spaces.",
-        ),
-    ]
-    limit: Limit = None
-    num_fewshot: Annotated[
-        int | None,
-        task(
-            "--num-fewshot",
-            min=0,
-            help="Examples in each prompt.",
-            show_default="what each task says",
-        ),
-    ] = None
-    batch_size: Sequences = 8
-    chat_template: Annotated[
-        bool,
-        task("--apply-chat-template", help="Format prompts with the model's chat template."),
-    ] = False
+    names: list[str] = task(
+        REQUIRED,
+        "--tasks",
+        "-t",
+        metavar="TASK...",
+        help="Tasks or groups of lm-eval, or YAML files. Takes several values, separated by commas or spaces.",
+    )
+    limit: int | None = limit_option()
+    num_fewshot: int | None = task(
+        None, "--num-fewshot", min=0, shown="what each task says", help="Examples in each prompt."
+    )
+    batch_size: int = sequences_option()
+    chat_template: bool = task(False, "--apply-chat-template", help="Format prompts with the model's chat template.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalPart:
     """Retrieval from long prompts."""
 
-    kinds: Annotated[
-        list[str],
-        prompt(
-            "--kind",
-            metavar="KIND...",
-            help="needle: a sentence in the prose of --data. kv: one pair among pairs of keys and values.",
-        ),
-    ] = field(default_factory=lambda: ["kv"])
+    kinds: list[str] = prompt(
+        ["kv"],
+        "--kind",
+        metavar="KIND...",
+        help="needle: a sentence in the prose of --data. kv: one pair among pairs of keys and values.",
+    )
     data: str | None = None  # the prose for needles; the command line's text by default
-    lengths: Annotated[  # in a suite, those beyond the model's maximum are skipped
-        list[int],
-        prompt(
-            "--lengths",
-            metavar="TOKENS...",
-            min=1,
-            help="Tokens per prompt, including the answer.",
-            show_default="1024 and its doubles, four at most, up to the model's maximum",
-        ),
-    ] = field(default_factory=list)
-    depths: Annotated[
-        list[float],
-        prompt(
-            "--depths",
-            metavar="DEPTH...",
-            min=0,
-            max=1,
-            help="Places of the answer, from 0 (start of the prompt) to 1 (its end).",
-        ),
-    ] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
-    samples: Annotated[int, prompt("--samples", min=1, help="Questions for each length and depth.")] = 5
+    lengths: list[int] = prompt(  # in a suite, those beyond the model's maximum are skipped
+        [],
+        "--lengths",
+        metavar="TOKENS...",
+        min=1,
+        shown="1024 and its doubles, four at most, up to the model's maximum",
+        help="Tokens per prompt, including the answer.",
+    )
+    depths: list[float] = prompt(
+        [0.0, 0.25, 0.5, 0.75, 1.0],
+        "--depths",
+        metavar="DEPTH...",
+        min=0,
+        max=1,
+        help="Places of the answer, from 0 (start of the prompt) to 1 (its end).",
+    )
+    samples: int = prompt(5, "--samples", min=1, help="Questions for each length and depth.")
 
     @property
     def needs_text(self) -> bool:
@@ -173,9 +147,9 @@ class StressPart:
     """Perplexity and divergence on twins of the model whose keys, queries or values are harder to quantise."""
 
     data: str | None = None  # the text; the command line's by default
-    context: Context = None
-    max_windows: MaxWindows = 2
-    batch_size: BatchSize = 1
+    context: int | None = context_option()
+    max_windows: int | None = max_windows_option(2)
+    batch_size: int = batch_size_option()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 import typer
 from dma_eval import cli
-from dma_eval.commands.options import DEFAULT_ATTN, QualityOptions, command
+from dma_eval.command import REQUIRED, add_command, option
+from dma_eval.commands.options import DEFAULT_ATTN, QualityOptions
 from dma_eval.commands.quality import link
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import Piece, prepare_file, write_json
@@ -44,7 +46,7 @@ class TestSeveralValues:
             seen.append(args.attn)
             return 0
 
-        command(app, "note", note)
+        add_command(app, "note", note)
         for _ in range(2):  # defaults are not written to
             app(f"-m m {given}".split(), standalone_mode=False)
         assert seen == [expected, expected]
@@ -53,12 +55,19 @@ class TestSeveralValues:
         app = typer.Typer()
         seen = []
 
-        def note(values: Annotated[list[float], typer.Option("--values")], flag: bool = False) -> int:
+        @dataclass(kw_only=True)
+        class Options:
+            values: list[float] = option(REQUIRED, "--values")  # noqa: RUF009 (a field)
+            flag: bool = option(False, "--flag")
+
+        def note(args: Options) -> int:
             """Note what is given."""
-            seen.append((values, flag))
+            seen.append((args.values, args.flag))
             return 0
 
-        command(app, "note", note)
+        note.__annotations__["args"] = Options  # which is no name of the module
+
+        add_command(app, "note", note)
         app(["--values", "1", "-2", "-.5", "--flag"], standalone_mode=False)
         assert seen == [([1, -2, -0.5], True)]
 

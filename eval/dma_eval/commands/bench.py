@@ -8,12 +8,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
-
-from typer import Option
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dma_eval import console
 from dma_eval.bench.results import (
@@ -28,6 +27,7 @@ from dma_eval.bench.results import (
     SpeedReport,
     SpeedResult,
 )
+from dma_eval.command import option
 from dma_eval.commands import options
 from dma_eval.errors import UserError
 from dma_eval.files import write_json
@@ -56,7 +56,7 @@ SERVED = ["sdpa", "dma_mxfp", "dma_mxfp+int8", "dma_mxfp+int4"]
 DEFAULT_MODEL, CPU_MODEL = "llama-3.1-8b", "tiny"
 
 
-_shape, _inputs = (partial(Option, rich_help_panel=name) for name in ("Shapes", "Inputs of a model, not random ones"))
+shape_option, inputs_option = (partial(option, panel=name) for name in ("Shapes", "Inputs of a model, not random ones"))
 
 
 class Mask(StrEnum):
@@ -67,140 +67,91 @@ class Mask(StrEnum):
     DOCUMENTS = "documents"
 
 
-Seconds = Annotated[
-    float, Option("--seconds", min=0, help="About how long one shape is measured, without compilation.")
-]
-Batch = Annotated[int, Option("--batch", min=1, help="Sequences.")]
-ModelShape = Annotated[
-    str | None,
-    Option(
-        "--shape",
-        help="Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny.",
-        show_default=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}",
-    ),
-]
-RealModel = Annotated[
-    str | None,
-    Option(
-        "--model", "-m", metavar=options.MODEL_FORMS, help="Hub name, local folder, or GGUF file; instead of --shape."
-    ),
-]
-
-
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(options.RunOptions):
     """What every benchmark takes."""
 
-    dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"],
-        Option("--dtype", help="Data type of what is not quantised; float32 is for generate and serve."),
-    ] = "bfloat16"
-    device: options.Device = "auto"
-    seed: options.Seed = 0
-    json: options.Json = None
+    dtype: Literal["bfloat16", "float16", "float32"] = option(
+        "bfloat16", "--dtype", help="Data type of what is not quantised; float32 is for generate and serve."
+    )
+    json: Path | None = options.json_option()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions(BenchOptions):
     """What prefill is timed, and of which implementations."""
 
-    attn: Annotated[
-        list[str],
-        Option(
-            "--attn",
-            "-a",
-            metavar="IMPLEMENTATION...",
-            help=(
-                "What to compare; the first is the reference. sdpa (PyTorch's choice), sdpa:flash, sdpa:cudnn, flex "
-                "(FlexAttention, compiled), fa3 and fa3:fp8 (FlashAttention-3, the package fa3-fwd), fa4 "
-                "(FlashAttention-4, flash-attn-4), cudnn:fp8 (nvidia-cudnn-frontend), flashinfer and, skipping tiles, "
-                "flashinfer:t5 to t8 (flashinfer-python), sage (SageAttention, sageattention), dma_mxfp:PRESET, "
-                "dma_mxfp:FILE.toml. Quantising is counted, except in fa3:fp8:prequantized and cudnn:fp8:prequantized."
-            ),
-            show_default="all that need no other package, with every preset",
-        ),
-    ] = field(default_factory=list)
-    length: Annotated[
-        list[int],
-        _shape(
-            "--length", metavar="TOKENS...", min=1, help="Tokens.", show_default="1024 to 131072; on a CPU 256 1024"
-        ),
-    ] = field(default_factory=list)
-    head_dim: Annotated[
-        list[int],
-        _shape(
-            "--head-dim",
-            metavar="DIM...",
-            min=1,
-            help="Head dimensions.",
-            show_default=f"{' '.join(map(str, HEAD_DIMS))}; with --inputs the model's own",
-        ),
-    ] = field(default_factory=list)
-    heads: Annotated[
-        list[str],
-        _shape("--heads", metavar="QUERY/KV...", help="Query and kv heads.", show_default=" ".join(PREFILL_HEADS)),
-    ] = field(default_factory=list)
-    mask: Annotated[
-        list[Mask],
-        _shape(
-            "--mask",
-            metavar="causal|full|documents...",
-            help=f"Masks; documents: {DOCUMENTS} packed ones, causal.",
-            show_default=" ".join(MASKS),
-        ),
-    ] = field(default_factory=list)
-    every_combination: Annotated[
-        bool,
-        _shape(
-            "--every-combination",
-            help=(
-                "Measure all combinations. Otherwise a shape departs from the first value of each option in one option "
-                "only (and in its length)."
-            ),
-        ),
-    ] = False
-    batch: Batch = 1
-    shape: Annotated[
-        list[str],
-        _shape(
-            "--shape",
-            metavar="SHAPE...",
-            help=(
-                "Shapes one by one, BATCHxTOKENS:QUERY/KV:HEAD_DIM with :full or :documents after it, in place of all "
-                "options above; for instance 8x4096:32/8:128 or 1x16384:32/8:128:full."
-            ),
-        ),
-    ] = field(default_factory=list)
-    inputs: Annotated[
-        str | None,
-        _inputs(
-            "--inputs",
-            metavar=options.MODEL_FORMS,
-            help="Time the queries, keys and values that this model computes from --data.",
-        ),
-    ] = None
-    data: Annotated[
-        str | None,
-        _inputs(
-            "--data",
-            "-d",
-            metavar="FILE|DATASET",
-            help="Text file, or a Hub dataset. Each sequence is another window of it.",
-        ),
-    ] = None
-    layers: Annotated[
-        int | None,
-        _inputs(
-            "--layers",
-            min=1,
-            help="Time this many of the model's layers, evenly spaced.",
-            show_default="all with full attention",
-        ),
-    ] = None
-    yarn: options.Yarn = None
-    seconds: Seconds = 1.5
-    markdown: options.Markdown = None
-    plot: options.Plot = None
+    attn: list[str] = option(
+        [],
+        "--attn",
+        "-a",
+        metavar="IMPLEMENTATION...",
+        shown="all that need no other package, with every preset",
+        help="What to compare; the first is the reference. sdpa (PyTorch's choice), sdpa:flash, sdpa:cudnn, flex "
+        "(FlexAttention, compiled), fa3 and fa3:fp8 (FlashAttention-3, the package fa3-fwd), fa4 "
+        "(FlashAttention-4, flash-attn-4), cudnn:fp8 (nvidia-cudnn-frontend), flashinfer and, skipping tiles, "
+        "flashinfer:t5 to t8 (flashinfer-python), sage (SageAttention, sageattention), dma_mxfp:PRESET, "
+        "dma_mxfp:FILE.toml. Quantising is counted, except in fa3:fp8:prequantized and cudnn:fp8:prequantized.",
+    )
+    length: list[int] = shape_option(
+        [], "--length", metavar="TOKENS...", min=1, shown="1024 to 131072; on a CPU 256 1024", help="Tokens."
+    )
+    head_dim: list[int] = shape_option(
+        [],
+        "--head-dim",
+        metavar="DIM...",
+        min=1,
+        shown=f"{' '.join(map(str, HEAD_DIMS))}; with --inputs the model's own",
+        help="Head dimensions.",
+    )
+    heads: list[str] = shape_option(
+        [], "--heads", metavar="QUERY/KV...", shown=" ".join(PREFILL_HEADS), help="Query and kv heads."
+    )
+    mask: list[Mask] = shape_option(
+        [],
+        "--mask",
+        metavar="causal|full|documents...",
+        shown=" ".join(MASKS),
+        help=f"Masks; documents: {DOCUMENTS} packed ones, causal.",
+    )
+    every_combination: bool = shape_option(
+        False,
+        "--every-combination",
+        help="Measure all combinations. Otherwise a shape departs from the first value of each option in one option "
+        "only (and in its length).",
+    )
+    batch: int = option(1, "--batch", min=1, help="Sequences.")
+    shape: list[str] = shape_option(
+        [],
+        "--shape",
+        metavar="SHAPE...",
+        help="Shapes one by one, BATCHxTOKENS:QUERY/KV:HEAD_DIM with :full or :documents after it, in place of all "
+        "options above; for instance 8x4096:32/8:128 or 1x16384:32/8:128:full.",
+    )
+    inputs: str | None = inputs_option(
+        None,
+        "--inputs",
+        metavar=options.MODEL["metavar"],
+        help="Time the queries, keys and values that this model computes from --data.",
+    )
+    data: str | None = inputs_option(
+        None,
+        "--data",
+        "-d",
+        metavar="FILE|DATASET",
+        help="Text file, or a Hub dataset. Each sequence is another window of it.",
+    )
+    layers: int | None = inputs_option(
+        None,
+        "--layers",
+        min=1,
+        shown="all with full attention",
+        help="Time this many of the model's layers, evenly spaced.",
+    )
+    yarn: float | None = options.yarn_option()
+    seconds: float = option(1.5, "--seconds", min=0, help="About how long one shape is measured, without compilation.")
+    markdown: Path | None = options.markdown_option()
+    plot: Path | None = options.plot_option()
 
 
 def time_prefill(args: PrefillOptions) -> int:
@@ -314,38 +265,28 @@ def _load_reader(args: PrefillOptions | GenerateOptions, name: str) -> tuple[Loa
 class DecodeOptions(BenchOptions):
     """What step of decoding is timed, and of which caches."""
 
-    cache: Annotated[
-        list[str],
-        Option(
-            "--cache",
-            "-c",
-            metavar="CACHE...",
-            help=(
-                "What to compare; the first is the reference. sdpa (PyTorch's choice, on preallocated keys and "
-                "values), sdpa:flash, sdpa:dynamic (after the concatenation of a DynamicCache), fa3 and fa3:fp8 "
-                "(FlashAttention-3, the package fa3-fwd, on a 16-bit and on an E4M3 cache), sdpa+quanto4, sdpa+hqq8 "
-                "and so on (after a QuantizedCache of that backend and so many bits), dma_mxfp:PRESET, "
-                "dma_mxfp:FILE.toml."
-            ),
-            show_default="sdpa sdpa:flash sdpa:dynamic sdpa+quanto4 dma_mxfp:kv8 dma_mxfp:kv4",
-        ),
-    ] = field(default_factory=list)
-    size: Annotated[
-        list[str],
-        _shape(
-            "--size",
-            metavar="BATCHxKEYS...",
-            help="Sequences and keys of each.",
-            show_default=f"{' '.join(SIZES)}; on a CPU {' '.join(CPU_SIZES)}",
-        ),
-    ] = field(default_factory=list)
-    heads: Annotated[list[str], _shape("--heads", metavar="QUERY/KV...", help="Query and kv heads.")] = field(
-        default_factory=lambda: list(DECODE_HEADS)
+    cache: list[str] = option(
+        [],
+        "--cache",
+        "-c",
+        metavar="CACHE...",
+        shown="sdpa sdpa:flash sdpa:dynamic sdpa+quanto4 dma_mxfp:kv8 dma_mxfp:kv4",
+        help="What to compare; the first is the reference. sdpa (PyTorch's choice, on preallocated keys and "
+        "values), sdpa:flash, sdpa:dynamic (after the concatenation of a DynamicCache), fa3 and fa3:fp8 "
+        "(FlashAttention-3, the package fa3-fwd, on a 16-bit and on an E4M3 cache), sdpa+quanto4, sdpa+hqq8 "
+        "and so on (after a QuantizedCache of that backend and so many bits), dma_mxfp:PRESET, "
+        "dma_mxfp:FILE.toml.",
     )
-    head_dim: Annotated[list[int], _shape("--head-dim", metavar="DIM...", min=1, help="Head dimensions.")] = field(
-        default_factory=lambda: list(HEAD_DIMS)
+    size: list[str] = shape_option(
+        [],
+        "--size",
+        metavar="BATCHxKEYS...",
+        shown=f"{' '.join(SIZES)}; on a CPU {' '.join(CPU_SIZES)}",
+        help="Sequences and keys of each.",
     )
-    seconds: Seconds = 0.5
+    heads: list[str] = shape_option(DECODE_HEADS, "--heads", metavar="QUERY/KV...", help="Query and kv heads.")
+    head_dim: list[int] = shape_option(HEAD_DIMS, "--head-dim", metavar="DIM...", min=1, help="Head dimensions.")
+    seconds: float = option(0.5, "--seconds", min=0, help="About how long one shape is measured, without compilation.")
 
 
 def time_decode(args: DecodeOptions) -> int:
@@ -381,63 +322,60 @@ def time_decode(args: DecodeOptions) -> int:
 class GenerateOptions(BenchOptions):
     """What model generates, after which contexts, with which caches."""
 
-    shape: ModelShape = None
-    model: RealModel = None
-    data: Annotated[
-        str | None,
-        Option(
-            "--data",
-            "-d",
-            metavar="FILE|DATASET",
-            help="Text that the prompts of --model are windows of: file, or Hub dataset.",
-        ),
-    ] = None
-    yarn: options.Yarn = None
-    context: Annotated[
-        list[int],
-        Option(
-            "--context",
-            metavar="TOKENS...",
-            min=1,
-            help="Tokens of the prompt.",
-            show_default="8192 to 131072; on a CPU 256 and 512",
-        ),
-    ] = field(default_factory=list)
-    runs: Annotated[
-        list[str],
-        Option(
-            "--run",
-            "-r",
-            metavar="ATTENTION+CACHE...",
-            help=(
-                "What to compare; the first is the reference. The cache is dynamic or static (Transformers' own), or "
-                "one of DMACache: int8, int4, int8-static, int4-static. Steps with a static cache are compiled by "
-                "generate on a GPU."
-            ),
-            show_default="sdpa with dynamic and static, dma_mxfp with every cache of DMACache",
-        ),
-    ] = field(default_factory=list)
-    batch: Batch = 1
-    new_tokens: Annotated[
-        int, Option("--new-tokens", min=MIN_NEW_TOKENS, help="Tokens to generate in each sequence.")
-    ] = 48
-    weights: Annotated[
-        Literal["fp8"] | None,
-        Option(
-            "--weights",
-            help="Quantise the weights of linear layers after loading: fp8 (torchao, a scale per row and per token).",
-            show_default="as --dtype says",
-        ),
-    ] = None
-    steps_only: Annotated[
-        bool,
-        Option(
-            "--steps-only",
-            help="Fill the caches with random keys instead of computing prompts, and time the steps alone.",
-        ),
-    ] = False
-    longest: Annotated[bool, Option("--longest", help="Also find the longest context that fits; needs a GPU.")] = False
-    plot: options.Plot = None
+    shape: str | None = option(
+        None,
+        "--shape",
+        shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}",
+        help="Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny.",
+    )
+    model: str | None = option(
+        None,
+        "--model",
+        "-m",
+        metavar=options.MODEL["metavar"],
+        help="Hub name, local folder, or GGUF file; instead of --shape.",
+    )
+    data: str | None = option(
+        None,
+        "--data",
+        "-d",
+        metavar="FILE|DATASET",
+        help="Text that the prompts of --model are windows of: file, or Hub dataset.",
+    )
+    yarn: float | None = options.yarn_option()
+    context: list[int] = option(
+        [],
+        "--context",
+        metavar="TOKENS...",
+        min=1,
+        shown="8192 to 131072; on a CPU 256 and 512",
+        help="Tokens of the prompt.",
+    )
+    runs: list[str] = option(
+        [],
+        "--run",
+        "-r",
+        metavar="ATTENTION+CACHE...",
+        shown="sdpa with dynamic and static, dma_mxfp with every cache of DMACache",
+        help="What to compare; the first is the reference. The cache is dynamic or static (Transformers' own), or "
+        "one of DMACache: int8, int4, int8-static, int4-static. Steps with a static cache are compiled by "
+        "generate on a GPU.",
+    )
+    batch: int = option(1, "--batch", min=1, help="Sequences.")
+    new_tokens: int = option(48, "--new-tokens", min=MIN_NEW_TOKENS, help="Tokens to generate in each sequence.")
+    weights: Literal["fp8"] | None = option(
+        None,
+        "--weights",
+        shown="as --dtype says",
+        help="Quantise the weights of linear layers after loading: fp8 (torchao, a scale per row and per token).",
+    )
+    steps_only: bool = option(
+        False,
+        "--steps-only",
+        help="Fill the caches with random keys instead of computing prompts, and time the steps alone.",
+    )
+    longest: bool = option(False, "--longest", help="Also find the longest context that fits; needs a GPU.")
+    plot: Path | None = options.plot_option()
 
 
 def time_generate(args: GenerateOptions) -> int:
@@ -508,46 +446,46 @@ def time_generate(args: GenerateOptions) -> int:
 class ServeOptions(BenchOptions):
     """What model answers which requests, with which backends."""
 
-    shape: ModelShape = None
-    layers: Annotated[
-        int | None,
-        Option("--layers", min=1, help="Layers of --shape.", show_default="as many as the model of its name has"),
-    ] = None
-    model: RealModel = None
-    requests: Annotated[
-        list[str],
-        Option(
-            "--requests",
-            metavar="COUNTxPROMPT+NEW...",
-            help=(
-                "Requests that come at once: how many, tokens of a prompt, tokens to generate. A length may be a range "
-                "such as 64-512, from which each request draws its own."
-            ),
-            show_default=f"{' '.join(REQUESTS)}; on a CPU {' '.join(CPU_REQUESTS)}",
-        ),
-    ] = field(default_factory=list)
-    attn: Annotated[
-        list[str],
-        Option(
-            "--attn",
-            "-a",
-            metavar="BACKEND...",
-            help=(
-                "Backends to compare; the first is the reference. sdpa or eager, or dma_mxfp, dma_mxfp:PRESET, "
-                "dma_mxfp:FILE.toml, whose pages are in 16 bits; +int8 or +int4 for packed ones."
-            ),
-        ),
-    ] = field(default_factory=lambda: list(SERVED))
-    cache_gib: Annotated[
-        float | None,
-        Option(
-            "--cache-gib",
-            min=0,
-            help="Memory for the paged cache, in GiB, the same for all.",
-            show_default="most of what is free; on a CPU what all requests need",
-        ),
-    ] = None
-    plot: options.Plot = None
+    shape: str | None = option(
+        None,
+        "--shape",
+        shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}",
+        help="Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny.",
+    )
+    layers: int | None = option(
+        None, "--layers", min=1, shown="as many as the model of its name has", help="Layers of --shape."
+    )
+    model: str | None = option(
+        None,
+        "--model",
+        "-m",
+        metavar=options.MODEL["metavar"],
+        help="Hub name, local folder, or GGUF file; instead of --shape.",
+    )
+    requests: list[str] = option(
+        [],
+        "--requests",
+        metavar="COUNTxPROMPT+NEW...",
+        shown=f"{' '.join(REQUESTS)}; on a CPU {' '.join(CPU_REQUESTS)}",
+        help="Requests that come at once: how many, tokens of a prompt, tokens to generate. A length may be a range "
+        "such as 64-512, from which each request draws its own.",
+    )
+    attn: list[str] = option(
+        SERVED,
+        "--attn",
+        "-a",
+        metavar="BACKEND...",
+        help="Backends to compare; the first is the reference. sdpa or eager, or dma_mxfp, dma_mxfp:PRESET, "
+        "dma_mxfp:FILE.toml, whose pages are in 16 bits; +int8 or +int4 for packed ones.",
+    )
+    cache_gib: float | None = option(
+        None,
+        "--cache-gib",
+        min=0,
+        shown="most of what is free; on a CPU what all requests need",
+        help="Memory for the paged cache, in GiB, the same for all.",
+    )
+    plot: Path | None = options.plot_option()
 
 
 def time_serve(args: ServeOptions) -> int:

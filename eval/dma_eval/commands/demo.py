@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
-
-from typer import Option
 
 from dma_eval import console
+from dma_eval.commands import options
 from dma_eval.errors import UserError
 from dma_eval.files import make_folder
 from dma_eval.parts import PerplexityPart
@@ -21,9 +19,14 @@ PROMPT_TOKENS, NEW_TOKENS = 1500, 48
 RECALLED = slice(600, 632)
 
 
-def demo(
-    out: Annotated[Path, Option("--out", "-o", metavar="FOLDER", help="Folder for the report.")] = Path("dma-demo"),
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """Where the report goes."""
+
+    out: Path = options.out_option(Path("dma-demo"), "Folder for the report.")
+
+
+def demo(args: DemoOptions) -> int:
     """Compare SDPA with every preset on a small model that comes with the package; a minute or two on a CPU.
 
     Measures perplexity and divergence on a held-out text, and lets every backend continue a prompt whose last lines it
@@ -34,7 +37,7 @@ def demo(
     dma-hf demo
     dma-hf demo --out /tmp/report
     """
-    make_folder(out)
+    make_folder(args.out)
     with console.starting():
         import torch
 
@@ -65,7 +68,7 @@ def demo(
     console.print_page(perplexity_page(section))
     console.print_generations(generations)
     facts = here_and_now() | {"command": console.command_line(), "seed": 0, "model": loaded.info}
-    files = write_run(Report(**facts, perplexity=[section], generations=generations), out)
+    files = write_run(Report(**facts, perplexity=[section], generations=generations), args.out)
     console.print_line("")
-    console.print_wrote(*files, folder=out)
+    console.print_wrote(*files, folder=args.out)
     return console.FAILED if any(result.failure is not None for result in section.backends) else 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from typer import Option
+from typing import TYPE_CHECKING, Any
 
 from dma_eval import console
+from dma_eval.command import REQUIRED, option
 from dma_eval.commands import options
 from dma_eval.commands.quality import join, load
 from dma_eval.errors import UserError, one_line
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def equalize(
-    args: options.ModelOptions,
-    source: options.TextOptions,
-    out: Annotated[
-        Path, Option("--out", "-o", metavar="FOLDER", help="Folder for the model, in Transformers' format.")
-    ],
-    tokens: Annotated[int, Option("--tokens", min=1, help="Read this many tokens of the text.")] = 4096,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class EqualizeOptions(options.ModelOptions, options.TextOptions):
+    """Which model is equalised, over which tokens, and where it goes."""
+
+    tokens: int = option(4096, "--tokens", min=1, help="Read this many tokens of the text.")
+    out: Path = options.out_option(REQUIRED, "Folder for the model, which loads in plain Transformers.")
+
+
+def equalize(args: EqualizeOptions) -> int:
     """Give the model's keys and queries equal ranges, without changing what it computes, and save it.
 
     Powers of two, one for each pair of channels that the rotary embedding turns together, are folded into the weights.
@@ -41,12 +42,12 @@ def equalize(
         from dma_eval.data import load_text, tokenize
         from dma_eval.pages import Table
         from dma_eval.stress import channel_ranges
-    if (out / "config.json").exists():
-        raise UserError(f"--out: {out} holds a model already; name another folder")
-    check_folder(out)
-    text = load_text(source.data, split=source.split, column=source.column)
+    if (args.out / "config.json").exists():
+        raise UserError(f"--out: {args.out} holds a model already; name another folder")
+    check_folder(args.out)
+    text = load_text(args.data, split=args.split, column=args.column)
     loaded = load(args, join(args))
-    ids = tokenize(loaded.tokenizer, text.content)[:tokens]
+    ids = tokenize(loaded.tokenizer, text.content)[: args.tokens]
     with console.working("Equalizing"):
         try:
             before = channel_ranges(loaded.model, ids)
@@ -64,8 +65,8 @@ def equalize(
     for index, of in enumerate(("key", "query")):
         first, then = (max(each.ratio for each in ranges[index]) for ranges in (before, after))
         console.print_line(f"Largest {of} channel by the median one: {first:,.1f} before, {then:,.1f} after")
-    save(loaded.model, loaded.tokenizer, out)
-    console.print_wrote("the model", folder=out)
+    save(loaded.model, loaded.tokenizer, args.out)
+    console.print_wrote("the model", folder=args.out)
     return 0
 
 

@@ -1,254 +1,142 @@
-"""Options that several commands share, each declared once, and commands made of dataclasses of options.
-
-A command is a function whose parameters are options, or dataclasses whose annotated fields are. Typer reads one flat
-signature. A list option takes several values at a time, ``--attn sdpa dma_mxfp``, and may be repeated.
-"""
+"""Options that several commands share, each declared once."""
 
 from __future__ import annotations
 
-import inspect
-import math
-import re
-import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Any
 
-import typer.core
-from typer import Argument, Option
-from typer.models import ParameterInfo
-
-from dma_eval import console
+from dma_eval.command import REQUIRED, option
 from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-DEFAULT_ATTN = ("sdpa", "dma_mxfp:balanced")
-MODEL_FORMS = "NAME|FOLDER|FILE.gguf"
-Run = Callable[..., int]
-empty = inspect.Parameter.empty
+DEFAULT_ATTN = ["sdpa", "dma_mxfp:balanced"]
+MODEL: dict[str, Any] = {"metavar": "NAME|FOLDER|FILE.gguf", "help": "Hub name, local folder, or GGUF file."}
+OUTPUT, TASKS, TEXT = "Output", "Tasks", "Text"
+"""Sections of the help."""
 
-Model = Annotated[str, Option("--model", "-m", metavar=MODEL_FORMS, help="Hub name, local folder, or GGUF file.")]
-data = partial(
-    Option,
-    "--data",
-    "-d",
-    metavar="FILE|DATASET",
-    rich_help_panel="Text",
-    help="Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT.",
-)
-Device = Annotated[str, Option("--device", help="auto, cpu, cuda or cuda:N; auto is CUDA if present.")]
-Seed = Annotated[int, Option("--seed", min=0, max=2**32 - 1, help="Seed of PyTorch's random numbers.")]
-Yarn = Annotated[
-    float | None,
-    Option("--yarn", metavar="FACTOR", help="Multiply the model's positions by this factor, rescaling RoPE by YaRN."),
-]
-attn = partial(
-    Option,
-    "--attn",
-    "-a",
-    metavar="BACKEND...",
-    help=(
+
+def attn_option(default: list[str], shown: str | bool = True) -> Any:
+    """The backends to compare."""
+    help = (
         "Attention backends to compare; the first is the reference. An attn_implementation of Transformers, "
         "dma_mxfp:PRESET, or dma_mxfp:FILE.toml; +int8 or +int4 reads through a DMACache. Takes several values."
-    ),
+    )
+    return option(default, "--attn", "-a", metavar="BACKEND...", shown=shown, help=help)
+
+
+def data_option(default: Any = REQUIRED, help: str = "", panel: str | None = TEXT) -> Any:
+    """The text."""
+    help = (
+        help
+        or "Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset, NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."
+    )
+    return option(default, "--data", "-d", metavar="FILE|DATASET", panel=panel, help=help)
+
+
+def yarn_option() -> Any:
+    """By how much to extend the model's positions."""
+    help = "Multiply the model's positions by this factor, rescaling RoPE by YaRN."
+    return option(None, "--yarn", metavar="FACTOR", help=help)
+
+
+def out_option(default: Any, help: str, metavar: str = "FOLDER", shown: str | bool = True) -> Any:
+    """The folder, or file, to write."""
+    return option(default, "--out", "-o", metavar=metavar, panel=OUTPUT, help=help, shown=shown)
+
+
+json_option = partial(option, None, "--json", metavar="FILE", panel=OUTPUT, help="Write all results as JSON.")
+markdown_option = partial(option, None, "--markdown", metavar="FILE", panel=OUTPUT, help="Write a readable report.")
+plot_option = partial(
+    option, None, "--plot", metavar="FILE", panel=OUTPUT, help=f"Write the plots, as {', '.join(PLOT_SUFFIXES)}."
 )
-OUTPUT = "Output"
-Out = Annotated[
-    Path | None,
-    Option(
-        "--out",
-        "-o",
-        metavar="FOLDER",
-        rich_help_panel=OUTPUT,
-        help=(
-            "Folder for the whole report: results.json, pages, plots, configurations. What is finished there is not "
-            "measured again."
-        ),
-    ),
-]
-Json = Annotated[
-    Path | None, Option("--json", metavar="FILE", rich_help_panel=OUTPUT, help="Write all results as JSON.")
-]
-Markdown = Annotated[
-    Path | None, Option("--markdown", metavar="FILE", rich_help_panel=OUTPUT, help="Write a readable report.")
-]
-Plot = Annotated[
-    Path | None,
-    Option("--plot", metavar="FILE", rich_help_panel=OUTPUT, help=f"Write the plots, as {', '.join(PLOT_SUFFIXES)}."),
-]
-IncludePath = Annotated[
-    list[Path],
-    Option("--include-path", metavar="FOLDER...", rich_help_panel="Tasks", help="Folders with your own task YAMLs."),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """How a model is loaded, and where it runs."""
+class RunOptions:
+    """Where something is run, and from which random numbers."""
 
-    revision: Annotated[
-        str | None, Option("--revision", help="Branch, tag or commit on the Hub.", show_default="the main branch")
-    ] = None
-    trust_remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Let code that comes with the model run.")
-    ] = False
-    dtype: Annotated[
-        str,
-        Option("--dtype", help="auto, float32, bfloat16 or float16; auto is the checkpoint's own, float32 for GGUF."),
-    ] = "auto"
-    device: Device = "auto"
-    device_map: Annotated[
-        str | None,
-        Option(
-            "--device-map",
-            help="Spread the model over several devices: auto, balanced, sequential. Instead of --device.",
-        ),
-    ] = None
-    yarn: Yarn = None
-    seed: Seed = 0
+    device: str = option("auto", "--device", help="auto, cpu, cuda or cuda:N; auto is CUDA if present.")
+    seed: int = option(0, "--seed", min=0, max=2**32 - 1, help="Seed of PyTorch's random numbers.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(RunOptions):
+    """How a model is loaded; which one, a subclass says."""
+
+    model: str = ""
+    revision: str | None = option(None, "--revision", shown="the main branch", help="Branch, tag or commit on the Hub.")
+    trust_remote_code: bool = option(False, "--trust-remote-code", help="Let code that comes with the model run.")
+    dtype: str = option(
+        "auto",
+        "--dtype",
+        help="auto, float32, bfloat16 or float16; auto is the checkpoint's own, float32 for GGUF.",
+    )
+    device_map: str | None = option(
+        None,
+        "--device-map",
+        help="Spread the model over several devices: auto, balanced, sequential. Instead of --device.",
+    )
+    yarn: float | None = yarn_option()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(LoadOptions):
     """The model, named by an option."""
 
-    model: Model
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedModelOptions(LoadOptions):
-    """The model, named by position."""
-
-    model: Annotated[str, Argument(metavar=MODEL_FORMS, help="Hub name, local folder, or GGUF file.")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetOptions:
-    """What of a dataset is read."""
-
-    split: Annotated[
-        str | None,
-        Option(
-            "--split",
-            rich_help_panel="Text",
-            help="Split of the dataset, if --data does not name it.",
-            show_default="test; all of a file",
-        ),
-    ] = None
-    column: Annotated[str, Option("--column", rich_help_panel="Text", help="The dataset's column of text.")] = "text"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextOptions(DatasetOptions):
-    """The text to read."""
-
-    data: Annotated[str, data()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptionalTextOptions(DatasetOptions):
-    """A text that is not always needed."""
-
-    data: Annotated[str | None, data()] = None
+    model: str = option(REQUIRED, "--model", "-m", **MODEL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions(ModelOptions):
     """What every command takes that compares backends on a model."""
 
-    attn: Annotated[list[str], attn()] = field(default_factory=lambda: list(DEFAULT_ATTN))
-    out: Out = None
+    attn: list[str] = attn_option(DEFAULT_ATTN)
+    out: Path | None = out_option(
+        None,
+        "Folder for the whole report: results.json, pages, plots, configurations. What is finished there is not "
+        "measured again.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllPresetsOptions(QualityOptions):
     """The same, with every preset by default."""
 
-    attn: Annotated[list[str], attn(show_default="sdpa and every preset")] = field(default_factory=list)
+    attn: list[str] = attn_option([], shown="sdpa and every preset")
 
 
-class Command(typer.core.TyperCommand):
-    """A command whose list options take several values after one name."""
+@dataclass(frozen=True, kw_only=True)
+class OptionalTextOptions:
+    """A text that is not always needed."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat the name of a list option before each of its values."""
-        several = {name for each in self.params if getattr(each, "multiple", False) for name in each.opts}
-        spread: list[str] = []
-        option = None
-        for argument in args:
-            if argument.startswith("-") and not re.fullmatch(r"-\.?\d.*", argument):
-                option = argument if argument in several else None
-            elif option is not None and spread[-1] != option:
-                spread.append(option)
-            spread.append(argument)
-        try:
-            return super().parse_args(ctx, [*spread])
-        except typer.BadParameter as error:
-            names = getattr(error.param, "opts", ())
-            given = [value for name, value in pairwise(spread) if name in names]
-            last = given[-1:] if set(names).isdisjoint(several) else given  # of an option that is repeated, the last
-            error.message = error.message.removeprefix("Value error, ")
-            if last and last[0] not in error.message:
-                error.message += f", got {' '.join(last)!r}"
-            raise
-
-
-def command(app: typer.Typer, name: str, run: Run) -> None:
-    """Add a command to ``app``. Its docstring is the help, with examples after a line ``Examples:``.
-
-    The function returns the exit code.
-    """
-    text, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\nExamples:\n")
-    hints = get_type_hints(run, include_extras=True)
-    given = {each.name: (hints[each.name], each.default) for each in inspect.signature(run).parameters.values()}
-
-    def call(debug: bool, **values: Any) -> int:
-        console.shows_tracebacks = debug
-        try:
-            return run(**{name: _build(name, kind, values) for name, (kind, _) in given.items()})
-        except KeyboardInterrupt:
-            console.print_error("interrupted")
-            return console.INTERRUPTED
-
-    declared = {name: pair for key, value in given.items() for name, pair in _flat(key, *value)}
-    declared["debug"] = (Annotated[bool, Option("--debug", help="Show the traceback of an error.")], False)
-    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-            for name, (kind, default) in sorted(declared.items(), key=lambda item: item[1][1] is not empty)
-        ]
+    data: str | None = data_option(None)
+    split: str | None = option(
+        None,
+        "--split",
+        panel=TEXT,
+        shown="test; all of a file",
+        help="Split of the dataset, if --data does not name it.",
     )
-    call.__annotations__ = {name: kind for name, (kind, _) in declared.items()}
-    paragraphs = "\n\n".join(paragraph.replace("\n", " ") for paragraph in text.strip().split("\n\n"))
-    epilog = f"Examples:\n{textwrap.indent(examples, '  ')}" if examples else None
-    app.command(name, cls=Command, help=paragraphs, epilog=epilog)(call)
+    column: str = option("text", "--column", panel=TEXT, help="The dataset's column of text.")
 
 
-def _flat(name: str, kind: Any, default: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """The options of a parameter, with kind and default: itself, or the annotated fields of a dataclass."""
-    if not is_dataclass(kind):
-        yield name, (kind, default)
-        return
-    hints = get_type_hints(kind, include_extras=True)
-    for each in fields(kind):
-        if any(isinstance(extra, ParameterInfo) for extra in getattr(hints[each.name], "__metadata__", ())):
-            default = empty if each.default is MISSING else each.default
-            yield each.name, (hints[each.name], default if each.default_factory is MISSING else each.default_factory())
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(OptionalTextOptions):
+    """The text to read."""
+
+    data: str = data_option()
 
 
-def _build(name: str, kind: Any, values: dict[str, Any]) -> Any:
-    """The value of a parameter: its option's, or a dataclass of options."""
-    own = {key: values[key] for key, _ in _flat(name, kind, None)}
-    for key, value in own.items():
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, float) and not math.isfinite(each):
-                raise UserError(f"--{key.replace('_', '-')}: expected a finite number, got {each}")
-    made: Any = kind
-    return made(**own) if is_dataclass(kind) else own[name]
+@dataclass(frozen=True, kw_only=True)
+class TaskFolderOptions:
+    """Where tasks lie that do not come with lm-eval."""
+
+    include_path: list[Path] = option(
+        [], "--include-path", metavar="FOLDER...", panel=TASKS, help="Folders with your own task YAMLs."
+    )
 
 
 def prepare_files(**files: Path | None) -> list[Path]:

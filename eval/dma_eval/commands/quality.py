@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
-from typer import Option
 
 from dma_eval import console, parts
+from dma_eval.command import REQUIRED, option
 from dma_eval.commands import options
 from dma_eval.errors import UserError, one_line
 from dma_eval.files import Store, make_folder, write_json
@@ -39,22 +39,27 @@ FAILURES = (UserError, RuntimeError, ValueError, TypeError)
 
 
 @dataclass(frozen=True, kw_only=True)
+class PplOptions(options.QualityOptions):
+    """What is measured, and single files of results."""
+
+    context: int | None = parts.context_option()
+    json: Path | None = options.json_option()
+    markdown: Path | None = options.markdown_option()
+    plot: Path | None = options.plot_option()
+
+
+@dataclass(frozen=True, kw_only=True)
 class SuiteOptions(options.AllPresetsOptions):
-    """What is measured, and the folder that it needs."""
+    """Which suite is measured, what of it is changed, and the folder that it needs."""
 
-    suite: Annotated[str, Option("--suite", "-s", metavar="NAME|FILE.toml", help=f"{SUITES}, or a TOML file.")]
-    out: Annotated[Path, Option("--out", "-o", metavar="FOLDER", help="Folder for the report and every answer.")]
+    suite: str = option(REQUIRED, "--suite", "-s", metavar="NAME|FILE.toml", help=f"{SUITES}, or a TOML file.")
+    out: Path = options.out_option(REQUIRED, "Folder for the report and every answer.")
+    max_windows: int | None = parts.max_windows_option()
+    limit: int | None = parts.limit_option()
+    batch_size: int = parts.sequences_option()
 
 
-def ppl(
-    args: options.QualityOptions,
-    text: options.TextOptions,
-    part: PerplexityPart,
-    context: parts.Context = None,
-    json: options.Json = None,
-    markdown: options.Markdown = None,
-    plot: options.Plot = None,
-) -> int:
+def ppl(args: PplOptions, text: options.TextOptions, part: PerplexityPart) -> int:
     """Compare attention backends: perplexity, divergence from the first one, speed and memory.
 
     Every backend reads the same tokens with the same weights. Interrupted, the command shows and writes the figures of
@@ -66,22 +71,22 @@ def ppl(
     dma-hf ppl -m model.gguf --data book.txt --attn sdpa dma_mxfp:balanced dma_mxfp:paper --json r.json --plot r.png
     dma-hf ppl -m ./model --data rows.jsonl --column content --attn sdpa dma_mxfp:my.toml --context 8192 --stride 4096
     """
-    files = options.prepare_files(json=json, markdown=markdown, plot=plot)
-    part = replace(part, contexts=[] if context is None else [context])
+    files = options.prepare_files(json=args.json, markdown=args.markdown, plot=args.plot)
+    part = replace(part, contexts=[] if args.context is None else [args.context])
 
     def write(report: Report) -> None:
         from dma_eval.render import Plot, to_markdown
 
         section = report.perplexity[0]
-        if json is not None:
-            write_json(report, json)
-        if plot is not None:
+        if args.json is not None:
+            write_json(report, args.json)
+        if args.plot is not None:
             from dma_eval.plots import plot_comparison
 
-            plot_comparison(section, f"{Path(args.model).name}, context {section.context:,}", plot)
-        if markdown is not None:
-            plots = [] if plot is None else [Plot("Comparison of the backends", link(plot, markdown))]
-            markdown.write_text(to_markdown(report, plots), encoding="utf-8")
+            plot_comparison(section, f"{Path(args.model).name}, context {section.context:,}", args.plot)
+        if args.markdown is not None:
+            plots = [] if args.plot is None else [Plot("Comparison of the backends", link(args.plot, args.markdown))]
+            args.markdown.write_text(to_markdown(report, plots), encoding="utf-8")
         for path in files:
             console.print_wrote(path)
 
@@ -107,7 +112,7 @@ def fidelity(args: options.QualityOptions, text: options.TextOptions, part: Fide
     return measure(args, Suite(name="fidelity", fidelity=part), text)
 
 
-def lm_eval(args: options.QualityOptions, part: TasksPart, include_path: options.IncludePath = []) -> int:  # noqa: B006 (not written to)
+def lm_eval(args: options.QualityOptions, part: TasksPart, tasks: options.TaskFolderOptions) -> int:
     """Compare attention backends on lm-eval tasks: accuracy, paired differences with intervals, flipped answers.
 
     Every backend answers the same samples in the same order. With --out, every answer is kept there, and a run that was
@@ -119,7 +124,7 @@ def lm_eval(args: options.QualityOptions, part: TasksPart, include_path: options
     dma-hf lm-eval -m ./model --tasks my_task --include-path ./tasks --attn sdpa dma_mxfp:balanced dma_mxfp:fp4
     accelerate launch -m dma_eval lm-eval -m ./model --tasks lambada_openai --out run
     """
-    return measure(args, Suite(name="lm-eval", tasks=part), include_path=include_path)
+    return measure(args, Suite(name="lm-eval", tasks=part), include_path=tasks.include_path)
 
 
 def retrieval(args: options.QualityOptions, text: options.OptionalTextOptions, part: RetrievalPart) -> int:
@@ -150,14 +155,7 @@ def stress(args: options.AllPresetsOptions, text: options.TextOptions, part: Str
     return measure(args, Suite(name="stress", stress=part), text)
 
 
-def suite(
-    args: SuiteOptions,
-    text: options.OptionalTextOptions,
-    max_windows: parts.MaxWindows = None,
-    include_path: options.IncludePath = [],  # noqa: B006 (not written to)
-    limit: parts.Limit = None,
-    batch_size: parts.Sequences = 8,
-) -> int:
+def suite(args: SuiteOptions, text: options.OptionalTextOptions, tasks: options.TaskFolderOptions) -> int:
     """Measure everything that a suite asks for: perplexity, fidelity, tasks, retrieval, stress.
 
     Results in --out are written after each part, and what is finished there is not measured again. Started by
@@ -170,18 +168,18 @@ def suite(
     dma-hf suite --suite my.toml -m ./model --data book.txt --include-path ./tasks --out run
     """
     suite = load_suite(args.suite)
-    windows = {} if max_windows is None else {"max_windows": max_windows}
-    samples = {} if limit is None else {"limit": limit}
+    windows = {} if args.max_windows is None else {"max_windows": args.max_windows}
+    samples = {} if args.limit is None else {"limit": args.limit}
     changes = dict.fromkeys(("perplexity", "fidelity", "stress"), windows)
-    changes["tasks"] = {"batch_size": batch_size, **samples}
+    changes["tasks"] = {"batch_size": args.batch_size, **samples}
     changed = {name: replace(part, **changes[name]) for name in changes if (part := getattr(suite, name)) is not None}
-    return measure(args, replace(suite, **changed), text, include_path=include_path, goes_on=True)
+    return measure(args, replace(suite, **changed), text, include_path=tasks.include_path, goes_on=True)
 
 
 def measure(
     args: options.QualityOptions,
     suite: Suite,
-    text: options.TextOptions | options.OptionalTextOptions | None = None,
+    text: options.OptionalTextOptions | None = None,
     *,
     include_path: Sequence[Path] = (),
     goes_on: bool = False,
@@ -257,7 +255,7 @@ def join(args: options.LoadOptions) -> Processes:
     return processes
 
 
-def load(args: options.ModelOptions | options.ServedModelOptions, processes: Processes) -> LoadedModel:
+def load(args: options.LoadOptions, processes: Processes) -> LoadedModel:
     """Load the model as the options say, on this process's device.
 
     Raises:

@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from rich.markup import escape
-from typer import Argument, Option
 
 from dma_eval import console
+from dma_eval.command import REQUIRED, option
+from dma_eval.commands import options
 from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
 
 
-def report(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs, or their results.json files.")],
-    out: Annotated[
-        Path | None,
-        Option("--out", "-o", metavar="FOLDER", help="Folder for the report.", show_default="that of the only run"),
-    ] = None,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Runs, and where their report goes."""
+
+    runs: list[Path] = option(REQUIRED, metavar="RUN...", help="Folders of runs, or their results.json files.")
+    out: Path | None = options.out_option(None, "Folder for the report.", shown="that of the only run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardOptions:
+    """A run, what its card says, and where it goes."""
+
+    run: Path = option(REQUIRED, metavar="RUN", help="Folder of a run, or its results.json.")
+    backend: str | None = option(
+        None, "--backend", shown="the first dma_mxfp backend", help="The backend that the card is for."
+    )
+    base_model: str | None = option(
+        None, "--base-model", metavar="OWNER/NAME", shown="the name it was loaded by", help="The model on the Hub."
+    )
+    license_name: str | None = option(None, "--license", help="The licence, as the Hub spells it.")
+    out: Path | None = options.out_option(None, "File for the card.", metavar="FILE", shown="shown on the screen")
+    push: str | None = option(
+        None,
+        "--push",
+        metavar="OWNER/NAME",
+        panel=options.OUTPUT,
+        help="Upload the card and the results to this repository; shows what it will do, and asks.",
+    )
+    yes: bool = option(False, "--yes", panel=options.OUTPUT, help="Upload without asking.")
+
+
+def report(args: ReportOptions) -> int:
     """Write the pages, the plots and the configurations of a run again, or of several runs of one model together.
 
     Examples:
@@ -29,63 +55,39 @@ def report(
     from dma_eval.results import read_report
     from dma_eval.run_folder import merge, write_run
 
-    if out is None and (len(runs) > 1 or runs[0].is_file()):
+    if args.out is None and (len(args.runs) > 1 or args.runs[0].is_file()):
         raise UserError("--out: say which folder the report goes to")
-    folder = out or runs[0]
-    files = write_run(merge([read_report(path) for path in runs]), folder)
+    folder = args.out or args.runs[0]
+    files = write_run(merge([read_report(path) for path in args.runs]), folder)
     console.print_wrote(*files, folder=folder)
     return 0
 
 
-def card(
-    run: Annotated[Path, Argument(metavar="RUN", help="Folder of a run, or its results.json.")],
-    backend: Annotated[
-        str | None,
-        Option("--backend", help="The backend that the card is for.", show_default="the first dma_mxfp backend"),
-    ] = None,
-    base_model: Annotated[
-        str | None,
-        Option(
-            "--base-model", metavar="OWNER/NAME", help="The model on the Hub.", show_default="the name it was loaded by"
-        ),
-    ] = None,
-    license_name: Annotated[str | None, Option("--license", help="The licence, as the Hub spells it.")] = None,
-    out: Annotated[
-        Path | None,
-        Option("--out", "-o", metavar="FILE", help="File for the card.", show_default="shown on the screen"),
-    ] = None,
-    push: Annotated[
-        str | None,
-        Option(
-            "--push",
-            metavar="OWNER/NAME",
-            help="Upload the card and the results to this repository; shows what it will do, and asks.",
-        ),
-    ] = None,
-    yes: Annotated[bool, Option("--yes", help="Upload without asking.")] = False,
-) -> int:
+def card(args: CardOptions) -> int:
     """Make a Hub model card from a run: metadata, results as a model index, use, settings, limits.
 
     Examples:
     dma-hf card run --base-model HuggingFaceTB/SmolLM2-135M --license apache-2.0 --out README.md
     dma-hf card run --base-model HuggingFaceTB/SmolLM2-135M --push me/SmolLM2-135M-dma
     """
-    prepare_file(out, "--out")
+    prepare_file(args.out, "--out")
     from dma_eval.card import make_card, prepare_upload
     from dma_eval.results import RESULTS, read_report
 
-    card = make_card(read_report(run), backend=backend, base_model=base_model, license_name=license_name)
-    if out is not None:
-        out.write_text(str(card), encoding="utf-8")
-        console.print_wrote(out)
-    if push is None:
-        if out is None:
+    card = make_card(
+        read_report(args.run), backend=args.backend, base_model=args.base_model, license_name=args.license_name
+    )
+    if args.out is not None:
+        args.out.write_text(str(card), encoding="utf-8")
+        console.print_wrote(args.out)
+    if args.push is None:
+        if args.out is None:
             console.out.file.write(str(card))  # unformatted, to be piped into a file
         return 0
-    upload = prepare_upload(card, run / RESULTS if run.is_dir() else run, push)
+    upload = prepare_upload(card, args.run / RESULTS if args.run.is_dir() else args.run, args.push)
     for line in upload.plan():
         console.print_line(escape(line))
-    if not yes and not console.confirm("Go on?"):
+    if not args.yes and not console.confirm("Go on?"):
         return console.INTERRUPTED
     console.print_line(f"Uploaded: {escape(upload.run())}")
     return 0

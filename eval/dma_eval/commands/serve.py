@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import Literal
 
 from rich.markup import escape
-from typer import Option
 
 from dma_eval import console
+from dma_eval.command import REQUIRED, option
 from dma_eval.commands import options
 from dma_eval.commands.quality import join, load
 from dma_eval.errors import UserError
@@ -26,61 +26,48 @@ DEFAULT_REQUESTS = 64
 KEY_VARIABLE = "DMA_HF_API_KEY"
 
 
-_server = partial(Option, rich_help_panel="Server")
+server = partial(option, panel="Server")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(options.ServedModelOptions):
+class ServeOptions(options.LoadOptions):
     """The model, its attention, and the server."""
 
-    attn: Annotated[
-        str,
-        Option(
-            "--attn",
-            "-a",
-            metavar="BACKEND",
-            help=(
-                "Attention backend: dma_mxfp, dma_mxfp:PRESET or dma_mxfp:FILE.toml, with +int8 or +int4 for a packed "
-                "cache; or an attn_implementation of Transformers."
-            ),
-        ),
-    ] = DMA
-    continuous_batching: Annotated[
-        bool,
-        _server(
-            "--continuous-batching",
-            help="Batch requests continuously over a paged cache; without it, requests are answered one after another.",
-        ),
-    ] = False
-    cache_gib: Annotated[
-        float | None,
-        _server("--cache-gib", min=0, help="Memory for the paged cache, in GiB.", show_default="most of what is free"),
-    ] = None
-    host: Annotated[str, _server("--host", help="Address to listen on.")] = "localhost"
-    port: Annotated[int, _server("--port", min=0, max=65535, help="Port to listen on; 0 takes any free one.")] = (
-        DEFAULT_PORT
+    model: str = option(REQUIRED, **options.MODEL)
+    attn: str = option(
+        DMA,
+        "--attn",
+        "-a",
+        metavar="BACKEND",
+        help="Attention backend: dma_mxfp, dma_mxfp:PRESET or dma_mxfp:FILE.toml, with +int8 or +int4 for a packed "
+        "cache; or an attn_implementation of Transformers.",
     )
-    max_requests: Annotated[
-        int,
-        _server(
-            "--max-requests",
-            min=1,
-            help="Requests at once, running and waiting; more are refused with status 429.",
-        ),
-    ] = DEFAULT_REQUESTS
-    api_key: Annotated[
-        str | None,
-        _server(
-            "--api-key",
-            metavar="KEY",
-            help=f"Key that requests must carry as a bearer token; or set it in {KEY_VARIABLE}.",
-            show_default="none",
-        ),
-    ] = None
-    log_level: Annotated[
-        Literal["critical", "error", "warning", "info", "debug"],
-        _server("--log-level", help="Of the log on standard error; info has a line for each request."),
-    ] = "info"
+    continuous_batching: bool = server(
+        False,
+        "--continuous-batching",
+        help="Batch requests continuously over a paged cache; without it, requests are answered one after another.",
+    )
+    cache_gib: float | None = server(
+        None, "--cache-gib", min=0, shown="most of what is free", help="Memory for the paged cache, in GiB."
+    )
+    host: str = server("localhost", "--host", help="Address to listen on.")
+    port: int = server(DEFAULT_PORT, "--port", min=0, max=65535, help="Port to listen on; 0 takes any free one.")
+    max_requests: int = server(
+        DEFAULT_REQUESTS,
+        "--max-requests",
+        min=1,
+        help="Requests at once, running and waiting; more are refused with status 429.",
+    )
+    api_key: str | None = server(
+        None,
+        "--api-key",
+        metavar="KEY",
+        shown="none",
+        help=f"Key that requests must carry as a bearer token; or set it in {KEY_VARIABLE}.",
+    )
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = server(
+        "info", "--log-level", help="Of the log on standard error; info has a line for each request."
+    )
 
 
 @contextmanager

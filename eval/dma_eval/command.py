@@ -1,0 +1,118 @@
+"""Commands made of dataclasses of options: a field made by :func:`option` is an option of the command line.
+
+Typer reads one flat signature; the command is called with the dataclasses. A list option takes several values at a
+time, ``--attn sdpa dma_mxfp``, and may be repeated.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import MISSING, field, fields
+from functools import partial
+from itertools import pairwise
+from typing import Annotated, Any, get_type_hints
+
+import typer.core
+
+from . import console
+from .errors import UserError
+
+REQUIRED = MISSING
+"""The default of an option that must be given."""
+KEY = "option"
+"""Where a field's metadata hold its option."""
+Run = Callable[..., int]
+
+
+def option(default: Any, *names: str, shown: str | bool = True, panel: str | None = None, **settings: Any) -> Any:
+    """A field of a dataclass that is an option, or an argument if it has no names.
+
+    Args:
+        default: Its default, or :data:`REQUIRED`.
+        names: Its names, ``--long`` and ``-s``.
+        shown: What the help says of the default, where that is not its value.
+        panel: The section of the help that it stands in.
+        settings: More arguments of ``typer.Option``: ``help``, ``metavar``, ``min``, ``max``.
+    """
+    make = partial(typer.Option, *names) if names else typer.Argument
+    metadata = {KEY: make(show_default=shown, rich_help_panel=panel, **settings)}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose list options take several values after one name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the name of a list option before each of its values, and let errors say what came."""
+        several = {name for each in self.params if getattr(each, "multiple", False) for name in each.opts}
+        spread: list[str] = []
+        name = None
+        for argument in args:
+            if argument.startswith("-") and not re.fullmatch(r"-\.?\d.*", argument):
+                name = argument if argument in several else None
+            elif name is not None and spread[-1] != name:
+                spread.append(name)
+            spread.append(argument)
+        try:
+            return super().parse_args(ctx, [*spread])
+        except typer.BadParameter as error:
+            names = getattr(error.param, "opts", ())
+            given = [value for name, value in pairwise(spread) if name in names]
+            last = given[-1:] if several.isdisjoint(names) else given  # of an option that is repeated, the last
+            error.message = error.message.removeprefix("Value error, ")
+            if last and last[0] not in error.message:
+                error.message += f", got {' '.join(last)!r}"
+            raise
+
+
+def add_command(app: typer.Typer, name: str, run: Run) -> None:
+    """Add a command to ``app``: a function of dataclasses of options that returns the exit code.
+
+    Its docstring is the help, with examples after a line ``Examples:``.
+    """
+    text, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\nExamples:\n")
+    hints = {key: kind for key, kind in get_type_hints(run).items() if key != "return"}
+    declared: dict[str, inspect.Parameter] = {}
+    for kind in hints.values():
+        types = get_type_hints(kind)
+        for each in (each for each in fields(kind) if KEY in each.metadata):
+            default = inspect.Parameter.empty if each.default is MISSING else each.default
+            default = default if each.default_factory is MISSING else each.default_factory()
+            kept: Any = Annotated[types[each.name], each.metadata[KEY]]
+            declared[each.name] = inspect.Parameter(
+                each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kept
+            )
+
+    declared["debug"] = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DEBUG)
+
+    def call(debug: bool, **values: Any) -> int:
+        console.shows_tracebacks = debug
+        for key, value in values.items():
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, float) and not math.isfinite(each):
+                    raise UserError(f"--{key.replace('_', '-')}: expected a finite number, got {each}")
+        try:
+            return run(**{key: kind(**_own(kind, values)) for key, kind in hints.items()})
+        except KeyboardInterrupt:
+            console.print_error("interrupted")
+            return console.INTERRUPTED
+
+    required_first = sorted(declared.values(), key=lambda each: each.default is not inspect.Parameter.empty)
+    call.__signature__ = inspect.Signature(required_first)  # type: ignore[attr-defined]
+    call.__annotations__ = {key: each.annotation for key, each in declared.items()}
+    paragraphs = "\n\n".join(paragraph.replace("\n", " ") for paragraph in text.strip().split("\n\n"))
+    epilog = f"Examples:\n{textwrap.indent(examples, '  ')}" if examples else None
+    app.command(name, cls=Command, help=paragraphs, epilog=epilog)(call)
+
+
+DEBUG = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def _own(kind: Any, values: dict[str, Any]) -> dict[str, Any]:
+    return {each.name: values[each.name] for each in fields(kind) if KEY in each.metadata}
