@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from dma_eval.bench.results import DecodeShape
 from dma_eval.bench.timing import capture, time_in_turns
-from dma_eval.environment import collect
-from dma_eval.render import table
 from dma_kernels.numerics.formats import TILE
+from study import Writer
 
 SHAPES = [
     *(DecodeShape(batch=b, length=n, query_heads=32, kv_heads=8, head_dim=128)
@@ -100,9 +97,8 @@ def prompt_of(kernels: Kernels, format: str, shape: DecodeShape) -> Callable[[],
     return run
 
 
-def measure(seconds: float, base: Kernels, ours: Kernels) -> list[dict[str, Any]]:
-    """Return one row for each shape, kind of work and format."""
-    rows = []
+def measure(seconds: float, base: Kernels, ours: Kernels, writer: Writer) -> None:
+    """Write one row for each shape, kind of work and format."""
     work = [(kind, shape) for kind in ("step", "complete step") for shape in SHAPES]
     work += [("append", shape) for shape in PROMPTS]
     for kind, shape in work:
@@ -122,11 +118,9 @@ def measure(seconds: float, base: Kernels, ours: Kernels) -> list[dict[str, Any]
             row = {"kind": kind, "shape": str(shape), "format": format}
             row |= {f"{name}_us": round(1e3 * timing.median, 2) for name, timing in timings.items()}
             row["change_percent"] = round(100 * (timings["this"].median / timings["base"].median - 1), 2)
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+            writer.add(row)
             del runs
             torch.cuda.empty_cache()
-    return rows
 
 
 def main() -> None:
@@ -138,11 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         load_base(options.base, Path(folder))
-        rows = measure(options.seconds, Kernels("base_kernels"), Kernels("dma_kernels"))
-    results = {"environment": asdict(collect()), "rows": rows}
-    options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    headers = ["kind", "shape", "format", "base_us", "this_us", "equalized_us", "change_percent"]
-    print(table(headers, [[str(row.get(name, "")) for name in headers] for row in rows]))
+        measure(options.seconds, Kernels("base_kernels"), Kernels("dma_kernels"), Writer(options))
 
 
 if __name__ == "__main__":

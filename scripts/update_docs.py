@@ -182,6 +182,32 @@ def steps(*files: str) -> str:
     return markdown(cells.drop(columns="SDPA"))
 
 
+def cache_rotation() -> str:
+    """Microseconds of a step, of one that completes a tile, and of appending a prompt; change since the base."""
+    results = json.loads((BENCHMARKS / "cache-rotation-h100.json").read_text(encoding="utf-8"))["results"]
+    frame = pd.DataFrame(results)
+    frame["shape"] = frame["kind"] + ", " + frame["shape"].str.replace(", head_dim 128, 32/8 heads", "")
+    cells = pd.DataFrame(index=frame["shape"].unique())
+    for form, rows in frame.groupby("format", sort=False):
+        rows = rows.set_index("shape")
+        cells[f"`{form}`, us"] = show(rows["this_us"], ".1f")
+        cells[f"`{form}`, change"] = show(rows["change_percent"], "+.1f", " %")
+    cells["`int4` with rotated keys, us"] = show(rows["equalized_us"], ".1f")
+    return markdown(cells)
+
+
+def cache_formats() -> str:
+    """KL per token and change of the perplexity on twins of a model."""
+    report = json.loads((BENCHMARKS / "cache-formats-h100.json").read_text(encoding="utf-8"))
+    frame = pd.DataFrame(report["results"])
+    frame["column"] = frame["twin"] + frame["equalized"].map({True: ", equalized", False: ""})
+    frame["cell"] = frame["kl"].map(format_kl) + ", " + show(frame["change_percent"], "+.2f", " %")
+    cells = frame.pivot(index="format", columns="column", values="cell").fillna(MISSING)
+    cells = cells.loc[frame["format"].unique(), frame["column"].unique()]
+    cells.insert(0, "bits", show(frame.groupby("format")["bits"].first()[cells.index], ".2f"))
+    return markdown(cells)
+
+
 def generate() -> str:
     """First token, step, memory."""
     frame = load("generate-h200", "generate-128k-h200")
@@ -366,7 +392,9 @@ def files() -> str:
         machine, commands = report["environment"], report["command"].split(" && ")
         devices = ", ".join(dict.fromkeys(machine["gpus"])).removeprefix("NVIDIA ") or "CPU"
         packages = (f"{each} {machine['packages'].get(each, MISSING)}" for each in ("torch", "triton", "transformers"))
-        command = f"`{commands[0]}`" + (f" and {len(commands) - 1} more, in the file" if len(commands) > 1 else "")
+        command = f"`{current(commands[0])}`" + (
+            f" and {len(commands) - 1} more, in the file" if len(commands) > 1 else ""
+        )
         facts = [devices, ", ".join(packages), report["created"][:10], machine.get("commit") or MISSING]
         rows.append([f"[`{where}`]({where})", *facts, command])
     return table(["file", "device", "versions", "date", "commit", "command"], rows)
@@ -378,6 +406,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "prefill-real": prefill_real,
     "decode": lambda: steps("decode-h200", "decode-wide-h200"),
     "decode-peers": lambda: steps("decode-peers-h200"),
+    "cache-rotation": cache_rotation,
+    "cache-formats": cache_formats,
     "generate": generate,
     "serve": serve,
     "quality": quality,
