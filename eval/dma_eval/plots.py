@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.image import AxesImage
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, SymmetricalLogLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from .names import SIMULATED, reads_cache
 from .pages import format_kl, share
@@ -28,8 +28,8 @@ COLORS = {
     "balanced": "#0072B2",
     "fp4": "#D55E00",
     "paper": "#009E73",
-    "kv8": "#56B4E9",
-    "kv4": "#CC79A7",
+    "balanced+int8": "#56B4E9",
+    "balanced+int4": "#CC79A7",
     "sdpa": "#999999",  # where it is not the reference
     "sdpa:flash": "#E69F00",
     "sdpa:cudnn": "#666633",
@@ -44,8 +44,11 @@ COLORS = {
 }
 """The colour of every preset and implementation, the same in all plots; the first five are Okabe and Ito's."""
 SAME_AS = {
-    "balanced+int8": "kv8",
-    "balanced+int4": "kv4",
+    "dma_mxfp": "balanced",
+    "dma_mxfp+int8": "balanced+int8",
+    "dma_mxfp+int4": "balanced+int4",
+    "kv8": "balanced+int8",  # in result files of earlier versions
+    "kv4": "balanced+int4",
     "sdpa+static": "sdpa",
     "sdpa+dynamic": "sdpa:dynamic",
     "sim_sage": "sage",
@@ -57,7 +60,7 @@ OTHER_COLORS = ("#44AA99", "#88CCEE", "#AA4466", "#661100", "#6699CC", "#999933"
 LINES = {
     "fp4": "--",
     "paper": "-.",
-    "kv4": "--",
+    "int4": "--",
     "quanto4": "--",
     "quanto2": ":",
     "hqq4": "--",
@@ -65,15 +68,20 @@ LINES = {
     "dynamic": "--",
     "static": "--",
 }
-"""Lines by how a name ends, where that is not solid."""
+"""Line styles by how a name ends; all others are solid."""
+DASHES = ("-", "--", "-.", ":")
+"""Line styles for backends that would share colour and style with another one."""
 BEHIND: dict[str, Any] = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
 SQUEEZING = 8.0
 """An axis whose largest value is so many times the middle one has no linear scale."""
 LEAST_LINEAR = 0.05
+MOST_TICKS = 9
 NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": "#333333"}
 GRID: dict[str, Any] = {"color": "#dddddd", "linewidth": 0.8}
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GIB = 2**30
+UNCHANGED = {"as it is": "unchanged"}
+EXACT_MEMORY = "cuda_allocated"
 LEAST_REACH = 1.0  # points of accuracy to each side, so that no difference looks like a large one
 
 
@@ -164,16 +172,36 @@ def _dots(
 
 
 def _widen(ax: Axes, axis: Literal["x", "y"], values: Iterable[float | None]) -> None:
-    """Let an axis of changes be a logarithm beyond the small ones, where one of them would squeeze all others."""
-    sizes = sorted(abs(value) for value in values if value)
-    if sizes and sizes[-1] > SQUEEZING * sizes[len(sizes) // 2]:
-        linear = max(sizes[len(sizes) // 2], LEAST_LINEAR)
-        getattr(ax, f"set_{axis}scale")("symlog", linthresh=linear)
-        ticks = getattr(ax, f"{axis}axis")
-        # Where the scale is linear, powers of ten crowd at 0; but one shall be there.
-        least = min(math.ceil(math.log10(linear)), math.floor(math.log10(sizes[-1])))
-        ticks.set_major_locator(SymmetricalLogLocator(base=10, linthresh=10.0**least))
-        ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    """Make an axis of changes logarithmic beyond small values if one large value would squeeze all others.
+
+    Its ticks are 1, 2 and 5 times powers of ten, and reach beyond every value.
+    """
+    changes = [value for value in values if value]
+    sizes = sorted(map(abs, changes))
+    if not sizes or sizes[-1] <= SQUEEZING * sizes[len(sizes) // 2]:
+        return
+    linear = max(sizes[len(sizes) // 2], LEAST_LINEAR)
+    getattr(ax, f"set_{axis}scale")("symlog", linthresh=linear)
+    steps = [
+        step * 10.0**power
+        for power in range(math.floor(math.log10(linear)), math.ceil(math.log10(sizes[-1])) + 2)
+        for step in (1, 2, 5)
+        if step * 10.0**power >= linear / 2
+    ]
+
+    def reach(sign: int) -> list[float]:
+        """Return the ticks on one side of 0: up to the first one beyond every value."""
+        largest = max((sign * value for value in changes), default=0.0)
+        beyond = next((index for index, step in enumerate(steps) if step >= largest), len(steps) - 1)
+        room = 1 if axis == "x" else 0  # for the text beside the last dot
+        return [sign * step for step in steps[: beyond + 1 + room]] if largest > 0 else []
+
+    ticks = sorted([*reach(-1), 0.0, *reach(1)])
+    if len(ticks) > MOST_TICKS:
+        ticks = [tick for tick in ticks if tick in (ticks[0], ticks[-1]) or f"{abs(tick):e}"[0] in "01"]
+    getattr(ax, f"set_{axis}ticks")(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    getattr(ax, f"{axis}axis").set_minor_locator(NullLocator())
+    getattr(ax, f"set_{axis}lim")(min(ticks[0], 0.0), max(ticks[-1], 0.0))
 
 
 def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
@@ -219,27 +247,29 @@ def legend_below(figure: FigureBase, ax: Axes) -> None:
 
 
 def line_styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Colour and line of each label; the reference, which is the first, is grey."""
+    """Return the colour and line style of each label. No two are equal. The reference, which is the first, is grey."""
     first, *others = dict.fromkeys(labels)
     rest = cycle(OTHER_COLORS)
-    return {first: (REFERENCE_COLOR, "-")} | {
-        label: (
-            _color(label) or next(rest),
-            next((line for end, line in LINES.items() if _name(label).endswith(end)), "-"),
-        )
-        for label in others
-    }
+    styles = {first: (REFERENCE_COLOR, "-")}
+    for label in others:
+        color = _color(label) or next(rest)
+        usual = next((line for end, line in LINES.items() if _name(label).endswith(end)), "-")
+        free = (line for line in (usual, *DASHES) if (color, line) not in styles.values())
+        styles[label] = (color, next(free, usual))
+    return styles
 
 
 def _name(label: str) -> str:
     """The name of a backend by itself, without the number or the cache that stand after it."""
-    name = label.partition(" ")[0].removeprefix("dma_mxfp:").removesuffix("+cache")
-    return SAME_AS.get(name, name)
+    name = re.sub(r"\+(?:cache|dma)(?=-|$)", "", label.partition(" ")[0].removeprefix("dma_mxfp:"))
+    base, dash, cache_class = name.partition("-")
+    return SAME_AS.get(name) or SAME_AS.get(base, base) + dash + cache_class
 
 
 def _color(label: str) -> str | None:
     """The colour of a backend; caches of Transformers share one for all bits, and ours one for all their classes."""
-    return COLORS.get(re.sub(r"^(?:sdpa[:+])?(quanto|hqq|fp8)\d*$|^(kv\d)\+.*$", r"\1\2", _name(label)))
+    name = re.sub(r"^(?:sdpa[:+])?(quanto|hqq|fp8)\d*$", r"\1", _name(label))
+    return COLORS.get(name) or COLORS.get(name.removesuffix("-static"))
 
 
 def tidy(ax: Axes) -> None:
@@ -291,12 +321,14 @@ def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
 
 
 def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path) -> None:
-    """Quality against speed and against memory, one point for each backend and context.
+    """Quality against speed, one point for each backend and context, and against memory where that is exact.
 
-    Those that read through a cache, a tile at a time, and simulations are lines: nobody runs a model at that speed.
+    Backends that read through a cache, a tile at a time, and simulations are lines: nobody runs a model at that speed.
+    The resident memory of a process is not drawn, because it varies more from run to run than between backends.
     """
+    has_memory = all(section.memory_kind == EXACT_MEMORY for section in sections)
     figure = make_figure(4.6)
-    left, right = figure.subplots(1, 2, sharey=True)
+    left, *others = figure.subplots(1, 1 + has_memory, sharey=True, squeeze=False)[0]
     colors = line_styles(backend.label for section in sections for backend in section.backends)
     changes: list[float] = []
     for index, (section, line) in enumerate(zip(sections, cycle(("--", ":", "-.")), strict=False)):
@@ -305,28 +337,31 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path)
             if change is None:
                 continue
             changes.append(change)
-            color = colors[backend.label][0]
+            color, own_line = colors[backend.label]
             label = backend.label + ("" if len(sections) == 1 else f", {section.context:,}")
             if reads_cache(backend.label) or backend.label.startswith(SIMULATED):
-                left.axhline(change, color=color, linestyle=line, label=label)
-                right.axhline(change, color=color, linestyle=line)
+                for ax in (left, *others):
+                    ax.axhline(change, color=color, linestyle=line if len(sections) > 1 else own_line, label=label)
                 continue
             style = {"marker": MARKERS[index % len(MARKERS)], "color": color, "s": 55}
             if backend.tokens_per_second is not None:
                 left.scatter(backend.tokens_per_second, change, label=label, **style)
-            if backend.peak_memory_bytes is not None:
-                right.scatter(backend.peak_memory_bytes / GIB, change, **style)
-    for ax in (left, right):
+            for ax in others:
+                if backend.peak_memory_bytes is not None:
+                    ax.scatter(backend.peak_memory_bytes / GIB, change, **style)
+    for ax in (left, *others):  # from 0 on, so that small differences look small
         tidy(ax)
         ax.axhline(0, color=REFERENCE_COLOR, linewidth=1)
         ax.margins(0.15)
+        ax.set_xlim(0, 1.15 * max((x for dots in ax.collections for x, _ in dots.get_offsets()), default=1.0))
     left.set_xlabel("Tokens per second")
     left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     left.set_ylabel("Change of perplexity, %")
     _widen(left, "y", changes)
-    right.set_xlabel("Peak memory, GiB")
+    for ax in others:
+        ax.set_xlabel("Peak memory, GiB")
     legend_below(figure, left)
-    save(figure, f"{title}: quality against speed and memory", path)
+    save(figure, f"{title}: quality against speed{' and memory' if has_memory else ''}", path)
 
 
 def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
@@ -341,17 +376,20 @@ def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
     low, high = (float(positive.min()), float(positive.max())) if positive.size else (1e-8, 1e-7)
     lowest = max(low, high * 1e-5)
     maps = [(heading, np.maximum(errors, lowest)) for heading, errors in maps]
-    norm = LogNorm(lowest, max(high, lowest * 1.01))
+    highest = max(high, lowest * 1.01)
+    norm = LogNorm(lowest, highest)
     height = min(6.0, 1.2 + 0.13 * len(maps[0][1]))
     figure, axes, image = _heat_maps(maps, height, "Query head", "Layer", norm=norm, interpolation="nearest")
     for ax in axes:
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.yaxis.get_major_locator().set_params(integer=True)
     bar = figure.colorbar(image, ax=figure.axes, label="Relative L1 error")
-    for axis_format in (bar.ax.yaxis.set_major_formatter, bar.ax.yaxis.set_minor_formatter):
-        axis_format(FuncFormatter(lambda value, _: f"{100 * value:.2g} %"))
-    if high > 10 * lowest:
-        bar.ax.yaxis.set_minor_formatter(NullFormatter())
+    # Few steps in a wide range, more in a narrow one, so that labels do not touch each other.
+    decades = math.log10(highest / lowest)
+    steps = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1.2 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+    bar.ax.yaxis.set_major_locator(LogLocator(subs=steps))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.2g} %"))
+    bar.ax.yaxis.set_minor_locator(NullLocator())
     save(figure, f"{title}: error of each head's attention output", path)
 
 
@@ -434,21 +472,26 @@ def _heat_maps(
 
 
 def plot_stress(section: StressSection, title: str, path: Path) -> None:
-    """Divergence of every backend on every twin; one row per twin, so that a flat line is a recipe that holds."""
+    """Divergence of every backend on every twin: one row for each twin, one marker for each backend."""
     measured = [(twin, twin.tokens) for twin in section.twins if twin.tokens is not None]
     figure = make_figure(2.2 + 0.42 * len(measured))
     ax = figure.subplots()
     _tidy_rows(ax)
+    ax.grid(True, axis="y", **GRID)
     labels = [result.label for _, tokens in measured for result in tokens.backends]
     for index, (label, (color, line)) in enumerate(line_styles(labels).items()):
         if index:  # the reference has no divergence from itself
+            face = color if line == "-" else "white"  # twins are categories, which no line joins
             results = [next((each for each in tokens.backends if each.label == label), None) for _, tokens in measured]
             values = np.array([None if each is None else each.kl_mean or None for each in results], float)
             if np.isfinite(values).any():  # it failed on every twin otherwise, and has no line that a legend explains
                 marker = MARKERS[index % len(MARKERS)]
-                ax.plot(values, range(len(measured)), line, marker=marker, color=color, label=label)
+                ax.plot(
+                    values, range(len(measured)), marker=marker, color=color, label=label,
+                    linestyle="none", markersize=7, markerfacecolor=face, markeredgewidth=1.5,
+                )  # fmt: skip
     ax.set_xscale("log")
-    ax.set_yticks(range(len(measured)), [twin.name for twin, _ in measured])
+    ax.set_yticks(range(len(measured)), [UNCHANGED.get(twin.name, twin.name) for twin, _ in measured])
     ax.set_ylim(len(measured) - 0.5, -0.5)
     ax.set_xlabel("KL per token from the twin's own exact attention, nats")
     legend_below(figure, ax)

@@ -122,7 +122,7 @@ def _plots(report: Report, folder: Path) -> list[Plot]:
     timed = [section for section in report.perplexity if section.backends[0].tokens_per_second is not None]
     if any(len(section.backends) > 1 for section in timed):
         plots.plot_tradeoff(timed, name, folder / "tradeoff.png")
-        drawn.append(Plot("Quality against speed and memory", "tradeoff.png"))
+        drawn.append(Plot("Quality against speed", "tradeoff.png"))
     for tasks in report.tasks:
         if len(tasks.backends) > 1 and any(task.metrics for task in tasks.tasks):
             draw(plots.plot_tasks, "tasks", "Difference of accuracy, with 95 % intervals", tasks)

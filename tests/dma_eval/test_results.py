@@ -7,10 +7,12 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dma_eval import plots
 from dma_eval.errors import UserError
 from dma_eval.files import write_json as write
 from dma_eval.models import LoadedModel
@@ -21,7 +23,9 @@ from dma_eval.render import Plot, cache_of, measured, to_html, to_markdown
 from dma_eval.results import (
     SCHEMA_VERSION,
     BackendResult,
+    FidelitySection,
     Generation,
+    HeadErrors,
     PerplexitySection,
     Report,
     StressSection,
@@ -29,6 +33,8 @@ from dma_eval.results import (
     here_and_now,
     read_report,
 )
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from PIL import Image
 
 FAILED = BackendResult(label="broken", implementation="broken", config=None, failure="NaN | somewhere")
@@ -267,6 +273,22 @@ class TestMeasured:
 
 
 class TestPlots:
+    @pytest.fixture
+    def drawn(self, monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+        """Figures instead of files."""
+        figures: list[Figure] = []
+        monkeypatch.setattr(plots, "save", lambda figure, title, path: figures.append(figure))
+        return figures
+
+    def test_no_line_joins_twins(self, section: PerplexitySection, drawn: list[Figure]) -> None:
+        twins = [
+            TwinResult(name=name, is_same_function=True, key_ratio=1.0, query_ratio=1.0, refused=None, tokens=section)
+            for name in ("as it is", "keys x 8")
+        ]
+        plot_stress(StressSection(range_tokens=64, key_ranges=[], query_ranges=[], twins=twins), "", Path("p.png"))
+        assert {line.get_linestyle() for line in drawn[0].axes[0].get_lines()} == {"None"}
+        assert [label.get_text() for label in drawn[0].axes[0].get_yticklabels()] == ["unchanged", "keys x 8"]
+
     @pytest.mark.parametrize("plot", [plot_comparison, plot_quality, plot_positions])
     def test_is_a_picture(self, report: Report, tmp_path: Path, plot: Callable[..., None]) -> None:
         """With a failed backend in it, a divergence of zero, and positions without a token."""
@@ -294,6 +316,54 @@ class TestPlots:
         assert caches["dma_mxfp:kv4+dma-static"][0] == full["dma_mxfp:kv4"][0]
         assert caches["sdpa+quanto4"][0] == caches["sdpa+quanto2"][0]
         assert caches["sdpa+quanto4"] != caches["sdpa+quanto2"]
+
+    def test_no_two_backends_share_a_style(self) -> None:
+        labels = ["sdpa", "dma_mxfp:kv4", "dma_mxfp:balanced+int4", "dma_mxfp+int4", "dma_mxfp:balanced+int4-static"]
+        styles = line_styles(labels)
+        assert len(set(styles.values())) == len(labels)
+
+    def test_ticks_reach_beyond_every_value(self) -> None:
+        """With one value that would squeeze all others; each end of the axis is a labelled tick."""
+        ax = plots.make_figure(3.0).subplots()
+        values = [0.01, -0.02, 0.03, 0.02, 0.9]
+        ax.plot(values)
+        plots._widen(ax, "y", values)
+        low, high = ax.get_ylim()
+        assert low <= min(values)
+        assert high >= max(values)
+        assert {low, high} <= set(ax.get_yticks())
+        assert all(label.get_text() for label in ax.get_yticklabels())
+
+    def test_resident_memory_is_not_drawn(self, section: PerplexitySection, drawn: list[Figure]) -> None:
+        for kind in ("process_rss", "cuda_allocated"):
+            plots.plot_tradeoff([replace(section, memory_kind=kind)], "A title", Path("p.png"))
+        assert [len(figure.axes) for figure in drawn] == [1, 2]
+        assert all(ax.get_xlim()[0] == 0 for figure in drawn for ax in figure.axes)
+
+    @pytest.mark.parametrize("errors", [[1e-5, 1e-1], [1e-3, 2e-3], [0.004, 0.03]])
+    def test_labels_of_a_colour_bar_do_not_overlap(
+        self, section: PerplexitySection, drawn: list[Figure], errors: list[float]
+    ) -> None:
+        heads = [HeadErrors(label="b", relative_l1=[errors], cosine=[[1.0, 1.0]])]
+        fidelity = FidelitySection(
+            tokens=section,
+            dtype="float32",
+            bucket_edges=[],
+            bucket_change={},
+            head_windows=1,
+            heads=heads,
+            prompt_tokens=0,
+            new_tokens=0,
+            divergence=[],
+        )
+        plots.plot_heads(fidelity, "A title", Path("p.png"))
+        (figure,) = drawn
+        FigureCanvasAgg(figure).draw()
+        low, high = figure.axes[-1].get_ylim()
+        ticks = zip(figure.axes[-1].get_yticks(), figure.axes[-1].get_yticklabels(), strict=True)
+        boxes = [label.get_window_extent() for tick, label in ticks if low <= tick <= high]
+        assert len(boxes) >= 2
+        assert not any(one.overlaps(other) for one, other in pairwise(sorted(boxes, key=lambda box: box.y0)))
 
     def test_of_one_backend(self, section: PerplexitySection, tmp_path: Path) -> None:
         plot_comparison(replace(section, backends=section.backends[:1]), "Alone", tmp_path / "p.png")
