@@ -21,6 +21,8 @@ FOLDER = "benchmarks"
 """This folder of the repository is part of the site as it is: pages, plots and result files."""
 MOVED = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 """Files at the root of the repository, and their place on the site."""
+INDEXES = ("README.md", "report.md")
+"""What a link to a folder shows."""
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)(?=[)#])")
 ROLE = re.compile(r":\w+:(?=<code>)")
 """A role of Sphinx in a docstring, before its text."""
@@ -51,8 +53,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
     def link(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[1]))
-        if target == FOLDER:
-            target = f"{FOLDER}/README.md"
+        if (ROOT / target).is_dir():
+            target = next((f"{target}/{name}" for name in INDEXES if (ROOT / target / name).exists()), target)
         if target in MOVED:
             target = MOVED[target]
         elif target.startswith("docs/"):
