@@ -8,9 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted(page for page in (ROOT / "benchmarks").glob("*.md") if page.name != "README.md"),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
 LONGEST = 30
 """Words of a sentence."""
