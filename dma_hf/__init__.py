@@ -1,15 +1,16 @@
 """Diagonal-tiled mixed-precision attention (arXiv 2604.03950) for Hugging Face Transformers.
 
-Importing this package registers the attention implementation ``dma_mxfp`` (and ``dma_mxfp:PRESET``, which brings its
-settings along), and has ``generate`` of models that run it use the packed cache that their settings name. It changes
-nothing else::
+Importing this package registers the attention implementations ``dma_mxfp[:PRESET][+CACHE]``. ``generate`` of a model
+that runs one uses the packed cache that its settings name. Nothing else changes::
 
     import dma_hf
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="dma_mxfp")
-    dma_hf.configure(model, "fp4")
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="dma_mxfp:balanced+int4")
+    dma_hf.configure(model, "fp4", cache="int8")
 """
+
+from typing import NoReturn
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -17,15 +18,15 @@ from .attention import dma_attention_forward
 from .cache import DMACache
 from .cache_step import CachedStates
 from .compact_mask import CompactMask, MaskGeometry
-from .config import PRESETS, DMAConfig, preset, resolve
+from .config import NAME, PRESETS, DMAConfig
 from .equalization import equalize
 from .integrations.batching import continuous_batching
 from .integrations.generate import wrap_generate
-from .integrations.names import wrap_name_check
+from .integrations.names import wrap_name_checks
 from .integrations.versions import UnsupportedTransformersError
 from .masking import dma_mask
 from .models import configure
-from .settings import IMPLEMENTATIONS, NAME
+from .settings import IMPLEMENTATIONS
 from .stats import LayerStats, Stats, Use, reset_stats, stats
 from .tile_counts import counted_tiles
 from .unsupported import fallback_counts, reset_fallback_counts
@@ -49,10 +50,8 @@ __all__ = [
     "dma_mask",
     "equalize",
     "fallback_counts",
-    "preset",
     "reset_fallback_counts",
     "reset_stats",
-    "resolve",
     "stats",
 ]
 
@@ -61,4 +60,14 @@ if __name__ == "dma_hf":  # the copy in a Hub kernel is registered by Transforme
     for implementation in IMPLEMENTATIONS:
         AttentionInterface.register(implementation, dma_attention_forward)
         AttentionMaskInterface.register(implementation, dma_mask)
-    wrap_name_check()
+    wrap_name_checks()
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Refuse the names of earlier versions with their replacements."""
+    replacement = {
+        "preset": "DMAConfig.from_preset",
+        "resolve": "DMAConfig.from_preset, DMAConfig.from_toml or DMAConfig.from_dict",
+    }.get(name)
+    hint = "" if replacement is None else f"; use {replacement}"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

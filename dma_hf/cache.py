@@ -24,7 +24,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
 
     Keys and values are quantised once, in tiles of 128, as the model made them::
 
-        model.generate(**inputs, cache=DMACache(model.config, format="int4"))
+        model.generate(**inputs, cache=DMACache(model.config, "int4"))
 
     Layers that run ``dma_mxfp`` compute a prompt under the model's recipe, and attend to what the cache holds with
     every later step. Under any other attention implementation the cache returns dequantised keys and values. Layers
@@ -34,35 +34,39 @@ class DMACache(DynamicCache):  # type: ignore[misc]
 
     Args:
         config: The model's configuration.
-        format: ``int8`` or ``int4``; by default what the model's ``dma_mxfp`` configuration has as ``cache``, and
-            ``int8`` where that is ``None``.
+        cache: Format: ``int8`` or ``int4``. The default is the ``cache`` of the model's settings, or else ``int8``.
         max_cache_len: Makes a static cache, for ``torch.compile`` and CUDA graphs, with room for so many tokens.
         offloading: Whether layers wait on the CPU for their turn.
         offload_only_non_sliding: Whether layers with a sliding window, which are small, stay on the device.
 
     Raises:
-        TypeError: ``config`` is not as described.
+        TypeError: ``config`` is not a model's configuration, or an argument is unknown.
         ValueError: There is no such format, or ``max_cache_len`` is below 1.
     """
 
     def __init__(
         self,
         config: PreTrainedConfig,
-        format: str | None = None,
+        cache: str | None = None,
         *,
         max_cache_len: int | None = None,
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            name = next(iter(unknown))
+            hint = "; it is called cache now: DMACache(config, cache='int4')" if name == "format" else ""
+            raise TypeError(f"DMACache has no argument {name!r}{hint}")
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be a model's configuration (model.config), got {type(config).__name__}")
         if max_cache_len is not None and not (is_int(max_cache_len) and max_cache_len >= 1):
             raise ValueError(f"max_cache_len must be an integer of at least 1, got {max_cache_len!r}")
         decoder = config.get_text_config(decoder=True)
         settings = settings_of(decoder)
-        asked = settings.config.cache or DEFAULT_FORMAT if format is None else format
-        name = cache_format_of(decoder, asked).name
-        owner = Owner(decoder, name, settings.recipe.diagonal_tiles, settings.recipe.sink_tiles)
+        cache = settings.config.cache or DEFAULT_FORMAT if cache is None else cache
+        stored = cache_format_of(decoder, cache).name
+        owner = Owner(decoder, cache, stored, settings.recipe.diagonal_tiles, settings.recipe.sink_tiles)
         upstream = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
         layers = [_own_layer(layer, owner, max_cache_len) for layer in upstream.layers]
         for layer in [layer for layer in layers if isinstance(layer, DMALayer)][1:]:
@@ -72,8 +76,8 @@ class DMACache(DynamicCache):  # type: ignore[misc]
 
     @property
     def format(self) -> str:
-        """The precision that the cache holds; of an equalised model ``int4-equalized`` for ``int4``."""
-        return self.owner.format
+        """The format of packed keys and values, ``int8`` or ``int4``."""
+        return self.owner.cache
 
     @property
     def _kind(self) -> dict[str, Any]:

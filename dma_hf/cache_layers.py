@@ -44,7 +44,8 @@ class Owner:
 
     Attributes:
         config: The decoder's configuration.
-        format: The precision of the cache, by name.
+        cache: The format as users call it, ``int8`` or ``int4``.
+        format: The name of the storage format. It depends on whether the model is equalized.
         diagonal_tiles: Tiles before that of a query that are kept in 16 bits.
         sink_tiles: Tiles at the start that are.
         plain: The last range of visible keys that was looked at, and whether it was all that a row has.
@@ -53,6 +54,7 @@ class Owner:
     """
 
     config: PreTrainedConfig
+    cache: str
     format: str
     diagonal_tiles: int
     sink_tiles: int

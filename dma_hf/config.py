@@ -1,4 +1,7 @@
-"""Configuration: the numerics of a model's attention, the presets, and their form as dicts and TOML files."""
+"""``DMAConfig``: the settings of ``dma_mxfp``, its presets, and how both are named and saved.
+
+A name is ``IMPLEMENTATION[:PRESET][+CACHE]``, for example ``dma_mxfp:balanced+int4``.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,16 @@ from dma_kernels.cache.codes import CACHE_FORMATS
 from dma_kernels.numerics.recipe import RECIPE_FIELDS
 from dma_kernels.runtime.chip import BACKENDS
 
+NAME = "dma_mxfp"
+"""Name of the attention implementation, and key of its section in ``config.json``."""
+
 ON_UNSUPPORTED = ("error", "sdpa")
 RUNTIME_FIELDS = ("backend", "on_unsupported")
-"""Fields that say how a machine runs a model. They are not saved with it."""
-REMOVED = {"low_v": "values of low tiles are as pv says; a cache of 4 bits is cache='int4'"}
-"""Fields of earlier versions, with what stands in their place; where they were not set, they are passed over."""
+"""Fields that depend on the machine that runs a model. They are not saved."""
+REMOVED_FIELDS = {"low_v": "values of low tiles follow pv; for a 4-bit cache set cache='int4'"}
+"""Fields of earlier versions and their replacements. They are accepted if they are ``None``."""
+RENAMED_PRESETS = {"kv8": "balanced+int8", "kv4": "balanced+int4"}
+"""Presets of earlier versions and what they are called now."""
 
 
 class Section(dict[str, Any]):
@@ -27,7 +35,7 @@ class Section(dict[str, Any]):
 
     Args:
         saved: Field names and values.
-        runtime: Those of :data:`RUNTIME_FIELDS`. They go along with copies of the model, and are not in its JSON file.
+        runtime: Values of :data:`RUNTIME_FIELDS`. Copies of the model keep them; its JSON file does not.
     """
 
     def __init__(self, saved: Mapping[str, Any], runtime: Mapping[str, str]) -> None:
@@ -40,20 +48,24 @@ class Section(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class DMAConfig(Recipe):
-    """How a model runs ``dma_mxfp``. Without arguments it is the preset ``balanced``.
+    """Settings of a model that runs ``dma_mxfp``. The default is the preset ``balanced``::
 
-    The fields of :class:`~dma_kernels.Recipe` say which precision the rule gives to which tile. ``cache`` is saved with
-    a model, as they are; ``backend`` and ``on_unsupported`` are choices of the machine that runs it, and are not saved.
+        DMAConfig(low="nvfp4", cache="int4")
+        DMAConfig.from_preset("balanced+int4")
+        DMAConfig.from_toml("my.toml")
+
+    The fields of :class:`~dma_kernels.Recipe` choose the precision of each tile. They and ``cache`` are saved with a
+    model. ``backend`` and ``on_unsupported`` are not. :func:`dataclasses.replace` changes fields.
 
     Attributes:
         backend: ``auto`` (Triton on CUDA, the reference elsewhere), ``reference`` or ``triton``.
-        cache: What ``generate`` keeps keys and values in: ``int8``, ``int4``, or ``None`` for Transformers' own cache.
-            It is independent of the recipe, which prompts are computed under.
-        on_unsupported: What to do with a call that the backend cannot compute: ``error``, or ``sdpa`` to run
-            Transformers' SDPA attention there, warned once and counted (:func:`dma_hf.fallback_counts`).
+        cache: Format of the KV cache that ``generate`` uses: ``int8``, ``int4``, or ``None`` for Transformers' 16-bit
+            cache. It does not depend on the precisions, which apply to prompts.
+        on_unsupported: What happens to a call that the backend cannot compute. ``error`` raises. ``sdpa`` runs
+            Transformers' SDPA attention, warns once and counts the call (:func:`dma_hf.fallback_counts`).
 
     Raises:
-        ValueError: A field holds something else; the message names the field and what it may hold.
+        ValueError: A field has an invalid value. The message lists the valid ones.
     """
 
     low: str = "mxint8"
@@ -77,25 +89,38 @@ class DMAConfig(Recipe):
 
     @property
     def recipe(self) -> Recipe:
-        """The numerics alone."""
+        """The numerics without the cache and the runtime choices."""
         return Recipe(**{name: getattr(self, name) for name in RECIPE_FIELDS})
 
     @classmethod
+    def from_preset(cls, name: str, **changes: Any) -> DMAConfig:
+        """Return a preset, with a packed cache if the name has one.
+
+        Args:
+            name: ``PRESET[+CACHE]``: a key of :data:`PRESETS`, and a cache format (``balanced+int4``).
+            changes: Fields that differ from the preset.
+
+        Raises:
+            ValueError: There is no such preset or cache format, or a field is unknown or invalid.
+        """
+        return preset_of(name, **changes)
+
+    @classmethod
     def from_dict(cls, section: Mapping[str, Any], *, source: str = "") -> Self:
-        """Make a configuration of a mapping; keys that are missing have the value of ``balanced``.
+        """Return the configuration of a mapping. Missing keys have the values of ``balanced``.
 
         Args:
             section: Field names and values.
-            source: Where the mapping comes from, to begin error messages with.
+            source: Origin of the mapping, which error messages begin with.
 
         Raises:
             TypeError: ``section`` is not a mapping.
-            ValueError: A key is not a field, or a value is not one that its field may hold.
+            ValueError: A key is unknown, or a value is invalid.
         """
         prefix = f"{source}: " if source else ""
         if not isinstance(section, Mapping):
             raise TypeError(f"{prefix}expected a mapping of configuration keys, got {section!r}")
-        known = {key: value for key, value in section.items() if value is not None or key not in REMOVED}
+        known = {key: value for key, value in section.items() if value is not None or key not in REMOVED_FIELDS}
         _check_keys(known, prefix)
         try:
             return cls(**known)
@@ -107,39 +132,34 @@ class DMAConfig(Recipe):
         return {name: getattr(self, name) for name in FIELDS}
 
     def to_section(self) -> Section:
-        """Return the section of a model's configuration that stands for this."""
-        fields = self.to_dict()
-        runtime = {name: fields.pop(name) for name in RUNTIME_FIELDS}
-        return Section(fields, runtime)
+        """Return the section of a model's configuration that holds these settings."""
+        saved = self.to_dict()
+        runtime = {name: saved.pop(name) for name in RUNTIME_FIELDS}
+        return Section(saved, runtime)
 
     @classmethod
-    def from_toml(cls, path: str | Path) -> Self:
+    def from_toml(cls, path: str | Path, **changes: Any) -> DMAConfig:
         """Read a TOML file whose top-level keys are field names.
+
+        Args:
+            path: The file.
+            changes: Fields that differ from the file.
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: It is not TOML, or as in :meth:`from_dict`; the message names the file.
+            ValueError: It is not TOML, or a key or value is invalid. The message names the file.
         """
         try:
             section = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: not a TOML file: {error}") from None
-        return cls.from_dict(section, source=str(path))
+        return _changed(cls.from_dict(section, source=str(path)), changes)
 
     def to_toml(self, path: str | Path) -> None:
-        """Write a TOML file that :meth:`from_toml` reads back; fields that are ``None`` are left out."""
-        values = {name: value for name, value in self.to_dict().items() if value is not None}
+        """Write the fields that are saved with a model to a TOML file, except those that are ``None``."""
+        values = {name: value for name, value in self.to_section().items() if value is not None}
         lines = [f"{n} = {v if isinstance(v, float) else json.dumps(v)}\n" for n, v in values.items()]
         Path(path).write_text("".join(lines), encoding="utf-8")
-
-    def with_changes(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed.
-
-        Raises:
-            ValueError: A key is not a field, or a value is not one that its field may hold.
-        """
-        _check_keys(changes, "")
-        return replace(self, **changes)
 
 
 FIELDS = tuple(field.name for field in fields(DMAConfig))
@@ -148,7 +168,7 @@ PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
     {
         # Rotated: without it, outlier key channels cost more (benchmarks/README.md).
         "balanced": DMAConfig(),
-        # Scales by search, and high tiles in 16 bits: benchmarks/README.md has the results without each of them.
+        # Searched scales and 16-bit high tiles: benchmarks/README.md has the results without each of them.
         "fp4": DMAConfig(low="nvfp4", scale_rounding="search", shared_scale="block"),
         "paper": DMAConfig(
             low="mxfp4",
@@ -159,69 +179,98 @@ PRESETS: Mapping[str, DMAConfig] = MappingProxyType(
             rotate=False,
             pv="bf16",
         ),
-        "kv8": DMAConfig(cache="int8"),
-        "kv4": DMAConfig(cache="int4"),
     }
 )
+"""Numerics by name."""
 
+_WITH_CACHE = f", optionally with a cache: {' or '.join(f'PRESET+{format}' for format in CACHE_FORMATS)}"
 
-NAMES = (
-    *PRESETS,
-    *(f"{name}+{format}" for name, config in PRESETS.items() if config.cache is None for format in CACHE_FORMATS),
+SUFFIXES = tuple(
+    preset + cache
+    for preset in ("", *(f":{name}" for name in PRESETS))
+    for cache in ("", *(f"+{format}" for format in CACHE_FORMATS))
 )
-"""What a setting may be called: a preset, and one with the format of its cache (``balanced+int4``)."""
+"""What may follow ``dma_mxfp`` in the name of an attention implementation."""
 
 
-def preset(name: str) -> DMAConfig:
-    """Return the preset called ``name``: one of :data:`NAMES`.
-
-    Raises:
-        ValueError: There is none; the message lists those that there are.
-    """
-    if name not in NAMES:
-        known = NAMES if "+" in str(name) else PRESETS
-        raise ValueError(f"unknown preset {name!r}; expected one of {', '.join(known)}")
-    base, _, cache = name.partition("+")
-    return PRESETS[base].with_changes(cache=cache) if cache else PRESETS[base]
-
-
-def resolve(setting: str | Path | Mapping[str, Any] | Recipe) -> DMAConfig:
-    """Return the configuration that ``setting`` stands for.
+def config_of(setting: str | Path | Mapping[str, Any] | Recipe, **changes: Any) -> DMAConfig:
+    """Return the configuration that the argument ``setting`` of :func:`dma_hf.configure` describes.
 
     Args:
-        setting: The name of a preset, or the path of a TOML file (``*.toml``), and after either the format of a cache
-            if there is to be one (``balanced+int4``); a mapping of fields, a configuration, or the numerics alone.
+        setting: ``PRESET[+CACHE]``, ``FILE.toml[+CACHE]``, a mapping of fields, a configuration, or numerics alone.
+        changes: Fields that differ from it.
 
     Raises:
         OSError: The file cannot be read.
         TypeError: ``setting`` is none of these.
-        ValueError: There is no such preset, or a key or a value is wrong.
+        ValueError: The preset, a key or a value is invalid.
     """
     if isinstance(setting, DMAConfig):
-        return setting
+        return _changed(setting, changes)
     if isinstance(setting, Recipe):
-        return DMAConfig(**{name: getattr(setting, name) for name in RECIPE_FIELDS})
+        return _changed(DMAConfig(**{name: getattr(setting, name) for name in RECIPE_FIELDS}), changes)
     if isinstance(setting, Mapping):
-        return DMAConfig.from_dict(setting)
-    if isinstance(setting, Path) or (isinstance(setting, str) and setting.endswith(".toml")):
-        return DMAConfig.from_toml(setting)
-    if isinstance(setting, str) and ".toml+" in setting:
-        path, _, cache = setting.rpartition("+")
-        return DMAConfig.from_toml(path).with_changes(cache=cache)
-    if isinstance(setting, str):
-        try:
-            return preset(setting)
-        except ValueError as error:
-            raise ValueError(f"{error}, or the path of a .toml file") from None
-    raise TypeError(
-        f"expected the name of a preset ({', '.join(PRESETS)}), the path of a .toml file, a mapping or a DMAConfig; "
-        f"got {setting!r}"
-    )
+        return _changed(DMAConfig.from_dict(setting), changes)
+    if isinstance(setting, Path):
+        return DMAConfig.from_toml(setting, **changes)
+    if not isinstance(setting, str):
+        raise TypeError(
+            f"expected a preset ({', '.join(PRESETS)}), the path of a .toml file, a mapping or a DMAConfig; "
+            f"got {setting!r}"
+        )
+    path, plus, cache = setting.rpartition("+") if ".toml+" in setting else (setting, "", "")
+    if path.endswith(".toml"):
+        return DMAConfig.from_toml(path, **({"cache": check_cache_name(cache)} if plus else {}) | changes)
+    return preset_of(setting, ", or the path of a .toml file", **changes)
+
+
+def preset_of(name: str, alternative: str = "", **changes: Any) -> DMAConfig:
+    """Return what :meth:`DMAConfig.from_preset` does; ``alternative`` ends the error for an unknown preset."""
+    preset, plus, cache = str(name).partition("+")
+    check_renamed(str(name))
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; expected one of {', '.join(PRESETS)}{_WITH_CACHE}{alternative}")
+    return _changed(PRESETS[preset], ({"cache": check_cache_name(cache)} if plus else {}) | changes)
+
+
+def check_renamed(name: str) -> None:
+    """Refuse the names of earlier versions.
+
+    Args:
+        name: ``PRESET[+CACHE]``.
+
+    Raises:
+        ValueError: It is one of them. The message has the new name.
+    """
+    preset, _, cache = name.partition("+")
+    renamed = RENAMED_PRESETS.get(preset)
+    if renamed is not None:
+        new = f"{renamed.partition('+')[0]}+{cache}" if cache in CACHE_FORMATS else renamed
+        raise ValueError(f"the preset {preset!r} is now called {new!r}")
+    if cache == "cache":
+        choices = " or ".join(repr(f"{preset}+{format}") for format in CACHE_FORMATS)
+        raise ValueError(f"the suffix '+cache' is gone; name the cache format: {choices}")
+
+
+def check_cache_name(cache: str) -> str:
+    """Return the name of a cache format if it is valid.
+
+    Raises:
+        ValueError: It is not. The message lists the valid ones.
+    """
+    if cache not in CACHE_FORMATS:
+        raise ValueError(f"unknown cache format {cache!r}; expected one of {', '.join(CACHE_FORMATS)}")
+    return cache
+
+
+def _changed(config: DMAConfig, changes: Mapping[str, Any]) -> DMAConfig:
+    _check_keys(changes, "")
+    return replace(config, **changes) if changes else config
 
 
 def _check_keys(section: Mapping[str, Any], prefix: str) -> None:
-    for key in section.keys() & REMOVED.keys():
-        raise ValueError(f"{prefix}the key {key!r} is gone: {REMOVED[key]}")
+    for key in section.keys() & REMOVED_FIELDS.keys():
+        raise ValueError(f"{prefix}the key {key!r} is gone: {REMOVED_FIELDS[key]}")
     unknown = [key for key in section if key not in FIELDS]
     if unknown:
         raise ValueError(

@@ -4,50 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 from dma_kernels import Recipe
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from .config import DMAConfig, resolve
+from .config import NAME, DMAConfig, config_of
 from .integrations.attention_name import attention_name
 from .integrations.batching import InitContinuousBatching
 from .masking import built_in_attention, lacks_attention, refuse_model
-from .settings import IMPLEMENTATIONS, NAME, distinct_configs, is_dma, rename, settings_of
+from .settings import IMPLEMENTATIONS, distinct_configs, is_dma, rename, settings_of
 
 
 def configure(
     model: nn.Module,
     setting: str | Path | Mapping[str, Any] | Recipe | None = None,
     *,
+    cache: str | EllipsisType | None = ...,
+    backend: str | EllipsisType = ...,
+    on_unsupported: str | EllipsisType = ...,
     activate: bool = False,
-    **changes: Any,
+    **numerics: Any,
 ) -> DMAConfig:
-    """Set the precisions of a model that runs ``dma_mxfp``.
+    """Set the precisions and the cache of a model that runs ``dma_mxfp``::
 
-    Writes the section ``dma_mxfp`` to the configuration of the model and of every model inside it, from where the next
-    forward pass reads it and ``save_pretrained`` saves it, except for ``backend`` and ``on_unsupported``. Nothing is
-    changed if anything is wrong.
+        dma_hf.configure(model, "fp4", cache="int4")
+
+    The settings go to the section ``dma_mxfp`` of the configuration of the model and of every model inside it. The next
+    forward pass reads them. ``save_pretrained`` saves the numerics and the cache. If anything is invalid, nothing
+    changes.
 
     Args:
-        model: A Transformers model, or a module that holds one.
-        setting: A preset's name, a TOML file, a mapping of fields or a :class:`DMAConfig`. By default what the model
-            has already: the preset that it was loaded with, the section of its configuration, or ``balanced``.
-        activate: Also switch the model to ``dma_mxfp``, with ``set_attn_implementation``.
-        changes: Fields to change in ``setting``. With ``cache="int8"`` or ``"int4"`` a new :class:`~dma_hf.DMACache` is
-            the cache of every ``generate`` of this model that does not ask for another one; ``cache=None`` undoes it.
+        model: A Transformers model, or a module that contains one.
+        setting: ``PRESET[+CACHE]``, ``FILE.toml[+CACHE]``, a mapping of fields, a :class:`DMAConfig` or a
+            :class:`~dma_kernels.Recipe`. Fields that it does not have get their default. ``None`` starts from the
+            current settings of the model: its preset in ``attn_implementation``, its saved section, or ``balanced``.
+        cache: Format of the :class:`~dma_hf.DMACache` that ``generate`` and ``generate_batch`` use: ``"int8"``,
+            ``"int4"``, or ``None`` for Transformers' own cache. ``...`` keeps what ``setting`` has. A call of
+            ``generate`` that asks for another cache gets that one.
+        backend: ``"auto"``, ``"reference"`` or ``"triton"``. ``...`` keeps what ``setting`` has. Not saved.
+        on_unsupported: ``"error"``, or ``"sdpa"`` to run SDPA for calls that the backend cannot compute. ``...`` keeps
+            what ``setting`` has. Not saved.
+        activate: Whether to switch the model to ``dma_mxfp`` first.
+        numerics: Other fields of :class:`DMAConfig` that differ from ``setting``.
 
     Returns:
-        The configuration that was set.
+        The new configuration.
 
     Raises:
         OSError: The file cannot be read.
-        TypeError: ``setting`` or ``model`` is not as described.
-        ValueError: There is no such preset; a key or a value is wrong; or no part of the model runs ``dma_mxfp``,
-            because another implementation is set, because the model class computes its attention itself, or because
-            it has none.
+        TypeError: ``setting`` or ``model`` has the wrong type.
+        ValueError: The preset, a key or a value is invalid; or no part of the model can run ``dma_mxfp``: another
+            implementation is set, the model class computes its attention itself, or it has no attention.
     """
+    chosen = {"cache": cache, "backend": backend, "on_unsupported": on_unsupported}
+    changes = numerics | {name: value for name, value in chosen.items() if value is not ...}
     is_module = isinstance(model, nn.Module)
     models = [each for each in model.modules() if isinstance(each, PreTrainedModel)] if is_module else []
     if not models:
@@ -57,8 +70,7 @@ def configure(
         elif is_module:
             hint = ", which holds no PreTrainedModel"
         raise TypeError(f"expected a Transformers model, got {type(model).__name__}{hint}")
-    config = settings_of(models[0].config).config if setting is None else resolve(setting)
-    config = config.with_changes(**changes)
+    config = config_of(settings_of(models[0].config).config if setting is None else setting, **changes)
     if all(built_in_attention(type(module.config).__module__) for module in models):
         refuse_model(models[0].config)
     if all(lacks_attention(type(module.config).__module__) for module in models):
@@ -76,7 +88,9 @@ def configure(
         )
     for each in configs:
         setattr(each, NAME, config.to_section())
-    rename(model, lambda name: NAME if name in IMPLEMENTATIONS else name)  # a preset in it would count before that
+    rename(
+        model, lambda name: NAME if name in IMPLEMENTATIONS else name
+    )  # a preset in the name would override the section
     if isinstance(models[0], GenerationMixin):
         InitContinuousBatching.install(models[0])
     return config

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
+from .config import NAME
 from .integrations.attention_name import set_attention_name
-from .settings import NAME, distinct_configs
+from .settings import distinct_configs
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -19,11 +19,8 @@ from dma_kernels.cache.codes import CacheFormat, cache_format
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .config import NAMES, PRESETS, RUNTIME_FIELDS, DMAConfig, preset
+from .config import NAME, PRESETS, RUNTIME_FIELDS, SUFFIXES, DMAConfig, check_cache_name, preset_of
 from .integrations.attention_name import attention_name, set_attention_name
-
-NAME = "dma_mxfp"
-"""The name of the attention implementation, and the key of its section in ``config.json``."""
 
 PAGED_NAME = f"{NAME}_paged|flash"
 """The name while a model batches continuously; :mod:`dma_hf.integrations.paged_attention` says why it is this one."""
@@ -65,30 +62,41 @@ class Settings:
 
 _DEFAULT = Settings.of(DMAConfig())
 
-IMPLEMENTATIONS = (NAME, *(f"{NAME}:{setting}" for setting in NAMES))
-"""What is registered: the name by itself, under which the section counts, and one for each preset."""
+IMPLEMENTATIONS = tuple(NAME + suffix for suffix in SUFFIXES)
+"""The registered names. Without a preset, the section of the model's configuration has the numerics."""
 
 
 def is_dma(implementation: str) -> bool:
-    """Whether an attention implementation is this one: ``dma_mxfp``, or a Hub kernel's ``org/repo:dma_mxfp``."""
-    return implementation.partition(":")[0] in (NAME, PAGED_NAME) or implementation.endswith(HUB_SUFFIX)
+    """Return whether an attention implementation is this one: ``dma_mxfp...``, or a Hub kernel's ``repo:dma_mxfp``."""
+    return split_name(implementation)[0] in (NAME, PAGED_NAME) or implementation.endswith(HUB_SUFFIX)
+
+
+def split_name(implementation: str) -> tuple[str, str, str]:
+    """Split ``IMPLEMENTATION[:PRESET][+CACHE]`` into three parts; what is missing is empty."""
+    name, _, cache = implementation.partition("+")
+    name, _, preset = name.partition(":")
+    return name, preset, cache
 
 
 def settings_of(config: PreTrainedConfig) -> Settings:
     """Return the settings that a model's configuration names, ``balanced`` where it names none.
 
-    A preset in the name of its attention implementation (``dma_mxfp:fp4``) counts before the ``dma_mxfp`` section.
+    A preset in the name of its attention implementation (``dma_mxfp:fp4``) overrides the ``dma_mxfp`` section. A cache
+    without a preset (``dma_mxfp+int4``) overrides that of the section.
 
     Raises:
         TypeError: The section is neither a mapping nor the name of a preset.
-        ValueError: It holds an unknown key or a wrong value.
+        ValueError: It has an unknown key or an invalid value.
     """
-    implementation, _, named = str(attention_name(config)).partition(":")
-    section = named if named and implementation in (NAME, PAGED_NAME) else getattr(config, NAME, None)
-    if section is None:
+    implementation, preset, cache = split_name(str(attention_name(config)))
+    if implementation not in (NAME, PAGED_NAME):
+        preset = cache = ""
+    section = preset or getattr(config, NAME, None)
+    if section is None and not cache:
         return _DEFAULT
     runtime = tuple(getattr(section, "runtime", {}).items())
-    settings: Settings = _settings(tuple(section.items()) if isinstance(section, dict) else section, runtime)
+    items = tuple(section.items()) if isinstance(section, dict) else section
+    settings: Settings = _settings(items, runtime, cache)
     return settings
 
 
@@ -110,14 +118,22 @@ def cache_format_of(config: PreTrainedConfig, name: str) -> CacheFormat:
     return cache_format(name, is_equalized=getattr(config, EQUALIZED, False) is True)
 
 
-def _parse(section: Any, runtime: tuple[tuple[str, str], ...]) -> Settings:
-    """Parse a section, a mapping given as its items, and the runtime choices that go with it."""
+def _parse(section: Any, runtime: tuple[tuple[str, str], ...], cache: str) -> Settings:
+    """Parse a section, the runtime choices that go with it, and the name of a cache that replaces its own."""
+    config = _parse_section(section, runtime)
+    return Settings.of(replace(config, cache=check_cache_name(cache)) if cache else config)
+
+
+def _parse_section(section: Any, runtime: tuple[tuple[str, str], ...]) -> DMAConfig:
+    """Parse a section; a mapping is given as a tuple of its items."""
     source = f"the {NAME!r} section of the model's config.json"
+    if section is None:
+        return _DEFAULT.config
     if isinstance(section, str):
         try:
-            return Settings.of(preset(section))
+            return preset_of(section, ", or a mapping of fields")
         except ValueError as error:
-            raise ValueError(f"{source}: {error}, or a mapping of fields") from None
+            raise ValueError(f"{source}: {error}") from None
     if isinstance(section, tuple):
         fields = dict(section)
         given = DMAConfig.from_dict(
@@ -130,9 +146,9 @@ def _parse(section: Any, runtime: tuple[tuple[str, str], ...]) -> Settings:
                     f"model, and is ignored; dma_hf.configure(model, {name}=...) sets it",
                     stacklevel=2,
                 )
-        return Settings.of(DMAConfig.from_dict(fields | dict(runtime), source=source))
+        return DMAConfig.from_dict(fields | dict(runtime), source=source)
     raise TypeError(
-        f"{source}: expected the name of a preset ({', '.join(PRESETS)}) or a mapping of fields, got {section!r}; "
+        f"{source}: expected a preset ({', '.join(PRESETS)}) or a mapping of fields, got {section!r}; "
         "dma_hf.configure(model, ...) writes it"
     )
 
@@ -141,12 +157,12 @@ _cached = lru_cache(maxsize=256)(_parse)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _settings(section: Any, runtime: tuple[tuple[str, str], ...]) -> Settings:
+def _settings(section: Any, runtime: tuple[tuple[str, str], ...], cache: str) -> Settings:
     """Parse a section or recall it; ``torch.compile`` does so while tracing, guarded by it."""
     try:
-        return _cached(section, runtime)
-    except TypeError:  # an unhashable value: the section is wrong, and parsing it says how
-        return _parse(section, runtime)
+        return _cached(section, runtime, cache)
+    except TypeError:  # an unhashable value: the section is invalid, and parsing it says how
+        return _parse(section, runtime, cache)
 
 
 def distinct_configs(model: nn.Module) -> list[PreTrainedConfig]:

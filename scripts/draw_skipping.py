@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dma_hf import PRESETS
+from dma_hf import DMAConfig
 
 KINDS = {"not visible": "#ffffff", "high": "#1f4e79", "low, computed": "#7fb0dd", "low, skipped": "#f2b8a2"}
 QUANTILES = (0.5, 0.75, 0.95)
@@ -55,7 +55,7 @@ def record_layers(model: str, data: str, tokens: int) -> list[tuple[Tensor, Tens
 
 def kinds_of(query: Tensor, key: Tensor, scale: float, threshold: float) -> Tensor:
     """Return indices into ``KINDS`` for each block of queries and tile of keys of one head, ``[T / 64, T / 128]``."""
-    recipe = PRESETS["balanced"].with_changes(skip_threshold=threshold).recipe
+    recipe = DMAConfig(skip_threshold=threshold).recipe
     position = torch.arange(query.shape[2])[None]
     operands = prepare_operands(query, key, key, recipe, kv_position=torch.zeros(1).long(), visible=None)
     tile = position[0] // TILE

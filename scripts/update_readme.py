@@ -27,11 +27,8 @@ REAL = "prefill-real-32k-h100.json"
 QUALITY, QUALITY_CPU = "quality/smollm2-4096-fp32", "quality/smollm2-4096-cpu-fp32"
 BALANCED = "dma_mxfp:balanced"
 INT8, INT4 = f"{BALANCED}+int8", f"{BALANCED}+int4"
-OLD_LABELS = {
-    "dma_mxfp:kv8": INT8, "dma_mxfp:kv8+cache": INT8, "dma_mxfp+int8": INT8,
-    "dma_mxfp:kv4": INT4, "dma_mxfp:kv4+cache": INT4, "dma_mxfp+int4": INT4,
-}  # fmt: skip
-"""Labels of result files from before names had one grammar."""
+SHORT_LABELS = {"dma_mxfp+int8": INT8, "dma_mxfp+int4": INT4}
+"""Labels without the preset, which is ``balanced``."""
 OURS, THEIRS, BASE = "#0072B2", "#777777", "#222222"
 
 Result = dict[str, Any]
@@ -43,7 +40,7 @@ def read(*names: str, **shape: int) -> dict[str, Result]:
     for name in names:
         for result in json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))["results"]:
             if all(result["shape"][key] == value for key, value in shape.items()) if shape else True:
-                found[OLD_LABELS.get(result["label"], result["label"])] = result
+                found[SHORT_LABELS.get(result["label"], result["label"])] = result
     return found
 
 
@@ -53,7 +50,7 @@ def losses() -> dict[str, Any]:
     for folder in (QUALITY_CPU, QUALITY):
         (twin,) = (each for each in read_report(BENCHMARKS / folder).stress[0].twins if each.name == "as it is")
         assert twin.tokens is not None
-        found |= {OLD_LABELS.get(each.label, each.label): each for each in twin.tokens.backends if not each.failure}
+        found |= {SHORT_LABELS.get(each.label, each.label): each for each in twin.tokens.backends if not each.failure}
     return found
 
 

@@ -167,7 +167,7 @@ def test_generate(hub):
     assert torch.equal(ours.generate(ids, **arguments), installed.generate(ids, **arguments))
 
 
-@pytest.mark.parametrize("preset", ["kv8", "kv4"])
+@pytest.mark.parametrize("preset", ["balanced+int8", "balanced+int4"])
 def test_its_own_cache(hub, kernel, preset):
     """It reads the packed form, as the installed package does of its own cache."""
     installed, ours = DECODERS["llama"].build("dma_mxfp"), DECODERS["llama"].build(HUB)

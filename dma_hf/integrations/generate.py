@@ -19,9 +19,7 @@ from ..cache_layers import DMALayer
 from ..settings import cache_of, is_dma
 from .attention_name import attention_name
 from .cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
-
-IMPLEMENTATION = "dma"
-"""What ``generate(cache_implementation=...)`` takes for a ``DMACache``."""
+from .names import CACHE_IMPLEMENTATION
 
 OPEN = (None, "hybrid")
 """What leaves the cache open: Transformers takes "hybrid", which old configurations of Gemma ask for, for nothing."""
@@ -60,7 +58,7 @@ def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[
     generation configuration says otherwise.
     """
     asked = functools.partial(_asked, model, arguments, options)
-    wanted = options.get("cache_implementation") == IMPLEMENTATION
+    wanted = options.get("cache_implementation") == CACHE_IMPLEMENTATION
     if wanted:
         options["cache_implementation"] = None
     elif cache_of(model) is not None:

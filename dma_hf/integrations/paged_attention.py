@@ -18,7 +18,8 @@ from transformers import AttentionInterface
 
 from .. import unsupported
 from ..call import Call
-from ..settings import NAME, PAGED_NAME, is_dma
+from ..config import NAME
+from ..settings import PAGED_NAME, is_dma
 from ..stats import counted
 
 _OF_THE_BATCH = frozenset(

@@ -1,9 +1,9 @@
-"""Attention backends by name: ``sdpa``, ``eager``, ``dma_mxfp``, ``dma_mxfp:PRESET``, ``dma_mxfp:FILE.toml``.
+"""Attention backends by name: ``IMPLEMENTATION[:PRESET][+CACHE]``.
 
-``+int8`` or ``+int4`` after one of ``dma_mxfp`` (``dma_mxfp:balanced+int4``) lets the model read everything through a
-``DMACache`` of that format, and so does a preset or file that names a format (``dma_mxfp:kv4``): what is scored then is
-what the cache stores. See :mod:`dma_eval.reading`. ``sdpa+quanto4`` and the like read through Transformers'
-``QuantizedCache``, and ``sim_sage`` and others round as another kernel does: see :mod:`dma_eval.peers`.
+Examples are ``sdpa``, ``dma_mxfp:fp4``, ``dma_mxfp:FILE.toml`` and ``dma_mxfp:balanced+int4``. With a cache the model
+reads all tokens through a ``DMACache``, so the scores measure what the cache stores (:mod:`dma_eval.reading`). ``sdpa``
+and the other implementations take the caches of Transformers instead (``sdpa+quanto4``). ``sim_sage`` and others
+simulate the rounding of other kernels (:mod:`dma_eval.peers`).
 """
 
 from __future__ import annotations
@@ -19,38 +19,49 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
 from dma_hf import DMAConfig
-from dma_hf.cache import DEFAULT_FORMAT
 from dma_hf.cache_layers import DMALayer
 from dma_hf.integrations.attention_name import attention_name
 
 from .errors import UserError, one_line
-from .names import CACHE_SUFFIX, DMA, FORMAT_SUFFIXES, PEER_SUFFIXES, check_names, is_file, split_suffix
+from .names import DMA, FORMAT_SUFFIXES, PEER_SUFFIXES, check_names, is_file, split_suffix
 from .peers import quantized_cache
 
-CACHE_PRESETS = ("kv8", "kv4")
-"""Presets that are meant for caches: where all presets are compared, these read through one."""
+DEFAULT_PRESET = "balanced"
+"""The preset of a plain ``dma_mxfp``, and the one that default comparisons combine with each cache format."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One attention backend with its settings."""
+    """One attention backend with its settings.
 
-    label: str  # what tables and plots call it; no two backends of a run share one
-    implementation: str  # its name in Transformers (``attn_implementation``)
-    config: DMAConfig | None = None  # its precisions; None for any implementation but ``dma_mxfp``
-    reads_cache: bool = False  # whether it reads every sequence through a cache
-    peer_cache: str | None = None  # which ``QuantizedCache`` that is, by suffix; else a ``DMACache``
+    Attributes:
+        label: Its name in tables and plots, unique in a run.
+        implementation: Its name in Transformers (``attn_implementation``).
+        config: Settings of ``dma_mxfp``, ``None`` for every other implementation.
+        peer_cache: Suffix of the ``QuantizedCache`` that it reads through.
+    """
+
+    label: str
+    implementation: str
+    config: DMAConfig | None = None
+    peer_cache: str | None = None
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it reads every sequence through a cache."""
+        return self.peer_cache is not None or (self.config is not None and self.config.cache is not None)
 
     @property
     def info(self) -> dict[str, Any]:
-        """What results say of it: the fields of :class:`dma_eval.results.BackendInfo`."""
+        """The fields of :class:`dma_eval.results.BackendInfo`."""
         config = None if self.config is None else self.config.to_dict()
         return {"label": self.label, "implementation": self.implementation, "config": config}
 
 
 def default_names() -> list[str]:
-    """SDPA and every preset."""
-    return ["sdpa", *(f"{DMA}:{name}{CACHE_SUFFIX if name in CACHE_PRESETS else ''}" for name in dma_hf.PRESETS)]
+    """Return SDPA, every preset, and one preset with each cache format."""
+    cached = [DEFAULT_PRESET + suffix for suffix in FORMAT_SUFFIXES]
+    return ["sdpa", *(f"{DMA}:{name}" for name in (*dma_hf.PRESETS, *cached))]
 
 
 def parse_backends(names: Sequence[str], option: str = "--attn") -> tuple[Backend, ...]:
@@ -73,25 +84,28 @@ def parse_backends(names: Sequence[str], option: str = "--attn") -> tuple[Backen
 
 
 def parse_compared(names: Sequence[str], option: str, others: Sequence[str]) -> list[Backend]:
-    """Resolve what a benchmark compares: ``others``, by their names, and ``dma_mxfp`` without ``+cache``.
+    """Resolve the names that a benchmark compares.
+
+    Args:
+        names: Names of ``dma_mxfp`` and names in ``others``.
+        option: The option of the command line that has them.
+        others: Implementations of the benchmark, by name.
 
     Raises:
-        UserError: There are none, two are the same, one is unknown (the message lists the valid ones), or one reads
-            through a cache, which the benchmark does not.
+        UserError: There are no names, two are equal, one is unknown (the message lists the valid ones), or one has a
+            cache and ``option`` is not ``--cache``.
     """
     found = []
     for name in names:
         if name in others:
             found.append(Backend(name, name))
-        elif name.partition(":")[0] == DMA:
+        elif name.partition(":")[0].partition("+")[0] == DMA:
             found += parse_backends([name], option)
-            if not split_suffix(name)[1]:  # of a preset with a cache, its precisions
-                found[-1] = replace(found[-1], reads_cache=False)
         else:
             known = [*others, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS), f"{DMA}:FILE.toml"]
             raise UserError(f"{option}: unknown name {name!r}; valid: {', '.join(known)}")
         if found[-1].reads_cache and option != "--cache":
-            raise UserError(f"{option}: {name!r} reads through a cache, which is not timed here; leave out the +")
+            raise UserError(f"{option}: {name!r} reads through a cache, which is not timed here; leave out +CACHE")
     refuse_repeats(option, [backend.label for backend in found])
     return found
 
@@ -152,34 +166,33 @@ def new_cache(model: PreTrainedModel, backend: Backend) -> Cache | None:
 
 def implementations() -> list[str]:
     """The attention implementations that this version of Transformers knows, ``dma_mxfp`` included."""
-    known = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith(f"{DMA}:"))
+    known = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith((f"{DMA}:", f"{DMA}+")))
     return sorted({"eager", *known})
 
 
 def _parse_backend(name: str, option: str) -> Backend:
-    setting_name, suffix = split_suffix(name)
-    implementation, separator, setting = setting_name.partition(":")
+    check_names([name], option)
+    rest, suffix = split_suffix(name)
+    implementation, colon, setting = rest.partition(":")
     if implementation not in implementations():
         raise UserError(
             f"{option}: unknown backend {name!r}; valid: {', '.join(implementations())}, and {DMA}:PRESET with a "
             f"preset ({', '.join(dma_hf.PRESETS)}) or a TOML file"
         )
     if implementation != DMA:
-        if separator or (suffix and suffix not in PEER_SUFFIXES):
+        if colon or (suffix and suffix not in PEER_SUFFIXES):
             raise UserError(
-                f"{option}: {implementation!r} takes no setting, got {name!r}; only {DMA}:PRESET and "
-                f"{DMA}:PRESET{'|'.join(FORMAT_SUFFIXES)} do, and {implementation}{'|'.join(PEER_SUFFIXES)}"
+                f"{option}: {implementation!r} takes neither a preset nor a cache of {DMA}, got {name!r}; valid: "
+                f"{implementation}{'|'.join(PEER_SUFFIXES)}, {DMA}:PRESET{'|'.join(FORMAT_SUFFIXES)}"
             )
-        return Backend(name, implementation, reads_cache=bool(suffix), peer_cache=suffix or None)
-    if suffix in PEER_SUFFIXES:
-        raise UserError(f"{option}: {name!r}: {suffix} is a cache of Transformers, which {DMA} does not read through")
-    check_names([name], option)
-    setting = setting if separator else "balanced"
+        return Backend(name, implementation, peer_cache=suffix or None)
+    changes = {"cache": FORMAT_SUFFIXES[suffix]} if suffix else {}
+    setting = setting or DEFAULT_PRESET
     try:
-        config = dma_hf.resolve(Path(setting) if is_file(setting) else setting)
-    except (ValueError, TypeError, OSError) as error:  # TOMLDecodeError is a ValueError
-        raise UserError(f"{option}: {one_line(error)}") from error  # which names the file
-    if suffix:
-        config = replace(config, cache=FORMAT_SUFFIXES.get(suffix) or config.cache or DEFAULT_FORMAT)
-    short = Path(setting).stem if is_file(setting) else setting
-    return Backend(f"{DMA}:{short}{suffix}" if separator else f"{DMA}{suffix}", DMA, config, config.cache is not None)
+        make = DMAConfig.from_toml if is_file(setting) else DMAConfig.from_preset
+        config = make(setting, **changes)
+    except (ValueError, OSError) as error:  # TOMLDecodeError is a ValueError
+        raise UserError(f"{option}: {one_line(error)}") from error  # it names the file
+    preset = f":{Path(setting).stem if is_file(setting) else setting}" if colon else ""
+    cache = "" if config.cache is None else f"+{config.cache}"  # a file may name one too
+    return Backend(f"{DMA}{preset}{cache}", DMA, config)

@@ -54,7 +54,7 @@ class DMALM(HFLM):  # type: ignore[misc]
     Args:
         pretrained: Hub name, folder or loaded model.
         attn: The backend: an ``attn_implementation`` of Transformers, ``dma_mxfp:PRESET`` or ``dma_mxfp:FILE.toml``,
-            with ``+cache`` read through a ``DMACache``.
+            with ``+int8`` or ``+int4`` read through a ``DMACache``.
         attn_preset: Short for ``attn="dma_mxfp:PRESET"``.
         batch_size: Sequences per forward pass.
         kwargs: What lm-eval's ``hf`` takes: ``dtype``, ``revision``, ``gguf_file``, ``parallelize``, ...

@@ -365,7 +365,7 @@ def cache_lines(labels: Iterable[str]) -> list[str]:
     lines = []
     if any(map(reads_cache, labels)):
         lines.append(
-            f"`+int8`, `+int4`, `+cache`: all is read through a `DMACache`, {TILE} tokens at a time, so that what is "
+            f"`+int8`, `+int4`: all is read through a `DMACache`, {TILE} tokens at a time, so that what is "
             "scored is what the cache stores; other `+`: likewise, through the `QuantizedCache` of Transformers. Times "
             "and memory are those of such small steps."
         )

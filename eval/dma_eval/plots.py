@@ -47,8 +47,6 @@ SAME_AS = {
     "dma_mxfp": "balanced",
     "dma_mxfp+int8": "balanced+int8",
     "dma_mxfp+int4": "balanced+int4",
-    "kv8": "balanced+int8",  # in result files of earlier versions
-    "kv4": "balanced+int4",
     "sdpa+static": "sdpa",
     "sdpa+dynamic": "sdpa:dynamic",
     "sim_sage": "sage",
@@ -261,7 +259,7 @@ def line_styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 def _name(label: str) -> str:
     """The name of a backend by itself, without the number or the cache that stand after it."""
-    name = re.sub(r"\+(?:cache|dma)(?=-|$)", "", label.partition(" ")[0].removeprefix("dma_mxfp:"))
+    name = label.partition(" ")[0].removeprefix("dma_mxfp:")
     base, dash, cache_class = name.partition("-")
     return SAME_AS.get(name) or SAME_AS.get(base, base) + dash + cache_class
 

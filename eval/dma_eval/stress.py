@@ -126,7 +126,7 @@ def study_thresholds(session: Session, reading: Reading, backend: Backend) -> Th
     own = config.skip_threshold
     thresholds = [None, *sorted({*THRESHOLDS, own}, reverse=True)]
     backends = [
-        replace(backend, label=f"{backend.label}, t = {t}", config=config.with_changes(skip_threshold=t))
+        replace(backend, label=f"{backend.label}, t = {t}", config=replace(config, skip_threshold=t))
         for t in thresholds
     ]
     tokens = compare(session, reading, [session.backends[0], *backends], place=("stress", "thresholds", backend.label))

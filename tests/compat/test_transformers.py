@@ -95,7 +95,7 @@ def test_generate_with_packed_caches(family, format, kind):
     """Tokens are those of a loop of forward passes over the same cache."""
     model = FAMILIES[family].build("dma_mxfp")
     ids = _ids(300)
-    cache, token, expected = dma_hf.DMACache(model.config, format=format), ids, ids
+    cache, token, expected = dma_hf.DMACache(model.config, cache=format), ids, ids
     for _ in range(NEW_TOKENS):
         token = model(token, **{CACHE_ARGUMENT: cache}).logits[:, -1:].argmax(-1)
         expected = torch.cat((expected, token), 1)
@@ -104,7 +104,7 @@ def test_generate_with_packed_caches(family, format, kind):
         dma_hf.configure(model, cache=format)
     else:
         length = {"max_cache_len": 320} if kind == "static" else {}
-        options[CACHE_ARGUMENT] = dma_hf.DMACache(model.config, format=format, **length)
+        options[CACHE_ARGUMENT] = dma_hf.DMACache(model.config, cache=format, **length)
     result = _generate(model, ids, **options)
     assert type(result[CACHE_ARGUMENT]) is dma_hf.DMACache
     assert result[CACHE_ARGUMENT].format == format
@@ -115,7 +115,7 @@ def test_a_cache_that_is_passed_is_the_one_that_is_used():
     """Under its present name, also where the configuration names another one."""
     model = FAMILIES["llama"].build("dma_mxfp")
     dma_hf.configure(model, cache="int4")
-    cache = dma_hf.DMACache(model.config, format="int8")
+    cache = dma_hf.DMACache(model.config, cache="int8")
     _generate(model, _ids(20), **{CACHE_ARGUMENT: cache})
     assert cache.get_seq_length() == 20 + NEW_TOKENS - 1
 
@@ -133,7 +133,7 @@ def test_encoder_decoders(format):
 def test_a_packed_cache_is_a_cache(format):
     """What Transformers asks of one, while generating and between calls."""
     model = FAMILIES["llama"].build("dma_mxfp")
-    cache = dma_hf.DMACache(model.config, format=format)
+    cache = dma_hf.DMACache(model.config, cache=format)
     ids = _ids(300, rows=2)
     assert isinstance(cache, Cache)
     assert cache.get_seq_length() == 0
@@ -190,7 +190,7 @@ def test_generate_batch_with_every_cache(family, format):
         tokens = output.generated_tokens
         assert len(tokens) == NEW_TOKENS
         if format:
-            cache, chunks = dma_hf.DMACache(model.config, format=format), [prompt, *([token] for token in tokens[:-1])]
+            cache, chunks = dma_hf.DMACache(model.config, cache=format), [prompt, *([token] for token in tokens[:-1])]
             rows = [model(torch.tensor([chunk]), **{CACHE_ARGUMENT: cache}).logits[0, -1] for chunk in chunks]
             logits = torch.stack(rows)
         else:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from dma_eval import names, peers
-from dma_eval.backends import CACHE_PRESETS, Backend, activate, default_names, implementations, parse_backends
+from dma_eval.backends import Backend, activate, default_names, implementations, parse_backends
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
 from dma_kernels.cache.codes import CACHE_FORMATS
 from dma_kernels.numerics.formats import TILE
 
 import dma_hf
+from dma_hf.config import RENAMED_PRESETS
 
 
 class TestParse:
@@ -21,45 +23,50 @@ class TestParse:
         assert parse_backends(names) == (
             Backend("sdpa", "sdpa"),
             Backend("eager", "eager"),
-            Backend("dma_mxfp:paper", "dma_mxfp", dma_hf.preset("paper")),
+            Backend("dma_mxfp:paper", "dma_mxfp", dma_hf.DMAConfig.from_preset("paper")),
             Backend("dma_mxfp:identity", "dma_mxfp", dma_hf.DMAConfig.from_toml(identity_file)),
         )
 
     def test_balanced_is_the_default(self) -> None:
-        assert parse_backends(["dma_mxfp"]) == (Backend("dma_mxfp", "dma_mxfp", dma_hf.preset("balanced")),)
+        assert parse_backends(["dma_mxfp"]) == (
+            Backend("dma_mxfp", "dma_mxfp", dma_hf.DMAConfig.from_preset("balanced")),
+        )
 
     @pytest.mark.parametrize(
         ("name", "preset", "cache"),
         [
-            ("dma_mxfp+cache", "balanced", "int8"),
-            ("dma_mxfp:kv4+cache", "kv4", "int4"),
-            ("dma_mxfp:kv4", "kv4", "int4"),
-            ("dma_mxfp:kv8", "kv8", "int8"),
+            ("dma_mxfp+int8", "balanced", "int8"),
+            ("dma_mxfp:balanced+int4", "balanced", "int4"),
             ("dma_mxfp:fp4+int4", "fp4", "int4"),
-            ("dma_mxfp:kv4+int8", "kv4", "int8"),
         ],
     )
     def test_cache(self, name: str, preset: str, cache: str) -> None:
-        config = dma_hf.preset(preset).with_changes(cache=cache)
-        assert parse_backends([name]) == (Backend(name, "dma_mxfp", config, reads_cache=True),)
+        (backend,) = parse_backends([name])
+        assert backend == Backend(name, "dma_mxfp", replace(dma_hf.PRESETS[preset], cache=cache))
+        assert backend.reads_cache
 
     def test_file_with_cache(self, identity_file: Path) -> None:
-        (backend,) = parse_backends([f"dma_mxfp:{identity_file}+cache"])
-        assert (backend.label, backend.reads_cache) == ("dma_mxfp:identity+cache", True)
+        (backend,) = parse_backends([f"dma_mxfp:{identity_file}+int4"])
+        assert (backend.label, backend.reads_cache) == ("dma_mxfp:identity+int4", True)
+
+    def test_the_label_says_that_a_file_names_a_cache(self, tmp_path: Path) -> None:
+        dma_hf.DMAConfig(cache="int4").to_toml(tmp_path / "mine.toml")
+        (backend,) = parse_backends([f"dma_mxfp:{tmp_path}/mine.toml"])
+        assert (backend.label, backend.reads_cache) == ("dma_mxfp:mine+int4", True)
 
     def test_cache_of_transformers(self) -> None:
-        assert parse_backends(["sdpa+hqq4"]) == (Backend("sdpa+hqq4", "sdpa", reads_cache=True, peer_cache="+hqq4"),)
+        assert parse_backends(["sdpa+hqq4"]) == (Backend("sdpa+hqq4", "sdpa", peer_cache="+hqq4"),)
 
-    def test_default_names_hold_every_preset(self) -> None:
+    def test_default_names_hold_every_preset_and_every_cache(self) -> None:
         backends = parse_backends(default_names())
-        assert [backend.config for backend in backends[1:]] == list(dma_hf.PRESETS.values())
-        assert [backend.label for backend in backends if backend.reads_cache] == [
-            f"dma_mxfp:{preset}+cache" for preset in CACHE_PRESETS
-        ]
+        configs = [backend.config for backend in backends[1:]]
+        assert configs == [*dma_hf.PRESETS.values(), *(dma_hf.DMAConfig(cache=cache) for cache in CACHE_FORMATS)]
+        cached = [backend.label for backend in backends if backend.reads_cache]
+        assert cached == [f"dma_mxfp:balanced+{cache}" for cache in CACHE_FORMATS]
 
     @pytest.mark.parametrize("preset", dma_hf.PRESETS)
     def test_every_preset(self, preset: str) -> None:
-        assert parse_backends([f"dma_mxfp:{preset}"])[0].config == dma_hf.preset(preset)
+        assert parse_backends([f"dma_mxfp:{preset}"])[0].config == dma_hf.PRESETS[preset]
 
     def test_labels_are_unique(self, tmp_path: Path) -> None:
         for folder in ("one", "two"):
@@ -74,21 +81,27 @@ class TestParse:
         [
             (
                 "flash",
-                r"unknown backend 'flash'; valid: .*dma_mxfp, .*eager, .*sdpa.*\(balanced, .*kv4\) or a TOML",
+                r"unknown backend 'flash'; valid: .*dma_mxfp, .*eager, .*sdpa.*\(balanced, fp4, paper\) or a TOML",
             ),
-            ("dma_mxfp:fast", r"unknown preset 'fast'; valid: balanced, fp4, paper, kv8, kv4, or a TOML file"),
-            ("dma_mxfp:", r"'dma_mxfp:' names no preset; valid: balanced, fp4, paper, kv8, kv4, or a TOML file"),
-            ("sdpa:fp4", r"'sdpa' takes no setting, got 'sdpa:fp4'; only dma_mxfp:PRESET and .*int4 do"),
-            ("sdpa+cache", r"'sdpa' takes no setting, got 'sdpa\+cache'; .*, and sdpa\+quanto4\|"),
+            ("dma_mxfp:fast", r"unknown preset 'fast'; valid: balanced, fp4, paper, or a TOML file .*\+int8, \+int4\)"),
+            ("dma_mxfp:", r"'dma_mxfp:' names no preset; valid: balanced, fp4, paper, or a TOML file"),
+            (
+                "sdpa:fp4",
+                r"'sdpa' takes neither a preset nor a cache of dma_mxfp, got 'sdpa:fp4'; valid: sdpa\+quanto4\|",
+            ),
+            ("sdpa+int4", r"got 'sdpa\+int4'; valid: sdpa\+quanto4\|.*, dma_mxfp:PRESET\+int8\|\+int4"),
             (
                 "dma_mxfp:paper+hqq4",
                 r"'dma_mxfp:paper\+hqq4': \+hqq4 is a cache of Transformers, which dma_mxfp does not",
             ),
-            ("dma_mxfp:+cache", r"'dma_mxfp:\+cache' names no preset"),
-            (
-                "dma_mxfp:balanced+kv8",
-                r"unknown preset 'balanced\+kv8'; .*; \+int8, \+int4 after it reads through a cache",
-            ),
+            ("dma_mxfp:+int4", r"'dma_mxfp:\+int4' names no preset"),
+            ("dma_mxfp:balanced+int3", r"'dma_mxfp:balanced\+int3' has an unknown cache \+int3; valid: \+int8, \+int4"),
+            ("dma_mxfp+int3", r"'dma_mxfp\+int3' has an unknown cache; valid: \+int8, \+int4"),
+            ("dma_mxfp:kv8", r"the preset 'kv8' is now called 'balanced\+int8': dma_mxfp:balanced\+int8"),
+            ("dma_mxfp:kv4+int8", r"the preset 'kv4' is now called 'balanced\+int8'"),
+            ("dma_mxfp:kv4+cache", r"the preset 'kv4' is now called 'balanced\+int4'"),
+            ("dma_mxfp+cache", r"the suffix '\+cache' is gone; .*: dma_mxfp\+int8 or dma_mxfp\+int4"),
+            ("dma_mxfp:my.toml+cache", r"the suffix '\+cache' is gone; .*: dma_mxfp:my.toml\+int8 or"),
             ("dma_mxfp:missing.toml", r"no such file: missing.toml"),
             ("", r"unknown backend ''"),
         ],
@@ -119,7 +132,8 @@ class TestParse:
 
 def test_presets_are_those_of_the_plugin() -> None:
     assert tuple(dma_hf.PRESETS) == names.PRESETS
-    assert tuple(names.FORMAT_SUFFIXES.values()) == tuple(CACHE_FORMATS)
+    assert {f"+{format}": format for format in CACHE_FORMATS} == names.FORMAT_SUFFIXES
+    assert names.RENAMED_PRESETS == RENAMED_PRESETS
     assert tuple(peers.QUANTIZED) == names.PEER_SUFFIXES
     assert all(name.startswith(names.SIMULATED) for name in peers.SCHEMES)
     assert names.TILE == TILE

@@ -60,7 +60,7 @@ class TestBackends:
         ("name", "message"),
         [
             ("flash", "--attn: unknown backend 'flash'; valid: "),
-            ("dma_mxfp:fast", "--attn: unknown preset 'fast'; valid: balanced, fp4, paper, kv8, kv4, or a TOML file"),
+            ("dma_mxfp:fast", "--attn: unknown preset 'fast'; valid: balanced, fp4, paper, or a TOML file"),
             ("dma_mxfp:./missing.toml", "--attn: no such file: ./missing.toml"),
         ],
     )

@@ -32,7 +32,7 @@ def test_shows_and_writes_every_cache(run: Run, tmp_path: Path) -> None:
     assert "head_dim 32, 2/1 heads" in done.stdout
     report = json.loads(path.read_text())
     assert report.keys() == {field.name for field in fields(DecodeReport)}
-    labels = ["sdpa", "sdpa:flash", "sdpa:dynamic", "sdpa+quanto4", "dma_mxfp:kv8", "dma_mxfp:kv4"]
+    labels = ["sdpa", "sdpa:flash", "sdpa:dynamic", "sdpa+quanto4", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"]
     assert [result["label"] for result in report["results"]] == labels
     for result in report["results"]:
         assert result.keys() == {field.name for field in fields(DecodeResult)}
@@ -50,17 +50,29 @@ def test_an_interruption_keeps_what_there_is(tmp_path: Path, run: Run, monkeypat
 
     monkeypatch.setattr(decode, "measure_shape", interrupted)
     path = tmp_path / "r.json"
-    run("bench", "decode", *TINY[:3], "2x300", "1x200", *TINY[4:], "--cache", "sdpa", "dma_mxfp:kv4", "--json", path)
+    run(
+        "bench",
+        "decode",
+        *TINY[:3],
+        "2x300",
+        "1x200",
+        *TINY[4:],
+        "--cache",
+        "sdpa",
+        "dma_mxfp:balanced+int4",
+        "--json",
+        path,
+    )
     results = json.loads(path.read_text())["results"]
     assert [(result["shape"]["length"], result["label"]) for result in results] == [
         (300, "sdpa"),
-        (300, "dma_mxfp:kv4"),
+        (300, "dma_mxfp:balanced+int4"),
     ]
 
 
 def test_a_cache_that_cannot_run_is_reported_beside_the_others() -> None:
-    config = dma_hf.PRESETS["kv8"].to_dict() | {"backend": "triton"}
-    sdpa, packed = parse_implementations(["sdpa", "dma_mxfp:kv8"])
+    config = dma_hf.DMAConfig(cache="int8").to_dict() | {"backend": "triton"}
+    sdpa, packed = parse_implementations(["sdpa", "dma_mxfp:balanced+int8"])
     broken = replace(packed, label="broken", config=dma_hf.DMAConfig(**config))
     results = measure_shape(SHAPE, [sdpa, broken], torch.device("cpu"), torch.float32, seconds=0.0)
     assert results[0].failure is None
@@ -106,7 +118,7 @@ class TestQuantizedCache:
 
 
 def test_the_packed_cache_holds_what_the_shape_says() -> None:
-    storage = filled_storage(dma_hf.PRESETS["kv4"], SHAPE, torch.device("cpu"), torch.float32)
+    storage = filled_storage(dma_hf.DMAConfig(cache="int4"), SHAPE, torch.device("cpu"), torch.float32)
     assert storage.lengths.tolist() == [300, 300]
     assert storage.slots * 128 >= 300 + 205  # a token for each run of a measurement
 

@@ -146,8 +146,8 @@ class TestCommand:
         ("arguments", "message"),
         [
             (
-                ["--attn", "dma_mxfp:kv4+cache"],
-                "--attn: 'dma_mxfp:kv4+cache' reads through a cache, which is not timed",
+                ["--attn", "dma_mxfp:balanced+int4"],
+                "--attn: 'dma_mxfp:balanced+int4' reads through a cache, which is not timed",
             ),
             (["--attn", "sdpa", "flsh"], "--attn: unknown name 'flsh'; valid: sdpa, sdpa:flash, sdpa:cudnn"),
             (["--attn", "dma_mxfp:fast"], "--attn: unknown preset 'fast'; valid: balanced"),

@@ -33,7 +33,7 @@ class TestSeveralValues:
             ("--attn a b --attn c", ["a", "b", "c"]),
             ("-a a b -m model", ["a", "b"]),
             ("--attn=a", ["a"]),
-            ("--attn dma_mxfp:paper dma_mxfp:my.toml+cache", ["dma_mxfp:paper", "dma_mxfp:my.toml+cache"]),
+            ("--attn dma_mxfp:paper dma_mxfp:my.toml+int4", ["dma_mxfp:paper", "dma_mxfp:my.toml+int4"]),
             ("", list(DEFAULT_ATTN)),
         ],
     )

@@ -18,7 +18,7 @@ from dma_eval.session import Session
 from PIL import Image
 
 Run = Callable[..., Any]
-LABELS = default_names()  # kv8 and kv4 as +cache: what is measured is the cache
+LABELS = default_names()
 
 
 @pytest.mark.slow

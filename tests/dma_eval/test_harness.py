@@ -78,7 +78,7 @@ class TestScores:
         requests = instances("generate_until", [(CONTEXT, options), ("the", options)])
         assert make().generate_until(requests) == hugging_face.generate_until(requests, disable_tqdm=True)
 
-    @pytest.mark.parametrize("attn", ["sdpa", "dma_mxfp:balanced", "dma_mxfp:paper", "dma_mxfp:kv4+cache"])
+    @pytest.mark.parametrize("attn", ["sdpa", "dma_mxfp:balanced", "dma_mxfp:paper", "dma_mxfp:balanced+int4"])
     def test_do_not_depend_on_the_batch(self, make: Callable[..., DMALM], prose: str, attn: str) -> None:
         """The longer prompts reach beyond the first tile and the last: only there are keys in low precision."""
         long = [(prose[:1200], " the ship"), (prose[:900], " white sea upon"), (prose[300:1400], " a whale")]
@@ -87,22 +87,22 @@ class TestScores:
         together = [score for score, _ in make(attn, batch_size=9).loglikelihood(requests)]
         assert together == pytest.approx(alone, abs=1e-4)
 
-    @pytest.mark.parametrize("preset", ["kv8", "kv4"])
-    def test_a_cache_changes_rounding_alone(self, make: Callable[..., DMALM], prose: str, preset: str) -> None:
+    @pytest.mark.parametrize("cache", ["int8", "int4"])
+    def test_a_cache_changes_rounding_alone(self, make: Callable[..., DMALM], prose: str, cache: str) -> None:
         requests = instances("loglikelihood", [*PAIRS, (prose[:1200], " the ship"), (prose[:900], " white sea")])
-        at_once = make(f"dma_mxfp:{preset}").loglikelihood(requests)
-        cached = make(f"dma_mxfp:{preset}+cache").loglikelihood(requests)
+        at_once = make("dma_mxfp:balanced").loglikelihood(requests)
+        cached = make(f"dma_mxfp:balanced+{cache}").loglikelihood(requests)
         assert [score for score, _ in cached] == pytest.approx([score for score, _ in at_once], abs=2e-3)
 
     def test_generates_with_the_cache(self, make: Callable[..., DMALM], prose: str) -> None:
         """Prompts of several lengths: padding on the left, which a cache does not store."""
         options = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
         requests = instances("generate_until", [(prose[:1200], options), ("the", options)])
-        lm, caches = make("dma_mxfp:kv4+cache"), []
+        lm, caches = make("dma_mxfp:balanced+int4"), []
         lm.model.register_forward_pre_hook(
             lambda module, args, inputs: caches.append(type(inputs[CACHE_ARGUMENT]).__name__), with_kwargs=True
         )
-        assert lm.generate_until(requests) == make("dma_mxfp:kv4").generate_until(requests)
+        assert lm.generate_until(requests) == make("dma_mxfp:balanced+int4").generate_until(requests)
         assert caches[0] == "DMACache"
 
     def test_padding_is_masked(self, make: Callable[..., DMALM]) -> None:

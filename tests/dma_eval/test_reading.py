@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cache_oracle import expected_logits
-from dma_eval.backends import CACHE_PRESETS, Backend, activate, new_cache, parse_backends
+from dma_eval.backends import Backend, activate, new_cache, parse_backends
 from dma_eval.data import tokenize
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
@@ -42,29 +42,29 @@ def logits(loaded: LoadedModel, name: str, ids: Tensor, **options: object) -> Te
     return read(loaded.model, chosen, ids, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("preset", CACHE_PRESETS)
+@pytest.mark.parametrize("cache", ["int8", "int4"])
 class TestThroughACache:
-    def test_is_what_the_cache_holds(self, double: LoadedModel, ids: Tensor, preset: str) -> None:
-        cached = logits(double, f"dma_mxfp:{preset}+cache", ids)
+    def test_is_what_the_cache_holds(self, double: LoadedModel, ids: Tensor, cache: str) -> None:
+        cached = logits(double, f"dma_mxfp:balanced+{cache}", ids)
         steps = [(start, min(start + 128, LENGTH)) for start in range(0, LENGTH, 128)]
         expected = expected_logits(double.model, ids, steps)
         assert (cached - expected).abs().max() < 1e-6 * expected.abs().max()
         exact = logits(double, "sdpa", ids)
         assert (cached - exact).abs().max() > 1e-4 * exact.abs().max()  # what is compared is quantised
 
-    def test_padding_on_the_left(self, double: LoadedModel, ids: Tensor, preset: str) -> None:
+    def test_padding_on_the_left(self, double: LoadedModel, ids: Tensor, cache: str) -> None:
         """Also where a row's first chunk is nothing but padding."""
-        alone = logits(double, f"dma_mxfp:{preset}+cache", ids[:1, 200:], last=9)
+        alone = logits(double, f"dma_mxfp:balanced+{cache}", ids[:1, 200:], last=9)
         mask = torch.ones_like(ids)
         mask[0, :200] = 0
-        together = logits(double, f"dma_mxfp:{preset}+cache", ids, mask=mask, last=9)
+        together = logits(double, f"dma_mxfp:balanced+{cache}", ids, mask=mask, last=9)
         assert (together[:1] - alone).abs().max() < 1e-6 * alone.abs().max()
 
     def test_reads_what_is_stored(
-        self, loaded: LoadedModel, ids: Tensor, preset: str, monkeypatch: pytest.MonkeyPatch
+        self, loaded: LoadedModel, ids: Tensor, cache: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Were stored tiles not read, spoiling them would change nothing."""
-        honest = logits(loaded, f"dma_mxfp:{preset}+cache", ids)
+        honest = logits(loaded, f"dma_mxfp:balanced+{cache}", ids)
         append = LayerStorage.append
 
         def spoil(storage: LayerStorage, *arguments: Tensor) -> None:
@@ -72,21 +72,21 @@ class TestThroughACache:
             storage.body.zero_()
 
         monkeypatch.setattr(LayerStorage, "append", spoil)
-        spoiled = logits(loaded, f"dma_mxfp:{preset}+cache", ids)
+        spoiled = logits(loaded, f"dma_mxfp:balanced+{cache}", ids)
         first = 384  # queries in tile 3 are the first to see a packed tile, between the sink and the band
         changed = ((spoiled - honest).abs() > 1e-3).any(-1).any(0).nonzero()
         assert int(changed[0]) == first
         assert not torch.isclose(spoiled[:, first:], honest[:, first:], rtol=1e-3).all(-1).any()
 
 
-@pytest.mark.parametrize("name", ["sdpa", "dma_mxfp:balanced", "dma_mxfp:kv4+cache"])
+@pytest.mark.parametrize("name", ["sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int4"])
 @pytest.mark.parametrize("last", [1, 66, 67, 200, LENGTH])
 def test_last_logits(loaded: LoadedModel, ids: Tensor, name: str, last: int) -> None:
     """The last chunk holds 66 tokens."""
     torch.testing.assert_close(logits(loaded, name, ids, last=last), logits(loaded, name, ids)[:, -last:])
 
 
-@pytest.mark.parametrize("name", ["sdpa", "dma_mxfp:balanced", "dma_mxfp:kv4+cache"])
+@pytest.mark.parametrize("name", ["sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int4"])
 def test_passes(loaded: LoadedModel, ids: Tensor, name: str) -> None:
     """One pass, or one for each tile."""
     lengths: list[int] = []
@@ -94,7 +94,7 @@ def test_passes(loaded: LoadedModel, ids: Tensor, name: str) -> None:
         lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     logits(loaded, name, ids)
-    assert lengths == ([128, 128, 128, 66] if name.endswith("+cache") else [LENGTH])
+    assert lengths == ([128, 128, 128, 66] if name.endswith("+int4") else [LENGTH])
 
 
 def test_no_cache_unless_asked(loaded: LoadedModel) -> None:
@@ -104,7 +104,7 @@ def test_no_cache_unless_asked(loaded: LoadedModel) -> None:
 def test_model_without_attention() -> None:
     config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1)
     with pytest.raises(UserError, match="MambaForCausalLM"):
-        activate(MambaForCausalLM(config), backend("dma_mxfp:kv4+cache"))
+        activate(MambaForCausalLM(config), backend("dma_mxfp:balanced+int4"))
 
 
 def test_generation_uses_the_cache(loaded: LoadedModel, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_generation_uses_the_cache(loaded: LoadedModel, ids: Tensor, monkeypatch
     run: Callable[[str], object] = lambda name: continue_greedily(Session(loaded, parse_backends([name])), ids[0], 3)  # noqa: E731
     run("dma_mxfp:balanced")
     assert stored == []
-    run("dma_mxfp:kv4+cache")
+    run("dma_mxfp:balanced+int4")
     assert stored[:2] == [LENGTH, LENGTH]
 
 
@@ -131,7 +131,7 @@ def test_generation_without_a_cache_after_one_with(
     """A backend's cache is not that of those after it, the reference of the next comparison among them."""
     from dma_eval.reading import continued
 
-    activate(loaded.model, backend("dma_mxfp:kv4+cache"))
+    activate(loaded.model, backend("dma_mxfp:balanced+int4"))
     monkeypatch.delattr(LayerStorage, "append")
     for name in ("sdpa", "sim_sage", "dma_mxfp:balanced"):
         activate(loaded.model, backend(name))
@@ -149,7 +149,7 @@ def test_not_finite_through_a_cache(
         dma_hf.cache_attention, "cached_attention", lambda *args, **options: attend(*args, **options) * torch.nan
     )
     sdpa, at_once, cached = compared(
-        "sdpa", "dma_mxfp:balanced", "dma_mxfp:kv4+cache", context=256, max_windows=1
+        "sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int4", context=256, max_windows=1
     ).backends
     assert (sdpa.failure, at_once.failure) == (None, None)
     assert "first at position 128 of a window; they begin in the output of model.layers.0.self_attn" in (

@@ -306,19 +306,20 @@ class TestPlots:
     def test_colours_belong_to_names(self) -> None:
         """In any company, whichever way they are named; and two in one plot never share one."""
         names = ["sdpa", "sdpa:flash", "flex", "dma_mxfp:mine", "fa3", *(f"dma_mxfp:{name}" for name in PRESETS)]
-        full, few = line_styles(names), line_styles(["sdpa", "dma_mxfp:kv4+cache", "dma_mxfp:balanced #2"])
+        names += ["dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"]
+        full, few = line_styles(names), line_styles(["sdpa", "dma_mxfp:balanced+int4", "dma_mxfp:balanced #2"])
         assert len({color for color, _ in full.values()}) == len(names)
         assert few["dma_mxfp:balanced #2"] == full["dma_mxfp:balanced"]
         caches = line_styles(
-            ["sdpa", "dma_mxfp:balanced+int4", "dma_mxfp:kv4+dma-static", "sdpa+quanto4", "sdpa+quanto2"]
+            ["sdpa", "dma_mxfp:balanced+int4", "dma_mxfp:balanced+int4-static", "sdpa+quanto4", "sdpa+quanto2"]
         )
-        assert caches["dma_mxfp:balanced+int4"] == few["dma_mxfp:kv4+cache"] == full["dma_mxfp:kv4"]
-        assert caches["dma_mxfp:kv4+dma-static"][0] == full["dma_mxfp:kv4"][0]
+        assert caches["dma_mxfp:balanced+int4"] == few["dma_mxfp:balanced+int4"] == full["dma_mxfp:balanced+int4"]
+        assert caches["dma_mxfp:balanced+int4-static"][0] == full["dma_mxfp:balanced+int4"][0]
         assert caches["sdpa+quanto4"][0] == caches["sdpa+quanto2"][0]
         assert caches["sdpa+quanto4"] != caches["sdpa+quanto2"]
 
     def test_no_two_backends_share_a_style(self) -> None:
-        labels = ["sdpa", "dma_mxfp:kv4", "dma_mxfp:balanced+int4", "dma_mxfp+int4", "dma_mxfp:balanced+int4-static"]
+        labels = ["sdpa", "dma_mxfp:balanced+int4", "dma_mxfp+int4", "dma_mxfp:balanced+int4-static"]
         styles = line_styles(labels)
         assert len(set(styles.values())) == len(labels)
 

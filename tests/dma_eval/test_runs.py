@@ -94,7 +94,7 @@ class TestFolder:
                 assert (folder / "all" / line[line.index("](") + 2 : -1]).is_file()
 
     def test_configurations_are_those_that_ran(self, report: Report, folder: Path) -> None:
-        assert dma_hf.resolve(folder / "all/configs/paper.toml") == dma_hf.PRESETS["paper"]
+        assert dma_hf.DMAConfig.from_toml(folder / "all/configs/paper.toml") == dma_hf.PRESETS["paper"]
 
     def test_is_written_again(self, report: Report, folder: Path, run: Run, tmp_path: Path) -> None:
         write_json(report, tmp_path / "results.json")
@@ -280,13 +280,13 @@ class TestCard:
         values = json.loads(text.replace('"cache": null', '"cache": "int4"'))
         text = make_card(parse(Report, values), base_model="me/tiny").text
         assert 'dma_hf.configure(model, "paper", cache="int4")' in text
-        assert "`+cache`: all is read through a `DMACache`" in text
+        assert "`+int8`, `+int4`: all is read through a `DMACache`" in text
 
     def test_text(self, report: Report) -> None:
         text = make_card(report, base_model="me/tiny").text
         assert 'dma_hf.configure(model, "paper")' in text
         config = json.loads(text[text.index("```json\n") + 8 :].partition("```")[0])
-        assert dma_hf.resolve(config["dma_mxfp"]) == dma_hf.PRESETS["paper"]
+        assert dma_hf.DMAConfig.from_dict(config["dma_mxfp"]) == dma_hf.PRESETS["paper"]
         for heading in ("## Use", "## What was measured", "### Tasks", "## Limits"):
             assert heading in text
 

@@ -226,7 +226,7 @@ class TestRun:
         assert result.stderr.count("dma_mxfp:paper failed") == 5
 
     def test_goes_on_where_it_stopped(self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        attn = ("--attn", "sdpa", "dma_mxfp:kv4+cache")
+        attn = ("--attn", "sdpa", "dma_mxfp:balanced+int4")
         with monkeypatch.context() as patch:
             patch.setattr("dma_eval.run.measure_retrieval", mock.Mock(side_effect=TypeError))
             assert suite(*attn).exit_code == 1  # as if it were cut off in the last part
@@ -299,9 +299,9 @@ class TestRun:
     ) -> None:
         """Odd numbers of windows, questions and samples, so that one process has more than the other."""
         (tmp_path / "mine.toml").write_text(SPLIT, encoding="utf-8")
-        assert suite("--attn", "sdpa", "dma_mxfp:paper", "dma_mxfp:kv4+cache").exit_code == 0
+        assert suite("--attn", "sdpa", "dma_mxfp:paper", "dma_mxfp:balanced+int4").exit_code == 0
         arguments = ["--suite", tmp_path / "mine.toml", "-m", model_folder, "--device", "cpu", "-d", text_file]
-        arguments += ["--include-path", tiny_tasks, "--attn", "sdpa", "dma_mxfp:paper", "dma_mxfp:kv4+cache"]
+        arguments += ["--include-path", tiny_tasks, "--attn", "sdpa", "dma_mxfp:paper", "dma_mxfp:balanced+int4"]
         done = run_in_two_processes("suite", *arguments, "--out", tmp_path / "two")
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("Wrote results.json") == 1  # one process speaks for all

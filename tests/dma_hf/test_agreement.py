@@ -7,6 +7,8 @@ another order of summation carries a number across the border between two codes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -35,15 +37,15 @@ TOLERANCE = 1e-6  # some layers compute in fp32
 @pytest.fixture(params=SETTINGS)
 def setting(request):
     name = request.param
-    base = dma_hf.preset(name if name in dma_hf.PRESETS else "balanced")
-    return base.with_changes(**SETTINGS[name])
+    preset = name if name in dma_hf.PRESETS else "balanced"
+    return dma_hf.DMAConfig.from_preset(preset, **SETTINGS[name])
 
 
 def _model(families, name, setting):
     family, changes = MODELS[name]
     model = families[family].build("dma_mxfp", **changes).double()
     if "sliding_window" in changes:
-        setting = setting.with_changes(smooth_k=False)
+        setting = replace(setting, smooth_k=False)
     dma_hf.configure(model, setting)
     return model
 

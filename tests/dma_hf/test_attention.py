@@ -19,6 +19,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 import dma_hf
 from dma_hf import attention as adapter
 from dma_hf import dma_attention_forward, dma_mask
+from dma_hf.config import config_of
 
 TOKENS = 9
 
@@ -29,7 +30,7 @@ class _Layer(nn.Module):
     def __init__(self, config=None, **attributes):
         super().__init__()
         self.config = LlamaConfig()
-        self.config.dma_mxfp = config if config is None else dma_hf.resolve(config).to_section()
+        self.config.dma_mxfp = config if config is None else config_of(config).to_section()
         self.is_causal = True
         self.num_key_value_groups = 2
         for name, value in attributes.items():

@@ -23,7 +23,7 @@ LENGTH = 290
 
 @pytest.fixture
 def build(families):
-    def make(name="llama", implementation="dma_mxfp", setting="kv4", **changes):
+    def make(name="llama", implementation="dma_mxfp", setting="balanced+int4", **changes):
         window = {"sliding_window": WINDOW} if name in ("mistral", "gemma3") else {}
         model = families[name].build(implementation, **window)
         if implementation == "dma_mxfp":
@@ -99,7 +99,7 @@ class TestBookkeeping:
         config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=head_dim)
 
         def share(length):
-            cache = DMACache(config, format=format)
+            cache = DMACache(config, cache=format)
             states = torch.zeros(1, 1, length, head_dim, dtype=torch.bfloat16)
             cache.update(states, states.clone(), 0)
             return cache.nbytes / (2 * states.nbytes)
@@ -312,7 +312,7 @@ class TestReuse:
 
     def test_a_crop_that_would_leave_a_trace_is_refused(self, build, token_ids):
         """Back to the prompt after 500 more tokens: its end has been packed."""
-        model = build("llama", setting="kv8")
+        model = build("llama", setting="balanced+int8")
         cache = DMACache(model.config)
         model(token_ids(1, 900), past_key_values=cache)
         before = _state(cache)
@@ -351,7 +351,7 @@ def test_hybrid_models(kind, token_ids):
         config_class(**(SIZES | sizes)), attn_implementation="dma_mxfp"
     )
     model.eval()
-    dma_hf.configure(model, "kv8", sink_tiles=0)
+    dma_hf.configure(model, "balanced+int8", sink_tiles=0)
     cache = DMACache(model.config)
     assert sum(isinstance(layer, DMALayer) for layer in cache.layers) == PACKED[kind]
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -459,7 +459,7 @@ class TestErrors:
         layer.update(raw, raw)
         keys, values = layer.update(raw, raw)
         geometry = dma_hf.MaskGeometry(1, 200, 400, is_causal=True, q_offset=200)
-        recipe = dma_hf.preset("balanced").recipe
+        recipe = dma_hf.PRESETS["balanced"].recipe
         options = {"scale": None, "softcap": None, "sinks": None, "backend": "auto"}
         cache_attention.attend(layer, keys.dma_step, raw, geometry, recipe, **options)
         with pytest.raises(ValueError, match="200 queries came to keys that another layer has stored already"):
@@ -471,10 +471,16 @@ class TestErrors:
             ({"config": None}, TypeError, r"config must be a model's configuration \(model.config\), got NoneType"),
             ({"max_cache_len": 0}, ValueError, "max_cache_len must be an integer of at least 1, got 0"),
             ({"max_cache_len": True}, ValueError, "max_cache_len must be an integer of at least 1, got True"),
-            ({"format": "kv2"}, ValueError, "unknown cache format 'kv2'; expected one of int8, int4"),
-            ({"format": ""}, ValueError, "unknown cache format ''; expected one of int8, int4"),
+            (
+                {"format": "int4"},
+                TypeError,
+                r"DMACache has no argument 'format'; it is called cache now: DMACache\(config, ",
+            ),
+            ({"bits": 4}, TypeError, "DMACache has no argument 'bits'$"),
+            ({"cache": "kv2"}, ValueError, "unknown cache format 'kv2'; expected one of int8, int4"),
+            ({"cache": ""}, ValueError, "unknown cache format ''; expected one of int8, int4"),
         ],
-        ids=["config", "max_cache_len", "max_cache_len-bool", "format", "format-empty"],
+        ids=["config", "max_cache_len", "max_cache_len-bool", "renamed", "unknown", "format", "format-empty"],
     )
     def test_arguments(self, build, arguments, error, message):
         with pytest.raises(error, match=message):

@@ -27,7 +27,7 @@ MODELS = {
     "mistral": ("mistral", {"sliding_window": 150}),
     "gemma3": ("gemma3", {"sliding_window": 100}),  # one layer of each kind
 }
-SETTINGS = [*dma_hf.PRESETS, "paper with int4", "no band"]
+SETTINGS = [*dma_hf.PRESETS, "balanced+int8", "balanced+int4", "paper+int4", "no band"]
 
 
 def _model(families, name, setting, **changes):
@@ -35,9 +35,7 @@ def _model(families, name, setting, **changes):
     model = families[family].build("dma_mxfp", **sizes).double()
     changes = {"sink_tiles": 0} | changes
     if setting == "no band":
-        setting, changes = "kv4", changes | {"diagonal_tiles": 0}
-    if setting == "paper with int4":
-        setting, changes = "paper", changes | {"cache": "int4"}
+        setting, changes = "balanced+int4", changes | {"diagonal_tiles": 0}
     dma_hf.configure(model, setting, **changes)
     return model
 
@@ -75,7 +73,7 @@ def test_steps_of_a_padded_batch(name, setting, families, token_ids, assert_same
 @pytest.mark.parametrize("length", [None, LENGTH + 20], ids=["dynamic", "static"])
 def test_steps_of_an_equalised_model(length, families, token_ids, assert_same):
     """Its keys are rotated before they are quantised, and nothing else of the rule changes."""
-    model = _model(families, "llama", "kv4")
+    model = _model(families, "llama", "balanced+int4")
     ids = token_ids(2, LENGTH)
     mask = _padded(ids)
     plain = _decode(model, ids, DMACache(model.config), mask=mask)
@@ -92,12 +90,12 @@ def test_quantising_changes_something(families, token_ids, identity):
     ids = token_ids(1, LENGTH)
     for format, least in (("int8", 1e-6), ("int4", 1e-4)):
         model = _model(families, "llama", identity)
-        quantized = _decode(model, ids, DMACache(model.config, format=format))
+        quantized = _decode(model, ids, DMACache(model.config, cache=format))
         error = (quantized - model(ids).logits)[:, 256:].abs().max() / quantized.abs().max()
         assert least < error < 0.1
 
 
-@pytest.mark.parametrize("setting", ["kv8", "kv4"])
+@pytest.mark.parametrize("setting", ["balanced+int8", "balanced+int4"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_static_cache(name, setting, families, token_ids, assert_same):
     model = _model(families, name, setting)
@@ -116,7 +114,7 @@ def test_static_cache(name, setting, families, token_ids, assert_same):
 def test_softcap_sinks_value_dims_chunks(name, families, token_ids, assert_same):
     """In fp32. Llama 4 has chunks, Gemma 2 a softcap, GPT-OSS sink logits, DeepSeek other value dims."""
     model = families[name].build("dma_mxfp")
-    dma_hf.configure(model, "kv4", sink_tiles=0)
+    dma_hf.configure(model, "balanced+int4", sink_tiles=0)
     ids = token_ids(1, LENGTH)
     steps = [(0, 130), (130, 290), *((i, i + 1) for i in range(290, 300))]
     expected = expected_logits(model, ids, steps)
@@ -126,7 +124,7 @@ def test_softcap_sinks_value_dims_chunks(name, families, token_ids, assert_same)
 
 def test_a_row_that_begins_in_a_later_chunk(families, token_ids, assert_same):
     """Of its first chunk nothing is visible, so that nothing tells yet how long its padding is."""
-    model = _model(families, "llama", "kv8")
+    model = _model(families, "llama", "balanced+int8")
     ids = token_ids(2, 290)
     mask = torch.ones_like(ids)
     mask[0, :150] = 0
@@ -156,7 +154,7 @@ def test_a_later_mask_that_hides_more(families, token_ids, assert_same, identity
 @pytest.mark.parametrize("name", MODELS)
 def test_cropping_across_a_border(name, families, token_ids, assert_same):
     """Rejected tokens leave no trace."""
-    model = _model(families, name, "kv4")
+    model = _model(families, name, "balanced+int4")
     ids, others = token_ids(2, 290), token_ids(2, 20, seed=7)
     mask = _padded(ids)
     cache = DMACache(model.config)
@@ -179,7 +177,7 @@ def test_cropping_across_a_border(name, families, token_ids, assert_same):
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_batch_operations(name, families, token_ids, assert_same):
     """Rows are repeated, reordered and selected with all that is stored of them, padding too."""
-    model = _model(families, name, "kv4")
+    model = _model(families, name, "balanced+int4")
     ids = token_ids(2, 290)
     mask = _padded(ids)
     steps = [(0, 258), (258, 259), (259, 290)]
@@ -196,7 +194,7 @@ def test_batch_operations(name, families, token_ids, assert_same):
 
 def test_a_step_asks_once_whether_its_mask_has_changed(families, token_ids, monkeypatch):
     """That waits for the device; the first layer asks, and the others take its answer."""
-    model = _model(families, "llama", "kv8")
+    model = _model(families, "llama", "balanced+int8")
     ids = token_ids(2, 60)
     mask = _padded(ids)
     cache = DMACache(model.config)
@@ -212,7 +210,7 @@ def test_a_step_asks_once_whether_its_mask_has_changed(families, token_ids, monk
 @pytest.mark.parametrize("hidden", [0, 5])
 def test_a_compiled_step_whose_mask_has_changed_is_an_error(hidden, families, token_ids):
     """Its mask comes from outside, as ``generate`` makes it, and the graph cannot take another way."""
-    model = _model(families, "llama", "kv8").float()
+    model = _model(families, "llama", "balanced+int8").float()
     ids = token_ids(2, 21)
     cache = DMACache(model.config, max_cache_len=64)
     model(ids[:, :20], past_key_values=cache)

@@ -188,14 +188,14 @@ class TestDefault:
         assert cache.format == "int4"
         model.generation_config.cache_implementation = None
         model.set_attn_implementation("sdpa")
-        with pytest.raises(ValueError, match="Invalid `cache_implementation`"):  # Transformers', where it is not known
+        with pytest.raises(ValueError, match="is an argument of generate for models that run dma_mxfp"):
             model.generate(token_ids(1, 20), **options)
 
     @pytest.mark.parametrize("name", ["dma_mxfp", "dma_mxfp:fp4+int8"])
     def test_a_model_that_was_only_loaded_has_the_cache_that_it_was_saved_with(self, name, build, token_ids, tmp_path):
         """A cache in the name of the implementation counts before it."""
         model = build("llama")
-        dma_hf.configure(model, "kv4")
+        dma_hf.configure(model, "balanced+int4")
         model.save_pretrained(tmp_path)
         loaded = type(model).from_pretrained(tmp_path, attn_implementation=name)
         with warnings.catch_warnings():
@@ -203,11 +203,23 @@ class TestDefault:
             result = _generate(loaded, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
         assert result[CACHE_ARGUMENT].format == ("int8" if "+" in name else "int4")
 
-    @pytest.mark.parametrize("name", ["dma_mxfp:kv4", "dma_mxfp:paper+int4"])
+    @pytest.mark.parametrize("name", ["dma_mxfp:balanced+int4", "dma_mxfp:paper+int4"])
     def test_a_preset_in_the_name_brings_its_cache(self, name, families, token_ids):
         model = families["llama"].build(name)
         result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
         assert result[CACHE_ARGUMENT].format == "int4"
+
+    def test_a_generation_config_with_the_cache_gets_the_way_out(self, build, token_ids):
+        """A saved generation_config.json with it would not load without this package."""
+        message = r"is an argument of generate .* not a field of .*; .* dma_hf.configure\(model, cache='int4'\)"
+        with pytest.raises(ValueError, match=message):
+            GenerationConfig(cache_implementation="dma")
+        model, settings = build("llama"), GenerationConfig(max_new_tokens=2)
+        settings.cache_implementation = "dma"  # not checked before it is used
+        with pytest.raises(ValueError, match=message):
+            model.generate(token_ids(1, 20), generation_config=settings)
+        with pytest.raises(ValueError, match="Invalid `cache_implementation`"):
+            GenerationConfig(cache_implementation="dmaa")
 
     def test_forward_with_another_cache_says_so(self, build, token_ids):
         model = build("llama")

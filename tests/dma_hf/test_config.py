@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 from dma_kernels import Recipe
 from transformers import LlamaConfig
 
-from dma_hf import PRESETS, DMAConfig, preset, resolve
+from dma_hf import PRESETS, DMAConfig
+from dma_hf.config import config_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_presets_are_those_of_the_design():
-    assert list(PRESETS) == ["balanced", "fp4", "paper", "kv8", "kv4"]
+    assert list(PRESETS) == ["balanced", "fp4", "paper"]
     balanced = PRESETS["balanced"]
     assert balanced == DMAConfig()
     assert (balanced.low, balanced.shared_scale, balanced.high, balanced.pv) == ("mxint8", "tile", "bf16", "fp8")
@@ -48,10 +50,25 @@ def test_the_toml_files_are_the_presets():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_round_trips(name, tmp_path):
-    config = preset(name).with_changes(low_q="bf16", on_unsupported="sdpa")
+    config = DMAConfig.from_preset(name, low_q="bf16", cache="int4", on_unsupported="sdpa")
     assert DMAConfig.from_dict(config.to_dict()) == config
     config.to_toml(tmp_path / "c.toml")
-    assert DMAConfig.from_toml(tmp_path / "c.toml") == config
+    assert DMAConfig.from_toml(tmp_path / "c.toml", on_unsupported="sdpa") == config
+
+
+def test_a_preset_is_numerics_alone():
+    for preset in PRESETS.values():
+        assert preset == DMAConfig(**dataclasses.asdict(preset.recipe))
+        assert (preset.cache, preset.backend, preset.on_unsupported) == (None, "auto", "error")
+    for path in CONFIGS.glob("*.toml"):
+        assert not {"cache", "backend", "on_unsupported"} & tomllib.loads(path.read_text()).keys()
+
+
+def test_runtime_choices_are_not_saved_in_a_file(tmp_path):
+    DMAConfig(backend="triton", on_unsupported="sdpa").to_toml(tmp_path / "c.toml")
+    assert DMAConfig.from_toml(tmp_path / "c.toml") == DMAConfig()
+    (tmp_path / "c.toml").write_text('backend = "triton"\n')
+    assert DMAConfig.from_toml(tmp_path / "c.toml") == DMAConfig(backend="triton")
 
 
 @pytest.mark.parametrize("threshold", [6, 6.5, 1e-5, 1e30, float("inf")])
@@ -61,7 +78,7 @@ def test_a_threshold_is_saved(threshold, tmp_path):
     assert DMAConfig.from_toml(tmp_path / "c.toml") == config
     model_config = LlamaConfig(dma_mxfp=config.to_dict())
     model_config.save_pretrained(tmp_path)
-    assert resolve(LlamaConfig.from_pretrained(tmp_path).dma_mxfp) == config
+    assert DMAConfig.from_dict(LlamaConfig.from_pretrained(tmp_path).dma_mxfp) == config
 
 
 def test_recipe_is_the_numerics_alone():
@@ -71,15 +88,18 @@ def test_recipe_is_the_numerics_alone():
     assert {f.name: getattr(config, f.name) for f in dataclasses.fields(Recipe)} == dataclasses.asdict(recipe)
 
 
-def test_resolve(tmp_path):
+def test_what_a_setting_may_be(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text('low = "mxint8"\n')
     expected = DMAConfig(low="mxint8")
-    assert resolve("fp4") is PRESETS["fp4"]
-    assert resolve(expected) is expected
-    assert resolve({"low": "mxint8"}) == resolve(path) == resolve(str(path)) == expected
+    assert config_of("fp4") is PRESETS["fp4"]
+    assert config_of(expected) is expected
+    assert config_of({"low": "mxint8"}) == config_of(path) == config_of(str(path)) == expected
     recipe = Recipe(low="mxfp4")
-    assert resolve(recipe).recipe == recipe
+    assert config_of(recipe).recipe == recipe
+    changed = dataclasses.replace(expected, sink_tiles=3)
+    for setting in (expected, {"low": "mxint8"}, path, str(path), expected.recipe):
+        assert config_of(setting, sink_tiles=3) == changed
 
 
 @pytest.mark.parametrize(
@@ -88,9 +108,9 @@ def test_resolve(tmp_path):
         (
             "fast",
             ValueError,
-            "unknown preset 'fast'; expected one of balanced, fp4, paper, kv8, kv4, or the path of a .toml",
+            "unknown preset 'fast'; expected one of balanced, fp4, paper, .*, or the path of a .toml",
         ),
-        (4, TypeError, r"expected the name of a preset \(balanced, fp4, paper, kv8, kv4\), .* got 4"),
+        (4, TypeError, r"expected a preset \(balanced, fp4, paper\), .* got 4"),
         ({"lo": "mxfp4"}, ValueError, "unknown key 'lo'; valid keys: low, low_q, .*on_unsupported"),
         ({"lo": "mxfp4", "hi": 1}, ValueError, "unknown keys 'lo', 'hi'"),
         ({"low_v": "nvfp4"}, ValueError, "the key 'low_v' is gone: .*cache='int4'"),
@@ -106,7 +126,7 @@ def test_resolve(tmp_path):
 )
 def test_wrong_settings(setting, error, message):
     with pytest.raises(error, match=message):
-        resolve(setting)
+        config_of(setting)
 
 
 def test_a_field_that_is_gone_and_was_not_set_is_passed_over():
@@ -128,12 +148,12 @@ def test_wrong_files(text, message, tmp_path):
     path = tmp_path / "c.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        resolve(path)
+        config_of(path)
 
 
 def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.toml"):
-        resolve(tmp_path / "none.toml")
+        config_of(tmp_path / "none.toml")
 
 
 def test_from_dict_wants_a_mapping():
@@ -142,13 +162,31 @@ def test_from_dict_wants_a_mapping():
 
 
 def test_a_preset_with_the_format_of_a_cache(tmp_path):
-    assert preset("balanced+int4") == PRESETS["kv4"]
-    assert resolve("paper+int8") == PRESETS["paper"].with_changes(cache="int8")
+    assert DMAConfig.from_preset("balanced+int4") == DMAConfig(cache="int4")
+    expected = dataclasses.replace(PRESETS["fp4"], cache="int8")
     PRESETS["fp4"].to_toml(tmp_path / "my.toml")
-    assert resolve(f"{tmp_path}/my.toml+int8") == PRESETS["fp4"].with_changes(cache="int8")
-    for name in ("balanced+int3", "kv4+cache", "fast+int4"):
-        with pytest.raises(ValueError, match=re.escape(f"unknown preset {name!r}") + ".* balanced.int4, "):
-            resolve(name)
+    assert config_of("fp4+int8") == config_of(f"{tmp_path}/my.toml+int8") == expected
+    assert DMAConfig.from_preset("fp4+int4", cache="int8") == expected
+    for name in ("balanced+int3", f"{tmp_path}/my.toml+int3", "balanced+"):
+        with pytest.raises(ValueError, match=r"unknown cache format .*; expected one of int8, int4"):
+            config_of(name)
+    with pytest.raises(ValueError, match=r"unknown preset 'fast'; .*PRESET.int8 or PRESET.int4"):
+        config_of("fast+int4")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("kv8", "the preset 'kv8' is now called 'balanced+int8'"),
+        ("kv4", "the preset 'kv4' is now called 'balanced+int4'"),
+        ("kv4+int8", "the preset 'kv4' is now called 'balanced+int8'"),
+        ("kv4+cache", "the preset 'kv4' is now called 'balanced+int4'"),
+        ("fp4+cache", "the suffix '+cache' is gone; name the cache format: 'fp4+int8' or 'fp4+int4'"),
+    ],
+)
+def test_names_of_earlier_versions_have_an_error_with_the_new_ones(old, new):
+    with pytest.raises(ValueError, match=re.escape(new)):
+        config_of(old)
 
 
 @pytest.mark.parametrize("cache", ["yes", True, 8])

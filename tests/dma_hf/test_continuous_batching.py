@@ -123,7 +123,7 @@ def test_refusals(families, token_ids):
 def test_packed_pages_need_sectors(families, prompts, monkeypatch):
     monkeypatch.setattr("dma_hf.integrations.batching.has_sectors", lambda: False)
     model = families["llama"].build(dma_hf.NAME)
-    dma_hf.configure(model, "kv4")
+    dma_hf.configure(model, "balanced+int4")
     message = r"packed pages \(cache='int4'\) need Transformers 5\.18 or newer, and this is 5\."
     with pytest.raises(RuntimeError, match=message), dma_hf.continuous_batching(model):
         pass

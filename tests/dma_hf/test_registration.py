@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -54,7 +55,7 @@ assert before == after, [key for key in before if before[key] != after[key]]
 changed = {name: (logs[name], level) for name, level in loggers().items() if name in logs and logs[name] != level}
 assert not changed, changed
 for old, new in zip(functions, registered()):
-    assert {name.partition(":")[0] for name in set(new) - set(old)} == {"dma_mxfp"}, new
+    assert {name.partition(":")[0].partition("+")[0] for name in set(new) - set(old)} == {"dma_mxfp"}, new
     assert all(new[name] is old[name] for name in old)
 """
 
@@ -82,6 +83,15 @@ def test_public_names():
     assert all(hasattr(dma_hf, name) for name in dma_hf.__all__)
 
 
+def test_names_of_earlier_versions_have_an_error_with_the_new_ones():
+    with pytest.raises(AttributeError, match=r"no attribute 'preset'; use DMAConfig.from_preset"):
+        dma_hf.preset  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'resolve'; use DMAConfig.from_preset, DMAConfig.from_toml"):
+        dma_hf.resolve  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        dma_hf.nothing  # noqa: B018
+
+
 def test_transformers_accepts_it_at_load_time(tmp_path):
     config = LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
@@ -93,31 +103,42 @@ def test_transformers_accepts_it_at_load_time(tmp_path):
         assert model(torch.ones(1, 4, dtype=torch.int64)).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("setting", ["fp4", "kv4", "paper+int8"])
+@pytest.mark.parametrize("setting", [":fp4", ":balanced+int4", ":paper+int8", "+int4"])
 def test_a_preset_is_accepted_at_load_time(setting, tmp_path, token_ids, families):
     """It counts before what the repository says, until the model is configured or switched."""
     source = families["llama"].build("dma_mxfp")
-    expected = dma_hf.configure(source, setting)
+    expected = dma_hf.configure(source, setting.removeprefix(":") if ":" in setting else "balanced+int4")
     ids = token_ids(1, 300)
     logits = source(ids).logits
     dma_hf.configure(source, "balanced").to_dict()
     source.save_pretrained(tmp_path)
-    model = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation=f"dma_mxfp:{setting}")
+    model = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation=f"dma_mxfp{setting}")
     assert torch.equal(model(ids).logits, logits)
     assert dma_hf.configure(model) == expected
     assert model.config._attn_implementation == "dma_mxfp"
     dma_hf.configure(model, "paper")
-    model.set_attn_implementation(f"dma_mxfp:{setting}")
-    assert torch.equal(model(ids).logits, logits)
+    model.set_attn_implementation(f"dma_mxfp{setting}")
+    if ":" in setting:
+        assert torch.equal(model(ids).logits, logits)
+    else:
+        assert dma_hf.configure(model) == dma_hf.DMAConfig.from_preset("paper+int4")
 
 
 @pytest.mark.parametrize(
-    ("setting", "names"),
-    [("fp44", "balanced, fp4, paper"), ("fp4+int5", r"fp4\+int8, fp4\+int4"), ("", "balanced, fp4")],
+    ("suffix", "message"),
+    [
+        (":fp44", "unknown preset 'fp44'; expected one of balanced, fp4, paper"),
+        (":", "unknown preset ''; expected one of balanced, fp4, paper"),
+        (":my.toml", r"unknown preset 'my.toml'; .* dma_hf.configure\(model, ...\) also takes TOML files"),
+        (":fp4+int5", "unknown cache format 'int5'; expected one of int8, int4"),
+        ("+int5", "unknown cache format 'int5'; expected one of int8, int4"),
+        (":kv4", r"the preset 'kv4' is now called 'balanced\+int4'"),
+        (":fp4+cache", r"the suffix '\+cache' is gone; name the cache format: 'fp4\+int8' or 'fp4\+int4'"),
+    ],
 )
-def test_a_typo_in_the_preset_gets_the_list_of_presets(setting, names, families):
-    name = f"dma_mxfp:{setting}"
-    message = f"attn_implementation='dma_mxfp:.*: unknown preset .*{names}"
+def test_a_typo_in_the_name_gets_the_valid_ones(suffix, message, families):
+    name = f"dma_mxfp{suffix}"
+    message = f"attn_implementation='{re.escape(name)}': {message}"
     with pytest.raises(ValueError, match=message):
         families["llama"].build(name)
     model = families["llama"].build("sdpa")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -34,7 +35,7 @@ def _snapshot(model):
 
 def test_configure_writes_the_section(llama):
     config = dma_hf.configure(llama, "fp4", sink_tiles=2)
-    assert config == PRESETS["fp4"].with_changes(sink_tiles=2)
+    assert config == DMAConfig.from_preset("fp4", sink_tiles=2)
     assert llama.config.dma_mxfp == config.to_section()
     json.dumps(llama.config.dma_mxfp)
 
@@ -49,7 +50,7 @@ def test_runtime_choices_are_not_saved(llama, tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())["dma_mxfp"]
     assert not {"backend", "on_unsupported"} & saved.keys()
     loaded = type(llama).from_pretrained(tmp_path, attn_implementation="dma_mxfp")
-    assert dma_hf.configure(loaded) == PRESETS["fp4"].with_changes(cache="int8")
+    assert dma_hf.configure(loaded) == DMAConfig.from_preset("fp4+int8")
 
 
 def test_runtime_choices_of_an_older_version_are_ignored(llama, token_ids):
@@ -68,7 +69,7 @@ def test_runtime_choices_of_an_older_version_are_ignored(llama, token_ids):
 def test_configure_starts_from_what_is_there(llama):
     assert dma_hf.configure(llama) == DMAConfig()
     dma_hf.configure(llama, "paper")
-    assert dma_hf.configure(llama, sink_tiles=2) == PRESETS["paper"].with_changes(sink_tiles=2)
+    assert dma_hf.configure(llama, sink_tiles=2) == DMAConfig.from_preset("paper", sink_tiles=2)
 
 
 def test_the_section_decides(llama, token_ids):
@@ -110,7 +111,7 @@ def test_configure_reaches_a_model_inside_another_module(llama):
         (("fp4",), {"tiles": 2}, ValueError, "unknown key 'tiles'; valid keys: "),
         (("fp4",), {"sink_tiles": -1}, ValueError, "sink_tiles must be an integer of at least 0, got -1"),
         (({"low": "mxfp3"},), {}, ValueError, "low must be one of"),
-        ((7,), {}, TypeError, "expected the name of a preset"),
+        ((7,), {}, TypeError, "expected a preset"),
     ],
 )
 def test_a_wrong_setting_changes_nothing(llama, arguments, changes, error, message):
@@ -185,23 +186,32 @@ def _edit_config(folder, section):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"dma_mxfp": section}))
 
 
+def test_the_cache_and_runtime_choices_are_arguments(llama):
+    """What is left out is as the setting has it; a preset has none of them."""
+    config = dma_hf.configure(llama, "fp4", cache="int4", backend="reference", on_unsupported="sdpa")
+    assert config == DMAConfig.from_preset("fp4+int4", backend="reference", on_unsupported="sdpa")
+    assert dma_hf.configure(llama, cache=None) == replace(config, cache=None)
+    assert dma_hf.configure(llama, "fp4") == PRESETS["fp4"]
+
+
 def test_a_preset_by_name_in_config_json(llama, token_ids, tmp_path):
     dma_hf.configure(llama, "fp4")
     llama.save_pretrained(tmp_path)
     _edit_config(tmp_path, "fp4")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="dma_mxfp")
     assert torch.equal(loaded(token_ids(1, 400)).logits, llama(token_ids(1, 400)).logits)
-    assert dma_hf.configure(loaded, sink_tiles=3) == PRESETS["fp4"].with_changes(sink_tiles=3)
+    assert dma_hf.configure(loaded, sink_tiles=3) == DMAConfig.from_preset("fp4", sink_tiles=3)
 
 
 @pytest.mark.parametrize(
     ("section", "error", "message"),
     [
-        ("fast", ValueError, "unknown preset 'fast'; expected one of balanced, fp4, paper, kv8, kv4, or a mapping"),
+        ("fast", ValueError, "unknown preset 'fast'; expected one of balanced, fp4, paper, .*, or a mapping"),
+        ("kv4", ValueError, "the preset 'kv4' is now called 'balanced.int4'"),
         ({"lo": "mxfp4"}, ValueError, "unknown key 'lo'; valid keys: low, "),
         ({"low": "mxfp3"}, ValueError, "low must be one of"),
         ({"low": ["mxfp4"]}, ValueError, r"low must be one of .* got \['mxfp4'\]"),
-        ([1], TypeError, r"expected the name of a preset .* or a mapping of fields, got \[1\]"),
+        ([1], TypeError, r"expected a preset .* or a mapping of fields, got \[1\]"),
     ],
 )
 def test_a_wrong_section_in_config_json(section, error, message, llama, token_ids, tmp_path):

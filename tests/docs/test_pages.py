@@ -61,7 +61,7 @@ def test_sections_of_a_configuration_are_valid():
     (toml,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     (section,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     assert dma_hf.DMAConfig.from_dict(tomllib.loads(toml)).low == "mxfp8"
-    assert dma_hf.DMAConfig.from_dict(json.loads(section)["dma_mxfp"]) == dma_hf.preset("fp4")
+    assert dma_hf.DMAConfig.from_dict(json.loads(section)["dma_mxfp"]) == dma_hf.PRESETS["fp4"]
 
 
 def test_the_results_of_the_readme_are_those_of_the_files():

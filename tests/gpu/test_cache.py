@@ -22,7 +22,7 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["kv8", "kv4"])
+@pytest.fixture(params=["balanced+int8", "balanced+int4"])
 def model(request):
     model = FAMILIES["llama"].build("dma_mxfp").to("cuda", torch.bfloat16)
     dma_hf.configure(model, request.param, backend="triton", sink_tiles=0)

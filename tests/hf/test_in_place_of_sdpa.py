@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
 from dma_hf import settings
+from dma_hf.config import config_of
 
 BATCH, LENGTH, WINDOW = 7, 9, 2  # many rows, few tokens, and a window that is shorter than both
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -27,7 +28,7 @@ def in_place_of_sdpa() -> Iterator[None]:
     default = settings._DEFAULT
     AttentionInterface.register("sdpa", dma_hf.dma_attention_forward)
     AttentionMaskInterface.register("sdpa", dma_hf.dma_mask)
-    settings._DEFAULT = settings.Settings.of(dma_hf.resolve(IDENTITY))
+    settings._DEFAULT = settings.Settings.of(config_of(IDENTITY))
     try:
         yield
     finally:

@@ -16,12 +16,11 @@ from torch.nn.attention import SDPBackend
 from transformers import LlamaConfig
 
 from dma_eval import console
-from dma_eval.backends import Backend, parse_compared
+from dma_eval.backends import DEFAULT_PRESET, Backend, parse_compared
 from dma_eval.errors import UserError, one_line
 from dma_eval.names import DMA, FORMAT_SUFFIXES, PEER_SUFFIXES
 from dma_eval.peers import quantized_cache
 from dma_hf import DMAConfig
-from dma_hf.cache import DEFAULT_FORMAT
 
 from .peers import FLASH_3, flash_attention_3_step, sdpa
 from .results import DecodeResult, DecodeShape
@@ -34,7 +33,6 @@ DYNAMIC = "sdpa:dynamic"
 QUANTIZED = tuple(f"sdpa{suffix}" for suffix in PEER_SUFFIXES)
 """SDPA behind Transformers' ``QuantizedCache``, by the suffixes of :data:`dma_eval.peers.QUANTIZED`. It dequantises
 everything for each token. Those of HQQ and quanto also quantise everything anew for every 128th, which is left out."""
-CACHES = ("kv8", "kv4")
 ROOM = 256
 """Tokens of room for the runs, each of which appends one; it counts as memory of a packed cache."""
 FILLED_AT_ONCE = 8192
@@ -74,8 +72,9 @@ def prepare(backend: Backend, shape: DecodeShape, device: torch.device, dtype: t
 
 def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, dtype: torch.dtype) -> LayerStorage:
     """Return the cache of a layer that holds ``shape.length`` random keys and values, and has room for more."""
+    assert config.cache is not None
     storage = LayerStorage.allocate(
-        config.cache or DEFAULT_FORMAT,
+        config.cache,
         diagonal_tiles=config.diagonal_tiles,
         sink_tiles=config.sink_tiles,
         batch=shape.batch,
@@ -98,7 +97,7 @@ def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, 
 
 def default_names() -> list[str]:
     """Everything that is compared by default; the first is what others are compared with."""
-    return [*PREALLOCATED, DYNAMIC, QUANTIZED[0], *(f"{DMA}:{preset}" for preset in CACHES)]
+    return [*PREALLOCATED, DYNAMIC, QUANTIZED[0], *(f"{DMA}:{DEFAULT_PRESET}{suffix}" for suffix in FORMAT_SUFFIXES)]
 
 
 def parse_implementations(names: Sequence[str]) -> list[Backend]:

@@ -270,7 +270,7 @@ class DecodeOptions(BenchOptions):
         "--cache",
         "-c",
         metavar="CACHE...",
-        shown="sdpa sdpa:flash sdpa:dynamic sdpa+quanto4 dma_mxfp:kv8 dma_mxfp:kv4",
+        shown="sdpa sdpa:flash sdpa:dynamic sdpa+quanto4 dma_mxfp:balanced+int8 dma_mxfp:balanced+int4",
         help="What to compare; the first is the reference. sdpa (PyTorch's choice, on preallocated keys and "
         "values), sdpa:flash, sdpa:dynamic (after the concatenation of a DynamicCache), fa3 and fa3:fp8 "
         "(FlashAttention-3, the package fa3-fwd, on a 16-bit and on an E4M3 cache), sdpa+quanto4, sdpa+hqq8 "
@@ -299,7 +299,7 @@ def time_decode(args: DecodeOptions) -> int:
     Examples:
     dma-hf bench decode --json decode.json
     dma-hf bench decode --size 1x131072 8x32768 --heads 32/8 --head-dim 128
-    dma-hf bench decode --cache sdpa dma_mxfp:kv4 dma_mxfp:my.toml --size 1x32768
+    dma-hf bench decode --cache sdpa dma_mxfp:balanced+int4 dma_mxfp:my.toml+int8 --size 1x32768
     dma-hf bench decode --device cpu --size 2x300 --heads 4/2 --head-dim 64
     """
     _prepare_files(args)
