@@ -29,24 +29,25 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("as eager attention", "equals eager attention; SDPA differs from it"),
 )
 
-HEADER = """# Which architectures run `dma_mxfp`
+HEADER = """# Tested architectures
 
-Written by `python scripts/support_table.py`, from the same code as the tests in `tests/hf/`; do not edit. Every
-architecture in Transformers {version}'s registries is made tiny and random, and run twice with the same weights: with
-Transformers' own attention, and with `dma_mxfp` that quantises nothing. Then all logits have to be equal to fp32
-rounding, and all generated tokens equal.
+`python scripts/support_table.py` writes this page; do not edit it. It uses the same code as the tests in `tests/hf/`.
+Every architecture in the registries of Transformers {version} is built as a tiny random model.
+
+The model runs twice with the same weights: with Transformers' own attention, and with `dma_mxfp` without quantization.
+The logits must be equal to fp32 rounding, and the generated tokens must be equal.
 
 | cell | meaning |
 |---|---|
 | yes | equal |
-| sdpa | refused with an error that names the reason; equal with `on_unsupported="sdpa"`, which then runs SDPA |
+| sdpa | refused with an error that names the reason; equal with `on_unsupported="sdpa"`, which runs SDPA |
 | refused | refused with an error that names the reason |
-| upstream | Transformers' own attention cannot do it with this model either |
-| (empty) | this kind of model has no such feature, or none that the tiny model could be asked for |
+| upstream | Transformers' own attention fails with this model, too |
+| (empty) | models of this kind lack the feature, or the tiny model cannot use it |
 
-A decoder's padded batch is padded on the left, the others' on the right. A prompt's chunks are 9, 14 and 1 tokens.
-Windows are 8 tokens wide, so that they matter. Composite models are given text alone if they take it so; their towers
-have rows of their own in the last table.
+A padded batch of a decoder is padded on the left, and of other models on the right. The chunks of a prompt have 9, 14 and
+1 tokens. Windows are 8 tokens wide, so that they have an effect. Composite models get text only if they accept it. The last
+table has their towers.
 
 """
 
