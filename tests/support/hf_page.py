@@ -45,9 +45,9 @@ The logits must be equal to fp32 rounding, and the generated tokens must be equa
 | upstream | Transformers' own attention fails with this model, too |
 | (empty) | models of this kind lack the feature, or the tiny model cannot use it |
 
-A padded batch of a decoder is padded on the left, and of other models on the right. The chunks of a prompt have 9, 14 and
-1 tokens. Windows are 8 tokens wide, so that they have an effect. Composite models get text only if they accept it. The last
-table has their towers.
+A padded batch of a decoder is padded on the left, and of other models on the right. The chunks of a prompt have 9, 14
+and 1 tokens. Windows are 8 tokens wide, so that they have an effect. Composite models get text only if they accept it.
+The last table has their towers.
 
 """
 
