@@ -14,7 +14,7 @@ from dma_eval.bench import shown
 from dma_eval.bench.capture import capture_layers, choose_layers, text_windows
 from dma_eval.bench.inputs import Inputs, embedded
 from dma_eval.bench.prefill import measure_layers, parse_implementations
-from dma_eval.bench.results import DeviceFacts, ModelInputs, PrefillResult, PrefillShape
+from dma_eval.bench.results import ModelInputs, PrefillResult, PrefillShape
 from dma_eval.bench.shown import prefill_tables
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel, ModelSource, load_model
@@ -206,7 +206,6 @@ class TestCommand:
             shape,
             [dense, sparse],
             parse_implementations([f"dma_mxfp:{off}", f"dma_mxfp:{path}"]),
-            DeviceFacts(name="cpu"),
             seconds=0.0,
         )
         assert skips_nothing.skipped_share is None

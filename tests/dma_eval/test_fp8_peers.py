@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dma_eval.bench import cudnn_fp8 as module
-from dma_eval.bench.cudnn_fp8 import CUDNN_FP8, MODULE, PROBABILITY_SCALE, cudnn_fp8
+from dma_eval.bench.cudnn_fp8 import MODULE, PROBABILITY_SCALE, cudnn_fp8
 from dma_eval.bench.fp8_quantizer import dequantize_fp8, quantize_fp8
 from dma_eval.bench.inputs import Inputs
 from dma_eval.bench.peers import PREQUANTIZED
@@ -125,7 +125,7 @@ def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> Any:
 class TestCuDNN:
     @pytest.mark.usefixtures("fake_cudnn")
     @pytest.mark.parametrize("is_causal", [True, False])
-    @pytest.mark.parametrize("name", [CUDNN_FP8, f"{CUDNN_FP8}{PREQUANTIZED}"])
+    @pytest.mark.parametrize("name", ["cudnn:fp8", f"cudnn:fp8{PREQUANTIZED}"])
     def test_is_attention_to_the_precision_of_e4m3(self, name: str, is_causal: bool) -> None:
         query, key, value = (x.transpose(1, 2) for x in _tensors(50, 32))
         inputs = Inputs(query, key / 8, value, 0.1, is_causal)
@@ -147,4 +147,4 @@ class TestCuDNN:
         monkeypatch.setattr(_Graph, "check_support", refuses, raising=False)
         query, key, value = (x.transpose(1, 2) for x in _tensors(8, 32))
         with pytest.raises(RuntimeError, match="cuDNN has no FP8 attention for this: no kernel"):
-            cudnn_fp8(CUDNN_FP8, Inputs(query, key, value, 0.1))
+            cudnn_fp8("cudnn:fp8", Inputs(query, key, value, 0.1))

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fp8_quantizer import Fp8Operands, dequantize_fp8, quantize_fp8
+from .fp8_quantizer import Fp8Operands, dequantize_fp8
 from .inputs import Inputs
-from .peers import PREQUANTIZED, Prepared, import_peer
+from .peers import Prepared, fp8_call, import_peer
 
-CUDNN_FP8 = "cudnn:fp8"
 MODULE = "cudnn"
 PROBABILITY_SCALE = 256.0
 
@@ -47,7 +46,7 @@ def cudnn_fp8(name: str, inputs: Inputs) -> Prepared:
     cudnn = import_peer(MODULE, "cuDNN's frontend", "nvidia-cudnn-frontend")
     if inputs.documents > 1:
         raise NotImplementedError("cuDNN's FP8 attention is not timed on packed documents")
-    query, key, value = inputs.token_major
+    query, key, _ = inputs.token_major
     try:
         plan = _plan(query.shape, key.shape[2], query.device, inputs.scale, is_causal=inputs.is_causal)
     except cudnn.cudnnGraphNotSupportedError as error:
@@ -68,17 +67,7 @@ def cudnn_fp8(name: str, inputs: Inputs) -> Prepared:
     def restore(operands: Fp8Operands, codes: Tensor) -> Tensor:
         return dequantize_fp8(codes, operands.descales[2], inputs.query.dtype).transpose(1, 2)
 
-    def quantize() -> Fp8Operands:
-        return quantize_fp8(query, key, value, per_head=False)
-
-    def run() -> Tensor:
-        operands = quantize()
-        return restore(operands, attend(operands))
-
-    if not name.endswith(PREQUANTIZED):
-        return Prepared(run, quantize)
-    given = quantize()
-    return Prepared(functools.partial(attend, given), read=functools.partial(restore, given))
+    return fp8_call(name, inputs, attend, restore, per_head=False)
 
 
 @functools.lru_cache(maxsize=1)

@@ -61,70 +61,30 @@ def _select(p_q, p_k, p_v, i_head, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr
 
 
 @triton.jit
-def _largest_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_largest,
-    tokens,
-    stride_which,
-    stride_batch,
-    stride_head,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _quantize_kernel(
+    p_q, p_k, p_v, p_q_codes, p_k_codes, p_v_codes, p_largest, p_descales, p_scales, tokens,
+    stride_which, stride_batch, stride_head, CONVERT: tl.constexpr, LARGEST_CODE: tl.constexpr, Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Find the largest magnitude of each scale, or, with ``CONVERT``, scale and convert by it."""
     i_batch = tl.program_id(2).to(tl.int64)
     p_x, heads, head, which, kv_head = _select(p_q, p_k, p_v, tl.program_id(1), Q_HEADS, KV_HEADS)
+    o_scale = which * stride_which + i_batch * stride_batch + kv_head * stride_head
     o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o_channel = tl.arange(0, BLOCK_D)
     offsets = ((i_batch * tokens + o_row)[:, None] * heads + head) * HEAD_DIM + o_channel[None]
     m_x = (o_row < tokens)[:, None] & (o_channel < HEAD_DIM)[None]
     x = tl.load(p_x + offsets, mask=m_x, other=0.0).to(tl.float32)  # [ROWS, BLOCK_D]
-    largest = tl.max(tl.max(tl.abs(x), 1), 0)
-    p_scale = p_largest + which * stride_which + i_batch * stride_batch + kv_head * stride_head
-    tl.atomic_max(p_scale, largest, sem="relaxed")
-
-
-@triton.jit
-def _convert_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_q_codes,
-    p_k_codes,
-    p_v_codes,
-    p_largest,
-    p_descales,
-    p_scales,
-    tokens,
-    stride_which,
-    stride_batch,
-    stride_head,
-    LARGEST_CODE: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    i_batch = tl.program_id(2).to(tl.int64)
-    p_x, heads, head, which, kv_head = _select(p_q, p_k, p_v, tl.program_id(1), Q_HEADS, KV_HEADS)
-    p_codes, _, _, _, _ = _select(p_q_codes, p_k_codes, p_v_codes, tl.program_id(1), Q_HEADS, KV_HEADS)
-    o_scale = which * stride_which + i_batch * stride_batch + kv_head * stride_head
-    largest = tl.maximum(tl.load(p_largest + o_scale), 1e-30)
-    if tl.program_id(0) == 0:
-        tl.store(p_descales + o_scale, largest / LARGEST_CODE)
-        tl.store(p_scales + o_scale, LARGEST_CODE / largest)
-    o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    o_channel = tl.arange(0, BLOCK_D)
-    offsets = ((i_batch * tokens + o_row)[:, None] * heads + head) * HEAD_DIM + o_channel[None]
-    m_x = (o_row < tokens)[:, None] & (o_channel < HEAD_DIM)[None]
-    x = tl.load(p_x + offsets, mask=m_x, other=0.0).to(tl.float32) * (LARGEST_CODE / largest)
-    x = tl.minimum(tl.maximum(x, -LARGEST_CODE), LARGEST_CODE)
-    tl.store(p_codes + offsets, to_e4m3(x), mask=m_x)
+    if CONVERT:
+        p_codes, _, _, _, _ = _select(p_q_codes, p_k_codes, p_v_codes, tl.program_id(1), Q_HEADS, KV_HEADS)
+        largest = tl.maximum(tl.load(p_largest + o_scale), 1e-30)
+        if tl.program_id(0) == 0:
+            tl.store(p_descales + o_scale, largest / LARGEST_CODE)
+            tl.store(p_scales + o_scale, LARGEST_CODE / largest)
+        x = tl.minimum(tl.maximum(x * (LARGEST_CODE / largest), -LARGEST_CODE), LARGEST_CODE)
+        tl.store(p_codes + offsets, to_e4m3(x), mask=m_x)
+    else:
+        tl.atomic_max(p_largest + o_scale, tl.max(tl.max(tl.abs(x), 1), 0), sem="relaxed")
 
 
 @triton.jit
@@ -164,14 +124,10 @@ def quantize_fp8(query: Tensor, key: Tensor, value: Tensor, *, per_head: bool) -
     descales, scales = torch.empty_like(largest), torch.empty_like(largest)
     q_codes, k_codes, v_codes = (torch.empty_like(x, dtype=torch.float8_e4m3fn) for x in (query, key, value))
     strides = largest.stride() if per_head else (1, 0, 0)
-    sizes = {"Q_HEADS": q_heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim}
+    sizes = {"Q_HEADS": q_heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "LARGEST_CODE": E4M3_MAX}
     sizes |= {"BLOCK_D": triton.next_power_of_2(head_dim), "ROWS": BLOCK_ROWS}
     grid = (triton.cdiv(tokens, BLOCK_ROWS), q_heads + 2 * kv_heads, batch)
-    _largest_kernel[grid](query, key, value, largest, tokens, *strides, **sizes, num_warps=WARPS)
-    _convert_kernel[grid](
-        *(query, key, value, q_codes, k_codes, v_codes, largest, descales, scales, tokens, *strides),
-        LARGEST_CODE=E4M3_MAX,
-        **sizes,
-        num_warps=WARPS,
-    )
+    tensors = (query, key, value, q_codes, k_codes, v_codes, largest, descales, scales)
+    for converts in (False, True):
+        _quantize_kernel[grid](*tensors, tokens, *strides, CONVERT=converts, **sizes, num_warps=WARPS)
     return Fp8Operands(q_codes, k_codes, v_codes, descales, scales)

@@ -32,7 +32,6 @@ FLASH_3 = {"fa3": False, "fa3:fp8": True}
 """FlashAttention-3 by its name in results, and whether it takes E4M3."""
 PREQUANTIZED = ":prequantized"
 """Suffix of FP8 attention whose operands are given in E4M3: quantising them is not counted."""
-FLASH_4, SAGE, FLEX = "fa4", "sage", "flex"
 MODULE, SAGE_MODULE, FLASH_4_MODULE = "fa3_fwd_interface", "sageattention", "flash_attn.cute"
 FLASHINFER_MODULE = "flashinfer.prefill"
 FLASHINFER = {"flashinfer": None, **{f"flashinfer:t{threshold}": float(threshold) for threshold in (5, 6, 7, 8)}}
@@ -111,14 +110,36 @@ def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
         return Prepared(lambda: module.flash_attn_func(*inputs.token_major, **options).transpose(1, 2))
     _refuse_documents(inputs, "FlashAttention-3 in FP8")
     attend = partial(module.flash_attn_func, **options)
-    quantize = partial(quantize_fp8, *inputs.token_major, per_head=True)
 
-    def run(given: Fp8Operands | None = None) -> Tensor:
-        operands = quantize() if given is None else given
+    def run(operands: Fp8Operands) -> Tensor:
         out: Tensor = attend(operands.query, operands.key, operands.value, **_descales(operands))
         return out.transpose(1, 2)
 
-    return Prepared(partial(run, quantize())) if name.endswith(PREQUANTIZED) else Prepared(run, quantize)
+    return fp8_call(name, inputs, run, per_head=True)
+
+
+def fp8_call(
+    name: str,
+    inputs: Inputs,
+    attend: Callable[[Fp8Operands], Tensor],
+    restore: Callable[[Fp8Operands, Tensor], Tensor] = lambda _, out: out,
+    *,
+    per_head: bool,
+) -> Prepared:
+    """Return a call of FP8 attention that quantises first, and ``restore`` what it returns.
+
+    If the name ends in ``:prequantized`` only ``attend`` is timed.
+    """
+    quantize = partial(quantize_fp8, *inputs.token_major, per_head=per_head)
+
+    def run() -> Tensor:
+        operands = quantize()
+        return restore(operands, attend(operands))
+
+    if not name.endswith(PREQUANTIZED):
+        return Prepared(run, quantize)
+    given = quantize()
+    return Prepared(partial(attend, given), read=partial(restore, given))
 
 
 def flash_attention_4(inputs: Inputs) -> Prepared:

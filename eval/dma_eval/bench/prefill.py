@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from dma_kernels import attention, attention_with_lse
-from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.geometry import PrefillGeometry
-from dma_kernels.prefill.operands import Operands
 from dma_kernels.prefill.plan import quantize_operands
 from dma_kernels.runtime.chip import device_arch, resolve_backend
 from dma_kernels.runtime.lowering import select_lowering
@@ -25,15 +23,11 @@ from dma_eval.backends import Backend, parse_compared
 from dma_eval.errors import one_line
 from dma_eval.names import DMA
 
-from .cudnn_fp8 import CUDNN_FP8, cudnn_fp8
+from .cudnn_fp8 import cudnn_fp8
 from .inputs import Inputs, exact_rows, random_inputs, with_outlying_channels
 from .peers import (
-    FLASH_3,
-    FLASH_4,
     FLASHINFER,
-    FLEX,
     PREQUANTIZED,
-    SAGE,
     Prepared,
     flash_attention_3,
     flash_attention_4,
@@ -42,7 +36,7 @@ from .peers import (
     sage_attention,
     sdpa,
 )
-from .results import DeviceFacts, PrefillResult, PrefillShape
+from .results import PrefillResult, PrefillShape
 from .timing import FAILURES, Run, capture, captured, extra_memory, time_alone, time_in_turns
 
 SDPA_BACKENDS: dict[str, SDPBackend | None] = {
@@ -63,12 +57,12 @@ def _sdpa(label: str, inputs: Inputs) -> Prepared:
 
 PEERS: dict[str, Callable[[Inputs], Prepared]] = {
     **{label: partial(_sdpa, label) for label in SDPA_BACKENDS},
-    FLEX: flex,
-    **{label: partial(flash_attention_3, label) for label in (*FLASH_3, f"fa3:fp8{PREQUANTIZED}")},
-    FLASH_4: flash_attention_4,
-    **{label: partial(cudnn_fp8, label) for label in (CUDNN_FP8, f"{CUDNN_FP8}{PREQUANTIZED}")},
+    "flex": flex,
+    **{label: partial(flash_attention_3, label) for label in ("fa3", "fa3:fp8", f"fa3:fp8{PREQUANTIZED}")},
+    "fa4": flash_attention_4,
+    **{label: partial(cudnn_fp8, label) for label in ("cudnn:fp8", f"cudnn:fp8{PREQUANTIZED}")},
     **{label: partial(flashinfer, threshold) for label, threshold in FLASHINFER.items()},
-    SAGE: sage_attention,
+    "sage": sage_attention,
 }
 """What ``dma_mxfp`` is compared with, by the names of ``--attn``."""
 
@@ -94,7 +88,7 @@ def prepare(backend: Backend, inputs: Inputs) -> Prepared:
 
 def default_names() -> list[str]:
     """Everything that can be compared without other packages; the first is what others are compared with."""
-    return [*SDPA_BACKENDS, FLEX, *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
+    return [*SDPA_BACKENDS, "flex", *(f"{DMA}:{preset}" for preset in dma_hf.PRESETS)]
 
 
 def parse_implementations(names: Sequence[str]) -> list[Backend]:
@@ -105,7 +99,6 @@ def parse_implementations(names: Sequence[str]) -> list[Backend]:
 def measure_shape(
     shape: PrefillShape,
     implementations: Sequence[Backend],
-    facts: DeviceFacts,
     device: torch.device,
     dtype: torch.dtype,
     *,
@@ -116,16 +109,13 @@ def measure_shape(
     Errors are measured a second time on inputs with outlier key channels.
     """
     inputs = random_inputs(shape, device, dtype)
-    return measure_layers(
-        shape, [inputs], implementations, facts, seconds=seconds, harder=with_outlying_channels(inputs)
-    )
+    return measure_layers(shape, [inputs], implementations, seconds=seconds, harder=with_outlying_channels(inputs))
 
 
 def measure_layers(
     shape: PrefillShape,
     layers: Sequence[Inputs],
     implementations: Sequence[Backend],
-    facts: DeviceFacts,
     *,
     seconds: float,
     harder: Inputs | None = None,
@@ -177,7 +167,8 @@ def measure_layers(
     for label, calls in prepared.items():
         parts = [call.quantize for call in calls if call.quantize is not None]
         if parts:
-            results[label] = replace(results[label], **_time_quantization(parts, layers, facts, device, seconds))
+            taken = _time_quantization(parts, device, seconds)
+            results[label] = replace(results[label], quantize_milliseconds=taken)
     return list(results.values())
 
 
@@ -263,50 +254,8 @@ def _error(call: Prepared, exact: Tensor, rows: Tensor) -> float:
     return float((call.read(call.run())[:, :, rows].double() - exact).norm() / exact.norm())
 
 
-def _time_quantization(
-    parts: Sequence[Run], layers: Sequence[Inputs], facts: DeviceFacts, device: torch.device, seconds: float
-) -> dict[str, Any]:
-    """Time what precedes the attention kernel, alone; of our own kernels, beside a copy of as many bytes."""
-    made = parts[0]()
-    moved = _moved_bytes(layers[0].key, layers[0].value, made) if isinstance(made, Operands) else None
-    if moved == 0:
-        return {}
-    runs = {"quantize": _in_turn(parts)}
-    if moved is not None:
-        moved *= len(layers)
-        source, target = torch.empty((2, -(-moved // 16)), dtype=torch.float64, device=device)
-        runs["copy"] = lambda: target.copy_(source)
-    if device.type == "cuda":
-        runs = {name: capture(each, device) for name, each in runs.items()}
-    timings = time_in_turns(runs, device, seconds=seconds / 4)
-    rate = facts.copy_bytes_per_second
-    return {
-        "quantize_milliseconds": timings["quantize"].median,
-        "quantize_copy_milliseconds": None if rate is None or moved is None else 1e3 * moved / rate,
-        "plain_copy_milliseconds": timings["copy"].median if "copy" in timings else None,
-    }
-
-
-def _moved_bytes(key: Tensor, value: Tensor, operands: Operands) -> int:
-    """Return the bytes that must be read and written, each once, to make the operands.
-
-    The first tile is read even where it is not written: it says how the others are scaled.
-    """
-    assert operands.written is not None
-    tiles = [operands.high] if operands.low is None else [operands.high, operands.low]
-    written = {}
-    for tile in tiles:
-        for tensor in (tile.key, tile.value, tile.key_scale, tile.key_factor, tile.value_factor):
-            if tensor is not None:
-                written[tensor.data_ptr()] = tensor
-    read = [
-        source
-        for source, made in ((key, [tile.key for tile in tiles]), (value, [tile.value for tile in tiles]))
-        if any(tensor.data_ptr() != source.data_ptr() for tensor in made)
-    ]
-    own = {key.data_ptr(), value.data_ptr()}
-    of_all = -(-key.shape[2] // TILE)
-    tiles_read = len({0, *operands.written}) if operands.written else 0
-    bytes_read = sum(x.nbytes for x in read) * tiles_read
-    bytes_written = sum(x.nbytes for pointer, x in written.items() if pointer not in own) * len(operands.written)
-    return (bytes_read + bytes_written) // of_all
+def _time_quantization(parts: Sequence[Run], device: torch.device, seconds: float) -> float:
+    """Return the time of what precedes the attention kernel, alone."""
+    run = _in_turn(parts)
+    run = capture(run, device) if device.type == "cuda" else run
+    return time_in_turns({"quantize": run}, device, seconds=seconds / 4)["quantize"].median

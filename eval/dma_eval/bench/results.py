@@ -136,15 +136,8 @@ class PrefillResult(SpeedResult):
     # where a call is short; since version 4.
     sustained_milliseconds: float | None = None
     # Median time of quantising keys and values (and what else precedes the attention kernel) alone, already counted
-    # above; null for implementations that do not. On a CUDA device as a CUDA graph since version 2, called from Python
-    # before.
+    # above; null for implementations that do not. On a CUDA device as a CUDA graph since version 2.
     quantize_milliseconds: float | None = None
-    # What moving the bytes that quantisation must read and write would take at the device's copy speed, which is that
-    # of a large copy.
-    quantize_copy_milliseconds: float | None = None
-    # Median time of a copy that reads and writes as many bytes, beside the quantisation and timed likewise; since
-    # version 2.
-    plain_copy_milliseconds: float | None = None
     tflops: float | None = None  # 10 ** 12 floating-point operations per second, by ``milliseconds``
     # Norm of the difference from fp64 over the norm, on sampled query rows; the mean over layers.
     error: float | None = None
@@ -227,7 +220,7 @@ class SpeedReport(Results):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillReport(SpeedReport):
-    schema_version: int = 5
+    schema_version: int = 6  # version 6 left out the times of copies as large as the quantisation's
     results: list[PrefillResult]  # by shape, then in the order asked for
 
 

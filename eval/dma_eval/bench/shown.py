@@ -28,7 +28,7 @@ def prefill_tables(results: Sequence[PrefillResult]) -> list[Table]:
         "ms": of("milliseconds", ".3f"),
         "as graph": of("graph_milliseconds", ".3f"),
         "alone": of("sustained_milliseconds", ".3f"),
-        "quantising": _quantizing,
+        "quantising": of("quantize_milliseconds", ".3f"),
         "TFLOP/s": lambda r: number(r.tflops, ",.0f" if (r.tflops or 0) >= 10 else ".3f"),
         "speed": of("speedup", ".2f", "x"),
         "error": of("error", ".4f"),
@@ -95,11 +95,6 @@ def serve_tables(results: Sequence[ServeResult], title: str) -> list[Table]:
         "per request": of("cache_bytes_per_request", ",.1f", " MiB", factor=1 / (1 << 20)),
     }
     return [make_table(columns, results, title)]
-
-
-def _quantizing(result: PrefillResult) -> str:
-    time, copy = result.quantize_milliseconds, result.quantize_copy_milliseconds
-    return number(time, ".3f") + (f" ({time / copy:.2f} copies)" if time is not None and copy else "")
 
 
 def failures(results: Sequence[Result], place: Callable[[Result], object]) -> list[str]:

@@ -195,7 +195,7 @@ def time_prefill(args: PrefillOptions) -> int:
             args.batch,
             every_combination=args.every_combination,
         )
-        each = (prefill.measure_shape(s, backends, facts, device, dtype, seconds=args.seconds) for s in shapes)
+        each = (prefill.measure_shape(s, backends, device, dtype, seconds=args.seconds) for s in shapes)
     else:
         from dma_eval.bench.capture import captured_calls
 
@@ -212,7 +212,7 @@ def time_prefill(args: PrefillOptions) -> int:
             seed=args.seed,
         )
         _, _, facts = _look(args)
-        each = (prefill.measure_layers(s, inputs, backends, facts, seconds=args.seconds) for s, inputs in captured)
+        each = (prefill.measure_layers(s, inputs, backends, seconds=args.seconds) for s, inputs in captured)
     results = _collected(each, _writer(args, PrefillReport, facts))
     title = f"Prefill attention on {facts.name}, {args.dtype}"
     tables = prefill_tables(results)
