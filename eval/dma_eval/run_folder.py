@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from .errors import UserError, one_line
 from .files import make_folder, slug, write_json
 from .pages import can_retrieve
 from .render import Plot, to_html, to_markdown
-from .results import RESULTS, SECTIONS, PerplexitySection, Report, StressSection, backend_configs
+from .results import RESULTS, Report, backend_configs
 
 PAGE, HTML, CONFIGS = "report.md", "report.html", "configs"
 
@@ -39,64 +38,6 @@ def write_run(report: Report, folder: Path) -> list[str]:
     except OSError as error:
         raise UserError(f"--out: cannot write to {folder}: {one_line(error)}") from error
     return [RESULTS, PAGE, HTML, *(plot.path for plot in drawn), *configs]
-
-
-def merge(reports: Sequence[Report]) -> Report:
-    """Put the sections of several runs of one model together; the rest is the first run's.
-
-    Sections on perplexity of the same windows with the same reference become one, with the backends of all; so do those
-    of stress, twin by twin. A run can then be measured in pieces, or a backend come later.
-
-    Raises:
-        UserError: The runs are of different models, or of one model in different dtypes.
-    """
-    first = reports[0]
-    for other in reports[1:]:
-        one, two = (f"{each.name} in {each.form}" for each in (first.model, other.model))
-        if one != two:
-            raise UserError(f"the runs are of different models: {one} and {two}; give each a folder of its own")
-    seconds = sum((Counter(report.part_seconds) for report in reports), Counter[str]())
-    sections: dict[str, Any] = {
-        name: [each for report in reports for each in getattr(report, name)] for name in (*SECTIONS, "generations")
-    }
-    sections["perplexity"] = _united(sections["perplexity"])
-    sections["stress"] = _united_twins(sections["stress"])
-    return replace(
-        first,
-        command=" && ".join(dict.fromkeys(report.command for report in reports)),
-        part_seconds=dict(seconds),
-        **sections,
-    )
-
-
-def _united(sections: Sequence[PerplexitySection]) -> list[PerplexitySection]:
-    """One section for each set of windows and reference that gives the very same losses."""
-    united: dict[str, PerplexitySection] = {}
-    for section in sections:
-        reference = section.backends[0]
-        same = repr((replace(section, backends=[]), reference.label, reference.nll, reference.config))
-        known = united.setdefault(same, section)
-        labels = {backend.label for backend in known.backends}
-        added = [backend for backend in section.backends if backend.label not in labels]
-        united[same] = replace(known, backends=[*known.backends, *added])
-    return list(united.values())
-
-
-def _united_twins(sections: Sequence[StressSection]) -> list[StressSection]:
-    """One section for each set of ranges, its twins those of all, in order."""
-    united: dict[str, StressSection] = {}
-    for section in sections:
-        same = repr((section.range_tokens, section.key_ranges))
-        twins = {twin.name: twin for twin in united.get(same, section).twins}
-        for twin in section.twins:
-            known = twins.setdefault(twin.name, twin)
-            tokens = _united([each.tokens for each in (known, twin) if each.tokens is not None])
-            if len(tokens) > 1 or known.key_ratio != twin.key_ratio:  # of other windows, or drawn with another seed
-                return list(sections)
-            twins[twin.name] = replace(twins[twin.name], tokens=tokens[0] if tokens else None)
-        thresholds = {study.label: study for each in (united.get(same, section), section) for study in each.thresholds}
-        united[same] = replace(section, twins=list(twins.values()), thresholds=list(thresholds.values()))
-    return list(united.values())
 
 
 def _plots(report: Report, folder: Path) -> list[Plot]:

@@ -17,17 +17,13 @@ from dma_eval import card as card_module
 from dma_eval.card import make_card, prepare_upload
 from dma_eval.errors import UserError
 from dma_eval.files import parse, write_json
-from dma_eval.pages import format_kl, stress_page
 from dma_eval.results import (
     SCHEMA_VERSION,
     SECTIONS,
-    PerplexitySection,
     Report,
-    StressSection,
-    TwinResult,
     read_report,
 )
-from dma_eval.run_folder import merge, write_run
+from dma_eval.run_folder import write_run
 from huggingface_hub import ModelCard
 from PIL import Image
 
@@ -35,6 +31,14 @@ import dma_hf
 
 Run = Callable[..., Any]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks/quality"
+
+
+SUITE = """
+perplexity = {contexts = [128], max_windows = 2}
+fidelity = {context = 128, max_windows = 2, new_tokens = 4}
+tasks = {names = ["tiny_group"]}
+retrieval = {lengths = [128], depths = [0.0, 1.0], samples = 1}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -46,24 +50,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(run: Run, folder: Path, model_folder: Path, text_file: Path, tiny_tasks: Path) -> Report:
     """A report with every kind of section, of the tiny model; made once."""
     if not (folder / "all/results.json").is_file():
+        (folder / "suite.toml").write_text(SUITE, encoding="utf-8")
         common = ["-m", model_folder, "--device", "cpu", "--dtype", "float32", "--attn", "sdpa", "dma_mxfp:paper"]
-        text = ["-d", text_file, "-c", 128, "--max-windows", 2]
-        commands: list[list[Any]] = [
-            ["ppl", *common, *text, "--json", folder / "ppl.json"],
-            ["fidelity", *common, *text, "--new-tokens", 4, "--out", folder / "fidelity"],
-            ["retrieval", *common, "--lengths", 128, "--depths", 0, 1, "--samples", 1, "--out", folder / "retrieval"],
-            ["lm-eval", *common, "--tasks", "tiny_group", "--include-path", tiny_tasks, "--out", folder / "tasks"],
-        ]
-        for command in commands:
-            assert run(*command).exit_code == 0
-        runs = [folder / name for name in ("ppl.json", "fidelity", "retrieval", "tasks")]
-        assert run("report", *runs, "--out", folder / "all").exit_code == 0
+        given = ["--suite", folder / "suite.toml", "-d", text_file, "--include-path", tiny_tasks]
+        assert run("suite", *given, *common, "--out", folder / "all").exit_code == 0
     return read_report(folder / "all/results.json")
 
 
 class TestFolder:
     def test_holds_everything(self, report: Report, folder: Path) -> None:
-        names = {path.relative_to(folder / "all").as_posix() for path in (folder / "all").rglob("*.*")}
+        found = [path.relative_to(folder / "all") for path in (folder / "all").rglob("*.*")]
+        names = {path.as_posix() for path in found if path.parts[0] not in ("parts", "samples")}  # what it resumes from
         plots = {"quality-128.png", "positions-128.png", "tradeoff.png", "tasks.png", "fidelity.png", "heads.png"}
         assert names == {
             "results.json",
@@ -139,49 +136,13 @@ class TestFolder:
             write_run(report, text_file / "run")
 
 
-class TestMerge:
-    def test_other_model(self, report: Report) -> None:
-        other = replace(report, model=replace(report.model, name="another"))
-        with pytest.raises(UserError, match=r"the runs are of different models: .* and another in float32"):
-            merge([report, other])
+class TestReport:
+    def test_goes_beside_the_results(self, run: Run, report: Report, tmp_path: Path) -> None:
+        write_json(report, tmp_path / "results.json")
+        assert run("report", tmp_path / "results.json").exit_code == 0
+        assert (tmp_path / "report.html").is_file()
 
-    def test_pieces_become_one(self, report: Report) -> None:
-        """By the reference's losses: a backend that was measured later stands in the same table."""
-        (section,) = report.perplexity
-        later = replace(section.backends[1], label="later")
-        other = replace(report, perplexity=[replace(section, backends=[section.backends[0], later])])
-        (both,) = merge([report, other]).perplexity
-        assert both == replace(section, backends=[*section.backends, later])
-        loss = replace(section.backends[0], nll=(section.backends[0].nll or 0) + 1)
-        apart = replace(report, perplexity=[replace(section, backends=[loss, later])])
-        assert len(merge([report, apart]).perplexity) == 2
-
-    def test_twins_become_one(self, report: Report) -> None:
-        (tokens,) = report.perplexity
-        reference, preset = tokens.backends
-        later = replace(tokens, backends=[reference, replace(preset, label="later")])
-
-        def stressed(**twins: PerplexitySection) -> Report:
-            made = [TwinResult(name=name, is_same_function=True, tokens=each) for name, each in twins.items()]
-            return replace(report, stress=[StressSection(range_tokens=8, key_ranges=[], twins=made)])
-
-        (section,) = merge([stressed(one=tokens, two=tokens), stressed(two=later, three=later)]).stress
-        labels = {twin.name: [each.label for each in twin.tokens.backends] for twin in section.twins if twin.tokens}
-        old, new = preset.label, "later"
-        assert labels == {"one": ["sdpa", old], "two": ["sdpa", old, new], "three": ["sdpa", new]}
-        assert stress_page(section).tables[1].rows[2][3:] == [
-            "–",
-            format_kl(preset.kl_mean),
-        ]  # old was not measured there
-        longer = replace(tokens, context=2 * tokens.context)
-        assert len(merge([stressed(one=tokens), stressed(one=longer)]).stress) == 2
-        plain, drawn = stressed(one=tokens), stressed(one=later)
-        other = replace(drawn.stress[0], twins=[replace(drawn.stress[0].twins[0], key_ratio=9.0)])
-        assert len(merge([plain, replace(drawn, stress=[other])]).stress) == 2  # with another seed
-
-    def test_needs_a_folder(self, run: Run, refused: Callable[[Any], str], folder: Path, report: Report) -> None:
-        assert "--out: say which folder" in refused(run("report", folder / "tasks", folder / "fidelity"))
-        assert "--out: say which folder" in refused(run("report", folder / "tasks/results.json"))
+    def test_no_run(self, run: Run, refused: Callable[[Any], str]) -> None:
         assert "cannot read the report missing: No such file" in refused(run("report", "missing"))
 
     def test_reads_files_of_version_1(self, report: Report, tmp_path: Path) -> None:

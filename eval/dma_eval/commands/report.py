@@ -10,16 +10,15 @@ from rich.markup import escape
 from dma_eval import console
 from dma_eval.command import REQUIRED, option
 from dma_eval.commands import options
-from dma_eval.errors import UserError
 from dma_eval.files import prepare_file
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Runs, and where their report goes."""
+    """A run, and where its report goes."""
 
-    runs: list[Path] = option(REQUIRED, metavar="RUN...", help="Folders of runs, or their results.json files.")
-    out: Path | None = options.out_option(None, "Folder for the report.", shown="that of the only run")
+    run: Path = option(REQUIRED, metavar="RUN", help="Folder of a run, or its results.json.")
+    out: Path | None = options.out_option(None, "Folder for the report.", shown="that of the run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +45,17 @@ class CardOptions:
 
 
 def report(args: ReportOptions) -> int:
-    """Write the pages, the plots and the configurations of a run again, or of several runs of one model together.
+    """Write the pages, the plots and the configurations of a run again, from its results.
 
     Examples:
     dma-hf report run
-    dma-hf report ppl-2k ppl-8k tasks --out all
+    dma-hf report run/results.json --out page
     """
     from dma_eval.results import read_report
-    from dma_eval.run_folder import merge, write_run
+    from dma_eval.run_folder import write_run
 
-    if args.out is None and (len(args.runs) > 1 or args.runs[0].is_file()):
-        raise UserError("--out: say which folder the report goes to")
-    folder = args.out or args.runs[0]
-    files = write_run(merge([read_report(path) for path in args.runs]), folder)
-    console.print_wrote(*files, folder=folder)
+    folder = args.out or (args.run if args.run.is_dir() else args.run.parent)
+    console.print_wrote(*write_run(read_report(args.run), folder), folder=folder)
     return 0
 
 
