@@ -17,7 +17,17 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from dma_kernels.prefill.hopper import mask, mma, multi_cta, pipeline, skipping, softmax, tile_range, warp_specialized
+from dma_kernels.prefill.hopper import (
+    epilogue,
+    mask,
+    mma,
+    multi_cta,
+    pipeline,
+    skipping,
+    softmax,
+    tile_range,
+    warp_specialized,
+)
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
@@ -78,9 +88,9 @@ def atomic_add(pointer: Pointer, value: Any, sem: str) -> None:
         pointer.storage()[pointer.index()] += value
 
 
-def any_row_keeps(s: Tile, factor: Tile, bound: Tile, *names: Any) -> bool:
+def any_row_keeps(s: Tile, scale: Tile, bound: Tile, *names: Any) -> bool:
     """Decide for all warps of a warpgroup at once, as one thread computes for them."""
-    row_max = (s.to(torch.float32) * factor[:, None]).amax(1)
+    row_max = (s.to(torch.float32) * scale[:, None]).amax(1)
     return not bool((row_max < bound).all())
 
 
@@ -245,7 +255,7 @@ def language() -> SimpleNamespace:
         full=lambda shape, value, dtype, layout=None: tile(torch.full(list(shape), value, dtype=dtype)),
         maximum=elementwise(torch.fmax), minimum=elementwise(torch.fmin), abs=elementwise(torch.abs),
         exp2=elementwise(torch.exp2), log2=elementwise(torch.log2), max=reduce(torch.amax), sum=reduce(torch.sum),
-        where=where, load=load, store=store, atomic_add=atomic_add, reshape=lambda x, shape: tile(x.reshape(shape)),
+        to_tensor=tile, where=where, load=load, store=store, atomic_add=atomic_add, reshape=lambda x, shape: tile(x.reshape(shape)),
         permute=lambda x, order: tile(x.permute(*order)), split=lambda x: tuple(map(tile, x.unbind(-1))),
         expand_dims=lambda x, axis: tile(x.unsqueeze(axis)), join=lambda a, b: tile(torch.stack((a, b), -1)),
         convert_layout=lambda x, *options, **more: x,
@@ -283,7 +293,7 @@ class NamedBarriers:
                 Barrier.turned.notify_all()
 
 
-MODULES = (mask, mma, multi_cta, pipeline, skipping, softmax, tile_range, warp_specialized)
+MODULES = (epilogue, mask, mma, multi_cta, pipeline, skipping, softmax, tile_range, warp_specialized)
 
 
 def emulated(fake: SimpleNamespace) -> dict[str, dict[str, Any]]:
@@ -297,11 +307,13 @@ def emulated(fake: SimpleNamespace) -> dict[str, dict[str, Any]]:
             if isinstance(function, FunctionType):
                 own = scopes.get(function.__module__)
                 scope[name] = as_python(function, triton_scope(function, fake) if own is None else own)
+            elif hasattr(value, "__triton_aggregate__"):
+                scope[name] = as_class(value, scopes[value.__module__])
         scope |= {
             "gl": fake, "copy": copy, "reinterpret": Shared.view_as, "fence_async_shared": lambda: None,
             "mbarrier": SimpleNamespace(init=init, wait=wait, MBarrierLayout=lambda: None, expect=expect),
             "_barrier": lambda: None,
-            "init_votes": lambda: None, "any_row_keeps": any_row_keeps, "announce_keep": lambda *names: None,
+            "init_votes": lambda: None, "_any_row_keeps": any_row_keeps, "_announce_keep": lambda *names: None,
             "warpgroup_mma": product, "warpgroup_mma_wait": wait_for_products,
             "is_16bit": lambda dtype: dtype.itemsize == 2,
             "wait_for_operands": lambda: None, "_reciprocal": lambda x: 1.0 / x,
@@ -311,6 +323,18 @@ def emulated(fake: SimpleNamespace) -> dict[str, dict[str, Any]]:
 
 def as_python(function: FunctionType, scope: dict[str, Any]) -> FunctionType:
     return FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+
+
+def as_class(aggregate: Any, scope: dict[str, Any]) -> type:
+    """Return an aggregate as a plain Python class."""
+
+    def init(self: Any, **values: Any) -> None:
+        assert set(values) == set(aggregate.fields)
+        vars(self).update(values)
+
+    functions = {name: getattr(method, "fn", None) for name, method in vars(aggregate).items()}
+    methods = {name: as_python(fn, scope) for name, fn in functions.items() if isinstance(fn, FunctionType)}
+    return type(aggregate.__name__, (), {"__init__": init, **methods})
 
 
 def triton_scope(function: FunctionType, fake: SimpleNamespace) -> dict[str, Any]:
@@ -358,6 +382,6 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants:
     scopes = emulated(fake)
     for program in itertools.product(*map(range, grid)):
         barriers = NamedBarriers()
-        scopes[warp_specialized.__name__] |= {"_release": barriers.arrive, "_acquire": barriers.sync}
+        scopes[pipeline.__name__] |= {"bar_arrive": barriers.arrive, "bar_sync": barriers.sync}
         fake.program_id = lambda axis, i=program: tile(i[axis])
         scopes[kernel.fn.__module__][kernel.fn.__name__](*map(given, arguments), **constants)

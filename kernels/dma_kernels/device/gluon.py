@@ -86,3 +86,26 @@ begin_copy: Any = _Buffer.copy if IS_INTERPRETED else _load
 end_copies: Any = _nothing if IS_INTERPRETED else _async_copy.commit_group
 await_copies: Any = _nothing if IS_INTERPRETED else _async_copy.wait_group
 view: Any = _view if IS_INTERPRETED else reinterpret
+# Triton 3.9 made this one public.
+_aggregate: Any = getattr(triton, "aggregate", None) or tl.core._aggregate
+
+
+def aggregate(cls: Any) -> Any:
+    """Make a class of annotated fields a named value that Gluon functions pass around and carry through loops.
+
+    Fields hold tensors, shared memory, descriptors, constexprs or other aggregates; ``None`` stands for an argument
+    that is not given. Methods are ``gluon.jit`` functions. An aggregate does not change: methods return a new one.
+    """
+    fields = tuple(cls.__annotations__)
+    # Triton before 3.9 neither reads annotations that are text nor writes an ``__init__``.
+    cls.__annotations__ = dict.fromkeys(fields, tl.core.base_value)
+
+    def __init__(self: Any, **values: Any) -> None:
+        for name, value in values.items():
+            setattr(self, name, value if isinstance(value, tl.core.base_value) else tl.constexpr(value))
+
+    __init__.__triton_builtin__ = True  # type: ignore[attr-defined]
+    cls.__init__ = __init__
+    made = _aggregate(cls)
+    made.fields = fields
+    return made

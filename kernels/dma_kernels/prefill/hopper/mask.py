@@ -1,4 +1,4 @@
-"""Masks of scores and of values, in Gluon."""
+"""Masks of scores and values, in Gluon."""
 
 from __future__ import annotations
 
@@ -6,48 +6,114 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ...device.gluon import aggregate
 from ...numerics.formats import TILE
 from .tile_range import ROWS, clamp
 
 _ROWS = gl.constexpr(ROWS)
-_HIGH = gl.constexpr(TILE // 2)
+_TILE = gl.constexpr(TILE)
+_BLOCK = gl.constexpr(TILE // 2)
+
+
+@aggregate
+class Mask:
+    """Which keys the queries of a batch row attend to.
+
+    Fields:
+        visible_start: Position of the first visible key.
+        visible_end: Position after the last one.
+        window: Sliding window, or ``None``.
+        bitmask_ptr: int32 ``[64, 4]``, the words of tile 0 for the queries of a warpgroup; or ``None``.
+        IS_CAUSAL: Whether a query attends to no key after its own position.
+        IS_PLAIN: Whether causality is all that hides keys.
+    """
+
+    visible_start: gl.tensor
+    visible_end: gl.tensor
+    window: gl.tensor
+    bitmask_ptr: gl.tensor
+    IS_CAUSAL: gl.constexpr
+    IS_PLAIN: gl.constexpr
+
+    @gluon.jit
+    def union_range(self, first, last):
+        """Return the positions of keys that one of the queries at ``first..last`` attends to."""
+        return self.union_range_within(self.visible_start, self.visible_end, first, last)
+
+    @gluon.jit
+    def union_range_within(self, start, stop, first, last):
+        """Return the part of the positions ``start..stop`` that one of the queries at ``first..last`` attends to."""
+        if self.IS_CAUSAL:
+            stop = gl.minimum(stop, last)
+        if self.window is not None:
+            start = gl.maximum(start, first - (self.window - 1 if self.IS_CAUSAL else self.window))
+            if not self.IS_CAUSAL:
+                stop = gl.minimum(stop, last + self.window)
+        return start, stop
+
+    @gluon.jit
+    def unmasked_range(self, first, last):
+        """Return the positions of keys that all of the queries at ``first..last`` attend to."""
+        return self._range_of_rows(first, last - 1, self.visible_start, self.visible_end)
+
+    @gluon.jit
+    def _range_of_rows(self, first, last, start, stop):
+        if self.IS_CAUSAL:
+            stop = gl.minimum(stop, first + 1)
+        if self.window is not None:
+            start = gl.maximum(start, last - (self.window - 1 if self.IS_CAUSAL else self.window))
+            if not self.IS_CAUSAL:
+                stop = gl.minimum(stop, first + self.window + 1)
+        return start, stop
+
+    @gluon.jit
+    def apply(self, s, q_start, k_start):
+        """Return fp32 scores ``[64, N]``, minus infinity where a query does not attend to a key.
+
+        Args:
+            s: Scores.
+            q_start: Position of row 0.
+            k_start: Position of column 0.
+        """
+        LAYOUT: gl.constexpr = s.type.layout
+        q_pos = q_start + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+        k_pos = (k_start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT)))[None, :]
+        if self.IS_PLAIN:
+            s = gl.where(k_pos <= q_pos[:, None], s, float("-inf"))
+        else:
+            start = gl.zeros_like(q_pos) + self.visible_start
+            stop = gl.zeros_like(q_pos) + self.visible_end
+            start, stop = self._range_of_rows(q_pos, q_pos, start, stop)
+            s = gl.where((k_pos >= start[:, None]) & (k_pos < stop[:, None]), s, float("-inf"))
+        return s
+
+    @gluon.jit
+    def with_bitmask(self, bitmask_ptr):
+        return Mask(
+            visible_start=self.visible_start, visible_end=self.visible_end, window=self.window,
+            bitmask_ptr=bitmask_ptr, IS_CAUSAL=self.IS_CAUSAL, IS_PLAIN=self.IS_PLAIN,
+        )  # fmt: skip
+
+    @gluon.jit
+    def load_bitmask(self, tile):
+        """Return the words of a tile, int32 ``[64, 4]``; ``None`` where there is no bitmask."""
+        return gl.load(self.bitmask_ptr + 4 * tile)
 
 
 @gluon.jit
-def seen_range(q_pos, visible_start, visible_end, window, IS_CAUSAL: gl.constexpr):
-    """Return for each query the position of the first key that it sees and the one past the last."""
-    start = gl.zeros_like(q_pos) + visible_start
-    end = gl.zeros_like(q_pos) + visible_end
-    if IS_CAUSAL:
-        end = gl.minimum(end, q_pos + 1)
-    if window is not None:
-        start = gl.maximum(start, q_pos - (window - 1 if IS_CAUSAL else window))
-        if not IS_CAUSAL:
-            end = gl.minimum(end, q_pos + window + 1)
-    return start, end
-
-
-@gluon.jit
-def seen_keys(q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL: gl.constexpr):
-    """Return which keys the queries see, ``[M, N]``."""
-    start, end = seen_range(q_pos, visible_start, visible_end, window, IS_CAUSAL)
-    return (k_pos[None, :] >= start[:, None]) & (k_pos[None, :] < end[:, None])
-
-
-@gluon.jit
-def places_of_words(mask_ptr, row, q_len, tiles, LAYOUT: gl.constexpr):
-    """Return where the words of tile 0 are for 64 queries from ``row`` on, ``[64, 4]``; a tile has four for a query."""
+def bitmask_pointers(mask_ptr, row, q_len, tiles, LAYOUT: gl.constexpr):
+    """Return pointers to the words of tile 0, ``[64, 4]``, for 64 queries from ``row`` on."""
     rows = clamp(row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LAYOUT)), 0, q_len - 1)
     words = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))
     return mask_ptr + (rows.to(gl.int64)[:, None] * (4 * tiles) + words[None, :])
 
 
 @gluon.jit
-def hide_masked(s, words):
-    """Return scores ``[M, N]``, minus infinity where the bit of a key is 0 in ``[M, 4]`` words.
+def apply_bitmask(s, words):
+    """Return scores ``[M, N]``, minus infinity where the bit of a key is 0 in ``words``, int32 ``[M, 4]``.
 
-    Of the columns of a row a thread has ``8 j + 2 t`` and ``8 j + 2 t + 1``, whose bits are ``2 j`` and ``2 j + 1`` of
-    word ``t``: see :mod:`dma_kernels.prefill.hopper.bitmask`.
+    The thread that holds word ``t`` of a row holds its columns ``8 j + 2 t`` and ``8 j + 2 t + 1``, which are bits
+    ``2 j`` and ``2 j + 1``: see :mod:`dma_kernels.prefill.hopper.bitmask`.
     """
     M: gl.constexpr = s.shape[0]
     N: gl.constexpr = s.shape[1]
@@ -64,14 +130,15 @@ def hide_masked(s, words):
 
 
 @gluon.jit
-def hide_values(values, position, visible_start, visible_end, DV: gl.constexpr):
-    """Write zeros where values of 64 keys, ``[64, Dv]`` in shared memory, are hidden.
+def zero_out_of_bounds(values, position, mask, DV: gl.constexpr):
+    """Write zeros to the values of invisible keys, ``[64, Dv]`` in shared memory, whose first key is at ``position``.
 
-    They may be anything, and no probability of 0 makes up for a NaN. Every warpgroup that reads the block does this
-    first, and all write the same bytes.
+    They may be NaN, and a probability of 0 does not hide that. Every warpgroup that reads the stage does this first;
+    all write the same bytes.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
-    k_pos = position + gl.arange(0, _HIGH, layout=gl.SliceLayout(1, LAYOUT))
-    is_shown = ((k_pos >= visible_start) & (k_pos < visible_end))[:, None]
-    values.store(gl.where(is_shown, values.load(LAYOUT), 0.0))
-    fence_async_shared()
+    if (position < mask.visible_start) | (position + _BLOCK > mask.visible_end):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+        k_pos = position + gl.arange(0, _BLOCK, layout=gl.SliceLayout(1, LAYOUT))
+        is_visible = ((k_pos >= mask.visible_start) & (k_pos < mask.visible_end))[:, None]
+        values.store(gl.where(is_visible, values.load(LAYOUT), 0.0))
+        fence_async_shared()

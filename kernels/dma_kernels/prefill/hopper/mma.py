@@ -1,4 +1,4 @@
-"""Operands and accumulators of the products with values, in Gluon."""
+"""Operands and accumulators of the P·V product, in Gluon."""
 
 from __future__ import annotations
 
@@ -17,30 +17,37 @@ def is_16bit(dtype):
 
 
 @gluon.jit
-def halves(x):
-    """Return the columns of ``[M, N]`` in two parts: a renaming of registers."""
+def split_columns(x):
+    """Return the left and the right half of the columns of ``[M, N]``: a renaming of registers."""
     return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
 
 
 @gluon.jit
+def join_columns(left, right, LAYOUT: gl.constexpr):
+    """Return the columns of two tensors side by side: a renaming of registers."""
+    both = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [left.shape[0], 2 * left.shape[1]])
+    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
 def inverse_power_of_two(x):
-    """Return ``1 / x`` for fp32 powers of two, which values' scales are, in one instruction."""
+    """Return ``1 / x`` of fp32 powers of two, such as value scales, in one instruction."""
     return (0x7F000000 - x.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def operand_of(p, dtype: gl.constexpr, P_LAYOUT: gl.constexpr):
-    """Return probabilities ``[64, N]`` as what multiplies values of ``dtype``."""
+def to_mma_operand(p, dtype: gl.constexpr, P_LAYOUT: gl.constexpr):
+    """Return probabilities ``[64, N]`` as the left operand of a product with values of ``dtype``."""
     if dtype == gl.float8e4nv:
         p = _permute_keys(p)
     return gl.convert_layout(p.to(dtype), P_LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def values_product(acc, p, alpha, v, O_LAYOUT: gl.constexpr):
-    """Begin the product of an :func:`operand_of` and values, which :func:`add_values` waits for."""
+def issue_pv_mma(acc, p, alpha, v, O_LAYOUT: gl.constexpr):
+    """Issue ``p @ v``, added to ``acc * alpha`` unless ``v`` is FP8; after the wait, :func:`add_pv` finishes it."""
     if v.dtype == gl.float8e4nv:
-        # A fresh accumulator for each block: Hopper's FP8 units add up in fewer bits than fp32.
+        # A fresh accumulator for each tile: Hopper's FP8 units add up in fewer bits than fp32.
         zero = gl.zeros(acc.shape, gl.float32, O_LAYOUT)
         product = warpgroup_mma(p, v, zero, use_acc=False, is_async=True)
     else:
@@ -50,8 +57,8 @@ def values_product(acc, p, alpha, v, O_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def add_values(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Return ``acc * alpha`` plus the product, which is there."""
+def add_pv(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """Return ``acc * alpha`` plus the finished product."""
     if IS_FP8:
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
         product = acc * alpha + product

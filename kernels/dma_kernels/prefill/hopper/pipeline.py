@@ -1,16 +1,186 @@
-"""Loads of keys and values into shared memory, in Gluon."""
+"""Loads of keys and values from global memory into the stages of a pipeline in shared memory, in Gluon."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ...device.gluon import aggregate, reinterpret
+from ...numerics.formats import TILE
+from .mma import is_16bit
+
+_TILE = gl.constexpr(TILE)
+_BLOCK = gl.constexpr(TILE // 2)
 # Triton 3.9 gave this its present name.
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+# Named barriers signal that a stage is free. An arrival on a shared-memory barrier is one thread's, and Triton makes its
+# warpgroup meet before each; here every warp arrives for itself and none waits. Triton takes the lowest numbers.
+_FIRST_BARRIER = gl.constexpr(8)
 
 
 @gluon.jit
 def wait_for_operands():
-    """Wait for the end of the launch before this one, beside whose last programs this one may have started."""
+    """Wait for the end of the previous launch, which this one may overlap."""
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def bar_arrive(barrier, THREADS: gl.constexpr):
+    """Arrive at a named barrier of ``THREADS`` threads without waiting."""
+    gl.inline_asm_elementwise("bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, THREADS], gl.int32, False, 1)
+
+
+@gluon.jit
+def bar_sync(barrier, THREADS: gl.constexpr):
+    """Arrive at a named barrier of ``THREADS`` threads and wait for the others."""
+    gl.inline_asm_elementwise("bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, THREADS], gl.int32, False, 1)
+
+
+@gluon.jit
+def block_view(stage, desc):
+    """Return a stage of keys or values of low tiles as what ``desc`` loads for high tiles, 16-bit ``[1, 1, 64, D]``."""
+    D: gl.constexpr = desc.block_shape[3]
+    LAYOUT: gl.constexpr = desc.layout
+    DTYPE: gl.constexpr = desc.dtype
+    if is_16bit(stage.dtype) and stage.shape[len(stage.shape) - 2] == _TILE:
+        stage = reinterpret(stage, DTYPE, [2, 1, 1, _BLOCK, D], LAYOUT).index(0)
+    else:
+        stage = reinterpret(stage, DTYPE, [1, 1, _BLOCK, D], LAYOUT)
+    return stage
+
+
+@aggregate
+class KVSource:
+    """Where the keys and values of a kv head lie in global memory.
+
+    Fields:
+        k_desc: Keys of high tiles, 16-bit ``[B, Hkv, T, D]``.
+        v_desc: Values of high tiles, 16-bit ``[B, Hkv, T, Dv]``.
+        k_low_desc: Keys of low tiles, a matrix of rows of ``D`` elements.
+        v_low_desc: Values of low tiles: E4M3, a matrix whose rows are a channel's 128 values of a tile; or 16-bit, like
+            ``v_desc``.
+        i_b: Batch row.
+        i_kv: kv head.
+        k_start: Position of the first row of ``k_desc``.
+        v_start: Position of the first row of ``v_desc``.
+        v_low_start: Position of the first row of ``v_low_desc``, if it is 16-bit.
+        tile_row: Row of tile 0 among all stored tiles; may be negative.
+        VALUE_DIM: Channels of values.
+    """
+
+    k_desc: gl.tensor
+    v_desc: gl.tensor
+    k_low_desc: gl.tensor
+    v_low_desc: gl.tensor
+    i_b: gl.tensor
+    i_kv: gl.tensor
+    k_start: gl.tensor
+    v_start: gl.tensor
+    v_low_start: gl.tensor
+    tile_row: gl.tensor
+    VALUE_DIM: gl.constexpr
+
+    @gluon.jit
+    def issue_block_k(self, block, barrier, target, pred=True):
+        """Issue the TMA load of 64 keys of a high tile."""
+        copy(self.k_desc, [self.i_b, self.i_kv, block * _BLOCK - self.k_start, 0], barrier, target, pred=pred)
+
+    @gluon.jit
+    def issue_block_v(self, block, barrier, target, pred=True):
+        """Issue the TMA load of 64 values of a high tile."""
+        copy(self.v_desc, [self.i_b, self.i_kv, block * _BLOCK - self.v_start, 0], barrier, target, pred=pred)
+
+    @gluon.jit
+    def issue_tile_k(self, tile, offset, barrier, target, pred=True):
+        """Issue the TMA load of keys of a low tile, from key ``offset`` of the tile on."""
+        copy(self.k_low_desc, [(self.tile_row + tile) * _TILE + offset, 0], barrier, target, pred=pred)
+
+    @gluon.jit
+    def issue_tile_v(self, tile, offset, barrier, target):
+        """Issue the TMA load of values of a low tile, 16-bit ones from key ``offset`` of the tile on."""
+        if self.v_low_desc.dtype == gl.float8e4nv:
+            copy(self.v_low_desc, [(self.tile_row + tile) * self.VALUE_DIM, 0], barrier, target)
+        else:
+            position = tile * _TILE + offset
+            copy(self.v_low_desc, [self.i_b, self.i_kv, position - self.v_low_start, 0], barrier, target)
+
+
+@aggregate
+class Stage:
+    """A position in a ring of stages: the index, and the phase of its barrier."""
+
+    index: gl.tensor
+    phase: gl.tensor
+
+    @gluon.jit
+    def next(self, STAGES: gl.constexpr):
+        is_last = self.index == STAGES - 1
+        index, phase = gl.where(is_last, 0, self.index + 1), gl.where(is_last, self.phase ^ 1, self.phase)
+        return Stage(index=index, phase=phase)
+
+
+@gluon.jit
+def first_stage():
+    return Stage(index=gl.to_tensor(0), phase=gl.to_tensor(0))
+
+
+@aggregate
+class KVPipeline:
+    """A ring of stages that one producer warp fills and the consumer warpgroups empty.
+
+    A stage holds the keys and values of a low tile, or 64 keys and values of a high tile.
+
+    Fields:
+        k_smem: Keys ``[STAGES, 128, D]``.
+        v_smem: Values ``[STAGES, Dv, 128]`` in E4M3, or 16-bit ``[STAGES, 1, 1, 128, Dv]``.
+        full: Barriers of stages that are filled.
+        WARPGROUPS: Consumer warpgroups.
+    """
+
+    k_smem: gl.shared_memory_descriptor
+    v_smem: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    WARPGROUPS: gl.constexpr
+
+    @gluon.jit
+    def acquire(self, index):
+        """As the producer, wait until all consumers have released a stage."""
+        bar_sync(_FIRST_BARRIER + index, 128 * self.WARPGROUPS + 32)
+
+    @gluon.jit
+    def release(self, index):
+        """As a consumer, let the producer fill a stage. Index ``STAGES`` stands for the queries."""
+        bar_arrive(_FIRST_BARRIER + index, 128 * self.WARPGROUPS + 32)
+
+    @gluon.jit
+    def release_all(self):
+        STAGES: gl.constexpr = self.k_smem.shape[0]
+        for index in gl.static_range(STAGES):
+            self.release(index)
+
+    @gluon.jit
+    def drain(self):
+        """As the producer, wait until every stage is released, so that no barrier is left half full."""
+        STAGES: gl.constexpr = self.k_smem.shape[0]
+        for index in gl.static_range(STAGES):
+            self.acquire(index)
+
+    @gluon.jit
+    def wait(self, stage, pred=True):
+        """As a consumer, wait until a stage is filled."""
+        mbarrier.wait(self.full.index(stage.index), stage.phase, pred=pred)
+
+    @gluon.jit
+    def release_and_advance(self, stage):
+        self.release(stage.index)
+        return stage.next(self.k_smem.shape[0])
+
+    @gluon.jit
+    def skip(self, stage, count):
+        """As a consumer, release ``count`` stages as they are filled; return the stage after them."""
+        for _ in range(count):
+            self.wait(stage)
+            stage = self.release_and_advance(stage)
+        return stage

@@ -1,17 +1,26 @@
-"""The vote of a warpgroup on whether a low tile is skipped, in Gluon."""
+"""The predicate of tile skipping, in Gluon: a warpgroup votes on each low tile after its Q·K product.
+
+A low tile is skipped if in every row of the block of 64 queries its largest logit is more than the threshold below the
+row's largest logit in high tiles.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...device.gluon import aggregate
+from .tile_range import ROWS
+
+_ROWS = gl.constexpr(ROWS)
+
 
 @gluon.jit
 def init_votes():
-    """Declare and clear what :func:`any_row_keeps` needs. A barrier of the CTA must follow before the first vote.
+    """Declare and clear the variables of the votes. A barrier of the CTA must follow before the first vote.
 
-    PTX variables, because Gluon has neither a vote across warps nor a scalar that differs between them. The buffer
-    takes a whole KiB, as dynamic shared memory begins after it and swizzled tiles are aligned to that.
+    They are PTX variables, because Gluon has neither a vote across warps nor a scalar that differs between them. The
+    buffer takes 1 KiB: dynamic shared memory begins after it, and swizzled tiles are aligned to that.
     """
     gl.inline_asm_elementwise(
         """
@@ -34,7 +43,7 @@ def _announce_asm(warpgroup, barrier):
 
 @gluon.constexpr_function
 def _agree_asm(warpgroup, barrier):
-    """Return PTX of operands: a maximum, its bound, the tile."""
+    """Return the PTX; its operands are a maximum, its bound, and the tile."""
     return f"""{{
         .reg .b32 kept;
         setp.geu.f32 keeps_tile, $1, $2;
@@ -75,24 +84,15 @@ def _partial_max(s, factor):
 
 
 @gluon.jit
-def any_row_keeps(s, factor, bound, tile, WARPGROUP: gl.constexpr, BARRIER: gl.constexpr):
-    """Whether a row of the warpgroup's 64 has a logit at or above its bound in a tile. NaN counts as above.
+def _any_row_keeps(s, scale, bound, tile, WARPGROUP: gl.constexpr, BARRIER: gl.constexpr):
+    """Whether one of the warpgroup's 64 rows has a logit at or above its bound. NaN counts as above.
 
-    A warp that finds one goes on at once; only the others wait for the warpgroup. So a tile that all warps keep costs
-    no wait.
-
-    Args:
-        s: Scores ``[64, N]``, int32 or fp32.
-        factor: Turns them into logits, fp32 ``[64]``.
-        bound: fp32 ``[64]``.
-        tile: Index of the tile, which differs from that of the vote before.
-        WARPGROUP: Index of the warpgroup.
-        BARRIER: Named barrier of its votes.
+    A warp that finds one goes on at once; only the others wait. So a tile that all warps keep costs no wait.
     """
     s_0, s_1 = _row_halves(s)
-    factor_0, factor_1 = _row_halves(factor)
+    scale_0, scale_1 = _row_halves(scale)
     bound_0, bound_1 = _row_halves(bound)
-    max_0 = _partial_max(s_0, factor_0)
+    max_0 = _partial_max(s_0, scale_0)
     BOUND: gl.constexpr = gl.SliceLayout(2, max_0.type.layout)
     bound_0 = gl.expand_dims(gl.convert_layout(bound_0, BOUND, assert_trivial=True), 2)
     bound_1 = gl.expand_dims(gl.convert_layout(bound_1, BOUND, assert_trivial=True), 2)
@@ -104,14 +104,66 @@ def any_row_keeps(s, factor, bound, tile, WARPGROUP: gl.constexpr, BARRIER: gl.c
     if not _voted():
         # Copied, so that the compiler does not compute it for both branches.
         copy_1 = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [s_1], s_1.dtype, False, 1)
-        max_1 = _partial_max(copy_1, factor_1)
+        max_1 = _partial_max(copy_1, scale_1)
         AGREE: gl.constexpr = _agree_asm(WARPGROUP, BARRIER)
         gl.inline_asm_elementwise(AGREE, "=r,f,f,r", [max_1, bound_1, tile], gl.int32, False, 1)
     return _voted()
 
 
 @gluon.jit
-def announce_keep(tile, WARPGROUP: gl.constexpr, BARRIER: gl.constexpr):
-    """Tell the warps that wait in :func:`any_row_keeps` that the tile is kept; where it is, each warp calls this."""
+def _announce_keep(tile, WARPGROUP: gl.constexpr, BARRIER: gl.constexpr):
     ASM: gl.constexpr = _announce_asm(WARPGROUP, BARRIER)
     gl.inline_asm_elementwise(ASM, "=r,r", [tile], gl.int32, False, 1)
+
+
+@aggregate
+class SkipVote:
+    """The votes of a warpgroup.
+
+    Fields:
+        bound: Smallest logit that keeps a tile, for each row, fp32 ``[64]``; ``None`` where no tile is skipped.
+        is_whole: Whether the call holds all 64 queries of the block; otherwise no tile is skipped.
+        WARPGROUP: Index of the warpgroup.
+        BARRIER: Named barrier of its votes.
+    """
+
+    bound: gl.tensor
+    is_whole: gl.tensor
+    WARPGROUP: gl.constexpr
+    BARRIER: gl.constexpr
+
+    @gluon.jit
+    def keeps(self, s, scale, tile):
+        """Whether the tile is kept; if so, every warp must call :meth:`announce` next.
+
+        Args:
+            s: Scores ``[64, N]``, int32 or fp32.
+            scale: Converts them to base-2 logits, fp32 ``[64]``.
+            tile: Index of the tile, different from that of the vote before.
+        """
+        return _any_row_keeps(s, scale, self.bound, tile, self.WARPGROUP, self.BARRIER)
+
+    @gluon.jit
+    def announce(self, tile):
+        """Release the warps that wait in :meth:`keeps`."""
+        if self.bound is not None:
+            _announce_keep(tile, self.WARPGROUP, self.BARRIER)
+
+
+@gluon.jit
+def init_vote(start, seq, high_max, skip_threshold, WARPGROUP: gl.constexpr, BARRIER: gl.constexpr):
+    """Return the :class:`SkipVote` of the block of 64 queries at ``start``.
+
+    Args:
+        start: Position of the block.
+        seq: The :class:`~.tile_range.SeqInfo`.
+        high_max: Largest logits in high tiles, base 2, fp32 ``[64]``.
+        skip_threshold: In base 2, or ``None``.
+        WARPGROUP: Index of the warpgroup.
+        BARRIER: Named barrier of its votes.
+    """
+    is_whole = (start >= seq.q_offset) & (start + _ROWS <= seq.q_offset + seq.q_len)
+    bound = None
+    if skip_threshold is not None:
+        bound = gl.where(is_whole, high_max - skip_threshold, float("-inf"))
+    return SkipVote(bound=bound, is_whole=is_whole, WARPGROUP=WARPGROUP, BARRIER=BARRIER)

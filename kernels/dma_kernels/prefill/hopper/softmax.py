@@ -1,89 +1,153 @@
-"""The online softmax, in Gluon."""
+"""The online softmax of a warpgroup, in Gluon: logits of a tile, running maxima and sums, the final division."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...device.gluon import aggregate
 from ...device.queries import finite_or_zero as _finite_or_zero_triton
+from .mask import apply_bitmask
 
 finite_or_zero = gluon.jit(_finite_or_zero_triton.fn)
 
 
 @gluon.jit
 def _reciprocal(x):
-    """Return ``1 / x`` to a unit in the last place, 0 from 2^126 on: a third of a division's instructions."""
+    """Return ``1 / x`` to one ulp, 0 from 2^126 on, in a third of a division's instructions."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit
-def capped(logits, softcap):
-    """Return base-2 logits, capped; ``softcap`` is in their unit."""
+def apply_softcap(logits, softcap):
+    """Return ``softcap * tanh(logits / softcap)``; both in base 2."""
     # tanh(y) = 1 - 2 / (exp(2 y) + 1), where a logit is y * softcap.
     return softcap - 2.0 * softcap * _reciprocal(gl.exp2(logits * (2.8853900817779268 / softcap)) + 1.0)
 
 
 @gluon.jit
-def online_softmax(x, factor, bias, m_i, EXPONENT: gl.constexpr):
-    """One step of the online softmax, in base 2.
+def modify_scores(s, scale, qk_bias, softcap, mask, is_masked, words, q_start, k_start, SCALE_FIRST: gl.constexpr):
+    """Apply the softcap and the masks to the scores of a tile.
 
     Args:
-        x: Scores ``[M, N]``, int32 or fp32; ``x * factor - bias`` are the logits.
-        factor: fp32 ``[M]``.
-        bias: fp32 ``[M]``.
-        m_i: Running row maxima, fp32 ``[M]``, finite.
-        EXPONENT: Probabilities are scaled by 2 to this power.
+        s: Scores ``[64, N]``, int32 or fp32; fp32 where ``is_masked`` is known at run time only.
+        scale: Converts scores to base-2 logits, fp32 ``[64]``.
+        qk_bias: Added to logits before the softcap, fp32 ``[64]``; or ``None``.
+        softcap: In base 2, or ``None``.
+        mask: The :class:`~.mask.Mask`.
+        is_masked: Whether a query does not attend to a key of the tile.
+        words: Bitmask of the tile, int32 ``[64, 4]``; or ``None``.
+        q_start: Position of row 0.
+        k_start: Position of column 0.
+        SCALE_FIRST: Scale before masking: the scale of a low tile may be NaN, whose product with infinity is NaN.
 
     Returns:
-        Probabilities ``[M, N]``, what the sums and outputs before are multiplied by, ``[M]``, and the new maxima.
+        Scores, and the scale that still converts them to logits.
     """
-    # Hopper takes the maximum of three integers at a time.
-    m_new = gl.maximum(m_i, gl.max(x, 1).to(gl.float32) * factor - bias)
-    p = gl.exp2(x.to(gl.float32) * factor[:, None] + (EXPONENT - m_new - bias)[:, None])
-    return p, gl.exp2(m_i - m_new), m_new
+    one = gl.full(scale.shape, 1.0, gl.float32, scale.type.layout)
+    if softcap is not None:
+        s = s.to(gl.float32) * scale[:, None]
+        if qk_bias is not None:
+            s = s + qk_bias[:, None]
+        s = apply_softcap(s, softcap)
+        scale = one
+    if is_masked:
+        if SCALE_FIRST:
+            s = s.to(gl.float32) * scale[:, None]
+            scale = one
+        s = mask.apply(s, q_start, k_start)
+    if words is not None:
+        if SCALE_FIRST:
+            s = s.to(gl.float32) * scale[:, None]
+            scale = one
+        s = apply_bitmask(s, words)
+    return s, scale
 
 
 @gluon.jit
-def finalize_softmax(m_i, l_i, bias, sinks_ptr, EXPONENT: gl.constexpr):
-    """End the online softmax. The sink logit comes last: earlier it would scale E4M3 probabilities down.
+def partial_row_sum(p):
+    """Return the partial sums of ``[M, N]`` that the four threads of a row hold, ``[M, 4]``.
 
-    Args:
-        m_i: Row maxima in base 2, ``[M]``.
-        l_i: Row sums, scaled by 2 to the power ``EXPONENT``.
-        bias: What smoothing subtracts from a row's logits, base 2.
-        sinks_ptr: The head's sink logit, or ``None``.
-        EXPONENT: See :func:`online_softmax`.
-
-    Returns:
-        What outputs are multiplied by, 0 in rows without a key, and the natural log of the denominator.
-    """
-    alpha = gl.full(m_i.shape, 1.0, gl.float32, m_i.type.layout)
-    if sinks_ptr is not None:
-        sink = gl.load(sinks_ptr).to(gl.float32) * 1.4426950408889634 - bias
-        m_new = gl.maximum(m_i, sink)
-        alpha = gl.exp2(m_i - m_new)
-        l_i = l_i * alpha + gl.exp2(sink - m_new + EXPONENT)
-        m_i = m_new
-    is_empty = l_i == 0.0
-    scale = alpha / gl.where(is_empty, 1.0, l_i)
-    lse = (m_i + gl.log2(l_i) - EXPONENT + bias) * 0.6931471805599453
-    return scale, gl.where(is_empty, float("-inf"), lse)
-
-
-@gluon.jit
-def thread_sums(p):
-    """Return what each of the four threads of a row has of the sum over the columns of ``[M, N]``: ``[M, 4]``.
-
-    No thread waits for another: only the end of all blocks adds them up.
+    No thread waits for another in the loop; :meth:`Softmax.finalize` adds them up.
     """
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     return gl.sum(gl.sum(gl.reshape(p, [M, N // 8, 4, 2]), 3), 1)
 
 
+@aggregate
+class Softmax:
+    """State of the online softmax of 64 rows, in base 2.
+
+    Fields:
+        row_max: Running row maxima, fp32 ``[64]``, finite.
+        row_sum: Partial row sums, fp32 ``[64, 4]``, scaled by ``2 ** EXPONENT``.
+        EXPONENT: Probabilities are scaled by 2 to this power: 8 where low tiles have FP8 probabilities.
+    """
+
+    row_max: gl.tensor
+    row_sum: gl.tensor
+    EXPONENT: gl.constexpr
+
+    @gluon.jit
+    def update(self, s, scale, bias):
+        """Take a tile into the row maxima; :meth:`update_row_sum` must follow.
+
+        Args:
+            s: Scores ``[64, N]``, int32 or fp32; ``s * scale - bias`` are the base-2 logits.
+            scale: fp32 ``[64]``.
+            bias: fp32 ``[64]``.
+
+        Returns:
+            Probabilities ``[64, N]``, the factor ``[64]`` of earlier sums and outputs, and the new state.
+        """
+        ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+        old_max = gl.convert_layout(self.row_max, ROW, assert_trivial=True)
+        # Before the conversion: Hopper takes the maximum of three integers at a time.
+        row_max = gl.maximum(old_max, gl.max(s, 1).to(gl.float32) * scale - bias)
+        p = gl.exp2(s.to(gl.float32) * scale[:, None] + (self.EXPONENT - row_max - bias)[:, None])
+        alpha = gl.exp2(old_max - row_max)
+        row_max = gl.convert_layout(row_max, self.row_max.type.layout, assert_trivial=True)
+        return p, alpha, Softmax(row_max=row_max, row_sum=self.row_sum, EXPONENT=self.EXPONENT)
+
+    @gluon.jit
+    def update_row_sum(self, p, alpha):
+        """Return the state with the probabilities ``[64, N]`` added; earlier sums are multiplied by ``alpha``."""
+        LAYOUT: gl.constexpr = self.row_sum.type.layout
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+        row_sum = self.row_sum * alpha + gl.convert_layout(partial_row_sum(p), LAYOUT, assert_trivial=True)
+        return Softmax(row_max=self.row_max, row_sum=row_sum, EXPONENT=self.EXPONENT)
+
+    @gluon.jit
+    def finalize(self, bias, sinks_ptr):
+        """Return the factor of the output, 0 in rows without a key, and the natural log of the denominator.
+
+        The sink logit comes last: earlier it would scale FP8 probabilities down.
+
+        Args:
+            bias: Subtracted from all logits of a row by key smoothing, base 2, fp32 ``[64]``.
+            sinks_ptr: Sink logit of the head, or ``None``.
+        """
+        row_max = self.row_max
+        row_sum = gl.convert_layout(gl.sum(self.row_sum, 1), row_max.type.layout, assert_trivial=True)
+        alpha = gl.full(row_max.shape, 1.0, gl.float32, row_max.type.layout)
+        if sinks_ptr is not None:
+            sink = gl.load(sinks_ptr).to(gl.float32) * 1.4426950408889634 - bias
+            new_max = gl.maximum(row_max, sink)
+            alpha = gl.exp2(row_max - new_max)
+            row_sum = row_sum * alpha + gl.exp2(sink - new_max + self.EXPONENT)
+            row_max = new_max
+        is_empty = row_sum == 0.0
+        scale = alpha / gl.where(is_empty, 1.0, row_sum)
+        lse = (row_max + gl.log2(row_sum) - self.EXPONENT + bias) * 0.6931471805599453
+        return scale, gl.where(is_empty, float("-inf"), lse)
+
+
 @gluon.jit
-def add_sums(sums, p, alpha):
-    """Return ``sums * alpha`` plus those of ``p``."""
-    LAYOUT: gl.constexpr = sums.type.layout
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
-    return sums * alpha + gl.convert_layout(thread_sums(p), LAYOUT, assert_trivial=True)
+def init_softmax(S_LAYOUT: gl.constexpr, EXPONENT: gl.constexpr):
+    """Return the state before the first tile; ``S_LAYOUT`` is that of low tiles' scores ``[64, 128]``."""
+    return Softmax(
+        row_max=gl.full([64], -1.0e30, gl.float32, gl.SliceLayout(1, S_LAYOUT)),
+        row_sum=partial_row_sum(gl.zeros([64, 128], gl.float32, S_LAYOUT)),
+        EXPONENT=EXPONENT,
+    )

@@ -1,88 +1,130 @@
-"""Which tiles of keys a CTA and a warpgroup visit, in Gluon."""
+"""Positions of a batch row, and the key tiles that a CTA or a warpgroup visits, in Gluon.
+
+All ranges are half-open. The rule of high and low tiles is :mod:`dma_kernels.numerics.geometry`'s.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...device.gluon import aggregate
 from ...numerics.formats import TILE
 from ..kernel import _schedule as _schedule_triton
 from .select import ROWS as ROWS
 
 _TILE = gl.constexpr(TILE)
-_HIGH = gl.constexpr(TILE // 2)  # keys of a block of a high tile: in 16 bits as many bytes as a low tile in 8
+_BLOCK = gl.constexpr(TILE // 2)  # keys of a high-precision block: as many bytes in 16 bits as a tile in 8
 _TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
-_HIGH_SHIFT = gl.constexpr(TILE.bit_length() - 2)
+_BLOCK_SHIFT = gl.constexpr(TILE.bit_length() - 2)
 schedule = gluon.jit(_schedule_triton.fn)
 
 
-@gluon.jit
-def high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.constexpr):
-    """Return the blocks of high tiles that a program visits: ``a_0..a_1`` of sinks and ``b_0..b_1`` of the band."""
-    last = (end + _HIGH - 1) >> _HIGH_SHIFT
-    reach = 0 if IS_CAUSAL else diagonal_tiles
-    a_0 = begin >> _HIGH_SHIFT
-    a_1 = gl.maximum(gl.minimum(2 * sink_tiles, last), a_0)
-    b_0 = gl.maximum(gl.maximum(2 * (t_0 - diagonal_tiles), 2 * sink_tiles), a_0)
-    b_1 = gl.maximum(gl.minimum(2 * (t_1 + reach + 1), last), b_0)
-    return a_0, a_1, b_0, b_1
+@aggregate
+class SeqInfo:
+    """Positions of one batch row, int32.
+
+    Fields:
+        q_offset: Position of query 0.
+        q_len: Queries.
+        kv_offset: Position of key 0.
+        visible_start: Position of the first key that a query may attend to.
+        visible_end: Position after the last one.
+    """
+
+    q_offset: gl.tensor
+    q_len: gl.tensor
+    kv_offset: gl.tensor
+    visible_start: gl.tensor
+    visible_end: gl.tensor
 
 
 @gluon.jit
-def low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL: gl.constexpr):
-    """Return the low tiles that a program visits: ``c_0..c_1`` before the band and ``d_0..d_1`` behind it."""
-    last = (end + _TILE - 1) >> _TILE_SHIFT
-    c_0 = gl.maximum(begin >> _TILE_SHIFT, sink_tiles)
-    c_1 = gl.maximum(gl.minimum(t_1 - diagonal_tiles, last), c_0)
-    if IS_CAUSAL:
-        d_0, d_1 = c_1, c_1
-    else:
-        d_0 = gl.maximum(t_0 + diagonal_tiles + 1, c_0)
-        d_1 = gl.maximum(last, d_0)
-    return c_0, c_1, d_0, d_1
-
-
-@gluon.jit
-def visited(i, n_a, a_0, b_0):
-    """Return which block or tile is the ``i``-th, where ``n_a`` of them begin at ``a_0`` and the others at ``b_0``."""
-    return gl.where(i < n_a, a_0 + i, b_0 + i - n_a)
-
-
-@gluon.jit
-def positions_of(positions_ptr, i_b, q_offset, kv_offset, kv_len):
-    """Return the positions of a batch row: of query 0, key 0, its first visible key and the one past the last."""
+def load_seq_info(seq_info_ptr, i_b, q_offset, q_len, kv_offset, kv_len):
+    """Return the :class:`SeqInfo` of batch row ``i_b``, read from int32 ``[B, 4]`` where a pointer is given."""
     visible_start = kv_offset
     visible_end = kv_offset + kv_len
-    if positions_ptr is not None:
-        q_offset = gl.load(positions_ptr + i_b * 4)
-        kv_offset = gl.load(positions_ptr + i_b * 4 + 1)
-        visible_start = kv_offset + gl.maximum(gl.load(positions_ptr + i_b * 4 + 2), 0)
-        visible_end = kv_offset + gl.minimum(gl.load(positions_ptr + i_b * 4 + 3), kv_len)
-    return q_offset, kv_offset, visible_start, visible_end
+    if seq_info_ptr is not None:
+        q_offset = gl.load(seq_info_ptr + i_b * 4)
+        kv_offset = gl.load(seq_info_ptr + i_b * 4 + 1)
+        visible_start = kv_offset + gl.maximum(gl.load(seq_info_ptr + i_b * 4 + 2), 0)
+        visible_end = kv_offset + gl.minimum(gl.load(seq_info_ptr + i_b * 4 + 3), kv_len)
+    return SeqInfo(
+        q_offset=q_offset, q_len=q_len, kv_offset=kv_offset, visible_start=visible_start, visible_end=visible_end
+    )
 
 
-@gluon.jit
-def seen_by_one(start, end, first, last, window, IS_CAUSAL: gl.constexpr):
-    """Return which positions of ``start..end`` one of the queries ``first..last`` sees."""
-    if IS_CAUSAL:
-        end = gl.minimum(end, last)
-    if window is not None:
-        start = gl.maximum(start, first - (window - 1 if IS_CAUSAL else window))
-        if not IS_CAUSAL:
-            end = gl.minimum(end, last + window)
-    return start, end
+@aggregate
+class TileRange:
+    """Indices that a loop visits: ``[start, stop)``, then ``[start_2, stop_2)`` if ``HAS_SECOND``."""
+
+    start: gl.tensor
+    stop: gl.tensor
+    start_2: gl.tensor
+    stop_2: gl.tensor
+    HAS_SECOND: gl.constexpr
+
+    @gluon.jit
+    def count(self):
+        n = self.stop - self.start
+        if self.HAS_SECOND:
+            n = n + self.stop_2 - self.start_2
+        return n
+
+    @gluon.jit
+    def at(self, i):
+        """Map a loop index to a tile or block index."""
+        index = self.start + i
+        if self.HAS_SECOND:
+            n = self.stop - self.start
+            index = gl.where(i < n, index, self.start_2 + i - n)
+        return index
 
 
-@gluon.jit
-def seen_by_all(start, end, first, last, window, IS_CAUSAL: gl.constexpr):
-    """Return which positions of ``start..end`` all of the queries ``first..last`` see."""
-    if IS_CAUSAL:
-        end = gl.minimum(end, first + 1)
-    if window is not None:
-        start = gl.maximum(start, last - 1 - (window - 1 if IS_CAUSAL else window))
-        if not IS_CAUSAL:
-            end = gl.minimum(end, first + window + 1)
-    return start, end
+@aggregate
+class BlockInfo:
+    """The queries of a CTA and the keys they attend to.
+
+    Fields:
+        q_tile: Tile of the first query.
+        last_q_tile: Tile of the last one.
+        kv_start: Position of the first key that one of the queries attends to.
+        kv_stop: Position after the last one.
+        diagonal_tiles: Of the rule.
+        sink_tiles: Of the rule.
+        IS_CAUSAL: Whether a query attends to no key after its own position.
+    """
+
+    q_tile: gl.tensor
+    last_q_tile: gl.tensor
+    kv_start: gl.tensor
+    kv_stop: gl.tensor
+    diagonal_tiles: gl.tensor
+    sink_tiles: gl.tensor
+    IS_CAUSAL: gl.constexpr
+
+    @gluon.jit
+    def high_precision_range(self):
+        """Return the blocks of 64 keys in high tiles: those of the sinks, then those of the band."""
+        last = (self.kv_stop + _BLOCK - 1) >> _BLOCK_SHIFT
+        reach = 0 if self.IS_CAUSAL else self.diagonal_tiles
+        start = self.kv_start >> _BLOCK_SHIFT
+        stop = gl.maximum(gl.minimum(2 * self.sink_tiles, last), start)
+        start_2 = gl.maximum(gl.maximum(2 * (self.q_tile - self.diagonal_tiles), 2 * self.sink_tiles), start)
+        stop_2 = gl.maximum(gl.minimum(2 * (self.last_q_tile + reach + 1), last), start_2)
+        return TileRange(start=start, stop=stop, start_2=start_2, stop_2=stop_2, HAS_SECOND=True)
+
+    @gluon.jit
+    def low_precision_range(self):
+        """Return the low tiles: those before the band, then those after it."""
+        last = (self.kv_stop + _TILE - 1) >> _TILE_SHIFT
+        start = gl.maximum(self.kv_start >> _TILE_SHIFT, self.sink_tiles)
+        stop = gl.maximum(gl.minimum(self.last_q_tile - self.diagonal_tiles, last), start)
+        start_2, stop_2 = stop, stop
+        if not self.IS_CAUSAL:
+            start_2 = gl.maximum(self.q_tile + self.diagonal_tiles + 1, start)
+            stop_2 = gl.maximum(last, start_2)
+        return TileRange(start=start, stop=stop, start_2=start_2, stop_2=stop_2, HAS_SECOND=not self.IS_CAUSAL)
 
 
 @gluon.jit
@@ -91,15 +133,23 @@ def clamp(x, low, high):
 
 
 @gluon.jit
-def shown_by_mask(begin, end, bounds_ptr, block, blocks, first, tiles, COUNT: gl.constexpr):
-    """Return which positions of ``begin..end`` a mask shows to one of ``COUNT`` blocks of queries, in whole tiles.
+def bitmask_range(start, stop, bounds_ptr, block, blocks, first_tile, storage_tiles, COUNT: gl.constexpr):
+    """Return the part of the positions ``start..stop`` that a bitmask shows, in whole tiles.
 
-    ``bounds_ptr`` points to one plane of :class:`~dma_kernels.prefill.hopper.bitmask.PackedMask`, whose tiles begin
-    with tile ``first``.
+    Args:
+        start: First position.
+        stop: Position after the last one.
+        bounds_ptr: Bounds of one plane of a :class:`~dma_kernels.prefill.hopper.bitmask.PackedMask`.
+        block: First block of 64 queries.
+        blocks: Blocks of the plane.
+        first_tile: Tile of key 0.
+        storage_tiles: Tiles of the plane.
+        COUNT: Blocks of 64 queries, of which one must attend to a key.
     """
     from_first, to_last = 0, 0
     for i in gl.static_range(COUNT):
-        is_there = block + i < blocks
-        from_first = gl.maximum(from_first, gl.load(bounds_ptr + 2 * (block + i), mask=is_there, other=0))
-        to_last = gl.maximum(to_last, gl.load(bounds_ptr + 2 * (block + i) + 1, mask=is_there, other=0))
-    return gl.maximum(begin, (first + tiles - from_first) * _TILE), gl.minimum(end, (first + to_last) * _TILE)
+        is_valid = block + i < blocks
+        from_first = gl.maximum(from_first, gl.load(bounds_ptr + 2 * (block + i), mask=is_valid, other=0))
+        to_last = gl.maximum(to_last, gl.load(bounds_ptr + 2 * (block + i) + 1, mask=is_valid, other=0))
+    start = gl.maximum(start, (first_tile + storage_tiles - from_first) * _TILE)
+    return start, gl.minimum(stop, (first_tile + to_last) * _TILE)

@@ -22,438 +22,435 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...device.gluon import reinterpret
+from ...device.gluon import aggregate, reinterpret
 from ...numerics.formats import TILE
-from .mask import hide_masked, hide_values, places_of_words, seen_keys
-from .mma import add_values, halves, inverse_power_of_two, is_16bit, operand_of, values_product
-from .pipeline import copy, wait_for_operands
-from .skipping import announce_keep, any_row_keeps, init_votes
-from .softmax import add_sums, capped, finalize_softmax, finite_or_zero, online_softmax, thread_sums
-from .tile_range import (
-    ROWS,
-    clamp,
-    high_blocks,
-    low_tiles,
-    positions_of,
-    schedule,
-    seen_by_all,
-    seen_by_one,
-    shown_by_mask,
-    visited,
-)
+from .epilogue import count_tiles, row_indices, store_lse, store_output
+from .mask import Mask, bitmask_pointers, zero_out_of_bounds
+from .mma import add_pv, inverse_power_of_two, is_16bit, issue_pv_mma, split_columns, to_mma_operand
+from .pipeline import KVPipeline, KVSource, block_view, copy, first_stage, wait_for_operands
+from .skipping import init_vote, init_votes
+from .softmax import finite_or_zero, init_softmax, modify_scores
+from .tile_range import ROWS, BlockInfo, bitmask_range, clamp, load_seq_info, schedule
 
 _ROWS = gl.constexpr(ROWS)
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _TILE = gl.constexpr(TILE)
-_HIGH = gl.constexpr(TILE // 2)
+_BLOCK = gl.constexpr(TILE // 2)
 _ROWS_SHIFT = gl.constexpr(ROWS.bit_length() - 1)
+_BLOCK_SHIFT = gl.constexpr(TILE.bit_length() - 2)
 _TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
 
 
-@gluon.jit
-def _high_place(slot, dtype: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the place of 64 keys or values of high tiles, 16-bit ``[1, 1, 64, D]``, in that of a low tile's."""
-    if is_16bit(slot.dtype):
-        place = reinterpret(slot, dtype, [2, 1, 1, _HIGH, D], LAYOUT).index(0)
-    else:
-        place = reinterpret(slot, dtype, [1, 1, _HIGH, D], LAYOUT)
-    return place
+@aggregate
+class _Params:
+    """What the producer and the consumers are given.
+
+    Fields:
+        q_desc: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``.
+        q_low_desc: Queries of low tiles, 8-bit or 16-bit, likewise.
+        q_smem: ``[WARPGROUPS, 1, 1, 64, D]``.
+        q_low_smem: Likewise; if 16-bit, the same memory as ``q_smem``.
+        q_full: Barrier of the queries.
+        i_b: Batch row.
+        i_h: Query head.
+        start: Position of the first query.
+        source: Keys and values in global memory.
+        pipe: Keys and values in shared memory.
+        seq: Positions of the batch row.
+        block: Queries of the CTA.
+        mask: Masks of the batch row; its bitmask begins with the first query of the head.
+        out_ptr: Output of the head ``[Tq, Dv]``.
+        stride_ot: Between its queries.
+        lse_ptr: Log of the denominator, fp32 ``[Tq]``.
+        q_descale_ptr: Converts low scores, before the key descale, to base-2 logits, fp32 ``[Tq]``.
+        q_mean_ptr: Product of query and mean key, fp32 ``[Tq]``.
+        k_descale_ptr: Descale of low keys, fp32, indexed by tile; or ``None``.
+        v_descale_ptr: Descale of low values, fp32 ``[Dv]``; or ``None``.
+        sinks_ptr: Sink logit, or ``None``.
+        tile_counts_ptr: int64 ``[2]``, or ``None``.
+        storage_tiles: Tiles of low keys of a head.
+        softcap: In base 2, or ``None``.
+        logit_scale: Converts high scores to base-2 logits.
+        skip_threshold: In base 2, or ``None``.
+        VALUE_DIM: Channels of values.
+        MASKS_LOW: Whether a low tile may be masked.
+        HAS_MEAN: Whether keys are smoothed.
+        IS_HIGH_UNQUANTIZED: Whether high keys are the caller's, so that smoothing is to be subtracted from their scores.
+        CHECKS_VALUES: Whether invisible values may be NaN.
+    """
+
+    q_desc: gl.tensor
+    q_low_desc: gl.tensor
+    q_smem: gl.shared_memory_descriptor
+    q_low_smem: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    i_b: gl.tensor
+    i_h: gl.tensor
+    start: gl.tensor
+    source: KVSource
+    pipe: KVPipeline
+    seq: gl.tensor
+    block: BlockInfo
+    mask: Mask
+    out_ptr: gl.tensor
+    stride_ot: gl.tensor
+    lse_ptr: gl.tensor
+    q_descale_ptr: gl.tensor
+    q_mean_ptr: gl.tensor
+    k_descale_ptr: gl.tensor
+    v_descale_ptr: gl.tensor
+    sinks_ptr: gl.tensor
+    tile_counts_ptr: gl.tensor
+    storage_tiles: gl.tensor
+    softcap: gl.tensor
+    logit_scale: gl.tensor
+    skip_threshold: gl.tensor
+    VALUE_DIM: gl.constexpr
+    MASKS_LOW: gl.constexpr
+    HAS_MEAN: gl.constexpr
+    IS_HIGH_UNQUANTIZED: gl.constexpr
+    CHECKS_VALUES: gl.constexpr
 
 
 @gluon.jit
-def _parts(x, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the columns of ``x`` in parts of ``WIDTH``: a renaming of registers."""
+def _chunks(x, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the columns of ``x`` in chunks of ``WIDTH``: a renaming of registers."""
     N: gl.constexpr = x.shape[1]
     if N == WIDTH:
-        found = (gl.convert_layout(x, LAYOUT, assert_trivial=True),)
+        chunks = (gl.convert_layout(x, LAYOUT, assert_trivial=True),)
     else:
-        left, right = halves(x)
-        found = _parts(left, WIDTH, LAYOUT) + _parts(right, WIDTH, LAYOUT)
-    return found
+        left, right = split_columns(x)
+        chunks = _chunks(left, WIDTH, LAYOUT) + _chunks(right, WIDTH, LAYOUT)
+    return chunks
 
 
 @gluon.jit
-def _some_channels(v, part: gl.constexpr, WIDTH: gl.constexpr):
-    """Return the ``part``-th ``WIDTH`` channels of values as ``[N, WIDTH]``; E4M3 ones are ``[Dv, N]``."""
+def _value_chunk(v, chunk: gl.constexpr, WIDTH: gl.constexpr):
+    """Return a chunk of ``WIDTH`` channels of values as ``[N, WIDTH]``; E4M3 ones are stored as ``[Dv, N]``."""
     if v.dtype == gl.float8e4nv:
         SHAPE: gl.constexpr = [v.shape[0] // WIDTH, WIDTH, v.shape[1]]
-        v = reinterpret(v, v.dtype, SHAPE, v.layout).index(part).permute([1, 0])
+        v = reinterpret(v, v.dtype, SHAPE, v.layout).index(chunk).permute([1, 0])
     return v
 
 
-# Named barriers for places that are free again. An arrival on a shared-memory barrier is one thread's, and Triton makes
-# its warpgroup meet before each; here every warp arrives for itself and none waits. Triton takes the lowest numbers.
-_FIRST_BARRIER = gl.constexpr(8)
+@gluon.jit
+def _issue_queries(params, desc, smem):
+    row = params.start - params.seq.q_offset
+    for g in gl.static_range(params.pipe.WARPGROUPS):
+        copy(desc, [params.i_b, params.i_h, row + g * _ROWS, 0], params.q_full, smem.index(g))
 
 
 @gluon.jit
-def _release(barrier, THREADS: gl.constexpr):
-    """Let the producer have a place; ``THREADS`` are those of all who meet at the barrier."""
-    gl.inline_asm_elementwise("bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, THREADS], gl.int32, False, 1)
+def _produce(params):
+    """Load the CTA's queries, then every tile of keys and values as soon as a stage is free."""
+    pipe = params.pipe
+    source = params.source
+    STAGES: gl.constexpr = pipe.k_smem.shape[0]
+    D: gl.constexpr = params.q_smem.shape[4]
+    IS_FP8: gl.constexpr = pipe.v_smem.dtype == gl.float8e4nv
+    DV: gl.constexpr = pipe.v_smem.shape[1 if IS_FP8 else 4]
+    IS_LOW_16BIT: gl.constexpr = is_16bit(pipe.k_smem.dtype)
+    Q_ELEMENTS: gl.constexpr = pipe.WARPGROUPS * _ROWS * D
+    LOW_BYTES: gl.constexpr = _TILE * (D * (2 if IS_LOW_16BIT else 1) + DV * (1 if IS_FP8 else 2))
+    mbarrier.expect(params.q_full, Q_ELEMENTS * (2 if IS_LOW_16BIT else 3))
+    _issue_queries(params, params.q_desc, params.q_smem)
+    if not IS_LOW_16BIT:
+        _issue_queries(params, params.q_low_desc, params.q_low_smem)
+    blocks = params.block.high_precision_range()
+    stage = first_stage()
+    for t in range(blocks.count()):
+        i_block = blocks.at(t)
+        full = pipe.full.index(stage.index)
+        pipe.acquire(stage.index)
+        mbarrier.expect(full, _BLOCK * (D + DV) * 2)
+        k = block_view(pipe.k_smem.index(stage.index), source.k_desc)
+        source.issue_block_k(i_block, full, k)
+        v = block_view(pipe.v_smem.index(stage.index), source.v_desc)
+        source.issue_block_v(i_block, full, v)
+        stage = stage.next(STAGES)
+    if IS_LOW_16BIT:
+        # There is no room for both: the low queries take the place of the high ones.
+        pipe.acquire(STAGES)
+        mbarrier.expect(params.q_full, Q_ELEMENTS * 2)
+        _issue_queries(params, params.q_low_desc, params.q_low_smem)
+    tiles = params.block.low_precision_range()
+    for t in range(tiles.count()):
+        i_tile = tiles.at(t)
+        full = pipe.full.index(stage.index)
+        pipe.acquire(stage.index)
+        mbarrier.expect(full, LOW_BYTES)
+        source.issue_tile_k(i_tile, 0, full, pipe.k_smem.index(stage.index))
+        source.issue_tile_v(i_tile, 0, full, pipe.v_smem.index(stage.index))
+        stage = stage.next(STAGES)
+    pipe.drain()
 
 
 @gluon.jit
-def _acquire(barrier, THREADS: gl.constexpr):
-    """Wait until all who had a place have released it."""
-    gl.inline_asm_elementwise("bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, THREADS], gl.int32, False, 1)
+def _finish_pv(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """Wait for the product with the first chunk of values, compute that with the second, and add both.
 
-
-@gluon.jit
-def _next_slot(slot, phase, STAGES: gl.constexpr):
-    """Return the place behind ``slot`` in the ring, and the phase of its barriers there."""
-    is_last = slot == STAGES - 1
-    return gl.where(is_last, 0, slot + 1), gl.where(is_last, phase ^ 1, phase)
-
-
-@gluon.jit
-def _produce(given, GROUPS: gl.constexpr, VALUE_DIM: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """Copy the program's queries, then every block of keys and values as soon as its place is free."""
-    (
-        q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem, q_full, full,
-        i_b, i_h, i_kv, i_row, row, first, key_base, value_base, low_value_base, begin, end, t_0, t_1,
-        storage_tiles, diagonal_tiles, sink_tiles,
-    ) = given  # fmt: skip
-    STAGES: gl.constexpr = k_smem.shape[0]
-    THREADS: gl.constexpr = 128 * GROUPS + 32
-    D: gl.constexpr = q_smem.shape[4]
-    IS_FP8: gl.constexpr = v_low_desc.dtype == gl.float8e4nv
-    DV: gl.constexpr = v_smem.shape[1 if IS_FP8 else 4]
-    Q_DTYPE: gl.constexpr = q_smem.dtype
-    K_LAYOUT: gl.constexpr = k_desc.layout
-    V_LAYOUT: gl.constexpr = v_desc.layout
-    ARE_KEYS_WIDE: gl.constexpr = is_16bit(k_low_desc.dtype)
-    LOW_BYTES: gl.constexpr = _TILE * (D * (2 if ARE_KEYS_WIDE else 1) + DV * (1 if IS_FP8 else 2))
-    mbarrier.expect(q_full, GROUPS * _ROWS * D * (2 if ARE_KEYS_WIDE else 3))
-    for g in gl.static_range(GROUPS):
-        copy(q_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_smem.index(g))
-        if not ARE_KEYS_WIDE:
-            copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
-    a_0, a_1, b_0, b_1 = high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
-    n_a = a_1 - a_0
-    slot = 0
-    for t in range(n_a + b_1 - b_0):
-        position = visited(t, n_a, a_0, b_0) * _HIGH
-        _acquire(_FIRST_BARRIER + slot, THREADS)
-        mbarrier.expect(full.index(slot), _HIGH * (D + DV) * 2)
-        k = _high_place(k_smem.index(slot), Q_DTYPE, D, K_LAYOUT)
-        copy(k_desc, [i_b, i_kv, position - key_base, 0], full.index(slot), k)
-        v = _high_place(v_smem.index(slot), v_desc.dtype, DV, V_LAYOUT)
-        copy(v_desc, [i_b, i_kv, position - value_base, 0], full.index(slot), v)
-        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
-    if ARE_KEYS_WIDE:
-        # There is no room for both: these take the place of those of high tiles.
-        _acquire(_FIRST_BARRIER + STAGES, THREADS)
-        mbarrier.expect(q_full, GROUPS * _ROWS * D * 2)
-        for g in gl.static_range(GROUPS):
-            copy(q_low_desc, [i_b, i_h, row + g * _ROWS, 0], q_full, q_low_smem.index(g))
-    c_0, c_1, d_0, d_1 = low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
-    n_c = c_1 - c_0
-    for j in range(n_c + d_1 - d_0):
-        tile = visited(j, n_c, c_0, d_0)
-        stored = i_row * storage_tiles + tile - first
-        _acquire(_FIRST_BARRIER + slot, THREADS)
-        mbarrier.expect(full.index(slot), LOW_BYTES)
-        copy(k_low_desc, [stored * _TILE, 0], full.index(slot), k_smem.index(slot))
-        if IS_FP8:
-            copy(v_low_desc, [stored * VALUE_DIM, 0], full.index(slot), v_smem.index(slot))
-        else:
-            copy(v_low_desc, [i_b, i_kv, tile * _TILE - low_value_base, 0], full.index(slot), v_smem.index(slot))
-        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
-    # Whoever has released a place has been heard: no barrier is left half full.
-    for place in gl.static_range(STAGES):
-        _acquire(_FIRST_BARRIER + place, THREADS)
-
-
-@gluon.jit
-def _add_all_values(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Return ``accs * alpha`` plus the products of ``p`` and the values, one or two, of which ``product`` is the first.
-
-    While it is added the second is computed.
+    The second is computed while the first is added.
     """
     IS_FP8: gl.constexpr = v.dtype == gl.float8e4nv
     product = warpgroup_mma_wait(0, deps=[product])
     if len(accs) == 1:
-        added = (add_values(accs[0], product, alpha, IS_FP8, O_LAYOUT),)
+        added = (add_pv(accs[0], product, alpha, IS_FP8, O_LAYOUT),)
     else:
-        second = values_product(accs[1], p, alpha, _some_channels(v, 1, WIDTH), O_LAYOUT)
-        first = add_values(accs[0], product, alpha, IS_FP8, O_LAYOUT)
-        # The sum is waited for, too: else the compiler adds after the next products, for which there are no registers.
+        second = issue_pv_mma(accs[1], p, alpha, _value_chunk(v, 1, WIDTH), O_LAYOUT)
+        first = add_pv(accs[0], product, alpha, IS_FP8, O_LAYOUT)
+        # Waiting for the sum too keeps the compiler from adding after the next products, when registers are short.
         second, first = warpgroup_mma_wait(0, deps=[second, first])
-        added = (first, add_values(accs[1], second, alpha, IS_FP8, O_LAYOUT))  # type: ignore[assignment]
+        added = (first, add_pv(accs[1], second, alpha, IS_FP8, O_LAYOUT))  # type: ignore[assignment]
     return added
 
 
-@gluon.jit
-def _pass_by(full, slot, phase, count, STAGES: gl.constexpr, THREADS: gl.constexpr):
-    """Let go of the next ``count`` blocks as they come; return the place behind them."""
-    for _ in range(count):
-        mbarrier.wait(full.index(slot), phase)
-        _release(_FIRST_BARRIER + slot, THREADS)
-        slot, phase = _next_slot(slot, phase, STAGES)
-    return slot, phase
+@aggregate
+class _LowTiles:
+    """What a consumer needs for each low tile.
+
+    Fields:
+        pipe: Keys and values.
+        q: Queries ``[64, D]``.
+        start: Position of the first.
+        row_scale: Converts scores, before the key descale, to base-2 logits, fp32 ``[64]``.
+        k_descale_ptr: Descale of keys, indexed by tile; or ``None``.
+        qk_bias: Added to logits before a softcap, fp32 ``[64]``.
+        softcap: In base 2, or ``None``.
+        mask: Masks of the warpgroup's rows.
+        vote: The predicate of tile skipping.
+        CHECKS_VALUES: Whether invisible values may be NaN.
+        S_LAYOUT: Of scores.
+        O_LAYOUT: Of a chunk of the output.
+    """
+
+    pipe: KVPipeline
+    q: gl.shared_memory_descriptor
+    start: gl.tensor
+    row_scale: gl.tensor
+    k_descale_ptr: gl.tensor
+    qk_bias: gl.tensor
+    softcap: gl.tensor
+    mask: Mask
+    vote: gl.tensor
+    CHECKS_VALUES: gl.constexpr
+    S_LAYOUT: gl.constexpr
+    O_LAYOUT: gl.constexpr
+
+    @gluon.jit
+    def attend(self, i_tile, stage, softmax, accs, n_kept, IS_MASKED: gl.constexpr):
+        """Attend to the tile of a filled stage; return the new softmax, accumulators and count of kept tiles."""
+        k_smem = self.pipe.k_smem.index(stage.index)
+        v = self.pipe.v_smem.index(stage.index)
+        V_DTYPE: gl.constexpr = v.dtype
+        IS_FP8: gl.constexpr = gl.float8e4nv == V_DTYPE
+        DV: gl.constexpr = v.shape[0 if IS_FP8 else 3]
+        WIDTH: gl.constexpr = accs[0].shape[1]
+        P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, self.O_LAYOUT, 4 if IS_FP8 else 2)
+        S_DTYPE: gl.constexpr = gl.int32 if k_smem.dtype == gl.int8 else gl.float32
+        if not IS_FP8:
+            v = v.reshape([_TILE, DV])
+        words = None
+        if IS_MASKED:
+            if self.CHECKS_VALUES and not IS_FP8:
+                for half in gl.static_range(2):
+                    rows = v.slice(half * _BLOCK, _BLOCK)
+                    zero_out_of_bounds(rows, i_tile * _TILE + half * _BLOCK, self.mask, DV)
+            if self.mask.bitmask_ptr is not None:
+                words = self.mask.load_bitmask(i_tile)
+        zero = gl.zeros([_ROWS, _TILE], S_DTYPE, self.S_LAYOUT)
+        s = warpgroup_mma(self.q, k_smem.permute([1, 0]), zero, use_acc=False, is_async=True)
+        scale = self.row_scale
+        if self.k_descale_ptr is not None:
+            scale = scale * gl.load(self.k_descale_ptr + i_tile)
+        s = warpgroup_mma_wait(0, deps=[s])
+        s, scale = modify_scores(
+            s, scale, self.qk_bias, self.softcap, self.mask, IS_MASKED, words, self.start, i_tile * _TILE, True
+        )
+        keep = True
+        if self.vote.bound is not None:
+            keep = self.vote.keeps(s, scale, i_tile)
+        if keep:
+            self.vote.announce(i_tile)
+            p, alpha, softmax = softmax.update(s, scale, gl.zeros_like(scale))
+            if WIDTH < DV:
+                # There are no registers to keep the probabilities in fp32 while the product is computed.
+                softmax = softmax.update_row_sum(p, alpha)
+            operand = to_mma_operand(p, V_DTYPE, P_LAYOUT)
+            product = issue_pv_mma(accs[0], operand, alpha, _value_chunk(v, 0, WIDTH), self.O_LAYOUT)
+            if WIDTH == DV:
+                softmax = softmax.update_row_sum(p, alpha)
+            accs = _finish_pv(accs, product, operand, alpha, v, WIDTH, self.O_LAYOUT)
+            n_kept = n_kept + 1
+        return softmax, accs, n_kept
 
 
 @gluon.jit
-def _consume(
-    given, G: gl.constexpr, GROUPS: gl.constexpr, VALUE_DIM: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, HAS_EDGES: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
-):  # fmt: skip
-    """Compute the output of 64 query positions from ``position + 64 G`` on."""
-    (
-        q_smem, q_low_smem, k_smem, v_smem, q_full, full,
-        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr, mask_ptr,
-        stride_ot, plane, q_offset, q_len, position, first, begin, end, t_0, t_1, visible_start, visible_end, window,
-        storage_tiles, diagonal_tiles, sink_tiles, softcap, logit_scale, skip_threshold, tile_counts_ptr,
-    ) = given  # fmt: skip
-    STAGES: gl.constexpr = k_smem.shape[0]
-    THREADS: gl.constexpr = 128 * GROUPS + 32
-    for place in gl.static_range(STAGES):
-        _release(_FIRST_BARRIER + place, THREADS)
-    slot, phase = 0, 0
-    HAS_ROWS: gl.constexpr = positions_ptr is not None
-    Q_DTYPE: gl.constexpr = q_smem.dtype
-    HIGH_LAYOUT: gl.constexpr = q_smem.layout  # of queries, and so of as many keys and values of high tiles
-    V_DTYPE: gl.constexpr = v_smem.dtype
-    V_HIGH_DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    IS_FP8: gl.constexpr = gl.float8e4nv == V_DTYPE
-    D: gl.constexpr = k_smem.shape[2]
-    DV: gl.constexpr = v_smem.shape[1 if IS_FP8 else 4]
-    EXPONENT: gl.constexpr = 8.0 if IS_FP8 else 0.0
-    S_DTYPE: gl.constexpr = gl.int32 if q_low_smem.dtype == gl.int8 else gl.float32
-    ARE_KEYS_WIDE: gl.constexpr = is_16bit(k_smem.dtype)
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16 if ARE_KEYS_WIDE else 32])
-    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HIGH, 16])
+def _consume(params, G: gl.constexpr):
+    """Compute the output of the ``G``-th 64 query positions of the CTA."""
+    pipe = params.pipe
+    block = params.block
+    seq = params.seq
+    pipe.release_all()
+    softcap = params.softcap
+    logit_scale = params.logit_scale
+    IS_CAUSAL: gl.constexpr = block.IS_CAUSAL
+    MASKS_LOW: gl.constexpr = params.MASKS_LOW
+    STAGES: gl.constexpr = pipe.k_smem.shape[0]
+    V_DTYPE: gl.constexpr = params.out_ptr.dtype.element_ty  # of values in high tiles
+    IS_FP8: gl.constexpr = pipe.v_smem.dtype == gl.float8e4nv
+    D: gl.constexpr = pipe.k_smem.shape[2]
+    DV: gl.constexpr = pipe.v_smem.shape[1 if IS_FP8 else 4]
+    IS_LOW_16BIT: gl.constexpr = is_16bit(pipe.k_smem.dtype)
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16 if IS_LOW_16BIT else 32])
+    H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK, 16])
     WIDTH: gl.constexpr = min(DV, 128) if IS_FP8 else DV  # of a product, which in FP8 has its own accumulator
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32 if IS_FP8 else 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
     O_HIGH_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     P_HIGH_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_HIGH_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     H_ROW: gl.constexpr = gl.SliceLayout(1, H_LAYOUT)
-    O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
 
-    start = position + G * _ROWS
-    tile_q = start >> _TILE_SHIFT
-    q_end = q_offset + q_len
-    is_mine = start < q_end
-    reach = 0 if IS_CAUSAL else diagonal_tiles
-    my_begin, my_end = seen_by_one(begin, end, start, start + _ROWS, window, IS_CAUSAL)
-    inner_begin, inner_end = seen_by_all(visible_start, visible_end, start, start + _ROWS, window, IS_CAUSAL)
-    if mask_ptr is not None:
-        inner_end = inner_begin
-    rows = start - q_offset + gl.arange(0, _ROWS, layout=ROW)
-    m_row = (rows >= 0) & (rows < q_len)
-    row_factor = gl.load(rows_ptr + rows, mask=m_row, other=1.0)
-    m_i = gl.full([_ROWS], -1.0e30, gl.float32, ROW)
-    sums = thread_sums(gl.zeros([_ROWS, _TILE], gl.float32, S_LAYOUT))
-    # A plain softmax does not see what smoothing takes from a row's scores: the log of the denominator gets it back in
-    # the end. A cap sees it, so scores of smoothed keys get it back before.
-    returned = gl.zeros([_ROWS], gl.float32, ROW)
-    if HAS_MEAN and softcap is not None:
-        returned = finite_or_zero(gl.load(rows_ptr + plane + rows, mask=m_row, other=0.0) * logit_scale)
-    if mask_ptr is not None:
-        SUMS: gl.constexpr = sums.type.layout
-        words_ptr = places_of_words(mask_ptr, start - q_offset, q_len, storage_tiles, SUMS)
+    start = params.start + G * _ROWS
+    q_tile = start >> _TILE_SHIFT
+    has_queries = start < seq.q_offset + seq.q_len
+    row = start - seq.q_offset
+    reach = 0 if IS_CAUSAL else block.diagonal_tiles
+    mask = params.mask
+    kv_start, kv_stop = mask.union_range_within(block.kv_start, block.kv_stop, start, start + _ROWS)
+    full_start, full_stop = mask.unmasked_range(start, start + _ROWS)
+    if mask.bitmask_ptr is not None:
+        full_stop = full_start
+    rows, m_row = row_indices(row, seq.q_len, ROW)
+    row_scale = gl.load(params.q_descale_ptr + rows, mask=m_row, other=1.0)
+    softmax = init_softmax(S_LAYOUT, 8.0 if IS_FP8 else 0.0)
+    # A plain softmax does not see what smoothing subtracts from a row's logits: only the log of the denominator gets it
+    # back. A softcap sees it, so the logits of smoothed keys get it back before.
+    qk_bias = gl.zeros([_ROWS], gl.float32, ROW)
+    if params.HAS_MEAN and softcap is not None:
+        qk_bias = finite_or_zero(gl.load(params.q_mean_ptr + rows, mask=m_row, other=0.0) * logit_scale)
+    if mask.bitmask_ptr is not None:
+        WORDS: gl.constexpr = softmax.row_sum.type.layout
+        mask = mask.with_bitmask(bitmask_pointers(mask.bitmask_ptr, row, seq.q_len, params.storage_tiles, WORDS))
     acc = gl.zeros([_ROWS, DV], gl.float32, O_HIGH_LAYOUT)
-    mbarrier.wait(q_full, 0)
+    mbarrier.wait(params.q_full, 0)
 
     # ---- high tiles
-    a_0, a_1, b_0, b_1 = high_blocks(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
-    n_a = a_1 - a_0
-    n_high = n_a + b_1 - b_0
-    q = q_smem.index(G).reshape([_ROWS, D])
-    q_pos = start + gl.arange(0, _ROWS, layout=H_ROW)
-    shift = gl.zeros([_ROWS], gl.float32, H_ROW)
-    if HAS_MEAN and IS_HIGH_RAW and softcap is None:
-        h_rows = q_pos - q_offset
-        shift = gl.load(rows_ptr + plane + h_rows, mask=(h_rows >= 0) & (h_rows < q_len), other=0.0) * logit_scale
-    for t in range(n_high):
-        block = visited(t, n_a, a_0, b_0)
-        tile = block >> 1
-        is_band = (tile >= tile_q - diagonal_tiles) & (tile <= tile_q + reach)
-        mbarrier.wait(full.index(slot), phase)
-        is_near = block * _HIGH < my_end
-        if window is not None:
-            is_near = is_near & (block * _HIGH + _HIGH > my_begin)
-        if is_mine & is_near & ((tile < sink_tiles) | is_band):
-            if HAS_ROWS:  # noqa: SIM102 (a constexpr branch)
-                if (block * _HIGH < visible_start) | (block * _HIGH + _HIGH > visible_end):
-                    hidden = _high_place(v_smem.index(slot), V_HIGH_DTYPE, DV, HIGH_LAYOUT).reshape([_HIGH, DV])
-                    hide_values(hidden, block * _HIGH, visible_start, visible_end, DV)
-            if mask_ptr is not None:
-                words = gl.load(words_ptr + 4 * tile) >> (block & 1) * 16
-            k = _high_place(k_smem.index(slot), Q_DTYPE, D, HIGH_LAYOUT).reshape([_HIGH, D])
-            s = gl.zeros([_ROWS, _HIGH], gl.float32, H_LAYOUT)
+    q = params.q_smem.index(G).reshape([_ROWS, D])
+    high_bias = gl.zeros([_ROWS], gl.float32, H_ROW)
+    if params.HAS_MEAN and params.IS_HIGH_UNQUANTIZED and softcap is None:
+        h_rows, m_h_row = row_indices(row, seq.q_len, H_ROW)
+        high_bias = gl.load(params.q_mean_ptr + h_rows, mask=m_h_row, other=0.0) * logit_scale
+    blocks = block.high_precision_range()
+    stage = first_stage()
+    for t in range(blocks.count()):
+        i_block = blocks.at(t)
+        i_tile = i_block >> 1
+        k_start = i_block * _BLOCK
+        is_band = (i_tile >= q_tile - block.diagonal_tiles) & (i_tile <= q_tile + reach)
+        pipe.wait(stage)
+        is_near = k_start < kv_stop
+        if mask.window is not None:
+            is_near = is_near & (k_start + _BLOCK > kv_start)
+        if has_queries & is_near & ((i_tile < block.sink_tiles) | is_band):
+            v = block_view(pipe.v_smem.index(stage.index), params.source.v_desc).reshape([_BLOCK, DV])
+            if params.CHECKS_VALUES:
+                zero_out_of_bounds(v, k_start, mask, DV)
+            words = None
+            if mask.bitmask_ptr is not None:
+                words = mask.load_bitmask(i_tile) >> (i_block & 1) * 16
+            k = block_view(pipe.k_smem.index(stage.index), params.source.k_desc).reshape([_BLOCK, D])
+            s = gl.zeros([_ROWS, _BLOCK], gl.float32, H_LAYOUT)
             s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
-            unit = logit_scale
-            if softcap is not None:
-                s = s * logit_scale
-                if not IS_HIGH_RAW:
-                    s += gl.convert_layout(returned, H_ROW, assert_trivial=True)[:, None]
-                s = capped(s, softcap)
-                unit = 1.0
-            is_edge = block * _HIGH + _HIGH > inner_end
-            if HAS_EDGES:
-                is_edge = is_edge | (block * _HIGH < inner_begin)
-            if is_edge:
-                k_pos = block * _HIGH + gl.arange(0, _HIGH, layout=gl.SliceLayout(0, H_LAYOUT))
-                seen = seen_keys(q_pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
-                s = gl.where(seen, s, float("-inf"))
-            if mask_ptr is not None:
-                s = hide_masked(s, words)
-            m_old = gl.convert_layout(m_i, H_ROW, assert_trivial=True)
-            p, alpha, m_new = online_softmax(s, gl.zeros_like(m_old) + unit, shift, m_old, EXPONENT)
-            sums = add_sums(sums, p, alpha)
-            p = operand_of(p, V_HIGH_DTYPE, P_HIGH_LAYOUT)
-            v = _high_place(v_smem.index(slot), V_HIGH_DTYPE, DV, HIGH_LAYOUT).reshape([_HIGH, DV])
-            product = values_product(acc, p, alpha, v, O_HIGH_LAYOUT)
+            is_masked = k_start + _BLOCK > full_stop
+            if MASKS_LOW:
+                is_masked = is_masked | (k_start < full_start)
+            scale = gl.full([_ROWS], 0.0, gl.float32, H_ROW) + logit_scale
+            cap_bias = None if params.IS_HIGH_UNQUANTIZED else gl.convert_layout(qk_bias, H_ROW, assert_trivial=True)
+            s, scale = modify_scores(s, scale, cap_bias, softcap, mask, is_masked, words, start, k_start, False)
+            p, alpha, softmax = softmax.update(s, scale, high_bias)
+            softmax = softmax.update_row_sum(p, alpha)
+            operand = to_mma_operand(p, V_DTYPE, P_HIGH_LAYOUT)
+            product = issue_pv_mma(acc, operand, alpha, v, O_HIGH_LAYOUT)
             acc = warpgroup_mma_wait(0, deps=[product])
-            m_i = gl.convert_layout(m_new, ROW, assert_trivial=True)
-        _release(_FIRST_BARRIER + slot, THREADS)
-        slot, phase = _next_slot(slot, phase, STAGES)
+        stage = pipe.release_and_advance(stage)
 
     # ---- low tiles
-    if value_factor_ptr is not None:
+    if params.v_descale_ptr is not None:
         # From here on the output counts in units of the E4M3 values: powers of two, so this is exact.
-        o_v = gl.arange(0, DV, layout=gl.SliceLayout(0, O_HIGH_LAYOUT))
-        units = gl.load(value_factor_ptr + o_v, mask=o_v < VALUE_DIM, other=1.0)
-        acc = acc * inverse_power_of_two(units)[None, :]
-    # Of 256 channels those behind the values' own are left out from here on.
-    accs = _parts(acc, WIDTH, O_LAYOUT)[: (VALUE_DIM + WIDTH - 1) // WIDTH]
-    c_0, c_1, d_0, d_1 = low_tiles(begin, t_0, t_1, end, diagonal_tiles, sink_tiles, IS_CAUSAL)
-    # Of those the program visits, the warpgroup's own are c_0..c_2 and d_2..d_1; it passes by the others.
-    c_2 = gl.where(is_mine, gl.maximum(gl.minimum(c_1, tile_q - diagonal_tiles), c_0), c_0)
-    d_2 = gl.where(is_mine, gl.minimum(gl.maximum(d_0, tile_q + reach + 1), d_1), d_1)
-    # What all its queries see of those is c_in..c_out and d_in..d_out; the others have a mask.
-    c_a, c_in, c_out, d_in, d_out, d_3 = c_0, c_0, c_2, d_2, d_1, d_1
-    if HAS_EDGES:
-        inner_first, inner_last = (inner_begin + _TILE - 1) >> _TILE_SHIFT, inner_end >> _TILE_SHIFT
-        c_a = clamp(my_begin >> _TILE_SHIFT, c_0, c_2)
-        c_in = clamp(inner_first, c_a, c_2)
-        c_out = clamp(inner_last, c_in, c_2)
-        if window is not None:
-            d_3 = clamp((my_end + _TILE - 1) >> _TILE_SHIFT, d_2, d_1)
-        d_in = clamp(inner_first, d_2, d_3)
-        d_out = clamp(inner_last, d_in, d_3)
-    if ARE_KEYS_WIDE:
-        _release(_FIRST_BARRIER + STAGES, THREADS)
-        mbarrier.wait(q_full, 1)
-    q = q_low_smem.index(G).reshape([_ROWS, D])
-    zero = gl.zeros([_ROWS, _TILE], S_DTYPE, S_LAYOUT)
-    one, no_bias = gl.full([_ROWS], 1.0, gl.float32, ROW), gl.zeros([_ROWS], gl.float32, ROW)
-    VOTES: gl.constexpr = 16 - GROUPS + G  # the last of the CTA's named barriers
-    n_kept = 0
-    if skip_threshold is not None:
-        # m_i is the largest logit in high tiles. A block of which the call holds only a part keeps every tile.
-        is_whole = (start >= q_offset) & (start + _ROWS <= q_end)
-        bound = gl.where(is_whole, m_i - skip_threshold, float("-inf"))
-    n_between, n_after = c_1 - c_2 + d_2 - d_0, (c_1 - c_2 if IS_CAUSAL else d_1 - d_3)
-    slot, phase = _pass_by(full, slot, phase, c_a - c_0, STAGES, THREADS)
-    LEGS: gl.constexpr = (2 if IS_CAUSAL else 4) if HAS_EDGES else 1
+        o_d = gl.arange(0, DV, layout=gl.SliceLayout(0, O_HIGH_LAYOUT))
+        descale = gl.load(params.v_descale_ptr + o_d, mask=o_d < params.VALUE_DIM, other=1.0)
+        acc = acc * inverse_power_of_two(descale)[None, :]
+    # Of 256 channels, chunks after the values' own are left out from here on.
+    accs = _chunks(acc, WIDTH, O_LAYOUT)[: (params.VALUE_DIM + WIDTH - 1) // WIDTH]
+    tiles = block.low_precision_range()
+    # The CTA visits tiles.start..tiles.stop and tiles.start_2..tiles.stop_2. The warpgroup's own of them are
+    # c_0..c_3 and d_0..d_3; it skips the stages of the others. Of its own, c_1..c_2 and d_1..d_2 are unmasked.
+    c_3 = gl.where(
+        has_queries, gl.maximum(gl.minimum(tiles.stop, q_tile - block.diagonal_tiles), tiles.start), tiles.start
+    )
+    d_0 = gl.where(has_queries, gl.minimum(gl.maximum(tiles.start_2, q_tile + reach + 1), tiles.stop_2), tiles.stop_2)
+    c_0, c_1, c_2, d_1, d_2, d_3 = tiles.start, tiles.start, c_3, d_0, tiles.stop_2, tiles.stop_2
+    if MASKS_LOW:
+        full_first, full_last = (full_start + _TILE - 1) >> _TILE_SHIFT, full_stop >> _TILE_SHIFT
+        c_0 = clamp(kv_start >> _TILE_SHIFT, tiles.start, c_3)
+        c_1 = clamp(full_first, c_0, c_3)
+        c_2 = clamp(full_last, c_1, c_3)
+        if mask.window is not None:
+            d_3 = clamp((kv_stop + _TILE - 1) >> _TILE_SHIFT, d_0, tiles.stop_2)
+        d_1 = clamp(full_first, d_0, d_3)
+        d_2 = clamp(full_last, d_1, d_3)
+    if IS_LOW_16BIT:
+        pipe.release(STAGES)
+        mbarrier.wait(params.q_full, 1)
+    vote = init_vote(start, seq, softmax.row_max, params.skip_threshold, G, 16 - pipe.WARPGROUPS + G)
+    low = _LowTiles(
+        pipe=pipe, q=params.q_low_smem.index(G).reshape([_ROWS, D]), start=start, row_scale=row_scale,
+        k_descale_ptr=params.k_descale_ptr, qk_bias=qk_bias, softcap=softcap, mask=mask, vote=vote,
+        CHECKS_VALUES=params.CHECKS_VALUES, S_LAYOUT=S_LAYOUT, O_LAYOUT=O_LAYOUT,
+    )  # fmt: skip
+    n_kept = gl.to_tensor(0)
+    n_between, n_after = tiles.stop - c_3 + d_0 - tiles.start_2, (tiles.stop - c_3 if IS_CAUSAL else tiles.stop_2 - d_3)
+    stage = pipe.skip(stage, c_0 - tiles.start)
+    LEGS: gl.constexpr = (2 if IS_CAUSAL else 4) if MASKS_LOW else 1
     for leg in range(LEGS):
-        tile, last_tile = c_in, c_out
-        if HAS_EDGES:
-            # The edge before the band, with what is whole behind it, then the edge at the band; the same behind it.
-            edge = c_a
+        # Each leg is a range of masked tiles, then one of full tiles: c_0..c_1..c_2, c_2..c_3, and the same after the
+        # band.
+        full_tile, stop = c_1, c_2
+        if MASKS_LOW:
+            masked_tile = c_0
             if leg == 1:
-                edge, tile, last_tile = c_out, c_2, c_2
+                masked_tile, full_tile, stop = c_2, c_3, c_3
             if not IS_CAUSAL:
                 if leg == 2:
-                    slot, phase = _pass_by(full, slot, phase, n_between, STAGES, THREADS)
-                    edge, tile, last_tile = d_2, d_in, d_out
+                    stage = pipe.skip(stage, n_between)
+                    masked_tile, full_tile, stop = d_0, d_1, d_2
                 if leg == 3:
-                    edge, tile, last_tile = d_out, d_3, d_3
-            for i in range(edge, tile):
-                mbarrier.wait(full.index(slot), phase)
-                if HAS_ROWS and not IS_FP8:
-                    for half in gl.static_range(2):
-                        hidden = v_smem.index(slot).reshape([_TILE, DV]).slice(half * _HIGH, _HIGH)
-                        hide_values(hidden, i * _TILE + half * _HIGH, visible_start, visible_end, DV)
-                if mask_ptr is not None:
-                    words = gl.load(words_ptr + 4 * i)
-                s = warpgroup_mma(q, k_smem.index(slot).permute([1, 0]), zero, use_acc=False, is_async=True)
-                factor = row_factor
-                if k_low_factor_ptr is not None:
-                    factor = row_factor * gl.load(k_low_factor_ptr + i - first)
-                s = warpgroup_mma_wait(0, deps=[s])
-                k_pos = i * _TILE + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_LAYOUT))
-                pos = start + gl.arange(0, _ROWS, layout=ROW)
-                seen = seen_keys(pos, k_pos, visible_start, visible_end, window, IS_CAUSAL)
-                logits = s.to(gl.float32) * factor[:, None]
-                if softcap is not None:
-                    logits = capped(logits + returned[:, None], softcap)
-                logits = gl.where(seen, logits, float("-inf"))
-                if mask_ptr is not None:
-                    logits = hide_masked(logits, words)
-                keep = True
-                if skip_threshold is not None:
-                    keep = any_row_keeps(logits, one, bound, i, G, VOTES)
-                if keep:
-                    if skip_threshold is not None:
-                        announce_keep(i, G, VOTES)
-                    p, alpha, m_i = online_softmax(logits, one, no_bias, m_i, EXPONENT)
-                    sums = add_sums(sums, p, alpha)
-                    operand = operand_of(p, V_DTYPE, P_LAYOUT)
-                    v = v_smem.index(slot) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
-                    product = values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
-                    accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, O_LAYOUT)
-                    n_kept = n_kept + 1
-                _release(_FIRST_BARRIER + slot, THREADS)
-                slot, phase = _next_slot(slot, phase, STAGES)
-        mbarrier.wait(full.index(slot), phase, pred=tile < last_tile)
-        for i in range(tile, last_tile):
-            s = warpgroup_mma(q, k_smem.index(slot).permute([1, 0]), zero, use_acc=False, is_async=True)
-            factor = row_factor
-            if k_low_factor_ptr is not None:
-                factor = row_factor * gl.load(k_low_factor_ptr + i - first)
-            x = warpgroup_mma_wait(0, deps=[s])
-            if softcap is not None:
-                x = capped(x.to(gl.float32) * factor[:, None] + returned[:, None], softcap)
-                factor = one
-            keep = True
-            if skip_threshold is not None:
-                keep = any_row_keeps(x, factor, bound, i, G, VOTES)
-            if keep:
-                if skip_threshold is not None:
-                    announce_keep(i, G, VOTES)
-                p, alpha, m_i = online_softmax(x, factor, no_bias, m_i, EXPONENT)
-                if WIDTH < DV:
-                    # There are no registers to keep the probabilities in fp32 while the product is computed.
-                    sums = add_sums(sums, p, alpha)
-                operand = operand_of(p, V_DTYPE, P_LAYOUT)
-                v = v_smem.index(slot) if IS_FP8 else v_smem.index(slot).reshape([_TILE, DV])
-                product = values_product(accs[0], operand, alpha, _some_channels(v, 0, WIDTH), O_LAYOUT)
-                if WIDTH == DV:
-                    sums = add_sums(sums, p, alpha)
-                accs = _add_all_values(accs, product, operand, alpha, v, WIDTH, O_LAYOUT)
-                n_kept = n_kept + 1
-            _release(_FIRST_BARRIER + slot, THREADS)
-            slot, phase = _next_slot(slot, phase, STAGES)
-            mbarrier.wait(full.index(slot), phase, pred=i + 1 < last_tile)
-    slot, phase = _pass_by(full, slot, phase, n_after, STAGES, THREADS)
+                    masked_tile, full_tile, stop = d_2, d_3, d_3
+            for i_tile in range(masked_tile, full_tile):
+                pipe.wait(stage)
+                softmax, accs, n_kept = low.attend(i_tile, stage, softmax, accs, n_kept, True)
+                stage = pipe.release_and_advance(stage)
+        pipe.wait(stage, full_tile < stop)
+        for i_tile in range(full_tile, stop):
+            softmax, accs, n_kept = low.attend(i_tile, stage, softmax, accs, n_kept, False)
+            stage = pipe.release_and_advance(stage)
+            pipe.wait(stage, i_tile + 1 < stop)
+    stage = pipe.skip(stage, n_after)
 
-    if tile_counts_ptr is not None:  # noqa: SIM102 (a constexpr branch)
-        if is_whole:
-            n_low = c_2 - c_a + d_3 - d_2
-            gl.atomic_add(tile_counts_ptr, (n_low - n_kept).to(gl.int64), sem="relaxed")
-            gl.atomic_add(tile_counts_ptr + 1, n_low.to(gl.int64), sem="relaxed")
-    l_i = gl.convert_layout(gl.sum(sums, 1), ROW, assert_trivial=True)
+    count_tiles(params.tile_counts_ptr, vote, c_3 - c_0 + d_3 - d_0, n_kept)
     bias = gl.zeros([_ROWS], gl.float32, ROW)
-    if HAS_MEAN and softcap is None:
-        bias = finite_or_zero(gl.load(rows_ptr + plane + rows, mask=m_row, other=0.0) * logit_scale)
-    scale, lse = finalize_softmax(m_i, l_i, bias, sinks_ptr, EXPONENT)
-    scale = gl.convert_layout(scale, O_ROW, assert_trivial=True)
-    o_rows = start - q_offset + gl.arange(0, _ROWS, layout=O_ROW)
-    for part in gl.static_range(len(accs)):
-        o_v = part * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))
-        result = accs[part] * scale[:, None]
-        if value_factor_ptr is not None:
-            result = result * gl.load(value_factor_ptr + o_v, mask=o_v < VALUE_DIM, other=0.0)[None, :]
-        m_out = ((o_rows >= 0) & (o_rows < q_len))[:, None] & (o_v < VALUE_DIM)[None, :]
-        offset = o_rows.to(gl.int64)[:, None] * stride_ot + o_v[None, :]
-        gl.store(out_ptr + offset, result.to(out_ptr.dtype.element_ty), mask=m_out)
-    gl.store(lse_ptr + rows, lse, mask=m_row)
+    if params.HAS_MEAN and softcap is None:
+        bias = finite_or_zero(gl.load(params.q_mean_ptr + rows, mask=m_row, other=0.0) * logit_scale)
+    scale, lse = softmax.finalize(bias, params.sinks_ptr)
+    scale = gl.convert_layout(scale, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
+    for chunk in gl.static_range(len(accs)):
+        result = accs[chunk] * scale[:, None]
+        if params.v_descale_ptr is not None:
+            o_d = chunk * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))
+            result = result * gl.load(params.v_descale_ptr + o_d, mask=o_d < params.VALUE_DIM, other=0.0)[None, :]
+        store_output(params.out_ptr, result, row, seq.q_len, params.stride_ot, chunk * WIDTH, params.VALUE_DIM)
+    store_lse(params.lse_ptr, lse, row, seq.q_len)
 
 
 @gluon.jit(
@@ -556,79 +553,74 @@ def prefill_hopper_kernel(
     fence_async_shared()
     wait_for_operands()
 
-    q_offset, kv_offset, visible_start, visible_end = positions_of(positions_ptr, i_b, q_offset, kv_offset, kv_len)
-    position = ((q_offset >> _ROWS_SHIFT) + i_block * GROUPS) * _ROWS
-    last = gl.minimum(position + GROUPS * _ROWS, q_offset + q_len)
-    t_0 = position >> _TILE_SHIFT
-    t_1 = (last - 1) >> _TILE_SHIFT
-    begin, end = seen_by_one(visible_start, visible_end, position, last, window, IS_CAUSAL)
-    first = kv_offset >> _TILE_SHIFT
+    seq = load_seq_info(positions_ptr, i_b, q_offset, q_len, kv_offset, kv_len)
+    start = ((seq.q_offset >> _ROWS_SHIFT) + i_block * GROUPS) * _ROWS
+    last = gl.minimum(start + GROUPS * _ROWS, seq.q_offset + q_len)
+    first_tile = seq.kv_offset >> _TILE_SHIFT
+    head_row = (i_b * Q_HEADS + i_h).to(gl.int64) * q_len
+    mean_plane = (kv_rows * GROUP).to(gl.int64) * q_len
     if mask_ptr is not None:
         mask_plane = (i_b * planes_per_row + i_h * planes_per_head).to(gl.int64)
-        mask_ptr += mask_plane * q_len * (4 * storage_tiles) - 4 * first
+        mask_ptr += mask_plane * q_len * (4 * storage_tiles) - 4 * first_tile
+    mask = Mask(
+        visible_start=seq.visible_start, visible_end=seq.visible_end, window=window, bitmask_ptr=mask_ptr,
+        IS_CAUSAL=IS_CAUSAL, IS_PLAIN=not HAS_EDGES,
+    )  # fmt: skip
+    kv_start, kv_stop = mask.union_range(start, last)
+    if mask_ptr is not None:
         bounds_ptr += mask_plane * mask_blocks * 2
-        begin, end = shown_by_mask(begin, end, bounds_ptr, i_block * GROUPS, mask_blocks, first, storage_tiles, GROUPS)
-    aligned = first * _TILE
-    key_base = kv_offset if KEY_LAYOUT == "caller" else aligned
-    value_base = kv_offset if VALUE_LAYOUT == "caller" else aligned
-    low_value_base = kv_offset if LOW_VALUE_LAYOUT == "caller" else aligned
-
-    head = (i_b * Q_HEADS + i_h).to(gl.int64)
-    out_ptr += i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh
-    lse_ptr += head * q_len
-    rows_ptr += head * q_len
-    plane = (kv_rows * GROUP).to(gl.int64) * q_len
+        kv_start, kv_stop = bitmask_range(
+            kv_start, kv_stop, bounds_ptr, i_block * GROUPS, mask_blocks, first_tile, storage_tiles, GROUPS
+        )
+    aligned_start = first_tile * _TILE
     if k_low_factor_ptr is not None:
-        k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles
+        k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles - first_tile
     if value_factor_ptr is not None:
         value_factor_ptr += i_row.to(gl.int64) * VALUE_DIM
     if sinks_ptr is not None:
         sinks_ptr += i_h
     if tile_counts_ptr is not None:
         tile_counts_ptr += 2 * i_h
-    # What they are given, but for the constexprs: a tuple would make tensors of those.
-    computing = (
-        q_smem, q_low_smem, k_smem, v_smem, q_full, full,
-        out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr, mask_ptr,
-        stride_ot, plane, q_offset, q_len, position, first, begin, end, t_0, t_1, visible_start, visible_end, window,
-        storage_tiles, diagonal_tiles, sink_tiles, softcap, logit_scale, skip_threshold, tile_counts_ptr,
+    params = _Params(
+        q_desc=q_desc, q_low_desc=q_low_desc, q_smem=q_smem, q_low_smem=q_low_smem, q_full=q_full,
+        i_b=i_b, i_h=i_h, start=start,
+        source=KVSource(
+            k_desc=k_desc, v_desc=v_desc, k_low_desc=k_low_desc, v_low_desc=v_low_desc, i_b=i_b, i_kv=i_kv,
+            k_start=seq.kv_offset if KEY_LAYOUT == "caller" else aligned_start,
+            v_start=seq.kv_offset if VALUE_LAYOUT == "caller" else aligned_start,
+            v_low_start=seq.kv_offset if LOW_VALUE_LAYOUT == "caller" else aligned_start,
+            tile_row=i_row * storage_tiles - first_tile, VALUE_DIM=VALUE_DIM,
+        ),
+        pipe=KVPipeline(k_smem=k_smem, v_smem=v_smem, full=full, WARPGROUPS=GROUPS),
+        seq=seq,
+        block=BlockInfo(
+            q_tile=start >> _TILE_SHIFT, last_q_tile=(last - 1) >> _TILE_SHIFT, kv_start=kv_start, kv_stop=kv_stop,
+            diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles, IS_CAUSAL=IS_CAUSAL,
+        ),
+        mask=mask,
+        out_ptr=out_ptr + (i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh), stride_ot=stride_ot,
+        lse_ptr=lse_ptr + head_row, q_descale_ptr=rows_ptr + head_row, q_mean_ptr=rows_ptr + (mean_plane + head_row),
+        k_descale_ptr=k_low_factor_ptr, v_descale_ptr=value_factor_ptr, sinks_ptr=sinks_ptr,
+        tile_counts_ptr=tile_counts_ptr, storage_tiles=storage_tiles, softcap=softcap, logit_scale=logit_scale,
+        skip_threshold=skip_threshold, VALUE_DIM=VALUE_DIM, MASKS_LOW=HAS_EDGES, HAS_MEAN=HAS_MEAN,
+        IS_HIGH_UNQUANTIZED=IS_HIGH_RAW, CHECKS_VALUES=positions_ptr is not None,
     )  # fmt: skip
-    copying = (
-        q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc, q_smem, q_low_smem, k_smem, v_smem, q_full, full,
-        i_b, i_h, i_kv, i_row, position - q_offset, first, key_base, value_base, low_value_base, begin, end, t_0, t_1,
-        storage_tiles, diagonal_tiles, sink_tiles,
-    )  # fmt: skip
+    WORKERS: gl.constexpr = GROUPS - 1
+    WARPS: gl.constexpr = [4] * WORKERS + [1]
+    LIMITS: gl.constexpr = [REGISTERS] * WORKERS + [_PRODUCER_REGISTERS]
     if GROUPS == 2:
+        gl.warp_specialize([(_consume, (params, 0)), (_consume, (params, 1)), (_produce, (params,))], WARPS, LIMITS)
+    elif GROUPS == 3:
         gl.warp_specialize(
-            [
-                (_consume, (computing, 0, 2, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
-                (_consume, (computing, 1, 2, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
-                (_produce, (copying, 2, VALUE_DIM, IS_CAUSAL)),
-            ],
-            [4, 1],
-            [REGISTERS, _PRODUCER_REGISTERS],
-        )
-    elif GROUPS == 4:
-        gl.warp_specialize(
-            [
-                (_consume, (computing, 0, 4, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
-                (_consume, (computing, 1, 4, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
-                (_consume, (computing, 2, 4, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
-                (_consume, (computing, 3, 4, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
-                (_produce, (copying, 4, VALUE_DIM, IS_CAUSAL)),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, _PRODUCER_REGISTERS],
-        )
+            [(_consume, (params, 0)), (_consume, (params, 1)), (_consume, (params, 2)), (_produce, (params,))],
+            WARPS, LIMITS,
+        )  # fmt: skip
     else:
-        gl.static_assert(GROUPS == 3, "as many warpgroups as are listed here")
+        gl.static_assert(GROUPS == 4, f"{GROUPS=} must be 2, 3 or 4")
         gl.warp_specialize(
             [
-                (_consume, (computing, 0, 3, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
-                (_consume, (computing, 1, 3, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
-                (_consume, (computing, 2, 3, VALUE_DIM, IS_CAUSAL, HAS_EDGES, HAS_MEAN, IS_HIGH_RAW)),
-                (_produce, (copying, 3, VALUE_DIM, IS_CAUSAL)),
+                (_consume, (params, 0)), (_consume, (params, 1)), (_consume, (params, 2)), (_consume, (params, 3)),
+                (_produce, (params,)),
             ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, _PRODUCER_REGISTERS],
-        )
+            WARPS, LIMITS,
+        )  # fmt: skip
