@@ -7,7 +7,7 @@ A module that uses it must also import :mod:`triton.language`, which the interpr
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 import triton
 import triton.language as tl
@@ -88,13 +88,15 @@ await_copies: Any = _nothing if IS_INTERPRETED else _async_copy.wait_group
 view: Any = _view if IS_INTERPRETED else reinterpret
 # Triton 3.9 made this one public.
 _aggregate: Any = getattr(triton, "aggregate", None) or tl.core._aggregate
+_Class = TypeVar("_Class", bound=type)
 
 
-def aggregate(cls: Any) -> Any:
-    """Make a class of annotated fields a named value that Gluon functions pass around and carry through loops.
+@dataclass_transform(kw_only_default=True)
+def aggregate(cls: _Class) -> _Class:
+    """Make a class of annotated fields a value that Gluon functions pass around and carry through loops.
 
-    Fields hold tensors, shared memory, descriptors, constexprs or other aggregates; ``None`` stands for an argument
-    that is not given. Methods are ``gluon.jit`` functions. An aggregate does not change: methods return a new one.
+    Fields hold tensors, shared memory, descriptors, constexprs, ``None`` or other aggregates. Methods are ``gluon.jit``
+    functions. Aggregates are immutable: a method returns a new one.
     """
     fields = tuple(cls.__annotations__)
     # Triton before 3.9 neither reads annotations that are text nor writes an ``__init__``.
@@ -105,7 +107,7 @@ def aggregate(cls: Any) -> Any:
             setattr(self, name, value if isinstance(value, tl.core.base_value) else tl.constexpr(value))
 
     __init__.__triton_builtin__ = True  # type: ignore[attr-defined]
-    cls.__init__ = __init__
-    made = _aggregate(cls)
+    cls.__init__ = __init__  # type: ignore[misc]
+    made: Any = _aggregate(cls)
     made.fields = fields
-    return made
+    return made  # type: ignore[no-any-return]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -17,23 +19,14 @@ _BLOCK = gl.constexpr(TILE // 2)
 
 @aggregate
 class Mask:
-    """Which keys the queries of a batch row attend to.
+    """Which keys the queries of a batch row attend to."""
 
-    Fields:
-        visible_start: Position of the first visible key.
-        visible_end: Position after the last one.
-        window: Sliding window, or ``None``.
-        bitmask_ptr: int32 ``[64, 4]``, the words of tile 0 for the queries of a warpgroup; or ``None``.
-        IS_CAUSAL: Whether a query attends to no key after its own position.
-        IS_PLAIN: Whether causality is all that hides keys.
-    """
-
-    visible_start: gl.tensor
-    visible_end: gl.tensor
-    window: gl.tensor
-    bitmask_ptr: gl.tensor
-    IS_CAUSAL: gl.constexpr
-    IS_PLAIN: gl.constexpr
+    visible_start: Any  # position of the first visible key
+    visible_end: Any  # position after the last one
+    window: Any  # sliding window, or ``None``
+    bitmask_ptr: Any  # int32 ``[64, 4]``, the words of tile 0 for the queries of a warpgroup; or ``None``
+    IS_CAUSAL: Any  # whether a query attends to no key after its own position
+    IS_PLAIN: Any  # whether causality is all that hides keys
 
     @gluon.jit
     def union_range(self, first, last):

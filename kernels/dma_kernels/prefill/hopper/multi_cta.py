@@ -12,6 +12,8 @@ skipped. 16-bit low keys come in two halves, and 16-bit low queries reuse the st
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -103,14 +105,10 @@ class _Ring:
     """Stages of keys or of values, a power of two of them. Load ``i`` uses stage ``i % STAGES``.
 
     A stage holds a low tile in 8 bits, or 64 rows in 16 bits.
-
-    Fields:
-        smem: ``[STAGES, ...]``.
-        full: Barriers of stages that are filled.
     """
 
-    smem: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
+    smem: Any  # ``[STAGES, ...]``
+    full: Any  # barriers of stages that are filled
 
     @gluon.jit
     def index(self, i):
@@ -140,23 +138,14 @@ class _Ring:
 
 @aggregate
 class _Loads:
-    """The loads of keys and values that the CTA issues: first the blocks of high tiles, then the low tiles.
+    """The loads of keys and values that the CTA issues: first the blocks of high tiles, then the low tiles."""
 
-    Fields:
-        source: Keys and values in global memory.
-        k: Stages of keys. 16-bit low keys take two loads a tile.
-        v: Stages of values. 16-bit low values take two loads a tile.
-        blocks: High-precision range.
-        tiles: Low-precision range.
-        D: Channels, padded; a stage has ``128 * D`` bytes.
-    """
-
-    source: KVSource
-    k: _Ring
-    v: _Ring
-    blocks: TileRange
-    tiles: TileRange
-    D: gl.constexpr
+    source: KVSource  # keys and values in global memory
+    k: _Ring  # stages of keys. 16-bit low keys take two loads a tile
+    v: _Ring  # stages of values. 16-bit low values take two loads a tile
+    blocks: TileRange  # high-precision range
+    tiles: TileRange  # low-precision range
+    D: Any  # channels, padded; a stage has ``128 * D`` bytes
 
     @gluon.jit
     def issue_k(self, i, MAY_BE_HIGH: gl.constexpr):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -15,8 +17,8 @@ _BLOCK = gl.constexpr(TILE // 2)
 # Triton 3.9 gave this its present name.
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
-# Named barriers signal that a stage is free. An arrival on a shared-memory barrier is one thread's, and Triton makes its
-# warpgroup meet before each; here every warp arrives for itself and none waits. Triton takes the lowest numbers.
+# Named barriers signal free stages. At a shared-memory barrier one thread arrives, and Triton first synchronises its
+# warpgroup; at these every warp arrives for itself and none waits. Triton itself uses the lowest numbers.
 _FIRST_BARRIER = gl.constexpr(8)
 
 
@@ -53,34 +55,20 @@ def block_view(stage, desc):
 
 @aggregate
 class KVSource:
-    """Where the keys and values of a kv head lie in global memory.
+    """Where the keys and values of a kv head lie in global memory."""
 
-    Fields:
-        k_desc: Keys of high tiles, 16-bit ``[B, Hkv, T, D]``.
-        v_desc: Values of high tiles, 16-bit ``[B, Hkv, T, Dv]``.
-        k_low_desc: Keys of low tiles, a matrix of rows of ``D`` elements.
-        v_low_desc: Values of low tiles: E4M3, a matrix whose rows are a channel's 128 values of a tile; or 16-bit, like
-            ``v_desc``.
-        i_b: Batch row.
-        i_kv: kv head.
-        k_start: Position of the first row of ``k_desc``.
-        v_start: Position of the first row of ``v_desc``.
-        v_low_start: Position of the first row of ``v_low_desc``, if it is 16-bit.
-        tile_row: Row of tile 0 among all stored tiles; may be negative.
-        VALUE_DIM: Channels of values.
-    """
-
-    k_desc: gl.tensor
-    v_desc: gl.tensor
-    k_low_desc: gl.tensor
-    v_low_desc: gl.tensor
-    i_b: gl.tensor
-    i_kv: gl.tensor
-    k_start: gl.tensor
-    v_start: gl.tensor
-    v_low_start: gl.tensor
-    tile_row: gl.tensor
-    VALUE_DIM: gl.constexpr
+    k_desc: Any  # keys of high tiles, 16-bit ``[B, Hkv, T, D]``
+    v_desc: Any  # values of high tiles, 16-bit ``[B, Hkv, T, Dv]``
+    k_low_desc: Any  # keys of low tiles, a matrix of rows of ``D`` elements
+    # values of low tiles: E4M3, a matrix whose rows are a channel's 128 values of a tile; or 16-bit, like ``v_desc``
+    v_low_desc: Any
+    i_b: Any  # batch row
+    i_kv: Any  # kv head
+    k_start: Any  # position of the first row of ``k_desc``
+    v_start: Any  # position of the first row of ``v_desc``
+    v_low_start: Any  # position of the first row of ``v_low_desc``, if it is 16-bit
+    tile_row: Any  # row of tile 0 among all stored tiles; may be negative
+    VALUE_DIM: Any  # channels of values
 
     @gluon.jit
     def issue_block_k(self, block, barrier, target, pred=True):
@@ -111,8 +99,8 @@ class KVSource:
 class Stage:
     """A position in a ring of stages: the index, and the phase of its barrier."""
 
-    index: gl.tensor
-    phase: gl.tensor
+    index: Any
+    phase: Any
 
     @gluon.jit
     def next(self, STAGES: gl.constexpr):
@@ -131,18 +119,12 @@ class KVPipeline:
     """A ring of stages that one producer warp fills and the consumer warpgroups empty.
 
     A stage holds the keys and values of a low tile, or 64 keys and values of a high tile.
-
-    Fields:
-        k_smem: Keys ``[STAGES, 128, D]``.
-        v_smem: Values ``[STAGES, Dv, 128]`` in E4M3, or 16-bit ``[STAGES, 1, 1, 128, Dv]``.
-        full: Barriers of stages that are filled.
-        WARPGROUPS: Consumer warpgroups.
     """
 
-    k_smem: gl.shared_memory_descriptor
-    v_smem: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    WARPGROUPS: gl.constexpr
+    k_smem: Any  # keys ``[STAGES, 128, D]``
+    v_smem: Any  # values ``[STAGES, Dv, 128]`` in E4M3, or 16-bit ``[STAGES, 1, 1, 128, Dv]``
+    full: Any  # barriers of stages that are filled
+    WARPGROUPS: Any  # consumer warpgroups
 
     @gluon.jit
     def acquire(self, index):

@@ -6,6 +6,8 @@ row's largest logit in high tiles.
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -118,19 +120,12 @@ def _announce_keep(tile, WARPGROUP: gl.constexpr, BARRIER: gl.constexpr):
 
 @aggregate
 class SkipVote:
-    """The votes of a warpgroup.
+    """The votes of a warpgroup."""
 
-    Fields:
-        bound: Smallest logit that keeps a tile, for each row, fp32 ``[64]``; ``None`` where no tile is skipped.
-        is_whole: Whether the call holds all 64 queries of the block; otherwise no tile is skipped.
-        WARPGROUP: Index of the warpgroup.
-        BARRIER: Named barrier of its votes.
-    """
-
-    bound: gl.tensor
-    is_whole: gl.tensor
-    WARPGROUP: gl.constexpr
-    BARRIER: gl.constexpr
+    bound: Any  # smallest logit that keeps a tile, for each row, fp32 ``[64]``; ``None`` where no tile is skipped
+    is_whole: Any  # whether the call holds all 64 queries of the block; otherwise no tile is skipped
+    WARPGROUP: Any  # index of the warpgroup
+    BARRIER: Any  # named barrier of its votes
 
     @gluon.jit
     def keeps(self, s, scale, tile):

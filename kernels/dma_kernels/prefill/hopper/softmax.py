@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -77,17 +79,11 @@ def partial_row_sum(p):
 
 @aggregate
 class Softmax:
-    """State of the online softmax of 64 rows, in base 2.
+    """State of the online softmax of 64 rows, in base 2."""
 
-    Fields:
-        row_max: Running row maxima, fp32 ``[64]``, finite.
-        row_sum: Partial row sums, fp32 ``[64, 4]``, scaled by ``2 ** EXPONENT``.
-        EXPONENT: Probabilities are scaled by 2 to this power: 8 where low tiles have FP8 probabilities.
-    """
-
-    row_max: gl.tensor
-    row_sum: gl.tensor
-    EXPONENT: gl.constexpr
+    row_max: Any  # running row maxima, fp32 ``[64]``, finite
+    row_sum: Any  # partial row sums, fp32 ``[64, 4]``, scaled by ``2 ** EXPONENT``
+    EXPONENT: Any  # probabilities are scaled by 2 to this power: 8 where low tiles have FP8 probabilities
 
     @gluon.jit
     def update(self, s, scale, bias):

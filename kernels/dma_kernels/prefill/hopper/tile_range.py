@@ -5,6 +5,8 @@ All ranges are half-open. The rule of high and low tiles is :mod:`dma_kernels.nu
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -22,21 +24,13 @@ schedule = gluon.jit(_schedule_triton.fn)
 
 @aggregate
 class SeqInfo:
-    """Positions of one batch row, int32.
+    """Positions of one batch row, int32."""
 
-    Fields:
-        q_offset: Position of query 0.
-        q_len: Queries.
-        kv_offset: Position of key 0.
-        visible_start: Position of the first key that a query may attend to.
-        visible_end: Position after the last one.
-    """
-
-    q_offset: gl.tensor
-    q_len: gl.tensor
-    kv_offset: gl.tensor
-    visible_start: gl.tensor
-    visible_end: gl.tensor
+    q_offset: Any  # position of query 0
+    q_len: Any  # queries
+    kv_offset: Any  # position of key 0
+    visible_start: Any  # position of the first key that a query may attend to
+    visible_end: Any  # position after the last one
 
 
 @gluon.jit
@@ -83,25 +77,15 @@ class TileRange:
 
 @aggregate
 class BlockInfo:
-    """The queries of a CTA and the keys they attend to.
+    """The queries of a CTA and the keys they attend to."""
 
-    Fields:
-        q_tile: Tile of the first query.
-        last_q_tile: Tile of the last one.
-        kv_start: Position of the first key that one of the queries attends to.
-        kv_stop: Position after the last one.
-        diagonal_tiles: Of the rule.
-        sink_tiles: Of the rule.
-        IS_CAUSAL: Whether a query attends to no key after its own position.
-    """
-
-    q_tile: gl.tensor
-    last_q_tile: gl.tensor
-    kv_start: gl.tensor
-    kv_stop: gl.tensor
-    diagonal_tiles: gl.tensor
-    sink_tiles: gl.tensor
-    IS_CAUSAL: gl.constexpr
+    q_tile: Any  # tile of the first query
+    last_q_tile: Any  # tile of the last one
+    kv_start: Any  # position of the first key that one of the queries attends to
+    kv_stop: Any  # position after the last one
+    diagonal_tiles: Any  # of the rule
+    sink_tiles: Any  # of the rule
+    IS_CAUSAL: Any  # whether a query attends to no key after its own position
 
     @gluon.jit
     def high_precision_range(self):

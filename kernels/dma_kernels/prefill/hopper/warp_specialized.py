@@ -13,6 +13,8 @@ that product and the row maxima. Its values are loaded all the same, because oth
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,9 +30,9 @@ from .epilogue import count_tiles, row_indices, store_lse, store_output
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
 from .mma import add_pv, inverse_power_of_two, is_16bit, issue_pv_mma, split_columns, to_mma_operand
 from .pipeline import KVPipeline, KVSource, block_view, copy, first_stage, wait_for_operands
-from .skipping import init_vote, init_votes
+from .skipping import SkipVote, init_vote, init_votes
 from .softmax import finite_or_zero, init_softmax, modify_scores
-from .tile_range import ROWS, BlockInfo, bitmask_range, clamp, load_seq_info, schedule
+from .tile_range import ROWS, BlockInfo, SeqInfo, bitmask_range, clamp, load_seq_info, schedule
 
 _ROWS = gl.constexpr(ROWS)
 _PRODUCER_REGISTERS = gl.constexpr(24)
@@ -43,73 +45,39 @@ _TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
 
 @aggregate
 class _Params:
-    """What the producer and the consumers are given.
+    """What the producer and the consumers are given."""
 
-    Fields:
-        q_desc: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``.
-        q_low_desc: Queries of low tiles, 8-bit or 16-bit, likewise.
-        q_smem: ``[WARPGROUPS, 1, 1, 64, D]``.
-        q_low_smem: Likewise; if 16-bit, the same memory as ``q_smem``.
-        q_full: Barrier of the queries.
-        i_b: Batch row.
-        i_h: Query head.
-        start: Position of the first query.
-        source: Keys and values in global memory.
-        pipe: Keys and values in shared memory.
-        seq: Positions of the batch row.
-        block: Queries of the CTA.
-        mask: Masks of the batch row; its bitmask begins with the first query of the head.
-        out_ptr: Output of the head ``[Tq, Dv]``.
-        stride_ot: Between its queries.
-        lse_ptr: Log of the denominator, fp32 ``[Tq]``.
-        q_descale_ptr: Converts low scores, before the key descale, to base-2 logits, fp32 ``[Tq]``.
-        q_mean_ptr: Product of query and mean key, fp32 ``[Tq]``.
-        k_descale_ptr: Descale of low keys, fp32, indexed by tile; or ``None``.
-        v_descale_ptr: Descale of low values, fp32 ``[Dv]``; or ``None``.
-        sinks_ptr: Sink logit, or ``None``.
-        tile_counts_ptr: int64 ``[2]``, or ``None``.
-        storage_tiles: Tiles of low keys of a head.
-        softcap: In base 2, or ``None``.
-        logit_scale: Converts high scores to base-2 logits.
-        skip_threshold: In base 2, or ``None``.
-        VALUE_DIM: Channels of values.
-        MASKS_LOW: Whether a low tile may be masked.
-        HAS_MEAN: Whether keys are smoothed.
-        IS_HIGH_UNQUANTIZED: Whether high keys are the caller's, so that smoothing is to be subtracted from their scores.
-        CHECKS_VALUES: Whether invisible values may be NaN.
-    """
-
-    q_desc: gl.tensor
-    q_low_desc: gl.tensor
-    q_smem: gl.shared_memory_descriptor
-    q_low_smem: gl.shared_memory_descriptor
-    q_full: gl.shared_memory_descriptor
-    i_b: gl.tensor
-    i_h: gl.tensor
-    start: gl.tensor
-    source: KVSource
-    pipe: KVPipeline
-    seq: gl.tensor
-    block: BlockInfo
-    mask: Mask
-    out_ptr: gl.tensor
-    stride_ot: gl.tensor
-    lse_ptr: gl.tensor
-    q_descale_ptr: gl.tensor
-    q_mean_ptr: gl.tensor
-    k_descale_ptr: gl.tensor
-    v_descale_ptr: gl.tensor
-    sinks_ptr: gl.tensor
-    tile_counts_ptr: gl.tensor
-    storage_tiles: gl.tensor
-    softcap: gl.tensor
-    logit_scale: gl.tensor
-    skip_threshold: gl.tensor
-    VALUE_DIM: gl.constexpr
-    MASKS_LOW: gl.constexpr
-    HAS_MEAN: gl.constexpr
-    IS_HIGH_UNQUANTIZED: gl.constexpr
-    CHECKS_VALUES: gl.constexpr
+    q_desc: Any  # queries of high tiles, 16-bit ``[B, Hq, Tq, D]``
+    q_low_desc: Any  # queries of low tiles, 8-bit or 16-bit, likewise
+    q_smem: Any  # ``[WARPGROUPS, 1, 1, 64, D]``
+    q_low_smem: Any  # likewise; if 16-bit, the same memory as ``q_smem``
+    q_full: Any  # barrier of the queries
+    i_b: Any  # batch row
+    i_h: Any  # query head
+    start: Any  # position of the first query
+    source: KVSource  # keys and values in global memory
+    pipe: KVPipeline  # keys and values in shared memory
+    seq: SeqInfo  # positions of the batch row
+    block: BlockInfo  # queries of the CTA
+    mask: Mask  # masks of the batch row; its bitmask begins with the first query of the head
+    out_ptr: Any  # output of the head ``[Tq, Dv]``
+    stride_ot: Any  # between its queries
+    lse_ptr: Any  # log of the denominator, fp32 ``[Tq]``
+    q_descale_ptr: Any  # converts low scores, before the key descale, to base-2 logits, fp32 ``[Tq]``
+    q_mean_ptr: Any  # product of query and mean key, fp32 ``[Tq]``
+    k_descale_ptr: Any  # descale of low keys, fp32, indexed by tile; or ``None``
+    v_descale_ptr: Any  # descale of low values, fp32 ``[Dv]``; or ``None``
+    sinks_ptr: Any  # sink logit, or ``None``
+    tile_counts_ptr: Any  # int64 ``[2]``, or ``None``
+    storage_tiles: Any  # tiles of low keys of a head
+    softcap: Any  # in base 2, or ``None``
+    logit_scale: Any  # converts high scores to base-2 logits
+    skip_threshold: Any  # in base 2, or ``None``
+    VALUE_DIM: Any  # channels of values
+    MASKS_LOW: Any  # whether a low tile may be masked
+    HAS_MEAN: Any  # whether keys are smoothed
+    IS_HIGH_UNQUANTIZED: Any  # whether high keys are the caller's, not smoothed
+    CHECKS_VALUES: Any  # whether invisible values may be NaN
 
 
 @gluon.jit
@@ -206,35 +174,20 @@ def _finish_pv(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: gl.con
 
 @aggregate
 class _LowTiles:
-    """What a consumer needs for each low tile.
+    """What a consumer needs for each low tile."""
 
-    Fields:
-        pipe: Keys and values.
-        q: Queries ``[64, D]``.
-        start: Position of the first.
-        row_scale: Converts scores, before the key descale, to base-2 logits, fp32 ``[64]``.
-        k_descale_ptr: Descale of keys, indexed by tile; or ``None``.
-        qk_bias: Added to logits before a softcap, fp32 ``[64]``.
-        softcap: In base 2, or ``None``.
-        mask: Masks of the warpgroup's rows.
-        vote: The predicate of tile skipping.
-        CHECKS_VALUES: Whether invisible values may be NaN.
-        S_LAYOUT: Of scores.
-        O_LAYOUT: Of a chunk of the output.
-    """
-
-    pipe: KVPipeline
-    q: gl.shared_memory_descriptor
-    start: gl.tensor
-    row_scale: gl.tensor
-    k_descale_ptr: gl.tensor
-    qk_bias: gl.tensor
-    softcap: gl.tensor
-    mask: Mask
-    vote: gl.tensor
-    CHECKS_VALUES: gl.constexpr
-    S_LAYOUT: gl.constexpr
-    O_LAYOUT: gl.constexpr
+    pipe: KVPipeline  # keys and values
+    q: Any  # queries ``[64, D]``
+    start: Any  # position of the first
+    row_scale: Any  # converts scores, before the key descale, to base-2 logits, fp32 ``[64]``
+    k_descale_ptr: Any  # descale of keys, indexed by tile; or ``None``
+    qk_bias: Any  # added to logits before a softcap, fp32 ``[64]``
+    softcap: Any  # in base 2, or ``None``
+    mask: Mask  # masks of the warpgroup's rows
+    vote: SkipVote  # the predicate of tile skipping
+    CHECKS_VALUES: Any  # whether invisible values may be NaN
+    S_LAYOUT: Any  # of scores
+    O_LAYOUT: Any  # of a chunk of the output
 
     @gluon.jit
     def attend(self, i_tile, stage, softmax, accs, n_kept, IS_MASKED: gl.constexpr):
