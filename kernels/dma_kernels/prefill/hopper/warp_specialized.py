@@ -64,7 +64,7 @@ class _Params:
     stride_ot: Any  # between its queries
     lse_ptr: Any  # log of the denominator, fp32 ``[Tq]``
     q_descale_ptr: Any  # converts low scores, before the key descale, to base-2 logits, fp32 ``[Tq]``
-    q_mean_ptr: Any  # product of query and mean key, fp32 ``[Tq]``
+    mean_offset: Any  # from there to the products of query and mean key; a pointer would cost registers
     k_descale_ptr: Any  # descale of low keys, fp32, indexed by tile; or ``None``
     v_descale_ptr: Any  # descale of low values, fp32 ``[Dv]``; or ``None``
     sinks_ptr: Any  # sink logit, or ``None``
@@ -78,6 +78,11 @@ class _Params:
     HAS_MEAN: Any  # whether keys are smoothed
     IS_HIGH_UNQUANTIZED: Any  # whether high keys are the caller's, not smoothed
     CHECKS_VALUES: Any  # whether invisible values may be NaN
+
+    @gluon.jit
+    def load_mean_logits(self, rows, m_row):
+        """Return what key smoothing subtracts from the base-2 logits of rows."""
+        return gl.load(self.q_descale_ptr + self.mean_offset + rows, mask=m_row, other=0.0) * self.logit_scale
 
 
 @gluon.jit
@@ -280,7 +285,7 @@ def _consume(params, G: gl.constexpr):
     # back. A softcap sees it, so the logits of smoothed keys get it back before.
     qk_bias = gl.zeros([_ROWS], gl.float32, ROW)
     if params.HAS_MEAN and softcap is not None:
-        qk_bias = finite_or_zero(gl.load(params.q_mean_ptr + rows, mask=m_row, other=0.0) * logit_scale)
+        qk_bias = finite_or_zero(params.load_mean_logits(rows, m_row))
     if mask.bitmask_ptr is not None:
         WORDS: gl.constexpr = softmax.row_sum.type.layout
         mask = mask.with_bitmask(bitmask_pointers(mask.bitmask_ptr, row, seq.q_len, params.storage_tiles, WORDS))
@@ -292,7 +297,7 @@ def _consume(params, G: gl.constexpr):
     high_bias = gl.zeros([_ROWS], gl.float32, H_ROW)
     if params.HAS_MEAN and params.IS_HIGH_UNQUANTIZED and softcap is None:
         h_rows, m_h_row = row_indices(row, seq.q_len, H_ROW)
-        high_bias = gl.load(params.q_mean_ptr + h_rows, mask=m_h_row, other=0.0) * logit_scale
+        high_bias = params.load_mean_logits(h_rows, m_h_row)
     blocks = block.high_precision_range()
     stage = first_stage()
     for t in range(blocks.count()):
@@ -394,7 +399,7 @@ def _consume(params, G: gl.constexpr):
     count_tiles(params.tile_counts_ptr, vote, c_3 - c_0 + d_3 - d_0, n_kept)
     bias = gl.zeros([_ROWS], gl.float32, ROW)
     if params.HAS_MEAN and softcap is None:
-        bias = finite_or_zero(gl.load(params.q_mean_ptr + rows, mask=m_row, other=0.0) * logit_scale)
+        bias = finite_or_zero(params.load_mean_logits(rows, m_row))
     scale, lse = softmax.finalize(bias, params.sinks_ptr)
     scale = gl.convert_layout(scale, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
     for chunk in gl.static_range(len(accs)):
@@ -511,7 +516,6 @@ def prefill_hopper_kernel(
     last = gl.minimum(start + GROUPS * _ROWS, seq.q_offset + q_len)
     first_tile = seq.kv_offset >> _TILE_SHIFT
     head_row = (i_b * Q_HEADS + i_h).to(gl.int64) * q_len
-    mean_plane = (kv_rows * GROUP).to(gl.int64) * q_len
     if mask_ptr is not None:
         mask_plane = (i_b * planes_per_row + i_h * planes_per_head).to(gl.int64)
         mask_ptr += mask_plane * q_len * (4 * storage_tiles) - 4 * first_tile
@@ -552,7 +556,7 @@ def prefill_hopper_kernel(
         ),
         mask=mask,
         out_ptr=out_ptr + (i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh), stride_ot=stride_ot,
-        lse_ptr=lse_ptr + head_row, q_descale_ptr=rows_ptr + head_row, q_mean_ptr=rows_ptr + (mean_plane + head_row),
+        lse_ptr=lse_ptr + head_row, q_descale_ptr=rows_ptr + head_row, mean_offset=(kv_rows * GROUP).to(gl.int64) * q_len,
         k_descale_ptr=k_low_factor_ptr, v_descale_ptr=value_factor_ptr, sinks_ptr=sinks_ptr,
         tile_counts_ptr=tile_counts_ptr, storage_tiles=storage_tiles, softcap=softcap, logit_scale=logit_scale,
         skip_threshold=skip_threshold, VALUE_DIM=VALUE_DIM, MASKS_LOW=HAS_EDGES, HAS_MEAN=HAS_MEAN,
