@@ -444,9 +444,12 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             self.problem = problem
 
         def run(
-            self, query: Tensor, key: Tensor, value: Tensor, *, tile_counts: Tensor | None, **tensors: Any
-        ) -> tuple[Tensor, Tensor]:
-            options = self.problem.options(**tensors | {"mask": of_four_dimensions(tensors["mask"])})
+            self, query: Tensor, key: Tensor, value: Tensor, q_offset: Any, kv_offset: Any, kv_range: Tensor | None,
+            sinks: Tensor | None, mask: Tensor | None, tile_counts: Tensor | None,
+        ) -> tuple[Tensor, Tensor]:  # fmt: skip
+            options = self.problem.options(
+                q_offset=q_offset, kv_offset=kv_offset, kv_range=kv_range, sinks=sinks, mask=of_four_dimensions(mask)
+            )  # fmt: skip
             rows = options.rows(query, key)
             geometry, recipe = PrefillGeometry.of(options, query, key, rows), self.problem.recipe
             lowering = select_lowering(recipe, 90)
