@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +13,9 @@ import torch
 from dma_eval.backends import parse_backends
 from dma_eval.bench import serve
 from dma_eval.bench.generate import SHAPES, build_model
+from dma_eval.bench.requests import Request, parse_requests
 from dma_eval.bench.results import ServeResult
-from dma_eval.bench.serve import measure, parse_requests
+from dma_eval.bench.serve import measure, parse_served
 from dma_eval.errors import UserError
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
@@ -104,7 +107,7 @@ def test_times_of_evicted_requests_are_left_out():
     manager = SimpleNamespace(add_request=lambda *_, **__: None, get_result=lambda timeout: outputs.pop())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve.time, "perf_counter", lambda: 0.5)
-        figures = serve._answer(manager, [serve.Request([1], 1)] * 3)
+        figures = serve._answer(manager, [Request([1], 1)] * 3)
     assert figures["evicted"] == 1
     assert figures["seconds"] == 4.5
     assert figures["tokens_per_second"] == 7 / 4.5
@@ -124,6 +127,51 @@ def test_packed_pages(name, model):
         result.cache_bytes_per_token < TOKEN_BYTES * {"int8": 0.55, "int4": 0.45}[name]
     )  # head_dim 16 has much overhead
     assert result.cache_bytes_per_request >= 3 * 128 * TOKEN_BYTES  # a sink, the band, and the tile being filled
+
+
+class _Engine:
+    """Stands for vLLM's offline engine: a token takes a millisecond, the first of a request two seconds."""
+
+    made: list[dict] = []  # noqa: RUF012
+
+    def __init__(self, **options):
+        self.made.append(options)
+        self.config = json.loads((Path(options["model"]) / "config.json").read_text())
+
+    def generate(self, prompts, params, use_tqdm):
+        assert all(0 <= token < self.config["vocab_size"] for each in prompts for token in each["prompt_token_ids"])
+        return [
+            SimpleNamespace(
+                outputs=[SimpleNamespace(token_ids=[0] * each.max_tokens)],
+                metrics=SimpleNamespace(
+                    first_token_latency=2.0, first_token_ts=5.0, last_token_ts=5.0 + 1e-3 * (each.max_tokens - 1)
+                ),
+            )
+            for each in params
+        ]
+
+
+@pytest.mark.parametrize(("label", "dtype"), [("vllm", "auto"), ("vllm:fp8", "fp8")])
+def test_vllm_answers_on_the_same_shape(model, monkeypatch, label, dtype):
+    fake = SimpleNamespace(LLM=_Engine, SamplingParams=lambda **options: SimpleNamespace(**options))
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    one, other = measure(model, parse_requests(SETS[1:]), parse_served(["sdpa", label]), seed=0, cache_gib=0.01)
+    assert (one.failure, other.failure) == (None, None)
+    assert (other.label, other.first_token_seconds) == (label, 2.0)
+    assert other.between_tokens_milliseconds == pytest.approx(1.0)
+    assert other.tokens_per_second * other.seconds == pytest.approx(15)
+    options = _Engine.made[-1]
+    assert (options["kv_cache_dtype"], options["load_format"], options["dtype"]) == (dtype, "dummy", "float32")
+    assert options["kv_cache_memory_bytes"] == int(0.01 * 2**30)
+    assert options["max_model_len"] == 28  # the rehearsal's eight tokens
+
+
+def test_vllm_that_is_not_installed_is_a_failure_that_says_so(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    (result,) = measure(model, parse_requests(SETS[1:]), parse_served(["vllm"]), seed=0, cache_gib=None)
+    assert "vLLM is not installed: pip install vllm" in result.failure
+    with pytest.raises(UserError, match="vllm is given more than once"):
+        parse_served(["vllm", "sdpa", "vllm"])
 
 
 @pytest.mark.parametrize(

@@ -9,81 +9,44 @@ from __future__ import annotations
 
 import gc
 import itertools
-import random
-import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from dma_eval.backends import Backend, activate, refuse_repeats
+from dma_eval.backends import Backend, activate, parse_backends, refuse_repeats
 from dma_eval.errors import UserError, one_line
 from dma_eval.models import batching_settings
 from dma_hf.integrations.manager import ContinuousBatchingManager, PagedAttentionCache, WorkloadHints
 
+from .requests import Request, RequestSet, median_and_high
 from .results import ServeResult
 from .timing import FAILURES, measure_each
+from .vllm_engine import VLLM
+from .vllm_engine import answer as answer_with_vllm
 
 WARM_REQUESTS, WARM_TOKENS = 8, 8
 """Of the longest prompt: kernels are compiled and recorded in them, and they are not counted."""
 POLL_SECONDS = 1.0  # between two looks at whether the generation loop still runs
 STOP_SECONDS = 30.0
-_FORM = re.compile(r"(\d+)x(\d+)(?:-(\d+))?\+(\d+)(?:-(\d+))?")
-_FAILURES = (*FAILURES, MemoryError, UserError)
+_FAILURES = (*FAILURES, MemoryError, ImportError, UserError)
 
 
-@dataclass(frozen=True)
-class Request:
-    """A prompt, and how many tokens are generated after it."""
-
-    prompt: list[int]
-    new_tokens: int
-
-
-@dataclass(frozen=True)
-class RequestSet:
-    """Requests that come at once."""
-
-    name: str  # as it was given
-    count: int
-    prompt: tuple[int, int]  # fewest and most tokens
-    new: tuple[int, int]  # likewise
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request."""
-        return self.prompt[1] + self.new[1]
-
-    def draw(self, seed: int, vocabulary: int) -> list[Request]:
-        """Return the requests: of one seed always the same, and with no common beginning that pages could share."""
-        chance = random.Random(f"{self.name} {seed}")
-        return [
-            Request(chance.choices(range(vocabulary), k=chance.randint(*self.prompt)), chance.randint(*self.new))
-            for _ in range(self.count)
-        ]
-
-
-def parse_requests(names: Sequence[str]) -> list[RequestSet]:
-    """Resolve sets of requests as given on the command line.
+def parse_served(names: Sequence[str]) -> list[Backend]:
+    """Resolve what is compared: backends, and :data:`~dma_eval.bench.vllm_engine.VLLM` by its names.
 
     Raises:
-        UserError: There are none, two are the same, or one is not of the form.
+        UserError: As for :func:`dma_eval.backends.parse_backends`; or vLLM is named twice.
     """
-    refuse_repeats("--requests", names)
-    found = []
-    for name in names:
-        match = _FORM.fullmatch(name)
-        if match is None:
-            raise UserError(f"--requests: expected COUNTxPROMPT+NEW, such as 32x2048+64 or 8x64-512+16, got {name!r}")
-        count, low, high, least, most = match.groups()
-        prompt, new = (int(low), int(high or low)), (int(least), int(most or least))
-        if min(int(count), prompt[0], new[0]) < 1 or prompt[0] > prompt[1] or new[0] > new[1]:
-            raise UserError(f"--requests: numbers are at least 1, and ranges go up, got {name!r}")
-        found.append(RequestSet(name, int(count), prompt, new))
-    return found
+    peers = [name for name in names if name in VLLM]
+    if peers:
+        refuse_repeats("--attn", peers)
+    others = [name for name in names if name not in VLLM]
+    backends = iter(parse_backends(others) if others or not peers else ())
+    return [Backend(name, name) if name in VLLM else next(backends) for name in names]
 
 
 def check(model: PreTrainedModel, sets: Sequence[RequestSet], cache_gib: float | None) -> None:
@@ -140,6 +103,13 @@ def _measure_one(
         num_requests=requests.count,
     )
     try:
+        if backend.label in VLLM:
+            rehearsal = warm.draw(seed + 1, model.config.get_text_config().vocab_size)
+            longest = max(requests.longest, warm.longest)
+            figures = answer_with_vllm(
+                model, backend.label, rehearsal, drawn, longest=longest, seed=seed, cache_gib=cache_gib
+            )
+            return replace(result, **figures)
         activate(model, backend)
         with model.continuous_batching_context_manager(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
@@ -190,8 +160,8 @@ def _answer(manager: ContinuousBatchingManager, requests: Sequence[Request]) -> 
     # One that was evicted and computed again has lost the times of its first tokens.
     kept = [each.timestamps for each in outputs if len(each.timestamps) == len(each.generated_tokens)]
     seconds = max(output.timestamps[-1] for output in outputs) - start
-    first = _median_and_high([times[0] - start for times in kept])
-    between = _median_and_high([1e3 * (b - a) for times in kept for a, b in itertools.pairwise(times)])
+    first = median_and_high([times[0] - start for times in kept])
+    between = median_and_high([1e3 * (b - a) for times in kept for a, b in itertools.pairwise(times)])
     return {
         "seconds": seconds,
         "tokens_per_second": new_tokens / seconds,
@@ -202,13 +172,6 @@ def _answer(manager: ContinuousBatchingManager, requests: Sequence[Request]) -> 
         "most_at_once": _most_at_once([output.lifespan for output in outputs]),
         "evicted": len(outputs) - len(kept),
     }
-
-
-def _median_and_high(values: list[float]) -> tuple[float | None, float | None]:
-    if not values:
-        return None, None
-    median, high = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.5, 0.99], dtype=torch.float64))
-    return float(median), float(high)
 
 
 def _most_at_once(spans: list[tuple[float, float]]) -> int:

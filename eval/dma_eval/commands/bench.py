@@ -476,7 +476,8 @@ class ServeOptions(BenchOptions):
         "-a",
         metavar="BACKEND...",
         help="Backends to compare; the first is the reference. sdpa or eager, or dma_mxfp, dma_mxfp:PRESET, "
-        "dma_mxfp:FILE.toml, whose pages are in 16 bits; +int8 or +int4 for packed ones.",
+        "dma_mxfp:FILE.toml, whose pages are in 16 bits; +int8 or +int4 for packed ones. vllm and vllm:fp8 (its FP8 "
+        "cache): the package vllm, on the same shape with random weights.",
     )
     cache_gib: float | None = option(
         None,
@@ -502,6 +503,7 @@ def time_serve(args: ServeOptions) -> int:
     Examples:
     dma-hf bench serve --json serve.json --plot serve.png
     dma-hf bench serve --requests 256x512-4096+64-256 --attn dma_mxfp dma_mxfp+int8 dma_mxfp+int4 --cache-gib 16
+    dma-hf bench serve --requests 32x2048+64 --attn vllm vllm:fp8 dma_mxfp+int8 dma_mxfp+int4 --cache-gib 10
     dma-hf bench serve --model meta-llama/Llama-3.1-8B --requests 32x2048+64
     dma-hf bench serve --device cpu --shape tiny --dtype float32 --requests 8x64-512+16-32
     """
@@ -513,16 +515,16 @@ def time_serve(args: ServeOptions) -> int:
         from dma_eval.environment import need_transformers
 
         need_transformers("5.18", "bench serve")
-        from dma_eval.backends import parse_backends
         from dma_eval.bench import serve
         from dma_eval.bench.generate import build_model, weight_bytes
+        from dma_eval.bench.requests import parse_requests
         from dma_eval.bench.shown import plot_serve, serve_tables
         from dma_eval.models import load_model
 
-    backends = parse_backends(args.attn)
-    serve.parse_requests(args.requests or REQUESTS)
+    backends = serve.parse_served(args.attn)
+    parse_requests(args.requests or REQUESTS)
     device, dtype, facts = _look(args)
-    sets = serve.parse_requests(args.requests or (REQUESTS if device.type == "cuda" else CPU_REQUESTS))
+    sets = parse_requests(args.requests or (REQUESTS if device.type == "cuda" else CPU_REQUESTS))
     name = args.model or args.shape or (DEFAULT_MODEL if device.type == "cuda" else CPU_MODEL)
     with console.working(f"{'Making' if args.model is None else 'Loading'} {name}"):
         if args.model is None:

@@ -1,0 +1,74 @@
+"""Sets of requests that come at once: their names, and what they ask for."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dma_eval.backends import refuse_repeats
+from dma_eval.errors import UserError
+
+_FORM = re.compile(r"(\d+)x(\d+)(?:-(\d+))?\+(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how many tokens are generated after it."""
+
+    prompt: list[int]
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class RequestSet:
+    """Requests that come at once."""
+
+    name: str  # as it was given
+    count: int
+    prompt: tuple[int, int]  # fewest and most tokens
+    new: tuple[int, int]  # likewise
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return self.prompt[1] + self.new[1]
+
+    def draw(self, seed: int, vocabulary: int) -> list[Request]:
+        """Return the requests: of one seed always the same, and with no common beginning that pages could share."""
+        chance = random.Random(f"{self.name} {seed}")
+        return [
+            Request(chance.choices(range(vocabulary), k=chance.randint(*self.prompt)), chance.randint(*self.new))
+            for _ in range(self.count)
+        ]
+
+
+def parse_requests(names: Sequence[str]) -> list[RequestSet]:
+    """Resolve sets of requests as given on the command line.
+
+    Raises:
+        UserError: There are none, two are the same, or one is not of the form.
+    """
+    refuse_repeats("--requests", names)
+    found = []
+    for name in names:
+        match = _FORM.fullmatch(name)
+        if match is None:
+            raise UserError(f"--requests: expected COUNTxPROMPT+NEW, such as 32x2048+64 or 8x64-512+16, got {name!r}")
+        count, low, high, least, most = match.groups()
+        prompt, new = (int(low), int(high or low)), (int(least), int(most or least))
+        if min(int(count), prompt[0], new[0]) < 1 or prompt[0] > prompt[1] or new[0] > new[1]:
+            raise UserError(f"--requests: numbers are at least 1, and ranges go up, got {name!r}")
+        found.append(RequestSet(name, int(count), prompt, new))
+    return found
+
+
+def median_and_high(values: list[float]) -> tuple[float | None, float | None]:
+    """Return the median and the 99th percentile; ``None`` of nothing."""
+    if not values:
+        return None, None
+    median, high = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.5, 0.99], dtype=torch.float64))
+    return float(median), float(high)

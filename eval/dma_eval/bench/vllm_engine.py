@@ -1,0 +1,114 @@
+"""vLLM as a peer of ``dma-hf bench serve``: its offline engine, on a model of the same shape with random weights.
+
+Needs the package ``vllm``, on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .peers import import_peer
+from .requests import Request, median_and_high
+
+VLLM = {"vllm": "auto", "vllm:fp8": "fp8"}
+"""By name in results, the data type of its paged cache; ``auto`` is that of the model."""
+
+
+def answer(
+    model: PreTrainedModel,
+    label: str,
+    warm: Sequence[Request],
+    requests: Sequence[Request],
+    *,
+    longest: int,
+    seed: int,
+    cache_gib: float | None,
+) -> dict[str, Any]:
+    """Answer requests, and return figures by the names of the result's fields.
+
+    Args:
+        model: Whose configuration and data type the engine gets. It leaves the GPU meanwhile.
+        label: Of :data:`VLLM`.
+        warm: Requests that are not counted.
+        requests: Those that are; all come at once.
+        longest: Tokens of the longest of them.
+        seed: Of the weights.
+        cache_gib: Memory for the paged cache; ``None`` for what the engine finds free.
+
+    Raises:
+        ImportError: The package is not installed; the message names it.
+    """
+    vllm = import_peer("vllm", "vLLM", "vllm")
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], model.dtype
+    sizes = {} if cache_gib is None else {"kv_cache_memory_bytes": int(cache_gib * 2**30)}
+    with _elsewhere(model), tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        engine = vllm.LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=str(model.dtype).removeprefix("torch."),
+            kv_cache_dtype=VLLM[label],
+            max_model_len=longest,
+            enable_prefix_caching=False,
+            disable_log_stats=False,  # which has the times of tokens
+            seed=seed,
+            **sizes,
+        )
+
+        try:
+            _run(vllm, engine, warm)
+            start = time.perf_counter()
+            outputs = _run(vllm, engine, requests)
+            seconds = time.perf_counter() - start
+        finally:
+            del engine
+            gc.collect()
+    counts = [len(output.outputs[0].token_ids) for output in outputs]
+    times = [output.metrics for output in outputs]
+    first = median_and_high([each.first_token_latency for each in times])
+    gaps = [
+        1e3 * (each.last_token_ts - each.first_token_ts) / (count - 1)
+        for each, count in zip(times, counts, strict=True)
+        if count > 1
+    ]
+    between = median_and_high(gaps)
+    return {
+        "seconds": seconds,
+        "tokens_per_second": sum(counts) / seconds,
+        "first_token_seconds": first[0],
+        "first_token_seconds_p99": first[1],
+        "between_tokens_milliseconds": between[0],
+        "between_tokens_milliseconds_p99": between[1],
+        "cache_bytes": sizes.get("kv_cache_memory_bytes"),
+    }
+
+
+def _run(vllm: Any, engine: Any, requests: Sequence[Request]) -> list[Any]:
+    options = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    lengths = [vllm.SamplingParams(max_tokens=each.new_tokens, **options) for each in requests]
+    prompts = [{"prompt_token_ids": each.prompt} for each in requests]
+    outputs: list[Any] = engine.generate(prompts, lengths, use_tqdm=False)
+    return outputs
+
+
+@contextmanager
+def _elsewhere(model: PreTrainedModel) -> Iterator[None]:
+    """Within a ``with`` block, a model leaves its GPU to the engine."""
+    device = model.device
+    model.to("cpu")
+    torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        model.to(device)
