@@ -31,6 +31,8 @@ from .session import Session
 
 REFERENCE = Backend("sdpa, fp32", "sdpa")
 BUCKETS = 8
+HORIZONS = (64, 256, 1024)
+"""Generated tokens over which the share that equals the reference's is reported: errors accumulate."""
 PROBE = "dma_eval_probe"
 Array = NDArray[np.float64]
 
@@ -142,11 +144,18 @@ def _divergence(
         return continued(model, backend, torch.stack(list(prompts)), new_tokens, min_new_tokens=new_tokens)
 
     own = session.processes.share(backends)
+    session.progress.begin("Generating", len(own))
     expected = tokens_of(reference_model, REFERENCE) if own else []
     found: dict[str, Divergence] = {}
     for backend in own:
-        pairs = zip(expected, tokens_of(session.loaded.model, backend), strict=True)
-        found[backend.label] = Divergence(label=backend.label, same_tokens=[common_prefix(*pair) for pair in pairs])
+        pairs = list(zip(expected, tokens_of(session.loaded.model, backend), strict=True))
+        equal = np.array([np.equal(*pair) for pair in pairs])
+        found[backend.label] = Divergence(
+            label=backend.label,
+            same_tokens=[common_prefix(*pair) for pair in pairs],
+            equal_share={str(n): float(equal[:, :n].mean()) for n in HORIZONS if n <= new_tokens},
+        )
+        session.progress.advance(backend.label)
     everything = session.processes.united(found)
     return [everything[backend.label] for backend in backends]
 

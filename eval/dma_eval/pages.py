@@ -182,13 +182,16 @@ def fidelity_page(section: FidelitySection) -> Page:
         headers = ("backend", "tokens", "all layers", "least: layer", "most: layer")
         tables.append(Table(headers, rows, "Share of low tiles skipped"))
     if section.divergence:
+        horizons = list(section.divergence[0].equal_share)
         rows = []
         for each in section.divergence:
             same, prompts = each.same_tokens, len(each.same_tokens)
             whole = f"{same.count(section.new_tokens)} of {prompts}"
-            rows.append([each.label, f"{np.median(same):.0f}", str(min(same)), whole])
-        caption = f"Greedy tokens before the first that differs, of {section.new_tokens}"
-        tables.append(Table(("backend", "median", "least", "identical"), rows, caption))
+            equal = (share(each.equal_share[n], ".1f") for n in horizons)
+            rows.append([each.label, f"{np.median(same):.0f}", str(min(same)), whole, *equal])
+        caption = f"Greedy continuations of {section.new_tokens} tokens: the first that differs, and how many are equal"
+        headers = ("backend", "median first", "least", "identical", *(f"equal of {int(n):,}" for n in horizons))
+        tables.append(Table(headers, rows, caption))
     notes = [
         f"Text: `{tokens.data.name}`; {_windows(tokens.windows)} of "
         f"{tokens.context:,} tokens, {tokens.tokens_scored:,} tokens scored.",

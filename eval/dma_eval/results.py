@@ -4,7 +4,8 @@
 names, and every field is written. ``schema_version`` counts up when a field comes, goes or changes its meaning. Numbers
 that do not exist (of a failed backend, or without a reference) are null. Older files are read as having the default of
 every field that they lack: version 2 added ``tasks``, ``fidelity``, ``retrieval`` and ``part_seconds``, version 3
-``skip_windows``, ``spread`` and ``windows_left``, version 4 ``stress``, version 5 ``skipped`` and ``thresholds``. A
+``skip_windows``, ``spread`` and ``windows_left``, version 4 ``stress``, version 5 ``skipped`` and ``thresholds``,
+version 6 ``equal_share``. A
 reader refuses newer ones.
 """
 
@@ -21,7 +22,7 @@ from .environment import Environment, collect
 from .errors import UserError
 from .files import parse
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 RESULTS = "results.json"
 """The report in a run's folder."""
 Kind = TypeVar("Kind", bound="Results")
@@ -266,6 +267,9 @@ class Divergence:
 
     label: str  # the backend
     same_tokens: list[int]  # for each prompt, how many generated tokens, from the first on, are the reference's
+    # Share of the first 64, 256, ... tokens that equal the reference's at the same place, mean over prompts; by that
+    # number of tokens. Empty in older files.
+    equal_share: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

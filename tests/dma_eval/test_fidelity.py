@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dma_eval import fidelity as fidelity_module
 from dma_eval.backends import parse_backends
 from dma_eval.data import Window, load_text, tokenize
 from dma_eval.errors import UserError
@@ -128,6 +129,16 @@ class TestComparison:
         assert paper.kl_mean > 1e-5
         assert section.divergence[0].same_tokens == [6, 6]
         assert section.bucket_change["sdpa"] == pytest.approx([0] * 8, abs=1e-4)
+
+    def test_share_of_equal_tokens(self, fidelity: Fidelity, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Token by token at the same place, over each horizon that the continuations reach."""
+        monkeypatch.setattr(fidelity_module, "HORIZONS", (2, 6, 100))
+        sdpa, paper = fidelity("sdpa", "dma_mxfp:paper").divergence
+        assert sdpa.equal_share == {"2": 1.0, "6": 1.0}
+        least = np.mean([min(same, 6) / 6 for same in paper.same_tokens])
+        assert least <= paper.equal_share["6"] <= 1
+        table = next(t for t in fidelity_page(fidelity("sdpa", "dma_mxfp:paper")).tables if "equal of 6" in t.headers)
+        assert table.rows[0][1:] == ["6", "6", "2 of 2", "100.0 %", "100.0 %"]
 
     def test_other_dtypes_are_held_against_fp32(self, fidelity: Fidelity, model_folder: Path) -> None:
         model = load_model(str(model_folder), dtype="bfloat16", device="cpu")

@@ -33,6 +33,7 @@ NOT_RUN = {
     ),
     "docs/guides/serving.md": Counter({"it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1}),
     "docs/guides/compile.md": Counter({"needs a GPU": 1}),
+    "docs/guides/evaluation.md": Counter({"needs a GPU": 1}),
     "docs/guides/hub-kernel.md": Counter({"needs the Hub": 1}),
     "README.md": Counter({"continuous integration runs it as it stands": 2}),
 }
