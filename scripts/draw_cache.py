@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 
 RAW, LOW, EMPTY = "#d55e00", "#56b4e9", "#f4f4f4"
 SINKS, BAND, SLACK = 1, 1, 2
-ROWS = ("body: low-bit tiles, each encoded once", "sink: raw 16 bit", "tail: raw 16 bit, a ring")
+ROWS = ("quantized KV: complete tiles, each encoded once", "sink: 16 bits", "residual KV: 16 bits, a ring of tiles")
 
 
 def tiles_of(store: int, length: int) -> dict[int, float]:

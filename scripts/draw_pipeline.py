@@ -15,19 +15,19 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 TENSOR, KERNEL, WRITTEN = "#ececec", "#f6c9a5", "#cfe8f6"
-WIDTH, HEIGHT = 2.8, 0.8
+WIDTH, HEIGHT = 2.9, 0.8
 
 BOXES = {
-    "output": (7.0, 3.9, "output\n16 bit", TENSOR),
-    "query": (0.0, 2.6, "query\n16 bit, the caller's own", TENSOR),
-    "attention": (7.0, 2.6, "2 attention\nqueries quantised in registers\nhigh tiles read raw keys", KERNEL),
-    "key, value": (0.0, 1.5, "key and value\n16 bit, the caller's own", TENSOR),
-    "quantise": (3.5, 0.9, "1 quantise\nlook at the first tile,\nsmooth, rotate, round", KERNEL),
-    "low": (7.0, 0.9, "low keys and values\nwith their scales,\naligned to tiles", WRITTEN),
+    "output": (7.0, 3.9, "output\n16 bits", TENSOR),
+    "query": (0.0, 2.6, "query\n16 bits, unpadded", TENSOR),
+    "attention": (7.0, 2.6, "2. attend\nquantize queries in registers,\nread high tiles unquantized", KERNEL),
+    "key, value": (0.0, 1.5, "key and value\n16 bits, unpadded", TENSOR),
+    "quantize": (3.5, 0.9, "1. quantize\nread the first tile,\nsmooth, rotate, round", KERNEL),
+    "low": (7.0, 0.9, "low-precision keys and values\nwith scales,\npadded to tiles", WRITTEN),
 }
 ARROWS = (
-    ("key, value", "quantise"),
-    ("quantise", "low"),
+    ("key, value", "quantize"),
+    ("quantize", "low"),
     ("low", "attention"),
     ("query", "attention"),
     ("key, value", "attention"),

@@ -52,14 +52,14 @@ def main(
     layer: Annotated[int, typer.Option(help="Layer of the demo model.")] = 1,
     head: Annotated[int, typer.Option(help="Key head of the layer.")] = 0,
 ) -> None:
-    """Draw the magnitudes of the keys, channel by channel, as they are, smoothed, and smoothed and rotated."""
+    """Draw the magnitudes of the keys, channel by channel, unchanged, smoothed, and smoothed and rotated."""
     queries, keys = record_layers()[layer]
     group = queries.shape[1] // keys.shape[1]
     query, raw = queries[:, head * group : head * group + 1], keys[:, head : head + 1]
     true = query @ raw.mT
     smooth = raw - key_mean(raw)
     panels = (
-        ("as they are", raw, score_error(query, raw, true)),
+        ("unchanged", raw, score_error(query, raw, true)),
         ("smooth_k", smooth, score_error(query, smooth, true)),
         (
             "smooth_k and rotate",
@@ -70,7 +70,7 @@ def main(
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.9), dpi=150, layout="constrained", sharey=True)
     for axis, (title, panel, error) in zip(axes, panels, strict=True):
         image = axis.imshow(panel[0, 0, :SHOWN].abs(), vmin=0, vmax=float(raw.abs().max()), aspect="auto")
-        axis.set(title=f"{title}\nNVFP4 scores err by {error:.1%}", xlabel="channel")
+        axis.set(title=f"{title}\nNVFP4 scores: error {error:.1%}", xlabel="channel")
     axes[0].set_ylabel("token")
     figure.colorbar(image, ax=axes, label="magnitude of the key", shrink=0.85)
     out.parent.mkdir(parents=True, exist_ok=True)
