@@ -87,7 +87,8 @@ def load(*files: str) -> pd.DataFrame:
     frames = []
     for file in files:
         report = json.loads((BENCHMARKS / f"{file}.json").read_text(encoding="utf-8"))
-        facts = {key: report.get(key) for key in ("layers", "cache_gib")}
+        facts = {key: report.get(key) for key in ("layers", "cache_gib", "weights")}
+        facts["device"] = re.sub(r"NVIDIA (\w+).*", r"\1", report["device"]["name"])
         frames.append(pd.json_normalize(report["results"]).assign(**facts))
     frame = pd.concat(frames, ignore_index=True)
     frame["label"] = frame["label"].map(current)
@@ -210,8 +211,10 @@ def cache_formats() -> str:
 
 def generate() -> str:
     """First token, step, memory."""
-    frame = load("generate-h200", "generate-128k-h200")
+    frame = load(*sorted(path.stem for path in BENCHMARKS.glob("generate-*.json")))
+    frame = frame.sort_values(["device", "weights", "context"], kind="stable", na_position="first")
     cells = {
+        "GPU, weights": frame["device"] + ", " + frame["weights"].fillna("bf16"),
         "tokens of the prompt": show(frame["context"], ",.0f"),
         "first token": show(frame["first_token_seconds"], ".2f", " s"),
         "step": show(frame["step_milliseconds"], ".2f", " ms"),
@@ -219,6 +222,18 @@ def generate() -> str:
         "peak beside weights": show(frame["peak_bytes"] / 2**30, ".2f", " GiB"),
     }
     return markdown(pd.DataFrame(cells).set_index(frame["label"].map(name)))
+
+
+def longest() -> str:
+    """The longest context that fits in the memory of a GPU."""
+    rows = []
+    for path in sorted(BENCHMARKS.glob("generate-*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        about = (
+            f"{report['device']['name'].removeprefix('NVIDIA ')}, {report.get('weights') or report['dtype']} weights"
+        )
+        rows += [[name(current(each["label"])), about, f"{each['tokens']:,}"] for each in report["longest"]]
+    return table(["cache", "GPU, weights", "tokens"], rows)
 
 
 def serve() -> str:
@@ -409,6 +424,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cache-rotation": cache_rotation,
     "cache-formats": cache_formats,
     "generate": generate,
+    "longest": longest,
     "serve": serve,
     "quality": quality,
     "quality-twins": lambda: kl(short_twins()),
