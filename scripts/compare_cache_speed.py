@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from dma_eval.bench.results import DecodeShape
-from dma_eval.bench.timing import capture, time_in_turns
+from dma_eval.bench.timing import capture, time_interleaved
 from dma_kernels.numerics.formats import TILE
 from study import Writer
 
@@ -114,7 +114,7 @@ def measure(seconds: float, base: Kernels, ours: Kernels, writer: Writer) -> Non
                     run = step_of(kernels, own, shape, kind == "complete step")
                 run()
                 runs[name] = capture(run, DEVICE)
-            timings = time_in_turns(runs, DEVICE, seconds=seconds, min_repeats=15, max_repeats=150)
+            timings = time_interleaved(runs, DEVICE, seconds=seconds, min_repeats=15, max_repeats=150)
             row = {"kind": kind, "shape": str(shape), "format": format}
             row |= {f"{name}_us": round(1e3 * timing.median, 2) for name, timing in timings.items()}
             row["change_percent"] = round(100 * (timings["this"].median / timings["base"].median - 1), 2)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from dma_eval.bench.results import DecodeReport, DeviceFacts, GenerateReport, PrefillReport, ServeReport
-from dma_eval.bench.timing import Timing, extra_memory, look_at, time_alone, time_in_turns
+from dma_eval.bench.timing import Timing, extra_memory, look_at, time_interleaved, time_isolated
 from dma_eval.results import read_results
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -22,19 +22,19 @@ def recorder(name: str, calls: list[str]) -> Callable[[], None]:
 
 def test_runs_take_turns() -> None:
     calls: list[str] = []
-    timings = time_in_turns({n: recorder(n, calls) for n in "abc"}, CPU, seconds=0.0, min_repeats=4)
+    timings = time_interleaved({n: recorder(n, calls) for n in "abc"}, CPU, seconds=0.0, min_repeats=4)
     assert "".join(calls) == "abc" * 5  # a round to estimate with, and four
     assert {timing.repeats for timing in timings.values()} == {4}
 
 
 def test_each_run_has_its_own_times() -> None:
-    timings = time_in_turns({"slow": lambda: time.sleep(0.02), "fast": lambda: None}, CPU, seconds=0.0)
+    timings = time_interleaved({"slow": lambda: time.sleep(0.02), "fast": lambda: None}, CPU, seconds=0.0)
     assert timings["fast"].median < 10.0 < 20.0 <= timings["slow"].median
 
 
 def test_repeats_fill_the_time_within_limits() -> None:
     def repeats(seconds: float) -> int:
-        return time_in_turns({"run": lambda: time.sleep(0.01)}, CPU, seconds=seconds, max_repeats=8)["run"].repeats
+        return time_interleaved({"run": lambda: time.sleep(0.01)}, CPU, seconds=seconds, max_repeats=8)["run"].repeats
 
     assert repeats(0.0) == 3
     assert repeats(100.0) == 8
@@ -43,7 +43,7 @@ def test_repeats_fill_the_time_within_limits() -> None:
 def test_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 0.0, 0.001, 0.0] + [t for seconds in (5, 1, 4, 2, 3) for t in (0.0, 1e-3 * seconds)])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    timings = time_in_turns({"run": lambda: None}, CPU, seconds=0.0, min_repeats=5)
+    timings = time_interleaved({"run": lambda: None}, CPU, seconds=0.0, min_repeats=5)
     assert timings["run"] == Timing(
         median=pytest.approx(3.0), fast=pytest.approx(2.0), slow=pytest.approx(4.0), repeats=5
     )
@@ -52,7 +52,7 @@ def test_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_alone_is_the_median_of_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([t for milliseconds in (9, 8, 7, 3, 5, 4) for t in (0.0, 1e-3 * milliseconds)])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    assert time_alone(lambda: None, CPU, seconds=0.06, milliseconds=10.0) == pytest.approx(4.0)
+    assert time_isolated(lambda: None, CPU, seconds=0.06, milliseconds=10.0) == pytest.approx(4.0)
     assert next(clock, None) is None
 
 
@@ -67,7 +67,7 @@ def test_committed_results_are_as_the_schema_says(path: Path) -> None:
 
 
 def test_nothing_to_time() -> None:
-    assert time_in_turns({}, CPU, seconds=0.0) == {}
+    assert time_interleaved({}, CPU, seconds=0.0) == {}
 
 
 def test_memory_is_not_counted_on_a_cpu() -> None:

@@ -1,4 +1,4 @@
-"""A step of decoding timed side by side: SDPA on preallocated and on concatenated keys, and packed caches."""
+"""Time a decoding step: SDPA on preallocated and on concatenated keys, and packed caches."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from dma_hf import DMAConfig
 
 from .peers import FLASH_3, flash_attention_3_step, sdpa
 from .results import DecodeResult, DecodeShape
-from .timing import FAILURES, Run, captured, stored_bytes, time_in_turns
+from .timing import FAILURES, Run, captured, stored_bytes, time_interleaved
 
 PREALLOCATED: dict[str, SDPBackend | None] = {"sdpa": None, "sdpa:flash": SDPBackend.FLASH_ATTENTION}
-"""SDPA on keys and values that lie ready: what a 16-bit cache costs at the least. ``sdpa`` is PyTorch's choice."""
+"""SDPA on preallocated keys and values: the lower bound of a 16-bit cache. ``sdpa`` is PyTorch's choice."""
 DYNAMIC = "sdpa:dynamic"
-"""SDPA behind the concatenation that Transformers' ``DynamicCache`` makes of the old keys and the new one."""
+"""SDPA after Transformers' ``DynamicCache`` concatenates the old keys and the new one."""
 QUANTIZED = tuple(f"sdpa{suffix}" for suffix in PEER_SUFFIXES)
-"""SDPA behind Transformers' ``QuantizedCache``, by the suffixes of :data:`dma_eval.peers.QUANTIZED`. It dequantises
-everything for each token. Those of HQQ and quanto also quantise everything anew for every 128th, which is left out."""
+"""SDPA after Transformers' ``QuantizedCache``, by the suffixes of :data:`dma_eval.peers.QUANTIZED`. Each token
+dequantises the whole cache. HQQ and quanto also quantise it again at every 128th token, which is not timed."""
 ROOM = 256
-"""Tokens of room for the runs, each of which appends one; it counts as memory of a packed cache."""
+"""Spare tokens for the runs, each of which appends one. They count as memory of a packed cache."""
 FILLED_AT_ONCE = 8192
 
 
@@ -58,11 +58,11 @@ def prepare(backend: Backend, shape: DecodeShape, device: torch.device, dtype: t
         return flash_attention_3_step(backend.label, query, key, value)
     if backend.label in QUANTIZED:
         cache = quantized_cache(LlamaConfig(num_hidden_layers=1), backend.label.removeprefix("sdpa"))
-        # The last one by itself, so that some are not quantised yet, as is mostly so.
+        # The last token is appended separately, so that it is not quantised yet, as in most steps.
         for part in (slice(-1), slice(-1, None)):
             cache.update(key[:, :, part], value[:, :, part], 0)
         layer = cache.layers[0]
-        # Each run appends to the same keys: for a length that is new cuDNN prepares itself, for 36 ms of the host.
+        # Every run appends to the same keys: cuDNN prepares each new length on the host, which takes much longer.
         return lambda: attend(*copy(layer).update(new, new_value)), stored_bytes(vars(layer))
     stored = key.nbytes + value.nbytes
     if backend.label == DYNAMIC:
@@ -116,9 +116,9 @@ def parse_implementations(names: Sequence[str]) -> list[Backend]:
 def measure_shape(
     shape: DecodeShape, implementations: Sequence[Backend], device: torch.device, dtype: torch.dtype, *, seconds: float
 ) -> list[DecodeResult]:
-    """Time a step of all implementations on one shape; the first is what the others' ``speedup`` refers to.
+    """Time a step of all implementations on one shape. ``speedup`` is relative to the first.
 
-    The rounds take about so many ``seconds``, without compiling; ``dtype`` is that of queries and of 16-bit caches.
+    The rounds take about ``seconds``, without compilation. ``dtype`` is that of queries and of 16-bit caches.
     """
     console.print_note(str(shape))
     results: dict[str, DecodeResult] = {}
@@ -135,10 +135,10 @@ def measure_shape(
             continue
         results[label] = replace(result, cache_bytes=stored)
     replays, refusals = captured(runs, device)
-    # Half the rounds each: a packed cache has room for so many tokens only.
+    # Half the rounds each: a packed cache has spare room for ROOM tokens only.
     limit = min(100, ROOM // 2 - 8)
-    plain = time_in_turns(runs, device, seconds=seconds / 2, max_repeats=limit)
-    graphs = time_in_turns(replays, device, seconds=seconds / 2, max_repeats=limit) if replays else {}
+    plain = time_interleaved(runs, device, seconds=seconds / 2, max_repeats=limit)
+    graphs = time_interleaved(replays, device, seconds=seconds / 2, max_repeats=limit) if replays else {}
     best = {label: graphs.get(label, timing).median for label, timing in plain.items()}
     first = best.get(implementations[0].label)
     for label, milliseconds in best.items():

@@ -1,4 +1,4 @@
-"""The speed of ``generate`` with one attention and cache after another, on one model: what a user waits for.
+"""Time ``generate`` with several attentions and caches on one model.
 
 A run is named ``ATTENTION+CACHE``. The attention is a backend (:mod:`dma_eval.backends`). The cache is ``dynamic`` or
 ``static`` (Transformers' own, in 16 bits), or a format of :class:`dma_hf.DMACache` such as ``int4`` or ``int4-static``.
@@ -48,13 +48,13 @@ SHAPES = {
     "llama-3.2-1b": LlamaConfig(**LLAMA_3, **SMALL, tie_word_embeddings=True),
     "tiny": LlamaConfig(**TINY, vocab_size=256, num_attention_heads=4, num_key_value_heads=2),
 }
-"""Models with random weights; the speed does not depend on what the weights are."""
+"""Models with random weights, on which the speed does not depend."""
 UNTIMED_STEPS = 4
-"""Steps at the start that are not counted: what they compile or capture comes once."""
+"""First steps, which compile and capture, are not counted."""
 FILL_TOKENS = 65_536
-"""That a cache is filled with at a time, for the longest context: so many that the host is not what it waits for."""
+"""Tokens that fill a cache at a time, enough to keep the device busy."""
 WARM_TOKENS = 8192
-"""Of a prompt that compiles the kernels of longer ones too; the kernel for long prompts begins here."""
+"""Tokens of a prompt that compiles the kernels of longer ones too, the warp-specialised kernel included."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def build_model(shape: str, device: torch.device, dtype: torch.dtype, layers: in
 
 
 def never_stopping(model: PreTrainedModel) -> PreTrainedModel:
-    """Let a model generate as many tokens as it is asked for, whatever they are."""
+    """Remove the model's end of text, so that it generates as many tokens as requested."""
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
@@ -134,15 +134,15 @@ def measure(
     text: Tensor | None = None,
     steps_only: bool = False,
 ) -> Iterator[GenerateResult]:
-    """Generate from prompts of every length with every run; yields each result as it comes.
+    """Generate from prompts of every length with every run, and yield each result at once.
 
     Args:
         model: In evaluation mode on its device.
         contexts: Tokens of the prompts.
-        runs: The first is what the others' ``speedup`` refers to.
+        runs: ``speedup`` is relative to the first.
         batch: Sequences.
         new_tokens: Tokens to generate in each.
-        text: Tokens that the prompts are windows of; they are random without it.
+        text: Tokens whose windows are the prompts; without it prompts are random.
         steps_only: Fill the caches with random keys and values, and compute the last token of each prompt only.
 
     Raises:
@@ -167,7 +167,7 @@ def longest_context(
 ) -> LongestContext:
     """Find the longest context, up to ``upper`` tokens, over which one more token can be computed.
 
-    Each trial fills the memory, so that a good ``guess``, which is tried first, saves most of the time.
+    Each trial fills the memory. A good ``guess``, which is tried first, saves most of the time.
     """
     low, high = 0, upper + 1  # one that fits, and one that does not
     tried = min(guess, upper)
@@ -196,7 +196,7 @@ def guess_longest(model: PreTrainedModel, run: GenerateRun, results: Sequence[Ge
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
-    """Notes when each token comes. ``generate`` brings tokens to the host for it, so the device has computed them."""
+    """Record the time of each token. ``generate`` copies tokens to the host for it, after the device computed them."""
 
     def __init__(self) -> None:
         self.times = [time.perf_counter()]
@@ -209,7 +209,7 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
 
     @property
     def first_token_seconds(self) -> float:
-        """The prompt comes first of all."""
+        """Seconds to the first new token; ``generate`` puts the prompt before it."""
         return self.times[2] - self.times[0]
 
     @property
@@ -229,7 +229,7 @@ def _measure_one(
     try:
         activate(model, run.backend)
         cache = run.make_cache(model, context + new_tokens)
-        # Steps and kernels are compiled with the very cache of the run.
+        # Compile steps and kernels with the cache of the run itself.
         _generate(model, prompt[:, :16], cache, UNTIMED_STEPS, None)
         cache = _emptied(run, model, cache, context + new_tokens)
         if steps_only:
@@ -262,7 +262,7 @@ def _measure_one(
 
 
 def _emptied(run: GenerateRun, model: PreTrainedModel, cache: Cache, max_tokens: int) -> Cache:
-    """Return an empty cache: a static one is the same object, since compiled steps know its tensors."""
+    """Return an empty cache. A static one stays the same object, because compiled steps refer to its tensors."""
     if run.is_static:
         cache.reset()
         return cache

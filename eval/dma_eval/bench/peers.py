@@ -40,7 +40,7 @@ FLASHINFER_WORKSPACE = 16 << 20
 FLEX_BLOCK = 128
 
 
-def _as_it_is(out: Any) -> Tensor:
+def _unchanged(out: Any) -> Tensor:
     tensor: Tensor = out
     return tensor
 
@@ -51,13 +51,13 @@ class Prepared:
 
     Attributes:
         run: The call.
-        quantize: The part of it that quantises, if it does and that can be called by itself.
+        quantize: The part of it that quantises, if there is one that can be called separately.
         read: Return the attention output ``[B, Hq, T, D]`` of what ``run`` returned; this is not timed.
     """
 
     run: Run
     quantize: Run | None = None
-    read: Callable[[Any], Tensor] = _as_it_is
+    read: Callable[[Any], Tensor] = _unchanged
 
 
 def sdpa(
@@ -70,7 +70,7 @@ def sdpa(
     scale: float | None = None,
     mask: Tensor | None = None,
 ) -> Run:
-    """Return a call of PyTorch's attention on a backend of its own, or on the one that it chooses by itself.
+    """Return a call of PyTorch's attention on one of its backends, or on its own choice.
 
     A mask contains what is causal.
     """

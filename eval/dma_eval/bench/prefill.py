@@ -37,14 +37,14 @@ from .peers import (
     sdpa,
 )
 from .results import PrefillResult, PrefillShape
-from .timing import FAILURES, Run, capture, captured, extra_memory, time_alone, time_in_turns
+from .timing import FAILURES, Run, capture, captured, extra_memory, time_interleaved, time_isolated
 
 SDPA_BACKENDS: dict[str, SDPBackend | None] = {
     "sdpa": None,
     "sdpa:flash": SDPBackend.FLASH_ATTENTION,
     "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-"""``sdpa`` is what PyTorch chooses by itself."""
+"""``sdpa`` is PyTorch's own choice."""
 SAMPLED_ROWS = 64
 GRAPH_LIMIT = 2.0
 """Milliseconds. Longer calls hide their launches, and are not timed as CUDA graphs."""
@@ -122,8 +122,8 @@ def measure_layers(
 ) -> list[PrefillResult]:
     """Time all implementations on the layers of one shape, and sum over the layers.
 
-    The first implementation is what the others' ``speedup`` refers to. The interleaved rounds take about so many
-    ``seconds``, without compiling, and then each implementation by itself as many.
+    ``speedup`` is relative to the first implementation. The interleaved rounds take about ``seconds``, without
+    compilation, and then each isolated implementation as long again.
     """
     console.print_note(str(shape))
     device = layers[0].query.device
@@ -175,11 +175,11 @@ def measure_layers(
 def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, seconds: float) -> dict[str, dict[str, Any]]:
     """Return what was timed of each implementation, by the names of the result's fields.
 
-    Layers are interleaved one after the other. Alone, an implementation runs all layers in turn.
+    Implementations are interleaved layer by layer. An isolated run is all layers, one after the other.
     """
     count = max(map(len, prepared.values()), default=0)
     runs = [{label: calls[layer].run for label, calls in prepared.items()} for layer in range(count)]
-    timings = [time_in_turns(each, device, seconds=seconds / count) for each in runs]
+    timings = [time_interleaved(each, device, seconds=seconds / count) for each in runs]
     found: dict[str, dict[str, Any]] = {}
     for label in prepared:
         taken = [each[label] for each in timings]
@@ -200,21 +200,21 @@ def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, secon
             short.remove(label)
     if short and device.type == "cuda":
         graph_timings = [
-            time_in_turns({label: each[label] for label in short}, device, seconds=seconds / 2 / count)
+            time_interleaved({label: each[label] for label in short}, device, seconds=seconds / 2 / count)
             for each in replays
         ]
         for label in short:
             found[label]["graph_milliseconds"] = sum(each[label].median for each in graph_timings)
     if device.type == "cuda":
         for label in prepared:
-            alone = _in_turn([each[label] for each in (replays if label in short else runs)])
-            found[label]["sustained_milliseconds"] = time_alone(
-                alone, device, seconds=seconds, milliseconds=found[label]["milliseconds"]
+            isolated = _chained([each[label] for each in (replays if label in short else runs)])
+            found[label]["sustained_milliseconds"] = time_isolated(
+                isolated, device, seconds=seconds, milliseconds=found[label]["milliseconds"]
             )
     return found
 
 
-def _in_turn(runs: Sequence[Run]) -> Run:
+def _chained(runs: Sequence[Run]) -> Run:
     """Return what calls all of them; the results are not kept."""
 
     def run() -> None:
@@ -255,7 +255,7 @@ def _error(call: Prepared, exact: Tensor, rows: Tensor) -> float:
 
 
 def _time_quantization(parts: Sequence[Run], device: torch.device, seconds: float) -> float:
-    """Return the time of what precedes the attention kernel, alone."""
-    run = _in_turn(parts)
+    """Return the time of the preprocessing before the attention kernel."""
+    run = _chained(parts)
     run = capture(run, device) if device.type == "cuda" else run
-    return time_in_turns({"quantize": run}, device, seconds=seconds / 4)["quantize"].median
+    return time_interleaved({"quantize": run}, device, seconds=seconds / 4)["quantize"].median

@@ -1,4 +1,4 @@
-"""Sets of requests that come at once: their names, and what they ask for."""
+"""Sets of requests that arrive at the same time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestSet:
-    """Requests that come at once."""
+    """Requests that arrive at the same time."""
 
     name: str  # as it was given
     count: int

@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def family(self) -> str:
-        """What it shares with other lengths, for titles."""
+        """The shape without its length, for titles."""
         return f"head_dim {self.head_dim}, {self.query_heads}/{self.kv_heads} heads"
 
 
@@ -65,7 +65,7 @@ def document_lengths(length: int, documents: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """Where queries, keys and values come from that a model computed."""
+    """Origin of queries, keys and values that a model computed."""
 
     model: str  # as it was asked for: Hub name, folder or GGUF file
     data: str  # the text that it read: file or dataset
@@ -192,7 +192,7 @@ class LongestContext:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeResult(SpeedResult):
-    """One attention and cache on one set of requests, which all come at once."""
+    """One attention and cache on one set of requests, which arrive at the same time."""
 
     requests: str  # the set, as ``COUNTxPROMPT+NEW``; a length may be a range
     seconds: float | None = None  # until the last token of the last request

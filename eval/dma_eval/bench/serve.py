@@ -1,8 +1,8 @@
-"""The speed of continuous batching with one attention and cache after another: many requests, on one model.
+"""Time continuous batching with several attentions and caches on one model.
 
-A set of requests is named ``COUNTxPROMPT+NEW``: how many, tokens of each prompt, tokens to generate. A length may be a
-range (``256x512-4096+64-512``), from which each request draws its own, evenly. All requests of a set come at once, and
-Transformers' scheduler admits as many as the paged cache has room for.
+A set of requests is named ``COUNTxPROMPT+NEW``: number of requests, tokens of each prompt, tokens to generate. A length
+may be a range (``256x512-4096+64-512``), from which each request draws its own uniformly. All requests of a set arrive
+at the same time. Transformers' scheduler admits as many as fit in the paged cache.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def measure(
     seed: int,
     cache_gib: float | None,
 ) -> Iterator[ServeResult]:
-    """Answer every set of requests with every backend; yields each result as it comes.
+    """Answer every set of requests with every backend, and yield each result at once.
 
-    The model is in evaluation mode on its device; the first backend is what the others' ``speedup`` refers to. Without
-    ``cache_gib`` the paged cache has what Transformers finds free, on a CPU what all requests need.
+    The model is in evaluation mode on its device. ``speedup`` is relative to the first backend. Without ``cache_gib``
+    the paged cache takes the free memory that Transformers finds, and on a CPU what all requests need.
     """
     return measure_each(
         {requests.name: requests for requests in sets},
@@ -127,7 +127,7 @@ def _measure_one(
 
 
 def _sizes(cache: PagedAttentionCache) -> dict[str, Any]:
-    """Return what a paged cache takes: together, for a token, and for a request whatever its length."""
+    """Return the bytes of a paged cache: in total, per token, and per request regardless of its length."""
     allocators = cache.cache_allocators.values()
     slots = [each for each in allocators if getattr(each, "has_one", False)]  # of packed pages
     pages = [each for each in allocators if each not in slots]

@@ -27,7 +27,7 @@ def prefill_tables(results: Sequence[PrefillResult]) -> list[Table]:
         "tokens": lambda r: f"{r.shape.length:,}",
         "ms": of("milliseconds", ".3f"),
         "as graph": of("graph_milliseconds", ".3f"),
-        "alone": of("sustained_milliseconds", ".3f"),
+        "isolated": of("sustained_milliseconds", ".3f"),
         "quantising": of("quantize_milliseconds", ".3f"),
         "TFLOP/s": lambda r: number(r.tflops, ",.0f" if (r.tflops or 0) >= 10 else ".3f"),
         "speed": of("speedup", ".2f", "x"),

@@ -1,13 +1,12 @@
-"""How speed is measured: what every benchmark shares.
+"""How every benchmark measures speed.
 
-Implementations are timed in turns, round after round, so that a drift of the machine (clocks, other tenants) meets all
-of them alike, and medians are taken. On a CUDA device a run is timed by events on the stream, after large reads: the L2
-cache then holds nothing of the round before, and nothing that has yet to be written back; and while they go on the host
-gets ahead, as it does inside a model. A run's launches count as far as the device waits for them; captured in a
-CUDA graph they cost next to nothing.
+Implementations are interleaved, round after round, so that drift (clocks, other tenants) affects all of them equally.
+Results are medians. On a CUDA device, stream events time a run. Large reads before it flush the L2 cache and let the
+host run ahead, as it does inside a model. Launch overhead counts as far as the device waits for it. In a CUDA graph it
+is close to zero.
 
-A chip at its power limit lowers its clock. In turns all run at the clock that they leave together, so that their ratio
-is about that of their cycles; :func:`time_alone` has the time of one that has the chip, and its clock, for itself.
+A GPU at its power limit lowers its clock. Interleaved runs share one clock, so their times relate about as their cycles
+do. :func:`time_isolated` times one implementation at the clock that it reaches by itself.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ Case = TypeVar("Case")
 Compared = TypeVar("Compared")
 Result = TypeVar("Result", bound=SpeedResult)
 FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
-"""What an implementation raises that cannot compute a call; ``torch.OutOfMemoryError`` is a ``RuntimeError``."""
+"""What an implementation raises if it cannot compute a call; ``torch.OutOfMemoryError`` is a ``RuntimeError``."""
 
 _READS = 4
-"""Before a run: for about 280 microseconds on an H200, which are more than the launches of any run here take."""
+"""Reads before a run. They take about 280 us on an H200, longer than the launches of any run here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +52,9 @@ def measure_each(
     measure_one: Callable[[Case, Compared], Result],
     time_of: Callable[[Result], float | None],
 ) -> Iterator[Result]:
-    """Measure every case with each of what is compared, one after the other, and yield each result as it comes.
+    """Measure every case with every candidate, and yield each result at once.
 
-    ``time_of`` is what a result's ``speedup`` is of; ``None`` if it did not run.
+    ``time_of`` returns the time that ``speedup`` compares; ``None`` if the candidate did not run.
     """
     for name, case in cases.items():
         first: float | None = None
@@ -67,13 +66,13 @@ def measure_each(
             yield replace(result, speedup=first / taken if first and taken else None)
 
 
-def time_in_turns(
+def time_interleaved(
     runs: Mapping[str, Run], device: torch.device, *, seconds: float, min_repeats: int = 3, max_repeats: int = 100
 ) -> dict[str, Timing]:
-    """Time implementations of one thing, by name, one run of each per round.
+    """Time implementations by name, one run of each per round.
 
-    Each has run before, so that nothing is compiled now. All rounds take about so many ``seconds`` together, within the
-    limits on how many there are.
+    Run each of them once before, so that nothing is compiled here. All rounds together take about ``seconds``, within
+    the limits on their number.
     """
     clock = _clock(device)
     start = time.perf_counter()
@@ -89,13 +88,13 @@ def time_in_turns(
     return {name: _timing(times[index :: len(runs)]) for index, name in enumerate(runs)}
 
 
-def time_alone(run: Run, device: torch.device, *, seconds: float, milliseconds: float) -> float:
-    """Return the median time of a run, in milliseconds, in the second half of so many ``seconds`` of nothing else.
+def time_isolated(run: Run, device: torch.device, *, seconds: float, milliseconds: float) -> float:
+    """Repeat one run for ``seconds``, and return the median time of the second half in milliseconds.
 
     Args:
-        run: Its results are not kept.
+        run: What is timed; its results are dropped.
         device: Where it runs.
-        seconds: Of 0.8 an H200 has the times that it has of 1.5.
+        seconds: How long to repeat it. On an H200, 0.8 gives the same times as 1.5.
         milliseconds: What a run takes, about.
     """
     clock = _clock(device, reads=0)
@@ -125,7 +124,7 @@ def capture(run: Run, device: torch.device) -> Run:
 
 
 def captured(runs: Mapping[str, Run], device: torch.device) -> tuple[dict[str, Run], dict[str, str]]:
-    """Return a replay of each run that can be captured as a CUDA graph, and why others cannot; nothing on a CPU."""
+    """Return CUDA graph replays of the runs, and the reason for each run that cannot be captured; nothing on a CPU."""
     replays: dict[str, Run] = {}
     refusals: dict[str, str] = {}
     for label, run in runs.items() if device.type == "cuda" else ():
@@ -160,7 +159,7 @@ def stored_bytes(held: object) -> int:
 
 
 def look_at(device: torch.device) -> DeviceFacts:
-    """Look a device up, and measure how fast it copies and multiplies."""
+    """Return the properties of a device, and measure how fast it copies and multiplies."""
     if device.type != "cuda":
         return DeviceFacts(name=device.type)
     properties = torch.cuda.get_device_properties(device)
@@ -173,7 +172,7 @@ def look_at(device: torch.device) -> DeviceFacts:
         "copy": lambda: target.copy_(source),
         "matmul": lambda: torch.mm(factor, factor, out=product),
     }
-    timings = time_in_turns(runs, device, seconds=0.2, min_repeats=10)
+    timings = time_interleaved(runs, device, seconds=0.2, min_repeats=10)
     return DeviceFacts(
         name=properties.name,
         capability=f"{properties.major}.{properties.minor}",

@@ -39,7 +39,7 @@ def answer(
         model: Whose configuration and data type the engine gets. It leaves the GPU meanwhile.
         label: Of :data:`VLLM`.
         warm: Requests that are not counted.
-        requests: Those that are; all come at once.
+        requests: Those that are; all arrive at the same time.
         longest: Tokens of the longest of them.
         seed: Of the weights.
         cache_gib: Memory for the paged cache; ``None`` for what the engine finds free.
