@@ -20,7 +20,7 @@ from dma_kernels.prefill.hopper.quantize_q import stage_queries
 from dma_kernels.prefill.plan import plan
 from dma_kernels.prefill.problem import PrefillProblem
 from dma_kernels.runtime import chip
-from dma_kernels.runtime.lowering import Form
+from dma_kernels.runtime.operand_formats import DEQUANTIZED, INT8, RAW
 from dma_kernels.runtime.plan import make_plan
 from dma_kernels.testing import random_qkv
 from prefill_cases import RECIPES
@@ -101,10 +101,10 @@ def test_grids_are_within_the_limits_of_cuda(recipe: str, sizes: dict[str, int])
     )  # fmt: skip
     launches = plan(problem).launches
     assert launches is not None
-    low_form = Form.INT8 if recipe == "int8" else Form.DEQUANTIZED
+    low_key = INT8 if recipe == "int8" else DEQUANTIZED
 
     def quantize(query: Any) -> list[Any]:
-        return [stage_queries(query, None, None, RECIPES[recipe], low_form, Form.RAW, scale=1.0, is_early=False).low]
+        return [stage_queries(query, None, None, RECIPES[recipe], low_key, RAW, scale=1.0, is_early=False).low]
 
     queries = make_plan(quantize, [TensorLayout.of(query)], query.device)
     grids = [each.launch.grid for each in (*launches.launches, *queries.launches)]

@@ -7,7 +7,8 @@ import re
 import tomllib
 
 import pytest
-from dma_kernels.runtime.lowering import Form, select_lowering
+from dma_kernels.runtime.compute_path import select_compute_path
+from dma_kernels.runtime.operand_formats import DEQUANTIZED, E4M3, E4M3_VALUES, E5M2, INT8, PACKED
 from messages import as_template, quoted_messages, source_messages
 from script_files import load_script
 from snippets import PAGES, ROOT
@@ -75,17 +76,18 @@ def test_a_readme_without_marks_is_refused():
 
 
 UNITS = {
-    Form.INT8: "INT8",
-    Form.E4M3: "FP8",
-    Form.E5M2: "FP8 (E5M2)",
-    Form.PACKED: "block-scaled FP4",
-    Form.DEQUANTIZED: "16 bits",
+    INT8: "INT8",
+    E4M3: "FP8",
+    E5M2: "FP8 (E5M2)",
+    PACKED["mxfp4"]: "block-scaled FP4",
+    PACKED["nvfp4"]: "block-scaled FP4",
+    DEQUANTIZED: "16 bits",
 }
 ARCHS = ((80, 86), (89,), (90,), (100, 103, 110, 120, 121))
 """The chips of each column of the table of units."""
 
 
-def test_units_of_each_preset_are_those_of_its_lowering():
+def test_units_of_each_preset_are_those_of_its_path():
     section = _text("docs/compatibility.md").split("### What each preset runs on")[1].split("\n## ")[0]
     rows = {}
     for line in section.splitlines():
@@ -96,9 +98,9 @@ def test_units_of_each_preset_are_those_of_its_lowering():
     for name, cells in rows.items():
         for cell, archs in zip(cells, ARCHS, strict=True):
             for arch in archs:
-                lowering = select_lowering(dma_hf.PRESETS[name].recipe, arch)
-                pv = "FP8" if lowering.low_value is Form.E4M3 else "16 bits"
-                assert cell.replace("P·V in ", "") == f"{UNITS[lowering.low_key]}; {pv}", f"{name} on {arch}"
+                path = select_compute_path(dma_hf.PRESETS[name].recipe, arch)
+                pv = "FP8" if path.low_value is E4M3_VALUES else "16 bits"
+                assert cell.replace("P·V in ", "") == f"{UNITS[path.low_key]}; {pv}", f"{name} on {arch}"
 
 
 def test_files_that_are_named_exist():

@@ -19,7 +19,7 @@ def use_kernel(monkeypatch: pytest.MonkeyPatch, kernel: PrefillKernel) -> None:
         configure = _CONFIGS[kernel.name]
         kernel = replace(
             kernel,
-            select=lambda shape, lowering: configure(shape.arch, lowering, shape.query.shape[3], shape.value.shape[3]),
+            select=lambda shape, path: configure(shape.arch, path, shape.query.shape[3], shape.value.shape[3]),
         )
     monkeypatch.setattr(registry, "KERNELS", (kernel,))
     plan.cache_clear()

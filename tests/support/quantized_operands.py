@@ -1,4 +1,4 @@
-"""The operands of a lowering made in torch: what the quantiser on a device is held against."""
+"""The operands of a compute path made in torch: what the quantiser on a device is held against."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ from dma_kernels.numerics.quantize import (
 from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.prefill.operands import Operands, TileOperands
 from dma_kernels.prefill.quantizer import quantize_keys_values
-from dma_kernels.runtime.lowering import Form, Lowering, dequantized_dtype, select_lowering
+from dma_kernels.runtime.compute_path import ComputePath, select_compute_path
+from dma_kernels.runtime.operand_formats import (
+    DEQUANTIZED,
+    E4M3,
+    E5M2,
+    INT8,
+    RAW,
+    OperandFormat,
+    Scale,
+    dequantized_dtype,
+)
 from dma_kernels.testing import assert_bits_equal
 from torch import Tensor
 
@@ -57,9 +67,9 @@ def check(
     low_tiles: range | None = None,
 ) -> Operands:
     """Hold the operands of a call against the specification, given the mean key that the kernels found."""
-    lowering = select_lowering(recipe, arch)
-    actual = quantize_keys_values(key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, low_tiles=low_tiles)
-    expected = expected_operands(key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, mean=actual.key_mean)
+    path = select_compute_path(recipe, arch)
+    actual = quantize_keys_values(key, value, recipe, path, kv_offset=kv_offset, rows=rows, low_tiles=low_tiles)
+    expected = expected_operands(key, value, recipe, path, kv_offset=kv_offset, rows=rows, mean=actual.key_mean)
     assert_operands_equal(actual, expected)
     return actual
 
@@ -86,14 +96,14 @@ def assert_tile_operands_equal(actual: TileOperands, expected: TileOperands) -> 
             if got is not wanted:
                 assert_bits_equal(got, wanted)
         except AssertionError as error:
-            raise AssertionError(f"{name} in form {actual.key_form}: {error}") from None
+            raise AssertionError(f"{name} in {actual.key_format.name}: {error}") from None
 
 
 def expected_operands(
     key: Tensor,
     value: Tensor,
     recipe: Recipe,
-    lowering: Lowering,
+    path: ComputePath,
     *,
     kv_offset: int,
     rows: Tensor | None,
@@ -120,7 +130,7 @@ def expected_operands(
         storage = x.new_zeros(*x.shape[:2], tiles * TILE, x.shape[3])
         return storage.scatter_(2, entry[:, None, :, None].expand(x.shape), x)
 
-    writes_keys = lowering.key is not Form.RAW or lowering.low_key is not None
+    writes_keys = path.key is not RAW or path.low_key is not None
     assert (mean is not None) == (recipe.smooth_k and writes_keys)
     if mean is not None:
         mean = mean[:, :, None]
@@ -135,26 +145,26 @@ def expected_operands(
     x = aligned(x)
     v, v_scale = aligned(value.masked_fill(hidden, 0.0)), value_scale(value, visible)
 
-    def tile_operands(form: Form, key_format: str, query_format: str, shared: str, value_form: Form) -> TileOperands:
+    def tile_operands(
+        form: OperandFormat, key_format: str, query_format: str, shared: str, value_form: OperandFormat
+    ) -> TileOperands:
         own, scale, factor = _keys(x, head_scale, form, key_format, shared, recipe, key.dtype, query_format)
         own_value, value_factor = _values(v, v_scale, value_form)
         return TileOperands(
             key=key if own is None else own,
             value=value if own_value is None else own_value,
-            key_form=form,
-            value_form=value_form,
-            key_layout="caller" if own is None else "aligned",
-            value_layout="caller" if own_value is None else "aligned",
+            key_format=form,
+            value_format=value_form,
             key_scale=scale,
             key_factor=factor,
             value_factor=value_factor,
         )
 
     low = None
-    if lowering.low_key is not None and lowering.low_value is not None:
-        low = tile_operands(lowering.low_key, recipe.key_low, recipe.query_low, recipe.shared_scale, lowering.low_value)
+    if path.low_key is not None and path.low_value is not None:
+        low = tile_operands(path.low_key, recipe.key_low, recipe.query_low, recipe.shared_scale, path.low_value)
     return Operands(
-        high=tile_operands(lowering.key, recipe.high, recipe.high, "block", Form.RAW),
+        high=tile_operands(path.key, recipe.high, recipe.high, "block", RAW),
         low=low,
         key_mean=None if mean is None else mean[:, :, 0],
     )
@@ -163,7 +173,7 @@ def expected_operands(
 def _keys(
     x: Tensor,
     head_scale: Tensor,
-    form: Form,
+    form: OperandFormat,
     format: str,
     shared: str,
     recipe: Recipe,
@@ -171,7 +181,7 @@ def _keys(
     query_format: str,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return aligned keys in a form, their block scales, and their factors."""
-    if form is Form.RAW:
+    if form is RAW:
         return None, None, None
     target = dequantized_dtype(dtype, query_format, format)
     if format == UNQUANTIZED:
@@ -179,17 +189,17 @@ def _keys(
     own_scale = head_scale if format == "nvfp4" else None
     coded = quantize(x, format, scale_rounding=recipe.scale_rounding, shared_scale=shared, global_scale=own_scale)
     tiles = x.shape[2] // TILE
-    if form is Form.DEQUANTIZED:
+    if form is DEQUANTIZED:
         return coded.dequantize().to(target), None, None
-    if form is Form.PACKED:
+    if form.scale is Scale.BLOCK:
         head = coded.global_scale
         return coded.data, coded.scale, None if head is None else head[..., 0].expand(-1, -1, tiles)
     zero = (x.unflatten(2, (tiles, TILE)) == 0).all(-1).all(-1)
-    if form in (Form.INT8, Form.E4M3):
-        unit = MXINT8_UNIT if form is Form.INT8 else 1.0
+    if form in (INT8, E4M3):
+        unit = MXINT8_UNIT if form is INT8 else 1.0
         factor = e8m0_to_float(coded.scale[:, :, ::TILE, 0]) * unit
     else:
-        assert form is Form.E5M2
+        assert form is E5M2
         code = coded.scale.int().unflatten(2, (tiles, TILE))
         top = code.masked_fill(code == 255, 0).amax((-2, -1))  # [B, H, tiles]
         factor = torch.exp2((top - 127 - 13).clamp(min=-126).float())
@@ -201,12 +211,12 @@ def _keys(
     return coded.data, None, torch.where(zero, 1.0, factor)
 
 
-def _values(v: Tensor, factor: Tensor, form: Form) -> tuple[Tensor | None, Tensor | None]:
+def _values(v: Tensor, factor: Tensor, form: OperandFormat) -> tuple[Tensor | None, Tensor | None]:
     """Return aligned values in a form, and their factors."""
-    if form is Form.RAW:
+    if form is RAW:
         return None, None
     scaled = values_to_e4m3(v, factor)
-    if form is Form.DEQUANTIZED:
+    if form is DEQUANTIZED:
         return (scaled.float() * factor).to(torch.bfloat16), None
     tiles = scaled.unflatten(2, (-1, TILE)).transpose(-1, -2)  # [B, H, tiles, Dv, 128]
     # Entry 4 t + 2 j + c of a group of 16 holds the key 8 j + 2 t + c.

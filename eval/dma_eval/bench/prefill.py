@@ -13,7 +13,7 @@ from dma_kernels import attention, attention_with_lse
 from dma_kernels.numerics.geometry import PrefillGeometry
 from dma_kernels.prefill.plan import quantize_operands
 from dma_kernels.runtime.chip import device_arch, resolve_backend
-from dma_kernels.runtime.lowering import select_lowering
+from dma_kernels.runtime.compute_path import select_compute_path
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -82,8 +82,8 @@ def prepare(backend: Backend, inputs: Inputs) -> Prepared:
     if resolve_backend(on, query.device, query.dtype) != "triton" or inputs.documents > 1:
         return Prepared(call)
     geometry = PrefillGeometry(key.shape[2], 0, 0, None, is_causal=inputs.is_causal, window=None, mask=None)
-    lowering = select_lowering(recipe, device_arch(query.device), query.shape[3])
-    return Prepared(call, lambda: quantize_operands(query, key, value, recipe, lowering, geometry))
+    path = select_compute_path(recipe, device_arch(query.device), query.shape[3])
+    return Prepared(call, lambda: quantize_operands(query, key, value, recipe, path, geometry))
 
 
 def default_names() -> list[str]:

@@ -22,15 +22,16 @@ from ..prefill.config import portable_config
 from ..prefill.operands import Operands, TileOperands
 from ..prefill.plan import new_results
 from ..runtime import chip
-from ..runtime.lowering import Form, Lowering
+from ..runtime.compute_path import ComputePath
+from ..runtime.operand_formats import DEQUANTIZED, RAW
 from ..runtime.plan import LaunchPlan, make_plan
 from ..runtime.reports import report
 from .append import append_tokens
 from .restore import restore_dense
 from .storage import LayerStorage
 
-_TWO_KINDS = Lowering("portable", Form.RAW, Form.DEQUANTIZED, Form.DEQUANTIZED)
-_ONE_KIND = Lowering("portable", Form.RAW, None, None)
+_TWO_KINDS = ComputePath(RAW, DEQUANTIZED, DEQUANTIZED)
+_ONE_KIND = ComputePath(RAW)
 
 
 def chunk_attention(
@@ -153,19 +154,19 @@ def _plan(
 ) -> LaunchPlan:
     """Plan the launch of the portable kernel over restored keys and values."""
     recipe = Recipe(low="bf16", high="bf16", diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles)
-    lowering = _ONE_KIND if low_keys is None else _TWO_KINDS
+    path = _ONE_KIND if low_keys is None else _TWO_KINDS
     has_softcap = softcap is not None
     config = portable_config(
-        chip.device_arch(query.device), lowering, query.shape[3], values.shape[3], has_softcap=has_softcap
+        chip.device_arch(query.device), path, query.shape[3], values.shape[3], has_softcap=has_softcap
     )
 
     def launch(
         query: Any, keys: Any, values: Any, low_keys: Any, low_values: Any, sinks: Any, mask: Any, rows: Any
     ) -> tuple[Any, Any]:
-        high = TileOperands(keys, values, Form.RAW, Form.RAW, "caller", "caller")
+        high = TileOperands(keys, values, RAW, RAW)
         low = None
         if low_keys is not None:
-            low = TileOperands(low_keys, low_values, Form.DEQUANTIZED, Form.DEQUANTIZED, "aligned", "aligned")
+            low = TileOperands(low_keys, low_values, DEQUANTIZED, DEQUANTIZED)
         geometry = PrefillGeometry(keys.shape[2], 0, 0, rows, is_causal=is_causal, window=window, mask=mask)
         out, lse = new_results(query, values)
         if lse.numel():

@@ -53,7 +53,7 @@ _INT8_UNIT = tl.constexpr(MXINT8_UNIT)
 _INT8_MAX = tl.constexpr(float(MXINT8_MAX_CODE))
 _NAN_CODE = tl.constexpr(E8M0_NAN)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
-_E5M2_SHIFT = tl.constexpr(13)  # log2 of the largest scale in Form.E5M2
+_E5M2_SHIFT = tl.constexpr(13)  # log2 of the largest scale in the operand format E5M2
 
 
 @triton.jit

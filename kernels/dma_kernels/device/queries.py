@@ -63,12 +63,12 @@ def prepare_queries(
     x, head_scale, FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Bring transformed queries into the form of the keys that they meet (:class:`~dma_kernels.prefill.operands.Form`).
+    """Bring transformed queries into the format of the keys that they meet.
 
     Args:
         x: fp32 ``[ROWS, BLOCK_D]``.
         head_scale: NVFP4's scale of the head, fp32; 1 for other formats.
-        FORM: Of the keys; any but ``raw``.
+        FORM: Name of the keys' operand format (:mod:`dma_kernels.runtime.operand_formats`); any but ``raw``.
         FORMAT: Of the queries.
         SHARED: ``block`` or ``row``: what has a scale.
         ROUNDING: Of the scales.

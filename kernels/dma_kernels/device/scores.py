@@ -88,7 +88,7 @@ def load_keys(
         row: Row of the matrix that the head starts at, int64.
         entry: First key of the block, counted from there.
         length: Rows of the head.
-        FORM: Form of the keys.
+        FORM: Name of the operand format of the keys.
         FORMAT: Format of the keys.
         MASK_ROWS: Whether the block may reach outside the head.
         USE_TMA: Whether ``desc`` is given.

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from ..numerics.formats import padded_channels
 from ..runtime.chip import TENSOR_MEMORY_ARCHS
-from ..runtime.lowering import Form, Lowering
+from ..runtime.compute_path import ComputePath
+from ..runtime.operand_formats import DEQUANTIZED, E4M3_VALUES
 
 L2_BYTES = 8 << 20
 """Keys and values in 8 bits that CTAs running at the same time should share. Queries, outputs and the 16-bit keys and
@@ -84,26 +85,26 @@ class MultiCTAConfig:
 
 @functools.cache
 def portable_config(
-    arch: int, lowering: Lowering, head_dim: int, value_dim: int, *, has_softcap: bool = False
+    arch: int, path: ComputePath, head_dim: int, value_dim: int, *, has_softcap: bool = False
 ) -> PortableConfig:
     """Return the configuration of the portable kernel.
 
     Args:
         arch: Compute capability, major version times ten plus minor (90 is Hopper).
-        lowering: Formats of keys and values.
+        path: Operand formats of keys and values.
         head_dim: Of queries and keys.
         value_dim: Of values.
         has_softcap: Whether scores are capped, which takes registers.
     """
-    config = _portable_config(arch, lowering, padded_channels(max(head_dim, value_dim)), has_softcap)
+    config = _portable_config(arch, path, padded_channels(max(head_dim, value_dim)), has_softcap)
     return replace(config, use_tma=arch >= 90)
 
 
-def _portable_config(arch: int, lowering: Lowering, widest: int, has_softcap: bool) -> PortableConfig:
+def _portable_config(arch: int, path: ComputePath, widest: int, has_softcap: bool) -> PortableConfig:
     is_hopper = arch == 90
-    is_packed = Form.PACKED in (lowering.key, lowering.low_key)
-    are_keys_8bit = lowering.low_key not in (None, Form.DEQUANTIZED)
-    are_values_8bit = lowering.low_value is Form.E4M3
+    is_packed = path.is_block_scaled
+    are_keys_8bit = path.low_key not in (None, DEQUANTIZED)
+    are_values_8bit = path.low_value is E4M3_VALUES
     if arch in TENSOR_MEMORY_ARCHS and widest > 128:
         # 128 rows of 256 channels take half of the tensor memory; with scores and operands most formats do not fit.
         return PortableConfig(64, 64, num_warps=8, num_stages=2)
@@ -119,7 +120,7 @@ def _portable_config(arch: int, lowering: Lowering, widest: int, has_softcap: bo
         if widest == 128:
             return replace(config, max_registers=168, high_stages=1)
         return replace(config, max_registers=128, num_stages=3, high_block_n=32)
-    if widest <= 128 and is_hopper and lowering.low_key is Form.DEQUANTIZED:
+    if widest <= 128 and is_hopper and path.low_key is DEQUANTIZED:
         if widest == 128 and not has_softcap:
             # Blocks of 64 queries would read the L2 cache twice as often; the cap lets two CTAs share an SM.
             return PortableConfig(128, 64, 8, num_stages=2, max_registers=128, stage_queries=True)
@@ -130,7 +131,7 @@ def _portable_config(arch: int, lowering: Lowering, widest: int, has_softcap: bo
         )  # fmt: skip
     if widest <= 128 and arch > 90 and are_keys_8bit and are_values_8bit:
         return PortableConfig(64, 128, num_warps=4, num_stages=2 if widest == 128 else 3)
-    if widest <= 128 and arch >= 90 and lowering.low_key is None:
+    if widest <= 128 and arch >= 90 and path.low_key is None:
         # All tiles are high: their loop is the one that counts.
         return PortableConfig(64, 64, num_warps=4, num_stages=2, high_stages=2)
     if widest <= 64:
@@ -154,14 +155,14 @@ def _portable_config(arch: int, lowering: Lowering, widest: int, has_softcap: bo
 
 
 @functools.cache
-def multi_cta_config(arch: int, lowering: Lowering, head_dim: int, value_dim: int) -> MultiCTAConfig | None:
+def multi_cta_config(arch: int, path: ComputePath, head_dim: int, value_dim: int) -> MultiCTAConfig | None:
     """Return the configuration of the multi-CTA kernel; ``None`` where there is none. Arguments as above."""
     widest = padded_channels(max(head_dim, value_dim))
-    if arch != 90 or widest not in (64, 128) or lowering.low_key is None:
+    if arch != 90 or widest not in (64, 128) or path.low_key is None:
         return None
     if widest == 64:
         return MultiCTAConfig(key_stages=2, value_stages=2, registers=128, max_mean_keys=7_168)  # four CTAs an SM
-    are_keys_8bit, are_values_8bit = lowering.low_key is not Form.DEQUANTIZED, lowering.low_value is Form.E4M3
+    are_keys_8bit, are_values_8bit = path.low_key is not DEQUANTIZED, path.low_value is E4M3_VALUES
     # Three CTAs an SM. Up to so many keys it is faster than the warp-specialised kernel (H200, Triton 3.6).
     max_mean_keys = {2: 4_096, 1: 2_560, 0: 1_536}[are_keys_8bit + are_values_8bit]
     return MultiCTAConfig(key_stages=2, value_stages=1, registers=168, max_mean_keys=max_mean_keys)
@@ -169,13 +170,13 @@ def multi_cta_config(arch: int, lowering: Lowering, head_dim: int, value_dim: in
 
 @functools.cache
 def warp_specialized_config(
-    arch: int, lowering: Lowering, head_dim: int, value_dim: int
+    arch: int, path: ComputePath, head_dim: int, value_dim: int
 ) -> WarpSpecializedConfig | None:
     """Return the configuration of the warp-specialised kernel; ``None`` where there is none. Arguments as above."""
     widest = padded_channels(max(head_dim, value_dim))
-    if arch != 90 or widest < 64 or lowering.low_key is None:
+    if arch != 90 or widest < 64 or path.low_key is None:
         return None
-    are_keys_8bit, are_values_8bit = lowering.low_key is not Form.DEQUANTIZED, lowering.low_value is Form.E4M3
+    are_keys_8bit, are_values_8bit = path.low_key is not DEQUANTIZED, path.low_value is E4M3_VALUES
     if widest > 128:
         if not (are_keys_8bit and are_values_8bit):
             return None

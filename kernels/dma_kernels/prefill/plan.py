@@ -16,7 +16,7 @@ from ..numerics.layout import TensorLayout
 from ..numerics.recipe import Recipe
 from ..numerics.saturation import warn_if_saturated
 from ..runtime import chip
-from ..runtime.lowering import Lowering, select_lowering
+from ..runtime.compute_path import ComputePath, select_compute_path
 from ..runtime.reports import report
 from .problem import PrefillProblem, PrefillShape
 
@@ -103,13 +103,13 @@ def plan(problem: PrefillProblem) -> PrefillPlan:
     if geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles) == range(0):
         recipe = recipe.of_high_tiles
     arch = chip.device_arch(query.device)
-    lowering = select_lowering(recipe, arch, max(query.shape[3], value.shape[3]))
+    path = select_compute_path(recipe, arch, max(query.shape[3], value.shape[3]))
     shape = PrefillShape(query, key, value, geometry, arch, options.softcap is not None)
-    kernel, config = select_kernel(shape, lowering)
+    kernel, config = select_kernel(shape, path)
 
     def launch(query: Any, key: Any, value: Any, sinks: Any, mask: Any, rows: Any, tile_counts: Any) -> Any:
         placed = replace(geometry, mask=mask, rows=rows)
-        operands = quantize_operands(query, key, value, recipe, lowering, placed)
+        operands = quantize_operands(query, key, value, recipe, path, placed)
         out, lse = new_results(query, value)
         if lse.numel():
             threshold = None if operands.low is None else base2_threshold(recipe, tile_counts)
@@ -133,7 +133,7 @@ def plan(problem: PrefillProblem) -> PrefillPlan:
 
 
 def quantize_operands(
-    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, lowering: Lowering, geometry: PrefillGeometry
+    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath, geometry: PrefillGeometry
 ) -> Operands:
     """Launch what precedes the attention kernel; arguments as for it and for the quantiser."""
     from .quantizer import quantize_keys_values
@@ -143,7 +143,7 @@ def quantize_operands(
         key,
         value,
         recipe,
-        lowering,
+        path,
         kv_offset=geometry.kv_offset,
         rows=geometry.rows,
         low_tiles=geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles),

@@ -17,12 +17,10 @@ from ..numerics.recipe import Recipe
 from ..numerics.transforms import hadamard_size
 from ..runtime.descriptors import head_strides, is_describable
 from ..runtime.launch import Launcher, matrix_descriptor
-from ..runtime.lowering import Form
+from ..runtime.operand_formats import DEQUANTIZED, RAW, OperandFormat, Scale
 from .config import PortableConfig, select_swizzle_group
 from .kernel import prefill_kernel
 from .operands import Operands
-
-_SIXTEEN_BIT = (Form.RAW, Form.DEQUANTIZED)
 
 
 def launch(
@@ -60,21 +58,20 @@ def launch(
     """
     batch, q_heads, q_len, head_dim = query.shape
     high, low = operands.high, operands.low or operands.high
-    assert high.value_form is Form.RAW, "values of high tiles are raw"
-    assert low.value_form is not Form.RAW or low.value is high.value, "raw values of low tiles are those of high tiles"
+    assert high.value_format is RAW, "values of high tiles are the caller's own"
+    assert low.value_format is not RAW or low.value is high.value, "the caller's values are those of high tiles"
     kv_heads = high.key.shape[1]
     value_dim = high.value.shape[3]
     rows, mask = geometry.rows, geometry.mask
     # A descriptor's rows start at multiples of 16 bytes.
     described = [high.value]
-    described += [high.key] if high.key_form is Form.RAW else []
-    described += [low.value] if low.value_form in _SIXTEEN_BIT else []
+    described += [high.key] if high.key_format is RAW else []
+    described += [low.value] if low.value_format.is_16_bit else []
     use_raw_tma = config.use_tma and all(map(is_describable, described))
     use_tma = config.use_tma and low.key.shape[3] * low.key.element_size() % 16 == 0
     constants = _constants(
         query.shape[1], kv_heads, head_dim, value_dim, recipe, config, use_tma, use_raw_tma,
-        high.key_form, high.key_layout, high.value_layout,
-        low.key_form, low.key_layout, low.value_form, low.value_layout,
+        high.key_format, high.value_format, low.key_format, low.value_format,
         geometry.is_causal, operands.low is not None, rows is not None, geometry.window is not None,
         softcap is not None, sinks is not None, mask is not None, skip_threshold is not None, tile_counts is not None,
         operands.key_mean is not None,
@@ -84,15 +81,15 @@ def launch(
     values = constants.values
     k_desc = v_desc = k_low_desc = v_low_desc = low.key  # unused without tensor copies
     if use_raw_tma:
-        if high.key_form == Form.RAW:
+        if high.key_format is RAW:
             k_desc = _head_descriptor(high.key, config.high_block_n, values["BLOCK_D"])
         v_desc = _head_descriptor(high.value, config.high_block_n, values["BLOCK_DV"])
-        if operands.low is not None and low.value_form in _SIXTEEN_BIT:
+        if operands.low is not None and low.value_format.is_16_bit:
             v_low_desc = _head_descriptor(low.value, config.block_n, values["BLOCK_DV"])
     if use_tma and operands.low is not None:
-        if low.key_form != Form.PACKED:
+        if low.key_format.scale is not Scale.BLOCK:
             k_low_desc = matrix_descriptor(low.key, config.block_n, values["BLOCK_D"])
-        if low.value_form == Form.E4M3:
+        if not low.value_format.is_16_bit:
             v_low_desc = matrix_descriptor(low.value, values["BLOCK_DV"], config.block_n)
     if rows is None:
         # Aligned blocks of positions that hold queries.
@@ -141,13 +138,10 @@ def _constants(
     config: PortableConfig,
     use_tma: bool,
     use_raw_tma: bool,
-    high_form: Form,
-    high_layout: str,
-    high_value_layout: str,
-    low_form: Form,
-    low_layout: str,
-    low_value_form: Form,
-    low_value_layout: str,
+    high_key: OperandFormat,
+    high_value: OperandFormat,
+    low_key: OperandFormat,
+    low_value: OperandFormat,
     is_causal: bool,
     has_low: bool,
     has_rows: bool,
@@ -163,7 +157,7 @@ def _constants(
     has_k_low_factor: bool,
     has_value_factor: bool,
 ) -> _Constants:
-    is_packed = Form.PACKED in (high_form, low_form)
+    is_packed = Scale.BLOCK in (high_key.scale, low_key.scale)
     # Block-scaled units take 64 channels at a time.
     smallest = 64 if is_packed else 0
     values: dict[str, Any] = {
@@ -181,18 +175,18 @@ def _constants(
         "N_SHIFT": config.block_n.bit_length() - 1,
         "HIGH_STAGES": config.high_stages,
         "LOW_STAGES": config.num_stages,
-        "HIGH_FORM": str(high_form),
+        "HIGH_FORM": high_key.name,
         "HIGH_FORMAT": recipe.high,
-        "HIGH_LAYOUT": high_layout,
-        "HIGH_VALUE_LAYOUT": high_value_layout,
-        "LOW_FORM": str(low_form),
+        "HIGH_LAYOUT": high_key.layout,
+        "HIGH_VALUE_LAYOUT": high_value.layout,
+        "LOW_FORM": low_key.name,
         "LOW_Q_FORMAT": recipe.query_low,
         "LOW_K_FORMAT": recipe.key_low,
-        "LOW_LAYOUT": low_layout,
+        "LOW_LAYOUT": low_key.layout,
         # A tile's queries have a scale each.
         "LOW_SHARED": str(SharedScale.BLOCK if recipe.shared_scale == SharedScale.BLOCK else SharedScale.ROW),
-        "LOW_VALUE_FORM": str(low_value_form),
-        "LOW_VALUE_LAYOUT": low_value_layout,
+        "LOW_VALUE_FORM": low_value.name,
+        "LOW_VALUE_LAYOUT": low_value.layout,
         "ROUNDING": recipe.scale_rounding,
         "ROTATE": recipe.rotate,
         "HADAMARD_SIZE": hadamard_size(head_dim),
@@ -208,10 +202,10 @@ def _constants(
         "HAS_MEAN": has_mean,
         "HAS_QUERY_FACTOR": has_query_factor,
         "HAS_K_FACTOR": has_k_factor,
-        "K_LOW_FACTOR": ("head" if low_form is Form.PACKED else "tile") if has_k_low_factor else "none",
+        "K_LOW_FACTOR": ("head" if low_key.scale is Scale.BLOCK else "tile") if has_k_low_factor else "none",
         "HAS_VALUE_FACTOR": has_value_factor,
         "IS_PV_FP8": recipe.pv != UNQUANTIZED,
-        "STAGE_QUERIES": config.stage_queries and has_low and head_dim <= _staged_dim(low_form, value_dim),
+        "STAGE_QUERIES": config.stage_queries and has_low and head_dim <= _staged_dim(low_key, value_dim),
         "USE_TMA": use_tma,
         "USE_RAW_TMA": use_raw_tma,
     }
@@ -221,11 +215,11 @@ def _constants(
     return _Constants(values, Launcher(prefill_kernel, values, **options))
 
 
-def _staged_dim(low_form: Form, value_dim: int) -> int:
-    """Return how many channels of a query in the form of low keys fit in its row of the output."""
-    if low_form in (Form.INT8, Form.E4M3, Form.E5M2):
+def _staged_dim(key: OperandFormat, value_dim: int) -> int:
+    """Return how many channels of a query in the format of low keys fit in its row of the output."""
+    if key.scale is Scale.TILE:
         return 2 * value_dim
-    return value_dim if low_form is Form.DEQUANTIZED else 0
+    return value_dim if key is DEQUANTIZED else 0
 
 
 def _head_descriptor(tensor: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
@@ -234,12 +228,12 @@ def _head_descriptor(tensor: Tensor, block_rows: int, block_columns: int) -> Ten
 
 
 def _storage_len(operands: Operands) -> int:
-    """Return the entries of aligned storage; one tile if there is none."""
+    """Return the entries of tile-padded storage; one tile if there is none."""
     for tile_operands in (operands.low, operands.high):
         if tile_operands is not None:
-            if tile_operands.value_form == Form.E4M3:
+            if not tile_operands.value_format.is_16_bit:
                 return tile_operands.value.shape[2] * TILE
-            if tile_operands.key_layout == "aligned":
+            if tile_operands.key_format.is_tile_padded:
                 return tile_operands.key.shape[2]
     return TILE
 

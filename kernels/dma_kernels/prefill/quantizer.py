@@ -1,4 +1,4 @@
-"""Fused quantiser: the key and value operands of every lowering, in one Triton launch.
+"""Fused quantiser: the key and value operands of every path, in one Triton launch.
 
 What a tile must know of others (``smooth_k``, values of ``pv = "fp8"``, NVFP4) is a matter of the first tile, which
 every program reads beside its own. Inputs may have any strides; nothing is copied beforehand.
@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..numerics.formats import BLOCK_FORMATS, TILE, UNQUANTIZED, ScaleFormat, padded_channels
+from ..numerics.formats import NVFP4, TILE, padded_channels
 from ..numerics.recipe import Recipe
 from ..numerics.saturation import saturation_counter
 from ..numerics.transforms import hadamard_size
 from ..runtime import chip
+from ..runtime.compute_path import ComputePath
 from ..runtime.launch import Launcher
-from ..runtime.lowering import Form, Lowering, dequantized_dtype
+from ..runtime.operand_formats import DEQUANTIZED, E5M2, RAW, TILE_SCALED, OperandFormat, Scale, dequantized_dtype
 from .operands import Operands, TileOperands
 from .quantizer_kernel import quantize_kernel
 
-NVFP4 = "nvfp4"
 NONE = "none"
 PROGRAMS = 3
 """For each multiprocessor; they go through tiles until all are done. ``balanced`` on an H200 (PyTorch 2.11, Triton
@@ -40,7 +40,7 @@ def quantize_keys_values(
     key: Tensor,
     value: Tensor,
     recipe: Recipe,
-    lowering: Lowering,
+    path: ComputePath,
     *,
     kv_offset: int,
     rows: Tensor | None,
@@ -52,7 +52,7 @@ def quantize_keys_values(
         key: 16-bit ``[B, Hkv, Tk, D]``, any strides.
         value: 16-bit ``[B, Hkv, Tk, Dv]``, any strides.
         recipe: The precisions.
-        lowering: Their forms.
+        path: Their forms.
         kv_offset: Position of key 0, where ``rows`` is ``None``.
         rows: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key and the
             one past the last.
@@ -64,20 +64,20 @@ def quantize_keys_values(
     """
     batch, heads, kv_len, head_dim = key.shape
     plan = _plan(
-        recipe, lowering, key.dtype, heads, head_dim, value.shape[3], rows is not None, chip.starts_early(key.device)
+        recipe, path, key.dtype, heads, head_dim, value.shape[3], rows is not None, chip.starts_early(key.device)
     )
     # Where a row starts inside its first tile is known on the device alone: up to 127 entries stay empty before it.
     first = kv_offset % TILE if rows is None else TILE - 1
     tiles = max(1, -(-(kv_len + first) // TILE))
-    written = low_tiles if low_tiles is not None and lowering.key is Form.RAW else range(tiles)
+    valid = low_tiles if low_tiles is not None and path.key is RAW else range(tiles)
     made = {name: key.new_empty(output.size(batch, heads, tiles), dtype=output.dtype) for name, output in plan.outputs}
     if plan.launch is not None:
-        sizes = (*key.stride(), *value.stride(), kv_offset, kv_len, tiles, written.start, written.stop)
+        sizes = (*key.stride(), *value.stride(), kv_offset, kv_len, tiles, valid.start, valid.stop)
         share = PROGRAMS * chip.processors(key.device) // max(1, batch * heads * plan.layers)
-        programs = max(1, min(len(written), share))
+        programs = max(1, min(len(valid), share))
         outputs = *map(made.get, _WRITTEN), saturation_counter() if "value" in made else None
         plan.launch((batch * heads, programs, plan.layers), key, value, rows, *outputs, *sizes)
-    return _operands(key, value, lowering, tiles, written, made)
+    return _operands(key, value, path, tiles, valid, made)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class _Plan:
 @functools.lru_cache(maxsize=256)
 def _plan(
     recipe: Recipe,
-    lowering: Lowering,
+    path: ComputePath,
     dtype: torch.dtype,
     heads: int,
     head_dim: int,
@@ -130,7 +130,7 @@ def _plan(
     has_rows: bool,
     is_early: bool,
 ) -> _Plan:
-    outputs = _outputs(recipe, lowering, dtype, head_dim, value_dim)
+    outputs = _outputs(recipe, path, dtype, head_dim, value_dim)
     writes_keys = "high" in outputs or "low" in outputs
     writes_values = "value" in outputs
     if not (writes_keys or writes_values):
@@ -148,21 +148,22 @@ def _plan(
         "ROTATE": recipe.rotate,
         "HADAMARD_SIZE": size,
         "NORM": math.pow(size, -0.5),
-        "HIGH_FORM": lowering.key.value,
+        "HIGH_FORM": path.key.name,
         "HIGH_FORMAT": recipe.high,
-        "LOW_FORM": NONE if lowering.low_key is None else lowering.low_key.value,
+        "LOW_FORM": NONE if path.low_key is None else path.low_key.name,
         "LOW_FORMAT": recipe.key_low,
+        "IS_TILE_SCALED": path.low_key in TILE_SCALED,
         "SHARED": recipe.shared_scale,
-        "VALUE_FORM": (lowering.low_value or Form.RAW).value,
+        "VALUE_FORM": (path.low_value or RAW).name,
         "ROUNDING": recipe.scale_rounding,
         "IS_EARLY": is_early,
     }
     is_wide = max(head_dim, value_dim) > 128
     options: dict[str, Any] = {"num_warps": 8}
-    if lowering.low_key in (Form.INT8, Form.E4M3):
+    if path.low_key in TILE_SCALED:
         # Of a tile of keys a thread has 64 numbers. The cap makes room for three programs: PROGRAMS has the times.
         options = {"num_warps": 16} if is_wide else {"num_warps": 8, "maxnreg": 80}
-    elif lowering.low_key is Form.E5M2 and not recipe.rotate and not is_wide:
+    elif path.low_key is E5M2 and not recipe.rotate and not is_wide:
         # MXFP4 and MXFP8 keys, 8 kv heads of 128, 8K and 8 x 4K tokens: 20.0 and 69.0 us on an H200, with 8 warps 21.9
         # and 86.8.
         options = {"num_warps": 16}
@@ -174,56 +175,45 @@ def _plan(
 
 
 def _outputs(
-    recipe: Recipe, lowering: Lowering, dtype: torch.dtype, head_dim: int, value_dim: int
+    recipe: Recipe, path: ComputePath, dtype: torch.dtype, head_dim: int, value_dim: int
 ) -> dict[str, _Output]:
     """Return what the kernel writes, by the names of its parameters."""
     outputs: dict[str, _Output] = {}
     if recipe.smooth_k:
         outputs["mean"] = _Output((head_dim,), torch.float32)
-    if lowering.key is not Form.RAW:
-        target = dequantized_dtype(dtype, recipe.high, recipe.high)
-        outputs |= _key_outputs("high", lowering.key, recipe.high, head_dim, target)
-    if lowering.low_key is not None:
+    if path.key is not RAW:
+        outputs |= _key_outputs("high", path.key, head_dim, dequantized_dtype(dtype, recipe.high, recipe.high))
+    if path.low_key is not None:
         target = dequantized_dtype(dtype, recipe.query_low, recipe.key_low)
-        outputs |= _key_outputs("low", lowering.low_key, recipe.key_low, head_dim, target)
-    if ("high" in outputs and recipe.high == NVFP4) or ("low" in outputs and recipe.key_low == NVFP4):
+        outputs |= _key_outputs("low", path.low_key, head_dim, target)
+    if ("high" in outputs and recipe.high == NVFP4.name) or ("low" in outputs and recipe.key_low == NVFP4.name):
         outputs["head_factor"] = _Output((), torch.float32)
-    if lowering.low_value is Form.E4M3:
-        outputs["value"] = _Output((value_dim, TILE), torch.float8_e4m3fn, rows_per_tile=1)
-        outputs["value_factor"] = _Output((value_dim,), torch.float32)
-    elif lowering.low_value is Form.DEQUANTIZED:
+    if path.low_value is DEQUANTIZED:
         outputs["value"] = _Output((value_dim,), torch.bfloat16, rows_per_tile=TILE)
+    elif path.low_value is not None and path.low_value.dtype is not None:
+        outputs["value"] = _Output((value_dim, TILE), path.low_value.dtype, rows_per_tile=1)
+        outputs["value_factor"] = _Output((value_dim,), torch.float32)
     return outputs
 
 
-def _key_outputs(name: str, form: Form, format: str, head_dim: int, dequantized: torch.dtype) -> dict[str, _Output]:
-    """Return the outputs of keys in one form."""
-    if form is Form.DEQUANTIZED:
-        return {name: _Output((head_dim,), dequantized, rows_per_tile=TILE)}
-    assert format != UNQUANTIZED
-    block = BLOCK_FORMATS[format]
-    width = -(-head_dim // block.block_size) * block.block_size
-    if form is Form.PACKED:
-        is_e2m1 = block.element.bits == 4
-        dtype = torch.uint8 if is_e2m1 else torch.float8_e4m3fn
-        scale_dtype = torch.uint8 if block.scale is ScaleFormat.E8M0 else torch.float8_e4m3fn
-        return {
-            name: _Output((width // 2 if is_e2m1 else width,), dtype, rows_per_tile=TILE),
-            f"{name}_scale": _Output((width // block.block_size,), scale_dtype, rows_per_tile=TILE),
-        }
-    dtype = {Form.INT8: torch.int8, Form.E4M3: torch.float8_e4m3fn, Form.E5M2: torch.float8_e5m2}[form]
-    return {
-        name: _Output((width,), dtype, rows_per_tile=TILE),
-        "key_factor": _Output((), torch.float32, rows_per_tile=1),
-    }
+def _key_outputs(name: str, format: OperandFormat, head_dim: int, dequantized: torch.dtype) -> dict[str, _Output]:
+    """Return the outputs of keys in one format."""
+    elements = _Output((format.stored_channels(head_dim),), format.dtype or dequantized, rows_per_tile=TILE)
+    outputs = {name: elements}
+    if format.scale is Scale.TILE:
+        outputs["key_factor"] = _Output((), torch.float32, rows_per_tile=1)
+    elif format.scale_dtype is not None:
+        blocks = format.padded(head_dim) // format.padding
+        outputs[f"{name}_scale"] = _Output((blocks,), format.scale_dtype, rows_per_tile=TILE)
+    return outputs
 
 
 def _operands(
     key: Tensor,
     value: Tensor,
-    lowering: Lowering,
+    path: ComputePath,
     tiles: int,
-    written: range,
+    valid: range,
     made: dict[str, Tensor],
 ) -> Operands:
     head_factor = made.get("head_factor")
@@ -231,25 +221,22 @@ def _operands(
         batch, heads = head_factor.shape
         head_factor = head_factor.as_strided((batch, heads, tiles), (heads, 1, 0))
 
-    def tile_operands(name: str, form: Form, value_form: Form) -> TileOperands:
-        own_value = None if value_form is Form.RAW else made["value"]
-        own_key, scale = made.get(name), made.get(f"{name}_scale")
-        has_tile_factor = form in (Form.INT8, Form.E4M3, Form.E5M2)
-        is_nvfp4 = scale is not None and scale.dtype == torch.float8_e4m3fn
+    def tile_operands(name: str, key_format: OperandFormat, value_format: OperandFormat) -> TileOperands:
+        factor = made.get("key_factor") if key_format.scale is Scale.TILE else None
+        if key_format.holds == NVFP4.name:
+            factor = head_factor
         return TileOperands(
-            key=key if own_key is None else own_key,
-            value=value if own_value is None else own_value,
-            key_form=form,
-            value_form=value_form,
-            key_layout="caller" if own_key is None else "aligned",
-            value_layout="caller" if own_value is None else "aligned",
-            key_scale=scale,
-            key_factor=made["key_factor"] if has_tile_factor else head_factor if is_nvfp4 else None,
-            value_factor=made.get("value_factor") if value_form is Form.E4M3 else None,
+            key=made.get(name, key),
+            value=value if value_format is RAW else made["value"],
+            key_format=key_format,
+            value_format=value_format,
+            key_scale=made.get(f"{name}_scale"),
+            key_factor=factor,
+            value_factor=made.get("value_factor") if value_format.scale is Scale.CHANNEL else None,
         )
 
-    high = tile_operands("high", lowering.key, Form.RAW)
+    high = tile_operands("high", path.key, RAW)
     low = None
-    if lowering.low_key is not None and lowering.low_value is not None:
-        low = tile_operands("low", lowering.low_key, lowering.low_value)
-    return Operands(high=high, low=low, key_mean=made.get("mean"), written=written)
+    if path.low_key is not None and path.low_value is not None:
+        low = tile_operands("low", path.low_key, path.low_value)
+    return Operands(high=high, low=low, key_mean=made.get("mean"), valid_tiles=valid)

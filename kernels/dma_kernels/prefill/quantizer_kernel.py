@@ -1,4 +1,4 @@
-"""The Triton kernel that writes the key and value operands of every lowering: see :mod:`dma_kernels.prefill.operands`.
+"""The kernel that writes the key and value operands of every compute path: see :mod:`dma_kernels.prefill.operands`.
 
 A program writes tiles of one kv head, of its keys or of its values. Results equal
 :mod:`dma_kernels.numerics.quantize` to the bit, given the same mean key.
@@ -70,7 +70,7 @@ def _write_tile_scaled(
     bits = tl.max(row_bits(x), 0)
     code = e8m0_scale(bits, FORMAT, ROUNDING == "ceil")
     m_all = o_t < _TILE
-    if (FORM == "e4m3") | (code < _MAX_CODE):
+    if (FORM != "int8") | (code < _MAX_CODE):
         elements = quantize_parts(x, e8m0_reciprocal(code), FORM, ROUNDING == "ceil")
         store_parts(element_ptr, (row + o_t) * STORED_D, elements, m_all, STORED_D)
     else:
@@ -184,9 +184,8 @@ def _quantize_keys(
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_HEAD: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
-    SHARED: tl.constexpr, ROUNDING: tl.constexpr,
+    IS_TILE_SCALED: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    IS_TILE_SCALED: tl.constexpr = LOW_FORM == "int8" or LOW_FORM == "e4m3"
     IS_LOW_IN_BLOCKS: tl.constexpr = LOW_FORM != "none" and not IS_TILE_SCALED
     HAS_TILE_SCALE: tl.constexpr = IS_TILE_SCALED or LOW_FORM == "e5m2" or (LOW_FORM != "none" and SHARED == "tile")
     ROWS: tl.constexpr = _TILE if HAS_TILE_SCALE else _ROWS
@@ -290,15 +289,16 @@ def quantize_kernel(
     HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_KEY_HEAD: tl.constexpr,
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
-    SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, ROUNDING: tl.constexpr, IS_EARLY: tl.constexpr,
+    IS_TILE_SCALED: tl.constexpr, SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, ROUNDING: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write values in the first layer of programs, keys in the last; a program goes through tiles of its kv head.
 
     Written are the tiles from ``first_tile`` up to ``end_tile``, of ``tiles`` in storage.
     What a tile must know of the first one each program finds itself, in the L2 cache: no launch comes before this one.
-    Forms are those of :class:`~dma_kernels.prefill.operands.Form`; ``none`` and, for keys and values, ``raw`` write
-    nothing. ``saturated_ptr`` is a counter of values that are too large for E4M3, in host memory. ``IS_EARLY`` lets
-    programs of the next launch begin where there is room, when all of these have begun.
+    Forms name operand formats (:mod:`dma_kernels.runtime.operand_formats`); ``none`` and ``raw`` write nothing.
+    ``saturated_ptr`` is a counter of values that are too large for E4M3, in host memory. ``IS_EARLY`` lets programs of
+    the next launch begin where there is room, when all of these have begun.
     """
     if IS_EARLY:
         gdc_launch_dependents()
@@ -316,5 +316,5 @@ def quantize_kernel(
                 head_factor_ptr, rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len,
                 tiles, first_tile, end_tile,
                 KV_HEADS, D, BLOCK_D, HAS_ROWS, HAS_MEAN, HAS_KEY_HEAD, ROTATE, HADAMARD_SIZE, NORM,
-                HIGH_FORM, HIGH_FORMAT, LOW_FORM, LOW_FORMAT, SHARED, ROUNDING,
+                HIGH_FORM, HIGH_FORMAT, LOW_FORM, LOW_FORMAT, IS_TILE_SCALED, SHARED, ROUNDING,
             )  # fmt: skip

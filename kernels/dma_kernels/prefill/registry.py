@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from ..runtime import chip
-from ..runtime.lowering import Lowering
+from ..runtime.compute_path import ComputePath
 from .config import portable_config
 from .hopper import select as hopper
 from .problem import PrefillShape
@@ -28,8 +28,8 @@ class PrefillKernel:
     """
 
     name: str
-    supports: Callable[[PrefillShape, Lowering], bool]
-    select: Callable[[PrefillShape, Lowering], Any]
+    supports: Callable[[PrefillShape, ComputePath], bool]
+    select: Callable[[PrefillShape, ComputePath], Any]
     host: tuple[str, str]
     is_gluon: bool = False
 
@@ -55,20 +55,20 @@ MULTI_CTA = PrefillKernel(
 )
 PORTABLE = PrefillKernel(
     name="portable",
-    supports=lambda shape, lowering: True,
-    select=lambda shape, lowering: portable_config(
-        shape.arch, lowering, shape.query.shape[3], shape.value.shape[3], has_softcap=shape.has_softcap
+    supports=lambda shape, path: True,
+    select=lambda shape, path: portable_config(
+        shape.arch, path, shape.query.shape[3], shape.value.shape[3], has_softcap=shape.has_softcap
     ),
     host=(".portable", "launch"),
 )
 KERNELS = (WARP_SPECIALIZED, MULTI_CTA, PORTABLE)
 
 
-def select_kernel(shape: PrefillShape, lowering: Lowering) -> tuple[PrefillKernel, Any]:
+def select_kernel(shape: PrefillShape, path: ComputePath) -> tuple[PrefillKernel, Any]:
     """Return the kernel that computes a call, and its configuration."""
     for kernel in KERNELS:
-        if not (kernel.is_gluon and chip.is_interpreted()) and kernel.supports(shape, lowering):
-            config = kernel.select(shape, lowering)
+        if not (kernel.is_gluon and chip.is_interpreted()) and kernel.supports(shape, path):
+            config = kernel.select(shape, path)
             if config is not None:
                 return kernel, config
     raise AssertionError("the portable kernel computes every call")

@@ -1,1 +1,1 @@
-"""What launches stand on: the chip, the lowering and tile sizes chosen for it, and launches that cost little."""
+"""What launches stand on: the chip, operand formats and compute paths, launches and plans of them."""

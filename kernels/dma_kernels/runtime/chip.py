@@ -15,8 +15,6 @@ BLOCK_SCALED_ARCHS = frozenset({100, 103, 110, 120, 121})
 TENSOR_MEMORY_ARCHS = frozenset({100, 103, 110})
 """Those of them that keep results in tensor memory. Their block-scaled products are of 128 rows, which with more than
 128 channels do not fit there."""
-MIN_FP8_ARCH = 89
-"""The first chip with FP8 units."""
 MAX_CTAS = 65_535
 """Along the second and the third axis of a grid."""
 INTERPRETED_ARCH = 90

@@ -12,7 +12,7 @@ from dma_kernels.device.queries import prepare_queries, rotate_queries
 from dma_kernels.numerics.formats import MXINT8_UNIT
 from dma_kernels.numerics.quantize import QuantizedTensor, e8m0_to_float, nvfp4_global_scale, quantize
 from dma_kernels.numerics.transforms import hadamard_rotate, hadamard_size
-from dma_kernels.runtime.lowering import Form
+from dma_kernels.runtime.operand_formats import DEQUANTIZED, E4M3, E5M2, INT8, PACKED, OperandFormat
 from dma_kernels.testing import assert_bits_equal, mixed_magnitudes, random_qkv, relative_error
 from torch import Tensor
 
@@ -50,18 +50,21 @@ def queries() -> Tensor:
 
 
 def prepare(
-    x: Tensor, form: Form, format: str, *, shared: str = "block", rounding: str = "ceil", scale: Tensor | None = None
+    x: Tensor,
+    form: OperandFormat,
+    format: str,
+    *,
+    shared: str = "block",
+    rounding: str = "ceil",
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return queries, block scales where ``scale`` gives their shape and dtype, and factors."""
-    dtypes = {Form.INT8: torch.int8, Form.E4M3: torch.float8_e4m3fn, Form.E5M2: torch.float8_e5m2}
-    dtype, width = dtypes.get(form, torch.bfloat16), COLUMNS
-    if form is Form.PACKED:
-        dtype, width = (torch.float8_e4m3fn, COLUMNS) if format == "mxfp8" else (torch.uint8, COLUMNS // 2)
-    q = torch.empty(ROWS, width, dtype=dtype)
+    width = form.stored_channels(COLUMNS)
+    q = torch.empty(ROWS, width, dtype=form.dtype or torch.bfloat16)
     factor = torch.full((ROWS,), torch.nan)
     made_scale = None if scale is None else torch.empty_like(scale)
     head_scale = float(nvfp4_global_scale(x.abs().amax())) if format == "nvfp4" else 1.0
-    arguments: dict[str, Any] = {"FORM": str(form), "FORMAT": format, "SHARED": shared, "ROUNDING": rounding}
+    arguments: dict[str, Any] = {"FORM": form.name, "FORMAT": format, "SHARED": shared, "ROUNDING": rounding}
     _prepare_kernel[(1,)](
         x, q, made_scale, factor, head_scale, ROWS=ROWS, COLUMNS=COLUMNS, WIDTH=width,
         BLOCKS=0 if scale is None else scale.shape[1], **arguments,
@@ -74,9 +77,9 @@ def row_factor(x: Tensor, quantized: QuantizedTensor) -> Tensor:
 
 
 @pytest.mark.parametrize("rounding", ["ceil", "floor"])
-@pytest.mark.parametrize(("form", "format", "unit"), [(Form.INT8, "mxint8", MXINT8_UNIT), (Form.E4M3, "mxfp8", 1.0)])
+@pytest.mark.parametrize(("form", "format", "unit"), [(INT8, "mxint8", MXINT8_UNIT), (E4M3, "mxfp8", 1.0)])
 def test_queries_for_8bit_units_have_the_bits_of_the_specification(
-    form: Form, format: str, unit: float, rounding: str
+    form: OperandFormat, format: str, unit: float, rounding: str
 ) -> None:
     x = queries()
     expected = quantize(x, format, shared_scale="row", scale_rounding=rounding)
@@ -92,14 +95,14 @@ def test_mxfp4_queries_are_exact_in_e5m2(shared: str, rounding: str) -> None:
         pytest.skip("a scale that is searched for is its block's own")
     x = queries()
     expected = quantize(x, "mxfp4", shared_scale=shared, scale_rounding=rounding)
-    q, _, factor = prepare(x, Form.E5M2, "mxfp4", shared=shared, rounding=rounding)
+    q, _, factor = prepare(x, E5M2, "mxfp4", shared=shared, rounding=rounding)
     assert torch.equal(q.float() * factor[:, None], expected.dequantize())
 
 
 def test_e5m2_holds_28_binades_of_block_scales() -> None:
     x = torch.zeros(ROWS, COLUMNS)
     x[:, 0], x[:, 32], x[:, 64] = 1.0, 2.0**-28, 2.0**-40
-    q, _, factor = prepare(x, Form.E5M2, "mxfp4")
+    q, _, factor = prepare(x, E5M2, "mxfp4")
     values = q.float() * factor[:, None]
     assert torch.equal(values[:, :64], x[:, :64])
     assert (values[:, 64:].abs() <= 2.0**-28).all()
@@ -108,7 +111,7 @@ def test_e5m2_holds_28_binades_of_block_scales() -> None:
 def test_a_broken_block_stays_nan_in_e5m2() -> None:
     x = queries()
     x[3, 40] = torch.inf
-    q, _, factor = prepare(x, Form.E5M2, "mxfp4")
+    q, _, factor = prepare(x, E5M2, "mxfp4")
     values = q.float() * factor[:, None]
     assert values[3, 32:64].isnan().all()
     assert not values[3, :32].isnan().any()
@@ -119,7 +122,7 @@ def test_a_broken_block_stays_nan_in_e5m2() -> None:
 def test_packed_queries_have_the_bits_of_the_specification(format: str) -> None:
     x = queries()
     expected = quantize(x, format)
-    q, scale, factor = prepare(x, Form.PACKED, format, scale=expected.scale)
+    q, scale, factor = prepare(x, PACKED[format], format, scale=expected.scale)
     assert scale is not None
     assert_bits_equal(q, expected.data)
     assert_bits_equal(scale, expected.scale)
@@ -132,7 +135,7 @@ def test_packed_queries_have_the_bits_of_the_specification(format: str) -> None:
 def test_dequantized_queries_equal_the_specification(format: str, shared: str) -> None:
     shared = "block" if format == "nvfp4" else shared
     x = queries()
-    q, _, factor = prepare(x, Form.DEQUANTIZED, format, shared=shared)
+    q, _, factor = prepare(x, DEQUANTIZED, format, shared=shared)
     assert torch.equal(q.float(), quantize(x, format, shared_scale=shared).dequantize())
     assert torch.equal(factor, torch.ones(ROWS))
 

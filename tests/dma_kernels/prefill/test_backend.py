@@ -11,7 +11,7 @@ import pytest
 import torch
 from dma_kernels import attention, attention_with_lse
 from dma_kernels.runtime import chip
-from dma_kernels.runtime.lowering import select_lowering
+from dma_kernels.runtime.compute_path import select_compute_path
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from prefill_cases import CASES, RECIPES, SPARSE, Case, assert_matches_reference, assert_skips_as_the_reference
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 # Each recipe on a chip for each of its lowerings: on a Hopper, which copies by descriptor, where that has the lowering.
 LOWERED = {
-    (name, select_lowering(recipe, arch)): (name, arch)
+    (name, select_compute_path(recipe, arch)): (name, arch)
     for arch in (89, 100, 80, 90)
     for name, recipe in RECIPES.items()
 }

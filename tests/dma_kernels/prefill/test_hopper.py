@@ -36,7 +36,8 @@ from dma_kernels.prefill.problem import PrefillProblem, PrefillShape
 from dma_kernels.prefill.query_factor import query_factor
 from dma_kernels.prefill.registry import MULTI_CTA, PORTABLE, WARP_SPECIALIZED, PrefillKernel, select_kernel
 from dma_kernels.runtime import chip
-from dma_kernels.runtime.lowering import Form, Lowering, select_lowering
+from dma_kernels.runtime.compute_path import ComputePath, select_compute_path
+from dma_kernels.runtime.operand_formats import DEQUANTIZED, E4M3, E5M2, INT8, RAW, OperandFormat
 from dma_kernels.testing import assert_bits_equal, random_qkv
 from prefill_cases import (
     MASKED,
@@ -92,12 +93,12 @@ def shape_of(
 
 def is_taken(recipe: str = "int8", **call: Any) -> bool:
     """Whether the warp-specialised kernel can compute a call."""
-    return supports_warp_specialized(shape_of(**call), select_lowering(RECIPES[recipe], 90))
+    return supports_warp_specialized(shape_of(**call), select_compute_path(RECIPES[recipe], 90))
 
 
 def is_short_taken(recipe: str = "balanced", **call: Any) -> bool:
     """Whether the multi-CTA kernel can compute a call."""
-    return supports_multi_cta(shape_of(**call), select_lowering(RECIPES[recipe], 90))
+    return supports_multi_cta(shape_of(**call), select_compute_path(RECIPES[recipe], 90))
 
 
 @pytest.mark.parametrize("recipe", RECIPES_TAKEN)
@@ -142,10 +143,10 @@ def test_leaves_other_calls(call: dict[str, Any]) -> None:
 
 
 def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    lowering = select_lowering(RECIPES["int8"], 90)
-    assert select_kernel(shape_of(), lowering)[0] is PORTABLE
+    path = select_compute_path(RECIPES["int8"], 90)
+    assert select_kernel(shape_of(), path)[0] is PORTABLE
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
-    assert select_kernel(shape_of(), lowering)[0] is MULTI_CTA
+    assert select_kernel(shape_of(), path)[0] is MULTI_CTA
 
 
 MASK = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
@@ -178,7 +179,7 @@ def test_the_fastest_kernel_that_supports_a_call_is_selected(
     ):
         configure = getattr(select, name)
         monkeypatch.setattr(select, name, lambda *a, f=configure, c=changes: replace(f(*a), **c))
-    assert select_kernel(shape_of(**call), select_lowering(RECIPES["balanced"], 90))[0] is kernel
+    assert select_kernel(shape_of(**call), select_compute_path(RECIPES["balanced"], 90))[0] is kernel
 
 
 @pytest.mark.parametrize(("min_keys", "call", "kernel"), [
@@ -194,7 +195,7 @@ def test_long_calls_are_those_of_many_keys(
     config = WarpSpecializedConfig(3, stages=4, registers=160, min_keys=min_keys, min_rows=0)
     monkeypatch.setattr(select, "warp_specialized_config", lambda *_: config)
     monkeypatch.setattr(select, "multi_cta_config", lambda *_: MultiCTAConfig(2, 1, 168, max_mean_keys=0))
-    assert select_kernel(shape_of(**call), select_lowering(RECIPES["balanced"], 90))[0] is kernel
+    assert select_kernel(shape_of(**call), select_compute_path(RECIPES["balanced"], 90))[0] is kernel
 
 
 @pytest.mark.parametrize(("arch", "head_dim", "recipe", "is_there"), [
@@ -217,7 +218,7 @@ def test_long_calls_are_those_of_many_keys(
     (89, 128, "int8", False),
 ])  # fmt: skip
 def test_hopper_alone_has_it(arch: int, head_dim: int, recipe: str, is_there: bool) -> None:
-    config = warp_specialized_config(arch, select_lowering(RECIPES[recipe], arch), head_dim, head_dim)
+    config = warp_specialized_config(arch, select_compute_path(RECIPES[recipe], arch), head_dim, head_dim)
     assert (config is not None) == is_there
 
 
@@ -235,7 +236,7 @@ def test_hopper_alone_has_it(arch: int, head_dim: int, recipe: str, is_there: bo
     (100, 128, "int8", False),
 ])  # fmt: skip
 def test_hopper_alone_has_that_of_short_prompts(arch: int, head_dim: int, recipe: str, is_there: bool) -> None:
-    config = multi_cta_config(arch, select_lowering(RECIPES[recipe], arch), head_dim, head_dim)
+    config = multi_cta_config(arch, select_compute_path(RECIPES[recipe], arch), head_dim, head_dim)
     assert (config is not None) == is_there
 
 
@@ -281,14 +282,14 @@ def test_leaves_short_calls_with_more_blocks_than_a_grid_has(monkeypatch: pytest
     assert taken == [True, False]
 
 
-@pytest.mark.parametrize(("form", "format"), [(Form.INT8, "mxint8"), (Form.E4M3, "mxfp8")])
-def test_staged_queries_have_the_bits_of_the_specification(form: Form, format: str) -> None:
+@pytest.mark.parametrize(("form", "format"), [(INT8, "mxint8"), (E4M3, "mxfp8")])
+def test_staged_queries_have_the_bits_of_the_specification(form: OperandFormat, format: str) -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low=format, shared_scale="tile", pv="fp8")
-    staged = stage_queries(query, None, None, recipe, form, Form.RAW, scale=0.25, is_early=False)
+    staged = stage_queries(query, None, None, recipe, form, RAW, scale=0.25, is_early=False)
     expected = quantize(query.float(), format, shared_scale="row")
     assert_bits_equal(staged.low, expected.data)
-    unit = 2.0**-6 if form is Form.INT8 else 1.0
+    unit = 2.0**-6 if form is INT8 else 1.0
     torch.testing.assert_close(
         staged.rows[0], e8m0_to_float(expected.scale[..., 0]) * unit * (0.25 * LOG2_E), rtol=1e-6, atol=0.0
     )
@@ -298,7 +299,7 @@ def test_staged_queries_have_the_bits_of_the_specification(form: Form, format: s
 def test_staged_queries_of_the_paper_are_exact_in_both_forms() -> None:
     query, _, _ = inputs(length=70)
     recipe = RECIPES["paper"]
-    staged = stage_queries(query, None, None, recipe, Form.E5M2, Form.DEQUANTIZED, scale=1.0, is_early=False)
+    staged = stage_queries(query, None, None, recipe, E5M2, DEQUANTIZED, scale=1.0, is_early=False)
     low = quantize(query.float(), "mxfp4", scale_rounding="floor").dequantize()
     torch.testing.assert_close(staged.low.float() * staged.rows[0][..., None] / LOG2_E, low, rtol=1e-6, atol=0.0)
     high = quantize(query.float(), "mxfp8", scale_rounding="floor").dequantize()
@@ -308,7 +309,7 @@ def test_staged_queries_of_the_paper_are_exact_in_both_forms() -> None:
 def test_staged_queries_know_their_product_with_the_mean() -> None:
     query, _, _ = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=70, kv_len=70, head_dim=128, dtype=torch.bfloat16)
     mean = torch.randn(2, 2, 128)
-    staged = stage_queries(query, mean, None, RECIPES["int8"], Form.INT8, Form.RAW, scale=1.0, is_early=False)
+    staged = stage_queries(query, mean, None, RECIPES["int8"], INT8, RAW, scale=1.0, is_early=False)
     expected = (query.float() * mean.repeat_interleave(2, dim=1)[:, :, None]).sum(-1)
     torch.testing.assert_close(staged.rows[1], expected, rtol=1e-5, atol=1e-4)
 
@@ -317,7 +318,7 @@ def test_staged_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low="nvfp4", scale_rounding="search", pv="fp8")
     factor = query_factor(query, recipe)
-    staged = stage_queries(query, None, factor, recipe, Form.DEQUANTIZED, Form.RAW, scale=0.5, is_early=False)
+    staged = stage_queries(query, None, factor, recipe, DEQUANTIZED, RAW, scale=0.5, is_early=False)
     expected = quantize(query.float(), "nvfp4", scale_rounding="search").dequantize()
     assert staged.low.dtype == torch.bfloat16
     assert torch.equal(staged.low.float(), expected)
@@ -328,7 +329,7 @@ def test_staged_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
 def test_staged_queries_that_are_only_rotated_keep_their_dtype(dtype: torch.dtype) -> None:
     query = random_qkv(q_len=70, kv_len=70, head_dim=128, dtype=dtype)[0]
     recipe = RECIPES["nvfp4-keys"]
-    staged = stage_queries(query, None, None, recipe, Form.DEQUANTIZED, Form.RAW, scale=1.0, is_early=False)
+    staged = stage_queries(query, None, None, recipe, DEQUANTIZED, RAW, scale=1.0, is_early=False)
     assert staged.low.dtype == dtype
     torch.testing.assert_close(staged.low.float(), hadamard_rotate(query.float()), rtol=2e-2, atol=2e-3)
 
@@ -406,7 +407,7 @@ def is_short() -> bool:
 
 
 def quantized(
-    key: Tensor, value: Tensor, recipe: Recipe, lowering: Lowering, *,
+    key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath, *,
     kv_offset: int, rows: Tensor | None, low_tiles: range | None,
 ) -> Operands:  # fmt: skip
     """Return what the quantiser writes, made in torch, which is faster here; what it leaves out is bytes of 255."""
@@ -415,9 +416,9 @@ def quantized(
         index = torch.arange(key.shape[2])
         visible = None if rows is None else (index >= rows[:, 2:3]) & (index < rows[:, 3:4])
         mean = key_mean(key, visible)[:, :, 0]
-    made = expected_operands(key, value, recipe, lowering, kv_offset=kv_offset, rows=rows, mean=mean)
+    made = expected_operands(key, value, recipe, path, kv_offset=kv_offset, rows=rows, mean=mean)
     assert made.low is not None
-    if low_tiles is not None and lowering.key is Form.RAW:
+    if low_tiles is not None and path.key is RAW:
         for x in (made.low.key, made.low.value, made.low.key_factor):
             if x is not None and x is not value:
                 tiles = made.low.key.shape[2] // TILE
@@ -452,17 +453,17 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             )  # fmt: skip
             rows = options.rows(query, key)
             geometry, recipe = PrefillGeometry.of(options, query, key, rows), self.problem.recipe
-            lowering = select_lowering(recipe, 90)
+            path = select_compute_path(recipe, 90)
             made = quantized(
-                key, value, recipe, lowering, kv_offset=geometry.kv_offset, rows=rows,
+                key, value, recipe, path, kv_offset=geometry.kv_offset, rows=rows,
                 low_tiles=geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles),
             )  # fmt: skip
             made = replace(made, query_factor=query_factor(query, recipe))
             layouts = map(TensorLayout.of, (query, key, value))
             shape = PrefillShape(*layouts, geometry, 90, has_softcap=options.softcap is not None)
-            assert (supports_multi_cta if is_short else supports_warp_specialized)(shape, lowering)
+            assert (supports_multi_cta if is_short else supports_warp_specialized)(shape, path)
             configure = multi_cta_config if is_short else warp_specialized_config
-            config = configure(90, lowering, query.shape[3], value.shape[3])
+            config = configure(90, path, query.shape[3], value.shape[3])
             out, lse = new_results(query, value)
             (MULTI_CTA if is_short else WARP_SPECIALIZED).launch(
                 query, made, geometry, recipe, config, out, lse, scale=options.scale, softcap=options.softcap,

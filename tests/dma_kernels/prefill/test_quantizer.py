@@ -12,7 +12,7 @@ from dma_kernels.numerics.quantize import nvfp4_global_scale
 from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.prefill.quantizer import quantize_keys_values
 from dma_kernels.prefill.query_factor import query_factor
-from dma_kernels.runtime.lowering import select_lowering
+from dma_kernels.runtime.compute_path import select_compute_path
 from dma_kernels.testing import assert_bits_equal, random_qkv
 from quantized_operands import AMPERE, BLACKWELL, HOPPER, RECIPES, check
 from torch import Tensor
@@ -83,13 +83,13 @@ def test_only_low_tiles_are_written_where_high_ones_read_the_callers_keys(
     recipe: str, arch: int, poisoned: None
 ) -> None:
     made = (RECIPES | {"nvfp4-low": Recipe(low="nvfp4", smooth_k=True, pv="fp8")})[recipe]
-    lowering, tiles, written = select_lowering(made, arch), 5, [1, 2]
+    path, tiles, written = select_compute_path(made, arch), 5, [1, 2]
     key, value = keys_values(kv_heads=2, kv_len=560, head_dim=32)
     whole, part = (
-        quantize_keys_values(key, value, made, lowering, kv_offset=141, rows=None, low_tiles=low_tiles)
+        quantize_keys_values(key, value, made, path, kv_offset=141, rows=None, low_tiles=low_tiles)
         for low_tiles in (None, range(1, 3))
     )
-    assert (whole.written, part.written) == (range(tiles), range(1, 3))
+    assert (whole.valid_tiles, part.valid_tiles) == (range(tiles), range(1, 3))
     assert whole.low is not None
     assert part.low is not None
     # What the first tile says holds for all, and is said without it.
@@ -181,7 +181,7 @@ def test_mxfp4_scales_far_apart_underflow_in_e5m2_from_28_binades_on() -> None:
         key[0, 0, row, 32:] = 0.5 * 2.0**-row
         key[0, 0, row, 32] = 4.0 * 2.0**-row
     operands = quantize_keys_values(
-        key, key, RECIPES["e5m2"], select_lowering(RECIPES["e5m2"], HOPPER), kv_offset=0, rows=None
+        key, key, RECIPES["e5m2"], select_compute_path(RECIPES["e5m2"], HOPPER), kv_offset=0, rows=None
     )
     assert operands.low is not None
     assert operands.low.key_factor is not None

@@ -17,7 +17,7 @@ from ...numerics.recipe import Recipe
 from ...numerics.transforms import hadamard_size
 from ...runtime.descriptors import head_strides
 from ...runtime.launch import Launcher
-from ...runtime.lowering import Form
+from ...runtime.operand_formats import RAW, TILE_SCALED, OperandFormat
 from ..config import MultiCTAConfig, WarpSpecializedConfig, select_swizzle_group
 from ..operands import Operands
 from .bitmask import pack_mask
@@ -72,9 +72,9 @@ def launch_warp_specialized(
     high, low = operands.high, operands.low
     assert low is not None
     kv_heads = high.key.shape[1]
-    is_e4m3 = low.value_form is Form.E4M3
+    is_e4m3 = not low.value_format.is_16_bit
     staged = stage_queries(
-        query, operands.key_mean, operands.query_factor, recipe, low.key_form, high.key_form,
+        query, operands.key_mean, operands.query_factor, recipe, low.key_format, high.key_format,
         scale=scale, is_early=is_early,
     )  # fmt: skip
     channels = padded_channels(head_dim)
@@ -87,9 +87,10 @@ def launch_warp_specialized(
     all_heads = batch * kv_heads
     swizzle_group = select_swizzle_group(all_heads, low.head_bytes)
     launch = _long_launcher(
-        q_heads, kv_heads, head_dim, config, high.key_layout, high.value_layout, low.value_layout, geometry.is_causal,
+        q_heads, kv_heads, head_dim, config, high.key_format.layout, high.value_format.layout,
+        low.value_format.layout, geometry.is_causal,
         geometry.mask is not None or not is_dense_causal(geometry, q_len), operands.key_mean is not None,
-        high.key_form is Form.RAW,
+        high.key_format is RAW,
     )  # fmt: skip
     launch(
         (blocks * q_heads * batch, 1, 1),
@@ -162,9 +163,9 @@ def launch_multi_cta(
     assert low is not None
     kv_heads = high.key.shape[1]
     staged = None
-    if low.key_form not in (Form.INT8, Form.E4M3) or high.key_form is not Form.RAW:
+    if low.key_format not in TILE_SCALED or high.key_format is not RAW:
         staged = stage_queries(
-            query, operands.key_mean, operands.query_factor, recipe, low.key_form, high.key_form,
+            query, operands.key_mean, operands.query_factor, recipe, low.key_format, high.key_format,
             scale=scale, is_early=is_early,
         )  # fmt: skip
     blocks = query_blocks(geometry, q_len, ROWS)
@@ -174,16 +175,16 @@ def launch_multi_cta(
     all_heads = batch * kv_heads
     swizzle_group = select_swizzle_group(all_heads, low.head_bytes)
     launch = _short_launcher(
-        q_heads, kv_heads, head_dim, config, high.key_layout, low.key_form, recipe.query_low,
+        q_heads, kv_heads, head_dim, config, high.key_format.layout, low.key_format, recipe.query_low,
         recipe.scale_rounding == "ceil", recipe.rotate and staged is None, geometry.is_causal,
-        not is_dense_causal(geometry, q_len), high.key_form is Form.RAW,
+        not is_dense_causal(geometry, q_len), high.key_format is RAW,
     )  # fmt: skip
     launch(
         (swizzle_group * (q_heads // kv_heads), blocks, -(-all_heads // swizzle_group)),
         _heads(query if staged is None else staged.high, ROWS), None if staged is None else _heads(staged.low, ROWS),
         _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
         _matrix(low.key, TILE // low.key.element_size(), channels),
-        _matrix(low.value, channels, TILE) if low.value_form is Form.E4M3 else None,
+        _matrix(low.value, channels, TILE) if not low.value_format.is_16_bit else None,
         out, lse, None if staged is None else staged.rows, operands.key_mean, low.key_factor, low.value_factor,
         sinks, geometry.rows, *out.stride()[:3],
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len, storage_tiles, blocks, swizzle_group, all_heads,
@@ -202,7 +203,7 @@ def _short_launcher(
     head_dim: int,
     config: MultiCTAConfig,
     key_layout: str,
-    form: Form,
+    format: OperandFormat,
     query_format: str,
     is_ceil: bool,
     rotate: bool,
@@ -218,7 +219,7 @@ def _short_launcher(
         "K_STAGES": config.key_stages,
         "V_STAGES": config.value_stages,
         "KEY_LAYOUT": key_layout,
-        "FORM": str(form),
+        "FORM": format.name,
         "FORMAT": query_format,
         "IS_CEIL": is_ceil,
         "HADAMARD_SIZE": hadamard_size(head_dim) if rotate else 0,

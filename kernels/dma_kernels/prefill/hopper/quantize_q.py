@@ -19,15 +19,13 @@ from ...numerics.geometry import LOG2_E
 from ...numerics.recipe import Recipe
 from ...numerics.transforms import hadamard_size
 from ...runtime.launch import Launcher, blocks_of_heads
-from ...runtime.lowering import Form, dequantized_dtype
+from ...runtime.operand_formats import RAW, TILE_SCALED, OperandFormat, dequantized_dtype
 from ..parts import dot_parts, load_parts, quantize_row_parts, store_parts
 
 ROWS = 32
 """Queries of a program. As MXINT8, 8K and 8 x 4K rotated queries of 32 heads of 128 take 33.0 and 119.2 us on an H200
 (PyTorch 2.11, Triton 3.6) with two warps; with one and 16 queries 35.2 and 132.4, four and 128 39.6 and 140.5, eight
 and 128 38.0 and 136.6. Their bytes take 25.2 and 100.7 at 4 TB/s."""
-
-_DTYPES = {Form.INT8: torch.int8, Form.E4M3: torch.float8_e4m3fn, Form.E5M2: torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,8 @@ def stage_queries(
     mean: Tensor | None,
     query_factor: Tensor | None,
     recipe: Recipe,
-    low_form: Form,
-    high_form: Form,
+    low_key: OperandFormat,
+    high_key: OperandFormat,
     *,
     scale: float,
     is_early: bool,
@@ -119,22 +117,22 @@ def stage_queries(
         mean: What was subtracted from keys, fp32 ``[B, Hkv, D]``.
         query_factor: NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``, if they are in NVFP4.
         recipe: The precisions.
-        low_form: Of the keys of low tiles: ``int8``, ``e4m3``, ``e5m2`` or ``dequantized``.
-        high_form: Of the keys of high tiles: ``raw`` or ``dequantized``.
+        low_key: Format of the keys of low tiles, not packed.
+        high_key: Format of the keys of high tiles, in 16 bits.
         scale: Of the scores.
         is_early: Whether programs may begin before the launch before has ended. Until they wait for that, they read
             nothing but ``query``, and write nothing; and they let those of the next launch begin.
     """
     batch, heads, q_len, head_dim = query.shape
     rows = query.new_empty((2, batch, heads, q_len), dtype=torch.float32)
-    low_dtype = _DTYPES.get(low_form) or dequantized_dtype(query.dtype, recipe.query_low, recipe.key_low)
+    low_dtype = low_key.dtype or dequantized_dtype(query.dtype, recipe.query_low, recipe.key_low)
     low = query.new_empty(query.shape, dtype=low_dtype)
     high = query
-    if high_form is not Form.RAW:
+    if high_key is not RAW:
         high = query.new_empty(query.shape, dtype=dequantized_dtype(query.dtype, recipe.high, recipe.high))
     kv_heads = heads if mean is None else mean.shape[1]
     launch = _queries_launcher(
-        heads, kv_heads, head_dim, recipe, low_form, mean is not None, query_factor is not None, high is not query,
+        heads, kv_heads, head_dim, recipe, low_key, mean is not None, query_factor is not None, high is not query,
         is_early,
     )  # fmt: skip
     launch(
@@ -151,14 +149,14 @@ def _queries_launcher(
     kv_heads: int,
     head_dim: int,
     recipe: Recipe,
-    low_form: Form,
+    low_key: OperandFormat,
     has_mean: bool,
     has_factor: bool,
     has_high: bool,
     is_early: bool,
 ) -> Launcher:
     parts = triton.cdiv(head_dim, 32 if head_dim <= 128 else 64)
-    in_parts = low_form in (Form.INT8, Form.E4M3) and not has_high and parts & (parts - 1) == 0
+    in_parts = low_key in TILE_SCALED and not has_high and parts & (parts - 1) == 0
     shared = SharedScale.BLOCK if recipe.shared_scale == SharedScale.BLOCK else SharedScale.ROW
     constants = {
         "Q_HEADS": heads,
@@ -166,7 +164,7 @@ def _queries_launcher(
         "D": head_dim,
         "BLOCK_D": padded_channels(head_dim),
         "ROWS": ROWS,
-        "LOW_FORM": str(low_form),
+        "LOW_FORM": low_key.name,
         "LOW_FORMAT": recipe.query_low,
         "LOW_SHARED": str(shared),
         "HIGH_FORMAT": recipe.high,

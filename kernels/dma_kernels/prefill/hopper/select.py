@@ -5,8 +5,9 @@ from __future__ import annotations
 from ...numerics.formats import TILE
 from ...numerics.geometry import PrefillGeometry
 from ...runtime.chip import MAX_CTAS
+from ...runtime.compute_path import ComputePath
 from ...runtime.descriptors import is_describable
-from ...runtime.lowering import Form, Lowering
+from ...runtime.operand_formats import E4M3_VALUES, RAW
 from ..config import MultiCTAConfig, WarpSpecializedConfig, multi_cta_config, warp_specialized_config
 from ..problem import PrefillShape
 
@@ -15,17 +16,15 @@ WARP_SPECIALIZED_HEAD_DIMS = (64, 96, 128, 160, 192, 224, 256)
 MULTI_CTA_HEAD_DIMS = (64, 96, 128)
 ROWS = 64
 """Query positions of a warpgroup: the rows of its matrix instructions. They lie in one tile."""
-LOW_FORMS = (Form.INT8, Form.E4M3, Form.E5M2, Form.DEQUANTIZED)
-HIGH_FORMS = (Form.RAW, Form.DEQUANTIZED)
 
 
-def supports_warp_specialized(shape: PrefillShape, lowering: Lowering) -> bool:
+def supports_warp_specialized(shape: PrefillShape, path: ComputePath) -> bool:
     """Whether the warp-specialised kernel can compute a call.
 
     Head dimensions are multiples of 32 from 64 to 256. Keys of low tiles are in 8 bits with a scale per tile, or
     dequantised; values of low tiles are E4M3 or 16-bit.
     """
-    config = warp_specialized_config(shape.arch, lowering, shape.query.shape[3], shape.value.shape[3])
+    config = warp_specialized_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3])
     # Four warpgroups have no registers for both ends of a window (H200: 1.17x the time of the multi-CTA kernel), nor
     # for a mask (compiled, not timed).
     is_plain = shape.geometry.window is None and shape.geometry.mask is None
@@ -33,23 +32,23 @@ def supports_warp_specialized(shape: PrefillShape, lowering: Lowering) -> bool:
         config is not None
         and (is_plain or config.consumer_warpgroups < 4)
         and shape.query.shape[3] in WARP_SPECIALIZED_HEAD_DIMS
-        and (lowering.low_value is Form.E4M3 or is_describable(shape.value))
-        and _is_loadable(shape, lowering)
+        and (path.low_value is E4M3_VALUES or is_describable(shape.value))
+        and _is_loadable(shape, path)
     )
 
 
-def select_warp_specialized(shape: PrefillShape, lowering: Lowering) -> WarpSpecializedConfig | None:
+def select_warp_specialized(shape: PrefillShape, path: ComputePath) -> WarpSpecializedConfig | None:
     """Return the configuration for a long call; ``None`` for one that the multi-CTA kernel computes faster."""
-    config = warp_specialized_config(shape.arch, lowering, shape.query.shape[3], shape.value.shape[3])
+    config = warp_specialized_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3])
     geometry = shape.geometry
     assert config is not None
     batch, heads, q_len, _ = shape.query.shape
     seen = geometry.kv_len if geometry.window is None else min(geometry.kv_len, geometry.window)
     if seen < config.min_keys or batch * heads * q_len < config.min_rows:
         return None
-    if not supports_multi_cta(shape, lowering):
+    if not supports_multi_cta(shape, path):
         return config
-    other = multi_cta_config(shape.arch, lowering, shape.query.shape[3], shape.value.shape[3])
+    other = multi_cta_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3])
     assert other is not None
     # A softcap or a mask takes so many instructions that what warp specialisation saves no longer counts (H200: 12K
     # with a mask take 3,151 us, with the multi-CTA kernel 1,947).
@@ -57,23 +56,23 @@ def select_warp_specialized(shape: PrefillShape, lowering: Lowering) -> WarpSpec
     return config if is_plain and _mean_keys(geometry, q_len) > other.max_mean_keys else None
 
 
-def supports_multi_cta(shape: PrefillShape, lowering: Lowering) -> bool:
+def supports_multi_cta(shape: PrefillShape, path: ComputePath) -> bool:
     """Whether the multi-CTA kernel can compute a call.
 
     Head dimensions are 64, 96 or 128; values of low tiles are E4M3 or the caller's own.
     """
     return (
-        multi_cta_config(shape.arch, lowering, shape.query.shape[3], shape.value.shape[3]) is not None
-        and lowering.low_value in (Form.E4M3, Form.RAW)
+        multi_cta_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3]) is not None
+        and path.low_value in (E4M3_VALUES, RAW)
         and query_blocks(shape.geometry, shape.query.shape[2], ROWS) <= MAX_CTAS
         and shape.query.shape[3] in MULTI_CTA_HEAD_DIMS
-        and _is_loadable(shape, lowering)
+        and _is_loadable(shape, path)
     )
 
 
-def select_multi_cta(shape: PrefillShape, lowering: Lowering) -> MultiCTAConfig | None:
+def select_multi_cta(shape: PrefillShape, path: ComputePath) -> MultiCTAConfig | None:
     """Return the configuration for a call that the warp-specialised kernel leaves."""
-    return multi_cta_config(shape.arch, lowering, shape.query.shape[3], shape.value.shape[3])
+    return multi_cta_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3])
 
 
 def query_blocks(geometry: PrefillGeometry, q_len: int, rows: int) -> int:
@@ -97,12 +96,11 @@ def _mean_keys(geometry: PrefillGeometry, q_len: int) -> float:
     return min(geometry.kv_len, geometry.window if geometry.is_causal else 2 * geometry.window)
 
 
-def _is_loadable(shape: PrefillShape, lowering: Lowering) -> bool:
+def _is_loadable(shape: PrefillShape, path: ComputePath) -> bool:
     """Whether TMA can load what both kernels load."""
-    loaded = [shape.query, shape.value] + ([shape.key] if lowering.key is Form.RAW else [])
+    loaded = [shape.query, shape.value] + ([shape.key] if path.key is RAW else [])
     return (
-        lowering.low_key in LOW_FORMS
-        and lowering.key in HIGH_FORMS
+        not path.is_block_scaled
         and shape.query.shape[3] == shape.value.shape[3]
         and shape.key.numel() > 0
         and all(map(is_describable, loaded))

@@ -1,0 +1,80 @@
+"""The compute path of a recipe on a chip: in which operand formats keys and values are stored and multiplied.
+
+``8bit``
+    Low scores are products of 8-bit elements on INT8 or FP8 tensor cores, times one factor per query row and one per
+    key tile; no factor is spent on a single score. Exact for MXINT8 and MXFP8 with ``shared_scale = "tile"``, and for
+    MXFP4 in E5M2.
+``scaled``
+    MXFP4, MXFP8 and NVFP4 elements and block scales, on block-scaled tensor cores.
+``portable``
+    Everything dequantised to 16 bits, which is exact, and multiplied in 16 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..numerics.formats import MXFP4, MXFP8, NVFP4, UNQUANTIZED, SharedScale
+from ..numerics.recipe import Recipe
+from .chip import BLOCK_SCALED_ARCHS, TENSOR_MEMORY_ARCHS
+from .operand_formats import DEQUANTIZED, E4M3_VALUES, E5M2, PACKED, RAW, TILE_SCALED, OperandFormat, Scale
+
+
+@dataclass(frozen=True)
+class ComputePath:
+    """How a recipe runs on a chip.
+
+    Attributes:
+        key: Keys of high tiles, whose values are always :data:`~dma_kernels.runtime.operand_formats.RAW`.
+        low_key: Keys of low tiles; ``None`` for a recipe of one precision.
+        low_value: Values of low tiles; ``None`` likewise.
+    """
+
+    key: OperandFormat
+    low_key: OperandFormat | None = None
+    low_value: OperandFormat | None = None
+
+    @property
+    def name(self) -> str:
+        """``8bit``, ``scaled`` or ``portable``."""
+        if self.low_key is not None and self.low_key.scale is Scale.TILE:
+            return "8bit"
+        return "scaled" if self.is_block_scaled else "portable"
+
+    @property
+    def is_block_scaled(self) -> bool:
+        """Whether keys are multiplied on block-scaled tensor cores."""
+        return any(key is not None and key.scale is Scale.BLOCK for key in (self.key, self.low_key))
+
+
+def select_compute_path(recipe: Recipe, arch: int, channels: int = 128) -> ComputePath:
+    """Return how a chip computes a recipe.
+
+    Args:
+        recipe: The recipe.
+        arch: Compute capability, major version times ten plus minor (90 is Hopper).
+        channels: The larger head dimension of keys and values.
+    """
+    is_block_scaled = arch in BLOCK_SCALED_ARCHS and (channels <= 128 or arch not in TENSOR_MEMORY_ARCHS)
+    key = RAW if recipe.high == UNQUANTIZED else DEQUANTIZED
+    if is_block_scaled:
+        key = PACKED.get(recipe.high, key)
+    if recipe.is_uniform:
+        return ComputePath(key)
+    low_value = RAW
+    if recipe.pv == E4M3_VALUES.holds:
+        low_value = E4M3_VALUES if arch >= E4M3_VALUES.min_arch else DEQUANTIZED
+    return ComputePath(key, _low_key(recipe, arch, is_block_scaled), low_value)
+
+
+def _low_key(recipe: Recipe, arch: int, is_block_scaled: bool) -> OperandFormat:
+    formats = {recipe.query_low, recipe.key_low}
+    if recipe.shared_scale == SharedScale.TILE:
+        for candidate in TILE_SCALED:
+            if formats == {candidate.holds} and arch >= candidate.min_arch:
+                return candidate
+    if is_block_scaled and (formats <= {MXFP4.name, MXFP8.name} or formats == {NVFP4.name}):
+        return PACKED[recipe.key_low]
+    if formats == {E5M2.holds} and arch >= E5M2.min_arch:
+        return E5M2
+    return DEQUANTIZED
