@@ -1,4 +1,4 @@
-"""Calls of the attention that every Triton lowering is tried on, in the interpreter and on a GPU."""
+"""Calls of the attention that every compute path is tried on, in the interpreter and on a GPU."""
 
 from __future__ import annotations
 

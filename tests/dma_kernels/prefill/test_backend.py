@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned"),  # what the quantiser leaves out is nobody's to read
 ]
 
-# Each recipe on a chip for each of its lowerings: on a Hopper, which copies by descriptor, where that has the lowering.
+# Each recipe on a chip for each of its compute paths: on a Hopper, which loads by TMA, where that has the path.
 LOWERED = {
     (name, select_compute_path(recipe, arch)): (name, arch)
     for arch in (89, 100, 80, 90)
@@ -47,7 +47,7 @@ def test_a_window_of_everything_hides_nothing(options: dict[str, Any], window: i
 
 @pytest.mark.parametrize("case", ["causal", "left-padded"])
 @pytest.mark.parametrize(("recipe", "arch"), [*LOWERED.values(), ("int8", 89), ("paper", 89)])
-def test_every_lowering_matches_the_reference(
+def test_every_compute_path_matches_the_reference(
     recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)

@@ -1,4 +1,4 @@
-"""Every lowering compiled ahead of time for chips that are not at hand: which units it uses, and what it takes."""
+"""Every compute path compiled ahead of time for chips that are not at hand: which units it uses, and what it takes."""
 
 from __future__ import annotations
 
