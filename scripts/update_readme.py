@@ -72,25 +72,29 @@ def results_table() -> str:
     def faster(results: dict[str, Result], ours: str, base: str) -> str:
         return f"{milliseconds(results[base]) / milliseconds(results[ours]):.2f}x as fast"
 
-    alone = long["fa3"]["sustained_milliseconds"] / long[BALANCED]["sustained_milliseconds"]
-    changes = " and ".join(f"{loss[label].change_percent:+.2f} %" for label in (BALANCED, INT4))
+    isolated = long["fa3"]["sustained_milliseconds"] / long[BALANCED]["sustained_milliseconds"]
+    changes = ", ".join(f"{loss[label].change_percent:+.2f} %" for label in (BALANCED, INT4))
+    prefill, decode, serving, quality = (
+        f"](benchmarks/{page}.md)" for page in ("prefill", "decode", "serving", "quality")
+    )
+    flash, plain = "FlashAttention-3, bf16", "SDPA, 16-bit cache"
     rows = [
-        ["Prefill of 32K tokens", "`balanced`", "FlashAttention-3, bf16", faster(long, BALANCED, "fa3")],
-        ["the same, each kernel alone on the GPU", "`balanced`", "FlashAttention-3, bf16", f"{alone:.2f}x as fast"],
-        ["Prefill of 1K tokens", "`balanced`", "FlashAttention-3, bf16", faster(short, BALANCED, "fa3")],
-        ["Decoding over 128K keys, one step", "`balanced+int4`", "SDPA, 16-bit cache", faster(step, INT4, "sdpa")],
         [
-            "32 requests of 2,048 + 64 tokens, 8B model",
+            f"[Prefill of 32K tokens{prefill}",
+            "`balanced`",
+            flash,
+            f"{faster(long, BALANCED, 'fa3')}; isolated {isolated:.2f}x",
+        ],
+        [f"[Prefill of 1K tokens{prefill}", "`balanced`", flash, faster(short, BALANCED, "fa3")],
+        [f"[Decoding step over 128K keys{decode}", "`balanced+int4`", plain, faster(step, INT4, "sdpa")],
+        [f"[Cache size at 32K tokens{decode}", "`balanced+int4`", plain, f"{cache[INT4]['bytes_ratio']:.2f}x"],
+        [
+            f"[32 requests of 2,048 + 64 tokens, 8B model{serving}",
             "`balanced+int4`",
             "SDPA in `generate_batch`",
-            f"{serve[INT4] / serve['sdpa']:.1f}x tokens/s",
+            f"{serve[INT4] / serve['sdpa']:.1f}x the tokens/s",
         ],
-        [
-            "Perplexity; cache size at 32K tokens",
-            "`balanced`, `balanced+int4`",
-            "SDPA, 16-bit cache",
-            f"{changes}; {cache[INT4]['bytes_ratio']:.2f}x the bytes",
-        ],
+        [f"[Perplexity{quality}", "`balanced`, `balanced+int4`", "SDPA", changes],
     ]
     return table(["measured", "with", "compared with", "result"], rows)
 

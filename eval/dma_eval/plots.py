@@ -1,4 +1,4 @@
-"""Plots of results. Drawn with Matplotlib's figures alone: no window system, and no global state is touched."""
+"""Plots of results, drawn with Matplotlib figures. They need no display and change no global state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COLORS = {
     "hqq": "#DD9977",
     "fp8": "#000000",
 }
-"""The colour of every preset and implementation, the same in all plots; the first five are Okabe and Ito's."""
+"""The colour of each preset and implementation in all plots. The first five are Okabe and Ito's."""
 SAME_AS = {
     "dma_mxfp": "balanced",
     "dma_mxfp+int8": "balanced+int8",
@@ -54,7 +54,7 @@ SAME_AS = {
     "sim_fp8_cache": "fp8",
 }
 OTHER_COLORS = ("#44AA99", "#88CCEE", "#AA4466", "#661100", "#6699CC", "#999933")
-"""Of what has none, as TOML files, in the order of the plot."""
+"""Colours of all other backends, such as TOML files, in the order of the plot."""
 LINES = {
     "fp4": "--",
     "paper": "-.",
@@ -71,7 +71,7 @@ DASHES = ("-", "--", "-.", ":")
 """Line styles for backends that would share colour and style with another one."""
 BEHIND: dict[str, Any] = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
 SQUEEZING = 8.0
-"""An axis whose largest value is so many times the middle one has no linear scale."""
+"""Ratio of the largest value to the median from which an axis is not linear."""
 LEAST_LINEAR = 0.05
 MOST_TICKS = 9
 NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": "#333333"}
@@ -84,12 +84,12 @@ LEAST_REACH = 1.0  # points of accuracy to each side, so that no difference look
 
 
 def make_figure(height: float, width: float = WIDTH) -> Figure:
-    """An empty figure of so many inches."""
+    """Return an empty figure; sizes are in inches."""
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
 def plot_comparison(section: PerplexitySection, title: str, path: Path) -> None:
-    """Quality of every backend, and loss and divergence by position, in one picture."""
+    """Draw the quality of each backend, and loss and divergence by position."""
     rows = len(section.backends) - 1
     if not rows:
         plot_positions(section, title, path)
@@ -103,14 +103,14 @@ def plot_comparison(section: PerplexitySection, title: str, path: Path) -> None:
 
 
 def plot_quality(section: PerplexitySection, title: str, path: Path) -> None:
-    """Change of perplexity, KL and disagreement of every backend against the reference."""
+    """Draw each backend's change of perplexity, KL and disagreement with the reference."""
     figure = make_figure(_quality_height(len(section.backends) - 1))
     _draw_quality(figure, section)
     save(figure, title, path)
 
 
 def plot_positions(section: PerplexitySection, title: str, path: Path) -> None:
-    """Loss, and KL from the reference, by position in the window."""
+    """Draw the loss, and the KL from the reference, by position in the window."""
     figure = make_figure(4.6)
     _draw_positions(figure, section)
     save(figure, title, path)
@@ -121,13 +121,13 @@ def _quality_height(rows: int) -> float:
 
 
 def save(figure: Figure, title: str, path: Path) -> None:
-    """Give the figure its title and write it."""
+    """Add the title and write the file."""
     figure.suptitle(title, fontsize=12, fontweight="bold")
     figure.savefig(path)
 
 
 def _draw_quality(figure: FigureBase, section: PerplexitySection) -> None:
-    """Three dot plots with one row per backend. Dots, since the length of a bar means nothing on a log scale."""
+    """Draw three dot plots with one row per backend. Bars would have no meaning on a log scale."""
     reference, *others = section.backends
     axes = figure.subplots(1, 3, sharey=True)
     absolute = "" if reference.perplexity is None else f"\n({reference.label}: {reference.perplexity:,.3f})"
@@ -238,7 +238,7 @@ def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
 
 
 def legend_below(figure: FigureBase, ax: Axes) -> None:
-    """Put the legend of one plot, if it has one, below all, where it hides nothing."""
+    """Put the legend of one plot below all plots."""
     handles, names = ax.get_legend_handles_labels()
     if handles:
         figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
@@ -258,27 +258,27 @@ def line_styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def _name(label: str) -> str:
-    """The name of a backend by itself, without the number or the cache that stand after it."""
+    """Return the name of a backend without prefix and number; names of earlier versions become today's."""
     name = label.partition(" ")[0].removeprefix("dma_mxfp:")
     base, dash, cache_class = name.partition("-")
     return SAME_AS.get(name) or SAME_AS.get(base, base) + dash + cache_class
 
 
 def _color(label: str) -> str | None:
-    """The colour of a backend; caches of Transformers share one for all bits, and ours one for all their classes."""
+    """Return the colour of a backend. All bit widths of a Transformers cache share one, and all classes of ours."""
     name = re.sub(r"^(?:sdpa[:+])?(quanto|hqq|fp8)\d*$", r"\1", _name(label))
     return COLORS.get(name) or COLORS.get(name.removesuffix("-static"))
 
 
 def tidy(ax: Axes) -> None:
-    """A grid behind the data, and no more frame than two axes."""
+    """Draw a grid below the data, and only two axes."""
     ax.grid(True, **GRID)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
 
 
 def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
-    """Difference of each task's accuracy from the reference, in points, with its interval; one row per task."""
+    """Draw the difference of each task's accuracy from the reference, in points, with its interval."""
     reference, *others = section.backends
     rows = [(task, metric) for task in section.tasks if (metric := task.accuracy) is not None]
     figure = make_figure(1.9 + (0.16 * len(others) + 0.24) * max(1, len(rows)))
@@ -319,9 +319,9 @@ def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
 
 
 def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path) -> None:
-    """Quality against speed, one point for each backend and context, and against memory where that is exact.
+    """Draw quality against speed, one point for each backend and context, and against memory where that is exact.
 
-    Backends that read through a cache, a tile at a time, and simulations are lines: nobody runs a model at that speed.
+    Backends that read through a cache, and simulations, are lines: nobody runs a model at their speed.
     The resident memory of a process is not drawn, because it varies more from run to run than between backends.
     """
     has_memory = all(section.memory_kind == EXACT_MEMORY for section in sections)
@@ -363,7 +363,7 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path)
 
 
 def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
-    """Relative L1 error of every head of every layer, one heat map per backend."""
+    """Draw the relative L1 error of each head, one heat map per backend."""
     maps = []
     for heads in section.heads:
         errors = np.array(heads.relative_l1)
@@ -392,7 +392,7 @@ def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
 
 
 def plot_skipped(section: FidelitySection, title: str, path: Path) -> None:
-    """Share of low tiles that every head of every layer skips, one heat map per backend that skips any."""
+    """Draw the share of low tiles that each head skips, one heat map per backend that skips any."""
     maps = []
     for heads in section.heads:
         if heads.skipped is not None:
@@ -408,7 +408,7 @@ def plot_skipped(section: FidelitySection, title: str, path: Path) -> None:
 
 
 def plot_thresholds(section: StressSection, title: str, path: Path) -> None:
-    """Divergence against the share of low tiles skipped, each point a threshold of tile skipping."""
+    """Draw the divergence against the share of low tiles skipped, one point per threshold."""
     figure = make_figure(4.0)
     ax = figure.subplots()
     tidy(ax)
@@ -428,7 +428,7 @@ def plot_thresholds(section: StressSection, title: str, path: Path) -> None:
 
 
 def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
-    """Share of answers that are found, by depth and length, one heat map per backend."""
+    """Draw the share of answers found by depth and length, one heat map per backend."""
     maps = []
     for backend in section.backends:
         found = np.full((len(section.depths), len(section.lengths)), np.nan)  # where nothing was measured
@@ -451,7 +451,7 @@ def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
 def _heat_maps(
     maps: Sequence[tuple[str, Array]], height: float, xlabel: str, ylabel: str, **style: Any
 ) -> tuple[Figure, list[Any], AxesImage]:
-    """Draw arrays under their titles, four to a row of so many inches, with all axes labelled at the edges."""
+    """Draw heat maps with titles, at most four in a row; ``height`` is that of a row in inches."""
     columns = min(len(maps), 4)
     rows = -(-len(maps) // columns)
     figure = make_figure(1.3 + rows * height)
@@ -470,7 +470,7 @@ def _heat_maps(
 
 
 def plot_stress(section: StressSection, title: str, path: Path) -> None:
-    """Divergence of every backend on every twin: one row for each twin, one marker for each backend."""
+    """Draw the divergence of each backend on each twin, one row per twin."""
     measured = [(twin, twin.tokens) for twin in section.twins if twin.tokens is not None]
     figure = make_figure(2.2 + 0.42 * len(measured))
     ax = figure.subplots()
