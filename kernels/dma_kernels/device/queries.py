@@ -81,7 +81,7 @@ def prepare_queries(
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
     factor = tl.full([ROWS], 1.0, tl.float32)
-    if FORM == "int8" or FORM == "e4m3":
+    if FORM != "dequantized" and FORM != "e5m2" and FORM != "packed":
         q, factor = quantize_rows(x, FORM, FORMAT, ROUNDING == "ceil")
         scale = q
     elif FORMAT == "bf16":

@@ -70,12 +70,6 @@ def _any_of_block(x, BLOCK_M: tl.constexpr):
     return tl.reshape(tl.broadcast_to(by_block, [BLOCKS, _SKIP_BLOCK]), [BLOCK_M])
 
 
-@triton.constexpr_function
-def _query_dtype(form, dtype):
-    """Return the dtype of queries of a form that is not packed; ``dtype`` is that of dequantised ones."""
-    return {"int8": tl.int8, "e4m3": tl.float8e4nv, "e5m2": tl.float8e5, "dequantized": dtype}[form]
-
-
 @triton.jit(
     do_not_specialize=[
         "q_offset", "kv_offset", "q_len", "kv_len", "k_len", "v_len", "v_low_len", "storage_len", "blocks", "section",
@@ -199,13 +193,13 @@ def prefill_kernel(
     if HAS_LOW and STAGE_QUERIES:
         # Hopper's matrix units take what was loaded from shared memory, and what was computed from registers, of which
         # there are none to spare. The output's rows are this program's own and hold nothing yet.
-        STAGED: tl.constexpr = _query_dtype(LOW_FORM, LOW_DTYPE)
+        STAGED: tl.constexpr = k_low_ptr.dtype.element_ty
         staged = (out_ptr + i_b * stride_ob + i_h * stride_oh).to(tl.pointer_type(STAGED))
         # A row of the output has room for two 8-bit elements a channel, or for one of 16 bits.
         PER_CHANNEL: tl.constexpr = 1 if LOW_FORM == "dequantized" else 2
         staged_row = rows.to(tl.int64) * (PER_CHANNEL * stride_ot)
         m_staged = m_row[:, None] & (o_d < D)[None, :]
-        IN_PARTS: tl.constexpr = LOW_FORM == "int8" or LOW_FORM == "e4m3"
+        IN_PARTS: tl.constexpr = LOW_FORM != "dequantized" and LOW_FORM != "e5m2"
         low_factor = tl.full([BLOCK_M], 1.0, tl.float32)
         # Of 256 channels and other forms what is carried past the branch would be spilled in the loop over low tiles.
         has_low_tiles = True
