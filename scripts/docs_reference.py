@@ -8,15 +8,41 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from types import ModuleType
 from typing import Any, get_type_hints
 
 import dma_eval.cli
+import dma_kernels
 import typer
 from dma_kernels import Recipe
 
+import dma_hf
 from dma_hf import PRESETS, DMAConfig
 
+FIRST = ("configure", "DMAConfig", "PRESETS", "DMACache", "stats", "equalize", "continuous_batching", "counted_tiles")
+"""Names of ``dma_hf`` that most users need; the reference begins with them."""
 ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
+
+
+def plugin_api() -> str:
+    """Return a directive of mkdocstrings for each public name of ``dma_hf``."""
+    return _directives(dma_hf, FIRST)
+
+
+def kernels_api() -> str:
+    """Return a directive of mkdocstrings for each public name of ``dma_kernels``."""
+    return _directives(dma_kernels, ("attention", "attention_with_lse", "Recipe", "quantize"))
+
+
+def _directives(package: ModuleType, first: tuple[str, ...]) -> str:
+    """Return a directive for each public name: the first ones, then the others."""
+    paths = []
+    for name in dict.fromkeys([*first, *package.__all__]):
+        value = getattr(package, name)
+        # A module may have the name of a function of the package, so name the function's own module.
+        is_definition = inspect.isfunction(value) or inspect.isclass(value)
+        paths.append(f"{value.__module__}.{value.__qualname__}" if is_definition else f"{package.__name__}.{name}")
+    return "\n".join(f"::: {path}" for path in paths)
 
 
 def field_table() -> str:
@@ -152,6 +178,8 @@ def _markdown(text: str) -> str:
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
+    "plugin": plugin_api,
+    "kernels": kernels_api,
     "fields": field_table,
     "presets": preset_table,
     "commands": command_reference,
