@@ -188,8 +188,8 @@ def compiled(compiled_by: Callable[[str], CompiledCalls]) -> CompiledCalls:
 @pytest.mark.parametrize("call", UNITS)
 def test_products_run_on_the_units_of_the_chip(call: str, compiled: CompiledCalls) -> None:
     attention = compiled[call][-1]
-    own = "prefill_hopper_kernel" if call in LONG else "prefill_short_kernel" if call in SHORT else "prefill_kernel"
-    assert attention["name"] == own
+    kind = "warp_specialized_kernel" if call in LONG else "multi_cta_kernel" if call in SHORT else "kernel"
+    assert attention["name"] == f"prefill_{kind}"
     for unit in UNITS[call]:
         assert re.search(unit, attention["ptx"]), f"no {unit} in the PTX"
 
@@ -215,13 +215,13 @@ def test_programs_start_early_after_the_quantiser_and_write_nothing_before_they_
     for kernel in compiled[call]:
         before, *after = kernel["ptx"].split("griddepcontrol.wait")
         name = kernel["name"]
-        waits = name in ("prefill_hopper_kernel", "prefill_short_kernel") or (
+        waits = name in ("prefill_warp_specialized_kernel", "prefill_multi_cta_kernel") or (
             is_early and name == "stage_queries_kernel"
         )
         assert len(after) == int(waits), name
         assert not after or not re.search(r"\b(st\.global|red\.|atom\.)", before), name
         # Queries, which are the caller's own where they are not staged. What a mask shows is looked at before.
-        is_asked = name == "prefill_short_kernel" and not {"stage_queries_kernel", "pack_mask_kernel"} & set(names)
+        is_asked = name == "prefill_multi_cta_kernel" and not {"stage_queries_kernel", "pack_mask_kernel"} & set(names)
         assert not after or before.count("cp.async.bulk") == is_asked, name
 
 
@@ -274,7 +274,7 @@ def test_nothing_is_stored_over_a_barrier(call: str, compiled: CompiledCalls) ->
     """A program whose barrier was written over faults when the chip switches to another process and back."""
     kernel = compiled[call][-1]
     ptx = kernel["ptx"]
-    assert kernel["name"] == "prefill_hopper_kernel"
+    assert kernel["name"] == "prefill_warp_specialized_kernel"
     offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
     registers = re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", ptx)
     assert len(registers) == ptx.count("mbarrier.init")

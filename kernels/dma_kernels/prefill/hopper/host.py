@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +19,10 @@ from ...runtime.operand_formats import RAW, TILE_SCALED, OperandFormat
 from ..config import MultiCTAConfig, WarpSpecializedConfig, select_swizzle_group
 from ..operands import Operands
 from .bitmask import pack_mask
-from .multi_cta import prefill_short_kernel
+from .multi_cta import MultiCTAConstants, prefill_multi_cta_kernel
 from .quantize_q import stage_queries
 from .select import ROWS, is_dense_causal, query_blocks
-from .warp_specialized import prefill_hopper_kernel
+from .warp_specialized import WarpSpecializedConstants, prefill_warp_specialized_kernel
 
 _DTYPES = {
     torch.bfloat16: gl.bfloat16,
@@ -120,25 +118,13 @@ def _long_launcher(
     has_mean: bool,
     is_high_raw: bool,
 ) -> Launcher:
-    constants: dict[str, Any] = {
-        "Q_HEADS": q_heads,
-        "KV_HEADS": kv_heads,
-        "D": padded_channels(head_dim),
-        "DV": padded_channels(head_dim),
-        "VALUE_DIM": head_dim,
-        "GROUPS": config.consumer_warpgroups,
-        "STAGES": config.stages,
-        "REGISTERS": config.registers,
-        "KEY_LAYOUT": key_layout,
-        "VALUE_LAYOUT": value_layout,
-        "LOW_VALUE_LAYOUT": low_value_layout,
-        "IS_CAUSAL": is_causal,
-        "HAS_EDGES": has_edges,
-        "HAS_MEAN": has_mean,
-        "IS_HIGH_RAW": is_high_raw,
-    }
+    constants = WarpSpecializedConstants(
+        q_heads, kv_heads, head_dim, padded_channels(head_dim),
+        config.consumer_warpgroups, config.stages, config.registers,
+        key_layout, value_layout, low_value_layout, is_causal, has_edges, has_mean, is_high_raw,
+    )  # fmt: skip
     # Whatever comes before, its programs may begin early: they wait before they touch memory.
-    return Launcher(prefill_hopper_kernel, constants, num_warps=4, launch_pdl=True)
+    return Launcher(prefill_warp_specialized_kernel, {"CONFIG": constants}, num_warps=4, launch_pdl=True)
 
 
 def launch_multi_cta(
@@ -190,7 +176,6 @@ def launch_multi_cta(
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len, storage_tiles, blocks, swizzle_group, all_heads,
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
         None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
-        math.pow(hadamard_size(head_dim), -0.5) if recipe.rotate else 1.0,
         packed.words, packed.bounds, packed.planes_per_row, packed.planes_per_head,
         skip_threshold, tile_counts,
     )  # fmt: skip
@@ -211,23 +196,13 @@ def _short_launcher(
     has_edges: bool,
     is_high_raw: bool,
 ) -> Launcher:
-    constants: dict[str, Any] = {
-        "Q_HEADS": q_heads,
-        "KV_HEADS": kv_heads,
-        "D": padded_channels(head_dim),
-        "HEAD_DIM": head_dim,
-        "K_STAGES": config.key_stages,
-        "V_STAGES": config.value_stages,
-        "KEY_LAYOUT": key_layout,
-        "FORM": format.name,
-        "FORMAT": query_format,
-        "IS_CEIL": is_ceil,
-        "HADAMARD_SIZE": hadamard_size(head_dim) if rotate else 0,
-        "IS_CAUSAL": is_causal,
-        "HAS_EDGES": has_edges,
-        "IS_HIGH_RAW": is_high_raw,
-    }
-    return Launcher(prefill_short_kernel, constants, num_warps=4, maxnreg=config.registers, launch_pdl=True)
+    constants = MultiCTAConstants(
+        q_heads, kv_heads, head_dim, padded_channels(head_dim), config.key_stages, config.value_stages, key_layout,
+        format.name, query_format, is_ceil, hadamard_size(head_dim) if rotate else 0, is_causal, has_edges, is_high_raw,
+    )  # fmt: skip
+    return Launcher(
+        prefill_multi_cta_kernel, {"CONFIG": constants}, num_warps=4, maxnreg=config.registers, launch_pdl=True
+    )
 
 
 def _heads(tensor: Tensor, rows: int) -> TensorDescriptor:

@@ -12,6 +12,8 @@ skipped. 16-bit low keys come in two halves, and 16-bit low queries reuse the st
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 from triton.experimental import gluon
@@ -186,86 +188,126 @@ class _Loads:
         self.source.issue_tile_v(i_tile, half * _BLOCK, barrier, self.v.stage(i))
 
 
+@dataclass(frozen=True)
+class MultiCTAConstants:
+    """Constexprs of the kernel.
+
+    Attributes:
+        q_heads: Query heads.
+        kv_heads: kv heads.
+        head_dim: Channels of queries, keys and values.
+        block_d: Channels padded to 64 or 128, as descriptors load them.
+        k_stages: Stages of keys, 1 or 2; 2 for 16-bit low keys.
+        v_stages: Stages of values, 1 or 2.
+        k_layout: ``caller`` or ``aligned`` (:mod:`dma_kernels.prefill.operands`), of the keys of high tiles.
+        q_element: Elements of the queries that the CTA quantises: ``int8`` or ``e4m3``.
+        q_format: Their format.
+        is_ceil: How their scales are rounded.
+        hadamard_size: Order of their rotation: 32, 64 or 128; 0 where they are not rotated.
+        is_causal: Whether a query attends to no key after its own position.
+        masks_low: Whether a low tile may be masked, or keys begin inside a tile. Otherwise every query attends to all
+            keys before the band.
+        is_high_unquantized: Whether the keys of high tiles are the caller's own, which are not smoothed.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    block_d: int
+    k_stages: int
+    v_stages: int
+    k_layout: str
+    q_element: str
+    q_format: str
+    is_ceil: bool
+    hadamard_size: int
+    is_causal: bool
+    masks_low: bool
+    is_high_unquantized: bool
+
+    @property
+    def norm(self) -> float:
+        """The factor of the rotation."""
+        return math.pow(self.hadamard_size, -0.5) if self.hadamard_size else 1.0
+
+
 @gluon.jit(
     do_not_specialize=[
-        "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "section", "kv_rows",
+        "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "swizzle_group", "kv_rows",
         "window", "diagonal_tiles", "sink_tiles",
     ],
 )  # fmt: skip
-def prefill_short_kernel(
+def prefill_multi_cta_kernel(
     q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc,
-    out_ptr, lse_ptr, rows_ptr, mean_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr,
+    out_ptr, lse_ptr, q_descale_ptr, mean_ptr, k_descale_ptr, v_descale_ptr, sinks_ptr, seq_info_ptr,
     stride_ob, stride_oh, stride_ot,
-    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, window, diagonal_tiles, sink_tiles,
-    softcap, logit_scale, norm, mask_ptr, bounds_ptr, planes_per_row, planes_per_head,
-    skip_threshold, tile_counts_ptr,
-    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
-    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    KEY_LAYOUT: gl.constexpr, FORM: gl.constexpr, FORMAT: gl.constexpr, IS_CEIL: gl.constexpr,
-    HADAMARD_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_EDGES: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
+    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, swizzle_group, kv_rows,
+    window, diagonal_tiles, sink_tiles, softcap, logit_scale,
+    bitmask_ptr, bounds_ptr, planes_per_row, planes_per_head, skip_threshold, tile_counts_ptr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute attention for 64 query positions of one head.
 
     Args:
         q_desc: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``.
-        q_low_desc: Queries of low tiles, likewise with elements as these keys have, if they are staged; else ``None``.
+        q_low_desc: Queries of low tiles, 8-bit or 16-bit, likewise; ``None`` where the CTA quantises its own.
         k_desc: Keys of high tiles, 16-bit ``[B, Hkv, T, D]``.
         v_desc: Values of high tiles, the caller's own, likewise.
-        k_low_desc: Keys of low tiles, a matrix: of 8 bits in blocks of a tile, of 16 in blocks of half a tile.
-        v_low_desc: Values of low tiles in E4M3, a matrix of rows of a tile's keys; or ``None`` for the caller's own.
+        k_low_desc: Keys of low tiles, a matrix of rows of ``D`` elements: 8-bit, loaded by tiles, or 16-bit, loaded by
+            half tiles.
+        v_low_desc: Values of low tiles in E4M3, a matrix whose rows are a channel's 128 values of a tile; ``None`` for
+            the caller's own.
         out_ptr: ``[B, Hq, Tq, D]``.
         lse_ptr: fp32 ``[B, Hq, Tq]``.
-        rows_ptr: Of staged queries, see :class:`dma_kernels.prefill.hopper.quantize_q.StagedQueries`; else ``None``.
-        mean_ptr: What smoothing took from keys, fp32 ``[B, Hkv, D]``, or ``None``.
-        k_low_factor_ptr: fp32 ``[B, Hkv, tiles]``, or ``None``.
-        value_factor_ptr: fp32 ``[B, Hkv, D]``, or ``None``.
+        q_descale_ptr: As for the warp-specialised kernel; ``None`` where the CTA quantises its own queries.
+        mean_ptr: Mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``, or ``None``.
+        k_descale_ptr: Descale of low keys, fp32 ``[B, Hkv, storage_tiles]``, or ``None``.
+        v_descale_ptr: Descale of low values, fp32 ``[B, Hkv, D]``, or ``None``.
         sinks_ptr: Sink logits ``[Hq]``, or ``None``.
-        positions_ptr: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key
-            and the one past the last; or ``None``.
+        seq_info_ptr: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, and the indices of the
+            first visible key and of the one after the last; or ``None``.
         stride_ob: Of the output.
         stride_oh: Of the output.
         stride_ot: Of the output.
-        q_offset: Position of query 0, where ``positions_ptr`` is ``None``.
+        q_offset: Position of query 0, where ``seq_info_ptr`` is ``None``.
         kv_offset: Position of key 0, likewise.
         q_len: Queries.
         kv_len: Keys.
         storage_tiles: Tiles of low keys of a head.
-        blocks: Programs of a query head.
-        section: kv heads worked on at a time.
+        blocks: CTAs of a query head.
+        swizzle_group: kv heads of an L2 swizzle group.
         kv_rows: kv heads of all batch rows.
         window: Sliding window, or ``None``.
         diagonal_tiles: Of the rule.
         sink_tiles: Of the rule.
-        softcap: Cap of the base-2 logits, or ``None``.
-        logit_scale: Turns scores of high tiles into base-2 logits.
-        norm: What the rotation multiplies by.
-        mask_ptr: Words of a mask, see :class:`dma_kernels.prefill.hopper.bitmask.PackedMask`; or ``None``.
-        bounds_ptr: Its bounds; or ``None``.
+        softcap: In base 2, or ``None``.
+        logit_scale: Converts scores of high tiles to base-2 logits.
+        bitmask_ptr: Words of a :class:`~.bitmask.PackedMask`, or ``None``.
+        bounds_ptr: Its bounds, or ``None``.
         planes_per_row: Of the mask.
         planes_per_head: Of the mask.
-        skip_threshold: Low tiles this far below a block's high tiles are skipped, in base-2 logits; or ``None``.
+        skip_threshold: Low tiles this far below a block's high tiles are skipped, in base 2; or ``None``.
         tile_counts_ptr: int64 ``[Hq, 2]``, where skipped and examined tiles are added; or ``None``.
-        Q_HEADS: Query heads.
-        KV_HEADS: Key heads.
-        D: Channels, padded to 64 or 128, as descriptors copy them.
-        HEAD_DIM: Channels.
-        K_STAGES: Places for keys, 1 or 2; 2 for low ones of 16 bits.
-        V_STAGES: Places for values, 1 or 2.
-        KEY_LAYOUT: Of the keys of high tiles, ``caller`` or ``aligned``; see :mod:`dma_kernels.prefill.operands`.
-        FORM: Of the keys of low tiles, which queries that are not staged get, ``int8`` or ``e4m3``.
-        FORMAT: Of these queries.
-        IS_CEIL: How their scales are rounded.
-        HADAMARD_SIZE: Order of the rotation's blocks: 32, 64 or 128; 0 where queries are not rotated.
-        IS_CAUSAL: Whether a query sees no key behind its own position.
-        HAS_EDGES: Whether a low tile may hold keys that not all queries see, and keys begin inside a tile. Not so where
-            all see every key before the band.
-        IS_HIGH_RAW: Whether keys of high tiles are the caller's own, from whose scores what smoothing takes is still to
-            be taken.
+        CONFIG: :class:`MultiCTAConstants`.
     """
+    Q_HEADS: gl.constexpr = CONFIG.q_heads
+    KV_HEADS: gl.constexpr = CONFIG.kv_heads
+    D: gl.constexpr = CONFIG.block_d
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    K_STAGES: gl.constexpr = CONFIG.k_stages
+    V_STAGES: gl.constexpr = CONFIG.v_stages
+    IS_CAUSAL: gl.constexpr = CONFIG.is_causal
+    MASKS_LOW: gl.constexpr = CONFIG.masks_low
+    HADAMARD_SIZE: gl.constexpr = CONFIG.hadamard_size
+    NORM: gl.constexpr = CONFIG.norm
+    Q_ELEMENT: gl.constexpr = CONFIG.q_element
+    Q_FORMAT: gl.constexpr = CONFIG.q_format
+    IS_CEIL: gl.constexpr = CONFIG.is_ceil
+    IS_HIGH_UNQUANTIZED: gl.constexpr = CONFIG.is_high_unquantized
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
     Q_DTYPE: gl.constexpr = q_desc.dtype
     V_DTYPE: gl.constexpr = v_desc.dtype
-    IS_STAGED: gl.constexpr = q_low_desc is not None
+    IS_Q_QUANTIZED: gl.constexpr = q_low_desc is not None
     IS_LOW_16BIT: gl.constexpr = is_16bit(k_low_desc.dtype)
     IS_FP8: gl.constexpr = v_low_desc is not None
     S_DTYPE: gl.constexpr = gl.int32 if k_low_desc.dtype == gl.int8 else gl.float32
@@ -280,7 +322,7 @@ def prefill_short_kernel(
     X_ROW: gl.constexpr = gl.SliceLayout(1, X_LAYOUT)
 
     # The order of ``schedule`` without its divisions, which would delay the load of the queries.
-    i_row = gl.program_id(2) * section + gl.program_id(0) // GROUP
+    i_row = gl.program_id(2) * swizzle_group + gl.program_id(0) // GROUP
     i_group = gl.program_id(0) % GROUP
     i_block = blocks - 1 - gl.program_id(1) if IS_CAUSAL else gl.program_id(1)
     if i_row >= kv_rows:
@@ -293,7 +335,7 @@ def prefill_short_kernel(
     q_smem = gl.allocate_shared_memory(Q_DTYPE, [1, 1, _ROWS, D], q_desc.layout)
     if IS_LOW_16BIT:
         q_low_smem = reinterpret(q_smem, q_low_desc.dtype, [1, 1, _ROWS, D], q_low_desc.layout)
-    elif IS_STAGED:
+    elif IS_Q_QUANTIZED:
         q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [1, 1, _ROWS, D], q_low_desc.layout)
     else:
         # First the Hadamard matrix, then the queries of low tiles.
@@ -316,21 +358,21 @@ def prefill_short_kernel(
     fence_async_shared()
     _barrier()
 
-    CHECKS_VALUES: gl.constexpr = positions_ptr is not None
-    seq = load_seq_info(positions_ptr, i_b, q_offset, q_len, kv_offset, kv_len)
+    CHECKS_VALUES: gl.constexpr = seq_info_ptr is not None
+    seq = load_seq_info(seq_info_ptr, i_b, q_offset, q_len, kv_offset, kv_len)
     start = ((seq.q_offset >> _ROWS_SHIFT) + i_block) * _ROWS
     last = gl.minimum(start + _ROWS, seq.q_offset + q_len)
     row = start - seq.q_offset
     first_tile = seq.kv_offset >> _TILE_SHIFT
     mask = Mask(
         visible_start=seq.visible_start, visible_end=seq.visible_end, window=window, bitmask_ptr=None,
-        IS_CAUSAL=IS_CAUSAL, IS_PLAIN=not HAS_EDGES,
+        IS_CAUSAL=IS_CAUSAL, IS_PLAIN=not MASKS_LOW,
     )  # fmt: skip
     kv_start, kv_stop = mask.union_range(start, last)
     full_start, full_stop = mask.unmasked_range(start, last)
     if CHECKS_VALUES:
         kv_stop = gl.where(start < seq.q_offset + q_len, kv_stop, kv_start)
-    if mask_ptr is not None:
+    if bitmask_ptr is not None:
         wait_for_operands()
         plane = (i_b * planes_per_row + i_h * planes_per_head).to(gl.int64)
         bounds_ptr += plane * blocks * 2
@@ -346,7 +388,7 @@ def prefill_short_kernel(
 
     # The caller's queries are there before the quantiser ends; what it writes is waited for.
     q_rows = [i_b, i_h, row, 0]
-    if not IS_STAGED:
+    if not IS_Q_QUANTIZED:
         mbarrier.expect(q_full, _ROWS * D * 2)
         copy(q_desc, q_rows, q_full, q_smem)
     if HADAMARD_SIZE > 0:  # noqa: SIM102 (a constexpr branch)
@@ -354,21 +396,21 @@ def prefill_short_kernel(
             FILL: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
             matrix.store(_hadamard_matrix(Q_DTYPE, min(HADAMARD_SIZE, 64), FILL))
             fence_async_shared()
-    if mask_ptr is None:
+    if bitmask_ptr is None:
         wait_for_operands()
     if IS_LOW_16BIT:
         mbarrier.expect(q_full, _ROWS * D * 2)
         copy(q_desc, q_rows, q_full, q_smem)
-    elif IS_STAGED:
+    elif IS_Q_QUANTIZED:
         mbarrier.expect(q_full, _ROWS * D * 3)
         copy(q_low_desc, q_rows, q_full, q_low_smem)
         copy(q_desc, q_rows, q_full, q_smem)
     loads = _Loads(
         source=KVSource(
             k_desc=k_desc, v_desc=v_desc, k_low_desc=k_low_desc, v_low_desc=v_low_desc if IS_FP8 else v_desc,
-            i_b=i_b, i_kv=i_kv, k_start=seq.kv_offset if KEY_LAYOUT == "caller" else first_tile * _TILE,
+            i_b=i_b, i_kv=i_kv, k_start=seq.kv_offset if CONFIG.k_layout == "caller" else first_tile * _TILE,
             v_start=seq.kv_offset, v_low_start=seq.kv_offset, tile_row=i_row * storage_tiles - first_tile,
-            VALUE_DIM=HEAD_DIM,
+            HEAD_DIM=HEAD_DIM,
         ),
         k=_Ring(smem=k_smem, full=k_full), v=_Ring(smem=v_smem, full=v_full),
         blocks=high_blocks, tiles=low_tiles, D=D,
@@ -380,25 +422,25 @@ def prefill_short_kernel(
 
     if mean_ptr is not None:
         mean_ptr += i_row.to(gl.int64) * HEAD_DIM
-    if k_low_factor_ptr is not None:
-        k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles - first_tile
+    if k_descale_ptr is not None:
+        k_descale_ptr += i_row.to(gl.int64) * storage_tiles - first_tile
     if IS_FP8:
         CHANNELS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         channel = gl.arange(0, D, layout=CHANNELS)
-        value_factor_ptr += i_row.to(gl.int64) * HEAD_DIM
-        v_descale = gl.load(value_factor_ptr + channel, mask=channel < HEAD_DIM, other=1.0)
+        v_descale_ptr += i_row.to(gl.int64) * HEAD_DIM
+        v_descale = gl.load(v_descale_ptr + channel, mask=channel < HEAD_DIM, other=1.0)
     softmax = init_softmax(S_LAYOUT, 8.0 if IS_FP8 else 0.0)
     row_scale = gl.full([_ROWS], 1.0, gl.float32, X_ROW)
     bias = gl.zeros([_ROWS], gl.float32, X_ROW)
     mean = gl.zeros([D], gl.float32, gl.SliceLayout(0, X_LAYOUT))
-    if IS_STAGED:
+    if IS_Q_QUANTIZED:
         x_rows, m_row = row_indices(row, q_len, X_ROW)
-        rows_ptr += (i_b * Q_HEADS + i_h).to(gl.int64) * q_len
+        q_descale_ptr += (i_b * Q_HEADS + i_h).to(gl.int64) * q_len
         # Dequantised queries have a descale of 1; loading it would cost registers in the loop over low tiles.
-        row_scale = row_scale * logit_scale if IS_LOW_16BIT else gl.load(rows_ptr + x_rows, mask=m_row, other=1.0)
+        row_scale = row_scale * logit_scale if IS_LOW_16BIT else gl.load(q_descale_ptr + x_rows, mask=m_row, other=1.0)
         if mean_ptr is not None:
-            rows_ptr += (kv_rows * GROUP).to(gl.int64) * q_len
-            bias = gl.load(rows_ptr + x_rows, mask=m_row, other=0.0) * logit_scale
+            q_descale_ptr += (kv_rows * GROUP).to(gl.int64) * q_len
+            bias = gl.load(q_descale_ptr + x_rows, mask=m_row, other=0.0) * logit_scale
     elif mean_ptr is not None:
         channels = gl.arange(0, D, layout=gl.SliceLayout(0, X_LAYOUT))
         mean = gl.load(mean_ptr + channels, mask=channels < HEAD_DIM, other=0.0)
@@ -406,7 +448,7 @@ def prefill_short_kernel(
     q = q_smem.reshape([_ROWS, D])
 
     # ---- the queries of low tiles
-    if IS_STAGED:
+    if IS_Q_QUANTIZED:
         q_low = q_low_smem.reshape([_ROWS, D])
         if IS_FP8:
             descale_smem.store(v_descale)
@@ -417,9 +459,9 @@ def prefill_short_kernel(
         if n_low > 0:
             x = _rotated(q, matrix, HADAMARD_SIZE, H_LAYOUT, X_LAYOUT)
             # Of bits, which order like magnitudes, with NaN above all.
-            amax = gl.max(gl.abs(x).to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True) * norm
-            reciprocal, descale = _row_scale(amax.to(gl.int32, bitcast=True), FORM, FORMAT, IS_CEIL)
-            q_low.store(_to_elements(x, (reciprocal * norm)[:, None], FORM, IS_CEIL))
+            amax = gl.max(gl.abs(x).to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True) * NORM
+            reciprocal, descale = _row_scale(amax.to(gl.int32, bitcast=True), Q_ELEMENT, Q_FORMAT, IS_CEIL)
+            q_low.store(_to_elements(x, (reciprocal * NORM)[:, None], Q_ELEMENT, IS_CEIL))
             row_scale = descale * logit_scale
             if IS_FP8:
                 descale_smem.store(v_descale)
@@ -428,7 +470,7 @@ def prefill_short_kernel(
     row_scale = gl.convert_layout(row_scale, ROW, assert_trivial=True)
 
     # ---- what smoothing subtracts from the logits of low tiles; the mean key has come in the meantime
-    if mean_ptr is not None and not IS_STAGED:
+    if mean_ptr is not None and not IS_Q_QUANTIZED:
         bias = gl.sum(q.load(X_LAYOUT).to(gl.float32) * mean[None, :], 1) * logit_scale
     # A plain softmax does not see what smoothing subtracts from a row's logits: only the log of the denominator gets it
     # back. A softcap sees it, so the logits of smoothed keys get it back before.
@@ -437,19 +479,19 @@ def prefill_short_kernel(
         qk_bias = finite_or_zero(gl.convert_layout(bias, ROW, assert_trivial=True))
         bias = gl.zeros_like(bias)
 
-    if mask_ptr is not None:
-        mask_ptr += plane * q_len * (4 * storage_tiles) - 4 * first_tile
+    if bitmask_ptr is not None:
+        bitmask_ptr += plane * q_len * (4 * storage_tiles) - 4 * first_tile
         WORDS: gl.constexpr = softmax.row_sum.type.layout
-        mask = mask.with_bitmask(bitmask_pointers(mask_ptr, row, q_len, storage_tiles, WORDS))
+        mask = mask.with_bitmask(bitmask_pointers(bitmask_ptr, row, q_len, storage_tiles, WORDS))
 
     # ---- high tiles
     bias = gl.convert_layout(bias, H_ROW, assert_trivial=True)
-    high_bias = bias if IS_HIGH_RAW else gl.zeros_like(bias)
+    high_bias = bias if IS_HIGH_UNQUANTIZED else gl.zeros_like(bias)
     acc = gl.zeros([_ROWS, D], gl.float32, X_LAYOUT)
     for i in range(n_high):
         k_start = high_blocks.at(i) * _BLOCK
         words = None
-        if mask_ptr is not None:
+        if bitmask_ptr is not None:
             words = mask.load_bitmask(k_start >> _TILE_SHIFT) >> (k_start & _BLOCK) // 4
         loads.k.wait(i)
         k = loads.k.block(i, k_desc).reshape([_BLOCK, D])
@@ -457,10 +499,10 @@ def prefill_short_kernel(
         s = warpgroup_mma(q, k.permute([1, 0]), s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         is_masked = k_start + _BLOCK > full_stop
-        if HAS_EDGES:
+        if MASKS_LOW:
             is_masked = is_masked | (k_start < full_start)
         scale = gl.full([_ROWS], 0.0, gl.float32, H_ROW) + logit_scale
-        cap_bias = None if IS_HIGH_RAW else gl.convert_layout(qk_bias, H_ROW, assert_trivial=True)
+        cap_bias = None if IS_HIGH_UNQUANTIZED else gl.convert_layout(qk_bias, H_ROW, assert_trivial=True)
         s, scale = modify_scores(s, scale, cap_bias, softcap, mask, is_masked, words, start, k_start, False)
         p, alpha, softmax = softmax.update(s, scale, high_bias)
         softmax = softmax.update_row_sum(p, alpha)
@@ -498,10 +540,10 @@ def prefill_short_kernel(
         i_tile = low_tiles.at(j)
         k_start = i_tile * _TILE
         scale = row_scale
-        if k_low_factor_ptr is not None:
-            scale = row_scale * gl.load(k_low_factor_ptr + i_tile)
+        if k_descale_ptr is not None:
+            scale = row_scale * gl.load(k_descale_ptr + i_tile)
         words = None
-        if mask_ptr is not None:
+        if bitmask_ptr is not None:
             words = mask.load_bitmask(i_tile)
         if IS_LOW_16BIT:
             zero = gl.zeros([_ROWS, _BLOCK], gl.float32, H_LAYOUT)
@@ -523,11 +565,11 @@ def prefill_short_kernel(
             loads.issue_tile_v(i_v, i_tile, 0, MAY_BE_IN_FLIGHT)
             s = warpgroup_mma_wait(0, deps=[s])
             loads.issue_k(i_k + K_STAGES, False)
-        if HAS_EDGES:
+        if MASKS_LOW:
             s = s.to(gl.float32)
         s, scale = modify_scores(
             s, scale, qk_bias, softcap, mask,
-            ((k_start < full_start) | (k_start + _TILE > full_stop)) if HAS_EDGES else False,
+            ((k_start < full_start) | (k_start + _TILE > full_stop)) if MASKS_LOW else False,
             words, start, k_start, True,
         )  # fmt: skip
         keep = True

@@ -68,7 +68,7 @@ class KVSource:
     v_start: Any  # position of the first row of ``v_desc``
     v_low_start: Any  # position of the first row of ``v_low_desc``, if it is 16-bit
     tile_row: Any  # row of tile 0 among all stored tiles; may be negative
-    VALUE_DIM: Any  # channels of values
+    HEAD_DIM: Any  # channels of values
 
     @gluon.jit
     def issue_block_k(self, block, barrier, target, pred=True):
@@ -89,7 +89,7 @@ class KVSource:
     def issue_tile_v(self, tile, offset, barrier, target):
         """Issue the TMA load of values of a low tile, 16-bit ones from key ``offset`` of the tile on."""
         if self.v_low_desc.dtype == gl.float8e4nv:
-            copy(self.v_low_desc, [(self.tile_row + tile) * self.VALUE_DIM, 0], barrier, target)
+            copy(self.v_low_desc, [(self.tile_row + tile) * self.HEAD_DIM, 0], barrier, target)
         else:
             position = tile * _TILE + offset
             copy(self.v_low_desc, [self.i_b, self.i_kv, position - self.v_low_start, 0], barrier, target)

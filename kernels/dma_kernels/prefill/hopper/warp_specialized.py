@@ -13,6 +13,7 @@ that product and the row maxima. Its values are loaded all the same, because oth
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from triton.experimental import gluon
@@ -73,7 +74,7 @@ class _Params:
     softcap: Any  # in base 2, or ``None``
     logit_scale: Any  # converts high scores to base-2 logits
     skip_threshold: Any  # in base 2, or ``None``
-    VALUE_DIM: Any  # channels of values
+    HEAD_DIM: Any  # channels of values
     MASKS_LOW: Any  # whether a low tile may be masked
     HAS_MEAN: Any  # whether keys are smoothed
     IS_HIGH_UNQUANTIZED: Any  # whether high keys are the caller's, not smoothed
@@ -337,10 +338,10 @@ def _consume(params, G: gl.constexpr):
     if params.v_descale_ptr is not None:
         # From here on the output counts in units of the E4M3 values: powers of two, so this is exact.
         o_d = gl.arange(0, DV, layout=gl.SliceLayout(0, O_HIGH_LAYOUT))
-        descale = gl.load(params.v_descale_ptr + o_d, mask=o_d < params.VALUE_DIM, other=1.0)
+        descale = gl.load(params.v_descale_ptr + o_d, mask=o_d < params.HEAD_DIM, other=1.0)
         acc = acc * inverse_power_of_two(descale)[None, :]
     # Of 256 channels, chunks after the values' own are left out from here on.
-    accs = _chunks(acc, WIDTH, O_LAYOUT)[: (params.VALUE_DIM + WIDTH - 1) // WIDTH]
+    accs = _chunks(acc, WIDTH, O_LAYOUT)[: (params.HEAD_DIM + WIDTH - 1) // WIDTH]
     tiles = block.low_precision_range()
     # The CTA visits tiles.start..tiles.stop and tiles.start_2..tiles.stop_2. The warpgroup's own of them are
     # c_0..c_3 and d_0..d_3; it skips the stages of the others. Of its own, c_1..c_2 and d_1..d_2 are unmasked.
@@ -406,92 +407,120 @@ def _consume(params, G: gl.constexpr):
         result = accs[chunk] * scale[:, None]
         if params.v_descale_ptr is not None:
             o_d = chunk * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))
-            result = result * gl.load(params.v_descale_ptr + o_d, mask=o_d < params.VALUE_DIM, other=0.0)[None, :]
-        store_output(params.out_ptr, result, row, seq.q_len, params.stride_ot, chunk * WIDTH, params.VALUE_DIM)
+            result = result * gl.load(params.v_descale_ptr + o_d, mask=o_d < params.HEAD_DIM, other=0.0)[None, :]
+        store_output(params.out_ptr, result, row, seq.q_len, params.stride_ot, chunk * WIDTH, params.HEAD_DIM)
     store_lse(params.lse_ptr, lse, row, seq.q_len)
+
+
+@dataclass(frozen=True)
+class WarpSpecializedConstants:
+    """Constexprs of the kernel.
+
+    Attributes:
+        q_heads: Query heads.
+        kv_heads: kv heads.
+        head_dim: Channels of queries, keys and values.
+        block_d: Channels padded to a power of two, as descriptors load them.
+        warpgroups: Consumer warpgroups.
+        stages: Stages of the pipeline.
+        registers: Registers of a thread of the consumers except the first, which gets the rest.
+        k_layout: ``caller`` or ``aligned`` (:mod:`dma_kernels.prefill.operands`), of the keys of high tiles.
+        v_layout: The same of the values of high tiles.
+        v_low_layout: The same of the values of low tiles.
+        is_causal: Whether a query attends to no key after its own position.
+        masks_low: Whether a low tile may be masked, or keys begin inside a tile. Otherwise every query attends to all
+            keys before the band.
+        has_mean: Whether keys are smoothed.
+        is_high_unquantized: Whether the keys of high tiles are the caller's own, which are not smoothed.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    block_d: int
+    warpgroups: int
+    stages: int
+    registers: int
+    k_layout: str
+    v_layout: str
+    v_low_layout: str
+    is_causal: bool
+    masks_low: bool
+    has_mean: bool
+    is_high_unquantized: bool
 
 
 @gluon.jit(
     do_not_specialize=[
-        "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "section", "kv_rows",
+        "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "swizzle_group", "kv_rows",
         "window", "diagonal_tiles", "sink_tiles", "mask_blocks",
     ],
 )  # fmt: skip
-def prefill_hopper_kernel(
+def prefill_warp_specialized_kernel(
     q_desc, q_low_desc, k_desc, v_desc, k_low_desc, v_low_desc,
-    out_ptr, lse_ptr, rows_ptr, k_low_factor_ptr, value_factor_ptr, sinks_ptr, positions_ptr,
+    out_ptr, lse_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr, sinks_ptr, seq_info_ptr,
     stride_ob, stride_oh, stride_ot,
-    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, section, kv_rows, window, diagonal_tiles, sink_tiles,
-    softcap, logit_scale, mask_ptr, bounds_ptr, planes_per_row, planes_per_head, mask_blocks,
-    skip_threshold, tile_counts_ptr,
-    Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, VALUE_DIM: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    KEY_LAYOUT: gl.constexpr, VALUE_LAYOUT: gl.constexpr, LOW_VALUE_LAYOUT: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, HAS_EDGES: gl.constexpr, HAS_MEAN: gl.constexpr, IS_HIGH_RAW: gl.constexpr,
+    q_offset, kv_offset, q_len, kv_len, storage_tiles, blocks, swizzle_group, kv_rows,
+    window, diagonal_tiles, sink_tiles, softcap, logit_scale,
+    bitmask_ptr, bounds_ptr, planes_per_row, planes_per_head, mask_blocks, skip_threshold, tile_counts_ptr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute attention for a block of ``64 * GROUPS`` query positions of one head.
+    """Compute attention for a block of ``64 * CONFIG.warpgroups`` query positions of one head.
 
     Args:
         q_desc: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``.
         q_low_desc: Queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``.
         k_desc: Keys of high tiles, 16-bit ``[B, Hkv, T, D]``.
-        v_desc: Values of high tiles, 16-bit ``[B, Hkv, T, Dv]``.
-        k_low_desc: Keys of low tiles, a matrix of as many bits.
-        v_low_desc: Values of low tiles: E4M3, a matrix of rows of a tile's keys, or as those of high ones.
-        out_ptr: ``[B, Hq, Tq, Dv]``.
+        v_desc: Values of high tiles, 16-bit ``[B, Hkv, T, D]``.
+        k_low_desc: Keys of low tiles, a matrix of rows of ``D`` elements, 8-bit or 16-bit.
+        v_low_desc: Values of low tiles: E4M3, a matrix whose rows are a channel's 128 values of a tile; or like
+            ``v_desc``.
+        out_ptr: ``[B, Hq, Tq, D]``.
         lse_ptr: fp32 ``[B, Hq, Tq]``.
-        rows_ptr: fp32 ``[2, B, Hq, Tq]``: what turns the scores of low tiles, but for the key factor, into base-2
-            logits; and what smoothing takes from every score.
-        k_low_factor_ptr: fp32 ``[B, Hkv, tiles]``, or ``None``.
-        value_factor_ptr: fp32 ``[B, Hkv, Dv]``, or ``None``.
+        q_descale_ptr: fp32 ``[2, B, Hq, Tq]``: what converts the scores of low tiles, before the key descale, to base-2
+            logits; and the products of query and mean key (:class:`~.quantize_q.StagedQueries`).
+        k_descale_ptr: Descale of low keys, fp32 ``[B, Hkv, storage_tiles]``, or ``None``.
+        v_descale_ptr: Descale of low values, fp32 ``[B, Hkv, D]``, or ``None``.
         sinks_ptr: Sink logits ``[Hq]``, or ``None``.
-        positions_ptr: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key
-            and the one past the last; or ``None``.
+        seq_info_ptr: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, and the indices of the
+            first visible key and of the one after the last; or ``None``.
         stride_ob: Of the output.
         stride_oh: Of the output.
         stride_ot: Of the output.
-        q_offset: Position of query 0, where ``positions_ptr`` is ``None``.
+        q_offset: Position of query 0, where ``seq_info_ptr`` is ``None``.
         kv_offset: Position of key 0, likewise.
         q_len: Queries.
         kv_len: Keys.
         storage_tiles: Tiles of low keys of a head.
-        blocks: Programs of a query head.
-        section: kv heads worked on at a time.
+        blocks: CTAs of a query head.
+        swizzle_group: kv heads of an L2 swizzle group.
         kv_rows: kv heads of all batch rows.
         window: Sliding window, or ``None``.
         diagonal_tiles: Of the rule.
         sink_tiles: Of the rule.
-        softcap: Cap of the base-2 logits, or ``None``.
-        logit_scale: Turns scores of high tiles into base-2 logits.
-        mask_ptr: Words of a mask, see :class:`dma_kernels.prefill.hopper.bitmask.PackedMask`; or ``None``.
-        bounds_ptr: Its bounds; or ``None``.
+        softcap: In base 2, or ``None``.
+        logit_scale: Converts scores of high tiles to base-2 logits.
+        bitmask_ptr: Words of a :class:`~.bitmask.PackedMask`, or ``None``.
+        bounds_ptr: Its bounds, or ``None``.
         planes_per_row: Of the mask.
         planes_per_head: Of the mask.
         mask_blocks: Blocks of 64 query positions that the mask has bounds for.
-        skip_threshold: Low tiles this far below a block's high tiles are skipped, in base-2 logits; or ``None``.
+        skip_threshold: Low tiles this far below a block's high tiles are skipped, in base 2; or ``None``.
         tile_counts_ptr: int64 ``[Hq, 2]``, where skipped and examined tiles are added; or ``None``.
-        Q_HEADS: Query heads.
-        KV_HEADS: Key heads.
-        D: Channels of keys, padded to a power of two, as descriptors copy them.
-        DV: Channels of values, likewise.
-        VALUE_DIM: Channels of values.
-        GROUPS: Warpgroups that compute.
-        STAGES: Blocks in flight.
-        REGISTERS: Of a thread of those warpgroups but the first, which has what is left.
-        KEY_LAYOUT: Of the keys of high tiles, ``caller`` or ``aligned``; see :mod:`dma_kernels.prefill.operands`.
-        VALUE_LAYOUT: Of the values of high tiles, likewise.
-        LOW_VALUE_LAYOUT: Of the values of low tiles, likewise.
-        IS_CAUSAL: Whether a query sees no key behind its own position.
-        HAS_EDGES: Whether a low tile may hold keys that not all queries of a warpgroup see, and keys begin inside a
-            tile, or there is a mask. Not so where all see every key before the band: then the loop over low tiles is
-            all there is.
-        HAS_MEAN: Whether smoothing takes something from the scores.
-        IS_HIGH_RAW: Whether keys of high tiles are the caller's own, from whose scores it is still to be taken.
+        CONFIG: :class:`WarpSpecializedConstants`.
     """
+    Q_HEADS: gl.constexpr = CONFIG.q_heads
+    KV_HEADS: gl.constexpr = CONFIG.kv_heads
+    GROUPS: gl.constexpr = CONFIG.warpgroups
+    STAGES: gl.constexpr = CONFIG.stages
+    D: gl.constexpr = CONFIG.block_d
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    IS_CAUSAL: gl.constexpr = CONFIG.is_causal
+    MASKS_LOW: gl.constexpr = CONFIG.masks_low
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
     if skip_threshold is not None:
         init_votes()
-    i_row, i_group, i_block = schedule(blocks, kv_rows, section, GROUP, IS_CAUSAL)
+    i_row, i_group, i_block = schedule(blocks, kv_rows, swizzle_group, GROUP, IS_CAUSAL)
     i_b = i_row // KV_HEADS
     i_kv = i_row % KV_HEADS
     i_h = i_kv * GROUP + i_group
@@ -501,7 +530,7 @@ def prefill_hopper_kernel(
     else:
         q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_low_desc.layout)
     k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [STAGES, _TILE, D], k_low_desc.layout)
-    V_SHAPE: gl.constexpr = [STAGES, DV, _TILE] if v_low_desc.dtype == gl.float8e4nv else [STAGES, 1, 1, _TILE, DV]
+    V_SHAPE: gl.constexpr = [STAGES, D, _TILE] if v_low_desc.dtype == gl.float8e4nv else [STAGES, 1, 1, _TILE, D]
     v_smem = gl.allocate_shared_memory(v_low_desc.dtype, V_SHAPE, v_low_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -511,29 +540,29 @@ def prefill_hopper_kernel(
     fence_async_shared()
     wait_for_operands()
 
-    seq = load_seq_info(positions_ptr, i_b, q_offset, q_len, kv_offset, kv_len)
+    seq = load_seq_info(seq_info_ptr, i_b, q_offset, q_len, kv_offset, kv_len)
     start = ((seq.q_offset >> _ROWS_SHIFT) + i_block * GROUPS) * _ROWS
     last = gl.minimum(start + GROUPS * _ROWS, seq.q_offset + q_len)
     first_tile = seq.kv_offset >> _TILE_SHIFT
     head_row = (i_b * Q_HEADS + i_h).to(gl.int64) * q_len
-    if mask_ptr is not None:
+    if bitmask_ptr is not None:
         mask_plane = (i_b * planes_per_row + i_h * planes_per_head).to(gl.int64)
-        mask_ptr += mask_plane * q_len * (4 * storage_tiles) - 4 * first_tile
+        bitmask_ptr += mask_plane * q_len * (4 * storage_tiles) - 4 * first_tile
     mask = Mask(
-        visible_start=seq.visible_start, visible_end=seq.visible_end, window=window, bitmask_ptr=mask_ptr,
-        IS_CAUSAL=IS_CAUSAL, IS_PLAIN=not HAS_EDGES,
+        visible_start=seq.visible_start, visible_end=seq.visible_end, window=window, bitmask_ptr=bitmask_ptr,
+        IS_CAUSAL=IS_CAUSAL, IS_PLAIN=not MASKS_LOW,
     )  # fmt: skip
     kv_start, kv_stop = mask.union_range(start, last)
-    if mask_ptr is not None:
+    if bitmask_ptr is not None:
         bounds_ptr += mask_plane * mask_blocks * 2
         kv_start, kv_stop = bitmask_range(
             kv_start, kv_stop, bounds_ptr, i_block * GROUPS, mask_blocks, first_tile, storage_tiles, GROUPS
         )
     aligned_start = first_tile * _TILE
-    if k_low_factor_ptr is not None:
-        k_low_factor_ptr += i_row.to(gl.int64) * storage_tiles - first_tile
-    if value_factor_ptr is not None:
-        value_factor_ptr += i_row.to(gl.int64) * VALUE_DIM
+    if k_descale_ptr is not None:
+        k_descale_ptr += i_row.to(gl.int64) * storage_tiles - first_tile
+    if v_descale_ptr is not None:
+        v_descale_ptr += i_row.to(gl.int64) * HEAD_DIM
     if sinks_ptr is not None:
         sinks_ptr += i_h
     if tile_counts_ptr is not None:
@@ -543,10 +572,10 @@ def prefill_hopper_kernel(
         i_b=i_b, i_h=i_h, start=start,
         source=KVSource(
             k_desc=k_desc, v_desc=v_desc, k_low_desc=k_low_desc, v_low_desc=v_low_desc, i_b=i_b, i_kv=i_kv,
-            k_start=seq.kv_offset if KEY_LAYOUT == "caller" else aligned_start,
-            v_start=seq.kv_offset if VALUE_LAYOUT == "caller" else aligned_start,
-            v_low_start=seq.kv_offset if LOW_VALUE_LAYOUT == "caller" else aligned_start,
-            tile_row=i_row * storage_tiles - first_tile, VALUE_DIM=VALUE_DIM,
+            k_start=seq.kv_offset if CONFIG.k_layout == "caller" else aligned_start,
+            v_start=seq.kv_offset if CONFIG.v_layout == "caller" else aligned_start,
+            v_low_start=seq.kv_offset if CONFIG.v_low_layout == "caller" else aligned_start,
+            tile_row=i_row * storage_tiles - first_tile, HEAD_DIM=HEAD_DIM,
         ),
         pipe=KVPipeline(k_smem=k_smem, v_smem=v_smem, full=full, WARPGROUPS=GROUPS),
         seq=seq,
@@ -557,15 +586,15 @@ def prefill_hopper_kernel(
         mask=mask,
         out_ptr=out_ptr + (i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh), stride_ot=stride_ot,
         lse_ptr=lse_ptr + head_row,
-        q_descale_ptr=rows_ptr + head_row, mean_offset=(kv_rows * GROUP).to(gl.int64) * q_len,
-        k_descale_ptr=k_low_factor_ptr, v_descale_ptr=value_factor_ptr, sinks_ptr=sinks_ptr,
+        q_descale_ptr=q_descale_ptr + head_row, mean_offset=(kv_rows * GROUP).to(gl.int64) * q_len,
+        k_descale_ptr=k_descale_ptr, v_descale_ptr=v_descale_ptr, sinks_ptr=sinks_ptr,
         tile_counts_ptr=tile_counts_ptr, storage_tiles=storage_tiles, softcap=softcap, logit_scale=logit_scale,
-        skip_threshold=skip_threshold, VALUE_DIM=VALUE_DIM, MASKS_LOW=HAS_EDGES, HAS_MEAN=HAS_MEAN,
-        IS_HIGH_UNQUANTIZED=IS_HIGH_RAW, CHECKS_VALUES=positions_ptr is not None,
+        skip_threshold=skip_threshold, HEAD_DIM=HEAD_DIM, MASKS_LOW=MASKS_LOW, HAS_MEAN=CONFIG.has_mean,
+        IS_HIGH_UNQUANTIZED=CONFIG.is_high_unquantized, CHECKS_VALUES=seq_info_ptr is not None,
     )  # fmt: skip
     WORKERS: gl.constexpr = GROUPS - 1
     WARPS: gl.constexpr = [4] * WORKERS + [1]
-    LIMITS: gl.constexpr = [REGISTERS] * WORKERS + [_PRODUCER_REGISTERS]
+    LIMITS: gl.constexpr = [CONFIG.registers] * WORKERS + [_PRODUCER_REGISTERS]
     if GROUPS == 2:
         gl.warp_specialize([(_consume, (params, 0)), (_consume, (params, 1)), (_produce, (params,))], WARPS, LIMITS)
     elif GROUPS == 3:
