@@ -153,6 +153,12 @@ class Store:
         if path is not None:
             write_json(piece, path, indent=None, kind=Piece[type(piece.content)])  # type: ignore[misc]
 
+    def scratch(self, identity: Mapping[str, Any], *names: str) -> Path | None:
+        """The file for what is unfinished of a piece: another one for every identity; ``None`` if nothing is kept."""
+        path = self._path(names)
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+        return None if path is None else path.with_suffix(f".{digest}.partial")
+
     def drop(self, *names: str) -> None:
         """Remove all pieces below these names."""
         if self.folder is not None:

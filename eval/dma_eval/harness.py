@@ -43,6 +43,10 @@ PAD = 0
 """Any token would do: padding is masked, and what the model says after it is not read."""
 
 
+PAIRS = "pairs"
+"""The key of the counted pairs in lm-eval's cache of answers, whose other keys are hashes."""
+
+
 class BackendFailure(RuntimeError):
     """The backend cannot go on with these tasks; the message says why."""
 
@@ -114,6 +118,11 @@ class DMALM(HFLM):  # type: ignore[misc]
         self.failure = None
         self.pairs = Counter[str]()
 
+    def resume_pairs(self) -> None:
+        """Count pairs on from those of the answers that lm-eval's cache has."""
+        database = self.cache_hook.dbdict
+        self.pairs = Counter[str]() if database is None else database.get(PAIRS, Counter[str]())
+
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation; as lm-eval's own, without its bars."""
         answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
@@ -153,6 +162,8 @@ class DMALM(HFLM):  # type: ignore[misc]
                     answers.append(answer)
                     if key is not None:
                         self.cache_hook.add_partial("loglikelihood", key, answer)
+            if self.cache_hook.dbdict is not None:
+                self.cache_hook.dbdict[PAIRS] = self.pairs
             self.on_answers(len(answers) - done)
         original: list[tuple[float, bool]] = collator.get_original(answers)
         return original

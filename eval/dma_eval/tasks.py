@@ -7,7 +7,8 @@ import hashlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import yaml
 from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
+from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
@@ -129,7 +131,8 @@ def _file_of(manager: TaskManager, name: str) -> Path | None:
 def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
     """Evaluate every backend on every task; what the run's folder holds already is not evaluated again.
 
-    The session's seed is that of the choice of examples, of sampled answers, and of the bootstrap.
+    Answers of a task that was interrupted are not asked for again. The seed of the session is that of the choice of
+    examples, of sampled answers, and of the bootstrap.
 
     Raises:
         UserError: A task cannot be loaded, or the model cannot run a backend.
@@ -163,15 +166,19 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
             progress.kept(f"{name}, {backend.label}")
             continue
         progress.begin(f"{name}, {backend.label}")
+        partial = store.scratch({**identities[unit], "rank": processes.rank}, FOLDER, *unit)
         try:
-            record = _evaluate(lm, units[name], backend, part, session)
+            with _remembered(lm, partial) as asked:
+                record = _evaluate(asked, units[name], backend, part, session)
         except BackendFailure as error:
             answers[unit] = str(error)
+            _forget(partial)
             continue
         except UNUSABLE as error:  # not of the backend, whose own errors are failures of it
             raise UserError(f"--tasks: cannot evaluate {name!r}: {_why(tasks.manager, name, error)}") from error
         if processes.is_main:
             store.save(Piece(identity=identities[unit], content=record), FOLDER, *unit)
+        _forget(partial)
         answers[unit] = record
     return summarize_tasks(session, tasks.names, answers, part)
 
@@ -228,7 +235,26 @@ def _draw_examples_alike(task: Any) -> None:
         task.build_all_requests = build_own
 
 
-def _evaluate(lm: DMALM, unit: Mapping[str, Any], backend: Backend, part: TasksPart, session: Session) -> UnitRecord:
+@contextmanager
+def _remembered(lm: DMALM, file: Path | None) -> Iterator[Any]:
+    """Keep answers in ``file`` by lm-eval's own cache, so that an interrupted task resumes after its last batch."""
+    if file is None:
+        yield lm
+        return
+    cached = CachingLM(lm, str(file))
+    try:
+        yield cached
+    finally:
+        cached.dbdict.close()
+        lm.set_cache_hook(CacheHook(None))
+
+
+def _forget(file: Path | None) -> None:
+    if file is not None:
+        file.unlink(missing_ok=True)
+
+
+def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPart, session: Session) -> UnitRecord:
     """One backend on one loaded task or group.
 
     Raises:
@@ -239,6 +265,7 @@ def _evaluate(lm: DMALM, unit: Mapping[str, Any], backend: Backend, part: TasksP
     for task in unit["tasks"].values():  # examples are drawn as requests are built: every backend must start alike
         task.set_fewshot_seed(seed=session.seed)
     torch.manual_seed(session.seed)  # and so must answers, where a task samples them
+    lm.resume_pairs()
     began = time.perf_counter()
     try:
         results = evaluate(

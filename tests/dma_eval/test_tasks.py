@@ -212,6 +212,41 @@ class TestResuming:
         evaluate("tiny_choice", "sdpa", "dma_mxfp:paper", folder=tmp_path, seen=seen)
         assert [how for _, how in seen] == ["kept", "measured"]
 
+    @pytest.mark.parametrize("task", ["tiny_last_word", "tiny_answer"])  # lm-eval keeps rolling losses at the end
+    def test_interrupted_within_a_task(
+        self, evaluate: Evaluate, loaded: LoadedModel, tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It goes on after the batches that were answered, by lm-eval's own cache."""
+        expected = evaluate(task, "sdpa", batch_size=4)
+        asked: list[int] = []
+        most = 10**9
+
+        def count(module: Any, args: Any, kwargs: Any) -> None:
+            asked.append(1)
+            if len(asked) > most:
+                raise KeyboardInterrupt
+
+        loaded.model.register_forward_pre_hook(count, with_kwargs=True)
+        evaluate(task, "sdpa", batch_size=4)
+        whole = len(asked)
+        most = whole // 2
+        asked.clear()
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(task, "sdpa", folder=tmp_path, batch_size=4)
+        most = 10**9
+        asked.clear()
+        resumed = evaluate(task, "sdpa", folder=tmp_path, batch_size=4)
+        assert len(asked) < whole
+        assert resumed.tasks == expected.tasks
+        assert resumed.backends[0].low_share == expected.backends[0].low_share
+        assert not list(tmp_path.rglob("*.partial"))
+
+    def test_answers_of_other_settings_are_not_taken(self, evaluate: Evaluate, tmp_path: Path) -> None:
+        store = Store(tmp_path)
+        assert store.scratch({"limit": 1}, "a") != store.scratch({"limit": 2}, "a")
+        assert store.scratch({"limit": 1}, "a") == store.scratch({"limit": 1}, "a")
+        assert Store().scratch({}, "a") is None
+
     @pytest.mark.parametrize("name", ["a", "dma_mxfp:fp4", "dma_mxfp:fp4 #2", "ü/../x", "..", "a-b", "a:b", "a/b"])
     def test_file_names(self, name: str) -> None:
         assert "/" not in slug(name)
@@ -238,7 +273,8 @@ class TestFailure:
                 assert metric.values[0].value is not None
                 assert (metric.values[1].value, metric.values[1].difference) == (None, None)
         assert any("dma_mxfp:paper failed in tiny_choice" in line for line in task_page(section).warnings)
-        assert not (tmp_path / "samples" / slug("dma_mxfp:paper")).exists()  # so that the next run tries again
+        kept = (tmp_path / "samples" / slug("dma_mxfp:paper")).rglob("*")
+        assert not list(kept)  # so that the next run tries again
 
     def test_of_the_reference(self, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
         import dma_hf.attention
