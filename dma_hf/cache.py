@@ -194,7 +194,7 @@ def _own_layer(layer: Any, owner: Owner, max_cache_len: Any) -> Any:
 def _layer_state(layer: DMALayer) -> dict[str, Any]:
     state: dict[str, Any] = {"window": layer.window, "max_cache_len": layer.max_cache_len}
     if layer.is_initialized:
-        state |= {"tokens": int(layer.tokens), "settled": layer.is_settled, "taken_back": layer.storage.taken_back}
+        state |= {"tokens": int(layer.tokens), "settled": layer.is_settled, "rolled_back": layer.storage.rolled_back}
         state["tensors"] = layer.storage.tensors()
     return state
 
@@ -207,7 +207,7 @@ def _load_layer(layer: DMALayer, state: dict[str, Any], device: torch.device | s
     layer.reset()
     if not tensors:
         return
-    storage = LayerStorage.of_tensors(layer.owner.format, layer.window, tensors, state["taken_back"])
+    storage = LayerStorage.from_tensors(layer.owner.format, layer.window, tensors, state["rolled_back"])
     if layer.is_initialized:
         layer.hold(storage)
         layer.tokens.fill_(state["tokens"])

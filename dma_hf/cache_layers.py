@@ -148,7 +148,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
             self.owner.prompt_length = None
         dtype = autocast_dtype(key_states)
         if dtype is not None:
-            dtype = self.storage.key_tail.dtype if self.is_initialized else dtype
+            dtype = self.storage.key_residual.dtype if self.is_initialized else dtype
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if not self.is_initialized:
             with lasting():

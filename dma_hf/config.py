@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from dma_kernels import Recipe
-from dma_kernels.cache.codes import CACHE_FORMATS
+from dma_kernels.cache.formats import CACHE_FORMATS
 from dma_kernels.numerics.recipe import RECIPE_FIELDS
 from dma_kernels.runtime.chip import BACKENDS
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from dma_kernels import Recipe
-from dma_kernels.cache.codes import CacheFormat, cache_format
+from dma_kernels.cache.formats import CacheFormat, cache_format
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 

@@ -3,8 +3,8 @@
     python scripts/measure_cache_formats.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data wiki.test.raw --out FILE
 
 reads windows in one pass each, in fp32: sink tile and band exactly, every other tile through codes of
-:mod:`dma_kernels.cache.codes`. Divergence is from the twin's own exact attention. Equalised twins are changed first and
-equalised then. "Balanced" keys have the factors of ``equalize`` taken from the first tile of the prompt alone.
+:mod:`dma_kernels.cache.formats`. Divergence is from the twin's own exact attention. Equalised twins are changed first
+and equalised then. "Balanced" keys have the factors of ``equalize`` taken from the first tile of the prompt alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from dma_eval.stress import TWINS, Twin, stressed
 from dma_kernels import Recipe
-from dma_kernels.cache.codes import CacheFormat, quantize_keys, quantize_values
+from dma_kernels.cache.formats import CacheFormat, quantize_keys, quantize_values
 from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.geometry import AttentionGeometry
 from dma_kernels.numerics.transforms import hadamard_rotate

@@ -3,8 +3,8 @@
 Transformers' scheduler and pool hand out blocks of one flat tensor of bytes (5.18 and newer). Here there are two kinds:
 
 * **pages**: a block holds a tile of 128 tokens of one request as records, one for each layer and kv head
-  (:mod:`dma_kernels.cache.codes`). A request has one for every complete tile that is no sink: sinks are never read as
-  codes.
+  (:mod:`dma_kernels.cache.page_layout`). A request has one for every complete tile that is no sink: sinks are never
+  read as codes.
 * **slots**: a block holds, for all layers, what a request has in 16 bits: its sink tiles, and the ring of its last
   tiles, the band's and its own (:mod:`dma_kernels.cache.storage`). A request has one. Nothing is taken back here, and
   chunks are answered before they are stored, so that there is no spare tile.
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from dma_kernels import Recipe, attention
 from dma_kernels.cache.api import append, cached_attention
-from dma_kernels.cache.codes import Record
-from dma_kernels.cache.storage import RAW, LayerStorage
+from dma_kernels.cache.page_layout import PageLayout
+from dma_kernels.cache.storage import UNQUANTIZED, LayerStorage
 from dma_kernels.numerics.formats import TILE
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, PreTrainedConfig, PreTrainedModel
@@ -170,7 +170,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         layers, heads, head_dim = config.num_hidden_layers, find_num_key_value_heads(config), find_head_dim(config)
         shards = distributed.tp_size if distributed.tp_size > 1 and distributed.are_kv_heads_tp_ed() else 1
         heads //= shards
-        self.record = Record(cache_format_of(config, settings.config.cache), head_dim, head_dim)
+        self.record = PageLayout(cache_format_of(config, settings.config.cache), head_dim, head_dim)
         self.heads = heads
         sinks = settings.recipe.sink_tiles
         ring, sink = ((n * TILE) for n in (settings.recipe.diagonal_tiles + SLACK_TILES, sinks))
@@ -228,7 +228,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         head_dim = self.record.head_dim
         offset = layer * sum(self.raw_tokens) * self.heads * head_dim
         views = {}
-        for name, tokens in zip(RAW, self.raw_tokens, strict=True):
+        for name, tokens in zip(UNQUANTIZED, self.raw_tokens, strict=True):
             shape = len(numbers) // stride, self.heads, tokens, head_dim
             views[name] = numbers.as_strided(shape, (stride, tokens * head_dim, head_dim, 1), offset)
             offset += self.heads * tokens * head_dim
@@ -276,10 +276,10 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
             storage = LayerStorage(
                 format=self.record.format.name,
                 window=None,
-                body=self._bodies[layer],
-                pages=group.pages,
+                kv_pages=self._bodies[layer],
+                page_table=group.pages,
                 lengths=group.positions.clone(),  # which every layer moves on
-                raw_rows=group.slots,
+                unquantized_rows=group.slots,
                 slack_tiles=SLACK_TILES,
                 **self._raw[layer],  # type: ignore[arg-type]
             )

@@ -10,7 +10,7 @@ from dma_eval import names, peers
 from dma_eval.backends import Backend, activate, default_names, implementations, parse_backends
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
-from dma_kernels.cache.codes import CACHE_FORMATS
+from dma_kernels.cache.formats import CACHE_FORMATS
 from dma_kernels.numerics.formats import TILE
 
 import dma_hf

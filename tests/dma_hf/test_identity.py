@@ -173,7 +173,7 @@ def test_autocast_with_a_cache(implementation, room, first, families, model_pair
     for start, end, is_cast in ((0, 20, first), (20, 21, True), (21, LENGTH, True)):
         with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
             outputs.append(model(ids[:, start:end], past_key_values=cache).logits.float())
-    assert cache.layers[0].storage.key_tail.dtype == (torch.bfloat16 if first else torch.float32)
+    assert cache.layers[0].storage.key_residual.dtype == (torch.bfloat16 if first else torch.float32)
     assert (torch.cat(outputs, 1) - exact).norm() <= 2 * (theirs.float() - exact).norm()
 
 

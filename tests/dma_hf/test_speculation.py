@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dma_kernels.cache.codes import CACHE_FORMATS
+from dma_kernels.cache.formats import CACHE_FORMATS
 
 import dma_hf
 from dma_hf import DMACache

@@ -8,7 +8,8 @@ import pytest
 import torch
 from decode_cases import DTYPES, STORED_FORMATS, Case, assert_storages_equal
 from dma_kernels.cache.api import cached_attention
-from dma_kernels.cache.chunk import chunk_attention
+from dma_kernels.cache.chunked_prefill import chunk_attention
+from dma_kernels.cache.reference import CacheOptions
 from dma_kernels.cache.storage import LayerStorage
 from restore_cases import CASES, assert_dense, assert_restored, random_body
 from torch import Tensor
@@ -79,13 +80,12 @@ def test_chunks_match_the_reference(case: str, dtype: torch.dtype, format: str) 
 
 @formats
 def test_a_chunk_does_not_wait_for_the_host(format: str) -> None:
-    options = {"window": None, "scale": 0.1, "softcap": None, "sinks": None}
     for mode in ("default", "default", "error"):
         storage, chunk = _filled(CHUNKS["plain"], format, torch.bfloat16)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            chunk_attention(*chunk, storage, **options)  # type: ignore[arg-type]
+            chunk_attention(*chunk, storage, CacheOptions(scale=0.1))
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -1,6 +1,6 @@
-"""Compile the kernels over a cache for any NVIDIA chip, without one: see :mod:`aot`.
+"""Compile the cache kernels for any NVIDIA GPU, without one: see :mod:`aot`.
 
-Tests run this file as a program, which reads ``FORMAT:ARCH:HEAD_DIM:VALUE_DIM:QUERIES[:OPTION]``: a decode step, or a
+Tests run this file as a program that reads ``FORMAT:ARCH:HEAD_DIM:VALUE_DIM:QUERIES[:OPTION]``: a decode step, or a
 chunk of more than 16 queries. An option is a name in ``aot.OPTIONS``.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 from aot import OPTIONS, Compiled, answer_calls, compile_only
-from dma_kernels.cache.chunk import chunk_attention
+from dma_kernels.cache.chunked_prefill import chunk_attention
 from dma_kernels.cache.decode import decode_step
+from dma_kernels.cache.reference import CacheOptions
 from dma_kernels.cache.storage import LayerStorage
 
 
@@ -27,8 +28,10 @@ def compile_step(
         for heads, dim in ((32, head_dim), (8, head_dim), (8, value_dim))
     )
     with compile_only(arch) as compiled:
-        attend = decode_step if queries <= 16 else chunk_attention
-        attend(query, key, value, storage, window=None, scale=0.125, **OPTIONS[option])
+        if queries <= 16:
+            decode_step(query, key, value, storage, scale=0.125, **OPTIONS[option])
+        else:
+            chunk_attention(query, key, value, storage, CacheOptions(scale=0.125, **OPTIONS[option]))
     return compiled
 
 

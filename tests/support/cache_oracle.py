@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from dma_kernels import Recipe, attention
-from dma_kernels.cache.codes import Record, cache_format
+from dma_kernels.cache.formats import cache_format
+from dma_kernels.cache.page_layout import PageLayout
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
@@ -61,10 +62,10 @@ def expected_logits(
 def _through_cache(x: Tensor, first: int, are_keys: bool) -> Tensor:
     """Return ``[H, T, D]`` of one row as the format holds its complete tiles."""
     format = cache_format(Plan.config.cache or "int8", is_equalized=Plan.is_equalized)
-    record = Record(format, x.shape[2], x.shape[2])
+    layout = PageLayout(format, x.shape[2], x.shape[2])
     whole = (x.shape[1] - first) // TILE * TILE
     tiles = x[:, first : first + whole].unflatten(1, (-1, TILE))
-    coded = record.decode(record.encode(tiles, tiles))[0 if are_keys else 1].flatten(1, 2)
+    coded = layout.decode(layout.encode(tiles, tiles))[0 if are_keys else 1].flatten(1, 2)
     return torch.cat((x[:, :first], coded.to(x.dtype), x[:, first + whole :]), 1)
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from dma_kernels.cache.append import append_tokens
-from dma_kernels.cache.codes import CACHE_FORMATS, EQUALIZED_FORMATS
 from dma_kernels.cache.decode import decode_attention, decode_step
-from dma_kernels.cache.reference import cached_attention_reference
-from dma_kernels.cache.storage import RAW, LayerStorage
+from dma_kernels.cache.formats import CACHE_FORMATS, EQUALIZED_FORMATS
+from dma_kernels.cache.reference import CacheOptions, cached_attention_reference
+from dma_kernels.cache.storage import UNQUANTIZED, LayerStorage
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from torch import Tensor
 
@@ -66,11 +66,11 @@ class Case:
 
     def reference(self, storage: LayerStorage) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of the specification over a filled cache, in fp32."""
-        tail = storage.key_tail
+        tail = storage.key_residual
         query, key, value = self.inputs(tail.dtype, tail.device.type)
         return cached_attention_reference(
-            query.float(), key[:, :, :0], value[:, :, :0], storage, is_causal=True,
-            **self.options(tail.device.type),  # type: ignore[arg-type]
+            query.float(), key[:, :, :0], value[:, :, :0], storage,
+            CacheOptions(**self.options(tail.device.type)),  # type: ignore[arg-type]
         )  # fmt: skip
 
 
@@ -115,18 +115,23 @@ def scattered(storage: LayerStorage) -> LayerStorage:
         room[order + 1, 1] = tensor
         return room[:, 1]
 
-    rows, pages = torch.arange(batch).flip(0), torch.arange(len(storage.body)).flip(0)
-    raw = {name: apart(tensor, rows) for name, tensor in storage.tensors().items() if name in RAW}
+    rows, pages = torch.arange(batch).flip(0), torch.arange(len(storage.kv_pages)).flip(0)
+    raw = {name: apart(tensor, rows) for name, tensor in storage.tensors().items() if name in UNQUANTIZED}
     return replace(
-        storage, **raw, body=apart(storage.body, pages), pages=(pages.to(torch.int32) + 1).view(storage.pages.shape),
-        raw_rows=rows.to(torch.int32) + 1, lengths=storage.lengths.clone(),
+        storage, **raw, kv_pages=apart(storage.kv_pages, pages),
+        page_table=(pages.to(torch.int32) + 1).view(storage.page_table.shape),
+        unquantized_rows=rows.to(torch.int32) + 1, lengths=storage.lengths.clone(),
     )  # fmt: skip
 
 
 def gathered(storage: LayerStorage) -> LayerStorage:
     """Return a scattered cache in order again."""
-    body = storage.body[storage.pages.long().flatten()]
-    return replace(storage.rows(slice(None)), body=body, pages=torch.arange(len(body)).view(storage.pages.shape).int())
+    body = storage.kv_pages[storage.page_table.long().flatten()]
+    return replace(
+        storage.rows(slice(None)),
+        kv_pages=body,
+        page_table=torch.arange(len(body)).view(storage.page_table.shape).int(),
+    )
 
 
 def assert_storages_equal(actual: LayerStorage, expected: LayerStorage) -> None:

@@ -35,21 +35,21 @@ def assert_restored(storage: LayerStorage, dtype: torch.dtype) -> None:
 
 def assert_dense(storage: LayerStorage, case: Case) -> None:
     """Hold the keys and values of a chunk of 30 tokens, and of what it sees, against torch."""
-    tail = storage.key_tail
+    tail = storage.key_residual
     _, key, value = Case(**{**vars(case), "kv_len": 30}).inputs(tail.dtype, tail.device.type)
-    for rows, length, part in storage.groups():
+    for rows, length, part in storage.by_length():
         first = max(0, length - (case.window or length)) // 128 * 128
         last_tile = max(length, 0) // 128 * 128
         first_position = torch.full_like(storage.lengths, first)
         high = restore_dense(storage, first_position, 1100, key, value)
-        for actual, held, new in zip(high, part.held(first, max(length, 0), length, 0), (key, value), strict=True):
+        for actual, held, new in zip(high, part.gather(first, max(length, 0), length, 0), (key, value), strict=True):
             seen = max(length, 0) - first
             assert_bits_equal(actual[rows, :, :seen], held.to(tail.dtype))
             added = new[rows, :, max(-length, 0) :]
             assert_bits_equal(actual[rows, :, seen : seen + added.shape[2]], added.contiguous())
             assert (actual[rows, :, seen + added.shape[2] :] == 0).all()
-        low = restore_dense(storage, first_position, 1100, are_low=True)
-        for actual, held in zip(low, part.held(first, max(length, 0), length, last_tile), strict=True):
+        low = restore_dense(storage, first_position, 1100, as_low=True)
+        for actual, held in zip(low, part.gather(first, max(length, 0), length, last_tile), strict=True):
             assert_bits_equal(actual[rows, :, : held.shape[2]], held.to(tail.dtype))
             assert (actual[rows, :, held.shape[2] :] == 0).all()
 
@@ -59,10 +59,10 @@ def random_body(format: str, dtype: torch.dtype, device: str) -> LayerStorage:
     storage = Case(kv_len=1024).storage(format, dtype, device, is_filled=False)
     storage.lengths += 1024
     generator = torch.Generator().manual_seed(0)
-    storage.body.copy_(torch.randint(0, 256, storage.body.shape, generator=generator, dtype=torch.uint8))
-    sizes = storage.record.sizes
+    storage.kv_pages.copy_(torch.randint(0, 256, storage.kv_pages.shape, generator=generator, dtype=torch.uint8))
+    sizes = storage.page_layout.section_bytes
     for start, size in ((sizes[0], 2 * sizes[1]), (sum(sizes[:4]), sizes[4])):
-        numbers = torch.randn(*storage.body.shape[:2], size // 2, generator=generator)
+        numbers = torch.randn(*storage.kv_pages.shape[:2], size // 2, generator=generator)
         numbers[torch.rand(numbers.shape, generator=generator) < 0.1] = torch.nan
-        storage.body[..., start : start + size] = numbers.bfloat16().view(torch.uint8).to(device)
+        storage.kv_pages[..., start : start + size] = numbers.bfloat16().view(torch.uint8).to(device)
     return storage

@@ -1,1 +1,1 @@
-"""The key-value cache of one layer: storage in tiles, and append, decoding and chunks over it."""
+"""The KV cache of a layer: quantized storage, and append, decode and chunked prefill over it."""

@@ -1,129 +1,193 @@
-"""The kernel of a decode step: queries of 16 bits against the tiles of a cache, codes and raw ones, in one launch.
+"""The decode kernel: split-KV attention of a few queries to a cache, over quantized and unquantized tiles in one
+launch.
 
-A head's work is counted in units: steps over its high tiles, read in 16 bits from the sinks and the tail, and one over
-the new keys, read where the model made them; then rounds over its low tiles, read from their records. The units of all
-heads of all rows lie in one line, which the programs share evenly, however long each row is; so a program may end one
-head and begin another. For each head that it touches it leaves a normalised output, with the sum over rotated values
-rotated back, and the logarithm of its denominator; the program that begins a head also says where its parts are. The
-launch after this one (:mod:`.decode_end`) combines them and stores the new keys.
+The work of a kv head is divided into work items: one per step over its high tiles, read in 16 bits from sink and
+residual KV, one for the new KV, read where the model wrote it, and two per step over its low tiles, read from page
+blocks. The work items of all heads and rows form one sequence that the CTAs split evenly, however long each row is; so
+a CTA may end one head and begin another. For each of its heads a CTA writes a split: a normalized partial output and
+its log-sum-exp. The CTA that begins a head also writes where the head's splits are. The next launch
+(:mod:`.split_kv_combine`) combines them and stores the new KV.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton.language as tl
 
 from ..device.gluon import barrier, constexpr_function, gl, jit
 from ..numerics.formats import TILE
-from .decode_operands import (
-    along,
+from .decode_mainloop import attend_high, attend_low
+from .decode_mma import (
+    axis_layout,
     inverse_hadamard,
     load_queries,
     load_rotated_queries,
     mma_layout,
-    sums_layout,
+    scores_layout,
 )
-from .decode_tiles import attend_high, attend_low
+from .kernel_args import PageConfig
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
-_ROUND = tl.constexpr(2)
-"""A coded tile for each warp, counted in steps over raw ones, of 16 keys for each warp. Codes of 8 bits have 4.2 times
-as many bytes, but raw tiles are read without stages (an H200, Triton 3.6; 64 x 4K: 159 us, with 4 instead 163)."""
+_LOW_ITEMS = tl.constexpr(2)
+"""Work items of a step over low tiles (one tile per warp); a step over high tiles (16 keys per warp) has one. With 8
+bits a low step reads 4.2 times the bytes of a high one, but high tiles are loaded without pipelining."""
 _ROWS = tl.constexpr(32)
-"""Rows of the batch that are looked at together."""
+"""Batch rows whose work is computed at once."""
 
 
-@jit
-def _work(
-    stored, q_len, window, diagonal_tiles, sink_tiles, W: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_NEW: tl.constexpr
-):
-    """Return what a head has to read: its first position, first visible tile, first tile of the band, sinks, units of
-    high tiles and new keys, first low tile, the one past the last, and units altogether, at least 1.
+@dataclass(frozen=True)
+class DecodeConfig(PageConfig):
+    """What the decode kernel knows at compile time; ``BLOCK_DV`` is at least 64.
 
-    Tiles that some queries read raw and others from codes are counted among both kinds.
+    Attributes:
+        GROUP: Query heads per kv head.
+        LOW_QUERIES: Queries of a block in the loop over low tiles: 4 if no more are needed, else 8.
+        W: Warps of a CTA.
+        STAGES: Half tiles of keys or values in shared memory, per warp: 2, or 4.
+        HAS_WINDOW: Whether there is a sliding window.
+        HAS_SOFTCAP: Whether scores are capped.
+        USE_PDL: Whether the next launch may start before this one ends (programmatic dependent launch).
     """
-    first_pos = stored if HAS_NEW else stored - q_len
+
+    GROUP: int
+    LOW_QUERIES: int
+    W: int
+    STAGES: int
+    HAS_WINDOW: bool
+    HAS_SOFTCAP: bool
+    USE_PDL: bool
+
+
+class DecodeSizes(NamedTuple):
+    """Runtime sizes of a decode call; see :func:`decode_kernel`."""
+
+    batch: int
+    q_len: int
+    window: int
+    diagonal_tiles: int
+    max_pages: int
+    residual_tiles: int
+    sink_tiles: int
+
+
+class Splits(NamedTuple):
+    """What the decode kernel leaves for the combine kernel.
+
+    Attributes:
+        heads: Of each kv head its first split, its number of splits, and ``lengths`` of its row: int32 ``[B, Hkv, 3]``.
+        out: Partial outputs, fp32 ``[splits * blocks * 8, Dv]``.
+        lse: Base-2 log-sum-exp of the partial outputs, fp32 ``[splits * blocks * 8]``.
+    """
+
+    heads: Any
+    out: Any
+    lse: Any
+
+
+class HeadWork(NamedTuple):
+    """What a kv head has to read. Tiles that are high for some queries and low for others count as both.
+
+    Attributes:
+        first_pos: Position of the first query.
+        visible_tile: First visible tile.
+        band_tile: First tile of the band.
+        sinks: Visible sink tiles before the band.
+        high_steps: Steps over high tiles and the new KV.
+        low_first: First low tile.
+        low_end: End of the low tiles.
+        items: Work items, at least 1.
+    """
+
+    first_pos: Any
+    visible_tile: Any
+    band_tile: Any
+    sinks: Any
+    high_steps: Any
+    low_first: Any
+    low_end: Any
+    items: Any
+
+
+@jit
+def _head_work(stored, sizes, CONFIG: tl.constexpr, HAS_NEW: tl.constexpr):
+    """Return the :class:`HeadWork` of heads whose rows have ``stored`` keys."""
+    W: tl.constexpr = CONFIG.W
+    first_pos = stored if HAS_NEW else stored - sizes.q_len
     visible_tile = first_pos * 0
-    if HAS_WINDOW:
-        visible_tile = gl.maximum(first_pos - window + 1, 0) >> _TILE_SHIFT
+    if CONFIG.HAS_WINDOW:
+        visible_tile = gl.maximum(first_pos - sizes.window + 1, 0) >> _TILE_SHIFT
     last_tile = (stored - 1) >> _TILE_SHIFT
-    band_first = gl.maximum((gl.maximum(first_pos, 0) >> _TILE_SHIFT) - diagonal_tiles, visible_tile)
-    sinks = gl.maximum(gl.minimum(sink_tiles, band_first) - visible_tile, 0)
-    steps = (sinks + gl.maximum(last_tile + 1 - band_first, 0)) * (_TILE // (16 * W)) + (1 if HAS_NEW else 0)
-    low_first = gl.maximum(visible_tile, sink_tiles)
-    last_band = (gl.maximum(first_pos + q_len - 1, 0) >> _TILE_SHIFT) - diagonal_tiles
+    band_tile = gl.maximum((gl.maximum(first_pos, 0) >> _TILE_SHIFT) - sizes.diagonal_tiles, visible_tile)
+    sinks = gl.maximum(gl.minimum(sizes.sink_tiles, band_tile) - visible_tile, 0)
+    high_steps = (sinks + gl.maximum(last_tile + 1 - band_tile, 0)) * (_TILE // (16 * W)) + (1 if HAS_NEW else 0)
+    low_first = gl.maximum(visible_tile, sizes.sink_tiles)
+    last_band = (gl.maximum(first_pos + sizes.q_len - 1, 0) >> _TILE_SHIFT) - sizes.diagonal_tiles
     low_end = gl.maximum(last_band, low_first)
-    units = gl.maximum(steps + (low_end - low_first + W - 1) // W * _ROUND, 1)
-    return first_pos, visible_tile, band_first, sinks, steps, low_first, low_end, units
+    items = gl.maximum(high_steps + (low_end - low_first + W - 1) // W * _LOW_ITEMS, 1)
+    return HeadWork(first_pos, visible_tile, band_tile, sinks, high_steps, low_first, low_end, items)
 
 
 @jit
-def _rounds(unit, steps):
-    """Return how many rounds begin before a unit of a head."""
-    return (gl.maximum(unit - steps, 0) + _ROUND - 1) // _ROUND
+def _low_steps(item, high_steps):
+    """Return how many steps over low tiles begin before a work item of a head."""
+    return (gl.maximum(item - high_steps, 0) + _LOW_ITEMS - 1) // _LOW_ITEMS
 
 
 @jit
-def _first_unit(program, share, rest):
-    """Return the first unit of a program's share; ``rest`` programs, evenly between the others, have one more."""
-    return program * share + program * rest // gl.num_programs(0)
+def _first_item(i_cta, share, rest):
+    """Return the first work item of a CTA; ``rest`` of the CTAs, evenly spread, have one more than ``share``."""
+    return i_cta * share + i_cta * rest // gl.num_programs(0)
 
 
 @jit
-def _program_of(unit, share, rest):
-    """Return the program that has a unit in its share."""
-    programs = gl.num_programs(0)
-    program = (unit.to(gl.float32) * (programs / (share * programs + rest).to(gl.float32))).to(gl.int32)
-    program += gl.where(_first_unit(program + 1, share, rest) <= unit, 1, 0)
-    return program - gl.where(_first_unit(program, share, rest) > unit, 1, 0)
+def _cta_of(item, share, rest):
+    """Return the CTA of a work item."""
+    ctas = gl.num_programs(0)
+    i_cta = (item.to(gl.float32) * (ctas / (share * ctas + rest).to(gl.float32))).to(gl.int32)
+    i_cta += gl.where(_first_item(i_cta + 1, share, rest) <= item, 1, 0)
+    return i_cta - gl.where(_first_item(i_cta, share, rest) > item, 1, 0)
 
 
 @jit
-def _let_next_start():
-    """Let the programs of the next launch start where there is room; they wait for the end of this one."""
+def _launch_dependents():
+    """Let the CTAs of the next launch start as SMs become free; they wait for this launch to end."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
 
 
 @constexpr_function
-def _table_layout(warps):
+def _rows_layout(warps):
     """Layout of numbers for pairs of rows, ``[_ROWS, _ROWS]``."""
     return gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
 
 
 @jit
-def _row_units(
-    lengths_ptr, first_row, batch, q_len, window, diagonal_tiles, sink_tiles,
-    KV_HEADS: tl.constexpr, W: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_NEW: tl.constexpr,
-):  # fmt: skip
-    """Return the units of ``_ROWS`` rows from one on; those past the last have none."""
-    row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(0, _table_layout(W)))
-    stored = gl.load(lengths_ptr + row, mask=row < batch, other=0)
-    units = _work(stored, q_len, window, diagonal_tiles, sink_tiles, W, HAS_WINDOW, HAS_NEW)[7]
-    return gl.where(row < batch, units * KV_HEADS, 0)
+def _row_items(lengths_ptr, first_row, sizes, CONFIG: tl.constexpr, HAS_NEW: tl.constexpr):
+    """Return the work items of ``_ROWS`` batch rows; 0 past the last row."""
+    row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(0, _rows_layout(CONFIG.W)))
+    stored = gl.load(lengths_ptr + row, mask=row < sizes.batch, other=0)
+    items = _head_work(stored, sizes, CONFIG, HAS_NEW).items
+    return gl.where(row < sizes.batch, items * CONFIG.KV_HEADS, 0)
 
 
 @constexpr_function
-def _outputs(warps):
-    """Layout in which outputs of all warps, ``[G, W, 64, C]``, are added: four neighbouring channels to a lane."""
+def _outputs_layout(warps):
+    """Layout for adding the outputs of all warps, ``[G, W, 64, C]``: a lane holds four consecutive channels."""
     return gl.BlockedLayout([1, warps, 4, 1], [1, 1, 16, 2], [1, 1, 1, warps], [2, 3, 1, 0])
 
 
-@constexpr_function
-def _columns_apart(rank):
-    """Layout in shared memory of ``[W, 8]``, and of ``[G, W, 64, 8]`` with the channels next to each other."""
-    return gl.SwizzledSharedLayout(1, 1, 1, [1, 0] if rank == 2 else [2, 3, 1, 0])
-
-
 @jit
-def _shared(x):
-    """Put numbers into shared memory."""
-    LAYOUT: tl.constexpr = _columns_apart(len(x.shape))
+def _to_shared(x):
+    """Copy ``[W, 8]`` or ``[G, W, 64, 8]`` to shared memory, the latter with consecutive channels."""
+    LAYOUT: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0] if len(x.shape) == 2 else [2, 3, 1, 0])
     return gl.allocate_shared_memory(x.dtype, x.shape, LAYOUT, x)
 
 
 @jit
-def _eight_columns(x, fill: tl.constexpr):
-    """Return ``[..., C]`` with columns of ``fill`` behind, if there are four."""
+def _pad_queries(x, fill: tl.constexpr):
+    """Pad the queries of ``[..., C]`` from 4 to 8 with ``fill``."""
     if x.shape[-1] == 4:
         both = gl.join(x, gl.zeros_like(x) + fill)
         if len(x.shape) == 2:
@@ -134,191 +198,169 @@ def _eight_columns(x, fill: tl.constexpr):
 
 
 @jit
-def _store_partial(
-    low, high, partial_ptr, partial_lse_ptr, entry, DV: tl.constexpr, W: tl.constexpr, HADAMARD: tl.constexpr
-):
-    """Combine the warps; store their output ``[entries, 8, Dv]`` and its base-2 logarithm.
+def _store_split(low, high, splits, index, CONFIG: tl.constexpr):
+    """Combine the results of all warps and of both loops, and store a split.
 
-    ``low`` and ``high`` are the results of the two kinds of tiles, in shared memory: maxima ``[W, 8]``, sums of
-    weights ``[W, 8]`` and of values ``[G, W, 64, 8]``. The values of low tiles are rotated by Hadamard matrices of the
-    order ``HADAMARD``; their sum is rotated back here.
+    ``low`` and ``high`` are in shared memory: row maxima ``[W, 8]``, row sums ``[W, 8]`` and outputs ``[G, W, 64, 8]``.
+    Outputs of low tiles are sums of rotated values; they are rotated back here.
     """
-    ALL: tl.constexpr = _outputs(W)
+    ALL: tl.constexpr = _outputs_layout(CONFIG.W)
     OUT: tl.constexpr = gl.SliceLayout(1, ALL)
     WARPS: tl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, ALL))
-    COLUMN: tl.constexpr = along(OUT, 3, 2)
+    QUERY: tl.constexpr = axis_layout(OUT, 3, 2)
     m_low, m_high = low[0].load(WARPS), high[0].load(WARPS)
     m_i = gl.maximum(gl.max(m_low, 0), gl.max(m_high, 0))
-    of_low = gl.exp2(m_low - m_i[None, :])
-    of_high = gl.exp2(m_high - m_i[None, :])
-    total = gl.sum(low[1].load(WARPS) * of_low, 0) + gl.sum(high[1].load(WARPS) * of_high, 0)
-    channel = gl.arange(0, 64, layout=along(OUT, 3, 1))[None, :, None]
-    channel += gl.arange(0, high[2].shape[0], layout=along(OUT, 3, 0))[:, None, None] * 64
-    acc = gl.sum(low[2].load(ALL) * of_low[None, :, None, :], 1)
-    acc = inverse_hadamard(acc, channel, HADAMARD, OUT)
-    acc += gl.sum(high[2].load(ALL) * of_high[None, :, None, :], 1)
-    total = gl.convert_layout(total, COLUMN)
-    is_empty = total == 0.0
-    acc = acc / gl.where(is_empty, 1.0, total)[None, None, :]
-    lse = gl.convert_layout(m_i, COLUMN) + gl.log2(gl.where(is_empty, 1.0, total))
+    alpha_low = gl.exp2(m_low - m_i[None, :])
+    alpha_high = gl.exp2(m_high - m_i[None, :])
+    l_i = gl.sum(low[1].load(WARPS) * alpha_low, 0) + gl.sum(high[1].load(WARPS) * alpha_high, 0)
+    channel = gl.arange(0, 64, layout=axis_layout(OUT, 3, 1))[None, :, None]
+    channel += gl.arange(0, high[2].shape[0], layout=axis_layout(OUT, 3, 0))[:, None, None] * 64
+    acc = gl.sum(low[2].load(ALL) * alpha_low[None, :, None, :], 1)
+    acc = inverse_hadamard(acc, channel, CONFIG.VALUE_HADAMARD, OUT)
+    acc += gl.sum(high[2].load(ALL) * alpha_high[None, :, None, :], 1)
+    l_i = gl.convert_layout(l_i, QUERY)
+    is_empty = l_i == 0.0
+    acc = acc / gl.where(is_empty, 1.0, l_i)[None, None, :]
+    lse = gl.convert_layout(m_i, QUERY) + gl.log2(gl.where(is_empty, 1.0, l_i))
     lse = gl.where(is_empty, float("-inf"), lse)
-    place = entry * 8 + gl.arange(0, 8, layout=COLUMN)
-    gl.store(
-        partial_ptr + (place[None, None, :] * DV + channel), acc, mask=(place[None, None, :] >= 0) & (channel < DV)
-    )
-    gl.store(partial_lse_ptr + place, lse)
+    row = index * 8 + gl.arange(0, 8, layout=QUERY)
+    mask = (row[None, None, :] >= 0) & (channel < CONFIG.DV)
+    gl.store(splits.out + (row[None, None, :] * CONFIG.DV + channel), acc, mask=mask)
+    gl.store(splits.lse + row, lse)
 
 
-@jit(do_not_specialize=["batch", "q_len", "slots", "ring_tiles", "window", "diagonal_tiles", "sink_tiles"])
+@jit(do_not_specialize=["batch", "q_len", "window", "diagonal_tiles", "max_pages", "residual_tiles", "sink_tiles"])
 def decode_kernel(
-    q_ptr, key_ptr, value_ptr, body_ptr, pages_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr, value_sink_ptr,
-    lengths_ptr, raw_rows_ptr, heads_ptr, partial_ptr, partial_lse_ptr,
-    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
-    stride_vb, stride_vh, stride_vt, stride_vd,
-    stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
-    batch, q_len, slots, ring_tiles, window, softcap, logit_scale, diagonal_tiles, sink_tiles,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BITS: tl.constexpr, KEY_HADAMARD: tl.constexpr, VALUE_HADAMARD: tl.constexpr,
-    LOW_COLUMNS: tl.constexpr, W: tl.constexpr, BUFFERS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, LETS_START: tl.constexpr,
+    query, key, value, cache, splits, softcap, logit_scale,
+    batch, q_len, window, diagonal_tiles, max_pages, residual_tiles, sink_tiles, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Answer the queries of all rows; any number of programs.
+    """Attend with the queries of all rows; any number of CTAs.
 
-    If there are new keys and values, those of the queries, they are not stored yet, nor counted in ``lengths``.
-    ``heads`` receives of every kv head ``[B, Hkv, 3]``: its first part, how many follow each other, and ``lengths`` of
-    its row.
+    Args:
+        query: ``Strided`` queries.
+        key: ``Strided`` new keys of the queries, not stored yet nor counted in ``lengths``; pointer ``None`` without.
+        value: ``Strided`` new values.
+        cache: ``CacheTensors``.
+        splits: ``Splits`` to write.
+        softcap: Softcap times log2(e).
+        logit_scale: Scale of the scores times log2(e).
+        batch: Batch rows.
+        q_len: Queries of a row.
+        window: Sliding window.
+        diagonal_tiles: Tiles before a query's own tile that are high.
+        max_pages: Columns of the page table.
+        residual_tiles: Tiles of the residual KV.
+        sink_tiles: Tiles of the sink KV.
+        CONFIG: ``DecodeConfig``.
     """
-    HAS_NEW: tl.constexpr = key_ptr is not None
-    if LETS_START:
-        _let_next_start()
-    G: tl.constexpr = BLOCK_DV // 64
+    HAS_NEW: tl.constexpr = key.ptr is not None
+    sizes = DecodeSizes(batch, q_len, window, diagonal_tiles, max_pages, residual_tiles, sink_tiles)
+    if CONFIG.USE_PDL:
+        _launch_dependents()
+    GROUP: tl.constexpr = CONFIG.GROUP
+    W: tl.constexpr = CONFIG.W
+    G: tl.constexpr = CONFIG.BLOCK_DV // 64
+    C: tl.constexpr = CONFIG.LOW_QUERIES
     MMA: tl.constexpr = mma_layout(W)
-    SUMS: tl.constexpr = sums_layout(W)
-    blocks = (GROUP * q_len + 7) // 8
-    i_program = gl.program_id(0)
-    # ---- the line of all units, and the program's share
+    SUMS: tl.constexpr = scores_layout(W)
+    blocks = (GROUP * sizes.q_len + 7) // 8
+    i_cta = gl.program_id(0)
+    # ---- the work items of all heads, and the share of this CTA
     total = 0
-    for first_row in range(0, batch, _ROWS):
-        row_units = _row_units(
-            lengths_ptr, first_row, batch, q_len, window, diagonal_tiles, sink_tiles,
-            KV_HEADS, W, HAS_WINDOW, HAS_NEW,
-        )  # fmt: skip
-        total += gl.sum(row_units, 0)
-    # At least a round each, so that fewer programs may have any.
+    for first_row in range(0, sizes.batch, _ROWS):
+        row_items = _row_items(cache.lengths, first_row, sizes, CONFIG, HAS_NEW)
+        total += gl.sum(row_items, 0)
+    # At least one step over low tiles per CTA; some CTAs may get nothing.
     share = total // gl.num_programs(0)
-    rest = gl.where(share < _ROUND, 0, total - share * gl.num_programs(0))
-    share = gl.maximum(share, _ROUND)
-    start = _first_unit(i_program, share, rest)
-    end = gl.minimum(_first_unit(i_program + 1, share, rest), total)
-    at = start
+    rest = gl.where(share < _LOW_ITEMS, 0, total - share * gl.num_programs(0))
+    share = gl.maximum(share, _LOW_ITEMS)
+    start = _first_item(i_cta, share, rest)
+    end = gl.minimum(_first_item(i_cta + 1, share, rest), total)
+    item = start
     seen_rows = 0
-    seen_units = 0
+    seen_items = 0
     row = 0 * start
     row_start = 0 * start
-    row_end = gl.where(batch > 1, 0, total)
-    while at < end:
-        # ---- a head, or what of it is in the share
-        if at >= row_end:
-            row_units = _row_units(
-                lengths_ptr, seen_rows, batch, q_len, window, diagonal_tiles, sink_tiles,
-                KV_HEADS, W, HAS_WINDOW, HAS_NEW,
-            )  # fmt: skip
-            while seen_units + gl.sum(row_units, 0) <= at:
-                seen_units += gl.sum(row_units, 0)
+    row_end = gl.where(sizes.batch > 1, 0, total)
+    while item < end:
+        # ---- the head of the next work item
+        if item >= row_end:
+            row_items = _row_items(cache.lengths, seen_rows, sizes, CONFIG, HAS_NEW)
+            while seen_items + gl.sum(row_items, 0) <= item:
+                seen_items += gl.sum(row_items, 0)
                 seen_rows += _ROWS
-                row_units = _row_units(
-                    lengths_ptr, seen_rows, batch, q_len, window, diagonal_tiles, sink_tiles,
-                    KV_HEADS, W, HAS_WINDOW, HAS_NEW,
-                )  # fmt: skip
-            o_r = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _table_layout(W)))
-            o_c = gl.arange(0, _ROWS, layout=gl.SliceLayout(0, _table_layout(W)))
-            row_ends = seen_units + gl.sum(gl.where(o_c[None, :] <= o_r[:, None], row_units[None, :], 0), 1)
-            ended = gl.sum((row_ends <= at).to(gl.int32), 0)
-            row_start = seen_units + gl.sum(gl.where(o_c < ended, row_units, 0), 0)
-            row_end = seen_units + gl.sum(gl.where(o_c <= ended, row_units, 0), 0)
+                row_items = _row_items(cache.lengths, seen_rows, sizes, CONFIG, HAS_NEW)
+            o_r = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, _rows_layout(W)))
+            o_c = gl.arange(0, _ROWS, layout=gl.SliceLayout(0, _rows_layout(W)))
+            row_ends = seen_items + gl.sum(gl.where(o_c[None, :] <= o_r[:, None], row_items[None, :], 0), 1)
+            ended = gl.sum((row_ends <= item).to(gl.int32), 0)
+            row_start = seen_items + gl.sum(gl.where(o_c < ended, row_items, 0), 0)
+            row_end = seen_items + gl.sum(gl.where(o_c <= ended, row_items, 0), 0)
             row = seen_rows + ended
         i_b = row.to(gl.int64)
-        stored = gl.load(lengths_ptr + i_b)
-        first_pos, visible_tile, band_first, sinks, steps, low_first, low_end, units = _work(
-            stored, q_len, window, diagonal_tiles, sink_tiles, W, HAS_WINDOW, HAS_NEW
-        )
-        i_head = (at - row_start) // units
-        head_start = row_start + i_head * units
+        stored = gl.load(cache.lengths + i_b)
+        work = _head_work(stored, sizes, CONFIG, HAS_NEW)
+        i_head = (item - row_start) // work.items
+        head_start = row_start + i_head * work.items
         i_kv = i_head.to(gl.int64)
-        first = at - head_start
-        last = gl.minimum(end - head_start, units)
-        first_tile = low_first + _rounds(first, steps) * W
-        end_tile = gl.minimum(low_first + _rounds(last, steps) * W, low_end)
-        # Along the line a part is of the next program, the next head or both: the sum of their numbers is its own.
-        entry = i_program + i_b * KV_HEADS + i_kv
+        first = item - head_start
+        last = gl.minimum(end - head_start, work.items)
+        first_tile = work.low_first + _low_steps(first, work.high_steps) * W
+        end_tile = gl.minimum(work.low_first + _low_steps(last, work.high_steps) * W, work.low_end)
+        # The next split is of the next CTA, of the next head, or both: the sum of their indices numbers the splits.
+        split = i_cta + i_b * CONFIG.KV_HEADS + i_kv
         if first == 0:
-            heads = heads_ptr + (i_b * KV_HEADS + i_kv) * 3
-            gl.store(heads, entry)
-            gl.store(heads + 1, _program_of(head_start + units - 1, share, rest) - i_program + 1)
-            gl.store(heads + 2, stored)
-        raw_row = i_b
-        if raw_rows_ptr is not None:
-            raw_row = gl.load(raw_rows_ptr + i_b).to(gl.int64)
-        ring = i_kv * ring_tiles * _TILE
-        sink = i_kv * sink_tiles * _TILE
+            head = splits.heads + (i_b * CONFIG.KV_HEADS + i_kv) * 3
+            gl.store(head, split)
+            gl.store(head + 1, _cta_of(head_start + work.items - 1, share, rest) - i_cta + 1)
+            gl.store(head + 2, stored)
+        unquantized_row = i_b
+        if cache.unquantized_rows is not None:
+            unquantized_row = gl.load(cache.unquantized_rows + i_b).to(gl.int64)
         for i_block in range(blocks):
-            column = i_block * 8 + gl.arange(0, 8, layout=along(MMA, 3, 2))
-            q_pos = (first_pos + column // GROUP)[None, None, :]
-            column = i_block * 8 + gl.arange(0, LOW_COLUMNS, layout=along(SUMS, 3, 2))
-            low_pos = (first_pos + column // GROUP)[None, None, :]
-            # ---- low tiles, whose results wait in shared memory
-            m_i = gl.full([W, LOW_COLUMNS], -1.0e30, gl.float32, gl.SliceLayout(1, SUMS))
-            l_i = gl.full([W, 8, LOW_COLUMNS], 0.0, gl.float32, SUMS)
-            acc = gl.full([G * W, 64, LOW_COLUMNS], 0.0, gl.float32, SUMS)
+            column = i_block * 8 + gl.arange(0, 8, layout=axis_layout(MMA, 3, 2))
+            high_pos = (work.first_pos + column // GROUP)[None, None, :]
+            column = i_block * 8 + gl.arange(0, C, layout=axis_layout(SUMS, 3, 2))
+            low_pos = (work.first_pos + column // GROUP)[None, None, :]
+            # ---- low tiles; their results wait in shared memory
+            m_i = gl.full([W, C], -1.0e30, gl.float32, gl.SliceLayout(1, SUMS))
+            l_i = gl.full([W, 8, C], 0.0, gl.float32, SUMS)
+            acc = gl.full([G * W, 64, C], 0.0, gl.float32, SUMS)
             if first_tile < end_tile:
-                if KEY_HADAMARD > 1:
+                if CONFIG.KEY_HADAMARD > 1:
                     q = load_rotated_queries(
-                        q_ptr, i_b, i_kv, i_block, q_len, stride_qb, stride_qh, stride_qt, stride_qd,
-                        GROUP, D, BLOCK_D, W, LOW_COLUMNS, KEY_HADAMARD,
+                        query, i_b, i_kv, i_block, sizes.q_len, GROUP, CONFIG.D, CONFIG.BLOCK_D, W, C,
+                        CONFIG.KEY_HADAMARD,
                     )  # fmt: skip
                 else:
                     q = load_queries(
-                        q_ptr, i_b, i_kv, i_block, q_len, stride_qb, stride_qh, stride_qt, stride_qd,
-                        GROUP, D, BLOCK_D, W, False, LOW_COLUMNS,
-                    )  # fmt: skip
+                        query, i_b, i_kv, i_block, sizes.q_len, GROUP, CONFIG.D, CONFIG.BLOCK_D, W, False, C
+                    )
                 acc, l_i, m_i = attend_low(
-                    q, body_ptr, pages_ptr + i_b * slots, i_kv, first_tile, end_tile, low_pos, diagonal_tiles,
-                    window, softcap, logit_scale, slots, stride_page,
-                    D, DV, BLOCK_D, G, W, BITS, KEY_HADAMARD > 1, BUFFERS, HAS_WINDOW, HAS_SOFTCAP,
+                    q, cache, cache.page_table + i_b * sizes.max_pages, i_kv, first_tile, end_tile, low_pos, sizes,
+                    softcap, logit_scale, CONFIG,
                 )  # fmt: skip
             low = (
-                _shared(_eight_columns(m_i, -1.0e30)), _shared(_eight_columns(gl.sum(l_i, 1), 0.0)),
-                _shared(gl.reshape(_eight_columns(acc, 0.0), [G, W, 64, 8])),
+                _to_shared(_pad_queries(m_i, -1.0e30)), _to_shared(_pad_queries(gl.sum(l_i, 1), 0.0)),
+                _to_shared(gl.reshape(_pad_queries(acc, 0.0), [G, W, 64, 8])),
             )  # fmt: skip
             # ---- high tiles
-            key, value = key_ptr, value_ptr
+            key_base, value_base = key.ptr, value.ptr
             if HAS_NEW:
-                key += i_b * stride_kb + i_kv * stride_kh
-                value += i_b * stride_vb + i_kv * stride_vh
+                key_base += i_b * key.stride_b + i_kv * key.stride_h
+                value_base += i_b * value.stride_b + i_kv * value.stride_h
             m_i = gl.full([W, 8], -1.0e30, gl.float32, gl.SliceLayout(1, MMA))
             l_i = gl.full([W, 8, 8], 0.0, gl.float32, MMA)
             acc = gl.full([G * W, 64, 8], 0.0, gl.float32, MMA)
-            if first < steps:
-                q = load_queries(
-                    q_ptr, i_b, i_kv, i_block, q_len, stride_qb, stride_qh, stride_qt, stride_qd,
-                    GROUP, D, BLOCK_D, W, True, 8,
-                )  # fmt: skip
+            if first < work.high_steps:
+                q = load_queries(query, i_b, i_kv, i_block, sizes.q_len, GROUP, CONFIG.D, CONFIG.BLOCK_D, W, True, 8)
                 acc, l_i, m_i = attend_high(
-                    q, key_tail_ptr + (raw_row * stride_key_tail + ring * D),
-                    value_tail_ptr + (raw_row * stride_value_tail + ring * DV),
-                    key_sink_ptr + (raw_row * stride_key_sink + sink * D),
-                    value_sink_ptr + (raw_row * stride_value_sink + sink * DV),
-                    key, value,
-                    stride_kt, stride_kd, stride_vt, stride_vd,
-                    first, gl.minimum(last, steps), steps, stored, q_len, q_pos, sinks, band_first, visible_tile,
-                    window, softcap, logit_scale, diagonal_tiles, sink_tiles, ring_tiles,
-                    D, DV, BLOCK_D, G, W, HAS_WINDOW, HAS_SOFTCAP, HAS_NEW,
+                    q, key, key_base, value, value_base, cache, unquantized_row, i_kv, work, first,
+                    gl.minimum(last, work.high_steps), stored, high_pos, sizes, softcap, logit_scale, CONFIG, HAS_NEW,
                 )  # fmt: skip
             # Channel 8 g + i is in row 8 i + g.
             acc = gl.reshape(gl.permute(gl.reshape(acc, [G, W, 8, 8, 8]), [0, 1, 3, 2, 4]), [G, W, 64, 8])
-            high = _shared(m_i), _shared(gl.sum(l_i, 1)), _shared(acc)
-            _store_partial(
-                low, high, partial_ptr, partial_lse_ptr, entry * blocks + i_block, DV, W, VALUE_HADAMARD
-            )  # fmt: skip
+            high = _to_shared(m_i), _to_shared(gl.sum(l_i, 1)), _to_shared(acc)
+            _store_split(low, high, splits, split * blocks + i_block, CONFIG)
         barrier()
-        at = head_start + last
+        item = head_start + last

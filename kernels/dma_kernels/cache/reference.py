@@ -1,11 +1,13 @@
-"""Attention over a layer's cache in torch: the specification of the cached kernels, and the CPU backend.
+"""Attention over a layer's cache in torch: the specification of the cache kernels, and the CPU backend.
 
-What the cache holds is laid out densely twice: raw for high tiles and dequantised for low ones. The reference attention
-then reads each query's tiles by the rule, as it does for a prompt. So the result of a query does not depend on how many
-others came with it.
+The cache is gathered twice: unquantized for high tiles and dequantized for low tiles. The reference attention then
+reads each query's tiles by the rule, as it does for a prompt. So the result of a query does not depend on the other
+queries of its call.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,57 +21,58 @@ from ..reference.operands import PreparedOperands
 from .storage import LayerStorage
 
 
-def band_recipe(storage: LayerStorage) -> Recipe:
-    """Return a recipe with the band of a cache, whose low tiles are not those of its high ones.
+class CacheOptions(NamedTuple):
+    """The options of :func:`~dma_kernels.cache.api.cached_attention`, checked.
 
-    Only the band is used: operands of a cache have their precision already.
+    A tuple, because PyTorch 2.11 does not trace functions that list the fields of a dataclass. The fields are arguments
+    of the custom op, in this order.
+
+    Attributes:
+        scale: Scale of the scores.
+        is_causal: Whether a query attends to no key after its own position.
+        window: Sliding window.
+        softcap: Softcap of the scores, applied after ``scale``.
+        sinks: Sink logits, ``[Hq]``.
+        mask: Boolean, broadcastable to ``[B, Hq, T, K]``, over ``K`` consecutive positions.
+        mask_position: Position of column 0 of ``mask``, integer ``[B]``.
     """
-    sink_tiles = storage.key_sink.shape[2] // TILE
-    return Recipe(low="mxint8", diagonal_tiles=storage.diagonal_tiles, sink_tiles=sink_tiles)
+
+    scale: float
+    is_causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    mask: Tensor | None = None
+    mask_position: Tensor | None = None
 
 
 def cached_attention_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    storage: LayerStorage,
-    *,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    mask: Tensor | None = None,
-    mask_position: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, options: CacheOptions
 ) -> tuple[Tensor, Tensor]:
-    """Attend to stored and new keys. Nothing is stored: that is :meth:`LayerStorage.append`'s work, afterwards.
+    """Attend to stored and new keys. The new ones are not stored.
 
     Args:
-        query: ``[B, Hq, Tq, D]``; the last one stands at the position of the last key.
-        key: New keys, raw, ``[B, Hkv, Tk, D]``; ``Tk`` is ``Tq``, or 0 if they are stored already.
-        value: New values, raw, ``[B, Hkv, Tk, Dv]``.
-        storage: What came before.
-        is_causal: Whether a query sees no key after its own position.
-        window: Sliding window, as for :func:`dma_kernels.attention`.
-        scale: Factor of the scores.
-        softcap: Cap of the scores.
-        sinks: Sink logits, ``[Hq]``.
-        mask: Boolean, broadcastable to ``[B, Hq, Tq, K]``, over ``K`` consecutive positions.
-        mask_position: Position that column 0 of ``mask`` stands for, integer ``[B]``.
+        query: ``[B, Hq, Tq, D]``; the last query is at the position of the last key.
+        key: New keys ``[B, Hkv, Tk, D]``; ``Tk`` is ``Tq``, or 0 if they are stored already.
+        value: New values ``[B, Hkv, Tk, Dv]``.
+        storage: The cache.
+        options: The options.
 
     Returns:
-        Output ``[B, Hq, Tq, Dv]`` and logarithm of the denominator ``[B, Hq, Tq]``, as ``attention_reference``.
+        Output ``[B, Hq, Tq, Dv]``, and log-sum-exp ``[B, Hq, Tq]`` as of ``attention_reference``.
     """
     batch, heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_len, heads, value.shape[3])).transpose(1, 2)
-    lse_dtype = torch.promote_types(storage.key_tail.dtype, torch.float32)
+    lse_dtype = torch.promote_types(storage.key_residual.dtype, torch.float32)
     lse = query.new_empty((batch, heads, q_len), dtype=lse_dtype)
-    for rows, length, part in storage.groups():
-        end = length + key.shape[2]
-        first_query = end - query.shape[2]
+    # Only the band of this recipe is used: the operands have their precision already.
+    recipe = Recipe(low="mxint8", diagonal_tiles=storage.diagonal_tiles, sink_tiles=storage.sink_len // TILE)
+    window, is_causal = options.window, options.is_causal
+    for rows, length, part in storage.by_length():
+        first_query = length + key.shape[2] - q_len
         oldest = 0 if window is None else max(0, first_query - (window - 1 if is_causal else window))
         position = min(oldest // TILE, max(length, 0) // TILE) * TILE
-        (k_high, v_high), (k_low, v_low) = part.both_kinds(position, length, key[rows], value[rows])
+        (k_high, v_high), (k_low, v_low) = part.high_and_low(position, length, key[rows], value[rows])
         count, kv_len = k_high.shape[0], k_high.shape[2]
         ones = torch.ones(count, dtype=torch.int64, device=query.device)
         geometry = AttentionGeometry(
@@ -78,27 +81,33 @@ def cached_attention_reference(
             kv_range=torch.tensor([[0, kv_len]], device=query.device).expand(count, 2),
             is_causal=is_causal,
             window=window,
-            mask=None if mask is None else _columns(mask, mask_position, rows, position, kv_len),
+            mask=None if options.mask is None else _mask_columns(options, rows, position, kv_len),
         )
         exact = query[rows].to(k_high.dtype)
         operands = PreparedOperands(exact, exact, k_low, k_high, v_high, v_low, None, None)
         out[rows], lse[rows] = attend_prepared(
-            operands, geometry, band_recipe(part), dtype=query.dtype, scale=scale, softcap=softcap, sinks=sinks
+            operands,
+            geometry,
+            recipe,
+            dtype=query.dtype,
+            scale=options.scale,
+            softcap=options.softcap,
+            sinks=options.sinks,
         )
     return out, lse
 
 
-def _columns(mask: Tensor, mask_position: Tensor | None, rows: slice, position: int, kv_len: int) -> Tensor:
-    """Return the part of a mask that speaks of the keys from ``position`` on; what it does not speak of is hidden."""
-    cells = mask if mask.shape[0] == 1 else mask[rows]
+def _mask_columns(options: CacheOptions, rows: slice, position: int, kv_len: int) -> Tensor:
+    """Return the mask of ``kv_len`` keys from ``position`` on; keys without a column are masked."""
+    assert options.mask is not None
+    mask = options.mask if options.mask.shape[0] == 1 else options.mask[rows]
     if mask.shape[3] == 1:
-        return cells
-    assert mask_position is not None
+        return mask
+    assert options.mask_position is not None
     columns = []
-    for row, start in enumerate(mask_position[rows].tolist()):
-        own = cells[min(row, len(cells) - 1)][None]
+    for row, start in enumerate(options.mask_position[rows].tolist()):
         skipped = position - start
-        part = own[..., max(skipped, 0) : max(skipped + kv_len, 0)]
+        part = mask[min(row, len(mask) - 1)][None, ..., max(skipped, 0) : max(skipped + kv_len, 0)]
         before = min(max(-skipped, 0), kv_len)
         columns.append(F.pad(part, (before, kv_len - before - part.shape[3]), value=False))
     return torch.cat(columns)

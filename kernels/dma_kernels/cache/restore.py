@@ -1,7 +1,7 @@
-"""What a cache holds as two 16-bit tensors, on the device: for chunks of queries, and for whoever asks for keys.
+"""Restoring cached KV to dense 16-bit tensors on the device: for chunked prefill, and for other attention functions.
 
-One launch reads sinks, tail, body and, for a chunk, its own new keys and values, each position from where it is; which
-that is depends on how much a row holds, and the device knows. Bit for bit what :meth:`LayerStorage.held` says, rounded.
+One launch reads sink, residual and quantized KV, and a chunk's own new KV. Which of them holds a position depends on
+the row's length, which only the device knows. Equals :meth:`LayerStorage.gather`, rounded to 16 bits, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,139 +17,135 @@ from ..device.arithmetic import hadamard, narrow
 from ..numerics.formats import TILE
 from ..numerics.geometry import MAX_BAND_TILES
 from ..runtime.launch import Launcher, on_device
-from .append import record_constants
-from .codes import Record
-from .record_kernel import load_coded
+from .append import append_warps
+from .kernel_args import CacheInputs, CacheSizes, PageConfig, Strided
+from .page_kernel import dequantize_rows
+from .page_layout import PageLayout
 from .storage import LayerStorage
 
+BLOCK_T = 64
+"""Positions of a CTA."""
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
+_BLOCK_T = tl.constexpr(BLOCK_T)
 
 
 @triton.jit
-def _restore_tile(
-    out_base, new_base, tail_base, sink_base, part_ptr, position, entry, entries, length, new_len, band, is_held,
-    is_coded, stride_t, stride_d, ring, sink_len,
+def _restore_block(
+    out_base, new, new_base, unquantized, row, i_kv, page_ptr, position, index, out_len, length, new_len, band, is_held,
+    is_quantized, sizes,
     D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, HADAMARD: tl.constexpr, ARE_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys or values of rows at consecutive positions."""
+    """Write the keys or values at consecutive positions."""
+    residual_len = sizes.residual_tiles * _TILE
+    sink_len = sizes.sink_tiles * _TILE
+    residual_base = unquantized.residual + (row * unquantized.stride_residual + i_kv * residual_len * D)
+    sink_base = unquantized.sink + (row * unquantized.stride_sink + i_kv * sink_len * D)
     o_d = tl.arange(0, BLOCK)
     m_d = (o_d < D)[None, :]
     is_sink = is_held & (position < sink_len)
-    is_tail = is_held & ~is_sink & (position >= band)
+    is_residual = is_held & ~is_sink & (position >= band)
     is_new = (position >= tl.maximum(length, 0)) & (position < length + new_len)
     x = tl.load(sink_base + position[:, None] * D + o_d[None, :], mask=is_sink[:, None] & m_d, other=0.0)
-    rows = (position % ring)[:, None]
-    tail = tl.load(tail_base + rows * D + o_d[None, :], mask=is_tail[:, None] & m_d, other=0.0)
-    offset = (position - length).to(tl.int64)[:, None] * stride_t + o_d[None, :].to(tl.int64) * stride_d
-    new = tl.load(new_base + offset, mask=is_new[:, None] & m_d, other=0.0)
-    x = tl.where(is_sink[:, None], x, tl.where(is_tail[:, None], tail, new))
-    is_coded &= ~is_sink & ~is_tail
-    if tl.max(is_coded.to(tl.int32), 0) > 0:
-        coded = load_coded(part_ptr, position % _TILE, is_coded, D, BLOCK, BITS, ARE_KEYS)
-        coded = hadamard(coded, coded.shape[0], HADAMARD, BLOCK, 1.0 / HADAMARD)
-        x = tl.where(is_coded[:, None], narrow(coded, x.dtype), x)
-    tl.store(out_base + entry.to(tl.int64)[:, None] * D + o_d[None, :], x, mask=(entry < entries)[:, None] & m_d)
+    slot = (position % residual_len)[:, None]
+    residual = tl.load(residual_base + slot * D + o_d[None, :], mask=is_residual[:, None] & m_d, other=0.0)
+    offset = (position - length).to(tl.int64)[:, None] * new.stride_t + o_d[None, :].to(tl.int64) * new.stride_d
+    added = tl.load(new_base + offset, mask=is_new[:, None] & m_d, other=0.0)
+    x = tl.where(is_sink[:, None], x, tl.where(is_residual[:, None], residual, added))
+    is_quantized &= ~is_sink & ~is_residual
+    if tl.max(is_quantized.to(tl.int32), 0) > 0:
+        dequantized = dequantize_rows(page_ptr, position % _TILE, is_quantized, D, BLOCK, BITS, ARE_KEYS)
+        dequantized = hadamard(dequantized, dequantized.shape[0], HADAMARD, BLOCK, 1.0 / HADAMARD)
+        x = tl.where(is_quantized[:, None], narrow(dequantized, x.dtype), x)
+    tl.store(out_base + index.to(tl.int64)[:, None] * D + o_d[None, :], x, mask=(index < out_len)[:, None] & m_d)
 
 
-@triton.jit(do_not_specialize=["new_len", "entries", "slots", "ring", "sink_len", "band_tiles", "taken_back"])
+@triton.jit(
+    do_not_specialize=["new_len", "out_len", "band_tiles", "rolled_back", "max_pages", "residual_tiles", "sink_tiles"]
+)
 def restore_kernel(
-    key_out_ptr, value_out_ptr, first_ptr, key_ptr, value_ptr, key_tail_ptr, value_tail_ptr, key_sink_ptr,
-    value_sink_ptr, body_ptr, pages_ptr, lengths_ptr, raw_rows_ptr,
-    stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
-    stride_key_tail, stride_value_tail, stride_key_sink, stride_value_sink, stride_page,
-    new_len, entries, slots, ring, sink_len, band_tiles, taken_back,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BITS: tl.constexpr, KEY_HADAMARD: tl.constexpr, VALUE_HADAMARD: tl.constexpr, RECORD_WORDS: tl.constexpr,
-    KEY_WORDS: tl.constexpr, BLOCK_T: tl.constexpr,
+    key_out_ptr, value_out_ptr, first_ptr, key, value, cache, new_len, out_len, band_tiles, rolled_back,
+    max_pages, residual_tiles, sink_tiles, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Write keys or values at ``BLOCK_T`` positions of a kv head; grid ``(B * Hkv, blocks, 2)``.
 
-    Entry 0 of row ``b`` is at position ``first_ptr[b]``. The tile that is not complete and the ``band_tiles`` before it
-    are read raw if the tail holds them.
+    Output index 0 of row ``b`` is position ``first_ptr[b]``. The incomplete tile and the ``band_tiles`` before it are
+    read from the residual KV if it holds them.
     """
+    sizes = CacheSizes(max_pages, residual_tiles, sink_tiles)
     i_head = tl.program_id(0).to(tl.int64)
-    i_b = i_head // KV_HEADS
-    i_kv = i_head % KV_HEADS
-    length = tl.load(lengths_ptr + i_b)
-    entry = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    position = tl.load(first_ptr + i_b) + entry
+    i_b = i_head // CONFIG.KV_HEADS
+    i_kv = i_head % CONFIG.KV_HEADS
+    length = tl.load(cache.lengths + i_b)
+    index = tl.program_id(1) * _BLOCK_T + tl.arange(0, _BLOCK_T)
+    position = tl.load(first_ptr + i_b) + index
     band = ((tl.maximum(length, 0) >> _TILE_SHIFT) - band_tiles) << _TILE_SHIFT
-    band = tl.maximum(band, length + taken_back - ring)
+    band = tl.maximum(band, length + rolled_back - sizes.residual_tiles * _TILE)
     tile = position >> _TILE_SHIFT
-    complete = (length + taken_back) >> _TILE_SHIFT
-    is_held = (tile >= tl.maximum(complete - slots, 0)) & (position < length)
-    is_coded = is_held & (tile < complete)
-    page = tl.load(pages_ptr + i_b * slots + tile % tl.maximum(slots, 1), mask=is_coded, other=0).to(tl.int64)
-    record_ptr = body_ptr + page * stride_page + i_kv * RECORD_WORDS
+    complete = (length + rolled_back) >> _TILE_SHIFT
+    is_held = (tile >= tl.maximum(complete - sizes.max_pages, 0)) & (position < length)
+    is_quantized = is_held & (tile < complete)
+    column = tile % tl.maximum(sizes.max_pages, 1)
+    page = tl.load(cache.page_table + i_b * sizes.max_pages + column, mask=is_quantized, other=0).to(tl.int64)
+    page_ptr = cache.kv_pages + page * cache.stride_page + i_kv * CONFIG.PAGE_WORDS
     row = i_b
-    if raw_rows_ptr is not None:
-        row = tl.load(raw_rows_ptr + i_b).to(tl.int64)
+    if cache.unquantized_rows is not None:
+        row = tl.load(cache.unquantized_rows + i_b).to(tl.int64)
     if tl.program_id(2) == 0:
-        _restore_tile(
-            key_out_ptr + i_head * entries * D, key_ptr + i_b * stride_kb + i_kv * stride_kh,
-            key_tail_ptr + (row * stride_key_tail + i_kv * ring * D),
-            key_sink_ptr + (row * stride_key_sink + i_kv * sink_len * D), record_ptr,
-            position, entry, entries, length, new_len, band, is_held, is_coded, stride_kt, stride_kd, ring, sink_len,
-            D, BLOCK_D, BITS, KEY_HADAMARD, True,
+        _restore_block(
+            key_out_ptr + i_head * out_len * CONFIG.D, key, key.ptr + i_b * key.stride_b + i_kv * key.stride_h,
+            cache.key, row, i_kv, page_ptr, position, index, out_len, length, new_len, band, is_held, is_quantized,
+            sizes, CONFIG.D, CONFIG.BLOCK_D, CONFIG.BITS, CONFIG.KEY_HADAMARD, True,
         )  # fmt: skip
     else:
-        _restore_tile(
-            value_out_ptr + i_head * entries * DV, value_ptr + i_b * stride_vb + i_kv * stride_vh,
-            value_tail_ptr + (row * stride_value_tail + i_kv * ring * DV),
-            value_sink_ptr + (row * stride_value_sink + i_kv * sink_len * DV), record_ptr + KEY_WORDS,
-            position, entry, entries, length, new_len, band, is_held, is_coded, stride_vt, stride_vd, ring, sink_len,
-            DV, BLOCK_DV, BITS, VALUE_HADAMARD, False,
+        _restore_block(
+            value_out_ptr + i_head * out_len * CONFIG.DV, value,
+            value.ptr + i_b * value.stride_b + i_kv * value.stride_h, cache.value, row, i_kv,
+            page_ptr + CONFIG.KEY_WORDS, position, index, out_len, length, new_len, band, is_held, is_quantized,
+            sizes, CONFIG.DV, CONFIG.BLOCK_DV, CONFIG.BITS, CONFIG.VALUE_HADAMARD, False,
         )  # fmt: skip
 
 
 def restore_dense(
     storage: LayerStorage,
     first: Tensor,
-    entries: int,
+    out_len: int,
     key: Tensor | None = None,
     value: Tensor | None = None,
     *,
-    are_low: bool = False,
+    as_low: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values from a position of each row on, with no host synchronisation; zeros where nothing is.
+    """Return dense KV from a position of each row on, without synchronizing; zeros where nothing is stored.
 
     Args:
-        storage: The cache; its tensors must be contiguous.
-        first: The position of entry 0, integer ``[B]``.
-        entries: How many.
+        storage: The cache.
+        first: Position of output index 0, integer ``[B]``.
+        out_len: Positions per row.
         key: New keys, not stored yet, ``[B, Hkv, T, D]``, any strides; ``None`` for none.
         value: New values ``[B, Hkv, T, Dv]``.
-        are_low: Whether to read what low tiles read: every complete tile from its codes, except for the sinks. By
-            default everything that is stored raw is read raw.
+        as_low: Read every complete tile dequantized, except for the sinks, as low tiles do. By default everything that
+            is stored unquantized is read so.
 
     Returns:
-        Keys ``[B, Hkv, entries, D]`` and values ``[B, Hkv, entries, Dv]`` in the dtype of the tail, contiguous.
+        Keys ``[B, Hkv, out_len, D]`` and values ``[B, Hkv, out_len, Dv]`` in the model's dtype, contiguous.
     """
-    tail = storage.key_tail
-    band_tiles = 0 if are_low else MAX_BAND_TILES
     if key is None or value is None:
-        key, value = storage.no_keys()
+        key, value = storage.empty_kv()
     (batch, kv_heads, new_len, head_dim), value_dim = key.shape, value.shape[3]
-    keys, values = (tail.new_empty((batch, kv_heads, entries, dim)) for dim in (head_dim, value_dim))
-    launcher = _restore_launcher(storage.record, kv_heads)
-    with on_device(tail.device):
-        launcher(
-            (batch * kv_heads, triton.cdiv(entries, _BLOCK_T), 2),
-            keys, values, first.to(torch.int32).contiguous(), key, value, tail, storage.value_tail, storage.key_sink,
-            storage.value_sink, storage.body.view(torch.int32), storage.pages, storage.lengths, storage.raw_rows,
-            *key.stride(), *value.stride(), *storage.strides, new_len, entries, storage.slots, storage.ring,
-            storage.key_sink.shape[2], band_tiles, storage.taken_back,
+    keys, values = (storage.key_residual.new_empty((batch, kv_heads, out_len, dim)) for dim in (head_dim, value_dim))
+    cache = CacheInputs.of(storage)
+    with on_device(keys.device):
+        _restore_launcher(storage.page_layout, kv_heads)(
+            (batch * kv_heads, triton.cdiv(out_len, BLOCK_T), 2),
+            keys, values, first.to(torch.int32).contiguous(), Strided.of(key), Strided.of(value), cache.tensors,
+            new_len, out_len, 0 if as_low else MAX_BAND_TILES, storage.rolled_back, *cache.sizes,
         )  # fmt: skip
     return keys, values
 
 
-_BLOCK_T = 64
-
-
 @functools.lru_cache(maxsize=256)
-def _restore_launcher(record: Record, kv_heads: int) -> Launcher:
+def _restore_launcher(layout: PageLayout, kv_heads: int) -> Launcher:
     """Return the launcher for a kind of cache."""
-    constants = {**record_constants(record, kv_heads), "BLOCK_T": _BLOCK_T}
-    num_warps = 8 if max(record.head_dim, record.value_dim) <= 128 else 16
-    return Launcher(restore_kernel, constants, settled=("key_out_ptr", "value_out_ptr"), num_warps=num_warps)
+    constants = {"CONFIG": PageConfig.of(layout, kv_heads)}
+    settled = ("key_out_ptr", "value_out_ptr")
+    return Launcher(restore_kernel, constants, settled=settled, num_warps=append_warps(layout))

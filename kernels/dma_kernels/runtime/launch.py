@@ -135,8 +135,8 @@ class Launcher:
 
         Args:
             grid: Programs along each axis; nothing happens if one of them is 0.
-            arguments: The runtime arguments in the kernel's order: tensors, ``None``, integers, floats, and tensor
-                descriptors.
+            arguments: The runtime arguments in the kernel's order: tensors, ``None``, integers, floats, tensor
+                descriptors, and tuples of them.
 
         Raises:
             TypeError: There are more or fewer arguments than runtime parameters.
@@ -146,7 +146,7 @@ class Launcher:
             raise TypeError(f"{self._kernel.fn.__name__} takes {self._runtime} arguments, got {len(arguments)}")
         if 0 in grid:
             return
-        builder = next((x for x in map(_builder_of, arguments) if x is not None), None)
+        builder = next((x for x in map(_builder_of, leaves(arguments)) if x is not None), None)
         if builder is not None:
             builder.launch(KernelLaunch(self._kernel, grid, arguments, self._constants, self._keywords))
             return
@@ -182,27 +182,27 @@ class Launcher:
         key: list[Any] = [torch.cuda.current_device(), *settings()]
         add = key.append
         for index, is_specialized in self._open:
-            argument = arguments[index]
-            kind = type(argument)
-            if kind is int:
-                if not is_specialized:
-                    add(int)
-                elif argument == 1:  # Triton makes a constant of it
-                    add(-1)
-                else:
-                    add(argument & (ALIGNMENT - 1))
-                if not -(2**31) <= argument < 2**31:
-                    add((index, 64))
-            elif argument is None or kind is float:
-                add(kind)
-            elif isinstance(argument, Tensor):
-                add(argument.dtype)
-                misalignment = argument.data_ptr() & (ALIGNMENT - 1)
-                if misalignment:
-                    add((index, misalignment))
-            else:  # a descriptor; one of Gluon's has a layout
-                add(argument.base.dtype)
-                add((*argument.block_shape, argument.padding, getattr(argument, "layout", None)))
+            for argument in leaves(arguments[index]):
+                kind = type(argument)
+                if kind is int:
+                    if not is_specialized:
+                        add(int)
+                    elif argument == 1:  # Triton makes a constant of it
+                        add(-1)
+                    else:
+                        add(argument & (ALIGNMENT - 1))
+                    if not -(2**31) <= argument < 2**31:
+                        add((index, 64))
+                elif argument is None or kind is float:
+                    add(kind)
+                elif isinstance(argument, Tensor):
+                    add(argument.dtype)
+                    misalignment = argument.data_ptr() & (ALIGNMENT - 1)
+                    if misalignment:
+                        add((index, misalignment))
+                else:  # a descriptor; one of Gluon's has a layout
+                    add(argument.base.dtype)
+                    add((*argument.block_shape, argument.padding, getattr(argument, "layout", None)))
         return tuple(key)
 
 
@@ -227,6 +227,21 @@ def direct_launcher(launch: KernelLaunch, arguments: Sequence[Any]) -> Callable[
         return None
     runner: Callable[..., None] = compiled[launch.grid]
     return runner
+
+
+def leaves(arguments: Any) -> Iterator[Any]:
+    """Yield what possibly nested tuples of arguments hold."""
+    if isinstance(arguments, tuple):
+        for argument in arguments:
+            yield from leaves(argument)
+    else:
+        yield arguments
+
+
+def nested(arguments: tuple[Any, ...], values: Iterator[Any]) -> tuple[Any, ...]:
+    """Return values in place of the leaves of ``arguments``, in tuples of the same types."""
+    made = [nested(x, values) if isinstance(x, tuple) else next(values) for x in arguments]
+    return type(arguments)(*made) if hasattr(arguments, "_fields") else tuple(made)
 
 
 def blocks_of_heads(heads: int, blocks: int) -> Grid:

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from ..numerics.layout import TensorLayout, dense_strides
-from .launch import KernelLaunch, current_stream, direct_launcher, launches_directly, on_device, settings
+from .launch import (
+    KernelLaunch,
+    current_stream,
+    direct_launcher,
+    launches_directly,
+    leaves,
+    nested,
+    on_device,
+    settings,
+)
 
 _WORKSPACE_ALIGNMENT = 256
 """Of the tensors in the workspace, in bytes: that of PyTorch's own allocations."""
@@ -145,14 +154,14 @@ class PlanBuilder:
                 f"{launch.kernel.fn.__name__} starts before the launch before it has ended, and may read the call's "
                 "inputs at once; the call must first launch a kernel that starts after all earlier work"
             )
-        arguments = list(launch.arguments)
+        arguments = list(leaves(launch.arguments))
         for position, argument in enumerate(arguments):
             if isinstance(argument, Tensor):
                 layout = TensorLayout.of(argument)
                 arguments[position] = PlannedTensor(self, len(self.tensors), *layout)
                 self.constants[len(self.tensors)] = argument
                 self.tensors.append(arguments[position])
-        self.launches.append(replace(launch, arguments=tuple(arguments)))
+        self.launches.append(replace(launch, arguments=nested(launch.arguments, iter(arguments))))
 
 
 class _Address:
@@ -173,33 +182,35 @@ class _PlannedLaunch:
     Attributes:
         launch: The launch; planned tensors, and descriptors of them, stand for tensors.
         run: Launches the compiled kernel with all arguments, once it is known.
-        arguments: All arguments with the constexprs; ``None`` in place of tensors and descriptors.
-        pointers: For each tensor its position among the arguments, and the index of its address.
+        arguments: All arguments with the constexprs.
+        leaves: The same, with tuples flattened; ``None`` in place of tensors and descriptors.
+        pointers: For each tensor its position among the leaves, and the index of its address.
         descriptors: The same for descriptors, with their type and attributes.
     """
 
-    __slots__ = ("arguments", "descriptors", "launch", "pointers", "run")
+    __slots__ = ("arguments", "descriptors", "launch", "leaves", "pointers", "run")
 
     def __init__(self, launch: KernelLaunch, index: Mapping[int, int]) -> None:
         self.launch = launch
         self.run: Callable[..., None] | None = None
-        self.arguments: list[Any] = [*launch.arguments, *launch.constants]
+        self.arguments = (*launch.arguments, *launch.constants)
+        self.leaves: list[Any] = list(leaves(self.arguments))
         self.pointers: list[tuple[int, int]] = []
         self.descriptors: list[tuple[int, int, type, dict[str, Any]]] = []
-        for position, argument in enumerate(launch.arguments):
+        for position, argument in enumerate(self.leaves):
             base = getattr(argument, "base", argument)
             if not isinstance(base, PlannedTensor):
                 continue
-            self.arguments[position] = None
+            self.leaves[position] = None
             if base is argument:
                 self.pointers.append((position, index[base.slot]))
             else:
                 attributes = {name: value for name, value in vars(argument).items() if name != "base"}
                 self.descriptors.append((position, index[base.slot], type(argument), attributes))
 
-    def fill(self, addresses: Sequence[int]) -> list[Any]:
+    def fill(self, addresses: Sequence[int]) -> Sequence[Any]:
         """Return all arguments, addresses in place of tensors."""
-        arguments = self.arguments.copy()
+        arguments = self.leaves.copy()
         for position, slot in self.pointers:
             arguments[position] = addresses[slot]
         for position, slot, kind, attributes in self.descriptors:
@@ -207,12 +218,12 @@ class _PlannedLaunch:
             descriptor: Any = object.__new__(kind)
             descriptor.__dict__.update(attributes, base=_Address(addresses[slot]))
             arguments[position] = descriptor
-        return arguments
+        return arguments if len(arguments) == len(self.arguments) else nested(self.arguments, iter(arguments))
 
-    def materialize(self, tensors: Sequence[Tensor | None]) -> list[Any]:
+    def materialize(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
         """Return the runtime arguments with tensors, by slot, in their places."""
         arguments: list[Any] = []
-        for argument in self.launch.arguments:
+        for argument in leaves(self.launch.arguments):
             base = getattr(argument, "base", argument)
             if isinstance(base, PlannedTensor):
                 tensor = tensors[base.slot]
@@ -220,7 +231,7 @@ class _PlannedLaunch:
                 real = base.materialize(tensor)
                 argument = real if base is argument else type(argument)(**{**vars(argument), "base": real})
             arguments.append(argument)
-        return arguments
+        return nested(self.launch.arguments, iter(arguments))
 
 
 class LaunchPlan:

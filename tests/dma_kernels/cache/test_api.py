@@ -7,7 +7,7 @@ import torch
 from decode_cases import FORMATS, assert_storages_equal
 from dma_kernels.cache import api as cache_api
 from dma_kernels.cache.api import append, cached_attention
-from dma_kernels.cache.reference import cached_attention_reference
+from dma_kernels.cache.reference import CacheOptions, cached_attention_reference
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 
@@ -24,9 +24,7 @@ def case(request):
     )
     append(storage, key[:, :, :STORED], value[:, :, :STORED])
     new = [x[:, :, STORED:] for x in (query, key, value)]
-    expected, _ = cached_attention_reference(
-        new[0].float(), *new[1:], storage, is_causal=True, window=None, scale=0.125
-    )
+    expected, _ = cached_attention_reference(new[0].float(), *new[1:], storage, CacheOptions(scale=0.125))
     return new, storage, expected
 
 

@@ -49,7 +49,7 @@ def test_a_window_keeps_its_last_tiles(format: str) -> None:
 def test_nothing_new_changes_nothing() -> None:
     case = Case(kv_len=130)
     storage = case.storage("int8", torch.float16, "cpu")
-    append_tokens(storage, storage.key_tail[:, :, :0], storage.value_tail[:, :, :0])
+    append_tokens(storage, storage.key_residual[:, :, :0], storage.value_residual[:, :, :0])
     assert_storages_equal(storage, case.storage("int8", torch.float16, "cpu"))
 
 
@@ -66,7 +66,7 @@ def test_broken_numbers_constants_and_signed_zeros(format: str) -> None:
     append_tokens(ours, key, value)
     expected.append(key, value)
     assert_storages_equal(ours, expected)
-    keys, values = ours.coded(0, 384)
+    keys, values = ours.dequantize(0, 384)
     assert (keys[:, :, :128] == 0.0).all()
     assert keys[:, :, 128:256].isnan().sum() == 2 * 128
     assert values[:, :, 128:256].isnan().sum() == 64
@@ -79,10 +79,10 @@ def test_pages_can_lie_anywhere(format: str) -> None:
     case = Case(kv_len=400, padding=(0, 50))
     _, key, value = case.inputs(torch.float16, "cpu")
     expected, ours = (case.storage(format, torch.float16, "cpu", is_filled=False) for _ in range(2))
-    ours.pages = torch.tensor([[7, 2, 9, 0], [1, 8, 3, 5]], dtype=torch.int32)
-    ours.body = torch.zeros(10, *ours.body.shape[1:], dtype=torch.uint8)
+    ours.page_table = torch.tensor([[7, 2, 9, 0], [1, 8, 3, 5]], dtype=torch.int32)
+    ours.kv_pages = torch.zeros(10, *ours.kv_pages.shape[1:], dtype=torch.uint8)
     append_tokens(ours, key, value)
     expected.append(key, value)
-    assert torch.equal(ours.body[ours.pages.long()].flatten(0, 1), expected.body)
+    assert torch.equal(ours.kv_pages[ours.page_table.long()].flatten(0, 1), expected.kv_pages)
     start = torch.zeros(2, dtype=torch.int64)
     assert torch.equal(ours.restore(start, 400)[0], expected.restore(start, 400)[0])

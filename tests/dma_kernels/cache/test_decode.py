@@ -22,7 +22,7 @@ from decode_cases import (
 from dma_kernels.cache import decode
 from dma_kernels.cache.api import cached_attention, restore
 from dma_kernels.cache.decode import MAX_QUERIES, decode_attention
-from dma_kernels.cache.reference import cached_attention_reference
+from dma_kernels.cache.reference import CacheOptions, cached_attention_reference
 from dma_kernels.testing import assert_bits_equal
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
@@ -73,9 +73,8 @@ def test_rotated_keys_with_outliers_lose_no_accuracy_in_the_kernel() -> None:
     storage = case.storage(ROTATED_KEYS, torch.float16, "cpu", is_filled=False)
     storage.append(key, value)
     out, _ = decode_attention(query, storage, scale=0.125)
-    exact, _ = cached_attention_reference(
-        query.float(), key[:, :, :0], value[:, :, :0], storage, is_causal=True, window=None, scale=0.125
-    )
+    stored = key[:, :, :0], value[:, :, :0]
+    exact, _ = cached_attention_reference(query.float(), *stored, storage, CacheOptions(scale=0.125))
     assert_as_exact(out, exact)
 
 
@@ -119,7 +118,7 @@ def test_a_tail_without_a_spare_tile(format: str, backend: str) -> None:
     case = Case(kv_len=600, q_len=600, head_dim=16, q_heads=2, kv_heads=1, padding=(0, 130))
     query, key, value = case.inputs(torch.float16, "cpu")
     whole = case.storage(format, torch.float16, "cpu", is_filled=False)
-    tails = {name: getattr(whole, name)[:, :, 128:].clone() for name in ("key_tail", "value_tail")}
+    tails = {name: getattr(whole, name)[:, :, 128:].clone() for name in ("key_residual", "value_residual")}
     short = replace(whole.mapped(torch.clone), **tails, slack_tiles=1)
     assert short.diagonal_tiles == 1
     start = 0
@@ -128,7 +127,7 @@ def test_a_tail_without_a_spare_tile(format: str, backend: str) -> None:
         out, expected = (cached_attention(*new, each, backend=backend) for each in (short, whole))
         torch.testing.assert_close(out, expected, atol=2e-3, rtol=0.0)
         start = end
-    assert_bits_equal(short.body, whole.body)
+    assert_bits_equal(short.kv_pages, whole.kv_pages)
 
 
 def test_what_lies_behind_the_last_key_does_not_matter() -> None:
@@ -136,10 +135,10 @@ def test_what_lies_behind_the_last_key_does_not_matter() -> None:
     storage = case.storage("int8", torch.float16, "cpu")
     query, _, _ = case.inputs(torch.float16, "cpu")
     expected, _ = decode_attention(query, storage, scale=0.125)
-    behind = torch.arange(500, 512) % storage.ring
-    storage.key_tail[:, :, behind] = torch.nan
-    storage.value_tail[:, :, behind] = torch.nan
-    storage.body[3] = 255  # a tile that is not complete: all its scales are NaN
+    behind = torch.arange(500, 512) % storage.residual_len
+    storage.key_residual[:, :, behind] = torch.nan
+    storage.value_residual[:, :, behind] = torch.nan
+    storage.kv_pages[3] = 255  # a tile that is not complete: all its scales are NaN
     out, _ = decode_attention(query, storage, scale=0.125)
     assert_bits_equal(out, expected)
 
@@ -160,7 +159,7 @@ def test_a_broken_key_shows(format: str) -> None:
 @pytest.mark.parametrize("case", ["ragged", "many-columns", "window", "nothing-visible"])
 def test_any_number_of_programs_shares_the_work(case: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program has several heads, or a head several programs: fewer and more than there are units of work."""
-    monkeypatch.setattr(decode, "processors", lambda device: processors)
+    monkeypatch.setattr(decode.chip, "processors", lambda device: processors)
     assert_decode_matches(CASES[case], "int4", torch.float16, "cpu")
     assert_steps_match(CASES[case], "int4", torch.float16, "cpu")
 
@@ -203,7 +202,7 @@ def test_fp16_keys_may_have_any_range(format: str, q_len: int, backend: str) -> 
     storage = case.storage(format, torch.float16, "cpu", is_filled=False)
     storage.append(key[:, :, :-q_len], value[:, :, :-q_len])
     new = query, key[:, :, -q_len:], value[:, :, -q_len:]
-    exact, _ = cached_attention_reference(query.float(), *new[1:], storage, is_causal=True, window=None, scale=0.125)
+    exact, _ = cached_attention_reference(query.float(), *new[1:], storage, CacheOptions(scale=0.125))
     out = cached_attention(*new, storage, backend=backend)
     assert_as_exact(out, exact)
     assert restore(storage, storage.lengths - 500, 500)[0].isfinite().all()

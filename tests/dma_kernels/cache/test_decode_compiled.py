@@ -35,7 +35,7 @@ def kernels(compiled_by: Callable[[str], CompiledCalls]) -> CompiledCalls:
 def test_a_step(step: str, kernels: CompiledCalls) -> None:
     """One kernel answers queries; another, which starts early, combines parts of heads and stores new keys."""
     decode, end = kernels[step]
-    assert (decode["name"], end["name"]) == ("decode_kernel", "decode_end_kernel")
+    assert (decode["name"], end["name"]) == ("decode_kernel", "combine_kernel")
     arch = int(step.split(":")[1])
     for kernel, early in ((decode, "launch_dependents"), (end, "wait")):
         assert kernel["shared"] <= SHARED_MEMORY[arch], kernel["name"]

@@ -51,7 +51,7 @@ def test_positions_at_unaligned_addresses_have_their_own_kernel(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(restore, "restore_kernel", JITFunction(restore.restore_kernel.fn))
     storage = Case(kv_len=300).storage("int8", torch.float16, "cpu")
-    launcher = restore._restore_launcher.__wrapped__(storage.record, 2)
+    launcher = restore._restore_launcher.__wrapped__(storage.page_layout, 2)
     keys = []
     monkeypatch.setattr(
         restore, "_restore_launcher", lambda *_: lambda grid, *arguments: keys.append(launcher._key(arguments))
@@ -66,5 +66,5 @@ def test_tokens_taken_back() -> None:
     case = Case(kv_len=700, padding=(0, 30))
     storage = case.storage("int4", torch.float16, "cpu")
     storage.crop(100)
-    assert storage.taken_back == 100
+    assert storage.rolled_back == 100
     assert_restored(storage, torch.float16)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from decode_cases import FORMATS, assert_storages_equal, gathered, scattered
 from dma_kernels import attention
-from dma_kernels.cache.api import _append, _cached_attention, _pieces, _restore, append, cached_attention, restore
-from dma_kernels.cache.codes import Record, cache_format
+from dma_kernels.cache.api import _append, _cached_attention, _op_arguments, _restore, append, cached_attention, restore
+from dma_kernels.cache.formats import cache_format
+from dma_kernels.cache.page_layout import PageLayout
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.reference.attention import EXACT
 from hypothesis import given, settings
@@ -83,13 +84,13 @@ formats = pytest.mark.parametrize("format", FORMATS)
 
 def read_by(position: int, key, value, format: str, padding: int = 0, diagonal_tiles: int = 1, sink_tiles: int = 1):
     """What the query at an index reads of a row's keys and values: codes between the sinks and its band."""
-    record = Record(cache_format(format), key.shape[2], value.shape[2])
+    layout = PageLayout(cache_format(format), key.shape[2], value.shape[2])
     band = (max(position - padding, 0) // 128 - diagonal_tiles) * 128
     coded = slice(sink_tiles * 128 + padding, band + padding)
     keys, values = key.clone(), value.clone()
     if coded.start < coded.stop:
         tiles = (x[:, coded].unflatten(1, (-1, 128)) for x in (key, value))
-        keys[:, coded], values[:, coded] = (x.flatten(1, 2).to(key.dtype) for x in record.decode(record.encode(*tiles)))
+        keys[:, coded], values[:, coded] = (x.flatten(1, 2).to(key.dtype) for x in layout.decode(layout.encode(*tiles)))
     return keys, values
 
 
@@ -175,8 +176,8 @@ class TestAgreement:
         powers = torch.tensor(exponents, dtype=torch.float64).exp2()
         query, key, value = sequence(300, seed=seed)
         plain, rescaled = filled(format, key, value), filled(format, key * powers, value)
-        keys, _ = plain.record.codes(plain.body)
-        assert torch.equal(rescaled.record.codes(rescaled.body)[0].code, keys.code)
+        keys, _ = plain.page_layout.unpack(plain.kv_pages)
+        assert torch.equal(rescaled.page_layout.unpack(rescaled.kv_pages)[0].code, keys.code)
         last = query[:, :, -1:]
         assert torch.equal(
             cached_attention(last, None, None, plain, scale=0.2),
@@ -195,7 +196,7 @@ class TestStores:
     @formats
     def test_body_holds_raw_keys_and_values(self, format):
         _, key, value = sequence(300)
-        keys, values = filled(format, key, value).coded(0, 256)
+        keys, values = filled(format, key, value).dequantize(0, 256)
         tolerance = {"int8": 0.01, "int4": 0.2}[format]
         assert 0 < relative_error(keys, key[:, :, :256]) < tolerance
         assert 0 < relative_error(values, value[:, :, :256]) < tolerance
@@ -206,29 +207,29 @@ class TestStores:
         assert torch.equal(storage.key_sink, key[:, :, :256])
         assert torch.equal(storage.value_sink, value[:, :, :256])
         last = torch.arange(424 - 384, 424)
-        assert torch.equal(storage.key_tail[:, :, last % 384], key[:, :, last])
-        assert torch.equal(storage.value_tail[:, :, last % 384], value[:, :, last])
+        assert torch.equal(storage.key_residual[:, :, last % 384], key[:, :, last])
+        assert torch.equal(storage.value_residual[:, :, last % 384], value[:, :, last])
 
     def test_growth_is_geometric_and_a_ring_is_bounded(self):
         _, key, value = sequence(424)
         storage = filled("int8", key, value)
-        assert storage.slots == 3  # exactly what the prompt needs
-        before = storage.coded(0, 384)[0]
+        assert storage.max_pages == 3  # exactly what the prompt needs
+        before = storage.dequantize(0, 384)[0]
         storage.reserve(4)
-        assert storage.slots == 4
+        assert storage.max_pages == 4
         storage.reserve(100)
         storage.reserve(101)
-        assert storage.slots == 101
+        assert storage.max_pages == 101
         storage.reserve(256)
         storage.reserve(257)
-        assert storage.slots == 258
-        assert torch.equal(storage.coded(0, 384)[0], before)
+        assert storage.max_pages == 258
+        assert torch.equal(storage.dequantize(0, 384)[0], before)
         ring = empty("int8", window=1000)
         ring.reserve(1 << 20)
-        assert ring.slots == 11  # a window of 999 earlier keys, two tiles of slack, and the tile that it begins in
-        body = ring.body
+        assert ring.max_pages == 11  # a window of 999 earlier keys, two tiles of slack, and the tile that it begins in
+        body = ring.kv_pages
         ring.reserve(1 << 21)
-        assert ring.body is body  # and a step copies it no more
+        assert ring.kv_pages is body  # and a step copies it no more
 
     @pytest.mark.parametrize(("format", "bound"), [("int8", 0.54), ("int4", 0.30)])
     def test_bytes_of_32k_tokens(self, format, bound):
@@ -277,7 +278,7 @@ class TestCrop:
         storage = filled("int8", key, value)
         storage.crop(60)
         storage.crop(60)
-        assert storage.taken_back == 120
+        assert storage.rolled_back == 120
         before = storage.mapped(torch.clone)
         with pytest.raises(RuntimeError, match=r"crop takes back 180 tokens, .* at most 129 can be taken back"):
             storage.crop(60)
@@ -321,7 +322,7 @@ class TestCrop:
         for actual, wanted in zip(compiled(storage, torch.zeros_like(storage.lengths), 700), expected, strict=True):
             assert torch.equal(actual, wanted)
         torch.compile(append, fullgraph=True, backend="aot_eager")(storage, other[:, :, :50], wrong[:, :, :50])
-        assert storage.taken_back == 70
+        assert storage.rolled_back == 70
 
     def test_a_window_that_is_gone(self):
         _, key, value = sequence(1000)
@@ -451,8 +452,8 @@ def test_operators_are_what_they_say(where):
     storage = filled("int8", key[:, :, :120], value[:, :, :120])
     storage.reserve(2)
     storage = scattered(storage) if where == "apart" else storage
-    new, pieces = (key[:, :, 120:], value[:, :, 120:]), _pieces(storage)
-    options = (True, None, 0.2, None, None, None, None, "reference")
+    new, pieces = (key[:, :, 120:], value[:, :, 120:]), _op_arguments(storage)
+    options = (0.2, True, None, None, None, None, None, "reference")
     opcheck(_cached_attention, (query[:, :, 120:], *new, *pieces, *options))
     opcheck(_append, (*new, *pieces))
     opcheck(_restore, (torch.tensor([-3, 50]), 60, *pieces))
@@ -491,12 +492,14 @@ def test_a_batch_of_no_rows():
     assert cached_attention(query, key, value, storage).shape == (0, Q_HEADS, 5, VALUE_DIM)
 
 
-@pytest.mark.parametrize("name", ["pages", "lengths", "raw_rows", "body", "key_tail", "value_sink"])
+@pytest.mark.parametrize(
+    "name", ["page_table", "lengths", "unquantized_rows", "kv_pages", "key_residual", "value_sink"]
+)
 def test_strides_that_kernels_cannot_read_are_refused(name: str) -> None:
     storage = LayerStorage.allocate(
         "int8", batch=4, kv_heads=2, head_dim=32, value_dim=32, dtype=torch.float16, device=torch.device("cpu"), tiles=3
     )
-    tensor = torch.zeros(4, dtype=torch.int32) if name == "raw_rows" else getattr(storage, name)
+    tensor = torch.zeros(4, dtype=torch.int32) if name == "unquantized_rows" else getattr(storage, name)
     strided = torch.stack((tensor, tensor), -1)[..., 0]
     with pytest.raises(ValueError, match=f"{name} must be contiguous, got strides"):
         replace(storage, **{name: strided})
@@ -506,5 +509,5 @@ def test_rows_may_lie_apart() -> None:
     storage = LayerStorage.allocate(
         "int8", batch=4, kv_heads=2, head_dim=32, value_dim=32, dtype=torch.float16, device=torch.device("cpu"), tiles=3
     )
-    apart = replace(storage, key_tail=torch.stack((storage.key_tail, storage.key_tail), 1)[:, 0])
+    apart = replace(storage, key_residual=torch.stack((storage.key_residual, storage.key_residual), 1)[:, 0])
     assert apart.strides[0] == 2 * storage.strides[0]

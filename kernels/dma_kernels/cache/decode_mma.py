@@ -1,10 +1,10 @@
-"""Numbers of the decode kernel as the matrix instructions take them: layouts, codes, numbers of 16 bits in two bytes.
+"""MMA operands of the decode kernel: layouts, unpacking of codes, and 16-bit integers split into two bytes.
 
-Records hold their codes in the order of the first operand of m16n8k32, in which a lane has four neighbouring bytes of a
-row: codes of 8 bits are multiplied as they are stored, and two masks make 16 times codes of 4 bits.
+Page blocks hold their codes in the order of the first operand of m16n8k32, in which a lane has four consecutive bytes
+of a row: 8-bit codes are multiplied as stored, and two masks turn 4-bit codes into bytes of 16 times the code.
 
-The second operand, scaled queries or weights, has numbers of 16 bits: ``256 h + l`` of two signed bytes, in columns
-next to each other. So the result has two sums of a number, ``h`` and ``l``, in one lane.
+The second operand, scaled queries or probabilities, holds 16-bit integers ``256 h + l`` as two signed bytes in adjacent
+columns. So one lane holds both partial sums of a number, over ``h`` and over ``l``.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ import triton.language as tl
 from ..device.arithmetic import IS_INTERPRETED
 from ..device.gluon import constexpr_function, gl, jit
 
-COLUMNS = 8
-"""Queries of a block, the columns of the matrix instruction."""
-LARGEST = 32500.0
-"""Magnitude of a number of 16 bits that two signed bytes hold, less what rounding adds."""
+QUERIES = 8
+"""Queries of a block: the N of an MMA instruction."""
+MAX_INT16 = 32500.0
+"""Largest magnitude that two signed bytes hold, less the rounding error."""
 _ROUNDER = tl.constexpr(1.5 * 2.0**23 + 128.0)
-"""What rounds to an integer when it is added; the low bits are then the number, and a half of 256 more."""
+"""Adding it rounds to an integer, plus 128, in the low bits."""
 
 
 @constexpr_function
 def mma_layout(warps):
-    """Layout of a product ``[B, M, 8]``: a warp has whole matrices of the batch."""
+    """Layout of a product ``[B, M, 8]``: a warp holds whole matrices of the batch."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
 
 
 @constexpr_function
 def operand_layout(warps, index, bits=16):
-    """Layout of an operand of a product, of numbers of so many bits."""
+    """Layout of an operand of a product, with ``bits`` per number."""
     return gl.DotOperandLayout(index, mma_layout(warps), 32 // bits)
 
 
 @constexpr_function
-def sums_layout(warps):
-    """Layout of ``[B, N, C]`` where pairs of a product's columns have become one."""
+def scores_layout(warps):
+    """Layout of ``[B, N, C]`` after pairs of accumulator columns were combined."""
     return gl.BlockedLayout([1, 1, 1], [1, 8, 4], [warps, 1, 1], [2, 1, 0])
 
 
 @constexpr_function
-def words_layout(warps, rank):
-    """Layout of ``[..., W, R, 128]`` words: each lane has four next to each other, each warp its own matrix."""
+def codes_layout(warps, rank):
+    """Layout of ``[..., W, R, 128]`` words: a lane holds four consecutive words, a warp its own matrix."""
     ones = [1] * (rank - 1)
     return gl.BlockedLayout(
         [*ones, 4], [*ones, 32], [*ones[:-2], warps, 1, 1], list(reversed(range(rank)))
@@ -50,20 +50,20 @@ def words_layout(warps, rank):
 
 
 @constexpr_function
-def channels_layout(warps):
-    """Layout in which a tile's scales or lows of keys are copied, ``[W, blocks, 16]`` words."""
+def key_scales_layout(warps):
+    """Layout for copying a tile's scales or zero points of keys, ``[W, blocks, 16]`` words."""
     return gl.BlockedLayout([1, 1, 4], [1, 8, 4], [warps, 1, 1], [2, 1, 0])
 
 
 @constexpr_function
-def tokens_layout(warps):
-    """Layout in which a tile's scales and lows of values are copied, ``[G, W, blocks, 32]`` words."""
+def value_scales_layout(warps):
+    """Layout for copying a tile's scales and zero points of values, ``[G, W, blocks, 32]`` words."""
     return gl.BlockedLayout([1, 1, 1, 4], [1, 1, 4, 8], [1, warps, 1, 1], [3, 2, 1, 0])
 
 
 @constexpr_function
-def along(layout, rank, axis):
-    """Layout of one dimension of ``rank``, to be indexed with ``None`` for the others."""
+def axis_layout(layout, rank, axis):
+    """Layout of one axis of ``rank``, to be expanded with ``None`` axis_layout the others."""
     for other in reversed(range(rank)):
         if other != axis:
             layout = gl.SliceLayout(other, layout)
@@ -71,8 +71,8 @@ def along(layout, rank, axis):
 
 
 @constexpr_function
-def _bits(size, axis, rank, first=1):
-    """Bases of a linear layout: the bits of an index from ``first`` on, below ``size``."""
+def _index_bits(size, axis, rank, first=1):
+    """Bases of a linear layout: powers of two from ``first`` on, below ``size``, axis_layout ``axis``."""
     found = []
     while first < size:
         found.append([first if i == axis else 0 for i in range(rank)])
@@ -81,34 +81,34 @@ def _bits(size, axis, rank, first=1):
 
 
 @constexpr_function
-def raw_keys_layout(warps, channels):
-    """Layout of ``[W, 16, D]``: a lane has 8 neighbouring channels of two keys."""
-    reg = [*_bits(8, 2, 3), [0, 8, 0], *_bits(channels, 2, 3, 32)]
+def unquantized_keys_layout(warps, channels):
+    """Layout of ``[W, 16, D]``: a lane holds 8 consecutive channels of two keys."""
+    reg = [*_index_bits(8, 2, 3), [0, 8, 0], *_index_bits(channels, 2, 3, 32)]
     lane = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.DistributedLinearLayout(reg, lane, _bits(warps, 0, 3), [], [warps, 16, channels])
+    return gl.DistributedLinearLayout(reg, lane, _index_bits(warps, 0, 3), [], [warps, 16, channels])
 
 
 @constexpr_function
-def raw_values_layout(warps, channels):
-    """Layout of ``[W, 16, Dv]``: a lane has 8 neighbouring channels of four keys."""
-    reg = [*_bits(8, 2, 3), [0, 1, 0], [0, 8, 0], *_bits(channels, 2, 3, 64)]
+def unquantized_values_layout(warps, channels):
+    """Layout of ``[W, 16, Dv]``: a lane holds 8 consecutive channels of four keys."""
+    reg = [*_index_bits(8, 2, 3), [0, 1, 0], [0, 8, 0], *_index_bits(channels, 2, 3, 64)]
     lane = [[0, 2, 0], [0, 4, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]]
-    return gl.DistributedLinearLayout(reg, lane, _bits(warps, 0, 3), [], [warps, 16, channels])
+    return gl.DistributedLinearLayout(reg, lane, _index_bits(warps, 0, 3), [], [warps, 16, channels])
 
 
 @jit
-def channel_words(buffer):
+def load_key_scales(buffer):
     """Read ``[W, blocks, 16]`` words, four from ``4 t`` on for lane ``4 g + t``: ``[W, blocks, 128]``."""
     W: tl.constexpr = buffer.shape[0]
     BLOCKS: tl.constexpr = buffer.shape[1]
     LAYOUT: tl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 8, 4], [W, 1, 1, 1], [3, 2, 1, 0])
     words = buffer.load(gl.SliceLayout(2, LAYOUT))[:, :, None, :]
     words = words + gl.full([1, 1, 8, 1], 0, gl.int32, LAYOUT)
-    return gl.convert_layout(gl.reshape(words, [W, BLOCKS, 128]), words_layout(W, 3), assert_trivial=True)
+    return gl.convert_layout(gl.reshape(words, [W, BLOCKS, 128]), codes_layout(W, 3), assert_trivial=True)
 
 
 @jit
-def token_words(buffer):
+def load_value_scales(buffer):
     """Read ``[G, W, blocks, 32]`` words, four from ``4 g`` on for lane ``4 g + t``: ``[G, W, blocks, 32, 4]``."""
     W: tl.constexpr = buffer.shape[1]
     LAYOUT: tl.constexpr = gl.BlockedLayout([1, 1, 1, 4, 1], [1, 1, 1, 8, 4], [1, W, 1, 1, 1], [4, 3, 2, 1, 0])
@@ -117,8 +117,8 @@ def token_words(buffer):
 
 
 @jit
-def transposed_blocks(x):
-    """Transpose every 8 x 8 numbers of 16 bits of ``[B, N, 8]``, in the layout of results of matrix products."""
+def _transpose_blocks(x):
+    """Transpose every 8 x 8 block of 16-bit numbers of ``[B, N, 8]``, in the layout of a product."""
     if IS_INTERPRETED:
         x = gl.permute(gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8, 8]), [0, 1, 3, 2]).reshape(x.shape)
     else:
@@ -127,7 +127,7 @@ def transposed_blocks(x):
 
 
 @jit
-def halves(x, dtype: tl.constexpr):
+def split_words(x, dtype: tl.constexpr):
     """Return 32-bit words as pairs of 16-bit numbers, ``[..., 2]``."""
     low = x.to(gl.uint16).to(dtype, bitcast=True)
     high = (x >> 16).to(gl.uint16).to(dtype, bitcast=True)
@@ -144,7 +144,7 @@ def _bytes(words):
 
 @jit
 def _upper_nibbles(words):
-    """Return bytes with their lower four bits cleared; hidden from LLVM, which would not see four bytes any more."""
+    """Clear the lower four bits of every byte. Assembly, because LLVM would not keep four bytes in a word."""
     if IS_INTERPRETED:
         out = words & 0xF0F0F0F0
     else:
@@ -153,17 +153,17 @@ def _upper_nibbles(words):
 
 
 @jit
-def _codes(words, BITS: tl.constexpr):
-    """Return codes less their middle, ``2 ** (8 - BITS)`` times: of 8 bits ``[..., e, x]``, of 4 ``[..., c, e, x]``."""
+def _unpack_codes(words, BITS: tl.constexpr):
+    """Return centered codes times ``2 ** (8 - BITS)``: for 8 bits ``[..., e, x]``, for 4 bits ``[..., c, e, x]``."""
     if BITS == 4:
         words = gl.join(_upper_nibbles(words << 4), _upper_nibbles(words))
     return _bytes(words)
 
 
 @jit
-def key_operand(words, BITS: tl.constexpr, W: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr):
+def to_key_operand(words, BITS: tl.constexpr, W: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the codes of keys ``[W, STEP, D]`` as a first operand."""
-    x = _codes(words, BITS)
+    x = _unpack_codes(words, BITS)
     if BITS == 8:
         x = gl.reshape(x, [W, STEP // 32, BLOCK_D // 32, 2, 8, 4, 4, 2, 2])
         x = gl.permute(x, [0, 1, 6, 4, 2, 3, 5, 7, 8])  # W; block, i, g; block, c, t, e, x
@@ -174,9 +174,9 @@ def key_operand(words, BITS: tl.constexpr, W: tl.constexpr, STEP: tl.constexpr, 
 
 
 @jit
-def value_operand(words, BITS: tl.constexpr, W: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr):
+def to_value_operand(words, BITS: tl.constexpr, W: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr):
     """Return the codes of values ``[G * W, 64, STEP]`` as a first operand."""
-    x = _codes(words, BITS)
+    x = _unpack_codes(words, BITS)
     if BITS == 8:
         x = gl.reshape(x, [G, W, STEP // 32, 2, 2, 8, 4, 4, 2, 2])
         x = gl.permute(x, [0, 1, 4, 7, 5, 2, 3, 6, 8, 9])  # G, W; block, i, g; block, c, t, e, x
@@ -187,8 +187,8 @@ def value_operand(words, BITS: tl.constexpr, W: tl.constexpr, STEP: tl.constexpr
 
 
 @jit
-def _chosen_bytes(x, y, selector):
-    """Return words of four bytes of two words each, as PTX's ``prmt`` does."""
+def _permute_bytes(x, y, selector):
+    """Select four bytes of two words (PTX ``prmt``)."""
     if IS_INTERPRETED:
         both = x.to(gl.uint64) | (y.to(gl.uint64) << 32)
         out = (x ^ x).to(gl.uint64)
@@ -203,17 +203,17 @@ def _chosen_bytes(x, y, selector):
 
 
 @jit
-def _rounded(x, factor):
-    """Return ``x * factor`` rounded and 128 more in the low 16 bits of words."""
-    return (x * factor + _ROUNDER).to(gl.uint32, bitcast=True)
+def _round_to_int16(x, scale):
+    """Return ``x * scale`` rounded to an integer, plus 128, in the low 16 bits of words."""
+    return (x * scale + _ROUNDER).to(gl.uint32, bitcast=True)
 
 
 @jit
-def _by_byte(x, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return what becomes bytes 0 to 3 of words ``[W, block, c, t, N]``, of numbers for each channel ``[W, D, N]``."""
+def _byte_order(x, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return bytes 0 to 3 of words ``[W, block, c, t, N]``, from one number per channel ``[W, D, N]``."""
     N: tl.constexpr = x.shape[2]
     x = gl.reshape(x, [W, BLOCK_D // 32, 2, 2, 4, 2, N])  # block, j, t, e
-    # Of 8 bits j = 2 c + x, of 4 bits j = 2 x + c.
+    # 8 bits: j = 2 c + x; 4 bits: j = 2 x + c.
     x = gl.permute(x, [0, 1, 2, 4, 6, 5, 3] if BITS == 8 else [0, 1, 3, 4, 6, 5, 2])
     first, second = gl.split(x)
     byte_0, byte_2 = gl.split(first)
@@ -222,21 +222,26 @@ def _by_byte(x, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @jit
-def query_operand(x, factor, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return queries times factors as a second operand of bytes.
+def to_query_operand(x, scale, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Quantize queries to 16-bit integers, as a second operand of bytes.
 
-    Queries are fp32 ``[W, D, N]``, each in two columns, laid out as a second operand of 16 bits; factors ``[W, N]``.
+    Args:
+        x: Queries, fp32 ``[W, D, N]``, each in two columns, in the layout of a 16-bit second operand.
+        scale: Multiplier per query, ``[W, N]``.
+        BITS: Bits of a code.
+        W: Warps.
+        BLOCK_D: Channels, padded.
     """
     N: tl.constexpr = x.shape[2]
-    # Even columns have the upper byte, odd ones the lower.
-    column = gl.arange(0, N, layout=along(operand_layout(W, 1), 3, 2))[None, None, :]
-    x = _rounded(x, factor[:, None, :])
+    # Even columns hold the upper byte, odd columns the lower one.
+    column = gl.arange(0, N, layout=axis_layout(operand_layout(W, 1), 3, 2))[None, None, :]
+    x = _round_to_int16(x, scale[:, None, :])
     is_low = (x & 0) + column % 2
-    byte_0, byte_1, byte_2, byte_3 = _by_byte(x, BITS, W, BLOCK_D)
-    is_low = _by_byte(is_low, BITS, W, BLOCK_D)[0] == 1
+    byte_0, byte_1, byte_2, byte_3 = _byte_order(x, BITS, W, BLOCK_D)
+    is_low = _byte_order(is_low, BITS, W, BLOCK_D)[0] == 1
     selector = gl.where(is_low, 0x40, 0x51).to(gl.uint32)
-    words = _chosen_bytes(
-        _chosen_bytes(byte_0, byte_1, selector), _chosen_bytes(byte_2, byte_3, selector), (byte_0 & 0) + 0x5410
+    words = _permute_bytes(
+        _permute_bytes(byte_0, byte_1, selector), _permute_bytes(byte_2, byte_3, selector), (byte_0 & 0) + 0x5410
     )
     words ^= gl.where(is_low, 0x80808080, 0).to(gl.uint32)
     x = gl.permute(_bytes(words), [0, 1, 2, 3, 5, 6, 4])  # W; block, c, t, e, x; column
@@ -244,8 +249,8 @@ def query_operand(x, factor, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.co
 
 
 @jit
-def _transposed_words(x):
-    """Transpose 8 x 8 numbers of 16 bits: a word has two neighbours of a row, ``[..., 8, 4]``."""
+def _transpose_words(x):
+    """Transpose 8 x 8 blocks of 16-bit numbers; a word holds two neighbours of a row, ``[..., 8, 4]``."""
     if IS_INTERPRETED:
         both = gl.join(x & 0xFFFF, x >> 16)  # [..., row, t, half]
         LEADING: tl.constexpr = x.numel // 32
@@ -260,36 +265,36 @@ def _transposed_words(x):
 
 
 @jit
-def weight_operand(p, scale, BITS: tl.constexpr, W: tl.constexpr):
-    """Return weights times scales, both fp32 ``[B, N, C]`` as sums are laid out, as a second operand of bytes."""
+def to_probability_operand(p, scale, BITS: tl.constexpr, W: tl.constexpr):
+    """Quantize ``p * scale``, fp32 ``[B, N, C]`` in :func:`scores_layout`, as a second operand of bytes."""
     B: tl.constexpr = p.shape[0]
     N: tl.constexpr = p.shape[1]
     C: tl.constexpr = p.shape[2]
-    # A token's block, i and g; of 8 bits i = 2 c + x, of 4 bits i = 2 x + c.
-    x = gl.reshape(_rounded(p, scale), [B, N // 32, 2, 2, 8, C // 4, 4])
+    # Block, i and g of a token. 8 bits: i = 2 c + x; 4 bits: i = 2 x + c.
+    x = gl.reshape(_round_to_int16(p, scale), [B, N // 32, 2, 2, 8, C // 4, 4])
     x = gl.permute(x, [0, 1, 2, 5, 4, 6, 3] if BITS == 8 else [0, 1, 3, 5, 4, 6, 2])
     first, second = gl.split(x)
-    # The upper bytes of two tokens, then the lower: a number of 16 bits in each of two columns.
-    words = _chosen_bytes(first, second, (first & 0) + 0x4051) ^ 0x80800000
-    x = _bytes(_transposed_words(words))  # [B, block, c, C / 4, column, t, e, x]
+    # The upper bytes of two tokens, then the lower ones: two columns per 16-bit integer.
+    words = _permute_bytes(first, second, (first & 0) + 0x4051) ^ 0x80800000
+    x = _bytes(_transpose_words(words))  # [B, block, c, C / 4, column, t, e, x]
     x = gl.reshape(gl.permute(x, [0, 1, 2, 5, 6, 7, 3, 4]), [B, N, 2 * C])
     return gl.convert_layout(x, operand_layout(W, 1, 8), assert_trivial=True)
 
 
 @jit
-def whole_sums(x, W: tl.constexpr):
-    """Return sums ``[B, N, C]`` of ``256 h + l`` from those of both bytes, ``[B, N, 2 C]``, fp32."""
+def combine_bytes(x, W: tl.constexpr):
+    """Return ``256 h + l`` as fp32 ``[B, N, C]`` from products with both bytes, ``[B, N, 2 C]``."""
     B: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     C: tl.constexpr = x.shape[2] // 2
     upper, lower = gl.split(gl.reshape(x, [B, N, C, 2]))
     x = (upper * 256 + lower).to(gl.float32)
-    return gl.convert_layout(x, sums_layout(W), assert_trivial=True)
+    return gl.convert_layout(x, scores_layout(W), assert_trivial=True)
 
 
 @jit
-def over_groups(x, G: tl.constexpr, LAYOUT: tl.constexpr):
-    """Return ``[W, N, C]`` once for each group of 64 channels, ``[G * W, N, C]``."""
+def repeat_groups(x, G: tl.constexpr, LAYOUT: tl.constexpr):
+    """Repeat ``[W, N, C]`` for every group of 64 channels, ``[G * W, N, C]``."""
     W: tl.constexpr = x.shape[0]
     if G == 2:
         x = gl.permute(gl.join(x, x), [3, 0, 1, 2])
@@ -300,8 +305,8 @@ def over_groups(x, G: tl.constexpr, LAYOUT: tl.constexpr):
 
 
 @jit
-def repeated_rows(x, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
-    """Return ``[B, N, C]`` several times below each other, ``[B, ROWS, C]``."""
+def repeat_rows(x, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
+    """Repeat the rows of ``[B, N, C]`` to ``[B, ROWS, C]``."""
     B: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     C: tl.constexpr = x.shape[2]
@@ -315,18 +320,18 @@ def repeated_rows(x, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
 
 
 @jit
-def second_operand(x, W: tl.constexpr):
-    """Return a result of 16 bits, ``[B, N, 8]``, as a second operand."""
+def to_second_operand(x, W: tl.constexpr):
+    """Return a 16-bit result ``[B, N, 8]`` as a second operand."""
     B: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
-    x = transposed_blocks(x)
+    x = _transpose_blocks(x)
     x = gl.permute(gl.reshape(x, [B, N // 8, 8, 8]), [0, 1, 3, 2])
     return gl.convert_layout(gl.reshape(x, [B, N, 8]), operand_layout(W, 1), assert_trivial=True)
 
 
 @jit
-def lane_sums(x, LAYOUT: tl.constexpr):
-    """Return the sums of every eighth row of ``[B, N, C]``, ``[B, 8, C]``: what a lane has is added in it."""
+def reduce_lanes(x, LAYOUT: tl.constexpr):
+    """Sum every eighth row of ``[B, N, C]`` to ``[B, 8, C]``, without exchange between lanes."""
     B: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     C: tl.constexpr = x.shape[2]
@@ -334,76 +339,76 @@ def lane_sums(x, LAYOUT: tl.constexpr):
 
 
 @jit
-def two_rows(x, y, W: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return two numbers for each channel, ``[W, block, g, t, j, e]`` of any ``g``, as a first operand.
-
-    Of its 16 rows 8 are ``x`` and 8 are ``y``.
-    """
+def to_scale_operand(x, y, W: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return two numbers per channel, ``[W, block, g, t, j, e]``, as a first operand: 8 rows of ``x``, 8 of ``y``."""
     x = gl.reshape(gl.permute(gl.join(x, y), [0, 6, 2, 1, 4, 3, 5]), [W, 16, BLOCK_D])
     return gl.convert_layout(x, operand_layout(W, 0), assert_trivial=True)
 
 
 @jit
 def load_queries(
-    q_ptr, i_b, i_kv, i_block, q_len, stride_qb, stride_qh, stride_qt, stride_qd,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, AS_RAW: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    query, i_b, i_kv, i_block, q_len,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, UNQUANTIZED: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Load queries of a block as a second operand ``[W, D, N]``.
+    """Load a block of queries as a second operand ``[W, D, N]``.
 
-    ``AS_RAW`` one in each of 8 columns and in the order of channels of raw keys; else ``COLUMNS`` of them in two each.
+    ``UNQUANTIZED``: one query in each of 8 columns, channels in the order of unquantized keys. Otherwise ``QUERIES`` of
+    them in two columns each.
     """
     LAYOUT: tl.constexpr = operand_layout(W, 1)
-    N: tl.constexpr = 8 if AS_RAW else 2 * COLUMNS
-    o_d = gl.arange(0, BLOCK_D, layout=along(LAYOUT, 3, 1))[None, :, None]
-    column = gl.arange(0, N, layout=along(LAYOUT, 3, 2))[None, None, :]
-    if AS_RAW:
+    N: tl.constexpr = 8 if UNQUANTIZED else 2 * QUERIES
+    o_d = gl.arange(0, BLOCK_D, layout=axis_layout(LAYOUT, 3, 1))[None, :, None]
+    column = gl.arange(0, N, layout=axis_layout(LAYOUT, 3, 2))[None, None, :]
+    if UNQUANTIZED:
         o_d = o_d // 32 * 32 + o_d % 8 // 2 * 8 + o_d % 32 // 8 * 2 + o_d % 2
     else:
         column = column // 2
     column += i_block * 8
-    o_w = gl.arange(0, W, layout=along(LAYOUT, 3, 0))[:, None, None]
+    o_w = gl.arange(0, W, layout=axis_layout(LAYOUT, 3, 0))[:, None, None]
     i_t = column // GROUP
     head = i_kv * GROUP + column % GROUP
-    offset = i_b * stride_qb + head * stride_qh + i_t.to(gl.int64) * stride_qt + o_d.to(gl.int64) * stride_qd + o_w * 0
-    return gl.load(q_ptr + offset, mask=(i_t < q_len) & (o_d < D) & (o_w >= 0), other=0.0)
+    offset = i_b * query.stride_b + head * query.stride_h + i_t.to(gl.int64) * query.stride_t
+    offset = offset + o_d.to(gl.int64) * query.stride_d + o_w * 0
+    return gl.load(query.ptr + offset, mask=(i_t < q_len) & (o_d < D) & (o_w >= 0), other=0.0)
 
 
 @jit
 def load_rotated_queries(
-    q_ptr, i_b, i_kv, i_block, q_len, stride_qb, stride_qh, stride_qt, stride_qd,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr,
+    query, i_b, i_kv, i_block, q_len,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, QUERIES: tl.constexpr,
     HADAMARD: tl.constexpr,
 ):  # fmt: skip
-    """Load ``COLUMNS`` queries of a block, rotate them, and put each in two columns of shared memory, fp32 ``[D, N]``.
+    """Load a block of queries, rotate them, and store each in two columns of shared memory, fp32 ``[D, N]``.
 
-    They are multiplied by the inverse of the matrix that keys were multiplied by, so that scores stay the same.
+    Queries are multiplied by the inverse of the matrix that rotated the keys, so that scores are unchanged.
     """
     LAYOUT: tl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, W], [0, 1])
     o_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    column = i_block * 8 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    column = i_block * 8 + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     i_t = column // GROUP
     head = i_kv * GROUP + column % GROUP
-    offset = i_b * stride_qb + head * stride_qh + i_t.to(gl.int64) * stride_qt + o_d.to(gl.int64) * stride_qd
-    x = gl.load(q_ptr + offset, mask=(i_t < q_len) & (o_d < D), other=0.0).to(gl.float32)
+    offset = i_b * query.stride_b + head * query.stride_h + i_t.to(gl.int64) * query.stride_t
+    offset = offset + o_d.to(gl.int64) * query.stride_d
+    x = gl.load(query.ptr + offset, mask=(i_t < q_len) & (o_d < D), other=0.0).to(gl.float32)
     x = inverse_hadamard(x, o_d, HADAMARD, LAYOUT)
-    x = gl.reshape(gl.join(x, x), [BLOCK_D, 2 * COLUMNS])
+    x = gl.reshape(gl.join(x, x), [BLOCK_D, 2 * QUERIES])
     return gl.allocate_shared_memory(gl.float32, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [0, 1]), x)
 
 
 @jit
-def rotated_queries(buffer, W: tl.constexpr):
-    """Return rotated queries from shared memory as a second operand ``[W, D, N]``, fp32."""
+def read_rotated_queries(buffer, W: tl.constexpr):
+    """Read rotated queries from shared memory as a second operand ``[W, D, N]``, fp32."""
     LAYOUT: tl.constexpr = operand_layout(W, 1)
     return buffer.load(gl.SliceLayout(0, LAYOUT))[None, :, :] + gl.full([W, 1, 1], 0.0, gl.float32, LAYOUT)
 
 
 @jit
 def _butterfly(x, channel, STRIDE: tl.constexpr, LAYOUT: tl.constexpr):
-    """Add and subtract channels that lie ``STRIDE`` apart."""
+    """Add and subtract channels that are ``STRIDE`` apart."""
     C: tl.constexpr = x.shape[-1]
     bits = gl.reshape(x.to(gl.int32, bitcast=True), [x.numel // (2 * STRIDE * C), 2, STRIDE * C])
-    # The other one of a pair is what is left of the sum of their bits, which may wrap.
+    # The other number of a pair is the sum of their bits (mod 2^32) minus the bits of this one.
     other = gl.reshape(gl.expand_dims(gl.sum(bits, 1), 1) - bits, x.shape).to(gl.float32, bitcast=True)
     other = gl.convert_layout(other, LAYOUT, assert_trivial=True)
     return other + gl.where((channel & STRIDE) == 0, x, -x)
@@ -411,13 +416,13 @@ def _butterfly(x, channel, STRIDE: tl.constexpr, LAYOUT: tl.constexpr):
 
 @jit
 def inverse_hadamard(x, channel, ORDER: tl.constexpr, LAYOUT: tl.constexpr):
-    """Multiply by the inverse of the Hadamard matrices of an order.
+    """Multiply by the inverse of block-diagonal Hadamard matrices.
 
     Args:
-        x: fp32 ``[..., C]`` in ``LAYOUT``; all dimensions but the last are channels.
-        channel: The channel of each, ``[..., 1]``.
-        ORDER: A power of two, at most 256; 1 does nothing.
-        LAYOUT: Of ``x``, and of the result.
+        x: fp32 ``[..., C]`` in ``LAYOUT``; all axes but the last are channels.
+        channel: Channel of each entry, ``[..., 1]``.
+        ORDER: Order of a block, a power of two up to 256; 1 does nothing.
+        LAYOUT: Layout of ``x`` and of the result.
     """
     for level in gl.static_range(8):
         if (1 << level) < ORDER:

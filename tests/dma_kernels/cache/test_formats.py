@@ -1,4 +1,4 @@
-"""The formats of a cache: codes bit for bit those of an oracle, every code and every tie, and the record."""
+"""The formats of a cache: codes bit for bit those of an oracle, every code and every tie, and the layout."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from dma_kernels.cache.codes import (
+from dma_kernels.cache.formats import (
     CACHE_FORMATS,
     EQUALIZED_FORMATS,
     CacheFormat,
-    Codes,
-    Record,
+    QuantizedTensor,
     cache_format,
     quantize_keys,
     quantize_values,
     stored_format,
 )
+from dma_kernels.cache.page_layout import PageLayout
 from hypothesis import given
 from hypothesis import strategies as st
 from ml_dtypes import bfloat16
@@ -30,18 +30,18 @@ every_format = pytest.mark.parametrize(
 )
 
 
-def oracle(group: list[float], levels: int) -> tuple[list[int], float, float]:
+def oracle(group: list[float], max_code: int) -> tuple[list[int], float, float]:
     """Return codes, scale and low of one group, exactly: bfloat16 neighbours are searched for, ties worked out."""
     numbers = np.array(group, np.float32)
     low = numbers.min().astype(bfloat16)
     if np.float32(low) > numbers.min():
         low = np.nextafter(low, bfloat16(-np.inf))
     span = numbers.max() - np.float32(low)
-    scale = float((span * np.float32(1 / levels)).astype(bfloat16))
+    scale = float((span * np.float32(1 / max_code)).astype(bfloat16))
     if scale == 0.0:
         return [0] * len(group), scale, float(low)
     quotients = (numbers - np.float32(low)) / np.float32(scale)
-    return [min(round(float(q)), levels) for q in quotients], scale, float(low)
+    return [min(round(float(q)), max_code) for q in quotients], scale, float(low)
 
 
 @formats
@@ -52,28 +52,32 @@ def test_codes_are_those_of_an_oracle(format, kind) -> None:
     if kind == "keys":
         codes = quantize_keys(x, format)
         for channel in range(70):
-            expected = oracle(x[:, channel].tolist(), format.levels)
-            assert (codes.code[:, channel].tolist(), codes.scale[0, channel], codes.low[0, channel]) == expected
+            expected = oracle(x[:, channel].tolist(), format.max_code)
+            assert (codes.code[:, channel].tolist(), codes.scale[0, channel], codes.zero_point[0, channel]) == expected
     else:
         codes = quantize_values(x, format)
         for token, (group, part) in product(range(128), enumerate((slice(0, 64), slice(64, 70)))):
-            expected = oracle(x[token, part].tolist(), format.levels)
-            assert (codes.code[token, part].tolist(), codes.scale[token, group], codes.low[token, group]) == expected
+            expected = oracle(x[token, part].tolist(), format.max_code)
+            assert (
+                codes.code[token, part].tolist(),
+                codes.scale[token, group],
+                codes.zero_point[token, group],
+            ) == expected
 
 
 @formats
 def test_every_code_and_every_tie(format) -> None:
     """With a scale of 1 and a low of -8 a number between two codes goes to the even one."""
-    whole = torch.arange(format.levels + 1.0)
+    whole = torch.arange(format.max_code + 1.0)
     halves = whole[:-1] + 0.5
     for numbers, expected in ((whole, whole), (halves, (halves / 2).round() * 2)):
         x = torch.zeros(len(numbers) + 2)
-        x[1], x[2:] = format.levels, numbers
+        x[1], x[2:] = format.max_code, numbers
         padded = torch.cat((x, torch.zeros(-len(x) % 64))).view(-1, 64) - 8.0
-        padded[:, 0], padded[:, 1] = -8.0, format.levels - 8.0
+        padded[:, 0], padded[:, 1] = -8.0, format.max_code - 8.0
         codes = quantize_values(padded, format)
         assert (codes.scale == 1.0).all()
-        assert (codes.low == -8.0).all()
+        assert (codes.zero_point == -8.0).all()
         keep = [i for i in range(2, len(x)) if i % 64 > 1]
         assert torch.equal(codes.code.flatten()[keep].float(), expected[[i - 2 for i in keep]])
         assert torch.equal(codes.dequantize().flatten()[keep], expected[[i - 2 for i in keep]] - 8.0)
@@ -86,7 +90,7 @@ def test_constant_groups_are_exact(format) -> None:
         if number in (0.0, 1.5):
             assert torch.equal(codes.dequantize(), torch.full((2, 64), number))
         assert torch.allclose(codes.dequantize(), torch.full((2, 64), number), rtol=2**-8, atol=1e-40)
-    assert not quantize_values(torch.full((1, 64), -0.0), format).low.signbit().any()
+    assert not quantize_values(torch.full((1, 64), -0.0), format).zero_point.signbit().any()
 
 
 @formats
@@ -101,7 +105,7 @@ def test_a_broken_number_breaks_its_group_and_no_other(format, number) -> None:
         codes = quantize(broken, format)
         assert torch.equal(codes.dequantize().nan_to_num(9.0), expected.nan_to_num(9.0))
         assert (codes.code[row, column] == 0).all()
-        assert not codes.low.isnan().any()
+        assert not codes.zero_point.isnan().any()
 
 
 def test_a_range_past_the_end_of_fp32_is_broken() -> None:
@@ -114,7 +118,7 @@ def test_a_range_past_the_end_of_fp32_is_broken() -> None:
 def test_the_error_is_half_a_step(format) -> None:
     x = torch.randn(3, 128, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     codes = quantize_keys(x, format)
-    assert ((codes.dequantize() - x.float()).abs() <= codes.scale.float() * (0.5 + format.levels * 2.0**-9)).all()
+    assert ((codes.dequantize() - x.float()).abs() <= codes.scale.float() * (0.5 + format.max_code * 2.0**-9)).all()
 
 
 @formats
@@ -127,8 +131,8 @@ def test_rescaling_channels_of_keys_moves_no_code(format, exponents, seed) -> No
     assert torch.equal(codes.dequantize() * powers, rescaled.dequantize())
 
 
-def assert_equal_codes(actual: Codes, expected: Codes) -> None:
-    for name in ("code", "scale", "low"):
+def assert_equal_codes(actual: QuantizedTensor, expected: QuantizedTensor) -> None:
+    for name in ("code", "scale", "zero_point"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
 
 
@@ -151,25 +155,25 @@ class TestRecord:
     @every_format
     @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 96), (33, 20), (256, 40), (1, 65)], ids=str)
     def test_what_is_packed_comes_back(self, format, dims) -> None:
-        record = Record(format, *dims)
+        layout = PageLayout(format, *dims)
         key, value = (torch.randint(-9, 10, (2, 3, 128, dim)).float() for dim in dims)
-        data = record.encode(key, value)
-        assert data.shape == (2, 3, record.nbytes)
-        assert record.nbytes % 128 == 0
-        keys, values = record.codes(data)
+        data = layout.encode(key, value)
+        assert data.shape == (2, 3, layout.nbytes)
+        assert layout.nbytes % 128 == 0
+        keys, values = layout.unpack(data)
         assert_equal_codes(keys, quantize_keys(rotated(key, format.rotate_keys), format))
         assert_equal_codes(values, quantize_values(rotated(value, format.rotate_values), format))
-        assert record.encode(key[:0], value[:0]).shape == (0, 3, record.nbytes)
-        assert record.decode(data[:, :0])[1].shape == (2, 0, 128, dims[1])
+        assert layout.encode(key[:0], value[:0]).shape == (0, 3, layout.nbytes)
+        assert layout.decode(data[:, :0])[1].shape == (2, 0, 128, dims[1])
 
     def test_where_things_are(self) -> None:
         """One number of each part, its place worked out by hand from the module's text."""
         generator = torch.Generator().manual_seed(0)
         key, value = torch.randn(2, 128, 128, generator=generator)
-        four, eight = (Record(format, 128, 128) for format in (CACHE_FORMATS["int4"], CACHE_FORMATS["int8"]))
+        four, eight = (PageLayout(format, 128, 128) for format in (CACHE_FORMATS["int4"], CACHE_FORMATS["int8"]))
         assert (four.nbytes, eight.nbytes) == (17920, 34304)
         data = four.encode(key, value)
-        keys, values = four.codes(data)
+        keys, values = four.unpack(data)
         # Token 77 is row 13 = 8 * 1 + 5 of its block, channel 45 column 13 = 8 * 1 + 2 * 2 + 1: block 2 * 4 + 1, word
         # 16 * 5 + 4 * 2 + 1, bits from 4 * (1 + 4) on. A code is stored less 8, in two's complement.
         assert (data[9 * 512 + 4 * 89 + 2] >> 4) ^ 8 == keys.code[77, 45]
@@ -177,22 +181,22 @@ class TestRecord:
         assert (data[8704 + 9 * 512 + 4 * 89 + 2] >> 4) ^ 8 == values.code[77, 45]
         bf16 = data.view(torch.bfloat16)
         assert bf16[(8192) // 2 + 32 + 2 * 8 + 2 * 1 + 1] == keys.scale[0, 45]
-        assert bf16[(8192 + 256) // 2 + 32 + 2 * 8 + 2 * 1 + 1] == keys.low[0, 45]
+        assert bf16[(8192 + 256) // 2 + 32 + 2 * 8 + 2 * 1 + 1] == keys.zero_point[0, 45]
         pair = (16896 // 4 + ((2 * 2 + 1) * 8 + 5) * 4 + 1) * 2
         assert bf16[pair] == values.scale[77, 1]
-        assert bf16[pair + 1] == values.low[77, 1]
+        assert bf16[pair + 1] == values.zero_point[77, 1]
         # Eight bits: blocks of 16 columns, so block 2 * 8 + 2, and byte 1 + 2 of the same word.
         assert eight.encode(key, value)[18 * 512 + 4 * 89 + 3] ^ 0x80 == quantize_keys(key, eight.format).code[77, 45]
 
     @every_format
     @pytest.mark.parametrize("dim", [128, 80, 33])
     def test_dequantised_numbers_are_rotated_back(self, format, dim) -> None:
-        record = Record(format, dim, dim)
+        layout = PageLayout(format, dim, dim)
         key, value = torch.randn(2, 1, 128, dim, generator=torch.Generator().manual_seed(dim))
-        data = record.encode(key, value)
+        data = layout.encode(key, value)
         order = dim & -dim
         for actual, codes, is_rotated in zip(
-            record.decode(data), record.codes(data), (format.rotate_keys, format.rotate_values), strict=True
+            layout.decode(data), layout.unpack(data), (format.rotate_keys, format.rotate_values), strict=True
         ):
             expected = rotated(codes.dequantize().double(), is_rotated) / (order if is_rotated else 1)
             torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-5)
@@ -201,10 +205,10 @@ class TestRecord:
     def test_outlier_value_channels_cost_the_others_nothing_once_rotated(self, format) -> None:
         key, value = torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(0))
         value[:, [5, 70]] *= 32.0
-        record = Record(format, 128, 128)
-        error = (record.decode(record.encode(key, value))[1] - value).square().mean().sqrt()
+        layout = PageLayout(format, 128, 128)
+        error = (layout.decode(layout.encode(key, value))[1] - value).square().mean().sqrt()
         unrotated = CacheFormat("", format.bits)
-        plain = Record(unrotated, 128, 128)
+        plain = PageLayout(unrotated, 128, 128)
         without = (plain.decode(plain.encode(key, value))[1] - value).square().mean().sqrt()
         assert (error < 0.65 * without) == format.rotate_values
 

@@ -1,0 +1,156 @@
+"""Chunked prefill over a cache on the Triton backend: long chunks, masks and bidirectional calls.
+
+Cached KV is restored to dense 16-bit tensors for the one call: unquantized for high tiles, dequantized for low tiles.
+That takes eight bytes per channel of a key and value that the cache has room for, or that a sliding window or a mask
+covers: 1 GiB for 8 kv heads of 128 channels at 128K tokens, one layer at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..numerics.formats import TILE
+from ..numerics.geometry import AttentionOptions, PrefillGeometry
+from ..numerics.layout import TensorLayout, layout_of
+from ..numerics.recipe import Recipe
+from ..prefill import portable
+from ..prefill.config import portable_config
+from ..prefill.operands import Operands, TileOperands
+from ..prefill.plan import new_results
+from ..runtime import chip
+from ..runtime.compute_path import ComputePath
+from ..runtime.operand_formats import DEQUANTIZED, RAW
+from ..runtime.plan import LaunchPlan, make_plan
+from ..runtime.reports import report
+from .append import append_tokens
+from .reference import CacheOptions
+from .restore import restore_dense
+from .storage import LayerStorage
+
+_HIGH_AND_LOW = ComputePath(RAW, DEQUANTIZED, DEQUANTIZED)
+_HIGH_ONLY = ComputePath(RAW)
+
+
+def chunk_attention(query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, options: CacheOptions) -> Tensor:
+    """Attend to stored and new KV, and store the new; arguments as for ``cached_attention``, checked.
+
+    ``key`` and ``value`` have no tokens if those of the queries are stored already.
+    """
+    new_len = key.shape[2]
+    if storage.window is None or new_len <= TILE or not options.is_causal:
+        return _attend(query, key, value, storage, options)
+    # A longer chunk would overwrite pages that its first queries still see.
+    outputs = []
+    for start in range(0, new_len, TILE):
+        tokens = slice(start, start + TILE)
+        mask = options.mask
+        if mask is not None and mask.shape[2] > 1:
+            mask = mask[:, :, tokens]
+        q, k, v = (x[:, :, tokens] for x in (query, key, value))
+        outputs.append(_attend(q, k, v, storage, options._replace(mask=mask)).transpose(1, 2))
+    return torch.cat(outputs, 1).transpose(1, 2)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, options: CacheOptions) -> Tensor:
+    new_len = key.shape[2]
+    window, mask, sinks = options.window, options.mask, options.sinks
+    first_query = storage.lengths - (query.shape[2] - new_len)
+    end = (storage.lengths + new_len).clamp(min=0)
+    first, kv_len = torch.zeros_like(end), (storage.max_pages + 1) * TILE
+    if window is not None:
+        reach = window - 1 if options.is_causal else window
+        first = (first_query - reach).clamp(min=0) // TILE * TILE
+        covered = (-(-(reach + query.shape[2]) // TILE) + 1) * TILE
+        kv_len = covered if storage.window is not None else min(kv_len, covered)
+    if mask is not None and mask.shape[3] > 1:  # keys without a column are masked
+        assert options.mask_position is not None
+        first, kv_len = options.mask_position, mask.shape[3]
+    # High tiles are restored before the chunk overwrites the oldest residual KV, low tiles after its tiles were
+    # quantized.
+    keys, values = restore_dense(storage, first, kv_len, key, value)
+    append_tokens(storage, key, value)
+    # A ring does not hold all low tiles of a long bidirectional call, which equals no single-token steps anyway.
+    low: tuple[Tensor | None, Tensor | None] = (None, None)
+    if storage.window is None or new_len <= TILE:
+        start = first.div(TILE, rounding_mode="floor") * TILE
+        low = restore_dense(storage, start, (-(-kv_len // TILE) + 1) * TILE, as_low=True)
+    geometry = AttentionOptions(
+        q_offset=0,
+        kv_offset=0,
+        q_offset_rows=first_query,
+        kv_offset_rows=first,
+        kv_range=torch.stack(((-first).clamp(min=0), end - first), 1),
+        mask=mask,
+        sinks=sinks,
+        is_causal=options.is_causal,
+        window=window,
+        scale=options.scale,
+        softcap=options.softcap,
+    )
+    rows = geometry.rows(query, keys)
+    tensors = (query, keys, values, *low, None if sinks is None else sinks.contiguous(), mask, rows)
+    plan = _plan(
+        *map(layout_of, tensors),
+        diagonal_tiles=storage.diagonal_tiles,
+        sink_tiles=storage.sink_len // TILE,
+        is_causal=options.is_causal,
+        window=PrefillGeometry.of(geometry, query, keys, rows).window,
+        scale=options.scale,
+        softcap=options.softcap,
+    )
+    report("portable")
+    return plan.run(tensors)[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(
+    query: TensorLayout,
+    keys: TensorLayout,
+    values: TensorLayout,
+    low_keys: TensorLayout | None,
+    low_values: TensorLayout | None,
+    sinks: TensorLayout | None,
+    mask: TensorLayout | None,
+    rows: TensorLayout,
+    *,
+    diagonal_tiles: int,
+    sink_tiles: int,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> LaunchPlan:
+    """Plan the launch of the portable kernel over restored KV."""
+    recipe = Recipe(low="bf16", high="bf16", diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles)
+    path = _HIGH_ONLY if low_keys is None else _HIGH_AND_LOW
+    has_softcap = softcap is not None
+    config = portable_config(
+        chip.device_arch(query.device), path, query.shape[3], values.shape[3], has_softcap=has_softcap
+    )
+
+    def launch(
+        query: Any, keys: Any, values: Any, low_keys: Any, low_values: Any, sinks: Any, mask: Any, rows: Any
+    ) -> tuple[Any, Any]:
+        high = TileOperands(keys, values, RAW, RAW)
+        low = None
+        if low_keys is not None:
+            low = TileOperands(low_keys, low_values, DEQUANTIZED, DEQUANTIZED)
+        geometry = PrefillGeometry(keys.shape[2], 0, 0, rows, is_causal=is_causal, window=window, mask=mask)
+        out, lse = new_results(query, values)
+        if lse.numel():
+            portable.launch(
+                *(query, Operands(high=high, low=low), geometry, recipe, config, out, lse),
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+                skip_threshold=None,
+                tile_counts=None,
+                is_early=False,
+            )
+        return out, lse
+
+    return make_plan(launch, (query, keys, values, low_keys, low_values, sinks, mask, rows), query.device)

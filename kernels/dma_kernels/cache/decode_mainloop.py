@@ -1,0 +1,496 @@
+"""The main loops of the decode kernel: over high tiles, read in 16 bits, and over low tiles, read from page blocks.
+
+Each warp has tiles of its own. A lane reads the codes that it copied itself, and scales and zero points that other
+lanes copied, after the barrier that also frees the stages read before. Scores are ``K Q^T`` and outputs ``V^T P^T``, so
+that keys and values fill the 16 rows of an MMA instruction, and queries its columns.
+
+Codes are multiplied as 8-bit integers, exactly, by 16-bit integers split into two signed bytes:
+
+    q . k = descale_q sum round(q scale / descale_q) (code - mid) + q . (zero_point + mid scale)
+    sum p v = sum round(p scale) (code - mid) + sum p (zero_point + mid scale)
+
+``scale`` belongs to a channel of a tile of keys, or to a token and 64 channels of values; ``mid`` is the middle of the
+codes. ``descale_q`` belongs to a query and a tile, and ``p scale`` is relative to a maximum per tile, so that the 16
+bits are those below the largest number of a tile: less is rounded off than bfloat16 would lose.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from ..device.gluon import (
+    await_copies,
+    begin_copy,
+    constexpr_function,
+    end_copies,
+    gl,
+    jit,
+    matrix_product,
+    view,
+)
+from ..numerics.formats import TILE
+from .decode_mma import (
+    MAX_INT16,
+    axis_layout,
+    codes_layout,
+    combine_bytes,
+    key_scales_layout,
+    load_key_scales,
+    load_value_scales,
+    mma_layout,
+    operand_layout,
+    read_rotated_queries,
+    reduce_lanes,
+    repeat_groups,
+    repeat_rows,
+    scores_layout,
+    split_words,
+    to_key_operand,
+    to_probability_operand,
+    to_query_operand,
+    to_scale_operand,
+    to_second_operand,
+    to_value_operand,
+    unquantized_keys_layout,
+    unquantized_values_layout,
+    value_scales_layout,
+)
+
+_TILE = tl.constexpr(TILE)
+_TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
+_STEP = tl.constexpr(TILE // 2)
+"""Tokens of a pipeline stage: half a tile."""
+_MAX_INT16 = tl.constexpr(MAX_INT16)
+_PER_MANTISSA = tl.constexpr(2.0**-23)
+_SMALLEST_SCALE = tl.constexpr(2.0**-100)
+_P_EXPONENT = tl.constexpr(127.0 + 14.9)
+"""Base-2 exponent that probabilities are scaled by. The bits of a scale, taken as its logarithm, are 127 too large and
+up to .09 too small; a probability times a scale must stay below ``MAX_INT16``."""
+
+
+@jit
+def _cap(s, softcap):
+    """Apply the softcap to base-2 logits; ``softcap`` includes the factor log2(e)."""
+    # tanh(y) = 1 - 2 / (exp(2 y) + 1), where s is y * softcap.
+    return softcap * (1.0 - 2.0 / (gl.exp2(s * (2.8853900817779268 / softcap)) + 1.0))
+
+
+@jit
+def _band_start(q_pos, diagonal_tiles):
+    """Return the first tile of each query's band; negative if the band begins before the sequence."""
+    return (gl.maximum(q_pos, 0) >> _TILE_SHIFT) - diagonal_tiles
+
+
+@jit
+def _load_tokens(pointer, token, channel, strides, first, tokens, CHANNELS: tl.constexpr):
+    """Load residual, sink or new tokens with indices in ``first..tokens - 1``; zeros elsewhere."""
+    mask = (token >= first) & (token < tokens) & (channel < CHANNELS)
+    offset = token.to(gl.int64) * strides[0] + channel.to(gl.int64) * strides[1]
+    return gl.load(pointer + offset, mask=mask, other=0.0)
+
+
+@jit
+def attend_high(
+    q, key, key_base, value, value_base, cache, row, i_kv, work, first, last, stored, q_pos, sizes, softcap,
+    logit_scale, CONFIG: tl.constexpr, HAS_NEW: tl.constexpr,
+):  # fmt: skip
+    """Attend to steps ``first..last - 1`` of the high tiles, 16 keys per warp: to sinks, then to the band.
+
+    With ``HAS_NEW`` the last step, ``work.high_steps - 1``, reads the new keys, from position ``stored`` on.
+
+    Returns:
+        The unnormalized output ``[G * W, 64, 8]``, channel ``8 g + i`` of 64 at row ``8 i + g``; partial row sums per
+        lane ``[W, 8, 8]``; and row maxima ``[W, 8]``.
+    """
+    D: tl.constexpr = CONFIG.D
+    DV: tl.constexpr = CONFIG.DV
+    BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
+    G: tl.constexpr = CONFIG.BLOCK_DV // 64
+    W: tl.constexpr = CONFIG.W
+    MMA: tl.constexpr = mma_layout(W)
+    KEYS: tl.constexpr = unquantized_keys_layout(W, BLOCK_D)
+    VALUES: tl.constexpr = unquantized_values_layout(W, 64 * G)
+    STEPS: tl.constexpr = _TILE // (16 * W)
+    CB: tl.constexpr = BLOCK_D // 32
+    k_token = (
+        gl.arange(0, W, layout=axis_layout(KEYS, 3, 0))[:, None, None] * 16
+        + gl.arange(0, 16, layout=axis_layout(KEYS, 3, 1))[None, :, None]
+    )
+    v_token = (
+        gl.arange(0, W, layout=axis_layout(VALUES, 3, 0))[:, None, None] * 16
+        + gl.arange(0, 16, layout=axis_layout(VALUES, 3, 1))[None, :, None]
+    )
+    token = (
+        gl.arange(0, W, layout=axis_layout(MMA, 3, 0))[:, None, None] * 16
+        + gl.arange(0, 16, layout=axis_layout(MMA, 3, 1))[None, :, None]
+    )
+    o_d = gl.arange(0, BLOCK_D, layout=axis_layout(KEYS, 3, 2))[None, None, :]
+    o_v = gl.arange(0, 64 * G, layout=axis_layout(VALUES, 3, 2))[None, None, :]
+    m_i = gl.full([W, 8], -1.0e30, gl.float32, gl.SliceLayout(1, MMA))
+    l_i = gl.full([W, 8, 8], 0.0, gl.float32, MMA)
+    acc = gl.full([G * W, 64, 8], 0.0, gl.float32, MMA)
+    zero = gl.full([W, 16, 8], 0.0, gl.float32, MMA)
+    residual = i_kv * sizes.residual_tiles * _TILE
+    sink = i_kv * sizes.sink_tiles * _TILE
+    key_residual = cache.key.residual + (row * cache.key.stride_residual + residual * D)
+    value_residual = cache.value.residual + (row * cache.value.stride_residual + residual * DV)
+    key_sink = cache.key.sink + (row * cache.key.stride_sink + sink * D)
+    value_sink = cache.value.sink + (row * cache.value.stride_sink + sink * DV)
+    q_band = _band_start(q_pos, sizes.diagonal_tiles) * _TILE
+    for step in range(first, last):
+        index = step // STEPS
+        inside = (step - index * STEPS) * (16 * W)
+        tile = gl.where(index < work.sinks, work.visible_tile + index, work.band_tile + index - work.sinks)
+        slot = (tile % sizes.residual_tiles) * _TILE + inside
+        here = tile * _TILE + inside
+        end = stored
+        k_base = key_residual + slot * D
+        v_base = value_residual + slot * DV
+        if tile < sizes.sink_tiles:
+            k_base = key_sink + here * D
+            v_base = value_sink + here * DV
+        k_strides = D, 1
+        v_strides = DV, 1
+        if HAS_NEW:
+            is_new = step == work.high_steps - 1
+            here = gl.where(is_new, stored, here)
+            end = gl.where(is_new, stored + sizes.q_len, stored)
+            k_base = gl.where(is_new, key_base, k_base)
+            v_base = gl.where(is_new, value_base, v_base)
+            k_strides = gl.where(is_new, key.stride_t, D), gl.where(is_new, key.stride_d, 1)
+            v_strides = gl.where(is_new, value.stride_t, DV), gl.where(is_new, value.stride_d, 1)
+        k = _load_tokens(k_base, k_token, o_d, k_strides, -here, end - here, D)
+        v = _load_tokens(v_base, v_token, o_v, v_strides, -here, end - here, DV)
+        k = gl.permute(gl.reshape(k, [W, 16, CB, 4, 4, 2]), [0, 1, 2, 4, 3, 5])
+        k = gl.convert_layout(gl.reshape(k, [W, 16, BLOCK_D]), operand_layout(W, 0), assert_trivial=True)
+        s = matrix_product(k, q, zero) * logit_scale
+        if CONFIG.HAS_SOFTCAP:
+            s = _cap(s, softcap)
+        k_pos = here + token
+        visible = (k_pos <= q_pos) & (k_pos >= 0) & (k_pos < end)
+        visible = visible & ((k_pos >= q_band) | (k_pos < sizes.sink_tiles * _TILE))
+        if CONFIG.HAS_WINDOW:
+            visible = visible & (k_pos > q_pos - sizes.window)
+        s = gl.where(visible, s, float("-inf"))
+        m_new = gl.maximum(m_i, gl.max(s, 1))
+        p = gl.exp2(s - m_new[:, None, :])
+        alpha = gl.exp2(m_i - m_new)[:, None, :]
+        m_i = m_new
+        l_i = l_i * alpha + reduce_lanes(p, MMA)
+        p = to_second_operand(repeat_groups(p.to(q.dtype), G, MMA), W)
+        v = gl.permute(gl.reshape(v, [W, 16, G, 8, 8]), [2, 0, 4, 3, 1])
+        v = gl.convert_layout(gl.reshape(v, [G * W, 64, 16]), operand_layout(W, 0), assert_trivial=True)
+        acc = matrix_product(v, p, acc * repeat_groups(alpha, G, MMA))
+    return acc, l_i, m_i
+
+
+@jit
+def _page_blocks(pages, page_table, tile, cache, sizes):
+    """Return pointers to the page blocks of tiles; ``pages`` points to the kv head's block of page 0."""
+    return pages + gl.load(page_table + tile % sizes.max_pages).to(gl.int64) * cache.stride_page
+
+
+@jit
+def _quantize_queries(
+    scale_words, zero_point_words, q, logit_scale, BITS: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr,
+    IS_ROTATED: tl.constexpr,
+):  # fmt: skip
+    """Quantize queries for one tile of keys per warp.
+
+    One bf16 product multiplies the queries by the scales in 8 of its rows, and by the zero points in the others. fp16
+    lacks the range for scales, and bf16 the precision for fp16 and for rotated queries: those are split into two bf16
+    terms, which is exact for fp16.
+
+    Returns:
+        The queries as an operand of bytes, and the descale and offset of the scores, ``[W, C]`` each.
+    """
+    MMA: tl.constexpr = mma_layout(W)
+    SUMS: tl.constexpr = scores_layout(W)
+    N: tl.constexpr = q.shape[-1]
+    zero = gl.full([W, 16, N], 0.0, gl.float32, MMA)
+    scale = split_words(scale_words.to(gl.uint32, bitcast=True), gl.bfloat16)
+    scale = gl.reshape(scale, [W, BLOCK_D // 32, 8, 4, 4, 2])
+    zero_point = split_words(zero_point_words.to(gl.uint32, bitcast=True), gl.bfloat16)
+    zero_point = gl.reshape(zero_point, [W, BLOCK_D // 32, 8, 4, 4, 2])
+    if IS_ROTATED:
+        q = read_rotated_queries(q, W)
+    coefficients = to_scale_operand(scale, zero_point, W, BLOCK_D)
+    if q.dtype == gl.bfloat16:
+        offset = matrix_product(coefficients, q, zero)
+    else:
+        upper = q.to(gl.bfloat16)
+        rest = (q.to(gl.float32) - upper.to(gl.float32)).to(gl.bfloat16)
+        offset = matrix_product(coefficients, rest, matrix_product(coefficients, upper, zero))
+    offset, _ = gl.split(gl.reshape(offset, [W, 16, N // 2, 2]))
+    row = gl.arange(0, 16, layout=axis_layout(SUMS, 3, 1))[None, :, None]
+    multiplier = gl.where(row < 8, logit_scale * (1 << (BITS - 1)), logit_scale)
+    offset = reduce_lanes(gl.convert_layout(offset, SUMS, assert_trivial=True) * multiplier, SUMS)
+    scale = gl.reshape(gl.permute(scale, [0, 1, 4, 3, 5, 2]), [W, BLOCK_D, 8])
+    if N == 16:
+        scale = gl.reshape(gl.permute(gl.join(scale, scale), [0, 1, 3, 2]), [W, BLOCK_D, 16])
+    scale = gl.convert_layout(scale, operand_layout(W, 1), assert_trivial=True)
+    scaled = q.to(gl.float32) * scale.to(gl.float32)
+    largest = gl.maximum(gl.max(gl.abs(scaled), 1), _SMALLEST_SCALE)
+    operand = to_query_operand(scaled, 1.0 / largest * _MAX_INT16, BITS, W, BLOCK_D)
+    descale = gl.convert_layout(largest, gl.SliceLayout(1, MMA))
+    descale, _ = gl.split(gl.reshape(descale, [W, N // 2, 2]))
+    descale = gl.convert_layout(descale, gl.SliceLayout(1, SUMS), assert_trivial=True) * (
+        logit_scale / (_MAX_INT16 * (1 << (8 - BITS)))
+    )
+    return operand, descale, offset
+
+
+@jit
+def _value_scales(words, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+    """Return the scales and zero points of values, fp32 ``[G * W, 128, C]``, from words that hold both."""
+    words = gl.reshape(words.to(gl.uint32, bitcast=True), [G, W, _TILE // 32, 8, 4, 4])  # tokens as g, i; a column
+    words = gl.reshape(gl.permute(words, [0, 1, 2, 4, 3, 5]), [G * W, _TILE, 4])
+    if C == 8:
+        words = gl.reshape(gl.permute(gl.join(words, words), [0, 1, 3, 2]), [G * W, _TILE, 8])
+    words = gl.convert_layout(words, scores_layout(W), assert_trivial=True)
+    return (words << 16).to(gl.float32, bitcast=True), (words & 0xFFFF0000).to(gl.float32, bitcast=True)
+
+
+@jit
+def _max_scaled(s, scale, G: tl.constexpr, W: tl.constexpr):
+    """Return the maximum over keys of score plus log2 of the values' scale, within .09; ``[W, C]``."""
+    largest = gl.max(gl.reshape(scale, [G, W, scale.shape[1], scale.shape[2]]), 0)
+    largest = gl.convert_layout(largest, scores_layout(W), assert_trivial=True)
+    # The bits of a number approximate its base-2 logarithm plus 127, at most .09 too small.
+    exponent = gl.maximum(largest, _SMALLEST_SCALE).to(gl.int32, bitcast=True).to(gl.float32)
+    return gl.max(s + exponent * _PER_MANTISSA, 1)
+
+
+@constexpr_function
+def _shared_layout(rank):
+    """Layout of a buffer in shared memory."""
+    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
+
+
+@jit
+def _buffers(count: tl.constexpr, shape: tl.constexpr):
+    """Return ``count`` shared memory buffers of words. Separate allocations, so that the compiler sees no aliasing."""
+    found = ()
+    for _ in gl.static_range(count):
+        found += (gl.allocate_shared_memory(gl.int32, shape, _shared_layout(len(shape))),)  # type: ignore[assignment]
+    return found
+
+
+@jit
+def _view_buffers(buffers, shape: tl.constexpr):
+    """Return views of the two buffers with another shape."""
+    LAYOUT: tl.constexpr = _shared_layout(len(shape))
+    return view(buffers[0], gl.int32, shape, LAYOUT), view(buffers[1], gl.int32, shape, LAYOUT)
+
+
+@jit
+def _load_keys_async(
+    has_tile, block, buffers, scale_buffers, code_offsets, scale_offsets, i_step: tl.constexpr,
+    STEP_WORDS: tl.constexpr, SCALE_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Copy one step of a tile's key codes asynchronously, with the first step also scales and zero points."""
+    if has_tile:
+        if i_step == 0:
+            CHANNELS: tl.constexpr = key_scales_layout(block.shape[0])
+            scales = gl.convert_layout(block, axis_layout(CHANNELS, 3, 0))[:, None, None] + scale_offsets
+            for i in gl.static_range(2):
+                begin_copy(scale_buffers[i], scales + i * SCALE_WORDS)
+        begin_copy(buffers[i_step], block[:, None, None] + (code_offsets + i_step * STEP_WORDS))
+    end_copies()
+
+
+@jit
+def _load_values_async(
+    has_tile, block, buffers, pair_buffers, code_offsets, pair_offsets, i_step: tl.constexpr, STEP_WORDS: tl.constexpr
+):  # fmt: skip
+    """Copy one step of a tile's value codes asynchronously, with the first step also scales and zero points."""
+    W: tl.constexpr = block.shape[0]
+    if has_tile:
+        if i_step == 0:
+            tokens = gl.convert_layout(block, axis_layout(value_scales_layout(W), 4, 1))[None, :, None, None]
+            begin_copy(pair_buffers[0], tokens + pair_offsets)
+        rows = gl.convert_layout(block, axis_layout(codes_layout(W, 4), 4, 1))[None, :, None, None]
+        begin_copy(buffers[i_step], rows + (code_offsets + i_step * STEP_WORDS))
+    end_copies()
+
+
+@jit
+def _concat_rows(x, y, W: tl.constexpr):
+    """Concatenate two tensors with equally many rows."""
+    x = gl.permute(gl.join(x, y), [0, 3, 1, 2])
+    x = gl.reshape(x, [x.shape[0], 2 * x.shape[2], x.shape[3]])
+    return gl.convert_layout(x, scores_layout(W), assert_trivial=True)
+
+
+@jit
+def _split_rows(x, W: tl.constexpr):
+    """Return the upper and the lower half of the rows."""
+    x = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2, x.shape[2]])
+    x, y = gl.split(gl.permute(x, [0, 2, 3, 1]))
+    LAYOUT: tl.constexpr = scores_layout(W)
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True), gl.convert_layout(y, LAYOUT, assert_trivial=True)
+
+
+@jit
+def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, logit_scale, CONFIG: tl.constexpr):
+    """Attend with ``C`` queries to the low tiles ``first..last - 1``, one tile per warp.
+
+    Args:
+        q: Queries ``[W, D, 2 C]``, each in two columns; in shared memory, ``[D, 2 C]``, if keys are rotated.
+        cache: The tensors of the cache.
+        page_table: Row of the page table.
+        i_kv: Kv head.
+        first: First tile.
+        last: End tile.
+        q_pos: Position of each query.
+        sizes: :class:`DecodeSizes`.
+        softcap: Softcap times log2(e).
+        logit_scale: Scale of the scores times log2(e).
+        CONFIG: :class:`DecodeConfig`.
+
+    Returns:
+        As :func:`attend_high`, for ``C`` queries, with channels in order.
+    """
+    D: tl.constexpr = CONFIG.D
+    DV: tl.constexpr = CONFIG.DV
+    BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
+    G: tl.constexpr = CONFIG.BLOCK_DV // 64
+    W: tl.constexpr = CONFIG.W
+    BITS: tl.constexpr = CONFIG.BITS
+    STAGES: tl.constexpr = CONFIG.STAGES
+    IS_ROTATED: tl.constexpr = CONFIG.KEY_HADAMARD > 1
+    MMA: tl.constexpr = mma_layout(W)
+    SUMS: tl.constexpr = scores_layout(W)
+    KEYS: tl.constexpr = codes_layout(W, 3)
+    VALUES: tl.constexpr = codes_layout(W, 4)
+    CO: tl.constexpr = 128 // BITS  # columns of a block of codes
+    MIDDLE: tl.constexpr = float(1 << (BITS - 1))
+    N: tl.constexpr = q.shape[-1]
+    C: tl.constexpr = N // 2
+    # ---- sizes and offsets in a page block, in words
+    STORED: tl.constexpr = (D + 31) // 32 * 32
+    VALUE_STORED: tl.constexpr = (DV + 31) // 32 * 32
+    GROUPS: tl.constexpr = (DV + 63) // 64
+    KEY_SCALES: tl.constexpr = _TILE * STORED * BITS // 32
+    VALUE_CODES: tl.constexpr = CONFIG.KEY_WORDS
+    VALUE_SCALES: tl.constexpr = VALUE_CODES + _TILE * VALUE_STORED * BITS // 32
+    K_STEP: tl.constexpr = _STEP * STORED * BITS // 32
+    V_STEP: tl.constexpr = _STEP * VALUE_STORED * BITS // 32
+    pages = cache.kv_pages + i_kv * CONFIG.PAGE_WORDS
+    # Padded channels are read from the last stored block: their queries are 0, and their outputs are not stored.
+    o_k = gl.arange(0, 128, layout=axis_layout(KEYS, 3, 2))[None, None, :]
+    i_r = gl.arange(0, _STEP * BLOCK_D // (32 * CO), layout=axis_layout(KEYS, 3, 1))[None, :, None]
+    k_offsets = (
+        i_r // (BLOCK_D // CO) * (STORED // CO) + gl.minimum(i_r % (BLOCK_D // CO), STORED // CO - 1)
+    ) * 128 + o_k
+    CHANNELS: tl.constexpr = key_scales_layout(W)
+    i_r = gl.arange(0, BLOCK_D // 32, layout=axis_layout(CHANNELS, 3, 1))[None, :, None]
+    o_w = gl.arange(0, 16, layout=axis_layout(CHANNELS, 3, 2))[None, None, :]
+    scale_offsets = KEY_SCALES + gl.minimum(i_r, STORED // 32 - 1) * 16 + o_w
+    o_v = gl.arange(0, 128, layout=axis_layout(VALUES, 4, 3))[None, None, None, :]
+    i_g = gl.arange(0, G, layout=axis_layout(VALUES, 4, 0))[:, None, None, None]
+    i_r = gl.arange(0, 2 * _STEP // CO, layout=axis_layout(VALUES, 4, 2))[None, None, :, None]
+    v_offsets = i_r // 2 * (VALUE_STORED // 32) + gl.minimum(2 * i_g + i_r % 2, VALUE_STORED // 32 - 1)
+    v_offsets = VALUE_CODES + v_offsets * 128 + o_v
+    TOKENS: tl.constexpr = value_scales_layout(W)
+    i_g = gl.arange(0, G, layout=axis_layout(TOKENS, 4, 0))[:, None, None, None]
+    i_r = gl.arange(0, _TILE // 32, layout=axis_layout(TOKENS, 4, 2))[None, None, :, None]
+    o_w = gl.arange(0, 32, layout=axis_layout(TOKENS, 4, 3))[None, None, None, :]
+    pair_offsets = VALUE_SCALES + (i_r * GROUPS + gl.minimum(i_g, GROUPS - 1)) * 32 + o_w
+    m_i = gl.full([W, C], -1.0e30, gl.float32, gl.SliceLayout(1, SUMS))
+    l_i = gl.full([W, 8, C], 0.0, gl.float32, SUMS)
+    offsets = gl.full([G * W, 8, C], 0.0, gl.float32, SUMS)
+    acc = gl.full([G * W, 64, C], 0.0, gl.float32, SUMS)
+    o_w = gl.arange(0, W, layout=axis_layout(KEYS, 3, 0))
+    s_warp = gl.arange(0, W, layout=axis_layout(SUMS, 3, 0))[:, None, None]
+    s_row = gl.arange(0, _STEP, layout=axis_layout(SUMS, 3, 1))[None, :, None]
+    q_end = gl.minimum(_band_start(q_pos, sizes.diagonal_tiles), last)  # end of each query's low tiles
+
+    # ---- async copies: keys and values of a tile in two steps each. A stage is reused for the same step of the next
+    # tile, or, with two stages, alternately for keys and values.
+    k_buffers = _buffers(2, [W, _STEP * BLOCK_D // (32 * CO), 128])
+    if STAGES == 2:
+        v_buffers = _view_buffers(k_buffers, [G, W, 2 * _STEP // CO, 128])
+    else:
+        v_buffers = _buffers(2, [G, W, 2 * _STEP // CO, 128])
+    scale_buffers = _buffers(2, [W, BLOCK_D // 32, 16])
+    pair_buffers = _buffers(1, [G, W, _TILE // 32, 32])
+    block = _page_blocks(pages, page_table, gl.minimum(first + o_w, last - 1), cache, sizes)
+    for i_step in gl.static_range(2):
+        _load_keys_async(True, block, k_buffers, scale_buffers, k_offsets, scale_offsets, i_step, K_STEP, STORED // 2)
+    if STAGES == 4:
+        for i_step in gl.static_range(2):
+            _load_values_async(True, block, v_buffers, pair_buffers, v_offsets, pair_offsets, i_step, V_STEP)
+    for start in range(first, last, W):
+        has_next = start + W < last
+        next_tile = gl.minimum(start + W + o_w, last - 1)
+        next_block = _page_blocks(pages, page_table, next_tile, cache, sizes)
+        is_tile = start + s_warp < q_end
+        # ---- scores
+        scores = ()
+        for i_step in gl.static_range(2):
+            await_copies(STAGES - 1)
+            if i_step == 0:
+                operand, descale, offset = _quantize_queries(
+                    load_key_scales(scale_buffers[0]), load_key_scales(scale_buffers[1]), q, logit_scale,
+                    BITS, W, BLOCK_D, IS_ROTATED,
+                )  # fmt: skip
+                if not CONFIG.HAS_SOFTCAP:
+                    offset = gl.where(is_tile, offset, float("-inf"))
+                offset = repeat_rows(offset, _STEP, SUMS)
+            words = k_buffers[i_step].load(KEYS)
+            keys = to_key_operand(words.to(gl.uint32, bitcast=True), BITS, W, _STEP, BLOCK_D)
+            s = matrix_product(keys, operand, gl.full([W, _STEP, N], 0, gl.int32, MMA))
+            if STAGES == 2:
+                _load_values_async(True, block, v_buffers, pair_buffers, v_offsets, pair_offsets, i_step, V_STEP)
+            else:
+                _load_keys_async(
+                    has_next, next_block, k_buffers, scale_buffers, k_offsets, scale_offsets, i_step, K_STEP,
+                    STORED // 2,
+                )  # fmt: skip
+            s = combine_bytes(s, W) * descale[:, None, :] + offset
+            if CONFIG.HAS_SOFTCAP:
+                s = gl.where(is_tile, _cap(s, softcap), float("-inf"))
+            if CONFIG.HAS_WINDOW:
+                k_pos = (start + s_warp) * _TILE + i_step * _STEP + s_row
+                s = gl.where(k_pos > q_pos - sizes.window, s, float("-inf"))
+            scores += (s,)  # type: ignore[assignment]
+        # ---- probabilities, relative to the maximum of the tile
+        await_copies(STAGES - 1)
+        scale, zero_point = _value_scales(load_value_scales(pair_buffers[0]), G, W, C)
+        s = _concat_rows(scores[0], scores[1], W)  # type: ignore[misc]
+        m_tile = gl.maximum(_max_scaled(s, scale, G, W), -1.0e30)
+        p = gl.exp2(s - (m_tile - _P_EXPONENT)[:, None, :])
+        m_new = gl.maximum(m_i, m_tile)
+        alpha = gl.exp2(m_i - m_new)[:, None, :]
+        beta = gl.exp2(m_tile - m_new)[:, None, :]
+        m_i = m_new
+        l_i = l_i * alpha + reduce_lanes(p, SUMS) * beta
+        alpha = repeat_groups(alpha, G, SUMS)
+        beta = repeat_groups(beta, G, SUMS)
+        p = repeat_groups(p, G, SUMS)
+        offsets = offsets * alpha + reduce_lanes(p * (zero_point + MIDDLE * scale), SUMS) * beta
+        # ---- values
+        probabilities = _split_rows(p, W)
+        scales = _split_rows(scale, W)
+        sums = gl.full([G * W, 64, N], 0, gl.int32, MMA)
+        for i_step in gl.static_range(2):
+            if i_step == 1:
+                await_copies(STAGES - 1)
+            words = v_buffers[i_step].load(VALUES)
+            values = to_value_operand(words.to(gl.uint32, bitcast=True), BITS, W, _STEP, G)
+            sums = matrix_product(values, to_probability_operand(probabilities[i_step], scales[i_step], BITS, W), sums)
+            if STAGES == 2:
+                _load_keys_async(
+                    has_next, next_block, k_buffers, scale_buffers, k_offsets, scale_offsets, i_step, K_STEP,
+                    STORED // 2,
+                )  # fmt: skip
+            else:
+                _load_values_async(
+                    has_next, next_block, v_buffers, pair_buffers, v_offsets, pair_offsets, i_step, V_STEP
+                )
+        acc = acc * alpha + combine_bytes(sums, W) * (beta * (1.0 / (1 << (8 - BITS))))
+        block = next_block
+    await_copies(0)
+    offsets = gl.convert_layout(gl.sum(offsets, 1), gl.SliceLayout(1, SUMS))
+    return acc + offsets[:, None, :], l_i, m_i - _P_EXPONENT

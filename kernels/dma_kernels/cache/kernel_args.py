@@ -1,0 +1,153 @@
+"""Arguments that the kernels over a cache share.
+
+Triton flattens named tuples of arguments, and specializes on every integer in them. Sizes that kernels must not be
+specialized on (a growing cache would compile them again) are therefore arguments of their own, which kernels collect in
+:class:`CacheSizes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..numerics.formats import TILE, padded_channels
+from .formats import stored_format
+from .page_layout import PageLayout
+from .storage import LayerStorage
+
+
+class Strided(NamedTuple):
+    """A tensor ``[B, H, T, D]`` and its strides in elements; ``ptr`` is ``None`` where there is none."""
+
+    ptr: Any
+    stride_b: int
+    stride_h: int
+    stride_t: int
+    stride_d: int
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> Strided:
+        """Return the argument for a tensor."""
+        return cls(None, 0, 0, 0, 0) if tensor is None else cls(tensor, *tensor.stride())
+
+
+class Unquantized(NamedTuple):
+    """Residual and sink KV of keys, or of values, and the row strides in elements."""
+
+    residual: Any
+    sink: Any
+    stride_residual: int
+    stride_sink: int
+
+
+class CacheTensors(NamedTuple):
+    """The tensors of a cache; page blocks and their stride are in 32-bit words."""
+
+    key: Unquantized
+    value: Unquantized
+    kv_pages: Any
+    page_table: Any
+    lengths: Any
+    unquantized_rows: Any
+    stride_page: int
+
+
+class CacheSizes(NamedTuple):
+    """Columns of the page table, and tiles of residual and sink KV per row."""
+
+    max_pages: int
+    residual_tiles: int
+    sink_tiles: int
+
+
+class CacheInputs(NamedTuple):
+    """The tensors of a cache, or their layouts, as inputs of a launch plan."""
+
+    kv_pages: Any
+    page_table: Any
+    key_residual: Any
+    value_residual: Any
+    key_sink: Any
+    value_sink: Any
+    lengths: Any
+    unquantized_rows: Any
+
+    @classmethod
+    def of(cls, storage: LayerStorage) -> CacheInputs:
+        """Return the tensors of a cache."""
+        kv_pages = storage.kv_pages.view(torch.int32)
+        tensors = (getattr(storage, name) for name in cls._fields[1:])
+        return cls(kv_pages, *tensors)
+
+    @property
+    def tensors(self) -> CacheTensors:
+        """The tensors as an argument of kernels."""
+        key = self.key_residual, self.key_sink, self.key_residual.stride(0), self.key_sink.stride(0)
+        value = self.value_residual, self.value_sink, self.value_residual.stride(0), self.value_sink.stride(0)
+        return CacheTensors(
+            key=Unquantized(*key),
+            value=Unquantized(*value),
+            kv_pages=self.kv_pages,
+            page_table=self.page_table,
+            lengths=self.lengths,
+            unquantized_rows=self.unquantized_rows,
+            stride_page=self.kv_pages.stride(0),
+        )
+
+    @property
+    def sizes(self) -> CacheSizes:
+        """The sizes as arguments of kernels."""
+        tiles = (x.shape[2] // TILE for x in (self.key_residual, self.key_sink))
+        return CacheSizes(self.page_table.shape[1], *tiles)
+
+    def page_layout(self, format: str) -> PageLayout:
+        """Return the layout of page blocks in a format."""
+        return PageLayout(stored_format(format), self.key_residual.shape[3], self.value_residual.shape[3])
+
+
+@dataclass(frozen=True)
+class PageConfig:
+    """What kernels over page blocks know at compile time.
+
+    Attributes:
+        KV_HEADS: Kv heads.
+        D: Channels of a key.
+        DV: Channels of a value.
+        BLOCK_D: Channels of a key, padded to a power of two.
+        BLOCK_DV: Channels of a value, padded likewise.
+        BITS: Bits of a code.
+        KEY_HADAMARD: Order of the Hadamard blocks of keys; 1 without rotation.
+        VALUE_HADAMARD: Order of the Hadamard blocks of values; 1 without rotation.
+        PAGE_WORDS: 32-bit words of a page block.
+        KEY_WORDS: Words of its sections of keys.
+    """
+
+    KV_HEADS: int
+    D: int
+    DV: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    BITS: int
+    KEY_HADAMARD: int
+    VALUE_HADAMARD: int
+    PAGE_WORDS: int
+    KEY_WORDS: int
+
+    @classmethod
+    def of(cls, layout: PageLayout, kv_heads: int) -> PageConfig:
+        """Return the configuration for a cache."""
+        return cls(
+            KV_HEADS=kv_heads,
+            D=layout.head_dim,
+            DV=layout.value_dim,
+            BLOCK_D=padded_channels(layout.head_dim),
+            BLOCK_DV=padded_channels(layout.value_dim),
+            BITS=layout.format.bits,
+            KEY_HADAMARD=layout.key_hadamard,
+            VALUE_HADAMARD=layout.value_hadamard,
+            PAGE_WORDS=layout.nbytes // 4,
+            KEY_WORDS=sum(layout.section_bytes[:3]) // 4,
+        )

@@ -1,0 +1,246 @@
+"""The second launch of a decode step: combines the splits of each head, and stores and counts the new KV.
+
+It follows :mod:`.decode_kernel`, and its CTAs may start while the last CTAs of that launch run (programmatic dependent
+launch). They wait for the launch to end: it wrote where the splits of a head are, and how many keys each row had.
+
+The queries of all heads form one sequence that the CTAs split. One CTA per head would be several waves for a large
+batch, each of which waits for memory three times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from ..device.arithmetic import narrow
+from ..numerics.formats import TILE
+from ..runtime.launch import Launcher
+from .append import MAX_REGISTERS, append_head, append_warps
+from .decode_kernel import Splits
+from .decode_mma import QUERIES
+from .formats import VALUE_GROUP
+from .kernel_args import CacheSizes, CacheTensors, PageConfig, Strided
+from .page_layout import PageLayout
+
+BLOCK_Q = 8
+"""Queries of a CTA if there are many; with 16 it spills registers."""
+SPLIT_ELEMENTS = {1: 8192, BLOCK_Q: 2048}
+"""Elements of splits that a CTA holds in registers, by its queries: several queries also need registers for
+pointers."""
+
+_TILE = tl.constexpr(TILE)
+_TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
+_QUERIES = tl.constexpr(QUERIES)
+
+
+@dataclass(frozen=True)
+class CombineConfig(PageConfig):
+    """What the combine kernel knows at compile time.
+
+    Attributes:
+        GROUP: Query heads per kv head.
+        BLOCK_Q: Queries of a CTA.
+        BLOCK_S: Splits that are combined at once.
+        BLOCK_OUT: Channels of an output, padded.
+        BLOCK_E: Tiles that a CTA may quantize.
+        USE_PDL: Whether the launch may start before the previous one ends.
+    """
+
+    GROUP: int
+    BLOCK_Q: int
+    BLOCK_S: int
+    BLOCK_OUT: int
+    BLOCK_E: int
+    USE_PDL: bool
+
+
+@triton.jit
+def _store_tokens(x, unquantized, row, i_kv, position, mask, sizes, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Store tokens ``[N, D]`` in the residual KV and, at sink positions, in the sink KV."""
+    o_d = tl.arange(0, BLOCK)[None, :]
+    tile = position >> _TILE_SHIFT
+    residual = ((i_kv * sizes.residual_tiles + tile % sizes.residual_tiles) * _TILE + (position & (_TILE - 1))) * D
+    sink = (i_kv * sizes.sink_tiles * _TILE + position) * D
+    residual = (row * unquantized.stride_residual + residual)[:, None] + o_d
+    tl.store(unquantized.residual + residual, x, mask=mask[:, None] & (o_d < D))
+    mask = mask & (tile < sizes.sink_tiles)
+    tl.store(
+        unquantized.sink + ((row * unquantized.stride_sink + sink)[:, None] + o_d), x, mask=mask[:, None] & (o_d < D)
+    )
+
+
+@triton.jit
+def _load_tokens(x, i_b, i_kv, i_t, mask, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Load new keys or values ``[N, D]``."""
+    o_d = tl.arange(0, BLOCK)[None, :]
+    offset = (i_b * x.stride_b + i_kv * x.stride_h + i_t * x.stride_t)[:, None] + o_d.to(tl.int64) * x.stride_d
+    return tl.load(x.ptr + offset, mask=mask[:, None] & (o_d < D), other=0.0)
+
+
+@triton.jit
+def _combine(
+    first_column, splits, sinks_ptr, out, lse_ptr, key, value, cache, heads, q_len, sizes, CONFIG: tl.constexpr
+):
+    """Combine the splits of ``BLOCK_Q`` queries; the first query of a group stores its new key and value."""
+    columns = CONFIG.GROUP * q_len
+    column = first_column + tl.arange(0, CONFIG.BLOCK_Q)
+    i_head = column // columns
+    column = column % columns
+    is_query = i_head < heads
+    i_b = (i_head // CONFIG.KV_HEADS).to(tl.int64)
+    i_kv = i_head % CONFIG.KV_HEADS
+    i_t = (column // CONFIG.GROUP).to(tl.int64)
+    q_head = i_kv * CONFIG.GROUP + column % CONFIG.GROUP
+    o_v = tl.arange(0, CONFIG.BLOCK_OUT)
+    o_s = tl.arange(0, CONFIG.BLOCK_S)
+    if key.ptr is not None:
+        is_token = is_query & (column % CONFIG.GROUP == 0)
+        row = i_b
+        if cache.unquantized_rows is not None:
+            row = tl.load(cache.unquantized_rows + i_b, mask=is_token, other=0).to(tl.int64)
+        new_key = _load_tokens(key, i_b, i_kv, i_t, is_token, CONFIG.D, CONFIG.BLOCK_D)
+        new_value = _load_tokens(value, i_b, i_kv, i_t, is_token, CONFIG.DV, CONFIG.BLOCK_DV)
+    # With PDL a first pass over no queries loads the instructions into the cache while the CTA waits.
+    for attempt in range(0 if CONFIG.USE_PDL else 1, 2):
+        if CONFIG.USE_PDL:  # noqa: SIM102 (a constexpr branch)
+            if attempt == 1:
+                gdc_wait()
+        m_q = is_query & (attempt == 1)
+        first = tl.load(splits.heads + i_head * 3, mask=m_q, other=0)
+        count = tl.load(splits.heads + i_head * 3 + 1, mask=m_q, other=0)
+        if key.ptr is not None:
+            position = tl.load(splits.heads + i_head * 3 + 2, mask=m_q, other=0) + i_t
+            is_stored = is_token & (attempt == 1) & (position >= 0)
+            _store_tokens(new_key, cache.key, row, i_kv, position, is_stored, sizes, CONFIG.D, CONFIG.BLOCK_D)
+            _store_tokens(new_value, cache.value, row, i_kv, position, is_stored, sizes, CONFIG.DV, CONFIG.BLOCK_DV)
+        m_i = tl.full([CONFIG.BLOCK_Q], -1.0e30, tl.float32)
+        l_i = tl.zeros([CONFIG.BLOCK_Q], tl.float32)
+        if sinks_ptr is not None:
+            sink = 1.4426950408889634 * tl.load(sinks_ptr + q_head, mask=m_q, other=0.0).to(tl.float32)
+            m_i = tl.maximum(sink, -1.0e30)
+            l_i = tl.where(sink > float("-inf"), 1.0, 0.0)
+        acc = tl.zeros([CONFIG.BLOCK_Q, CONFIG.BLOCK_OUT], tl.float32)
+        for i_s in range(0, tl.maximum(tl.max(count, 0), 1), CONFIG.BLOCK_S):
+            split = i_s + o_s
+            blocks = (columns + _QUERIES - 1) // _QUERIES
+            index = (first[:, None] + split[None, :]).to(tl.int64) * (blocks * _QUERIES) + column[:, None]
+            m_s = m_q[:, None] & (split[None, :] < count[:, None])
+            lse = tl.load(splits.lse + index, mask=m_s, other=float("-inf"))
+            x = tl.load(
+                splits.out + (index[:, :, None] * CONFIG.DV + o_v[None, None, :]),
+                mask=m_s[:, :, None] & (o_v < CONFIG.DV)[None, None, :], other=0.0,
+            )  # fmt: skip
+            m_new = tl.maximum(m_i, tl.max(lse, 1))
+            p = tl.exp2(lse - m_new[:, None])
+            alpha = tl.exp2(m_i - m_new)
+            l_i = l_i * alpha + tl.sum(p, 1)
+            acc = acc * alpha[:, None] + tl.sum(x * p[:, :, None], 1)
+            m_i = m_new
+        is_empty = l_i == 0.0
+        l_i = tl.where(is_empty, 1.0, l_i)
+        lse = tl.where(is_empty, float("-inf"), (m_i + tl.log2(l_i)) * 0.6931471805599453)
+        tl.store(lse_ptr + (i_b * CONFIG.KV_HEADS * CONFIG.GROUP + q_head) * q_len + i_t, lse, mask=m_q)
+        offset = i_b * out.stride_b + q_head.to(tl.int64) * out.stride_h + i_t * out.stride_t
+        acc = narrow(acc / l_i[:, None], out.ptr.dtype.element_ty)
+        tl.store(out.ptr + (offset[:, None] + o_v[None, :]), acc, mask=m_q[:, None] & (o_v < CONFIG.DV)[None, :])
+
+
+@triton.jit(noinline=True)  # inlined in a loop its constants would take registers
+def _quantize_head(heads_ptr, key, value, cache, i_task, new_len, sizes, CONFIG: tl.constexpr):
+    """Quantize the keys, or the values, of a kv head's tile if new tokens complete it."""
+    stored = tl.load(heads_ptr + i_task // 2 * 3 + 2)
+    append_head(
+        key, value, cache, (i_task // 2).to(tl.int64), 0, i_task % 2 == 1, stored, new_len, sizes, CONFIG, False, True
+    )
+
+
+@triton.jit(do_not_specialize=["combine_ctas", "heads", "q_len", "max_pages", "residual_tiles", "sink_tiles"])
+def combine_kernel(
+    splits, sinks_ptr, out, lse_ptr, key, value, cache, combine_ctas, heads, q_len,
+    max_pages, residual_tiles, sink_tiles, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Combine splits in the first ``combine_ctas`` CTAs, and quantize completed tiles in the others.
+
+    Each of the others handles up to ``BLOCK_E`` of the ``2 * heads`` tiles of keys and of values, and updates
+    ``lengths``; ``heads`` counts the kv heads of all rows.
+    """
+    sizes = CacheSizes(max_pages, residual_tiles, sink_tiles)
+    i_cta = tl.program_id(0)
+    if i_cta < combine_ctas:
+        _combine(
+            i_cta * CONFIG.BLOCK_Q, splits, sinks_ptr, out, lse_ptr, key, value, cache, heads, q_len, sizes, CONFIG
+        )
+    elif key.ptr is not None:
+        if CONFIG.USE_PDL:
+            gdc_wait()
+        quantize_ctas = tl.num_programs(0) - combine_ctas
+        task = i_cta - combine_ctas + tl.arange(0, CONFIG.BLOCK_E) * quantize_ctas
+        is_task = task < 2 * heads
+        stored = tl.load(splits.heads + task // 2 * 3 + 2, mask=is_task, other=0)
+        is_first = is_task & (task % (2 * CONFIG.KV_HEADS) == 0)
+        tl.store(cache.lengths + task // (2 * CONFIG.KV_HEADS), stored + q_len, mask=is_first)
+        is_complete = is_task & (((tl.maximum(stored, 0) >> _TILE_SHIFT) + 1) * _TILE <= stored + q_len)
+        if tl.max(is_complete.to(tl.int32), 0) > 0:
+            for i_e in range(CONFIG.BLOCK_E):
+                i_task = i_cta - combine_ctas + i_e * quantize_ctas
+                if i_task < 2 * heads:
+                    _quantize_head(splits.heads, key, value, cache, i_task, q_len, sizes, CONFIG)
+
+
+def launch_combine(
+    layout: PageLayout,
+    out: Tensor,
+    lse: Tensor,
+    splits: Splits,
+    sinks: Tensor | None,
+    key: Strided,
+    value: Strided,
+    cache: CacheTensors,
+    sizes: CacheSizes,
+    *,
+    sms: int,
+    use_pdl: bool,
+) -> None:
+    """Launch the kernel.
+
+    Args:
+        layout: Layout of page blocks.
+        out: ``[B, Hq, T, Dv]``, channels contiguous.
+        lse: ``[B, Hq, T]``, contiguous.
+        splits: What the decode kernel wrote.
+        sinks: One logit per query head, contiguous.
+        key: New keys to store, at most a tile of tokens.
+        value: New values.
+        cache: The tensors of the cache.
+        sizes: The sizes of the cache.
+        sms: SMs of the device.
+        use_pdl: Whether the launch may start before the previous one ends.
+    """
+    batch, q_heads, q_len, _ = out.shape
+    kv_heads = splits.heads.shape[1]
+    heads = batch * kv_heads
+    queries = batch * q_heads * q_len
+    block_q = 1 if queries <= 2 * sms else BLOCK_Q
+    block_out = max(VALUE_GROUP, triton.next_power_of_2(layout.value_dim))
+    combine_ctas = triton.cdiv(queries, block_q)
+    quantize_ctas = 0 if key.ptr is None else min(2 * heads, sms)
+    config = CombineConfig(
+        **vars(PageConfig.of(layout, kv_heads)),
+        GROUP=q_heads // kv_heads,
+        BLOCK_Q=block_q,
+        BLOCK_S=SPLIT_ELEMENTS[block_q] // (block_q * block_out),
+        BLOCK_OUT=block_out,
+        BLOCK_E=triton.next_power_of_2(triton.cdiv(2 * heads, max(quantize_ctas, 1))),
+        USE_PDL=use_pdl,
+    )
+    launcher = Launcher(
+        combine_kernel, {"CONFIG": config}, num_warps=append_warps(layout), maxnreg=MAX_REGISTERS, launch_pdl=use_pdl
+    )
+    launcher(
+        (combine_ctas + quantize_ctas, 1, 1),
+        splits, sinks, Strided.of(out), lse, key, value, cache, combine_ctas, heads, q_len, *sizes,
+    )  # fmt: skip
