@@ -1,4 +1,4 @@
-"""Chunks of queries over a cache on the device: its body dequantised to the bit, and the attention."""
+"""Chunked prefill over a cache on a GPU: restored bits, and the attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dma_kernels.cache.api import cached_attention
 from dma_kernels.cache.chunked_prefill import chunk_attention
 from dma_kernels.cache.reference import CacheOptions
 from dma_kernels.cache.storage import LayerStorage
-from restore_cases import CASES, assert_dense, assert_restored, random_body
+from restore_cases import CASES, assert_dense, assert_restored, random_pages
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ formats = pytest.mark.parametrize("format", STORED_FORMATS)
 @formats
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_every_shape_is_restored_to_the_bit(case: str, dtype: torch.dtype, format: str) -> None:
+def test_every_shape_is_restored_bit_for_bit(case: str, dtype: torch.dtype, format: str) -> None:
     storage = CASES[case].storage(format, dtype, "cuda")
     assert_restored(storage, dtype)
     assert_dense(storage, CASES[case])
@@ -44,12 +44,12 @@ def test_every_shape_is_restored_to_the_bit(case: str, dtype: torch.dtype, forma
 
 @formats
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_every_byte_is_restored_to_the_bit(dtype: torch.dtype, format: str) -> None:
-    assert_restored(random_body(format, dtype, "cuda"), dtype)
+def test_every_byte_is_restored_bit_for_bit(dtype: torch.dtype, format: str) -> None:
+    assert_restored(random_pages(format, dtype, "cuda"), dtype)
 
 
 def _filled(case: Case, format: str, dtype: torch.dtype) -> tuple[LayerStorage, list[Tensor]]:
-    """Return a cache of the first tokens of a case, and the chunk of the others."""
+    """Return a cache with the first tokens of a case, and the rest as a chunk."""
     _, key, value = case.inputs(dtype, "cuda")
     query, _, _ = replace(case, q_len=case.kv_len - STORED).inputs(dtype, "cuda")
     storage = case.storage(format, dtype, "cuda", is_filled=False)
@@ -61,7 +61,7 @@ def _filled(case: Case, format: str, dtype: torch.dtype) -> tuple[LayerStorage, 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", CHUNKS)
 def test_chunks_match_the_reference(case: str, dtype: torch.dtype, format: str) -> None:
-    """Three times: the first compiles, the second is recorded, the third repeated."""
+    """Three times: the first call compiles, later ones launch the compiled kernels."""
     made = CHUNKS[case]
     options = made.options("cuda")
     if case == "narrow-window":
@@ -90,10 +90,10 @@ def test_a_chunk_does_not_wait_for_the_host(format: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_memory_that_was_not_written_is_not_seen() -> None:
+def test_unwritten_memory_is_not_read() -> None:
     storage, chunk = _filled(CHUNKS["ragged"], "int4", torch.bfloat16)
     poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
-    del poison  # the allocator hands this memory to the body in 16 bits
+    del poison  # the allocator reuses this memory for the restored KV
     out = cached_attention(*chunk, storage, backend="triton")
     assert out.isfinite().all()
 

@@ -1,4 +1,4 @@
-"""The decode and append kernels on the device: the interpreter's cases, and what only a device shows."""
+"""The decode and append kernels on a GPU: the cases of the interpreter, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_long_rows(format: str) -> None:
 
 @pytest.mark.parametrize("format", STORED_FORMATS)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 96), (256, 256)], ids=str)
-def test_appended_bits_equal_those_of_torch(format: str, dims: tuple[int, int]) -> None:
+def test_appended_bits_equal_torch(format: str, dims: tuple[int, int]) -> None:
     case = Case(kv_len=1500, head_dim=dims[0], value_dim=dims[1], padding=(0, 77))
     _, key, value = case.inputs(torch.bfloat16, "cuda")
     ours, expected = (case.storage(format, torch.bfloat16, "cuda", is_filled=False) for _ in range(2))
@@ -128,7 +128,7 @@ def test_every_output_is_written() -> None:
     storage = case.storage("int8", torch.bfloat16, "cuda")
     query, _, _ = case.inputs(torch.bfloat16, "cuda")
     poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
-    del poison  # the allocator hands this memory to the outputs
+    del poison  # the allocator reuses this memory for the outputs
     out, lse = decode_attention(query, storage, scale=0.1)
     assert out.isfinite().all()
     assert lse.isfinite().all()

@@ -1,9 +1,9 @@
-"""What a model with a ``DMACache`` has to compute, in one forward pass over the whole sequence and without a cache.
+"""What a model with a ``DMACache`` must compute, in one forward pass over the whole sequence and without a cache.
 
 The attention ``cache_oracle`` knows in which calls the tokens come. The queries of the first are computed under the
 recipe. Those of a later one see keys and values that went through the cache's format, in whole tiles counted from the
-row's first token, but raw ones in the sinks and from ``diagonal_tiles`` before their own tile on. So a later call is
-cut where a row of the batch enters a new tile.
+row's first token, but unquantized ones in the sinks and from ``diagonal_tiles`` before their own tile on. So a later
+call is cut where a row of the batch enters a new tile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Caches and decode steps that the Triton kernels are tried on, in the interpreter and on a GPU."""
+"""Cases of decoding over a cache, for the interpreter and for a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Case:
-    """A cache that holds ``kv_len`` keys in every row, less its padding, and the queries of its last positions."""
+    """A cache with ``kv_len`` keys per row minus padding, and queries at its last positions."""
 
     kv_len: int = 700
     q_len: int = 1
@@ -37,7 +37,7 @@ class Case:
     sink_tiles: int = 1
 
     def inputs(self, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and raw keys and values as Transformers hands them: transposed views."""
+        """Return queries, keys and values as Transformers passes them: transposed views."""
         made = random_qkv(
             batch=len(self.padding), q_heads=self.q_heads, kv_heads=self.kv_heads, q_len=self.q_len,
             kv_len=self.kv_len, head_dim=self.head_dim, value_dim=self.value_dim, dtype=dtype, device=device,
@@ -46,7 +46,7 @@ class Case:
         return query, key, value
 
     def storage(self, format: str, dtype: torch.dtype, device: str, *, is_filled: bool = True) -> LayerStorage:
-        """Return a cache, filled in torch."""
+        """Return a cache that torch filled."""
         storage = LayerStorage.allocate(
             format, batch=len(self.padding), kv_heads=self.kv_heads, head_dim=self.head_dim,
             value_dim=self.value_dim or self.head_dim, dtype=dtype, device=torch.device(device),
@@ -59,18 +59,18 @@ class Case:
         return storage
 
     def options(self, device: str) -> dict[str, object]:
-        """Return the arguments that decode kernel and reference share."""
+        """Return the options of the decode kernel and of the reference."""
         sinks = None if self.sinks is None else torch.tensor(self.sinks, device=device)
         scale = self.head_dim**-0.5
         return {"scale": scale, "window": self.window, "softcap": self.softcap, "sinks": sinks}
 
     def reference(self, storage: LayerStorage) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp of the specification over a filled cache, in fp32."""
-        tail = storage.key_residual
-        query, key, value = self.inputs(tail.dtype, tail.device.type)
+        """Return the output and log-sum-exp of the reference over a filled cache, in fp32."""
+        dtype, device = storage.key_residual.dtype, storage.key_residual.device.type
+        query, key, value = self.inputs(dtype, device)
         return cached_attention_reference(
             query.float(), key[:, :, :0], value[:, :, :0], storage,
-            CacheOptions(**self.options(tail.device.type)),  # type: ignore[arg-type]
+            CacheOptions(**self.options(device)),  # type: ignore[arg-type]
         )  # fmt: skip
 
 
@@ -79,24 +79,24 @@ CASES = {
     "mha": Case(q_heads=2),
     "group-of-3": Case(q_heads=3, kv_heads=1),
     "many-columns": Case(q_heads=8, kv_heads=1, q_len=9),
-    "across-a-border": Case(kv_len=645, q_len=16),
-    "at-a-border": Case(kv_len=640),
-    "behind-a-border": Case(kv_len=641),
+    "across-a-boundary": Case(kv_len=645, q_len=16),
+    "at-a-boundary": Case(kv_len=640),
+    "after-a-boundary": Case(kv_len=641),
     "first-tile": Case(kv_len=37, q_len=5),
     "one-key": Case(kv_len=1),
     "ragged": Case(padding=(0, 300, 690)),
     "nothing-visible": Case(kv_len=40, q_len=3, padding=(0, 40, 38)),
     "window": Case(window=200),
-    "window-across-a-border": Case(kv_len=645, q_len=16, window=260),
+    "window-across-a-boundary": Case(kv_len=645, q_len=16, window=260),
     "softcap": Case(softcap=15.0),
     "sinks": Case(sinks=(0.5, 3.0, -2.0, 0.0)),
     "sinks-of-nothing": Case(kv_len=40, q_len=3, padding=(0, 40, 38), sinks=(0.5, float("-inf"), -2.0, float("-inf"))),
     "sinks-of-many": Case(kv_len=645, q_len=9, sinks=(0.5, 3.0, -2.0, 0.0)),
     "softcap-and-sinks-of-many": Case(kv_len=645, q_len=9, softcap=5.0, sinks=(0.5, 3.0, -2.0, 0.0)),
     "no-band": Case(diagonal_tiles=0, sink_tiles=0),
-    "no-band-across-a-border": Case(kv_len=645, q_len=16, diagonal_tiles=0, sink_tiles=0),
-    "wide-band-across-a-border": Case(kv_len=645, q_len=9, diagonal_tiles=2, sink_tiles=2),
-    "ragged-across-borders": Case(kv_len=645, q_len=9, padding=(0, 300, 130)),
+    "no-band-across-a-boundary": Case(kv_len=645, q_len=16, diagonal_tiles=0, sink_tiles=0),
+    "wide-band-across-a-boundary": Case(kv_len=645, q_len=9, diagonal_tiles=2, sink_tiles=2),
+    "ragged-across-boundaries": Case(kv_len=645, q_len=9, padding=(0, 300, 130)),
     "wide-band": Case(diagonal_tiles=2, sink_tiles=2),
     "head-dim-80-96": Case(head_dim=80, value_dim=96),
     "head-dim-96-40": Case(head_dim=96, value_dim=40),
@@ -107,7 +107,7 @@ CASES = {
 
 
 def scattered(storage: LayerStorage) -> LayerStorage:
-    """Return the same cache with its pages and raw rows apart, in another order, and others between them."""
+    """Return the same cache with pages and unquantized rows reordered, and unused ones between them."""
     batch = len(storage.lengths)
 
     def apart(tensor: Tensor, order: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def scattered(storage: LayerStorage) -> LayerStorage:
 
 
 def gathered(storage: LayerStorage) -> LayerStorage:
-    """Return a scattered cache in order again."""
+    """Return a scattered cache in its original order."""
     body = storage.kv_pages[storage.page_table.long().flatten()]
     return replace(
         storage.rows(slice(None)),
@@ -135,7 +135,7 @@ def gathered(storage: LayerStorage) -> LayerStorage:
 
 
 def assert_storages_equal(actual: LayerStorage, expected: LayerStorage) -> None:
-    """Assert that all tensors of two caches have the same bits."""
+    """Assert that two caches hold the same bits."""
     for name, tensor in expected.tensors().items():
         try:
             assert_bits_equal(actual.tensors()[name], tensor)
@@ -144,11 +144,11 @@ def assert_storages_equal(actual: LayerStorage, expected: LayerStorage) -> None:
 
 
 def assert_decode_matches(case: Case, format: str, dtype: torch.dtype, device: str) -> None:
-    """Hold the decode kernel against exact attention over the same cache."""
+    """Compare the decode kernel with exact attention over the same cache."""
     query, _, _ = case.inputs(dtype, device)
     storage = case.storage(format, dtype, device)
     out, lse = decode_attention(query, storage, **case.options(device))  # type: ignore[arg-type]
-    if torch.device(device).type == "cuda":  # the second call is recorded, the third repeated
+    if torch.device(device).type == "cuda":  # later calls launch the compiled kernels
         for _ in range(2):
             again, again_lse = decode_attention(query, storage, **case.options(device))  # type: ignore[arg-type]
             assert torch.equal(again, out)
@@ -164,16 +164,16 @@ def assert_decode_matches(case: Case, format: str, dtype: torch.dtype, device: s
 
 
 def assert_as_exact(out: Tensor, exact: Tensor) -> None:
-    """Hold outputs of the decode kernel against exact attention: it rounds a few numbers to 16 bits."""
+    """Compare with exact attention, within the rounding of queries, probabilities and outputs to 16 bits."""
     assert out.transpose(1, 2).is_contiguous()
     assert not out.isnan().any()
     rounding = torch.finfo(out.dtype).eps
     error = relative_error(out, exact)
-    assert error <= 2.5 * rounding, f"{error:.2g} is over {2.5 * rounding:.2g}"  # queries, weights, outputs
+    assert error <= 2.5 * rounding, f"{error:.2g} is over {2.5 * rounding:.2g}"
 
 
 def assert_steps_match(case: Case, format: str, dtype: torch.dtype, device: str) -> None:
-    """Hold the last three steps (compiled, recorded, repeated) against the reference, what they store to the bit."""
+    """Compare the last three steps with the reference: outputs within rounding, stored bits exactly."""
     query, key, value = case.inputs(dtype, device)
     ours, expected = (case.storage(format, dtype, device, is_filled=False) for _ in range(2))
     start = max(0, case.kv_len - 3 * case.q_len)

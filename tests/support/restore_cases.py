@@ -1,4 +1,4 @@
-"""Caches that restoring on a device is tried on, in the interpreter and on a GPU."""
+"""Cases of restoring a cache, for the interpreter and for a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = {
 
 
 def assert_restored(storage: LayerStorage, dtype: torch.dtype) -> None:
-    """Hold what the kernel restores against torch: from before the first key to past the last, and a part."""
+    """Compare the kernel with torch: from before the first key to past the last one, and a part of that."""
     longest = int(storage.lengths.max())
     start = torch.full_like(storage.lengths, -5)
     for first, entries in ((start, longest + 9), (start + 75, 200)):
@@ -34,9 +34,9 @@ def assert_restored(storage: LayerStorage, dtype: torch.dtype) -> None:
 
 
 def assert_dense(storage: LayerStorage, case: Case) -> None:
-    """Hold the keys and values of a chunk of 30 tokens, and of what it sees, against torch."""
-    tail = storage.key_residual
-    _, key, value = Case(**{**vars(case), "kv_len": 30}).inputs(tail.dtype, tail.device.type)
+    """Compare what a chunk of 30 tokens reads, its own KV included, with torch."""
+    dtype, device = storage.key_residual.dtype, storage.key_residual.device.type
+    _, key, value = Case(**{**vars(case), "kv_len": 30}).inputs(dtype, device)
     for rows, length, part in storage.by_length():
         first = max(0, length - (case.window or length)) // 128 * 128
         last_tile = max(length, 0) // 128 * 128
@@ -44,18 +44,18 @@ def assert_dense(storage: LayerStorage, case: Case) -> None:
         high = restore_dense(storage, first_position, 1100, key, value)
         for actual, held, new in zip(high, part.gather(first, max(length, 0), length, 0), (key, value), strict=True):
             seen = max(length, 0) - first
-            assert_bits_equal(actual[rows, :, :seen], held.to(tail.dtype))
+            assert_bits_equal(actual[rows, :, :seen], held.to(dtype))
             added = new[rows, :, max(-length, 0) :]
             assert_bits_equal(actual[rows, :, seen : seen + added.shape[2]], added.contiguous())
             assert (actual[rows, :, seen + added.shape[2] :] == 0).all()
         low = restore_dense(storage, first_position, 1100, as_low=True)
         for actual, held in zip(low, part.gather(first, max(length, 0), length, last_tile), strict=True):
-            assert_bits_equal(actual[rows, :, : held.shape[2]], held.to(tail.dtype))
+            assert_bits_equal(actual[rows, :, : held.shape[2]], held.to(dtype))
             assert (actual[rows, :, held.shape[2] :] == 0).all()
 
 
-def random_body(format: str, dtype: torch.dtype, device: str) -> LayerStorage:
-    """Return a cache whose records are random codes with random scales and lows, some of them NaN."""
+def random_pages(format: str, dtype: torch.dtype, device: str) -> LayerStorage:
+    """Return a cache whose page blocks hold random codes, scales and zero points, some of them NaN."""
     storage = Case(kv_len=1024).storage(format, dtype, device, is_filled=False)
     storage.lengths += 1024
     generator = torch.Generator().manual_seed(0)

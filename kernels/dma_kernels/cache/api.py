@@ -241,20 +241,17 @@ def _restore_eagerly(storage: LayerStorage, position: Tensor, length: int) -> tu
     return storage.restore(position, length)
 
 
-def _op_arguments(storage: LayerStorage) -> tuple[list[Tensor], str, int | None, int, Tensor | None, int]:
+def _op_arguments(storage: LayerStorage) -> tuple[list[Tensor], Tensor | None, str, list[int]]:
     """Return a storage as arguments of a custom op, which takes no objects."""
-    tensors = list(storage.tensors().values())
-    return tensors, storage.format, storage.window, storage.rolled_back, storage.unquantized_rows, storage.slack_tiles
+    numbers = [storage.window or 0, storage.rolled_back, storage.slack_tiles]
+    return list(storage.tensors().values()), storage.unquantized_rows, storage.format, numbers
 
 
-def _storage_of(
-    tensors: list[Tensor], format: str, window: int | None, rolled_back: int, rows: Tensor | None, slack_tiles: int
-) -> LayerStorage:
+def _storage_of(tensors: list[Tensor], rows: Tensor | None, format: str, numbers: list[int]) -> LayerStorage:
     """Return the storage of :func:`_op_arguments`."""
-    named: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
-    return LayerStorage(
-        format, window, **named, rolled_back=rolled_back, unquantized_rows=rows, slack_tiles=slack_tiles
-    )
+    fields: dict[str, Any] = dict(zip(TENSORS, tensors, strict=True))
+    fields |= {"unquantized_rows": rows, "rolled_back": numbers[1], "slack_tiles": numbers[2]}
+    return LayerStorage(format, numbers[0] or None, **fields)
 
 
 @torch.library.custom_op("dma_kernels::cached_attention", mutates_args=("tensors",))
@@ -263,11 +260,9 @@ def _cached_attention(
     key: Tensor,
     value: Tensor,
     tensors: list[Tensor],
-    format: str,
-    storage_window: int | None,
-    rolled_back: int,
     rows: Tensor | None,
-    slack_tiles: int,
+    format: str,
+    numbers: list[int],
     scale: float,
     is_causal: bool,
     window: int | None,
@@ -277,9 +272,8 @@ def _cached_attention(
     mask_position: Tensor | None,
     backend: str,
 ) -> Tensor:
-    storage = _storage_of(tensors, format, storage_window, rolled_back, rows, slack_tiles)
     options = CacheOptions(scale, is_causal, window, softcap, sinks, mask, mask_position)
-    return _attend(query, key, value, storage, options, backend)
+    return _attend(query, key, value, _storage_of(tensors, rows, format, numbers), options, backend)
 
 
 @_cached_attention.register_fake
@@ -290,30 +284,16 @@ def _(query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("dma_kernels::cache_append", mutates_args=("tensors",))
 def _append(
-    key: Tensor,
-    value: Tensor,
-    tensors: list[Tensor],
-    format: str,
-    window: int | None,
-    rolled_back: int,
-    rows: Tensor | None,
-    slack_tiles: int,
+    key: Tensor, value: Tensor, tensors: list[Tensor], rows: Tensor | None, format: str, numbers: list[int]
 ) -> None:
-    _store(_storage_of(tensors, format, window, rolled_back, rows, slack_tiles), key, value)
+    _store(_storage_of(tensors, rows, format, numbers), key, value)
 
 
 @torch.library.custom_op("dma_kernels::cache_restore", mutates_args=())
 def _restore(
-    position: Tensor,
-    length: int,
-    tensors: list[Tensor],
-    format: str,
-    window: int | None,
-    rolled_back: int,
-    rows: Tensor | None,
-    slack_tiles: int,
+    position: Tensor, length: int, tensors: list[Tensor], rows: Tensor | None, format: str, numbers: list[int]
 ) -> tuple[Tensor, Tensor]:
-    return _restore_eagerly(_storage_of(tensors, format, window, rolled_back, rows, slack_tiles), position, length)
+    return _restore_eagerly(_storage_of(tensors, rows, format, numbers), position, length)
 
 
 @_restore.register_fake

@@ -21,8 +21,8 @@ from ..runtime import chip
 from ..runtime.launch import Launcher
 from ..runtime.plan import LaunchPlan, make_plan
 from ..runtime.reports import report
-from ..runtime.tuning import select_decode_tiles
 from .append import append_tokens
+from .decode_config import select_decode_tiling
 from .decode_kernel import DecodeConfig, Splits, decode_kernel
 from .decode_mma import QUERIES
 from .formats import VALUE_GROUP
@@ -205,27 +205,21 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
     sizes = problem.cache.sizes
     page = dict(vars(PageConfig.of(layout, kv_heads)))
     page["BLOCK_DV"] = max(VALUE_GROUP, page["BLOCK_DV"])
-    tiles = select_decode_tiles(
-        problem.arch,
-        page["BLOCK_D"],
-        page["BLOCK_DV"],
-        layout.format.bits,
-        heads=heads,
-        tiles=sum(sizes),
-        processors=problem.sms,
+    tiling = select_decode_tiling(
+        problem.arch, page["BLOCK_D"], page["BLOCK_DV"], page["BITS"], heads=heads, tiles=sum(sizes), sms=problem.sms
     )
     config = DecodeConfig(
         **page,
         GROUP=group,
         LOW_QUERIES=4 if group * q_len <= 4 else QUERIES,
-        W=tiles.warps,
-        STAGES=tiles.buffers,
+        W=tiling.warps,
+        STAGES=tiling.stages,
         HAS_WINDOW=problem.window is not None,
         HAS_SOFTCAP=problem.softcap is not None,
         USE_PDL=problem.use_pdl,
     )
     # A CTA writes a split for each head that it touches.
-    split_rows = (tiles.programs + heads) * triton.cdiv(group * q_len, QUERIES) * QUERIES
+    split_rows = (tiling.ctas + heads) * triton.cdiv(group * q_len, QUERIES) * QUERIES
 
     def launch(query: Any, key: Any, value: Any, sinks: Any, *cache: Any) -> tuple[Any, Any]:
         out = query.new_empty((batch, q_len, q_heads, value_dim)).transpose(1, 2)
@@ -237,7 +231,7 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
         )
         new_key, new_value, tensors = Strided.of(key), Strided.of(value), CacheInputs(*cache).tensors
         Launcher(decode_kernel, {"CONFIG": config}, num_warps=config.W)(
-            (tiles.programs, 1, 1),
+            (tiling.ctas, 1, 1),
             Strided.of(query), new_key, new_value, tensors, splits,
             (problem.softcap or 0.0) * LOG2_E, problem.scale * LOG2_E,
             batch, q_len, problem.window or 0, problem.diagonal_tiles, *sizes,
@@ -258,4 +252,4 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
         return out, lse
 
     layouts = (problem.query, problem.key, problem.value, problem.sinks, *problem.cache)
-    return DecodePlan(config, tiles.programs, make_plan(launch, layouts, problem.query.device))
+    return DecodePlan(config, tiling.ctas, make_plan(launch, layouts, problem.query.device))

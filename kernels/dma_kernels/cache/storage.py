@@ -143,6 +143,16 @@ class LayerStorage:
         return key, value, key_sink, value_sink, self.kv_pages.stride(0) // 4
 
     @property
+    def residual(self) -> tuple[Tensor, Tensor]:
+        """The residual keys and values."""
+        return self.key_residual, self.value_residual
+
+    @property
+    def sink(self) -> tuple[Tensor, Tensor]:
+        """The sink keys and values."""
+        return self.key_sink, self.value_sink
+
+    @property
     def residual_len(self) -> int:
         """Tokens in the ring buffer of residual KV."""
         return self.key_residual.shape[2]
@@ -178,8 +188,7 @@ class LayerStorage:
 
     def empty_kv(self) -> tuple[Tensor, Tensor]:
         """Return keys and values of zero tokens."""
-        batch = len(self.lengths)
-        key, value = (x.new_empty((batch, x.shape[1], 0, x.shape[3])) for x in (self.key_residual, self.value_residual))
+        key, value = (x.new_empty((len(self.lengths), x.shape[1], 0, x.shape[3])) for x in self.residual)
         return key, value
 
     def tensors(self) -> dict[str, Tensor]:
@@ -309,12 +318,9 @@ class LayerStorage:
         """
         first = max(length, 0) // TILE * TILE
         index = self._residual_index(first, max(length, 0))
-        new = slice(max(-length, 0), None)  # skips padding
-        return (
-            first,
-            torch.cat((self.key_residual[:, :, index], key[:, :, new]), 2),
-            torch.cat((self.value_residual[:, :, index], value[:, :, new]), 2),
-        )
+        new = (x[:, :, max(-length, 0) :] for x in (key, value))  # skips padding
+        keys, values = (torch.cat((x[:, :, index], y), 2) for x, y in zip(self.residual, new, strict=True))
+        return first, keys, values
 
     def dequantize(self, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Dequantize complete tiles of rows of equal length.
@@ -347,12 +353,7 @@ class LayerStorage:
         sink = slice(first, min(end, self.sink_len))
         index = self._residual_index(band, max(end, band))
         gathered = []
-        for quantized, residual, sinks in zip(
-            self.dequantize(first, complete),
-            (self.key_residual, self.value_residual),
-            (self.key_sink, self.value_sink),
-            strict=True,
-        ):
+        for quantized, residual, sinks in zip(self.dequantize(first, complete), self.residual, self.sink, strict=True):
             dtype = torch.promote_types(residual.dtype, torch.float32)
             x = F.pad(quantized.to(dtype), (0, 0, 0, end - complete))
             if residual.dtype == torch.float16:  # a zero point is rounded down, possibly below the lowest fp16 number
@@ -384,13 +385,8 @@ class LayerStorage:
         residual_start = min(start, max(first, length + self.rolled_back - self.residual_len))
         index = self._residual_index(residual_start, start)
         high, low = [], []
-        for stored, residual, new, dequantized in zip(
-            self.gather(first, start, length, start),
-            (self.key_residual, self.value_residual),
-            recent,
-            self.page_layout.decode(blocks),
-            strict=True,
-        ):
+        gathered, decoded = self.gather(first, start, length, start), self.page_layout.decode(blocks)
+        for stored, residual, new, dequantized in zip(gathered, self.residual, recent, decoded, strict=True):
             new = new.to(stored.dtype)
             older = stored[:, :, : residual_start - first]
             high.append(torch.cat((older, residual[:, :, index].to(stored.dtype), new), 2))
@@ -425,10 +421,7 @@ class LayerStorage:
                 lost = max(0, length + self.rolled_back - self.residual_len)
                 first, end = max(0, length - count - self.residual_len), min(max(0, length - count), lost)
                 index = self._residual_index(first, end)
-                for residual, sink in (
-                    (self.key_residual, part.key_sink),
-                    (self.value_residual, part.value_sink),
-                ):
+                for residual, sink in zip(self.residual, part.sink, strict=True):
                     residual[rows, :, index] = sink[:, :, first:end]
             rolled_back = 0
         self.lengths -= count
@@ -465,14 +458,13 @@ class LayerStorage:
         for tile in range(first // TILE, end // TILE, TILES_PER_PASS):
             tokens = slice(tile * TILE - first, min(tile + TILES_PER_PASS, end // TILE) * TILE - first)
             self._quantize(tile, keys[:, :, tokens], values[:, :, tokens])
-        sink = slice(first, min(end, self.sink_len))
-        if sink.start < sink.stop:
-            self.key_sink[:, :, sink] = keys[:, :, : sink.stop - first]
-            self.value_sink[:, :, sink] = values[:, :, : sink.stop - first]
+        sink_end = min(end, self.sink_len)
         start = max(first, end - self.residual_len)
         index = self._residual_index(start, end)
-        self.key_residual[:, :, index] = keys[:, :, start - first :]
-        self.value_residual[:, :, index] = values[:, :, start - first :]
+        for x, residual, sink in zip((keys, values), self.residual, self.sink, strict=True):
+            if first < sink_end:
+                sink[:, :, first:sink_end] = x[:, :, : sink_end - first]
+            residual[:, :, index] = x[:, :, start - first :]
 
     def _quantize(self, tile: int, keys: Tensor, values: Tensor) -> None:
         """Quantize whole tiles, from number ``tile`` on."""

@@ -1,4 +1,4 @@
-"""Which backend attends to a cache. What the kernels compute is tested beside them."""
+"""Dispatch of attention over a cache, and its backends against each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH, STORED = 300, 290
 
 @pytest.fixture(params=FORMATS)
 def case(request):
-    """New queries, keys and values, a cache of what came before them, and exact attention over it."""
+    """New queries, keys and values, a cache of the tokens before them, and exact attention over it."""
     query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=LENGTH, kv_len=LENGTH, dtype=torch.float16)
     sizes = {"batch": 1, "kv_heads": 2, "head_dim": 64, "value_dim": 64}
     storage = LayerStorage.allocate(
@@ -46,7 +46,7 @@ def test_every_backend_decodes_and_stores(case, backend):
     ids=["all", "window", "softcap", "sinks"],
 )
 def test_chunks_over_a_cache(format, options):
-    """Of rows that have different padding; one chunk ends in the tile that it begins in, one in the next."""
+    """With rows of different padding; one chunk ends in the tile that it begins in, the other in the next tile."""
     length, padding = 520, torch.tensor([0, 37])
     query, key, value = random_qkv(batch=2, q_len=length, kv_len=length, head_dim=32, dtype=torch.float16)
     sizes = {"batch": 2, "kv_heads": 1, "head_dim": 32, "value_dim": 32, "tiles": 4, "window": options.get("window")}
@@ -69,7 +69,7 @@ def test_chunks_over_a_cache(format, options):
 @pytest.mark.parametrize("window", [2**30, 2**31 - 1, 2**31, 2**40])
 @pytest.mark.parametrize("length", [1, 40])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_a_window_of_everything_hides_nothing(backend, length, window):
+def test_a_window_of_everything_masks_nothing(backend, length, window):
     query, key, value = random_qkv(batch=2, q_len=200, kv_len=200, head_dim=16, dtype=torch.float16)
     results = []
     for each in (window, None):
@@ -137,7 +137,7 @@ def test_where_triton_runs_no_call_runs_the_reference(case, count, options, monk
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("count", [1, 100])
 def test_keys_past_the_reserved_tiles_are_refused(backend, count, monkeypatch):
-    """Two rows with different padding and room for two tiles: the longer row decides, and nothing is stored."""
+    """Two rows with different padding and two pages each: the longer row decides, and nothing is stored."""
     monkeypatch.setattr(cache_api, "resolve_backend", lambda *_: backend)  # storing runs on it, too
     query, key, value = random_qkv(batch=2, q_len=600, kv_len=600, head_dim=16, dtype=torch.float16)
     storage = LayerStorage.allocate(

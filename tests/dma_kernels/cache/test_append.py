@@ -1,4 +1,4 @@
-"""Appending in Triton leaves every bit of the storage as appending in torch does."""
+"""Appending in Triton stores the same bits as appending in torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dma_kernels.cache.append import append_tokens
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
 
-STEPS = (100, 20, 30, 300, 1, 500, 3)  # within a tile, over a border, several tiles, more than the tail holds
+STEPS = (100, 20, 30, 300, 1, 500, 3)  # in a tile, across a boundary, several tiles, more than the residual KV holds
 formats = pytest.mark.parametrize("format", FORMATS)
 
 
@@ -26,13 +26,13 @@ def _append_both(case: Case, format: str, steps: tuple[int, ...], dtype: torch.d
 
 
 @pytest.mark.parametrize("format", STORED_FORMATS)
-def test_bits_equal_those_of_torch(format: str) -> None:
+def test_bits_equal_torch(format: str) -> None:
     _append_both(Case(kv_len=sum(STEPS), kv_heads=1, head_dim=80, value_dim=96), format, STEPS)
 
 
 @formats
 @pytest.mark.parametrize("dims", [(64, 128), (33, 65), (8, 20), (128, 256)], ids=str)
-def test_channels(format: str, dims: tuple[int, int]) -> None:
+def test_any_head_dim(format: str, dims: tuple[int, int]) -> None:
     _append_both(Case(kv_len=270, head_dim=dims[0], value_dim=dims[1]), format, (100, 170), torch.bfloat16)
 
 
@@ -42,7 +42,7 @@ def test_padded_rows_of_different_lengths(format: str) -> None:
 
 
 @formats
-def test_a_window_keeps_its_last_tiles(format: str) -> None:
+def test_a_window_keeps_the_last_tiles(format: str) -> None:
     _append_both(Case(kv_len=1500, kv_heads=1, window=200), format, (600, 700, 200))
 
 
@@ -55,7 +55,7 @@ def test_nothing_new_changes_nothing() -> None:
 
 @formats
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-def test_broken_numbers_constants_and_signed_zeros(format: str) -> None:
+def test_non_finite_numbers_constants_and_signed_zeros(format: str) -> None:
     case = Case(kv_len=384, kv_heads=1)
     _, key, value = case.inputs(torch.float16, "cpu")
     key[:, :, :128], value[:, :, :128] = 0.0, -0.0
@@ -74,8 +74,8 @@ def test_broken_numbers_constants_and_signed_zeros(format: str) -> None:
 
 
 @formats
-def test_pages_can_lie_anywhere(format: str) -> None:
-    """As a serving cache has them: records are written to, and read from, where the table says."""
+def test_pages_follow_the_page_table(format: str) -> None:
+    """As in a serving cache, pages may be in any order."""
     case = Case(kv_len=400, padding=(0, 50))
     _, key, value = case.inputs(torch.float16, "cpu")
     expected, ours = (case.storage(format, torch.float16, "cpu", is_filled=False) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The decode kernels against the reference, in Triton's interpreter; ``tests/gpu`` runs the same cases on a device."""
+"""The decode kernels against the reference in Triton's interpreter; ``tests/gpu`` runs the same cases on a GPU."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_matches_the_reference(format: str, case: str) -> None:
     "case",
     [
         "one-query",
-        "across-a-border",
-        "no-band-across-a-border",
+        "across-a-boundary",
+        "no-band-across-a-boundary",
         "ragged",
         "nothing-visible",
         "window",
@@ -62,11 +62,11 @@ def test_rotated_keys_match_the_reference(case: str) -> None:
 
 
 def test_steps_with_rotated_keys_match_the_reference() -> None:
-    assert_steps_match(CASES["across-a-border"], ROTATED_KEYS, torch.float16, "cpu")
+    assert_steps_match(CASES["across-a-boundary"], ROTATED_KEYS, torch.float16, "cpu")
 
 
 def test_rotated_keys_with_outliers_lose_no_accuracy_in_the_kernel() -> None:
-    """Scales of rotated keys that FP16 does not hold, and queries whose rotation BF16 would round."""
+    """Scales of rotated keys that overflow FP16, and queries whose rotation BF16 would round."""
     case = Case(kv_len=700, head_dim=128)
     query, key, value = case.inputs(torch.float16, "cpu")
     key, query = key * 1024.0, query / 1024.0
@@ -79,7 +79,7 @@ def test_rotated_keys_with_outliers_lose_no_accuracy_in_the_kernel() -> None:
 
 
 @formats
-def test_rows_do_not_depend_on_their_neighbours(format: str) -> None:
+def test_rows_do_not_depend_on_each_other(format: str) -> None:
     case = Case(kv_len=500, padding=(0, 130))
     query, key, value = case.inputs(torch.float16, "cpu")
     together, _ = decode_attention(query, case.storage(format, torch.float16, "cpu"), scale=0.125)
@@ -92,8 +92,8 @@ def test_rows_do_not_depend_on_their_neighbours(format: str) -> None:
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("case", ["ragged", "head-dim-80-96", "no-band"])
 @formats
-def test_pages_and_raw_rows_may_lie_anywhere(format: str, case: str, backend: str) -> None:
-    """A chunk, which restores, and a step, which completes a tile, are to the bit what they are in order."""
+def test_pages_and_unquantized_rows_may_be_in_any_order(format: str, case: str, backend: str) -> None:
+    """A chunk, which restores, and a step, which completes a tile, give the same bits as in order."""
     kv_len = 384
     made = replace(CASES[case], kv_len=kv_len)
     query, key, value = replace(made, q_len=41).inputs(torch.float16, "cpu")
@@ -113,13 +113,13 @@ def test_pages_and_raw_rows_may_lie_anywhere(format: str, case: str, backend: st
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @formats
-def test_a_tail_without_a_spare_tile(format: str, backend: str) -> None:
-    """Single tokens, and short and long chunks over borders of tiles, which are answered before they are stored."""
+def test_residual_kv_without_a_spare_tile(format: str, backend: str) -> None:
+    """Single tokens, and chunks across tile boundaries, whose queries attend before their keys are stored."""
     case = Case(kv_len=600, q_len=600, head_dim=16, q_heads=2, kv_heads=1, padding=(0, 130))
     query, key, value = case.inputs(torch.float16, "cpu")
     whole = case.storage(format, torch.float16, "cpu", is_filled=False)
-    tails = {name: getattr(whole, name)[:, :, 128:].clone() for name in ("key_residual", "value_residual")}
-    short = replace(whole.mapped(torch.clone), **tails, slack_tiles=1)
+    residual = {name: getattr(whole, name)[:, :, 128:].clone() for name in ("key_residual", "value_residual")}
+    short = replace(whole.mapped(torch.clone), **residual, slack_tiles=1)
     assert short.diagonal_tiles == 1
     start = 0
     for end in (250, 251, 260, 384, 385, 386, 500, 516, 600):
@@ -130,21 +130,21 @@ def test_a_tail_without_a_spare_tile(format: str, backend: str) -> None:
     assert_bits_equal(short.kv_pages, whole.kv_pages)
 
 
-def test_what_lies_behind_the_last_key_does_not_matter() -> None:
+def test_memory_after_the_last_key_is_not_read() -> None:
     case = Case(kv_len=500)
     storage = case.storage("int8", torch.float16, "cpu")
     query, _, _ = case.inputs(torch.float16, "cpu")
     expected, _ = decode_attention(query, storage, scale=0.125)
-    behind = torch.arange(500, 512) % storage.residual_len
-    storage.key_residual[:, :, behind] = torch.nan
-    storage.value_residual[:, :, behind] = torch.nan
-    storage.kv_pages[3] = 255  # a tile that is not complete: all its scales are NaN
+    unused = torch.arange(500, 512) % storage.residual_len
+    storage.key_residual[:, :, unused] = torch.nan
+    storage.value_residual[:, :, unused] = torch.nan
+    storage.kv_pages[3] = 255  # an incomplete tile: all its scales are NaN
     out, _ = decode_attention(query, storage, scale=0.125)
     assert_bits_equal(out, expected)
 
 
 @formats
-def test_a_broken_key_shows(format: str) -> None:
+def test_a_nan_key_reaches_the_output(format: str) -> None:
     case = Case(kv_len=600)
     query, key, value = case.inputs(torch.float16, "cpu")
     key[0, 1, 200, 3] = torch.nan
@@ -155,29 +155,29 @@ def test_a_broken_key_shows(format: str) -> None:
     assert not out[:, :2].isnan().any()
 
 
-@pytest.mark.parametrize("processors", [1, 7, 60])
+@pytest.mark.parametrize("sms", [1, 7, 60])
 @pytest.mark.parametrize("case", ["ragged", "many-columns", "window", "nothing-visible"])
-def test_any_number_of_programs_shares_the_work(case: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program has several heads, or a head several programs: fewer and more than there are units of work."""
-    monkeypatch.setattr(decode.chip, "processors", lambda device: processors)
+def test_any_number_of_ctas_splits_the_work(case: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CTA has several heads, or a head several CTAs: fewer and more CTAs than work items."""
+    monkeypatch.setattr(decode.chip, "processors", lambda device: sms)
     assert_decode_matches(CASES[case], "int4", torch.float16, "cpu")
     assert_steps_match(CASES[case], "int4", torch.float16, "cpu")
 
 
-def test_more_rows_than_are_looked_at_together() -> None:
+def test_more_rows_than_are_read_at_once() -> None:
     case = Case(kv_len=300, head_dim=16, q_heads=1, kv_heads=1, padding=(0, *range(100, 135), 300, 5))
     assert_decode_matches(case, "int8", torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @formats
-def test_factors_of_channels_between_queries_and_keys_change_nothing(format: str, dtype: str) -> None:
+def test_rescaling_channels_of_queries_and_keys_changes_nothing(format: str, dtype: str) -> None:
     """Multiplying channels of keys by powers of two, and dividing those of queries by them, is exact."""
     case = Case(kv_len=600, q_len=2)
-    most = 40 if dtype == "bf16" else 13  # what the dtype holds exactly
+    limit = 40 if dtype == "bf16" else 13  # what the dtype holds exactly
     query, key, value = case.inputs(DTYPES[dtype], "cpu")
     query, key = (((x * 64).round() / 64).clamp(-7, 7) for x in (query, key))
-    exponent = torch.randint(-most, most + 1, (64,))
+    exponent = torch.randint(-limit, limit + 1, (64,))
     results = []
     for sign in (0, 1):
         storage = case.storage(format, key.dtype, "cpu", is_filled=False)

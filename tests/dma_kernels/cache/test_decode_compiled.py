@@ -1,4 +1,4 @@
-"""The kernels over a cache compiled ahead of time for chips that are not at hand: what runs, and what it takes."""
+"""The cache kernels compiled ahead of time for several GPUs: instructions, registers and shared memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compiled_calls import CompiledCalls
 pytestmark = pytest.mark.slow
 
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes of shared memory that a program may have (CUDA programming guide, technical specifications)."""
+"""Bytes of shared memory that a CTA may have (CUDA programming guide, technical specifications)."""
 
 STEPS = [
     *(f"{format}:{arch}:128:128:1" for format in ("int8", "int4") for arch in SHARED_MEMORY),
@@ -32,23 +32,23 @@ def kernels(compiled_by: Callable[[str], CompiledCalls]) -> CompiledCalls:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step(step: str, kernels: CompiledCalls) -> None:
-    """One kernel answers queries; another, which starts early, combines parts of heads and stores new keys."""
-    decode, end = kernels[step]
-    assert (decode["name"], end["name"]) == ("decode_kernel", "combine_kernel")
+def test_resources_of_a_step(step: str, kernels: CompiledCalls) -> None:
+    """One kernel attends; the other, by programmatic dependent launch, combines splits and stores new KV."""
+    decode, combine = kernels[step]
+    assert (decode["name"], combine["name"]) == ("decode_kernel", "combine_kernel")
     arch = int(step.split(":")[1])
-    for kernel, early in ((decode, "launch_dependents"), (end, "wait")):
+    for kernel, early in ((decode, "launch_dependents"), (combine, "wait")):
         assert kernel["shared"] <= SHARED_MEMORY[arch], kernel["name"]
         assert (f"griddepcontrol.{early}" in kernel["ptx"]) == (arch >= 90), kernel["name"]
-    assert end["stack"] == 0 or "256" in step
+    assert combine["stack"] == 0 or "256" in step
     assert decode["loop_spills"] == 0 or "256" in step
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step.endswith(":128:128:1")])
-def test_what_a_tile_takes(step: str, kernels: CompiledCalls) -> None:
-    """A tile takes its products, of integers, and 8 for lows, 16 raw keys 16; codes come in copies of 16 bytes.
+def test_instructions_of_a_tile(step: str, kernels: CompiledCalls) -> None:
+    """A low tile takes 64 integer MMAs and 8 for zero points; 16 high keys take 16; codes are copied in 16 bytes.
 
-    Rotated queries have more than 16 bits, so that their product with the lows takes 8 more.
+    Rotated queries have more than 16 bits: their product with the zero points takes 8 more.
     """
     ptx = kernels[step][0]["ptx"]
     kinds = re.findall(r"mma\.sync\.aligned\.(m16n8k\d+)\.row\.col\.(?:satfinite\.)?(\w+)\.", ptx)
@@ -58,8 +58,8 @@ def test_what_a_tile_takes(step: str, kernels: CompiledCalls) -> None:
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_chunk(chunk: str, kernels: CompiledCalls) -> None:
-    """Raw and dequantised keys in 16 bits by a kernel that spills nothing, then the portable prefill kernel."""
+def test_kernels_of_a_chunk(chunk: str, kernels: CompiledCalls) -> None:
+    """A kernel that spills nothing restores KV to 16 bits; then the portable prefill kernel runs."""
     names = [kernel["name"] for kernel in kernels[chunk]]
     assert names == ["restore_kernel", "append_kernel", "restore_kernel", "prefill_kernel"]
     assert kernels[chunk][0]["stack"] == 0

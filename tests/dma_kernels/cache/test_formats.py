@@ -1,4 +1,4 @@
-"""The formats of a cache: codes bit for bit those of an oracle, every code and every tie, and the layout."""
+"""The cache formats: codes equal to an oracle bit for bit, every code and every tie, and the layout of page blocks."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ every_format = pytest.mark.parametrize(
 
 
 def oracle(group: list[float], max_code: int) -> tuple[list[int], float, float]:
-    """Return codes, scale and low of one group, exactly: bfloat16 neighbours are searched for, ties worked out."""
+    """Return codes, scale and zero point of one group, by exact search among bfloat16 neighbours and exact ties."""
     numbers = np.array(group, np.float32)
-    low = numbers.min().astype(bfloat16)
-    if np.float32(low) > numbers.min():
-        low = np.nextafter(low, bfloat16(-np.inf))
-    span = numbers.max() - np.float32(low)
+    zero_point = numbers.min().astype(bfloat16)
+    if np.float32(zero_point) > numbers.min():
+        zero_point = np.nextafter(zero_point, bfloat16(-np.inf))
+    span = numbers.max() - np.float32(zero_point)
     scale = float((span * np.float32(1 / max_code)).astype(bfloat16))
     if scale == 0.0:
-        return [0] * len(group), scale, float(low)
-    quotients = (numbers - np.float32(low)) / np.float32(scale)
-    return [min(round(float(q)), max_code) for q in quotients], scale, float(low)
+        return [0] * len(group), scale, float(zero_point)
+    quotients = (numbers - np.float32(zero_point)) / np.float32(scale)
+    return [min(round(float(q)), max_code) for q in quotients], scale, float(zero_point)
 
 
 @formats
 @pytest.mark.parametrize("kind", ["keys", "values"])
-def test_codes_are_those_of_an_oracle(format, kind) -> None:
+def test_codes_equal_the_oracle(format, kind) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(128, 70, generator=generator) * torch.logspace(-20, 20, 70, base=2.0) + 3.0
     if kind == "keys":
@@ -67,7 +67,7 @@ def test_codes_are_those_of_an_oracle(format, kind) -> None:
 
 @formats
 def test_every_code_and_every_tie(format) -> None:
-    """With a scale of 1 and a low of -8 a number between two codes goes to the even one."""
+    """With scale 1 and zero point -8, a number halfway between two codes rounds to the even one."""
     whole = torch.arange(format.max_code + 1.0)
     halves = whole[:-1] + 0.5
     for numbers, expected in ((whole, whole), (halves, (halves / 2).round() * 2)):
@@ -95,7 +95,7 @@ def test_constant_groups_are_exact(format) -> None:
 
 @formats
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf], ids=str)
-def test_a_broken_number_breaks_its_group_and_no_other(format, number) -> None:
+def test_a_non_finite_number_breaks_its_group_and_no_other(format, number) -> None:
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     broken = x.clone()
     broken[5, 7] = number
@@ -108,7 +108,7 @@ def test_a_broken_number_breaks_its_group_and_no_other(format, number) -> None:
         assert not codes.zero_point.isnan().any()
 
 
-def test_a_range_past_the_end_of_fp32_is_broken() -> None:
+def test_a_range_that_overflows_fp32_is_broken() -> None:
     x = torch.zeros(1, 64)
     x[0, 0], x[0, 1] = 3e38, -3e38
     assert quantize_values(x, CACHE_FORMATS["int8"]).dequantize().isnan().all()
@@ -123,7 +123,7 @@ def test_the_error_is_half_a_step(format) -> None:
 
 @formats
 @given(st.lists(st.integers(-30, 30), min_size=40, max_size=40), st.integers(0, 1 << 30))
-def test_rescaling_channels_of_keys_moves_no_code(format, exponents, seed) -> None:
+def test_rescaling_key_channels_changes_no_code(format, exponents, seed) -> None:
     x = torch.randn(128, 40, generator=torch.Generator().manual_seed(seed)) + 1.0
     powers = torch.tensor(exponents).float().exp2()
     codes, rescaled = quantize_keys(x, format), quantize_keys(x * powers, format)
@@ -131,7 +131,7 @@ def test_rescaling_channels_of_keys_moves_no_code(format, exponents, seed) -> No
     assert torch.equal(codes.dequantize() * powers, rescaled.dequantize())
 
 
-def assert_equal_codes(actual: QuantizedTensor, expected: QuantizedTensor) -> None:
+def assert_equal_quantized(actual: QuantizedTensor, expected: QuantizedTensor) -> None:
     for name in ("code", "scale", "zero_point"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
 
@@ -151,23 +151,23 @@ def rotated(x: torch.Tensor, is_rotated: bool) -> torch.Tensor:
     return x @ hadamard(x.shape[-1]).to(x.dtype) if is_rotated else x
 
 
-class TestRecord:
+class TestPageLayout:
     @every_format
     @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 96), (33, 20), (256, 40), (1, 65)], ids=str)
-    def test_what_is_packed_comes_back(self, format, dims) -> None:
+    def test_unpack_inverts_encode(self, format, dims) -> None:
         layout = PageLayout(format, *dims)
         key, value = (torch.randint(-9, 10, (2, 3, 128, dim)).float() for dim in dims)
         data = layout.encode(key, value)
         assert data.shape == (2, 3, layout.nbytes)
         assert layout.nbytes % 128 == 0
         keys, values = layout.unpack(data)
-        assert_equal_codes(keys, quantize_keys(rotated(key, format.rotate_keys), format))
-        assert_equal_codes(values, quantize_values(rotated(value, format.rotate_values), format))
+        assert_equal_quantized(keys, quantize_keys(rotated(key, format.rotate_keys), format))
+        assert_equal_quantized(values, quantize_values(rotated(value, format.rotate_values), format))
         assert layout.encode(key[:0], value[:0]).shape == (0, 3, layout.nbytes)
         assert layout.decode(data[:, :0])[1].shape == (2, 0, 128, dims[1])
 
-    def test_where_things_are(self) -> None:
-        """One number of each part, its place worked out by hand from the module's text."""
+    def test_offsets_are_as_documented(self) -> None:
+        """One number of each section, its offset computed by hand from the module's docstring."""
         generator = torch.Generator().manual_seed(0)
         key, value = torch.randn(2, 128, 128, generator=generator)
         four, eight = (PageLayout(format, 128, 128) for format in (CACHE_FORMATS["int4"], CACHE_FORMATS["int8"]))
@@ -219,7 +219,7 @@ def test_a_model_that_was_equalised_gets_rotated_keys_where_they_help() -> None:
     assert cache_format("int8", is_equalized=True) is CACHE_FORMATS["int8"]
 
 
-def test_an_unknown_format_is_named() -> None:
+def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown cache format 'int3'; expected one of int8, int4"):
         cache_format("int3")
     with pytest.raises(ValueError, match="unknown cache format 'int4-equalized'; expected one of int8, int4"):

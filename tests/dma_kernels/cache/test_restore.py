@@ -1,6 +1,6 @@
-"""What the device makes of a cache in 16 bits is what torch makes of it, to the bit.
+"""Restoring a cache in Triton gives the same bits as in torch.
 
-In fp16: Triton's interpreter does not round to bfloat16 as a chip does.
+In fp16, because Triton's interpreter does not round to bfloat16 as a GPU does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from decode_cases import FORMATS, STORED_FORMATS, Case
 from dma_kernels.cache import restore
 from dma_kernels.cache.restore import restore_dense
 from dma_kernels.testing import assert_bits_equal
-from restore_cases import CASES, assert_dense, assert_restored, random_body
+from restore_cases import CASES, assert_dense, assert_restored, random_pages
 from triton.runtime import JITFunction
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
@@ -30,7 +30,7 @@ def test_every_shape(case: str, format: str) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_every_byte(format: str) -> None:
-    assert_restored(random_body(format, torch.float16, "cpu"), torch.float16)
+    assert_restored(random_pages(format, torch.float16, "cpu"), torch.float16)
 
 
 STARTS = {
@@ -62,7 +62,7 @@ def test_positions_at_unaligned_addresses_have_their_own_kernel(monkeypatch: pyt
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_tokens_taken_back() -> None:
+def test_rolled_back_tokens() -> None:
     case = Case(kv_len=700, padding=(0, 30))
     storage = case.storage("int4", torch.float16, "cpu")
     storage.crop(100)

@@ -1,4 +1,4 @@
-"""The cache of a layer: what is stored where, and that attention over it is exact attention to what is stored."""
+"""The cache of a layer: what is stored where, and that attention over it is exact attention to what it holds."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torch.library import opcheck
 BATCH, Q_HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 32, 24
 CPU = torch.device("cpu")
 PLANS = {
-    "tokens across borders": [126, *[1] * 4, 124, *[1] * 4, 127, 1, 1, 37],
+    "tokens across boundaries": [126, *[1] * 4, 124, *[1] * 4, 127, 1, 1, 37],
     "chunks": [100, 16, 200, 7, 101],
     "one prompt": [424],
 }
 
 
 def sequence(length: int, dtype: torch.dtype = torch.float64, seed: int = 0):
-    """Queries, keys and values; the keys of a head have a mean, or smoothing would change nothing."""
+    """Return queries, keys with a non-zero mean, and values."""
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(BATCH, Q_HEADS, length, DIM, generator=generator, dtype=dtype)
     key = torch.randn(BATCH, KV_HEADS, length, DIM, generator=generator, dtype=dtype) + 1
@@ -83,7 +83,7 @@ formats = pytest.mark.parametrize("format", FORMATS)
 
 
 def read_by(position: int, key, value, format: str, padding: int = 0, diagonal_tiles: int = 1, sink_tiles: int = 1):
-    """What the query at an index reads of a row's keys and values: codes between the sinks and its band."""
+    """Return what the query at a position reads of a row: dequantized KV between the sinks and its band."""
     layout = PageLayout(cache_format(format), key.shape[2], value.shape[2])
     band = (max(position - padding, 0) // 128 - diagonal_tiles) * 128
     coded = slice(sink_tiles * 128 + padding, band + padding)
@@ -95,7 +95,7 @@ def read_by(position: int, key, value, format: str, padding: int = 0, diagonal_t
 
 
 def oracle(query, key, value, format, padding=(0, 0), first=0, **options):
-    """Exact attention of every query from ``first`` on to what it reads, whatever call it comes in."""
+    """Return exact attention of every query from ``first`` on to what it reads, whatever its call."""
     mask = options.pop("mask", None)
     rows = []
     for row, skipped in enumerate(padding):
@@ -139,7 +139,7 @@ class TestAgreement:
         assert relative_error(actual, oracle(query, key, value, format, **options)) < 1e-12
 
     def test_a_mask_and_no_causality(self):
-        """Of a prefix that all queries of a chunk see, with holes; the columns of the mask begin before position 0."""
+        """A random mask over a prefix, whose columns begin before position 0."""
         query, key, value = sequence(400)
         generator = torch.Generator().manual_seed(3)
         mask = torch.rand(BATCH, 1, 100, 405, generator=generator) < 0.7
@@ -151,7 +151,7 @@ class TestAgreement:
         actual = cached_attention(*new, storage, is_causal=False, mask=mask, mask_position=position)
         assert relative_error(actual, expected) < 1e-12
 
-    def test_stored_keys_can_be_asked_again(self):
+    def test_stored_keys_can_be_attended_to_again(self):
         query, key, value = sequence(300)
         storage = filled("int4", key[:, :, :290], value[:, :, :290])
         new = (x[:, :, 290:] for x in (query, key, value))
@@ -187,21 +187,21 @@ class TestAgreement:
 
 class TestStores:
     @formats
-    def test_codes_do_not_depend_on_how_keys_come(self, format):
+    def test_codes_do_not_depend_on_how_tokens_are_split_into_calls(self, format):
         _, key, value = sequence(424)
         whole = filled(format, key, value, padding=(0, 37))
         for plan in PLANS.values():
             assert_equal_tensors(filled(format, key, value, plan, padding=(0, 37)), whole)
 
     @formats
-    def test_body_holds_raw_keys_and_values(self, format):
+    def test_pages_hold_keys_and_values(self, format):
         _, key, value = sequence(300)
         keys, values = filled(format, key, value).dequantize(0, 256)
         tolerance = {"int8": 0.01, "int4": 0.2}[format]
         assert 0 < relative_error(keys, key[:, :, :256]) < tolerance
         assert 0 < relative_error(values, value[:, :, :256]) < tolerance
 
-    def test_raw_stores_hold_the_ends(self):
+    def test_sink_and_residual_kv_hold_the_ends(self):
         _, key, value = sequence(424)
         storage = filled("int8", key, value, sink_tiles=2)
         assert torch.equal(storage.key_sink, key[:, :, :256])
@@ -227,9 +227,9 @@ class TestStores:
         ring = empty("int8", window=1000)
         ring.reserve(1 << 20)
         assert ring.max_pages == 11  # a window of 999 earlier keys, two tiles of slack, and the tile that it begins in
-        body = ring.kv_pages
+        pages = ring.kv_pages
         ring.reserve(1 << 21)
-        assert ring.kv_pages is body  # and a step copies it no more
+        assert ring.kv_pages is pages  # not copied again
 
     @pytest.mark.parametrize(("format", "bound"), [("int8", 0.54), ("int4", 0.30)])
     def test_bytes_of_32k_tokens(self, format, bound):
@@ -242,7 +242,7 @@ class TestStores:
         assert storage.nbytes / (2 * 2 * 8 * 128 * 32768) < bound + 0.01
 
     def test_restoring(self):
-        """Raw where there is raw; else to the precision of the codes; zeros where there is nothing."""
+        """Unquantized where it is stored so, else to the precision of the codes; zeros where nothing is stored."""
         _, key, value = sequence(700)
         storage = filled("int4", key, value, padding=(0, 37))
         keys, values = restore(storage, torch.tensor([-5, -42]), 710)
@@ -260,7 +260,7 @@ class TestCrop:
     @formats
     @pytest.mark.parametrize("count", [1, 60, 129], ids=lambda n: f"crop {n}")
     def test_short_crops_leave_no_trace(self, format, count):
-        """Across a border of tiles, and with other keys in the place of those that were taken back."""
+        """Across a tile boundary, and with other keys in place of those that were rolled back."""
         query, key, value = sequence(424)
         other, wrong = sequence(424, seed=9)[1:]
         storage = filled(format, key[:, :, :300], value[:, :, :300])
@@ -291,8 +291,8 @@ class TestCrop:
     @formats
     @pytest.mark.parametrize("window", [None, 20, 300])
     @pytest.mark.parametrize(("length", "end"), [(900, 100), (510, 300), (512, 0), (380, 200)])
-    def test_long_crops_to_keys_that_are_all_raw(self, length, end, window, format):
-        """They are in the sinks, or what the tail has lost of them is; cropped once more, too."""
+    def test_long_crops_to_unquantized_keys(self, length, end, window, format):
+        """The keys are in the sinks, or those that the residual KV has lost are; also after another crop."""
         query, key, value = sequence(900)
         storages = []
         for stored in (length, end):
@@ -308,7 +308,7 @@ class TestCrop:
 
     @formats
     def test_a_compiled_restore_knows_what_was_taken_back(self, format):
-        """The tail has lost its oldest keys: other tokens came in their place, and were taken back."""
+        """The residual KV has lost its oldest keys to tokens that were then rolled back."""
         _, key, value = sequence(700)
         other, wrong = sequence(120, seed=9)[1:]
         storage = filled(format, key, value)
@@ -427,7 +427,7 @@ class TestErrors:
 
 @formats
 def test_compilers_see_one_operation(format):
-    """Steps across a border of tiles, of a storage of fixed size, in one graph that is compiled once."""
+    """Steps across a tile boundary, with a cache of fixed size, are one graph that is compiled once."""
     query, key, value = sequence(260)
     expected = decode(
         filled(format, key[:, :, :250], value[:, :, :250]), *(x[:, :, 250:] for x in (query, key, value)), [1] * 10
@@ -446,8 +446,8 @@ def test_compilers_see_one_operation(format):
 
 
 @pytest.mark.parametrize("where", ["in order", "apart"])
-def test_operators_are_what_they_say(where):
-    """Also of a storage whose raw rows a table chooses, which has more of them than the batch."""
+def test_custom_ops_pass_opcheck(where):
+    """Also with unquantized rows in any order, and more of them than the batch."""
     query, key, value = sequence(140)
     storage = filled("int8", key[:, :, :120], value[:, :, :120])
     storage.reserve(2)
@@ -459,7 +459,7 @@ def test_operators_are_what_they_say(where):
     opcheck(_restore, (torch.tensor([-3, 50]), 60, *pieces))
 
 
-def test_compilers_find_raw_rows_where_the_table_says():
+def test_compiled_calls_follow_the_unquantized_rows():
     query, key, value = sequence(140)
     eager, compiled = (scattered(filled("int8", key[:, :, :120], value[:, :, :120], tiles=2)) for _ in range(2))
     new = [x[:, :, 120:] for x in (query, key, value)]
@@ -479,12 +479,12 @@ def test_compilers_find_raw_rows_where_the_table_says():
     ],
     ids=["float", "shape", "device"],
 )
-def test_positions_that_are_none(position, message):
+def test_invalid_positions_are_refused(position, message):
     with pytest.raises(ValueError, match=message):
         restore(empty("int8"), position, 5)
 
 
-def test_a_batch_of_no_rows():
+def test_an_empty_batch():
     query, key, value = (x[:0] for x in sequence(5))
     storage = LayerStorage.allocate(
         "int8", batch=0, kv_heads=KV_HEADS, head_dim=DIM, value_dim=VALUE_DIM, dtype=key.dtype, device=CPU
@@ -495,7 +495,7 @@ def test_a_batch_of_no_rows():
 @pytest.mark.parametrize(
     "name", ["page_table", "lengths", "unquantized_rows", "kv_pages", "key_residual", "value_sink"]
 )
-def test_strides_that_kernels_cannot_read_are_refused(name: str) -> None:
+def test_unsupported_strides_are_refused(name: str) -> None:
     storage = LayerStorage.allocate(
         "int8", batch=4, kv_heads=2, head_dim=32, value_dim=32, dtype=torch.float16, device=torch.device("cpu"), tiles=3
     )
@@ -505,7 +505,7 @@ def test_strides_that_kernels_cannot_read_are_refused(name: str) -> None:
         replace(storage, **{name: strided})
 
 
-def test_rows_may_lie_apart() -> None:
+def test_rows_may_have_any_stride() -> None:
     storage = LayerStorage.allocate(
         "int8", batch=4, kv_heads=2, head_dim=32, value_dim=32, dtype=torch.float16, device=torch.device("cpu"), tiles=3
     )

@@ -1,0 +1,74 @@
+"""Configuration of the decode kernel: a pure function of the GPU and of shapes and capacities.
+
+See ``benchmarks/decode.md`` for the design and its timings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..runtime.chip import TENSOR_MEMORY_ARCHS
+
+SHARED_MEMORY = {80: 167_936, 90: 233_472, **dict.fromkeys(TENSOR_MEMORY_ARCHS, 233_472)}
+"""Bytes of shared memory of an SM, by architecture; 102,400 on others."""
+CTA_RESERVED = 1024
+"""Bytes of shared memory that CUDA reserves per CTA."""
+WARPS_PER_SM = 8
+"""Warps that an SM has registers for, with 255 per thread."""
+SPLITS = 32
+"""A head with more CTAs gets a multiple of these, which divides the steps of long rows most evenly."""
+
+
+@dataclass(frozen=True)
+class DecodeTiling:
+    """How the decode kernel divides its work.
+
+    Attributes:
+        warps: Warps of a CTA.
+        stages: Half tiles of keys or values in shared memory, per warp.
+        ctas: CTAs of the grid, which split the tiles of all heads.
+    """
+
+    warps: int
+    stages: int
+    ctas: int
+
+
+def select_decode_tiling(
+    arch: int, block_d: int, block_dv: int, bits: int, *, heads: int, tiles: int, sms: int
+) -> DecodeTiling:
+    """Return the configuration of a decode step. It does not depend on how many keys a cache holds.
+
+    Args:
+        arch: Compute capability, major version times ten plus minor.
+        block_d: Head dimension of keys, padded to a power of two.
+        block_dv: Head dimension of values, padded likewise, at least 64.
+        bits: Bits of a code.
+        heads: Kv heads of all batch rows.
+        tiles: Tiles that a row can hold, unquantized ones included.
+        sms: SMs of the device.
+    """
+    # With two stages, which keys and values use in turn, more 8-bit or head_dim 256 warps fit into shared memory.
+    stages = 2 if block_d == block_dv and (bits == 8 or block_d > 128) else 4
+    stage_bytes = (block_d + block_dv) * 4 * stages * bits + 4 * block_d + 8 * block_dv
+    capacity = SHARED_MEMORY.get(arch, 102_400)
+    # Four warps halve the splits of few 4-bit heads. With many heads, smaller CTAs hide each other's latency.
+    warps = 4 if bits == 4 and heads < sms else 2
+    if heads >= sms and bits == 8 and block_d > 128:
+        warps = 1
+    while warps > 1 and warps * stage_bytes + CTA_RESERVED > capacity:
+        warps //= 2
+    resident = sms * max(1, min(WARPS_PER_SM // warps, capacity // (warps * stage_bytes + CTA_RESERVED)))
+    return DecodeTiling(warps, stages, min(_whole_heads(resident, heads), heads * tiles))
+
+
+def _whole_heads(resident: int, heads: int) -> int:
+    """Return how many CTAs share the heads: with rows of equal length, so that shares end where heads do.
+
+    At most an eighth of the ``resident`` CTAs is given up for that.
+    """
+    each = resident // heads
+    if each > SPLITS:
+        each -= each % SPLITS
+    ctas = each * heads or -(-heads // -(-heads // resident))
+    return ctas if 8 * ctas >= 7 * resident else resident
