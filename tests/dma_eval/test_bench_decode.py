@@ -120,7 +120,7 @@ class TestQuantizedCache:
 def test_the_packed_cache_holds_what_the_shape_says() -> None:
     storage = filled_storage(dma_hf.DMAConfig(cache="int4"), SHAPE, torch.device("cpu"), torch.float32)
     assert storage.lengths.tolist() == [300, 300]
-    assert storage.slots * 128 >= 300 + 205  # a token for each run of a measurement
+    assert storage.max_pages * 128 >= 300 + 205  # a token for each run of a measurement
 
 
 def test_default_shapes_vary_one_thing_at_a_time() -> None:

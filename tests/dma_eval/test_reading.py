@@ -69,7 +69,7 @@ class TestThroughACache:
 
         def spoil(storage: LayerStorage, *arguments: Tensor) -> None:
             append(storage, *arguments)
-            storage.body.zero_()
+            storage.kv_pages.zero_()
 
         monkeypatch.setattr(LayerStorage, "append", spoil)
         spoiled = logits(loaded, f"dma_mxfp:balanced+{cache}", ids)

@@ -89,7 +89,7 @@ class TestBookkeeping:
             model(token_ids(1, 400), past_key_values=cache)
             sizes.append(cache.nbytes)
         assert sizes[1] == sizes[2] == sizes[3]
-        assert cache.layers[0].storage.slots == 4
+        assert cache.layers[0].storage.max_pages == 4
 
     @pytest.mark.parametrize(("format", "tokens"), [("int8", 1100), ("int4", 750)])
     @pytest.mark.parametrize("head_dim", [64, 128])
