@@ -72,5 +72,5 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Leave the roles of Sphinx out that docstrings have."""
-    return re.sub(r"(?<=<code>)~(?:\w+\.)*", "", ROLE.sub("", html))
+    """Turn what docstrings have of reStructuredText, roles and literal blocks, into plain text."""
+    return re.sub(r"(?<=<code>)~(?:\w+\.)*", "", ROLE.sub("", html)).replace("::</p>", ":</p>")

@@ -75,6 +75,29 @@ def test_a_readme_without_marks_is_refused():
         load_script("update_readme").updated("nothing")
 
 
+def test_figures_in_the_text_are_those_of_the_files():
+    """Those that no script writes."""
+    script = load_script("update_readme")
+    heads = {"batch": 1, "head_dim": 128, "query_heads": 32, "kv_heads": 8}
+    caches, losses = script.read(script.DECODE, length=32768, **heads), script.losses()
+    for label in (script.INT8, script.INT4):
+        row = f"{caches[label]['bytes_ratio']:.2f} of 16 bits | KL {losses[label].kl_mean:.2g} |"
+        assert row in _text("docs/guides/cache.md")
+    real = script.read(script.REAL, head_dim=128)
+    for name, label in (("off", script.BALANCED), *((str(t), f"dma_mxfp:t{t}") for t in (7, 6, 5))):
+        speed, skipped = real["fa3"]["milliseconds"] / real[label]["milliseconds"], real[label]["skipped_share"] or 0
+        row = f"| {name} | {100 * skipped:.0f} % | {speed:.2f}x | {real[label]['error']:.4f} |"
+        assert row in _text("docs/concepts/skipping.md")
+    faq = _text("docs/faq.md")
+    gains = []
+    for length in (8192, 16384, 32768, 65536, 131072):
+        prefill = script.read(script.PREFILL, length=length, is_causal=True, **heads)
+        gains.append(prefill["fa3"]["milliseconds"] / prefill[script.BALANCED]["milliseconds"])
+    assert f"{min(gains):.1f} to {max(gains):.1f} times on an H200" in faq
+    step = script.milliseconds(caches["sdpa"]) / script.milliseconds(caches[script.INT4])
+    assert f"an `int4` cache is {step:.1f} times as fast as" in faq
+
+
 UNITS = {
     INT8: "INT8",
     E4M3: "FP8",
