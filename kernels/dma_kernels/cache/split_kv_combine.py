@@ -86,24 +86,30 @@ def _combine(
     first_column, splits, sinks_ptr, out, lse_ptr, key, value, cache, heads, q_len, sizes, CONFIG: tl.constexpr
 ):
     """Combine the splits of ``BLOCK_Q`` queries; the first query of a group stores its new key and value."""
-    columns = CONFIG.GROUP * q_len
-    column = first_column + tl.arange(0, CONFIG.BLOCK_Q)
+    KV_HEADS: tl.constexpr = CONFIG.KV_HEADS
+    GROUP: tl.constexpr = CONFIG.GROUP
+    DV: tl.constexpr = CONFIG.DV
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    BLOCK_S: tl.constexpr = CONFIG.BLOCK_S
+    BLOCK_OUT: tl.constexpr = CONFIG.BLOCK_OUT
+    columns = GROUP * q_len
+    column = first_column + tl.arange(0, BLOCK_Q)
     i_head = column // columns
     column = column % columns
     is_query = i_head < heads
-    i_b = (i_head // CONFIG.KV_HEADS).to(tl.int64)
-    i_kv = i_head % CONFIG.KV_HEADS
-    i_t = (column // CONFIG.GROUP).to(tl.int64)
-    q_head = i_kv * CONFIG.GROUP + column % CONFIG.GROUP
-    o_v = tl.arange(0, CONFIG.BLOCK_OUT)
-    o_s = tl.arange(0, CONFIG.BLOCK_S)
+    i_b = (i_head // KV_HEADS).to(tl.int64)
+    i_kv = i_head % KV_HEADS
+    i_t = (column // GROUP).to(tl.int64)
+    q_head = i_kv * GROUP + column % GROUP
+    o_v = tl.arange(0, BLOCK_OUT)
+    o_s = tl.arange(0, BLOCK_S)
     if key.ptr is not None:
-        is_token = is_query & (column % CONFIG.GROUP == 0)
+        is_token = is_query & (column % GROUP == 0)
         row = i_b
         if cache.unquantized_rows is not None:
             row = tl.load(cache.unquantized_rows + i_b, mask=is_token, other=0).to(tl.int64)
         new_key = _load_tokens(key, i_b, i_kv, i_t, is_token, CONFIG.D, CONFIG.BLOCK_D)
-        new_value = _load_tokens(value, i_b, i_kv, i_t, is_token, CONFIG.DV, CONFIG.BLOCK_DV)
+        new_value = _load_tokens(value, i_b, i_kv, i_t, is_token, DV, CONFIG.BLOCK_DV)
     # With PDL a first pass over no queries loads the instructions into the cache while the CTA waits.
     for attempt in range(0 if CONFIG.USE_PDL else 1, 2):
         if CONFIG.USE_PDL:  # noqa: SIM102 (a constexpr branch)
@@ -116,23 +122,23 @@ def _combine(
             position = tl.load(splits.heads + i_head * 3 + 2, mask=m_q, other=0) + i_t
             is_stored = is_token & (attempt == 1) & (position >= 0)
             _store_tokens(new_key, cache.key, row, i_kv, position, is_stored, sizes, CONFIG.D, CONFIG.BLOCK_D)
-            _store_tokens(new_value, cache.value, row, i_kv, position, is_stored, sizes, CONFIG.DV, CONFIG.BLOCK_DV)
-        m_i = tl.full([CONFIG.BLOCK_Q], -1.0e30, tl.float32)
-        l_i = tl.zeros([CONFIG.BLOCK_Q], tl.float32)
+            _store_tokens(new_value, cache.value, row, i_kv, position, is_stored, sizes, DV, CONFIG.BLOCK_DV)
+        m_i = tl.full([BLOCK_Q], -1.0e30, tl.float32)
+        l_i = tl.zeros([BLOCK_Q], tl.float32)
         if sinks_ptr is not None:
             sink = 1.4426950408889634 * tl.load(sinks_ptr + q_head, mask=m_q, other=0.0).to(tl.float32)
             m_i = tl.maximum(sink, -1.0e30)
             l_i = tl.where(sink > float("-inf"), 1.0, 0.0)
-        acc = tl.zeros([CONFIG.BLOCK_Q, CONFIG.BLOCK_OUT], tl.float32)
-        for i_s in range(0, tl.maximum(tl.max(count, 0), 1), CONFIG.BLOCK_S):
+        acc = tl.zeros([BLOCK_Q, BLOCK_OUT], tl.float32)
+        for i_s in range(0, tl.maximum(tl.max(count, 0), 1), BLOCK_S):
             split = i_s + o_s
             blocks = (columns + _QUERIES - 1) // _QUERIES
             index = (first[:, None] + split[None, :]).to(tl.int64) * (blocks * _QUERIES) + column[:, None]
             m_s = m_q[:, None] & (split[None, :] < count[:, None])
             lse = tl.load(splits.lse + index, mask=m_s, other=float("-inf"))
             x = tl.load(
-                splits.out + (index[:, :, None] * CONFIG.DV + o_v[None, None, :]),
-                mask=m_s[:, :, None] & (o_v < CONFIG.DV)[None, None, :], other=0.0,
+                splits.out + (index[:, :, None] * DV + o_v[None, None, :]),
+                mask=m_s[:, :, None] & (o_v < DV)[None, None, :], other=0.0,
             )  # fmt: skip
             m_new = tl.maximum(m_i, tl.max(lse, 1))
             p = tl.exp2(lse - m_new[:, None])
@@ -143,10 +149,10 @@ def _combine(
         is_empty = l_i == 0.0
         l_i = tl.where(is_empty, 1.0, l_i)
         lse = tl.where(is_empty, float("-inf"), (m_i + tl.log2(l_i)) * 0.6931471805599453)
-        tl.store(lse_ptr + (i_b * CONFIG.KV_HEADS * CONFIG.GROUP + q_head) * q_len + i_t, lse, mask=m_q)
+        tl.store(lse_ptr + (i_b * KV_HEADS * GROUP + q_head) * q_len + i_t, lse, mask=m_q)
         offset = i_b * out.stride_b + q_head.to(tl.int64) * out.stride_h + i_t * out.stride_t
         acc = narrow(acc / l_i[:, None], out.ptr.dtype.element_ty)
-        tl.store(out.ptr + (offset[:, None] + o_v[None, :]), acc, mask=m_q[:, None] & (o_v < CONFIG.DV)[None, :])
+        tl.store(out.ptr + (offset[:, None] + o_v[None, :]), acc, mask=m_q[:, None] & (o_v < DV)[None, :])
 
 
 @triton.jit(noinline=True)  # inlined in a loop its constants would take registers
