@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -204,3 +204,30 @@ def test_a_materialized_view_shares_the_memory_of_its_tensor() -> None:
     real: Tensor = planned[0].view(torch.float32).as_strided((2, 4, 3), (4, 1, 0)).materialize(base)
     assert real.dtype == torch.float32
     assert torch.equal(real[:, :, 2].reshape(-1).view(torch.int32), base)
+
+
+class Pair(NamedTuple):
+    """A tensor and a number as one argument of a kernel."""
+
+    tensor: Any
+    number: int
+
+
+def test_tuples_of_arguments_are_filled_and_keep_their_types() -> None:
+    """A nested tuple is given to Triton with tensors, and to the compiled kernel with addresses."""
+    kernel = JITFunction(_scale)
+    layout = TensorLayout.dense((SIZE,), torch.float32, CPU)
+
+    def function(x: Any) -> list[Any]:
+        out = x.new_empty((SIZE,))
+        Launcher(kernel, {"BLOCK": SIZE})((1, 1, 1), (Pair(x, 2), 3), None, Pair(out, 4), 1.0)
+        return [out]
+
+    planned = make_plan(function, [layout], CPU).launches[0]
+    x, out = torch.ones(2, SIZE).unbind()
+    (pair, three), missing, result, factor = planned.materialize([x, out])
+    assert isinstance(pair, Pair)
+    assert isinstance(result, Pair)
+    assert (pair.tensor.data_ptr(), result.tensor.data_ptr()) == (x.data_ptr(), out.data_ptr())
+    assert (pair.number, three, missing, result.number, factor) == (2, 3, None, 4, 1.0)
+    assert planned.fill([11, 22]) == ((Pair(11, 2), 3), None, Pair(22, 4), 1.0, SIZE)
