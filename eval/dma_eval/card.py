@@ -23,6 +23,8 @@ from .results import RESULTS, ModelInfo, Report, backend_configs, backend_groups
 TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
 TASK = "text-generation"
 README = "README.md"
+RUNTIME = ("backend", "on_unsupported")
+"""Fields of a configuration that are not saved with a model."""
 FILE_SUFFIXES = (".gguf", ".toml", ".txt", ".json", ".jsonl", ".csv", ".parquet", ".md", ".png", ".yaml")
 
 
@@ -200,12 +202,11 @@ def _shown(name: str) -> str:
 
 def _text(report: Report, label: str, base: str, name: str) -> str:
     config = backend_configs(report)[label]
-    setting, _, cache = label.removeprefix(f"{DMA}:").partition("+")
-    arguments = [f'"{setting}"' if setting in PRESETS else repr(config)]
-    if setting in PRESETS and cache:
-        arguments.append(f'cache="{config["cache"]}"')
+    section = {key: value for key, value in config.items() if key not in RUNTIME}
+    preset = label.removeprefix(DMA).removeprefix(":").partition("+")[0]
+    is_named = preset in ("", *PRESETS)
     report = without_paths(_only(report, label))
-    text = (
+    made = (
         templates()
         .get_template("card.md")
         .render(
@@ -214,8 +215,9 @@ def _text(report: Report, label: str, base: str, name: str) -> str:
             weights=_weights(report.model),
             config=config,
             cache=cache_of(label, config),
-            arguments="" if arguments == ['"balanced"'] else ", ".join(arguments),
-            json=json.dumps({DMA: config}, indent=2),
+            attention=label if is_named else DMA,
+            arguments="" if is_named else repr(section),
+            json=json.dumps({DMA: section}, indent=2),
             measured=measured(report.model),
             model=report.model,
             machine=report.environment,
@@ -224,4 +226,4 @@ def _text(report: Report, label: str, base: str, name: str) -> str:
             command=report.command,
         )
     )
-    return tidy(text)
+    return tidy(made)

@@ -13,6 +13,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from dma_eval import card as card_module
 from dma_eval.card import make_card, prepare_upload
 from dma_eval.errors import UserError
@@ -240,23 +241,35 @@ class TestCard:
         text = json.dumps(asdict(report)).replace('"dma_mxfp:paper"', '"dma_mxfp:paper+int4"')
         values = json.loads(text.replace('"cache": null', '"cache": "int4"'))
         text = make_card(parse(Report, values), base_model="me/tiny").text
-        assert 'dma_hf.configure(model, "paper", cache="int4")' in text
+        assert 'attn_implementation="dma_mxfp:paper+int4")' in text
+        assert "Cache: DMACache, int4." in text
         assert "`+int8`, `+int4`: all is read through a `DMACache`" in text
 
     def test_text(self, report: Report) -> None:
         text = make_card(report, base_model="me/tiny").text
-        assert 'dma_hf.configure(model, "paper")' in text
+        assert 'attn_implementation="dma_mxfp:paper")' in text
+        assert "dma_hf.configure" not in text
+        assert "Cache: none." in text
         config = json.loads(text[text.index("```json\n") + 8 :].partition("```")[0])
         assert dma_hf.DMAConfig.from_dict(config["dma_mxfp"]) == dma_hf.PRESETS["paper"]
         for heading in ("## Use", "## What was measured", "### Tasks", "## Limits"):
             assert heading in text
+
+    def test_a_file_is_given_as_its_settings(self, report: Report) -> None:
+        text = json.dumps(asdict(report)).replace('"dma_mxfp:paper"', '"dma_mxfp:mine"')
+        text = make_card(parse(Report, json.loads(text)), base_model="me/tiny").text
+        assert 'attn_implementation="dma_mxfp")' in text
+        assert "dma_hf.configure(model, {'low': 'mxfp4'" in text
+        assert "on_unsupported" not in text.partition("## What was measured")[0]
 
     def test_use_runs(self, report: Report, model_folder: Path) -> None:
         text = make_card(report, base_model="me/tiny").text
         code = text[text.index("```python\n") + 10 :].partition("```")[0].replace("me/tiny", str(model_folder))
         names: dict[str, Any] = {}
         exec(code, names)
-        assert names["model"].config.dma_mxfp["low"] == "mxfp4"
+        model = names["model"]
+        model(torch.zeros(1, 8, dtype=torch.int64))
+        assert {use.recipe for use in dma_hf.stats(model).uses} == {"paper"}
 
     @pytest.mark.parametrize(
         ("options", "message"),
