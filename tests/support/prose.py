@@ -35,6 +35,14 @@ UNCLEAR = {
     r"for want of": "because of too little",
     r"(?:its|the) door": "entry point",
     r"gone through": "name the step",
+    r"(?:edge|inner) tiles?": "masked tile, full tile",
+    r"words of a mask": "bitmask",
+    r"calls? that comes? again": "launch plan cache",
+    r"step's end|decode end": "split-KV combine",
+    r"(?:caller's|aligned) layout": "unpadded, tile-padded",
+    r"groups of warps": "warpgroups",
+    r"goes on (?:after|where|at)": "resumes",
+    r"(?:as|so) many times": "N times",
 }
 """Expressions that a native engineer would not use, with what to write instead."""
 FENCE = re.compile(r"^```.*?^```$|<!-- table: .*?<!-- end table -->|<!--.*?-->", re.DOTALL | re.MULTILINE)
