@@ -3,7 +3,7 @@
 Examples are ``sdpa``, ``dma_mxfp:fp4``, ``dma_mxfp:FILE.toml`` and ``dma_mxfp:balanced+int4``. With a cache the model
 reads all tokens through a ``DMACache``, so the scores measure what the cache stores (:mod:`dma_eval.reading`). ``sdpa``
 and the other implementations take the caches of Transformers instead (``sdpa+quanto4``). ``sim_sage`` and others
-simulate the rounding of other kernels (:mod:`dma_eval.peers`).
+simulate the rounding of other kernels (:mod:`dma_eval.baselines`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dma_hf import DMAConfig
 from dma_hf.cache_layers import DMALayer
 from dma_hf.integrations.attention_name import attention_name
 
+from .baselines import quantized_cache
 from .errors import UserError, one_line
 from .names import DMA, FORMAT_SUFFIXES, PEER_SUFFIXES, check_names, is_file, split_suffix
-from .peers import quantized_cache
 
 DEFAULT_PRESET = "balanced"
 """The preset of a plain ``dma_mxfp``, and the one that default comparisons combine with each cache format."""

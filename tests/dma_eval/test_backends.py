@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from dma_eval import names, peers
+from dma_eval import baselines, names
 from dma_eval.backends import Backend, activate, default_names, implementations, parse_backends
 from dma_eval.errors import UserError
 from dma_eval.models import LoadedModel
@@ -134,8 +134,8 @@ def test_presets_are_those_of_the_plugin() -> None:
     assert tuple(dma_hf.PRESETS) == names.PRESETS
     assert {f"+{format}": format for format in CACHE_FORMATS} == names.FORMAT_SUFFIXES
     assert names.RENAMED_PRESETS == RENAMED_PRESETS
-    assert tuple(peers.QUANTIZED) == names.PEER_SUFFIXES
-    assert all(name.startswith(names.SIMULATED) for name in peers.SCHEMES)
+    assert tuple(baselines.QUANTIZED) == names.PEER_SUFFIXES
+    assert all(name.startswith(names.SIMULATED) for name in baselines.SCHEMES)
     assert names.TILE == TILE
 
 

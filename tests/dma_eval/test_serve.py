@@ -404,7 +404,10 @@ def test_continuous_batching(suffix, folder, expected, question):
         (["./nowhere"], "no such folder: ./nowhere"),
         ([DEMO_MODEL, "--attn", "dma_mxfp:kv9"], "--attn: unknown preset 'kv9'; valid: balanced"),
         ([DEMO_MODEL, "--attn", "flash9"], "--attn: unknown backend 'flash9'; valid: "),
-        ([DEMO_MODEL, "--attn", "sdpa+int4"], "--attn: 'sdpa' takes no setting, got 'sdpa+int4'"),
+        (
+            [DEMO_MODEL, "--attn", "sdpa+int4"],
+            "--attn: 'sdpa' takes neither a preset nor a cache of dma_mxfp, got 'sdpa+int4'",
+        ),
         ([DEMO_MODEL, "--cache-gib", "1"], "--cache-gib is for --continuous-batching"),
         ([DEMO_MODEL, "--port", "99999"], "'--port': Input should be less than or equal to 65535, got '99999'"),
         ([DEMO_MODEL, "--host", "no.such.host.invalid", "--port", "0"], "cannot listen at no.such.host.invalid:0: "),

@@ -17,9 +17,9 @@ from transformers import LlamaConfig
 
 from dma_eval import console
 from dma_eval.backends import DEFAULT_PRESET, Backend, parse_compared
+from dma_eval.baselines import quantized_cache
 from dma_eval.errors import UserError, one_line
 from dma_eval.names import DMA, FORMAT_SUFFIXES, PEER_SUFFIXES
-from dma_eval.peers import quantized_cache
 from dma_hf import DMAConfig
 
 from .peers import FLASH_3, flash_attention_3_step, sdpa
@@ -31,7 +31,7 @@ PREALLOCATED: dict[str, SDPBackend | None] = {"sdpa": None, "sdpa:flash": SDPBac
 DYNAMIC = "sdpa:dynamic"
 """SDPA after Transformers' ``DynamicCache`` concatenates the old keys and the new one."""
 QUANTIZED = tuple(f"sdpa{suffix}" for suffix in PEER_SUFFIXES)
-"""SDPA after Transformers' ``QuantizedCache``, by the suffixes of :data:`dma_eval.peers.QUANTIZED`. Each token
+"""SDPA after Transformers' ``QuantizedCache``, by the suffixes of :data:`dma_eval.baselines.QUANTIZED`. Each token
 dequantises the whole cache. HQQ and quanto also quantise it again at every 128th token, which is not timed."""
 ROOM = 256
 """Spare tokens for the runs, each of which appends one. They count as memory of a packed cache."""

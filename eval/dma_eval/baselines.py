@@ -1,8 +1,8 @@
-"""What a user has today, to compare with: Transformers' quantised caches, and the number formats of other kernels.
+"""Baselines of quality: Transformers' quantised caches, and simulations of the rounding of other kernels.
 
-The caches are Transformers' own, with its default groups. ``sim_sage``, ``sim_fa3_fp8`` and ``sim_fp8_cache`` are
-simulations, named as such: attention implementations that round as these do, with a scale for what they have one for,
-and compute all else exactly. No code of theirs runs; the order of their tiles and the width of their sums are left out.
+The caches are Transformers' own, with its default group sizes. ``sim_sage``, ``sim_fa3_fp8`` and ``sim_fp8_cache`` are
+attention implementations that round where the simulated kernel rounds, with scales of the same granularity, and compute
+the rest exactly. They run none of its code, and ignore its tile order and accumulator width.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _as_e4m3(x: Tensor) -> Tensor:
     return x.to(torch.float8_e4m3fn).to(x.dtype)
 
 
-def _as_it_is(x: Tensor) -> Tensor:
+def _unrounded(x: Tensor) -> Tensor:
     return x
 
 
@@ -72,10 +72,10 @@ class Scheme:
     Probabilities come relative to their row's largest, which is 1.
     """
 
-    query: Callable[[Tensor], Tensor] = _as_it_is
-    key: Callable[[Tensor], Tensor] = _as_it_is
-    value: Callable[[Tensor], Tensor] = _as_it_is
-    probability: Callable[[Tensor], Tensor] = _as_it_is
+    query: Callable[[Tensor], Tensor] = _unrounded
+    key: Callable[[Tensor], Tensor] = _unrounded
+    value: Callable[[Tensor], Tensor] = _unrounded
+    probability: Callable[[Tensor], Tensor] = _unrounded
 
     def attend(
         self,
