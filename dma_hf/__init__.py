@@ -16,20 +16,26 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import dma_attention_forward
 from .cache import DMACache
-from .cache_step import CachedStates
+from .cache_layers import CachedStates
 from .compact_mask import CompactMask, MaskGeometry
-from .config import NAME, PRESETS, DMAConfig
-from .equalization import equalize
-from .integrations.batching import continuous_batching
+from .config import IMPLEMENTATIONS, NAME, PRESETS, DMAConfig
+from .configure import configure
+from .equalize import equalize
+from .integrations.continuous_batching import continuous_batching
 from .integrations.generate import wrap_generate
 from .integrations.names import wrap_name_checks
 from .integrations.versions import UnsupportedTransformersError
 from .masking import dma_mask
-from .models import configure
-from .settings import IMPLEMENTATIONS
-from .stats import LayerStats, Stats, Use, reset_stats, stats
-from .tile_counts import counted_tiles
-from .unsupported import fallback_counts, reset_fallback_counts
+from .stats import (
+    LayerStats,
+    Stats,
+    Use,
+    counted_tiles,
+    fallback_counts,
+    reset_fallback_counts,
+    reset_stats,
+    stats,
+)
 
 __all__ = [
     "NAME",

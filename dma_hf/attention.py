@@ -7,24 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from dma_kernels import attention
+from dma_kernels import Recipe, attention
+from dma_kernels.cache.api import cached_attention
+from dma_kernels.numerics.formats import TILE
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from . import unsupported
-from .cache_attention import attend
-from .cache_step import update_of
-from .call import Call, autocast_dtype
+from .architectures import CROSS_ATTENTION_NAMES, NEVER_CAUSAL
+from .arguments import Call, autocast_dtype, find_unsupported, note_other_cache
+from .cache_layers import DECODED_AT_ONCE, DMALayer, Step, update_of
 from .compact_mask import GEOMETRY, MaskGeometry
-from .dense_mask import read_mask
-from .stats import count_fallback, counted
-from .tile_counts import tile_counts_of
-
-CROSS_ATTENTION_NAMES = ("CrossAttention", "MergedAttention")
-"""Class names of layers whose keys are of another sequence, or (T5Gemma 2) of two sequences in a row."""
-
-NEVER_CAUSAL = ("BridgeTowerSelfAttention",)
-"""Class names of layers that call themselves causal, whose model makes no mask for them and means full attention."""
+from .masking import read_mask
+from .stats import count_fallback, counted, note_fallback, tile_counts_of
 
 
 def dma_attention_forward(
@@ -59,7 +53,7 @@ def dma_attention_forward(
         sliding_window: Window of the layer; only counts without a mask, which says it otherwise.
         indices: The keys that the indexer of sparse attention chose for each query (DeepSeek V3.2, GLM-5), integer
             ``[B, Tq, k]``; the others are hidden.
-        kwargs: What else the model passes, see :meth:`dma_hf.call.Call.of`.
+        kwargs: What else the model passes, see :meth:`dma_hf.arguments.Call.of`.
 
     Returns:
         ``[B, Tq, Hq, Dv]``, contiguous, and ``None`` in place of attention weights.
@@ -85,12 +79,12 @@ def dma_attention_forward(
         if bias is not None and geometry.pattern is not None:
             bias = bias.masked_fill(~geometry.pattern, torch.finfo(bias.dtype).min)
     is_packed = geometry.pattern is not None and geometry.pattern.shape[2] > 1
-    refusal = unsupported.find(call, query, value, bias, is_packed_elsewhere=is_packed)
+    refusal = find_unsupported(call, query, value, bias, is_packed_elsewhere=is_packed)
     settings = call.settings
     if refusal is not None:
         if settings.config.on_unsupported != "sdpa" or not refusal.sdpa_can:
             raise refusal.error()
-        unsupported.note_fallback(refusal.option, refusal.asked)
+        note_fallback(refusal.option, refusal.asked)
         count_fallback(module, refusal.option)
         options = {"dropout": call.dropout, "scaling": call.scaling, "position_bias": call.position_bias}
         sdpa: Callable[..., tuple[Tensor, None]] = AttentionInterface()["sdpa"]
@@ -98,7 +92,7 @@ def dma_attention_forward(
         return sdpa(module, query, key, value, dense, is_causal=False, **options)
     cache = settings.config.cache
     if update is None and cache is not None and geometry.is_causal and query.shape[2] < key.shape[2]:
-        unsupported.note_other_cache(cache)
+        note_other_cache(cache)
     if update is not None:
         layer, step = update
         if not geometry.two_sequences:
@@ -199,3 +193,151 @@ def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
         return True
     is_decoder = bool(getattr(module, "is_decoder", False))
     return is_decoder and not is_causal and not getattr(module, "is_causal", True)
+
+
+_CHANGED = (
+    "the attention mask hides keys that it showed before, or shows padding that it hid, which a static cache cannot "
+    "follow in a step of decoding; use DMACache(config) without max_cache_len, or keep the mask"
+)
+
+
+def attend(
+    layer: DMALayer,
+    new: Step,
+    query: Tensor,
+    geometry: MaskGeometry,
+    recipe: Recipe,
+    tile_counts: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return the attention of ``[B, Hq, T, D]`` queries to a layer, and store what came with them.
+
+    Args:
+        layer: The layer.
+        new: Its update.
+        query: The queries.
+        geometry: What the mask says.
+        recipe: The precisions of a first prompt.
+        tile_counts: Where a first prompt adds its counts of skipped tiles.
+        options: Further arguments of :func:`dma_kernels.attention`.
+
+    Raises:
+        ValueError: Something of the call is not valid; the new keys are dropped then, and the cache is as it was.
+    """
+    layer.pending = None  # whatever happens now, it is not pending any more
+    prompt = layer.owner.prompt_length
+    if new.is_first and prompt is not None and prompt < query.shape[2]:
+        return _attend_with_candidates(layer, new, prompt, query, geometry, recipe, tile_counts, **options)
+    if new.is_first and (not new.is_stored or query.shape[2] > TILE or prompt is not None):
+        pattern = geometry.pattern
+        length = new.key.shape[2]
+        if pattern is not None and pattern.shape[3] > 1:
+            pattern = pattern[..., :length]
+        # What else the mask of a static cache hides is not there yet.
+        is_seen = geometry.is_unpadded and length <= geometry.q_len
+        out: Tensor = attention(
+            query,
+            new.key,
+            new.value,
+            recipe,
+            is_causal=geometry.is_causal,
+            window=geometry.window,
+            q_offset=geometry.kv_offset,
+            kv_offset=geometry.kv_offset,
+            kv_range=None if is_seen else geometry.kv_range,
+            mask=pattern,
+            tile_counts=tile_counts,
+            **options,
+        )
+        if not new.is_stored:
+            layer.settle(new, geometry)
+            layer.store(new)
+        return out
+    if new.is_stored and query.shape[2] > TILE:
+        raise ValueError(
+            f"{query.shape[2]} queries came to keys that another layer has stored already; where layers share keys "
+            f"give a prompt as a whole, or in chunks of at most {TILE} tokens"
+        )
+    if not new.is_stored:
+        layer.settle(new, geometry)
+        layer.make_room(new.key.shape[2])
+    mask = _mask(layer, new, geometry)
+    out = cached_attention(
+        query,
+        None if new.is_stored else new.key,
+        None if new.is_stored else new.value,
+        layer.storage,
+        is_causal=geometry.is_causal,
+        window=geometry.window or layer.window,
+        mask=mask,
+        mask_position=None if mask is None else layer.position_of(new),
+        **options,
+    )
+    if not new.is_stored:
+        layer.count(new)
+    return out
+
+
+def _attend_with_candidates(
+    layer: DMALayer,
+    new: Step,
+    prompt: int,
+    query: Tensor,
+    geometry: MaskGeometry,
+    recipe: Recipe,
+    tile_counts: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Attend to a first call whose tokens after the prompt are candidates, as to the prompt and a step of decoding."""
+    is_offloading, layer.is_offloading = layer.is_offloading, False
+    outputs = []
+    for part in (slice(0, prompt), slice(prompt, query.shape[2])):
+        step = replace(new, key=new.key[:, :, part], value=new.value[:, :, part], is_first=part.start == 0)
+        if not isinstance(layer.tokens, Tensor):
+            step.kv_len = part.stop
+        pattern = geometry.pattern
+        if pattern is not None:
+            pattern = pattern if pattern.shape[2] == 1 else pattern[:, :, part]
+            pattern = pattern if pattern.shape[3] == 1 else pattern[..., : step.kv_len]
+        seen = replace(geometry, q_len=part.stop - part.start, q_offset=geometry.q_offset + part.start, pattern=pattern)
+        layer.is_offloading = is_offloading and part.start > 0
+        outputs.append(attend(layer, step, query[:, :, part], seen, recipe, tile_counts, **options))
+    new.is_stored = True
+    return torch.cat([out.transpose(1, 2) for out in outputs], 1).transpose(1, 2)
+
+
+def _mask(layer: DMALayer, new: Step, geometry: MaskGeometry) -> Tensor | None:
+    """Return what the mask hides beyond what positions say, boolean ``[B, H, T, kv_len]``; mostly ``None``."""
+    hidden, visible = geometry.pattern, geometry.kv_range
+    if visible is None or (hidden is None and _is_plain(layer, new, visible)):
+        return hidden
+    index = torch.arange(new.kv_len, device=visible.device)
+    seen = ((index >= visible[:, :1]) & (index < visible[:, 1:]))[:, None, None]
+    return seen if hidden is None else seen & hidden
+
+
+def _is_plain(layer: DMALayer, new: Step, visible: Tensor) -> bool:
+    """Return whether a range of visible keys, integer ``[B, 2]``, is all of the row's keys.
+
+    That waits for the device, so all layers of a step share one answer: the mask of the step was made a moment
+    before the first of them, and waited too. A static cache does not wait in a step of decoding: the device raises, in
+    the first layer.
+    """
+    is_static = isinstance(layer.tokens, Tensor)
+    length = new.key.shape[2]
+    is_awaited = not (torch.compiler.is_compiling() or (is_static and visible.is_cuda and length <= DECODED_AT_ONCE))
+    known = None if is_static else layer.owner.plain
+    if known is not None and known[0] is visible:
+        return known[1]
+    if not is_awaited and not layer.checks_steps:
+        return True
+    start = layer.position_of(new)
+    end = layer.tokens + (0 if new.is_stored else length) - new.kv_offset
+    is_whole = (visible[:, 0] == (-start).clamp(min=0)) & (visible[:, 1] == end)
+    is_whole = (is_whole | (start + end <= 0)).all()
+    if not is_awaited:
+        torch._assert_async(is_whole, _CHANGED)
+        return True
+    is_plain = bool(is_whole)
+    layer.owner.plain = visible, is_plain
+    return is_plain

@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from .cache_layers import DMALayer, DMASlidingLayer, DMAStaticLayer, Owner, lasting
-from .settings import cache_format_of, settings_of
+from .config import cache_format_of, settings_of
 
 DEFAULT_FORMAT = "int8"
 """Of a cache that nobody gave a format: next to lossless."""

@@ -13,14 +13,13 @@ what it hides a second one. There is none without a padding mask, and none while
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from functools import cache
-from types import FunctionType, ModuleType
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -30,13 +29,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from .compact_mask import CompactMask, MaskGeometry, has_no_values
-
-NEEDS_ADDITIVE_MASK = ("deepseek_v4",)
-"""Models that join a bias to the mask and convert it to the mask's dtype, which turns it round if that is boolean."""
-
-ADDS_THE_MASK = ("gemma4_audio",)
-"""Models whose attention is built in and adds the mask to its scores: eager attention, whatever is asked for."""
+from .architectures import ADDS_THE_MASK, refuse_model
+from .compact_mask import MASKED_BELOW, CompactMask, MaskGeometry, has_no_values
 
 
 class _Kind(NamedTuple):
@@ -237,54 +231,50 @@ def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int)
     return _Padding(common, first, end, pattern if has_holes else None)
 
 
-def built_in_attention(config_module: str) -> str | None:
-    """Return the name of an attention class that ``attn_implementation`` does not reach, if a model has such.
+_READ = "dma_read"
+"""Attribute under which a mask carries what was read of it, with the version of its contents."""
 
-    Transformers accepts any registered name for models that compute their attention themselves, and they would add a
-    boolean mask, or none at all, to their scores: a wrong number instead of an error.
 
-    Args:
-        config_module: Where the model's configuration class is defined; the modelling code beside it is looked at, if
-            it is loaded.
+_BIAS = "dma_mxfp attention takes masks, not biases, as a floating-point attention_mask"
+
+
+@dataclass(frozen=True, eq=False)
+class DenseMask:
+    """A mask that was read.
+
+    Attributes:
+        pattern: Boolean, true where a key is seen.
+        origin: Index of the first key that any query of a row sees, where its positions begin: an int if it is the same
+            in all rows, else integer ``[B]``.
+        is_mask: Whether a floating-point mask holds only zeros and large negative numbers.
     """
-    module = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
-    return None if module is None else _built_in_attention(module)
+
+    pattern: Tensor
+    origin: int | Tensor
+    is_mask: bool
 
 
-def lacks_attention(config_module: str) -> bool:
-    """Return whether a model has no attention at all (Mamba); arguments as of :func:`built_in_attention`."""
-    module = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
-    if module is None or module.__name__ == config_module or "ALL_ATTENTION_FUNCTIONS" in vars(module):
-        return False
-    layers = (name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module))
-    return not any("Attention" in name for name in layers)
-
-
-@cache
-def _built_in_attention(module: ModuleType) -> str | None:
-    if "ALL_ATTENTION_FUNCTIONS" in vars(module):
-        return None
-    for name, value in vars(module).items():
-        is_layer = "Attention" in name and isinstance(value, type) and issubclass(value, nn.Module)
-        if is_layer and value.__module__ == module.__name__:
-            return name
-    return None
-
-
-def refuse_model(config: PreTrainedConfig) -> None:
-    """Refuse the models that would compute something else with this mask, without an error of their own.
-
-    Raises:
-        ValueError: The attention is built in, see :func:`built_in_attention`, or needs an additive mask.
-    """
-    if config.model_type in NEEDS_ADDITIVE_MASK:
-        raise ValueError(
-            f"attn_implementation='dma_mxfp' has a boolean mask, and {config.model_type} needs an additive one; "
-            "load it with attn_implementation='eager'"
-        )
-    name = built_in_attention(type(config).__module__)
-    if name is not None:
-        raise ValueError(
-            f"attn_implementation='dma_mxfp' does not reach {name}: models with {type(config).__name__} compute their "
-            "attention themselves; load them with attn_implementation='eager'"
-        )
+def read_mask(mask: Tensor) -> DenseMask:
+    """Read a boolean or floating-point mask ``[B, H, Tq, Tk]``. Waits for the device, once for each tensor."""
+    is_kept = not (has_no_values(mask) or mask.is_inference())
+    version = mask._version if is_kept else 0
+    known: tuple[int, DenseMask] | None = getattr(mask, _READ, None) if is_kept else None
+    if known is not None and known[0] == version:
+        return known[1]
+    pattern, is_mask = mask, True
+    if mask.is_floating_point():
+        pattern = mask >= MASKED_BELOW
+        is_additive = ((mask == 0) | (mask < MASKED_BELOW)).all()
+        if has_no_values(mask):
+            torch._assert_async(is_additive, _BIAS)
+        else:
+            is_mask = bool(is_additive)
+    seen = pattern.any(2).any(1)  # [B, Tk]
+    origin: int | Tensor = seen.byte().argmax(-1) if seen.shape[1] else 0
+    if isinstance(origin, Tensor) and not has_no_values(mask):
+        origins = set(origin.tolist())
+        origin = origins.pop() if len(origins) == 1 else origin
+    read = DenseMask(pattern, origin, is_mask)
+    if is_kept:
+        setattr(mask, _READ, (version, read))
+    return read

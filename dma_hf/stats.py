@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
+from dma_kernels import Recipe
 from dma_kernels.runtime.reports import kernel_reports
 from torch import Tensor, nn
 
@@ -142,3 +145,70 @@ def count_fallback(module: nn.Module, option: str) -> None:
     if not torch.compiler.is_compiling():
         with _lock:
             _layers.setdefault(module, LayerStats()).fallbacks[option] += 1
+
+
+TileCounts = dict[nn.Module, Tensor]
+"""For each attention layer int64 ``[Hq, 2]``: pairs of query block and low tile skipped, and pairs examined."""
+
+_counting: list[TileCounts] = []
+
+
+@contextmanager
+def counted_tiles() -> Iterator[TileCounts]:
+    """Count the tiles that attention layers skip within a ``with`` block.
+
+    Layers whose configuration has no ``skip_threshold`` are left out, and so are decoding and later chunks over a
+    ``DMACache``, which never skip. Of nested blocks the innermost counts.
+
+    At the end they are added to :func:`dma_hf.stats`.
+
+    Yields:
+        The counts by layer; they grow with each call until the block ends. Reading one waits for its device.
+    """
+    counts: TileCounts = {}
+    _counting.append(counts)
+    try:
+        yield counts
+    finally:
+        _counting.pop()
+        for module, tiles in counts.items():
+            count_tiles(module, tiles)
+
+
+def tile_counts_of(module: nn.Module, query: Tensor, recipe: Recipe) -> Tensor | None:
+    """Return where a call of a layer with queries ``[B, Hq, T, D]`` adds its counts; ``None`` if nobody asks."""
+    if not _counting or recipe.skip_threshold is None:
+        return None
+    counts = _counting[-1]
+    if module not in counts:
+        counts[module] = torch.zeros((query.shape[1], 2), dtype=torch.int64, device=query.device)
+    return counts[module]
+
+
+_fallbacks: Counter[str] = Counter()
+
+
+def fallback_counts() -> dict[str, int]:
+    """Return how many attention calls have run SDPA instead, for each unsupported option; a compiled call once."""
+    with _lock:
+        return dict(_fallbacks)
+
+
+def reset_fallback_counts() -> None:
+    """Forget all fallbacks; the next one of each option warns again."""
+    with _lock:
+        _fallbacks.clear()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def note_fallback(option: str, asked: str) -> None:
+    """Count a fallback, and warn at the first one of its option."""
+    with _lock:
+        _fallbacks[option] += 1
+        is_first = _fallbacks[option] == 1
+    if is_first:
+        warnings.warn(
+            f"dma_mxfp attention does not support {option} ({asked}); such calls run SDPA, as on_unsupported='sdpa' "
+            "allows. dma_hf.fallback_counts() tells how many.",
+            stacklevel=2,
+        )

@@ -2,8 +2,8 @@
 
 The result is a repository of type ``kernel``, ready to be uploaded: a card, the licence and, under ``build/``, one
 variant for each kind of machine. A variant is both packages, whole, under an ``__init__.py`` with the entry points of
-:mod:`dma_hf.hub_kernel`. Two things are changed in the copies, because several versions of a kernel, and an installed
-``dma_hf``, may live in one process: imports become relative, and operators get a namespace of their own.
+:mod:`dma_hf.integrations.hub_kernel`. Two things are changed in the copies, because several versions of a kernel, and
+an installed ``dma_hf``, may live in one process: imports become relative, and operators get a namespace of their own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ for _name, _wanted in {requires!r}.items():
 
 from . import dma_hf as _dma_hf
 from .dma_hf import *
-from .dma_hf.hub_kernel import __getattr__, dma_mxfp, register_masks
+from .dma_hf.integrations.hub_kernel import __getattr__, dma_mxfp, register_masks
 
 # By these two names Transformers knows a kernel that computes attention itself.
 flash_attn_forward = dma_mxfp

@@ -113,7 +113,7 @@ def test_from_pretrained_as_a_user_calls_it(hub, tmp_path):
     DECODERS["llama"].build("sdpa").save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=HUB, allow_all_kernels=True)
     assert model.config._attn_implementation == HUB
-    kernel = sys.modules[ALL_ATTENTION_FUNCTIONS[HUB].__module__.removesuffix(".dma_hf.hub_kernel")]
+    kernel = sys.modules[ALL_ATTENTION_FUNCTIONS[HUB].__module__.removesuffix(".dma_hf.integrations.hub_kernel")]
     assert ALL_ATTENTION_FUNCTIONS[HUB] is kernel.dma_mxfp
     assert ALL_MASK_ATTENTION_FUNCTIONS[HUB] is kernel.dma_mask
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -69,7 +69,7 @@ def test_the_wheel_holds_the_three_packages(tmp_path):
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MAY_STAY = {"transformers", *(f"transformers.{name}_utils" for name in ("masking", "cache", "modeling"))}
 """Modules of Transformers whose contents are documented for others to build on."""
-LATER = {"integrations.manager", "integrations.packed_pages", "integrations.serving"}
+LATER = {"integrations.manager", "integrations.paged_cache", "integrations.serving"}
 """Modules of the plugin that are imported where they are used, and so import what they like."""
 
 

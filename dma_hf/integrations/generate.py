@@ -16,7 +16,7 @@ from transformers import AttentionInterface, Cache, DynamicCache, EncoderDecoder
 
 from ..cache import DMACache
 from ..cache_layers import DMALayer
-from ..settings import cache_of, is_dma
+from ..config import cache_of, is_dma
 from .attention_name import attention_name
 from .cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from .names import CACHE_IMPLEMENTATION

@@ -25,9 +25,9 @@ from transformers.generation.continuous_batching.initialization import update_cb
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim, find_num_key_value_heads
 
-from ..settings import cache_of
-from .batching_name import enter_batching, leave_batching
-from .packed_pages import DEFAULT_BLOCKS, PackedPagedCache, check_layers
+from ..config import cache_of
+from .paged_attention import enter_batching, leave_batching
+from .paged_cache import DEFAULT_BLOCKS, PackedPagedCache, check_layers
 from .versions import UnsupportedTransformersError, check_attributes, check_parameters
 
 __all__ = ["ContinuousBatchingManager", "DMAManager", "PagedAttentionCache", "WorkloadHints", "check_interfaces"]

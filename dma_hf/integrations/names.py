@@ -7,8 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..config import NAME, check_cache_name, check_renamed, preset_of
-from ..settings import IMPLEMENTATIONS, split_name
+from ..config import IMPLEMENTATIONS, NAME, check_cache_name, check_renamed, preset_of, split_name
 
 CACHE_IMPLEMENTATION = "dma"
 """The value of ``generate(cache_implementation=...)`` for a :class:`~dma_hf.DMACache`."""

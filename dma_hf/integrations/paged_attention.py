@@ -9,18 +9,20 @@ other time, because elsewhere Transformers takes those names for FlashAttention.
 from __future__ import annotations
 
 import inspect
+import threading
+import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from dma_kernels import Recipe, attention
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from .. import unsupported
-from ..call import Call
-from ..config import NAME
-from ..settings import PAGED_NAME, is_dma
+from ..arguments import Call, find_unsupported
+from ..config import NAME, PAGED_NAME, is_dma
 from ..stats import counted
+from .attention_name import attention_name, rename, restore_names
 
 _OF_THE_BATCH = frozenset(
     {"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal"}
@@ -36,6 +38,37 @@ def name_for_batching(name: Any) -> Any:
         name = PAGED_NAME + (name.removeprefix(NAME) if name.startswith(NAME) else "")
         AttentionInterface.register(name, dma_paged_attention_forward)
     return name
+
+
+@dataclass
+class _Batched:
+    """A model that is batched: by how many at once, and the names of its parts' attention before that."""
+
+    count: int = 0
+    names: list[tuple[PreTrainedConfig, Any]] = field(default_factory=list)
+
+
+_batched: weakref.WeakKeyDictionary[PreTrainedModel, _Batched] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def enter_batching(model: PreTrainedModel) -> None:
+    """Give a model the name that Transformers takes for continuous batching, until as many :func:`leave_batching`."""
+    with _lock:
+        state = _batched.setdefault(model, _Batched())
+        if state.count == 0:
+            state.names = rename(model, name_for_batching)
+        state.count += 1
+
+
+def leave_batching(model: PreTrainedModel) -> None:
+    """Take back :func:`enter_batching`; a name that was set since then stays."""
+    with _lock:
+        state = _batched[model]
+        state.count -= 1
+        if state.count == 0:
+            del _batched[model]
+            restore_names([each for each in state.names if str(attention_name(each[0])).startswith(PAGED_NAME)])
 
 
 def dma_paged_attention_forward(
@@ -62,7 +95,7 @@ def dma_paged_attention_forward(
         cache: The paged cache; ``None`` if the layer has updated it, with ``key`` and ``value`` read from it.
         cu_seq_lens_q: Where requests begin among the queries, int32 ``[requests + 1]``.
         position_ids: ``[1, tokens]``, of every query in its request.
-        kwargs: What else continuous batching and the model pass, see :meth:`dma_hf.call.Call.of`.
+        kwargs: What else continuous batching and the model pass, see :meth:`dma_hf.arguments.Call.of`.
 
     Returns:
         ``[1, tokens, Hq, Dv]``, and ``None`` in place of attention weights.
@@ -77,7 +110,7 @@ def dma_paged_attention_forward(
             "dma_hf.continuous_batching(model)"
         )
     call = Call.of(module, **{name: each for name, each in kwargs.items() if name not in _OF_THE_BATCH})
-    refusal = unsupported.find(call, query, value, is_packed_elsewhere=True)
+    refusal = find_unsupported(call, query, value, is_packed_elsewhere=True)
     if refusal is not None:
         raise refusal.error(may_fall_back=False)
     options = {"window": sliding_window, "is_causal": True, **call.options}

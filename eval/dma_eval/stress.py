@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dma_hf import counted_tiles
-from dma_hf.equalization import measure_ranges
-from dma_hf.projections import Layer, find_layers, watched
-from dma_hf.settings import EQUALIZED
+from dma_hf.config import EQUALIZED
+from dma_hf.equalize import measure_ranges
+from dma_hf.weight_tracing import Layer, find_layers, watched
 
 from .backends import Backend, activate
 from .data import Text

@@ -25,8 +25,8 @@ from tiny_models import FAMILIES, IDENTITY
 from transformers import Cache, ContinuousBatchingConfig, EncoderDecoderCache, GenerationConfig
 
 import dma_hf
-from dma_hf.integrations.batching import has_sectors
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
+from dma_hf.integrations.continuous_batching import has_sectors
 from dma_hf.integrations.versions import SUPPORTED
 
 pytestmark = [pytest.mark.filterwarnings("error::FutureWarning"), pytest.mark.filterwarnings("error::UserWarning")]

@@ -142,11 +142,11 @@ def test_not_finite_through_a_cache(
     compared: Callable[..., PerplexitySection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped, with the layer named; the others have their results."""
-    import dma_hf.cache_attention
+    import dma_hf.attention
 
-    attend = dma_hf.cache_attention.cached_attention
+    attend = dma_hf.attention.cached_attention
     monkeypatch.setattr(
-        dma_hf.cache_attention, "cached_attention", lambda *args, **options: attend(*args, **options) * torch.nan
+        dma_hf.attention, "cached_attention", lambda *args, **options: attend(*args, **options) * torch.nan
     )
     sdpa, at_once, cached = compared(
         "sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+int4", context=256, max_windows=1

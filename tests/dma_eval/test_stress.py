@@ -19,7 +19,7 @@ from tiny_models import DECODERS, VOCABULARY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dma_hf import DMAConfig
-from dma_hf.equalization import measure_ranges
+from dma_hf.equalize import measure_ranges
 
 
 @pytest.fixture(autouse=True)

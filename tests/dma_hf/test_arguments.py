@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import dma_hf
-from dma_hf.unsupported import HARMLESS
+from dma_hf.arguments import HARMLESS
 
 NEW_TOKENS = 3
 OF_ATTENTION = {"attention_mask", "past_key_values", "kwargs", "self"}  # parameters of its own, or none
@@ -54,13 +54,13 @@ def _callers():
 def spied(families, monkeypatch):
     """A model, and the names of the keyword arguments that its layers have been given."""
     model, seen = families["llama"].build(dma_hf.NAME), set()
-    find = dma_hf.unsupported.find
+    find = dma_hf.attention.find_unsupported
 
     def spy(call, *arguments, **options):
         seen.update(name for name, value in call.others.items() if value is not None)
         return find(call, *arguments, **options)
 
-    monkeypatch.setattr(dma_hf.unsupported, "find", spy)
+    monkeypatch.setattr(dma_hf.attention, "find_unsupported", spy)
     return model, seen
 
 

@@ -14,7 +14,8 @@ from tiny_models import SIZES
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 import dma_hf
-from dma_hf import DMACache, cache_attention
+from dma_hf import DMACache
+from dma_hf import attention as adapter
 from dma_hf.cache_layers import DMALayer, DMASlidingLayer, DMAStaticLayer
 
 WINDOW = 100
@@ -461,9 +462,9 @@ class TestErrors:
         geometry = dma_hf.MaskGeometry(1, 200, 400, is_causal=True, q_offset=200)
         recipe = dma_hf.PRESETS["balanced"].recipe
         options = {"scale": None, "softcap": None, "sinks": None, "backend": "auto"}
-        cache_attention.attend(layer, keys.dma_step, raw, geometry, recipe, **options)
+        adapter.attend(layer, keys.dma_step, raw, geometry, recipe, **options)
         with pytest.raises(ValueError, match="200 queries came to keys that another layer has stored already"):
-            cache_attention.attend(layer, values.dma_step, raw, geometry, recipe, **options)
+            adapter.attend(layer, values.dma_step, raw, geometry, recipe, **options)
 
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
@@ -500,13 +501,13 @@ def test_transformers_static_cache_gives_the_same(build, token_ids, assert_same)
 def test_a_prompt_in_a_static_cache_is_computed_as_in_a_dynamic_one(padded, build, token_ids, assert_same, monkeypatch):
     """Without a range of visible keys, which costs the kernels time, unless the prompt is padded."""
     ranges = []
-    attention = cache_attention.attention
+    attention = adapter.attention
 
     def note(*arguments, **options):
         ranges.append(options["kv_range"])
         return attention(*arguments, **options)
 
-    monkeypatch.setattr(cache_attention, "attention", note)
+    monkeypatch.setattr(adapter, "attention", note)
     model = build("gemma3")
     ids = token_ids(2, 150)
     mask = None if padded == "no" else torch.ones_like(ids)

@@ -10,8 +10,8 @@ import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import dma_hf
-from dma_hf.integrations.batching import has_sectors
-from dma_hf.settings import PAGED_NAME, settings_of
+from dma_hf.config import PAGED_NAME, settings_of
+from dma_hf.integrations.continuous_batching import has_sectors
 
 BLOCK_SIZE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"  # up to 5.17
 NEW_TOKENS = 4
@@ -121,7 +121,7 @@ def test_refusals(families, token_ids):
 
 
 def test_packed_pages_need_sectors(families, prompts, monkeypatch):
-    monkeypatch.setattr("dma_hf.integrations.batching.has_sectors", lambda: False)
+    monkeypatch.setattr("dma_hf.integrations.continuous_batching.has_sectors", lambda: False)
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced+int4")
     message = r"packed pages \(cache='int4'\) need Transformers 5\.18 or newer, and this is 5\."

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dma_hf
-from dma_hf import DMACache, dense_mask
+from dma_hf import DMACache, masking
 from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 LENGTH = 420
@@ -52,8 +52,8 @@ def test_left_padding_is_that_of_the_2d_mask(format, dtype, llama, token_ids, as
 
 def test_a_mask_is_read_once_for_all_layers(llama, token_ids, monkeypatch):
     reads = []
-    made = dense_mask.DenseMask
-    monkeypatch.setattr(dense_mask, "DenseMask", lambda *read: reads.append(read) or made(*read))
+    made = masking.DenseMask
+    monkeypatch.setattr(masking, "DenseMask", lambda *read: reads.append(read) or made(*read))
     ids, (_, mask) = token_ids(len(PADDING), LENGTH), _masks(torch.float64)
     first = llama(ids, attention_mask=mask).logits
     assert len(reads) == 1

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
-from dma_hf.equalization import measure_ranges
+from dma_hf.equalize import measure_ranges
 
 NEOX = {key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "head_dim")}
 EQUALIZED: dict[str, Family] = {

@@ -14,8 +14,8 @@ from transformers import masking_utils as upstream
 
 import dma_hf
 from dma_hf import CompactMask, dma_mask
+from dma_hf.architectures import built_in_attention
 from dma_hf.compact_mask import MaskGeometry
-from dma_hf.masking import built_in_attention
 
 WINDOW = 6
 

@@ -13,7 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dma_hf
-from dma_hf import settings
+from dma_hf import config as settings
 from dma_hf.config import config_of
 
 BATCH, LENGTH, WINDOW = 7, 9, 2  # many rows, few tokens, and a window that is shorter than both

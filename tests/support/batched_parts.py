@@ -18,7 +18,7 @@ Parts = dict[str, list[tuple[int, int]]]
 
 def note_parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
     """Return a mapping that is filled while requests are computed over packed pages."""
-    from dma_hf.integrations.packed_pages import PackedPagedCache  # which older versions of Transformers cannot import
+    from dma_hf.integrations.paged_cache import PackedPagedCache  # which older versions of Transformers cannot import
 
     found: Parts = defaultdict(list)
 

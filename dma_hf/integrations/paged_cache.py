@@ -34,7 +34,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.cache_allocators import CachePool, FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
-from ..settings import cache_format_of, settings_of
+from ..config import cache_format_of, settings_of
 
 Batch = tuple[Tensor | None, Tensor, Tensor]
 """Transformers' table of blocks if it has one, where requests begin among the queries, and position ids."""

@@ -18,9 +18,9 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention import dma_attention_forward
-from .integrations.attention_name import attention_name
-from .masking import dma_mask
+from ..attention import dma_attention_forward
+from ..masking import dma_mask
+from .attention_name import attention_name
 
 
 def dma_mxfp(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

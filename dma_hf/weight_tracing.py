@@ -23,8 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from .config import NAME
-from .integrations.attention_name import set_attention_name
-from .settings import distinct_configs
+from .integrations.attention_name import distinct_configs, set_attention_name
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

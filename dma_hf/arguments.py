@@ -1,24 +1,79 @@
-"""What ``dma_mxfp`` cannot compute: finding it, saying so, and the counted way out through SDPA."""
+"""Keyword arguments of an attention call: read in one place, and refused where ``dma_mxfp`` does not support them."""
 
 from __future__ import annotations
 
 import inspect
-import threading
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from dma_kernels.numerics.arguments import MAX_HEAD_DIM, MIN_HEAD_DIM
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from .call import Call
-from .dense_mask import read_mask
+from .config import Settings, settings_of
 from .integrations.cache_argument import CACHE_ARGUMENT
 from .integrations.output_capturing import is_collecting_attentions
+from .masking import read_mask
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The arguments of an attention function that all of them take.
+
+    Attributes:
+        settings: What the configuration of the layer's model says.
+        scaling: Factor of the scores; ``D ** -0.5`` by default.
+        dropout: Must be 0.
+        softcap: Cap of the scores; 0 is none, as FlashAttention has it.
+        sinks: Sink logits, ``[Hq]``; Transformers' ``s_aux``.
+        position_bias: Must be ``None``.
+        others: What else the model passes. Arguments that are known to change nothing are ignored.
+    """
+
+    settings: Settings
+    scaling: float | None
+    dropout: float
+    softcap: float | None
+    sinks: Tensor | None
+    position_bias: Tensor | None
+    others: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        **others: Any,
+    ) -> Call:
+        """Read the keyword arguments that Transformers gives to the attention function of a layer."""
+        sinks = None if s_aux is None else s_aux.reshape(-1)
+        return cls(settings_of(module.config), scaling, dropout, softcap or None, sinks, position_bias, others)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The same as arguments of :func:`dma_kernels.attention`."""
+        return {
+            "scale": self.scaling,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "backend": self.settings.config.backend,
+        }
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Return what autocast casts a tensor to for SDPA, whose place this attention has; ``None`` where it does not."""
+    kind = tensor.device.type
+    if kind == "meta" or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
 
 HARMLESS = frozenset(
     {
@@ -27,7 +82,7 @@ HARMLESS = frozenset(
         *("output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep"),
         *("labels", "shift_labels"),
         *("input_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "position_embeddings"),
-        # Hints for FlashAttention. The packing that they describe is checked for in `find`.
+        # Hints for FlashAttention. The packing that they describe is checked in `find_unsupported`.
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "deterministic"),
         *("kernel_options", "target_dtype", "implementation"),
     }
@@ -66,7 +121,7 @@ class Refusal:
         return ValueError(f"dma_mxfp attention does not support {self.option}: {self.asked}; {self.way_out}{hint}")
 
 
-def find(
+def find_unsupported(
     call: Call, query: Tensor, value: Tensor, bias: Tensor | None = None, *, is_packed_elsewhere: bool
 ) -> Refusal | None:
     """Return why a call cannot be computed, or ``None`` if it can.
@@ -130,10 +185,6 @@ def _is_collecting_attentions() -> bool:
     return is_collecting_attentions()
 
 
-_counts: Counter[str] = Counter()
-_lock = threading.Lock()
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_missing_weights() -> None:
     """Warn that attention weights are left out; Transformers' SDPA and FlashAttention do likewise."""
@@ -153,29 +204,3 @@ def note_other_cache(format: str) -> None:
         f"{CACHE_ARGUMENT}=dma_hf.DMACache(model.config). configure(model, cache=None) asks for no DMACache.",
         stacklevel=2,
     )
-
-
-def fallback_counts() -> dict[str, int]:
-    """Return how many attention calls have run SDPA instead, for each unsupported option; a compiled call once."""
-    with _lock:
-        return dict(_counts)
-
-
-def reset_fallback_counts() -> None:
-    """Forget all fallbacks; the next one of each option warns again."""
-    with _lock:
-        _counts.clear()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def note_fallback(option: str, asked: str) -> None:
-    """Count a fallback, and warn at the first one of its option."""
-    with _lock:
-        _counts[option] += 1
-        is_first = _counts[option] == 1
-    if is_first:
-        warnings.warn(
-            f"dma_mxfp attention does not support {option} ({asked}); such calls run SDPA, as on_unsupported='sdpa' "
-            "allows. dma_hf.fallback_counts() tells how many.",
-            stacklevel=2,
-        )

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .projections import Layer, Operands, Source, find_layers, watched
-from .settings import EQUALIZED
+from .config import EQUALIZED
+from .weight_tracing import Layer, Operands, Source, find_layers, watched
 
 MIN_TOKENS = 1024
 """Fewest tokens to measure ranges over."""

@@ -11,11 +11,10 @@ from dma_kernels import Recipe
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from .config import NAME, DMAConfig, config_of
-from .integrations.attention_name import attention_name
-from .integrations.batching import InitContinuousBatching
-from .masking import built_in_attention, lacks_attention, refuse_model
-from .settings import IMPLEMENTATIONS, distinct_configs, is_dma, rename, settings_of
+from .architectures import built_in_attention, lacks_attention, refuse_model
+from .config import IMPLEMENTATIONS, NAME, DMAConfig, config_of, is_dma, settings_of
+from .integrations.attention_name import attention_name, distinct_configs, rename
+from .integrations.continuous_batching import InitContinuousBatching
 
 
 def configure(
