@@ -17,7 +17,7 @@ from .errors import UserError, one_line
 from .files import parse
 from .names import DMA, PRESETS
 from .pages import all_pages
-from .render import cache_of, measured, templates, tidy
+from .render import cache_of, measured, templates, tidy, versions
 from .results import RESULTS, ModelInfo, Report, backend_configs, backend_groups
 
 TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
@@ -221,6 +221,7 @@ def _text(report: Report, label: str, base: str, name: str) -> str:
             measured=measured(report.model),
             model=report.model,
             machine=report.environment,
+            versions=versions(report.environment),
             date=report.created[:10],
             pages=all_pages(report),
             command=report.command,

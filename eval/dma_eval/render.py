@@ -10,9 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+import jinja2
 from markupsafe import Markup, escape
 
+from .environment import Environment
 from .names import reads_cache
 from .pages import MISSING, PAGES, Page, Table
 from .results import ModelInfo, Report, backend_configs, backend_groups
@@ -28,14 +29,14 @@ class Plot:
 
 
 @cache
-def templates(*, html: bool = False) -> Environment:
+def templates(*, html: bool = False) -> jinja2.Environment:
     """The templates of the package: of Markdown, or of HTML, where all text is escaped."""
-    environment = Environment(
-        loader=PackageLoader("dma_eval"),
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("dma_eval"),
         autoescape=html,
         trim_blocks=True,
         lstrip_blocks=True,
-        undefined=StrictUndefined,
+        undefined=jinja2.StrictUndefined,
     )
     environment.filters["cell"] = lambda text: str(text).replace("|", "\\|")
     environment.filters["quote"] = lambda text: "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines())
@@ -104,6 +105,12 @@ def cache_of(label: str, config: dict[str, Any] | None) -> str:
     return f"QuantizedCache of Transformers, {label.rpartition('+')[2]}" if reads_cache(label) else "none"
 
 
+def versions(machine: Environment) -> str:
+    """The version of every package, and the commit of the source tree where it is known."""
+    packages = [f"{name} {version}" for name, version in machine.packages.items()]
+    return ", ".join([*packages, *([f"commit {machine.commit}"] if machine.commit else [])])
+
+
 def _backends(report: Report) -> list[Table]:
     every = {each.label: each for group in backend_groups(report) for each in group}
     rows = [[f"`{each.label}`", each.implementation, cache_of(each.label, each.config)] for each in every.values()]
@@ -128,7 +135,7 @@ def _facts(report: Report) -> Table:
         "architecture": f"{model.architecture}, {model.parameters:,} parameters, {model.layers} layers, {heads}",
         "weights, device": f"{model.form}, {model.device}",
         "machine": ", ".join([machine.cpu, f"{machine.threads} threads", *machine.gpus]),
-        "versions": ", ".join(f"{name} {version}" for name, version in machine.packages.items()),
+        "versions": versions(machine),
         "Python, system": f"{machine.python}, {machine.system}" + (f", CUDA {machine.cuda}" if machine.cuda else ""),
         "command": f"`{report.command}`",
         "seed, date": f"{report.seed}, {report.created}",

@@ -259,6 +259,10 @@ class TestMeasured:
         expected = "Measured: `m.gguf` at `abc`, weights in float32, quantised to Q4_1 in the file or checkpoint; "
         assert measured(model) == expected + "4 times its positions by YaRN; on cpu."
 
+    def test_versions_and_commit(self, report: Report) -> None:
+        machine = replace(report.environment, packages={"torch": "2.13"}, commit="abc-dirty")
+        assert "| versions | torch 2.13, commit abc-dirty |" in to_markdown(replace(report, environment=machine))
+
     @pytest.mark.parametrize(
         ("label", "config", "expected"),
         [
