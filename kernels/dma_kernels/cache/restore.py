@@ -7,6 +7,7 @@ the row's length, which only the device knows. Equals :meth:`LayerStorage.gather
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -16,11 +17,12 @@ from torch import Tensor
 from ..device.arithmetic import hadamard, narrow
 from ..numerics.formats import TILE
 from ..numerics.geometry import MAX_BAND_TILES
-from ..runtime.launch import Launcher, on_device
+from ..numerics.layout import layout_of
+from ..runtime.launch import Launcher
+from ..runtime.plan import LaunchPlan, make_plan
 from .append import append_warps
 from .kernel_args import CacheInputs, CacheSizes, PageConfig, Strided
 from .page_kernel import dequantize_rows
-from .page_layout import PageLayout
 from .storage import LayerStorage
 
 BLOCK_T = 64
@@ -131,21 +133,34 @@ def restore_dense(
     """
     if key is None or value is None:
         key, value = storage.empty_kv()
-    (batch, kv_heads, new_len, head_dim), value_dim = key.shape, value.shape[3]
-    keys, values = (storage.key_residual.new_empty((batch, kv_heads, out_len, dim)) for dim in (head_dim, value_dim))
-    cache = CacheInputs.of(storage)
-    with on_device(keys.device):
-        _restore_launcher(storage.page_layout, kv_heads)(
-            (batch * kv_heads, triton.cdiv(out_len, BLOCK_T), 2),
-            keys, values, first.to(torch.int32).contiguous(), Strided.of(key), Strided.of(value), cache.tensors,
-            new_len, out_len, 0 if as_low else MAX_BAND_TILES, storage.rolled_back, *cache.sizes,
-        )  # fmt: skip
+    tensors = (first.to(torch.int32).contiguous(), key, value, *CacheInputs.of(storage))
+    layouts = map(layout_of, tensors)
+    plan = _plan_restore(
+        storage.format, out_len, 0 if as_low else MAX_BAND_TILES, storage.rolled_back, next(layouts), next(layouts),
+        next(layouts), CacheInputs(*layouts),
+    )  # fmt: skip
+    keys, values = plan.run(tensors)
     return keys, values
 
 
 @functools.lru_cache(maxsize=256)
-def _restore_launcher(layout: PageLayout, kv_heads: int) -> Launcher:
-    """Return the launcher for a kind of cache."""
+def _plan_restore(
+    format: str, out_len: int, band_tiles: int, rolled_back: int, first: Any, key: Any, value: Any, cache: CacheInputs
+) -> LaunchPlan:
+    """Plan the launch. Layouts stand for tensors."""
+    (batch, kv_heads, new_len, head_dim), value_dim = key.shape, value.shape[3]
+    layout, sizes = cache.page_layout(format), cache.sizes
     constants = {"CONFIG": PageConfig.of(layout, kv_heads)}
-    settled = ("key_out_ptr", "value_out_ptr")
-    return Launcher(restore_kernel, constants, settled=settled, num_warps=append_warps(layout))
+    launcher = Launcher(restore_kernel, constants, num_warps=append_warps(layout))
+
+    def launch(first: Any, key: Any, value: Any, *cache: Any) -> list[Any]:
+        inputs = CacheInputs(*cache)
+        keys, values = (inputs.key_residual.new_empty((batch, kv_heads, out_len, dim)) for dim in (head_dim, value_dim))
+        launcher(
+            (batch * kv_heads, triton.cdiv(out_len, BLOCK_T), 2),
+            keys, values, first, Strided.of(key), Strided.of(value), inputs.tensors, new_len, out_len, band_tiles,
+            rolled_back, *sizes,
+        )  # fmt: skip
+        return [keys, values]
+
+    return make_plan(launch, (first, key, value, *cache), key.device)

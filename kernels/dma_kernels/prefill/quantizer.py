@@ -106,9 +106,6 @@ _WRITTEN = (
     "mean", "high", "high_scale", "low", "low_scale", "key_factor", "head_factor", "value", "value_factor",
 )  # fmt: skip
 
-# Its parameters that stay as they are for a plan: what is allocated here, and lengths.
-_SETTLED = frozenset({"kv_offset", "kv_len", "tiles", "first_tile", "end_tile"} | {f"{name}_ptr" for name in _WRITTEN})
-
 
 @dataclass(frozen=True)
 class _Plan:
@@ -168,7 +165,7 @@ def _plan(
         # and 86.8.
         options = {"num_warps": 16}
     return _Plan(
-        launch=Launcher(quantize_kernel, constants, settled=_SETTLED, **options),
+        launch=Launcher(quantize_kernel, constants, **options),
         layers=int(writes_values) + int(writes_keys),
         outputs=tuple(outputs.items()),
     )

@@ -23,7 +23,7 @@ from .launch import (
     direct_launcher,
     launches_directly,
     leaves,
-    nested,
+    map_leaves,
     on_device,
     settings,
 )
@@ -154,14 +154,16 @@ class PlanBuilder:
                 f"{launch.kernel.fn.__name__} starts before the launch before it has ended, and may read the call's "
                 "inputs at once; the call must first launch a kernel that starts after all earlier work"
             )
-        arguments = list(leaves(launch.arguments))
-        for position, argument in enumerate(arguments):
-            if isinstance(argument, Tensor):
-                layout = TensorLayout.of(argument)
-                arguments[position] = PlannedTensor(self, len(self.tensors), *layout)
-                self.constants[len(self.tensors)] = argument
-                self.tensors.append(arguments[position])
-        self.launches.append(replace(launch, arguments=nested(launch.arguments, iter(arguments))))
+        self.launches.append(replace(launch, arguments=map_leaves(self._planned, launch.arguments)))
+
+    def _planned(self, argument: Any) -> Any:
+        """Return an argument of a launch, a constant of the plan in place of a tensor with memory."""
+        if not isinstance(argument, Tensor):
+            return argument
+        slot = len(self.tensors)
+        self.constants[slot] = argument
+        self.tensors.append(PlannedTensor(self, slot, *TensorLayout.of(argument)))
+        return self.tensors[slot]
 
 
 class _Address:
@@ -182,56 +184,78 @@ class _PlannedLaunch:
     Attributes:
         launch: The launch; planned tensors, and descriptors of them, stand for tensors.
         run: Launches the compiled kernel with all arguments, once it is known.
-        arguments: All arguments with the constexprs.
-        leaves: The same, with tuples flattened; ``None`` in place of tensors and descriptors.
-        pointers: For each tensor its position among the leaves, and the index of its address.
-        descriptors: The same for descriptors, with their type and attributes.
+        fill: Returns all arguments and constexprs, given all addresses, which stand for tensors.
     """
 
-    __slots__ = ("arguments", "descriptors", "launch", "leaves", "pointers", "run")
+    __slots__ = ("fill", "launch", "run")
 
     def __init__(self, launch: KernelLaunch, index: Mapping[int, int]) -> None:
         self.launch = launch
         self.run: Callable[..., None] | None = None
-        self.arguments = (*launch.arguments, *launch.constants)
-        self.leaves: list[Any] = list(leaves(self.arguments))
-        self.pointers: list[tuple[int, int]] = []
-        self.descriptors: list[tuple[int, int, type, dict[str, Any]]] = []
-        for position, argument in enumerate(self.leaves):
+        self.fill = _filler((*launch.arguments, *launch.constants), index)
+
+    def materialize(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """Return the runtime arguments with tensors, by slot, in their places."""
+
+        def place(argument: Any) -> Any:
             base = getattr(argument, "base", argument)
             if not isinstance(base, PlannedTensor):
-                continue
-            self.leaves[position] = None
-            if base is argument:
-                self.pointers.append((position, index[base.slot]))
-            else:
-                attributes = {name: value for name, value in vars(argument).items() if name != "base"}
-                self.descriptors.append((position, index[base.slot], type(argument), attributes))
+                return argument
+            tensor = tensors[base.slot]
+            assert tensor is not None
+            real = base.materialize(tensor)
+            return real if base is argument else type(argument)(**{**vars(argument), "base": real})
 
-    def fill(self, addresses: Sequence[int]) -> Sequence[Any]:
-        """Return all arguments, addresses in place of tensors."""
-        arguments = self.leaves.copy()
-        for position, slot in self.pointers:
-            arguments[position] = addresses[slot]
-        for position, slot, kind, attributes in self.descriptors:
-            # Made without the checks of its constructor, which it has passed.
-            descriptor: Any = object.__new__(kind)
-            descriptor.__dict__.update(attributes, base=_Address(addresses[slot]))
-            arguments[position] = descriptor
-        return arguments if len(arguments) == len(self.arguments) else nested(self.arguments, iter(arguments))
+        placed: tuple[Any, ...] = map_leaves(place, self.launch.arguments)
+        return placed
 
-    def materialize(self, tensors: Sequence[Tensor | None]) -> Sequence[Any]:
-        """Return the runtime arguments with tensors, by slot, in their places."""
-        arguments: list[Any] = []
-        for argument in leaves(self.launch.arguments):
-            base = getattr(argument, "base", argument)
-            if isinstance(base, PlannedTensor):
-                tensor = tensors[base.slot]
-                assert tensor is not None
-                real = base.materialize(tensor)
-                argument = real if base is argument else type(argument)(**{**vars(argument), "base": real})
-            arguments.append(argument)
-        return nested(self.launch.arguments, iter(arguments))
+
+def _filler(arguments: tuple[Any, ...], index: Mapping[int, int]) -> Callable[[Sequence[int]], tuple[Any, ...]]:
+    """Return a function that places addresses among arguments.
+
+    It is one expression, as a launch has up to a hundred arguments, some in tuples.
+
+    Args:
+        arguments: With planned tensors, and descriptors of them.
+        index: Index of an address, by the slot of its tensor.
+    """
+    constants: dict[str, Any] = {}
+
+    def constant(value: Any) -> str:
+        name = f"c{len(constants)}"
+        constants[name] = value
+        return name
+
+    def expression(argument: Any) -> str:
+        base = getattr(argument, "base", argument)
+        if isinstance(base, PlannedTensor):
+            address = f"addresses[{index[base.slot]}]"
+            return address if base is argument else f"{constant(_descriptor_maker(argument))}({address})"
+        if isinstance(argument, tuple) and any(map(_is_planned, leaves(argument))):
+            items = "".join(f"{expression(each)}, " for each in argument)
+            return f"{constant(type(argument))}({items})" if hasattr(argument, "_fields") else f"({items})"
+        return constant(argument)
+
+    source = f"lambda addresses: ({''.join(f'{expression(each)}, ' for each in arguments)})"
+    function: Callable[[Sequence[int]], tuple[Any, ...]] = eval(source, constants)
+    return function
+
+
+def _is_planned(argument: Any) -> bool:
+    return isinstance(getattr(argument, "base", argument), PlannedTensor)
+
+
+def _descriptor_maker(descriptor: Any) -> Callable[[int], Any]:
+    """Return what makes a descriptor like this one of an address, without the checks that it has passed."""
+    kind = type(descriptor)
+    attributes = {name: value for name, value in vars(descriptor).items() if name != "base"}
+
+    def make(address: int) -> Any:
+        made: Any = object.__new__(kind)
+        made.__dict__.update(attributes, base=_Address(address))
+        return made
+
+    return make
 
 
 class LaunchPlan:

@@ -12,7 +12,6 @@ from dma_kernels.cache import restore
 from dma_kernels.cache.restore import restore_dense
 from dma_kernels.testing import assert_bits_equal
 from restore_cases import CASES, assert_dense, assert_restored, random_pages
-from triton.runtime import JITFunction
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device")
 formats = pytest.mark.parametrize("format", FORMATS)
@@ -46,20 +45,14 @@ def test_positions_may_have_any_stride(start: str) -> None:
         assert_bits_equal(actual, expected)
 
 
-def test_positions_at_unaligned_addresses_have_their_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_at_unaligned_addresses_have_their_own_plan() -> None:
     """They may be the caller's own tensor."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(restore, "restore_kernel", JITFunction(restore.restore_kernel.fn))
     storage = Case(kv_len=300).storage("int8", torch.float16, "cpu")
-    launcher = restore._restore_launcher.__wrapped__(storage.page_layout, 2)
-    keys = []
-    monkeypatch.setattr(
-        restore, "_restore_launcher", lambda *_: lambda grid, *arguments: keys.append(launcher._key(arguments))
-    )
     positions = torch.zeros(8, dtype=torch.int32)
-    for first in (positions[:1], positions[4:5], positions[1:2]):
+    restore._plan_restore.cache_clear()
+    for first, plans in ((positions[:1], 1), (positions[4:5], 1), (positions[1:2], 2)):
         restore_dense(storage, first, 20)
-    assert keys[0] == keys[1] != keys[2]
+        assert restore._plan_restore.cache_info().misses == plans
 
 
 def test_rolled_back_tokens() -> None:
