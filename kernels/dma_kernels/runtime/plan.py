@@ -8,9 +8,11 @@ fills in addresses, and launches.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from types import CodeType
 from typing import Any, Self
 
 import torch
@@ -237,8 +239,14 @@ def _filler(arguments: tuple[Any, ...], index: Mapping[int, int]) -> Callable[[S
         return constant(argument)
 
     source = f"lambda addresses: ({''.join(f'{expression(each)}, ' for each in arguments)})"
-    function: Callable[[Sequence[int]], tuple[Any, ...]] = eval(source, constants)
+    function: Callable[[Sequence[int]], tuple[Any, ...]] = eval(_code(source), constants)
     return function
+
+
+@functools.lru_cache(maxsize=256)
+def _code(source: str) -> CodeType:
+    """Compile an expression, once for all lengths of a kind of call."""
+    return compile(source, "<arguments of a launch>", "eval")
 
 
 def _is_planned(argument: Any) -> bool:
