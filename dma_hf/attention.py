@@ -98,7 +98,7 @@ def dma_attention_forward(
         if not geometry.two_sequences:
             counts = tile_counts_of(module, query, settings.recipe)
             inputs = (layer, step, query, geometry, settings.recipe, counts)
-            out = counted(module, settings.name, layer.owner.cache, attend, *inputs, **call.options)
+            out = counted(module, settings.name, layer.cache, attend, *inputs, **call.options)
             return out.transpose(1, 2).contiguous(), None
         key, value = layer.dense(step)
     recipe = settings.cross_recipe if geometry.two_sequences else settings.recipe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,20 +34,22 @@ class DMACache(DynamicCache):  # type: ignore[misc]
 
     Args:
         config: The model's configuration.
-        cache: Format: ``int8`` or ``int4``. The default is the ``cache`` of the model's settings, or else ``int8``.
+        cache: Format: ``int8`` or ``int4``, or a sequence of one for each layer. The default is the ``cache`` of the
+            model's settings, or else ``int8``.
         max_cache_len: Makes a static cache, for ``torch.compile`` and CUDA graphs, with room for so many tokens.
         offloading: Whether layers wait on the CPU for their turn.
         offload_only_non_sliding: Whether layers with a sliding window, which are small, stay on the device.
 
     Raises:
         TypeError: ``config`` is not a model's configuration, or an argument is unknown.
-        ValueError: There is no such format, or ``max_cache_len`` is below 1.
+        ValueError: There is no such format, there are more or fewer formats than layers, or ``max_cache_len`` is below
+            1.
     """
 
     def __init__(
         self,
         config: PreTrainedConfig,
-        cache: str | None = None,
+        cache: str | Sequence[str] | None = None,
         *,
         max_cache_len: int | None = None,
         offloading: bool = False,
@@ -65,25 +67,37 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         decoder = config.get_text_config(decoder=True)
         settings = settings_of(decoder)
         cache = settings.config.cache or DEFAULT_FORMAT if cache is None else cache
-        stored = cache_format_of(decoder, cache).name
-        owner = Owner(decoder, cache, stored, settings.recipe.diagonal_tiles, settings.recipe.sink_tiles)
         upstream = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
-        layers = [_own_layer(layer, owner, max_cache_len) for layer in upstream.layers]
+        given = tuple(cache) if isinstance(cache, list | tuple) else str(cache)
+        names = given if isinstance(given, tuple) else (given,) * len(upstream.layers)
+        if len(names) != len(upstream.layers):
+            raise ValueError(
+                f"cache must name one format, or one for each of the model's {len(upstream.layers)} layers; "
+                f"got {len(names)}"
+            )
+        for name in names:
+            cache_format_of(decoder, name)
+        owner = Owner(decoder, given, settings.recipe.diagonal_tiles, settings.recipe.sink_tiles)
+        layers = [
+            _own_layer(layer, owner, name, max_cache_len) for layer, name in zip(upstream.layers, names, strict=True)
+        ]
         for layer in [layer for layer in layers if isinstance(layer, DMALayer)][1:]:
             layer.checks_steps = False
         Cache.__init__(self, layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         self.owner = owner
 
     @property
-    def format(self) -> str:
-        """The format of packed keys and values, ``int8`` or ``int4``."""
+    def format(self) -> str | tuple[str, ...]:
+        """The format of packed keys and values, ``int8`` or ``int4``; or that of each layer."""
         return self.owner.cache
 
     @property
     def _kind(self) -> dict[str, Any]:
         """What states must agree in."""
         owner = self.owner
-        return {"format": owner.format, "diagonal_tiles": owner.diagonal_tiles, "sink_tiles": owner.sink_tiles}
+        formats = [layer.format for layer in self.layers if isinstance(layer, DMALayer)]
+        format = formats[0] if len(set(formats)) == 1 else formats
+        return {"format": format, "diagonal_tiles": owner.diagonal_tiles, "sink_tiles": owner.sink_tiles}
 
     @property
     def nbytes(self) -> int:
@@ -178,16 +192,16 @@ class DMACache(DynamicCache):  # type: ignore[misc]
                 torch.cuda.synchronize(device)
 
 
-def _own_layer(layer: Any, owner: Owner, max_cache_len: Any) -> Any:
+def _own_layer(layer: Any, owner: Owner, cache: str, max_cache_len: Any) -> Any:
     """Return the layer of this package that stands for one of Transformers', or that one where there is none."""
     if type(layer) is DynamicLayer:
-        return DMALayer(owner)
+        return DMALayer(owner, cache)
     if type(layer) is DynamicSlidingWindowLayer:
-        return DMASlidingLayer(owner, layer.sliding_window)
+        return DMASlidingLayer(owner, cache, layer.sliding_window)
     if type(layer) is StaticLayer:
-        return DMAStaticLayer(owner, max_cache_len)
+        return DMAStaticLayer(owner, cache, max_cache_len)
     if type(layer) is StaticSlidingWindowLayer:
-        return DMAStaticLayer(owner, max_cache_len, window=layer.max_cache_len)
+        return DMAStaticLayer(owner, cache, max_cache_len, window=layer.max_cache_len)
     return layer
 
 
@@ -207,7 +221,7 @@ def _load_layer(layer: DMALayer, state: dict[str, Any], device: torch.device | s
     layer.reset()
     if not tensors:
         return
-    storage = LayerStorage.from_tensors(layer.owner.format, layer.window, tensors, state["rolled_back"])
+    storage = LayerStorage.from_tensors(layer.format, layer.window, tensors, state["rolled_back"])
     if layer.is_initialized:
         layer.hold(storage)
         layer.tokens.fill_(state["tokens"])

@@ -24,7 +24,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .arguments import autocast_dtype
 from .compact_mask import METADATA, MaskGeometry, device_only
-from .config import is_dma
+from .config import cache_format_of, is_dma
 from .integrations.attention_name import attention_name
 
 DECODED_AT_ONCE = 16
@@ -44,8 +44,7 @@ class Owner:
 
     Attributes:
         config: The decoder's configuration.
-        cache: The format as users call it, ``int8`` or ``int4``.
-        format: The name of the storage format. It depends on whether the model is equalized.
+        cache: The format as users call it, ``int8`` or ``int4``; or one for each layer.
         diagonal_tiles: Tiles before that of a query that are kept in 16 bits.
         sink_tiles: Tiles at the start that are.
         plain: The last range of visible keys that was looked at, and whether it was all that a row has.
@@ -54,8 +53,7 @@ class Owner:
     """
 
     config: PreTrainedConfig
-    cache: str
-    format: str
+    cache: str | tuple[str, ...]
     diagonal_tiles: int
     sink_tiles: int
     plain: tuple[Tensor, bool] | None = None
@@ -156,9 +154,11 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 
     Args:
         owner: What the layers share.
+        cache: The format as users call it, ``int8`` or ``int4``.
         window: Tokens that a query sees, its own included; ``None`` for all.
 
     Attributes:
+        format: The name of the storage format. It depends on whether the model is equalized.
         storage: What the layer holds; ``None`` until ``is_initialized``, with the first keys.
         tokens: How many it has seen, padding included: an int, or a tensor on the device in a static layer.
         checks_steps: Whether it checks what a step that does not wait for the device was given; one layer of a cache
@@ -172,9 +172,11 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
     checks_steps = True
     max_cache_len: int | None = None
 
-    def __init__(self, owner: Owner, window: int | None = None) -> None:
+    def __init__(self, owner: Owner, cache: str, window: int | None = None) -> None:
         # Not the base class's: it would set `keys` and `values`.
         self.owner = owner
+        self.cache = cache
+        self.format = cache_format_of(owner.config, cache).name
         self.window = window
         self.storage: LayerStorage = None  # type: ignore[assignment]
         self.pending: Step | None = None
@@ -201,7 +203,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.device, self.is_initialized = key_states.device, True
         self.storage = LayerStorage.allocate(
-            self.owner.format,
+            self.format,
             diagonal_tiles=self.owner.diagonal_tiles,
             sink_tiles=self.owner.sink_tiles,
             batch=key_states.shape[0],
@@ -410,14 +412,15 @@ class DMAStaticLayer(DMALayer):
 
     Args:
         owner: What the layers share.
+        cache: The format as users call it.
         max_cache_len: Tokens that fit.
         window: Tokens that a query sees, its own included; ``None`` for all.
     """
 
     is_compileable = True
 
-    def __init__(self, owner: Owner, max_cache_len: int, window: int | None = None) -> None:
-        super().__init__(owner, window)
+    def __init__(self, owner: Owner, cache: str, max_cache_len: int, window: int | None = None) -> None:
+        super().__init__(owner, cache, window)
         self.max_cache_len: int = max_cache_len
         self.is_sliding = window is not None
 

@@ -283,6 +283,42 @@ class TestReuse:
         logits = [model(token_ids(rows, 20), past_key_values=cache).logits for cache in caches]
         assert torch.equal(*logits)
 
+    @pytest.mark.parametrize("max_cache_len", [None, LENGTH], ids=["dynamic", "static"])
+    def test_every_layer_may_have_its_own_format(self, max_cache_len, build, token_ids, tmp_path):
+        model, ids = build(), token_ids(1, LENGTH)
+        cache, wider, narrower = (
+            DMACache(model.config, formats, max_cache_len=max_cache_len)
+            for formats in (["int8", "int4"], "int8", "int4")
+        )
+        assert cache.format == ("int8", "int4")
+        logits = []
+        for each in (cache, wider, narrower):
+            model(ids[:, :280], past_key_values=each)
+            logits.append(model(ids[:, 280:], past_key_values=each).logits)
+        assert [layer.storage.format for layer in cache.layers] == ["int8", "int4"]
+        assert narrower.nbytes < cache.nbytes < wider.nbytes
+        for index, uniform in enumerate((wider, narrower)):
+            pages = (each.layers[index].storage.kv_pages[0] for each in (cache, uniform))
+            assert torch.equal(*pages)
+        assert not torch.equal(logits[0], logits[1])
+        assert not torch.equal(logits[0], logits[2])
+        torch.save(cache.state_dict(), tmp_path / "mixed.pt")
+        loaded = DMACache(model.config, ["int8", "int4"], max_cache_len=max_cache_len)
+        loaded.load_state_dict(torch.load(tmp_path / "mixed.pt", weights_only=True))
+        loaded.crop(-10)
+        torch.testing.assert_close(model(ids[:, 280:], past_key_values=loaded).logits, logits[0])
+        with pytest.raises(ValueError, match=r"state holds .*\['int8', 'int4'\].*, the cache .*'int8'"):
+            wider.load_state_dict(cache.state_dict())
+
+    @pytest.mark.parametrize(
+        ("formats", "message"),
+        [(["int4"], "one for each of the model's 2 layers; got 1"), (["int4", "int3"], "unknown cache format 'int3'")],
+        ids=["number", "name"],
+    )
+    def test_invalid_formats_of_layers_are_refused(self, formats, message, build):
+        with pytest.raises(ValueError, match=message):
+            DMACache(build().config, formats)
+
     def test_state_of_another_format(self, prompt):
         model, _, cache, _ = prompt
         other = DMACache(model.config, "int8")

@@ -147,13 +147,13 @@ def test_the_saved_folder_is_a_plain_model(tmp_path):
 
 def test_the_configuration_says_so_and_keys_of_four_bits_are_rotated_from_then_on(tmp_path):
     model, tokens = _unbalanced(DECODERS["llama"]), _tokens()
-    assert dma_hf.DMACache(model.config, "int4").owner.format == "int4"
+    assert dma_hf.DMACache(model.config, "int4").layers[0].format == "int4"
     dma_hf.equalize(model, tokens)
     model.save_pretrained(tmp_path)
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config
     assert config.dma_equalized is True
-    assert dma_hf.DMACache(config, "int4").owner.format == "int4-equalized"
-    assert dma_hf.DMACache(config, "int8").owner.format == "int8"
+    assert dma_hf.DMACache(config, "int4").layers[0].format == "int4-equalized"
+    assert dma_hf.DMACache(config, "int8").layers[0].format == "int8"
 
 
 def test_keys_that_were_not_balanced_are_not_rotated():
@@ -164,7 +164,7 @@ def test_keys_that_were_not_balanced_are_not_rotated():
         layer.self_attn.k_norm.weight[3] = 60.0
     dma_hf.equalize(model, tokens)
     assert model.config.dma_equalized is False
-    assert dma_hf.DMACache(model.config, "int4").owner.format == "int4"
+    assert dma_hf.DMACache(model.config, "int4").layers[0].format == "int4"
 
 
 def test_the_model_is_left_as_it_was_but_for_its_weights():

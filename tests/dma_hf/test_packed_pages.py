@@ -51,7 +51,7 @@ def test_requests_of_an_equalised_model(families, parts):
     model.config.dma_equalized = True
     dma_hf.configure(model, "balanced", cache="int4")
     outputs = _generate(model, _prompts((300, 17)), 20, max_batch_tokens=100, num_blocks=60)
-    assert dma_hf.DMACache(model.config).owner.format == "int4-equalized"
+    assert dma_hf.DMACache(model.config).layers[0].format == "int4-equalized"
     assert_as_alone(model, outputs, parts)
 
 
