@@ -11,27 +11,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..numerics.formats import TILE, padded_channels
+from ..runtime.descriptors import Strided as Strided
 from .formats import stored_format
 from .page_layout import PageLayout
 from .storage import LayerStorage
-
-
-class Strided(NamedTuple):
-    """A tensor ``[B, H, T, D]`` and its strides in elements; ``ptr`` is ``None`` where there is none."""
-
-    ptr: Any
-    stride_b: int
-    stride_h: int
-    stride_t: int
-    stride_d: int
-
-    @classmethod
-    def of(cls, tensor: Tensor | None) -> Strided:
-        """Return the argument for a tensor."""
-        return cls(None, 0, 0, 0, 0) if tensor is None else cls(tensor, *tensor.stride())
 
 
 class Unquantized(NamedTuple):

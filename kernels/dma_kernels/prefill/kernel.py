@@ -10,6 +10,9 @@ What the kernel reads is described in :mod:`dma_kernels.prefill.operands`; :mod:
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -70,45 +73,178 @@ def _any_of_block(x, BLOCK_M: tl.constexpr):
     return tl.reshape(tl.broadcast_to(by_block, [BLOCKS, _SKIP_BLOCK]), [BLOCK_M])
 
 
+@dataclass(frozen=True)
+class PortableConstants:
+    """Constexprs of the kernel.
+
+    Attributes:
+        q_heads: Query heads.
+        kv_heads: kv heads.
+        head_dim: Channels of queries and keys.
+        value_dim: Channels of values.
+        block_m: Query positions of a CTA.
+        block_h: Keys of a step over high tiles.
+        block_n: Keys of a step over low tiles.
+        block_d: ``head_dim`` padded.
+        block_dv: ``value_dim`` padded.
+        high_stages: Pipeline stages of the loop over high tiles.
+        low_stages: Pipeline stages of the loop over full low tiles.
+        high_form: Operand format of the keys of high tiles (:mod:`dma_kernels.runtime.operand_formats`).
+        high_format: Number format of keys and queries of high tiles.
+        high_layout: ``caller`` or ``aligned``, of the keys of high tiles.
+        high_value_layout: The same of their values.
+        low_form: Operand format of the keys of low tiles.
+        low_q_format: Number format of their queries.
+        low_k_format: Number format of the keys.
+        low_layout: ``caller`` or ``aligned``, of the keys of low tiles.
+        low_shared: ``block`` or ``row``: what has a scale in low queries.
+        low_value_form: Operand format of the values of low tiles.
+        low_value_layout: Their layout.
+        rounding: Rounding of the scales of queries.
+        rotate: Whether queries are rotated.
+        hadamard_size: Order of the rotation's blocks.
+        is_causal: Whether a query attends to no key after its own position.
+        has_low: Whether there are low tiles.
+        k_low_descale: What has a descale in low keys: ``none``, ``head`` or ``tile``.
+        is_pv_fp8: Whether low tiles have FP8 probabilities.
+        stage_queries: Whether low queries pass through the rows of the output.
+        use_tma: Whether quantised operands are loaded by TMA.
+        use_raw_tma: Whether 16-bit ones are.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    block_m: int
+    block_h: int
+    block_n: int
+    block_d: int
+    block_dv: int
+    high_stages: int
+    low_stages: int
+    high_form: str
+    high_format: str
+    high_layout: str
+    high_value_layout: str
+    low_form: str
+    low_q_format: str
+    low_k_format: str
+    low_layout: str
+    low_shared: str
+    low_value_form: str
+    low_value_layout: str
+    rounding: str
+    rotate: bool
+    hadamard_size: int
+    is_causal: bool
+    has_low: bool
+    k_low_descale: str
+    is_pv_fp8: bool
+    stage_queries: bool
+    use_tma: bool
+    use_raw_tma: bool
+
+    @property
+    def norm(self) -> float:
+        """The factor of the rotation."""
+        return math.pow(self.hadamard_size, -0.5)
+
+
 @triton.jit(
     do_not_specialize=[
-        "q_offset", "kv_offset", "q_len", "kv_len", "k_len", "v_len", "v_low_len", "storage_len", "blocks", "section",
+        "q_offset", "kv_offset", "q_len", "kv_len", "k_len", "v_low_len", "storage_len", "blocks", "swizzle_group",
         "kv_rows", "window", "diagonal_tiles", "sink_tiles",
     ],
 )  # fmt: skip
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, k_low_ptr, v_low_ptr, k_scale_ptr, k_low_scale_ptr,
-    k_factor_ptr, k_low_factor_ptr, value_factor_ptr, query_factor_ptr, mean_ptr,
-    k_desc, v_desc, k_low_desc, v_low_desc,
-    out_ptr, lse_ptr, sinks_ptr, tile_counts_ptr, mask_ptr, rows_ptr,
-    stride_qb, stride_qh, stride_qt, stride_qd,
-    stride_kb, stride_kh, stride_kt, stride_kd,
-    stride_vb, stride_vh, stride_vt, stride_vd,
-    stride_ob, stride_oh, stride_ot,
-    stride_mb, stride_mh, stride_mq, stride_mk,
-    q_offset, kv_offset, q_len, kv_len, k_len, v_len, v_low_len, storage_len, blocks, section, kv_rows,
-    window, diagonal_tiles, sink_tiles, softcap, logit_scale, skip_threshold, norm,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    M_SHIFT: tl.constexpr, H_SHIFT: tl.constexpr, N_SHIFT: tl.constexpr,
-    HIGH_STAGES: tl.constexpr, LOW_STAGES: tl.constexpr,
-    HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, HIGH_LAYOUT: tl.constexpr,
-    HIGH_VALUE_LAYOUT: tl.constexpr,
-    LOW_FORM: tl.constexpr, LOW_Q_FORMAT: tl.constexpr, LOW_K_FORMAT: tl.constexpr, LOW_LAYOUT: tl.constexpr,
-    LOW_SHARED: tl.constexpr, LOW_VALUE_FORM: tl.constexpr, LOW_VALUE_LAYOUT: tl.constexpr,
-    ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_LOW: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, SKIPS: tl.constexpr,
-    COUNTS: tl.constexpr, HAS_MEAN: tl.constexpr,
-    HAS_QUERY_FACTOR: tl.constexpr, HAS_K_FACTOR: tl.constexpr, K_LOW_FACTOR: tl.constexpr,
-    HAS_VALUE_FACTOR: tl.constexpr, IS_PV_FP8: tl.constexpr, STAGE_QUERIES: tl.constexpr,
-    USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr,
+    query, key, value, out, mask, k_low_ptr, v_low_ptr, k_scale_ptr, k_low_scale_ptr,
+    k_descale_ptr, k_low_descale_ptr, v_descale_ptr, q_head_scale_ptr, mean_ptr,
+    k_desc, v_desc, k_low_desc, v_low_desc, lse_ptr, sinks_ptr, tile_counts_ptr, seq_info_ptr,
+    q_offset, kv_offset, q_len, kv_len, k_len, v_low_len, storage_len, blocks, swizzle_group, kv_rows,
+    window, diagonal_tiles, sink_tiles, softcap, logit_scale, skip_threshold, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention for a block of queries of a head; arguments as :mod:`dma_kernels.prefill.operands` names them.
+    """Compute attention for a block of ``CONFIG.block_m`` query positions of one head.
 
-    Constexprs beside those: ``BLOCK_H`` and ``BLOCK_N`` are the keys in a block of a high and of a low tile.
-    ``K_LOW_FACTOR`` is ``none``, ``head`` or ``tile``.
+    Args:
+        query: The caller's queries ``[B, Hq, Tq, D]``, 16-bit :class:`~dma_kernels.runtime.descriptors.Strided`.
+        key: Keys of high tiles ``[B, Hkv, T, D]``, likewise; contiguous if they are quantised.
+        value: Values of high tiles, the caller's ``[B, Hkv, Tk, Dv]``, likewise.
+        out: ``[B, Hq, Tq, Dv]``, likewise; unit stride of channels.
+        mask: uint8 ``[B, Hq, Tq, Tk]``, likewise; without a pointer for no mask.
+        k_low_ptr: Keys of low tiles, contiguous.
+        v_low_ptr: Values of low tiles, contiguous; the caller's where they are not quantised.
+        k_scale_ptr: Block scales of packed keys of high tiles, or ``None``.
+        k_low_scale_ptr: Block scales of packed keys of low tiles, or ``None``.
+        k_descale_ptr: Descale of the keys of high tiles, fp32 ``[B, Hkv]``, or ``None``.
+        k_low_descale_ptr: Descale of the keys of low tiles, fp32 ``[B, Hkv]`` or ``[B, Hkv, tiles]``, or ``None``.
+        v_descale_ptr: Descale of E4M3 values, fp32 ``[B, Hkv, Dv]``, or ``None``.
+        q_head_scale_ptr: NVFP4 global scale of queries, fp32 ``[B, Hq]``, or ``None``.
+        mean_ptr: Mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``, or ``None``.
+        k_desc: TMA descriptor of ``key``, blocks ``[1, 1, block_h, block_d]``.
+        v_desc: TMA descriptor of ``value``, blocks ``[1, 1, block_h, block_dv]``.
+        k_low_desc: TMA descriptor of low keys as a matrix, blocks ``[block_n, block_d]``.
+        v_low_desc: TMA descriptor of low values: E4M3 as a matrix, blocks ``[block_dv, block_n]``; or like ``v_desc``.
+        lse_ptr: fp32 ``[B, Hq, Tq]``.
+        sinks_ptr: Sink logits ``[Hq]``, or ``None``.
+        tile_counts_ptr: int64 ``[Hq, 2]``, where skipped and examined tiles are added; or ``None``.
+        seq_info_ptr: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, and the indices of the
+            first visible key and of the one after the last; or ``None``.
+        q_offset: Position of query 0, where ``seq_info_ptr`` is ``None``.
+        kv_offset: Position of key 0, likewise.
+        q_len: Queries.
+        kv_len: Keys.
+        k_len: Rows of ``key``.
+        v_low_len: Rows of low values.
+        storage_len: Rows of tile-padded storage.
+        blocks: CTAs of a query head.
+        swizzle_group: kv heads of an L2 swizzle group.
+        kv_rows: kv heads of all batch rows.
+        window: Sliding window, or ``None``.
+        diagonal_tiles: Of the rule.
+        sink_tiles: Of the rule.
+        softcap: In base 2, or ``None``.
+        logit_scale: Converts scores to base-2 logits.
+        skip_threshold: Low tiles this far below a block's high tiles are skipped, in base 2; or ``None``.
+        CONFIG: :class:`PortableConstants`.
     """
+    Q_HEADS: tl.constexpr = CONFIG.q_heads
+    KV_HEADS: tl.constexpr = CONFIG.kv_heads
+    D: tl.constexpr = CONFIG.head_dim
+    DV: tl.constexpr = CONFIG.value_dim
+    BLOCK_M: tl.constexpr = CONFIG.block_m
+    BLOCK_H: tl.constexpr = CONFIG.block_h
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_D: tl.constexpr = CONFIG.block_d
+    BLOCK_DV: tl.constexpr = CONFIG.block_dv
+    M_SHIFT: tl.constexpr = BLOCK_M.bit_length() - 1
+    H_SHIFT: tl.constexpr = BLOCK_H.bit_length() - 1
+    N_SHIFT: tl.constexpr = BLOCK_N.bit_length() - 1
+    HIGH_FORM: tl.constexpr = CONFIG.high_form
+    HIGH_FORMAT: tl.constexpr = CONFIG.high_format
+    HIGH_LAYOUT: tl.constexpr = CONFIG.high_layout
+    HIGH_VALUE_LAYOUT: tl.constexpr = CONFIG.high_value_layout
+    LOW_FORM: tl.constexpr = CONFIG.low_form
+    LOW_Q_FORMAT: tl.constexpr = CONFIG.low_q_format
+    LOW_K_FORMAT: tl.constexpr = CONFIG.low_k_format
+    LOW_LAYOUT: tl.constexpr = CONFIG.low_layout
+    LOW_SHARED: tl.constexpr = CONFIG.low_shared
+    LOW_VALUE_FORM: tl.constexpr = CONFIG.low_value_form
+    LOW_VALUE_LAYOUT: tl.constexpr = CONFIG.low_value_layout
+    ROUNDING: tl.constexpr = CONFIG.rounding
+    HADAMARD_SIZE: tl.constexpr = CONFIG.hadamard_size
+    NORM: tl.constexpr = CONFIG.norm
+    IS_CAUSAL: tl.constexpr = CONFIG.is_causal
+    HAS_LOW: tl.constexpr = CONFIG.has_low
+    IS_PV_FP8: tl.constexpr = CONFIG.is_pv_fp8
+    USE_TMA: tl.constexpr = CONFIG.use_tma
+    USE_RAW_TMA: tl.constexpr = CONFIG.use_raw_tma
+    HAS_ROWS: tl.constexpr = seq_info_ptr is not None
+    HAS_WINDOW: tl.constexpr = window is not None
+    HAS_SOFTCAP: tl.constexpr = softcap is not None
+    HAS_MASK: tl.constexpr = mask.ptr is not None
+    HAS_MEAN: tl.constexpr = mean_ptr is not None
+    SKIPS: tl.constexpr = skip_threshold is not None
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     EXPONENT: tl.constexpr = 8.0 if IS_PV_FP8 else 0.0
     # A plain softmax does not see what smoothing takes from a row's scores: the log of the denominator gets it back. A
@@ -119,18 +255,18 @@ def prefill_kernel(
     MASK_LOW_VALUES: tl.constexpr = LOW_VALUE_LAYOUT == "caller"
     # A model's own 16 bits stay where a side is not quantised (operands.dequantized_dtype).
     IS_LOW_UNQUANTIZED: tl.constexpr = LOW_Q_FORMAT == "bf16" or LOW_K_FORMAT == "bf16"
-    LOW_DTYPE: tl.constexpr = q_ptr.dtype.element_ty if IS_LOW_UNQUANTIZED else tl.bfloat16
-    i_row, i_group, i_block = _schedule(blocks, kv_rows, section, GROUP, IS_CAUSAL)
+    LOW_DTYPE: tl.constexpr = query.ptr.dtype.element_ty if IS_LOW_UNQUANTIZED else tl.bfloat16
+    i_row, i_group, i_block = _schedule(blocks, kv_rows, swizzle_group, GROUP, IS_CAUSAL)
     i_row = i_row.to(tl.int64)  # the kv head, counted over all batch rows
     i_b = i_row // KV_HEADS
     i_kv = i_row % KV_HEADS
     i_h = i_kv * GROUP + i_group
 
     if HAS_ROWS:
-        q_start = tl.load(rows_ptr + i_b * 4)
-        k_start = tl.load(rows_ptr + i_b * 4 + 1)
-        visible_start = k_start + tl.maximum(tl.load(rows_ptr + i_b * 4 + 2), 0)
-        visible_end = k_start + tl.minimum(tl.load(rows_ptr + i_b * 4 + 3), kv_len)
+        q_start = tl.load(seq_info_ptr + i_b * 4)
+        k_start = tl.load(seq_info_ptr + i_b * 4 + 1)
+        visible_start = k_start + tl.maximum(tl.load(seq_info_ptr + i_b * 4 + 2), 0)
+        visible_end = k_start + tl.minimum(tl.load(seq_info_ptr + i_b * 4 + 3), kv_len)
     else:
         q_start = q_offset
         k_start = kv_offset
@@ -168,19 +304,19 @@ def prefill_kernel(
     sink_end = sink_tiles * _TILE
     band_start = tile_start - diagonal_tiles * _TILE
     band_end = tile_start + (diagonal_tiles + 1) * _TILE
-    q_base = q_ptr + i_b * stride_qb + i_h * stride_qh
-    mask_base = mask_ptr
+    q_base = query.ptr + i_b * query.stride_b + i_h * query.stride_h
+    mask_base = mask.ptr
     if HAS_MASK:
-        mask_base += i_b * stride_mb + i_h * stride_mh
+        mask_base += i_b * mask.stride_b + i_h * mask.stride_h
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m_i = tl.full([BLOCK_M], -1.0e30, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
 
-    q = load_queries(q_base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
+    q = load_queries(q_base, rows, query.stride_t, query.stride_d, q_len, D, BLOCK_D)
     head_scale = 1.0
-    if HAS_QUERY_FACTOR:
-        head_scale = tl.load(query_factor_ptr + i_b * Q_HEADS + i_h)
+    if q_head_scale_ptr is not None:
+        head_scale = tl.load(q_head_scale_ptr + i_b * Q_HEADS + i_h)
     m_row = (rows >= 0) & (rows < q_len)
     lse_rows = lse_ptr + (i_b * Q_HEADS + i_h) * q_len + rows
     shift = tl.zeros([BLOCK_M], tl.float32)
@@ -190,14 +326,14 @@ def prefill_kernel(
     if IS_SHIFTED:
         # It waits where the result will be: there is no register for it in the loops.
         tl.store(lse_rows, logit_shift * 0.6931471805599453, mask=m_row)
-    if HAS_LOW and STAGE_QUERIES:
+    if HAS_LOW and CONFIG.stage_queries:
         # Hopper's matrix units take what was loaded from shared memory, and what was computed from registers, of which
         # there are none to spare. The output's rows are this program's own and hold nothing yet.
         STAGED: tl.constexpr = k_low_ptr.dtype.element_ty
-        staged = (out_ptr + i_b * stride_ob + i_h * stride_oh).to(tl.pointer_type(STAGED))
+        staged = (out.ptr + i_b * out.stride_b + i_h * out.stride_h).to(tl.pointer_type(STAGED))
         # A row of the output has room for two 8-bit elements a channel, or for one of 16 bits.
         PER_CHANNEL: tl.constexpr = 1 if LOW_FORM == "dequantized" else 2
-        staged_row = rows.to(tl.int64) * (PER_CHANNEL * stride_ot)
+        staged_row = rows.to(tl.int64) * (PER_CHANNEL * out.stride_t)
         m_staged = m_row[:, None] & (o_d < D)[None, :]
         IN_PARTS: tl.constexpr = LOW_FORM != "dequantized" and LOW_FORM != "e5m2"
         low_factor = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -209,13 +345,13 @@ def prefill_kernel(
                 has_low_tiles = has_low_tiles | (tl.maximum(tl.maximum(start, band_end), sink_end) < end)
         if has_low_tiles:
             if IN_PARTS:
-                parts = load_parts(q_base, rows, 0, q_len, stride_qt, stride_qd, D)
+                parts = load_parts(q_base, rows, 0, q_len, query.stride_t, query.stride_d, D)
                 parts, low_factor = quantize_row_parts(
-                    parts, LOW_FORM, LOW_Q_FORMAT, ROUNDING == "ceil", ROTATE, HADAMARD_SIZE, norm
+                    parts, LOW_FORM, LOW_Q_FORMAT, ROUNDING == "ceil", CONFIG.rotate, HADAMARD_SIZE, NORM
                 )
                 store_parts(staged, staged_row, parts, m_row, D)
             else:
-                x = rotate_queries(q, norm, HADAMARD_SIZE) if ROTATE else q.to(tl.float32)
+                x = rotate_queries(q, NORM, HADAMARD_SIZE) if CONFIG.rotate else q.to(tl.float32)
                 q_low, q_low_scale, low_factor = prepare_queries(
                     x, head_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
                 )
@@ -226,16 +362,16 @@ def prefill_kernel(
         q_scale = q
         factor = tl.full([BLOCK_M], 1.0, tl.float32)
     else:
-        x = rotate_queries(q, norm, HADAMARD_SIZE) if ROTATE else q.to(tl.float32)
+        x = rotate_queries(q, NORM, HADAMARD_SIZE) if CONFIG.rotate else q.to(tl.float32)
         q, q_scale, factor = prepare_queries(x, head_scale, HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, tl.bfloat16)
     factor *= logit_scale
-    k_base = k_ptr
+    k_base = key.ptr
     if HIGH_FORM == "raw":
-        k_base += i_b * stride_kb + i_kv * stride_kh
-    v_base = v_ptr + i_b * stride_vb + i_kv * stride_vh
+        k_base += i_b * key.stride_b + i_kv * key.stride_h
+    v_base = value.ptr + i_b * value.stride_b + i_kv * value.stride_h
     tile_row = i_row * (storage_len >> _TILE_SHIFT)  # of this head, counted over all tiles of aligned storage
-    if HAS_K_FACTOR:
-        factor *= tl.load(k_factor_ptr + i_row)
+    if k_descale_ptr is not None:
+        factor *= tl.load(k_descale_ptr + i_row)
     if HAS_LOW:
         a_first, a_last = _block_range(start, tl.minimum(end, sink_end), H_SHIFT)
         b_first, b_last = _block_range(
@@ -245,12 +381,12 @@ def prefill_kernel(
         a_first, a_last = _block_range(start, end, H_SHIFT)
         b_first, b_last = a_last, a_last
     count = a_last - a_first
-    for t in tl.range(0, count + b_last - b_first, num_stages=HIGH_STAGES):
+    for t in tl.range(0, count + b_last - b_first, num_stages=CONFIG.high_stages):
         position = tl.where(t < count, a_first + t, b_first + t - count) * BLOCK_H
         entry = storage_entry(position, k_start, aligned_start, HIGH_LAYOUT)
         if HIGH_FORM == "raw":
             k = load_raw(
-                k_desc, k_base, i_b, i_kv, entry, stride_kt, stride_kd, k_len, MASK_HIGH, USE_RAW_TMA,
+                k_desc, k_base, i_b, i_kv, entry, key.stride_t, key.stride_d, k_len, MASK_HIGH, USE_RAW_TMA,
                 D, BLOCK_D, BLOCK_H,
             )  # fmt: skip
             k_scale = k
@@ -264,13 +400,25 @@ def prefill_kernel(
             s -= shift[:, None]
         s = logits(
             s, factor, logit_shift, softcap, q_pos, position + o_h, visible_start, visible_end, window,
-            mask_base, stride_mq, stride_mk, q_start, q_end, k_start,
+            mask_base, mask.stride_t, mask.stride_d, q_start, q_end, k_start,
             (position < inner_start) | (position + BLOCK_H > inner_end), IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK,
             RESTORES_SHIFT and HIGH_FORM != "raw",
         )  # fmt: skip
         entry = storage_entry(position, k_start, aligned_start, HIGH_VALUE_LAYOUT)
         v = load_raw(
-            v_desc, v_base, i_b, i_kv, entry, stride_vt, stride_vd, v_len, True, USE_RAW_TMA, DV, BLOCK_DV, BLOCK_H
+            v_desc,
+            v_base,
+            i_b,
+            i_kv,
+            entry,
+            value.stride_t,
+            value.stride_d,
+            kv_len,
+            True,
+            USE_RAW_TMA,
+            DV,
+            BLOCK_DV,
+            BLOCK_H,
         )
         if HAS_ROWS:
             # What is hidden may be anything, and no probability of 0 makes up for a NaN.
@@ -279,13 +427,13 @@ def prefill_kernel(
         acc, l_i, m_i = attend(acc, l_i, m_i, s, factor, v, True, "raw", IS_PV_FP8)
 
     if HAS_LOW:
-        if STAGE_QUERIES:
+        if CONFIG.stage_queries:
             tl.debug_barrier()
             q_low = tl.load(staged + (staged_row[:, None] + o_d[None, :]), mask=m_staged, other=0.0)
             q_low_scale = q_low
         else:
-            q = load_queries(q_base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
-            x = rotate_queries(q, norm, HADAMARD_SIZE) if ROTATE else q.to(tl.float32)
+            q = load_queries(q_base, rows, query.stride_t, query.stride_d, q_len, D, BLOCK_D)
+            x = rotate_queries(q, NORM, HADAMARD_SIZE) if CONFIG.rotate else q.to(tl.float32)
             q_low, q_low_scale, low_factor = prepare_queries(
                 x, head_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
             )
@@ -295,12 +443,12 @@ def prefill_kernel(
             v_low_base = v_base
         elif LOW_VALUE_FORM == "dequantized":
             v_low_base += i_row * v_low_len * DV
-        if K_LOW_FACTOR == "head":
-            low_factor *= tl.load(k_low_factor_ptr + i_row)
+        if CONFIG.k_low_descale == "head":
+            low_factor *= tl.load(k_low_descale_ptr + i_row)
 
-        if HAS_VALUE_FACTOR:
+        if v_descale_ptr is not None:
             # From here on the output counts in units of the E4M3 values: powers of two, so this is exact.
-            acc *= (1.0 / tl.load(value_factor_ptr + i_row * DV + o_v, mask=o_v < DV, other=1.0))[None, :]
+            acc *= (1.0 / tl.load(v_descale_ptr + i_row * DV + o_v, mask=o_v < DV, other=1.0))[None, :]
 
         # [c_first, c_last) before the band and [d_first, d_last) behind it; what every row sees whole is c_in..c_out
         # and d_in..d_out.
@@ -330,7 +478,7 @@ def prefill_kernel(
         for IS_INNER in tl.static_range(0, 2):
             steps = n_inner + d_out - d_in if IS_INNER else n_edge
             tile = -1  # the tile that ``is_kept`` is about
-            for t in tl.range(0, steps, num_stages=LOW_STAGES if IS_INNER else 1):
+            for t in tl.range(0, steps, num_stages=CONFIG.low_stages if IS_INNER else 1):
                 if IS_INNER:
                     block = tl.where(t < n_inner, c_in + t, d_in + t - n_inner)
                 else:
@@ -344,14 +492,14 @@ def prefill_kernel(
                 )  # fmt: skip
                 s = score(q_low, q_low_scale, k, k_scale, LOW_FORM, LOW_Q_FORMAT, LOW_K_FORMAT)
                 block_factor = low_factor
-                if K_LOW_FACTOR == "tile":
-                    block_factor *= tl.load(k_low_factor_ptr + tile_row + (entry >> _TILE_SHIFT))
+                if CONFIG.k_low_descale == "tile":
+                    block_factor *= tl.load(k_low_descale_ptr + tile_row + (entry >> _TILE_SHIFT))
                 # Where one program has two blocks of 64 queries, these skip tiles each by itself.
                 IS_SCALED: tl.constexpr = HAS_SOFTCAP or not IS_INNER or (SKIPS and BLOCK_M > _SKIP_BLOCK)
                 if IS_SCALED:
                     s = logits(
                         s, block_factor, logit_shift, softcap, q_pos, position + o_n, visible_start, visible_end,
-                        window, mask_base, stride_mq, stride_mk, q_start, q_end, k_start,
+                        window, mask_base, mask.stride_t, mask.stride_d, q_start, q_end, k_start,
                         not IS_INNER, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, RESTORES_SHIFT,
                     )  # fmt: skip
                 if SKIPS:
@@ -373,14 +521,14 @@ def prefill_kernel(
                             part_s = logits(
                                 score(q_low, q_low_scale, k_part, k_part_scale, LOW_FORM, LOW_Q_FORMAT, LOW_K_FORMAT),
                                 block_factor, logit_shift, softcap, q_pos, part_position + o_n, visible_start,
-                                visible_end, window, mask_base, stride_mq, stride_mk, q_start, q_end, k_start,
+                                visible_end, window, mask_base, mask.stride_t, mask.stride_d, q_start, q_end, k_start,
                                 True, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, RESTORES_SHIFT,
                             )  # fmt: skip
                             row_max = tl.maximum(row_max, tl.max(part_s, 1))
                     if i_tile != tile:
                         # NaN keeps a tile.
                         is_kept = _any_of_block(1 - (row_max < bound).to(tl.int32), BLOCK_M)
-                        if COUNTS:
+                        if tile_counts_ptr is not None:
                             # A tile that only in part is at an edge is counted there.
                             is_seen = _any_of_block(1 - (row_max == float("-inf")).to(tl.int32), BLOCK_M)
                             if IS_INNER:
@@ -393,7 +541,7 @@ def prefill_kernel(
                         s = tl.where((is_kept != 0)[:, None], s, float("-inf"))
                 entry = storage_entry(position, k_start, aligned_start, LOW_VALUE_LAYOUT)
                 v = load_values(
-                    v_low_desc, v_low_base, tile_row * DV, i_b, i_kv, entry, v_low_len, stride_vt, stride_vd,
+                    v_low_desc, v_low_base, tile_row * DV, i_b, i_kv, entry, v_low_len, value.stride_t, value.stride_d,
                     LOW_VALUE_FORM, MASK_LOW_VALUES and not IS_INNER, USE_TMA, USE_RAW_TMA, DV, BLOCK_DV, BLOCK_N,
                 )  # fmt: skip
                 if HAS_ROWS and LOW_VALUE_FORM == "raw" and not IS_INNER:
@@ -401,13 +549,13 @@ def prefill_kernel(
                     v = tl.where(is_shown[:, None], v, 0.0)
                 if not SKIPS or tl.max(is_kept, 0) != 0:
                     acc, l_i, m_i = attend(acc, l_i, m_i, s, block_factor, v, IS_SCALED, LOW_VALUE_FORM, IS_PV_FP8)
-        if SKIPS and COUNTS:
+        if SKIPS and tile_counts_ptr is not None:
             counts = tile_counts_ptr + 2 * i_h
             is_first = ((q_pos & (_SKIP_BLOCK - 1)) == 0) & is_whole
             tl.atomic_add(counts, tl.sum(tl.where(is_first, tiles_seen - tiles_kept, 0), 0).to(tl.int64), sem="relaxed")
             tl.atomic_add(counts + 1, tl.sum(tl.where(is_first, tiles_seen, 0), 0).to(tl.int64), sem="relaxed")
 
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         # Last: a sink logit that dominates would scale E4M3 probabilities down.
         sink = 1.4426950408889634 * tl.load(sinks_ptr + i_h).to(tl.float32)
         if IS_SHIFTED:
@@ -421,14 +569,16 @@ def prefill_kernel(
         m_i = m_new
     is_empty = l_i == 0.0
     acc *= (1.0 / tl.where(is_empty, 1.0, l_i))[:, None]
-    if HAS_VALUE_FACTOR:
-        acc *= tl.load(value_factor_ptr + i_row * DV + o_v, mask=o_v < DV, other=0.0)[None, :]
-    offset = rows.to(tl.int64)[:, None] * stride_ot + o_v[None, :]
-    out = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + i_b * stride_ob + i_h * stride_oh + offset, out, mask=m_row[:, None] & (o_v < DV)[None, :])
+    if v_descale_ptr is not None:
+        acc *= tl.load(v_descale_ptr + i_row * DV + o_v, mask=o_v < DV, other=0.0)[None, :]
+    offset = rows.to(tl.int64)[:, None] * out.stride_t + o_v[None, :]
+    result = acc.to(out.ptr.dtype.element_ty)
+    tl.store(
+        out.ptr + i_b * out.stride_b + i_h * out.stride_h + offset, result, mask=m_row[:, None] & (o_v < DV)[None, :]
+    )
     lse = (m_i + tl.math.log2(l_i) - EXPONENT) * 0.6931471805599453
     lse = tl.where(is_empty, float("-inf"), lse)
-    if IS_SHIFTED and HAS_SINKS:
+    if IS_SHIFTED and sinks_ptr is not None:
         tl.store(lse_rows, lse + logit_shift * 0.6931471805599453, mask=m_row)
     elif IS_SHIFTED:
         # To what waits there, stored by any thread of the program. A load would cost registers in the loops.

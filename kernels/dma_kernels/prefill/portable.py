@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +13,11 @@ from ..numerics.formats import TILE, UNQUANTIZED, SharedScale, padded_channels
 from ..numerics.geometry import LOG2_E, PrefillGeometry
 from ..numerics.recipe import Recipe
 from ..numerics.transforms import hadamard_size
-from ..runtime.descriptors import head_strides, is_describable
+from ..runtime.descriptors import Strided, head_strides, is_describable
 from ..runtime.launch import Launcher, matrix_descriptor
 from ..runtime.operand_formats import DEQUANTIZED, RAW, OperandFormat, Scale
 from .config import PortableConfig, select_swizzle_group
-from .kernel import prefill_kernel
+from .kernel import PortableConstants, prefill_kernel
 from .operands import Operands
 
 
@@ -69,28 +67,23 @@ def launch(
     described += [low.value] if low.value_format.is_16_bit else []
     use_raw_tma = config.use_tma and all(map(is_describable, described))
     use_tma = config.use_tma and low.key.shape[3] * low.key.element_size() % 16 == 0
-    constants = _constants(
+    constants, launcher = _launcher(
         query.shape[1], kv_heads, head_dim, value_dim, recipe, config, use_tma, use_raw_tma,
         high.key_format, high.value_format, low.key_format, low.value_format,
-        geometry.is_causal, operands.low is not None, rows is not None, geometry.window is not None,
-        softcap is not None, sinks is not None, mask is not None, skip_threshold is not None, tile_counts is not None,
-        operands.key_mean is not None,
-        operands.query_factor is not None, high.key_factor is not None, low.key_factor is not None,
-        low.value_factor is not None,
+        geometry.is_causal, operands.low is not None, low.key_factor is not None,
     )  # fmt: skip
-    values = constants.values
     k_desc = v_desc = k_low_desc = v_low_desc = low.key  # unused without tensor copies
     if use_raw_tma:
         if high.key_format is RAW:
-            k_desc = _head_descriptor(high.key, config.high_block_n, values["BLOCK_D"])
-        v_desc = _head_descriptor(high.value, config.high_block_n, values["BLOCK_DV"])
+            k_desc = _head_descriptor(high.key, config.high_block_n, constants.block_d)
+        v_desc = _head_descriptor(high.value, config.high_block_n, constants.block_dv)
         if operands.low is not None and low.value_format.is_16_bit:
-            v_low_desc = _head_descriptor(low.value, config.block_n, values["BLOCK_DV"])
+            v_low_desc = _head_descriptor(low.value, config.block_n, constants.block_dv)
     if use_tma and operands.low is not None:
         if low.key_format.scale is not Scale.BLOCK:
-            k_low_desc = matrix_descriptor(low.key, config.block_n, values["BLOCK_D"])
+            k_low_desc = matrix_descriptor(low.key, config.block_n, constants.block_d)
         if not low.value_format.is_16_bit:
-            v_low_desc = matrix_descriptor(low.value, values["BLOCK_DV"], config.block_n)
+            v_low_desc = matrix_descriptor(low.value, constants.block_dv, config.block_n)
     if rows is None:
         # Aligned blocks of positions that hold queries.
         start = geometry.q_offset
@@ -99,37 +92,24 @@ def launch(
         blocks = (q_len + config.block_m - 2) // config.block_m + 1
     all_heads = batch * kv_heads
     swizzle_group = select_swizzle_group(all_heads, low.head_bytes)
-    constants.launcher(
+    assert high.value.shape[2] == geometry.kv_len, "the caller's values are all there"
+    mask_strides = () if mask is None else (0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True))
+    launcher(
         (blocks * q_heads * batch, 1, 1),
-        query, high.key, high.value, low.key, low.value, high.key_scale, low.key_scale,
+        Strided.of(query), Strided.of(high.key), Strided.of(high.value), Strided.of(out),
+        Strided.of(None) if mask is None else Strided(mask.view(torch.uint8), *mask_strides),
+        low.key, low.value, high.key_scale, low.key_scale,
         high.key_factor, low.key_factor, low.value_factor, operands.query_factor, operands.key_mean,
-        k_desc, v_desc, k_low_desc, v_low_desc,
-        out, lse, sinks, tile_counts,
-        None if mask is None else mask.view(torch.uint8), rows,
-        *query.stride(), *high.key.stride(), *high.value.stride(), *out.stride()[:3], *_mask_strides(mask),
+        k_desc, v_desc, k_low_desc, v_low_desc, lse, sinks, tile_counts, rows,
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len,
-        high.key.shape[2], high.value.shape[2], low.value.shape[2], _storage_len(operands), blocks, swizzle_group,
-        all_heads, geometry.window or 0,
-        recipe.diagonal_tiles, recipe.sink_tiles,
-        (softcap or 0.0) * LOG2_E, scale * LOG2_E, skip_threshold or 0.0, math.pow(hadamard_size(head_dim), -0.5),
+        high.key.shape[2], low.value.shape[2], _storage_len(operands), blocks, swizzle_group, all_heads,
+        geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
+        None if softcap is None else softcap * LOG2_E, scale * LOG2_E, skip_threshold,
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Constants:
-    """The kernel with its constexprs.
-
-    Attributes:
-        values: The constexprs by name.
-        launcher: The kernel.
-    """
-
-    values: dict[str, Any]
-    launcher: Launcher
-
-
 @functools.lru_cache(maxsize=1024)
-def _constants(
+def _launcher(
     q_heads: int,
     kv_heads: int,
     head_dim: int,
@@ -144,75 +124,49 @@ def _constants(
     low_value: OperandFormat,
     is_causal: bool,
     has_low: bool,
-    has_rows: bool,
-    has_window: bool,
-    has_softcap: bool,
-    has_sinks: bool,
-    has_mask: bool,
-    skips: bool,
-    counts: bool,
-    has_mean: bool,
-    has_query_factor: bool,
-    has_k_factor: bool,
-    has_k_low_factor: bool,
-    has_value_factor: bool,
-) -> _Constants:
+    has_low_descale: bool,
+) -> tuple[PortableConstants, Launcher]:
     is_packed = Scale.BLOCK in (high_key.scale, low_key.scale)
-    # Block-scaled units take 64 channels at a time.
-    smallest = 64 if is_packed else 0
-    values: dict[str, Any] = {
-        "Q_HEADS": q_heads,
-        "KV_HEADS": kv_heads,
-        "D": head_dim,
-        "DV": value_dim,
-        "BLOCK_M": config.block_m,
-        "BLOCK_H": config.high_block_n,
-        "BLOCK_N": config.block_n,
-        "BLOCK_D": max(smallest, padded_channels(head_dim)),
-        "BLOCK_DV": padded_channels(value_dim),
-        "M_SHIFT": config.block_m.bit_length() - 1,
-        "H_SHIFT": config.high_block_n.bit_length() - 1,
-        "N_SHIFT": config.block_n.bit_length() - 1,
-        "HIGH_STAGES": config.high_stages,
-        "LOW_STAGES": config.num_stages,
-        "HIGH_FORM": high_key.name,
-        "HIGH_FORMAT": recipe.high,
-        "HIGH_LAYOUT": high_key.layout,
-        "HIGH_VALUE_LAYOUT": high_value.layout,
-        "LOW_FORM": low_key.name,
-        "LOW_Q_FORMAT": recipe.query_low,
-        "LOW_K_FORMAT": recipe.key_low,
-        "LOW_LAYOUT": low_key.layout,
+    constants = PortableConstants(
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        block_m=config.block_m,
+        block_h=config.high_block_n,
+        block_n=config.block_n,
+        # Block-scaled units take 64 channels at a time.
+        block_d=max(64 if is_packed else 0, padded_channels(head_dim)),
+        block_dv=padded_channels(value_dim),
+        high_stages=config.high_stages,
+        low_stages=config.num_stages,
+        high_form=high_key.name,
+        high_format=recipe.high,
+        high_layout=high_key.layout,
+        high_value_layout=high_value.layout,
+        low_form=low_key.name,
+        low_q_format=recipe.query_low,
+        low_k_format=recipe.key_low,
+        low_layout=low_key.layout,
         # A tile's queries have a scale each.
-        "LOW_SHARED": str(SharedScale.BLOCK if recipe.shared_scale == SharedScale.BLOCK else SharedScale.ROW),
-        "LOW_VALUE_FORM": low_value.name,
-        "LOW_VALUE_LAYOUT": low_value.layout,
-        "ROUNDING": recipe.scale_rounding,
-        "ROTATE": recipe.rotate,
-        "HADAMARD_SIZE": hadamard_size(head_dim),
-        "IS_CAUSAL": is_causal,
-        "HAS_LOW": has_low,
-        "HAS_ROWS": has_rows,
-        "HAS_WINDOW": has_window,
-        "HAS_SOFTCAP": has_softcap,
-        "HAS_SINKS": has_sinks,
-        "HAS_MASK": has_mask,
-        "SKIPS": skips,
-        "COUNTS": counts,
-        "HAS_MEAN": has_mean,
-        "HAS_QUERY_FACTOR": has_query_factor,
-        "HAS_K_FACTOR": has_k_factor,
-        "K_LOW_FACTOR": ("head" if low_key.scale is Scale.BLOCK else "tile") if has_k_low_factor else "none",
-        "HAS_VALUE_FACTOR": has_value_factor,
-        "IS_PV_FP8": recipe.pv != UNQUANTIZED,
-        "STAGE_QUERIES": config.stage_queries and has_low and head_dim <= _staged_dim(low_key, value_dim),
-        "USE_TMA": use_tma,
-        "USE_RAW_TMA": use_raw_tma,
-    }
+        low_shared=str(SharedScale.BLOCK if recipe.shared_scale == SharedScale.BLOCK else SharedScale.ROW),
+        low_value_form=low_value.name,
+        low_value_layout=low_value.layout,
+        rounding=recipe.scale_rounding,
+        rotate=recipe.rotate,
+        hadamard_size=hadamard_size(head_dim),
+        is_causal=is_causal,
+        has_low=has_low,
+        k_low_descale=("head" if low_key.scale is Scale.BLOCK else "tile") if has_low_descale else "none",
+        is_pv_fp8=recipe.pv != UNQUANTIZED,
+        stage_queries=config.stage_queries and has_low and head_dim <= _staged_dim(low_key, value_dim),
+        use_tma=use_tma,
+        use_raw_tma=use_raw_tma,
+    )
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
-    return _Constants(values, Launcher(prefill_kernel, values, **options))
+    return constants, Launcher(prefill_kernel, {"CONFIG": constants}, **options)
 
 
 def _staged_dim(key: OperandFormat, value_dim: int) -> int:
@@ -236,10 +190,3 @@ def _storage_len(operands: Operands) -> int:
             if tile_operands.key_format.is_tile_padded:
                 return tile_operands.key.shape[2]
     return TILE
-
-
-def _mask_strides(mask: Tensor | None) -> tuple[int, ...]:
-    """Return strides that broadcast the mask's dimensions of size 1."""
-    if mask is None:
-        return (0, 0, 0, 0)
-    return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))

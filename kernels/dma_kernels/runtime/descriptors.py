@@ -1,8 +1,10 @@
-"""Which tensors the tensor memory accelerator (TMA) of Hopper and later chips can load, and how they are described."""
+"""How kernels are given tensors: by strides, or by descriptors of the tensor memory accelerator (TMA)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 
 def is_describable(tensor: Any) -> bool:
@@ -31,3 +33,18 @@ def head_strides(tensor: Any) -> list[int]:
     """
     unit = 16 // tensor.dtype.itemsize
     return [*(max(stride, unit) // unit * unit for stride in tensor.stride()[:3]), 1]
+
+
+class Strided(NamedTuple):
+    """A tensor ``[B, H, T, D]`` and its strides in elements; ``ptr`` is ``None`` where there is none."""
+
+    ptr: Any
+    stride_b: int
+    stride_h: int
+    stride_t: int
+    stride_d: int
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> Strided:
+        """Return the argument for a tensor."""
+        return cls(None, 0, 0, 0, 0) if tensor is None else cls(tensor, *tensor.stride())
