@@ -19,14 +19,14 @@ from __future__ import annotations
 import triton.language as tl
 
 from ..device.gluon import (
-    await_copies,
-    begin_copy,
+    async_load,
+    commit_group,
     constexpr_function,
-    end_copies,
     gl,
     jit,
-    matrix_product,
+    mma,
     view,
+    wait_group,
 )
 from ..numerics.formats import TILE
 from .decode_mma import (
@@ -163,7 +163,7 @@ def attend_high(
         v = _load_tokens(v_base, v_token, o_v, v_strides, -here, end - here, DV)
         k = gl.permute(gl.reshape(k, [W, 16, CB, 4, 4, 2]), [0, 1, 2, 4, 3, 5])
         k = gl.convert_layout(gl.reshape(k, [W, 16, BLOCK_D]), operand_layout(W, 0), assert_trivial=True)
-        s = matrix_product(k, q, zero) * logit_scale
+        s = mma(k, q, zero) * logit_scale
         if CONFIG.HAS_SOFTCAP:
             s = _cap(s, softcap)
         k_pos = here + token
@@ -180,7 +180,7 @@ def attend_high(
         p = to_second_operand(repeat_groups(p.to(q.dtype), G, MMA), W)
         v = gl.permute(gl.reshape(v, [W, 16, G, 8, 8]), [2, 0, 4, 3, 1])
         v = gl.convert_layout(gl.reshape(v, [G * W, 64, 16]), operand_layout(W, 0), assert_trivial=True)
-        acc = matrix_product(v, p, acc * repeat_groups(alpha, G, MMA))
+        acc = mma(v, p, acc * repeat_groups(alpha, G, MMA))
     return acc, l_i, m_i
 
 
@@ -216,11 +216,11 @@ def _quantize_queries(
         q = read_rotated_queries(q, W)
     coefficients = to_scale_operand(scale, zero_point, W, BLOCK_D)
     if q.dtype == gl.bfloat16:
-        offset = matrix_product(coefficients, q, zero)
+        offset = mma(coefficients, q, zero)
     else:
         upper = q.to(gl.bfloat16)
         rest = (q.to(gl.float32) - upper.to(gl.float32)).to(gl.bfloat16)
-        offset = matrix_product(coefficients, rest, matrix_product(coefficients, upper, zero))
+        offset = mma(coefficients, rest, mma(coefficients, upper, zero))
     offset, _ = gl.split(gl.reshape(offset, [W, 16, N // 2, 2]))
     row = gl.arange(0, 16, layout=axis_layout(SUMS, 3, 1))[None, :, None]
     multiplier = gl.where(row < 8, logit_scale * (1 << (BITS - 1)), logit_scale)
@@ -294,9 +294,9 @@ def _load_keys_async(
             CHANNELS: tl.constexpr = key_scales_layout(block.shape[0])
             scales = gl.convert_layout(block, axis_layout(CHANNELS, 3, 0))[:, None, None] + scale_offsets
             for i in gl.static_range(2):
-                begin_copy(scale_buffers[i], scales + i * SCALE_WORDS)
-        begin_copy(buffers[i_step], block[:, None, None] + (code_offsets + i_step * STEP_WORDS))
-    end_copies()
+                async_load(scale_buffers[i], scales + i * SCALE_WORDS)
+        async_load(buffers[i_step], block[:, None, None] + (code_offsets + i_step * STEP_WORDS))
+    commit_group()
 
 
 @jit
@@ -308,10 +308,10 @@ def _load_values_async(
     if has_tile:
         if i_step == 0:
             tokens = gl.convert_layout(block, axis_layout(value_scales_layout(W), 4, 1))[None, :, None, None]
-            begin_copy(pair_buffers[0], tokens + pair_offsets)
+            async_load(pair_buffers[0], tokens + pair_offsets)
         rows = gl.convert_layout(block, axis_layout(codes_layout(W, 4), 4, 1))[None, :, None, None]
-        begin_copy(buffers[i_step], rows + (code_offsets + i_step * STEP_WORDS))
-    end_copies()
+        async_load(buffers[i_step], rows + (code_offsets + i_step * STEP_WORDS))
+    commit_group()
 
 
 @jit
@@ -429,7 +429,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
         # ---- scores
         scores = ()
         for i_step in gl.static_range(2):
-            await_copies(STAGES - 1)
+            wait_group(STAGES - 1)
             if i_step == 0:
                 operand, descale, offset = _quantize_queries(
                     load_key_scales(scale_buffers[0]), load_key_scales(scale_buffers[1]), q, logit_scale,
@@ -440,7 +440,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
                 offset = repeat_rows(offset, _STEP, SUMS)
             words = k_buffers[i_step].load(KEYS)
             keys = to_key_operand(words.to(gl.uint32, bitcast=True), BITS, W, _STEP, BLOCK_D)
-            s = matrix_product(keys, operand, gl.full([W, _STEP, N], 0, gl.int32, MMA))
+            s = mma(keys, operand, gl.full([W, _STEP, N], 0, gl.int32, MMA))
             if STAGES == 2:
                 _load_values_async(True, block, v_buffers, pair_buffers, v_offsets, pair_offsets, i_step, V_STEP)
             else:
@@ -456,7 +456,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
                 s = gl.where(k_pos > q_pos - sizes.window, s, float("-inf"))
             scores += (s,)  # type: ignore[assignment]
         # ---- probabilities, relative to the maximum of the tile
-        await_copies(STAGES - 1)
+        wait_group(STAGES - 1)
         scale, zero_point = _value_scales(load_value_scales(pair_buffers[0]), G, W, C)
         s = _concat_rows(scores[0], scores[1], W)  # type: ignore[misc]
         m_tile = gl.maximum(_max_scaled(s, scale, G, W), -1.0e30)
@@ -476,10 +476,10 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
         sums = gl.full([G * W, 64, N], 0, gl.int32, MMA)
         for i_step in gl.static_range(2):
             if i_step == 1:
-                await_copies(STAGES - 1)
+                wait_group(STAGES - 1)
             words = v_buffers[i_step].load(VALUES)
             values = to_value_operand(words.to(gl.uint32, bitcast=True), BITS, W, _STEP, G)
-            sums = matrix_product(values, to_probability_operand(probabilities[i_step], scales[i_step], BITS, W), sums)
+            sums = mma(values, to_probability_operand(probabilities[i_step], scales[i_step], BITS, W), sums)
             if STAGES == 2:
                 _load_keys_async(
                     has_next, next_block, k_buffers, scale_buffers, k_offsets, scale_offsets, i_step, K_STEP,
@@ -491,6 +491,6 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
                 )
         acc = acc * alpha + combine_bytes(sums, W) * (beta * (1.0 / (1 << (8 - BITS))))
         block = next_block
-    await_copies(0)
+    wait_group(0)
     offsets = gl.convert_layout(gl.sum(offsets, 1), gl.SliceLayout(1, SUMS))
     return acc + offsets[:, None, :], l_i, m_i - _P_EXPONENT

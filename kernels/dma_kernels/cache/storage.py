@@ -38,8 +38,7 @@ SLACK_TILES = 2
 """Residual tiles beyond the band: the query's own, and one to append to, or to roll back, without losing the band."""
 
 GROWTH = 1 + 1 / 128
-"""Growth factor of the page table, by one tile at least. A decode step reads the whole cache, so that a copy every 128
-steps adds at most 1.6 % of traffic. A larger factor costs memory."""
+"""Growth factor of the page table, at least one tile. A copy every 128 decode steps adds at most 1.6 % of traffic."""
 
 _FP16_MAX = torch.finfo(torch.float16).max
 
@@ -182,10 +181,6 @@ class LayerStorage:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
-    def oldest_tile(self, length: int) -> int:
-        """Return the first tile that rows of a length still hold; 0 unless the page table is a ring."""
-        return max(0, (length + self.rolled_back) // TILE - self.max_pages)
-
     def empty_kv(self) -> tuple[Tensor, Tensor]:
         """Return keys and values of zero tokens."""
         key, value = (x.new_empty((len(self.lengths), x.shape[1], 0, x.shape[3])) for x in self.residual)
@@ -283,18 +278,16 @@ class LayerStorage:
         Raises:
             ValueError: There are too few; nothing was changed.
         """
-        if self._has_room(self.appended + count) or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+        is_full = _pages_needed((self.appended + count) // TILE, self.window) > self.max_pages
+        if not is_full or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         self.appended = max(self.lengths.tolist(), default=0)
         longest = self.appended + count
-        if not self._has_room(longest):
+        if _pages_needed(longest // TILE, self.window) > self.max_pages:
             raise ValueError(
                 f"the cache has room for {self.max_pages} tiles of {TILE} tokens, but {longest} tokens fill "
                 f"{longest // TILE}; call reserve({longest // TILE}) first"
             )
-
-    def _has_room(self, tokens: int) -> bool:
-        return _pages_needed(tokens // TILE, self.window) <= self.max_pages
 
     def count_appended(self, count: int) -> None:
         """Update the host's counters after ``count`` tokens were stored in every row."""
@@ -400,8 +393,9 @@ class LayerStorage:
         """
         keys, values = (F.pad(x, (0, 0, 0, length)) for x in self.empty_kv())
         for rows, stored, part in self.by_length():
+            oldest = (stored + self.rolled_back) // TILE - self.max_pages  # above 0 in a ring
             for row, start in enumerate(position[rows].tolist()):
-                first = max(start, part.oldest_tile(stored) * TILE)
+                first = max(start, oldest * TILE, 0)
                 end = min(start + length, stored)
                 if first >= end:
                     continue

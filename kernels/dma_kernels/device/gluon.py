@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
-def _matrix_product(a: Any, b: Any, acc: Any) -> Any:
+def _mma(a: Any, b: Any, acc: Any) -> Any:
     """Return ``acc + a @ b``; the interpreter sums products of 8 or 16 bits in as many, the matrix units in 32."""
     return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee").to(acc.dtype)
 
@@ -73,7 +73,7 @@ def _view(buffer: _Buffer, dtype: Any, shape: Any, layout: Any) -> _Buffer:
 gl: Any = _Interpreted() if IS_INTERPRETED else _gl
 jit: Any = triton.jit if IS_INTERPRETED else gluon.jit
 constexpr_function: Any = gluon.constexpr_function
-matrix_product: Any = _matrix_product if IS_INTERPRETED else mma_v2
+mma: Any = _mma if IS_INTERPRETED else mma_v2
 # Triton 3.9 gave these two their present names.
 _load: Any = getattr(_async_copy, "async_load", None) or _async_copy.async_copy_global_to_shared
 # Triton 3.9 made this one public.
@@ -82,9 +82,9 @@ reinterpret: Any = getattr(_gl.shared_memory_descriptor, "reinterpret", None) or
 )
 _barrier: Any = _gl.thread_barrier if hasattr(_gl, "thread_barrier") else _gl.barrier
 barrier: Any = _nothing if IS_INTERPRETED else _barrier
-begin_copy: Any = _Buffer.copy if IS_INTERPRETED else _load
-end_copies: Any = _nothing if IS_INTERPRETED else _async_copy.commit_group
-await_copies: Any = _nothing if IS_INTERPRETED else _async_copy.wait_group
+async_load: Any = _Buffer.copy if IS_INTERPRETED else _load
+commit_group: Any = _nothing if IS_INTERPRETED else _async_copy.commit_group
+wait_group: Any = _nothing if IS_INTERPRETED else _async_copy.wait_group
 view: Any = _view if IS_INTERPRETED else reinterpret
 # Triton 3.9 made this one public.
 _aggregate: Any = getattr(triton, "aggregate", None) or tl.core._aggregate
