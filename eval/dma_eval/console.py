@@ -1,4 +1,4 @@
-"""What the command line shows: results on standard output; progress, warnings and errors on standard error."""
+"""Output of the command line: results on standard output; progress, warnings and errors on standard error."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def print_error(message: str) -> None:
 
 
 def print_warning(message: str) -> None:
-    """Show what a reader must not miss, on standard error."""
+    """Show a warning on standard error."""
     err.print(f"[bold yellow]Warning:[/] {escape(message)}", soft_wrap=True, highlight=False)
 
 
 def print_note(message: str) -> None:
-    """Show what is good to know, on standard error."""
+    """Show a note on standard error."""
     err.print(f"[dim]{escape(message)}[/]", soft_wrap=True, highlight=False)
 
 
@@ -91,7 +91,7 @@ def print_table(table: pages.Table) -> None:
 
 
 def print_generations(generations: Sequence[Generation]) -> None:
-    """Show how each backend went on with the same prompt."""
+    """Show how each backend continued the same prompt."""
     print_line(f"\nGreedy continuation of a prompt of {generations[0].prompt_tokens:,} tokens, with the KV cache")
     print_line(f"[dim]… {escape(generations[0].prompt_end.strip())}[/]")
     for generation in generations:
@@ -102,14 +102,14 @@ def print_generations(generations: Sequence[Generation]) -> None:
 
 @contextmanager
 def working(message: str) -> Iterator[None]:
-    """Show that something of unknown duration goes on."""
+    """Show a spinner during an activity of unknown duration."""
     with err.status(Text(message)):
         yield
 
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Import what is slow to import, and keep the notes of libraries from here on to errors."""
+    """Show a spinner during slow imports, and silence the libraries below errors."""
     for library in ("torchao", "torch.utils._pytree", "lm_eval"):
         logging.getLogger(library).setLevel(logging.ERROR)
     with working("Starting PyTorch and Transformers"):
@@ -126,7 +126,7 @@ def confirm(question: str) -> bool:
 
 
 def quiet() -> None:
-    """Say nothing from here on: another process of this run speaks for all."""
+    """Show nothing from here on: another process of the run does."""
     out.quiet = err.quiet = True
 
 

@@ -39,7 +39,7 @@ def parse(kind: type[Kind], content: bytes | Mapping[str, Any]) -> Kind:
 def write_json(value: Any, path: Path, indent: int | None = 2, *, kind: Any = None) -> None:
     """Write a dataclass, of a ``kind`` if it is generic, as JSON (RFC 8259: a NaN is an error).
 
-    The file appears whole or not at all; what stands for another one (a link, ``/dev/stdout``) is written through.
+    The file is replaced atomically. A link or a device (``/dev/stdout``) is written through.
 
     Raises:
         UserError: It cannot be written.
@@ -59,7 +59,7 @@ def write_json(value: Any, path: Path, indent: int | None = 2, *, kind: Any = No
 
 
 def check_folder(folder: Path, option: str = "--out") -> None:
-    """Make sure that a folder can be made, and written to.
+    """Check that a folder can be made and written to.
 
     Raises:
         UserError: It cannot; the message names what stands in the way.
@@ -88,7 +88,7 @@ def make_folder(folder: Path, option: str = "--out") -> None:
 
 
 def prepare_file(path: Path | None, option: str) -> None:
-    """Make sure before a long run that its results can be written; folders are made as needed.
+    """Check before a long run that its results can be written. Folders are made as needed.
 
     Raises:
         UserError: ``path`` is a folder, or cannot be written.
@@ -110,7 +110,7 @@ def prepare_file(path: Path | None, option: str) -> None:
 
 
 def slug(name: str) -> str:
-    """``name`` as a file name: readable, and another one for every name."""
+    """Return a readable file name, different for every ``name``."""
     readable = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.")
     if readable == name:
         return name
@@ -128,7 +128,7 @@ class Piece(Generic[Kind]):
 
 @dataclass(frozen=True)
 class Store:
-    """The finished pieces of a run, one file each, so that an interrupted run goes on where it stopped."""
+    """The finished pieces of a run, one file each, from which an interrupted run resumes."""
 
     folder: Path | None = None  # the run's folder; without one nothing is kept, and nothing found
 

@@ -33,12 +33,12 @@ MISSING = "–"
 WORST_HEADS = 5
 WORST_LAYERS = 5
 IMPLAUSIBLE = 2.0
-"""A perplexity below which a text is not prose that a model reads for the first time: a table of contents gave 1.83."""
+"""A perplexity below this triggers a warning: the text is not unseen prose. A table of contents gave 1.83."""
 TELLING = 0.05
-"""A share of keys in low tiles below which a task is warned of: its prompts are within the band."""
+"""A share of keys in low tiles below this triggers a warning: the prompts of the task are within the band."""
 HELD = 43.0
 """Ratio of the largest channel's range to the median's, of keys and of queries, at which ``balanced`` was measured to
-lose next to nothing: those of ``keys x 8`` and ``queries x 8`` in the results under ``benchmarks/quality``."""
+lose almost nothing: those of ``keys x 8`` and ``queries x 8`` in the results under ``benchmarks/quality``."""
 TOLERATED_GROWTH = 1.25
 """How many times its KL without skipping a backend may have with it, to keep its quality."""
 RETRIEVAL_TITLES = {"needle": "Retrieval: a sentence in prose", "kv": "Retrieval: one pair of many"}
@@ -54,7 +54,7 @@ class Table:
 
 
 Columns = dict[str, Callable[[Any], str]]
-"""What the cells of each column show of a result."""
+"""Functions that make the cells of each column from a result."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ class Page:
     title: str
     tables: list[Table]
     notes: list[str] = field(default_factory=list)  # how it was measured
-    warnings: list[str] = field(default_factory=list)  # what a reader must not miss
+    warnings: list[str] = field(default_factory=list)
 
 
 def of(field: str, form: str, unit: str = "", *, factor: float = 1.0) -> Callable[[Any], str]:
-    """Return what shows a field of a result, as :func:`number` does."""
+    """Return a function that formats a field of a result by :func:`number`."""
     return lambda result: number(getattr(result, field), form, unit, factor=factor)
 
 
 def make_table(columns: Columns, results: Sequence[Any], caption: str = "") -> Table:
-    """Return a row for each result; what failed says so in place of its first number."""
+    """Return a row for each result. A failed one has ``failed`` in place of its first number."""
     rows = [[cell(result) for cell in columns.values()] for result in results]
     for row, result in zip(rows, results, strict=True):
         if result.failure is not None:
@@ -88,7 +88,7 @@ def perplexity_page(section: PerplexitySection) -> Page:
         [f"`{data.name}`", *(f"{key} `{value}`" for key in ("config", "split") if (value := getattr(data, key)))]
     )
     manner = ["non-overlapping" if stride == section.context else f"stride {stride:,}"]
-    manner += [f"{section.skip_windows:,} at the begin left out"] if section.skip_windows else []
+    manner += [f"the first {section.skip_windows:,} skipped"] if section.skip_windows else []
     manner += ["spread over the text"] if section.spread else []
     notes = [
         f"Text: {origin}, {data.tokens:,} tokens.",
@@ -118,8 +118,8 @@ def task_page(section: TaskSection) -> Page:
     short = [f"{name} ({share(held)})" for name, held in largest.items() if held < TELLING]
     if any(backend.config for backend in section.backends) and short:
         warnings.append(
-            f"low tiles held less than {share(TELLING, '.0f')} of the keys of {', '.join(short)}: prompts so short say "
-            "next to nothing about them"
+            f"low tiles held less than {share(TELLING, '.0f')} of the keys of {', '.join(short)}: prompts this short "
+            "say little about them"
         )
     tables = [_task_summary(section), _task_metrics(section)]
     if section.groups:
@@ -136,10 +136,10 @@ def task_page(section: TaskSection) -> Page:
         + ("; with the model's chat template." if section.chat_template else "."),
         f"Differences are paired, sample by sample, against `{section.backends[0].label}`; in brackets the "
         f"{share(section.confidence, '.0f')} interval of a bootstrap of {section.resamples:,} resamples. "
-        "A star marks an interval without 0. No correction is made for the number of comparisons.",
+        "A star marks an interval that excludes 0. Intervals are not corrected for the number of comparisons.",
         "Flips: samples right under one backend and wrong under the other (lost + gained). "
         "p: McNemar's exact test, two-sided.",
-        *([f"Keys that low tiles held: {', '.join(shares)}."] if shares else []),
+        *([f"Share of keys in low tiles: {', '.join(shares)}."] if shares else []),
         *cache_lines(backend.label for backend in section.backends),
     ]
     return Page("Tasks", tables, notes, warnings)
@@ -200,13 +200,13 @@ def fidelity_page(section: FidelitySection) -> Page:
     if section.heads:
         notes.append(
             f"Heads: over {_windows(section.head_windows)}; every layer's "
-            "query, key and value are those of the fp32 pass, so that an error is its own and not an echo."
+            "query, key and value are those of the fp32 pass, so an error is not inherited from an earlier layer."
         )
     return Page("Fidelity to SDPA in fp32", tables, notes, warnings(tokens))
 
 
 def can_retrieve(section: RetrievalSection) -> bool:
-    """Whether the reference finds anything: where it does not, the others' answers say nothing."""
+    """Return whether the reference finds anything. If not, the other backends' answers say nothing."""
     return any(cell.correct for cell in section.backends[0].cells)
 
 
@@ -221,16 +221,16 @@ def retrieval_page(section: RetrievalSection) -> Page:
     headers = ("backend", "tokens", *(f"depth {100 * depth:.0f} %" for depth in section.depths), "loss")
     warnings = _failure_lines(section.backends)
     if not can_retrieve(section):
-        warnings.append(f"{section.backends[0].label} finds nothing: the model cannot do this, whatever its attention")
+        warnings.append(f"{section.backends[0].label} finds nothing: the model itself cannot do this")
     notes = [
-        "Found: the whole answer is the greedy continuation of the prompt. Loss: nats per token of the answer, "
-        "mean over depths."
+        "An answer is found if all of it is the greedy continuation of the prompt. Loss: nats per token of "
+        "the answer, mean over depths."
     ]
     return Page(RETRIEVAL_TITLES[section.kind], [Table(headers, rows)], notes, warnings)
 
 
 def stress_page(section: StressSection) -> Page:
-    """A section on twins: what the model's own channels are like, then divergence and change for twin and backend."""
+    """A section on twins: outlier channels of the model, then divergence and change by twin and backend."""
     ranges = {"key": section.key_ranges, "query": section.query_ranges}
     worst = {of: sorted(layers, key=lambda each: -each.ratio)[:WORST_LAYERS] for of, layers in ranges.items()}
     rows = [
@@ -239,7 +239,7 @@ def stress_page(section: StressSection) -> Page:
         for each in layers
     ]
     count = min(WORST_LAYERS, len(section.key_ranges))
-    caption = f"Largest channel by the median one of its head, the worst {count} of {len(section.key_ranges)} layers"
+    caption = f"Largest channel over the median channel of its head: worst {count} of {len(section.key_ranges)} layers"
     tables = [Table(("layer", "of", "ratio", "head", "channel"), rows, caption)]
     measured = [(twin, twin.tokens) for twin in section.twins if twin.tokens is not None]
     reference, *labels = dict.fromkeys(result.label for _, tokens in measured for result in tokens.backends)
@@ -255,8 +255,9 @@ def stress_page(section: StressSection) -> Page:
     ]
     notes = [
         f"Ranges: over {section.range_tokens:,} tokens, after the rotary embedding.",
-        "Keys, queries, values: some channels of every head times the factor, and what meets them by it, so that the "
-        "twin computes what the model computes. Key biases: added before the rotary embedding, another function.",
+        "Keys, queries, values: some channels of every head are multiplied by the factor, and the other operand is "
+        "divided by it, so the twin computes the same function. Key biases are added before the rotary embedding: "
+        "another function.",
     ]
     tables += [_threshold_table(study) for study in section.thresholds]
     notes += [verdict(study) for study in section.thresholds]
@@ -274,7 +275,7 @@ def stress_page(section: StressSection) -> Page:
 
 
 def _threshold_table(study: ThresholdStudy) -> Table:
-    """What each threshold of tile skipping skips and costs, the model as it is."""
+    """The share of tiles that each threshold skips, and its loss, on the unchanged model."""
     rows = []
     for threshold, skipped, result in zip(study.thresholds, study.skipped, study.tokens.backends[1:], strict=True):
         _, _, change, kl, top1, *_ = table_row(result)
@@ -284,7 +285,7 @@ def _threshold_table(study: ThresholdStudy) -> Table:
 
 
 def verdict(study: ThresholdStudy) -> str:
-    """Whether a model keeps its quality at a backend's threshold, and the smallest threshold at which it does."""
+    """Say whether a model keeps its quality at a backend's threshold, and the smallest threshold at which it does."""
     losses = {t: each.kl_mean for t, each in zip(study.thresholds, study.tokens.backends[1:], strict=True)}
     skipped = dict(zip(study.thresholds, study.skipped, strict=True))
     plain, own = losses[None], losses[study.own]
@@ -303,7 +304,7 @@ def verdict(study: ThresholdStudy) -> str:
 
 
 def warnings(section: PerplexitySection) -> list[str]:
-    """What a reader must not miss: failed backends, other attention, windows that are missing, an odd text."""
+    """Warnings: failed backends, fallbacks to other attention, missing windows, an implausible text."""
     lines = _failure_lines(section.backends) + _fallback_lines(section.backends)
     if section.windows_left:
         total = section.windows + section.windows_left
@@ -363,19 +364,17 @@ def format_bytes(value: float | None) -> str:
 
 
 def cache_lines(labels: Iterable[str]) -> list[str]:
-    """What a reader must know of backends that read through a cache, if there are some."""
+    """Notes on backends that read through a cache or simulate another kernel."""
     labels = list(labels)
     lines = []
     if any(map(reads_cache, labels)):
         lines.append(
-            f"`+int8`, `+int4`: all is read through a `DMACache`, {TILE} tokens at a time, so that what is "
-            "scored is what the cache stores; other `+`: likewise, through the `QuantizedCache` of Transformers. Times "
-            "and memory are those of such small steps."
+            f"`+int8`, `+int4`: every token is read through a `DMACache`, {TILE} tokens at a time, so the scores are "
+            "those of the stored keys and values. Other `+`: likewise, through the `QuantizedCache` of Transformers. "
+            "Times and memory are those of such small steps."
         )
     if any(label.startswith(SIMULATED) for label in labels):
-        lines.append(
-            "`sim_...`: a simulation that rounds numbers as that kernel or cache does; its times mean nothing."
-        )
+        lines.append("`sim_...`: a simulation of the rounding of that kernel or cache. Its times mean nothing.")
     return lines
 
 

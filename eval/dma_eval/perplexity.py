@@ -43,7 +43,7 @@ CHUNK_ELEMENTS = 2**24  # logits taken to fp32 at a time: 64 MiB
 MAX_POSITION_BUCKETS = 64
 Array = NDArray[np.float64]
 _PACKED = PlainSerializer(lambda array: base64.b64encode(array.tobytes()).decode(), return_type=str)
-"""How an array stands in a file."""
+"""Arrays are stored in base64."""
 Floats = Annotated[
     NDArray[np.float32], PlainValidator(lambda text: np.frombuffer(base64.b64decode(text), np.float32)), _PACKED
 ]
@@ -54,7 +54,7 @@ Bools = Annotated[
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What was measured at each scored token of one window."""
+    """Scores of every scored token of one window."""
 
     nll: Floats  # negative log-likelihood in nats, ``[scored]``
     kl: Floats  # KL divergence of the prediction from the reference's, KL(reference || backend) in nats, ``[scored]``
@@ -104,7 +104,7 @@ def default_context(loaded: LoadedModel) -> int:
 
 @dataclass(frozen=True)
 class Reading:
-    """What of a text is read."""
+    """The part of a text that is read."""
 
     text: Text
     input_ids: Tensor  # tokens of the whole text, int64 ``[N]``

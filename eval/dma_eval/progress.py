@@ -1,4 +1,4 @@
-"""How far a measurement has come."""
+"""Progress of a measurement."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ SECONDS_BETWEEN_LINES = 15.0  # where there is no screen to draw a bar on
 
 
 class Progress:
-    """What a measurement tells of how far it has come: a bar on a screen, a line now and then in a file or a pipe.
-
-    Without bars nothing is shown.
-    """
+    """Progress bars on a terminal, and a line every 15 seconds elsewhere. Without bars nothing is shown."""
 
     def __init__(self, bars: Bars | None = None) -> None:
         self._bars = bars
@@ -29,13 +26,13 @@ class Progress:
         self._began = self._told = time.monotonic()
 
     def begin(self, what: str, steps: int | None = None) -> None:
-        """Something begins, of so many steps if that is known."""
+        """Begin an activity, with its number of steps if that is known."""
         self._what, self._steps, self._done = what, steps, 0
         if self._bars is not None and self._task is not None:
             self._bars.reset(self._task, description=escape(what), total=steps)
 
     def advance(self, what: str = "", steps: int = 1) -> None:
-        """So many steps are done, of ``what`` if that is said."""
+        """Count steps as done."""
         if self._bars is None or self._task is None:
             return
         self._done += steps
@@ -48,14 +45,14 @@ class Progress:
             console.print_note(f"{description}, {self._done:,}{total}, {now - self._began:,.0f} s so far")
 
     def kept(self, what: str) -> None:
-        """Something was not measured again, but taken from the run's folder."""
+        """Note a result that was taken from the run's folder."""
         if self._bars is not None:
             console.print_note(f"{what}: taken from the folder")
 
 
 @contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """Show how far a measurement has come."""
+    """Show the progress of a measurement."""
     columns = (
         TextColumn("[progress.description]{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""What every measurement of a run shares: the model, the backends, the processes, where finished pieces lie."""
+"""State that the measurements of a run share: model, backends, processes, and the store of finished pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .models import LoadedModel
 from .progress import Progress
 
 COMPUTING = ("dma-hf", "lm-eval", "transformers", "torch")
-"""Packages whose version a result depends on."""
+"""Packages on whose version a result depends."""
 Value = TypeVar("Value")
 
 
@@ -39,11 +39,11 @@ class Processes:
         return self.rank == 0
 
     def share(self, items: Sequence[Value]) -> list[Value]:
-        """Return what of ``items`` is this process's work: every ``count``-th one."""
+        """Return this process's share of ``items``: every ``count``-th one."""
         return list(items[self.rank :: self.count])
 
     def from_main(self, value: Value) -> Value:
-        """Return what process 0 passed; the other processes' values are ignored."""
+        """Broadcast the value of process 0."""
         if self.count == 1:
             return value
         box: list[Any] = [value]
@@ -91,8 +91,8 @@ class Session:
     backends: Sequence[Backend]  # the backends; the first is the reference
     processes: Processes = field(default_factory=Processes)  # each makes the same calls, and gets all results
     store: Store = field(default_factory=Store)  # where finished pieces are kept
-    progress: Progress = field(default_factory=Progress)  # what is told of the progress
-    seed: int = 0  # seed of whatever is drawn
+    progress: Progress = field(default_factory=Progress)
+    seed: int = 0  # of everything that is drawn at random
 
     def identity(self, *backends: Backend, **settings: Any) -> dict[str, Any]:
         """Everything that a result depends on, as JSON values: the model, the versions, and what is given."""

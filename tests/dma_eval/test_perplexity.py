@@ -220,9 +220,7 @@ class TestChoiceOfWindows:
     def test_skip_and_spread(self, ppl: Any, tmp_path: Path) -> None:
         result = ppl("--attn", "sdpa", "--skip-windows", 3, "--spread", "--json", tmp_path / "r.json")
         assert result.exit_code == 0, result.output
-        assert (
-            "2 windows of 128 tokens (non-overlapping, 3 at the begin left out, spread over the text)" in result.stdout
-        )
+        assert "2 windows of 128 tokens (non-overlapping, the first 3 skipped, spread over the text)" in result.stdout
         section = read_report(tmp_path / "r.json").perplexity[0]
         assert (section.skip_windows, section.spread, section.windows) == (3, True, 2)
 

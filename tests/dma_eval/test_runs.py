@@ -243,7 +243,7 @@ class TestCard:
         text = make_card(parse(Report, values), base_model="me/tiny").text
         assert 'attn_implementation="dma_mxfp:paper+int4")' in text
         assert "Cache: DMACache, int4." in text
-        assert "`+int8`, `+int4`: all is read through a `DMACache`" in text
+        assert "`+int8`, `+int4`: every token is read through a `DMACache`" in text
 
     def test_text(self, report: Report) -> None:
         text = make_card(report, base_model="me/tiny").text

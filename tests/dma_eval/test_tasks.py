@@ -393,7 +393,7 @@ class TestCommand:
         shares = [backend.low_share for backend in report.tasks[0].backends]
         assert shares == [{"tiny_choice": 0, "tiny_last_word": 0, "tiny_text": 0}] * 2  # prompts are short
         page = (tmp_path / "run/report.md").read_text(encoding="utf-8")
-        assert "Keys that low tiles held: tiny_choice" in page
+        assert "Share of keys in low tiles: tiny_choice" in page
         assert "low tiles held less than 5 % of the keys of tiny_choice (" in page
         assert "| tiny_choice, acc | dma_mxfp:balanced |" in page
         assert "](tasks.png)" in page
