@@ -123,10 +123,6 @@ def make_windows(
         raise UserError(f"--context must be at least 2 tokens, got {context}")
     if not 1 <= stride <= context:
         raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
-    if limit is not None and limit < 1:
-        raise UserError(f"--max-windows must be at least 1, got {limit}")
-    if skip < 0:
-        raise UserError(f"--skip-windows must be at least 0, got {skip}")
     if spread and limit is None:
         raise UserError("--spread needs --max-windows: without it all windows are read")
     if tokens < context:

@@ -43,11 +43,6 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
     Raises:
         UserError: An option is out of range, the text is too short, or the model cannot run it.
     """
-    for name, value in (("--head-windows", part.head_windows), ("--prompts", part.prompts)):
-        if value < 0:
-            raise UserError(f"{name} must be at least 0, got {value}")
-    if part.new_tokens < 1:
-        raise UserError(f"--new-tokens must be at least 1, got {part.new_tokens}")
     loaded = session.loaded
     how = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
     reading = cut(loaded, text, how, part.context)

@@ -6,6 +6,7 @@ Suites in the folder ``suites`` come with the package.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -14,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .command import REQUIRED, option
+from .command import KEY, REQUIRED, option
 from .errors import UserError
 from .files import parse
 
@@ -216,7 +217,8 @@ def parse_suite(name: str, values: Mapping[str, Any]) -> Suite:
     """Make a suite of what a TOML file holds.
 
     Raises:
-        ValueError: A key is unknown or missing, a value is of another type, or there is nothing to measure.
+        ValueError: A key is unknown or missing, a value is of another type or out of its option's range, or there is
+            nothing to measure.
     """
     tables = {"": (values, ["description", *PARTS])}
     tables |= {
@@ -228,4 +230,18 @@ def parse_suite(name: str, values: Mapping[str, Any]) -> Suite:
             raise ValueError(f"{where}unknown key {unknown[0]!r}; valid: {', '.join(valid)}")
     if not PARTS.keys() & values.keys():
         raise ValueError(f"nothing to measure; give one of the tables {', '.join(f'[{part}]' for part in PARTS)}")
-    return parse(Suite, {**values, "name": name})
+    suite = parse(Suite, {**values, "name": name})
+    for key in PARTS:
+        _check_ranges(key, getattr(suite, key))
+    return suite
+
+
+def _check_ranges(key: str, part: Any) -> None:
+    for each in fields(PARTS[key]) if part is not None else ():
+        declared = each.metadata.get(KEY)
+        least, most = (getattr(declared, name, None) for name in ("min", "max"))
+        value = getattr(part, each.name)
+        for one in value if isinstance(value, list) else [value]:
+            if least is not None and one is not None and not least <= one <= (math.inf if most is None else most):
+                expected = f"at least {least}" if most is None else f"{least} to {most}"
+                raise ValueError(f"[{key}] {each.name}: expected {expected}, got {one}")

@@ -154,7 +154,7 @@ def compare(
     has the same weights in another dtype. An interruption of a single process may give what was measured before it.
 
     Raises:
-        UserError: The batch size is below 1, or the model cannot run a backend at all.
+        UserError: The model cannot run a backend at all.
     """
     part, context, input_ids = reading.part, reading.context, reading.input_ids
     model, processes, store = session.loaded.model, session.processes, session.store
@@ -217,13 +217,7 @@ def compare(
 
 
 def make_batches(windows: Sequence[Window], batch_size: int) -> list[list[Window]]:
-    """Group consecutive windows of equal length, at most ``batch_size`` at a time.
-
-    Raises:
-        UserError: The batch size is below 1.
-    """
-    if batch_size < 1:
-        raise UserError(f"--batch-size must be at least 1, got {batch_size}")
+    """Group consecutive windows of equal length, at most ``batch_size`` at a time."""
     batches: list[list[Window]] = []
     for _, group in groupby(windows, key=lambda window: window.length):
         members = list(group)

@@ -60,7 +60,11 @@ def measure_retrieval(session: Session, kind: str, text: Text | None, part: Retr
         raise UserError(f"--kind must be one of {', '.join(KINDS)}; got {kind!r}")
     if kind == "needle" and text is None:
         raise UserError("--data: needles need a text to be hidden in; name one")
-    _check(part, lengths, depths, loaded.max_context)
+    longest, limit = lengths[-1], loaded.max_context
+    if limit is not None and longest > limit:
+        raise UserError(f"--lengths: {longest:,} is more than the model's maximum of {limit:,} positions")
+    if not depths:
+        raise UserError("--depths needs at least one value")
     for backend in session.backends:
         activate(loaded.model, backend)
     prompts = _Prompts(loaded.tokenizer, kind, text, lengths[-1])
@@ -181,12 +185,3 @@ def _ask(model: PreTrainedModel, backend: Backend, prompts: Sequence[Prompt]) ->
             correct += int((log_probs.argmax(-1) == answer).all())
             losses.append(-float(log_probs.gather(-1, answer[:, None]).mean()))
     return {"correct": correct, "nll": sum(losses) / len(losses)}
-
-
-def _check(part: RetrievalPart, lengths: Sequence[int], depths: Sequence[float], max_context: int | None) -> None:
-    if max_context is not None and lengths[-1] > max_context:
-        raise UserError(f"--lengths: {lengths[-1]:,} is more than the model's maximum of {max_context:,} positions")
-    if not depths or depths[0] < 0 or depths[-1] > 1:
-        raise UserError(f"--depths must be from 0 to 1, got {', '.join(map(str, depths))}")
-    if part.samples < 1:
-        raise UserError(f"--samples must be at least 1, got {part.samples}")

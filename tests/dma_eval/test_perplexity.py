@@ -296,10 +296,6 @@ class TestBatches:
         short = Window(5, 7, 1)
         assert make_batches([*long, short], 2) == [long[:2], long[2:4], long[4:], [short]]
 
-    def test_size(self) -> None:
-        with pytest.raises(UserError, match="--batch-size must be at least 1, got 0"):
-            make_batches([], 0)
-
 
 def _nan_attention(module: Any, query: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
     output, _ = sdpa_attention_forward(module, query, *arguments, **options)

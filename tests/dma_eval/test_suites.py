@@ -126,6 +126,13 @@ class TestFiles:
         [
             ("", f"nothing to measure; give one of the tables {', '.join(f'[{part}]' for part in PARTS)}"),
             ("ppl = 1", "unknown key 'ppl'; valid: description, perplexity, fidelity, tasks, retrieval, stress"),
+            ("[perplexity]\nmax_windows = 0", r"\[perplexity\] max_windows: expected at least 1, got 0"),
+            ("[perplexity]\nskip_windows = -1", r"\[perplexity\] skip_windows: expected at least 0, got -1"),
+            ("[stress]\nbatch_size = 0", r"\[stress\] batch_size: expected at least 1, got 0"),
+            ("[fidelity]\nhead_windows = -1", r"\[fidelity\] head_windows: expected at least 0, got -1"),
+            ("[fidelity]\nnew_tokens = 0", r"\[fidelity\] new_tokens: expected at least 1, got 0"),
+            ("[retrieval]\ndepths = [0.5, 1.5]", r"\[retrieval\] depths: expected 0 to 1, got 1.5"),
+            ("[retrieval]\ndepths = [nan]", r"\[retrieval\] depths: expected 0 to 1, got nan"),
             ("[tasks]\nname = 1", r"\[tasks\] unknown key 'name'; valid: names, limit, num_fewshot"),
             ("[tasks]", "tasks.names: Field required"),
             ("[tasks]\nnames = 'arc_easy'", "tasks.names: Input should be a valid array, got 'arc_easy'"),
