@@ -267,7 +267,7 @@ def _name(label: str) -> str:
 def _color(label: str) -> str | None:
     """Return the colour of a backend. All bit widths of a Transformers cache share one, and all classes of ours."""
     name = re.sub(r"^(?:sdpa[:+])?(quanto|hqq|fp8)\d*$", r"\1", _name(label))
-    return COLORS.get(name) or COLORS.get(name.removesuffix("-static"))
+    return COLORS.get(name) or COLORS.get(re.sub(r"[+-](?:static|dynamic)$", "", name))
 
 
 def tidy(ax: Axes) -> None:

@@ -326,6 +326,8 @@ class TestPlots:
         labels = ["sdpa", "dma_mxfp:balanced+int4", "dma_mxfp+int4", "dma_mxfp:balanced+int4-static"]
         styles = line_styles(labels)
         assert len(set(styles.values())) == len(labels)
+        static = line_styles(["sdpa", "dma_mxfp:balanced", "dma_mxfp:balanced+static"])
+        assert static["dma_mxfp:balanced+static"] == (static["dma_mxfp:balanced"][0], "--")
 
     def test_ticks_reach_beyond_every_value(self) -> None:
         """With one value that would squeeze all others; each end of the axis is a labelled tick."""
