@@ -237,18 +237,9 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
             batch, q_len, problem.window or 0, problem.diagonal_tiles, *sizes,
         )  # fmt: skip
         launch_combine(
-            layout,
-            out,
-            lse,
-            splits,
-            sinks,
-            new_key,
-            new_value,
-            tensors,
-            sizes,
-            sms=problem.sms,
-            use_pdl=problem.use_pdl,
-        )
+            layout, out, lse, splits, sinks, new_key, new_value, tensors, sizes,
+            sms=problem.sms, use_pdl=problem.use_pdl,
+        )  # fmt: skip
         return out, lse
 
     layouts = (problem.query, problem.key, problem.value, problem.sinks, *problem.cache)
