@@ -104,7 +104,7 @@ def test_grids_are_within_the_limits_of_cuda(recipe: str, sizes: dict[str, int])
     low_key = INT8 if recipe == "int8" else DEQUANTIZED
 
     def quantize(query: Any) -> list[Any]:
-        return [stage_queries(query, None, None, RECIPES[recipe], low_key, RAW, scale=1.0, is_early=False).low]
+        return [stage_queries(query, None, None, RECIPES[recipe], low_key, RAW, scale=1.0, use_pdl=False).low]
 
     queries = make_plan(quantize, [TensorLayout.of(query)], query.device)
     grids = [each.launch.grid for each in (*launches.launches, *queries.launches)]

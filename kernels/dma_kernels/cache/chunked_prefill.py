@@ -149,7 +149,7 @@ def _plan(
                 sinks=sinks,
                 skip_threshold=None,
                 tile_counts=None,
-                is_early=False,
+                use_pdl=False,
             )
         return out, lse
 

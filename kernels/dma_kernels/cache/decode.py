@@ -139,8 +139,8 @@ def _run(
         window=window,
         softcap=softcap,
         arch=chip.device_arch(query.device),
-        sms=chip.processors(query.device),
-        use_pdl=chip.starts_early(query.device),
+        sms=chip.sm_count(query.device),
+        use_pdl=chip.supports_pdl(query.device),
     )
     report("decode")
     return plan_decode(problem).launches.run(tensors)

@@ -122,7 +122,7 @@ def plan(problem: PrefillProblem) -> PrefillPlan:
                 tile_counts=None if threshold is None else tile_counts,
                 # The quantiser writes the keys of low tiles and lets the next launch start early. It started after all
                 # earlier work itself, so the caller's tensors are there. NVFP4's query scale is a launch in between.
-                is_early=chip.starts_early(query.device) and operands.low is not None and operands.query_factor is None,
+                use_pdl=chip.supports_pdl(query.device) and operands.low is not None and operands.query_factor is None,
             )
         return out, lse
 

@@ -35,7 +35,7 @@ def launch(
     sinks: Tensor | None,
     skip_threshold: float | None,
     tile_counts: Tensor | None,
-    is_early: bool,
+    use_pdl: bool,
 ) -> None:
     """Launch the portable kernel.
 
@@ -52,7 +52,7 @@ def launch(
         sinks: ``[Hq]``, contiguous, or ``None``.
         skip_threshold: Of the recipe, in base-2 logits, or ``None``.
         tile_counts: Where skipped and examined tiles are added, int64 ``[Hq, 2]``, or ``None``.
-        is_early: Not used: this kernel starts after all earlier work.
+        use_pdl: Not used: this kernel starts after all earlier work.
     """
     batch, q_heads, q_len, head_dim = query.shape
     high, low = operands.high, operands.low or operands.high

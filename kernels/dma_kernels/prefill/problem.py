@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -13,8 +13,7 @@ from ..numerics.layout import TensorLayout, layout_of
 from ..numerics.recipe import Recipe
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillProblem:
+class PrefillProblem(NamedTuple):
     """A call of :func:`dma_kernels.attention` without the contents of its tensors: the key of its plan.
 
     Attributes:

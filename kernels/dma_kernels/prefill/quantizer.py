@@ -1,10 +1,10 @@
-"""Fused quantiser: the key and value operands of every path, in one Triton launch.
+"""Quantise the keys and values of a call, for every compute path, in one launch.
 
-What a tile must know of others (``smooth_k``, values of ``pv = "fp8"``, NVFP4) is a matter of the first tile, which
-every program reads beside its own. Inputs may have any strides; nothing is copied beforehand.
+What depends on other tiles (the mean key, scales of E4M3 values, NVFP4's global scale) comes from the first tile, which
+every CTA reads itself. Inputs may have any strides; nothing is copied beforehand.
 
-Results equal :mod:`dma_kernels.numerics.quantize` to the bit, given the same mean key. That mean is a sum of up to 128
-numbers in another order, rounded to bfloat16.
+Results equal :mod:`dma_kernels.numerics.quantize` bit for bit, given the same mean key: a sum of up to 128 numbers in
+another order, rounded to bfloat16. Design: ``benchmarks/quantizer.md``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ from .operands import Operands, TileOperands
 from .quantizer_kernel import quantize_kernel
 
 NONE = "none"
-PROGRAMS = 3
-"""For each multiprocessor; they go through tiles until all are done. ``balanced`` on an H200 (PyTorch 2.11, Triton
-3.6), keys and values of 8 kv heads of 128, 8K and 8 x 4K tokens, 80 registers: with two 27.3 and 89.5 us, three 25.7
-and 76.1, four 28.9 and 87.2, six 28.3 and 75.1, eight 32.0 and 81.4; with 112 registers two 25.8 and 82.1, four 25.3
-and 74.1. A copy of as many bytes takes 15.7 and 49."""
+CTAS_PER_SM = 3
+"""As many as fit with 80 registers a thread; they loop over tiles."""
 
 
 def quantize_keys_values(
@@ -46,37 +43,39 @@ def quantize_keys_values(
     rows: Tensor | None,
     low_tiles: range | None = None,
 ) -> Operands:
-    """Write the key and value operands of a call. What no query can see is zeros in the tiles that are written.
+    """Write the key and value operands of a call; zeros in place of keys and values that no query can attend to.
 
     Args:
         key: 16-bit ``[B, Hkv, Tk, D]``, any strides.
         value: 16-bit ``[B, Hkv, Tk, Dv]``, any strides.
         recipe: The precisions.
-        path: Their forms.
+        path: Their operand formats.
         kv_offset: Position of key 0, where ``rows`` is ``None``.
         rows: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key and the
             one past the last.
-        low_tiles: Tiles of aligned storage that a query may see as low ones; ``None`` for all. Where high tiles read
-            the caller's own keys, only these are written.
+        low_tiles: Tiles of tile-padded storage that are low for some query; ``None`` for all. Where high tiles read the
+            caller's own keys, only these are written.
 
     Returns:
         The operands, without ``query_factor``.
     """
     batch, heads, kv_len, head_dim = key.shape
-    plan = _plan(
-        recipe, path, key.dtype, heads, head_dim, value.shape[3], rows is not None, chip.starts_early(key.device)
+    quantizer = _quantizer(
+        recipe, path, key.dtype, heads, head_dim, value.shape[3], rows is not None, chip.supports_pdl(key.device)
     )
-    # Where a row starts inside its first tile is known on the device alone: up to 127 entries stay empty before it.
+    # Per-row offsets are read on the device: up to 127 entries before a row stay empty.
     first = kv_offset % TILE if rows is None else TILE - 1
     tiles = max(1, -(-(kv_len + first) // TILE))
     valid = low_tiles if low_tiles is not None and path.key is RAW else range(tiles)
-    made = {name: key.new_empty(output.size(batch, heads, tiles), dtype=output.dtype) for name, output in plan.outputs}
-    if plan.launch is not None:
+    made = {
+        name: key.new_empty(output.size(batch, heads, tiles), dtype=output.dtype) for name, output in quantizer.outputs
+    }
+    if quantizer.launch is not None:
         sizes = (*key.stride(), *value.stride(), kv_offset, kv_len, tiles, valid.start, valid.stop)
-        share = PROGRAMS * chip.processors(key.device) // max(1, batch * heads * plan.layers)
-        programs = max(1, min(len(valid), share))
+        share = CTAS_PER_SM * chip.sm_count(key.device) // max(1, batch * heads * quantizer.layers)
+        ctas = max(1, min(len(valid), share))
         outputs = *map(made.get, _WRITTEN), saturation_counter() if "value" in made else None
-        plan.launch((batch * heads, programs, plan.layers), key, value, rows, *outputs, *sizes)
+        quantizer.launch((batch * heads, ctas, quantizer.layers), key, value, rows, *outputs, *sizes)
     return _operands(key, value, path, tiles, valid, made)
 
 
@@ -108,8 +107,8 @@ _WRITTEN = (
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What does not depend on lengths: the launch, ``None`` if nothing is written, and the outputs by name."""
+class _Quantizer:
+    """What does not depend on lengths: the launcher, ``None`` if nothing is written, and the outputs by name."""
 
     launch: Launcher | None
     layers: int
@@ -117,7 +116,7 @@ class _Plan:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(
+def _quantizer(
     recipe: Recipe,
     path: ComputePath,
     dtype: torch.dtype,
@@ -125,13 +124,13 @@ def _plan(
     head_dim: int,
     value_dim: int,
     has_rows: bool,
-    is_early: bool,
-) -> _Plan:
+    use_pdl: bool,
+) -> _Quantizer:
     outputs = _outputs(recipe, path, dtype, head_dim, value_dim)
     writes_keys = "high" in outputs or "low" in outputs
     writes_values = "value" in outputs
     if not (writes_keys or writes_values):
-        return _Plan(None, layers=0, outputs=())
+        return _Quantizer(None, layers=0, outputs=())
     size = hadamard_size(head_dim)
     constants: dict[str, Any] = {
         "KV_HEADS": heads,
@@ -153,18 +152,17 @@ def _plan(
         "SHARED": recipe.shared_scale,
         "VALUE_FORM": (path.low_value or RAW).name,
         "ROUNDING": recipe.scale_rounding,
-        "IS_EARLY": is_early,
+        "USE_PDL": use_pdl,
     }
     is_wide = max(head_dim, value_dim) > 128
     options: dict[str, Any] = {"num_warps": 8}
     if path.low_key in TILE_SCALED:
-        # Of a tile of keys a thread has 64 numbers. The cap makes room for three programs: PROGRAMS has the times.
+        # A thread holds 64 numbers of a tile. The cap on registers makes room for CTAS_PER_SM.
         options = {"num_warps": 16} if is_wide else {"num_warps": 8, "maxnreg": 80}
     elif path.low_key is E5M2 and not recipe.rotate and not is_wide:
-        # MXFP4 and MXFP8 keys, 8 kv heads of 128, 8K and 8 x 4K tokens: 20.0 and 69.0 us on an H200, with 8 warps 21.9
-        # and 86.8.
+        # Less time for 8 x 4K tokens than with 8 warps (H200).
         options = {"num_warps": 16}
-    return _Plan(
+    return _Quantizer(
         launch=Launcher(quantize_kernel, constants, **options),
         layers=int(writes_values) + int(writes_keys),
         outputs=tuple(outputs.items()),

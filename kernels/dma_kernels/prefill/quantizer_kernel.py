@@ -290,17 +290,17 @@ def quantize_kernel(
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
     IS_TILE_SCALED: tl.constexpr, SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, ROUNDING: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write values in the first layer of programs, keys in the last; a program goes through tiles of its kv head.
 
     Written are the tiles from ``first_tile`` up to ``end_tile``, of ``tiles`` in storage.
     What a tile must know of the first one each program finds itself, in the L2 cache: no launch comes before this one.
     Forms name operand formats (:mod:`dma_kernels.runtime.operand_formats`); ``none`` and ``raw`` write nothing.
-    ``saturated_ptr`` is a counter of values that are too large for E4M3, in host memory. ``IS_EARLY`` lets programs of
+    ``saturated_ptr`` is a counter of values that are too large for E4M3, in host memory. ``USE_PDL`` lets programs of
     the next launch begin where there is room, when all of these have begun.
     """
-    if IS_EARLY:
+    if USE_PDL:
         gdc_launch_dependents()
     if VALUE_FORM != "raw":  # noqa: SIM102 (a constexpr branch)
         if tl.program_id(2) == 0:

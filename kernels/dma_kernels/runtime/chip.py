@@ -1,4 +1,4 @@
-"""What the machine is: the chip, the interpreter in its place, and which backend computes on a tensor."""
+"""The device: its architecture, or the interpreter in its place, and which backend computes on a tensor."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ BACKENDS = ("auto", "reference", "triton")
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_ARCH = 80
 BLOCK_SCALED_ARCHS = frozenset({100, 103, 110, 120, 121})
-"""Chips with block-scaled matrix units."""
+"""Architectures with block-scaled tensor cores."""
 TENSOR_MEMORY_ARCHS = frozenset({100, 103, 110})
-"""Those of them that keep results in tensor memory. Their block-scaled products are of 128 rows, which with more than
-128 channels do not fit there."""
+"""Those with tensor memory. Their block-scaled products have 128 rows, too many for it with more than 128 channels."""
 MAX_CTAS = 65_535
-"""Along the second and the third axis of a grid."""
+"""Most CTAs along the second and the third axis of a grid."""
 INTERPRETED_ARCH = 90
-"""The chip that the Triton interpreter stands for, so that a CPU runs the code of Hopper."""
-INTERPRETED_PROCESSORS = 2
-"""Its multiprocessors: few, so that work is shared out unevenly."""
+"""The architecture that the Triton interpreter stands for, so that a CPU runs the code of Hopper."""
+INTERPRETED_SMS = 2
+"""Its SMs: few, so that they share work unevenly."""
 
 
 def is_interpreted() -> bool:
     """Whether Triton runs kernels on the CPU (``TRITON_INTERPRET=1``)."""
-    import triton  # which the reference does without
+    import triton  # the reference does not need it
 
     return bool(triton.knobs.runtime.interpret)
 
@@ -43,7 +42,7 @@ def _cuda_arch(index: int) -> int:
     return 10 * major + minor
 
 
-def starts_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether a kernel may start on a device before the one before it has ended (programmatic dependent launch)."""
     return not is_interpreted() and device_arch(device) >= 90
 
@@ -100,13 +99,13 @@ def _warn_of_reference(reason: str) -> None:
     )
 
 
-def processors(device: torch.device) -> int:
-    """Return how many multiprocessors a device has."""
+def sm_count(device: torch.device) -> int:
+    """Return the number of SMs of a device."""
     if device.type == "cpu":
-        return INTERPRETED_PROCESSORS
-    return _cuda_processors(torch.cuda.current_device() if device.index is None else device.index)
+        return INTERPRETED_SMS
+    return _cuda_sm_count(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache
-def _cuda_processors(index: int) -> int:
+def _cuda_sm_count(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)

@@ -1,11 +1,11 @@
 """Launches of Triton kernels, and all that this package uses of Triton beside its documented interface.
 
-A kernel is launched as ``kernel[grid](...)`` the first time, which compiles it, and as ``compiled[grid](...)`` from
-then on (:mod:`dma_kernels.runtime.plan`), which spares the host binding and specialising 70 arguments. Triton documents
-both. Three things it does not promise: that an address may stand for a tensor, that constexprs are passed along, and
-for which settings it would compile anew. They are as expected in the versions that :data:`SETTINGS` lists, and a test
-reads them in the source of the installed one. Other versions launch as ``kernel[grid](...)`` every time, with a
-warning; so do kernels with a hook before the launch (``add_pre_run_hook``) or in the compiler's passes.
+A kernel is launched as ``kernel[grid](...)`` the first time, which compiles it, and then by :class:`DirectLaunch`. That
+spares the host binding and specialising 70 arguments. Triton does not promise how compiled kernels are launched, that
+an address may stand for a tensor, and for which settings it would compile anew.
+All that is as expected in the versions that :data:`SETTINGS` lists; tests read it in the source of the installed one.
+Other versions launch as ``kernel[grid](...)`` every time, with a warning. So do kernels with a hook before the launch
+(``add_pre_run_hook``) or in the compiler's passes, and all while hooks around launches are set.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ SETTINGS = {
 }
 """The settings (``triton.knobs``) that Triton compiles a kernel anew for, by tested version."""
 
-_SETTINGS = SETTINGS.get(".".join(triton.__version__.split(".")[:2]))
+_VERSION = ".".join(triton.__version__.split(".")[:2])
+_SETTINGS = SETTINGS.get(_VERSION)
 _read_settings = operator.attrgetter(*(_SETTINGS or _SINCE_3_6))
 
 
@@ -115,7 +117,66 @@ def _builder_of(argument: Any) -> Any:
     return getattr(getattr(argument, "base", argument), "plan", None)
 
 
-def direct_launcher(launch: KernelLaunch, arguments: Sequence[Any]) -> Callable[..., None] | None:
+class DirectLaunch:
+    """Launches a compiled kernel without Triton's own launch.
+
+    With Triton 3.6 it calls the launcher that Triton has compiled in C, which spares the host two thirds of the time,
+    and keeps the tensor maps of the addresses that it has seen. With other versions it calls ``compiled[grid]``.
+
+    Args:
+        compiled: What Triton's launch returned.
+        grid: CTAs along each axis.
+    """
+
+    def __init__(self, compiled: CompiledKernel, grid: Grid) -> None:
+        self._grid = grid
+        self._runner = compiled[grid]
+        self._launch: Callable[..., None] | None = None
+        self._fixed: tuple[Any, ...] = ()
+        self._metadata: Sequence[Any] = ()
+        if _VERSION != "3.6":
+            return
+        launcher = compiled.run
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return
+        # As CudaLauncher.__call__ does, and the function that wrap_handle_tensordesc returns.
+        self._fixed = (
+            compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None,
+            compiled.packed_metadata, None, None, None,
+        )  # fmt: skip
+        self._launch = launcher.launch
+        if isinstance(launcher.launch, FunctionType):
+            cells = inspect.getclosurevars(launcher.launch).nonlocals
+            self._launch, self._metadata = cells["launcher"], cells["tensordesc_meta"]
+
+    @property
+    def expands_descriptors(self) -> bool:
+        """Whether :meth:`descriptor` returns several arguments."""
+        return self._launch is not None
+
+    def descriptor(self, index: int, make: Callable[[int], Any]) -> Callable[[int], Any]:
+        """Return what describes a tensor, given its address.
+
+        Args:
+            index: Of the descriptor among those of the launch.
+            make: Makes the descriptor.
+        """
+        if self._launch is None:
+            return make
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        metadata = self._metadata[index]
+        return functools.lru_cache(maxsize=64)(lambda address: tuple(make_tensordesc_arg(make(address), metadata)))
+
+    def run(self, arguments: Sequence[Any], stream: int) -> None:
+        """Launch with all arguments, constexprs included; addresses stand for tensors."""
+        if self._launch is None:
+            self._runner(*arguments, stream=stream)
+        else:
+            self._launch(*self._grid, stream, *self._fixed, *arguments)
+
+
+def direct_launch(launch: KernelLaunch, arguments: Sequence[Any]) -> DirectLaunch | None:
     """Launch through Triton, which compiles.
 
     Args:
@@ -123,14 +184,12 @@ def direct_launcher(launch: KernelLaunch, arguments: Sequence[Any]) -> Callable[
         arguments: Its runtime arguments with tensors in their places.
 
     Returns:
-        What launches the compiled kernel from now on. It takes all arguments, constexprs included, addresses in place
-        of tensors, and ``stream=``. ``None`` if only Triton itself may launch the kernel.
+        What launches the compiled kernel from now on; ``None`` if only Triton itself may launch it.
     """
     compiled = launch.kernel[launch.grid](*arguments, **launch.keywords)
-    if not (launches_directly(launch.kernel) and isinstance(compiled, CompiledKernel)):
+    if not (launches_directly([launch.kernel]) and isinstance(compiled, CompiledKernel)):
         return None
-    runner: Callable[..., None] = compiled[launch.grid]
-    return runner
+    return DirectLaunch(compiled, launch.grid)
 
 
 def leaves(argument: Any) -> Iterator[Any]:
@@ -202,14 +261,23 @@ def current_stream() -> int:
     return int(driver.get_current_stream(driver.get_current_device()))
 
 
-def launches_directly(kernel: Any) -> bool:
+def launches_directly(kernels: Sequence[Any]) -> bool:
     """Whether compiled kernels may be launched without Triton's own launch; warns where no kernel may be."""
-    if not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
-        return False
+    for kernel in kernels:
+        if not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
+            return False
     if _SETTINGS is None:
         _warn_of_slow_launches()
         return False
-    return getattr(triton.knobs.runtime, "add_stages_inspection_hook", None) is None  # from 3.7 on
+    hooks = triton.knobs.runtime
+    if _is_hooked(hooks.launch_enter_hook) or _is_hooked(hooks.launch_exit_hook):
+        return False
+    return getattr(hooks, "add_stages_inspection_hook", None) is None  # from 3.7 on
+
+
+def _is_hooked(hook: Any) -> bool:
+    """Whether a hook does anything: ``None``, a function, or a chain of functions."""
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 @functools.cache

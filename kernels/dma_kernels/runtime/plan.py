@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ..numerics.layout import TensorLayout, dense_strides
 from .launch import (
+    DirectLaunch,
     KernelLaunch,
     current_stream,
-    direct_launcher,
+    direct_launch,
     launches_directly,
     leaves,
     map_leaves,
@@ -185,16 +186,28 @@ class _PlannedLaunch:
 
     Attributes:
         launch: The launch; planned tensors, and descriptors of them, stand for tensors.
-        run: Launches the compiled kernel with all arguments, once it is known.
         fill: Returns all arguments and constexprs, given all addresses, which stand for tensors.
+        run: Launches the compiled kernel with these on a stream.
+        is_direct: Whether both are known.
     """
 
-    __slots__ = ("fill", "launch", "run")
+    __slots__ = ("_index", "fill", "is_direct", "launch", "run")
+
+    fill: Callable[[Sequence[int]], tuple[Any, ...]]
+    run: Callable[[Sequence[Any], int], None]
 
     def __init__(self, launch: KernelLaunch, index: Mapping[int, int]) -> None:
         self.launch = launch
-        self.run: Callable[..., None] | None = None
-        self.fill = _filler((*launch.arguments, *launch.constants), index)
+        self._index = index
+        self.is_direct = False
+
+    def compile(self, tensors: Sequence[Tensor | None]) -> None:
+        """Launch through Triton with tensors, by slot, and find out how to launch directly."""
+        direct = direct_launch(self.launch, self.materialize(tensors))
+        if direct is not None:
+            self.fill = _filler((*self.launch.arguments, *self.launch.constants), self._index, direct)
+            self.run = direct.run
+        self.is_direct = direct is not None
 
     def materialize(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
         """Return the runtime arguments with tensors, by slot, in their places."""
@@ -212,7 +225,9 @@ class _PlannedLaunch:
         return placed
 
 
-def _filler(arguments: tuple[Any, ...], index: Mapping[int, int]) -> Callable[[Sequence[int]], tuple[Any, ...]]:
+def _filler(
+    arguments: tuple[Any, ...], index: Mapping[int, int], direct: DirectLaunch
+) -> Callable[[Sequence[int]], tuple[Any, ...]]:
     """Return a function that places addresses among arguments.
 
     It is one expression, as a launch has up to a hundred arguments, some in tuples.
@@ -220,8 +235,10 @@ def _filler(arguments: tuple[Any, ...], index: Mapping[int, int]) -> Callable[[S
     Args:
         arguments: With planned tensors, and descriptors of them.
         index: Index of an address, by the slot of its tensor.
+        direct: How the kernel is launched.
     """
     constants: dict[str, Any] = {}
+    descriptors = 0
 
     def constant(value: Any) -> str:
         name = f"c{len(constants)}"
@@ -232,7 +249,12 @@ def _filler(arguments: tuple[Any, ...], index: Mapping[int, int]) -> Callable[[S
         base = getattr(argument, "base", argument)
         if isinstance(base, PlannedTensor):
             address = f"addresses[{index[base.slot]}]"
-            return address if base is argument else f"{constant(_descriptor_maker(argument))}({address})"
+            if base is argument:
+                return address
+            nonlocal descriptors
+            describe = direct.descriptor(descriptors, _descriptor_maker(argument))
+            descriptors += 1
+            return f"{'*' if direct.expands_descriptors else ''}{constant(describe)}({address})"
         if isinstance(argument, tuple) and any(map(_is_planned, leaves(argument))):
             items = "".join(f"{expression(each)}, " for each in argument)
             return f"{constant(type(argument))}({items})" if hasattr(argument, "_fields") else f"({items})"
@@ -325,7 +347,7 @@ class LaunchPlan:
                 torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 for _, shape, strides, dtype in self._results
             ]
-            if self._settings != settings() or not all(map(launches_directly, self._kernels)):
+            if self._settings != settings() or not launches_directly(self._kernels):
                 self._launch_by_triton(inputs, results)
                 return results
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]
@@ -339,7 +361,7 @@ class LaunchPlan:
             addresses += self._constant_addresses
             stream = current_stream()
             for planned in self.launches:
-                planned.run(*planned.fill(addresses), stream=stream)  # type: ignore[misc]
+                planned.run(planned.fill(addresses), stream)
         return results
 
     def _launch_by_triton(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor]) -> None:
@@ -355,9 +377,8 @@ class LaunchPlan:
                 tensors[slot] = made.zero_() if slot in self._zeroed else made
         compiled_under = settings()
         for each in self.launches:
-            each.run = direct_launcher(each.launch, each.materialize(tensors))
-        is_direct = all(each.run is not None for each in self.launches)
-        self._settings = compiled_under if is_direct else None
+            each.compile(tensors)
+        self._settings = compiled_under if all(each.is_direct for each in self.launches) else None
 
 
 def make_plan(

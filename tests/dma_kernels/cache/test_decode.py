@@ -159,7 +159,7 @@ def test_a_nan_key_reaches_the_output(format: str) -> None:
 @pytest.mark.parametrize("case", ["ragged", "many-columns", "window", "nothing-visible"])
 def test_any_number_of_ctas_splits_the_work(case: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CTA has several heads, or a head several CTAs: fewer and more CTAs than work items."""
-    monkeypatch.setattr(decode.chip, "processors", lambda device: sms)
+    monkeypatch.setattr(decode.chip, "sm_count", lambda device: sms)
     assert_decode_matches(CASES[case], "int4", torch.float16, "cpu")
     assert_steps_match(CASES[case], "int4", torch.float16, "cpu")
 

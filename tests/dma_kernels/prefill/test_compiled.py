@@ -211,12 +211,12 @@ def test_programs_start_early_after_the_quantiser_and_write_nothing_before_they_
     call: str, compiled: CompiledCalls
 ) -> None:
     names = [kernel["name"] for kernel in compiled[call]]
-    is_early = int(call.split(":")[1]) >= 90 and "quantize_kernel" in names and "query_factor_kernel" not in names
+    use_pdl = int(call.split(":")[1]) >= 90 and "quantize_kernel" in names and "query_factor_kernel" not in names
     for kernel in compiled[call]:
         before, *after = kernel["ptx"].split("griddepcontrol.wait")
         name = kernel["name"]
         waits = name in ("prefill_warp_specialized_kernel", "prefill_multi_cta_kernel") or (
-            is_early and name == "stage_queries_kernel"
+            use_pdl and name == "stage_queries_kernel"
         )
         assert len(after) == int(waits), name
         assert not after or not re.search(r"\b(st\.global|red\.|atom\.)", before), name

@@ -83,6 +83,56 @@ class TestInstalledTriton:
         assert re.search(r"self\.run\(.*\*args\)", source, re.DOTALL)
 
 
+@pytest.mark.skipif(launch._VERSION != "3.6", reason="other versions launch by compiled[grid]")
+def test_direct_launches_give_the_compiled_launcher_what_triton_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton 3.6: the same arguments in the same order, tensor maps in place of descriptors."""
+    from triton.backends.nvidia import driver
+
+    given: list[tuple[Any, ...]] = []
+    maps: list[tuple[Any, ...]] = []
+    module = SimpleNamespace(launch=lambda *arguments: given.append(arguments))
+    utils = SimpleNamespace(fill_tma_descriptor=lambda *arguments: maps.append(arguments) or ("map", arguments[0]))
+    monkeypatch.setattr(driver, "make_launcher", lambda *_: "")
+    monkeypatch.setattr(driver, "library_dirs", list)
+    monkeypatch.setattr(driver, "compile_module_from_src", lambda **_: module)
+    active = SimpleNamespace(utils=utils, get_current_device=lambda: 0, get_current_stream=lambda device: 7)
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    signature = {"x": "*fp16", "d": "tensordesc<fp16[16, 32]>", "pair": ("*fp16", "i32"), "n": "i32", "B": "constexpr"}
+    layout = {"swizzle": 2, "elem_size": 2, "elem_type": 6, "block_size": [16, 32], "fp4_padded": False}
+    metadata = SimpleNamespace(
+        tensordesc_meta=[layout], global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0,
+        profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=True, num_ctas=1,
+    )  # fmt: skip
+    source = SimpleNamespace(constants={}, signature=signature, fn=SimpleNamespace(arg_names=list(signature)))
+
+    class Kernel:
+        run = driver.CudaLauncher(source, metadata)
+        function, packed_metadata = 5, (4, 1, 0)
+        __getitem__ = CompiledKernel.__getitem__
+
+        def _init_handles(self) -> None:
+            pass
+
+        def launch_metadata(self, *_: Any) -> None:
+            pass
+
+    compiled: Any = Kernel()
+    tensor = torch.ones(64, 32, dtype=torch.float16)
+    descriptor = matrix_descriptor(tensor, 16, 32)
+    compiled[GRID](11, descriptor, (12, 3), 4, 128, stream=7)
+    direct = launch.DirectLaunch(compiled, GRID)
+    describe = direct.descriptor(0, lambda address: descriptor)
+    assert direct.expands_descriptors
+    for _ in range(2):
+        direct.run((11, *describe(tensor.data_ptr()), (12, 3), 4, 128), 7)
+    assert len(maps) == 2  # of the second and third launch one
+    theirs, *ours = given
+    for launched in ours:
+        assert launched[:10] == theirs[:10]
+        assert launched[10:13] == (None, None, None)  # metadata and hooks around the launch, which is not hooked
+        assert launched[13:] == theirs[13:]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted here")
 def test_the_interpreter_runs_it() -> None:
     x, y = torch.arange(8.0), torch.zeros(4)

@@ -47,7 +47,7 @@ def launch_warp_specialized(
     sinks: Tensor | None,
     skip_threshold: float | None,
     tile_counts: Tensor | None,
-    is_early: bool,
+    use_pdl: bool,
 ) -> None:
     """Launch the warp-specialised kernel.
 
@@ -64,7 +64,7 @@ def launch_warp_specialized(
         sinks: ``[Hq]``, contiguous, or ``None``.
         skip_threshold: Of the recipe, in base-2 logits, or ``None``.
         tile_counts: Where skipped and examined tiles are added, int64 ``[Hq, 2]``, or ``None``.
-        is_early: Whether queries may be staged before the launches that made ``operands`` have ended.
+        use_pdl: Whether queries may be staged before the launches that made ``operands`` have ended.
     """
     batch, q_heads, q_len, head_dim = query.shape
     high, low = operands.high, operands.low
@@ -73,7 +73,7 @@ def launch_warp_specialized(
     is_e4m3 = not low.value_format.is_16_bit
     staged = stage_queries(
         query, operands.key_mean, operands.query_factor, recipe, low.key_format, high.key_format,
-        scale=scale, is_early=is_early,
+        scale=scale, use_pdl=use_pdl,
     )  # fmt: skip
     channels = padded_channels(head_dim)
     # Rows behind a tile's channels are the next tile's, and become outputs that are not stored.
@@ -141,7 +141,7 @@ def launch_multi_cta(
     sinks: Tensor | None,
     skip_threshold: float | None,
     tile_counts: Tensor | None,
-    is_early: bool,
+    use_pdl: bool,
 ) -> None:
     """Launch the multi-CTA kernel; arguments as for :func:`launch_warp_specialized`."""
     batch, q_heads, q_len, head_dim = query.shape
@@ -152,7 +152,7 @@ def launch_multi_cta(
     if low.key_format not in TILE_SCALED or high.key_format is not RAW:
         staged = stage_queries(
             query, operands.key_mean, operands.query_factor, recipe, low.key_format, high.key_format,
-            scale=scale, is_early=is_early,
+            scale=scale, use_pdl=use_pdl,
         )  # fmt: skip
     blocks = query_blocks(geometry, q_len, ROWS)
     storage_tiles = low.key.shape[2] // TILE

@@ -51,10 +51,10 @@ def stage_queries_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr, LOW_SHARED: tl.constexpr, HIGH_FORMAT: tl.constexpr,
     ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, HAS_MEAN: tl.constexpr,
-    HAS_FACTOR: tl.constexpr, HAS_HIGH: tl.constexpr, IN_PARTS: tl.constexpr, IS_EARLY: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_HIGH: tl.constexpr, IN_PARTS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write what :class:`StagedQueries` holds for ``ROWS`` queries of one head."""
-    if IS_EARLY:
+    if USE_PDL:
         gdc_launch_dependents()
     i_head = tl.program_id(0).to(tl.int64)  # counted over all batch rows
     i_b = i_head // Q_HEADS
@@ -68,7 +68,7 @@ def stage_queries_kernel(
         q = load_parts(base, rows, 0, q_len, stride_qt, stride_qd, D)
     else:
         q = load_queries(base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
-    if IS_EARLY:
+    if USE_PDL:
         gdc_wait()
     if HAS_MEAN:
         mean_ptr += i_kv * D
@@ -108,7 +108,7 @@ def stage_queries(
     high_key: OperandFormat,
     *,
     scale: float,
-    is_early: bool,
+    use_pdl: bool,
 ) -> StagedQueries:
     """Quantise queries.
 
@@ -120,7 +120,7 @@ def stage_queries(
         low_key: Format of the keys of low tiles, not packed.
         high_key: Format of the keys of high tiles, in 16 bits.
         scale: Of the scores.
-        is_early: Whether programs may begin before the launch before has ended. Until they wait for that, they read
+        use_pdl: Whether programs may begin before the launch before has ended. Until they wait for that, they read
             nothing but ``query``, and write nothing; and they let those of the next launch begin.
     """
     batch, heads, q_len, head_dim = query.shape
@@ -133,7 +133,7 @@ def stage_queries(
     kv_heads = heads if mean is None else mean.shape[1]
     launch = _queries_launcher(
         heads, kv_heads, head_dim, recipe, low_key, mean is not None, query_factor is not None, high is not query,
-        is_early,
+        use_pdl,
     )  # fmt: skip
     launch(
         blocks_of_heads(batch * heads, triton.cdiv(q_len, ROWS)),
@@ -153,7 +153,7 @@ def _queries_launcher(
     has_mean: bool,
     has_factor: bool,
     has_high: bool,
-    is_early: bool,
+    use_pdl: bool,
 ) -> Launcher:
     parts = triton.cdiv(head_dim, 32 if head_dim <= 128 else 64)
     in_parts = low_key in TILE_SCALED and not has_high and parts & (parts - 1) == 0
@@ -175,7 +175,7 @@ def _queries_launcher(
         "HAS_FACTOR": has_factor,
         "HAS_HIGH": has_high,
         "IN_PARTS": in_parts,
-        "IS_EARLY": is_early,
+        "USE_PDL": use_pdl,
     }
     num_warps = 2 if in_parts and head_dim <= 128 else 4
-    return Launcher(stage_queries_kernel, constants, num_warps=num_warps, launch_pdl=is_early)
+    return Launcher(stage_queries_kernel, constants, num_warps=num_warps, launch_pdl=use_pdl)
