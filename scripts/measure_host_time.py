@@ -1,10 +1,10 @@
 """Measure the host time of a warm eager prefill call: microseconds that Python and the launches take.
 
-    python scripts/measure_host_time.py --out host-time.json [--baseline OTHER_CHECKOUT/kernels]
+    python scripts/measure_host_time.py --out host-time.json [--baseline OTHER_CHECKOUT/kernels] [--rounds 3]
 
 Calls come in bursts that the GPU has finished before the next one begins, so that the host never waits for the queue.
-Each implementation runs in a process of its own, and the processes take turns. FlashAttention-3 is measured where it is
-installed. 32 query and 8 kv heads of 128 channels, causal, bf16.
+Each version of the kernels runs in a process of its own, and the processes take turns. FlashAttention-3 is measured
+where it is installed. 32 query and 8 kv heads of 128 channels, causal, bf16.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-LENGTHS = (128, 1_024, 2_048)
-CALLS, BURSTS, ROUNDS = 20, 60, 3
+LENGTHS = (128, 2_048)
+CALLS, BURSTS = 20, 60
 ROOT = Path(__file__).parents[1]
 
 
@@ -64,19 +64,28 @@ def calls_of(name: str, length: int) -> Callable[[], object]:
     return lambda: attention(query, key, value, recipe)
 
 
-def measure(name: str, kernels: Path) -> dict[str, float] | None:
-    """Return the host time of an implementation by length, measured in a new process; ``None`` if it is missing."""
+def measure(names: list[str], kernels: Path) -> dict[str, dict[str, float]]:
+    """Return the host time by implementation and length, measured in a new process; those that are missing are not."""
     paths = [str(kernels), *filter(None, [os.environ.get("PYTHONPATH")])]
     result = subprocess.run(
-        [sys.executable, __file__, "--worker", name],
-        capture_output=True,
+        [sys.executable, __file__, "--worker", *names],
+        stdout=subprocess.PIPE,
         text=True,
+        check=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
-    if result.returncode:
-        print(f"{name}: {result.stderr.strip().splitlines()[-1]}", file=sys.stderr)
-        return None
-    found: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
+    found: dict[str, dict[str, float]] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def work(names: list[str]) -> dict[str, dict[str, float]]:
+    """Measure implementations in this process."""
+    found: dict[str, dict[str, float]] = {}
+    for name in names:
+        try:
+            found[name] = {str(length): host_microseconds(calls_of(name, length)) for length in LENGTHS}
+        except ImportError as error:
+            print(f"{name}: {error}", file=sys.stderr)
     return found
 
 
@@ -85,20 +94,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--baseline", type=Path, help="the kernels folder of another version, measured too")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each process")
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        print(json.dumps({str(n): host_microseconds(calls_of(options.worker, n)) for n in LENGTHS}))
+        print(json.dumps(work(options.worker)))
         return
-    implementations = {"dma_mxfp": ROOT / "kernels", "fa3": ROOT / "kernels", "sdpa": ROOT / "kernels"}
-    if options.baseline is not None:
-        implementations["baseline"] = options.baseline
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in implementations}
-    for _ in range(ROUNDS):
-        for name, kernels in implementations.items():
-            found = measure(name, kernels)
-            if found is not None:
-                rounds[name].append(found)
+    rounds: dict[str, list[dict[str, float]]] = {}
+    for _ in range(options.rounds):
+        for name, times in measure(["dma_mxfp", "fa3", "sdpa"], ROOT / "kernels").items():
+            rounds.setdefault(name, []).append(times)
+        if options.baseline is not None:
+            rounds.setdefault("baseline", []).append(measure(["dma_mxfp"], options.baseline)["dma_mxfp"])
     import triton
 
     facts: dict[str, Any] = {
@@ -108,7 +115,6 @@ def main() -> None:
         "microseconds": {
             name: {length: statistics.median(each[length] for each in found) for length in found[0]}
             for name, found in rounds.items()
-            if found
         },
     }
     print(f"{'host microseconds':20}" + "".join(f"{f'1 x {length}':>10}" for length in LENGTHS))
