@@ -111,8 +111,11 @@ def attention_with_lse(
         raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(recipe).__name__}")
     check_backend(backend)
     check_options(is_causal=is_causal, window=window, scale=scale, softcap=softcap)
-    others = [x for x in (q_offset, kv_offset, kv_range, sinks, mask, tile_counts) if not (x is None or is_int(x))]
-    if _needs_op([query, key, value, *others]):
+    given: list[Any] = [query, key, value]
+    for other in (q_offset, kv_offset, kv_range, sinks, mask, tile_counts):
+        if other is not None and not is_int(other):
+            given.append(other)
+    if _needs_op(given):
         return _call_op(
             query, key, value, recipe, is_causal, scale, q_offset, kv_offset, kv_range, window, softcap, sinks, mask,
             tile_counts, backend,
@@ -145,9 +148,13 @@ def _needs_op(given: list[Any]) -> bool:
         return True
     if torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    if any(type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta for tensor in given):
-        return True
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    has_grad = torch.is_grad_enabled()
+    for tensor in given:
+        if (type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter) or tensor.is_meta:
+            return True
+        if has_grad and tensor.requires_grad:
+            return True
+    return False
 
 
 def _may_be_dual(tensor: Any) -> bool:

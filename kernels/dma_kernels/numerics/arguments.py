@@ -39,8 +39,10 @@ def check_options(*, is_causal: Any, window: Any, scale: Any, softcap: Any) -> N
     """
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be true or false, got {is_causal!r}")
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        _check_positive(name, number)
+    if scale is not None:
+        _check_positive("scale", scale)
+    if softcap is not None:
+        _check_positive("softcap", softcap)
     if window is not None and not (is_int(window) and window >= 1):
         raise ValueError(f"window must be an integer of at least 1, got {window!r}")
 
@@ -194,8 +196,6 @@ def _check_offset(name: str, offset: Any, query: Any) -> None:
 
 
 def _check_positive(name: str, number: Any) -> None:
-    if number is None:
-        return
     if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be a positive finite number, got {number!r}")
     if not 0.0 < number < math.inf:

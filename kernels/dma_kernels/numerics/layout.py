@@ -31,7 +31,9 @@ class TensorLayout(NamedTuple):
     @classmethod
     def of(cls, tensor: Any) -> Self:
         """Return the layout of a tensor."""
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT)
+        # Without the constructor of named tuples, which is Python: every call makes three layouts.
+        fields = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT)
+        return tuple.__new__(cls, fields)
 
     @classmethod
     def dense(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
