@@ -46,7 +46,6 @@ NAMES = {
     "sdpa+fp8": "FP8, Transformers",
     **{f"sdpa+hqq{bits}": f"HQQ, {bits} bits" for bits in (8, 4, 2)},
     **{f"sdpa+quanto{bits}": f"quanto, {bits} bits" for bits in (4, 2)},
-    **{f"dma_mxfp{cache}": f"`balanced{cache}`" for cache in ("", "+int8", "+int4")},
     "dma_mxfp:off": "`balanced`, nothing skipped",
     "dma_mxfp:block": "`balanced`, scales of blocks",
     "dma_mxfp:pv16": "`balanced`, 16-bit P·V",
@@ -73,6 +72,7 @@ def current(label: str) -> str:
 
 def name(label: str) -> str:
     """Return what tables call something."""
+    label = re.sub(r"^dma_mxfp(?=\+|$)", "dma_mxfp:balanced", label)
     threshold = re.fullmatch(r"dma_mxfp:t(\d+)", label)  # a file with a threshold alone
     if threshold:
         return f"`balanced`, `skip_threshold = {threshold[1]}`"
