@@ -199,20 +199,17 @@ class _LowTiles:
     def attend(self, i_tile, stage, softmax, accs, n_kept, IS_MASKED: gl.constexpr):
         """Attend to the tile of a filled stage; return the new softmax, accumulators and count of kept tiles."""
         k_smem = self.pipe.k_smem.index(stage.index)
-        v = self.pipe.v_smem.index(stage.index)
-        V_DTYPE: gl.constexpr = v.dtype
+        V_DTYPE: gl.constexpr = self.pipe.v_smem.dtype
         IS_FP8: gl.constexpr = gl.float8e4nv == V_DTYPE
-        DV: gl.constexpr = v.shape[0 if IS_FP8 else 3]
+        DV: gl.constexpr = self.pipe.v_smem.shape[1 if IS_FP8 else 4]
         WIDTH: gl.constexpr = accs[0].shape[1]
         P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, self.O_LAYOUT, 4 if IS_FP8 else 2)
         S_DTYPE: gl.constexpr = gl.int32 if k_smem.dtype == gl.int8 else gl.float32
-        if not IS_FP8:
-            v = v.reshape([_TILE, DV])
         words = None
         if IS_MASKED:
             if self.CHECKS_VALUES and not IS_FP8:
                 for half in gl.static_range(2):
-                    rows = v.slice(half * _BLOCK, _BLOCK)
+                    rows = self.pipe.v_smem.index(stage.index).reshape([_TILE, DV]).slice(half * _BLOCK, _BLOCK)
                     zero_out_of_bounds(rows, i_tile * _TILE + half * _BLOCK, self.mask, DV)
             if self.mask.bitmask_ptr is not None:
                 words = self.mask.load_bitmask(i_tile)
@@ -235,6 +232,9 @@ class _LowTiles:
                 # There are no registers to keep the probabilities in fp32 while the product is computed.
                 softmax = softmax.update_row_sum(p, alpha)
             operand = to_mma_operand(p, V_DTYPE, P_LAYOUT)
+            v = self.pipe.v_smem.index(stage.index)
+            if not IS_FP8:
+                v = v.reshape([_TILE, DV])
             product = issue_pv_mma(accs[0], operand, alpha, _value_chunk(v, 0, WIDTH), self.O_LAYOUT)
             if WIDTH == DV:
                 softmax = softmax.update_row_sum(p, alpha)
