@@ -33,8 +33,8 @@ _HighPart = tuple[slice, Tensor]
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What the blocks of query rows share.
+class _Problem:
+    """A call, as all blocks of its query rows see it.
 
     Attributes:
         operands: Queries, keys and values.
@@ -148,9 +148,9 @@ def attend_prepared(
     lse = query.new_empty((batch, q_heads, q_len))
     if lse.numel() == 0:
         return out, lse
-    call = _Call.of(operands, geometry, recipe, dtype)
+    problem = _Problem.of(operands, geometry, recipe, dtype)
     skips = recipe.skip_threshold is not None and (recipe.skip_threshold < math.inf or tile_counts is not None)
-    groups = call.aligned_rows() if skips else []
+    groups = problem.aligned_rows() if skips else []
     if len(groups) > 1:
         for rows in groups:
             out[rows], lse[rows] = attend_prepared(
@@ -164,16 +164,16 @@ def attend_prepared(
         return out, lse
     if sinks is not None:
         sinks = sinks.to(compute_dtype).view(1, kv_heads, q_heads // kv_heads, 1, 1)
-    for block, columns, high, hidden in _blocks(call, geometry, skips=skips):
-        scores = _scores(call, block, columns, high).mul_(scale)
+    for block, columns, high, hidden in _blocks(problem, geometry, skips=skips):
+        scores = _scores(problem, block, columns, high).mul_(scale)
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         if hidden is not None:
             scores.masked_fill_(hidden, -math.inf)
         if skips:
             q_pos, k_pos = _positions(geometry, block, columns)
-            skip_tiles(scores, q_pos, k_pos, recipe, is_causal=call.is_causal, tile_counts=tile_counts)
-        block_out, block_lse = _softmax_times_value(scores, call, columns, high, sinks)
+            skip_tiles(scores, q_pos, k_pos, recipe, is_causal=problem.is_causal, tile_counts=tile_counts)
+        block_out, block_lse = _softmax_times_value(scores, problem, columns, high, sinks)
         out[:, :, block] = block_out.flatten(1, 2).to(out.dtype)
         lse[:, :, block] = block_lse.flatten(1, 2)
     return out, lse
@@ -222,8 +222,8 @@ def attention_gradient(
     logit = None if sinks is None else sinks.to(q.dtype).view(1, kv_heads, group, 1, 1)
     grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
     grad_sinks = None if logit is None else torch.zeros_like(logit)
-    call = _Call.of(operands, geometry, EXACT, q.dtype)
-    for block, columns, _, hidden in _blocks(call, geometry) if grad_out.numel() else ():
+    problem = _Problem.of(operands, geometry, EXACT, q.dtype)
+    for block, columns, _, hidden in _blocks(problem, geometry) if grad_out.numel() else ():
         scores = _product(q[:, :, block], k[:, :, columns]).mul_(scale)
         slope = None
         if softcap is not None:
@@ -258,24 +258,24 @@ def attention_gradient(
 
 
 def _blocks(
-    call: _Call, geometry: AttentionGeometry, *, skips: bool = False
+    problem: _Problem, geometry: AttentionGeometry, *, skips: bool = False
 ) -> Iterator[tuple[slice, slice, list[_HighPart], Tensor | None]]:
     """Yield blocks of query rows: the rows, the columns that they see, which of these are high, and what is hidden.
 
     Where tiles may be skipped, blocks end at multiples of 64 positions; batch rows are aligned.
     """
-    batch, q_heads, q_len, _ = call.operands.q_high.shape
-    kv_heads, kv_len = call.operands.k_high.shape[1:3]
+    batch, q_heads, q_len, _ = problem.operands.q_high.shape
+    kv_heads, kv_len = problem.operands.k_high.shape[1:3]
     rows = max(16, SCORE_BYTES // max(1, batch * q_heads * kv_len * 4))
     before = 0  # rows of the first block of 64 that the call does not hold
     if skips:
-        rows, before = max(rows // SKIP_BLOCK, 1) * SKIP_BLOCK, call.offsets[0][0] % SKIP_BLOCK
+        rows, before = max(rows // SKIP_BLOCK, 1) * SKIP_BLOCK, problem.offsets[0][0] % SKIP_BLOCK
     for start in range(-before, q_len, rows):
         block = slice(max(start, 0), min(start + rows, q_len))
-        columns = _visible_columns(call, block, geometry, kv_len)
+        columns = _visible_columns(problem, block, geometry, kv_len)
         q_pos, k_pos = _positions(geometry, block, columns)
-        high = [] if call.recipe.is_uniform else list(_high_parts(call, block, columns, q_pos, k_pos))
-        yield block, columns, high, _hidden(call, block, columns, q_pos, k_pos, geometry, kv_heads)
+        high = [] if problem.recipe.is_uniform else list(_high_parts(problem, block, columns, q_pos, k_pos))
+        yield block, columns, high, _hidden(problem, block, columns, q_pos, k_pos, geometry, kv_heads)
 
 
 def _positions(geometry: AttentionGeometry, block: slice, columns: slice) -> tuple[Tensor, Tensor]:
@@ -285,10 +285,10 @@ def _positions(geometry: AttentionGeometry, block: slice, columns: slice) -> tup
     return q_pos, geometry.kv_position[:, None] + torch.arange(columns.start, columns.stop, device=device)
 
 
-def _visible_columns(call: _Call, block: slice, geometry: AttentionGeometry, kv_len: int) -> slice:
+def _visible_columns(problem: _Problem, block: slice, geometry: AttentionGeometry, kv_len: int) -> slice:
     """Return the smallest slice of key indices that holds every key visible to these queries by position alone."""
     low, high = 0, kv_len
-    leads = [q - k for q, k in call.offsets]  # index of the key at the position of query 0
+    leads = [q - k for q, k in problem.offsets]  # index of the key at the position of query 0
     first, last = min(leads) + block.start, max(leads) + block.stop - 1
     if geometry.is_causal:
         high = min(high, last + 1)
@@ -300,9 +300,9 @@ def _visible_columns(call: _Call, block: slice, geometry: AttentionGeometry, kv_
     return slice(low, max(high, low))
 
 
-def _scores(call: _Call, block: slice, columns: slice, high: list[_HighPart]) -> Tensor:
+def _scores(problem: _Problem, block: slice, columns: slice, high: list[_HighPart]) -> Tensor:
     """Return unscaled scores ``[B, Hkv, G, R, C]``: low everywhere, then high where the rule says so."""
-    operands = call.operands
+    operands = problem.operands
     scores = _product(operands.q_low[:, :, block], operands.k_low[:, :, columns])
     for part, is_high in high:
         local = slice(part.start - columns.start, part.stop - columns.start)
@@ -315,22 +315,22 @@ def _scores(call: _Call, block: slice, columns: slice, high: list[_HighPart]) ->
     return scores
 
 
-def _high_parts(call: _Call, block: slice, columns: slice, q_pos: Tensor, k_pos: Tensor) -> Iterator[_HighPart]:
+def _high_parts(problem: _Problem, block: slice, columns: slice, q_pos: Tensor, k_pos: Tensor) -> Iterator[_HighPart]:
     """Yield disjoint slices of ``columns`` with every high key of these queries, and which pairs are high."""
     q_tile = q_pos.div(TILE, rounding_mode="floor")[:, :, None]  # [B, R, 1]
     k_tile = k_pos.div(TILE, rounding_mode="floor")[:, None]  # [B, 1, C]
-    for part in _high_columns(call, block, columns):
+    for part in _high_columns(problem, block, columns):
         tile = k_tile[..., part.start - columns.start : part.stop - columns.start]
-        yield part, is_high_tile(q_tile, tile, call.recipe, is_causal=call.is_causal)[:, None, None]
+        yield part, is_high_tile(q_tile, tile, problem.recipe, is_causal=problem.is_causal)[:, None, None]
 
 
-def _high_columns(call: _Call, block: slice, columns: slice) -> Iterator[slice]:
+def _high_columns(problem: _Problem, block: slice, columns: slice) -> Iterator[slice]:
     """Yield disjoint slices of ``columns`` that hold every key that is high for some of these queries."""
-    recipe = call.recipe
-    ahead = 0 if call.is_causal else recipe.diagonal_tiles
-    sinks_end = max(recipe.sink_tiles * TILE - k for _, k in call.offsets)
-    band_start = min(((q + block.start) // TILE - recipe.diagonal_tiles) * TILE - k for q, k in call.offsets)
-    band_end = max(((q + block.stop - 1) // TILE + ahead + 1) * TILE - k for q, k in call.offsets)
+    recipe = problem.recipe
+    ahead = 0 if problem.is_causal else recipe.diagonal_tiles
+    sinks_end = max(recipe.sink_tiles * TILE - k for _, k in problem.offsets)
+    band_start = min(((q + block.start) // TILE - recipe.diagonal_tiles) * TILE - k for q, k in problem.offsets)
+    band_end = max(((q + block.stop - 1) // TILE + ahead + 1) * TILE - k for q, k in problem.offsets)
     done = columns.start
     for start, end in ((0, sinks_end), (band_start, band_end)):
         part = slice(max(start, done), min(end, columns.stop))
@@ -348,7 +348,7 @@ def _product(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _hidden(
-    call: _Call,
+    problem: _Problem,
     block: slice,
     columns: slice,
     q_pos: Tensor,
@@ -365,8 +365,8 @@ def _hidden(
         parts.append(k > q + geometry.window)
     if geometry.window is not None:
         parts.append(k <= q - geometry.window if geometry.is_causal else k < q - geometry.window)
-    if call.visible is not None:
-        parts.append(~call.visible[:, None, columns])
+    if problem.visible is not None:
+        parts.append(~problem.visible[:, None, columns])
     parts = [part[:, None, None] for part in parts]
     if geometry.mask is not None:
         mask = geometry.mask
@@ -379,10 +379,10 @@ def _hidden(
 
 
 def _softmax_times_value(
-    scores: Tensor, call: _Call, columns: slice, high: list[_HighPart], sinks: Tensor | None
+    scores: Tensor, problem: _Problem, columns: slice, high: list[_HighPart], sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, Hkv, G, R, Dv]`` and the log of the denominator ``[B, Hkv, G, R]``; spends ``scores``."""
-    operands = call.operands
+    operands = problem.operands
     weights, shift = _exponentials(scores, None)
     denominator = weights.sum(-1, keepdim=True)
     numerator: float | Tensor = 1.0
@@ -392,7 +392,7 @@ def _softmax_times_value(
         numerator = torch.exp(row_max - shift)
         denominator = denominator * numerator + torch.exp(sinks - shift)
     lse = (denominator.log() + shift).squeeze(-1)
-    rounded = weights.to(call.dtype).to(weights.dtype)
+    rounded = weights.to(problem.dtype).to(weights.dtype)
     v_low = operands.v_low[:, :, columns]
     if operands.v_low is operands.v_high:
         out = _weighted_sum(rounded, v_low)

@@ -102,6 +102,5 @@ def pack_mask(geometry: PrefillGeometry, batch: int, q_len: int, blocks: int, ti
 
 @functools.lru_cache(maxsize=256)
 def _launcher(heads: int, has_rows: bool) -> Launcher:
-    # 4,096 x 4,096 on an H200 (PyTorch 2.11, Triton 3.6) 13.0 us, with four warps 13.2; 4,095 x 4,095, whose rows begin
-    # at odd addresses, 22.5 and 41.8.
+    # Mask rows at odd addresses are slow with more warps (H200).
     return Launcher(pack_mask_kernel, {"HEADS": heads, "HAS_ROWS": has_rows, "ROWS": ROWS}, num_warps=1)
