@@ -1,4 +1,4 @@
-"""The prologue of the attention kernel: a block of the caller's queries, brought into the form of the keys it meets.
+"""The prologue of the attention kernel: a block of the caller's queries, quantised to the format of the keys.
 
 Every query belongs to one program, so quantising it there costs no launch and no memory traffic. Results equal
 :func:`dma_kernels.numerics.quantize.quantize` to the bit; a rotation before it is exact to the rounding of fp32.
@@ -15,7 +15,7 @@ from .blocks import dequantize_blocks, mxfp4_to_e5m2, pack_e2m1, quantize_blocks
 
 @triton.jit
 def load_queries(base, rows, stride_t, stride_d, q_len, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load queries as they are, ``[ROWS, BLOCK_D]``; zeros outside ``0..q_len`` and from channel ``D`` on."""
+    """Load queries unchanged, ``[ROWS, BLOCK_D]``; zeros outside ``0..q_len`` and from channel ``D`` on."""
     o_d = tl.arange(0, BLOCK_D)
     m_row = (rows >= 0) & (rows < q_len)
     offset = rows.to(tl.int64)[:, None] * stride_t + o_d.to(tl.int64)[None, :] * stride_d
@@ -24,7 +24,7 @@ def load_queries(base, rows, stride_t, stride_d, q_len, D: tl.constexpr, BLOCK_D
 
 @triton.jit
 def smoothing_shift(q, mean_ptr, D: tl.constexpr):
-    """Return what smoothing takes from every score of queries ``[ROWS, BLOCK_D]``: ``q . mean``, fp32 ``[ROWS]``."""
+    """Return what key smoothing subtracts from all scores of a query, ``q . mean``: fp32 ``[ROWS]``."""
     o_d = tl.arange(0, q.shape[1])
     mean = tl.load(mean_ptr + o_d, mask=o_d < D, other=0.0)
     return tl.sum(q.to(tl.float32) * mean[None, :], 1)
@@ -32,7 +32,7 @@ def smoothing_shift(q, mean_ptr, D: tl.constexpr):
 
 @triton.jit
 def finite_or_zero(x):
-    """Return fp32 ``x``, 0 in place of infinities and NaN: a row that sees no key is as defined whatever it holds."""
+    """Return fp32 ``x`` with 0 for infinities and NaN, which a row without visible keys may hold."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
@@ -48,10 +48,10 @@ def rotate_queries(q, norm, SIZE: tl.constexpr):
 
 @triton.jit
 def quantize_rows(x, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr):
-    """Quantise rows of fp32 ``x`` with one scale each: for 8-bit units, as few instructions as it takes.
+    """Quantise rows of fp32 ``x`` with one scale each, for 8-bit matrix units.
 
     Returns:
-        int8 or E4M3 ``[ROWS, COLUMNS]``, and what one of their units is worth, fp32 ``[ROWS]``.
+        int8 or E4M3 ``[ROWS, COLUMNS]``, and the descale, fp32 ``[ROWS]``.
     """
     bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1)
     reciprocal, factor = row_scale(bits, FORM, FORMAT, IS_CEIL)

@@ -14,7 +14,7 @@ _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 
 @triton.jit
 def storage_entry(position, k_start, aligned_start, LAYOUT: tl.constexpr):
-    """Return where the key at a position is stored, see the layouts in :mod:`dma_kernels.prefill.operands`."""
+    """Return the row of unpadded (``caller``) or tile-padded (``aligned``) KV that holds the key at a position."""
     if LAYOUT == "caller":
         entry = position - k_start
     else:
@@ -30,7 +30,7 @@ def load_rows(
 ):  # fmt: skip
     """Load ``[BLOCK_N, BLOCK_WIDTH]`` from row ``first`` on.
 
-    Zeros stand in columns from ``WIDTH`` on and, where rows are masked, in those outside ``0..length``.
+    Columns from ``WIDTH`` on are zero. If ``MASK_ROWS``, so are rows outside ``0..length``.
     """
     rows = first + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_WIDTH)
@@ -201,7 +201,7 @@ def score(
 def logits(
     s,
     factor,  # [BM] turns a score into a base-2 logit
-    shift,  # [BM] what the logits lack, used where HAS_SHIFT
+    shift,  # [BM] qk_bias of smoothing, added if HAS_SHIFT
     softcap,
     q_pos,  # [BM]
     k_pos,  # [BN]
@@ -221,7 +221,7 @@ def logits(
     HAS_MASK: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
 ):
-    """Scale, cap and mask the scores of one block, to base-2 logits; minus infinity where a key is not seen."""
+    """Return the base-2 logits of a block: scaled, softcapped and masked scores."""
     s = s.to(tl.float32) * factor[:, None]
     if HAS_SHIFT:
         s += shift[:, None]
@@ -260,10 +260,10 @@ def attend(
     VALUE_FORM: tl.constexpr,
     IS_PV_FP8: tl.constexpr,
 ):
-    """One step of the online softmax.
+    """Take a block into the online softmax and the output.
 
-    Where low tiles have values in E4M3, every probability carries a factor of 2^8, which is right for E4M3; those of
-    raw values are not rounded to it.
+    With FP8 probabilities in low tiles, all probabilities are scaled by 2^8, which fits E4M3's range; those of 16-bit
+    values are not rounded to E4M3.
     """
     EXPONENT: tl.constexpr = 8.0 if IS_PV_FP8 else 0.0
     if IS_SCALED:

@@ -1,4 +1,4 @@
-"""Triton functions that find a tile of aligned storage in the keys and values of a caller."""
+"""Triton functions that read tiles from the caller's unpadded keys and values."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .arithmetic import hadamard, round_to_bfloat16
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
-# Of the first tile at a time: what is looked for there is reduced over rows once, in the end.
+# Rows of the first tile loaded at a time; the reduction over rows comes last.
 _ROWS = tl.constexpr(32)
 
 
 @triton.jit
 def visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS: tl.constexpr):
-    """Return which keys of a batch row are visible, and where storage begins.
+    """Return the visible keys of a batch row, and where tile-padded storage begins.
 
     Returns:
-        Index of the first visible key, of the one past the last, and of the key in entry 0 of aligned storage (0 or
-        negative: the tile that key 0 lies in may begin before it).
+        Index of the first visible key, of the one after the last, and of the key in row 0 of tile-padded storage (0 or
+        negative: key 0 may lie inside its tile).
     """
     if HAS_ROWS:
         k_start = tl.load(rows_ptr + i_b * 4 + 1)
@@ -35,7 +35,7 @@ def visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS: tl.constexpr):
 
 @triton.jit
 def load_visible(base, rows, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load the keys or values with the indices ``rows`` as fp32 ``[ROWS, BLOCK_D]``; zeros where none is visible."""
+    """Load the keys or values with the indices ``rows`` as fp32 ``[ROWS, BLOCK_D]``; invisible ones are zero."""
     o_d = tl.arange(0, BLOCK_D)
     m_row = (rows >= first) & (rows < last)
     offset = rows.to(tl.int64)[:, None] * stride_t + o_d.to(tl.int64)[None, :] * stride_d

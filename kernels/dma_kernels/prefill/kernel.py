@@ -1,11 +1,10 @@
-"""The prefill kernel in Triton: the whole rule in one kernel, nothing of size ``[q, k]`` in memory.
+"""The portable prefill kernel, in Triton: the whole rule in one kernel, nothing of size ``[q, k]`` in memory.
 
-A program owns ``BLOCK_M`` query positions of one head and walks over blocks of key positions. Blocks are aligned to
-positions, not to the first query, and their sizes divide the rule's tile, so that every block lies in one tile. Key
-blocks are visited in three loops: the high ones (sinks and band), the low ones at an edge that needs a mask, and all
-other low ones, where the time goes and no mask is computed.
+A CTA computes ``block_m`` query positions of one head and loops over blocks of keys. Blocks are aligned to positions,
+not to the first query, and their sizes divide the rule's tile, so every block lies in one tile. There are three loops:
+high tiles (sinks and band), masked low tiles, and full low tiles, which take the time and compute no mask.
 
-What the kernel reads is described in :mod:`dma_kernels.prefill.operands`; :mod:`dma_kernels.prefill.host` launches it.
+:mod:`dma_kernels.prefill.operands` describes what the kernel reads; :mod:`dma_kernels.prefill.portable` launches it.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ def _inner_range(first, last, start, end, SHIFT: tl.constexpr):
 
 @triton.jit
 def _schedule(blocks, kv_heads, section, GROUP: tl.constexpr, IS_CAUSAL: tl.constexpr):
-    """Return this program's kv head (of all batch rows), its query head in the group, and its block of queries.
+    """Return the kv head of this CTA (of all batch rows), its query head in the group, and its block of queries.
 
-    Programs come in sections of kv heads whose keys and values fit in the L2 cache together. In a section the rows
-    with the most keys go first, so that the chip does not wait for them at the end.
+    CTAs are ordered in L2 swizzle groups: kv heads whose keys and values fit in the L2 cache together. In a group the
+    blocks with the most keys go first, so that the tail of the launch is short.
     """
     pid = tl.program_id(0)
     first_head = (pid // (section * GROUP * blocks)) * section
@@ -247,8 +246,8 @@ def prefill_kernel(
     SKIPS: tl.constexpr = skip_threshold is not None
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     EXPONENT: tl.constexpr = 8.0 if IS_PV_FP8 else 0.0
-    # A plain softmax does not see what smoothing takes from a row's scores: the log of the denominator gets it back. A
-    # cap sees it: scores of raw keys have it, and all others get it back.
+    # A plain softmax does not see what smoothing subtracts from a row's logits: only the log of the denominator gets it
+    # back. A softcap sees it, so the logits of smoothed keys get it back before.
     IS_SHIFTED: tl.constexpr = HAS_MEAN and not HAS_SOFTCAP
     RESTORES_SHIFT: tl.constexpr = HAS_MEAN and HAS_SOFTCAP
     MASK_HIGH: tl.constexpr = HIGH_LAYOUT == "caller"
@@ -275,7 +274,7 @@ def prefill_kernel(
     q_end = q_start + q_len
     block_start = ((q_start >> M_SHIFT) + i_block) << M_SHIFT
 
-    # Positions that some row of the block sees, and those that every row sees.
+    # The union range of the block's rows, and the unmasked range that all rows attend to.
     first = tl.maximum(block_start, q_start)
     last = tl.minimum(block_start + BLOCK_M, q_end) - 1
     start, end = visible_start, visible_end
@@ -324,7 +323,7 @@ def prefill_kernel(
         shift = smoothing_shift(q, mean_ptr + i_row * D, D)
     logit_shift = finite_or_zero(shift * logit_scale)
     if IS_SHIFTED:
-        # It waits where the result will be: there is no register for it in the loops.
+        # Kept in the output of the row: there is no register for it in the loops.
         tl.store(lse_rows, logit_shift * 0.6931471805599453, mask=m_row)
     if HAS_LOW and CONFIG.stage_queries:
         # Hopper's matrix units take what was loaded from shared memory, and what was computed from registers, of which
@@ -357,7 +356,7 @@ def prefill_kernel(
                 )
                 tl.store(staged + (staged_row[:, None] + o_d[None, :]), q_low, mask=m_staged)
 
-    # ---- high tiles: the sinks, then the band; everything, where the recipe has one precision
+    # ---- high tiles: the sinks, then the band; all tiles if the recipe has one precision
     if HIGH_FORM == "raw":
         q_scale = q
         factor = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -421,7 +420,7 @@ def prefill_kernel(
             BLOCK_H,
         )
         if HAS_ROWS:
-            # What is hidden may be anything, and no probability of 0 makes up for a NaN.
+            # Invisible values may be NaN, and a probability of 0 does not hide that.
             is_shown = (position + o_h >= visible_start) & (position + o_h < visible_end)
             v = tl.where(is_shown[:, None], v, 0.0)
         acc, l_i, m_i = attend(acc, l_i, m_i, s, factor, v, True, "raw", IS_PV_FP8)
@@ -450,8 +449,7 @@ def prefill_kernel(
             # From here on the output counts in units of the E4M3 values: powers of two, so this is exact.
             acc *= (1.0 / tl.load(v_descale_ptr + i_row * DV + o_v, mask=o_v < DV, other=1.0))[None, :]
 
-        # [c_first, c_last) before the band and [d_first, d_last) behind it; what every row sees whole is c_in..c_out
-        # and d_in..d_out.
+        # [c_first, c_last) is before the band, [d_first, d_last) after it; c_in..c_out and d_in..d_out are full.
         c_first, c_last = _block_range(tl.maximum(start, sink_end), tl.minimum(end, band_start), N_SHIFT)
         c_in, c_out = _inner_range(c_first, c_last, inner_start, inner_end, N_SHIFT)
         if IS_CAUSAL:
@@ -474,7 +472,7 @@ def prefill_kernel(
             tiles_seen = tl.zeros([BLOCK_M], tl.int32)
             tiles_kept = tl.zeros([BLOCK_M], tl.int32)
 
-        # ---- low tiles: those at an edge, then the others
+        # ---- low tiles: masked ones, then full ones
         for IS_INNER in tl.static_range(0, 2):
             steps = n_inner + d_out - d_in if IS_INNER else n_edge
             tile = -1  # the tile that ``is_kept`` is about

@@ -216,12 +216,12 @@ def test_programs_start_early_after_the_quantiser_and_write_nothing_before_they_
         before, *after = kernel["ptx"].split("griddepcontrol.wait")
         name = kernel["name"]
         waits = name in ("prefill_warp_specialized_kernel", "prefill_multi_cta_kernel") or (
-            use_pdl and name == "stage_queries_kernel"
+            use_pdl and name == "quantize_q_kernel"
         )
         assert len(after) == int(waits), name
         assert not after or not re.search(r"\b(st\.global|red\.|atom\.)", before), name
         # Queries, which are the caller's own where they are not staged. What a mask shows is looked at before.
-        is_asked = name == "prefill_multi_cta_kernel" and not {"stage_queries_kernel", "pack_mask_kernel"} & set(names)
+        is_asked = name == "prefill_multi_cta_kernel" and not {"quantize_q_kernel", "pack_mask_kernel"} & set(names)
         assert not after or before.count("cp.async.bulk") == is_asked, name
 
 

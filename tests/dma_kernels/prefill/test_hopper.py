@@ -28,7 +28,7 @@ from dma_kernels.prefill.config import (
 )
 from dma_kernels.prefill.hopper import host as hopper
 from dma_kernels.prefill.hopper import select
-from dma_kernels.prefill.hopper.quantize_q import stage_queries
+from dma_kernels.prefill.hopper.quantize_q import quantize_q
 from dma_kernels.prefill.hopper.select import ROWS, supports_multi_cta, supports_warp_specialized
 from dma_kernels.prefill.operands import Operands
 from dma_kernels.prefill.plan import base2_threshold, new_results, plan
@@ -286,7 +286,7 @@ def test_leaves_short_calls_with_more_blocks_than_a_grid_has(monkeypatch: pytest
 def test_staged_queries_have_the_bits_of_the_specification(form: OperandFormat, format: str) -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low=format, shared_scale="tile", pv="fp8")
-    staged = stage_queries(query, None, None, recipe, form, RAW, scale=0.25, use_pdl=False)
+    staged = quantize_q(query, None, None, recipe, form, RAW, scale=0.25, use_pdl=False)
     expected = quantize(query.float(), format, shared_scale="row")
     assert_bits_equal(staged.low, expected.data)
     unit = 2.0**-6 if form is INT8 else 1.0
@@ -299,7 +299,7 @@ def test_staged_queries_have_the_bits_of_the_specification(form: OperandFormat, 
 def test_staged_queries_of_the_paper_are_exact_in_both_forms() -> None:
     query, _, _ = inputs(length=70)
     recipe = RECIPES["paper"]
-    staged = stage_queries(query, None, None, recipe, E5M2, DEQUANTIZED, scale=1.0, use_pdl=False)
+    staged = quantize_q(query, None, None, recipe, E5M2, DEQUANTIZED, scale=1.0, use_pdl=False)
     low = quantize(query.float(), "mxfp4", scale_rounding="floor").dequantize()
     torch.testing.assert_close(staged.low.float() * staged.rows[0][..., None] / LOG2_E, low, rtol=1e-6, atol=0.0)
     high = quantize(query.float(), "mxfp8", scale_rounding="floor").dequantize()
@@ -309,7 +309,7 @@ def test_staged_queries_of_the_paper_are_exact_in_both_forms() -> None:
 def test_staged_queries_know_their_product_with_the_mean() -> None:
     query, _, _ = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=70, kv_len=70, head_dim=128, dtype=torch.bfloat16)
     mean = torch.randn(2, 2, 128)
-    staged = stage_queries(query, mean, None, RECIPES["int8"], INT8, RAW, scale=1.0, use_pdl=False)
+    staged = quantize_q(query, mean, None, RECIPES["int8"], INT8, RAW, scale=1.0, use_pdl=False)
     expected = (query.float() * mean.repeat_interleave(2, dim=1)[:, :, None]).sum(-1)
     torch.testing.assert_close(staged.rows[1], expected, rtol=1e-5, atol=1e-4)
 
@@ -318,7 +318,7 @@ def test_staged_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low="nvfp4", scale_rounding="search", pv="fp8")
     factor = query_factor(query, recipe)
-    staged = stage_queries(query, None, factor, recipe, DEQUANTIZED, RAW, scale=0.5, use_pdl=False)
+    staged = quantize_q(query, None, factor, recipe, DEQUANTIZED, RAW, scale=0.5, use_pdl=False)
     expected = quantize(query.float(), "nvfp4", scale_rounding="search").dequantize()
     assert staged.low.dtype == torch.bfloat16
     assert torch.equal(staged.low.float(), expected)
@@ -329,7 +329,7 @@ def test_staged_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
 def test_staged_queries_that_are_only_rotated_keep_their_dtype(dtype: torch.dtype) -> None:
     query = random_qkv(q_len=70, kv_len=70, head_dim=128, dtype=dtype)[0]
     recipe = RECIPES["nvfp4-keys"]
-    staged = stage_queries(query, None, None, recipe, DEQUANTIZED, RAW, scale=1.0, use_pdl=False)
+    staged = quantize_q(query, None, None, recipe, DEQUANTIZED, RAW, scale=1.0, use_pdl=False)
     assert staged.low.dtype == dtype
     torch.testing.assert_close(staged.low.float(), hadamard_rotate(query.float()), rtol=2e-2, atol=2e-3)
 

@@ -1,4 +1,4 @@
-"""Masks as bits, which Hopper's own kernels read: what a thread has of the scores of 128 keys is one word."""
+"""Masks packed to bits for Hopper's kernels: a thread's scores of 128 keys are masked by one word."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _TILE = tl.constexpr(TILE)
 
 @dataclass(frozen=True)
 class PackedMask:
-    """A mask in planes, which are heads of batch rows.
+    """A bitmask of planes, one for each head of each batch row.
 
     Attributes:
-        words: int32 ``[planes, Tq, tiles, 4]``, contiguous: bits of the keys of each tile of aligned storage. ``None``
-            where there is no mask.
-        bounds: int32 ``[planes, blocks, 2]``, contiguous, of the tiles in which a query of a block sees a key: how many
-            there are from the first on, and the number of the one past the last; both 0 where there is none.
-        planes_per_row: Planes of a batch row; 0 where all batch rows have the same.
-        planes_per_head: Planes of a head, 1; 0 likewise.
+        words: int32 ``[planes, Tq, tiles, 4]``, contiguous: bits of the keys of each tile of tile-padded storage.
+            ``None`` without a mask.
+        bounds: int32 ``[planes, blocks, 2]``, contiguous: for each block of 64 queries ``tiles`` minus the first tile
+            that one of them attends to, and the tile after the last one; both 0 if there is none.
+        planes_per_row: Planes of a batch row; 0 if all batch rows share them.
+        planes_per_head: Planes of a head, 1; 0 if all heads share one.
     """
 
     words: Tensor | None
@@ -45,8 +45,8 @@ def pack_mask_kernel(
 ):  # fmt: skip
     """Write the words of a block of queries and one tile.
 
-    ``first`` is the key in entry 0 of aligned storage, 0 or negative, where it is the same in all batch rows. It and
-    ``kv_len`` decide how many keys are loaded at once.
+    ``first`` is the key in row 0 of tile-padded storage, 0 or negative, if it is the same in all batch rows. It and
+    ``kv_len`` are specialised on, because they decide how wide loads are.
     """
     i_plane = tl.program_id(0).to(tl.int64)
     i_b = i_plane // HEADS
@@ -62,7 +62,7 @@ def pack_mask_kernel(
     offset = rows[:, None] * stride_q + keys.to(tl.int64)[None, :] * stride_k
     m_mask = m_row[:, None] & ((keys >= 0) & (keys < kv_len))[None, :]
     mask = tl.load(mask_ptr + i_b * stride_b + (i_plane % HEADS) * stride_h + offset, mask=m_mask, other=0)
-    # Columns 8 j + 2 t and 8 j + 2 t + 1, which one thread has, are bits 2 j and 2 j + 1 of word t.
+    # Columns 8 j + 2 t and 8 j + 2 t + 1, which one thread holds, are bits 2 j and 2 j + 1 of word t.
     bits = (mask != 0).to(tl.int32) << (columns // 8 * 2 + columns % 2)[None, :]
     words = tl.sum(tl.sum(tl.reshape(bits, [ROWS, _TILE // 8, 4, 2]), 3), 1)
     place = ((i_plane * q_len + rows) * tiles + i_tile)[:, None] * 4 + tl.arange(0, 4)[None, :]

@@ -20,7 +20,7 @@ from ..config import MultiCTAConfig, WarpSpecializedConfig, select_swizzle_group
 from ..operands import Operands
 from .bitmask import pack_mask
 from .multi_cta import MultiCTAConstants, prefill_multi_cta_kernel
-from .quantize_q import stage_queries
+from .quantize_q import quantize_q
 from .select import ROWS, is_dense_causal, query_blocks
 from .warp_specialized import WarpSpecializedConstants, prefill_warp_specialized_kernel
 
@@ -71,7 +71,7 @@ def launch_warp_specialized(
     assert low is not None
     kv_heads = high.key.shape[1]
     is_e4m3 = not low.value_format.is_16_bit
-    staged = stage_queries(
+    staged = quantize_q(
         query, operands.key_mean, operands.query_factor, recipe, low.key_format, high.key_format,
         scale=scale, use_pdl=use_pdl,
     )  # fmt: skip
@@ -150,7 +150,7 @@ def launch_multi_cta(
     kv_heads = high.key.shape[1]
     staged = None
     if low.key_format not in TILE_SCALED or high.key_format is not RAW:
-        staged = stage_queries(
+        staged = quantize_q(
             query, operands.key_mean, operands.query_factor, recipe, low.key_format, high.key_format,
             scale=scale, use_pdl=use_pdl,
         )  # fmt: skip

@@ -27,14 +27,14 @@ ROWS = 32
 
 
 @dataclass(frozen=True)
-class StagedQueries:
-    """Queries in the forms that tiles read.
+class QuantizedQueries:
+    """Queries in the operand formats that tiles read.
 
     Attributes:
-        high: Of high tiles, 16-bit ``[B, Hq, Tq, D]``: the caller's own, where these are what high tiles read.
-        low: Of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``, contiguous.
-        rows: fp32 ``[2, B, Hq, Tq]``, contiguous: what one unit of a low score is worth, but for the key's factor, as a
-            base-2 logit; and the product of query and mean key, which smoothing takes from every score.
+        high: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``: the caller's own if high tiles are unquantised.
+        low: Queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``, contiguous.
+        rows: fp32 ``[2, B, Hq, Tq]``, contiguous: what converts a low score, before the key descale, to a base-2 logit;
+            and the product of query and mean key, which smoothing subtracts from every score.
     """
 
     high: Tensor
@@ -43,7 +43,7 @@ class StagedQueries:
 
 
 @triton.jit(do_not_specialize=["q_len"])
-def stage_queries_kernel(
+def quantize_q_kernel(
     q_ptr, mean_ptr, factor_ptr, high_ptr, low_ptr, rows_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, q_len, plane, logit_scale, norm,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
@@ -51,7 +51,7 @@ def stage_queries_kernel(
     ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, HAS_MEAN: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_HIGH: tl.constexpr, IN_PARTS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write what :class:`StagedQueries` holds for ``ROWS`` queries of one head."""
+    """Write what :class:`QuantizedQueries` holds for ``ROWS`` queries of one head."""
     if USE_PDL:
         gdc_launch_dependents()
     i_head = tl.program_id(0).to(tl.int64)  # counted over all batch rows
@@ -97,7 +97,7 @@ def stage_queries_kernel(
     tl.store(rows_ptr + o_row, factor * logit_scale, mask=m_row)
 
 
-def stage_queries(
+def quantize_q(
     query: Tensor,
     mean: Tensor | None,
     query_factor: Tensor | None,
@@ -107,7 +107,7 @@ def stage_queries(
     *,
     scale: float,
     use_pdl: bool,
-) -> StagedQueries:
+) -> QuantizedQueries:
     """Quantise queries.
 
     Args:
@@ -138,7 +138,7 @@ def stage_queries(
         query, mean, query_factor, high, low, rows, *query.stride(), q_len, rows.numel() // 2,
         scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5),
     )  # fmt: skip
-    return StagedQueries(high, low, rows)
+    return QuantizedQueries(high, low, rows)
 
 
 @functools.lru_cache(maxsize=256)
@@ -176,4 +176,4 @@ def _queries_launcher(
         "USE_PDL": use_pdl,
     }
     num_warps = 2 if in_parts and head_dim <= 128 else 4
-    return Launcher(stage_queries_kernel, constants, num_warps=num_warps, launch_pdl=use_pdl)
+    return Launcher(quantize_q_kernel, constants, num_warps=num_warps, launch_pdl=use_pdl)

@@ -478,7 +478,7 @@ def prefill_warp_specialized_kernel(
         out_ptr: ``[B, Hq, Tq, D]``.
         lse_ptr: fp32 ``[B, Hq, Tq]``.
         q_descale_ptr: fp32 ``[2, B, Hq, Tq]``: what converts the scores of low tiles, before the key descale, to base-2
-            logits; and the products of query and mean key (:class:`~.quantize_q.StagedQueries`).
+            logits; and the products of query and mean key (:class:`~.quantize_q.QuantizedQueries`).
         k_descale_ptr: Descale of low keys, fp32 ``[B, Hkv, storage_tiles]``, or ``None``.
         v_descale_ptr: Descale of low values, fp32 ``[B, Hkv, D]``, or ``None``.
         sinks_ptr: Sink logits ``[Hq]``, or ``None``.
