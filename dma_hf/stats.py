@@ -24,7 +24,7 @@ class Use(NamedTuple):
     """How a call was computed.
 
     Attributes:
-        kernel: ``warp-specialised``, ``multi-CTA``, ``portable`` or ``reference`` (prompts, and later chunks over a
+        kernel: ``warp-specialized``, ``multi-CTA``, ``portable`` or ``reference`` (prompts, and later chunks over a
             cache), ``decode`` (steps over a packed cache), or several in one call, joined by " + ".
         recipe: The preset with these numerics, or ``custom``.
         cache: What held the keys: ``int8``, ``int4``, ``pages`` (16-bit pages), or ``none`` if they came as plain

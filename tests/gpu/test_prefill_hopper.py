@@ -40,7 +40,7 @@ def computed_by(kernel: PrefillKernel) -> Iterator[list[str]]:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The warp-specialised kernel computes calls of any length; each is noted."""
+    """The warp-specialized kernel computes calls of any length; each is noted."""
     use_kernel(monkeypatch, WARP_SPECIALIZED)
     with computed_by(WARP_SPECIALIZED) as calls:
         yield calls
@@ -78,7 +78,7 @@ with kernel_reports(launches.append):
         while time.perf_counter() < end:
             results = [attention(q, k, v, RECIPES[name]) for _ in range(20)]
             assert all(torch.equal(result, expected) for result in results), name
-assert "warp-specialised" in launches
+assert "warp-specialized" in launches
 """
 
 

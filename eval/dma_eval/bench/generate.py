@@ -54,7 +54,7 @@ UNTIMED_STEPS = 4
 FILL_TOKENS = 65_536
 """Tokens that fill a cache at a time, enough to keep the device busy."""
 WARM_TOKENS = 8192
-"""Tokens of a prompt that compiles the kernels of longer ones too, the warp-specialised kernel included."""
+"""Tokens of a prompt that compiles the kernels of longer ones too, the warp-specialized kernel included."""
 
 
 @dataclass(frozen=True)

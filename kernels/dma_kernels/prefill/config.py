@@ -48,7 +48,7 @@ class PortableConfig:
 
 @dataclass(frozen=True)
 class WarpSpecializedConfig:
-    """Configuration of Hopper's warp-specialised kernel, and which calls are long enough for it.
+    """Configuration of Hopper's warp-specialized kernel, and which calls are long enough for it.
 
     Attributes:
         consumer_warpgroups: Warpgroups that compute, of 64 query positions each.
@@ -74,7 +74,7 @@ class MultiCTAConfig:
         value_stages: Pipeline stages of values.
         registers: Of a thread.
         max_mean_keys: Most keys that a query attends to on average, in calls that are long enough for the
-            warp-specialised kernel.
+            warp-specialized kernel.
     """
 
     key_stages: int
@@ -163,7 +163,7 @@ def multi_cta_config(arch: int, path: ComputePath, head_dim: int, value_dim: int
     if widest == 64:
         return MultiCTAConfig(key_stages=2, value_stages=2, registers=128, max_mean_keys=7_168)  # four CTAs an SM
     are_keys_8bit, are_values_8bit = path.low_key is not DEQUANTIZED, path.low_value is E4M3_VALUES
-    # Three CTAs an SM. Up to so many keys it is faster than the warp-specialised kernel (H200, Triton 3.6).
+    # Three CTAs an SM. Up to so many keys it is faster than the warp-specialized kernel (H200, Triton 3.6).
     max_mean_keys = {2: 4_096, 1: 2_560, 0: 1_536}[are_keys_8bit + are_values_8bit]
     return MultiCTAConfig(key_stages=2, value_stages=1, registers=168, max_mean_keys=max_mean_keys)
 
@@ -172,7 +172,7 @@ def multi_cta_config(arch: int, path: ComputePath, head_dim: int, value_dim: int
 def warp_specialized_config(
     arch: int, path: ComputePath, head_dim: int, value_dim: int
 ) -> WarpSpecializedConfig | None:
-    """Return the configuration of the warp-specialised kernel; ``None`` where there is none. Arguments as above."""
+    """Return the configuration of the warp-specialized kernel; ``None`` where there is none. Arguments as above."""
     widest = padded_channels(max(head_dim, value_dim))
     if arch != 90 or widest < 64 or path.low_key is None:
         return None

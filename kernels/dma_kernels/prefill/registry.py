@@ -40,7 +40,7 @@ class PrefillKernel:
 
 
 WARP_SPECIALIZED = PrefillKernel(
-    name="warp-specialised",
+    name="warp-specialized",
     supports=hopper.supports_warp_specialized,
     select=hopper.select_warp_specialized,
     host=(".hopper.host", "launch_warp_specialized"),

@@ -1,6 +1,6 @@
 """Which kernels computed a call, for whoever asks.
 
-Host code names the kernel that it launches: ``warp-specialised``, ``multi-CTA`` or ``portable`` for prompts and later
+Host code names the kernel that it launches: ``warp-specialized``, ``multi-CTA`` or ``portable`` for prompts and later
 chunks over a cache, ``decode`` for steps over a cache, ``reference`` for torch. Without a listener that costs one
 look-up.
 """

@@ -92,7 +92,7 @@ def shape_of(
 
 
 def is_taken(recipe: str = "int8", **call: Any) -> bool:
-    """Whether the warp-specialised kernel can compute a call."""
+    """Whether the warp-specialized kernel can compute a call."""
     return supports_warp_specialized(shape_of(**call), select_compute_path(RECIPES[recipe], 90))
 
 

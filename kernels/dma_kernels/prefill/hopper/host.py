@@ -49,7 +49,7 @@ def launch_warp_specialized(
     tile_counts: Tensor | None,
     use_pdl: bool,
 ) -> None:
-    """Launch the warp-specialised kernel.
+    """Launch the warp-specialized kernel.
 
     Args:
         query: ``[B, Hq, Tq, D]``, 16-bit.

@@ -1,7 +1,7 @@
 """The multi-CTA prefill kernel for Hopper, in Gluon: it computes short calls, masks and softcaps.
 
 A CTA is one warpgroup with 64 query positions of a head, and three or four CTAs share an SM. While one waits, the
-others compute; that also hides prologues and epilogues, which the warp-specialised kernel exposes. A stage is refilled
+others compute; that also hides prologues and epilogues, which the warp-specialized kernel exposes. A stage is refilled
 as soon as its tile has been multiplied.
 
 Where low keys are INT8 or E4M3 and high keys unquantised, the CTA rotates and quantises its own queries. The rotation
@@ -259,7 +259,7 @@ def prefill_multi_cta_kernel(
             the caller's own.
         out_ptr: ``[B, Hq, Tq, D]``.
         lse_ptr: fp32 ``[B, Hq, Tq]``.
-        q_descale_ptr: As for the warp-specialised kernel; ``None`` where the CTA quantises its own queries.
+        q_descale_ptr: As for the warp-specialized kernel; ``None`` where the CTA quantises its own queries.
         mean_ptr: Mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``, or ``None``.
         k_descale_ptr: Descale of low keys, fp32 ``[B, Hkv, storage_tiles]``, or ``None``.
         v_descale_ptr: Descale of low values, fp32 ``[B, Hkv, D]``, or ``None``.

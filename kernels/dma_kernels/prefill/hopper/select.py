@@ -19,7 +19,7 @@ ROWS = 64
 
 
 def supports_warp_specialized(shape: PrefillShape, path: ComputePath) -> bool:
-    """Whether the warp-specialised kernel can compute a call.
+    """Whether the warp-specialized kernel can compute a call.
 
     Head dimensions are multiples of 32 from 64 to 256. Keys of low tiles are in 8 bits with a scale per tile, or
     dequantised; values of low tiles are E4M3 or 16-bit.
@@ -71,7 +71,7 @@ def supports_multi_cta(shape: PrefillShape, path: ComputePath) -> bool:
 
 
 def select_multi_cta(shape: PrefillShape, path: ComputePath) -> MultiCTAConfig | None:
-    """Return the configuration for a call that the warp-specialised kernel leaves."""
+    """Return the configuration for a call that the warp-specialized kernel leaves."""
     return multi_cta_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3])
 
 

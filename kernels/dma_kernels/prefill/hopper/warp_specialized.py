@@ -1,4 +1,4 @@
-"""The warp-specialised prefill kernel for Hopper, in Gluon: it computes long calls.
+"""The warp-specialized prefill kernel for Hopper, in Gluon: it computes long calls.
 
 One producer warp issues TMA loads of keys and values. ``GROUPS`` consumer warpgroups of 64 query rows each compute
 attention with them, so a tile is read from L2 once for ``64 * GROUPS`` queries. While one warpgroup waits for its own
