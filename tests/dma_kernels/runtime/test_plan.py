@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from dma_kernels import Recipe, attention
 from dma_kernels.numerics.layout import TensorLayout, layout_of
 from dma_kernels.runtime import launch
 from dma_kernels.runtime import plan as planning
 from dma_kernels.runtime.launch import Launcher, matrix_descriptor
 from dma_kernels.runtime.plan import LaunchPlan, PlannedTensor, make_plan
+from dma_kernels.testing import random_qkv
 from torch import Tensor
 from triton.runtime import JITFunction
 
@@ -236,3 +239,28 @@ def test_tuples_of_arguments_are_filled_and_keep_their_types() -> None:
     arguments = (*planned.launch.arguments, *planned.launch.constants)
     fill = planning._filler(arguments, {0: 0, 1: 1}, SimpleNamespace())  # type: ignore[arg-type]
     assert fill([11, 22]) == ((Pair(11, 2), 3), None, Pair(22, 4), 1.0, SIZE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="launches nothing")
+def test_a_warm_call_launches_four_frames_below_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``attention``, ``attention_with_lse`` and the two plans; a model's adapter and its counter make six."""
+    depths: list[int] = []
+
+    class Direct:
+        expands_descriptors = False
+
+        def descriptor(self, index: int, make: Any) -> Any:
+            return make
+
+        def run(self, arguments: Any, stream: int) -> None:
+            depths.append(len(inspect.stack(0)))
+
+    monkeypatch.setattr(planning, "direct_launch", lambda launch, arguments: Direct())
+    monkeypatch.setattr(planning, "launches_directly", lambda kernels: True)
+    monkeypatch.setattr(planning, "current_stream", lambda: 0)
+    qkv = random_qkv(q_len=400, kv_len=400, dtype=torch.float16)
+    recipe = Recipe(low="mxint8", shared_scale="tile", pv="fp8")
+    attention(*qkv, recipe, backend="triton")
+    assert not depths
+    attention(*qkv, recipe, backend="triton")
+    assert depths == [len(inspect.stack(0)) + 5] * 2  # the launch itself is the fifth
