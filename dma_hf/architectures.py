@@ -1,4 +1,16 @@
-"""Model classes that need special treatment."""
+"""The table of model classes that need special treatment, and the models that ``dma_mxfp`` refuses.
+
+| entry | classes | what is special | what happens |
+|---|---|---|---|
+| ``CROSS_ATTENTION_NAMES`` | layers with such a name | keys are of another sequence | every key is in high precision |
+| ``NEVER_CAUSAL`` | layers | they say they are causal, but mean full attention | they run bidirectional attention |
+| ``NEEDS_ADDITIVE_MASK`` | models | they cast the mask to a float or add a bias to it | refused |
+| ``ADDS_THE_MASK`` | models | built-in attention adds the mask to its scores | they get an additive mask |
+| no ``ALL_ATTENTION_FUNCTIONS`` | modules | all attention is built in | refused |
+
+Everything else is recognised by attributes of the layer (``is_causal``, ``is_cross_attention``, ``is_decoder``).
+``tests/compat/test_model_classes.py`` fails if Transformers gains a class that may need an entry.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +22,34 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 CROSS_ATTENTION_NAMES = ("CrossAttention", "MergedAttention")
-"""Class names of layers whose keys are of another sequence, or (T5Gemma 2) of two sequences in a row."""
+"""Parts of class names of layers whose keys are of another sequence, or (T5Gemma 2) of two concatenated ones."""
 
 NEVER_CAUSAL = ("BridgeTowerSelfAttention",)
-"""Class names of layers that call themselves causal, whose model makes no mask for them and means full attention."""
+"""Class names of layers with ``is_causal=True`` whose model passes no mask and means full attention."""
 
 NEEDS_ADDITIVE_MASK = ("deepseek_v4",)
-"""Models that join a bias to the mask and convert it to the mask's dtype, which turns it round if that is boolean."""
+"""Model types that join a bias to the mask. The cast to the mask's dtype inverts the bias if the mask is boolean."""
 
 ADDS_THE_MASK = ("gemma4_audio",)
-"""Models whose attention is built in and adds the mask to its scores: eager attention, whatever is asked for."""
+"""Model types whose built-in attention adds the mask to its scores, whichever implementation is chosen."""
 
 
 def built_in_attention(config_module: str) -> str | None:
-    """Return the name of an attention class that ``attn_implementation`` does not reach, if a model has such.
+    """Return the name of an attention class that ``attn_implementation`` does not reach, or ``None``.
 
-    Transformers accepts any registered name for models that compute their attention themselves, and they would add a
-    boolean mask, or none at all, to their scores: a wrong number instead of an error.
+    Transformers accepts any registered name for models that compute their attention themselves. They would ignore a
+    boolean mask or add it to their scores, and return wrong numbers without an error.
 
     Args:
-        config_module: Where the model's configuration class is defined; the modelling code beside it is looked at, if
-            it is loaded.
+        config_module: Name of the module that defines the model's configuration class. The modelling module beside it
+            is searched, if it is loaded.
     """
     module = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
     return None if module is None else _built_in_attention(module)
 
 
 def lacks_attention(config_module: str) -> bool:
-    """Return whether a model has no attention at all (Mamba); arguments as of :func:`built_in_attention`."""
+    """Return whether a model has no attention (Mamba). The argument is that of :func:`built_in_attention`."""
     module = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
     if module is None or module.__name__ == config_module or "ALL_ATTENTION_FUNCTIONS" in vars(module):
         return False
@@ -57,19 +69,19 @@ def _built_in_attention(module: ModuleType) -> str | None:
 
 
 def refuse_model(config: PreTrainedConfig) -> None:
-    """Refuse the models that would compute something else with this mask, without an error of their own.
+    """Refuse a model that would compute something else with the masks of ``dma_mxfp``, without an error of its own.
 
     Raises:
-        ValueError: The attention is built in, see :func:`built_in_attention`, or needs an additive mask.
+        ValueError: Its attention is built in, or it needs an additive mask.
     """
     if config.model_type in NEEDS_ADDITIVE_MASK:
         raise ValueError(
-            f"attn_implementation='dma_mxfp' has a boolean mask, and {config.model_type} needs an additive one; "
-            "load it with attn_implementation='eager'"
+            f"attn_implementation='dma_mxfp' makes boolean masks, and {config.model_type} needs additive ones; "
+            "load the model with attn_implementation='eager'"
         )
     name = built_in_attention(type(config).__module__)
     if name is not None:
         raise ValueError(
             f"attn_implementation='dma_mxfp' does not reach {name}: models with {type(config).__name__} compute their "
-            "attention themselves; load them with attn_implementation='eager'"
+            "attention themselves; load the model with attn_implementation='eager'"
         )

@@ -21,16 +21,16 @@ from .masking import read_mask
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The arguments of an attention function that all of them take.
+    """Keyword arguments of an attention call, without the mask.
 
     Attributes:
-        settings: What the configuration of the layer's model says.
-        scaling: Factor of the scores; ``D ** -0.5`` by default.
-        dropout: Must be 0.
-        softcap: Cap of the scores; 0 is none, as FlashAttention has it.
-        sinks: Sink logits, ``[Hq]``; Transformers' ``s_aux``.
-        position_bias: Must be ``None``.
-        others: What else the model passes. Arguments that are known to change nothing are ignored.
+        settings: Settings of the layer's model.
+        scaling: Factor of the scores. The default is ``D ** -0.5``.
+        dropout: Dropout probability. Only 0 is supported.
+        softcap: Cap of the scores. 0 means none, as in FlashAttention.
+        sinks: Sink logits, ``[Hq]``. Transformers calls them ``s_aux``.
+        position_bias: Bias of the scores. Only ``None`` is supported.
+        others: All other arguments. Those that do not change the result are ignored.
     """
 
     settings: Settings
@@ -52,13 +52,13 @@ class Call:
         position_bias: Tensor | None = None,
         **others: Any,
     ) -> Call:
-        """Read the keyword arguments that Transformers gives to the attention function of a layer."""
+        """Read the keyword arguments that Transformers passes to the attention function of a layer."""
         sinks = None if s_aux is None else s_aux.reshape(-1)
         return cls(settings_of(module.config), scaling, dropout, softcap or None, sinks, position_bias, others)
 
     @property
     def options(self) -> dict[str, Any]:
-        """The same as arguments of :func:`dma_kernels.attention`."""
+        """The corresponding arguments of :func:`dma_kernels.attention`."""
         return {
             "scale": self.scaling,
             "softcap": self.softcap,
@@ -68,7 +68,7 @@ class Call:
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Return what autocast casts a tensor to for SDPA, whose place this attention has; ``None`` where it does not."""
+    """Return the dtype that autocast casts a tensor to for SDPA, or ``None`` if it leaves the tensor unchanged."""
     kind = tensor.device.type
     if kind == "meta" or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
@@ -77,7 +77,7 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 HARMLESS = frozenset(
     {
-        # Handed down from the model's forward; they concern other layers, the output or the caches.
+        # Passed down from the model's forward. They concern other layers, the output or the caches.
         *("position_ids", "cache_position", "use_cache", "past_key_values", "return_dict", "training"),
         *("output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep"),
         *("labels", "shift_labels"),
@@ -87,13 +87,13 @@ HARMLESS = frozenset(
         *("kernel_options", "target_dtype", "implementation"),
     }
 )
-"""Keyword arguments that models pass to an attention function and that do not change its result."""
+"""Keyword arguments that models pass to an attention function, but that do not change its result."""
 
 OF_GENERATION = frozenset(inspect.signature(GenerationMixin.generate).parameters) | {
     *("tokenizer", "assistant_tokenizer", "generation_mode"),
 }
-"""Keyword arguments that ``generate`` takes, or what pipelines pass to it. They say how tokens are chosen. ``generate``
-hands what it has no use for to the model, which hands it to every layer."""
+"""Keyword arguments of ``generate``, and those that pipelines add. They control how tokens are chosen. ``generate``
+passes the ones that it does not use to the model, which passes them to every layer."""
 
 WAY_OUT = "load the model with attn_implementation='sdpa' or 'eager'"
 
@@ -103,10 +103,10 @@ class Refusal:
     """A call that the backend cannot compute.
 
     Attributes:
-        option: What is to blame; fallbacks are counted under this name.
-        asked: What came.
+        option: The unsupported option. Fallbacks are counted by this name.
+        asked: What the call passed.
         way_out: What to do instead.
-        sdpa_can: Whether Transformers' SDPA attention computes it.
+        sdpa_can: Whether Transformers' SDPA attention supports it.
     """
 
     option: str
@@ -115,7 +115,7 @@ class Refusal:
     sdpa_can: bool = False
 
     def error(self, may_fall_back: bool = True) -> ValueError:
-        """Return the error that says so, and that SDPA may be allowed to compute the call if it can and may."""
+        """Return the error. It suggests ``on_unsupported="sdpa"`` if SDPA can and may compute the call."""
         can = self.sdpa_can and may_fall_back
         hint = ", or allow SDPA for such calls with on_unsupported='sdpa'" if can else ""
         return ValueError(f"dma_mxfp attention does not support {self.option}: {self.asked}; {self.way_out}{hint}")
@@ -127,28 +127,28 @@ def find_unsupported(
     """Return why a call cannot be computed, or ``None`` if it can.
 
     Args:
-        call: What it asks for.
+        call: Its keyword arguments.
         query: ``[B, Hq, Tq, D]``.
         value: ``[B, Hkv, Tk, Dv]``.
-        bias: A floating-point mask.
-        is_packed_elsewhere: Whether the mask already keeps packed sequences apart.
+        bias: The mask, if it is floating point.
+        is_packed_elsewhere: Whether the mask or the caller separates packed sequences.
     """
     can = call.softcap is None and call.sinks is None
     refusal = _find_argument(call.others, is_packed_elsewhere)
     if refusal is not None:
         return refusal
     if call.position_bias is not None:
-        asked = f"the model adds one of shape {list(call.position_bias.shape)} to its scores"
+        asked = f"the model passed one of shape {list(call.position_bias.shape)}"
         return Refusal("position_bias", asked, WAY_OUT, can)
     if call.dropout > 0:
-        asked = f"dropout={call.dropout} was asked for"
+        asked = f"got dropout={call.dropout}, expected 0"
         return Refusal("dropout", asked, "call model.eval(), or set the attention dropout in the config to 0", can)
     for name, tensor in (("query", query), ("value", value)):
         if not MIN_HEAD_DIM <= tensor.shape[-1] <= MAX_HEAD_DIM:
             asked = f"{name} has {tensor.shape[-1]}, expected {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
             return Refusal("this head_dim", asked, WAY_OUT, can)
     if bias is not None and not read_mask(bias).is_mask:
-        asked = f"{list(bias.shape)} {bias.dtype} holds other numbers than 0 and large negative ones"
+        asked = f"{bias.dtype} {list(bias.shape)} has values other than 0 and large negative numbers"
         return Refusal("an additive bias as attention_mask", asked, WAY_OUT, can)
     return None
 
@@ -162,24 +162,24 @@ def _find_argument(others: Mapping[str, Any], is_packed_elsewhere: bool) -> Refu
                 note_missing_weights()
             continue
         if name == "cache":
-            asked = f"a paged cache ({type(value).__name__}) was passed, as generate_batch does"
+            asked = f"got a paged cache ({type(value).__name__}) from generate_batch"
             way_out = "call generate_batch within dma_hf.continuous_batching(model)"
             return Refusal("continuous batching", asked, way_out)
         given = f"Tensor{list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
-        asked = f"{name}={given} was passed and may change the result"
+        asked = f"got {name}={given}, which may change the result"
         return Refusal(f"the argument {name!r}", asked, "leave it out, or " + WAY_OUT)
     if _is_collecting_attentions():
         note_missing_weights()
     lengths = others.get("cu_seq_lens_q")
     if isinstance(lengths, Tensor) and lengths.numel() > 2 and not is_packed_elsewhere:
-        asked = f"cu_seq_lens_q packs {lengths.numel() - 1} sequences that the mask does not keep apart"
-        way_out = "pass position_ids that start again with each sequence, no attention_mask, and use_cache=False"
+        asked = f"cu_seq_lens_q packs {lengths.numel() - 1} sequences that the mask does not separate"
+        way_out = "pass position_ids that restart at each sequence, no attention_mask, and use_cache=False"
         return Refusal("packing by cu_seq_lens_q", asked, way_out)
     return None
 
 
 def _is_collecting_attentions() -> bool:
-    """Return whether the model hooks its layers for attention weights; not every model passes the argument down."""
+    """Return whether the model collects attention weights with hooks. Not every model passes ``output_attentions``."""
     if torch.compiler.is_compiling():
         return False
     return is_collecting_attentions()
@@ -187,20 +187,20 @@ def _is_collecting_attentions() -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_missing_weights() -> None:
-    """Warn that attention weights are left out; Transformers' SDPA and FlashAttention do likewise."""
+    """Warn that attention weights are left out, as with Transformers' SDPA and FlashAttention."""
     warnings.warn(
-        "dma_mxfp attention has no attention weights to return for output_attentions=True, because they are never "
-        "materialised; they are left out. Load the model with attn_implementation='eager' to get them.",
-        stacklevel=2,  # of this file, so that Python shows it once and not for every layer
+        "dma_mxfp attention returns no attention weights for output_attentions=True, because it never materializes "
+        "them. Load the model with attn_implementation='eager' to get them.",
+        stacklevel=2,  # in this file, so that Python shows it once and not for every layer
     )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_other_cache(format: str) -> None:
-    """Warn that a cache is not the one that the configuration asks for."""
+    """Warn that keys come from another cache than the one in the configuration."""
     warnings.warn(
-        f"the configuration of this model says cache={format!r}, and its keys came from another cache; generate uses a "
-        "DMACache unless it is asked for another, and forward if it is given one: "
-        f"{CACHE_ARGUMENT}=dma_hf.DMACache(model.config). configure(model, cache=None) asks for no DMACache.",
+        f"the configuration of this model says cache={format!r}, but its keys came from another cache. generate makes "
+        f"a DMACache unless you pass another cache. In forward, pass {CACHE_ARGUMENT}=dma_hf.DMACache(model.config). "
+        "dma_hf.configure(model, cache=None) removes the setting.",
         stacklevel=2,
     )

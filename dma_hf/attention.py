@@ -1,4 +1,8 @@
-"""The attention function that Transformers calls for ``dma_mxfp``: from a layer's call to ``dma_kernels.attention``."""
+"""The attention function that Transformers calls for ``dma_mxfp``.
+
+It reads the arguments of a layer's call and computes attention over plain tensors, or over a layer of a
+:class:`~dma_hf.DMACache`.
+"""
 
 from __future__ import annotations
 
@@ -32,42 +36,42 @@ def dma_attention_forward(
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer; the interface is Transformers' ``AttentionInterface``.
+    """Compute the attention of one layer. The interface is that of Transformers' ``AttentionInterface``.
 
-    The numerics come from the ``dma_mxfp`` section of ``module.config``. Gradients go straight through the
-    rounding (:func:`dma_kernels.attention`); what comes from a ``DMACache`` has none.
+    The numerics come from the ``dma_mxfp`` section of ``module.config``. Gradients pass straight through the rounding
+    (:func:`dma_kernels.attention`). Keys and values from a ``DMACache`` get no gradients.
 
-    Cross-attention, where queries and keys share no positions, has no diagonal: every key is held in high precision. A
-    layer is taken for one if it is not causal and either its ``is_cross_attention`` is true (GPT-2), its class is
-    called so (BERT, DETR), it is a decoder's non-causal layer (BART, Whisper), or it has another number of keys than
-    queries (everything else; bidirectional self-attention has as many).
+    Cross-attention has no diagonal, because queries and keys share no positions. All of its keys are in high precision.
+    A layer is cross-attention if it is not causal and one of these holds: its ``is_cross_attention`` is true (GPT-2),
+    its class name says so (BERT, DETR), it is a non-causal layer of a decoder (BART, Whisper), or the numbers of
+    queries and keys differ.
 
     Args:
-        module: The layer; ``config``, ``is_causal``, ``training`` and the marks of cross-attention are read.
-        query: ``[B, Hq, Tq, D]`` in bf16, fp16, fp32 or fp64; autocast applies as it does to SDPA.
-        key: ``[B, Hkv, Tk, D]``; ``Hkv`` divides ``Hq``. What a :class:`~dma_hf.DMACache` returned stays packed.
-        value: ``[B, Hkv, Tk, Dv]``, likewise.
-        attention_mask: ``None``, what :func:`dma_hf.masking.dma_mask` returned, or a 4-D mask broadcastable to
-            ``[B, Hq, Tq, Tk]``: boolean, true where seen, or additive, of zeros and large negative numbers.
-        is_causal: Overrides ``module.is_causal``; like that, it only counts without a mask.
-        sliding_window: Window of the layer; only counts without a mask, which says it otherwise.
-        indices: The keys that the indexer of sparse attention chose for each query (DeepSeek V3.2, GLM-5), integer
-            ``[B, Tq, k]``; the others are hidden.
-        kwargs: What else the model passes, see :meth:`dma_hf.arguments.Call.of`.
+        module: The layer. ``config``, ``is_causal``, ``training`` and the attributes above are read.
+        query: ``[B, Hq, Tq, D]`` in bf16, fp16, fp32 or fp64. Autocast applies as it does to SDPA.
+        key: ``[B, Hkv, Tk, D]``, where ``Hkv`` divides ``Hq``, or the result of ``DMACache.update``.
+        value: ``[B, Hkv, Tk, Dv]``, or the result of ``DMACache.update``.
+        attention_mask: ``None``, the result of :func:`dma_hf.dma_mask`, or a 4-D mask broadcastable to
+            ``[B, Hq, Tq, Tk]``. It is boolean (true is visible), or additive with zeros and large negative numbers.
+        is_causal: Overrides ``module.is_causal``. Both are ignored if there is a mask.
+        sliding_window: Window of the layer. It is ignored if there is a mask.
+        indices: Keys that a sparse-attention indexer chose for each query (DeepSeek V3.2, GLM-5), integer
+            ``[B, Tq, k]``. All other keys are hidden.
+        kwargs: Further arguments of the model, see :meth:`dma_hf.arguments.Call.of`.
 
     Returns:
         ``[B, Tq, Hq, Dv]``, contiguous, and ``None`` in place of attention weights.
 
     Raises:
-        TypeError: A tensor's dtype is not as described.
-        ValueError: A shape is not as described; the call asks for something unsupported, and the configuration does not
-            allow SDPA for it; or the ``dma_mxfp`` section is not valid.
+        TypeError: A tensor has an unsupported dtype.
+        ValueError: A shape is wrong; the call is unsupported and ``on_unsupported`` is ``error``; or the ``dma_mxfp``
+            section is invalid.
     """
     call = Call.of(module, **kwargs)
     update = update_of(key, value)
     dtype = autocast_dtype(query)
     if update is not None:
-        query = query.to(key.dtype)  # under autocast too: a cache keeps the dtype of its first keys
+        query = query.to(key.dtype)  # also under autocast: a cache keeps the dtype of its first keys
     elif dtype is not None:
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries of a resampler
@@ -126,7 +130,7 @@ def dma_attention_forward(
 def _geometry(
     module: nn.Module, query: Tensor, key: Tensor, mask: Any, is_causal: bool | None, sliding_window: int | None
 ) -> tuple[MaskGeometry, Tensor | None]:
-    """Return what a layer's mask is, and the mask itself if it is additive."""
+    """Return the geometry of a layer's mask, and the mask itself if it is additive."""
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True)) and type(module).__name__ not in NEVER_CAUSAL
@@ -139,11 +143,11 @@ def _geometry(
     if mask is None:
         is_causal = is_causal and not two_sequences
         window = None
-        if sliding_window is not None and not two_sequences:  # bidirectional: as in FlashAttention, without its end
+        if sliding_window is not None and not two_sequences:  # bidirectional: exclusive, as in FlashAttention
             window = sliding_window if is_causal else max(1, sliding_window - 1)
         return replace(geometry, is_causal=is_causal, window=window), None
     if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask must be a tensor, got {type(mask).__name__}; FlexAttention's is another kind")
+        raise TypeError(f"attention_mask must be a tensor, got {type(mask).__name__}; flex_attention takes a BlockMask")
     full = (batch, query.shape[1], q_len, kv_len)
     if mask.ndim != 4 or any(size not in (1, whole) for size, whole in zip(mask.shape, full, strict=True)):
         raise ValueError(f"attention_mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
@@ -158,7 +162,7 @@ def _geometry(
 
 
 def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int) -> MaskGeometry:
-    """Return the geometry of a mask as it applies to a layer's tensors."""
+    """Return the geometry of a mask, adapted to a layer's tensors."""
     batch, q_len = query.shape[0], query.shape[2]
     if (geometry.q_len, geometry.kv_len) != (q_len, kv_len) and geometry.hides_nothing:  # nor does it for other lengths
         geometry = MaskGeometry(batch, q_len, kv_len, is_causal=False, two_sequences=q_len != kv_len)
@@ -167,7 +171,7 @@ def _adopt(geometry: MaskGeometry, module: nn.Module, query: Tensor, kv_len: int
     if geometry.batch not in (1, batch) or (geometry.q_len, geometry.kv_len) != (q_len, kv_len):
         raise ValueError(
             f"attention_mask must be broadcastable to {[batch, query.shape[1], q_len, kv_len]}, got "
-            f"{list(geometry.shape)}: the model made it for other queries or keys than it attends with"
+            f"{list(geometry.shape)}: the model made it for other queries or keys"
         )
     is_cross = not geometry.is_causal and _is_cross_attention(module, is_causal=False)
     return geometry.adapted(query.device, batch, two_sequences=geometry.two_sequences or is_cross)
@@ -186,7 +190,7 @@ def _select(geometry: MaskGeometry, indices: Tensor, query: Tensor, key: Tensor)
 
 
 def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
-    """Return whether a layer says of itself that its keys are of another sequence."""
+    """Return whether the name or the attributes of a layer say that its keys are of another sequence."""
     if getattr(module, "is_cross_attention", False):
         return True
     if any(part in type(module).__name__ for part in CROSS_ATTENTION_NAMES):
@@ -196,8 +200,8 @@ def _is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
 
 
 _CHANGED = (
-    "the attention mask hides keys that it showed before, or shows padding that it hid, which a static cache cannot "
-    "follow in a step of decoding; use DMACache(config) without max_cache_len, or keep the mask"
+    "attention_mask hides keys that were visible, or shows padding that was hidden; a static cache needs the same mask "
+    "in every decoding step. Keep the mask, or use DMACache(config) without max_cache_len"
 )
 
 
@@ -210,21 +214,24 @@ def attend(
     tile_counts: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return the attention of ``[B, Hq, T, D]`` queries to a layer, and store what came with them.
+    """Compute attention over a cache layer, and store the new keys and values.
 
     Args:
         layer: The layer.
-        new: Its update.
-        query: The queries.
-        geometry: What the mask says.
-        recipe: The precisions of a first prompt.
-        tile_counts: Where a first prompt adds its counts of skipped tiles.
+        new: The update with the new keys and values.
+        query: ``[B, Hq, T, D]``.
+        geometry: Geometry of the mask.
+        recipe: Precisions of a prompt.
+        tile_counts: Where a prompt adds its counts of skipped tiles.
         options: Further arguments of :func:`dma_kernels.attention`.
 
+    Returns:
+        ``[B, Hq, T, Dv]``.
+
     Raises:
-        ValueError: Something of the call is not valid; the new keys are dropped then, and the cache is as it was.
+        ValueError: The call is invalid. The new keys are dropped, and the cache does not change.
     """
-    layer.pending = None  # whatever happens now, it is not pending any more
+    layer.pending = None  # also if the call fails
     prompt = layer.owner.prompt_length
     if new.is_first and prompt is not None and prompt < query.shape[2]:
         return _attend_with_candidates(layer, new, prompt, query, geometry, recipe, tile_counts, **options)
@@ -233,7 +240,7 @@ def attend(
         length = new.key.shape[2]
         if pattern is not None and pattern.shape[3] > 1:
             pattern = pattern[..., :length]
-        # What else the mask of a static cache hides is not there yet.
+        # The mask of a static cache also hides unused slots, which new.key does not have.
         is_seen = geometry.is_unpadded and length <= geometry.q_len
         out: Tensor = attention(
             query,
@@ -255,8 +262,8 @@ def attend(
         return out
     if new.is_stored and query.shape[2] > TILE:
         raise ValueError(
-            f"{query.shape[2]} queries came to keys that another layer has stored already; where layers share keys "
-            f"give a prompt as a whole, or in chunks of at most {TILE} tokens"
+            f"got {query.shape[2]} queries for keys that another layer has stored; in models that share keys between "
+            f"layers, pass the prompt in one call or in chunks of at most {TILE} tokens"
         )
     if not new.is_stored:
         layer.settle(new, geometry)
@@ -288,7 +295,7 @@ def _attend_with_candidates(
     tile_counts: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """Attend to a first call whose tokens after the prompt are candidates, as to the prompt and a step of decoding."""
+    """Compute a first call with candidates of speculative decoding as a prompt and one decoding step."""
     is_offloading, layer.is_offloading = layer.is_offloading, False
     outputs = []
     for part in (slice(0, prompt), slice(prompt, query.shape[2])):
@@ -307,7 +314,7 @@ def _attend_with_candidates(
 
 
 def _mask(layer: DMALayer, new: Step, geometry: MaskGeometry) -> Tensor | None:
-    """Return what the mask hides beyond what positions say, boolean ``[B, H, T, kv_len]``; mostly ``None``."""
+    """Return the part of the mask that positions do not imply, boolean ``[B, H, T, kv_len]``, usually ``None``."""
     hidden, visible = geometry.pattern, geometry.kv_range
     if visible is None or (hidden is None and _is_plain(layer, new, visible)):
         return hidden
@@ -317,11 +324,10 @@ def _mask(layer: DMALayer, new: Step, geometry: MaskGeometry) -> Tensor | None:
 
 
 def _is_plain(layer: DMALayer, new: Step, visible: Tensor) -> bool:
-    """Return whether a range of visible keys, integer ``[B, 2]``, is all of the row's keys.
+    """Return whether a range of visible keys, integer ``[B, 2]``, has all keys of the row.
 
-    That waits for the device, so all layers of a step share one answer: the mask of the step was made a moment
-    before the first of them, and waited too. A static cache does not wait in a step of decoding: the device raises, in
-    the first layer.
+    The check waits for the device, so the layers of a step share its result. In decoding steps of a static cache it
+    does not wait: the first layer asserts on the device.
     """
     is_static = isinstance(layer.tokens, Tensor)
     length = new.key.shape[2]

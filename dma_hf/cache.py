@@ -1,4 +1,4 @@
-"""``DMACache``: the key-value cache of diagonal-tiled mixed-precision attention, for ``generate`` and ``forward``."""
+"""``DMACache``: the packed KV cache, for ``generate`` and ``forward``."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from .cache_layers import DMALayer, DMASlidingLayer, DMAStaticLayer, Owner, last
 from .config import cache_format_of, settings_of
 
 DEFAULT_FORMAT = "int8"
-"""Of a cache that nobody gave a format: next to lossless."""
+"""The format of a cache if neither the caller nor the model names one. It is almost lossless."""
 
 
 class DMACache(DynamicCache):  # type: ignore[misc]
-    """A key-value cache with the band and the sinks in the model's 16 bits and everything between in low precision.
+    """A KV cache that keeps sink tiles and the band in 16 bits, and all tiles between them in low precision.
 
-    Keys and values are quantised once, in tiles of 128, as the model made them::
+    Keys and values are quantized once, in tiles of 128 tokens::
 
         model.generate(**inputs, cache=DMACache(model.config, "int4"))
 
-    Layers that run ``dma_mxfp`` compute a prompt under the model's recipe, and attend to what the cache holds with
-    every later step. Under any other attention implementation the cache returns dequantised keys and values. Layers
-    that also, or only, hold something else (Mamba, linear attention, an indexer) stay Transformers' own.
+    Layers that run ``dma_mxfp`` compute a prompt with the model's recipe. Every later step attends to the packed keys
+    and values. With any other attention implementation the cache returns dequantized keys and values. Layers that hold
+    other states (Mamba, linear attention, an indexer) are those of Transformers.
 
-    It is a ``DynamicCache`` in name, because ``EncoderDecoderCache`` crops and repeats no other; nothing of it is used.
+    It derives from ``DynamicCache`` only because ``EncoderDecoderCache`` crops and repeats no other class.
 
     Args:
         config: The model's configuration.
-        cache: Format: ``int8`` or ``int4``, or a sequence of one for each layer. The default is the ``cache`` of the
+        cache: Format: ``int8`` or ``int4``, or a sequence with one for each layer. The default is the ``cache`` of the
             model's settings, or else ``int8``.
-        max_cache_len: Makes a static cache, for ``torch.compile`` and CUDA graphs, with room for so many tokens.
-        offloading: Whether layers wait on the CPU for their turn.
-        offload_only_non_sliding: Whether layers with a sliding window, which are small, stay on the device.
+        max_cache_len: Size in tokens of a static cache, for ``torch.compile`` and CUDA graphs. ``None`` grows.
+        offloading: Whether layers are stored on the CPU until they are needed.
+        offload_only_non_sliding: Whether layers with a sliding window, which are small, stay on the GPU.
 
     Raises:
         TypeError: ``config`` is not a model's configuration, or an argument is unknown.
@@ -93,7 +93,7 @@ class DMACache(DynamicCache):  # type: ignore[misc]
 
     @property
     def _kind(self) -> dict[str, Any]:
-        """What states must agree in."""
+        """What a saved state must have in common with this cache."""
         owner = self.owner
         formats = [layer.format for layer in self.layers if isinstance(layer, DMALayer)]
         format = formats[0] if len(set(formats)) == 1 else formats
@@ -101,38 +101,38 @@ class DMACache(DynamicCache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the layers with packed keys and values take."""
+        """Bytes of the layers with packed keys and values."""
         return sum(each.storage.nbytes for each in self.layers if isinstance(each, DMALayer) and each.is_initialized)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Take the new keys and values of a layer, as Transformers' caches do.
+        """Add new keys and values of a layer; arguments and result are those of Transformers' caches.
 
         Raises:
             ValueError: The cache has no such layer.
         """
         if layer_idx >= len(self.layers):
             raise ValueError(
-                f"the cache has {len(self.layers)} layers, and the model asks for number {layer_idx + 1}; make "
-                "the cache of this model's configuration: DMACache(model.config)"
+                f"the cache has {len(self.layers)} layers, but the model updates layer {layer_idx}; make the cache "
+                "with the configuration of this model: DMACache(model.config)"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last ``-tokens_to_remove`` tokens.
+        """Remove the last ``-tokens_to_remove`` tokens.
 
-        They leave the cache as if they had never come. Up to 129 always can be taken back; more only where all keys
-        before the new end are still stored in 16 bits, as those of a short prompt are.
+        Up to 129 tokens can always be removed. More can be removed only if the keys before the new end are still stored
+        in 16 bits, as in short prompts. If it fails, the cache does not change.
 
         Raises:
-            TypeError: ``tokens_to_remove`` is no integer.
-            ValueError: It is positive, or takes back more than there are; the cache is as it was.
-            RuntimeError: Keys just before the new end are only stored as codes; likewise.
+            TypeError: ``tokens_to_remove`` is not an integer.
+            ValueError: It is positive, or its magnitude exceeds the number of tokens.
+            RuntimeError: Keys just before the new end are stored as codes only.
         """
-        count = -operator.index(tokens_to_remove)  # Transformers 5.17 gives it in a tensor
-        if count < 0:  # which Transformers once took for the length to keep
-            raise ValueError(f"crop takes the negative of the number of tokens to take back, got {-count}")
+        count = -operator.index(tokens_to_remove)  # Transformers 5.17 passes a tensor
+        if count < 0:  # earlier versions of Transformers took the length to keep
+            raise ValueError(f"tokens_to_remove must be 0 or negative, got {-count}; crop(-3) removes three tokens")
         for layer in self.layers:
             if isinstance(layer, DMALayer):
                 layer.flush()
@@ -140,10 +140,10 @@ class DMACache(DynamicCache):  # type: ignore[misc]
         super().crop(-count)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the contents, for ``torch.save``: plain values and tensors, which share memory with the cache.
+        """Return the contents for ``torch.save``: plain values, and tensors that share memory with the cache.
 
         Raises:
-            TypeError: A layer is not of this package (Mamba, linear attention).
+            TypeError: A layer is one of Transformers' (Mamba, linear attention).
         """
         self._finish_copies()
         layers: list[dict[str, Any] | None] = []
@@ -152,33 +152,33 @@ class DMACache(DynamicCache):  # type: ignore[misc]
                 layer.flush()
                 layers.append(_layer_state(layer))
             elif getattr(layer, "keys", None) is None and not hasattr(layer, "conv_states"):
-                layers.append(None)  # shared or without attention: it has no contents
+                layers.append(None)  # shared, or without attention: no contents
             else:
                 raise TypeError(
-                    f"layer {index} is a {type(layer).__name__}, whose state is Transformers' own; "
-                    "use torch.save(cache, ...)"
+                    f"layer {index} is a {type(layer).__name__} of Transformers, which has no state_dict; use "
+                    "torch.save(cache, ...)"
                 )
         return {"kind": self._kind, "layers": layers}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str | None = None) -> None:
-        """Take the contents that :meth:`state_dict` returned, of a cache of the same kind.
+        """Load contents that :meth:`state_dict` returned. If it fails, the cache does not change.
 
         Args:
-            state: The contents; their tensors are copied.
-            device: Where to hold them; by default where they are.
+            state: The contents. Their tensors are copied.
+            device: Device of the copies. The default is that of the tensors.
 
         Raises:
-            TypeError: ``state`` is no mapping.
-            ValueError: The format or the layers differ from those of this cache, which is as it was.
+            TypeError: ``state`` is not a mapping.
+            ValueError: The format or the layers differ from those of this cache.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"state must be what state_dict() returned, got {type(state).__name__}")
         if state.get("kind") != self._kind:
-            raise ValueError(f"state holds {state.get('kind')}, the cache {self._kind}")
+            raise ValueError(f"state must have {self._kind}, got {state.get('kind')}")
         kinds = [None if layer is None else (layer["window"], layer["max_cache_len"]) for layer in state["layers"]]
         own = [(each.window, each.max_cache_len) if isinstance(each, DMALayer) else None for each in self.layers]
         if kinds != own:
-            raise ValueError(f"state holds layers (window, max_cache_len) {kinds}, the cache {own}")
+            raise ValueError(f"state must have layers with (window, max_cache_len) {own}, got {kinds}")
         self._finish_copies()
         with lasting():
             for layer, saved in zip(self.layers, state["layers"], strict=True):
@@ -186,14 +186,14 @@ class DMACache(DynamicCache):  # type: ignore[misc]
                     _load_layer(layer, saved, device)
 
     def _finish_copies(self) -> None:
-        """Wait for layers that are on their way to the CPU or back: neither side is told when they arrive."""
+        """Wait for layers that are being copied to or from the CPU."""
         if self.offloading:
             for device in {layer.device for layer in self.layers if getattr(layer, "device", None) is not None}:
                 torch.cuda.synchronize(device)
 
 
 def _own_layer(layer: Any, owner: Owner, cache: str, max_cache_len: Any) -> Any:
-    """Return the layer of this package that stands for one of Transformers', or that one where there is none."""
+    """Return the layer that replaces one of Transformers, or that layer itself if there is no replacement."""
     if type(layer) is DynamicLayer:
         return DMALayer(owner, cache)
     if type(layer) is DynamicSlidingWindowLayer:
@@ -214,9 +214,9 @@ def _layer_state(layer: DMALayer) -> dict[str, Any]:
 
 
 def _load_layer(layer: DMALayer, state: dict[str, Any], device: torch.device | str | None) -> None:
-    if layer.is_initialized and layer.max_cache_len is not None:  # a static layer stays where it is
+    if layer.is_initialized and layer.max_cache_len is not None:  # a static layer keeps its device
         device = layer.storage.lengths.device
-    saved = state.get("tensors", {})  # they may be the layer's own
+    saved = state.get("tensors", {})  # they may be those of the layer itself
     tensors = {name: tensor.to(device or tensor.device, copy=True) for name, tensor in saved.items()}
     layer.reset()
     if not tensors:

@@ -1,9 +1,13 @@
-"""The layers of a :class:`~dma_hf.DMACache`: a layer's storage, counted and masked as Transformers' caches are.
+"""The layers of a :class:`~dma_hf.DMACache`.
 
-Transformers counts tokens from the start of the batch, padding included; the storage counts positions from the first
-key that a row may see. What lies between, a row's padding, is known only from the mask, and that only the attention
-function gets. So ``update`` keeps the new keys as a :class:`Step`, and they are stored when ``dma_mxfp`` attends
-(with the padding left out), or at the latest when anything else needs them (with the padding as keys).
+Transformers counts tokens from the start of the batch, padding included. The storage counts positions from the first
+visible key of a row. The difference, a row's padding, is known only from the mask, and only the attention function gets
+the mask. So ``update`` keeps new keys and values as a :class:`Step`. The attention function stores them without the
+padding. Any other use stores them with the padding as keys.
+
+A model passes the result of ``Cache.update`` to its attention function. Here that result is a :class:`CachedStates`, a
+tensor of the expected shape, ``[B, Hkv, kv_len, D]``, that stores a single number and refers to the layer. ``dma_mxfp``
+attends to the packed layer itself. Any other operation sees the dequantized keys or values.
 """
 
 from __future__ import annotations
@@ -28,11 +32,11 @@ from .config import cache_format_of, is_dma
 from .integrations.attention_name import attention_name
 
 DECODED_AT_ONCE = 16
-"""Calls with more queries, prompts above all, may wait for the device to check what they were given."""
+"""Calls with more queries than this, such as prompts, may wait for the device to check their arguments."""
 
 
 def lasting() -> AbstractContextManager[object]:
-    """Return a context whose tensors can be written in any mode later, also where this one is of inference."""
+    """Return a context whose tensors can be written in any mode later, even if inference mode is on."""
     if torch.compiler.is_dynamo_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()
     return torch.inference_mode(False)
@@ -40,16 +44,16 @@ def lasting() -> AbstractContextManager[object]:
 
 @dataclass(eq=False)
 class Owner:
-    """What the layers of a cache share; copies of a cache share it too, so that they see what the model runs.
+    """State that the layers of a cache share. Copies of the cache share it too.
 
     Attributes:
         config: The decoder's configuration.
-        cache: The format as users call it, ``int8`` or ``int4``; or one for each layer.
+        cache: The format as users call it, ``int8`` or ``int4``, or one for each layer.
         diagonal_tiles: Tiles before that of a query that are kept in 16 bits.
-        sink_tiles: Tiles at the start that are.
-        plain: The last range of visible keys that was looked at, and whether it was all that a row has.
-        prompt_length: Tokens of the prompt, where the first call may bring candidates of speculative decoding after
-            them, which are steps of decoding; ``None`` if all of the first call is the prompt.
+        sink_tiles: Tiles at the start that are kept in 16 bits.
+        plain: The last range of visible keys that was checked, and whether it had all keys of each row.
+        prompt_length: Tokens of the prompt if the first call may also have candidates of speculative decoding, else
+            ``None``. Candidates are decoding steps.
     """
 
     config: PreTrainedConfig
@@ -70,19 +74,19 @@ class Owner:
 
 @dataclass(eq=False)
 class Step:
-    """New keys and values of a layer, from when they are handed over until they are stored.
+    """New keys and values of a layer, between ``update`` and storing them.
 
-    A layer holds those that are not stored yet. They do not know the layer: a cache that goes out of use in the middle
-    of a step, as when memory runs out, is then freed at once, not when Python looks for cycles.
+    It has no reference to the layer, so a cache that is dropped in the middle of a step (out of memory) is freed at
+    once, without a garbage collection.
 
     Attributes:
-        key: Keys, raw, ``[B, Hkv, T, D]``.
-        value: Values, raw, ``[B, Hkv, T, Dv]``.
-        kv_len: How many tokens the model's mask speaks of.
-        kv_offset: Number of the first of them, padding included.
+        key: Keys in 16 bits, ``[B, Hkv, T, D]``.
+        value: Values in 16 bits, ``[B, Hkv, T, Dv]``.
+        kv_len: Number of tokens that the model's mask covers.
+        kv_offset: Index of the first of them, padding included.
         is_first: Whether the layer was empty before.
-        is_stored: Whether they have been stored.
-        dense: All keys and values that the mask speaks of, once something has looked at them.
+        is_stored: Whether the tokens have been stored.
+        dense: All keys and values that the mask covers, dequantized, if an operation has needed them.
     """
 
     key: Tensor
@@ -98,9 +102,9 @@ class CachedStates(Tensor):
     """Keys or values of a cache layer, ``[B, Hkv, kv_len, D]``. Read-only.
 
     Attributes:
-        dma_layer: The layer, a :class:`DMALayer`.
-        dma_step: The update that returned them.
-        dma_is_value: Whether they are the values.
+        dma_layer: The :class:`DMALayer`.
+        dma_step: The update that returned the states.
+        dma_is_value: Whether the states are values.
     """
 
     dma_layer: Any
@@ -109,7 +113,7 @@ class CachedStates(Tensor):
 
     @staticmethod
     def of(layer: Any, step: Step, is_value: bool) -> Tensor:
-        """Return the states of an update, in the dtype and on the device of what came."""
+        """Return the states of an update, with the dtype and device of its keys or values."""
         like = step.value if is_value else step.key
         number = torch.zeros((1, 1, 1, 1), dtype=like.dtype, device=like.device)
         shape = like.shape[0], like.shape[1], step.kv_len, like.shape[3]
@@ -120,13 +124,13 @@ class CachedStates(Tensor):
         return states
 
     def dense(self) -> Tensor:
-        """Return them dequantised, a plain tensor."""
+        """Return the dequantized states as a plain tensor."""
         states: tuple[Tensor, Tensor] = self.dma_layer.dense(self.dma_step)
         return states[int(self.dma_is_value)]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what concerns the states as a whole, and compute everything else on dequantised ones."""
+        """Answer queries of metadata, and compute everything else on the dequantized states."""
         kwargs = kwargs or {}
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -140,7 +144,7 @@ class CachedStates(Tensor):
 
 
 def update_of(key: Tensor, value: Tensor) -> tuple[Any, Step] | None:
-    """Return the layer and the update that keys and values come from, ``None`` if they are plain tensors."""
+    """Return the layer and the update that keys and values come from, or ``None`` if they are plain tensors."""
     step: Step | None = getattr(key, "dma_step", None)
     other: object = getattr(value, "dma_step", None)
     return None if step is None or other is not step else (key.dma_layer, step)  # type: ignore[attr-defined]
@@ -150,19 +154,18 @@ _UNCHANGED = frozenset({Tensor.contiguous, Tensor.detach, torch.detach})
 
 
 class DMALayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer that attends to all tokens, and grows; what is not explained here is Transformers' interface.
+    """A growing layer that attends to all tokens. Methods without a docstring are Transformers' interface.
 
     Args:
-        owner: What the layers share.
+        owner: State that all layers share.
         cache: The format as users call it, ``int8`` or ``int4``.
-        window: Tokens that a query sees, its own included; ``None`` for all.
+        window: Tokens that a query sees, its own included, or ``None`` for all.
 
     Attributes:
         format: The name of the storage format. It depends on whether the model is equalized.
-        storage: What the layer holds; ``None`` until ``is_initialized``, with the first keys.
-        tokens: How many it has seen, padding included: an int, or a tensor on the device in a static layer.
-        checks_steps: Whether it checks what a step that does not wait for the device was given; one layer of a cache
-            does.
+        storage: Keys and values. ``None`` until the first update sets ``is_initialized``.
+        tokens: Number of tokens seen, padding included: an int, or a tensor on the device in a static layer.
+        checks_steps: Whether the layer checks decoding steps on the device. One layer of a cache does.
         max_cache_len: Tokens that fit into a static layer.
     """
 
@@ -173,7 +176,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
     max_cache_len: int | None = None
 
     def __init__(self, owner: Owner, cache: str, window: int | None = None) -> None:
-        # Not the base class's: it would set `keys` and `values`.
+        # Without super().__init__(), which would set `keys` and `values`.
         self.owner = owner
         self.cache = cache
         self.format = cache_format_of(owner.config, cache).name
@@ -187,17 +190,17 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def batch_size(self) -> int:
-        """Batch rows; before the first keys an ``AttributeError``, as of Transformers' layers."""
+        """Batch rows. Before the first update it raises ``AttributeError``, as Transformers' layers do."""
         return len(self.storage.lengths)
 
     @property
     def keys(self) -> Tensor | None:
-        """All keys that the layer still holds, dequantised, ``[B, Hkv, T, D]``."""
+        """All keys that the layer still holds, dequantized, ``[B, Hkv, T, D]``."""
         return self._dequantized(0)
 
     @property
     def values(self) -> Tensor | None:
-        """All values that the layer still holds, dequantised, ``[B, Hkv, T, Dv]``."""
+        """All values that the layer still holds, dequantized, ``[B, Hkv, T, Dv]``."""
         return self._dequantized(1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -216,15 +219,15 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take new keys, ``[B, Hkv, T, D]``, and values, ``[B, Hkv, T, Dv]``.
+        """Add new keys, ``[B, Hkv, T, D]``, and values, ``[B, Hkv, T, Dv]``. If it fails, the cache does not change.
 
         Returns:
-            All keys and values that the mask of the step speaks of: packed ones for ``dma_mxfp``, otherwise dequantised
-            (the new ones as they came).
+            All keys and values that the mask of the step covers: :class:`CachedStates` for ``dma_mxfp``, dequantized
+            tensors otherwise. In these the new keys and values are not quantized.
 
         Raises:
-            TypeError: Their dtype is not that of the first ones, and no autocast makes it so. The cache is as it was.
-            ValueError: Likewise, of shape or device; or there is no room.
+            TypeError: Their dtype differs from that of the first update, and autocast does not change it.
+            ValueError: Their shape or device differs from the first update, or the static cache is full.
         """
         self.flush()
         if not self.is_empty and self.owner.prompt_length is not None:
@@ -241,7 +244,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         check_fits(self.storage, key_states, value_states)
         self.check_room(key_states.shape[2])
         new = Step(key_states, value_states, *self.get_mask_sizes(key_states.shape[2]), self.is_empty)
-        # A mode that makes tensors of other types (fake ones, functorch) gets dense states.
+        # Under modes with other tensor types (fake tensors, functorch) the result is dense.
         is_plain = torch.compiler.is_dynamo_compiling() or type(key_states) in (Tensor, torch.nn.Parameter)
         if not (self.owner.reads_packed and is_plain):
             return self.dense(new)
@@ -249,9 +252,9 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         return CachedStates.of(self, new, is_value=False), CachedStates.of(self, new, is_value=True)
 
     def dense(self, new: Step) -> tuple[Tensor, Tensor]:
-        """Return all keys and values that the mask of an update speaks of, dequantised, and store the new ones.
+        """Return all keys and values that the mask of an update covers, dequantized, and store the new ones.
 
-        The new ones are as they came, unless they have been stored already.
+        New keys and values that are not stored yet are returned unquantized.
         """
         if new.dense is None:
             keys, values = restore(self.storage, self.position_of(new), new.kv_len)
@@ -264,15 +267,15 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         return new.dense
 
     def check_room(self, count: int) -> None:
-        """Raise if ``count`` more tokens do not fit; here they always do."""
+        """Raise if ``count`` more tokens do not fit. In a growing layer they always do."""
 
     def flush(self) -> None:
-        """Store what no attention function has asked for."""
+        """Store new keys and values that no attention function has stored."""
         if self.pending is not None:
             self.store(self.pending)
 
     def settle(self, new: Step, geometry: MaskGeometry) -> None:
-        """Learn from the mask how many tokens of each row are padding, until every row has begun."""
+        """Read from the mask how much padding each row has, until every row has a visible key."""
         if self.is_settled:
             return
         storage, offset = self.storage, geometry.kv_offset
@@ -282,7 +285,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         count = new.key.shape[2]
         before = (offset - new.kv_offset) + self.tokens  # position of the first new token
         length = torch.as_tensor(before, device=storage.lengths.device).expand(len(storage.lengths))
-        if geometry.kv_range is not None:  # a row that sees no key is all padding, so far
+        if geometry.kv_range is not None:  # so far a row without visible keys is all padding
             sees = geometry.kv_range[:, 0] < geometry.kv_range[:, 1]
             length = torch.where(sees, length, -count)
         length = length.clamp(max=0).to(torch.int32)
@@ -302,7 +305,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
             self.storage.reserve((self.tokens + count) // TILE)
 
     def count(self, new: Step) -> None:
-        """Note that new keys and values have been stored."""
+        """Update the counters after new keys and values were stored."""
         if isinstance(self.tokens, Tensor):
             self.tokens.add_(new.key.shape[2])
         else:
@@ -315,33 +318,33 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
             self.offload()
 
     def position_of(self, new: Step) -> Tensor:
-        """Return the position of the first token that the mask of a step speaks of, int32 ``[B]``."""
+        """Return the position of the first token that the mask of a step covers, int32 ``[B]``."""
         position: Tensor = self.storage.lengths - (self.tokens - new.kv_offset)
         return position
 
     def get_seq_length(self) -> Any:
-        """Return how many tokens the layer has seen, in the form of :attr:`tokens`."""
+        """Return how many tokens the layer has seen, with the type of :attr:`tokens`."""
         return self.tokens if self.pending is None else self.tokens + self.pending.key.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many tokens a mask must speak of, and the number of the first."""
+        """Return how many tokens a mask must cover, and the index of the first."""
         length = self.get_seq_length()
         first = 0 if self.window is None else max(length - self.window + 1, 0)
         return length - first + query_length, first
 
     def get_max_length(self) -> int:
-        """Return how many tokens a query can see at most; -1 for no limit."""
+        """Return the maximum number of visible tokens, or -1 for no limit."""
         return -1 if self.window is None else self.window
 
     def check_crop(self, count: int) -> None:
-        """Raise if ``count`` of the stored tokens cannot be taken back."""
+        """Raise if the last ``count`` tokens cannot be removed."""
         if self.is_initialized:
             if count > self.tokens:
-                raise ValueError(f"crop({-count}) takes back {count} tokens, but the cache holds {int(self.tokens)}")
+                raise ValueError(f"crop({-count}) removes {count} tokens, but the cache has {int(self.tokens)}")
             self.storage.check_crop(count)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last ``-tokens_to_remove`` tokens, which :meth:`check_crop` found can be."""
+        """Remove the last ``-tokens_to_remove`` tokens, after :meth:`check_crop`."""
         if tokens_to_remove and self.is_initialized:
             self.storage.crop(-tokens_to_remove)
             self.tokens += tokens_to_remove
@@ -349,7 +352,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
                 self._start_anew()
 
     def reset(self) -> None:
-        """Forget everything, the batch size too."""
+        """Remove all tokens, and forget the batch size."""
         self.storage = self.pending = None  # type: ignore[assignment]
         self.tokens = 0
         self.is_empty, self.is_initialized, self.is_settled = True, False, False
@@ -364,7 +367,7 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
         self._map(lambda tensor: tensor[indices.to(tensor.device)])
 
     def offload(self) -> None:
-        """Move the storage to the CPU, once the layer's attention has been computed."""
+        """Move the storage to the CPU, after the layer's attention."""
         if self.pending is not None:
             self.is_offloading = True
             return
@@ -376,11 +379,11 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
             self._map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def hold(self, storage: LayerStorage) -> None:
-        """Take another storage in place of the layer's own."""
+        """Replace the storage."""
         self.storage = storage
 
     def _start_anew(self) -> None:
-        """Forget the padding of the rows, which an empty cache has not."""
+        """Reset the padding of the rows and the number of appended tokens."""
         self.storage.lengths.zero_()
         self.storage.appended = 0
         self.is_empty, self.is_settled = True, False
@@ -400,21 +403,21 @@ class DMALayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class DMASlidingLayer(DMALayer):
-    """A layer with a sliding window (or with chunks, of which a window holds one): bounded memory."""
+    """A layer with a sliding window, or with chunks, each of which fits in one. Its memory is bounded."""
 
     is_sliding = True
 
 
 class DMAStaticLayer(DMALayer):
-    """A layer of fixed size, whose steps do not depend on the host: for ``torch.compile`` and CUDA graphs.
+    """A layer of fixed size for ``torch.compile`` and CUDA graphs. Its decoding steps do not wait for the host.
 
-    A sliding window bounds its memory, but its masks speak of all tokens: what they cost does not depend on it.
+    A sliding window bounds its memory, but not its masks, which cover all tokens.
 
     Args:
-        owner: What the layers share.
+        owner: State that all layers share.
         cache: The format as users call it.
         max_cache_len: Tokens that fit.
-        window: Tokens that a query sees, its own included; ``None`` for all.
+        window: Tokens that a query sees, its own included, or ``None`` for all.
     """
 
     is_compileable = True
@@ -425,7 +428,7 @@ class DMAStaticLayer(DMALayer):
         self.is_sliding = window is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the storage, for tensors like these, and give it a fixed address."""
+        """Allocate the storage for tensors like these, at a fixed address."""
         super().lazy_initialization(key_states, value_states)
         self.storage.reserve(-(-self.max_cache_len // TILE))
         self.tokens = torch.zeros((), dtype=torch.int64, device=key_states.device)
@@ -436,17 +439,17 @@ class DMAStaticLayer(DMALayer):
     def check_room(self, count: int) -> None:
         """Raise if ``count`` more tokens do not fit.
 
-        A step of decoding on a CUDA device does not wait to learn it; there the device raises.
+        A decoding step on a CUDA device does not wait for the check. It asserts on the device.
         """
-        room = f"the static cache has room for {self.max_cache_len} tokens, and {count} more do not fit"
+        room = f"the static cache has room for {self.max_cache_len} tokens, so {count} more do not fit"
         if torch.compiler.is_compiling() or (self.tokens.is_cuda and count <= DECODED_AT_ONCE):
             if self.checks_steps:
                 torch._assert_async(self.tokens + count <= self.max_cache_len, room)
         elif int(self.tokens) + count > self.max_cache_len:
-            raise ValueError(f"{room} behind {int(self.tokens)}; make it larger: DMACache(config, max_cache_len=...)")
+            raise ValueError(f"{room} after {int(self.tokens)}; make it larger: DMACache(config, max_cache_len=...)")
 
     def make_room(self, count: int) -> None:
-        """Do nothing: there is room."""
+        """Do nothing, because the storage has its full size."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.max_cache_len, 0
@@ -455,14 +458,14 @@ class DMAStaticLayer(DMALayer):
         return self.max_cache_len
 
     def reset(self) -> None:
-        """Forget every token, and keep the tensors."""
+        """Remove all tokens, and keep the tensors."""
         self.pending = None
         if self.is_initialized:
             self.tokens.zero_()
             self._start_anew()
 
     def hold(self, storage: LayerStorage) -> None:
-        """Take another storage; what keeps its shape and device keeps its address, which a compiled step knows."""
+        """Replace the storage, at the same address if shapes and devices match, because compiled steps use it."""
         pairs = list(zip(self.storage.tensors().values(), storage.tensors().values(), strict=True))
         if all(old.shape == new.shape and old.device == new.device for old, new in pairs):
             for old, new in pairs:

@@ -1,8 +1,8 @@
-"""An attention mask as a few numbers instead of ``[q, k]`` booleans, in a form that Transformers passes on untouched.
+"""An attention mask as a few numbers instead of ``[Tq, Tk]`` booleans.
 
-Transformers hands a finished mask from the model's mask function to every attention layer, and takes any 4-D tensor for
-finished. So :class:`CompactMask` is one: a boolean tensor ``[B, 1, Tq, Tk]`` that stores a single byte and carries a
-:class:`MaskGeometry`. Model code that only passes it on costs nothing; code that computes with it gets the true mask.
+Transformers passes a 4-D mask from the mask function to every attention layer unchanged. :class:`CompactMask` is such a
+tensor, boolean ``[B, 1, Tq, Tk]``, that stores a single byte and has a :class:`MaskGeometry`. Passing it on costs
+nothing. An operation on its values sees the dense mask.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from torch.fx import Proxy
 from torch.utils._pytree import tree_map_only
 
 GEOMETRY = "dma_geometry"
-"""Attribute under which a mask carries its geometry."""
+"""Attribute of a mask with its geometry."""
 
 MASKED_BELOW = -9.9e3
-"""Additive masks use ``-inf``, the dtype's minimum or, in old models, -10000 (-9984 in bf16) for what is not seen."""
+"""Additive masks mark hidden keys by ``-inf``, the dtype's minimum or, in old models, -10000 (-9984 in bf16)."""
 
 
 @dataclass(frozen=True, eq=False)
 class MaskGeometry:
-    """Which keys each query sees and where both stand in the sequence, as :func:`dma_kernels.attention` takes it.
+    """Which keys each query sees, and the positions of both, in the form that :func:`dma_kernels.attention` takes.
 
-    Positions count from the first key that a batch row may see, also if a sliding cache has dropped that key since.
+    Positions count from the first visible key of a row, even if a sliding cache has dropped that key.
 
     Attributes:
-        batch: Batch rows.
+        batch: Number of rows.
         q_len: Queries in a row.
         kv_len: Keys in a row.
         is_causal: Whether a query sees no key after its own position.
-        window: Causal: the query's own position and the ``window - 1`` before it. Else: those at most ``window`` away.
+        window: Causal: the query's own position and the ``window - 1`` before it. Otherwise: keys at most ``window``
+            positions away.
         q_offset: Position of query 0: an int, or integer ``[]`` or ``[B]``.
-        kv_offset: Position of key 0, likewise; negative in left-padded rows.
-        kv_range: Indices of the first visible key and of the one past the last, integer ``[B, 2]``; ``None`` for all.
-        is_unpadded: Whether it is known that padding hides none of the first ``q_len`` keys. A number that grows would
-            have every step compiled anew.
-        pattern: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``: what the rest of the geometry cannot say.
+        kv_offset: Position of key 0, in the same form. It is negative in left-padded rows.
+        kv_range: Index of the first visible key and index after the last, integer ``[B, 2]``, or ``None`` for all keys.
+        is_unpadded: Whether padding is known to hide none of the first ``q_len`` keys. A growing count instead would
+            recompile every step.
+        pattern: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``: a further mask.
         two_sequences: Whether queries and keys belong to two sequences that share no positions (cross-attention).
     """
 
@@ -58,12 +59,12 @@ class MaskGeometry:
 
     @property
     def hides_nothing(self) -> bool:
-        """Whether every query sees every key, by what kind of mask it is."""
+        """Whether the kind of mask implies that every query sees every key."""
         return not (self.is_causal or self.window) and self.kv_range is None and self.pattern is None
 
     @property
     def broadcasts_queries(self) -> bool:
-        """Whether every query sees the same keys, wherever it stands."""
+        """Whether every query sees the same keys."""
         return not (self.is_causal or self.window) and (self.pattern is None or self.pattern.shape[2] == 1)
 
     @property
@@ -72,9 +73,9 @@ class MaskGeometry:
         return self.batch, 1, self.q_len, self.kv_len
 
     def adapted(self, device: torch.device, batch: int, two_sequences: bool) -> MaskGeometry:
-        """Return it on ``device``, for ``batch`` rows if it has one, and with ``two_sequences`` set.
+        """Return the geometry on ``device``, with ``batch`` rows and ``two_sequences``.
 
-        What changes in nothing stays the very same: layers know a step by its ranges.
+        If nothing changes, the result is the same object, because layers identify a step by its ``kv_range``.
         """
         changes: dict[str, Any] = {}
         for name in ("q_offset", "kv_offset", "kv_range", "pattern"):
@@ -88,7 +89,7 @@ class MaskGeometry:
         return replace(self, batch=batch, two_sequences=two_sequences, **changes)
 
     def dense(self, device: torch.device | str) -> Tensor:
-        """Return the boolean mask ``[B, H, Tq, Tk]`` (``H`` is 1 unless the pattern has heads), true where seen."""
+        """Return the boolean mask ``[B, H, Tq, Tk]``, true is visible. ``H`` is 1 unless the pattern has heads."""
         index = torch.arange(self.kv_len, device=device)
         query = torch.arange(self.q_len, device=device) + _column(self.q_offset)  # [1 or B, Tq]
         distance = query[..., :, None] - (index + _column(self.kv_offset))[..., None, :]  # [1 or B, Tq, Tk]
@@ -106,13 +107,12 @@ class MaskGeometry:
 
 
 class CompactMask(Tensor):
-    """A boolean mask ``[B, 1, Tq, Tk]`` that is only computed if something looks at its values.
+    """A read-only boolean mask ``[B, 1, Tq, Tk]`` that is computed only if an operation needs its values.
 
-    Shape, dtype and device are those of the mask; moving it to a device and slicing off nothing keep it compact; every
-    other operation sees the dense mask. It is read-only.
+    Moving it to a device and slices of the whole mask keep it compact. Every other operation sees the dense mask.
 
     Attributes:
-        dma_geometry: What it stands for.
+        dma_geometry: The geometry of the mask.
     """
 
     dma_geometry: MaskGeometry
@@ -120,10 +120,10 @@ class CompactMask(Tensor):
 
     @staticmethod
     def of(geometry: MaskGeometry, device: torch.device | str) -> Tensor:
-        """Return a mask that carries ``geometry``.
+        """Return a mask with this geometry.
 
-        Under a tensor mode that forbids subclasses (``torch.export`` without dynamo) it is the dense mask, with the
-        geometry as an attribute; there the values are dead code unless the model looks at them.
+        Under a tensor mode that forbids subclasses (``torch.export`` without dynamo) it is the dense mask with the
+        geometry as an attribute.
         """
         byte = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
         if torch.compiler.is_dynamo_compiling() or type(byte) is Tensor:
@@ -145,7 +145,7 @@ class CompactMask(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what concerns the mask as a whole, refuse writes, and compute everything else on the dense mask."""
+        """Answer queries of metadata, refuse writes, and compute everything else on the dense mask."""
         kwargs = kwargs or {}
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -184,7 +184,7 @@ METADATA = frozenset(
     | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous}
     | {Tensor.is_floating_point, Tensor.is_complex, Tensor._is_view, Tensor.get_device, Tensor.__len__}
 )
-"""What a tensor subclass answers without looking at its values."""
+"""Operations that a tensor subclass answers without its values."""
 _UNCHANGED = frozenset({Tensor.contiguous, Tensor.detach, Tensor.bool, torch.detach})
 _WRITES = frozenset(
     {getattr(Tensor, name) for name in dir(Tensor) if name.endswith("_") and not name.startswith("_")}
@@ -203,12 +203,12 @@ def has_no_values(tensor: Tensor) -> bool:
 
 
 def _column(offset: int | Tensor) -> int | Tensor:
-    """Return an offset so that it adds to a row of positions: ``[B]`` becomes ``[B, 1]``."""
+    """Return an offset that broadcasts over positions: ``[B]`` becomes ``[B, 1]``."""
     return offset[:, None] if isinstance(offset, Tensor) and offset.ndim else offset
 
 
 def device_only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """Return the device that these arguments of ``Tensor.to`` ask for, if they ask for nothing else."""
+    """Return the device in these arguments of ``Tensor.to``, or ``None`` if they change anything else."""
     device = args[0] if args else kwargs.get("device")
     others = [*args[1:], *(value for key, value in kwargs.items() if key not in ("device", "non_blocking"))]
     if isinstance(device, (str, int, torch.device)) and all(value is None for value in others):

@@ -286,27 +286,27 @@ def _check_keys(section: Mapping[str, Any], prefix: str) -> None:
 
 
 PAGED_NAME = f"{NAME}_paged|flash"
-"""The name while a model batches continuously; :mod:`dma_hf.integrations.paged_attention` says why it is this one."""
+"""The name during continuous batching. :mod:`dma_hf.integrations.paged_attention` explains it."""
 
 HUB_SUFFIX = f":{NAME}"
-"""How the name of the implementation ends where it comes from the Hub: ``org/repo:dma_mxfp``."""
+"""The end of the name of an implementation from the Hub: ``org/repo:dma_mxfp``."""
 
 EQUALIZED = "dma_equalized"
-"""The key of ``config.json`` that says that keys and queries were balanced: :func:`dma_hf.equalize` writes it."""
+"""The key of ``config.json`` that marks a model as equalized. :func:`dma_hf.equalize` writes it."""
 
 EVERY_TILE = 1 << 20
-"""A band this wide holds every tile of any sequence."""
+"""Width of a band that contains every tile of any sequence."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A configuration, and what a call needs of it worked out once.
+    """A configuration and the values that calls derive from it.
 
     Attributes:
-        config: All of it.
+        config: The configuration.
         recipe: Numerics of self-attention.
-        cross_recipe: Numerics of cross-attention: two sequences share no positions, so that there is no diagonal to
-            hold in high precision, and every tile is high.
+        cross_recipe: Numerics of cross-attention. Every tile is in high precision, because two sequences have no
+            diagonal.
         name: The preset with these numerics, or ``custom``.
     """
 
@@ -342,7 +342,7 @@ def split_name(implementation: str) -> tuple[str, str, str]:
 
 
 def settings_of(config: PreTrainedConfig) -> Settings:
-    """Return the settings that a model's configuration names, ``balanced`` where it names none.
+    """Return the settings in a model's configuration. The default is ``balanced``.
 
     A preset in the name of its attention implementation (``dma_mxfp:fp4``) overrides the ``dma_mxfp`` section. A cache
     without a preset (``dma_mxfp+int4``) overrides that of the section.
@@ -364,16 +364,16 @@ def settings_of(config: PreTrainedConfig) -> Settings:
 
 
 def cache_of(model: PreTrainedModel) -> str | None:
-    """Return the format of the cache that a model's decoder is set to; ``None`` is Transformers' own cache.
+    """Return the cache format of a model's decoder, or ``None`` for Transformers' cache.
 
-    The section counts while the decoder runs ``dma_mxfp``.
+    It is ``None`` if the decoder does not run ``dma_mxfp``.
     """
     decoder = model.config.get_text_config(decoder=True)
     return settings_of(decoder).config.cache if is_dma(str(attention_name(decoder))) else None
 
 
 def cache_format_of(config: PreTrainedConfig, name: str) -> CacheFormat:
-    """Return what the cache format that users call ``name`` is for the model of a decoder's configuration.
+    """Return the storage format for a cache called ``name``, which depends on whether the model is equalized.
 
     Raises:
         ValueError: There is no such format.
@@ -405,8 +405,8 @@ def _parse_section(section: Any, runtime: tuple[tuple[str, str], ...]) -> DMACon
         for name in RUNTIME_FIELDS:
             if getattr(given, name) != getattr(_DEFAULT.config, name):
                 warnings.warn(
-                    f"{source} sets {name}={getattr(given, name)!r}, which is a choice of the machine that runs a "
-                    f"model, and is ignored; dma_hf.configure(model, {name}=...) sets it",
+                    f"{source} sets {name}={getattr(given, name)!r}, which is ignored, because it depends on the "
+                    f"machine; set it with dma_hf.configure(model, {name}=...)",
                     stacklevel=2,
                 )
         return DMAConfig.from_dict(fields | dict(runtime), source=source)

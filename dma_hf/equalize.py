@@ -1,9 +1,9 @@
-"""Equal ranges for keys and queries, folded into a model's weights without changing what the model computes.
+"""Balance the ranges of keys and queries in a model's weights, without changing what the model computes.
 
-A score is a sum of products of query and key channels, so a channel's factor moves freely from one to the other; two
-channels that the rotary embedding turns together share theirs. With powers of two nothing is rounded, and the folded
-model gives the same numbers to the bit. What has changed is how well its keys and queries can be quantised: a channel
-that was much larger in the keys than all others, and had its small counterpart in the queries, stands out in neither.
+A score is a sum of products of query and key channels, so a factor can move from a key channel to its query channel.
+The two channels that a rotary embedding rotates together must share a factor. Powers of two round nothing, so the model
+computes the same numbers to the bit. Its keys and queries are easier to quantize: a key channel that is much larger
+than the others, with a small query channel, is an outlier in neither after balancing.
 """
 
 from __future__ import annotations
@@ -20,36 +20,34 @@ from .config import EQUALIZED
 from .weight_tracing import Layer, Operands, Source, find_layers, watched
 
 MIN_TOKENS = 1024
-"""Fewest tokens to measure ranges over."""
+"""Minimum number of tokens to measure ranges over."""
 WINDOW = 1024
-"""Longer rows are read in windows of this many tokens: the model's eager attention holds all scores of one."""
+"""Longer rows are read in windows of this many tokens, because eager attention stores all scores of a window."""
 LEAST_OFFSET_GAIN = 0.5
-"""Least gain of a norm that holds ``w`` and applies ``1 + w``: below it ``w`` is near -1, where a 16-bit number says
-little about ``1 + w``."""
+"""Minimum gain of a norm that stores ``w`` and applies ``1 + w``. Below it ``w`` is near -1, where ``1 + w`` is inexact
+in 16 bits."""
 
 
 def equalize(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
-    """Give keys and queries equal ranges by powers of two, folded into the weights that make them.
+    """Balance the ranges of keys and queries by powers of two in the weights of a model.
 
-    The model computes what it computed, to the bit, in FP32 and in BF16. One kind of weight can round: norms that apply
-    ``1 + w`` (Gemma 3). In FP32 their channels take the nearest power of two that leaves them exact; in BF16 their
-    gains are rounded once more, by 2**-9 at most. Save the model and it loads anywhere, with nothing of this package.
-    Its configuration then says ``dma_equalized``, unless some channels could not be balanced: an ``int4`` cache rotates
-    the keys of such a model, which lowers its loss.
+    The outputs of the model do not change by a single bit, in FP32 and in BF16. The exception is norms that apply
+    ``1 + w`` (Gemma 3). In FP32 their channels get the nearest power of two that is exact. In BF16 their gains are
+    rounded once more, by at most 2**-9. A saved model loads without this package. If all channels were balanced, its
+    configuration has ``dma_equalized=True``, and an ``int4`` cache rotates its keys, which lowers the loss.
 
     Args:
         model: A model with rotary embeddings, in FP32 or BF16.
         tokens: Token ids of ordinary text, ``[T]`` or ``[B, T]``, at least 1,024 in all.
 
     Returns:
-        For each attention layer, by name, the exponents of the powers of two that its keys were multiplied by and the
-        queries of their groups divided by, ``[Hkv, D]``.
+        For each attention layer, by name, exponents of powers of two, ``[Hkv, D]``. Keys were multiplied by these
+        powers, and the queries of their groups divided by them.
 
     Raises:
-        TypeError: ``tokens`` are not integers, or ``model`` is none of Transformers.
-        ValueError: There are too few of them; or the model cannot be equalised: it has no rotary embedding, it is
-            quantised or in FP16, its keys are not finite, or are not made by weights of its own. The message says
-            which, and the model is as it was.
+        TypeError: ``tokens`` is not a tensor of integers, or ``model`` is not a Transformers model.
+        ValueError: There are too few tokens, or the model cannot be equalized: it has no rotary embedding, it is
+            quantized or in FP16, its keys are not finite, or other modules make them. The model does not change.
     """
     _check(model, tokens)
     ranges = measure_ranges(model, tokens)
@@ -73,17 +71,17 @@ def equalize(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def measure_ranges(model: PreTrainedModel, tokens: Tensor) -> dict[nn.Module, tuple[Tensor, Tensor]]:
-    """Measure the largest absolute value of every channel of queries and keys, after the rotary embedding.
+    """Measure the maximum absolute value of each channel of queries and keys, after the rotary embedding.
 
     Args:
         model: The model.
         tokens: Token ids, ``[T]`` or ``[B, T]``.
 
     Returns:
-        For each attention layer that runs, of queries ``[Hq, D]`` and of keys ``[Hkv, D]``.
+        For each attention layer that runs, the maxima of queries ``[Hq, D]`` and of keys ``[Hkv, D]``.
 
     Raises:
-        ValueError: No layer's attention goes through Transformers' attention interface, or a value is not finite.
+        ValueError: No layer uses Transformers' attention interface, or a value is not finite.
     """
     found: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
@@ -102,14 +100,14 @@ def measure_ranges(model: PreTrainedModel, tokens: Tensor) -> dict[nn.Module, tu
     names = {module: name for name, module in model.named_modules()}
     for module, both in found.items():
         if not all(each.isfinite().all() for each in both):
-            raise ValueError(f"{names[module]}: queries or keys of these tokens hold NaN or infinity")
+            raise ValueError(f"{names[module]}: queries or keys of these tokens have NaN or infinite values")
     return found
 
 
 def _fold(layer: Layer, exponents: Tensor, previous: list[tuple[Tensor, Tensor]]) -> bool:
     """Multiply a layer's keys by ``2**exponents`` ``[Hkv, D]`` and its queries by the inverse, in the weights.
 
-    Returns whether every weight holds its factor exactly; ``previous`` gets each that was changed, with a copy.
+    Returns whether every new weight is exact. Appends each changed weight with a copy to ``previous``.
     """
     powers, is_exact = _powers(layer, exponents), True
     for source in layer.sources:
@@ -123,7 +121,7 @@ def _fold(layer: Layer, exponents: Tensor, previous: list[tuple[Tensor, Tensor]]
 
 
 def _powers(layer: Layer, exponents: Tensor) -> Tensor:
-    """The power of two of every weight of a layer's sources, numbered as their channels are."""
+    """Return the exponent for each weight of a layer's sources, in the order of their channels."""
     powers = torch.zeros(layer.channels, dtype=torch.int32)
     powers[layer.weight_of(layer.key)] = exponents
     powers[layer.weight_of(layer.query)] = -exponents.repeat_interleave(layer.group, 0)
@@ -131,7 +129,7 @@ def _powers(layer: Layer, exponents: Tensor) -> Tensor:
 
 
 class _Scaled(NamedTuple):
-    """A weight, what it is times powers of two, and for each factor whether it is held exactly, or nearly enough."""
+    """A weight, its product with powers of two, and for each factor whether the product is exact, or almost."""
 
     parameter: Tensor
     new: Tensor
@@ -140,7 +138,7 @@ class _Scaled(NamedTuple):
 
 
 def _scaled(source: Source, powers: Tensor) -> list[_Scaled]:
-    """The weight of a source, and its bias if it has one, once its outputs are multiplied by ``2**powers``."""
+    """Return the weight and the bias, if any, of a source whose outputs are multiplied by ``2**powers``."""
     scaled = []
     for weight in (source.module.weight, getattr(source.module, "bias", None)):
         if not isinstance(weight, Tensor):
@@ -163,20 +161,20 @@ def _scaled(source: Source, powers: Tensor) -> list[_Scaled]:
 
 
 def _exponents(layer: Layer, query_range: Tensor, key_range: Tensor) -> tuple[Tensor, bool]:
-    """The power of two for each key channel, ``[Hkv, D]``: one where channels are mixed or share a weight.
+    """Return the exponent for each key channel, ``[Hkv, D]``, and whether these balance every channel within 2x.
 
-    Also whether these balance every channel, to a factor of two.
+    Channels that are mixed or share a weight get the same exponent.
     """
     heads, dim = layer.key.shape
     labels = layer.groups(layer.weight_of).flatten()
     keys, queries = layer.weight_of(layer.key), layer.weight_of(layer.query)
     values = layer.weight_of(layer.value[layer.value >= 0])
     others = torch.isin(queries, torch.cat((values, keys.flatten()))).view(heads, layer.group, dim).any(1)
-    held = torch.isin(keys, values) | others  # what also makes values, or both queries and keys, stays
+    held = torch.isin(keys, values) | others  # weights that also make values, or both queries and keys, do not change
     held = torch.isin(labels, labels[held.flatten()])
 
     def over(ranges: Tensor) -> Tensor:
-        """The largest of all channels of a label, for each channel."""
+        """Return for each channel the maximum over all channels with its label."""
         return torch.zeros(heads * dim).scatter_reduce_(0, labels, ranges.flatten(), "amax")[labels]
 
     query_range, key_range = over(query_range.view(heads, layer.group, dim).amax(1)), over(key_range)
@@ -191,7 +189,7 @@ def _exponents(layer: Layer, query_range: Tensor, key_range: Tensor) -> tuple[Te
 
 
 def _refused(layer: Layer, exponents: Tensor) -> Tensor:
-    """Which key channels have a weight, of theirs or of their queries, that cannot hold the factor; ``[Hkv, D]``."""
+    """Return for which key channels a weight of the key or its queries cannot represent the factor, ``[Hkv, D]``."""
     powers = _powers(layer, exponents)
     bad = torch.zeros_like(powers, dtype=torch.bool)
     for source in layer.sources:
@@ -203,7 +201,7 @@ def _refused(layer: Layer, exponents: Tensor) -> Tensor:
 
 
 def _applies_one_plus(module: nn.Module) -> bool:
-    """Whether a module is a norm that multiplies by ``1 + w``, as Gemma's."""
+    """Return whether a module is a norm that multiplies by ``1 + w``, as in Gemma."""
     if isinstance(module, nn.Linear):
         return False
     weight: Tensor = module.weight  # type: ignore[assignment]
@@ -213,19 +211,19 @@ def _applies_one_plus(module: nn.Module) -> bool:
 
 
 def _compare(layer: Layer, exponents: Tensor, before: Operands, is_exact: bool) -> None:
-    """Raise unless a folded layer gives its old keys and queries times their factors, and its old output."""
+    """Raise unless a changed layer has its old output, and its old keys and queries times their factors."""
     after, factors = layer.run(), torch.exp2(exponents.float())[:, None]
     expected = before._replace(key=before.key * factors, query=before.query / factors.repeat_interleave(layer.group, 0))
     for what, actual, wanted in zip(Operands._fields, after, expected, strict=True):
         slack = 0.0 if is_exact else 2.0**-5 * float(wanted.abs().max())
         if not (actual - wanted).abs().max() <= slack:  # NaN neither
             raise ValueError(
-                f"{layer.name}: its {what} is not what it has to be after folding; its weights are as before"
+                f"{layer.name}: {what} changed in an unexpected way; the weights of the model were restored"
             )
 
 
 def _check(model: PreTrainedModel, tokens: Tensor) -> None:
-    """Raise the error of the first thing that cannot be equalised."""
+    """Raise an error if the model or the tokens are unsuitable."""
     if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise TypeError(f"model must be a Transformers model, got {type(model).__name__}")
     if not isinstance(tokens, Tensor) or not is_integer(tokens) or tokens.dim() not in (1, 2):
@@ -233,20 +231,20 @@ def _check(model: PreTrainedModel, tokens: Tensor) -> None:
         raise TypeError(f"tokens must be a tensor of token ids, [T] or [B, T]; got {got}")
     if tokens.numel() < MIN_TOKENS:
         raise ValueError(
-            f"equalising needs at least {MIN_TOKENS:,} tokens to measure ranges over; got {tokens.numel():,}"
+            f"tokens must have at least {MIN_TOKENS:,} elements to measure ranges over, got {tokens.numel():,}"
         )
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder; equalize takes models of one stack")
+        raise ValueError(f"{name} is an encoder-decoder; equalize supports only models with one stack")
     quantization = getattr(model.config, "quantization_config", None)
     method = getattr(quantization, "quant_method", None)
     if quantization is not None and method != "gguf" and not getattr(quantization, "dequantize", False):
-        raise ValueError(f"{name} is quantised; equalise the model that it was made from, then quantise that")
+        raise ValueError(f"{name} is quantized; equalize the unquantized model first, then quantize it")
     has_rope = getattr(model.config.get_text_config(), "rope_parameters", None)
     if not has_rope and not any("inv_freq" in buffer for buffer, _ in model.named_buffers()):
-        raise ValueError(f"{name} has no rotary embedding, whose channel pairs equalize works on")
+        raise ValueError(f"{name} has no rotary embedding, which equalize needs")
     for weight_name, weight in model.named_parameters():
         if weight.is_meta:
-            raise ValueError(f"{weight_name} is not in memory; load the model without offloading")
+            raise ValueError(f"{weight_name} is on the meta device; load the model without offloading")
         if weight.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"{weight_name} is {weight.dtype}; load the model unquantised, in float32 or bfloat16")
+            raise ValueError(f"{weight_name} is {weight.dtype}; load the model unquantized, in float32 or bfloat16")

@@ -1,14 +1,14 @@
-"""The mask function that Transformers calls for ``dma_mxfp``: what the mask is, compactly.
+"""The mask function that Transformers calls for ``dma_mxfp``, and the reader of masks that a model makes itself.
 
-It is called once for each kind of layer of a forward pass, with the pattern as a Python function of indices, the 2-D
-padding mask and the offsets of the cache. Upstream's flags tell which patterns are plain, so that nothing is inferred
-from values: ``allow_is_causal_skip`` is true where nothing was laid over a causal or local mask, ``local_size`` is the
-window or chunk, and ``allow_is_bidirectional_skip`` is the same for bidirectional attention. What is not recognised
-(prefix-LM, packed sequences, chunks, blocks) becomes a dense boolean pattern, built by upstream's own ``sdpa_mask``.
+Transformers calls :func:`dma_mask` once for each kind of layer in a forward pass. It passes the pattern as a Python
+function of indices, the 2-D padding mask and the offsets of the cache. The result describes the mask by a few numbers.
 
-Finding out whether the padding mask hides anything is a device synchronisation, as in upstream's ``sdpa_mask``, and
-what it hides a second one. There is none without a padding mask, and none while tracing, where the padding stays a
-``[B, 1, 1, Tk]`` pattern.
+Flags of Transformers tell which patterns are plain. ``allow_is_causal_skip`` means a causal or local mask without
+anything else, ``allow_is_bidirectional_skip`` the same for bidirectional attention, and ``local_size`` is the window or
+chunk. Any other pattern (prefix-LM, packed sequences, chunks, blocks) becomes a dense boolean mask from ``sdpa_mask``.
+
+A padding mask costs one device synchronization, as in ``sdpa_mask``, and a second one if it hides keys. There is none
+while tracing, where the padding remains a ``[B, 1, 1, Tk]`` pattern.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .compact_mask import MASKED_BELOW, CompactMask, MaskGeometry, has_no_values
 
 
 class _Kind(NamedTuple):
-    """A recognised mask: causal or not, the window if there is one, and whether only a pattern can say the rest."""
+    """A recognized mask: whether it is causal, its window, and whether it also needs a dense pattern."""
 
     is_causal: bool
     window: int | None = None
@@ -42,14 +42,14 @@ class _Kind(NamedTuple):
 
 
 class _Padding(NamedTuple):
-    """What a 2-D padding mask says of a row's keys; integers ``[B]``.
+    """Summary of a 2-D padding mask, with integers ``[B]``.
 
     Attributes:
-        origin: Absolute position of the first key that the row may see, an int where it is the same in all rows.
+        origin: Absolute position of the first visible key of a row, an int if it is the same in all rows.
         first: Index of the first visible key that is still in the cache.
-        end: Index past the last visible key.
-        pattern: Boolean ``[B, 1, 1, Tk]`` where ``first..end`` has holes, or may have.
-        unpadded: How many keys from the first on it is known not to hide in any row.
+        end: Index after the last visible key.
+        pattern: Boolean ``[B, 1, 1, Tk]`` if there are, or may be, hidden keys between ``first`` and ``end``.
+        unpadded: Number of keys at the start that are known to be visible in all rows.
     """
 
     origin: int | Tensor
@@ -75,37 +75,37 @@ def dma_mask(
     config: PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Return the mask of a forward pass; the interface is Transformers' ``AttentionMaskInterface``.
+    """Return the mask of a forward pass. The interface is that of Transformers' ``AttentionMaskInterface``.
 
     Args:
-        batch_size: Batch rows.
+        batch_size: Number of rows.
         q_length: Queries in a row.
         kv_length: Keys in a row.
-        q_offset: Position of query 0, absolute: an int, or a 0-dimensional tensor (static caches).
-        kv_offset: Position of key 0, absolute: above 0 where a sliding cache has dropped keys.
+        q_offset: Absolute position of query 0: an int, or a 0-dimensional tensor (static caches).
+        kv_offset: Absolute position of key 0. It is above 0 if a sliding cache has dropped keys.
         mask_function: The pattern, a function of (batch, head, query, key) indices.
-        attention_mask: Padding, boolean ``[B, >= kv_offset + kv_length or less]``; what is missing is invisible.
-        local_size: Sliding window or chunk, if the pattern has one.
-        allow_is_causal_skip: True if the pattern is causal (and local), with nothing else laid over it.
-        allow_is_bidirectional_skip: True if it is bidirectional (and local), with nothing else laid over it.
+        attention_mask: Padding, boolean ``[B, length]``. Keys beyond its length are hidden.
+        local_size: Sliding window or chunk of the pattern, if any.
+        allow_is_causal_skip: Whether the pattern is causal (and local) without anything else.
+        allow_is_bidirectional_skip: Whether the pattern is bidirectional (and local) without anything else.
         use_vmap: Whether ``mask_function`` must be evaluated with ``vmap``.
-        device: Where the mask is wanted.
-        config: The model's configuration, which tells a window from a chunk.
-        kwargs: What other mask functions need; ``dtype`` alone is used, for models that add the mask to their scores.
+        device: Device of the mask.
+        config: The model's configuration. It distinguishes a window from a chunk.
+        kwargs: Arguments of other mask functions. Only ``dtype`` is used, for models that add the mask to their scores.
 
     Returns:
-        A :class:`~dma_hf.CompactMask`, ``[B, 1, q_length, kv_length]``; also for plain causal and for full attention.
-        ``None`` would leave it to the layers to know whether they are causal, and some do not (BigBird-Pegasus).
+        A :class:`~dma_hf.CompactMask`, ``[B, 1, q_length, kv_length]``, also for plain causal and for full attention.
+        With ``None`` layers must know whether they are causal, and some do not (BigBird-Pegasus).
 
     Raises:
-        ValueError: ``attention_mask`` is not 2-D or has another batch size; the model computes its attention itself, or
-            needs an additive mask.
+        ValueError: ``attention_mask`` is not 2-D or has another batch size; or the model computes its attention itself
+            or needs an additive mask.
     """
     if config is not None and not torch.compiler.is_dynamo_compiling():
         refuse_model(config)
     if attention_mask is not None and (attention_mask.ndim != 2 or attention_mask.shape[0] != batch_size):
         raise ValueError(
-            f"attention_mask must be [{batch_size}, kv_len] (padding) or 4-D, got shape {list(attention_mask.shape)}"
+            f"attention_mask must be [{batch_size}, kv_len] (padding) or 4-D, got {list(attention_mask.shape)}"
         )
     asked: dict[str, Any] = {
         "batch_size": batch_size,
@@ -130,7 +130,7 @@ def dma_mask(
         pattern = sdpa_mask(**asked, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     origin = 0 if padding is None else padding.origin
     kv_range, frontier = None, q_offset + q_length - kv_offset if kind.is_causal else kv_length
-    is_clipped = isinstance(frontier, Tensor) or frontier < kv_length  # a static cache has yet to write the rest
+    is_clipped = isinstance(frontier, Tensor) or frontier < kv_length  # slots after it in a static cache are unused
     if padding is not None or is_clipped:
         first = torch.zeros(batch_size, dtype=torch.int64, device=device) if padding is None else padding.first
         end = torch.full_like(first, kv_length) if padding is None else padding.end
@@ -139,8 +139,8 @@ def dma_mask(
         kv_range = torch.stack((first, end), dim=-1)
     two_sequences = False
     if not (kind.is_causal or kind.needs_pattern or isinstance(q_offset, Tensor)):
-        two_sequences = q_length != kv_length and q_offset == 0 and kv_offset == 0  # and no cache holds some more
-    # The differences are new tensors: a static cache counts in its tensor, before the layers look at the mask.
+        two_sequences = q_length != kv_length and q_offset == 0 and kv_offset == 0  # and no cache has earlier keys
+    # The differences are new tensors, because a static cache changes its counter before the layers read the mask.
     geometry = MaskGeometry(
         batch=batch_size,
         q_len=q_length,
@@ -166,7 +166,7 @@ def _recognise(
     allow_is_causal_skip: bool,
     allow_is_bidirectional_skip: bool,
 ) -> _Kind:
-    """Tell what a pattern is; when in doubt, that only the pattern itself can say."""
+    """Recognize a pattern. An unknown one needs a dense mask."""
     if mask_function is causal_mask_function:
         return _Kind(is_causal=True)
     if mask_function is bidirectional_mask_function:
@@ -180,23 +180,23 @@ def _recognise(
         return unknown
     if allow_is_bidirectional_skip and is_window:
         return _Kind(is_causal=False, window=local_size if local_size < kv_length - 1 else None)
-    # A step over a static cache comes without leave to skip, whatever its pattern.
+    # In steps over a static cache allow_is_causal_skip is false for every pattern.
     if is_window and (allow_is_causal_skip or _is_window(mask_function, local_size)):
         return _Kind(is_causal=True, window=local_size if local_size < kv_length else None)
-    if allow_is_causal_skip:  # a chunk that holds all keys is no limit
+    if allow_is_causal_skip:  # a chunk with all keys hides nothing
         return _Kind(is_causal=True, needs_pattern=kv_offset + kv_length > local_size)
     return unknown
 
 
 def _is_window(mask_function: Callable[..., Any], window: int) -> bool:
-    """Return whether a pattern is upstream's causal window, with nothing laid over it."""
+    """Return whether a pattern is the causal window of Transformers, without anything else."""
     if torch.compiler.is_compiling():
         return False
     return _are_alike(mask_function, sliding_window_causal_mask_function(window))
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Return whether two functions are made by the same code of the same values."""
+    """Return whether two functions have the same code and the same captured values."""
     if isinstance(one, FunctionType) and isinstance(other, FunctionType):
         cells = ([cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other))
         return one.__code__ is other.__code__ and _are_alike(*map(tuple, cells))
@@ -206,7 +206,7 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 
 def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> _Padding | None:
-    """Summarise a padding mask, ``None`` if it hides nothing. Values come to the host here alone."""
+    """Summarize a padding mask, or return ``None`` if it hides nothing. Only here are values copied to the host."""
     if attention_mask is None or kv_length == 0 or attention_mask.shape[0] == 0:
         return None
     mask = attention_mask.bool()
@@ -232,21 +232,21 @@ def _read_padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int)
 
 
 _READ = "dma_read"
-"""Attribute under which a mask carries what was read of it, with the version of its contents."""
+"""Attribute of a mask with its :class:`DenseMask` and the version of its contents."""
 
 
-_BIAS = "dma_mxfp attention takes masks, not biases, as a floating-point attention_mask"
+_BIAS = "a floating-point attention_mask must hold only zeros and large negative numbers; dma_mxfp supports no bias"
 
 
 @dataclass(frozen=True, eq=False)
 class DenseMask:
-    """A mask that was read.
+    """The contents of a model's own 4-D mask, read once for all layers.
 
     Attributes:
-        pattern: Boolean, true where a key is seen.
-        origin: Index of the first key that any query of a row sees, where its positions begin: an int if it is the same
-            in all rows, else integer ``[B]``.
-        is_mask: Whether a floating-point mask holds only zeros and large negative numbers.
+        pattern: Boolean, true where a key is visible.
+        origin: Index of the first key that any query of a row sees. Positions start there. An int if it is the same in
+            all rows, else integer ``[B]``.
+        is_mask: Whether the mask is boolean, or has only zeros and large negative numbers.
     """
 
     pattern: Tensor
@@ -255,7 +255,7 @@ class DenseMask:
 
 
 def read_mask(mask: Tensor) -> DenseMask:
-    """Read a boolean or floating-point mask ``[B, H, Tq, Tk]``. Waits for the device, once for each tensor."""
+    """Read a boolean or floating-point mask ``[B, H, Tq, Tk]``. Waits for the device once for each tensor."""
     is_kept = not (has_no_values(mask) or mask.is_inference())
     version = mask._version if is_kept else 0
     known: tuple[int, DenseMask] | None = getattr(mask, _READ, None) if is_kept else None

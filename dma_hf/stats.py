@@ -1,4 +1,4 @@
-"""What has computed a model's attention: calls by layer, kernel, recipe and cache, and fallbacks with their reasons."""
+"""Counters of attention calls, by layer, kernel, recipe and cache, of fallbacks to SDPA and of skipped tiles."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Use(NamedTuple):
         kernel: ``warp-specialized``, ``multi-CTA``, ``portable`` or ``reference`` (prompts, and later chunks over a
             cache), ``decode`` (steps over a packed cache), or several in one call, joined by " + ".
         recipe: The preset with these numerics, or ``custom``.
-        cache: What held the keys: ``int8``, ``int4``, ``pages`` (16-bit pages), or ``none`` if they came as plain
-            tensors, as from Transformers' own caches.
+        cache: Where the keys came from: ``int8``, ``int4``, ``pages`` (16-bit pages), or ``none`` for plain tensors,
+            including those of Transformers' caches.
     """
 
     kernel: str
@@ -42,9 +42,9 @@ class LayerStats:
 
     Attributes:
         uses: Calls that ``dma_mxfp`` computed.
-        fallbacks: Calls that SDPA computed instead, by the option that is not supported.
-        tiles: Pairs of query block and low tile skipped, and examined, of each query head, int64 ``[Hq, 2]``, that
-            :func:`dma_hf.counted_tiles` has counted; ``None`` if it has not. A model has one row, the sum.
+        fallbacks: Calls that SDPA computed, by unsupported option.
+        tiles: Pairs of query block and low tile, skipped and examined, for each query head, int64 ``[Hq, 2]``. Only
+            :func:`dma_hf.counted_tiles` counts them; without it they are ``None``. A model has one row, the sum.
     """
 
     uses: Counter[Use] = field(default_factory=Counter)
@@ -53,7 +53,7 @@ class LayerStats:
 
     @property
     def skipped_share(self) -> float | None:
-        """Share of the counted low tiles that were skipped; ``None`` if none was counted."""
+        """Share of the counted low tiles that were skipped, or ``None`` if none were counted."""
         if self.tiles is None:
             return None
         skipped, examined = self.tiles.sum(0).tolist()
@@ -65,14 +65,14 @@ class Stats(LayerStats):
     """Counts of a model.
 
     Attributes:
-        layers: The layers that have been called, by name.
+        layers: Counts of each layer that was called, by name.
     """
 
     layers: dict[str, LayerStats] = field(default_factory=dict)
 
     @property
     def calls(self) -> int:
-        """Calls altogether."""
+        """Number of all calls."""
         return self.uses.total() + self.fallbacks.total()
 
     def __str__(self) -> str:
@@ -92,9 +92,9 @@ _lock = threading.Lock()
 
 
 def stats(model: nn.Module) -> Stats:
-    """Return what has computed the attention of a model since it was loaded, or since :func:`reset_stats`.
+    """Return what computed the attention of a model since it was loaded, or since :func:`reset_stats`.
 
-    Counted where Python runs: a call inside ``torch.compile`` or a CUDA graph that is replayed is not.
+    Only calls from Python are counted, not those inside ``torch.compile`` or a replayed CUDA graph.
     """
     total = Stats()
     with _lock:
@@ -111,7 +111,7 @@ def stats(model: nn.Module) -> Stats:
 
 
 def reset_stats(model: nn.Module) -> None:
-    """Forget the counts of a model."""
+    """Reset the counts of a model."""
     with _lock:
         for module in model.modules():
             _layers.pop(module, None)
@@ -120,7 +120,7 @@ def reset_stats(model: nn.Module) -> None:
 def counted(
     module: nn.Module, recipe: str, cache: str, function: Callable[P, T], *arguments: P.args, **options: P.kwargs
 ) -> T:
-    """Call a function that computes the attention of a layer, and count it."""
+    """Call a function that computes the attention of a layer, and count the call."""
     if torch.compiler.is_compiling():
         return function(*arguments, **options)
     kernels: list[str] = []
@@ -133,7 +133,7 @@ def counted(
 
 
 def count_tiles(module: nn.Module, tiles: Tensor) -> None:
-    """Add the tiles that a layer skipped and examined, ``[Hq, 2]``; waits for their device."""
+    """Add the numbers of tiles that a layer skipped and examined, ``[Hq, 2]``. Waits for the device."""
     tiles = tiles.cpu()
     with _lock:
         layer = _layers.setdefault(module, LayerStats())
@@ -148,22 +148,20 @@ def count_fallback(module: nn.Module, option: str) -> None:
 
 
 TileCounts = dict[nn.Module, Tensor]
-"""For each attention layer int64 ``[Hq, 2]``: pairs of query block and low tile skipped, and pairs examined."""
+"""For each layer, int64 ``[Hq, 2]``: the pairs of query block and low tile that were skipped and examined."""
 
 _counting: list[TileCounts] = []
 
 
 @contextmanager
 def counted_tiles() -> Iterator[TileCounts]:
-    """Count the tiles that attention layers skip within a ``with`` block.
+    """Count the tiles that attention layers skip within a ``with`` block, and add them to :func:`dma_hf.stats`.
 
-    Layers whose configuration has no ``skip_threshold`` are left out, and so are decoding and later chunks over a
-    ``DMACache``, which never skip. Of nested blocks the innermost counts.
-
-    At the end they are added to :func:`dma_hf.stats`.
+    Layers without a ``skip_threshold`` are not counted. Neither are decoding and later chunks over a ``DMACache``,
+    which never skip. In nested blocks only the innermost counts.
 
     Yields:
-        The counts by layer; they grow with each call until the block ends. Reading one waits for its device.
+        The counts by layer. They grow until the block ends. Reading them waits for the device.
     """
     counts: TileCounts = {}
     _counting.append(counts)
@@ -176,7 +174,7 @@ def counted_tiles() -> Iterator[TileCounts]:
 
 
 def tile_counts_of(module: nn.Module, query: Tensor, recipe: Recipe) -> Tensor | None:
-    """Return where a call of a layer with queries ``[B, Hq, T, D]`` adds its counts; ``None`` if nobody asks."""
+    """Return where a call with queries ``[B, Hq, T, D]`` adds its counts, or ``None`` if tiles are not counted."""
     if not _counting or recipe.skip_threshold is None:
         return None
     counts = _counting[-1]
@@ -189,26 +187,26 @@ _fallbacks: Counter[str] = Counter()
 
 
 def fallback_counts() -> dict[str, int]:
-    """Return how many attention calls have run SDPA instead, for each unsupported option; a compiled call once."""
+    """Return how many attention calls ran SDPA, by unsupported option. A compiled call counts once."""
     with _lock:
         return dict(_fallbacks)
 
 
 def reset_fallback_counts() -> None:
-    """Forget all fallbacks; the next one of each option warns again."""
+    """Reset the counts of fallbacks. The next fallback of each option warns again."""
     with _lock:
         _fallbacks.clear()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_fallback(option: str, asked: str) -> None:
-    """Count a fallback, and warn at the first one of its option."""
+    """Count a fallback, and warn if it is the first for its option."""
     with _lock:
         _fallbacks[option] += 1
         is_first = _fallbacks[option] == 1
     if is_first:
         warnings.warn(
-            f"dma_mxfp attention does not support {option} ({asked}); such calls run SDPA, as on_unsupported='sdpa' "
-            "allows. dma_hf.fallback_counts() tells how many.",
+            f"dma_mxfp attention does not support {option} ({asked}). Such calls run SDPA, because "
+            "on_unsupported='sdpa'. dma_hf.fallback_counts() returns how many.",
             stacklevel=2,
         )

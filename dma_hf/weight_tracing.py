@@ -1,9 +1,9 @@
-"""Which weights make the queries, keys and values of each attention layer, found by running the layer.
+"""Find the weights that make the queries, keys and values of each attention layer, by running the layer.
 
-No architecture is named here. What a linear layer or a norm puts out is replaced by numbers that tell its channels
-apart, and the queries and keys that the attention function is then given say which channel each of theirs comes from:
-the rotary embedding turns the token at position 0 by nothing. At later positions one channel alone is set, and the
-channels that are not 0 after the rotary embedding are those that it mixes.
+No architecture is special here. The outputs of linear layers and norms are replaced by numbers that identify their
+channels. The queries and keys that reach the attention function then show where each channel comes from, because the
+rotary embedding does not rotate the token at position 0. At later positions a single channel is nonzero. The nonzero
+channels after the rotary embedding are the ones that it mixes.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from .integrations.attention_name import distinct_configs, set_attention_name
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 BASE = 32
-"""Channels are numbered in digits of this base: with the factor of a long-context embedding, BF16 still tells them."""
+"""Base of the digits that number channels. BF16 represents them exactly, even with a long-context factor."""
 WATCHED = f"{NAME}_watched"
-"""The name of the attention implementation that a model runs while its layers are watched."""
+"""The attention implementation of a model while its layers are watched."""
 _watching: ContextVar[Callable[..., Any]] = ContextVar("_watching")
-"""What computes it, in this thread."""
+"""The attention function of this thread."""
 LARGE = 2.0**20
-"""What is linear in small numbers and clipped or squashed for large ones is found out by multiples of this one."""
+"""Multiples of this number reveal functions that are linear for small numbers only, such as clipping."""
 
 
 class Operands(NamedTuple):
-    """What a layer gave its attention function, and what the layer returned.
+    """Inputs and output of a layer's attention function, and output of the layer.
 
     Attributes:
         query: ``[Hq, T, D]``.
         key: ``[Hkv, T, D]``.
         value: ``[Hkv, T, Dv]``.
-        attended: What the attention function returned, ``[B, T, Hq, Dv]``.
-        output: The layer's output.
+        attended: Result of the attention function, ``[B, T, Hq, Dv]``.
+        output: Output of the layer.
     """
 
     query: Tensor
@@ -57,12 +57,12 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A linear layer or a norm whose output channels become those of queries, keys or values unchanged.
+    """A linear layer or norm whose output channels become channels of queries, keys or values, unchanged.
 
     Attributes:
         module: The module.
-        start: The number of its first channel, among all channels of the layer's sources.
-        channels: Its output channels per token.
+        start: Index of its first channel among the channels of all sources of the layer.
+        channels: Output channels per token.
         shape: The shape of its output, with 1 for batch and tokens.
     """
 
@@ -73,24 +73,24 @@ class Source:
 
     @property
     def weights(self) -> int:
-        """How many factors its weights can take: one per row, or per element of a norm that all heads share."""
+        """Number of independent factors: one per row, or per element of a norm that all heads share."""
         weight: Tensor = self.module.weight  # type: ignore[assignment]
         return weight.shape[0] if isinstance(self.module, nn.Linear) else weight.numel()
 
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention layer, and how it can be called by itself.
+    """An attention layer that can be called by itself.
 
     Attributes:
         name: Its name in the model.
         module: The module.
         arguments: Positional and keyword arguments of a call.
-        sources: What makes its operands.
-        query: The number of the source channel that each query channel comes from, ``[Hq, D]``.
-        key: The same of keys, ``[Hkv, D]``.
-        value: The same of values, ``[Hkv, Dv]``; -1 where no source makes them.
-        mixed: Pairs of key channels that the rotary embedding mixes, numbered ``head * D + channel``, ``[2, N]``.
+        sources: Modules that make its operands.
+        query: Index of the source channel of each query channel, ``[Hq, D]``.
+        key: Index of the source channel of each key channel, ``[Hkv, D]``.
+        value: Index of the source channel of each value channel, ``[Hkv, Dv]``, or -1 without a source.
+        mixed: Pairs of key channels that the rotary embedding mixes, as indices ``head * D + channel``, ``[2, N]``.
     """
 
     name: str
@@ -108,11 +108,11 @@ class Layer:
         return self.query.shape[0] // self.key.shape[0]
 
     def run(self) -> Operands:
-        """Call it by itself."""
+        """Call the layer by itself."""
         return _call(self.module, self.arguments)
 
     def find_output_projection(self) -> nn.Linear | None:
-        """Find the linear layer that takes the attention's output as it is; ``None`` if there is a gate before it."""
+        """Return the linear layer whose input is the attention's output, or ``None`` if something is in between."""
         inputs: dict[nn.Linear, Tensor] = {}
         with ExitStack() as stack:
             for linear in self.module.modules():
@@ -123,14 +123,14 @@ class Layer:
 
     @property
     def channels(self) -> int:
-        """Output channels per token of all its sources."""
+        """Output channels per token of all sources."""
         return sum(source.channels for source in self.sources)
 
     def groups(self, shares: Callable[[Tensor], Tensor]) -> Tensor:
-        """Label key channels, ``[Hkv, D]``, so that two that cannot have factors of their own have one label.
+        """Label key channels, ``[Hkv, D]``. Channels that must share a factor have the same label.
 
-        That is where the rotary embedding mixes them, or where they, or the queries that meet them, are one by
-        ``shares``: a function of source channels, the weight that makes them for one.
+        They must if the rotary embedding mixes them, or if ``shares`` maps their source channels, or those of their
+        queries, to the same number. ``shares`` is, for example, :meth:`weight_of`.
         """
         (heads, dim), group = self.key.shape, self.group
         slots = torch.arange(heads * dim)
@@ -140,7 +140,7 @@ class Layer:
         return tied(len(slots) + self.channels, torch.cat([self.mixed, *pairs], 1))[: len(slots)].view(heads, dim)
 
     def weight_of(self, channels: Tensor) -> Tensor:
-        """Return the number of the weight that makes each of these channels, counted like channels."""
+        """Return the index of the weight that makes each of these source channels."""
         weights = channels.clone()
         for source in self.sources:
             own = (channels >= source.start) & (channels < source.start + source.channels)
@@ -157,8 +157,8 @@ def find_layers(model: PreTrainedModel, tokens: Tensor, head_dim: int) -> list[L
         head_dim: Channels of its widest head.
 
     Raises:
-        ValueError: A layer cannot be called by itself, is called more than once in a pass, or makes queries or keys in
-            another way than by linear layers and norms; the message names it.
+        ValueError: A layer cannot be called by itself, is called more than once in a pass, or does not make queries and
+            keys with linear layers and norms. The message names the layer.
     """
     calls: dict[nn.Module, Arguments] = {}
     ran: list[nn.Module] = []
@@ -175,7 +175,7 @@ def find_layers(model: PreTrainedModel, tokens: Tensor, head_dim: int) -> list[L
     for module in ran:
         if module not in calls or ran.count(module) > 1:
             name = names.get(module, type(module).__name__)
-            raise ValueError(f"{name} computes attention other than once in a pass; its weights serve several layers")
+            raise ValueError(f"{name} computes attention more than once in a pass, because layers share its weights")
     with watched(model):
         return [_trace(names[module], module, calls[module], count) for module in ran]
 
@@ -188,9 +188,9 @@ def _watched_attention(*arguments: Any, **options: Any) -> Any:
 def watched(
     model: PreTrainedModel, watch: Callable[[nn.Module, Tensor, Tensor, Tensor], None] | None = None
 ) -> Iterator[None]:
-    """Within a ``with`` block, run a model's own eager attention, and show ``watch`` each layer's operands.
+    """Run a model's eager attention within a ``with`` block, and call ``watch`` with each layer and its operands.
 
-    Gradients, dropout and caches are off. Other models, and other threads, keep the attention that they have.
+    Gradients, dropout and caches are off. Other models and threads are not affected.
     """
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +224,7 @@ def watched(
 
 
 def tied(count: int, pairs: Tensor) -> Tensor:
-    """Label ``count`` nodes so that two have one label just where pairs ``[2, N]`` of nodes connect them."""
+    """Label the connected components of ``count`` nodes with edges ``pairs``, ``[2, N]``."""
     labels = torch.arange(count)
     while True:
         lower = labels[pairs].amin(0)
@@ -254,7 +254,7 @@ def _trace(name: str, module: nn.Module, call: Arguments, count: int) -> Layer:
     coded = [observe((torch.arange(total) // place % BASE + 1.0).expand(count, -1)) for place in places]
 
     def source_of(which: int) -> Tensor:
-        """The source of each channel of an operand, from its first token; -1 where it is nothing's copy."""
+        """Return the source of each channel of an operand, from its first token, or -1 if it has none."""
         factor = unit[which][:, 0]
         codes = torch.stack([each[which][:, 0] for each in coded]) / factor - 1
         channels = (codes.nan_to_num().round().long() * torch.tensor(places)[:, None, None]).sum(0)
@@ -275,7 +275,7 @@ def _trace(name: str, module: nn.Module, call: Arguments, count: int) -> Layer:
 
 
 def _sources(module: nn.Module, call: Arguments, count: int) -> tuple[Source, ...]:
-    """Every linear layer and every norm with weights that runs once in a call and puts out numbers for each token."""
+    """Return each linear layer and norm with weights that runs once in a call, with an output for each token."""
     outputs: dict[nn.Module, list[Any]] = {}
     with ExitStack() as stack:
         for leaf in module.modules():
@@ -297,7 +297,7 @@ def _sources(module: nn.Module, call: Arguments, count: int) -> tuple[Source, ..
 
 @contextmanager
 def _replaced(sources: tuple[Source, ...], numbers: Tensor) -> Iterator[None]:
-    """Within a ``with`` block, sources put out ``numbers`` ``[T, channels of all sources]``."""
+    """Replace the outputs of the sources by ``numbers`` ``[T, channels of all sources]`` within a ``with`` block."""
 
     def replace(own: Tensor, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
         axis = list(output.shape).index(len(own))
@@ -311,7 +311,7 @@ def _replaced(sources: tuple[Source, ...], numbers: Tensor) -> Iterator[None]:
 
 
 def _mixed(observe: Callable[[Tensor], Operands], total: int, query: Tensor, key: Tensor, count: int) -> Tensor:
-    """Pairs of key channels that a rotary embedding mixes, in keys or in the queries of their group, ``[2, N]``."""
+    """Return pairs of key channels that a rotary embedding mixes in keys, or in queries of their group, ``[2, N]``."""
     dim, group = key.shape[1], query.shape[0] // key.shape[0]
     numbers = torch.zeros(count, total)
     for channels in (query, key):
@@ -326,7 +326,7 @@ def _mixed(observe: Callable[[Tensor], Operands], total: int, query: Tensor, key
 
 
 def _call(module: nn.Module, call: Arguments) -> Operands:
-    """Call an attention layer whose model is watched, and return what its attention function was given."""
+    """Call an attention layer of a watched model, and return its operands and outputs."""
     seen: list[list[Tensor]] = []
     watching = _watching.get()
 

@@ -1,7 +1,7 @@
-"""The attention implementation in a model's configuration: read and set without Transformers' checks of the name.
+"""The name of the attention implementation in a model's configuration, without Transformers' checks.
 
-``set_attn_implementation`` is public, but it refuses names that are known to continuous batching alone, and it reloads
-kernels from the Hub.
+The public ``set_attn_implementation`` refuses names that only continuous batching knows, and reloads kernels from the
+Hub.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from .versions import check_attributes
 
-check_attributes(PreTrainedConfig, ["_attn_implementation"])  # here, because the functions are compiled with the model
+check_attributes(PreTrainedConfig, ["_attn_implementation"])  # at import: the functions below may be compiled
 
 
 def attention_name(config: PreTrainedConfig) -> Any:
@@ -23,14 +23,14 @@ def attention_name(config: PreTrainedConfig) -> Any:
 
 
 def set_attention_name(config: PreTrainedConfig, name: Any) -> None:
-    """Set it, for this configuration and those nested in it."""
+    """Set the name in a configuration and those nested in it."""
     config._attn_implementation = name
 
 
 def distinct_configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """Return the configurations that the modules of a model read, and those nested in them, each once, outermost first.
+    """Return the configurations of a model's modules and those nested in them, each once, outermost first.
 
-    Not only models have one: some parts of a composite model are plain modules with a copy (X-CLIP).
+    Some parts of a composite model are plain modules with a copy of a configuration (X-CLIP).
     """
     found: dict[int, PreTrainedConfig] = {}
     pending = [getattr(module, "config", None) for module in model.modules()]
@@ -44,14 +44,14 @@ def distinct_configs(model: nn.Module) -> list[PreTrainedConfig]:
 
 
 def rename(model: nn.Module, new: Callable[[Any], Any]) -> list[tuple[PreTrainedConfig, Any]]:
-    """Give the attention of a model's parts other names; return what they were called, for :func:`restore_names`."""
+    """Rename the attention of a model's parts, and return the old names for :func:`restore_names`."""
     saved = [(config, attention_name(config)) for config in distinct_configs(model)]
-    for config, name in saved:  # outermost first: the setter writes to nested ones too
+    for config, name in saved:  # outermost first, because the setter also writes to nested ones
         set_attention_name(config, new(name))
     return saved
 
 
 def restore_names(saved: list[tuple[PreTrainedConfig, Any]]) -> None:
-    """Take back :func:`rename`."""
+    """Undo :func:`rename`."""
     for config, name in saved:
         set_attention_name(config, name)

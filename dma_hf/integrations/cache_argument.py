@@ -1,4 +1,4 @@
-"""The name under which the installed Transformers takes and returns a cache."""
+"""The name of the cache argument in the installed Transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import GenerationMixin
 _PARAMETERS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 
 CACHE_ARGUMENT = "cache" if "cache" in _PARAMETERS else "past_key_values"
-"""``cache`` as of Transformers 5.24, where the older ``past_key_values`` is deprecated."""
+"""``cache`` in Transformers 5.24 and later, which deprecates ``past_key_values``."""
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""The names under which a caller may pass a cache to ``generate``."""
+"""Names of the argument with which a caller may pass a cache to ``generate``."""

@@ -1,4 +1,4 @@
-"""Which commit of a Hub repository a model was loaded from."""
+"""The commit of the Hub repository that a model was loaded from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from transformers import PreTrainedConfig
 
 
 def commit_of(config: PreTrainedConfig) -> str | None:
-    """Return the commit; ``None`` for a local folder."""
-    commit: str | None = getattr(config, "_commit_hash", None)  # set by `from_pretrained` alone
+    """Return the commit, or ``None`` for a local folder."""
+    commit: str | None = getattr(config, "_commit_hash", None)  # set only by `from_pretrained`
     return commit

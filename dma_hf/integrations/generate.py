@@ -1,8 +1,8 @@
 """``generate`` with a ``DMACache``.
 
-Transformers has no public way to add a kind of cache, and nothing tells a package that a model was loaded. So
-``GenerationMixin.generate`` is wrapped once, when the package is imported. The wrapper adds a cache to the calls of
-models that run ``dma_mxfp`` and whose configuration names a format; all other calls pass through it unchanged.
+Transformers has no registry of caches, and no hook that runs when a model is loaded. So this package wraps
+``GenerationMixin.generate`` once, at import. The wrapper adds a cache to calls of models that run ``dma_mxfp`` and
+whose settings name a cache. It passes on all other calls unchanged. ``docs/compatibility.md`` lists the alternatives.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .cache_argument import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from .names import CACHE_IMPLEMENTATION
 
 OPEN = (None, "hybrid")
-"""What leaves the cache open: Transformers takes "hybrid", which old configurations of Gemma ask for, for nothing."""
+"""Values that name no cache. Transformers ignores "hybrid", which old configurations of Gemma have."""
 
 SPECULATION = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-"""Fields of a generation configuration that ask for speculative decoding, as an assistant model does."""
+"""Fields of a generation configuration that turn on speculative decoding, apart from an assistant model."""
 
 _PACKAGE = __name__.removesuffix("integrations.generate")
 
 
 def wrap_generate() -> None:
-    """Have ``generate`` use the cache that a model's configuration names."""
+    """Wrap ``generate`` so that it uses the cache in a model's settings."""
     original = GenerationMixin.generate
     if getattr(original, "__module__", None) == __name__:
         return
@@ -46,16 +46,16 @@ def wrap_generate() -> None:
 
 
 def _is_ours(model: PreTrainedModel) -> bool:
-    """Return whether a model's decoder runs the attention of this package, and not of a copy from the Hub."""
+    """Return whether a model's decoder runs the attention of this package, not that of a copy from the Hub."""
     name = str(attention_name(model.config.get_text_config(decoder=True)))
     return is_dma(name) and str(AttentionInterface()[name].__module__).startswith(_PACKAGE)
 
 
 def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a call of ``generate``, with a ``DMACache`` if the model is set to one.
+    """Return the options of a call of ``generate``, with a ``DMACache`` if the model's settings name one.
 
-    A call that asks for another cache gets it. ``cache_implementation="dma"`` asks for a ``DMACache`` where the
-    generation configuration says otherwise.
+    Another cache in the call has priority. ``cache_implementation="dma"`` in the call overrides the generation
+    configuration.
     """
     asked = functools.partial(_asked, model, arguments, options)
     wanted = options.get("cache_implementation") == CACHE_IMPLEMENTATION
@@ -66,11 +66,11 @@ def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[
     cache: Cache | None = next((options[name] for name in CACHE_ARGUMENTS if options.get(name) is not None), None)
     if wanted and cache is None:
         cache = DMACache(model.config)
-        if not any(isinstance(layer, DMALayer) for layer in cache.layers):  # Mamba calls its cache by another name
+        if not any(isinstance(layer, DMALayer) for layer in cache.layers):  # Mamba has another cache argument
             return options
         if model.config.is_encoder_decoder:
             cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
-        if asked("is_assistant"):  # whose caches Transformers lets keep what it will take back
+        if asked("is_assistant"):  # Transformers rolls back its cache
             cache.activate_past_recording()
         options = {name: value for name, value in options.items() if name not in CACHE_ARGUMENTS}
         options[CACHE_ARGUMENT] = cache
@@ -82,7 +82,7 @@ def _with_cache(model: PreTrainedModel, arguments: Sequence[Any], options: dict[
 
 
 def _prompt_length(model: PreTrainedModel, arguments: Sequence[Any], options: dict[str, Any]) -> int | None:
-    """Return how many tokens the decoder is given."""
+    """Return how many tokens are passed to the decoder."""
     if model.config.is_encoder_decoder:
         names = ["decoder_input_ids", "decoder_inputs_embeds"]
         found = [options.get(name) for name in names]
@@ -93,7 +93,7 @@ def _prompt_length(model: PreTrainedModel, arguments: Sequence[Any], options: di
 
 
 def _asked(model: PreTrainedModel, arguments: Sequence[Any], options: dict[str, Any], name: str) -> Any:
-    """Return what a call of ``generate`` asks for, as Transformers finds it: itself, its configuration, the model's."""
+    """Return an option of ``generate``: from the call, the configuration in the call, or the model's."""
     if name in options:
         return options[name]
     given = [options.get("generation_config"), *arguments[1:2], model.generation_config]

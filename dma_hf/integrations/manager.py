@@ -1,6 +1,6 @@
 """Transformers' manager of continuous batching, for a model that runs ``dma_mxfp``.
 
-Written for Transformers 5.18 to 5.24. :func:`check_interfaces` holds the installed version against that.
+It supports Transformers 5.18 to 5.24. :func:`check_interfaces` checks the installed version.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ _PARAMETERS: tuple[tuple[Any, ...], ...] = (
     (find_num_key_value_heads, "config"),
     *((scheduler, "cache safety_margin max_requests_per_batch") for scheduler in SCHEDULER_MAPPING.values()),
 )
-"""Functions that are called or overridden, with the parameters that they have in the supported versions."""
+"""Functions that are called or overridden, with their parameters in the supported versions."""
 
 _ATTRIBUTES = (
     *("background_thread_status", "batch_processor", "cancel_queue", "continuous_batching_config"),
     *("distributed_helper", "generation_config", "input_queue", "is_tp_driver", "logit_processor", "output_router"),
     "_use_prefix_sharing",
 )
-"""Attributes of a manager that are read or set here."""
+"""Attributes of a manager that this module reads or sets."""
 
 _CACHE_ATTRIBUTES = frozenset(
     {
@@ -89,18 +89,18 @@ _CACHE_ATTRIBUTES = frozenset(
         *("tokens_per_sector", "use_prefix_sharing"),
     }
 )
-"""Attributes that Transformers' paged cache sets in its constructor, which :class:`PackedPagedCache` does not call.
+"""Attributes that the constructor of Transformers' paged cache sets. :class:`PackedPagedCache` does not call it.
 
-``_block_table_key`` is for FlashAttention's kernel alone.
+Only FlashAttention's kernel needs ``_block_table_key``.
 """
 
 
 @cache
 def check_interfaces() -> None:
-    """Check that continuous batching of the installed Transformers is as this package was written for.
+    """Check the interfaces of continuous batching in the installed Transformers.
 
     Raises:
-        UnsupportedTransformersError: It is not.
+        UnsupportedTransformersError: They differ from the supported versions.
     """
     for function, *known in _PARAMETERS:
         check_parameters(function, *known)
@@ -114,11 +114,15 @@ def check_interfaces() -> None:
 
 
 class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
-    """Transformers' manager of continuous batching for a model that runs ``dma_mxfp``, with the cache it is set to.
+    """Transformers' manager of continuous batching for a model that runs ``dma_mxfp``, with the cache in its settings.
 
-    The model goes by a name that Transformers takes for batching while the manager is at work; afterwards by its own.
+    The attention of the model has a name for batching while the manager runs, and its own name afterwards.
 
-    Arguments are those of Transformers' manager.
+    Args:
+        model: The model.
+        settings: The generation configuration.
+        batching: The configuration of continuous batching.
+        hints: Transformers' ``WorkloadHints``, or ``None``.
     """
 
     def __init__(
@@ -132,9 +136,9 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
         batching = copy.deepcopy(batching)
         blocks = batching.max_blocks_per_request
         if self.cache_format is not None:
-            batching.max_blocks_per_request = None  # it would be taken for a wish for FlashAttention's kernel
+            batching.max_blocks_per_request = None  # it would select FlashAttention's kernel
         elif batching.use_cuda_graph is None:
-            batching.use_cuda_graph = False  # lengths are needed on the host
+            batching.use_cuda_graph = False  # lengths are read on the host
         try:
             super().__init__(model, settings, batching, hints)
             check_attributes(self, _ATTRIBUTES)
@@ -149,11 +153,11 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
                 longest = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
                 blocks = math.ceil(longest / TILE) + 1 if longest else DEFAULT_BLOCKS
             resolved.max_blocks_per_request = blocks
-            # Prompts come in any number and length, which are read on the host.
+            # No graph for prompts: their number and lengths are read on the host.
             resolved.use_cuda_graph = False, resolved.cuda_graph_booleans[1] and blocks > 0
 
     def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
-        """Rename the attention of the model; another one is never used."""
+        """Rename the attention of the model. The implementation does not change."""
         with self._entering:
             if not self._entered:
                 enter_batching(model)
@@ -181,18 +185,18 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
         """Stop the generation thread.
 
         Raises:
-            RuntimeError: The manager was to be kept, and its thread has died.
+            RuntimeError: The manager should be kept, but its thread has died.
         """
         error = self.background_thread_status.fatal_error
         is_kept = keep_for_next_session and error is None
         super().stop(block=block, timeout=timeout, keep_for_next_session=is_kept, hard_stop=hard_stop)
-        if not self.is_running():  # as it may after stop(block=False)
+        if not self.is_running():  # it may still run after stop(block=False)
             self._leave()
         if keep_for_next_session:
             self._raise_if_dead()
 
     def destroy(self) -> None:
-        """Release what the manager holds; ``generate_batch`` ends with it.
+        """Release the cache of the manager. ``generate_batch`` calls it last.
 
         Raises:
             RuntimeError: The generation thread has died.
@@ -209,7 +213,7 @@ class DMAManager(ContinuousBatchingManager):  # type: ignore[misc]
     def _run_generation_loop(self, *arguments: Any, **options: Any) -> None:
         try:
             super()._run_generation_loop(*arguments, **options)
-        except Exception as error:  # the end of a thread: what is not recorded here nobody sees
+        except Exception as error:  # in a thread: an error that is not recorded here is lost
             self._handle_critical_error(error, self.batch_processor)
             self.background_thread_status.mark_as_stopped()
         finally:

@@ -1,4 +1,4 @@
-"""Whether a forward pass collects attention weights; models such as GPT-2 do not pass ``output_attentions`` down."""
+"""Whether a forward pass collects attention weights. Models such as GPT-2 do not pass ``output_attentions`` on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .versions import check_attributes, private_imports
 
 
 def is_collecting_attentions() -> bool:
-    """Return whether the model that is running hooks its layers to collect attention weights."""
+    """Return whether the running model collects attention weights with hooks."""
     collected = _collector().get()
     return bool(collected) and any(name.endswith("attentions") for name in collected)
 

@@ -1,9 +1,9 @@
 """Attention of continuous batching: ``dma_mxfp`` over Transformers' paged cache, in 16 bits or packed.
 
-Transformers takes an implementation for continuous batching by its name: ``sdpa``, ``paged|eager``, and what has
-``flash`` in it, which promises to keep packed requests apart by their lengths, without a mask. (Up to 5.17 it was the
-prefix ``paged|``.) :data:`PAGED_NAME` is such a name. It is set for as long as a model batches continuously, and at no
-other time, because elsewhere Transformers takes those names for FlashAttention.
+Continuous batching accepts an attention implementation by its name: ``sdpa``, ``paged|eager``, or a name with ``flash``
+in it. (Up to 5.17 it was the prefix ``paged|``.) A ``flash`` implementation separates requests by their lengths,
+without a mask. :data:`~dma_hf.config.PAGED_NAME` is such a name. A model has it only while it batches continuously,
+because elsewhere Transformers treats these names as FlashAttention.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _OF_THE_BATCH = frozenset(
     {"read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal"}
     | {"max_seqlen_q", "max_seqlen_k", "cu_seq_lens_k"}
 )
-"""Arguments that describe the batch; what attention needs of them is read before the others are checked."""
+"""Arguments that describe the batch. They are read before the other arguments are checked."""
 
 
 def name_for_batching(name: Any) -> Any:
-    """Return the name that Transformers takes for batching, registered, for an implementation that is this one."""
+    """Return the registered name for continuous batching if ``name`` is this implementation, else ``name``."""
     if is_dma(str(name)) and not name.startswith(PAGED_NAME):
-        # With the preset that it may name; a Hub kernel's names none.
+        # With the preset and cache of the name. The name of a Hub kernel has none.
         name = PAGED_NAME + (name.removeprefix(NAME) if name.startswith(NAME) else "")
         AttentionInterface.register(name, dma_paged_attention_forward)
     return name
@@ -42,7 +42,7 @@ def name_for_batching(name: Any) -> Any:
 
 @dataclass
 class _Batched:
-    """A model that is batched: by how many at once, and the names of its parts' attention before that."""
+    """A model in continuous batching: the number of users, and the attention names of its parts before."""
 
     count: int = 0
     names: list[tuple[PreTrainedConfig, Any]] = field(default_factory=list)
@@ -53,7 +53,7 @@ _lock = threading.Lock()
 
 
 def enter_batching(model: PreTrainedModel) -> None:
-    """Give a model the name that Transformers takes for continuous batching, until as many :func:`leave_batching`."""
+    """Rename a model's attention for continuous batching, until :func:`leave_batching` is called as often."""
     with _lock:
         state = _batched.setdefault(model, _Batched())
         if state.count == 0:
@@ -62,7 +62,7 @@ def enter_batching(model: PreTrainedModel) -> None:
 
 
 def leave_batching(model: PreTrainedModel) -> None:
-    """Take back :func:`enter_batching`; a name that was set since then stays."""
+    """Undo :func:`enter_batching`. A name that was set in between stays."""
     with _lock:
         state = _batched[model]
         state.count -= 1
@@ -86,27 +86,27 @@ def dma_paged_attention_forward(
     """Compute the attention of one layer for requests that are packed into one row.
 
     Args:
-        module: The layer; ``config`` and ``layer_idx`` are read.
-        query: ``[1, Hq, tokens, D]``, the new tokens of all requests and padding behind them.
-        key: ``[1, Hkv, tokens, D]``, likewise; the cache adds those of earlier steps.
-        value: ``[1, Hkv, tokens, Dv]``.
-        attention_mask: Not used; the lengths say what it would.
+        module: The layer. ``config`` and ``layer_idx`` are read.
+        query: ``[1, Hq, tokens, D]``: new tokens of all requests, then padding.
+        key: ``[1, Hkv, tokens, D]``, of the same tokens.
+        value: ``[1, Hkv, tokens, Dv]``, of the same tokens.
+        attention_mask: Not used, because the lengths imply it.
         sliding_window: Window of the layer.
-        cache: The paged cache; ``None`` if the layer has updated it, with ``key`` and ``value`` read from it.
-        cu_seq_lens_q: Where requests begin among the queries, int32 ``[requests + 1]``.
-        position_ids: ``[1, tokens]``, of every query in its request.
-        kwargs: What else continuous batching and the model pass, see :meth:`dma_hf.arguments.Call.of`.
+        cache: The paged cache, or ``None`` if the layer has updated it and ``key`` and ``value`` come from it.
+        cu_seq_lens_q: Offsets of the requests among the queries, int32 ``[requests + 1]``.
+        position_ids: Positions of the queries in their requests, ``[1, tokens]``.
+        kwargs: Further arguments, see :meth:`dma_hf.arguments.Call.of`.
 
     Returns:
         ``[1, tokens, Hq, Dv]``, and ``None`` in place of attention weights.
 
     Raises:
-        RuntimeError: It is called outside continuous batching, or while a CUDA graph is captured.
-        ValueError: As :func:`~dma_hf.dma_attention_forward`.
+        RuntimeError: It is called outside continuous batching, or a CUDA graph is being captured over 16-bit pages.
+        ValueError: As in :func:`~dma_hf.dma_attention_forward`.
     """
     if cu_seq_lens_q is None or position_ids is None or "read_index" not in kwargs:
         raise RuntimeError(
-            f"attn_implementation={PAGED_NAME!r} is for generate_batch; call generate and forward outside of "
+            f"attn_implementation={PAGED_NAME!r} is for generate_batch only; call generate and forward outside of "
             "dma_hf.continuous_batching(model)"
         )
     call = Call.of(module, **{name: each for name, each in kwargs.items() if name not in _OF_THE_BATCH})
@@ -122,8 +122,8 @@ def dma_paged_attention_forward(
         return counted(module, call.settings.name, format, lambda: cache.attend(*packed, **options)), None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "dma_mxfp attention needs the lengths of the requests on the host, which a CUDA graph cannot give; pass "
-            "continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)"
+            "dma_mxfp attention over 16-bit pages reads the lengths of the requests on the host, which a CUDA graph "
+            "does not allow; pass continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=False)"
         )
     key, value, key_starts = _update(cache, module, key, value, sliding_window, kwargs)
     requests = (query, key, value, key_starts, cu_seq_lens_q, position_ids)
@@ -140,10 +140,10 @@ def _attend_requests(
     recipe: Recipe,
     options: dict[str, Any],
 ) -> Tensor:
-    """Compute the attention of every request, ``[1, tokens, Hq, Dv]``, to keys whose starts are known."""
+    """Compute the attention of every request, ``[1, tokens, Hq, Dv]``, over unpacked keys."""
     out = query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1]))
     last = cu_seq_lens_q[1:].long() - 1
-    ends = position_ids.reshape(-1)[last.clamp(min=0)] + 1  # of the requests: tokens until now
+    ends = position_ids.reshape(-1)[last.clamp(min=0)] + 1  # tokens of each request so far
     requests = torch.stack((cu_seq_lens_q[:-1], cu_seq_lens_q[1:], key_starts[:-1], key_starts[1:], ends)).T.tolist()
     decoding = [request for request in requests if request[1] - request[0] == 1]
     for start, stop, key_start, key_stop, end in requests:
@@ -166,9 +166,9 @@ def _attend_requests(
 def _update(
     cache: Any, module: nn.Module, key: Tensor, value: Tensor, sliding_window: int | None, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Store keys and values, and return those of all requests, with where each request begins among them."""
+    """Store keys and values, and return those of all requests with the offset of each request."""
     starts = kwargs["cu_seq_lens_k"]
-    if cache is None:  # the layer has updated it: Transformers 5.24 and newer
+    if cache is None:  # the layer has updated it: Transformers 5.24 and later
         return key, value, starts
     if "read_index" in inspect.signature(cache.update).parameters:  # up to Transformers 5.17
         indices = {name: kwargs[name] for name in ("read_index", "write_index")}
@@ -178,7 +178,7 @@ def _update(
             starts = starts["sliding_attention" if sliding_window else "full_attention"]
         return key, value, starts
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-    return key, value, kwargs["cu_seq_lens_k"]  # that of the layer's kind, since the update
+    return key, value, kwargs["cu_seq_lens_k"]  # update() sets it for the layer's kind
 
 
 def _decode(
@@ -186,12 +186,13 @@ def _decode(
 ) -> Tensor:
     """Compute all requests with one query as a batch, ``[requests, Hq, Dv]``.
 
-    ``requests``, integer ``[requests, 5]``, holds bounds of the query, bounds of the keys, and tokens until now.
+    ``requests``, integer ``[requests, 5]``, has start and end of the query, start and end of the keys, and the tokens
+    so far.
     """
     start, _, key_start, key_stop, end = requests.unbind(-1)
     lengths = key_stop - key_start
     index = torch.arange(int(lengths.max()), device=query.device)
-    chosen = (key_start[:, None] + index).clamp(max=key.shape[2] - 1)  # [requests, keys]; beyond the range: any
+    chosen = (key_start[:, None] + index).clamp(max=key.shape[2] - 1)  # [requests, keys]; any index beyond the range
     out: Tensor = attention(
         query[0, :, start].transpose(0, 1)[:, :, None],
         key[0, :, chosen].transpose(0, 1),

@@ -1,17 +1,15 @@
 """Packed pages: the paged cache of continuous batching in the formats of :class:`~dma_hf.DMACache`.
 
-Transformers' scheduler and pool hand out blocks of one flat tensor of bytes (5.18 and newer). Here there are two kinds:
+Transformers' scheduler and pool allocate blocks of one flat tensor of bytes (5.18 and later). There are two kinds:
 
-* **pages**: a block holds a tile of 128 tokens of one request as records, one for each layer and kv head
-  (:mod:`dma_kernels.cache.page_layout`). A request has one for every complete tile that is no sink: sinks are never
-  read as codes.
-* **slots**: a block holds, for all layers, what a request has in 16 bits: its sink tiles, and the ring of its last
-  tiles, the band's and its own (:mod:`dma_kernels.cache.storage`). A request has one. Nothing is taken back here, and
-  chunks are answered before they are stored, so that there is no spare tile.
+* **pages**: a block has a tile of 128 tokens of one request, for each layer and kv head
+  (:mod:`dma_kernels.cache.page_layout`). A request has one for every complete tile that is not a sink tile.
+* **slots**: a block has the tokens that a request keeps in 16 bits, for all layers: its sink tiles, and a ring of its
+  last tiles (:mod:`dma_kernels.cache.storage`). A request has one slot.
 
-Both come from the same sectors, so that memory for long requests and for many is one budget, counted in packed bytes;
-and a request that is evicted, restored, forked or cancelled takes its slot along by Transformers' own means. Whatever a
-step needs beside them (positions, pages, slots) is in the step's inputs: there is no other state.
+Both come from the same sectors, so long requests and many requests share one budget of packed bytes. Transformers
+evicts, restores, forks and cancels slots like pages. Positions, pages and slots of a step are inputs of the step. There
+is no other state.
 """
 
 from __future__ import annotations
@@ -37,28 +35,29 @@ from transformers.generation.continuous_batching.utils import find_head_dim, fin
 from ..config import cache_format_of, settings_of
 
 Batch = tuple[Tensor | None, Tensor, Tensor]
-"""Transformers' table of blocks if it has one, where requests begin among the queries, and position ids."""
+"""Transformers' block table or ``None``, offsets of the requests among the queries, and position ids."""
 
 PAGES, SLOTS = "full_attention", "sliding_attention"
-"""Names of the two allocators. Transformers knows no others, and calls sliding what has a bounded size, as slots do."""
+"""Names of the two allocators. Transformers has no other names. A sliding one has a bounded size, like slots."""
 
 DEFAULT_BLOCKS = 256
-"""Pages of a request, where nobody said how long requests get, up to which steps of decoding alone are a CUDA graph."""
+"""Default maximum of pages per request for which decoding steps are CUDA graphs."""
 
 ROUNDED_PAGES = 32
-"""Page tables of mixed batches have a multiple of so many columns, so that few shapes come up."""
+"""Page tables of mixed batches have a multiple of this many columns, to limit the number of shapes."""
 
 _MEMORY_PARAMETERS = inspect.signature(PagedAttentionMemoryHandler.__init__).parameters
 
 SLACK_TILES = 1
-"""Tiles of a tail beyond the band: the query's own."""
+"""Tiles of the ring in addition to the band: the query's own."""
 
 
 class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
-    """Hands out blocks of bytes; who reads and writes them is none of its business.
+    """Allocates blocks of bytes.
 
-    Each of ``layers`` layers has ``bytes_per_page`` bytes of a block. A request needs one once its ``tokens_per_block``
-    tokens have come, except for the first ``blocks_spared``; or a single one, if ``tokens_per_block`` is ``None``.
+    Each of ``layers`` layers has ``bytes_per_page`` bytes of a block. A request gets a block for every
+    ``tokens_per_block`` complete tokens, except for the first ``blocks_spared`` ones. If ``tokens_per_block`` is
+    ``None``, it gets a single block.
     """
 
     supports_block_sharing = False
@@ -90,9 +89,9 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
         return max(0, complete - self.blocks_spared - allocated_blocks)
 
     def table_of(self, request_id: str) -> list[int]:
-        """Return the numbers of a request's blocks, in the places of their tokens.
+        """Return the block indices of a request, in the order of its tokens.
 
-        For those that it does not need stands the first block of Transformers' second sector, which is written in vain.
+        Spared blocks are replaced by a dummy, the first block of Transformers' second sector.
         """
         blocks: list[int] = self.block_table[request_id]
         return [self.blocks_per_sector] * self.blocks_spared + blocks
@@ -103,33 +102,33 @@ class _Allocator(FullAttentionCacheAllocator):  # type: ignore[misc]
 
 
 class _Memory(PagedAttentionMemoryHandler):  # type: ignore[misc]
-    """Sizes the cache as Transformers does, but that no step reads all of it: a chunk restores one request's keys."""
+    """Sizes the cache as Transformers does, except that a step reads the keys of one request, not the whole cache."""
 
     restored_bytes = 0
 
     @property
     def bytes_per_cache_token(self) -> int:
-        """Bytes for each token that fits, beside the cache."""
+        """Bytes for each token of the cache, in addition to the cache."""
         index_bytes: int = self.io_multiplier * self.num_groups * 8
         return index_bytes
 
     @property
     def fixed_overhead_bytes(self) -> int:
-        """Bytes that depend on neither batch nor cache."""
+        """Bytes that do not depend on the batch or the cache."""
         overhead: int = super().fixed_overhead_bytes
         return overhead + self.restored_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Requests of a batch that are computed in one call, with as many new tokens each.
+    """Requests of a batch that are computed in one call, with the same number of new tokens.
 
     Attributes:
-        tokens: Their tokens among the batch's: a slice, or numbers if they do not lie one after the other.
-        is_first: Whether they are whole prompts, or the beginnings of some.
-        positions: Of their first new tokens, int32 ``[count]``.
-        pages: int32 ``[count, columns]``.
-        slots: int32 ``[count]``.
+        tokens: Indices of their tokens in the batch: a slice if they are contiguous, else a tensor.
+        is_first: Whether the tokens are the start of prompts.
+        positions: Positions of the first new tokens, int32 ``[count]``.
+        pages: Page table, int32 ``[count, columns]``.
+        slots: Slot of each request, int32 ``[count]``.
     """
 
     tokens: slice | Tensor
@@ -139,27 +138,27 @@ class _Group:
     slots: Tensor
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the requests' part of ``[1, H, tokens, D]``, as a batch ``[count, H, length, D]``."""
+        """Return the part of ``[1, H, tokens, D]`` for these requests, as a batch ``[count, H, length, D]``."""
         return x[:, :, self.tokens].reshape(x.shape[1], len(self.slots), -1, x.shape[3]).transpose(0, 1)
 
 
 class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
-    """The cache of all requests of a model: pages and slots, and attention to them.
+    """The packed cache of all requests of a model, and attention over it.
 
-    Layers with a sliding window keep all tokens of a request, and attend to those of their window.
+    Layers with a sliding window keep all tokens of a request, and attend to those in their window.
 
     Args:
-        model: The model, whose layers :func:`check_layers` has seen.
-        batching: The settings of continuous batching, resolved.
-        distributed: What Transformers knows of tensor parallelism.
+        model: A model that passed :func:`check_layers`.
+        batching: The resolved configuration of continuous batching.
+        distributed: Transformers' helper for tensor parallelism.
 
     Raises:
-        ValueError: Memory does not suffice.
-        MemoryError: Likewise.
+        ValueError: There is not enough memory for two sectors.
+        MemoryError: There is not enough memory for Transformers' minimum.
     """
 
     def __init__(self, model: PreTrainedModel, batching: ContinuousBatchingConfig, distributed: Any) -> None:
-        # Not the base class's: it would make pages of 16 bits.
+        # Without super().__init__(), which would allocate 16-bit pages.
         config = model.config.get_text_config(decoder=True)
         settings = settings_of(config)
         assert settings.config.cache is not None
@@ -176,7 +175,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         ring, sink = ((n * TILE) for n in (settings.recipe.diagonal_tiles + SLACK_TILES, sinks))
         self.raw_tokens = ring, ring, sink, sink
         page = layers * heads * self.record.nbytes
-        # A sector is a slot or a number of pages, so a slot is rounded up to whole ones.
+        # A sector is a slot or several pages, so the size of a slot is a multiple of the page size.
         slot = math.ceil(2 * (ring + sink) * heads * head_dim * dtype.itemsize * layers / page) * page
         pages = _Allocator(0, layers, heads * self.record.nbytes, TILE, sinks)
         slots = _Allocator(1, 1, slot, None)
@@ -184,7 +183,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         self.layer_to_allocator = dict.fromkeys(range(layers), pages)
         self.bytes_per_sector = slot
         self.tokens_per_sector = slot // page * TILE
-        # `num_blocks` asks for the memory of so many blocks of 16 bits, whatever is held there.
+        # `num_blocks` is the memory of this many 16-bit blocks.
         whole = 2 * layers * heads * head_dim * dtype.itemsize * batching.page_size
         slices_logits = getattr(model, "_supports_logits_to_keep", None)
         memory = _Memory(
@@ -205,8 +204,8 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         self.max_batch_tokens, self.num_sectors = sizes.tolist()
         if self.num_sectors < 2:
             raise ValueError(
-                f"the cache has room for {self.num_sectors} sectors of {slot} bytes, and a request needs two, one for "
-                "what it keeps in 16 bits and one for pages; raise num_blocks or max_memory_percent"
+                f"the cache has room for {self.num_sectors} sectors of {slot} bytes, but a request needs two, one for "
+                "its 16-bit tokens and one for pages; raise num_blocks or max_memory_percent"
             )
         size = self.num_sectors * slot
         self.cache_tensor = torch.zeros(size + 2 * slot, dtype=torch.uint8, device=self.device)
@@ -223,7 +222,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         self._groups: tuple[Any, list[_Group]] = None, []
 
     def _raw_views(self, layer: int, stride: int) -> dict[str, Tensor]:
-        """Return sinks and tails of a layer, of all slots; ``stride`` elements from one slot to the next."""
+        """Return views of a layer's sinks and rings in all slots, which are ``stride`` elements apart."""
         numbers = self.cache_tensor.view(self.dtype)
         head_dim = self.record.head_dim
         offset = layer * sum(self.raw_tokens) * self.heads * head_dim
@@ -237,17 +236,17 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
     def extend_read_and_write_indices(
         self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: list[list[int]]
     ) -> None:
-        """Take note of a request of a batch that is about to run; Transformers asks this of each in turn."""
+        """Record a request of the next batch. Transformers calls it for each request."""
         if not write_index[0]:
             self._batch = []
-        write_index[0].append(0)  # of no meaning, but that the batch has begun
+        write_index[0].append(0)  # a mark that the batch has begun
         pages, (slot,) = (allocator.table_of(request_id) for allocator in self.cache_allocators.values())
         self._batch.append((past_length, query_length, pages, slot))
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Pass this cache on to the attention function, which stores keys and values with :meth:`attend`.
+        """Pass this cache to the attention function, which stores keys and values with :meth:`attend`.
 
-        Layers of Transformers 5.24 update a paged cache as they do any other; those of older versions pass it on.
+        Layers in Transformers 5.24 call this method. Those of earlier versions pass the cache themselves.
         """
         kwargs["cache"] = self
         return key, value
@@ -256,15 +255,15 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: Batch, recipe: Recipe, **options: Any
     ) -> Tensor:
-        """Return the attention of a batch's new tokens, and store their keys and values.
+        """Compute the attention of the new tokens of a batch, and store their keys and values.
 
         Args:
-            layer: The layer's number.
+            layer: Index of the layer.
             query: ``[1, Hq, tokens, D]``.
             key: ``[1, Hkv, tokens, D]``.
             value: ``[1, Hkv, tokens, D]``.
-            batch: What describes the batch.
-            recipe: What whole prompts are computed under.
+            batch: Block table, offsets and position ids.
+            recipe: Precisions of prompts.
             options: Further arguments of :func:`dma_kernels.attention`.
 
         Returns:
@@ -278,7 +277,7 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
                 window=None,
                 kv_pages=self._bodies[layer],
                 page_table=group.pages,
-                lengths=group.positions.clone(),  # which every layer moves on
+                lengths=group.positions.clone(),  # every layer advances its own copy
                 unquantized_rows=group.slots,
                 slack_tiles=SLACK_TILES,
                 **self._raw[layer],  # type: ignore[arg-type]
@@ -298,27 +297,27 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         return out[None]
 
     def _groups_of(self, table: Tensor | None, lengths: Tensor, position_ids: Tensor) -> list[_Group]:
-        """Return how the requests of a batch are computed; worked out in its first layer.
+        """Return the groups of a batch. The first layer of a step computes them for all layers.
 
-        While a CUDA graph is captured it is worked out anew, because that is part of the graph.
+        They are computed again while a CUDA graph is captured, because they are part of the graph.
         """
         is_captured = lengths.is_cuda and torch.cuda.is_current_stream_capturing()
         known = self._groups[0]
         if known is None or known[0] is not lengths or known[1] != is_captured:
             if table is None:
                 groups = self._mixed_groups()
-            else:  # rows that pad a batch for a CUDA graph have no block: their token goes to slot 0, which is nobody's
+            else:  # padding rows of a CUDA graph have no block; they write to the unused slot 0
                 slots = table[1, :, 0].clamp(min=0)
                 groups = [_Group(slice(len(slots)), False, position_ids.reshape(-1), table[0].contiguous(), slots)]
             self._groups = (lengths, is_captured), groups
         return self._groups[1]
 
     def _mixed_groups(self) -> list[_Group]:
-        """Return the groups of a batch with prompts: requests with one new token are one, the others go by lengths."""
+        """Return the groups of a batch with prompts: one for all decoding requests, others by past and new length."""
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         start = 0
         for index, (past, length, _, _) in enumerate(self._batch):
-            # However many tokens came before: a step's lengths are on the device.
+            # Decoding requests form one group for all past lengths, which are read on the device.
             found.setdefault((1, 1) if length == 1 else (past, length), []).append((index, start))
             start += length
         groups = []
@@ -337,16 +336,16 @@ class PackedPagedCache(PagedAttentionCache):  # type: ignore[misc]
         return groups
 
     def _on_device(self, numbers: Any, dtype: torch.dtype) -> Tensor:
-        """Return a tensor on the device, without waiting for it."""
+        """Return a tensor on the device, without a synchronization."""
         is_pinned = self.device.type == "cuda"
         return torch.tensor(numbers, dtype=dtype, pin_memory=is_pinned).to(self.device, non_blocking=True)
 
 
 def check_layers(config: PreTrainedConfig) -> None:
-    """Raise if pages do not hold what the layers of a model keep."""
+    """Raise if packed pages do not support a kind of layer of the model."""
     kinds = set(getattr(config, "layer_types", None) or [PAGES]) - {PAGES, SLOTS}
     if kinds:
         raise ValueError(
-            f"packed pages hold keys and values of full and sliding attention, and this model has layers of "
-            f"{', '.join(sorted(kinds))}; generate has all kinds"
+            f"packed pages support full and sliding attention, but this model has {', '.join(sorted(kinds))}; use "
+            "generate, which supports all kinds of layers"
         )

@@ -1,7 +1,7 @@
 """Transformers' HTTP server (``transformers serve``), which ``dma-hf serve`` builds on.
 
-Its handlers turn requests into prompts and answers into OpenAI's format. Written for Transformers 5.17 to 5.24, and
-checked when this module is imported, which the server alone does.
+Its handlers turn requests into prompts, and answers into OpenAI's format. The interfaces of Transformers 5.17 to 5.24
+are checked when this module is imported, which only the server does.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ for _function, *_known in _PARAMETERS:
 
 
 def build_app(*arguments: Any, systemone_handler: Any, **options: Any) -> Any:
-    """Return Transformers' FastAPI application; arguments are those of its ``build_server``.
+    """Return Transformers' FastAPI application. The arguments are those of its ``build_server``.
 
-    Before Transformers 5.20 it has no ``systemone_handler``.
+    Transformers before 5.20 has no ``systemone_handler``.
     """
     if "systemone_handler" in inspect.signature(build_server).parameters:
         options["systemone_handler"] = systemone_handler

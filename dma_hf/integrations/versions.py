@@ -1,4 +1,4 @@
-"""Which versions of Transformers this package supports, and the error for a version that differs from them."""
+"""The supported versions of Transformers, and the error for all others."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import transformers
 
 SUPPORTED = ">=5.17,<5.25"
-"""As in ``pyproject.toml``; continuous integration tests both ends of it."""
+"""The range in ``pyproject.toml``. Continuous integration tests both ends."""
 
 
 class UnsupportedTransformersError(RuntimeError):
-    """A private interface of the installed Transformers is not what this package was written for.
+    """A private interface of the installed Transformers differs from the supported versions.
 
     Args:
-        interface: The function or class, by name.
-        difference: What is different about it.
+        interface: Name of the function or class.
+        difference: How it differs, to complete a sentence.
     """
 
     def __init__(self, interface: str, difference: str) -> None:
@@ -34,7 +34,7 @@ class UnsupportedTransformersError(RuntimeError):
 
 @contextmanager
 def private_imports() -> Iterator[None]:
-    """Within a ``with`` block, report an import from Transformers that fails as an unsupported version."""
+    """Turn a failed import from Transformers within a ``with`` block into :class:`UnsupportedTransformersError`."""
     try:
         yield
     except ImportError as error:
@@ -48,10 +48,10 @@ def check_parameters(function: Callable[..., Any], *known: str) -> None:
 
     Args:
         function: The function.
-        known: Its parameters without ``self``, separated by spaces; one string for each form that is known.
+        known: Its parameters without ``self``, separated by spaces, one string for each supported form.
 
     Raises:
-        UnsupportedTransformersError: It has others.
+        UnsupportedTransformersError: It has other parameters.
     """
     found = " ".join(name for name in inspect.signature(function).parameters if name != "self")
     if found not in known:
@@ -60,7 +60,7 @@ def check_parameters(function: Callable[..., Any], *known: str) -> None:
 
 
 def check_attributes(owner: Any, names: Collection[str]) -> None:
-    """Check that an object or a class has attributes.
+    """Check that an object or a class has these attributes.
 
     Raises:
         UnsupportedTransformersError: One is missing.

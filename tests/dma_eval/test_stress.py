@@ -222,6 +222,6 @@ def test_command_equalize(run, wild_folder, text_file, tmp_path):
 
 def test_command_equalize_refuses(run, refused, model_folder, text_file, tmp_path):
     common = ("equalize", "-m", model_folder, "-d", text_file, "--device", "cpu", "--out", tmp_path / "folder")
-    assert "at least 1,024 tokens to measure ranges over; got 100" in refused(run(*common, "--tokens", 100))
-    assert "load the model unquantised, in float32 or bfloat16" in refused(run(*common, "--dtype", "float16"))
+    assert "at least 1,024 elements to measure ranges over, got 100" in refused(run(*common, "--tokens", 100))
+    assert "load the model unquantized, in float32 or bfloat16" in refused(run(*common, "--dtype", "float16"))
     assert not (tmp_path / "folder").exists()

@@ -309,23 +309,23 @@ class TestQuirks:
 
 
 ERRORS = {
-    "dropout": ({"dropout": 0.1}, r"dropout: dropout=0\.1 was asked for; call model\.eval\(\)"),
+    "dropout": ({"dropout": 0.1}, r"dropout: got dropout=0\.1, expected 0; call model\.eval\(\)"),
     "position_bias": (
         {"position_bias": torch.zeros(1, 4, TOKENS, TOKENS)},
-        r"position_bias: the model adds one of shape \[1, 4, 9, 9\].* attn_implementation='sdpa' or 'eager'",
+        r"position_bias: the model passed one of shape \[1, 4, 9, 9\].* attn_implementation='sdpa' or 'eager'",
     ),
-    "head_mask": ({"head_mask": torch.ones(4)}, r"the argument 'head_mask': head_mask=Tensor\[4\] was passed"),
+    "head_mask": ({"head_mask": torch.ones(4)}, r"the argument 'head_mask': got head_mask=Tensor\[4\]"),
     "unknown": (
         {"temperature": 0.5},
-        "the argument 'temperature': temperature=0.5 was passed and may change the result",
+        "the argument 'temperature': got temperature=0.5, which may change the result",
     ),
     "cache": (
         {"cache": object()},
-        r"continuous batching: a paged cache \(object\) was passed.*within dma_hf\.continuous_batching\(model\)",
+        r"continuous batching: got a paged cache \(object\).*within dma_hf\.continuous_batching\(model\)",
     ),
     "packing": (
         {"cu_seq_lens_q": torch.tensor([0, 4, 9])},
-        "packing by cu_seq_lens_q: cu_seq_lens_q packs 2 sequences .*pass position_ids that start again",
+        "packing by cu_seq_lens_q: cu_seq_lens_q packs 2 sequences .*pass position_ids that restart",
     ),
 }
 
@@ -349,9 +349,7 @@ class TestRefusals:
             dma_attention_forward(layer, *_states(**sizes), None)
 
     def test_an_additive_bias(self, layer):
-        message = (
-            r"an additive bias as attention_mask: \[2, 1, 9, 9\] torch.float32 holds other numbers than 0 and large"
-        )
+        message = r"an additive bias as attention_mask: torch.float32 \[2, 1, 9, 9\] has values other than 0 and large"
         with pytest.raises(ValueError, match=message):
             dma_attention_forward(layer, *_states(), torch.randn(2, 1, TOKENS, TOKENS))
 
@@ -389,7 +387,9 @@ class TestRefusals:
 
     def test_attention_weights_are_left_out(self, layer):
         """As SDPA and FlashAttention leave them out: the result is that without the argument."""
-        with pytest.warns(UserWarning, match="no attention weights to return .* attn_implementation='eager'"):
+        with pytest.warns(
+            UserWarning, match="no attention weights for output_attentions=True.* attn_implementation='eager'"
+        ):
             out, weights = dma_attention_forward(layer, *_states(), None, output_attentions=True)
         assert weights is None
         _same(out, _expected(*_states(), is_causal=True))
@@ -430,8 +430,8 @@ class TestFallback:
             dma_attention_forward(layer, *_states(), None)
         first, second = (str(warning.message) for warning in caught)
         assert "does not support position_bias" in first
-        assert "dma_hf.fallback_counts() tells how many" in first
-        assert "does not support dropout (dropout=0.5 was asked for)" in second
+        assert "dma_hf.fallback_counts() returns how many" in first
+        assert "does not support dropout (got dropout=0.5, expected 0)" in second
         assert dma_hf.fallback_counts() == {"position_bias": 3, "dropout": 1}
         dma_hf.reset_fallback_counts()
         assert dma_hf.fallback_counts() == {}

@@ -307,7 +307,7 @@ class TestReuse:
         loaded.load_state_dict(torch.load(tmp_path / "mixed.pt", weights_only=True))
         loaded.crop(-10)
         torch.testing.assert_close(model(ids[:, 280:], past_key_values=loaded).logits, logits[0])
-        with pytest.raises(ValueError, match=r"state holds .*\['int8', 'int4'\].*, the cache .*'int8'"):
+        with pytest.raises(ValueError, match=r"state must have .*'int8'.*, got .*\['int8', 'int4'\]"):
             wider.load_state_dict(cache.state_dict())
 
     @pytest.mark.parametrize(
@@ -322,9 +322,11 @@ class TestReuse:
     def test_state_of_another_format(self, prompt):
         model, _, cache, _ = prompt
         other = DMACache(model.config, "int8")
-        with pytest.raises(ValueError, match=r"state holds .*'int4'.*, the cache .*'int8'"):
+        with pytest.raises(ValueError, match=r"state must have .*'int8'.*, got .*'int4'"):
             other.load_state_dict(cache.state_dict())
-        with pytest.raises(ValueError, match=r"state holds layers \(window, max_cache_len\) .*100, None"):
+        with pytest.raises(
+            ValueError, match=r"state must have layers with \(window, max_cache_len\) .*, got .*100, None"
+        ):
             DMACache(model.config, max_cache_len=300).load_state_dict(cache.state_dict())
 
     def test_a_cache_is_no_state(self, prompt):
@@ -442,9 +444,9 @@ class TestErrors:
         cache = DMACache(model.config)
         model(token_ids(2, 20), past_key_values=cache)
         before = _state(cache)
-        with pytest.raises(ValueError, match=r"crop\(-21\) takes back 21 tokens, but the cache holds 20"):
+        with pytest.raises(ValueError, match=r"crop\(-21\) removes 21 tokens, but the cache has 20"):
             cache.crop(-21)
-        with pytest.raises(ValueError, match="crop takes the negative of the number of tokens to take back, got 5"):
+        with pytest.raises(ValueError, match="tokens_to_remove must be 0 or negative, got 5"):
             cache.crop(5)
         with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
             cache.crop(-1.5)
@@ -453,7 +455,7 @@ class TestErrors:
     def test_a_cache_of_a_smaller_model(self, build, families, token_ids):
         cache = DMACache(build("llama").config)
         larger = families["llama"].build("dma_mxfp", num_hidden_layers=4)
-        with pytest.raises(ValueError, match="the cache has 2 layers, and the model asks for number 3"):
+        with pytest.raises(ValueError, match="the cache has 2 layers, but the model updates layer 2"):
             larger(token_ids(1, 4), past_key_values=cache)
 
     def test_cropping_a_window_that_is_gone(self, build, token_ids):
@@ -470,7 +472,7 @@ class TestErrors:
         cache = DMACache(model.config, max_cache_len=50)
         model(token_ids(1, 48), past_key_values=cache)
         before = _state(cache)
-        with pytest.raises(ValueError, match="room for 50 tokens, and 3 more do not fit behind 48; make it larger"):
+        with pytest.raises(ValueError, match="room for 50 tokens, so 3 more do not fit after 48; make it larger"):
             model(token_ids(1, 3), past_key_values=cache)
         _assert_unchanged(cache, before)
         assert torch.isfinite(model(token_ids(1, 2), past_key_values=cache).logits).all()
@@ -499,7 +501,7 @@ class TestErrors:
         recipe = dma_hf.PRESETS["balanced"].recipe
         options = {"scale": None, "softcap": None, "sinks": None, "backend": "auto"}
         adapter.attend(layer, keys.dma_step, raw, geometry, recipe, **options)
-        with pytest.raises(ValueError, match="200 queries came to keys that another layer has stored already"):
+        with pytest.raises(ValueError, match="got 200 queries for keys that another layer has stored"):
             adapter.attend(layer, values.dma_step, raw, geometry, recipe, **options)
 
     @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_two_sequences():
 
 @pytest.mark.parametrize("shape", [(3, 10), (2, 10, 10)])
 def test_a_wrong_padding_mask(shape):
-    with pytest.raises(ValueError, match=r"attention_mask must be \[2, kv_len\] \(padding\) or 4-D, got shape \["):
+    with pytest.raises(ValueError, match=r"attention_mask must be \[2, kv_len\] \(padding\) or 4-D, got \["):
         _geometry(attention_mask=torch.ones(shape, dtype=torch.bool))
 
 

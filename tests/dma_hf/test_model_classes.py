@@ -15,8 +15,8 @@ GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4}
 
 # Class, arguments of its configuration, error. The classes reach the attention function, which refuses.
 REFUSED_HERE = {
-    "T5ForConditionalGeneration": (T5, r"position_bias: the model adds one of shape \[1, 4, 5, 5\] to its scores"),
-    "LongT5ForConditionalGeneration": (T5, "position_bias: the model adds one"),
+    "T5ForConditionalGeneration": (T5, r"position_bias: the model passed one of shape \[1, 4, 5, 5\]"),
+    "LongT5ForConditionalGeneration": (T5, "position_bias: the model passed one"),
     "DogeForCausalLM": (LLAMA | {"num_key_value_heads": 2}, "an additive bias as attention_mask"),
     "Inkling2TextModel": (
         LLAMA | {"head_dim": 16, "layer_types": ["hybrid_sliding"] * 2},
@@ -68,7 +68,7 @@ def test_refused_by_the_attention_function(name):
 def test_they_run_with_the_fallback(name):
     model = _build(name, REFUSED_HERE[name][0])
     dma_hf.configure(model, on_unsupported="sdpa")
-    with pytest.warns(UserWarning, match="such calls run SDPA"):
+    with pytest.warns(UserWarning, match="Such calls run SDPA"):
         logits = model(**_inputs(model)).logits
     assert sum(dma_hf.fallback_counts().values()) >= 2
     model.set_attn_implementation("eager")
@@ -94,7 +94,7 @@ def test_refused_upstream(name):
 def test_attention_weights_are_left_out(name, families, token_ids):
     model = families[name].build("dma_mxfp")
     ids = token_ids(1, 5)
-    with pytest.warns(UserWarning, match="no attention weights to return for output_attentions=True"):
+    with pytest.warns(UserWarning, match="no attention weights for output_attentions=True"):
         logits = model(ids, output_attentions=True).logits
     assert torch.equal(model(ids, output_attentions=False).logits, logits)
     with pytest.raises(ValueError, match="output_attentions"):
@@ -106,7 +106,7 @@ def test_attention_weights_of_encoder_decoders_are_left_out(name, families, toke
     model = families[name].build("dma_mxfp")
     inputs = {"input_features": torch.randn(1, 20, 300)} if name == "whisper" else {"input_ids": token_ids(1, 5)}
     inputs["decoder_input_ids"] = token_ids(1, 5)
-    with pytest.warns(UserWarning, match="no attention weights to return"):
+    with pytest.warns(UserWarning, match="no attention weights for"):
         logits = model(**inputs, output_attentions=True).logits
     assert torch.equal(model(**inputs).logits, logits)
 
@@ -138,13 +138,15 @@ def test_gradients_are_those_of_the_models_own_attention(name, is_checkpointed, 
 
 def test_dropout_is_refused(families, token_ids):
     model = families["llama"].build("dma_mxfp", attention_dropout=0.1).train()
-    with pytest.raises(ValueError, match=r"does not support dropout: dropout=0\.1 was asked for; call model\.eval\(\)"):
+    with pytest.raises(
+        ValueError, match=r"does not support dropout: got dropout=0\.1, expected 0; call model\.eval\(\)"
+    ):
         model(token_ids(1, 5))
 
 
 def test_an_unknown_argument_of_the_model_is_refused(families, token_ids):
     model = families["llama"].build("dma_mxfp")
-    with pytest.raises(ValueError, match=r"does not support the argument 'temprature': temprature=0\.7 was passed"):
+    with pytest.raises(ValueError, match=r"does not support the argument 'temprature': got temprature=0\.7"):
         model(token_ids(1, 5), temprature=0.7)
 
 

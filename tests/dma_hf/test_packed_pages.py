@@ -152,11 +152,11 @@ def test_several_sequences_of_one_prompt(families, parts):
 def test_refusals(families):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4")
-    with pytest.raises(ValueError, match=r"room for 1 sectors of \d+ bytes, and a request needs two.*raise num_blocks"):
+    with pytest.raises(ValueError, match=r"room for 1 sectors of \d+ bytes, but a request needs two.*raise num_blocks"):
         _generate(model, _prompts([9]), 4, num_blocks=1, page_size=16)
     assert model.config._attn_implementation == dma_hf.NAME
     model.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(ValueError, match=r"full and sliding attention, and this model has layers of chunked_attention"):
+    with pytest.raises(ValueError, match=r"full and sliding attention, but this model has chunked_attention"):
         _generate(model, _prompts([9]), 4)
     assert model.config._attn_implementation == dma_hf.NAME
 
@@ -178,7 +178,7 @@ def test_a_manager_that_is_kept(families, parts):
         assert model.config._attn_implementation == dma_hf.NAME
         assert_as_alone(model, outputs, parts)
     dma_hf.configure(model, cache="int8")
-    with pytest.raises(RuntimeError, match=r"a manager was kept whose pages are cache='int4', and the model is set to"):
+    with pytest.raises(RuntimeError, match=r"the kept manager has pages with cache='int4', but the model is set to"):
         model.generate_batch(_prompts([9]))
     cache = model._cached_continuous_batching_manager.batch_processor.cache
     cache.pool.try_to_free_sectors()

@@ -57,7 +57,9 @@ def test_runtime_choices_of_an_older_version_are_ignored(llama, token_ids):
     """It saved all fields: what it did not change needs no word."""
     for name, value in (("backend", "triton"), ("on_unsupported", "sdpa")):
         llama.config.dma_mxfp = PRESETS["fp4"].to_dict() | {name: value}
-        with pytest.warns(UserWarning, match=f"sets {name}='{value}', which is a choice of the machine"):
+        with pytest.warns(
+            UserWarning, match=f"sets {name}='{value}', which is ignored, because it depends on the machine"
+        ):
             llama(token_ids(1, 5))
         assert dma_hf.configure(llama) == PRESETS["fp4"]
     llama.config.dma_mxfp = PRESETS["fp4"].to_dict()

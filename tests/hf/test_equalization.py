@@ -14,8 +14,8 @@ import dma_hf
 
 QUERIES_AND_KEYS = re.compile(r"(^|[._])(q|k|qkv|query|key|wqkv|c_attn|kv)", re.IGNORECASE)
 REFUSALS = re.compile(
-    "has no rotary embedding|not what linear layers or norms of its own|weights serve several layers"
-    "|is not what it has to be after folding"
+    "has no rotary embedding|not what linear layers or norms of its own|layers share its weights"
+    "|changed in an unexpected way"
     "|computes no attention through Transformers' attention interface"
 )
 
