@@ -78,7 +78,7 @@ class PrefillPlan:
         )
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def plan(problem: PrefillProblem) -> PrefillPlan:
     """Plan a prefill call.
 
