@@ -67,14 +67,14 @@ def configure(
         if isinstance(getattr(model, "model", None), nn.Module):
             hint = "; pass its model: configure(pipeline.model, ...)"
         elif is_module:
-            hint = ", which holds no PreTrainedModel"
+            hint = ", which contains no PreTrainedModel"
         raise TypeError(f"expected a Transformers model, got {type(model).__name__}{hint}")
     config = config_of(settings_of(models[0].config).config if setting is None else setting, **changes)
     if all(built_in_attention(type(module.config).__module__) for module in models):
         refuse_model(models[0].config)
     if all(lacks_attention(type(module.config).__module__) for module in models):
         raise ValueError(
-            f"{type(models[0]).__name__} has no attention, which is all that the settings of {NAME} are for"
+            f"{type(models[0]).__name__} has no attention layers, so {NAME} cannot run in it; use another model"
         )
     if activate:
         models[0].set_attn_implementation(NAME)
@@ -82,14 +82,13 @@ def configure(
     running = sorted({str(attention_name(each)) for each in configs})
     if not any(is_dma(name) for name in running):
         raise ValueError(
-            f"{type(models[0]).__name__} runs attention {', '.join(map(repr, running))}, which the settings of {NAME} "
-            f"do not reach; load it with attn_implementation={NAME!r}, or pass activate=True"
+            f"{type(models[0]).__name__} runs attention {', '.join(map(repr, running))}, not {NAME}; load it with "
+            f"attn_implementation={NAME!r}, or pass activate=True"
         )
     for each in configs:
         setattr(each, NAME, config.to_section())
-    rename(
-        model, lambda name: NAME if name in IMPLEMENTATIONS else name
-    )  # a preset in the name would override the section
+    # A preset in the name would override the section.
+    rename(model, lambda name: NAME if name in IMPLEMENTATIONS else name)
     if isinstance(models[0], GenerationMixin):
         InitContinuousBatching.install(models[0])
     return config

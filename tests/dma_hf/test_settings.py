@@ -139,7 +139,7 @@ def test_configure_wants_a_model_that_runs_it(families):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda model: torch.nn.Linear(2, 2), "Linear, which holds no PreTrainedModel"),
+        (lambda model: torch.nn.Linear(2, 2), "Linear, which contains no PreTrainedModel"),
         (
             lambda model: SimpleNamespace(model=model),
             r"SimpleNamespace; pass its model: configure\(pipeline.model, ...\)",

@@ -24,7 +24,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("KeyError: 'dma_mxfp'", "upstream looks its attention class up by the implementation's name: `KeyError`"),
     ("position_bias", "adds a position bias to its scores"),
     ("an additive bias", "adds a bias to its scores"),
-    ("needs an additive one", "needs an additive mask"),
+    ("needs additive ones", "needs an additive mask"),
     ("this head_dim", "has a head wider than 256"),
     ("as eager attention", "equals eager attention; SDPA differs from it"),
 )
