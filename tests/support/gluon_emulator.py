@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from dma_kernels.prefill.hopper import (
     epilogue,
+    hadamard,
     mask,
     mma,
     multi_cta,
@@ -294,7 +295,7 @@ class NamedBarriers:
                 Barrier.turned.notify_all()
 
 
-MODULES = (epilogue, mask, mma, multi_cta, pipeline, skipping, softmax, tile_range, warp_specialized)
+MODULES = (epilogue, hadamard, mask, mma, multi_cta, pipeline, skipping, softmax, tile_range, warp_specialized)
 
 
 def emulated(fake: SimpleNamespace) -> dict[str, dict[str, Any]]:

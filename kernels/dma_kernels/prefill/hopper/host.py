@@ -19,10 +19,11 @@ from ...runtime.operand_formats import RAW, TILE_SCALED, OperandFormat
 from ..config import MultiCTAConfig, WarpSpecializedConfig, select_swizzle_group
 from ..operands import Operands
 from .bitmask import pack_mask
-from .multi_cta import MultiCTAConstants, prefill_multi_cta_kernel
+from .constants import MultiCTAConstants, WarpSpecializedConstants
+from .multi_cta import prefill_multi_cta_kernel
 from .quantize_q import quantize_q
 from .select import ROWS, is_dense_causal, query_blocks
-from .warp_specialized import WarpSpecializedConstants, prefill_warp_specialized_kernel
+from .warp_specialized import prefill_warp_specialized_kernel
 
 _DTYPES = {
     torch.bfloat16: gl.bfloat16,

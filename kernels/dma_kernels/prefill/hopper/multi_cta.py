@@ -12,8 +12,6 @@ skipped. 16-bit low keys come in two halves, and 16-bit low queries reuse the st
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 from triton.experimental import gluon
@@ -31,6 +29,7 @@ from ...device.gluon import aggregate, reinterpret
 from ...device.gluon import barrier as _barrier
 from ...numerics.formats import TILE
 from .epilogue import count_tiles, row_indices, store_lse, store_output
+from .hadamard import ORDER, hadamard_matrix, rotate_by_mma
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
 from .mma import (
     add_pv,
@@ -52,54 +51,9 @@ _TILE = gl.constexpr(TILE)
 _TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
 _BLOCK = gl.constexpr(TILE // 2)
 _VOTE_BARRIER = gl.constexpr(15)  # a named barrier that the compiler does not take
-_MATRIX = gl.constexpr(64)
-"""Order of the Hadamard matrix: the channels that a row of shared memory holds in 16 bits."""
+_ORDER = gl.constexpr(ORDER)
 _row_scale = gluon.jit(_row_scale_triton.fn)
 _to_elements = gluon.jit(_to_elements_triton.fn)
-
-
-@gluon.jit
-def _hadamard_matrix(dtype: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return a matrix of order 64 with Hadamard matrices of order ``SIZE``, 32 or 64, on its diagonal, zeros elsewhere.
-
-    They have -1 where row and column have an odd number of bits in common.
-    """
-    row = gl.arange(0, _MATRIX, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, _MATRIX, layout=gl.SliceLayout(0, LAYOUT))
-    # Of a row the signs of 32 columns are the bits of one number, and those of the others equal them or none.
-    signs = gl.where((row & 1) != 0, 0xAAAAAAAA - (1 << 32), 0)
-    signs ^= gl.where((row & 2) != 0, 0xCCCCCCCC - (1 << 32), 0)
-    signs ^= gl.where((row & 4) != 0, 0xF0F0F0F0 - (1 << 32), 0)
-    signs ^= gl.where((row & 8) != 0, 0xFF00FF00 - (1 << 32), 0)
-    signs ^= gl.where((row & 16) != 0, 0xFFFF0000 - (1 << 32), 0)
-    signs = signs[:, None]
-    if SIZE == _MATRIX:
-        signs = signs ^ gl.where(((row & 32) != 0)[:, None] & ((column & 32) != 0)[None, :], -1, 0)
-    one: gl.constexpr = 0x3F80 if dtype == gl.bfloat16 else 0x3C00
-    bits = (((signs >> (column & 31)[None, :]) & 1) << 15) | one
-    if SIZE < _MATRIX:
-        bits = gl.where((row[:, None] ^ column[None, :]) < SIZE, bits, 0)
-    return bits.to(gl.int16).to(dtype, bitcast=True)
-
-
-@gluon.jit
-def _rotated(q, matrix, HADAMARD_SIZE: gl.constexpr, H_LAYOUT: gl.constexpr, X_LAYOUT: gl.constexpr):
-    """Return queries ``[64, D]`` in shared memory times Hadamard matrices, not normed; as they are for a size of 0."""
-    if HADAMARD_SIZE == 0:
-        x = q.load(X_LAYOUT).to(gl.float32)
-    else:
-        D: gl.constexpr = q.shape[1]
-        zero = gl.zeros([_ROWS, _MATRIX], gl.float32, H_LAYOUT)
-        x = warpgroup_mma(q.slice(0, _MATRIX, 1), matrix, zero, use_acc=False, is_async=True)
-        if D == _MATRIX:
-            x = gl.convert_layout(warpgroup_mma_wait(0, deps=[x]), X_LAYOUT, assert_trivial=True)
-        else:
-            x_1 = warpgroup_mma(q.slice(_MATRIX, _MATRIX, 1), matrix, zero, use_acc=False, is_async=True)
-            x_0, x_1 = warpgroup_mma_wait(0, deps=[x, x_1])
-            if HADAMARD_SIZE == 128:
-                x_0, x_1 = x_0 + x_1, x_0 - x_1
-            x = join_columns(x_0, x_1, X_LAYOUT)
-    return x
 
 
 @aggregate
@@ -188,49 +142,6 @@ class _Loads:
         self.source.issue_tile_v(i_tile, half * _BLOCK, barrier, self.v.stage(i))
 
 
-@dataclass(frozen=True)
-class MultiCTAConstants:
-    """Constexprs of the kernel.
-
-    Attributes:
-        q_heads: Query heads.
-        kv_heads: kv heads.
-        head_dim: Channels of queries, keys and values.
-        block_d: Channels padded to 64 or 128, as descriptors load them.
-        k_stages: Stages of keys, 1 or 2; 2 for 16-bit low keys.
-        v_stages: Stages of values, 1 or 2.
-        k_layout: ``caller`` or ``aligned`` (:mod:`dma_kernels.prefill.operands`), of the keys of high tiles.
-        q_element: Elements of the queries that the CTA quantises: ``int8`` or ``e4m3``.
-        q_format: Their format.
-        is_ceil: How their scales are rounded.
-        hadamard_size: Order of their rotation: 32, 64 or 128; 0 where they are not rotated.
-        is_causal: Whether a query attends to no key after its own position.
-        masks_low: Whether a low tile may be masked, or keys begin inside a tile. Otherwise every query attends to all
-            keys before the band.
-        is_high_unquantized: Whether the keys of high tiles are the caller's own, which are not smoothed.
-    """
-
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    block_d: int
-    k_stages: int
-    v_stages: int
-    k_layout: str
-    q_element: str
-    q_format: str
-    is_ceil: bool
-    hadamard_size: int
-    is_causal: bool
-    masks_low: bool
-    is_high_unquantized: bool
-
-    @property
-    def norm(self) -> float:
-        """The factor of the rotation."""
-        return math.pow(self.hadamard_size, -0.5) if self.hadamard_size else 1.0
-
-
 @gluon.jit(
     do_not_specialize=[
         "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "swizzle_group", "kv_rows",
@@ -248,47 +159,13 @@ def prefill_multi_cta_kernel(
 ):  # fmt: skip
     """Compute attention for 64 query positions of one head.
 
-    Args:
-        q_desc: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``.
-        q_low_desc: Queries of low tiles, 8-bit or 16-bit, likewise; ``None`` where the CTA quantises its own.
-        k_desc: Keys of high tiles, 16-bit ``[B, Hkv, T, D]``.
-        v_desc: Values of high tiles, the caller's own, likewise.
-        k_low_desc: Keys of low tiles, a matrix of rows of ``D`` elements: 8-bit, loaded by tiles, or 16-bit, loaded by
-            half tiles.
-        v_low_desc: Values of low tiles in E4M3, a matrix whose rows are a channel's 128 values of a tile; ``None`` for
-            the caller's own.
-        out_ptr: ``[B, Hq, Tq, D]``.
-        lse_ptr: fp32 ``[B, Hq, Tq]``.
-        q_descale_ptr: As for the warp-specialized kernel; ``None`` where the CTA quantises its own queries.
-        mean_ptr: Mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``, or ``None``.
-        k_descale_ptr: Descale of low keys, fp32 ``[B, Hkv, storage_tiles]``, or ``None``.
-        v_descale_ptr: Descale of low values, fp32 ``[B, Hkv, D]``, or ``None``.
-        sinks_ptr: Sink logits ``[Hq]``, or ``None``.
-        seq_info_ptr: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, and the indices of the
-            first visible key and of the one after the last; or ``None``.
-        stride_ob: Of the output.
-        stride_oh: Of the output.
-        stride_ot: Of the output.
-        q_offset: Position of query 0, where ``seq_info_ptr`` is ``None``.
-        kv_offset: Position of key 0, likewise.
-        q_len: Queries.
-        kv_len: Keys.
-        storage_tiles: Tiles of low keys of a head.
-        blocks: CTAs of a query head.
-        swizzle_group: kv heads of an L2 swizzle group.
-        kv_rows: kv heads of all batch rows.
-        window: Sliding window, or ``None``.
-        diagonal_tiles: Of the rule.
-        sink_tiles: Of the rule.
-        softcap: In base 2, or ``None``.
-        logit_scale: Converts scores of high tiles to base-2 logits.
-        bitmask_ptr: Words of a :class:`~.bitmask.PackedMask`, or ``None``.
-        bounds_ptr: Its bounds, or ``None``.
-        planes_per_row: Of the mask.
-        planes_per_head: Of the mask.
-        skip_threshold: Low tiles this far below a block's high tiles are skipped, in base 2; or ``None``.
-        tile_counts_ptr: int64 ``[Hq, 2]``, where skipped and examined tiles are added; or ``None``.
-        CONFIG: :class:`MultiCTAConstants`.
+    The arguments are those of :func:`~.warp_specialized.prefill_warp_specialized_kernel`, except:
+
+    - ``q_low_desc``, ``q_descale_ptr``: ``None`` where the CTA quantises its own queries.
+    - ``k_low_desc``: 16-bit keys are loaded by half tiles.
+    - ``v_low_desc``: ``None`` if low values are the caller's own, which ``v_desc`` describes.
+    - ``mean_ptr``: mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``, or ``None``.
+    - ``CONFIG``: :class:`~.constants.MultiCTAConstants`.
     """
     Q_HEADS: gl.constexpr = CONFIG.q_heads
     KV_HEADS: gl.constexpr = CONFIG.kv_heads
@@ -339,7 +216,7 @@ def prefill_multi_cta_kernel(
         q_low_smem = gl.allocate_shared_memory(q_low_desc.dtype, [1, 1, _ROWS, D], q_low_desc.layout)
     else:
         # First the Hadamard matrix, then the queries of low tiles.
-        matrix = gl.allocate_shared_memory(Q_DTYPE, [_MATRIX, _MATRIX], gl.NVMMASharedLayout(128, 16, 2))
+        matrix = gl.allocate_shared_memory(Q_DTYPE, [_ORDER, _ORDER], gl.NVMMASharedLayout(128, 16, 2))
     K_ROWS: gl.constexpr = _BLOCK if IS_LOW_16BIT else _TILE
     k_smem = gl.allocate_shared_memory(k_low_desc.dtype, [K_STAGES, K_ROWS, D], k_low_desc.layout)
     if IS_FP8:
@@ -394,7 +271,7 @@ def prefill_multi_cta_kernel(
     if HADAMARD_SIZE > 0:  # noqa: SIM102 (a constexpr branch)
         if n_low > 0:
             FILL: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
-            matrix.store(_hadamard_matrix(Q_DTYPE, min(HADAMARD_SIZE, 64), FILL))
+            matrix.store(hadamard_matrix(Q_DTYPE, min(HADAMARD_SIZE, 64), FILL))
             fence_async_shared()
     if bitmask_ptr is None:
         wait_for_operands()
@@ -453,11 +330,11 @@ def prefill_multi_cta_kernel(
         if IS_FP8:
             descale_smem.store(v_descale)
     else:
-        q_low = reinterpret(matrix, k_low_desc.dtype, [_MATRIX * 128 // D, D], k_low_desc.layout)
+        q_low = reinterpret(matrix, k_low_desc.dtype, [_ORDER * 128 // D, D], k_low_desc.layout)
         if D < 128:
             q_low = q_low.slice(0, _ROWS)
         if n_low > 0:
-            x = _rotated(q, matrix, HADAMARD_SIZE, H_LAYOUT, X_LAYOUT)
+            x = rotate_by_mma(q, matrix, HADAMARD_SIZE, H_LAYOUT, X_LAYOUT)
             # Of bits, which order like magnitudes, with NaN above all.
             amax = gl.max(gl.abs(x).to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True) * NORM
             reciprocal, descale = _row_scale(amax.to(gl.int32, bitcast=True), Q_ELEMENT, Q_FORMAT, IS_CEIL)

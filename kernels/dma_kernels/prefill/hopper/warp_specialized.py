@@ -13,7 +13,6 @@ that product and the row maxima. Its values are loaded all the same, because oth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from triton.experimental import gluon
@@ -412,44 +411,6 @@ def _consume(params, G: gl.constexpr):
     store_lse(params.lse_ptr, lse, row, seq.q_len)
 
 
-@dataclass(frozen=True)
-class WarpSpecializedConstants:
-    """Constexprs of the kernel.
-
-    Attributes:
-        q_heads: Query heads.
-        kv_heads: kv heads.
-        head_dim: Channels of queries, keys and values.
-        block_d: Channels padded to a power of two, as descriptors load them.
-        warpgroups: Consumer warpgroups.
-        stages: Stages of the pipeline.
-        registers: Registers of a thread of the consumers except the first, which gets the rest.
-        k_layout: ``caller`` or ``aligned`` (:mod:`dma_kernels.prefill.operands`), of the keys of high tiles.
-        v_layout: The same of the values of high tiles.
-        v_low_layout: The same of the values of low tiles.
-        is_causal: Whether a query attends to no key after its own position.
-        masks_low: Whether a low tile may be masked, or keys begin inside a tile. Otherwise every query attends to all
-            keys before the band.
-        has_mean: Whether keys are smoothed.
-        is_high_unquantized: Whether the keys of high tiles are the caller's own, which are not smoothed.
-    """
-
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    block_d: int
-    warpgroups: int
-    stages: int
-    registers: int
-    k_layout: str
-    v_layout: str
-    v_low_layout: str
-    is_causal: bool
-    masks_low: bool
-    has_mean: bool
-    is_high_unquantized: bool
-
-
 @gluon.jit(
     do_not_specialize=[
         "q_offset", "kv_offset", "q_len", "kv_len", "storage_tiles", "blocks", "swizzle_group", "kv_rows",
@@ -507,7 +468,7 @@ def prefill_warp_specialized_kernel(
         mask_blocks: Blocks of 64 query positions that the mask has bounds for.
         skip_threshold: Low tiles this far below a block's high tiles are skipped, in base 2; or ``None``.
         tile_counts_ptr: int64 ``[Hq, 2]``, where skipped and examined tiles are added; or ``None``.
-        CONFIG: :class:`WarpSpecializedConstants`.
+        CONFIG: :class:`~.constants.WarpSpecializedConstants`.
     """
     Q_HEADS: gl.constexpr = CONFIG.q_heads
     KV_HEADS: gl.constexpr = CONFIG.kv_heads

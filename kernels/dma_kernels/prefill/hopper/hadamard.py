@@ -1,0 +1,59 @@
+"""The rotation of queries by MMAs with a Hadamard matrix in shared memory, in Gluon."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from .mma import join_columns
+from .tile_range import ROWS
+
+ORDER = 64
+"""Order of the matrix: the channels that a row of shared memory holds in 16 bits."""
+_ORDER = gl.constexpr(ORDER)
+_ROWS = gl.constexpr(ROWS)
+
+
+@gluon.jit
+def hadamard_matrix(dtype: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a matrix of order 64 with Hadamard matrices of order ``SIZE``, 32 or 64, on its diagonal, zeros elsewhere.
+
+    They have -1 where row and column have an odd number of bits in common.
+    """
+    row = gl.arange(0, _ORDER, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, _ORDER, layout=gl.SliceLayout(0, LAYOUT))
+    # Of a row the signs of 32 columns are the bits of one number, and those of the others equal them or none.
+    signs = gl.where((row & 1) != 0, 0xAAAAAAAA - (1 << 32), 0)
+    signs ^= gl.where((row & 2) != 0, 0xCCCCCCCC - (1 << 32), 0)
+    signs ^= gl.where((row & 4) != 0, 0xF0F0F0F0 - (1 << 32), 0)
+    signs ^= gl.where((row & 8) != 0, 0xFF00FF00 - (1 << 32), 0)
+    signs ^= gl.where((row & 16) != 0, 0xFFFF0000 - (1 << 32), 0)
+    signs = signs[:, None]
+    if SIZE == _ORDER:
+        signs = signs ^ gl.where(((row & 32) != 0)[:, None] & ((column & 32) != 0)[None, :], -1, 0)
+    one: gl.constexpr = 0x3F80 if dtype == gl.bfloat16 else 0x3C00
+    bits = (((signs >> (column & 31)[None, :]) & 1) << 15) | one
+    if SIZE < _ORDER:
+        bits = gl.where((row[:, None] ^ column[None, :]) < SIZE, bits, 0)
+    return bits.to(gl.int16).to(dtype, bitcast=True)
+
+
+@gluon.jit
+def rotate_by_mma(q, matrix, HADAMARD_SIZE: gl.constexpr, H_LAYOUT: gl.constexpr, X_LAYOUT: gl.constexpr):
+    """Return queries ``[64, D]`` in shared memory times Hadamard matrices, not normed; as they are for a size of 0."""
+    if HADAMARD_SIZE == 0:
+        x = q.load(X_LAYOUT).to(gl.float32)
+    else:
+        D: gl.constexpr = q.shape[1]
+        zero = gl.zeros([_ROWS, _ORDER], gl.float32, H_LAYOUT)
+        x = warpgroup_mma(q.slice(0, _ORDER, 1), matrix, zero, use_acc=False, is_async=True)
+        if D == _ORDER:
+            x = gl.convert_layout(warpgroup_mma_wait(0, deps=[x]), X_LAYOUT, assert_trivial=True)
+        else:
+            x_1 = warpgroup_mma(q.slice(_ORDER, _ORDER, 1), matrix, zero, use_acc=False, is_async=True)
+            x_0, x_1 = warpgroup_mma_wait(0, deps=[x, x_1])
+            if HADAMARD_SIZE == 128:
+                x_0, x_1 = x_0 + x_1, x_0 - x_1
+            x = join_columns(x_0, x_1, X_LAYOUT)
+    return x
