@@ -23,6 +23,7 @@ from ..numerics.saturation import saturation_counter
 from ..numerics.transforms import hadamard_size
 from ..runtime import chip
 from ..runtime.compute_path import ComputePath
+from ..runtime.descriptors import Strided
 from ..runtime.launch import Launcher
 from ..runtime.operand_formats import DEQUANTIZED, E5M2, RAW, TILE_SCALED, OperandFormat, Scale, dequantized_dtype
 from .operands import Operands, TileOperands
@@ -71,11 +72,12 @@ def quantize_keys_values(
         name: key.new_empty(output.size(batch, heads, tiles), dtype=output.dtype) for name, output in quantizer.outputs
     }
     if quantizer.launch is not None:
-        sizes = (*key.stride(), *value.stride(), kv_offset, kv_len, tiles, valid.start, valid.stop)
+        sizes = (kv_offset, kv_len, tiles, valid.start, valid.stop)
         share = CTAS_PER_SM * chip.sm_count(key.device) // max(1, batch * heads * quantizer.layers)
         ctas = max(1, min(len(valid), share))
         outputs = *map(made.get, _WRITTEN), saturation_counter() if "value" in made else None
-        quantizer.launch((batch * heads, ctas, quantizer.layers), key, value, rows, *outputs, *sizes)
+        grid = (batch * heads, ctas, quantizer.layers)
+        quantizer.launch(grid, Strided.of(key), Strided.of(value), rows, *outputs, *sizes)
     return _operands(key, value, path, tiles, valid, made)
 
 

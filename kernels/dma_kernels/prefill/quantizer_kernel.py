@@ -280,10 +280,9 @@ def _quantize_values(
 
 @triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles", "first_tile", "end_tile"])
 def quantize_kernel(
-    k_ptr, v_ptr, rows_ptr,
+    key, value, rows_ptr,
     mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr, head_factor_ptr,
     value_ptr, value_factor_ptr, saturated_ptr,
-    stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
     kv_offset, kv_len, tiles, first_tile, end_tile,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_KEY_HEAD: tl.constexpr,
@@ -305,15 +304,16 @@ def quantize_kernel(
     if VALUE_FORM != "raw":  # noqa: SIM102 (a constexpr branch)
         if tl.program_id(2) == 0:
             _quantize_values(
-                v_ptr, value_ptr, value_factor_ptr, saturated_ptr, rows_ptr,
-                stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, first_tile, end_tile,
+                value.ptr, value_ptr, value_factor_ptr, saturated_ptr, rows_ptr,
+                value.stride_b, value.stride_h, value.stride_t, value.stride_d, kv_offset, kv_len, tiles,
+                first_tile, end_tile,
                 KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM,
             )  # fmt: skip
     if HIGH_FORM != "raw" or LOW_FORM != "none":  # noqa: SIM102
         if tl.program_id(2) == tl.num_programs(2) - 1:
             _quantize_keys(
-                k_ptr, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr,
-                head_factor_ptr, rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len,
+                key.ptr, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr,
+                head_factor_ptr, rows_ptr, key.stride_b, key.stride_h, key.stride_t, key.stride_d, kv_offset, kv_len,
                 tiles, first_tile, end_tile,
                 KV_HEADS, D, BLOCK_D, HAS_ROWS, HAS_MEAN, HAS_KEY_HEAD, ROTATE, HADAMARD_SIZE, NORM,
                 HIGH_FORM, HIGH_FORMAT, LOW_FORM, LOW_FORMAT, IS_TILE_SCALED, SHARED, ROUNDING,
