@@ -74,75 +74,40 @@ def _any_of_block(x, BLOCK_M: tl.constexpr):
 
 @dataclass(frozen=True)
 class PortableConstants:
-    """Constexprs of the kernel.
+    """Constexprs of the kernel."""
 
-    Attributes:
-        q_heads: Query heads.
-        kv_heads: kv heads.
-        head_dim: Channels of queries and keys.
-        value_dim: Channels of values.
-        block_m: Query positions of a CTA.
-        block_h: Keys of a step over high tiles.
-        block_n: Keys of a step over low tiles.
-        block_d: ``head_dim`` padded.
-        block_dv: ``value_dim`` padded.
-        high_stages: Pipeline stages of the loop over high tiles.
-        low_stages: Pipeline stages of the loop over full low tiles.
-        high_form: Operand format of the keys of high tiles (:mod:`dma_kernels.runtime.operand_formats`).
-        high_format: Number format of keys and queries of high tiles.
-        high_layout: ``caller`` or ``aligned``, of the keys of high tiles.
-        high_value_layout: The same of their values.
-        low_form: Operand format of the keys of low tiles.
-        low_q_format: Number format of their queries.
-        low_k_format: Number format of the keys.
-        low_layout: ``caller`` or ``aligned``, of the keys of low tiles.
-        low_shared: ``block`` or ``row``: what has a scale in low queries.
-        low_value_form: Operand format of the values of low tiles.
-        low_value_layout: Their layout.
-        rounding: Rounding of the scales of queries.
-        rotate: Whether queries are rotated.
-        hadamard_size: Order of the rotation's blocks.
-        is_causal: Whether a query attends to no key after its own position.
-        has_low: Whether there are low tiles.
-        k_low_descale: What has a descale in low keys: ``none``, ``head`` or ``tile``.
-        is_pv_fp8: Whether low tiles have FP8 probabilities.
-        stage_queries: Whether low queries pass through the rows of the output.
-        use_tma: Whether quantised operands are loaded by TMA.
-        use_raw_tma: Whether 16-bit ones are.
-    """
-
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    block_m: int
-    block_h: int
-    block_n: int
-    block_d: int
-    block_dv: int
-    high_stages: int
-    low_stages: int
-    high_form: str
-    high_format: str
-    high_layout: str
-    high_value_layout: str
-    low_form: str
-    low_q_format: str
-    low_k_format: str
-    low_layout: str
-    low_shared: str
-    low_value_form: str
-    low_value_layout: str
-    rounding: str
-    rotate: bool
-    hadamard_size: int
-    is_causal: bool
-    has_low: bool
-    k_low_descale: str
-    is_pv_fp8: bool
-    stage_queries: bool
-    use_tma: bool
-    use_raw_tma: bool
+    q_heads: int  # query heads
+    kv_heads: int  # kv heads
+    head_dim: int  # channels of queries and keys
+    value_dim: int  # channels of values
+    block_m: int  # query positions of a CTA
+    block_h: int  # keys of a step over high tiles
+    block_n: int  # keys of a step over low tiles
+    block_d: int  # ``head_dim`` padded
+    block_dv: int  # ``value_dim`` padded
+    high_stages: int  # pipeline stages of the loop over high tiles
+    low_stages: int  # pipeline stages of the loop over full low tiles
+    high_form: str  # operand format of the keys of high tiles (:mod:`dma_kernels.runtime.operand_formats`)
+    high_format: str  # number format of keys and queries of high tiles
+    high_layout: str  # ``caller`` or ``aligned``, of the keys of high tiles
+    high_value_layout: str  # the same of their values
+    low_form: str  # operand format of the keys of low tiles
+    low_q_format: str  # number format of their queries
+    low_k_format: str  # number format of the keys
+    low_layout: str  # ``caller`` or ``aligned``, of the keys of low tiles
+    low_shared: str  # ``block`` or ``row``: what has a scale in low queries
+    low_value_form: str  # operand format of the values of low tiles
+    low_value_layout: str  # their layout
+    rounding: str  # rounding of the scales of queries
+    rotate: bool  # whether queries are rotated
+    hadamard_size: int  # order of the rotation's blocks
+    is_causal: bool  # whether a query attends to no key after its own position
+    has_low: bool  # whether there are low tiles
+    k_low_descale: str  # what has a descale in low keys: ``none``, ``head`` or ``tile``
+    is_pv_fp8: bool  # whether low tiles have FP8 probabilities
+    stage_queries: bool  # whether low queries pass through the rows of the output
+    use_tma: bool  # whether quantised operands are loaded by TMA
+    use_raw_tma: bool  # whether 16-bit ones are
 
     @property
     def norm(self) -> float:
