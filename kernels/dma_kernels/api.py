@@ -6,11 +6,8 @@ mode looks on, the operation is a registered custom op, so that they see one nod
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import fields
-from types import FunctionType
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,25 +21,8 @@ from .prefill.problem import PrefillProblem
 from .reference.attention import attention_gradient
 from .runtime.chip import check_backend
 
-P = ParamSpec("P")
 
-
-def _output_of(function: Callable[P, tuple[Tensor, Tensor]]) -> Callable[P, Tensor]:
-    # The same function under the name that Python is to give where it is called wrongly.
-    both = FunctionType(function.__code__, function.__globals__)
-    both.__name__ = both.__qualname__ = "attention"
-    both.__kwdefaults__ = function.__kwdefaults__
-    both.__annotations__ = function.__annotations__ | {"return": "Tensor"}
-
-    @functools.wraps(both)
-    def attention(*arguments: P.args, **options: P.kwargs) -> Tensor:
-        out: Tensor = both(*arguments, **options)[0]
-        return out
-
-    return attention
-
-
-def attention_with_lse(
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -59,12 +39,12 @@ def attention_with_lse(
     mask: Tensor | None = None,
     tile_counts: Tensor | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Compute diagonal-tiled mixed-precision attention (arXiv 2604.03950).
 
     Its gradient goes straight through the rounding: it is that of the attention which the recipe approximates, computed
     in torch on every backend (:func:`~dma_kernels.reference.attention.attention_gradient`). Skipped tiles take part in
-    it. The logarithms have none.
+    it.
 
     Positions are counted from the first key that a batch row may see: query ``i`` stands at ``q_offset + i``, key
     ``j`` at ``kv_offset + j``. They decide what is causal, what the window reaches and which tiles are high.
@@ -96,10 +76,8 @@ def attention_with_lse(
             Triton where it can run on CUDA, the reference elsewhere.
 
     Returns:
-        Of ``attention`` the output, ``[B, Hq, Tq, Dv]`` in the dtype of ``query``; ``.transpose(1, 2)`` makes it
-        contiguous; a row that sees no key is 0. Of ``attention_with_lse`` also the natural logarithm of the softmax
-        denominator, sinks included, ``[B, Hq, Tq]``, fp32 (fp64 for fp64); in such a row the sink logit, or ``-inf``
-        without sinks.
+        ``[B, Hq, Tq, Dv]`` in the dtype of ``query``; ``.transpose(1, 2)`` makes it contiguous. Rows that attend to no
+        key are 0.
 
     Raises:
         ValueError: Shapes, head dimensions, options or the backend's name are not as described.
@@ -107,6 +85,64 @@ def attention_with_lse(
         RuntimeError: The backend that was asked for cannot run on this device.
         NotImplementedError: Derivatives are computed in forward mode.
     """
+    out, _ = _attention_and_lse(
+        False, query, key, value, recipe, is_causal, scale, q_offset, kv_offset, kv_range, window, softcap, sinks, mask,
+        tile_counts, backend,
+    )  # fmt: skip
+    return out
+
+
+def attention_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    recipe: Recipe,
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_offset: int | Tensor = 0,
+    kv_range: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    tile_counts: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`attention`, whose arguments it takes, and the logarithms of the softmax denominators.
+
+    Returns:
+        The output, and the natural logarithm of the softmax denominator, sinks included, ``[B, Hq, Tq]``, fp32 (fp64
+        for fp64). It has no gradient. In rows that attend to no key it is the sink logit, or ``-inf`` without sinks.
+    """
+    out, lse = _attention_and_lse(
+        True, query, key, value, recipe, is_causal, scale, q_offset, kv_offset, kv_range, window, softcap, sinks, mask,
+        tile_counts, backend,
+    )  # fmt: skip
+    assert lse is not None
+    return out, lse
+
+
+def _attention_and_lse(
+    needs_lse: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    recipe: Recipe,
+    is_causal: bool,
+    scale: float | None,
+    q_offset: int | Tensor | None,
+    kv_offset: int | Tensor,
+    kv_range: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    tile_counts: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Check the options, and run a plan or the operator."""
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(recipe).__name__}")
     check_backend(backend)
@@ -123,12 +159,9 @@ def attention_with_lse(
     sinks = None if sinks is None else sinks.contiguous()
     problem = PrefillProblem.of(
         query, key, value, recipe, is_causal, scale, q_offset, kv_offset, kv_range, window, softcap, sinks, mask,
-        tile_counts, backend,
+        tile_counts, backend, needs_lse,
     )  # fmt: skip
     return plan(problem).run(query, key, value, q_offset, kv_offset, kv_range, sinks, mask, tile_counts)
-
-
-attention = _output_of(attention_with_lse)
 
 
 def _needs_op(given: list[Any]) -> bool:
@@ -238,6 +271,7 @@ def _run_op(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple
         tensors["sinks"] = tensors["sinks"].contiguous()
     problem = PrefillProblem.of(query, key, value, recipe, backend=backend, **named | tensors)
     out, lse = plan(problem).run(query, key, value, **tensors)
+    assert lse is not None
     return out, lse, counts
 
 

@@ -54,11 +54,11 @@ class PrefillPlan:
         sinks: Tensor | None = None,
         mask: Tensor | None = None,
         tile_counts: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute a call whose tensors have the layouts of the problem.
 
         Returns:
-            The output, and the logarithms of the denominators.
+            The output; and the logarithms of the denominators, or ``None`` where the problem does not need them.
         """
         if self.launches is None:
             options = self._options(q_offset, kv_offset, kv_range, sinks, mask)
@@ -69,8 +69,8 @@ class PrefillPlan:
         if self.has_rows:
             rows = self._options(q_offset, kv_offset, kv_range, sinks, mask).rows(query, key)
         report(self.kernel)
-        out, lse = self.launches.run((query, key, value, sinks, mask, rows, tile_counts))
-        return out, lse
+        out, *others = self.launches.run((query, key, value, sinks, mask, rows, tile_counts))
+        return out, others[0] if others else None
 
     def _options(self, q_offset: Any, kv_offset: Any, kv_range: Any, sinks: Any, mask: Any) -> AttentionOptions:
         return self.problem.options(
@@ -124,7 +124,7 @@ def plan(problem: PrefillProblem) -> PrefillPlan:
                 # earlier work itself, so the caller's tensors are there. NVFP4's query scale is a launch in between.
                 use_pdl=chip.supports_pdl(query.device) and operands.low is not None and operands.query_factor is None,
             )
-        return out, lse
+        return (out, lse) if problem.needs_lse else (out,)
 
     mask: Any = options.mask
     layouts = (query, key, value, problem.sinks, mask, rows_layout, problem.tile_counts)

@@ -32,6 +32,7 @@ class PrefillProblem(NamedTuple):
         mask: Layout of the mask.
         tile_counts: Layout of the counts of skipped tiles.
         backend: ``auto``, ``reference`` or ``triton``.
+        needs_lse: Whether the logarithms of the denominators are returned.
     """
 
     query: TensorLayout
@@ -49,6 +50,7 @@ class PrefillProblem(NamedTuple):
     mask: TensorLayout | None
     tile_counts: TensorLayout | None
     backend: str
+    needs_lse: bool = True
 
     @classmethod
     def of(
@@ -68,6 +70,7 @@ class PrefillProblem(NamedTuple):
         mask: Tensor | None,
         tile_counts: Tensor | None,
         backend: str,
+        needs_lse: bool = True,
     ) -> Self:
         """Return the problem of a call, whose options are checked but whose tensors are not."""
         return cls(
@@ -86,6 +89,7 @@ class PrefillProblem(NamedTuple):
             layout_of(mask),
             layout_of(tile_counts),
             backend,
+            needs_lse,
         )
 
     def check(self) -> None:
