@@ -70,7 +70,7 @@ def test_a_model_that_is_dropped_is_freed_at_once(families, token_ids):
         assert weight() is None
     finally:
         gc.enable()
-    with pytest.raises(ReferenceError, match="keep the model itself"):
+    with pytest.raises(ReferenceError, match="keep a reference to the model"):
         batch()
 
 
