@@ -168,7 +168,7 @@ MASK = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
     (199, 0, {"window": 100, "is_causal": False}, WARP_SPECIALIZED),
     (0, 0, {"head_dim": 80}, PORTABLE),
     (0, 0, {"change": misaligned}, PORTABLE),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_the_fastest_kernel_that_supports_a_call_is_selected(
     max_mean_keys: int, min_rows: int, call: dict[str, Any], kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +187,7 @@ def test_the_fastest_kernel_that_supports_a_call_is_selected(
     (LENGTH + 1, {}, MULTI_CTA),
     (200, {"window": 200}, WARP_SPECIALIZED),
     (201, {"window": 200}, MULTI_CTA),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_long_calls_are_those_of_many_keys(
     min_keys: int, call: dict[str, Any], kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
