@@ -183,7 +183,7 @@ def test_generate_batch_with_every_cache(family, format):
     dma_hf.configure(model, "balanced" if format else "paper", cache=format)
     prompts = [_ids(length)[0].tolist() for length in (5, 300, 140)]
     if format and not has_sectors():
-        with pytest.raises(RuntimeError, match=rf"packed pages \(cache='{format}'\) need Transformers 5\.18 or newer"):
+        with pytest.raises(RuntimeError, match=rf"packed pages \(cache='{format}'\) need Transformers 5\.18 or later"):
             _generate_batch(model, prompts)
         return
     for prompt, output in zip(prompts, _generate_batch(model, prompts), strict=True):
