@@ -165,7 +165,7 @@ SPILLS = {
     "int8:90:64:skip": 4,
     "int8:90:64:long-skip": 30,
     "int8:90:256:long-skip": 26,
-    "fp4:100:128:skip": 4,
+    "fp4:100:128:skip": 5,
 }
 """Most accesses to spilled registers in the loop over low tiles, where there are some: 256 channels of output take
 half of the registers, and what spills less reads more often from memory, on Hopper measured to be slower. Short

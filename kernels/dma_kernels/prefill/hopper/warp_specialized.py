@@ -204,6 +204,8 @@ class _LowTiles:
         WIDTH: gl.constexpr = accs[0].shape[1]
         P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, self.O_LAYOUT, 4 if IS_FP8 else 2)
         S_DTYPE: gl.constexpr = gl.int32 if k_smem.dtype == gl.int8 else gl.float32
+        # There are no registers to keep the probabilities in fp32 while the product with the values is computed.
+        SUM_FIRST: gl.constexpr = WIDTH < DV or (is_16bit(k_smem.dtype) and not IS_FP8)
         words = None
         if IS_MASKED:
             if self.CHECKS_VALUES and not IS_FP8:
@@ -227,15 +229,14 @@ class _LowTiles:
         if keep:
             self.vote.announce(i_tile)
             p, alpha, softmax = softmax.update(s, scale, gl.zeros_like(scale))
-            if WIDTH < DV:
-                # There are no registers to keep the probabilities in fp32 while the product is computed.
+            if SUM_FIRST:
                 softmax = softmax.update_row_sum(p, alpha)
             operand = to_mma_operand(p, V_DTYPE, P_LAYOUT)
             v = self.pipe.v_smem.index(stage.index)
             if not IS_FP8:
                 v = v.reshape([_TILE, DV])
             product = issue_pv_mma(accs[0], operand, alpha, _value_chunk(v, 0, WIDTH), self.O_LAYOUT)
-            if WIDTH == DV:
+            if not SUM_FIRST:
                 softmax = softmax.update_row_sum(p, alpha)
             accs = _finish_pv(accs, product, operand, alpha, v, WIDTH, self.O_LAYOUT)
             n_kept = n_kept + 1
