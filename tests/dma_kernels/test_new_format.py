@@ -88,7 +88,7 @@ for recipe, paths in ((tile, {90: "8bit", 80: "portable"}), (block, {90: "portab
         path = select_compute_path(recipe, chip.INTERPRETED_ARCH)
         assert path.name == name
         assert relative_error(attention(query, key, value, recipe, backend="triton"), reference) < 2e-3
-        made = quantize_keys_values(key, value, recipe, path, kv_offset=0, rows=None)
+        made = quantize_keys_values(key, value, recipe, path, kv_offset=0, seq_info=None)
         expected = quantize(key, "toy8", shared_scale=recipe.shared_scale)
         if name == "8bit":
             assert_bits_equal(made.low.key[:, :, :300], expected.data)

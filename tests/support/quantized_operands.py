@@ -68,7 +68,7 @@ def check(
 ) -> Operands:
     """Hold the operands of a call against the specification, given the mean key that the kernels found."""
     path = select_compute_path(recipe, arch)
-    actual = quantize_keys_values(key, value, recipe, path, kv_offset=kv_offset, rows=rows, low_tiles=low_tiles)
+    actual = quantize_keys_values(key, value, recipe, path, kv_offset=kv_offset, seq_info=rows, low_tiles=low_tiles)
     expected = expected_operands(key, value, recipe, path, kv_offset=kv_offset, rows=rows, mean=actual.key_mean)
     assert_operands_equal(actual, expected)
     return actual
@@ -141,23 +141,23 @@ def expected_operands(
     if mean is not None:
         x = (x - mean).masked_fill(hidden, 0.0)
     x = hadamard_rotate(x) if recipe.rotate else x
-    head_scale = nvfp4_key_scale(x, recipe.scale_rounding, visible)
+    global_scale = nvfp4_key_scale(x, recipe.scale_rounding, visible)
     x = aligned(x)
     v, v_scale = aligned(value.masked_fill(hidden, 0.0)), value_scale(value, visible)
 
     def tile_operands(
         form: OperandFormat, key_format: str, query_format: str, shared: str, value_form: OperandFormat
     ) -> TileOperands:
-        own, scale, factor = _keys(x, head_scale, form, key_format, shared, recipe, key.dtype, query_format)
-        own_value, value_factor = _values(v, v_scale, value_form)
+        own, scale, descale = _keys(x, global_scale, form, key_format, shared, recipe, key.dtype, query_format)
+        own_value, value_descale = _values(v, v_scale, value_form)
         return TileOperands(
             key=key if own is None else own,
             value=value if own_value is None else own_value,
             key_format=form,
             value_format=value_form,
             key_scale=scale,
-            key_factor=factor,
-            value_factor=value_factor,
+            key_descale=descale,
+            value_descale=value_descale,
         )
 
     low = None
@@ -172,7 +172,7 @@ def expected_operands(
 
 def _keys(
     x: Tensor,
-    head_scale: Tensor,
+    global_scale: Tensor,
     form: OperandFormat,
     format: str,
     shared: str,
@@ -186,7 +186,7 @@ def _keys(
     target = dequantized_dtype(dtype, query_format, format)
     if format == UNQUANTIZED:
         return x.to(target), None, None
-    own_scale = head_scale if format == "nvfp4" else None
+    own_scale = global_scale if format == "nvfp4" else None
     coded = quantize(x, format, scale_rounding=recipe.scale_rounding, shared_scale=shared, global_scale=own_scale)
     tiles = x.shape[2] // TILE
     if form is DEQUANTIZED:
@@ -197,30 +197,30 @@ def _keys(
     zero = (x.unflatten(2, (tiles, TILE)) == 0).all(-1).all(-1)
     if form in (INT8, E4M3):
         unit = MXINT8_UNIT if form is INT8 else 1.0
-        factor = e8m0_to_float(coded.scale[:, :, ::TILE, 0]) * unit
+        descale = e8m0_to_float(coded.scale[:, :, ::TILE, 0]) * unit
     else:
         assert form is E5M2
         code = coded.scale.int().unflatten(2, (tiles, TILE))
         top = code.masked_fill(code == 255, 0).amax((-2, -1))  # [B, H, tiles]
-        factor = torch.exp2((top - 127 - 13).clamp(min=-126).float())
-        shift = e8m0_to_float(coded.scale).unflatten(2, (tiles, TILE)) / factor[..., None, None]
+        descale = torch.exp2((top - 127 - 13).clamp(min=-126).float())
+        shift = e8m0_to_float(coded.scale).unflatten(2, (tiles, TILE)) / descale[..., None, None]
         elements = e2m1_decode(unpack_e2m1(coded.data)).unflatten(2, (tiles, TILE)).unflatten(-1, (-1, 32))
         coded_values = (elements * shift[..., None]).flatten(-2).flatten(2, 3).to(torch.float8_e5m2)
-        return coded_values, None, torch.where(zero, 1.0, factor)
-    factor = torch.where(factor < SMALLEST_FACTOR, SMALLEST_FACTOR, factor)
-    return coded.data, None, torch.where(zero, 1.0, factor)
+        return coded_values, None, torch.where(zero, 1.0, descale)
+    descale = torch.where(descale < SMALLEST_FACTOR, SMALLEST_FACTOR, descale)
+    return coded.data, None, torch.where(zero, 1.0, descale)
 
 
-def _values(v: Tensor, factor: Tensor, form: OperandFormat) -> tuple[Tensor | None, Tensor | None]:
+def _values(v: Tensor, descale: Tensor, form: OperandFormat) -> tuple[Tensor | None, Tensor | None]:
     """Return aligned values in a form, and their factors."""
     if form is RAW:
         return None, None
-    scaled = values_to_e4m3(v, factor)
+    scaled = values_to_e4m3(v, descale)
     if form is DEQUANTIZED:
-        return (scaled.float() * factor).to(torch.bfloat16), None
+        return (scaled.float() * descale).to(torch.bfloat16), None
     tiles = scaled.unflatten(2, (-1, TILE)).transpose(-1, -2)  # [B, H, tiles, Dv, 128]
     # Entry 4 t + 2 j + c of a group of 16 holds the key 8 j + 2 t + c.
     order = [
         group + 8 * j + 2 * t + c for group in range(0, TILE, 16) for t in range(4) for j in range(2) for c in (0, 1)
     ]
-    return tiles[..., order].contiguous(), factor[:, :, 0]
+    return tiles[..., order].contiguous(), descale[:, :, 0]

@@ -121,16 +121,16 @@ def e8m0_scale(bits, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr):
 
 @triton.jit
 def row_scale(bits, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr):
-    """Return what rows are multiplied by to become 8-bit elements, and what one of their units is then worth, fp32.
+    """Return the scales that turn rows into 8-bit elements, and the descales of these, fp32.
 
     ``bits`` are those of the rows' largest magnitudes.
     """
     code = e8m0_scale(bits, FORMAT, IS_CEIL)
-    # A row of zeros has no use for its scale, and the smallest scale could make a factor underflow. A NaN shows in it.
-    factor = tl.where(bits == 0, 1.0, e8m0_decode(code))
+    # A row of zeros needs no scale, and the smallest scale could make a descale underflow. NaN propagates to it.
+    descale = tl.where(bits == 0, 1.0, e8m0_decode(code))
     if FORM == "int8":
-        factor *= _INT8_UNIT
-    return e8m0_reciprocal(code), factor
+        descale *= _INT8_UNIT
+    return e8m0_reciprocal(code), descale
 
 
 @triton.jit
@@ -141,8 +141,8 @@ def finite_block_amax(x):
 
 
 @triton.jit
-def nvfp4_head_scale(bits, ROUNDING: tl.constexpr):
-    """Return NVFP4's fp32 scale of a head whose largest finite magnitude has these bits: a power of two."""
+def nvfp4_global_scale(bits, ROUNDING: tl.constexpr):
+    """Return NVFP4's fp32 global scale for the bits of a head's largest finite magnitude: a power of two."""
     amax = bits.to(tl.float32, bitcast=True)
     if ROUNDING == "search":
         code = e8m0_encode(amax, _NVFP4_SEARCH_EMAX, _NVFP4_SEARCH_MAX_MANTISSA, True)
@@ -153,9 +153,9 @@ def nvfp4_head_scale(bits, ROUNDING: tl.constexpr):
 
 @triton.jit
 def nvfp4_key_scale(amax, ROUNDING: tl.constexpr):
-    """Return NVFP4's fp32 scale of the keys of a head, given the largest finite magnitude of their first tile."""
+    """Return NVFP4's fp32 global scale of a head's keys, given the largest finite magnitude of their first tile."""
     amax = tl.where(amax == 0.0, 1.0, amax)
-    return nvfp4_head_scale(amax.to(tl.int32, bitcast=True), ROUNDING) * _FIRST_KEYS_ROOM
+    return nvfp4_global_scale(amax.to(tl.int32, bitcast=True), ROUNDING) * _FIRST_KEYS_ROOM
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def _nvfp4_block_scale(bits, amax, LARGEST: tl.constexpr):
 
     Args:
         bits: Of the magnitude.
-        amax: The magnitude in units of the scale of the head.
+        amax: The magnitude in units of the global scale.
         LARGEST: 4 or 6.
     """
     scale = _divide(amax, tl.full([1, 1], LARGEST, tl.float32), tl.full([1, 1], 1.0 / LARGEST, tl.float32))
@@ -203,10 +203,10 @@ def _nvfp4_block_scale(bits, amax, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def round_to_units_e4m3(x, factor):
-    """Return fp32 ``x`` as a cast to E4M3 leaves it, in units of ``factor``, a power of two; NaN stays NaN."""
-    scaled = x * (1.0 / factor)
-    rounded = with_sign(round_to_e4m3(tl.minimum(tl.abs(scaled), _E4M3_MAX)), x) * factor
+def round_to_units_e4m3(x, scale):
+    """Return fp32 ``x`` as a cast to E4M3 leaves it, in units of ``scale``, a power of two; NaN stays NaN."""
+    scaled = x * (1.0 / scale)
+    rounded = with_sign(round_to_e4m3(tl.minimum(tl.abs(scaled), _E4M3_MAX)), x) * scale
     return tl.where(scaled == scaled, rounded, scaled)
 
 
@@ -227,12 +227,12 @@ def _loss(scaled, rounded, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def quantize_blocks(x, head_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr):
+def quantize_blocks(x, global_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr):
     """Quantise ``[ROWS, WIDTH]``; returns elements and scales as the module says.
 
     Args:
         x: fp32.
-        head_scale: NVFP4's scale of the head, fp32; unused in other formats.
+        global_scale: NVFP4's global scale, fp32; unused in other formats.
         FORMAT: Block format.
         SHARED: ``block``, ``row``, or ``tile`` (all rows carry one scale).
         ROUNDING: ``floor``, ``ceil``, or ``search`` (``SHARED`` is ``block`` then).
@@ -244,8 +244,8 @@ def quantize_blocks(x, head_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr, R
     # Magnitudes, whose rounding takes fewer instructions; they get their signs back at the end.
     blocks = tl.reshape(tl.abs(x), [ROWS, WIDTH // SIZE, SIZE])
     if FORMAT == "nvfp4":
-        # head_scale is a power of two of at least 2^-126, so its reciprocal is exact.
-        unit = tl.zeros(bits.shape, tl.float32) + 1.0 / head_scale
+        # global_scale is a power of two of at least 2^-126, so its reciprocal is exact.
+        unit = tl.zeros(bits.shape, tl.float32) + 1.0 / global_scale
         amax = bits.to(tl.float32, bitcast=True) * unit
         blocks *= unit[:, :, None]
         scale = _nvfp4_block_scale(bits, amax, _E2M1_MAX)
@@ -288,10 +288,10 @@ def quantize_blocks(x, head_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr, R
 
 
 @triton.jit
-def dequantize_blocks(elements, scale, head_scale, FORMAT: tl.constexpr):
+def dequantize_blocks(elements, scale, global_scale, FORMAT: tl.constexpr):
     """Return the numbers that elements and scales stand for, fp32 ``[ROWS, WIDTH]``."""
     if FORMAT == "nvfp4":
-        values = elements * (scale * head_scale)[:, :, None]
+        values = elements * (scale * global_scale)[:, :, None]
     else:
         if FORMAT == "mxint8":
             elements = elements * _INT8_UNIT
@@ -315,11 +315,11 @@ def mxfp4_to_e5m2(elements, scale, AXIS: tl.constexpr):
     Args:
         elements: As :func:`quantize_blocks` returns them.
         scale: E8M0 codes ``[ROWS, BLOCKS]``.
-        AXIS: What has one factor: ``tile`` or ``row``.
+        AXIS: What has one descale: ``tile`` or ``row``.
 
     Returns:
-        fp32 ``[ROWS, WIDTH]`` of numbers that E5M2 has, a broken block NaN; and the factor, what one of them is worth:
-        fp32 ``[1, 1]`` or ``[ROWS, 1]``, a power of two of at least ``2 ** -126``. The factor of zeros is 1.
+        fp32 ``[ROWS, WIDTH]`` of numbers that E5M2 has, a broken block NaN; and their descale, fp32
+        ``[1, 1]`` or ``[ROWS, 1]``, a power of two of at least ``2 ** -126``. The descale of zeros is 1.
     """
     finite = tl.where(scale == _NAN_CODE, 0, scale)
     top = tl.max(finite, 1, keep_dims=True)
@@ -327,9 +327,9 @@ def mxfp4_to_e5m2(elements, scale, AXIS: tl.constexpr):
     if AXIS == "tile":
         top = tl.max(top, 0, keep_dims=True)
         largest = tl.max(largest, 0, keep_dims=True)
-    factor_code = tl.maximum(top - _E5M2_SHIFT, 1)
-    shift = e8m0_decode(tl.maximum(scale - factor_code + 127, 0))
-    shift = tl.where(scale == _NAN_CODE, float("nan"), shift)
-    values = tl.reshape(elements * shift[:, :, None], [elements.shape[0], elements.shape[1] * elements.shape[2]])
-    factor = tl.where(largest == 0.0, 1.0, e8m0_decode(factor_code))
-    return values, factor
+    descale_code = tl.maximum(top - _E5M2_SHIFT, 1)
+    ratio = e8m0_decode(tl.maximum(scale - descale_code + 127, 0))
+    ratio = tl.where(scale == _NAN_CODE, float("nan"), ratio)
+    values = tl.reshape(elements * ratio[:, :, None], [elements.shape[0], elements.shape[1] * elements.shape[2]])
+    descale = tl.where(largest == 0.0, 1.0, e8m0_decode(descale_code))
+    return values, descale

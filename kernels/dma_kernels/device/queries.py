@@ -1,6 +1,6 @@
 """The prologue of the attention kernel: a block of the caller's queries, quantised to the format of the keys.
 
-Every query belongs to one program, so quantising it there costs no launch and no memory traffic. Results equal
+Every query belongs to one CTA, so quantising it there costs no launch and no memory traffic. Results equal
 :func:`dma_kernels.numerics.quantize.quantize` to the bit; a rotation before it is exact to the rounding of fp32.
 """
 
@@ -23,7 +23,7 @@ def load_queries(base, rows, stride_t, stride_d, q_len, D: tl.constexpr, BLOCK_D
 
 
 @triton.jit
-def smoothing_shift(q, mean_ptr, D: tl.constexpr):
+def smoothing_bias(q, mean_ptr, D: tl.constexpr):
     """Return what key smoothing subtracts from all scores of a query, ``q . mean``: fp32 ``[ROWS]``."""
     o_d = tl.arange(0, q.shape[1])
     mean = tl.load(mean_ptr + o_d, mask=o_d < D, other=0.0)
@@ -54,20 +54,20 @@ def quantize_rows(x, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.const
         int8 or E4M3 ``[ROWS, COLUMNS]``, and the descale, fp32 ``[ROWS]``.
     """
     bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1)
-    reciprocal, factor = row_scale(bits, FORM, FORMAT, IS_CEIL)
-    return to_elements(x, reciprocal[:, None], FORM, IS_CEIL), factor
+    reciprocal, descale = row_scale(bits, FORM, FORMAT, IS_CEIL)
+    return to_elements(x, reciprocal[:, None], FORM, IS_CEIL), descale
 
 
 @triton.jit
 def prepare_queries(
-    x, head_scale, FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
+    x, global_scale, FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Bring transformed queries into the format of the keys that they meet.
 
     Args:
         x: fp32 ``[ROWS, BLOCK_D]``.
-        head_scale: NVFP4's scale of the head, fp32; 1 for other formats.
+        global_scale: NVFP4's global scale, fp32; 1 for other formats.
         FORM: Name of the keys' operand format (:mod:`dma_kernels.runtime.operand_formats`); any but ``raw``.
         FORMAT: Of the queries.
         SHARED: ``block`` or ``row``: what has a scale.
@@ -75,27 +75,26 @@ def prepare_queries(
         DTYPE: Of dequantised queries.
 
     Returns:
-        The queries; their block scales (unused except for ``packed``); and what one of their units is worth, fp32
-        ``[ROWS]``.
+        The queries; their block scales (unused except for ``packed``); and their descales, fp32 ``[ROWS]``.
     """
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
-    factor = tl.full([ROWS], 1.0, tl.float32)
+    descale = tl.full([ROWS], 1.0, tl.float32)
     if FORM != "dequantized" and FORM != "e5m2" and FORM != "packed":
-        q, factor = quantize_rows(x, FORM, FORMAT, ROUNDING == "ceil")
+        q, descale = quantize_rows(x, FORM, FORMAT, ROUNDING == "ceil")
         scale = q
     elif FORMAT == "bf16":
         tl.static_assert(FORM == "dequantized", "unquantised queries meet dequantised keys")
         q = x.to(DTYPE)
         scale = q
     else:
-        elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING)
+        elements, scale = quantize_blocks(x, global_scale, FORMAT, SHARED, ROUNDING)
         if FORM == "dequantized":
-            q = dequantize_blocks(elements, scale, head_scale, FORMAT).to(DTYPE)
+            q = dequantize_blocks(elements, scale, global_scale, FORMAT).to(DTYPE)
         elif FORM == "e5m2":
-            values, row_factor = mxfp4_to_e5m2(elements, scale, "row")
+            values, row_descale = mxfp4_to_e5m2(elements, scale, "row")
             q = to_e5m2(values)
-            factor = tl.reshape(row_factor, [ROWS])
+            descale = tl.reshape(row_descale, [ROWS])
         else:
             tl.static_assert(FORM == "packed", "FORM must be int8, e4m3, e5m2, packed or dequantized")
             if FORMAT == "mxfp8":  # noqa: SIM108 (a constexpr branch)
@@ -104,7 +103,7 @@ def prepare_queries(
                 q = pack_e2m1(elements)
             if FORMAT == "nvfp4":
                 scale = to_e4m3(scale)
-                factor *= head_scale
+                descale *= global_scale
             else:
                 scale = scale.to(tl.uint8)
-    return q, scale, factor
+    return q, scale, descale

@@ -200,8 +200,8 @@ def score(
 @triton.jit
 def logits(
     s,
-    factor,  # [BM] turns a score into a base-2 logit
-    shift,  # [BM] qk_bias of smoothing, added if HAS_SHIFT
+    scale,  # [BM] converts scores to base-2 logits
+    qk_bias,  # [BM] bias of key smoothing, added if HAS_QK_BIAS
     softcap,
     q_pos,  # [BM]
     k_pos,  # [BN]
@@ -214,37 +214,39 @@ def logits(
     q_start,
     q_end,
     k_start,
-    is_edge,
+    is_masked,
     IS_CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
+    HAS_QK_BIAS: tl.constexpr,
 ):
     """Return the base-2 logits of a block: scaled, softcapped and masked scores."""
-    s = s.to(tl.float32) * factor[:, None]
-    if HAS_SHIFT:
-        s += shift[:, None]
+    s = s.to(tl.float32) * scale[:, None]
+    if HAS_QK_BIAS:
+        s += qk_bias[:, None]
     if HAS_SOFTCAP:
         # tanh(y) = 1 - 2 / (exp(2 y) + 1), where s is y * softcap * log2(e) and softcap carries the log2(e).
         s = softcap * (1.0 - 2.0 / (tl.math.exp2(s * (2.8853900817779268 / softcap)) + 1.0))
-    if is_edge:
-        seen = ((k_pos >= visible_start) & (k_pos < visible_end))[None, :]
+    if is_masked:
+        is_visible = ((k_pos >= visible_start) & (k_pos < visible_end))[None, :]
         distance = q_pos[:, None] - k_pos[None, :]
         if IS_CAUSAL:
-            seen = seen & (distance >= 0)
+            is_visible = is_visible & (distance >= 0)
         if HAS_WINDOW:
             if IS_CAUSAL:  # noqa: SIM108 (a constexpr branch)
-                seen = seen & (distance < window)
+                is_visible = is_visible & (distance < window)
             else:
-                seen = seen & (tl.abs(distance) <= window)
+                is_visible = is_visible & (tl.abs(distance) <= window)
         if HAS_MASK:
             is_row = (q_pos >= q_start) & (q_pos < q_end)
             offset_q = (q_pos - q_start).to(tl.int64) * stride_mq
             offset_k = (k_pos - k_start).to(tl.int64) * stride_mk
-            allowed = tl.load(mask_ptr + offset_q[:, None] + offset_k[None, :], mask=is_row[:, None] & seen, other=0)
-            seen = seen & (allowed != 0)
-        s = tl.where(seen, s, float("-inf"))
+            allowed = tl.load(
+                mask_ptr + offset_q[:, None] + offset_k[None, :], mask=is_row[:, None] & is_visible, other=0
+            )
+            is_visible = is_visible & (allowed != 0)
+        s = tl.where(is_visible, s, float("-inf"))
     return s
 
 
@@ -254,7 +256,7 @@ def attend(
     l_i,
     m_i,
     s,  # [BM, BN] scores, or base-2 logits where they are scaled already
-    factor,  # [BM] turns a score into a base-2 logit
+    scale,  # [BM] converts scores to base-2 logits
     v,  # [BN, DV]
     IS_SCALED: tl.constexpr,
     VALUE_FORM: tl.constexpr,
@@ -271,8 +273,8 @@ def attend(
         p = tl.math.exp2(s + (EXPONENT - m_new)[:, None])
     else:
         # Of integers Hopper takes the larger of three at a time: 746 against 809 microseconds at 8K.
-        m_new = tl.maximum(m_i, tl.max(s, 1).to(tl.float32) * factor)
-        p = tl.math.exp2(s.to(tl.float32) * factor[:, None] + (EXPONENT - m_new)[:, None])
+        m_new = tl.maximum(m_i, tl.max(s, 1).to(tl.float32) * scale)
+        p = tl.math.exp2(s.to(tl.float32) * scale[:, None] + (EXPONENT - m_new)[:, None])
     alpha = tl.math.exp2(m_i - m_new)
     l_i = l_i * alpha + tl.sum(p, 1)
     if VALUE_FORM == "e4m3":

@@ -15,17 +15,17 @@ _ROWS = tl.constexpr(32)
 
 
 @triton.jit
-def visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS: tl.constexpr):
+def load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len, HAS_SEQ_INFO: tl.constexpr):
     """Return the visible keys of a batch row, and where tile-padded storage begins.
 
     Returns:
         Index of the first visible key, of the one after the last, and of the key in row 0 of tile-padded storage (0 or
         negative: key 0 may lie inside its tile).
     """
-    if HAS_ROWS:
-        k_start = tl.load(rows_ptr + i_b * 4 + 1)
-        first = tl.maximum(tl.load(rows_ptr + i_b * 4 + 2), 0)
-        last = tl.minimum(tl.load(rows_ptr + i_b * 4 + 3), kv_len)
+    if HAS_SEQ_INFO:
+        k_start = tl.load(seq_info_ptr + i_b * 4 + 1)
+        first = tl.maximum(tl.load(seq_info_ptr + i_b * 4 + 2), 0)
+        last = tl.minimum(tl.load(seq_info_ptr + i_b * 4 + 3), kv_len)
     else:
         k_start = kv_offset
         first = kv_offset * 0
@@ -60,8 +60,8 @@ def transform(
 def first_tile_mean(base, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the mean of the first 128 visible keys, fp32 ``[BLOCK_D]`` whose values are bfloat16 numbers."""
     total = tl.zeros([_ROWS, BLOCK_D], tl.float32)
-    for part in tl.static_range(_TILE // _ROWS):
-        rows = first + part * _ROWS + tl.arange(0, _ROWS)
+    for i_block in tl.static_range(_TILE // _ROWS):
+        rows = first + i_block * _ROWS + tl.arange(0, _ROWS)
         total += load_visible(base, rows, first, last, stride_t, stride_d, D, BLOCK_D)
     count = tl.minimum(tl.maximum(last - first, 1), _TILE).to(tl.float32)
     return round_to_bfloat16(tl.math.div_rn(tl.sum(total, 0), tl.zeros([BLOCK_D], tl.float32) + count))
@@ -74,8 +74,8 @@ def first_tile_magnitudes(
 ):  # fmt: skip
     """Return the largest finite magnitude of each channel of the first 128 visible tokens, fp32 ``[BLOCK_D]``."""
     largest = tl.zeros([_ROWS, BLOCK_D], tl.float32)
-    for part in tl.static_range(_TILE // _ROWS):
-        rows = first + part * _ROWS + tl.arange(0, _ROWS)
+    for i_block in tl.static_range(_TILE // _ROWS):
+        rows = first + i_block * _ROWS + tl.arange(0, _ROWS)
         x = load_visible(base, rows, first, last, stride_t, stride_d, D, BLOCK_D)
         x = tl.abs(transform(x, rows, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM))
         largest = tl.maximum(largest, tl.where(x < float("inf"), x, 0.0))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from ..device.queries import finite_or_zero, load_queries, prepare_queries, rotate_queries, smoothing_shift
+from ..device.queries import finite_or_zero, load_queries, prepare_queries, rotate_queries, smoothing_bias
 from ..device.scores import (
     attend,
     load_keys,
@@ -27,7 +27,7 @@ from ..device.scores import (
 )
 from ..numerics.formats import TILE
 from ..numerics.geometry import SKIP_BLOCK
-from .parts import load_parts, quantize_row_parts, store_parts
+from .channel_chunks import load_chunks, quantize_row_chunks, store_chunks
 
 _TILE = tl.constexpr(TILE)
 _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
@@ -42,25 +42,25 @@ def _block_range(start, end, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _inner_range(first, last, start, end, SHIFT: tl.constexpr):
-    """Return the part of the blocks ``first..last`` that lies in the positions ``start..end`` whole."""
-    inner_first = tl.minimum(tl.maximum(first, (start + (1 << SHIFT) - 1) >> SHIFT), last)
-    return inner_first, tl.maximum(tl.minimum(last, end >> SHIFT), inner_first)
+def _full_range(first, last, start, end, SHIFT: tl.constexpr):
+    """Return those of the blocks ``first..last`` that lie entirely in the positions ``start..end``."""
+    full_first = tl.minimum(tl.maximum(first, (start + (1 << SHIFT) - 1) >> SHIFT), last)
+    return full_first, tl.maximum(tl.minimum(last, end >> SHIFT), full_first)
 
 
 @triton.jit
-def _schedule(blocks, kv_heads, section, GROUP: tl.constexpr, IS_CAUSAL: tl.constexpr):
+def _schedule(blocks, kv_heads, swizzle_group, GROUP: tl.constexpr, IS_CAUSAL: tl.constexpr):
     """Return the kv head of this CTA (of all batch rows), its query head in the group, and its block of queries.
 
     CTAs are ordered in L2 swizzle groups: kv heads whose keys and values fit in the L2 cache together. In a group the
     blocks with the most keys go first, so that the tail of the launch is short.
     """
     pid = tl.program_id(0)
-    first_head = (pid // (section * GROUP * blocks)) * section
-    heads = tl.minimum(section, kv_heads - first_head) * GROUP
-    inner = pid - first_head * GROUP * blocks
-    i_head = inner % heads
-    i_block = inner // heads
+    first_head = (pid // (swizzle_group * GROUP * blocks)) * swizzle_group
+    heads = tl.minimum(swizzle_group, kv_heads - first_head) * GROUP
+    i_inner = pid - first_head * GROUP * blocks
+    i_head = i_inner % heads
+    i_block = i_inner // heads
     return first_head + i_head // GROUP, i_head % GROUP, blocks - 1 - i_block if IS_CAUSAL else i_block
 
 
@@ -111,7 +111,7 @@ class PortableConstants:
 
     @property
     def norm(self) -> float:
-        """The factor of the rotation."""
+        """The scale of the rotation, which makes it orthonormal."""
         return math.pow(self.hadamard_size, -0.5)
 
 
@@ -123,7 +123,7 @@ class PortableConstants:
 )  # fmt: skip
 def prefill_kernel(
     query, key, value, out, mask, k_low_ptr, v_low_ptr, k_scale_ptr, k_low_scale_ptr,
-    k_descale_ptr, k_low_descale_ptr, v_descale_ptr, q_head_scale_ptr, mean_ptr,
+    k_descale_ptr, k_low_descale_ptr, v_descale_ptr, q_global_scale_ptr, mean_ptr,
     k_desc, v_desc, k_low_desc, v_low_desc, lse_ptr, sinks_ptr, tile_counts_ptr, seq_info_ptr,
     q_offset, kv_offset, q_len, kv_len, k_len, v_low_len, storage_len, blocks, swizzle_group, kv_rows,
     window, diagonal_tiles, sink_tiles, softcap, logit_scale, skip_threshold, CONFIG: tl.constexpr,
@@ -143,7 +143,7 @@ def prefill_kernel(
         k_descale_ptr: Descale of the keys of high tiles, fp32 ``[B, Hkv]``, or ``None``.
         k_low_descale_ptr: Descale of the keys of low tiles, fp32 ``[B, Hkv]`` or ``[B, Hkv, tiles]``, or ``None``.
         v_descale_ptr: Descale of E4M3 values, fp32 ``[B, Hkv, Dv]``, or ``None``.
-        q_head_scale_ptr: NVFP4 global scale of queries, fp32 ``[B, Hq]``, or ``None``.
+        q_global_scale_ptr: NVFP4 global scale of queries, fp32 ``[B, Hq]``, or ``None``.
         mean_ptr: Mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``, or ``None``.
         k_desc: TMA descriptor of ``key``, blocks ``[1, 1, block_h, block_d]``.
         v_desc: TMA descriptor of ``value``, blocks ``[1, 1, block_h, block_dv]``.
@@ -203,7 +203,7 @@ def prefill_kernel(
     IS_PV_FP8: tl.constexpr = CONFIG.is_pv_fp8
     USE_TMA: tl.constexpr = CONFIG.use_tma
     USE_RAW_TMA: tl.constexpr = CONFIG.use_raw_tma
-    HAS_ROWS: tl.constexpr = seq_info_ptr is not None
+    HAS_SEQ_INFO: tl.constexpr = seq_info_ptr is not None
     HAS_WINDOW: tl.constexpr = window is not None
     HAS_SOFTCAP: tl.constexpr = softcap is not None
     HAS_MASK: tl.constexpr = mask.ptr is not None
@@ -211,10 +211,10 @@ def prefill_kernel(
     SKIPS: tl.constexpr = skip_threshold is not None
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     EXPONENT: tl.constexpr = 8.0 if IS_PV_FP8 else 0.0
-    # A plain softmax does not see what smoothing subtracts from a row's logits: only the log of the denominator gets it
-    # back. A softcap sees it, so the logits of smoothed keys get it back before.
-    IS_SHIFTED: tl.constexpr = HAS_MEAN and not HAS_SOFTCAP
-    RESTORES_SHIFT: tl.constexpr = HAS_MEAN and HAS_SOFTCAP
+    # Smoothing subtracts the same bias from all logits of a row. A plain softmax is invariant to that, so the bias is
+    # added to the log of the denominator alone. A softcap is not, so it is added to the logits of smoothed keys.
+    BIAS_IN_LSE: tl.constexpr = HAS_MEAN and not HAS_SOFTCAP
+    BIAS_IN_LOGITS: tl.constexpr = HAS_MEAN and HAS_SOFTCAP
     MASK_HIGH: tl.constexpr = HIGH_LAYOUT == "caller"
     MASK_LOW_VALUES: tl.constexpr = LOW_VALUE_LAYOUT == "caller"
     # A model's own 16 bits stay where a side is not quantised (operands.dequantized_dtype).
@@ -226,7 +226,7 @@ def prefill_kernel(
     i_kv = i_row % KV_HEADS
     i_h = i_kv * GROUP + i_group
 
-    if HAS_ROWS:
+    if HAS_SEQ_INFO:
         q_start = tl.load(seq_info_ptr + i_b * 4)
         k_start = tl.load(seq_info_ptr + i_b * 4 + 1)
         visible_start = k_start + tl.maximum(tl.load(seq_info_ptr + i_b * 4 + 2), 0)
@@ -243,19 +243,19 @@ def prefill_kernel(
     first = tl.maximum(block_start, q_start)
     last = tl.minimum(block_start + BLOCK_M, q_end) - 1
     start, end = visible_start, visible_end
-    inner_start, inner_end = visible_start, visible_end
+    full_start, full_end = visible_start, visible_end
     if IS_CAUSAL:
         end = tl.minimum(end, last + 1)
-        inner_end = tl.minimum(inner_end, first + 1)
+        full_end = tl.minimum(full_end, first + 1)
     if HAS_WINDOW:
         reach = window - 1 if IS_CAUSAL else window
         start = tl.maximum(start, first - reach)
-        inner_start = tl.maximum(inner_start, last - reach)
+        full_start = tl.maximum(full_start, last - reach)
         if not IS_CAUSAL:
             end = tl.minimum(end, last + window + 1)
-            inner_end = tl.minimum(inner_end, first + window + 1)
+            full_end = tl.minimum(full_end, first + window + 1)
     if HAS_MASK:
-        inner_end = inner_start
+        full_end = full_start
 
     q_pos = block_start + tl.arange(0, BLOCK_M)
     rows = q_pos - q_start
@@ -278,64 +278,64 @@ def prefill_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
 
     q = load_queries(q_base, rows, query.stride_t, query.stride_d, q_len, D, BLOCK_D)
-    head_scale = 1.0
-    if q_head_scale_ptr is not None:
-        head_scale = tl.load(q_head_scale_ptr + i_b * Q_HEADS + i_h)
+    global_scale = 1.0
+    if q_global_scale_ptr is not None:
+        global_scale = tl.load(q_global_scale_ptr + i_b * Q_HEADS + i_h)
     m_row = (rows >= 0) & (rows < q_len)
     lse_rows = lse_ptr + (i_b * Q_HEADS + i_h) * q_len + rows
-    shift = tl.zeros([BLOCK_M], tl.float32)
+    bias = tl.zeros([BLOCK_M], tl.float32)
     if HAS_MEAN:
-        shift = smoothing_shift(q, mean_ptr + i_row * D, D)
-    logit_shift = finite_or_zero(shift * logit_scale)
-    if IS_SHIFTED:
+        bias = smoothing_bias(q, mean_ptr + i_row * D, D)
+    qk_bias = finite_or_zero(bias * logit_scale)
+    if BIAS_IN_LSE:
         # Kept in the output of the row: there is no register for it in the loops.
-        tl.store(lse_rows, logit_shift * 0.6931471805599453, mask=m_row)
+        tl.store(lse_rows, qk_bias * 0.6931471805599453, mask=m_row)
     if HAS_LOW and CONFIG.stage_queries:
-        # Hopper's matrix units take what was loaded from shared memory, and what was computed from registers, of which
-        # there are none to spare. The output's rows are this program's own and hold nothing yet.
+        # Hopper's MMAs read loaded operands from shared memory, and computed ones from registers, of which
+        # there are none to spare. The output's rows belong to this CTA and are not written yet.
         STAGED: tl.constexpr = k_low_ptr.dtype.element_ty
         staged = (out.ptr + i_b * out.stride_b + i_h * out.stride_h).to(tl.pointer_type(STAGED))
         # A row of the output has room for two 8-bit elements a channel, or for one of 16 bits.
         PER_CHANNEL: tl.constexpr = 1 if LOW_FORM == "dequantized" else 2
         staged_row = rows.to(tl.int64) * (PER_CHANNEL * out.stride_t)
         m_staged = m_row[:, None] & (o_d < D)[None, :]
-        IN_PARTS: tl.constexpr = LOW_FORM != "dequantized" and LOW_FORM != "e5m2"
-        low_factor = tl.full([BLOCK_M], 1.0, tl.float32)
+        IN_CHUNKS: tl.constexpr = LOW_FORM != "dequantized" and LOW_FORM != "e5m2"
+        low_row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
         # Of 256 channels and other forms what is carried past the branch would be spilled in the loop over low tiles.
         has_low_tiles = True
-        if IN_PARTS or BLOCK_D <= 128:
+        if IN_CHUNKS or BLOCK_D <= 128:
             has_low_tiles = tl.maximum(start, sink_end) < tl.minimum(end, band_start)
             if not IS_CAUSAL:
                 has_low_tiles = has_low_tiles | (tl.maximum(tl.maximum(start, band_end), sink_end) < end)
         if has_low_tiles:
-            if IN_PARTS:
-                parts = load_parts(q_base, rows, 0, q_len, query.stride_t, query.stride_d, D)
-                parts, low_factor = quantize_row_parts(
-                    parts, LOW_FORM, LOW_Q_FORMAT, ROUNDING == "ceil", CONFIG.rotate, HADAMARD_SIZE, NORM
+            if IN_CHUNKS:
+                chunks = load_chunks(q_base, rows, 0, q_len, query.stride_t, query.stride_d, D)
+                chunks, low_row_scale = quantize_row_chunks(
+                    chunks, LOW_FORM, LOW_Q_FORMAT, ROUNDING == "ceil", CONFIG.rotate, HADAMARD_SIZE, NORM
                 )
-                store_parts(staged, staged_row, parts, m_row, D)
+                store_chunks(staged, staged_row, chunks, m_row, D)
             else:
                 x = rotate_queries(q, NORM, HADAMARD_SIZE) if CONFIG.rotate else q.to(tl.float32)
-                q_low, q_low_scale, low_factor = prepare_queries(
-                    x, head_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
+                q_low, q_low_scale, low_row_scale = prepare_queries(
+                    x, global_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
                 )
                 tl.store(staged + (staged_row[:, None] + o_d[None, :]), q_low, mask=m_staged)
 
     # ---- high tiles: the sinks, then the band; all tiles if the recipe has one precision
     if HIGH_FORM == "raw":
         q_scale = q
-        factor = tl.full([BLOCK_M], 1.0, tl.float32)
+        row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
     else:
         x = rotate_queries(q, NORM, HADAMARD_SIZE) if CONFIG.rotate else q.to(tl.float32)
-        q, q_scale, factor = prepare_queries(x, head_scale, HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, tl.bfloat16)
-    factor *= logit_scale
+        q, q_scale, row_scale = prepare_queries(x, global_scale, HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, tl.bfloat16)
+    row_scale *= logit_scale
     k_base = key.ptr
     if HIGH_FORM == "raw":
         k_base += i_b * key.stride_b + i_kv * key.stride_h
     v_base = value.ptr + i_b * value.stride_b + i_kv * value.stride_h
     tile_row = i_row * (storage_len >> _TILE_SHIFT)  # of this head, counted over all tiles of aligned storage
     if k_descale_ptr is not None:
-        factor *= tl.load(k_descale_ptr + i_row)
+        row_scale *= tl.load(k_descale_ptr + i_row)
     if HAS_LOW:
         a_first, a_last = _block_range(start, tl.minimum(end, sink_end), H_SHIFT)
         b_first, b_last = _block_range(
@@ -360,13 +360,13 @@ def prefill_kernel(
                 D, BLOCK_D, BLOCK_H,
             )  # fmt: skip
         s = score(q, q_scale, k, k_scale, HIGH_FORM, HIGH_FORMAT, HIGH_FORMAT)
-        if HIGH_FORM == "raw" and IS_SHIFTED:
-            s -= shift[:, None]
+        if HIGH_FORM == "raw" and BIAS_IN_LSE:
+            s -= bias[:, None]
         s = logits(
-            s, factor, logit_shift, softcap, q_pos, position + o_h, visible_start, visible_end, window,
+            s, row_scale, qk_bias, softcap, q_pos, position + o_h, visible_start, visible_end, window,
             mask_base, mask.stride_t, mask.stride_d, q_start, q_end, k_start,
-            (position < inner_start) | (position + BLOCK_H > inner_end), IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK,
-            RESTORES_SHIFT and HIGH_FORM != "raw",
+            (position < full_start) | (position + BLOCK_H > full_end), IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK,
+            BIAS_IN_LOGITS and HIGH_FORM != "raw",
         )  # fmt: skip
         entry = storage_entry(position, k_start, aligned_start, HIGH_VALUE_LAYOUT)
         v = load_raw(
@@ -384,11 +384,11 @@ def prefill_kernel(
             BLOCK_DV,
             BLOCK_H,
         )
-        if HAS_ROWS:
+        if HAS_SEQ_INFO:
             # Invisible values may be NaN, and a probability of 0 does not hide that.
-            is_shown = (position + o_h >= visible_start) & (position + o_h < visible_end)
-            v = tl.where(is_shown[:, None], v, 0.0)
-        acc, l_i, m_i = attend(acc, l_i, m_i, s, factor, v, True, "raw", IS_PV_FP8)
+            is_visible = (position + o_h >= visible_start) & (position + o_h < visible_end)
+            v = tl.where(is_visible[:, None], v, 0.0)
+        acc, l_i, m_i = attend(acc, l_i, m_i, s, row_scale, v, True, "raw", IS_PV_FP8)
 
     if HAS_LOW:
         if CONFIG.stage_queries:
@@ -398,17 +398,17 @@ def prefill_kernel(
         else:
             q = load_queries(q_base, rows, query.stride_t, query.stride_d, q_len, D, BLOCK_D)
             x = rotate_queries(q, NORM, HADAMARD_SIZE) if CONFIG.rotate else q.to(tl.float32)
-            q_low, q_low_scale, low_factor = prepare_queries(
-                x, head_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
+            q_low, q_low_scale, low_row_scale = prepare_queries(
+                x, global_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
             )
-        low_factor *= logit_scale
+        low_row_scale *= logit_scale
         v_low_base = v_low_ptr
         if LOW_VALUE_FORM == "raw":
             v_low_base = v_base
         elif LOW_VALUE_FORM == "dequantized":
             v_low_base += i_row * v_low_len * DV
         if CONFIG.k_low_descale == "head":
-            low_factor *= tl.load(k_low_descale_ptr + i_row)
+            low_row_scale *= tl.load(k_low_descale_ptr + i_row)
 
         if v_descale_ptr is not None:
             # From here on the output counts in units of the E4M3 values: powers of two, so this is exact.
@@ -416,34 +416,34 @@ def prefill_kernel(
 
         # [c_first, c_last) is before the band, [d_first, d_last) after it; c_in..c_out and d_in..d_out are full.
         c_first, c_last = _block_range(tl.maximum(start, sink_end), tl.minimum(end, band_start), N_SHIFT)
-        c_in, c_out = _inner_range(c_first, c_last, inner_start, inner_end, N_SHIFT)
+        c_in, c_out = _full_range(c_first, c_last, full_start, full_end, N_SHIFT)
         if IS_CAUSAL:
             d_first, d_in, d_out, d_last = c_last, c_last, c_last, c_last
         else:
             d_first, d_last = _block_range(tl.maximum(tl.maximum(start, band_end), sink_end), end, N_SHIFT)
-            d_in, d_out = _inner_range(d_first, d_last, inner_start, inner_end, N_SHIFT)
+            d_in, d_out = _full_range(d_first, d_last, full_start, full_end, N_SHIFT)
         n_1 = c_in - c_first
         n_2 = n_1 + c_last - c_out
         n_3 = n_2 + d_in - d_first
-        n_edge = n_3 + d_last - d_out
-        n_inner = c_out - c_in
+        n_masked = n_3 + d_last - d_out
+        n_full = c_out - c_in
         if SKIPS:
-            # m_i is the largest logit in high tiles. Blocks of which the call holds only a part keep every tile.
+            # m_i is the largest logit in high tiles. A block that the call holds only partly skips no tile.
             first_of_block = q_pos & -_SKIP_BLOCK
             is_whole = (first_of_block >= q_start) & (first_of_block + _SKIP_BLOCK <= q_end)
             bound = tl.where(is_whole, m_i - skip_threshold, float("-inf"))
             is_kept = tl.full([BLOCK_M], 1, tl.int32)
             row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            tiles_seen = tl.zeros([BLOCK_M], tl.int32)
+            tiles_examined = tl.zeros([BLOCK_M], tl.int32)
             tiles_kept = tl.zeros([BLOCK_M], tl.int32)
 
         # ---- low tiles: masked ones, then full ones
-        for IS_INNER in tl.static_range(0, 2):
-            steps = n_inner + d_out - d_in if IS_INNER else n_edge
+        for IS_FULL in tl.static_range(0, 2):
+            steps = n_full + d_out - d_in if IS_FULL else n_masked
             tile = -1  # the tile that ``is_kept`` is about
-            for t in tl.range(0, steps, num_stages=CONFIG.low_stages if IS_INNER else 1):
-                if IS_INNER:
-                    block = tl.where(t < n_inner, c_in + t, d_in + t - n_inner)
+            for t in tl.range(0, steps, num_stages=CONFIG.low_stages if IS_FULL else 1):
+                if IS_FULL:
+                    block = tl.where(t < n_full, c_in + t, d_in + t - n_full)
                 else:
                     block = tl.where(t < n_1, c_first + t, c_out + t - n_1)
                     block = tl.where(t < n_2, block, tl.where(t < n_3, d_first + t - n_2, d_out + t - n_3))
@@ -454,77 +454,79 @@ def prefill_kernel(
                     LOW_FORM, LOW_K_FORMAT, False, USE_TMA, D, BLOCK_D, BLOCK_N,
                 )  # fmt: skip
                 s = score(q_low, q_low_scale, k, k_scale, LOW_FORM, LOW_Q_FORMAT, LOW_K_FORMAT)
-                block_factor = low_factor
+                tile_scale = low_row_scale
                 if CONFIG.k_low_descale == "tile":
-                    block_factor *= tl.load(k_low_descale_ptr + tile_row + (entry >> _TILE_SHIFT))
-                # Where one program has two blocks of 64 queries, these skip tiles each by itself.
-                IS_SCALED: tl.constexpr = HAS_SOFTCAP or not IS_INNER or (SKIPS and BLOCK_M > _SKIP_BLOCK)
+                    tile_scale *= tl.load(k_low_descale_ptr + tile_row + (entry >> _TILE_SHIFT))
+                # Where a CTA has two blocks of 64 queries, each skips tiles independently.
+                IS_SCALED: tl.constexpr = HAS_SOFTCAP or not IS_FULL or (SKIPS and BLOCK_M > _SKIP_BLOCK)
                 if IS_SCALED:
                     s = logits(
-                        s, block_factor, logit_shift, softcap, q_pos, position + o_n, visible_start, visible_end,
+                        s, tile_scale, qk_bias, softcap, q_pos, position + o_n, visible_start, visible_end,
                         window, mask_base, mask.stride_t, mask.stride_d, q_start, q_end, k_start,
-                        not IS_INNER, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, RESTORES_SHIFT,
+                        not IS_FULL, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, BIAS_IN_LOGITS,
                     )  # fmt: skip
                 if SKIPS:
                     i_tile = block >> (_TILE_SHIFT - N_SHIFT)
                     if BLOCK_N == _TILE:
                         row_max = tl.max(s, 1).to(tl.float32)
                         if not IS_SCALED:
-                            row_max *= block_factor
+                            row_max *= tile_scale
                     elif i_tile != tile:
                         # The first block of its tile in this loop: all of the tile is scored, for its row maxima.
                         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                        for part in tl.range(0, _TILE // BLOCK_N, num_stages=1):
-                            part_position = i_tile * _TILE + part * BLOCK_N
-                            k_part, k_part_scale = load_keys(
+                        for i_sub in tl.range(0, _TILE // BLOCK_N, num_stages=1):
+                            block_position = i_tile * _TILE + i_sub * BLOCK_N
+                            k_block, k_block_scale = load_keys(
                                 k_low_ptr, k_low_ptr, k_low_scale_ptr, i_row * storage_len,
-                                storage_entry(part_position, k_start, aligned_start, LOW_LAYOUT), storage_len,
+                                storage_entry(block_position, k_start, aligned_start, LOW_LAYOUT), storage_len,
                                 LOW_FORM, LOW_K_FORMAT, True, False, D, BLOCK_D, BLOCK_N,
                             )  # fmt: skip
-                            part_s = logits(
-                                score(q_low, q_low_scale, k_part, k_part_scale, LOW_FORM, LOW_Q_FORMAT, LOW_K_FORMAT),
-                                block_factor, logit_shift, softcap, q_pos, part_position + o_n, visible_start,
+                            s_block = logits(
+                                score(q_low, q_low_scale, k_block, k_block_scale, LOW_FORM, LOW_Q_FORMAT, LOW_K_FORMAT),
+                                tile_scale, qk_bias, softcap, q_pos, block_position + o_n, visible_start,
                                 visible_end, window, mask_base, mask.stride_t, mask.stride_d, q_start, q_end, k_start,
-                                True, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, RESTORES_SHIFT,
+                                True, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, BIAS_IN_LOGITS,
                             )  # fmt: skip
-                            row_max = tl.maximum(row_max, tl.max(part_s, 1))
+                            row_max = tl.maximum(row_max, tl.max(s_block, 1))
                     if i_tile != tile:
                         # NaN keeps a tile.
                         is_kept = _any_of_block(1 - (row_max < bound).to(tl.int32), BLOCK_M)
                         if tile_counts_ptr is not None:
-                            # A tile that only in part is at an edge is counted there.
-                            is_seen = _any_of_block(1 - (row_max == float("-inf")).to(tl.int32), BLOCK_M)
-                            if IS_INNER:
-                                is_whole_tile = (i_tile * _TILE >= inner_start) & (i_tile * _TILE + _TILE <= inner_end)
-                                is_seen = tl.where(is_whole_tile, is_seen, 0)
-                            tiles_seen += is_seen
-                            tiles_kept += is_seen * is_kept
+                            # A partly masked tile is counted in the masked loop.
+                            is_examined = _any_of_block(1 - (row_max == float("-inf")).to(tl.int32), BLOCK_M)
+                            if IS_FULL:
+                                is_whole_tile = (i_tile * _TILE >= full_start) & (i_tile * _TILE + _TILE <= full_end)
+                                is_examined = tl.where(is_whole_tile, is_examined, 0)
+                            tiles_examined += is_examined
+                            tiles_kept += is_examined * is_kept
                         tile = i_tile
                     if BLOCK_M > _SKIP_BLOCK:
                         s = tl.where((is_kept != 0)[:, None], s, float("-inf"))
                 entry = storage_entry(position, k_start, aligned_start, LOW_VALUE_LAYOUT)
                 v = load_values(
                     v_low_desc, v_low_base, tile_row * DV, i_b, i_kv, entry, v_low_len, value.stride_t, value.stride_d,
-                    LOW_VALUE_FORM, MASK_LOW_VALUES and not IS_INNER, USE_TMA, USE_RAW_TMA, DV, BLOCK_DV, BLOCK_N,
+                    LOW_VALUE_FORM, MASK_LOW_VALUES and not IS_FULL, USE_TMA, USE_RAW_TMA, DV, BLOCK_DV, BLOCK_N,
                 )  # fmt: skip
-                if HAS_ROWS and LOW_VALUE_FORM == "raw" and not IS_INNER:
-                    is_shown = (position + o_n >= visible_start) & (position + o_n < visible_end)
-                    v = tl.where(is_shown[:, None], v, 0.0)
+                if HAS_SEQ_INFO and LOW_VALUE_FORM == "raw" and not IS_FULL:
+                    is_visible = (position + o_n >= visible_start) & (position + o_n < visible_end)
+                    v = tl.where(is_visible[:, None], v, 0.0)
                 if not SKIPS or tl.max(is_kept, 0) != 0:
-                    acc, l_i, m_i = attend(acc, l_i, m_i, s, block_factor, v, IS_SCALED, LOW_VALUE_FORM, IS_PV_FP8)
+                    acc, l_i, m_i = attend(acc, l_i, m_i, s, tile_scale, v, IS_SCALED, LOW_VALUE_FORM, IS_PV_FP8)
         if SKIPS and tile_counts_ptr is not None:
             counts = tile_counts_ptr + 2 * i_h
             is_first = ((q_pos & (_SKIP_BLOCK - 1)) == 0) & is_whole
-            tl.atomic_add(counts, tl.sum(tl.where(is_first, tiles_seen - tiles_kept, 0), 0).to(tl.int64), sem="relaxed")
-            tl.atomic_add(counts + 1, tl.sum(tl.where(is_first, tiles_seen, 0), 0).to(tl.int64), sem="relaxed")
+            tl.atomic_add(
+                counts, tl.sum(tl.where(is_first, tiles_examined - tiles_kept, 0), 0).to(tl.int64), sem="relaxed"
+            )
+            tl.atomic_add(counts + 1, tl.sum(tl.where(is_first, tiles_examined, 0), 0).to(tl.int64), sem="relaxed")
 
     if sinks_ptr is not None:
         # Last: a sink logit that dominates would scale E4M3 probabilities down.
         sink = 1.4426950408889634 * tl.load(sinks_ptr + i_h).to(tl.float32)
-        if IS_SHIFTED:
+        if BIAS_IN_LSE:
             tl.debug_barrier()
-            logit_shift = tl.load(lse_rows, mask=m_row, other=0.0) * 1.4426950408889634
-            sink -= logit_shift
+            qk_bias = tl.load(lse_rows, mask=m_row, other=0.0) * 1.4426950408889634
+            sink -= qk_bias
         m_new = tl.maximum(m_i, sink)
         alpha = tl.math.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.math.exp2(sink - m_new + EXPONENT)
@@ -541,10 +543,10 @@ def prefill_kernel(
     )
     lse = (m_i + tl.math.log2(l_i) - EXPONENT) * 0.6931471805599453
     lse = tl.where(is_empty, float("-inf"), lse)
-    if IS_SHIFTED and sinks_ptr is not None:
-        tl.store(lse_rows, lse + logit_shift * 0.6931471805599453, mask=m_row)
-    elif IS_SHIFTED:
-        # To what waits there, stored by any thread of the program. A load would cost registers in the loops.
+    if BIAS_IN_LSE and sinks_ptr is not None:
+        tl.store(lse_rows, lse + qk_bias * 0.6931471805599453, mask=m_row)
+    elif BIAS_IN_LSE:
+        # Add to the qk_bias stored there, by whichever thread. A load would cost registers in the loops.
         tl.debug_barrier()
         tl.atomic_add(lse_rows, lse, mask=m_row, sem="relaxed", scope="cta")
     else:

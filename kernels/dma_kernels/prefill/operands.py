@@ -28,10 +28,10 @@ class TileOperands:
         key_format: Format of ``key``.
         value_format: Format of ``value``: 16 bits or E4M3; of high tiles the caller's own.
         key_scale: Block scales of packed keys, ``[B, Hkv, S, D' / block]``: E8M0 codes (uint8) or E4M3.
-        key_factor: fp32 ``[B, Hkv, S / 128]``, contiguous, what one stored unit of the keys of a tile is worth; of
-            packed NVFP4 keys, the head's scale, expanded from ``[B, Hkv]``. ``None`` for 1. At least fp32's smallest
-            normal number; 1 for a tile of zeros.
-        value_factor: fp32 ``[B, Hkv, Dv]``; ``None`` for 1.
+        key_descale: Descale of the keys of each tile, fp32 ``[B, Hkv, S / 128]``, contiguous; for packed NVFP4 keys,
+            the global scale, expanded from ``[B, Hkv]``. ``None`` for 1. At least fp32's smallest normal number; 1 for
+            a tile of zeros.
+        value_descale: Descale of each channel of the values, fp32 ``[B, Hkv, Dv]``; ``None`` for 1.
     """
 
     key: Tensor
@@ -39,8 +39,8 @@ class TileOperands:
     key_format: OperandFormat
     value_format: OperandFormat
     key_scale: Tensor | None = None
-    key_factor: Tensor | None = None
-    value_factor: Tensor | None = None
+    key_descale: Tensor | None = None
+    value_descale: Tensor | None = None
 
     @property
     def head_bytes(self) -> int:
@@ -58,15 +58,15 @@ class Operands:
         low: What low tiles read; ``None`` where the recipe has one precision. The caller's ``value`` is that of
             ``high``.
         key_mean: What ``smooth_k`` subtracted, fp32 ``[B, Hkv, D]``; given iff it did.
-        query_factor: NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``; given iff the recipe has
+        query_global_scale: NVFP4's global scale of the transformed queries, fp32 ``[B, Hq]``; given iff the recipe has
             NVFP4 queries.
-        valid_tiles: Tiles of tile-padded storage that are written; ``None`` for all. The others hold anything, and
-            nothing may compute with them, not even with a probability of 0: they are low for no query
+        valid_tiles: Tiles of tile-padded storage that hold keys or values; ``None`` for all. The others are
+            uninitialized and may not be read, not even with a probability of 0: they are low for no query
             (:meth:`dma_kernels.numerics.geometry.PrefillGeometry.low_tiles`).
     """
 
     high: TileOperands
     low: TileOperands | None
     key_mean: Tensor | None = None
-    query_factor: Tensor | None = None
+    query_global_scale: Tensor | None = None
     valid_tiles: range | None = None

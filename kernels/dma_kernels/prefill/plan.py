@@ -122,7 +122,9 @@ def plan(problem: PrefillProblem) -> PrefillPlan:
                 tile_counts=None if threshold is None else tile_counts,
                 # The quantiser writes the keys of low tiles and lets the next launch start early. It started after all
                 # earlier work itself, so the caller's tensors are there. NVFP4's query scale is a launch in between.
-                use_pdl=chip.supports_pdl(query.device) and operands.low is not None and operands.query_factor is None,
+                use_pdl=chip.supports_pdl(query.device)
+                and operands.low is not None
+                and operands.query_global_scale is None,
             )
         return (out, lse) if problem.needs_lse else (out,)
 
@@ -137,7 +139,7 @@ def quantize_operands(
 ) -> Operands:
     """Launch what precedes the attention kernel; arguments as for it and for the quantiser."""
     from .quantizer import quantize_keys_values
-    from .query_factor import query_factor
+    from .query_global_scale import query_global_scale
 
     operands = quantize_keys_values(
         key,
@@ -145,11 +147,11 @@ def quantize_operands(
         recipe,
         path,
         kv_offset=geometry.kv_offset,
-        rows=geometry.rows,
+        seq_info=geometry.rows,
         low_tiles=geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles),
     )
-    head_scale = query_factor(query, recipe)
-    return operands if head_scale is None else replace(operands, query_factor=head_scale)
+    global_scale = query_global_scale(query, recipe)
+    return operands if global_scale is None else replace(operands, query_global_scale=global_scale)
 
 
 def new_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,7 @@ def launch(
     constants, launcher = _launcher(
         query.shape[1], kv_heads, head_dim, value_dim, recipe, config, use_tma, use_raw_tma,
         high.key_format, high.value_format, low.key_format, low.value_format,
-        geometry.is_causal, operands.low is not None, low.key_factor is not None,
+        geometry.is_causal, operands.low is not None, low.key_descale is not None,
     )  # fmt: skip
     k_desc = v_desc = k_low_desc = v_low_desc = low.key  # unused without tensor copies
     if use_raw_tma:
@@ -99,7 +99,7 @@ def launch(
         Strided.of(query), Strided.of(high.key), Strided.of(high.value), Strided.of(out),
         Strided.of(None) if mask is None else Strided(mask.view(torch.uint8), *mask_strides),
         low.key, low.value, high.key_scale, low.key_scale,
-        high.key_factor, low.key_factor, low.value_factor, operands.query_factor, operands.key_mean,
+        high.key_descale, low.key_descale, low.value_descale, operands.query_global_scale, operands.key_mean,
         k_desc, v_desc, k_low_desc, v_low_desc, lse, sinks, tile_counts, rows,
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len,
         high.key.shape[2], low.value.shape[2], _storage_len(operands), blocks, swizzle_group, all_heads,

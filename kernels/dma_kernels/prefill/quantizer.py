@@ -41,7 +41,7 @@ def quantize_keys_values(
     path: ComputePath,
     *,
     kv_offset: int,
-    rows: Tensor | None,
+    seq_info: Tensor | None,
     low_tiles: range | None = None,
 ) -> Operands:
     """Write the key and value operands of a call; zeros in place of keys and values that no query can attend to.
@@ -51,21 +51,21 @@ def quantize_keys_values(
         value: 16-bit ``[B, Hkv, Tk, Dv]``, any strides.
         recipe: The precisions.
         path: Their operand formats.
-        kv_offset: Position of key 0, where ``rows`` is ``None``.
-        rows: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key and the
+        kv_offset: Position of key 0, where ``seq_info`` is ``None``.
+        seq_info: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key and the
             one past the last.
         low_tiles: Tiles of tile-padded storage that are low for some query; ``None`` for all. Where high tiles read the
             caller's own keys, only these are written.
 
     Returns:
-        The operands, without ``query_factor``.
+        The operands, without ``query_global_scale``.
     """
     batch, heads, kv_len, head_dim = key.shape
     quantizer = _quantizer(
-        recipe, path, key.dtype, heads, head_dim, value.shape[3], rows is not None, chip.supports_pdl(key.device)
+        recipe, path, key.dtype, heads, head_dim, value.shape[3], seq_info is not None, chip.supports_pdl(key.device)
     )
     # Per-row offsets are read on the device: up to 127 entries before a row stay empty.
-    first = kv_offset % TILE if rows is None else TILE - 1
+    first = kv_offset % TILE if seq_info is None else TILE - 1
     tiles = max(1, -(-(kv_len + first) // TILE))
     valid = low_tiles if low_tiles is not None and path.key is RAW else range(tiles)
     made = {
@@ -75,9 +75,9 @@ def quantize_keys_values(
         sizes = (kv_offset, kv_len, tiles, valid.start, valid.stop)
         share = CTAS_PER_SM * chip.sm_count(key.device) // max(1, batch * heads * quantizer.layers)
         ctas = max(1, min(len(valid), share))
-        outputs = *map(made.get, _WRITTEN), saturation_counter() if "value" in made else None
+        outputs = *map(made.get, _KERNEL_OUTPUTS), saturation_counter() if "value" in made else None
         grid = (batch * heads, ctas, quantizer.layers)
-        quantizer.launch(grid, Strided.of(key), Strided.of(value), rows, *outputs, *sizes)
+        quantizer.launch(grid, Strided.of(key), Strided.of(value), seq_info, *outputs, *sizes)
     return _operands(key, value, path, tiles, valid, made)
 
 
@@ -102,9 +102,9 @@ class _Output:
         return (batch, heads, tiles * self.rows_per_tile, *self.shape)
 
 
-# The tensors that the kernel writes, in its order.
-_WRITTEN = (
-    "mean", "high", "high_scale", "low", "low_scale", "key_factor", "head_factor", "value", "value_factor",
+# The tensors that the kernel writes, in the order of its parameters.
+_KERNEL_OUTPUTS = (
+    "mean", "high", "high_scale", "low", "low_scale", "key_descale", "key_global_scale", "value", "value_descale",
 )  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def _quantizer(
     heads: int,
     head_dim: int,
     value_dim: int,
-    has_rows: bool,
+    has_seq_info: bool,
     use_pdl: bool,
 ) -> _Quantizer:
     outputs = _outputs(recipe, path, dtype, head_dim, value_dim)
@@ -140,9 +140,9 @@ def _quantizer(
         "DV": value_dim,
         "BLOCK_D": padded_channels(head_dim),
         "BLOCK_DV": padded_channels(value_dim),
-        "HAS_ROWS": has_rows,
+        "HAS_SEQ_INFO": has_seq_info,
         "HAS_MEAN": "mean" in outputs,
-        "HAS_KEY_HEAD": "head_factor" in outputs,
+        "HAS_KEY_GLOBAL_SCALE": "key_global_scale" in outputs,
         "ROTATE": recipe.rotate,
         "HADAMARD_SIZE": size,
         "NORM": math.pow(size, -0.5),
@@ -184,12 +184,12 @@ def _outputs(
         target = dequantized_dtype(dtype, recipe.query_low, recipe.key_low)
         outputs |= _key_outputs("low", path.low_key, head_dim, target)
     if ("high" in outputs and recipe.high == NVFP4.name) or ("low" in outputs and recipe.key_low == NVFP4.name):
-        outputs["head_factor"] = _Output((), torch.float32)
+        outputs["key_global_scale"] = _Output((), torch.float32)
     if path.low_value is DEQUANTIZED:
         outputs["value"] = _Output((value_dim,), torch.bfloat16, rows_per_tile=TILE)
     elif path.low_value is not None and path.low_value.dtype is not None:
         outputs["value"] = _Output((value_dim, TILE), path.low_value.dtype, rows_per_tile=1)
-        outputs["value_factor"] = _Output((value_dim,), torch.float32)
+        outputs["value_descale"] = _Output((value_dim,), torch.float32)
     return outputs
 
 
@@ -198,7 +198,7 @@ def _key_outputs(name: str, format: OperandFormat, head_dim: int, dequantized: t
     elements = _Output((format.stored_channels(head_dim),), format.dtype or dequantized, rows_per_tile=TILE)
     outputs = {name: elements}
     if format.scale is Scale.TILE:
-        outputs["key_factor"] = _Output((), torch.float32, rows_per_tile=1)
+        outputs["key_descale"] = _Output((), torch.float32, rows_per_tile=1)
     elif format.scale_dtype is not None:
         blocks = format.padded(head_dim) // format.padding
         outputs[f"{name}_scale"] = _Output((blocks,), format.scale_dtype, rows_per_tile=TILE)
@@ -213,23 +213,23 @@ def _operands(
     valid: range,
     made: dict[str, Tensor],
 ) -> Operands:
-    head_factor = made.get("head_factor")
-    if head_factor is not None:
-        batch, heads = head_factor.shape
-        head_factor = head_factor.as_strided((batch, heads, tiles), (heads, 1, 0))
+    key_global_scale = made.get("key_global_scale")
+    if key_global_scale is not None:
+        batch, heads = key_global_scale.shape
+        key_global_scale = key_global_scale.as_strided((batch, heads, tiles), (heads, 1, 0))
 
     def tile_operands(name: str, key_format: OperandFormat, value_format: OperandFormat) -> TileOperands:
-        factor = made.get("key_factor") if key_format.scale is Scale.TILE else None
+        descale = made.get("key_descale") if key_format.scale is Scale.TILE else None
         if key_format.holds == NVFP4.name:
-            factor = head_factor
+            descale = key_global_scale
         return TileOperands(
             key=made.get(name, key),
             value=value if value_format is RAW else made["value"],
             key_format=key_format,
             value_format=value_format,
             key_scale=made.get(f"{name}_scale"),
-            key_factor=factor,
-            value_factor=made.get("value_factor") if value_format.scale is Scale.CHANNEL else None,
+            key_descale=descale,
+            value_descale=made.get("value_descale") if value_format.scale is Scale.CHANNEL else None,
         )
 
     high = tile_operands("high", path.key, RAW)

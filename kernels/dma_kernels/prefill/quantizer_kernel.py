@@ -1,6 +1,6 @@
 """The kernel that writes the key and value operands of every compute path: see :mod:`dma_kernels.prefill.operands`.
 
-A program writes tiles of one kv head, of its keys or of its values. Results equal
+A CTA writes tiles of the keys or of the values of one kv head. Results equal
 :mod:`dma_kernels.numerics.quantize` to the bit, given the same mean key.
 """
 
@@ -27,22 +27,21 @@ from ..device.blocks import (
     quantize_blocks,
     round_to_units_e4m3,
 )
-from ..device.tiles import first_tile_magnitudes, first_tile_mean, load_visible, transform, visible_rows
+from ..device.tiles import first_tile_magnitudes, first_tile_mean, load_visible, load_visible_range, transform
 from ..numerics.formats import E4M3_MAX, E8M0_MAX_CODE, E8M0_NAN, FIRST_VALUES, MXINT8_UNIT, SMALLEST_CHANNEL, TILE
-from .parts import (
-    load_parts,
-    quantize_parts,
-    rotate_parts,
-    row_bits,
-    store_parts,
+from .channel_chunks import (
+    load_chunks,
+    quantize_chunks,
+    rotate_chunks,
+    row_amax,
+    store_chunks,
     subtract_vector,
     to_float,
     zeros_where,
 )
 
 _TILE = tl.constexpr(TILE)
-# Keys that a program has in registers at a time, in block formats without a scale for the tile: few enough
-# for four programs on a multiprocessor.
+# Keys that a CTA holds in registers, in block formats without a tile scale: few enough for four CTAs on an SM.
 _ROWS = tl.constexpr(32)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _INT8_UNIT = tl.constexpr(MXINT8_UNIT)
@@ -50,46 +49,46 @@ _FIRST_VALUES_EMAX = tl.constexpr(FIRST_VALUES.emax)
 _SMALLEST_CHANNEL = tl.constexpr(SMALLEST_CHANNEL)
 _MAX_CODE = tl.constexpr(E8M0_MAX_CODE)
 _NAN_CODE = tl.constexpr(E8M0_NAN)
-_SMALLEST_FACTOR = tl.constexpr(2.0**-126)
+_SMALLEST_DESCALE = tl.constexpr(2.0**-126)
 
 
 @triton.jit
 def _write_tile_scaled(
-    parts, mean_ptr, element_ptr, factor_ptr, start, row, i_tile_row, first, last,
+    chunks, mean_ptr, element_ptr, descale_ptr, start, row, i_tile_row, first, last,
     D: tl.constexpr, HAS_MEAN: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     FORM: tl.constexpr, FORMAT: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of keys, in parts, as 8-bit elements that share one scale, and their factor."""
+    """Write a tile of keys, in chunks, as 8-bit elements that share one scale, and its descale."""
     STORED_D: tl.constexpr = (D + 31) // 32 * 32
     o_t = tl.arange(0, _TILE)
-    x = to_float(parts)
+    x = to_float(chunks)
     if HAS_MEAN:
         x = subtract_vector(x, mean_ptr, start, first, last, D)
     if ROTATE:
-        x = rotate_parts(x, HADAMARD_SIZE, NORM)
-    bits = tl.max(row_bits(x), 0)
+        x = rotate_chunks(x, HADAMARD_SIZE, NORM)
+    bits = tl.max(row_amax(x), 0)
     code = e8m0_scale(bits, FORMAT, ROUNDING == "ceil")
     m_all = o_t < _TILE
     if (FORM != "int8") | (code < _MAX_CODE):
-        elements = quantize_parts(x, e8m0_reciprocal(code), FORM, ROUNDING == "ceil")
-        store_parts(element_ptr, (row + o_t) * STORED_D, elements, m_all, STORED_D)
+        elements = quantize_chunks(x, e8m0_reciprocal(code), FORM, ROUNDING == "ceil")
+        store_chunks(element_ptr, (row + o_t) * STORED_D, elements, m_all, STORED_D)
     else:
         # A scale that is rounded up keeps all integers within 127, unless it would have to be 2^128. A broken tile of
         # them is all zeros.
         x = zeros_where(code == _NAN_CODE, x)
-        elements = quantize_parts(x, e8m0_reciprocal(tl.minimum(code, _MAX_CODE)), FORM, False)
-        store_parts(element_ptr, (row + o_t) * STORED_D, elements, m_all, STORED_D)
-    factor = e8m0_decode(code)
+        elements = quantize_chunks(x, e8m0_reciprocal(tl.minimum(code, _MAX_CODE)), FORM, False)
+        store_chunks(element_ptr, (row + o_t) * STORED_D, elements, m_all, STORED_D)
+    descale = e8m0_decode(code)
     if FORM == "int8":
-        factor *= _INT8_UNIT
-    # A tile of zeros has no use for its scale, and the smallest scales could make a factor underflow.
-    factor = tl.where(factor < _SMALLEST_FACTOR, _SMALLEST_FACTOR, factor)
-    tl.store(factor_ptr + i_tile_row, tl.where(bits == 0, 1.0, factor))
+        descale *= _INT8_UNIT
+    # A tile of zeros needs no scale, and the smallest scales could make a descale underflow.
+    descale = tl.where(descale < _SMALLEST_DESCALE, _SMALLEST_DESCALE, descale)
+    tl.store(descale_ptr + i_tile_row, tl.where(bits == 0, 1.0, descale))
 
 
 @triton.jit
 def _write_blocks(
-    x, element_ptr, scale_ptr, factor_ptr, head_scale, row, i_tile_row,
+    x, element_ptr, scale_ptr, descale_ptr, global_scale, row, i_tile_row,
     FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -101,14 +100,14 @@ def _write_blocks(
     if FORMAT == "bf16":
         tl.store(element_ptr + row[:, None] * D + o_d[None, :], x.to(element_ptr.dtype.element_ty), (o_d < D)[None, :])
     else:
-        elements, scale = quantize_blocks(x, head_scale, FORMAT, SHARED, ROUNDING)
+        elements, scale = quantize_blocks(x, global_scale, FORMAT, SHARED, ROUNDING)
         if FORM == "dequantized":
-            values = dequantize_blocks(elements, scale, head_scale, FORMAT).to(element_ptr.dtype.element_ty)
+            values = dequantize_blocks(elements, scale, global_scale, FORMAT).to(element_ptr.dtype.element_ty)
             tl.store(element_ptr + row[:, None] * D + o_d[None, :], values, mask=(o_d < D)[None, :])
         elif FORM == "e5m2":
-            values, factor = mxfp4_to_e5m2(elements, scale, "tile")
+            values, descale = mxfp4_to_e5m2(elements, scale, "tile")
             tl.store(element_ptr + row[:, None] * STORED_D + o_d[None, :], to_e5m2(values), mask=m_d)
-            tl.store(factor_ptr + i_tile_row + tl.zeros([1, 1], tl.int32), factor)
+            tl.store(descale_ptr + i_tile_row + tl.zeros([1, 1], tl.int32), descale)
         else:
             tl.static_assert(FORM == "packed", "forms are dequantized, int8, e4m3, e5m2 and packed")
             if FORMAT == "mxfp8":
@@ -128,8 +127,8 @@ def _write_blocks(
 
 
 @triton.jit
-def _value_factor(base, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the scales of a head's channels, fp32 ``[BLOCK_D]``: what ``value_scale`` finds in its first tile."""
+def _value_descale(base, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the descales of a head's channels, fp32 ``[BLOCK_D]``: ``value_scale`` of its first tile."""
     mean = tl.zeros([BLOCK_D], tl.float32)
     channel = first_tile_magnitudes(base, first, last, stride_t, stride_d, mean, D, BLOCK_D, False, False, 1, 1.0)
     head = tl.max(channel, 0)
@@ -146,13 +145,13 @@ def _to_value_units(x, reciprocal):
 
 @triton.jit
 def _write_fp8_values(
-    base, value_ptr, saturated_ptr, factor, i_tile_row, start, first, last, stride_t, stride_d,
+    base, value_ptr, saturated_ptr, descale, i_tile_row, start, first, last, stride_t, stride_d,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of values in E4M3, transposed, the keys of a group of 16 as ``permute_keys`` has them.
 
     Of the keys ``8 j + 2 t + c`` of a group those with the same ``t`` are neighbours there, so four keys of a channel
-    make a 32-bit word: a quarter of the elements to transpose, and no byte is moved by itself.
+    make a 32-bit word: a quarter of the elements to transpose, and no byte moves alone.
     """
     o_w = tl.arange(0, _TILE // 4)
     o_d = tl.arange(0, BLOCK_D)
@@ -161,8 +160,8 @@ def _write_fp8_values(
     b = load_visible(base, rows + 1, first, last, stride_t, stride_d, D, BLOCK_D)
     c = load_visible(base, rows + 8, first, last, stride_t, stride_d, D, BLOCK_D)
     d = load_visible(base, rows + 9, first, last, stride_t, stride_d, D, BLOCK_D)
-    # factor is a power of two of at least 2^-126, so its reciprocal is exact.
-    scale = (1.0 / factor)[None, :]
+    # descale is a power of two of at least 2^-126, so its reciprocal is exact.
+    scale = (1.0 / descale)[None, :]
     word = pack_e4m3(
         _to_value_units(a, scale), _to_value_units(b, scale), _to_value_units(c, scale), _to_value_units(d, scale)
     )
@@ -179,10 +178,10 @@ def _write_fp8_values(
 
 @triton.jit
 def _quantize_keys(
-    k_ptr, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr, head_factor_ptr,
-    rows_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles, first_tile, end_tile,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr,
-    HAS_HEAD: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
+    k_ptr, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, k_descale_ptr, k_global_scale_ptr,
+    seq_info_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles, first_tile, end_tile,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SEQ_INFO: tl.constexpr, HAS_MEAN: tl.constexpr,
+    HAS_GLOBAL_SCALE: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
     IS_TILE_SCALED: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
@@ -192,86 +191,86 @@ def _quantize_keys(
     i_head = tl.program_id(0).to(tl.int64)
     i_b = i_head // KV_HEADS
     base = k_ptr + i_b * stride_kb + (i_head % KV_HEADS) * stride_kh
-    first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
-    i_program = tl.program_id(1)
+    first, last, start = load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len, HAS_SEQ_INFO)
+    i_cta = tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
-    PARTS: tl.constexpr = _TILE // ROWS
+    BLOCKS_PER_TILE: tl.constexpr = _TILE // ROWS
     if IS_TILE_SCALED:
-        # This program's first tile is asked for before it looks at that of the head.
+        # Issue the load of this CTA's first tile before reading the head's first tile.
         end = tl.minimum(last, start + end_tile * _TILE)
-        rows = start + (first_tile + i_program) * ROWS + tl.arange(0, ROWS)
-        parts = load_parts(base, rows, first, end, stride_kt, stride_kd, D)
+        rows = start + (first_tile + i_cta) * ROWS + tl.arange(0, ROWS)
+        chunks = load_chunks(base, rows, first, end, stride_kt, stride_kd, D)
     mean = tl.zeros([BLOCK_D], tl.float32)
     if HAS_MEAN:
         mean_ptr += i_head * D
         mean = first_tile_mean(base, first, last, stride_kt, stride_kd, D, BLOCK_D)
-        # All programs of the head store the same, and read it back where they need it: it would fill their registers.
+        # All CTAs of the head store the same mean, and load it where they need it, to save registers.
         tl.store(mean_ptr + o_d, mean, mask=o_d < D)
         tl.debug_barrier()
-    head_scale = 1.0
-    if HAS_HEAD:
+    global_scale = 1.0
+    if HAS_GLOBAL_SCALE:
         channels = first_tile_magnitudes(
             base, first, last, stride_kt, stride_kd, mean, D, BLOCK_D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM
         )
-        head_scale = nvfp4_key_scale(tl.max(channels, 0), ROUNDING)
-        if i_program == 0:
-            tl.store(head_factor_ptr + i_head, head_scale)
-    for i_block in tl.range(first_tile * PARTS + i_program, end_tile * PARTS, tl.num_programs(1)):
+        global_scale = nvfp4_key_scale(tl.max(channels, 0), ROUNDING)
+        if i_cta == 0:
+            tl.store(k_global_scale_ptr + i_head, global_scale)
+    for i_block in tl.range(first_tile * BLOCKS_PER_TILE + i_cta, end_tile * BLOCKS_PER_TILE, tl.num_programs(1)):
         o_t = i_block * ROWS + tl.arange(0, ROWS)
-        i_tile_row = i_head * tiles + i_block // PARTS
+        i_tile_row = i_head * tiles + i_block // BLOCKS_PER_TILE
         row = i_head * tiles * _TILE + o_t
         if IS_TILE_SCALED:
             _write_tile_scaled(
-                parts, mean_ptr, low_ptr, key_factor_ptr, start + i_block * ROWS, i_tile_row * _TILE, i_tile_row,
+                chunks, mean_ptr, low_ptr, k_descale_ptr, start + i_block * ROWS, i_tile_row * _TILE, i_tile_row,
                 first, last, D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM, LOW_FORM, LOW_FORMAT, ROUNDING,
             )  # fmt: skip
             after = start + (i_block + tl.num_programs(1)) * ROWS
-            parts = load_parts(base, after + tl.arange(0, ROWS), first, end, stride_kt, stride_kd, D)
+            chunks = load_chunks(base, after + tl.arange(0, ROWS), first, end, stride_kt, stride_kd, D)
         if HIGH_FORM != "raw" or IS_LOW_IN_BLOCKS:
             x = load_visible(base, start + o_t, first, last, stride_kt, stride_kd, D, BLOCK_D)
             x = transform(x, start + o_t, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM)
             if HIGH_FORM != "raw":
                 _write_blocks(
-                    x, high_ptr, high_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
+                    x, high_ptr, high_scale_ptr, k_descale_ptr, global_scale, row, i_tile_row,
                     HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, D, BLOCK_D,
                 )  # fmt: skip
             if IS_LOW_IN_BLOCKS:
                 _write_blocks(
-                    x, low_ptr, low_scale_ptr, key_factor_ptr, head_scale, row, i_tile_row,
+                    x, low_ptr, low_scale_ptr, k_descale_ptr, global_scale, row, i_tile_row,
                     LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, D, BLOCK_D,
                 )  # fmt: skip
 
 
 @triton.jit
 def _quantize_values(
-    v_ptr, value_ptr, value_factor_ptr, saturated_ptr, rows_ptr,
+    v_ptr, value_ptr, v_descale_ptr, saturated_ptr, seq_info_ptr,
     stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, first_tile, end_tile,
-    KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_SEQ_INFO: tl.constexpr,
     VALUE_FORM: tl.constexpr,
 ):  # fmt: skip
     i_head = tl.program_id(0).to(tl.int64)
     i_b = i_head // KV_HEADS
     base = v_ptr + i_b * stride_vb + (i_head % KV_HEADS) * stride_vh
-    first, last, start = visible_rows(rows_ptr, i_b, kv_offset, kv_len, HAS_ROWS)
-    i_program = tl.program_id(1)
+    first, last, start = load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len, HAS_SEQ_INFO)
+    i_cta = tl.program_id(1)
     o_d = tl.arange(0, BLOCK_DV)
-    factor = _value_factor(base, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
+    descale = _value_descale(base, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
     if VALUE_FORM == "e4m3":  # noqa: SIM102 (a constexpr branch)
-        if i_program == 0:
-            tl.store(value_factor_ptr + i_head * DV + o_d, factor, mask=o_d < DV)
-    for i_tile in tl.range(first_tile + i_program, end_tile, tl.num_programs(1)):
+        if i_cta == 0:
+            tl.store(v_descale_ptr + i_head * DV + o_d, descale, mask=o_d < DV)
+    for i_tile in tl.range(first_tile + i_cta, end_tile, tl.num_programs(1)):
         i_tile_row = i_head * tiles + i_tile
         if VALUE_FORM == "e4m3":
             _write_fp8_values(
-                base, value_ptr, saturated_ptr, factor, i_tile_row, start + i_tile * _TILE, first, last,
+                base, value_ptr, saturated_ptr, descale, i_tile_row, start + i_tile * _TILE, first, last,
                 stride_vt, stride_vd, DV, BLOCK_DV,
             )  # fmt: skip
         else:
             tl.static_assert(VALUE_FORM == "dequantized", "forms of values are e4m3 and dequantized")
             o_t = i_tile * _TILE + tl.arange(0, _TILE)
             x = load_visible(base, start + o_t, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
-            x = round_to_units_e4m3(_to_value_units(x, 1.0), factor[None, :])
-            count = tl.sum(tl.sum((tl.abs(x) == factor[None, :] * _E4M3_MAX).to(tl.int32), 0), 0)
+            x = round_to_units_e4m3(_to_value_units(x, 1.0), descale[None, :])
+            count = tl.sum(tl.sum((tl.abs(x) == descale[None, :] * _E4M3_MAX).to(tl.int32), 0), 0)
             if count > 0:
                 tl.atomic_add(saturated_ptr, count.to(tl.int64), sem="relaxed")
             offset = (i_head * tiles * _TILE + o_t)[:, None] * DV + o_d[None, :]
@@ -280,41 +279,41 @@ def _quantize_values(
 
 @triton.jit(do_not_specialize=["kv_offset", "kv_len", "tiles", "first_tile", "end_tile"])
 def quantize_kernel(
-    key, value, rows_ptr,
-    mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr, head_factor_ptr,
-    value_ptr, value_factor_ptr, saturated_ptr,
+    key, value, seq_info_ptr,
+    mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, k_descale_ptr, k_global_scale_ptr,
+    value_ptr, v_descale_ptr, saturated_ptr,
     kv_offset, kv_len, tiles, first_tile, end_tile,
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_KEY_HEAD: tl.constexpr,
+    HAS_SEQ_INFO: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_KEY_GLOBAL_SCALE: tl.constexpr,
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
     HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
     IS_TILE_SCALED: tl.constexpr, SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, ROUNDING: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write values in the first layer of programs, keys in the last; a program goes through tiles of its kv head.
+    """Write values in the first layer of the grid, keys in the last; a CTA loops over tiles of its kv head.
 
-    Written are the tiles from ``first_tile`` up to ``end_tile``, of ``tiles`` in storage.
-    What a tile must know of the first one each program finds itself, in the L2 cache: no launch comes before this one.
+    Valid tiles are ``first_tile..end_tile``, of ``tiles`` in storage. Every CTA reads the head's first tile itself,
+    from the L2 cache, so no launch precedes this one.
     Forms name operand formats (:mod:`dma_kernels.runtime.operand_formats`); ``none`` and ``raw`` write nothing.
-    ``saturated_ptr`` is a counter of values that are too large for E4M3, in host memory. ``USE_PDL`` lets programs of
-    the next launch begin where there is room, when all of these have begun.
+    ``saturated_ptr`` is a counter of values that are too large for E4M3, in host memory. ``USE_PDL`` lets CTAs of
+    the next launch start where there is room, once all CTAs of this one have started.
     """
     if USE_PDL:
         gdc_launch_dependents()
     if VALUE_FORM != "raw":  # noqa: SIM102 (a constexpr branch)
         if tl.program_id(2) == 0:
             _quantize_values(
-                value.ptr, value_ptr, value_factor_ptr, saturated_ptr, rows_ptr,
+                value.ptr, value_ptr, v_descale_ptr, saturated_ptr, seq_info_ptr,
                 value.stride_b, value.stride_h, value.stride_t, value.stride_d, kv_offset, kv_len, tiles,
                 first_tile, end_tile,
-                KV_HEADS, DV, BLOCK_DV, HAS_ROWS, VALUE_FORM,
+                KV_HEADS, DV, BLOCK_DV, HAS_SEQ_INFO, VALUE_FORM,
             )  # fmt: skip
     if HIGH_FORM != "raw" or LOW_FORM != "none":  # noqa: SIM102
         if tl.program_id(2) == tl.num_programs(2) - 1:
             _quantize_keys(
-                key.ptr, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, key_factor_ptr,
-                head_factor_ptr, rows_ptr, key.stride_b, key.stride_h, key.stride_t, key.stride_d, kv_offset, kv_len,
-                tiles, first_tile, end_tile,
-                KV_HEADS, D, BLOCK_D, HAS_ROWS, HAS_MEAN, HAS_KEY_HEAD, ROTATE, HADAMARD_SIZE, NORM,
+                key.ptr, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, k_descale_ptr,
+                k_global_scale_ptr, seq_info_ptr, key.stride_b, key.stride_h, key.stride_t, key.stride_d,
+                kv_offset, kv_len, tiles, first_tile, end_tile,
+                KV_HEADS, D, BLOCK_D, HAS_SEQ_INFO, HAS_MEAN, HAS_KEY_GLOBAL_SCALE, ROTATE, HADAMARD_SIZE, NORM,
                 HIGH_FORM, HIGH_FORMAT, LOW_FORM, LOW_FORMAT, IS_TILE_SCALED, SHARED, ROUNDING,
             )  # fmt: skip

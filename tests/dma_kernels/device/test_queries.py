@@ -23,14 +23,14 @@ ROWS, COLUMNS = 32, 128
 
 @triton.jit
 def _prepare_kernel(
-    x_ptr, q_ptr, scale_ptr, factor_ptr, head_scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    x_ptr, q_ptr, scale_ptr, descale_ptr, global_scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr, FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, ROWS)
     x = tl.load(x_ptr + rows[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
-    q, scale, factor = prepare_queries(x, head_scale, FORM, FORMAT, SHARED, ROUNDING, tl.bfloat16)
+    q, scale, descale = prepare_queries(x, global_scale, FORM, FORMAT, SHARED, ROUNDING, tl.bfloat16)
     tl.store(q_ptr + rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], q)
-    tl.store(factor_ptr + rows, factor)
+    tl.store(descale_ptr + rows, descale)
     if BLOCKS > 0:
         tl.store(scale_ptr + rows[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :], scale)
 
@@ -58,21 +58,21 @@ def prepare(
     rounding: str = "ceil",
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return queries, block scales where ``scale`` gives their shape and dtype, and factors."""
+    """Return queries, block scales where ``scale`` gives their shape and dtype, and descales."""
     width = form.stored_channels(COLUMNS)
     q = torch.empty(ROWS, width, dtype=form.dtype or torch.bfloat16)
-    factor = torch.full((ROWS,), torch.nan)
+    descale = torch.full((ROWS,), torch.nan)
     made_scale = None if scale is None else torch.empty_like(scale)
-    head_scale = float(nvfp4_global_scale(x.abs().amax())) if format == "nvfp4" else 1.0
+    global_scale = float(nvfp4_global_scale(x.abs().amax())) if format == "nvfp4" else 1.0
     arguments: dict[str, Any] = {"FORM": form.name, "FORMAT": format, "SHARED": shared, "ROUNDING": rounding}
     _prepare_kernel[(1,)](
-        x, q, made_scale, factor, head_scale, ROWS=ROWS, COLUMNS=COLUMNS, WIDTH=width,
+        x, q, made_scale, descale, global_scale, ROWS=ROWS, COLUMNS=COLUMNS, WIDTH=width,
         BLOCKS=0 if scale is None else scale.shape[1], **arguments,
     )  # fmt: skip
-    return q, made_scale, factor
+    return q, made_scale, descale
 
 
-def row_factor(x: Tensor, quantized: QuantizedTensor) -> Tensor:
+def row_descale(x: Tensor, quantized: QuantizedTensor) -> Tensor:
     return e8m0_to_float(quantized.scale[:, 0]).masked_fill(x.abs().amax(1) == 0.0, 1.0)
 
 
@@ -83,9 +83,9 @@ def test_queries_for_8bit_units_have_the_bits_of_the_specification(
 ) -> None:
     x = queries()
     expected = quantize(x, format, shared_scale="row", scale_rounding=rounding)
-    q, _, factor = prepare(x, form, format, shared="row", rounding=rounding)
+    q, _, descale = prepare(x, form, format, shared="row", rounding=rounding)
     assert_bits_equal(q, expected.data)
-    assert_bits_equal(factor, row_factor(x, expected) * unit)
+    assert_bits_equal(descale, row_descale(x, expected) * unit)
 
 
 @pytest.mark.parametrize("rounding", ["ceil", "floor", "search"])
@@ -95,15 +95,15 @@ def test_mxfp4_queries_are_exact_in_e5m2(shared: str, rounding: str) -> None:
         pytest.skip("a scale that is searched for is its block's own")
     x = queries()
     expected = quantize(x, "mxfp4", shared_scale=shared, scale_rounding=rounding)
-    q, _, factor = prepare(x, E5M2, "mxfp4", shared=shared, rounding=rounding)
-    assert torch.equal(q.float() * factor[:, None], expected.dequantize())
+    q, _, descale = prepare(x, E5M2, "mxfp4", shared=shared, rounding=rounding)
+    assert torch.equal(q.float() * descale[:, None], expected.dequantize())
 
 
 def test_e5m2_holds_28_binades_of_block_scales() -> None:
     x = torch.zeros(ROWS, COLUMNS)
     x[:, 0], x[:, 32], x[:, 64] = 1.0, 2.0**-28, 2.0**-40
-    q, _, factor = prepare(x, E5M2, "mxfp4")
-    values = q.float() * factor[:, None]
+    q, _, descale = prepare(x, E5M2, "mxfp4")
+    values = q.float() * descale[:, None]
     assert torch.equal(values[:, :64], x[:, :64])
     assert (values[:, 64:].abs() <= 2.0**-28).all()
 
@@ -111,8 +111,8 @@ def test_e5m2_holds_28_binades_of_block_scales() -> None:
 def test_a_broken_block_stays_nan_in_e5m2() -> None:
     x = queries()
     x[3, 40] = torch.inf
-    q, _, factor = prepare(x, E5M2, "mxfp4")
-    values = q.float() * factor[:, None]
+    q, _, descale = prepare(x, E5M2, "mxfp4")
+    values = q.float() * descale[:, None]
     assert values[3, 32:64].isnan().all()
     assert not values[3, :32].isnan().any()
     assert not values[4].isnan().any()
@@ -122,12 +122,12 @@ def test_a_broken_block_stays_nan_in_e5m2() -> None:
 def test_packed_queries_have_the_bits_of_the_specification(format: str) -> None:
     x = queries()
     expected = quantize(x, format)
-    q, scale, factor = prepare(x, PACKED[format], format, scale=expected.scale)
+    q, scale, descale = prepare(x, PACKED[format], format, scale=expected.scale)
     assert scale is not None
     assert_bits_equal(q, expected.data)
     assert_bits_equal(scale, expected.scale)
-    head_scale = torch.ones(()) if expected.global_scale is None else expected.global_scale
-    assert torch.equal(factor, head_scale.flatten().expand(ROWS))
+    global_scale = torch.ones(()) if expected.global_scale is None else expected.global_scale
+    assert torch.equal(descale, global_scale.flatten().expand(ROWS))
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "mxint8", "nvfp4"])
@@ -135,9 +135,9 @@ def test_packed_queries_have_the_bits_of_the_specification(format: str) -> None:
 def test_dequantized_queries_equal_the_specification(format: str, shared: str) -> None:
     shared = "block" if format == "nvfp4" else shared
     x = queries()
-    q, _, factor = prepare(x, DEQUANTIZED, format, shared=shared)
+    q, _, descale = prepare(x, DEQUANTIZED, format, shared=shared)
     assert torch.equal(q.float(), quantize(x, format, shared_scale=shared).dequantize())
-    assert torch.equal(factor, torch.ones(ROWS))
+    assert torch.equal(descale, torch.ones(ROWS))
 
 
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 96, 128, 256])

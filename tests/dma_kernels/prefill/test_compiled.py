@@ -211,7 +211,7 @@ def test_programs_start_early_after_the_quantiser_and_write_nothing_before_they_
     call: str, compiled: CompiledCalls
 ) -> None:
     names = [kernel["name"] for kernel in compiled[call]]
-    use_pdl = int(call.split(":")[1]) >= 90 and "quantize_kernel" in names and "query_factor_kernel" not in names
+    use_pdl = int(call.split(":")[1]) >= 90 and "quantize_kernel" in names and "query_global_scale_kernel" not in names
     for kernel in compiled[call]:
         before, *after = kernel["ptx"].split("griddepcontrol.wait")
         name = kernel["name"]

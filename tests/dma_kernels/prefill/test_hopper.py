@@ -33,7 +33,7 @@ from dma_kernels.prefill.hopper.select import ROWS, supports_multi_cta, supports
 from dma_kernels.prefill.operands import Operands
 from dma_kernels.prefill.plan import base2_threshold, new_results, plan
 from dma_kernels.prefill.problem import PrefillProblem, PrefillShape
-from dma_kernels.prefill.query_factor import query_factor
+from dma_kernels.prefill.query_global_scale import query_global_scale
 from dma_kernels.prefill.registry import MULTI_CTA, PORTABLE, WARP_SPECIALIZED, PrefillKernel, select_kernel
 from dma_kernels.runtime import chip
 from dma_kernels.runtime.compute_path import ComputePath, select_compute_path
@@ -283,55 +283,60 @@ def test_leaves_short_calls_with_more_blocks_than_a_grid_has(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("form", "format"), [(INT8, "mxint8"), (E4M3, "mxfp8")])
-def test_staged_queries_have_the_bits_of_the_specification(form: OperandFormat, format: str) -> None:
+def test_quantized_queries_have_the_bits_of_the_specification(form: OperandFormat, format: str) -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low=format, shared_scale="tile", pv="fp8")
-    staged = quantize_q(query, None, None, recipe, form, RAW, scale=0.25, use_pdl=False)
+    quantized_q = quantize_q(query, None, None, recipe, form, RAW, scale=0.25, use_pdl=False)
     expected = quantize(query.float(), format, shared_scale="row")
-    assert_bits_equal(staged.low, expected.data)
+    assert_bits_equal(quantized_q.low, expected.data)
     unit = 2.0**-6 if form is INT8 else 1.0
     torch.testing.assert_close(
-        staged.rows[0], e8m0_to_float(expected.scale[..., 0]) * unit * (0.25 * LOG2_E), rtol=1e-6, atol=0.0
+        quantized_q.descale_and_bias[0],
+        e8m0_to_float(expected.scale[..., 0]) * unit * (0.25 * LOG2_E),
+        rtol=1e-6,
+        atol=0.0,
     )
-    assert staged.high is query
+    assert quantized_q.high is query
 
 
-def test_staged_queries_of_the_paper_are_exact_in_both_forms() -> None:
+def test_quantized_queries_of_the_paper_are_exact_in_both_forms() -> None:
     query, _, _ = inputs(length=70)
     recipe = RECIPES["paper"]
-    staged = quantize_q(query, None, None, recipe, E5M2, DEQUANTIZED, scale=1.0, use_pdl=False)
+    quantized_q = quantize_q(query, None, None, recipe, E5M2, DEQUANTIZED, scale=1.0, use_pdl=False)
     low = quantize(query.float(), "mxfp4", scale_rounding="floor").dequantize()
-    torch.testing.assert_close(staged.low.float() * staged.rows[0][..., None] / LOG2_E, low, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(
+        quantized_q.low.float() * quantized_q.descale_and_bias[0][..., None] / LOG2_E, low, rtol=1e-6, atol=0.0
+    )
     high = quantize(query.float(), "mxfp8", scale_rounding="floor").dequantize()
-    assert torch.equal(staged.high.float(), high)
+    assert torch.equal(quantized_q.high.float(), high)
 
 
-def test_staged_queries_know_their_product_with_the_mean() -> None:
+def test_quantized_queries_know_their_product_with_the_mean() -> None:
     query, _, _ = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=70, kv_len=70, head_dim=128, dtype=torch.bfloat16)
     mean = torch.randn(2, 2, 128)
-    staged = quantize_q(query, mean, None, RECIPES["int8"], INT8, RAW, scale=1.0, use_pdl=False)
+    quantized_q = quantize_q(query, mean, None, RECIPES["int8"], INT8, RAW, scale=1.0, use_pdl=False)
     expected = (query.float() * mean.repeat_interleave(2, dim=1)[:, :, None]).sum(-1)
-    torch.testing.assert_close(staged.rows[1], expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(quantized_q.descale_and_bias[1], expected, rtol=1e-5, atol=1e-4)
 
 
-def test_staged_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
+def test_quantized_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low="nvfp4", scale_rounding="search", pv="fp8")
-    factor = query_factor(query, recipe)
-    staged = quantize_q(query, None, factor, recipe, DEQUANTIZED, RAW, scale=0.5, use_pdl=False)
+    global_scale = query_global_scale(query, recipe)
+    quantized_q = quantize_q(query, None, global_scale, recipe, DEQUANTIZED, RAW, scale=0.5, use_pdl=False)
     expected = quantize(query.float(), "nvfp4", scale_rounding="search").dequantize()
-    assert staged.low.dtype == torch.bfloat16
-    assert torch.equal(staged.low.float(), expected)
-    assert (staged.rows[0] == 0.5 * LOG2_E).all()
+    assert quantized_q.low.dtype == torch.bfloat16
+    assert torch.equal(quantized_q.low.float(), expected)
+    assert (quantized_q.descale_and_bias[0] == 0.5 * LOG2_E).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_staged_queries_that_are_only_rotated_keep_their_dtype(dtype: torch.dtype) -> None:
+def test_quantized_queries_that_are_only_rotated_keep_their_dtype(dtype: torch.dtype) -> None:
     query = random_qkv(q_len=70, kv_len=70, head_dim=128, dtype=dtype)[0]
     recipe = RECIPES["nvfp4-keys"]
-    staged = quantize_q(query, None, None, recipe, DEQUANTIZED, RAW, scale=1.0, use_pdl=False)
-    assert staged.low.dtype == dtype
-    torch.testing.assert_close(staged.low.float(), hadamard_rotate(query.float()), rtol=2e-2, atol=2e-3)
+    quantized_q = quantize_q(query, None, None, recipe, DEQUANTIZED, RAW, scale=1.0, use_pdl=False)
+    assert quantized_q.low.dtype == dtype
+    torch.testing.assert_close(quantized_q.low.float(), hadamard_rotate(query.float()), rtol=2e-2, atol=2e-3)
 
 
 # ---- the kernel itself, emulated
@@ -419,7 +424,7 @@ def quantized(
     made = expected_operands(key, value, recipe, path, kv_offset=kv_offset, rows=rows, mean=mean)
     assert made.low is not None
     if low_tiles is not None and path.key is RAW:
-        for x in (made.low.key, made.low.value, made.low.key_factor):
+        for x in (made.low.key, made.low.value, made.low.key_descale):
             if x is not None and x is not value:
                 tiles = made.low.key.shape[2] // TILE
                 by_tile = x.view(torch.uint8).view(*x.shape[:2], tiles, -1)
@@ -458,7 +463,7 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 key, value, recipe, path, kv_offset=geometry.kv_offset, rows=rows,
                 low_tiles=geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles),
             )  # fmt: skip
-            made = replace(made, query_factor=query_factor(query, recipe))
+            made = replace(made, query_global_scale=query_global_scale(query, recipe))
             layouts = map(TensorLayout.of, (query, key, value))
             shape = PrefillShape(*layouts, geometry, 90, has_softcap=options.softcap is not None)
             assert (supports_multi_cta if is_short else supports_warp_specialized)(shape, path)
@@ -477,7 +482,7 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(hopper, "Launcher", Emulated)
     monkeypatch.setattr(api, "plan", plan_eagerly)
-    launchers = (hopper._long_launcher, hopper._short_launcher)
+    launchers = (hopper._warp_specialized_launcher, hopper._multi_cta_launcher)
     for launcher in launchers:
         launcher.cache_clear()
     yield

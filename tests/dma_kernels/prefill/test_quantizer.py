@@ -11,7 +11,7 @@ from dma_kernels.numerics.formats import TILE
 from dma_kernels.numerics.quantize import nvfp4_global_scale
 from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.prefill.quantizer import quantize_keys_values
-from dma_kernels.prefill.query_factor import query_factor
+from dma_kernels.prefill.query_global_scale import query_global_scale
 from dma_kernels.runtime.compute_path import select_compute_path
 from dma_kernels.testing import assert_bits_equal, random_qkv
 from quantized_operands import AMPERE, BLACKWELL, HOPPER, RECIPES, check
@@ -86,23 +86,23 @@ def test_only_low_tiles_are_written_where_high_ones_read_the_callers_keys(
     path, tiles, written = select_compute_path(made, arch), 5, [1, 2]
     key, value = keys_values(kv_heads=2, kv_len=560, head_dim=32)
     whole, part = (
-        quantize_keys_values(key, value, made, path, kv_offset=141, rows=None, low_tiles=low_tiles)
+        quantize_keys_values(key, value, made, path, kv_offset=141, seq_info=None, low_tiles=low_tiles)
         for low_tiles in (None, range(1, 3))
     )
     assert (whole.valid_tiles, part.valid_tiles) == (range(tiles), range(1, 3))
     assert whole.low is not None
     assert part.low is not None
     # What the first tile says holds for all, and is said without it.
-    for name in ("key_mean", "value_factor"):
+    for name in ("key_mean", "value_descale"):
         of_whole, of_part = (getattr(each if name == "key_mean" else each.low, name) for each in (whole, part))
         assert (of_whole is None) == (of_part is None)
         if of_whole is not None:
             assert_bits_equal(of_part, of_whole)
-    for name in ("key", "value", "key_scale", "key_factor"):
+    for name in ("key", "value", "key_scale", "key_descale"):
         expected, actual = getattr(whole.low, name), getattr(part.low, name)
         if expected is None or actual is value:
             assert actual is expected
-        elif actual.stride()[-1] == 0:  # a head's factor, for all of its tiles
+        elif actual.stride()[-1] == 0:  # a head's global scale, for all of its tiles
             assert_bits_equal(actual, expected)
         else:
             expected, actual = tile_bytes(expected, tiles), tile_bytes(actual, tiles)
@@ -161,8 +161,8 @@ def test_zeros_and_the_smallest_numbers(recipe: str) -> None:
     value[:] = 0.0
     key[:, :, 200:] = 6e-8
     operands = check(key, value, RECIPES[recipe], HOPPER)
-    if operands.low is not None and operands.low.key_factor is not None:
-        assert operands.low.key_factor[0, 0, 0] == 1.0
+    if operands.low is not None and operands.low.key_descale is not None:
+        assert operands.low.key_descale[0, 0, 0] == 1.0
 
 
 def test_the_largest_numbers() -> None:
@@ -181,11 +181,11 @@ def test_mxfp4_scales_far_apart_underflow_in_e5m2_from_28_binades_on() -> None:
         key[0, 0, row, 32:] = 0.5 * 2.0**-row
         key[0, 0, row, 32] = 4.0 * 2.0**-row
     operands = quantize_keys_values(
-        key, key, RECIPES["e5m2"], select_compute_path(RECIPES["e5m2"], HOPPER), kv_offset=0, rows=None
+        key, key, RECIPES["e5m2"], select_compute_path(RECIPES["e5m2"], HOPPER), kv_offset=0, seq_info=None
     )
     assert operands.low is not None
-    assert operands.low.key_factor is not None
-    values = operands.low.key.float() * operands.low.key_factor[..., None]
+    assert operands.low.key_descale is not None
+    values = operands.low.key.float() * operands.low.key_descale[..., None]
     exact = values[0, 0] == key[0, 0].float()
     assert exact[:29].all()
     assert not exact[29:40].all(1).any()
@@ -198,7 +198,7 @@ def test_scale_of_nvfp4_queries_equals_the_specification(rotate: bool, rounding:
     query, _, _ = random_qkv(batch=2, q_heads=3, q_len=150, kv_len=1, head_dim=head_dim, dtype=torch.float16)
     query[1, 2] *= 37.0
     query[0, 1, 5, 2] = torch.inf if not rotate else 300.0
-    actual = query_factor(query, recipe)
+    actual = query_global_scale(query, recipe)
     x = hadamard_rotate(query) if rotate else query.float()
     blocks = torch.nn.functional.pad(x, (0, -head_dim % 16)).unflatten(-1, (-1, 16)).abs().amax(-1)
     amax = blocks.masked_fill(~blocks.isfinite(), 0.0).amax((-2, -1))
@@ -210,7 +210,7 @@ def test_scale_of_nvfp4_queries_equals_the_specification(rotate: bool, rounding:
 @pytest.mark.parametrize("recipe", ["int8", "e5m2", "identity"])
 def test_recipes_without_nvfp4_queries_have_no_such_scale(recipe: str) -> None:
     query, _, _ = random_qkv(q_len=8, kv_len=1, dtype=torch.float16)
-    assert query_factor(query, RECIPES[recipe]) is None
+    assert query_global_scale(query, RECIPES[recipe]) is None
 
 
 def test_nothing_is_written_for_a_recipe_without_precisions() -> None:

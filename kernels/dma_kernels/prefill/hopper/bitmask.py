@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...device.tiles import visible_rows
+from ...device.tiles import load_visible_range
 from ...numerics.formats import TILE
 from ...numerics.geometry import PrefillGeometry
 from ...runtime.launch import Launcher
@@ -40,8 +40,8 @@ class PackedMask:
 
 @triton.jit(do_not_specialize=["q_offset", "q_len", "tiles"])
 def pack_mask_kernel(
-    mask_ptr, rows_ptr, words_ptr, bounds_ptr, stride_b, stride_h, stride_q, stride_k,
-    q_offset, first, q_len, kv_len, tiles, HEADS: tl.constexpr, HAS_ROWS: tl.constexpr, ROWS: tl.constexpr,
+    mask_ptr, seq_info_ptr, words_ptr, bounds_ptr, stride_b, stride_h, stride_q, stride_k,
+    q_offset, first, q_len, kv_len, tiles, HEADS: tl.constexpr, HAS_SEQ_INFO: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the words of a block of queries and one tile.
 
@@ -51,9 +51,9 @@ def pack_mask_kernel(
     i_plane = tl.program_id(0).to(tl.int64)
     i_b = i_plane // HEADS
     i_tile = tl.program_id(2)
-    if HAS_ROWS:
-        q_offset = tl.load(rows_ptr + i_b * 4)
-        first = visible_rows(rows_ptr, i_b, 0, kv_len, HAS_ROWS)[2]
+    if HAS_SEQ_INFO:
+        q_offset = tl.load(seq_info_ptr + i_b * 4)
+        first = load_visible_range(seq_info_ptr, i_b, 0, kv_len, HAS_SEQ_INFO)[2]
     # Blocks begin at multiples of their size.
     rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS) - (q_offset & (ROWS - 1))).to(tl.int64)
     columns = tl.arange(0, _TILE)
@@ -101,6 +101,6 @@ def pack_mask(geometry: PrefillGeometry, batch: int, q_len: int, blocks: int, ti
 
 
 @functools.lru_cache(maxsize=256)
-def _launcher(heads: int, has_rows: bool) -> Launcher:
+def _launcher(heads: int, has_seq_info: bool) -> Launcher:
     # Mask rows at odd addresses are slow with more warps (H200).
-    return Launcher(pack_mask_kernel, {"HEADS": heads, "HAS_ROWS": has_rows, "ROWS": ROWS}, num_warps=1)
+    return Launcher(pack_mask_kernel, {"HEADS": heads, "HAS_SEQ_INFO": has_seq_info, "ROWS": ROWS}, num_warps=1)

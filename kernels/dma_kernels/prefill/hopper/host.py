@@ -65,19 +65,19 @@ def launch_warp_specialized(
         sinks: ``[Hq]``, contiguous, or ``None``.
         skip_threshold: Of the recipe, in base-2 logits, or ``None``.
         tile_counts: Where skipped and examined tiles are added, int64 ``[Hq, 2]``, or ``None``.
-        use_pdl: Whether queries may be staged before the launches that made ``operands`` have ended.
+        use_pdl: Whether queries may be quantized before the launches that made ``operands`` have ended.
     """
     batch, q_heads, q_len, head_dim = query.shape
     high, low = operands.high, operands.low
     assert low is not None
     kv_heads = high.key.shape[1]
     is_e4m3 = not low.value_format.is_16_bit
-    staged = quantize_q(
-        query, operands.key_mean, operands.query_factor, recipe, low.key_format, high.key_format,
+    quantized = quantize_q(
+        query, operands.key_mean, operands.query_global_scale, recipe, low.key_format, high.key_format,
         scale=scale, use_pdl=use_pdl,
     )  # fmt: skip
     channels = padded_channels(head_dim)
-    # Rows behind a tile's channels are the next tile's, and become outputs that are not stored.
+    # Rows after a tile's channels belong to the next tile; their outputs are not stored.
     v_low_desc = _matrix(low.value, channels, TILE) if is_e4m3 else _heads(low.value, TILE)
     blocks = query_blocks(geometry, q_len, ROWS * config.consumer_warpgroups)
     mask_blocks = query_blocks(geometry, q_len, ROWS)
@@ -85,7 +85,7 @@ def launch_warp_specialized(
     packed = pack_mask(geometry, batch, q_len, mask_blocks, storage_tiles)
     all_heads = batch * kv_heads
     swizzle_group = select_swizzle_group(all_heads, low.head_bytes)
-    launch = _long_launcher(
+    launch = _warp_specialized_launcher(
         q_heads, kv_heads, head_dim, config, high.key_format.layout, high.value_format.layout,
         low.value_format.layout, geometry.is_causal,
         geometry.mask is not None or not is_dense_causal(geometry, q_len), operands.key_mean is not None,
@@ -93,9 +93,10 @@ def launch_warp_specialized(
     )  # fmt: skip
     launch(
         (blocks * q_heads * batch, 1, 1),
-        _heads(staged.high, ROWS), _heads(staged.low, ROWS), _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
+        _heads(quantized.high, ROWS), _heads(quantized.low, ROWS),
+        _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
         _matrix(low.key, TILE, channels), v_low_desc,
-        out, lse, staged.rows, low.key_factor, low.value_factor,
+        out, lse, quantized.descale_and_bias, low.key_descale, low.value_descale,
         sinks, geometry.rows, *out.stride()[:3],
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len, storage_tiles, blocks, swizzle_group, all_heads,
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
@@ -106,7 +107,7 @@ def launch_warp_specialized(
 
 
 @functools.lru_cache(maxsize=256)
-def _long_launcher(
+def _warp_specialized_launcher(
     q_heads: int,
     kv_heads: int,
     head_dim: int,
@@ -115,16 +116,16 @@ def _long_launcher(
     value_layout: str,
     low_value_layout: str,
     is_causal: bool,
-    has_edges: bool,
+    masks_low: bool,
     has_mean: bool,
-    is_high_raw: bool,
+    is_high_unquantized: bool,
 ) -> Launcher:
     constants = WarpSpecializedConstants(
         q_heads, kv_heads, head_dim, padded_channels(head_dim),
         config.consumer_warpgroups, config.stages, config.registers,
-        key_layout, value_layout, low_value_layout, is_causal, has_edges, has_mean, is_high_raw,
+        key_layout, value_layout, low_value_layout, is_causal, masks_low, has_mean, is_high_unquantized,
     )  # fmt: skip
-    # Whatever comes before, its programs may begin early: they wait before they touch memory.
+    # CTAs may start before the previous launch has ended: they wait before they access memory.
     return Launcher(prefill_warp_specialized_kernel, {"CONFIG": constants}, num_warps=4, launch_pdl=True)
 
 
@@ -149,10 +150,10 @@ def launch_multi_cta(
     high, low = operands.high, operands.low
     assert low is not None
     kv_heads = high.key.shape[1]
-    staged = None
+    quantized = None
     if low.key_format not in TILE_SCALED or high.key_format is not RAW:
-        staged = quantize_q(
-            query, operands.key_mean, operands.query_factor, recipe, low.key_format, high.key_format,
+        quantized = quantize_q(
+            query, operands.key_mean, operands.query_global_scale, recipe, low.key_format, high.key_format,
             scale=scale, use_pdl=use_pdl,
         )  # fmt: skip
     blocks = query_blocks(geometry, q_len, ROWS)
@@ -161,18 +162,20 @@ def launch_multi_cta(
     channels = padded_channels(head_dim)
     all_heads = batch * kv_heads
     swizzle_group = select_swizzle_group(all_heads, low.head_bytes)
-    launch = _short_launcher(
+    launch = _multi_cta_launcher(
         q_heads, kv_heads, head_dim, config, high.key_format.layout, low.key_format, recipe.query_low,
-        recipe.scale_rounding == "ceil", recipe.rotate and staged is None, geometry.is_causal,
+        recipe.scale_rounding == "ceil", recipe.rotate and quantized is None, geometry.is_causal,
         not is_dense_causal(geometry, q_len), high.key_format is RAW,
     )  # fmt: skip
     launch(
         (swizzle_group * (q_heads // kv_heads), blocks, -(-all_heads // swizzle_group)),
-        _heads(query if staged is None else staged.high, ROWS), None if staged is None else _heads(staged.low, ROWS),
+        _heads(query if quantized is None else quantized.high, ROWS),
+        None if quantized is None else _heads(quantized.low, ROWS),
         _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
         _matrix(low.key, TILE // low.key.element_size(), channels),
         _matrix(low.value, channels, TILE) if not low.value_format.is_16_bit else None,
-        out, lse, None if staged is None else staged.rows, operands.key_mean, low.key_factor, low.value_factor,
+        out, lse, None if quantized is None else quantized.descale_and_bias, operands.key_mean,
+        low.key_descale, low.value_descale,
         sinks, geometry.rows, *out.stride()[:3],
         geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len, storage_tiles, blocks, swizzle_group, all_heads,
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
@@ -183,7 +186,7 @@ def launch_multi_cta(
 
 
 @functools.lru_cache(maxsize=256)
-def _short_launcher(
+def _multi_cta_launcher(
     q_heads: int,
     kv_heads: int,
     head_dim: int,
@@ -194,12 +197,13 @@ def _short_launcher(
     is_ceil: bool,
     rotate: bool,
     is_causal: bool,
-    has_edges: bool,
-    is_high_raw: bool,
+    masks_low: bool,
+    is_high_unquantized: bool,
 ) -> Launcher:
     constants = MultiCTAConstants(
         q_heads, kv_heads, head_dim, padded_channels(head_dim), config.key_stages, config.value_stages, key_layout,
-        format.name, query_format, is_ceil, hadamard_size(head_dim) if rotate else 0, is_causal, has_edges, is_high_raw,
+        format.name, query_format, is_ceil, hadamard_size(head_dim) if rotate else 0, is_causal, masks_low,
+        is_high_unquantized,
     )  # fmt: skip
     return Launcher(
         prefill_multi_cta_kernel, {"CONFIG": constants}, num_warps=4, maxnreg=config.registers, launch_pdl=True

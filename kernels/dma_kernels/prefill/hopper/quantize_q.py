@@ -13,14 +13,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device.arithmetic import program_block
-from ...device.queries import load_queries, prepare_queries, rotate_queries, smoothing_shift
+from ...device.queries import load_queries, prepare_queries, rotate_queries, smoothing_bias
 from ...numerics.formats import SharedScale, padded_channels
 from ...numerics.geometry import LOG2_E
 from ...numerics.recipe import Recipe
 from ...numerics.transforms import hadamard_size
 from ...runtime.launch import Launcher, blocks_of_heads
 from ...runtime.operand_formats import RAW, TILE_SCALED, OperandFormat, dequantized_dtype
-from ..parts import dot_parts, load_parts, quantize_row_parts, store_parts
+from ..channel_chunks import dot_chunks, load_chunks, quantize_row_chunks, store_chunks
 
 ROWS = 32
 """Queries of a CTA of two warps: fastest of 16 to 128 (H200)."""
@@ -33,23 +33,24 @@ class QuantizedQueries:
     Attributes:
         high: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``: the caller's own if high tiles are unquantised.
         low: Queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``, contiguous.
-        rows: fp32 ``[2, B, Hq, Tq]``, contiguous: what converts a low score, before the key descale, to a base-2 logit;
-            and the product of query and mean key, which smoothing subtracts from every score.
+        descale_and_bias: fp32 ``[2, B, Hq, Tq]``, contiguous: the scale that converts low scores, before the key
+            descale, to base-2 logits; and the dot product of query and mean key, the bias that smoothing subtracts from
+            the scores.
     """
 
     high: Tensor
     low: Tensor
-    rows: Tensor
+    descale_and_bias: Tensor
 
 
 @triton.jit(do_not_specialize=["q_len"])
 def quantize_q_kernel(
-    q_ptr, mean_ptr, factor_ptr, high_ptr, low_ptr, rows_ptr,
+    q_ptr, mean_ptr, global_scale_ptr, high_ptr, low_ptr, descale_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd, q_len, plane, logit_scale, norm,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr, LOW_SHARED: tl.constexpr, HIGH_FORMAT: tl.constexpr,
     ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, HAS_MEAN: tl.constexpr,
-    HAS_FACTOR: tl.constexpr, HAS_HIGH: tl.constexpr, IN_PARTS: tl.constexpr, USE_PDL: tl.constexpr,
+    HAS_GLOBAL_SCALE: tl.constexpr, HAS_HIGH: tl.constexpr, IN_CHUNKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write what :class:`QuantizedQueries` holds for ``ROWS`` queries of one head."""
     if USE_PDL:
@@ -62,28 +63,28 @@ def quantize_q_kernel(
     base = q_ptr + i_b * stride_qb + i_h * stride_qh
     o_row = i_head * q_len + rows
     i_kv = i_b * KV_HEADS + i_h // (Q_HEADS // KV_HEADS)
-    if IN_PARTS:
-        q = load_parts(base, rows, 0, q_len, stride_qt, stride_qd, D)
+    if IN_CHUNKS:
+        q = load_chunks(base, rows, 0, q_len, stride_qt, stride_qd, D)
     else:
         q = load_queries(base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
     if USE_PDL:
         gdc_wait()
     if HAS_MEAN:
         mean_ptr += i_kv * D
-        shift = dot_parts(q, mean_ptr, D) if IN_PARTS else smoothing_shift(q, mean_ptr, D)
-        tl.store(rows_ptr + plane + o_row, shift, mask=m_row)
-    if IN_PARTS:
-        low, factor = quantize_row_parts(q, LOW_FORM, LOW_FORMAT, ROUNDING == "ceil", ROTATE, HADAMARD_SIZE, norm)
-        store_parts(low_ptr, o_row * D, low, m_row, D)
+        bias = dot_chunks(q, mean_ptr, D) if IN_CHUNKS else smoothing_bias(q, mean_ptr, D)
+        tl.store(descale_ptr + plane + o_row, bias, mask=m_row)
+    if IN_CHUNKS:
+        low, descale = quantize_row_chunks(q, LOW_FORM, LOW_FORMAT, ROUNDING == "ceil", ROTATE, HADAMARD_SIZE, norm)
+        store_chunks(low_ptr, o_row * D, low, m_row, D)
     else:
         x = q.to(tl.float32)
         if ROTATE:
             x = rotate_queries(q, norm, HADAMARD_SIZE)
-        head_scale = 1.0
-        if HAS_FACTOR:
-            head_scale = tl.load(factor_ptr + i_head)
-        low, _, factor = prepare_queries(
-            x, head_scale, LOW_FORM, LOW_FORMAT, LOW_SHARED, ROUNDING, low_ptr.dtype.element_ty
+        global_scale = 1.0
+        if HAS_GLOBAL_SCALE:
+            global_scale = tl.load(global_scale_ptr + i_head)
+        low, _, descale = prepare_queries(
+            x, global_scale, LOW_FORM, LOW_FORMAT, LOW_SHARED, ROUNDING, low_ptr.dtype.element_ty
         )
         o_d = tl.arange(0, BLOCK_D)
         offset = o_row[:, None] * D + o_d[None, :]
@@ -91,16 +92,16 @@ def quantize_q_kernel(
         tl.store(low_ptr + offset, low, mask=mask)
         if HAS_HIGH:
             high, _, _ = prepare_queries(
-                x, head_scale, "dequantized", HIGH_FORMAT, "block", ROUNDING, high_ptr.dtype.element_ty
+                x, global_scale, "dequantized", HIGH_FORMAT, "block", ROUNDING, high_ptr.dtype.element_ty
             )
             tl.store(high_ptr + offset, high, mask=mask)
-    tl.store(rows_ptr + o_row, factor * logit_scale, mask=m_row)
+    tl.store(descale_ptr + o_row, descale * logit_scale, mask=m_row)
 
 
 def quantize_q(
     query: Tensor,
     mean: Tensor | None,
-    query_factor: Tensor | None,
+    query_global_scale: Tensor | None,
     recipe: Recipe,
     low_key: OperandFormat,
     high_key: OperandFormat,
@@ -113,16 +114,16 @@ def quantize_q(
     Args:
         query: 16-bit ``[B, Hq, Tq, D]``, any strides; ``D`` is a multiple of 32.
         mean: What was subtracted from keys, fp32 ``[B, Hkv, D]``.
-        query_factor: NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``, if they are in NVFP4.
+        query_global_scale: NVFP4's global scale of the transformed queries, fp32 ``[B, Hq]``, if they are in NVFP4.
         recipe: The precisions.
         low_key: Format of the keys of low tiles, not packed.
         high_key: Format of the keys of high tiles, in 16 bits.
         scale: Of the scores.
-        use_pdl: Whether programs may begin before the launch before has ended. Until they wait for that, they read
-            nothing but ``query``, and write nothing; and they let those of the next launch begin.
+        use_pdl: Whether CTAs may start before the previous launch has ended. Until they wait for that, they read only
+            ``query`` and write nothing; and they let the CTAs of the next launch start.
     """
     batch, heads, q_len, head_dim = query.shape
-    rows = query.new_empty((2, batch, heads, q_len), dtype=torch.float32)
+    descale_and_bias = query.new_empty((2, batch, heads, q_len), dtype=torch.float32)
     low_dtype = low_key.dtype or dequantized_dtype(query.dtype, recipe.query_low, recipe.key_low)
     low = query.new_empty(query.shape, dtype=low_dtype)
     high = query
@@ -130,15 +131,16 @@ def quantize_q(
         high = query.new_empty(query.shape, dtype=dequantized_dtype(query.dtype, recipe.high, recipe.high))
     kv_heads = heads if mean is None else mean.shape[1]
     launch = _queries_launcher(
-        heads, kv_heads, head_dim, recipe, low_key, mean is not None, query_factor is not None, high is not query,
+        heads, kv_heads, head_dim, recipe, low_key, mean is not None, query_global_scale is not None, high is not query,
         use_pdl,
     )  # fmt: skip
     launch(
         blocks_of_heads(batch * heads, triton.cdiv(q_len, ROWS)),
-        query, mean, query_factor, high, low, rows, *query.stride(), q_len, rows.numel() // 2,
+        query, mean, query_global_scale, high, low, descale_and_bias, *query.stride(), q_len,
+        descale_and_bias.numel() // 2,
         scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5),
     )  # fmt: skip
-    return QuantizedQueries(high, low, rows)
+    return QuantizedQueries(high, low, descale_and_bias)
 
 
 @functools.lru_cache(maxsize=256)
@@ -149,12 +151,12 @@ def _queries_launcher(
     recipe: Recipe,
     low_key: OperandFormat,
     has_mean: bool,
-    has_factor: bool,
+    has_global_scale: bool,
     has_high: bool,
     use_pdl: bool,
 ) -> Launcher:
-    parts = triton.cdiv(head_dim, 32 if head_dim <= 128 else 64)
-    in_parts = low_key in TILE_SCALED and not has_high and parts & (parts - 1) == 0
+    chunks = triton.cdiv(head_dim, 32 if head_dim <= 128 else 64)
+    in_chunks = low_key in TILE_SCALED and not has_high and chunks & (chunks - 1) == 0
     shared = SharedScale.BLOCK if recipe.shared_scale == SharedScale.BLOCK else SharedScale.ROW
     constants = {
         "Q_HEADS": heads,
@@ -170,10 +172,10 @@ def _queries_launcher(
         "ROTATE": recipe.rotate,
         "HADAMARD_SIZE": hadamard_size(head_dim),
         "HAS_MEAN": has_mean,
-        "HAS_FACTOR": has_factor,
+        "HAS_GLOBAL_SCALE": has_global_scale,
         "HAS_HIGH": has_high,
-        "IN_PARTS": in_parts,
+        "IN_CHUNKS": in_chunks,
         "USE_PDL": use_pdl,
     }
-    num_warps = 2 if in_parts and head_dim <= 128 else 4
+    num_warps = 2 if in_chunks and head_dim <= 128 else 4
     return Launcher(quantize_q_kernel, constants, num_warps=num_warps, launch_pdl=use_pdl)

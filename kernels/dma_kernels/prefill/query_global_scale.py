@@ -1,4 +1,4 @@
-"""NVFP4's scale of queries: of each head, from its largest finite block."""
+"""NVFP4's global scale of queries, one for each head, from the largest finite block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device.arithmetic import program_block
-from ..device.blocks import finite_block_amax, nvfp4_head_scale
+from ..device.blocks import finite_block_amax, nvfp4_global_scale
 from ..device.tiles import load_visible, transform
 from ..numerics.formats import NVFP4, padded_channels
 from ..numerics.recipe import Recipe
@@ -21,8 +21,8 @@ from ..runtime.launch import Launcher, blocks_of_heads
 QUERY_BLOCK = 64
 
 
-def query_factor(query: Tensor, recipe: Recipe) -> Tensor | None:
-    """Return NVFP4's scale of the transformed queries of each head, fp32 ``[B, Hq]``; ``None`` for other formats.
+def query_global_scale(query: Tensor, recipe: Recipe) -> Tensor | None:
+    """Return NVFP4's global scale of each head's transformed queries, fp32 ``[B, Hq]``; ``None`` for other formats.
 
     Args:
         query: 16-bit ``[B, Hq, Tq, D]``, any strides.
@@ -31,14 +31,14 @@ def query_factor(query: Tensor, recipe: Recipe) -> Tensor | None:
     if NVFP4.name not in (recipe.query_low, recipe.high):
         return None
     batch, heads, q_len, head_dim = query.shape
-    factor = query.new_zeros((batch, heads), dtype=torch.int32)
-    launch = _factor_launcher(heads, head_dim, recipe.rotate, recipe.scale_rounding)
-    launch(blocks_of_heads(batch * heads, -(-q_len // QUERY_BLOCK)), query, factor, *query.stride(), q_len)
-    return factor.view(torch.float32)
+    global_scale = query.new_zeros((batch, heads), dtype=torch.int32)
+    launch = _launcher(heads, head_dim, recipe.rotate, recipe.scale_rounding)
+    launch(blocks_of_heads(batch * heads, -(-q_len // QUERY_BLOCK)), query, global_scale, *query.stride(), q_len)
+    return global_scale.view(torch.float32)
 
 
 @functools.lru_cache(maxsize=256)
-def _factor_launcher(heads: int, head_dim: int, rotate: bool, rounding: str) -> Launcher:
+def _launcher(heads: int, head_dim: int, rotate: bool, rounding: str) -> Launcher:
     size = hadamard_size(head_dim)
     constants = {
         "Q_HEADS": heads,
@@ -50,16 +50,16 @@ def _factor_launcher(heads: int, head_dim: int, rotate: bool, rounding: str) -> 
         "NORM": math.pow(size, -0.5),
         "ROUNDING": rounding,
     }
-    return Launcher(query_factor_kernel, constants, num_warps=4)
+    return Launcher(query_global_scale_kernel, constants, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["q_len"])
-def query_factor_kernel(
-    q_ptr, factor_ptr, stride_qb, stride_qh, stride_qt, stride_qd, q_len,
+def query_global_scale_kernel(
+    q_ptr, global_scale_ptr, stride_qb, stride_qh, stride_qt, stride_qd, q_len,
     Q_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """Raise NVFP4's scale of a head to what a block of its transformed queries needs."""
+    """Raise NVFP4's global scale of a head to what a block of its transformed queries needs."""
     i_head = tl.program_id(0).to(tl.int64)
     rows = program_block() * BLOCK_T + tl.arange(0, BLOCK_T)
     base = q_ptr + (i_head // Q_HEADS) * stride_qb + (i_head % Q_HEADS) * stride_qh
@@ -68,4 +68,6 @@ def query_factor_kernel(
     largest = tl.max(tl.max(finite_block_amax(x), 1), 0)
     # The scale grows with the largest magnitude, so the largest scale is the scale of all; positive floats order like
     # their bits.
-    tl.atomic_max(factor_ptr + i_head, nvfp4_head_scale(largest, ROUNDING).to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_max(
+        global_scale_ptr + i_head, nvfp4_global_scale(largest, ROUNDING).to(tl.int32, bitcast=True), sem="relaxed"
+    )
