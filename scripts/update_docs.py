@@ -24,19 +24,8 @@ from dma_eval.results import BackendResult, read_report
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end table -->)", re.DOTALL)
-SHORT, CPU, LONG, EQUALIZED, VARIANTS, FAR = (
-    f"smollm2-{name}"
-    for name in (
-        "4096-fp32",
-        "4096-cpu-fp32",
-        "8192-fp32",
-        "equalized-4096-fp32",
-        "4096-variants-fp32",
-        "32768-yarn-fp32",
-    )
-)
-NEEDLES = ("smollm2-needles-bf16", "smollm2-needles-caches-bf16")
 SERVE = ("serve-h200", "serve-packed-h200", "serve-long-h200", "serve-many-h200")
+BALANCED, INT8, INT4 = "dma_mxfp:balanced", "dma_mxfp:balanced+int8", "dma_mxfp:balanced+int4"
 UNCHANGED, HARD_TWINS = "as it is", ("keys x 32", "key biases", "values x 32")
 NAMES = {
     "sdpa": "SDPA",
@@ -54,7 +43,7 @@ NAMES = {
     "dma_mxfp:block-unrotated": "`balanced`, scales of blocks, not rotated",
     "dma_mxfp:paper-no-sink": "`paper` without a sink",
 }
-ORDER = [f"dma_mxfp:{preset}" for preset in ("balanced", "fp4", "paper", "balanced+int8", "balanced+int4")] + [*NAMES]
+ORDER = [BALANCED, "dma_mxfp:fp4", "dma_mxfp:paper", INT8, INT4, *NAMES]
 RULES = {
     "high": "high maximum",
     "running": "running maximum",
@@ -62,7 +51,8 @@ RULES = {
     "rows": "high maximum, row by row",
 }
 """What the rules of ``measure_skipping.py`` are called."""
-Columns = Mapping[str, Mapping[str, BackendResult]]
+Losses = Mapping[str, BackendResult]
+"""What each backend loses, by its label."""
 
 
 def current(label: str) -> str:
@@ -72,11 +62,20 @@ def current(label: str) -> str:
 
 def name(label: str) -> str:
     """Return what tables call something."""
-    label = re.sub(r"^dma_mxfp(?=\+|$)", "dma_mxfp:balanced", label)
     threshold = re.fullmatch(r"dma_mxfp:t(\d+)", label)  # a file with a threshold alone
     if threshold:
         return f"`balanced`, `skip_threshold = {threshold[1]}`"
-    return NAMES.get(label) or f"`{label.removeprefix('dma_mxfp:')}`"
+    return NAMES.get(label) or f"`{full(label).removeprefix('dma_mxfp:')}`"
+
+
+def full(label: str) -> str:
+    """Return a label with the preset that it leaves out."""
+    return re.sub(r"^dma_mxfp(?=\+|$)", BALANCED, label)
+
+
+def read(path: Path | str) -> Any:
+    """Return the content of a file in benchmarks."""
+    return json.loads((BENCHMARKS / path).read_text(encoding="utf-8"))
 
 
 # Speed: one row for each result, in a frame.
@@ -86,7 +85,7 @@ def load(*files: str) -> pd.DataFrame:
     """Return the results of all files. ``case`` describes a shape, ``ms`` is a time without the host's work."""
     frames = []
     for file in files:
-        report = json.loads((BENCHMARKS / f"{file}.json").read_text(encoding="utf-8"))
+        report = read(f"{file}.json")
         facts = {key: report.get(key) for key in ("layers", "cache_gib", "weights")}
         facts["device"] = re.sub(r"NVIDIA (\w+).*", r"\1", report["device"]["name"])
         frames.append(pd.json_normalize(report["results"]).assign(**facts))
@@ -111,6 +110,12 @@ def describe(row: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def of_case(file: str, case: str) -> dict[str, dict[str, Any]]:
+    """Return the results of one case by label."""
+    frame = load(file)
+    return {row["label"]: row for row in frame[frame["case"] == case].to_dict("records")}
+
+
 def pivot(frame: pd.DataFrame, values: str) -> pd.DataFrame:
     """Return a row for each case and a column for each label, in the order of the frame."""
     found = frame.pivot(index="case", columns="label", values=values)
@@ -130,10 +135,8 @@ def show(values: pd.Series, form: str, unit: str = "") -> pd.Series:
 
 def markdown(cells: pd.DataFrame) -> str:
     """Return a table with the index as its first column."""
-    return table(
-        ["", *cells.columns],
-        [[str(index), *row] for index, row in zip(cells.index, cells.values.tolist(), strict=True)],
-    )
+    rows = zip(cells.index, cells.values.tolist(), strict=True)
+    return table(["", *cells.columns], [[str(index), *row] for index, row in rows])
 
 
 def prefill() -> str:
@@ -143,8 +146,7 @@ def prefill() -> str:
     frame = frame.sort_values(["is_special", "shape.batch", "shape.length"], kind="stable")
     cells = times_faster(frame, "fa3").apply(show, form=".2f", unit="x").rename(columns=name)
     cells.insert(0, "`fa3`, ms", show(pivot(frame, "ms")["fa3"], ".3g"))
-    isolated = times_faster(frame, "fa3", "sustained_milliseconds")["dma_mxfp:balanced"]
-    cells["`balanced`, isolated"] = show(isolated, ".2f", "x")
+    cells["`balanced`, isolated"] = show(times_faster(frame, "fa3", "sustained_milliseconds")[BALANCED], ".2f", "x")
     return markdown(cells.drop(columns="`fa3`"))
 
 
@@ -185,32 +187,6 @@ def steps(*files: str) -> str:
     return markdown(cells.drop(columns="SDPA"))
 
 
-def cache_rotation() -> str:
-    """Microseconds of a step, of one that completes a tile, and of appending a prompt; change since the base."""
-    results = json.loads((BENCHMARKS / "cache-rotation-h100.json").read_text(encoding="utf-8"))["results"]
-    frame = pd.DataFrame(results)
-    frame["shape"] = frame["kind"] + ", " + frame["shape"].str.replace(", head_dim 128, 32/8 heads", "")
-    cells = pd.DataFrame(index=frame["shape"].unique())
-    for form, rows in frame.groupby("format", sort=False):
-        rows = rows.set_index("shape")
-        cells[f"`{form}`, us"] = show(rows["this_us"], ".1f")
-        cells[f"`{form}`, change"] = show(rows["change_percent"], "+.1f", " %")
-    cells["`int4` with rotated keys, us"] = show(rows["equalized_us"], ".1f")
-    return markdown(cells)
-
-
-def cache_formats() -> str:
-    """KL per token and change of the perplexity on twins of a model."""
-    report = json.loads((BENCHMARKS / "cache-formats-h100.json").read_text(encoding="utf-8"))
-    frame = pd.DataFrame(report["results"])
-    frame["column"] = frame["twin"] + frame["equalized"].map({True: ", equalized", False: ""})
-    frame["cell"] = frame["kl"].map(format_kl) + ", " + show(frame["change_percent"], "+.2f", " %")
-    cells = frame.pivot(index="format", columns="column", values="cell").fillna(MISSING)
-    cells = cells.loc[frame["format"].unique(), frame["column"].unique()]
-    cells.insert(0, "bits", show(frame.groupby("format")["bits"].first()[cells.index], ".2f"))
-    return markdown(cells)
-
-
 def generate() -> str:
     """First token, step, memory."""
     frame = load(*sorted(path.stem for path in BENCHMARKS.glob("generate-*.json")))
@@ -226,21 +202,14 @@ def generate() -> str:
     return markdown(pd.DataFrame(cells).set_index(frame["label"].map(name)))
 
 
-def longest() -> str:
-    """The longest context that fits in the memory of a GPU."""
-    rows = []
-    for path in sorted(BENCHMARKS.glob("generate-*.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        about = (
-            f"{report['device']['name'].removeprefix('NVIDIA ')}, {report.get('weights') or report['dtype']} weights"
-        )
-        rows += [[name(current(each["label"])), about, f"{each['tokens']:,}"] for each in report["longest"]]
-    return table(["cache", "GPU, weights", "tokens"], rows)
+def served() -> pd.DataFrame:
+    """Return what answered each set of requests; of what several files have, that of the last one."""
+    return load(*SERVE).drop_duplicates(["requests", "label"], keep="last")
 
 
 def serve() -> str:
-    """New tokens per second, waiting times and memory; of what several files have, that of the last one."""
-    frame = load(*SERVE).drop_duplicates(["requests", "label"], keep="last")
+    """New tokens per second, waiting times and memory."""
+    frame = served()
     first = frame.groupby("requests")["tokens_per_second"].transform("first")
 
     def both(key: str, form: str, unit: str) -> pd.Series:
@@ -262,11 +231,11 @@ def serve() -> str:
     return markdown(pd.DataFrame(cells).set_index(requests))
 
 
-# Quality: reports of runs.
+# Quality: reports of runs, and results of studies.
 
 
 def twins_of(folder: str) -> dict[str, dict[str, BackendResult]]:
-    """Return the results of a run on each twin, by the names of both."""
+    """Return what each backend loses on each twin of a run, by the names of both."""
     (stress,) = read_report(BENCHMARKS / "quality" / folder).stress
     return {
         twin.name: {current(backend.label): backend for backend in twin.tokens.backends}
@@ -276,34 +245,31 @@ def twins_of(folder: str) -> dict[str, dict[str, BackendResult]]:
 
 
 def short_twins() -> dict[str, dict[str, BackendResult]]:
-    """Return the results on short windows, with those from the CPU that failed or are missing on the GPU."""
-    twins = twins_of(SHORT)
-    for twin, others in twins_of(CPU).items():
-        twins[twin] |= {
-            label: each
-            for label, each in others.items()
-            if twins[twin].get(label, each).failure or label not in twins[twin]
-        }
+    """Return the losses on short windows, with those from the CPU of what failed or is missing on the GPU."""
+    twins, others = twins_of("smollm2-4096-fp32"), twins_of("smollm2-4096-cpu-fp32")
+    for twin, losses in others.items():
+        ran = {label: each for label, each in twins[twin].items() if not each.failure}
+        twins[twin] = {label: ran.get(label) or losses.get(label) or each for label, each in twins[twin].items()}
+        twins[twin] |= {label: each for label, each in losses.items() if label not in twins[twin]}
     return twins
 
 
 def long_window() -> dict[str, BackendResult]:
-    """Return the results on long windows."""
-    return {current(each.label): each for each in read_report(BENCHMARKS / "quality" / LONG).perplexity[0].backends}
+    """Return the losses on long windows."""
+    (section,) = read_report(BENCHMARKS / "quality/smollm2-8192-fp32").perplexity
+    return {current(each.label): each for each in section.backends}
 
 
-def kl(columns: Columns) -> str:
-    """KL per token of every backend, in one column for each set of results."""
+def kl(columns: Mapping[str, Losses]) -> str:
+    """KL per token of every backend, in one column for each set of losses."""
     labels = dict.fromkeys(label for column in columns.values() for label in column if label != "sdpa")
     ordered = sorted(labels, key=lambda label: ORDER.index(label) if label in ORDER else len(ORDER))
-    return table(
-        ["", *columns], [[name(label), *(kl_cell(column, label) for column in columns.values())] for label in ordered]
-    )
+    rows = [[name(label), *(kl_cell(column.get(label)) for column in columns.values())] for label in ordered]
+    return table(["", *columns], rows)
 
 
-def kl_cell(column: Mapping[str, BackendResult], label: str) -> str:
+def kl_cell(result: BackendResult | None) -> str:
     """KL per token, or why there is none."""
-    result = column.get(label)
     return MISSING if result is None else "failed" if result.failure else format_kl(result.kl_mean)
 
 
@@ -316,34 +282,34 @@ def change(result: BackendResult | None) -> str:
 def quality() -> str:
     """Change of perplexity and KL per token, on the text and on twins of the model."""
     short, long = short_twins(), long_window()
-    chosen = {"": short[UNCHANGED]} | {twin: short[twin] for twin in HARD_TWINS}
-    rows = [
-        [name(label), change(result), change(long.get(label)), *(kl_cell(column, label) for column in chosen.values())]
+    chosen = [short[twin] for twin in (UNCHANGED, *HARD_TWINS)]
+    base = (number(each["sdpa"].perplexity, ".3f") for each in (short[UNCHANGED], long))
+    rows = [["SDPA, perplexity", *base, *[""] * len(chosen)]]
+    rows += [
+        [name(label), change(result), change(long.get(label)), *(kl_cell(column.get(label)) for column in chosen)]
         for label, result in short[UNCHANGED].items()
         if label != "sdpa"
     ]
-    base = [short[UNCHANGED]["sdpa"], long["sdpa"]]
-    first = ["SDPA, perplexity", *(number(each.perplexity, ".3f") for each in base), *[""] * len(chosen)]
-    headers = ["", "4,096 tokens", "8,192 tokens", "KL per token", *(f"KL, {twin}" for twin in HARD_TWINS)]
-    return table(headers, [first, *rows])
+    return table(["", "4,096 tokens", "8,192 tokens", "KL per token", *(f"KL, {twin}" for twin in HARD_TWINS)], rows)
 
 
 def quality_long() -> str:
     """KL per token on long windows, and after the model was equalised."""
-    columns = {"8,192": long_window()} | {f"8,192, {twin}": each for twin, each in twins_of(LONG).items()}
-    columns |= {f"4,096, equalized, {twin}": each for twin, each in twins_of(EQUALIZED).items()}
-    return kl(columns)
+    columns = {"8,192": long_window()}
+    columns |= {f"8,192, {twin}": each for twin, each in twins_of("smollm2-8192-fp32").items()}
+    equalized = twins_of("smollm2-equalized-4096-fp32")
+    return kl(columns | {f"4,096, equalized, {twin}": each for twin, each in equalized.items()})
 
 
 def quality_variants() -> str:
     """KL per token of variants of ``balanced``."""
-    short, label = short_twins(), "dma_mxfp:balanced"
-    return kl({twin: {label: short[twin][label]} | each for twin, each in twins_of(VARIANTS).items()})
+    short, variants = short_twins(), twins_of("smollm2-4096-variants-fp32")
+    return kl({twin: {BALANCED: short[twin][BALANCED]} | each for twin, each in variants.items()})
 
 
 def quality_positions() -> str:
     """Change of perplexity, and KL per token in each quarter of the positions."""
-    (section,) = read_report(BENCHMARKS / "quality" / FAR).perplexity
+    (section,) = read_report(BENCHMARKS / "quality/smollm2-32768-yarn-fp32").perplexity
     edges, share = section.position_edges, (len(section.position_edges) - 1) // 4
     quarters = [slice(begin, begin + share) for begin in range(0, 4 * share, share)]
     headers = [f"KL, {edges[each.start]:,} to {edges[each.stop] - 1:,}" for each in quarters]
@@ -357,7 +323,7 @@ def quality_positions() -> str:
 def needles() -> str:
     """Answers found of those asked for. Caches have questions of their own, and a row of the reference for them."""
     rows, lengths = [], []
-    for folder in NEEDLES:
+    for folder in ("smollm2-needles-bf16", "smollm2-needles-caches-bf16"):
         for section in read_report(BENCHMARKS / "quality" / folder).retrieval:
             lengths = section.lengths
             for backend in section.backends:
@@ -368,10 +334,21 @@ def needles() -> str:
     return table(["", *(f"{length:,}" for length in lengths)], rows)
 
 
+def cache_formats() -> str:
+    """KL per token and change of the perplexity on twins of a model."""
+    frame = pd.DataFrame(read("cache-formats-h100.json")["results"])
+    frame["column"] = frame["twin"] + frame["equalized"].map({True: ", equalized", False: ""})
+    frame["cell"] = frame["kl"].map(format_kl) + ", " + show(frame["change_percent"], "+.2f", " %")
+    cells = frame.pivot(index="format", columns="column", values="cell").fillna(MISSING)
+    cells = cells.loc[frame["format"].unique(), frame["column"].unique()]
+    cells.insert(0, "bits", show(frame.groupby("format")["bits"].first()[cells.index], ".2f"))
+    return markdown(cells)
+
+
 def skipping() -> str:
     """Share of low tiles skipped and KL per token: by threshold and twin, and under other rules and estimates."""
-    files = sorted((BENCHMARKS / "skipping").glob("*.json"))
-    frame = pd.concat([pd.DataFrame(json.loads(file.read_text(encoding="utf-8"))["results"]) for file in files])
+    paths = sorted((BENCHMARKS / "skipping").glob("*.json"))
+    frame = pd.concat([pd.DataFrame(read(file)["results"]) for file in paths])
     frame["threshold"] = frame["threshold"].fillna(math.inf)
     frame["length"] = frame["length"].map("{:,}".format)
     frame["cell"] = (100 * frame["skipped"]).map("{:.0f} %, ".format) + frame["kl"].map(format_kl)
@@ -387,46 +364,75 @@ def skipping() -> str:
     rule = frame[frame["kind"] == "high"]
     balanced = frame[(frame["preset"] == "balanced") & (frame["twin"] == UNCHANGED) & (frame["t"] != "off")]
     others = balanced.assign(kind=balanced["kind"].map(lambda kind: RULES.get(kind, kind)))
-    return "\n".join(
-        [
-            "Share of low tiles skipped, and KL per token, by threshold:\n",
-            by(["preset", "length", "twin"], "t", rule),
-            "`balanced`: probability that a row loses, mean and 99.9th percentile:\n",
-            by(["t"], "length", balanced[balanced["kind"] == "high"], "lost"),
-            "`balanced` under other rules, and with estimates before the product of queries and keys:\n",
-            by(["kind", "t"], "length", others),
-        ]
-    )
+    parts = {
+        "Share of low tiles skipped, and KL per token, by threshold:": by(["preset", "length", "twin"], "t", rule),
+        "`balanced`: probability that a row loses, mean and 99.9th percentile:": by(
+            ["t"], "length", balanced[balanced["kind"] == "high"], "lost"
+        ),
+        "`balanced` under other rules, and with estimates before the product of queries and keys:": by(
+            ["kind", "t"], "length", others
+        ),
+    }
+    return "\n".join(f"{title}\n\n{cells}" for title, cells in parts.items())
+
+
+# All of it: the README's rows, and the index.
+
+
+def results() -> str:
+    """Six rows: prefill, short prompts, decoding, memory, serving and loss."""
+    prefills, decodes = ({case: of_case(file, case) for case in cases} for file, cases in HEADLINES.items())
+    loss = short_twins()[UNCHANGED]
+    tokens = served().query("requests == '32x2048+64'").assign(label=lambda each: each["label"].map(full))
+    speed = tokens.set_index("label")["tokens_per_second"]
+
+    def faster(case: Mapping[str, Mapping[str, Any]], ours: str, base: str, key: str = "ms") -> str:
+        return f"{case[base][key] / case[ours][key]:.2f}x"
+
+    isolated = faster(prefills["32K"], BALANCED, "fa3", "sustained_milliseconds")
+    flash, plain, ours = "FlashAttention-3, bf16", "SDPA, 16-bit cache", "`balanced+int4`"
+    serving = f"{speed[INT4] / speed['sdpa']:.1f}x the tokens/s"
+    changes = ", ".join(f"{loss[label].change_percent:+.2f} %" for label in (BALANCED, INT4))
+    long, short = (f"{faster(prefills[case], BALANCED, 'fa3')} as fast" for case in ("32K", "1K"))
+    rows = [
+        ["Prefill of 32K tokens", "prefill", "`balanced`", flash, f"{long}; isolated {isolated}"],
+        ["Prefill of 1K tokens", "prefill", "`balanced`", flash, short],
+        ["Decoding step over 128K keys", "decode", ours, plain, f"{faster(decodes['128K'], INT4, 'sdpa')} as fast"],
+        ["Cache size at 32K tokens", "decode", ours, plain, f"{decodes['32K'][INT4]['bytes_ratio']:.2f}x"],
+        ["32 requests of 2,048 + 64 tokens, 8B model", "serving", ours, "SDPA in `generate_batch`", serving],
+        ["Perplexity", "quality", f"`balanced`, {ours}", "SDPA", changes],
+    ]
+    linked = [[f"[{what}](benchmarks/{page}.md)", *others] for what, page, *others in rows]
+    return table(["measured", "with", "compared with", "result"], linked)
+
+
+HEADLINES = {"prefill-h200": ("1K", "32K"), "decode-h200": ("32K", "128K")}
+"""Files and cases of the README's rows."""
 
 
 def files() -> str:
     """The index: every result file with its device, versions, date, commit and command."""
     rows = []
     for path in sorted(BENCHMARKS.rglob("*.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        where = path.relative_to(BENCHMARKS)
+        report, where = read(path), path.relative_to(BENCHMARKS)
         where = where.parent if path.name == "results.json" else where
-        machine, commands = report["environment"], report["command"].split(" && ")
+        machine, (command, *others) = report["environment"], report["command"].split(" && ")
         devices = ", ".join(dict.fromkeys(machine["gpus"])).removeprefix("NVIDIA ") or "CPU"
         packages = (f"{each} {machine['packages'].get(each, MISSING)}" for each in ("torch", "triton", "transformers"))
-        command = f"`{current(commands[0])}`" + (
-            f" and {len(commands) - 1} more, in the file" if len(commands) > 1 else ""
-        )
+        more = f" and {len(others)} more, in the file" if others else ""
         facts = [devices, ", ".join(packages), report["created"][:10], machine.get("commit") or MISSING]
-        rows.append([f"[`{where}`]({where})", *facts, command])
+        rows.append([f"[`{where}`]({where})", *facts, f"`{current(command)}`{more}"])
     return table(["file", "device", "versions", "date", "commit", "command"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "results": results,
     "prefill": prefill,
     "prefill-errors": prefill_errors,
     "prefill-real": prefill_real,
     "decode": lambda: steps("decode-h200", "decode-wide-h200"),
     "decode-peers": lambda: steps("decode-peers-h200"),
-    "cache-rotation": cache_rotation,
-    "cache-formats": cache_formats,
     "generate": generate,
-    "longest": longest,
     "serve": serve,
     "quality": quality,
     "quality-twins": lambda: kl(short_twins()),
@@ -434,6 +440,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality-long": quality_long,
     "quality-positions": quality_positions,
     "needles": needles,
+    "cache-formats": cache_formats,
     "skipping": skipping,
     "files": files,
 }
@@ -452,11 +459,7 @@ def updated(text: str, page: str = "the page") -> str:
     unknown = [each for each in starts if each not in TABLES]
     if unknown:
         raise ValueError(f"{page}: unknown tables {', '.join(unknown)}; valid: {', '.join(TABLES)}")
-
-    def made(block: re.Match[str]) -> str:
-        return f"{block[1]}\n{TABLES[block[2]]().replace(UNCHANGED, 'unchanged')}\n{block[4]}"
-
-    return BLOCK.sub(made, text)
+    return BLOCK.sub(lambda b: f"{b[1]}\n{TABLES[b[2]]().replace(UNCHANGED, 'unchanged')}\n{b[4]}", text)
 
 
 def pages() -> Iterable[Path]:

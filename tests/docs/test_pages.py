@@ -65,37 +65,26 @@ def test_sections_of_a_configuration_are_valid():
     assert dma_hf.DMAConfig.from_dict(json.loads(section)["dma_mxfp"]) == dma_hf.PRESETS["fp4"]
 
 
-def test_the_results_of_the_readme_are_those_of_the_files():
-    script, readme = load_script("update_readme"), _text("README.md")
-    assert script.updated(readme) == readme
-
-
-def test_a_readme_without_marks_is_refused():
-    with pytest.raises(ValueError, match=r"README\.md must have the marks <!-- results --> and "):
-        load_script("update_readme").updated("nothing")
-
-
 def test_figures_in_the_text_are_those_of_the_files():
     """Those that no script writes."""
-    script = load_script("update_readme")
-    heads = {"batch": 1, "head_dim": 128, "query_heads": 32, "kv_heads": 8}
-    caches, losses = script.read(script.DECODE, length=32768, **heads), script.losses()
+    script = load_script("update_docs")
+    caches, losses = script.of_case("decode-h200", "32K"), script.short_twins()[script.UNCHANGED]
     for label in (script.INT8, script.INT4):
         row = f"{caches[label]['bytes_ratio']:.2f} of 16 bits | KL {losses[label].kl_mean:.2g} |"
         assert row in _text("docs/guides/cache.md")
-    real = script.read(script.REAL, head_dim=128)
+    real = script.of_case("prefill-real-32k-h100", "32K")
     for name, label in (("off", script.BALANCED), *((str(t), f"dma_mxfp:t{t}") for t in (7, 6, 5))):
-        speed, skipped = real["fa3"]["milliseconds"] / real[label]["milliseconds"], real[label]["skipped_share"] or 0
+        speed = real["fa3"]["milliseconds"] / real[label]["milliseconds"]
+        skipped = 0 if name == "off" else real[label]["skipped_share"]
         row = f"| {name} | {100 * skipped:.0f} % | {speed:.2f}x | {real[label]['error']:.4f} |"
         assert row in _text("docs/concepts/skipping.md")
     faq = _text("docs/faq.md")
     gains = []
-    for length in (8192, 16384, 32768, 65536, 131072):
-        prefill = script.read(script.PREFILL, length=length, is_causal=True, **heads)
+    for case in ("8K", "16K", "32K", "64K", "128K"):
+        prefill = script.of_case("prefill-h200", case)
         gains.append(prefill["fa3"]["milliseconds"] / prefill[script.BALANCED]["milliseconds"])
     assert f"{min(gains):.1f} to {max(gains):.1f} times on an H200" in faq
-    step = script.milliseconds(caches["sdpa"]) / script.milliseconds(caches[script.INT4])
-    assert f"an `int4` cache is {step:.1f} times as fast as" in faq
+    assert f"an `int4` cache is {caches['sdpa']['ms'] / caches[script.INT4]['ms']:.1f} times as fast as" in faq
 
 
 UNITS = {

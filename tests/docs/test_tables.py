@@ -26,7 +26,7 @@ def test_pages_show_the_results(script):
         text = page.read_text(encoding="utf-8")
         assert script.updated(text) == text, f"{page.name} is out of date: python scripts/update_docs.py"
         found |= set(re.findall(r"<!-- table: (\S+) -->", text))
-    assert {"files", "prefill", "decode", "generate", "serve", "quality"} <= found
+    assert {"results", "files", "prefill", "decode", "generate", "serve", "quality"} <= found
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_pages_show_the_results(script):
     [
         ("<!-- table: prefill -->\n", "every <!-- table: NAME --> needs one <!-- end table --> after it"),
         ("<!-- end table -->", "every <!-- table: NAME --> needs one"),
-        ("<!-- table: speed -->\n<!-- end table -->", "unknown tables speed; valid: prefill, "),
+        ("<!-- table: speed -->\n<!-- end table -->", "unknown tables speed; valid: results, "),
     ],
 )
 def test_wrong_marks_are_refused(script, text, message):

@@ -1,0 +1,329 @@
+"""Draw the figures of the documentation.
+
+    python scripts/draw_figures.py rule cache
+    python scripts/draw_figures.py skipping --model SmolLM2-135M-Instruct.Q4_1.gguf --data wiki.test.raw
+
+Without names it draws all figures that need no model of yours. The formats and the transforms are computed by the
+library itself, and the chart of speed against loss comes from the files in benchmarks.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+import update_docs
+from dma_eval.bench.capture import capture_layers, choose_layers
+from dma_eval.bench.inputs import Inputs
+from dma_eval.data import load_text, tokenize
+from dma_eval.models import load_model
+from dma_kernels import BLOCK_FORMATS, TILE, hadamard_rotate, key_mean, quantize
+from dma_kernels.numerics.geometry import SKIP_BLOCK
+from dma_kernels.reference.operands import prepare_operands
+from dma_kernels.reference.skipping import is_high_tile, skip_tiles
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
+from torch import Tensor
+
+from dma_hf import DMAConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+ASSETS = ROOT / "eval/dma_eval/assets"
+HIGH, LOW, HIDDEN, EMPTY = "#d55e00", "#56b4e9", "#ececec", "#f4f4f4"
+
+
+def _panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Figure, Any]:
+    return plt.subplots(rows, columns, figsize=(width, height), dpi=150, layout="constrained", **options)
+
+
+def _tile_axis(axis: Any, count: int, middle: float = 0.5) -> None:
+    axis.set_ticks([tile + middle for tile in range(count)], [str(tile) for tile in range(count)])
+
+
+def _hide_frame(axes: Axes) -> None:
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def draw_rule() -> Figure:
+    """docs/figures/rule.png: which key tiles are high, low and not visible for each query tile."""
+    tiles = 10
+    figure, panels = _panels(1, 2, 9, 5.3)
+    for axes, title in zip(panels, ("causal", "bidirectional"), strict=True):
+        for i in range(tiles):
+            for j in range(tiles):
+                is_hidden = title == "causal" and j > i
+                color = HIDDEN if is_hidden else HIGH if abs(i - j) <= 1 or j < 1 else LOW
+                axes.add_patch(Rectangle((j, i), 1, 1, facecolor=color, edgecolor="white", linewidth=1.5))
+        axes.set(xlim=(0, tiles), ylim=(tiles, 0), aspect="equal", title=title)
+        axes.set(xlabel="key tile J (128 keys)", ylabel="query tile I")
+        _tile_axis(axes.xaxis, tiles)
+        _tile_axis(axes.yaxis, tiles)
+        _hide_frame(axes)
+    names = {
+        HIGH: "high precision: the band and the sink tile",
+        LOW: "low-bit: everything else that is visible",
+        HIDDEN: "not visible",
+    }
+    handles = [Patch(facecolor=color, label=name) for color, name in names.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def draw_cache() -> Figure:
+    """docs/figures/cache.png: where a cache holds which keys of a row, by position."""
+    length, tiles = 1088, 12
+    newest = (length - 1) // TILE
+    held = {tile: min(1.0, length / TILE - tile) for tile in range(newest + 1)}
+    regions = {
+        "quantized KV: complete tiles, each encoded once": {tile: full for tile, full in held.items() if full == 1.0},
+        "sink: 16 bits": {0: held[0]},
+        "residual KV: 16 bits, a ring of tiles": {tile: full for tile, full in held.items() if tile > newest - 3},
+    }
+    figure, axes = _panels(1, 1, 10, 2.5)
+    for row, stored in enumerate(regions.values()):
+        for tile in range(tiles):
+            axes.add_patch(Rectangle((tile, row), 1, 0.8, facecolor=EMPTY, edgecolor="white", linewidth=1.5))
+            if tile in stored:
+                color = HIGH if row else LOW
+                axes.add_patch(Rectangle((tile, row), stored[tile], 0.8, facecolor=color, edgecolor="white", lw=1.5))
+    axes.axvline(length / TILE, color="0.2", linewidth=1, linestyle="--")
+    axes.text(length / TILE + 0.08, -0.12, "next key", fontsize=8, va="bottom")
+    axes.set(xlim=(0, tiles), ylim=(len(regions), -0.35), xlabel=f"tile ({TILE} positions)")
+    _tile_axis(axes.xaxis, tiles)
+    axes.set_yticks([row + 0.4 for row in range(len(regions))], list(regions))
+    _hide_frame(axes)
+    return figure
+
+
+TENSOR, KERNEL, WRITTEN = "#ececec", "#f6c9a5", "#cfe8f6"
+BOX_WIDTH, BOX_HEIGHT = 2.9, 0.8
+BOXES = {
+    "output": (7.0, 3.9, "output\n16 bits", TENSOR),
+    "query": (0.0, 2.6, "query\n16 bits, unpadded", TENSOR),
+    "attention": (7.0, 2.6, "2. attend\nquantize queries in registers,\nread high tiles unquantized", KERNEL),
+    "key, value": (0.0, 1.5, "key and value\n16 bits, unpadded", TENSOR),
+    "quantize": (3.5, 0.9, "1. quantize\nread the first tile,\nsmooth, rotate, round", KERNEL),
+    "low": (7.0, 0.9, "low-precision keys and values\nwith scales,\npadded to tiles", WRITTEN),
+}
+"""Lower left corner, text and colour."""
+ARROWS = (
+    ("key, value", "quantize"),
+    ("quantize", "low"),
+    ("low", "attention"),
+    ("query", "attention"),
+    ("key, value", "attention"),
+    ("attention", "output"),
+)
+
+
+def draw_pipeline() -> Figure:
+    """docs/figures/pipeline.png: how a call runs on a GPU: what is read, launched and written."""
+    figure, axes = _panels(1, 1, 8, 3.3)
+    for x, y, text, color in BOXES.values():
+        style = {"boxstyle": "round,pad=0.08", "facecolor": color, "edgecolor": "0.5"}
+        axes.add_patch(FancyBboxPatch((x, y), BOX_WIDTH, BOX_HEIGHT, **style))
+        axes.text(x + BOX_WIDTH / 2, y + BOX_HEIGHT / 2, text, ha="center", va="center", fontsize=9)
+    for source, target in ARROWS:
+        (x0, y0, *_), (x1, y1, *_) = BOXES[source], BOXES[target]
+        begin, end = (x0 + BOX_WIDTH + 0.1, y0 + BOX_HEIGHT / 2), (x1 - 0.1, y1 + BOX_HEIGHT / 2)
+        if x0 == x1:  # upward
+            begin, end = (x0 + BOX_WIDTH / 2, y0 + BOX_HEIGHT + 0.1), (x1 + BOX_WIDTH / 2, y1 - 0.1)
+        style = {"arrowstyle": "-|>", "mutation_scale": 11, "color": "0.35", "linewidth": 1}
+        axes.add_patch(FancyArrowPatch(begin, end, **style))
+    axes.set(xlim=(-0.2, 10.0), ylim=(0.6, 4.9))
+    axes.axis("off")
+    return figure
+
+
+def _in_block(x: Tensor, name: str, rounding: str, largest: float) -> Tensor:
+    """Return each number of ``x`` as a block stores it whose largest magnitude is ``largest``."""
+    blocks = torch.zeros(len(x), BLOCK_FORMATS[name].block_size)
+    blocks[:, 0], blocks[:, 1] = x, largest
+    options: Any = {"global_scale": torch.ones(1, 1)} if name == "nvfp4" else {"scale_rounding": rounding}
+    return quantize(blocks, name, **options).dequantize()[:, 0]
+
+
+def draw_formats() -> Figure:
+    """docs/figures/formats.png: what the block formats can represent, and what ceil and floor scales do to it."""
+    figure, (top, bottom) = _panels(2, 1, 7.5, 5.6)
+    x = torch.linspace(0, 1, 4001)
+    for row, (name, form) in enumerate(BLOCK_FORMATS.items()):
+        levels = _in_block(x, name, "ceil", 1.0).unique()
+        top.eventplot(levels.tolist(), lineoffsets=row, linelengths=0.7, linewidths=0.8, colors="#0072b2")
+        top.text(1.07, row, f"{len(levels)} numbers, {form.bits_per_element:g} bits each", va="center")
+    top.set_yticks(range(len(BLOCK_FORMATS)), [name.upper() for name in BLOCK_FORMATS])
+    top.set(xlim=(-0.02, 1.55), title="Magnitudes that a block can hold, over its largest")
+    top.set_xticks([0, 0.25, 0.5, 0.75, 1])
+    top.spines[["top", "right", "left"]].set_visible(False)
+    top.spines["bottom"].set_bounds(0, 1)
+    top.tick_params(axis="y", length=0)
+    largest = 7.5  # E2M1 ends at 6: floor saturates, ceil doubles the scale
+    x = largest * x
+    for rounding, color in (("floor", HIGH), ("ceil", "#009e73")):
+        bottom.plot(x, _in_block(x, "mxfp4", rounding, largest), color=color, label=rounding, linewidth=1.6)
+    bottom.plot(x, x, color="0.7", linewidth=0.8, linestyle="--", zorder=0)
+    bottom.set(xlabel="value", ylabel="as stored", title=f"MXFP4, largest value {largest:g}")
+    bottom.legend(frameon=False, title="scale_rounding")
+    return figure
+
+
+def _layers(model: str, data: str, tokens: int) -> dict[int, Inputs]:
+    """Return the queries, keys and values of every layer on the beginning of a text, in fp32."""
+    loaded = load_model(model, dtype="float32", device="cpu")
+    ids = tokenize(loaded.tokenizer, load_text(data).content[: 8 * tokens])[:tokens]
+    return capture_layers(loaded, ids[None], choose_layers(loaded.model, None))
+
+
+def draw_transforms() -> Figure:
+    """docs/figures/transforms.png: what smoothing and rotation do to the keys of a head of the demo model."""
+    layer = _layers(str(ASSETS / "demo_model"), str(ASSETS / "heldout.txt"), 512)[1]
+    query, key = layer.query[:, :1], layer.key[:, :1]
+    true = query @ key.mT
+    smooth = key - key_mean(key)
+    rotated = hadamard_rotate(smooth)
+    figure, panels = _panels(1, 3, 11, 3.9, sharey=True)
+    shown = {"unchanged": (query, key), "smooth_k": (query, smooth)}
+    shown["smooth_k and rotate"] = hadamard_rotate(query), rotated
+    for axes, (title, (queries, keys)) in zip(panels, shown.items(), strict=True):
+        difference = quantize(queries, "nvfp4").dequantize() @ quantize(keys, "nvfp4").dequantize().mT - true
+        difference -= difference.mean(-1, keepdim=True)  # softmax ignores a constant per query
+        error = float(difference.norm() / (true - true.mean(-1, keepdim=True)).norm())
+        image = axes.imshow(keys[0, 0, :128].abs(), vmin=0, vmax=float(key.abs().max()), aspect="auto")
+        axes.set(title=f"{title}\nNVFP4 scores: error {error:.1%}", xlabel="channel")
+    panels[0].set_ylabel("token")
+    figure.colorbar(image, ax=panels, label="magnitude of the key", shrink=0.85)
+    return figure
+
+
+KINDS = {"not visible": "#ffffff", "high": "#1f4e79", "low, computed": "#7fb0dd", "low, skipped": "#f2b8a2"}
+
+
+def _kinds(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Return indices into ``KINDS`` for each block of queries and tile of keys of one head, ``[T / 64, T / 128]``."""
+    recipe = DMAConfig(skip_threshold=6.0).recipe
+    position = torch.arange(query.shape[2])[None]
+    operands = prepare_operands(query, key, key, recipe, kv_position=torch.zeros(1).long(), visible=None)
+    tile = position[0] // TILE
+    is_high = is_high_tile(tile[:, None], tile[None], recipe, is_causal=True)
+    low, high = (q @ k.mT for q, k in ((operands.q_low, operands.k_low), (operands.q_high, operands.k_high)))
+    scores = (torch.where(is_high, high, low) * scale).masked_fill(position[0] > position[0][:, None], -math.inf)
+    skip_tiles(scores[None], position, position, recipe, is_causal=True, tile_counts=None)
+    is_kept = (scores[0, 0] > -math.inf).view(-1, SKIP_BLOCK, len(tile) // TILE, TILE).any(-1).any(1)
+    blocks, tiles = position[0, ::SKIP_BLOCK, None] // TILE, torch.arange(len(tile) // TILE)
+    kinds = torch.where(is_kept, 2, 3)
+    kinds[is_high_tile(blocks, tiles, recipe, is_causal=True)] = 1
+    kinds[tiles > blocks] = 0
+    return kinds
+
+
+def draw_skipping(model: str, data: str, tokens: int = 4096) -> Figure:
+    """docs/figures/skipping.png: the tiles that three heads skip, the median head by share and two that skip more."""
+    found = []
+    for index, layer in _layers(model, data, tokens).items():
+        for head in range(layer.query.shape[1]):
+            kv_head = head // layer.group
+            kinds = _kinds(layer.query[:, head : head + 1], layer.key[:, kv_head : kv_head + 1], layer.scale)
+            found.append((float((kinds == 3).sum() / (kinds >= 2).sum()), f"layer {index}, head {head}", kinds))
+    found.sort(key=lambda each: each[0])
+    figure, panels = _panels(1, 3, 11, 4.4, sharey=True)
+    for axes, quantile in zip(panels, (0.5, 0.75, 0.95), strict=True):
+        share, name, kinds = found[round(quantile * (len(found) - 1))]
+        colors = ListedColormap(list(KINDS.values()))
+        axes.imshow(kinds, cmap=colors, vmin=0, vmax=len(KINDS) - 1, aspect="auto", interpolation="nearest")
+        axes.set(title=f"{name}\n{share:.0%} of low tiles skipped", xlabel="tile of 128 keys")
+    panels[0].set_ylabel("block of 64 queries")
+    handles = [Patch(facecolor=color, edgecolor="#cccccc", label=kind) for kind, color in KINDS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(KINDS), frameon=False)
+    return figure
+
+
+OURS, THEIRS, BASE = "#0072B2", "#777777", "#222222"
+
+
+def _dot(axes: Axes, x: float, y: float, name: str, color: str, shift: tuple[int, int], *, size: int = 55) -> None:
+    axes.scatter([x], [y], color=color, s=size, zorder=2)
+    axes.annotate(name, (x, y), xytext=shift, textcoords="offset points", fontsize=9, color=color)
+
+
+def draw_speed_loss() -> Figure:
+    """docs/figures/speed-loss.png: prefill attention on a model's own inputs, and decoding steps over caches."""
+    figure, (left, right) = _panels(1, 2, 10, 3.9)
+    prefill = update_docs.of_case("prefill-real-32k-h100", "32K")
+    points = {
+        label: (row["error"], prefill["fa3"]["milliseconds"] / row["milliseconds"]) for label, row in prefill.items()
+    }
+    _dot(left, *points["fa3"], "FlashAttention-3\nbf16", BASE, (6, -22))
+    _dot(left, *points["fa3:fp8"], "FlashAttention-3 FP8", THEIRS, (-52, 10))
+    _dot(left, *points["cudnn:fp8"], "cuDNN FP8", THEIRS, (-24, -16))
+    skipping = {f"skip_threshold {t}": points[f"dma_mxfp:t{t}"] for t in (8, 7, 6, 5)}
+    balanced = points["dma_mxfp:balanced"]
+    left.plot(*zip(balanced, *skipping.values(), strict=True), color=OURS, linewidth=1.2, zorder=1)
+    for name, point in skipping.items():
+        _dot(left, *point, name, OURS, (8, -4), size=28)
+    _dot(left, *balanced, "dma-hf balanced (default)", OURS, (-62, -17))
+    left.set(xscale="log", xlim=(0.001, 0.13), ylim=(0.9, 1.65), ylabel="speed, times FlashAttention-3 bf16")
+    left.set_xlabel("error of the attention output, relative to fp64")
+    left.set_title("Prefill, 32K tokens, H100", fontsize=11)
+
+    own, peers = (update_docs.of_case(file, "32K") for file in ("decode-h200", "decode-peers-h200"))
+    loss = update_docs.short_twins()[update_docs.UNCHANGED]
+    shown = {
+        "dma-hf int8": (update_docs.INT8, own[update_docs.INT8], OURS, (8, -4)),
+        "dma-hf int4": (update_docs.INT4, own[update_docs.INT4], OURS, (8, -4)),
+        "FlashAttention-3, FP8 cache": ("sim_fp8_cache", own["fa3:fp8"], THEIRS, (-98, -17)),
+        "HQQ 8 bits": ("sdpa+hqq8", peers["sdpa+hqq8"], THEIRS, (-10, 10)),
+        "HQQ 4 bits": ("sdpa+hqq4", peers["sdpa+hqq4"], THEIRS, (-24, 24)),
+        "quanto 4 bits": ("sdpa+quanto4", peers["sdpa+quanto4"], THEIRS, (-24, 10)),
+    }
+    for name, (label, step, color, shift) in shown.items():
+        base = (peers if label.startswith("sdpa+") else own)["sdpa"]
+        _dot(right, loss[label].kl_mean or math.nan, base["ms"] / step["ms"], name, color, shift)
+    right.axhline(1, color=BASE, linewidth=1, linestyle=":")
+    right.annotate("SDPA, 16-bit cache", (5.5e-6, 1), xytext=(0, -13), textcoords="offset points", fontsize=9)
+    right.set(xscale="log", xlim=(5e-6, 0.06), ylim=(0, 1.8), ylabel="speed of a step, times SDPA")
+    right.set_xlabel("KL per token, SmolLM2-135M (nats)")
+    right.set_title("Decoding, 32K keys, H200", fontsize=11)
+    for axes in (left, right):
+        axes.grid(True, color="#e5e5e5", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+FIGURES = {
+    "rule": draw_rule,
+    "cache": draw_cache,
+    "pipeline": draw_pipeline,
+    "formats": draw_formats,
+    "transforms": draw_transforms,
+    "speed-loss": draw_speed_loss,
+}
+"""The figures that need no model of yours."""
+
+
+def main(
+    names: Annotated[list[str], typer.Argument(help="Figures; all that need no --model if none is named.")] = [],  # noqa: B006
+    model: Annotated[str, typer.Option(help="Folder, GGUF file or Hub name, for skipping.")] = "",
+    data: Annotated[str, typer.Option(help="A text, as for dma-hf ppl, for skipping.")] = "",
+    out: Annotated[Path, typer.Option(help="The folder to write.")] = ROOT / "docs/figures",
+) -> None:
+    """Draw figures of the documentation."""
+    figures = FIGURES | {"skipping": lambda: draw_skipping(model, data)}
+    for name in names or FIGURES:
+        if name not in figures:
+            raise typer.BadParameter(f"unknown figure {name!r}; valid: {', '.join(figures)}")
+        if name == "skipping" and not (model and data):
+            raise typer.BadParameter("skipping needs --model and --data")
+        out.mkdir(parents=True, exist_ok=True)
+        figures[name]().savefig(out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)
