@@ -61,10 +61,7 @@ class Recipe:
     layers: int = 6
     intermediate_size: int = 704
     context: int = 4096
-    short_contexts: tuple[int, ...] = (
-        256,
-        1024,
-    )  # windows of the first stages: fewer keys to find a passage among
+    short_contexts: tuple[int, ...] = (256, 1024)  # windows of the first stages: fewer keys to find a passage among
     short_fraction: float = 0.2  # of the steps, for each of these stages
     batch_tokens: int = 16384
     steps: int = 1200

@@ -14,7 +14,8 @@ import torch
 from dma_eval.bench import decode
 from dma_eval.bench.decode import filled_storage, measure_shape, parse_implementations, prepare
 from dma_eval.bench.results import DecodeReport, DecodeResult, DecodeShape
-from dma_eval.commands.bench import DECODE_HEADS, HEAD_DIMS, SIZES, decode_shapes
+from dma_eval.bench.shapes import decode_shapes
+from dma_eval.commands.bench import DECODE_HEADS, HEAD_DIMS, SIZES
 from dma_eval.errors import UserError
 from transformers import QuantizedCache
 

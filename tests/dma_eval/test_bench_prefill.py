@@ -17,8 +17,9 @@ from dma_eval.bench.inputs import Inputs, exact_rows
 from dma_eval.bench.peers import FLASH_4_MODULE, FLASHINFER_MODULE, MODULE, SAGE_MODULE, Prepared, causal_block_mask
 from dma_eval.bench.prefill import default_names, measure_shape, parse_implementations, prepare
 from dma_eval.bench.results import PrefillReport, PrefillResult, PrefillShape
+from dma_eval.bench.shapes import prefill_shapes
 from dma_eval.bench.shown import failures, plot_prefill, prefill_tables
-from dma_eval.commands.bench import HEAD_DIMS, LENGTHS, MASKS, PREFILL_HEADS, prefill_shapes
+from dma_eval.commands.bench import HEAD_DIMS, LENGTHS, MASKS, PREFILL_HEADS
 from PIL import Image
 from torch.nn import functional as F
 

@@ -121,10 +121,7 @@ def embedded(inputs: Inputs, head_dim: int, seed: int = 0) -> Inputs:
         return wide
 
     return replace(
-        inputs,
-        query=embed(inputs.query, scores),
-        key=embed(inputs.key, scores),
-        value=embed(inputs.value, outputs),
+        inputs, query=embed(inputs.query, scores), key=embed(inputs.key, scores), value=embed(inputs.value, outputs)
     )
 
 

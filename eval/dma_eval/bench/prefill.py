@@ -97,12 +97,7 @@ def parse_implementations(names: Sequence[str]) -> list[Backend]:
 
 
 def measure_shape(
-    shape: PrefillShape,
-    implementations: Sequence[Backend],
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    seconds: float,
+    shape: PrefillShape, implementations: Sequence[Backend], device: torch.device, dtype: torch.dtype, *, seconds: float
 ) -> list[PrefillResult]:
     """Time all implementations on random inputs of one shape and dtype; see :func:`measure_layers`.
 

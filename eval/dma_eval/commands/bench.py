@@ -1,32 +1,34 @@
 """``dma-hf bench``: the speed of attention alone, of ``generate``, and of many requests at once, side by side.
 
-Every command writes its JSON file after each measurement, so that an interruption keeps what there is.
+Every command writes its JSON file after each measurement, so an interruption keeps the results so far.
 """
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from dma_eval import console
 from dma_eval.bench.results import (
     DecodeReport,
-    DecodeShape,
+    DecodeResult,
     DeviceFacts,
     GenerateReport,
+    GenerateResult,
     LongestContext,
     PrefillReport,
-    PrefillShape,
+    PrefillResult,
     ServeReport,
+    ServeResult,
     SpeedReport,
     SpeedResult,
 )
+from dma_eval.bench.shapes import DOCUMENTS, decode_shapes, parse_shape, prefill_shapes
 from dma_eval.command import option
 from dma_eval.commands import options
 from dma_eval.errors import UserError
@@ -44,8 +46,6 @@ Result = TypeVar("Result", bound=SpeedResult)
 HEAD_DIMS = [128, 64]
 LENGTHS, CPU_LENGTHS = [1024 << i for i in range(8)], [256, 1024]
 MASKS = ["causal", "full"]
-PACKED = "documents"
-DOCUMENTS = 8
 PREFILL_HEADS = ["32/8", "32/32"]
 SIZES, CPU_SIZES = ["1x4096", "1x32768", "1x131072", "8x4096", "8x32768", "64x4096"], ["1x300"]
 DECODE_HEADS = ["32/8", "32/32", "9/3"]
@@ -55,8 +55,10 @@ REQUESTS, CPU_REQUESTS = ["32x2048+64", "8x16384+32"], ["8x64-512+16-32"]
 SERVED = ["sdpa", "dma_mxfp", "dma_mxfp+int8", "dma_mxfp+int4"]
 DEFAULT_MODEL, CPU_MODEL = "llama-3.1-8b", "tiny"
 
-
 shape_option, inputs_option = (partial(option, panel=name) for name in ("Shapes", "Inputs of a model, not random ones"))
+heads_option = partial(shape_option, metavar="QUERY/KV...", help="Query and kv heads.")
+head_dim_option = partial(shape_option, metavar="DIM...", min=1, help="Head dimensions.")
+seconds_option = partial(option, min=0, help="About how long one shape is measured, without compilation.")
 
 
 class Mask(StrEnum):
@@ -78,6 +80,30 @@ class BenchOptions(options.RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelChoice(BenchOptions):
+    """A model with random weights, or a real one."""
+
+    shape: str | None = option(
+        None,
+        "--shape",
+        shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}",
+        help="Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny.",
+    )
+    model: str | None = option(
+        None,
+        "--model",
+        "-m",
+        metavar=options.MODEL["metavar"],
+        help="Hub name, local folder, or GGUF file; instead of --shape.",
+    )
+    plot: Path | None = options.plot_option()
+
+    def name_on(self, device: torch.device) -> str:
+        """The model's name, or that of the default shape for a device."""
+        return self.model or self.shape or (DEFAULT_MODEL if device.type == "cuda" else CPU_MODEL)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrefillOptions(BenchOptions):
     """What prefill is timed, and of which implementations."""
 
@@ -96,17 +122,10 @@ class PrefillOptions(BenchOptions):
     length: list[int] = shape_option(
         [], "--length", metavar="TOKENS...", min=1, shown="1024 to 131072; on a CPU 256 1024", help="Tokens."
     )
-    head_dim: list[int] = shape_option(
-        [],
-        "--head-dim",
-        metavar="DIM...",
-        min=1,
-        shown=f"{' '.join(map(str, HEAD_DIMS))}; with --inputs the model's own",
-        help="Head dimensions.",
+    head_dim: list[int] = head_dim_option(
+        [], "--head-dim", shown=f"{' '.join(map(str, HEAD_DIMS))}; with --inputs the model's own"
     )
-    heads: list[str] = shape_option(
-        [], "--heads", metavar="QUERY/KV...", shown=" ".join(PREFILL_HEADS), help="Query and kv heads."
-    )
+    heads: list[str] = heads_option([], "--heads", shown=" ".join(PREFILL_HEADS))
     mask: list[Mask] = shape_option(
         [],
         "--mask",
@@ -149,7 +168,7 @@ class PrefillOptions(BenchOptions):
         help="Time this many of the model's layers, evenly spaced.",
     )
     yarn: float | None = options.yarn_option()
-    seconds: float = option(1.5, "--seconds", min=0, help="About how long one shape is measured, without compilation.")
+    seconds: float = seconds_option(1.5, "--seconds")
     markdown: Path | None = options.markdown_option()
     plot: Path | None = options.plot_option()
 
@@ -173,47 +192,37 @@ def time_prefill(args: PrefillOptions) -> int:
     dma-hf bench prefill --inputs HuggingFaceTB/SmolLM2-135M --data book.txt --length 8192 --head-dim 64 128 --layers 14
     dma-hf bench prefill --device cpu --length 256 --heads 4/2
     """
-    _prepare_files(args)
+    options.prepare_files(**_files(args))
     check_names(args.attn)
     _check_dtype(args)
     _check_inputs(args)
     with console.starting():
         from dma_eval.bench import prefill
+        from dma_eval.bench.capture import captured_calls
         from dma_eval.bench.shown import failures, plot_prefill, prefill_tables
         from dma_eval.pages import Page
         from dma_eval.render import page_to_markdown
 
     backends = prefill.parse_implementations(args.attn or prefill.default_names())
-    if args.inputs is None:
-        device, dtype, facts = _look(args)
-        lengths = args.length or (LENGTHS if device.type == "cuda" else CPU_LENGTHS)
-        shapes = [parse_shape(value) for value in args.shape or ()] or prefill_shapes(
-            lengths,
+    reader = None if args.inputs is None else _load_reader(args, args.inputs)
+    device, dtype, facts = _look(args)
+    if reader is not None:
+        captured = captured_calls(
+            *reader, str(args.data), args.length, args.head_dim, batch=args.batch, layers=args.layers, seed=args.seed
+        )
+        found = (prefill.measure_layers(s, inputs, backends, seconds=args.seconds) for s, inputs in captured)
+    else:
+        shapes = [parse_shape(value) for value in args.shape] or prefill_shapes(
+            args.length or (LENGTHS if device.type == "cuda" else CPU_LENGTHS),
             args.head_dim or HEAD_DIMS,
             args.heads or PREFILL_HEADS,
             args.mask or MASKS,
             args.batch,
             every_combination=args.every_combination,
         )
-        each = (prefill.measure_shape(s, backends, device, dtype, seconds=args.seconds) for s in shapes)
-    else:
-        from dma_eval.bench.capture import captured_calls
-
-        with console.working(f"Loading {args.inputs}"):
-            loaded, tokens = _load_reader(args, args.inputs)
-        captured = captured_calls(
-            loaded,
-            tokens,
-            str(args.data),
-            args.length,
-            args.head_dim,
-            batch=args.batch,
-            layers=args.layers,
-            seed=args.seed,
-        )
-        _, _, facts = _look(args)
-        each = (prefill.measure_layers(s, inputs, backends, seconds=args.seconds) for s, inputs in captured)
-    results = _collected(each, _writer(args, PrefillReport, facts))
+        found = (prefill.measure_shape(s, backends, device, dtype, seconds=args.seconds) for s in shapes)
+    recorder = _Recorder[PrefillResult](args, PrefillReport, facts)
+    results = recorder.gather(chain.from_iterable(found))
     title = f"Prefill attention on {facts.name}, {args.dtype}"
     tables = prefill_tables(results)
     if args.plot is not None:
@@ -222,7 +231,7 @@ def time_prefill(args: PrefillOptions) -> int:
         warnings = failures(results, lambda r: r.shape)
         page = Page(title, tables, [f"Command: `{console.command_line()}`."], warnings)
         args.markdown.write_text(page_to_markdown(page), encoding="utf-8")
-    return _finish(args, tables, results, lambda r: r.shape)
+    return recorder.finish(tables, lambda r: r.shape)
 
 
 def _check_dtype(args: BenchOptions) -> None:
@@ -236,17 +245,18 @@ def _check_inputs(args: PrefillOptions) -> None:
     Raises:
         UserError: They are, or --inputs lacks its text or length.
     """
+
+    def given(*names: str) -> list[str]:
+        values = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+        return [name for name, value in values.items() if value is not None and value is not False and value != []]
+
     if args.inputs is None:
-        given = [f"--{name}" for name in ("data", "layers", "yarn") if getattr(args, name) is not None]
-        if given:
-            raise UserError(f"{', '.join(given)}: only with --inputs, which names the model that reads the text")
+        if extra := given("data", "layers", "yarn"):
+            raise UserError(f"{', '.join(extra)}: only with --inputs, which names the model that reads the text")
         return
-    ruled_out = ("shape", "heads", "mask", "every_combination")
-    given = [f"--{name.replace('_', '-')}" for name in ruled_out if getattr(args, name)]
-    if given:
-        raise UserError(f"--inputs excludes {', '.join(given)}: the model's layers decide; give --length and --batch")
-    missing = [f"--{name}" for name in ("data", "length") if not getattr(args, name)]
-    if missing:
+    if extra := given("shape", "heads", "mask", "every_combination"):
+        raise UserError(f"--inputs excludes {', '.join(extra)}: the model's layers decide; give --length and --batch")
+    if missing := [f"--{name}" for name in ("data", "length") if not getattr(args, name)]:
         raise UserError(f"--inputs also needs {' and '.join(missing)}")
 
 
@@ -256,9 +266,10 @@ def _load_reader(args: PrefillOptions | GenerateOptions, name: str) -> tuple[Loa
     from dma_eval.models import load_model
 
     assert args.data is not None  # which every command has checked
-    text = load_text(args.data)
-    loaded = load_model(name, dtype=args.dtype, device=args.device, yarn=args.yarn)
-    return loaded, tokenize(loaded.tokenizer, text.content)
+    with console.working(f"Loading {name}"):
+        text = load_text(args.data)
+        loaded = load_model(name, dtype=args.dtype, device=args.device, yarn=args.yarn)
+        return loaded, tokenize(loaded.tokenizer, text.content)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,15 +295,15 @@ class DecodeOptions(BenchOptions):
         shown=f"{' '.join(SIZES)}; on a CPU {' '.join(CPU_SIZES)}",
         help="Sequences and keys of each.",
     )
-    heads: list[str] = shape_option(DECODE_HEADS, "--heads", metavar="QUERY/KV...", help="Query and kv heads.")
-    head_dim: list[int] = shape_option(HEAD_DIMS, "--head-dim", metavar="DIM...", min=1, help="Head dimensions.")
-    seconds: float = option(0.5, "--seconds", min=0, help="About how long one shape is measured, without compilation.")
+    heads: list[str] = heads_option(DECODE_HEADS, "--heads")
+    head_dim: list[int] = head_dim_option(HEAD_DIMS, "--head-dim")
+    seconds: float = seconds_option(0.5, "--seconds")
 
 
 def time_decode(args: DecodeOptions) -> int:
     """Time one step of decoding: SDPA on 16-bit caches and dma_mxfp on packed ones.
 
-    Medians of steps in turns, called from Python and, on a CUDA device, replayed as CUDA graphs. A step of dma_mxfp
+    Medians of interleaved steps, called from Python and, on a CUDA device, replayed as CUDA graphs. A step of dma_mxfp
     stores the new key and attends. The JSON file is written after every shape, so that an interruption keeps what there
     is. Exit code 1 if no implementation ran on some shape, 2 for invalid input.
 
@@ -302,7 +313,7 @@ def time_decode(args: DecodeOptions) -> int:
     dma-hf bench decode --cache sdpa dma_mxfp:balanced+int4 dma_mxfp:my.toml+int8 --size 1x32768
     dma-hf bench decode --device cpu --size 2x300 --heads 4/2 --head-dim 64
     """
-    _prepare_files(args)
+    options.prepare_files(**_files(args))
     check_names(args.cache, "--cache")
     _check_dtype(args)
     with console.starting():
@@ -312,29 +323,16 @@ def time_decode(args: DecodeOptions) -> int:
     backends = decode.parse_implementations(args.cache or decode.default_names())
     device, dtype, facts = _look(args)
     shapes = decode_shapes(args.size or (SIZES if device.type == "cuda" else CPU_SIZES), args.heads, args.head_dim)
-    write = _writer(args, DecodeReport, facts)
-    each = (decode.measure_shape(shape, backends, device, dtype, seconds=args.seconds) for shape in shapes)
-    results = _collected(each, write)
-    return _finish(args, decode_tables(results), results, lambda r: r.shape)
+    recorder = _Recorder[DecodeResult](args, DecodeReport, facts)
+    found = (decode.measure_shape(shape, backends, device, dtype, seconds=args.seconds) for shape in shapes)
+    results = recorder.gather(chain.from_iterable(found))
+    return recorder.finish(decode_tables(results), lambda r: r.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(BenchOptions):
+class GenerateOptions(ModelChoice):
     """What model generates, after which contexts, with which caches."""
 
-    shape: str | None = option(
-        None,
-        "--shape",
-        shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}",
-        help="Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny.",
-    )
-    model: str | None = option(
-        None,
-        "--model",
-        "-m",
-        metavar=options.MODEL["metavar"],
-        help="Hub name, local folder, or GGUF file; instead of --shape.",
-    )
     data: str | None = option(
         None,
         "--data",
@@ -375,7 +373,6 @@ class GenerateOptions(BenchOptions):
         help="Fill the caches with random keys instead of computing prompts, and time the steps alone.",
     )
     longest: bool = option(False, "--longest", help="Also find the longest context that fits; needs a GPU.")
-    plot: Path | None = options.plot_option()
 
 
 def time_generate(args: GenerateOptions) -> int:
@@ -392,7 +389,7 @@ def time_generate(args: GenerateOptions) -> int:
     dma-hf bench generate --model HuggingFaceTB/SmolLM2-135M --data book.txt --yarn 4 --context 32768
     dma-hf bench generate --device cpu --shape tiny --dtype float32 --run sdpa+dynamic dma_mxfp+int4
     """
-    _prepare_files(args)
+    options.prepare_files(**_files(args))
     check_names((each.rpartition("+")[0] for each in args.runs), "--run")
     if args.model is None and (args.data or args.yarn):
         raise UserError("--data and --yarn are for --model; prompts of random weights are random")
@@ -408,59 +405,54 @@ def time_generate(args: GenerateOptions) -> int:
     if args.longest and device.type != "cuda":
         raise UserError("--longest needs a CUDA device: on a CPU memory has no clear end")
     contexts = list(dict.fromkeys(args.context or (CONTEXTS if device.type == "cuda" else CPU_CONTEXTS)))
-    name, text = args.model or args.shape or (DEFAULT_MODEL if device.type == "cuda" else CPU_MODEL), None
-    with console.working(f"{'Making' if args.model is None else 'Loading'} {name}"):
-        if args.model is None:
+    name, text = args.name_on(device), None
+    if args.model is None:
+        with console.working(f"Making {name}"):
             model = generate.build_model(name, device, dtype)
-        else:
-            loaded, text = _load_reader(args, args.model)
-            for context in contexts:
-                check_length(loaded, context + args.new_tokens, "--context")
-            model = generate.never_stopping(loaded.model)
-        parameters = model.num_parameters()
-        if args.weights is not None:
+    else:
+        loaded, text = _load_reader(args, name)
+        for context in contexts:
+            check_length(loaded, context + args.new_tokens, "--context")
+        model = generate.never_stopping(loaded.model)
+    parameters = model.num_parameters()
+    if args.weights is not None:
+        with console.working("Quantising the weights"):
             generate.quantize_weights(model)
-    facts_of_model = {"model": name, "data": args.data, "yarn": args.yarn, "parameters": parameters}
-    facts_of_model |= {"weights": args.weights, "steps_only": args.steps_only}
-    sizes = {"weight_bytes": generate.weight_bytes(model), "batch": args.batch, "new_tokens": args.new_tokens}
-    write = _writer(args, GenerateReport, facts, **facts_of_model, **sizes)
+    weight_bytes = generate.weight_bytes(model)
     longest: list[LongestContext] = []
+    recorder = _Recorder[GenerateResult](
+        args,
+        GenerateReport,
+        facts,
+        model=name,
+        **{key: getattr(args, key) for key in ("data", "yarn", "weights", "steps_only", "batch", "new_tokens")},
+        parameters=parameters,
+        weight_bytes=weight_bytes,
+        longest=longest,
+    )
     found = generate.measure(
         model, contexts, runs, batch=args.batch, new_tokens=args.new_tokens, text=text, steps_only=args.steps_only
     )
-    results = _collected(([each] for each in found), write, longest=longest)
+    results = recorder.gather(found)
     for each in runs if args.longest else ():
         with console.working(f"Looking for the longest context of {each.label}"):
             guess = generate.guess_longest(model, each, results)
             most = model.config.max_position_embeddings
             longest.append(generate.longest_context(model, each, args.batch, most, guess))
-        write(results=results, longest=longest)
-    weights = f"{args.weights or args.dtype} weights of {sizes['weight_bytes'] / 2**30:.1f} GiB"
+        recorder.write()
+    weights = f"{args.weights or args.dtype} weights of {weight_bytes / 2**30:.1f} GiB"
     title = f"{name}, {weights}, batch {args.batch}, {facts.name}"
     if args.plot is not None:
         plot_generate(results, title, args.plot)
-    return _finish(args, generate_tables(results, longest, title), results, lambda r: f"{r.context:,} tokens")
+    return recorder.finish(generate_tables(results, longest, title), lambda r: f"{r.context:,} tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(BenchOptions):
+class ServeOptions(ModelChoice):
     """What model answers which requests, with which backends."""
 
-    shape: str | None = option(
-        None,
-        "--shape",
-        shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}",
-        help="Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny.",
-    )
     layers: int | None = option(
         None, "--layers", min=1, shown="as many as the model of its name has", help="Layers of --shape."
-    )
-    model: str | None = option(
-        None,
-        "--model",
-        "-m",
-        metavar=options.MODEL["metavar"],
-        help="Hub name, local folder, or GGUF file; instead of --shape.",
     )
     requests: list[str] = option(
         [],
@@ -486,7 +478,6 @@ class ServeOptions(BenchOptions):
         shown="most of what is free; on a CPU what all requests need",
         help="Memory for the paged cache, in GiB, the same for all.",
     )
-    plot: Path | None = options.plot_option()
 
 
 def time_serve(args: ServeOptions) -> int:
@@ -507,7 +498,7 @@ def time_serve(args: ServeOptions) -> int:
     dma-hf bench serve --model meta-llama/Llama-3.1-8B --requests 32x2048+64
     dma-hf bench serve --device cpu --shape tiny --dtype float32 --requests 8x64-512+16-32
     """
-    _prepare_files(args)
+    options.prepare_files(**_files(args))
     check_names(args.attn)
     if args.model is not None and (args.shape or args.layers):
         raise UserError("--model excludes --shape and --layers; give one or the other")
@@ -525,109 +516,36 @@ def time_serve(args: ServeOptions) -> int:
     parse_requests(args.requests or REQUESTS)
     device, dtype, facts = _look(args)
     sets = parse_requests(args.requests or (REQUESTS if device.type == "cuda" else CPU_REQUESTS))
-    name = args.model or args.shape or (DEFAULT_MODEL if device.type == "cuda" else CPU_MODEL)
+    name = args.name_on(device)
     with console.working(f"{'Making' if args.model is None else 'Loading'} {name}"):
         if args.model is None:
             model = build_model(name, device, dtype, args.layers)
         else:
-            model = load_model(args.model, dtype=args.dtype, device=str(device)).model
+            model = load_model(name, dtype=args.dtype, device=str(device)).model
     serve.check(model, sets, args.cache_gib)
     layers = model.config.get_text_config().num_hidden_layers
-    facts_of_model = {"model": name, "layers": layers, "parameters": model.num_parameters()}
-    sizes = {"weight_bytes": weight_bytes(model), "cache_gib": args.cache_gib}
-    write = _writer(args, ServeReport, facts, **facts_of_model, **sizes)
-    found = serve.measure(model, sets, backends, seed=args.seed, cache_gib=args.cache_gib)
-    results = _collected(([each] for each in found), write)
+    recorder = _Recorder[ServeResult](
+        args,
+        ServeReport,
+        facts,
+        model=name,
+        layers=layers,
+        parameters=model.num_parameters(),
+        weight_bytes=weight_bytes(model),
+        cache_gib=args.cache_gib,
+    )
+    results = recorder.gather(serve.measure(model, sets, backends, seed=args.seed, cache_gib=args.cache_gib))
     room = "" if args.cache_gib is None else f", cache of {args.cache_gib:g} GiB"
     title = f"{name}, {layers} layers, {args.dtype}, {facts.name}{room}"
     if args.plot is not None:
         plot_serve(results, title, args.plot)
-    code = _finish(args, serve_tables(results, title), results, lambda r: r.requests)
+    code = recorder.finish(serve_tables(results, title), lambda r: r.requests)
     return console.FAILED if any(result.failure is not None for result in results) else code
 
 
-def prefill_shapes(
-    lengths: Sequence[int],
-    head_dims: Sequence[int],
-    heads: Sequence[str],
-    masks: Sequence[str],
-    batch: int,
-    *,
-    every_combination: bool,
-) -> list[PrefillShape]:
-    """Return the shapes to measure, longest last within each family.
-
-    Raises:
-        UserError: Heads that cannot be.
-    """
-    families = list(dict.fromkeys(itertools.product(head_dims, map(_heads, heads), masks)))
-    if not every_combination:
-        base = families[0]
-        families = [f for f in families if sum(a != b for a, b in zip(f, base, strict=True)) <= 1]
-    return [
-        PrefillShape(
-            length=length,
-            head_dim=dim,
-            query_heads=query,
-            kv_heads=kv,
-            is_causal=mask != "full",
-            batch=batch,
-            documents=DOCUMENTS if mask == PACKED else 1,
-        )
-        for dim, (query, kv), mask in families
-        for length in sorted(set(lengths))
-    ]
-
-
-def parse_shape(value: str) -> PrefillShape:
-    """Return the shape that ``BATCHxTOKENS:QUERY/KV:HEAD_DIM[:MASK]`` names.
-
-    Raises:
-        UserError: It is not of this form.
-    """
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*):(\d+/\d+):([1-9]\d*)(?::(full|documents))?", value)
-    if found is None:
-        raise UserError(
-            f"--shape: expected BATCHxTOKENS:QUERY/KV:HEAD_DIM[:MASK], such as 8x4096:32/8:128, got {value!r}"
-        )
-    batch, length, heads, head_dim, mask = found.groups()
-    (shape,) = prefill_shapes(
-        [int(length)], [int(head_dim)], [heads], [mask or "causal"], int(batch), every_combination=True
-    )
-    return shape
-
-
-def decode_shapes(sizes: Sequence[str], heads: Sequence[str], head_dims: Sequence[int]) -> list[DecodeShape]:
-    """Return the shapes to measure: all sizes with the first heads and head dimension, and with one other of either.
-
-    Raises:
-        UserError: A value cannot be; the message names the option.
-    """
-    pairs = [_heads(value) for value in heads]
-    families = [(pairs[0], dim) for dim in head_dims] + [(pair, head_dims[0]) for pair in pairs[1:]]
-    return [
-        DecodeShape(length=length, batch=batch, head_dim=dim, query_heads=query, kv_heads=kv)
-        for (query, kv), dim in dict.fromkeys(families)
-        for batch, length in map(_size, sizes)
-    ]
-
-
-def _size(value: str) -> tuple[int, int]:
-    found = re.fullmatch(r"0*([1-9]\d*)x0*([1-9]\d*)", value)
-    if found is None:
-        raise UserError(f"--size: expected BATCHxKEYS, such as 8x32768, got {value!r}")
-    return int(found[1]), int(found[2])
-
-
-def _heads(value: str) -> tuple[int, int]:
-    found = re.fullmatch(r"0*([1-9]\d*)/0*([1-9]\d*)", value)
-    if found is None or int(found[1]) % int(found[2]):
-        raise UserError(f"--heads: expected QUERY/KV with KV dividing QUERY, such as 32/8, got {value!r}")
-    return int(found[1]), int(found[2])
-
-
-def _prepare_files(args: BenchOptions) -> None:
-    options.prepare_files(**{name: getattr(args, name, None) for name in ("json", "markdown", "plot")})
+def _files(args: BenchOptions) -> dict[str, Path | None]:
+    """The files that a benchmark may write, by their options."""
+    return {name: getattr(args, name, None) for name in ("json", "markdown", "plot")}
 
 
 def _look(args: BenchOptions) -> tuple[torch.device, torch.dtype, DeviceFacts]:
@@ -643,38 +561,36 @@ def _look(args: BenchOptions) -> tuple[torch.device, torch.dtype, DeviceFacts]:
         return device, getattr(torch, args.dtype), look_at(device)
 
 
-def _writer(args: BenchOptions, kind: type[SpeedReport], facts: DeviceFacts, **fixed: Any) -> Callable[..., None]:
-    """Return what writes a report as far as it has come; it is given the fields that are not fixed."""
-    fixed |= here_and_now() | {"command": console.command_line(), "seed": args.seed, "dtype": args.dtype}
+class _Recorder(Generic[Result]):
+    """Gathers the results of a benchmark, and writes its report each time one comes."""
 
-    def write(**others: Any) -> None:
-        if args.json is not None:
-            write_json(kind(device=facts, **fixed, **others), args.json, indent=1)
+    def __init__(self, args: BenchOptions, kind: Callable[..., SpeedReport], facts: DeviceFacts, **fields: Any) -> None:
+        self.results: list[Result] = []
+        self._args, self._kind = args, kind
+        self._fields = fields | here_and_now()
+        self._fields |= {"command": console.command_line(), "seed": args.seed, "dtype": args.dtype, "device": facts}
 
-    return write
+    def gather(self, found: Iterable[Result]) -> list[Result]:
+        """Return all results."""
+        for result in found:
+            self.results.append(result)
+            self.write()
+        return self.results
 
+    def write(self) -> None:
+        """Write the report as far as it has come."""
+        if self._args.json is not None:
+            write_json(self._kind(results=self.results, **self._fields), self._args.json, indent=1)
 
-def _collected(found: Iterable[Sequence[Result]], write: Callable[..., None], **others: Any) -> list[Result]:
-    """Gather results as they come, and write them each time."""
-    results: list[Result] = []
-    for some in found:
-        results += some
-        write(results=results, **others)
-    return results
+    def finish(self, tables: Sequence[Table], place: Callable[[Result], object]) -> int:
+        """Show tables, what did not run and which files were written; return 1 if nothing ran at some place, else 0."""
+        from dma_eval.bench.shown import failures
 
-
-def _finish(
-    args: BenchOptions, tables: Sequence[Table], results: Sequence[Result], place: Callable[[Result], object]
-) -> int:
-    """Show tables, what did not run and which files were written; return 1 if nothing ran at some place, else 0."""
-    from dma_eval.bench.shown import failures
-
-    for table in tables:
-        console.print_table(table)
-    for line in failures(results, place):
-        console.print_warning(line)
-    for path in (args.json, getattr(args, "markdown", None), getattr(args, "plot", None)):
-        if path is not None:
+        for table in tables:
+            console.print_table(table)
+        for line in failures(self.results, place):
+            console.print_warning(line)
+        for path in filter(None, _files(self._args).values()):
             console.print_wrote(path)
-    ran = {place(result) for result in results if result.failure is None}
-    return 0 if all(place(result) in ran for result in results) else console.FAILED
+        ran = {place(result) for result in self.results if result.failure is None}
+        return 0 if all(place(result) in ran for result in self.results) else console.FAILED
