@@ -19,6 +19,7 @@ from dma_eval.bench.prefill import default_names, measure_shape, parse_implement
 from dma_eval.bench.results import PrefillReport, PrefillResult, PrefillShape
 from dma_eval.bench.shapes import prefill_shapes
 from dma_eval.bench.shown import failures, plot_prefill, prefill_tables
+from dma_eval.bench.timing import Timing
 from dma_eval.commands.bench import HEAD_DIMS, LENGTHS, MASKS, PREFILL_HEADS
 from PIL import Image
 from torch.nn import functional as F
@@ -268,3 +269,35 @@ class TestReport:
     def test_plot_of_failures_alone(self, tmp_path: Path) -> None:
         plot_prefill([result("b", 64, failure="no unit")], "title", tmp_path / "p.svg")
         assert "title" in (tmp_path / "p.svg").read_text()
+
+
+def test_short_calls_are_also_timed_as_graphs_and_all_are_timed_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers on a stand-in for a GPU: ``long`` is too long for a graph, and the second ``broken`` cannot be one."""
+    timed: dict[str, Any] = {}
+
+    def interleaved(runs: dict[str, Any], device: object, *, seconds: float) -> dict[str, Timing]:
+        return {name: Timing(median=run(), fast=1.0, slow=9.0, repeats=5) for name, run in runs.items()}
+
+    def captured(runs: dict[str, Any], device: object) -> tuple[dict[str, Any], dict[str, str]]:
+        refusals = {name: "it waits" for name, run in runs.items() if run() == 1.5}
+        return {name: lambda run=run: run() / 2 for name, run in runs.items() if name not in refusals}, refusals
+
+    def isolated(run: Any, device: object, *, seconds: float, milliseconds: float) -> float:
+        run()
+        timed[str(len(timed))] = milliseconds
+        return 0.7
+
+    for name, stand_in in (("time_interleaved", interleaved), ("captured", captured), ("time_isolated", isolated)):
+        monkeypatch.setattr(prefill, name, stand_in)
+    times = {"short": (1.0, 2.0), "long": (3.0, 4.0), "broken": (1.0, 1.5)}
+    calls = {name: [Prepared(lambda ms=ms: ms) for ms in layers] for name, layers in times.items()}
+    found = prefill._time_calls(calls, torch.device("cuda"), 1.0)
+    assert {name: each["milliseconds"] for name, each in found.items()} == {"short": 3.0, "long": 7.0, "broken": 2.5}
+    assert {name: each.get("graph_milliseconds") for name, each in found.items()} == {
+        "short": 1.5,
+        "long": None,
+        "broken": None,
+    }
+    assert [each.get("graph_failure") for each in found.values()] == [None, None, "it waits"]
+    assert {each["sustained_milliseconds"] for each in found.values()} == {0.7}
+    assert list(timed.values()) == [3.0, 7.0, 2.5]

@@ -81,17 +81,10 @@ def captured_calls(
     layers: int | None,
     seed: int,
 ) -> Iterator[tuple[PrefillShape, list[Inputs]]]:
-    """Capture the layers at each length, and yield them in each head dimension, with the shape that names them.
+    """Capture layers at each length, and yield them in each head dimension, with the shape that names them.
 
-    Args:
-        loaded: The model.
-        tokens: The text that it reads.
-        data: What the text was asked for by.
-        lengths: Tokens of a sequence, one pass each.
-        head_dims: Head dimensions, none below the model's own, which is what an empty list means.
-        batch: Sequences; each reads its own window of the text.
-        layers: How many layers to capture; see :func:`choose_layers`.
-        seed: Of the matrices that embed in wider heads.
+    A pass of the model reads ``batch`` windows of the text, which was asked for as ``data``. Without ``head_dims`` the
+    heads are the model's own. ``seed`` is of the matrices that embed in wider ones.
 
     Raises:
         UserError: As for :func:`choose_layers`, :func:`text_windows` and :func:`capture_layers`; or a head dimension is
@@ -121,11 +114,10 @@ def captured_calls(
             own = capture_layers(loaded, windows[length], chosen)
         for head_dim in dict.fromkeys(head_dims or [info.head_dim]):
             inputs = [embedded(each, head_dim, seed) for each in own.values()]
-            _, query_heads, _, _ = inputs[0].query.shape
             shape = PrefillShape(
                 length=length,
                 head_dim=head_dim,
-                query_heads=query_heads,
+                query_heads=inputs[0].query.shape[1],
                 kv_heads=inputs[0].key.shape[1],
                 batch=batch,
                 is_causal=True,
@@ -137,12 +129,8 @@ def captured_calls(
 def capture_layers(loaded: LoadedModel, input_ids: Tensor, layers: Sequence[int]) -> dict[int, Inputs]:
     """Run the model once, with SDPA, and return what the attention of each of these layers is computed from.
 
-    Queries and keys are those after the rotary embedding. They stay on the model's device.
-
-    Args:
-        loaded: The model; afterwards it runs the attention that it ran before.
-        input_ids: ``[B, T]``.
-        layers: Indices of the layers.
+    Queries and keys are those after the rotary embedding. They stay on the model's device. Afterwards the model runs
+    the attention that it ran before. ``input_ids`` is ``[B, T]``.
 
     Raises:
         UserError: A layer computes something other than plain causal attention, or the model takes fewer positions.
@@ -160,12 +148,8 @@ def capture_layers(loaded: LoadedModel, input_ids: Tensor, layers: Sequence[int]
             is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             _check(layer, query, value, attention_mask, options, is_causal=is_causal)
             scale = options.get("scaling")
-            found[layer] = Inputs(
-                query.contiguous(),
-                key.contiguous(),
-                value.contiguous(),
-                query.shape[3] ** -0.5 if scale is None else float(scale),
-            )
+            scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+            found[layer] = Inputs(query.contiguous(), key.contiguous(), value.contiguous(), scale)
         out: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
         return out
 
@@ -181,11 +165,9 @@ def capture_layers(loaded: LoadedModel, input_ids: Tensor, layers: Sequence[int]
         raise UserError(f"--inputs: {type(model).__name__} cannot be captured: {one_line(error)}") from error
     finally:
         model.set_attn_implementation(before)
-    missing = [layer for layer in layers if layer not in found]
+    missing = ", ".join(str(layer) for layer in layers if layer not in found)
     if missing:
-        raise UserError(
-            f"--inputs: {type(model).__name__} calls no attention function in layers {', '.join(map(str, missing))}"
-        )
+        raise UserError(f"--inputs: {type(model).__name__} calls no attention function in layers {missing}")
     return {layer: found[layer] for layer in layers}
 
 

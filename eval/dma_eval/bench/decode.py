@@ -123,17 +123,16 @@ def measure_shape(
     console.print_note(str(shape))
     results: dict[str, DecodeResult] = {}
     runs: dict[str, Run] = {}
-    for implementation in implementations:
-        label = implementation.label
-        result = DecodeResult(shape=shape, label=label, config=implementation.info["config"])
+    for each in implementations:
+        result = DecodeResult(shape=shape, label=each.label, config=each.info["config"])
         try:
-            runs[label], stored = prepare(implementation, shape, device, dtype)
-            runs[label]()  # compiles
+            run, stored = prepare(each, shape, device, dtype)
+            run()  # compiles
         except (*FAILURES, ImportError) as error:
-            runs.pop(label, None)
-            results[label] = replace(result, failure=one_line(error))
+            results[each.label] = replace(result, failure=one_line(error))
             continue
-        results[label] = replace(result, cache_bytes=stored)
+        ratio = stored / shape.cache_bytes(dtype.itemsize)
+        results[each.label], runs[each.label] = replace(result, cache_bytes=stored, bytes_ratio=ratio), run
     replays, refusals = captured(runs, device)
     # Half the rounds each: a packed cache has spare room for ROOM tokens only.
     limit = min(100, ROOM // 2 - 8)
@@ -142,15 +141,13 @@ def measure_shape(
     best = {label: graphs.get(label, timing).median for label, timing in plain.items()}
     first = best.get(implementations[0].label)
     for label, milliseconds in best.items():
-        stored = results[label].cache_bytes or 0
         results[label] = replace(
             results[label],
             milliseconds=plain[label].median,
             graph_milliseconds=graphs[label].median if label in graphs else None,
             graph_failure=refusals.get(label),
             repeats=plain[label].repeats,
-            bytes_per_second=1e3 * stored / milliseconds,
-            bytes_ratio=stored / shape.cache_bytes(dtype.itemsize),
+            bytes_per_second=1e3 * (results[label].cache_bytes or 0) / milliseconds,
             speedup=None if first is None else first / milliseconds,
         )
     return list(results.values())

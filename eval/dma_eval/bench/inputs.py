@@ -96,15 +96,11 @@ def with_outlying_channels(inputs: Inputs) -> Inputs:
 
 
 def embedded(inputs: Inputs, head_dim: int, seed: int = 0) -> Inputs:
-    """Return the same attention in wider heads.
+    """Return the same attention in heads of ``head_dim`` channels, at least as many as they have.
 
     Queries and keys are padded with zeros and multiplied by one random orthonormal matrix, and values by another. Every
-    score keeps its value, and outputs are embedded like the values. The scale does not change.
-
-    Args:
-        inputs: With heads of at most ``head_dim`` channels.
-        head_dim: Channels of the result.
-        seed: Of the matrices, which are made on the CPU, so that every device has the same.
+    score keeps its value, and outputs are embedded like the values. The scale does not change. The matrices are made on
+    the CPU, so that a ``seed`` gives every device the same.
     """
     if head_dim == inputs.query.shape[3]:
         return inputs

@@ -125,45 +125,42 @@ def measure_layers(
     rows = torch.randperm(shape.length)[:SAMPLED_ROWS].sort().values.to(device)
     exact = [exact_rows(inputs, rows) for inputs in layers]
     harder_exact = None if harder is None else exact_rows(harder, rows)
+
+    def error(call: Prepared, expected: Tensor) -> float:
+        return float((call.read(call.run())[:, :, rows].double() - expected).norm() / expected.norm())
+
+    def examine(implementation: Backend) -> tuple[list[Prepared], dict[str, Any]]:
+        """Return the calls, and what is measured of them besides times."""
+        found: dict[str, Any] = {}
+        if harder is not None and harder_exact is not None:
+            found["error_with_outliers"] = error(prepare(implementation, harder), harder_exact)
+        calls = [prepare(implementation, inputs) for inputs in layers]
+        errors = [error(call, each) for call, each in zip(calls, exact, strict=True)]
+        out, extra = extra_memory(calls[0].run, device)  # not the first of its kind, which compiles
+        assert isinstance(out, Tensor)
+        found |= {"error": sum(errors) / len(errors), "input_bytes": layers[0].nbytes}
+        found["extra_bytes"] = None if extra is None else extra - out.nbytes
+        return calls, found | _skipped_shares(implementation, layers)
+
     prepared: dict[str, list[Prepared]] = {}
     results = {}
-    for implementation in implementations:
-        label = implementation.label
-        result = PrefillResult(shape=shape, label=label, config=implementation.info["config"])
+    for each in implementations:
+        result = PrefillResult(shape=shape, label=each.label, config=each.info["config"])
         try:
-            if harder is not None and harder_exact is not None:
-                harder_error = _error(prepare(implementation, harder), harder_exact, rows)
-                result = replace(result, error_with_outliers=harder_error)
-            calls = [prepare(implementation, inputs) for inputs in layers]
-            errors = [_error(call, each, rows) for call, each in zip(calls, exact, strict=True)]
-            out, extra = extra_memory(calls[0].run, device)  # not the first of its kind, which compiles
-            skipped = _skipped_shares(implementation, layers)
-        except (*FAILURES, ImportError) as error:
-            results[label] = replace(result, failure=one_line(error), error_with_outliers=None)
-            continue
-        assert isinstance(out, Tensor)
-        results[label] = replace(
-            result,
-            error=sum(errors) / len(errors),
-            extra_bytes=None if extra is None else extra - out.nbytes,
-            input_bytes=layers[0].nbytes,
-            **skipped,
-        )
-        prepared[label] = calls
-        del out
-    for label, changes in _time_calls(prepared, device, seconds).items():
-        results[label] = replace(results[label], **changes)
-    first = results[implementations[0].label].milliseconds
-    for label, result in results.items():
-        if result.milliseconds is not None:
-            tflops = len(layers) * shape.flops / result.milliseconds / 1e9
-            speedup = None if first is None else first / result.milliseconds
-            results[label] = replace(result, tflops=tflops, speedup=speedup)
-    for label, calls in prepared.items():
-        parts = [call.quantize for call in calls if call.quantize is not None]
+            prepared[each.label], found = examine(each)
+        except (*FAILURES, ImportError) as failure:
+            found = {"failure": one_line(failure)}
+        results[each.label] = replace(result, **found)
+    times = _time_calls(prepared, device, seconds)
+    first = times.get(implementations[0].label, {}).get("milliseconds")
+    for label, found in times.items():
+        milliseconds = found["milliseconds"]
+        found["tflops"] = len(layers) * shape.flops / milliseconds / 1e9
+        found["speedup"] = None if first is None else first / milliseconds
+        parts = [call.quantize for call in prepared[label] if call.quantize is not None]
         if parts:
-            taken = _time_quantization(parts, device, seconds)
-            results[label] = replace(results[label], quantize_milliseconds=taken)
+            found["quantize_milliseconds"] = _time_quantization(parts, device, seconds)
+        results[label] = replace(results[label], **found)
     return list(results.values())
 
 
@@ -185,6 +182,8 @@ def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, secon
             "repeats": min(each.repeats for each in taken),
             "layer_milliseconds": [each.median for each in taken] if count > 1 else None,
         }
+    if device.type != "cuda":
+        return found
     short = [label for label in prepared if found[label]["milliseconds"] < count * GRAPH_LIMIT]
     replays: list[dict[str, Run]] = []
     for each in runs:
@@ -193,19 +192,15 @@ def _time_calls(prepared: dict[str, list[Prepared]], device: torch.device, secon
         for label, reason in refusals.items():
             found[label]["graph_failure"] = reason
             short.remove(label)
-    if short and device.type == "cuda":
-        graph_timings = [
-            time_interleaved({label: each[label] for label in short}, device, seconds=seconds / 2 / count)
-            for each in replays
-        ]
-        for label in short:
+    chosen = [{label: each[label] for label in short} for each in replays]
+    graph_timings = [time_interleaved(each, device, seconds=seconds / 2 / count) for each in chosen if short]
+    for label, calls in prepared.items():
+        if label in short:
             found[label]["graph_milliseconds"] = sum(each[label].median for each in graph_timings)
-    if device.type == "cuda":
-        for label in prepared:
-            isolated = _chained([each[label] for each in (replays if label in short else runs)])
-            found[label]["sustained_milliseconds"] = time_isolated(
-                isolated, device, seconds=seconds, milliseconds=found[label]["milliseconds"]
-            )
+        isolated = _chained([each[label] for each in replays] if label in short else [call.run for call in calls])
+        found[label]["sustained_milliseconds"] = time_isolated(
+            isolated, device, seconds=seconds, milliseconds=found[label]["milliseconds"]
+        )
     return found
 
 
@@ -219,38 +214,24 @@ def _chained(runs: Sequence[Run]) -> Run:
     return run
 
 
-def _skipped_shares(implementation: Backend, layers: Sequence[Inputs]) -> dict[str, Any]:
-    """Return the share of low tiles that the recipe's threshold skips, over all layers and of each."""
-    threshold = None if implementation.config is None else implementation.config.recipe.skip_threshold
-    if implementation.config is None or threshold is None or math.isinf(threshold):
-        return {}
-    recipe, on = implementation.config.recipe, implementation.config.backend
-    counts = []
-    for inputs in layers:
-        heads = inputs.query.shape[1]
-        tile_counts = torch.zeros(heads, 2, dtype=torch.int64, device=inputs.query.device)
-        attention_with_lse(
-            *inputs.tensors,
-            recipe,
-            is_causal=inputs.is_causal,
-            scale=inputs.scale,
-            mask=inputs.mask,
-            backend=on,
-            tile_counts=tile_counts,
-        )
-        counts.append(tile_counts.sum(0).tolist())
-    skipped, seen = (sum(each[index] for each in counts) for index in range(2))
-    shares = [each[0] / max(each[1], 1) for each in counts]
-    return {"skipped_share": skipped / max(seen, 1), "layer_skipped_shares": shares if len(shares) > 1 else None}
-
-
-def _error(call: Prepared, exact: Tensor, rows: Tensor) -> float:
-    """Return the norm of the difference over the norm."""
-    return float((call.read(call.run())[:, :, rows].double() - exact).norm() / exact.norm())
-
-
 def _time_quantization(parts: Sequence[Run], device: torch.device, seconds: float) -> float:
     """Return the time of the preprocessing before the attention kernel."""
     run = _chained(parts)
     run = capture(run, device) if device.type == "cuda" else run
     return time_interleaved({"quantize": run}, device, seconds=seconds / 4)["quantize"].median
+
+
+def _skipped_shares(implementation: Backend, layers: Sequence[Inputs]) -> dict[str, Any]:
+    """Return the share of low tiles that the recipe's threshold skips, over all layers and of each."""
+    config = implementation.config
+    if config is None or config.recipe.skip_threshold is None or math.isinf(config.recipe.skip_threshold):
+        return {}
+    counts = []
+    for inputs in layers:
+        tile_counts = torch.zeros(inputs.query.shape[1], 2, dtype=torch.int64, device=inputs.query.device)
+        options: dict[str, Any] = {"is_causal": inputs.is_causal, "scale": inputs.scale, "mask": inputs.mask}
+        attention_with_lse(*inputs.tensors, config.recipe, **options, backend=config.backend, tile_counts=tile_counts)
+        counts.append(tile_counts.sum(0).tolist())
+    shares = [skipped / max(seen, 1) for skipped, seen in counts]
+    skipped, seen = (sum(numbers) for numbers in zip(*counts, strict=True))
+    return {"skipped_share": skipped / max(seen, 1), "layer_skipped_shares": shares if len(shares) > 1 else None}

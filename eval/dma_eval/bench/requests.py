@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from dma_eval.backends import refuse_repeats
 from dma_eval.errors import UserError
@@ -66,9 +66,16 @@ def parse_requests(names: Sequence[str]) -> list[RequestSet]:
     return found
 
 
-def median_and_high(values: list[float]) -> tuple[float | None, float | None]:
-    """Return the median and the 99th percentile; ``None`` of nothing."""
-    if not values:
-        return None, None
-    median, high = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.5, 0.99], dtype=torch.float64))
-    return float(median), float(high)
+def figures(seconds: float, new_tokens: int, first: list[float], between: list[float]) -> dict[str, float | None]:
+    """Return what was measured of answers, by the names of the result's fields.
+
+    Args:
+        seconds: Until the last token of the last request.
+        new_tokens: Of all requests.
+        first: Seconds until the first token of each request.
+        between: Milliseconds between tokens.
+    """
+    found: dict[str, float | None] = {"seconds": seconds, "tokens_per_second": new_tokens / seconds}
+    for name, values in (("first_token_seconds", first), ("between_tokens_milliseconds", between)):
+        found[name], found[f"{name}_p99"] = np.quantile(values, [0.5, 0.99]).tolist() if values else (None, None)
+    return found

@@ -22,7 +22,7 @@ from dma_eval.errors import UserError, one_line
 from dma_eval.models import batching_settings
 from dma_hf.integrations.manager import ContinuousBatchingManager, PagedAttentionCache, WorkloadHints
 
-from .requests import Request, RequestSet, median_and_high
+from .requests import Request, RequestSet, figures
 from .results import ServeResult
 from .timing import FAILURES, measure_each
 from .vllm_engine import VLLM
@@ -92,8 +92,9 @@ def _measure_one(
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
     result = ServeResult(label=backend.label, config=backend.info["config"], requests=requests.name)
-    drawn = requests.draw(seed, model.config.get_text_config().vocab_size)
-    warm = replace(requests, count=WARM_REQUESTS, prompt=(requests.prompt[1],) * 2, new=(WARM_TOKENS,) * 2)
+    vocabulary = model.config.get_text_config().vocab_size
+    rehearsal = replace(requests, count=WARM_REQUESTS, prompt=(requests.prompt[1],) * 2, new=(WARM_TOKENS,) * 2)
+    drawn, warm = requests.draw(seed, vocabulary), rehearsal.draw(seed + 1, vocabulary)
     config = batching_settings(model, cache_gib)
     if cache_gib is None and model.device.type == "cpu":  # whose free memory is not for one program
         config.num_blocks = requests.count * (requests.longest // config.page_size + 4)  # a slot is two
@@ -104,12 +105,9 @@ def _measure_one(
     )
     try:
         if backend.label in VLLM:
-            rehearsal = warm.draw(seed + 1, model.config.get_text_config().vocab_size)
-            longest = max(requests.longest, warm.longest)
-            figures = answer_with_vllm(
-                model, backend.label, rehearsal, drawn, longest=longest, seed=seed, cache_gib=cache_gib
-            )
-            return replace(result, **figures)
+            longest = max(requests.longest, rehearsal.longest)
+            found = answer_with_vllm(model, backend.label, warm, drawn, longest=longest, seed=seed, cache_gib=cache_gib)
+            return replace(result, **found)
         activate(model, backend)
         with model.continuous_batching_context_manager(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
@@ -118,7 +116,7 @@ def _measure_one(
             timeout=STOP_SECONDS,
         ) as manager:
             result = replace(result, **_sizes(manager.batch_processor.cache))
-            _answer(manager, warm.draw(seed + 1, model.config.get_text_config().vocab_size))
+            _answer(manager, warm)
             return replace(result, **_answer(manager, drawn))
     except torch.OutOfMemoryError as error:
         return replace(result, failure=f"out of memory: {one_line(error)}")
@@ -156,19 +154,14 @@ def _answer(manager: ContinuousBatchingManager, requests: Sequence[Request]) -> 
             outputs.append(output)
         elif not manager.is_running():
             raise RuntimeError(f"the generation loop ended: {manager.background_thread_status.fatal_error}")
-    new_tokens = sum(len(output.generated_tokens) for output in outputs)
     # One that was evicted and computed again has lost the times of its first tokens.
     kept = [each.timestamps for each in outputs if len(each.timestamps) == len(each.generated_tokens)]
-    seconds = max(output.timestamps[-1] for output in outputs) - start
-    first = median_and_high([times[0] - start for times in kept])
-    between = median_and_high([1e3 * (b - a) for times in kept for a, b in itertools.pairwise(times)])
-    return {
-        "seconds": seconds,
-        "tokens_per_second": new_tokens / seconds,
-        "first_token_seconds": first[0],
-        "first_token_seconds_p99": first[1],
-        "between_tokens_milliseconds": between[0],
-        "between_tokens_milliseconds_p99": between[1],
+    return figures(
+        max(output.timestamps[-1] for output in outputs) - start,
+        sum(len(output.generated_tokens) for output in outputs),
+        [times[0] - start for times in kept],
+        [1e3 * (after - before) for times in kept for before, after in itertools.pairwise(times)],
+    ) | {
         "most_at_once": _most_at_once([output.lifespan for output in outputs]),
         "evicted": len(outputs) - len(kept),
     }

@@ -89,13 +89,9 @@ def time_interleaved(
 
 
 def time_isolated(run: Run, device: torch.device, *, seconds: float, milliseconds: float) -> float:
-    """Repeat one run for ``seconds``, and return the median time of the second half in milliseconds.
+    """Repeat a run of about so many ``milliseconds``, and return the median time of the second half in milliseconds.
 
-    Args:
-        run: What is timed; its results are dropped.
-        device: Where it runs.
-        seconds: How long to repeat it. On an H200, 0.8 gives the same times as 1.5.
-        milliseconds: What a run takes, about.
+    On an H200, 0.8 ``seconds`` give the same times as 1.5.
     """
     clock = _clock(device, reads=0)
     for _ in range(max(4, round(1e3 * seconds / milliseconds))):
@@ -212,6 +208,8 @@ class _CudaClock:
 
 
 class _HostClock:
+    """Times runs on the host."""
+
     def __init__(self) -> None:
         self._times: list[float] = []
 

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .peers import import_peer
-from .requests import Request, median_and_high
+from .requests import Request, figures
 
 VLLM = {"vllm": "auto", "vllm:fp8": "fp8"}
 """By name in results, the data type of its paged cache; ``auto`` is that of the model."""
@@ -33,14 +33,14 @@ def answer(
     seed: int,
     cache_gib: float | None,
 ) -> dict[str, Any]:
-    """Answer requests, and return figures by the names of the result's fields.
+    """Answer requests that arrive at the same time, and return figures by the names of the result's fields.
 
     Args:
-        model: Whose configuration and data type the engine gets. It leaves the GPU meanwhile.
+        model: Gives the engine its configuration and data type. It leaves the GPU meanwhile.
         label: Of :data:`VLLM`.
-        warm: Requests that are not counted.
-        requests: Those that are; all arrive at the same time.
-        longest: Tokens of the longest of them.
+        warm: Requests that come first and are not counted.
+        requests: Requests that are counted.
+        longest: Tokens of the longest request.
         seed: Of the weights.
         cache_gib: Memory for the paged cache; ``None`` for what the engine finds free.
 
@@ -76,22 +76,13 @@ def answer(
             gc.collect()
     counts = [len(output.outputs[0].token_ids) for output in outputs]
     times = [output.metrics for output in outputs]
-    first = median_and_high([each.first_token_latency for each in times])
-    gaps = [
+    between = [
         1e3 * (each.last_token_ts - each.first_token_ts) / (count - 1)
         for each, count in zip(times, counts, strict=True)
         if count > 1
     ]
-    between = median_and_high(gaps)
-    return {
-        "seconds": seconds,
-        "tokens_per_second": sum(counts) / seconds,
-        "first_token_seconds": first[0],
-        "first_token_seconds_p99": first[1],
-        "between_tokens_milliseconds": between[0],
-        "between_tokens_milliseconds_p99": between[1],
-        "cache_bytes": sizes.get("kv_cache_memory_bytes"),
-    }
+    found = figures(seconds, sum(counts), [each.first_token_latency for each in times], between)
+    return found | {"cache_bytes": sizes.get("kv_cache_memory_bytes")}
 
 
 def _run(vllm: Any, engine: Any, requests: Sequence[Request]) -> list[Any]:
