@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from dma_eval.bench import peers, prefill
-from dma_eval.bench.cudnn_fp8 import MODULE as CUDNN_MODULE
 from dma_eval.bench.inputs import Inputs, exact_rows
-from dma_eval.bench.peers import FLASH_4_MODULE, FLASHINFER_MODULE, MODULE, SAGE_MODULE, Prepared, causal_block_mask
+from dma_eval.bench.peers import PACKAGES, Prepared, causal_block_mask
 from dma_eval.bench.prefill import default_names, measure_shape, parse_implementations, prepare
 from dma_eval.bench.results import PrefillReport, PrefillResult, PrefillShape
 from dma_eval.bench.shapes import prefill_shapes
@@ -123,7 +122,7 @@ class TestCommand:
     def test_a_package_that_is_missing_is_named(
         self, name: str, package: str, bench: Run, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in (MODULE, SAGE_MODULE, FLASH_4_MODULE, CUDNN_MODULE, FLASHINFER_MODULE):
+        for module in PACKAGES:
             monkeypatch.setitem(sys.modules, module, None)
         done = bench("--attn", "sdpa", name, "--mask", "full")
         assert done.exit_code == 0, done.output

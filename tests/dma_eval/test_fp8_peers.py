@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from dma_eval.bench import cudnn_fp8 as module
-from dma_eval.bench.cudnn_fp8 import MODULE, PROBABILITY_SCALE, cudnn_fp8
+from dma_eval.bench.cudnn_fp8 import PROBABILITY_SCALE, cudnn_fp8
 from dma_eval.bench.fp8_quantizer import dequantize_fp8, quantize_fp8
 from dma_eval.bench.inputs import Inputs
-from dma_eval.bench.peers import PREQUANTIZED
+from dma_eval.bench.peers import CUDNN_MODULE, PREQUANTIZED
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -110,12 +110,12 @@ class _NotSupported(Exception):
 
 @pytest.fixture
 def fake_cudnn(monkeypatch: pytest.MonkeyPatch) -> Any:
-    fake: Any = ModuleType(MODULE)
+    fake: Any = ModuleType(CUDNN_MODULE)
     fake.pygraph, fake.cudnnGraphNotSupportedError = _Graph, _NotSupported
     fake.data_type = SimpleNamespace(FP8_E4M3=0, FLOAT=1)
     fake.heur_mode = SimpleNamespace(A=0)
     fake.set_stream = lambda **_: None
-    monkeypatch.setitem(sys.modules, MODULE, fake)
+    monkeypatch.setitem(sys.modules, CUDNN_MODULE, fake)
     monkeypatch.setattr(module, "_handle", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     module._plan.cache_clear()

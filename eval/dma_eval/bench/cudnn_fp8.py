@@ -15,9 +15,8 @@ from torch import Tensor
 
 from .fp8_quantizer import Fp8Operands, dequantize_fp8
 from .inputs import Inputs
-from .peers import Prepared, fp8_call, import_peer
+from .peers import CUDNN_MODULE, Prepared, fp8_call, import_peer, refuse_documents
 
-MODULE = "cudnn"
 PROBABILITY_SCALE = 256.0
 
 
@@ -34,18 +33,14 @@ class _Plan:
 def cudnn_fp8(name: str, inputs: Inputs) -> Prepared:
     """Return a call of cuDNN's FP8 attention, with one scale per tensor.
 
-    Args:
-        name: ``cudnn:fp8``, which counts a fused quantisation and the conversion of the output, or
-            ``cudnn:fp8:prequantized``, which is the attention alone, from E4M3 to E4M3.
-        inputs: In bf16 or fp16.
+    ``cudnn:fp8`` counts a fused quantisation and the conversion of the output. ``cudnn:fp8:prequantized`` is the
+    attention alone, from E4M3 to E4M3.
 
     Raises:
-        ImportError: The package is not installed; the message names it.
         RuntimeError: cuDNN has no such attention for this shape or chip.
     """
-    cudnn = import_peer(MODULE, "cuDNN's frontend", "nvidia-cudnn-frontend")
-    if inputs.documents > 1:
-        raise NotImplementedError("cuDNN's FP8 attention is not timed on packed documents")
+    cudnn = import_peer(CUDNN_MODULE)
+    refuse_documents(inputs, "cuDNN's FP8 attention")
     query, key, _ = inputs.token_major
     try:
         plan = _plan(query.shape, key.shape[2], query.device, inputs.scale, is_causal=inputs.is_causal)
@@ -73,13 +68,13 @@ def cudnn_fp8(name: str, inputs: Inputs) -> Prepared:
 @functools.lru_cache(maxsize=1)
 def _handle(device: torch.device) -> Any:
     with torch.cuda.device(device):
-        return import_peer(MODULE, "cuDNN's frontend", "nvidia-cudnn-frontend").create_handle()
+        return import_peer(CUDNN_MODULE).create_handle()
 
 
 @functools.lru_cache(maxsize=1)
 def _plan(shape: torch.Size, kv_heads: int, device: torch.device, scale: float, *, is_causal: bool) -> _Plan:
     """Build the graph for queries ``[B, T, Hq, D]`` and so many kv heads; all layers of a model share it."""
-    cudnn = import_peer(MODULE, "cuDNN's frontend", "nvidia-cudnn-frontend")
+    cudnn = import_peer(CUDNN_MODULE)
     e4m3, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
     graph = cudnn.pygraph(
         io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=_handle(device)

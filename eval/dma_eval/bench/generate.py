@@ -136,14 +136,9 @@ def measure(
 ) -> Iterator[GenerateResult]:
     """Generate from prompts of every length with every run, and yield each result at once.
 
-    Args:
-        model: In evaluation mode on its device.
-        contexts: Tokens of the prompts.
-        runs: ``speedup`` is relative to the first.
-        batch: Sequences.
-        new_tokens: Tokens to generate in each.
-        text: Tokens whose windows are the prompts; without it prompts are random.
-        steps_only: Fill the caches with random keys and values, and compute the last token of each prompt only.
+    ``speedup`` is relative to the first run. The prompts are windows of the tokens of ``text``; without it they are
+    random. With ``steps_only`` the caches are filled with random keys and values, and only the last token of each
+    prompt is computed.
 
     Raises:
         UserError: The text is too short.
@@ -247,7 +242,6 @@ def _measure_one(
     except FAILURES as error:
         return replace(result, failure=one_line(error))
     fast, median, slow = statistics.quantiles(clock.step_milliseconds, n=4, method="inclusive")
-    peak = torch.cuda.max_memory_allocated(device) - weight_bytes(model) if device.type == "cuda" else None
     return replace(
         result,
         first_token_seconds=None if steps_only else clock.first_token_seconds,
@@ -257,7 +251,7 @@ def _measure_one(
         steps=len(clock.step_milliseconds),
         tokens_per_second=1e3 * batch / median,
         cache_bytes=cache_bytes(cache),
-        peak_bytes=peak,
+        peak_bytes=torch.cuda.max_memory_allocated(device) - weight_bytes(model) if device.type == "cuda" else None,
     )
 
 

@@ -1,8 +1,7 @@
 """Attention of PyTorch and of other packages, which benchmarks compare with where they are installed.
 
-None of the packages is a dependency. On PyPI FlashAttention-3's kernels for Hopper are ``fa3-fwd``, FlashAttention-4 is
-``flash-attn-4``, cuDNN's frontend ``nvidia-cudnn-frontend``, FlashInfer ``flashinfer-python`` and SageAttention
-``sageattention``.
+None of the packages is a dependency. A function here raises an ``ImportError`` that says what to install if its package
+is missing.
 """
 
 from __future__ import annotations
@@ -28,16 +27,39 @@ from .fp8_quantizer import Fp8Operands, quantize_fp8
 from .inputs import Inputs
 from .timing import Run
 
+MODULE, SAGE_MODULE, FLASH_4_MODULE = "fa3_fwd_interface", "sageattention", "flash_attn.cute"
+FLASHINFER_MODULE, CUDNN_MODULE, DSL_MODULE = "flashinfer.prefill", "cudnn", "cutlass.base_dsl.common"
+PACKAGES = {
+    MODULE: ("FlashAttention-3", "fa3-fwd"),
+    FLASH_4_MODULE: ("FlashAttention-4", "flash-attn-4"),
+    DSL_MODULE: ("The CuTe DSL", "nvidia-cutlass-dsl"),
+    CUDNN_MODULE: ("cuDNN's frontend", "nvidia-cudnn-frontend"),
+    FLASHINFER_MODULE: ("FlashInfer", "flashinfer-python"),
+    SAGE_MODULE: ("SageAttention", "sageattention"),
+    "vllm": ("vLLM", "vllm"),
+}
+"""By the module that is imported, the name of what it has, and its package on PyPI."""
 FLASH_3 = {"fa3": False, "fa3:fp8": True}
 """FlashAttention-3 by its name in results, and whether it takes E4M3."""
 PREQUANTIZED = ":prequantized"
 """Suffix of FP8 attention whose operands are given in E4M3: quantising them is not counted."""
-MODULE, SAGE_MODULE, FLASH_4_MODULE = "fa3_fwd_interface", "sageattention", "flash_attn.cute"
-FLASHINFER_MODULE = "flashinfer.prefill"
 FLASHINFER = {"flashinfer": None, **{f"flashinfer:t{threshold}": float(threshold) for threshold in (5, 6, 7, 8)}}
 """FlashInfer by its name in results, and the threshold below which it skips tiles, in nats."""
 FLASHINFER_WORKSPACE = 16 << 20
 FLEX_BLOCK = 128
+
+
+def import_peer(name: str) -> Any:
+    """Import a module of :data:`PACKAGES`.
+
+    Raises:
+        ImportError: It is not installed; the message says what to install.
+    """
+    title, package = PACKAGES[name]
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{title} is not installed: pip install {package} ({error})") from error
 
 
 def _unchanged(out: Any) -> Tensor:
@@ -74,12 +96,8 @@ def sdpa(
 
     A mask contains what is causal.
     """
-    is_causal = is_causal and mask is None
-
-    def run() -> Tensor:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True
-        )
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal and mask is None, "scale": scale}
+    run = partial(F.scaled_dot_product_attention, query, key, value, **options, enable_gqa=True)
 
     def forced() -> Tensor:
         assert chosen is not None
@@ -93,22 +111,16 @@ def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
     """Return a call of FlashAttention-3, on packed documents of its function for sequences of varying lengths.
 
     Its operands are in its own layout, so that no 16-bit number is copied in the call. In FP8 every kv head of a row
-    has a scale, and a fused kernel quantises unless the operands are given.
-
-    Args:
-        name: Of :data:`FLASH_3`, or ``fa3:fp8:prequantized``.
-        inputs: In bf16 or fp16.
-
-    Raises:
-        ImportError: The package is not installed; the message names it.
+    has a scale, and a fused kernel quantises unless the operands are given. ``name`` is one of :data:`FLASH_3`, or
+    ``fa3:fp8:prequantized``.
     """
-    module = import_peer(MODULE, "FlashAttention-3", "fa3-fwd")
+    module = import_peer(MODULE)
     options = {"causal": inputs.is_causal, "softmax_scale": inputs.scale}
     if not FLASH_3[name.removesuffix(PREQUANTIZED)]:
         if inputs.documents > 1:
             return Prepared(_packed(module.flash_attn_varlen_func, inputs, **options))
         return Prepared(lambda: module.flash_attn_func(*inputs.token_major, **options).transpose(1, 2))
-    _refuse_documents(inputs, "FlashAttention-3 in FP8")
+    refuse_documents(inputs, "FlashAttention-3 in FP8")
     attend = partial(module.flash_attn_func, **options)
 
     def run(operands: Fp8Operands) -> Tensor:
@@ -143,18 +155,14 @@ def fp8_call(
 
 
 def flash_attention_4(inputs: Inputs) -> Prepared:
-    """Return a call of FlashAttention-4, in 16 bits: on Hopper it has no FP8. Documents are as in FlashAttention-3.
-
-    Raises:
-        ImportError: The package is not installed; the message names it.
-    """
-    module = import_peer(FLASH_4_MODULE, "FlashAttention-4", "flash-attn-4")
+    """Return a call of FlashAttention-4, in 16 bits: on Hopper it has no FP8. Documents are as in FlashAttention-3."""
+    module = import_peer(FLASH_4_MODULE)
     options = {"causal": inputs.is_causal, "softmax_scale": inputs.scale}
     if inputs.documents > 1:
         attend = _packed(lambda *tensors, **more: module.flash_attn_varlen_func(*tensors, **more)[0], inputs, **options)
     else:
         attend = lambda: module.flash_attn_func(*inputs.token_major, **options)[0].transpose(1, 2)  # noqa: E731
-    failures = import_peer("cutlass.base_dsl.common", "The CuTe DSL", "nvidia-cutlass-dsl").DSLBaseError
+    failures = import_peer(DSL_MODULE).DSLBaseError
 
     def run() -> object:
         try:
@@ -166,13 +174,9 @@ def flash_attention_4(inputs: Inputs) -> Prepared:
 
 
 def sage_attention(inputs: Inputs) -> Prepared:
-    """Return a call of SageAttention, which quantises queries and keys itself.
-
-    Raises:
-        ImportError: The package is not installed; the message names it.
-    """
-    _refuse_documents(inputs, "SageAttention")
-    attend = import_peer(SAGE_MODULE, "SageAttention", "sageattention").sageattn
+    """Return a call of SageAttention, which quantises queries and keys itself."""
+    refuse_documents(inputs, "SageAttention")
+    attend = import_peer(SAGE_MODULE).sageattn
     return Prepared(lambda: attend(*inputs.tensors, is_causal=inputs.is_causal, sm_scale=inputs.scale))
 
 
@@ -180,17 +184,11 @@ def flashinfer(threshold: float | None, inputs: Inputs) -> Prepared:
     """Return a call of FlashInfer's FMHA v2 for Hopper, which can skip softmax and values of tiles (arXiv 2512.12087).
 
     A tile is skipped where no row of its block has a logit within ``threshold`` of the row's largest so far. FlashInfer
-    takes the threshold as a factor over the length. Its first call compiles the kernels, for minutes.
-
-    Args:
-        threshold: In nats, as ``skip_threshold`` of a recipe; ``None`` skips nothing.
-        inputs: In bf16 or fp16.
-
-    Raises:
-        ImportError: The package is not installed; the message names it.
+    takes the threshold as a factor over the length; ``None`` skips nothing. Its first call compiles the kernels, for
+    minutes.
     """
-    _refuse_documents(inputs, "FlashInfer")
-    attend = import_peer(FLASHINFER_MODULE, "FlashInfer", "flashinfer-python").trtllm_fmha_v2_prefill
+    refuse_documents(inputs, "FlashInfer")
+    attend = import_peer(FLASHINFER_MODULE).trtllm_fmha_v2_prefill
     batch, tokens, _, _ = inputs.token_major[0].shape
     device = inputs.query.device
     lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
@@ -225,11 +223,8 @@ def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor)
         query: bf16 or fp16 ``[B, Hq, 1, D]``.
         key: ``[B, Hkv, N, D]``.
         value: ``[B, Hkv, N, Dv]``.
-
-    Raises:
-        ImportError: The package is not installed; the message names it.
     """
-    attend = import_peer(MODULE, "FlashAttention-3", "fa3-fwd").flash_attn_with_kvcache
+    attend = import_peer(MODULE).flash_attn_with_kvcache
     keys, values = (x.transpose(1, 2).contiguous() for x in (key, value))
     scales: dict[str, Tensor] = {}
     if FLASH_3[name]:
@@ -246,18 +241,6 @@ def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor)
     return step, keys.nbytes + values.nbytes
 
 
-def import_peer(name: str, title: str, package: str) -> Any:
-    """Import a module of a peer's package.
-
-    Raises:
-        ImportError: It is not installed; the message says what to install.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(f"{title} is not installed: pip install {package} ({error})") from error
-
-
 def _packed(attend: Callable[..., Tensor], inputs: Inputs, **options: Any) -> Run:
     """Return a call of FlashAttention's function for packed sequences of varying lengths, each document being one."""
     query, key, value = (each.flatten(0, 1) for each in inputs.token_major)
@@ -268,7 +251,8 @@ def _packed(attend: Callable[..., Tensor], inputs: Inputs, **options: Any) -> Ru
     return lambda: torch.unflatten(call(), 0, (len(inputs.query), -1)).transpose(1, 2)
 
 
-def _refuse_documents(inputs: Inputs, title: str) -> None:
+def refuse_documents(inputs: Inputs, title: str) -> None:
+    """Refuse packed documents in the name of a peer."""
     if inputs.documents > 1:
         raise NotImplementedError(f"{title} is not timed on packed documents")
 

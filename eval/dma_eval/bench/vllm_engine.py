@@ -43,11 +43,8 @@ def answer(
         longest: Tokens of the longest request.
         seed: Of the weights.
         cache_gib: Memory for the paged cache; ``None`` for what the engine finds free.
-
-    Raises:
-        ImportError: The package is not installed; the message names it.
     """
-    vllm = import_peer("vllm", "vLLM", "vllm")
+    vllm = import_peer("vllm")
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], model.dtype
     sizes = {} if cache_gib is None else {"kv_cache_memory_bytes": int(cache_gib * 2**30)}
