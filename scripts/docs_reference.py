@@ -5,15 +5,20 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import re
+import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import partial
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any
 
 import dma_eval.cli
 import dma_kernels
 import typer
+from dma_eval.command import KEY
+from dma_eval.render import table
 from dma_kernels import Recipe
 
 import dma_hf
@@ -21,6 +26,7 @@ from dma_hf import PRESETS, DMAConfig
 
 FIRST = ("configure", "DMAConfig", "PRESETS", "DMACache", "stats", "equalize", "continuous_batching", "counted_tiles")
 """Names of ``dma_hf`` that most users need; the reference begins with them."""
+HEADERS = ("field", "default", "meaning")
 ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
 
 
@@ -48,17 +54,14 @@ def _directives(package: ModuleType, first: tuple[str, ...]) -> str:
 def field_table() -> str:
     """Return a row for each field of a configuration, with its default and its description in the docstrings."""
     descriptions = {**_attributes(Recipe), **_attributes(DMAConfig)}
-    rows = [f"| `{f.name}` | `{f.default!r}` | {descriptions[f.name]} |" for f in fields(DMAConfig)]
-    return "\n".join(["| field | default | meaning |", "|---|---|---|", *rows])
+    return table(HEADERS, [[f"`{f.name}`", f"`{f.default!r}`", descriptions[f.name]] for f in fields(DMAConfig)])
 
 
 def preset_table() -> str:
     """Return a row for each field in which presets differ."""
     values = {name: config.to_dict() for name, config in PRESETS.items()}
-    names = [field.name for field in fields(DMAConfig) if len({repr(v[field.name]) for v in values.values()}) > 1]
-    header = ["| field | " + " | ".join(f"`{name}`" for name in values) + " |", "|---" * (len(values) + 1) + "|"]
-    rows = [f"| `{name}` | " + " | ".join(f"`{v[name]!r}`" for v in values.values()) + " |" for name in names]
-    return "\n".join([*header, *rows])
+    rows = [[f"`{f.name}`", *(f"`{each[f.name]!r}`" for each in values.values())] for f in fields(DMAConfig)]
+    return table(["field", *(f"`{name}`" for name in values)], [row for row in rows if len(set(row[1:])) > 1])
 
 
 def command_reference() -> str:
@@ -72,25 +75,23 @@ def _sections(command: Any, name: str) -> Iterator[str]:
         yield from _sections(each, f"{name} {last}")
     if hasattr(command, "commands"):
         return
-    text, _, examples = inspect.cleandoc(command.help or "").partition("Examples:")
-    parts = [f"## {name}", _markdown(text.strip())]
-    if examples.strip():
-        parts.append(f"```sh\n{inspect.cleandoc(examples.strip())}\n```")
-    panels: dict[str, list[str]] = {}
+    parts = [f"## {name}", _markdown(inspect.cleandoc(command.help or ""))]
+    _, _, examples = (command.epilog or "").partition("Examples:\n")
+    if examples:
+        parts.append(f"```sh\n{textwrap.dedent(examples)}\n```")
+    panels: dict[str, list[list[str]]] = {}
     for parameter in command.params:
         if not getattr(parameter, "hidden", False):
             panels.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(_option(parameter))
-    for panel, rows in panels.items():
-        parts.append("\n".join([f"**{panel}**", "", "| option | default | meaning |", "|---|---|---|", *rows]))
+    parts += [f"**{panel}**\n\n{table(['option', *HEADERS[1:]], rows)}" for panel, rows in panels.items()]
     yield "\n\n".join(parts)
 
 
-def _option(parameter: Any) -> str:
+def _option(parameter: Any) -> list[str]:
     """Return the row of an option or argument."""
+    names = [*parameter.opts, *parameter.secondary_opts]
     if parameter.param_type_name == "argument":
-        names = parameter.metavar or parameter.name.upper()
-    else:
-        names = ", ".join([*parameter.opts, *parameter.secondary_opts])
+        names = [parameter.metavar or parameter.name.upper()]
     shown, default = parameter.show_default, parameter.default
     if isinstance(shown, str):
         default = shown
@@ -100,81 +101,57 @@ def _option(parameter: Any) -> str:
         default = ""
     elif isinstance(default, (list, tuple)):
         default = " ".join(map(str, default))
-    return f"| `{names}` | {default} | {_markdown(' '.join((parameter.help or '').split()))} |"
-
-
-def suite_keys() -> str:
-    """Return a table of keys for each part of a suite."""
-    return _class_tables("dma_eval.parts")
-
-
-def quality_fields() -> str:
-    """Return a table of fields for each class of a report on quality."""
-    return _class_tables("dma_eval.results")
-
-
-def speed_fields() -> str:
-    """Return a table of fields for each class of a report on speed."""
-    return _class_tables("dma_eval.bench.results")
+    return [f"`{', '.join(names)}`", str(default), _markdown(" ".join((parameter.help or "").split()))]
 
 
 def _class_tables(module: str) -> str:
-    """Return a section for each public class of a module, with its fields and the comments that describe them."""
-    loaded = importlib.import_module(module)
-    source = inspect.getsource(loaded)
-    lines = source.splitlines()
+    """Return a section for each dataclass of a module, with its own fields and what describes them."""
     parts = []
-    for node in ast.parse(source).body:
-        if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
-            continue
-        rows = []
-        hints = get_type_hints(getattr(loaded, node.name), include_extras=True)
-        for each in node.body:
-            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-                helps = (getattr(option, "help", None) for option in getattr(hints[each.target.id], "__metadata__", ()))
-                default = "required" if each.value is None else f"`{_default(each.value)}`"
-                comment = _markdown(next(filter(None, helps), None) or _comment(lines, each))
-                rows.append(f"| `{each.target.id}` | {default} | {comment} |")
-        if rows:
-            head = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
-            table = ["| field | default | meaning |", "|---|---|---|", *rows]
-            parts.append("\n".join([f"### {node.name}", "", _markdown(head), "", *table]))
+    for name, cls in vars(importlib.import_module(module)).items():
+        own = vars(cls).get("__annotations__") if is_dataclass(cls) and cls.__module__ == module else None
+        if own and not name.startswith("_"):
+            comments = _comments(inspect.getsource(cls))
+            rows = [[f"`{f.name}`", *_field(f, comments[f.name])] for f in fields(cls) if f.name in own]
+            head = (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ")
+            parts.append(f"### {name}\n\n{_markdown(head)}\n\n{table(HEADERS, rows)}")
     return "\n\n".join(parts)
 
 
-def _default(node: ast.expr) -> str:
-    """Return the source of a default; of ``field(default_factory=...)`` what the factory makes."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "field":
-        factory = next((each.value for each in node.keywords if each.arg == "default_factory"), None)
-        if factory is not None:
-            return {"list": "[]", "dict": "{}"}.get(ast.unparse(factory), ast.unparse(factory).removeprefix("lambda: "))
-    return ast.unparse(node)
+def _field(field: Field[Any], comment: str) -> list[str]:
+    """Return the default of a field, and its help as an option or else its comment."""
+    option = field.metadata.get(KEY)
+    factory = field.default_factory
+    default = field.default if factory is MISSING else factory()
+    shown = "required" if default is MISSING else f"`{default!r}`"
+    if isinstance(getattr(option, "show_default", None), str):
+        shown = option.show_default
+    return [shown, _markdown(getattr(option, "help", None) or comment)]
 
 
-def _comment(lines: list[str], node: ast.AnnAssign) -> str:
-    """Return the comment at the end of a field, or else the comment lines above it."""
-    end = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset or 0 :]
-    if end.strip().startswith("#"):
-        return end.strip("# ")
-    above: list[str] = []
-    for line in reversed(lines[: node.lineno - 1]):
-        if not line.strip().startswith("#"):
-            break
-        above.insert(0, line.strip("# "))
-    return " ".join(above)
+def _comments(source: str) -> dict[str, str]:
+    """Return the comment at the end of each field of a class, or else the comment lines above it."""
+    lines, found = source.splitlines(), {}
+    (cls,) = ast.parse(source).body
+    for node in getattr(cls, "body", ()):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            comment = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset or 0 :]
+            if not comment.strip().startswith("#"):
+                is_comment = lambda line: line.strip().startswith("#")  # noqa: E731
+                above = [*itertools.takewhile(is_comment, reversed(lines[: node.lineno - 1]))]
+                comment = " ".join(line.strip("# ") for line in reversed(above))
+            found[node.target.id] = comment.strip("# ")
+    return found
 
 
 def _attributes(cls: type) -> dict[str, str]:
     """Return the descriptions in the section "Attributes" of a docstring, each on one line of Markdown."""
     section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-    found = {name: " ".join(text.split()) for name, text in ATTRIBUTE.findall(section)}
-    return {name: _markdown(text) for name, text in found.items()}
+    return {name: _markdown(" ".join(text.split())) for name, text in ATTRIBUTE.findall(section)}
 
 
 def _markdown(text: str) -> str:
-    """Return text of a docstring with its roles and literals as Markdown, safe in a table."""
-    text = re.sub(r":\w+:`~?([^`]+)`", lambda match: f"`{match[1].rpartition('.')[2]}`", text)
-    return text.replace("``", "`").replace("|", r"\|")
+    """Return text of a docstring with its roles and literals as Markdown."""
+    return re.sub(r":\w+:`~?([^`]+)`", lambda match: f"`{match[1].rpartition('.')[2]}`", text).replace("``", "`")
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
@@ -183,8 +160,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "fields": field_table,
     "presets": preset_table,
     "commands": command_reference,
-    "suites": suite_keys,
-    "quality": quality_fields,
-    "speed": speed_fields,
+    "suites": partial(_class_tables, "dma_eval.parts"),
+    "quality": partial(_class_tables, "dma_eval.results"),
+    "speed": partial(_class_tables, "dma_eval.bench.results"),
 }
 """By the name in ``<!-- generate: NAME -->``."""

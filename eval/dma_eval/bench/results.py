@@ -220,18 +220,24 @@ class SpeedReport(Results):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillReport(SpeedReport):
+    """What ``dma-hf bench prefill`` measured."""
+
     schema_version: int = 6  # version 6 left out the times of copies as large as the quantisation's
     results: list[PrefillResult]  # by shape, then in the order asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeReport(SpeedReport):
+    """What ``dma-hf bench decode`` measured."""
+
     schema_version: int = 2
     results: list[DecodeResult]  # by shape, then in the order asked for
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateReport(SpeedReport):
+    """What ``dma-hf bench generate`` measured."""
+
     schema_version: int = 3
     model: str  # the shape's name, or that of a real model
     weights: str | None = None  # what they were quantised to after loading (``fp8``); since version 3
@@ -248,6 +254,8 @@ class GenerateReport(SpeedReport):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeReport(SpeedReport):
+    """What ``dma-hf bench serve`` measured."""
+
     schema_version: int = 1
     model: str  # the shape's name, or that of a real model
     layers: int  # how many it has, which may be fewer than its name's
