@@ -32,19 +32,12 @@ DEFAULT_PRESET = "balanced"
 
 @dataclass(frozen=True)
 class Backend:
-    """One attention backend with its settings.
+    """One attention backend with its settings."""
 
-    Attributes:
-        label: Its name in tables and plots, unique in a run.
-        implementation: Its name in Transformers (``attn_implementation``).
-        config: Settings of ``dma_mxfp``, ``None`` for every other implementation.
-        peer_cache: Suffix of the ``QuantizedCache`` that it reads through.
-    """
-
-    label: str
-    implementation: str
-    config: DMAConfig | None = None
-    peer_cache: str | None = None
+    label: str  # its name in tables and plots, unique in a run
+    implementation: str  # its name in Transformers (``attn_implementation``)
+    config: DMAConfig | None = None  # settings of ``dma_mxfp``; ``None`` for every other implementation
+    peer_cache: str | None = None  # suffix of the ``QuantizedCache`` that it reads through
 
     @property
     def reads_cache(self) -> bool:
@@ -65,12 +58,7 @@ def default_names() -> list[str]:
 
 
 def parse_backends(names: Sequence[str], option: str = "--attn") -> tuple[Backend, ...]:
-    """Resolve names as given by an option of the command line; the first one is the reference of a comparison.
-
-    Raises:
-        UserError: There are no names, an unknown implementation or preset (the message lists the valid ones), or a
-            file that is not a valid configuration.
-    """
+    """Resolve names as given by an option of the command line; the first one is the reference of a comparison."""
     if not names:
         raise UserError(f"{option} needs at least one backend, for example: {option} sdpa dma_mxfp:balanced")
     backends = [_parse_backend(name, option) for name in names]
@@ -84,16 +72,9 @@ def parse_backends(names: Sequence[str], option: str = "--attn") -> tuple[Backen
 
 
 def parse_compared(names: Sequence[str], option: str, others: Sequence[str]) -> list[Backend]:
-    """Resolve the names that a benchmark compares.
+    """Resolve the names that a benchmark compares: of ``dma_mxfp``, and of ``others``, its other implementations.
 
-    Args:
-        names: Names of ``dma_mxfp`` and names in ``others``.
-        option: The option of the command line that has them.
-        others: Implementations of the benchmark, by name.
-
-    Raises:
-        UserError: There are no names, two are equal, one is unknown (the message lists the valid ones), or one has a
-            cache and ``option`` is not ``--cache``.
+    Only the option ``--cache`` takes names with a cache.
     """
     found = []
     for name in names:
@@ -111,11 +92,7 @@ def parse_compared(names: Sequence[str], option: str, others: Sequence[str]) -> 
 
 
 def refuse_repeats(option: str, labels: Sequence[str]) -> None:
-    """Refuse an option that names nothing, or something twice.
-
-    Raises:
-        UserError: It does; the message says what.
-    """
+    """Refuse an option that names nothing, or something twice."""
     if not labels:
         raise UserError(f"{option} needs at least one value")
     repeated = {label for label in labels if labels.count(label) > 1}
@@ -124,11 +101,7 @@ def refuse_repeats(option: str, labels: Sequence[str]) -> None:
 
 
 def activate(model: PreTrainedModel, backend: Backend) -> None:
-    """Switch ``model`` to ``backend``; nothing is loaded again.
-
-    Raises:
-        UserError: The model or this installation cannot run it.
-    """
+    """Switch ``model`` to ``backend``; nothing is loaded again."""
     try:
         model.set_attn_implementation(backend.implementation)
         if backend.config is not None:
@@ -145,27 +118,22 @@ def activate(model: PreTrainedModel, backend: Backend) -> None:
 
 
 def new_cache(model: PreTrainedModel, backend: Backend) -> Cache | None:
-    """An empty cache for a model that runs ``backend``; ``None`` if the backend reads without one.
-
-    Raises:
-        UserError: The model has no layer that a ``DMACache`` packs, or one that a ``QuantizedCache`` does not know; or
-            the package that quantises is not installed.
-    """
+    """Return an empty cache for a model that runs ``backend``; ``None`` if the backend reads without one."""
     if not backend.reads_cache:
         return None
-    if backend.peer_cache is not None:
-        try:
+    try:
+        if backend.peer_cache is not None:
             return quantized_cache(model.config, backend.peer_cache)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"{type(model).__name__} cannot run {backend.label!r}: {one_line(error)}") from error
-    cache = dma_hf.DMACache(model.config)
-    if not any(isinstance(layer, DMALayer) for layer in cache.layers):
-        raise UserError(f"{type(model).__name__} cannot run {backend.label!r}: a DMACache packs none of its layers")
+        cache = dma_hf.DMACache(model.config)
+        if not any(isinstance(layer, DMALayer) for layer in cache.layers):
+            raise ValueError("a DMACache packs none of its layers")
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{type(model).__name__} cannot run {backend.label!r}: {one_line(error)}") from error
     return cache
 
 
 def implementations() -> list[str]:
-    """The attention implementations that this version of Transformers knows, ``dma_mxfp`` included."""
+    """Return the attention implementations that this version of Transformers knows, ``dma_mxfp`` included."""
     known = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith((f"{DMA}:", f"{DMA}+")))
     return sorted({"eager", *known})
 

@@ -34,12 +34,7 @@ FA3_SHIFT = 256.0
 
 
 def quantized_cache(config: PreTrainedConfig, suffix: str) -> QuantizedCache:
-    """An empty ``QuantizedCache`` for models of ``config``.
-
-    Raises:
-        ImportError: The package that quantises is not installed.
-        ValueError: The model has layers that a ``QuantizedCache`` does not know, as those with a sliding window.
-    """
+    """An empty ``QuantizedCache`` for models of ``config``."""
     return QuantizedCache(config=config, **QUANTIZED[suffix])
 
 
@@ -89,12 +84,7 @@ class Scheme:
         softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Compute the attention of a layer; the interface is Transformers' ``AttentionInterface``.
-
-        Raises:
-            ValueError: The layer has sink logits, a position bias or an indexer that chooses keys, which simulations do
-                not know.
-        """
+        """Compute the attention of a layer; the interface is Transformers' ``AttentionInterface``."""
         if any(others.get(name) is not None for name in ("s_aux", "position_bias", "indices")):
             raise ValueError("simulated kernels know no sink logits, no position bias and no indexer that chooses keys")
         group, length, keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]

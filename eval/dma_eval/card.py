@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ from huggingface_hub.errors import HfHubHTTPError
 from .errors import UserError, one_line
 from .files import parse
 from .names import DMA, PRESETS
-from .pages import all_pages
-from .render import cache_of, measured, templates, tidy, versions
-from .results import RESULTS, ModelInfo, Report, backend_configs, backend_groups
+from .pages import all_pages, templates
+from .render import cache_of, measured, tidy, versions
+from .results import RESULTS, Report, backend_configs, backend_groups
 
 TAGS = ["dma_mxfp", "quantized-attention", "low-bit-attention", "dma-hf"]
 TASK = "text-generation"
-README = "README.md"
 RUNTIME = ("backend", "on_unsupported")
 """Fields of a configuration that are not saved with a model."""
 FILE_SUFFIXES = (".gguf", ".toml", ".txt", ".json", ".jsonl", ".csv", ".parquet", ".md", ".png", ".yaml")
@@ -37,17 +36,13 @@ class Upload:
     token: str
 
     def plan(self) -> list[str]:
-        """What :meth:`run` will do, as lines for people."""
+        """Return what :meth:`run` will do, as lines for people."""
         lines = [f"repository https://huggingface.co/{self.repository} (made, public, if it does not exist)"]
         lines += [f"upload {name}, {len(content.encode()):,} bytes" for name, content in self.files.items()]
         return [*lines, "files of the same names are replaced, in one commit; nothing else is touched"]
 
     def run(self) -> str:
-        """Upload; returns the address of the commit.
-
-        Raises:
-            UserError: The Hub refuses, or cannot be reached.
-        """
+        """Upload, and return the address of the commit."""
         api = HfApi(token=self.token)
         operations = [CommitOperationAdd(name, content.encode()) for name, content in self.files.items()]
         try:
@@ -58,17 +53,33 @@ class Upload:
         return str(commit.commit_url)
 
 
+def prepare_upload(card: ModelCard, report_file: Path, repository: str) -> Upload:
+    """Prepare a push of the card and its results."""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", repository) is None:
+        raise UserError(f"--push: expected OWNER/NAME, got {repository!r}")
+    token = get_token()
+    if token is None:
+        raise UserError("--push needs a token of the Hub: run 'hf auth login', or set HF_TOKEN")
+    try:
+        results = report_file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {report_file}: {error.strerror}") from error
+    return Upload(repository, {"README.md": str(card), RESULTS: results}, token)
+
+
 def make_card(
     report: Report, *, backend: str | None = None, base_model: str | None = None, license_name: str | None = None
 ) -> ModelCard:
     """Make the card of a model that is meant to run one of the report's ``dma_mxfp`` backends, by default the first.
 
     The base model is named as on the Hub, by default as it was measured if that is such a name; so is the licence.
-
-    Raises:
-        UserError: The report has no such backend, or the base model is not known.
     """
-    label = _label(report, backend)
+    configs = backend_configs(report)
+    if not configs:
+        raise UserError("the report has no dma_mxfp backend to make a card of")
+    label = next(iter(configs)) if backend is None else backend
+    if label not in configs:
+        raise UserError(f"--backend: the report has no {backend!r}; it has: {', '.join(configs)}")
     base = _base_model(report, base_model)
     name = f"{base.rpartition('/')[2]} with {label}"
     results = list(_eval_results(report, label))
@@ -83,35 +94,6 @@ def make_card(
         ignore_metadata_errors=False,
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(report, label, base, name)}", ignore_metadata_errors=False)
-
-
-def prepare_upload(card: ModelCard, report_file: Path, repository: str) -> Upload:
-    """Prepare a push of the card and the results behind it.
-
-    Raises:
-        UserError: ``repository`` is no name of one, there is no token, or the results cannot be read.
-    """
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", repository) is None:
-        raise UserError(f"--push: expected OWNER/NAME, got {repository!r}")
-    token = get_token()
-    if token is None:
-        raise UserError("--push needs a token of the Hub: run 'hf auth login', or set HF_TOKEN")
-    try:
-        results = report_file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {report_file}: {error.strerror}") from error
-    return Upload(repository, {README: str(card), RESULTS: results}, token)
-
-
-def _label(report: Report, backend: str | None) -> str:
-    configs = backend_configs(report)
-    if not configs:
-        raise UserError("the report has no dma_mxfp backend to make a card of")
-    if backend is None:
-        return next(iter(configs))
-    if backend not in configs:
-        raise UserError(f"--backend: the report has no {backend!r}; it has: {', '.join(configs)}")
-    return backend
 
 
 def _base_model(report: Report, base_model: str | None) -> str:
@@ -136,61 +118,38 @@ def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
         )
 
     for section in report.perplexity:
+        data, path = section.data, Path(section.data.name)
+        is_file = data.column is None or path.suffix in FILE_SUFFIXES  # and no dataset of the Hub, OWNER/NAME
+        dataset = {"dataset_config": data.config, "dataset_split": data.split}
         for each in section.backends:
             if each.label == label and each.perplexity is not None:
-                data, name = section.data, f"perplexity, context {section.context:,}"
-                path = Path(data.name)
-                is_file = data.column is None or path.suffix in FILE_SUFFIXES  # and no dataset of the Hub, OWNER/NAME
-                dataset = {"dataset_config": data.config, "dataset_split": data.split}
-                shown = path.name if is_file else data.name
+                name, shown = f"perplexity, context {section.context:,}", path.name if is_file else data.name
                 yield result(shown, "perplexity", name, round(each.perplexity, 4), **dataset)
-    for tasks in report.tasks:
-        for task in tasks.tasks:
-            for metric in task.metrics:
-                for value in metric.values:
-                    if value.label == label and value.value is not None:
-                        name = f"{metric.title}, {task.num_fewshot}-shot"
-                        yield result(task.name, metric.name, name, round(value.value, 6))
+    for task in (task for section in report.tasks for task in section.tasks):
+        for metric in task.metrics:
+            value = next((each.value for each in metric.values if each.label == label), None)
+            if value is not None:
+                name = f"{metric.title}, {task.num_fewshot}-shot"
+                yield result(task.name, metric.name, name, round(value, 6))
 
 
-def _only(report: Report, label: str) -> Report:
-    """The report of one backend and its references."""
+def _reduced(report: Report, label: str) -> Report:
+    """Return the report of one backend and its references, with local files and folders by their last names."""
     groups = [[each.label for each in group] for group in backend_groups(report)]
     others = {each for group in groups for each in group[1:]} - {label, *(group[0] for group in groups)}
 
-    def without(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: without(each) for name, each in value.items() if name not in others}
+    def reduce(value: Any) -> Any:
         if isinstance(value, list):
-            kept = (each for each in value if not (isinstance(each, dict) and each.get("label") in others))
-            return [without(each) for each in kept]
-        return value
+            return [reduce(each) for each in value if not (isinstance(each, dict) and each.get("label") in others)]
+        if not isinstance(value, dict):
+            return value
+        is_source = "sha256" in value or "architecture" in value  # a text or a model
+        kept = {name: reduce(each) for name, each in value.items() if name not in others}
+        return kept | {"name": _shown(value["name"])} if is_source else kept
 
-    return parse(Report, without(asdict(report)))
-
-
-def _weights(model: ModelInfo) -> str:
-    """Say which weights were measured."""
-    if model.quantization is None:
-        return "The weights are those of the base model."
-    return (
-        f"The weights that were measured are those of the base model quantised to {model.quantization}, as "
-        f"`{model.name}` has them."
-    )
-
-
-def without_paths(report: Report) -> Report:
-    """Return a report that names local files and folders by their last name, also in its command."""
     quoted = [part.partition("=") for part in shlex.split(report.command)]
-    command = shlex.join(
-        f"{_shown(option)}={_shown(value)}" if equals else _shown(option) for option, equals, value in quoted
-    )
-    fields = asdict(replace(report, command=command, model=replace(report.model, name=_shown(report.model.name))))
-    for section in (*fields["perplexity"], *(each["tokens"] for each in fields["fidelity"])):
-        section["data"]["name"] = _shown(section["data"]["name"])
-    for twin in (twin for stress in fields["stress"] for twin in stress["twins"] if twin["tokens"] is not None):
-        twin["tokens"]["data"]["name"] = _shown(twin["tokens"]["data"]["name"])
-    return parse(Report, fields)
+    command = shlex.join(_shown(option) + equals + _shown(value) for option, equals, value in quoted)
+    return parse(Report, reduce(asdict(report)) | {"command": command})
 
 
 def _shown(name: str) -> str:
@@ -203,28 +162,22 @@ def _shown(name: str) -> str:
 def _text(report: Report, label: str, base: str, name: str) -> str:
     config = backend_configs(report)[label]
     section = {key: value for key, value in config.items() if key not in RUNTIME}
-    preset = label.removeprefix(DMA).removeprefix(":").partition("+")[0]
-    is_named = preset in ("", *PRESETS)
-    report = without_paths(_only(report, label))
-    made = (
-        templates()
-        .get_template("card.md")
-        .render(
-            name=name,
-            base=base,
-            weights=_weights(report.model),
-            config=config,
-            cache=cache_of(label, config),
-            attention=label if is_named else DMA,
-            arguments="" if is_named else repr(section),
-            json=json.dumps({DMA: section}, indent=2),
-            measured=measured(report.model),
-            model=report.model,
-            machine=report.environment,
-            versions=versions(report.environment),
-            date=report.created[:10],
-            pages=all_pages(report),
-            command=report.command,
-        )
-    )
-    return tidy(made)
+    is_named = label.removeprefix(DMA).removeprefix(":").partition("+")[0] in ("", *PRESETS)
+    report = _reduced(report, label)
+    content = {
+        "name": name,
+        "base": base,
+        "config": config,
+        "cache": cache_of(label, config),
+        "attention": label if is_named else DMA,
+        "arguments": "" if is_named else repr(section),
+        "json": json.dumps({DMA: section}, indent=2),
+        "measured": measured(report.model),
+        "model": report.model,
+        "machine": report.environment,
+        "versions": versions(report.environment),
+        "date": report.created[:10],
+        "pages": all_pages(report),
+        "command": report.command,
+    }
+    return tidy(templates().get_template("card.md").render(content))

@@ -25,18 +25,15 @@ REQUIRED = MISSING
 """The default of an option that must be given."""
 KEY = "option"
 """Where a field's metadata hold its option."""
+DEBUG = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Run = Callable[..., int]
 
 
 def option(default: Any, *names: str, shown: str | bool = True, panel: str | None = None, **settings: Any) -> Any:
-    """A field of a dataclass that is an option, or an argument if it has no names.
+    """Return a field of a dataclass that is an option, or an argument if it has no names.
 
-    Args:
-        default: Its default, or :data:`REQUIRED`.
-        names: Its names, ``--long`` and ``-s``.
-        shown: What the help says of the default, where that is not its value.
-        panel: The section of the help that it stands in.
-        settings: More arguments of ``typer.Option``: ``help``, ``metavar``, ``min``, ``max``.
+    ``shown`` replaces the default in the help, and ``panel`` is the section of the help that it stands in. The other
+    settings are those of ``typer.Option``: ``help``, ``metavar``, ``min``, ``max``.
     """
     make = partial(typer.Option, *names) if names else typer.Argument
     metadata = {KEY: make(show_default=shown, rich_help_panel=panel, **settings)}
@@ -76,19 +73,17 @@ def add_command(app: typer.Typer, name: str, run: Run) -> None:
 
     Its docstring is the help, with examples after a line ``Examples:``.
     """
-    text, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\nExamples:\n")
-    hints = {key: kind for key, kind in get_type_hints(run).items() if key != "return"}
+    kinds = {key: kind for key, kind in get_type_hints(run).items() if key != "return"}
+    own: dict[str, list[str]] = {key: [] for key in kinds}  # the options of each dataclass
     declared: dict[str, inspect.Parameter] = {}
-    for kind in hints.values():
+    for key, kind in kinds.items():
         types = get_type_hints(kind)
         for each in (each for each in fields(kind) if KEY in each.metadata):
-            default = inspect.Parameter.empty if each.default is MISSING else each.default
-            default = default if each.default_factory is MISSING else each.default_factory()
-            kept: Any = Annotated[types[each.name], each.metadata[KEY]]
-            declared[each.name] = inspect.Parameter(
-                each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kept
-            )
-
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            annotation: Any = Annotated[types[each.name], each.metadata[KEY]]
+            parameter = inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
+            declared[each.name] = parameter if default is MISSING else parameter.replace(default=default)
+            own[key].append(each.name)
     declared["debug"] = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DEBUG)
 
     def call(debug: bool, **values: Any) -> int:
@@ -98,7 +93,7 @@ def add_command(app: typer.Typer, name: str, run: Run) -> None:
                 if isinstance(each, float) and not math.isfinite(each):
                     raise UserError(f"--{key.replace('_', '-')}: expected a finite number, got {each}")
         try:
-            return run(**{key: kind(**_own(kind, values)) for key, kind in hints.items()})
+            return run(**{key: kind(**{name: values[name] for name in own[key]}) for key, kind in kinds.items()})
         except KeyboardInterrupt:
             console.print_error("interrupted")
             return console.INTERRUPTED
@@ -106,13 +101,7 @@ def add_command(app: typer.Typer, name: str, run: Run) -> None:
     required_first = sorted(declared.values(), key=lambda each: each.default is not inspect.Parameter.empty)
     call.__signature__ = inspect.Signature(required_first)  # type: ignore[attr-defined]
     call.__annotations__ = {key: each.annotation for key, each in declared.items()}
+    text, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\nExamples:\n")
     paragraphs = "\n\n".join(paragraph.replace("\n", " ") for paragraph in text.strip().split("\n\n"))
     epilog = f"Examples:\n{textwrap.indent(examples, '  ')}" if examples else None
     app.command(name, cls=Command, help=paragraphs, epilog=epilog)(call)
-
-
-DEBUG = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-
-
-def _own(kind: Any, values: dict[str, Any]) -> dict[str, Any]:
-    return {each.name: values[each.name] for each in fields(kind) if KEY in each.metadata}

@@ -36,7 +36,7 @@ class Text:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
     def info(self, tokens: int) -> DataInfo:
-        """Facts about the text, which has so many tokens."""
+        """Return facts about the text, which has so many tokens."""
         facts: dict[str, Any] = {name: getattr(self, name) for name in ("name", "config", "split", "column", "sha256")}
         return DataInfo(**facts, characters=len(self.content), tokens=tokens)
 
@@ -61,41 +61,67 @@ class Window:
 
 
 def load_text(data: str, *, split: str | None = None, column: str = "text") -> Text:
-    """Read a text file, or the column of a dataset with a blank line between its rows.
+    """Read a text.
 
     Args:
-        data: A local file (plain text; or .json, .jsonl, .csv, .parquet, read by ``datasets``), or a dataset of the
+        data: A file (plain text in UTF-8; or .json, .jsonl, .csv, .parquet, read by ``datasets``), or a dataset of the
             Hub as ``NAME``, ``NAME:CONFIG`` or ``NAME:CONFIG:SPLIT`` (``NAME::SPLIT`` for the default configuration).
         split: The split, where ``data`` does not name it: ``test`` for a dataset, ``train`` (all) for a file.
         column: The dataset's column of text.
-
-    Raises:
-        UserError: There is no such file, dataset, configuration, split or column, or no text in it.
     """
     if not data:
         raise UserError("--data: expected a file or a dataset of the Hub, got ''")
     path = Path(data).expanduser()
     if path.is_dir():
         raise UserError(f"--data: {data} is a folder; name a file in it, or a dataset of the Hub")
-    if path.is_file():
-        builder = BUILDERS.get(path.suffix)
-        text = (
-            Text(content=_read(path), name=data)
-            if builder is None
-            else _load_dataset(data, builder, None, split or "train", column, data_files=str(path))
-        )
+    if path.is_file() and path.suffix in BUILDERS:
+        text = _load_dataset(data, BUILDERS[path.suffix], None, split or "train", column, data_files=str(path))
+    elif path.is_file():
+        try:
+            text = Text(content=path.read_text(encoding="utf-8"), name=data)
+        except UnicodeDecodeError as error:
+            raise UserError(f"--data: {path} is not UTF-8 text (byte {error.start}); convert it first") from error
+        except OSError as error:
+            raise UserError(f"--data: cannot read {path}: {error.strerror}") from error
     elif path.suffix in TEXT_SUFFIXES | BUILDERS.keys() or path.is_absolute() or data.startswith((".", "~")):
         raise UserError(f"--data: no such file: {data}")
     else:
-        name, config, named_split = _split_name(data)
-        text = _load_dataset(data, name, config, named_split or split or "test", column)
+        parts = data.split(":")
+        if len(parts) > 3 or not parts[0]:
+            raise UserError(f"--data: expected NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, got {data!r}")
+        name, config, named_split = (*parts, "", "")[:3]
+        text = _load_dataset(data, name, config or None, named_split or split or "test", column)
     if not text.content.strip():
         raise UserError(f"--data: {data} holds no text")
     return text
 
 
+def _load_dataset(data: str, name: str, config: str | None, split: str, column: str, **options: str) -> Text:
+    import datasets  # takes a second to import, and plain files do not need it
+
+    load: Callable[..., Any] = datasets.load_dataset
+    try:
+        rows = load(name, config, split=split, **options)
+    except StopIteration as error:  # from inside `datasets`: a file without a row
+        raise UserError(f"--data: {data} holds no text") from error
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        kind = "file" if options else "local file, nor a dataset that can be loaded"
+        is_broken = isinstance(error, datasets.exceptions.DatasetGenerationError)  # whose cause says how
+        why = one_line(error.__cause__ or error if is_broken else error)
+        raise UserError(f"--data: {data!r} is no readable {kind}: {why}") from error
+    if column not in rows.column_names:
+        raise UserError(f"--data: {data} has no column {column!r}; it has: {', '.join(rows.column_names)}")
+    values = rows[column][:]
+    for index, value in enumerate(values):
+        if not isinstance(value, str):
+            kind = "nothing" if value is None else f"{type(value).__name__}, not text"
+            raise UserError(f"--data: column {column!r} of {data} holds {kind} in row {index}")
+    name = data if options else name
+    return Text(content=PARAGRAPH_BREAK.join(values), name=name, config=config, split=split, column=column)
+
+
 def tokenize(tokenizer: Any, text: str) -> Tensor:
-    """Token ids of the whole text, int64 ``[N]``, with the special tokens that the tokenizer adds by default."""
+    """Return token ids of the whole text, int64 ``[N]``, with the special tokens that the tokenizer adds by default."""
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
 
@@ -111,12 +137,9 @@ def make_windows(
     """Cut a text of so many tokens into windows of ``context``, as the perplexity guide of Transformers does.
 
     Every token is scored once, with as much context as its window gives. Without a stride, windows do not overlap and
-    each scores all its tokens but the first. With a stride below ``context``, each window after the first scores its
-    last ``stride`` tokens. The last window may be shorter. ``skip`` windows at the begin are left out, and at most
+    each scores all its tokens except the first. With a stride below ``context``, each window after the first scores its
+    last ``stride`` tokens. The last window may be shorter. The first ``skip`` windows are left out, and at most
     ``limit`` are kept: the first ones, or some of the full ones, spread over the text.
-
-    Raises:
-        UserError: A value is out of range, or the text is shorter than one window, or has no more than are skipped.
     """
     stride = context if stride is None else stride
     if context < 2:
@@ -149,44 +172,3 @@ def make_windows(
         windows = windows[:-1]
     last = len(windows) - 1
     return [windows[round(i * last / max(1, limit - 1))] for i in range(limit)] if spread else windows[:limit]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"--data: {path} is not UTF-8 text (byte {error.start}); convert it first") from error
-    except OSError as error:
-        raise UserError(f"--data: cannot read {path}: {error.strerror}") from error
-
-
-def _split_name(data: str) -> tuple[str, str | None, str | None]:
-    parts = data.split(":")
-    if len(parts) > 3 or not parts[0]:
-        raise UserError(f"--data: expected NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, got {data!r}")
-    name, config, split = (*parts, "", "")[:3]
-    return name, config or None, split or None
-
-
-def _load_dataset(data: str, name: str, config: str | None, split: str, column: str, **options: str) -> Text:
-    import datasets  # takes a second to import, and plain files do not need it
-
-    load: Callable[..., Any] = datasets.load_dataset
-    try:
-        rows = load(name, config, split=split, **options)
-    except StopIteration as error:  # from inside `datasets`: a file without a row
-        raise UserError(f"--data: {data} holds no text") from error
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        kind = "file" if options else "local file, nor a dataset that can be loaded"
-        is_broken = isinstance(error, datasets.exceptions.DatasetGenerationError)  # whose cause says how
-        why = one_line(error.__cause__ or error if is_broken else error)
-        raise UserError(f"--data: {data!r} is no readable {kind}: {why}") from error
-    if column not in rows.column_names:
-        raise UserError(f"--data: {data} has no column {column!r}; it has: {', '.join(rows.column_names)}")
-    values = rows[column][:]
-    for index, value in enumerate(values):
-        if not isinstance(value, str):
-            kind = "nothing" if value is None else f"{type(value).__name__}, not text"
-            raise UserError(f"--data: column {column!r} of {data} holds {kind} in row {index}")
-    name = data if options else name
-    return Text(content=PARAGRAPH_BREAK.join(values), name=name, config=config, split=split, column=column)

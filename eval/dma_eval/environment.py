@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable
 from contextlib import suppress
@@ -16,19 +17,8 @@ from packaging.version import Version
 from .errors import UserError
 
 PACKAGES = (
-    "dma-hf",
-    "torch",
-    "triton",
-    "transformers",
-    "tokenizers",
-    "accelerate",
-    "datasets",
-    "gguf",
-    "huggingface_hub",
-    "lm-eval",
-    "numpy",
-    "safetensors",
-    "torchao",
+    *("dma-hf", "torch", "triton", "transformers", "tokenizers", "accelerate", "datasets", "gguf", "huggingface_hub"),
+    *("lm-eval", "numpy", "safetensors", "torchao"),
 )
 
 
@@ -54,7 +44,7 @@ def collect() -> Environment:
         python=platform.python_version(),
         packages=versions(PACKAGES),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cpu=_cpu_name(),
+        cpu=f"{_cpu_name()} ({os.cpu_count()} CPUs)",
         threads=torch.get_num_threads(),
         gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         cuda=torch.version.cuda,
@@ -64,18 +54,17 @@ def collect() -> Environment:
 
 def _commit() -> str | None:
     """Return the commit of this source tree, or what ``DMA_HF_COMMIT`` says where the tree has no history."""
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here)]
+    git = ["git", "-C", str(Path(__file__).parent)]
     with suppress(OSError, subprocess.CalledProcessError):
         tracked = subprocess.check_output([*git, "ls-files", "--", __file__], stderr=subprocess.DEVNULL, text=True)
-        if tracked:  # the package of another repository's environment is not
+        if tracked:  # an installed package may lie in the environment of another repository
             described = subprocess.check_output([*git, "describe", "--always", "--dirty", "--exclude=*"], text=True)
             return described.strip()
     return os.environ.get("DMA_HF_COMMIT")
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Version of each package that is installed; ``dma-hf`` is not where it runs from a source tree."""
+    """Return the version of each package that is installed; ``dma-hf`` is not where it runs from a source tree."""
     found = {}
     for package in packages:
         with suppress(metadata.PackageNotFoundError):
@@ -84,21 +73,16 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    """The processor's name; Linux tells it in /proc, elsewhere ``platform`` must do."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()} ({os.cpu_count()} CPUs)"
-    return f"{platform.processor() or platform.machine()} ({os.cpu_count()} CPUs)"
+    """Return the processor's name, which Linux has in /proc and not in ``platform``."""
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        if found := re.search(r"model name\s*: (.*)", text):
+            return found[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def need_transformers(least: str, what: str) -> None:
-    """Check that the installed Transformers is recent enough for a command.
-
-    Raises:
-        UserError: It is not.
-    """
+    """Check that the installed Transformers is recent enough for a command."""
     installed = metadata.version("transformers")
     if Version(installed).release < Version(least).release:
         raise UserError(f"{what} needs Transformers {least} or later, found {installed}; upgrade it")

@@ -38,11 +38,7 @@ Array = NDArray[np.float64]
 
 
 def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> FidelitySection:
-    """Measure how far every backend, in the model's dtype, is from SDPA on a copy of the model in fp32.
-
-    Raises:
-        UserError: An option is out of range, the text is too short, or the model cannot run it.
-    """
+    """Measure how far every backend, in the model's dtype, is from SDPA on a copy of the model in fp32."""
     loaded = session.loaded
     how = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
     reading = cut(loaded, text, how, part.context)
@@ -76,11 +72,7 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
 
 
 def in_fp32(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself if its weights are fp32, else a copy with the same weights in fp32.
-
-    Raises:
-        UserError: There is no memory for the copy, or the weights are packed.
-    """
+    """The model itself if its weights are fp32, else a copy with the same weights in fp32."""
     if model.dtype == torch.float32:
         return model
     for name, weight in model.named_parameters():
@@ -113,16 +105,15 @@ def bucket_changes(
     """Change of perplexity in percent in each coarse bucket, of the losses in the fine ones."""
     if not result.position_nll or not reference.position_nll:
         return []
-    changes: list[float | None] = []
-    for low, high in pairwise(coarse):
-        total, difference = 0, 0.0
-        for (begin, end), one, two in zip(pairwise(fine), result.position_nll, reference.position_nll, strict=True):
-            if low <= begin < high and one is not None and two is not None:
-                count = sum(max(0, min(end, window.length) - max(begin, window.first)) for window in windows)
-                total += count
-                difference += count * (one - two)
-        changes.append(100 * math.expm1(difference / total) if total and difference / total < 700 else None)
-    return changes
+    losses, expected = (np.array(each.position_nll, float) for each in (result, reference))
+    counts = np.array(
+        [sum(max(0, min(end, w.length) - max(begin, w.first)) for w in windows) for begin, end in pairwise(fine)]
+    )
+    sums = np.where(counts > 0, counts * (losses - expected), 0)
+    first = np.searchsorted(fine, coarse[:-1])
+    with np.errstate(invalid="ignore", over="ignore"):
+        changes = 100 * np.expm1(np.add.reduceat(sums, first) / np.add.reduceat(counts, first))
+    return [float(change) if np.isfinite(change) else None for change in changes]
 
 
 def _divergence(
@@ -162,12 +153,8 @@ def head_errors(
 
     One forward pass of ``model``, in fp32, over each window ``[T]`` serves all backends. In every layer SDPA's output
     goes on to the next one, and each backend computes from the same query, key and value, in the dtype of the session's
-    model, what it would have put in its place: an error found so is the head's own, and not the echo of a layer before
-    it. ``eager`` is a function of each model's own, which the interface does not give, and is left out; so are backends
-    that read through a cache, whose heads are those of the same precisions without one.
-
-    Raises:
-        UserError: The model does not run SDPA, or a backend refuses its calls.
+    model: no error is inherited from an earlier layer. ``eager`` is a function of each model's own and is left out; so
+    are backends that read through a cache.
     """
     dtype, processes = session.loaded.model.dtype, session.processes
     own = processes.share(windows)
@@ -204,22 +191,22 @@ def head_errors(
         failure = one_line(error)
     finally:
         model.set_attn_implementation("sdpa")
-    failures = [each for each in processes.gathered(failure) if each is not None]
-    if failures:
-        raise UserError(f"{type(model).__name__}: the heads cannot be measured: {failures[0]}")
-    total: dict[tuple[str, int], Array] = {}
-    for place, more in (item for share in processes.gathered(sums) for item in share.items()):
-        total[place] = total.get(place, 0) + more
-    tiny = np.finfo(np.float64).tiny
+    for why in filter(None, processes.gathered(failure)):
+        raise UserError(f"{type(model).__name__}: the heads cannot be measured: {why}")
+    shares = processes.gathered(sums)
     errors = []
     for backend in measured:
-        layers = [total[place] for place in sorted(total) if place[0] == backend.label]
-        relative_l1 = [(each[0] / np.maximum(each[1], tiny)).tolist() for each in layers]
-        cosine = [(each[2] / each[3]).tolist() for each in layers]
-        skipped = None
-        if backend.config is not None and backend.config.skip_threshold is not None:
-            skipped = [(each[4] / np.maximum(each[5], 1)).tolist() for each in layers]
-        errors.append(HeadErrors(label=backend.label, relative_l1=relative_l1, cosine=cosine, skipped=skipped))
+        layers = sorted({layer for each in shares for label, layer in each if label == backend.label})
+        totals = [sum(each[place] for each in shares if (place := (backend.label, layer)) in each) for layer in layers]
+        error, magnitude, cosine, tokens, skipped, examined = np.array(totals).transpose(1, 0, 2)
+        skips = backend.config is not None and backend.config.skip_threshold is not None
+        made = HeadErrors(
+            label=backend.label,
+            relative_l1=(error / np.maximum(magnitude, np.finfo(np.float64).tiny)).tolist(),
+            cosine=(cosine / tokens).tolist(),
+            skipped=(skipped / np.maximum(examined, 1)).tolist() if skips else None,
+        )
+        errors.append(made)
     return errors
 
 

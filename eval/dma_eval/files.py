@@ -1,4 +1,4 @@
-"""Files of results: JSON that is checked when it is read and appears whole, and the finished pieces of a run."""
+"""Files of results: JSON that is checked when it is read and replaced atomically, and the finished pieces of a run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ Kind = TypeVar("Kind")
 
 
 def parse(kind: type[Kind], content: bytes | Mapping[str, Any]) -> Kind:
-    """JSON, or what was read from it, as a dataclass: strictly, with no field that it does not have.
-
-    Raises:
-        ValueError: It is not as the type says; the message names the first field that is not.
-    """
+    """Parse JSON, or what was read from it, as a dataclass, strictly. A ``ValueError`` names the first wrong field."""
     text = content if isinstance(content, bytes) else json.dumps(content, default=str)
     try:
         return TypeAdapter(kind).validate_json(text, strict=True, extra="forbid")
@@ -40,46 +36,33 @@ def write_json(value: Any, path: Path, indent: int | None = 2, *, kind: Any = No
     """Write a dataclass, of a ``kind`` if it is generic, as JSON (RFC 8259: a NaN is an error).
 
     The file is replaced atomically. A link or a device (``/dev/stdout``) is written through.
-
-    Raises:
-        UserError: It cannot be written.
     """
     values = TypeAdapter(kind or type(value)).dump_python(value, mode="json")
     text = json.dumps(values, indent=indent, ensure_ascii=False, allow_nan=False)
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            path.write_text(text + "\n", encoding="utf-8")
-            return
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(path)
+        is_special = path.is_symlink() or (path.exists() and not path.is_file())
+        (path if is_special else partial).write_text(text + "\n", encoding="utf-8")
+        if not is_special:
+            partial.replace(path)
     except OSError as error:
         raise UserError(f"cannot write to {path}: {error.strerror}") from error
 
 
 def check_folder(folder: Path, option: str = "--out") -> None:
-    """Check that a folder can be made and written to.
-
-    Raises:
-        UserError: It cannot; the message names what stands in the way.
-    """
+    """Check that a folder can be made and written to."""
     nearest = next(each for each in (folder, *folder.parents) if each.exists())
     if not nearest.is_dir():
-        raise UserError(
-            f"{option}: cannot make the folder {folder}: {'it' if nearest == folder else nearest} is a file"
-        )
+        what = "it" if nearest == folder else nearest
+        raise UserError(f"{option}: cannot make the folder {folder}: {what} is a file")
     if not os.access(nearest, os.W_OK | os.X_OK):
         what = "write to" if nearest == folder else "make"
         raise UserError(f"{option}: cannot {what} the folder {folder}: {os.strerror(errno.EACCES)}")
 
 
 def make_folder(folder: Path, option: str = "--out") -> None:
-    """Make the folder that a run writes to, before the run.
-
-    Raises:
-        UserError: It cannot be made, or written to; the message names what stands in the way.
-    """
+    """Make the folder that a run writes to, before the run."""
     check_folder(folder, option)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,11 +71,7 @@ def make_folder(folder: Path, option: str = "--out") -> None:
 
 
 def prepare_file(path: Path | None, option: str) -> None:
-    """Check before a long run that its results can be written. Folders are made as needed.
-
-    Raises:
-        UserError: ``path`` is a folder, or cannot be written.
-    """
+    """Check before a long run that its results can be written. Folders are made as needed."""
     if path is None:
         return
     if path.is_dir():
@@ -101,8 +80,7 @@ def prepare_file(path: Path | None, option: str) -> None:
     if not existed:
         make_folder(path.parent, option)
     try:
-        with path.open("ab"):
-            pass
+        path.open("ab").close()
     except OSError as error:
         raise UserError(f"{option}: cannot write to {path}: {error.strerror}") from error
     if not existed:
@@ -112,9 +90,7 @@ def prepare_file(path: Path | None, option: str) -> None:
 def slug(name: str) -> str:
     """Return a readable file name, different for every ``name``."""
     readable = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.")
-    if readable == name:
-        return name
-    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+    return name if readable == name else f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +109,7 @@ class Store:
     folder: Path | None = None  # the run's folder; without one nothing is kept, and nothing found
 
     def load(self, kind: type[Kind], identity: Mapping[str, Any], *names: str) -> Piece[Kind] | None:
-        """Return the piece of these names, if there is one that depends on the very same."""
+        """Return the piece of these names, if there is one of the same identity."""
         path = self._path(names)
         if path is None or not path.is_file():
             return None
@@ -144,17 +120,13 @@ class Store:
         return piece if piece.identity == json.loads(json.dumps(identity)) else None
 
     def save(self, piece: Piece[Any], *names: str) -> None:
-        """Keep a piece under these names.
-
-        Raises:
-            UserError: The folder cannot be written.
-        """
+        """Keep a piece under these names."""
         path = self._path(names)
         if path is not None:
             write_json(piece, path, indent=None, kind=Piece[type(piece.content)])  # type: ignore[misc]
 
     def scratch(self, identity: Mapping[str, Any], *names: str) -> Path | None:
-        """The file for what is unfinished of a piece: another one for every identity; ``None`` if nothing is kept."""
+        """Return the file for an unfinished piece, another for every identity; ``None`` if nothing is kept."""
         path = self._path(names)
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
         return None if path is None else path.with_suffix(f".{digest}.partial")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList
 
 from dma_hf import DMAConfig
@@ -38,11 +40,7 @@ from .session import Processes
 
 Request = tuple[Any, list[int], list[int]]
 """The strings (or ``None``), the tokens of the context and those of the continuation."""
-
-PAD = 0
-"""Any token would do: padding is masked, and what the model says after it is not read."""
-
-
+PAD = 0  # any token would do: padding is masked
 PAIRS = "pairs"
 """The key of the counted pairs in lm-eval's cache of answers, whose other keys are hashes."""
 
@@ -62,11 +60,6 @@ class DMALM(HFLM):  # type: ignore[misc]
         attn_preset: Short for ``attn="dma_mxfp:PRESET"``.
         batch_size: Sequences per forward pass.
         kwargs: What lm-eval's ``hf`` takes: ``dtype``, ``revision``, ``gguf_file``, ``parallelize``, ...
-
-    Raises:
-        ValueError: Both ``attn`` and ``attn_preset`` are given, or ``attn_implementation`` is; the batch size is no
-            number; the model is not causal.
-        UserError: There is no such backend, or the model cannot run it.
     """
 
     def __init__(
@@ -77,7 +70,6 @@ class DMALM(HFLM):  # type: ignore[misc]
         batch_size: int | str | None = 1,
         **kwargs: Any,
     ) -> None:
-        """Load the model, where it is named, and switch it to the backend."""
         if attn is not None and attn_preset is not None:
             raise ValueError(f"attn={attn} and attn_preset={attn_preset} exclude each other; give one of them")
         if "attn_implementation" in kwargs:
@@ -108,11 +100,7 @@ class DMALM(HFLM):  # type: ignore[misc]
         return lm
 
     def use(self, backend: Backend) -> None:
-        """Switch to ``backend``, and forget the failure of the one before.
-
-        Raises:
-            UserError: The model cannot run it.
-        """
+        """Switch to ``backend``, and forget the failure of the one before."""
         activate(self.model, backend)
         self._reader = backend
         self.failure = None
@@ -123,15 +111,9 @@ class DMALM(HFLM):  # type: ignore[misc]
         database = self.cache_hook.dbdict
         self.pairs = Counter[str]() if database is None else database.get(PAIRS, Counter[str]())
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation; as lm-eval's own, without its bars."""
-        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        return answers
-
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Log-likelihood of each text; as lm-eval's own, without its bars."""
-        answers: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
-        return answers
+    # As lm-eval's own, without its progress bars.
+    loglikelihood = partialmethod(HFLM.loglikelihood, disable_tqdm=True)
+    loglikelihood_rolling = partialmethod(HFLM.loglikelihood_rolling, disable_tqdm=True)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
@@ -177,13 +159,12 @@ class DMALM(HFLM):  # type: ignore[misc]
         scored = [len(continuation) for _, _, continuation in chunk]
         longest = max(map(len, sequences))
         self.pairs += sum((_pairs(len(sequence), self._reader.config) for sequence in sequences), Counter[str]())
-        ids, mask = torch.full((len(chunk), longest), PAD), torch.zeros((len(chunk), longest), dtype=torch.int64)
         # A cache stores no padding on its left, and all models read what has none there.
-        begins = [longest - len(sequence) if self._reader.reads_cache else 0 for sequence in sequences]
-        for row, row_mask, begin, sequence in zip(ids, mask, begins, sequences, strict=True):
-            row[begin : begin + len(sequence)] = torch.tensor(sequence)
-            row_mask[begin : begin + len(sequence)] = 1
-        ends = [begin + len(sequence) for begin, sequence in zip(begins, sequences, strict=True)]
+        side = "left" if self._reader.reads_cache else "right"
+        rows = [torch.tensor(sequence) for sequence in sequences]
+        ids = pad_sequence(rows, batch_first=True, padding_value=PAD, padding_side=side)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+        ends = [longest if side == "left" else len(sequence) for sequence in sequences]
         first = min(end - count for end, count in zip(ends, scored, strict=True))  # position of the first logits
         inputs: dict[str, Any] = {"last": longest - first}
         if not bool(mask.all()):

@@ -21,43 +21,30 @@ class MemoryMeter:
     """Measures what a block of code adds to the memory in use, at its peak.
 
     On CUDA: PyTorch's allocated bytes, exact, summed over devices. Elsewhere: the resident set of the process, sampled
-    every 5 ms, so that shorter peaks may be missed and memory that the process keeps for reuse is not counted again.
-
-    Attributes:
-        kind: ``cuda_allocated`` or ``process_rss``.
-        baseline: Bytes in use when the meter was made, with all weights in memory.
-        increase: Bytes that the last ``measure`` block added at its peak.
+    every 5 ms, so shorter peaks may be missed, and memory that the process keeps for reuse does not count again.
     """
 
     def __init__(self, *models: PreTrainedModel) -> None:
-        """Note what is in use with these models loaded."""
         is_on_cpu = models[0].device.type != "cuda"
         self._devices = range(0) if is_on_cpu else range(torch.cuda.device_count())
         if is_on_cpu:
-            # Checkpoints are mapped into memory: their pages come with the first pass, which is not what that adds.
+            # Checkpoints are mapped into memory. Touch their pages, which the first pass would seem to add.
             for tensor in (weight.data for model in models for weight in (*model.parameters(), *model.buffers())):
                 if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
                     torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())[::PAGE].sum()
         self._process = psutil.Process()
         self.kind = "cuda_allocated" if self._devices else "process_rss"
-        self.baseline = self._in_use()
-        self.increase = 0
+        self.baseline = self._in_use()  # bytes in use with all weights in memory
+        self.increase = 0  # bytes that the last ``measure`` block added at its peak
 
     def synchronize(self) -> None:
-        """Wait until the devices have done all that was asked of them."""
+        """Wait for the devices."""
         for device in self._devices:
             torch.cuda.synchronize(device)
 
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Measure the block; the result is in ``increase`` afterwards."""
-        if self._devices:
-            for device in self._devices:
-                torch.cuda.reset_peak_memory_stats(device)
-            before = self._in_use()
-            yield
-            self.increase = sum(torch.cuda.max_memory_allocated(device) for device in self._devices) - before
-            return
         before = peak = self._in_use()
         done = threading.Event()
 
@@ -67,15 +54,21 @@ class MemoryMeter:
                 peak = max(peak, self._in_use())
 
         thread = threading.Thread(target=sample, daemon=True)
-        thread.start()
+        for device in self._devices:
+            torch.cuda.reset_peak_memory_stats(device)
+        if not self._devices:
+            thread.start()
         try:
             yield
         finally:
             done.set()
-            thread.join()
+            if not self._devices:
+                thread.join()
+        if self._devices:
+            peak = sum(map(torch.cuda.max_memory_allocated, self._devices))
         self.increase = max(peak, self._in_use()) - before
 
     def _in_use(self) -> int:
         if self._devices:
-            return sum(torch.cuda.memory_allocated(device) for device in self._devices)
+            return sum(map(torch.cuda.memory_allocated, self._devices))
         return int(self._process.memory_info().rss)

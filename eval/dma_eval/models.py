@@ -27,11 +27,9 @@ from .results import ModelInfo
 GIB = 1 << 30
 UNLOADABLE = (
     *(OSError, ValueError, TypeError, ImportError, RuntimeError, KeyError),
-    *(SafetensorError, StrictDataclassError),
+    *(SafetensorError, StrictDataclassError),  # the last for a configuration with a value of a wrong type
 )
-"""What Transformers raises where it cannot load a model: the last of a configuration with a value of a wrong type."""
-DTYPE_NAMES = ("F64", "F32", "F16", "BF16")
-"""What GGUF calls weights that are not quantised."""
+"""What Transformers raises where it cannot load a model."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -63,7 +61,7 @@ class LoadedModel:
 
     @property
     def files(self) -> list[list[Any]]:
-        """Name, bytes and time of change of each file of a local model: others may come to lie under its name."""
+        """Name, bytes and time of change of each file of a local model: its content may change under its name."""
         folder, file = Path(self.source.path), self.source.gguf_file
         found = sorted(folder.iterdir()) if folder.is_dir() else []
         facts = [(each.name, each.stat()) for each in found if each.is_file() and file in (None, each.name)]
@@ -95,25 +93,20 @@ class LoadedModel:
 
 
 def head_dim_of(config: Any) -> Any:
-    """The dimension of a head, an integer, as the configuration of a text model gives it; ``None`` if it does not."""
+    """Return the dimension of a head from the configuration of a text model; ``None`` if it does not tell."""
     hidden, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
     return getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
 
 
 def parse_source(name: str) -> ModelSource:
-    """Tell a GGUF file (local, or ``OWNER/REPOSITORY/FILE.gguf`` on the Hub) from a folder or a Hub repository.
-
-    Raises:
-        UserError: A name that can only be a local path is none.
-    """
+    """Tell a GGUF file (local, or ``OWNER/REPOSITORY/FILE.gguf`` on the Hub) from a folder or a Hub repository."""
     if not name:
         raise UserError("--model: expected a folder, a .gguf file or a Hub name, got ''")
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
         if path.is_file():
             return ModelSource(str(path.parent), path.name)
-        owner, _, rest = name.partition("/")
-        repository, _, file = rest.partition("/")
+        owner, repository, file = [*name.split("/", 2), "", ""][:3]
         if file and owner not in ("", ".", "..", "~"):
             return ModelSource(f"{owner}/{repository}", file)
         raise UserError(f"--model: no such file: {name}")
@@ -129,19 +122,16 @@ def parse_source(name: str) -> ModelSource:
 
 
 def parse_device(name: str) -> torch.device:
-    """The device of that name; for ``auto``, CUDA where there is one and else the CPU.
-
-    Raises:
-        UserError: There is no such device here.
-    """
+    """Return the device of that name; for ``auto``, CUDA where there is one and else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    wrong = UserError(f"--device: expected auto, cpu, cuda or cuda:N; got {name!r}")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UserError(f"--device: expected auto, cpu, cuda or cuda:N; got {name!r}") from error
+        raise wrong from error
     if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device: expected auto, cpu, cuda or cuda:N; got {name!r}")
+        raise wrong
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise UserError(f"--device: {name!r} is not there: {count} CUDA devices found; --device cpu works everywhere")
@@ -169,18 +159,14 @@ def load_model(
         device_map: Spreads the model over devices, see Accelerate; ``auto`` for instance.
         revision: Branch, tag or commit of the Hub repository.
         trust_remote_code: Whether code that comes with the model may run.
-        yarn: Multiply the model's positions by so much, its rotary embedding rescaled by YaRN.
-
-    Raises:
-        UserError: The model cannot be loaded; the message says why.
+        yarn: Multiply the model's positions by this factor, its rotary embedding rescaled by YaRN.
     """
     source = parse_source(name)
     if dtype not in ("auto", *DTYPES):
         raise UserError(f"--dtype must be one of auto, {', '.join(DTYPES)}; got {dtype!r}")
-    chosen_dtype = DTYPES.get(dtype)
     if device_map is not None and device != "auto":
         raise UserError("--device and --device-map exclude each other; give one of them")
-    chosen_device = parse_device(device)
+    chosen_dtype, chosen_device = DTYPES.get(dtype), parse_device(device)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if source.gguf_file is not None:
         options["gguf_file"] = source.gguf_file
@@ -197,10 +183,9 @@ def load_model(
         if device_map is None:
             model = model.to(chosen_device)
     except UNLOADABLE as error:
-        why = _damage(source) or one_line(error)
-        raise UserError(f"--model: cannot load {name!r}: {why}") from error
+        raise UserError(f"--model: cannot load {name!r}: {_damage(source) or one_line(error)}") from error
     missing = sorted(loading["missing_keys"])
-    if missing:  # Transformers makes them up at random
+    if missing:  # Transformers initialises them at random
         raise UserError(
             f"--model: cannot load {name!r}: the checkpoint lacks {len(missing)} weights of {type(model).__name__}, "
             f"{missing[0]} among them; check that it belongs to its configuration"
@@ -218,15 +203,11 @@ def _quantization(source: ModelSource, revision: str | None, config: Any) -> str
     for tensor in GGUFReader(cached_file(source.path, source.gguf_file, revision=revision)).tensors:
         kinds[tensor.tensor_type.name] += int(tensor.n_elements)
     most = kinds.most_common(1)[0][0]
-    return None if most in DTYPE_NAMES else most
+    return None if most in ("F64", "F32", "F16", "BF16") else most
 
 
 def rescale(config: Any, factor: float) -> None:
-    """Let a model take ``factor`` times its positions, with YaRN as Transformers has it.
-
-    Raises:
-        UserError: The model has no rotary embedding, several, or one that is rescaled already.
-    """
+    """Let a model take ``factor`` times its positions, with YaRN as Transformers has it."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") != "default" or not 1 < factor < math.inf:
@@ -235,22 +216,19 @@ def rescale(config: Any, factor: float) -> None:
             f"{factor:g} and {config.model_type} with {rope or 'none'}"
         )
     positions = text.max_position_embeddings
-    text.rope_parameters = rope | {
-        "rope_type": "yarn",
-        "factor": float(factor),
-        "original_max_position_embeddings": positions,
-    }
+    yarn = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": positions}
+    text.rope_parameters = rope | yarn
     text.max_position_embeddings = int(factor * positions)
 
 
 def _damage(source: ModelSource) -> str:
-    """What is wrong with a local GGUF file that cannot be read; empty where that is not the matter."""
+    """Say what is wrong with a local GGUF file that cannot be read; nothing if it can be."""
     path = Path(source.path) / (source.gguf_file or "")
     if not path.is_file():
         return ""
     try:
         GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OSError, MemoryError):  # whatever its arrays say of bytes that lack
+    except (ValueError, IndexError, KeyError, OSError, MemoryError):  # its arrays depend on bytes that are missing
         return f"the file is damaged, or was cut off at {path.stat().st_size:,} bytes; fetch it again"
     return ""
 
@@ -259,9 +237,6 @@ def check_memory(name: str, config: Any, dtype: torch.dtype | None, device: torc
     """Check that the weights of a model fit, before they are read. Quantised checkpoints are not checked.
 
     By default weights have the checkpoint's own dtype, and go to all devices and the host together.
-
-    Raises:
-        UserError: They do not; the message says how much they need.
     """
     if getattr(config, "quantization_config", None) is not None:
         return
@@ -279,7 +254,7 @@ def check_memory(name: str, config: Any, dtype: torch.dtype | None, device: torc
 
 
 def free_memory(device: torch.device | None) -> int:
-    """Bytes that are free on ``device``, or on all CUDA devices and the host together."""
+    """Return the bytes that are free on ``device``, or on all CUDA devices and the host together."""
     host = int(psutil.virtual_memory().available)
     if device is None:
         return host + sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
@@ -287,14 +262,9 @@ def free_memory(device: torch.device | None) -> int:
 
 
 def batching_settings(model: PreTrainedModel, cache_gib: float | None) -> ContinuousBatchingConfig:
-    """Return Transformers' settings of continuous batching, with so many GiB for the paged cache or what it finds free.
-
-    Raises:
-        UserError: That memory does not hold a page for every layer.
-    """
-    # No other attention than the one that was asked for.
+    """Return Transformers' settings of continuous batching, with a paged cache of so many GiB or of what is free."""
     config = ContinuousBatchingConfig()
-    if hasattr(config, "auto_switch_to_flash"):  # Transformers 5.19 and newer
+    if hasattr(config, "auto_switch_to_flash"):  # Transformers 5.19 and newer; no other attention than asked for
         config.auto_switch_to_flash = False
     if cache_gib is not None:
         text = model.config.get_text_config()

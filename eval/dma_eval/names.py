@@ -1,7 +1,8 @@
 """Names of backends, checked and read without slow imports.
 
 A name is ``IMPLEMENTATION[:PRESET][+CACHE]``: ``sdpa``, ``dma_mxfp``, ``dma_mxfp:fp4``, ``dma_mxfp:balanced+int4``,
-``dma_mxfp:FILE.toml+int8``, ``sdpa+hqq4``.
+``dma_mxfp:FILE.toml+int8``, ``sdpa+hqq4``. A test compares the names below with those of ``dma_hf``, whose import takes
+seconds.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ from .errors import UserError
 
 DMA = "dma_mxfp"
 PRESETS = ("balanced", "fp4", "paper")
-"""The presets of ``dma_hf``, whose import takes seconds. A test compares them."""
 FORMAT_SUFFIXES = {"+int8": "int8", "+int4": "int4"}
-"""Suffixes of ``dma_mxfp`` and the cache format that each stands for. A test compares them with ``dma_hf``."""
+"""Suffixes of ``dma_mxfp`` and the cache format that each stands for."""
 PEER_SUFFIXES = ("+quanto4", "+quanto2", "+hqq8", "+hqq4", "+hqq2", "+fp8")
 """Suffixes of other implementations: read through a ``QuantizedCache`` of Transformers."""
 RENAMED_PRESETS = {"kv8": "balanced+int8", "kv4": "balanced+int4"}
-"""Presets of earlier versions and their new names. A test compares them with ``dma_hf``."""
+"""Presets of earlier versions and their new names."""
 SIMULATED = "sim_"
 """Prefix of the names of simulated kernels."""
 TILE = 128
-"""Tokens that are read through a cache at a time: the tile size, which a test compares with ``dma_kernels``."""
+"""Tokens that are read through a cache at a time."""
 
 
 def split_suffix(name: str) -> tuple[str, str]:
@@ -43,50 +43,35 @@ def is_file(setting: str) -> bool:
 
 
 def check_names(names: Iterable[str], option: str = "--attn") -> None:
-    """Check every name of ``dma_mxfp``. Transformers knows the valid names of other implementations.
-
-    Raises:
-        UserError: There is no such preset, file or cache. The message lists the valid ones, or has the new name.
-    """
+    """Check every name of ``dma_mxfp``. Transformers knows the valid names of other implementations."""
     for name in names:
-        rest, suffix = split_suffix(name)
-        implementation, colon, setting = rest.partition(":")
-        if implementation.partition("+")[0] != DMA:
-            continue
-        _check_renamed(name, option)
-        caches = ", ".join(FORMAT_SUFFIXES)
-        if suffix in PEER_SUFFIXES:
-            raise UserError(
-                f"{option}: {name!r}: {suffix} is a cache of Transformers, which {DMA} does not use; valid: {caches}"
-            )
-        if not colon and implementation != DMA:
-            raise UserError(f"{option}: {name!r} has an unknown cache; valid: {caches}")
-        if not colon or setting in PRESETS:
-            continue
-        presets = f"{', '.join(PRESETS)}, or a TOML file"
-        if not setting:
-            raise UserError(f"{option}: {name!r} names no preset; valid: {presets}")
-        if not is_file(setting):
-            base, plus, cache = setting.partition("+")
-            if plus and (base in PRESETS or is_file(base)):
-                raise UserError(f"{option}: {name!r} has an unknown cache +{cache}; valid: {caches}")
-            raise UserError(
-                f"{option}: unknown preset {setting!r}; valid: {presets} ({DMA}:FILE.toml), and after it a cache "
-                f"({caches})"
-            )
-        if not Path(setting).is_file():
-            raise UserError(f"{option}: no such file: {setting}")
+        if name.partition(":")[0].partition("+")[0] == DMA and (problem := _problem(name)):
+            raise UserError(f"{option}: {problem}")
 
 
-def _check_renamed(name: str, option: str) -> None:
-    """Refuse names of earlier versions with their new names."""
-    rest, _, cache = name.partition("+")
-    implementation, _, preset = rest.partition(":")
-    renamed = RENAMED_PRESETS.get(preset)
-    if renamed is not None:
-        new = f"{renamed.partition('+')[0]}+{cache}" if f"+{cache}" in FORMAT_SUFFIXES else renamed
-        raise UserError(f"{option}: the preset {preset!r} is now called {new!r}: {implementation}:{new}")
+def _problem(name: str) -> str:
+    """Return what is wrong with a name of ``dma_mxfp``, and its new name if it has one; else nothing."""
+    rest, suffix = split_suffix(name)
+    implementation, colon, setting = rest.partition(":")
+    caches, presets = ", ".join(FORMAT_SUFFIXES), f"{', '.join(PRESETS)}, or a TOML file"
+    base, plus, cache = setting.partition("+")
+    if base in RENAMED_PRESETS:
+        new = RENAMED_PRESETS[base]
+        new = new.partition("+")[0] + suffix if suffix in FORMAT_SUFFIXES else new
+        return f"the preset {base!r} is now called {new!r}: {DMA}:{new}"
     if name.endswith("+cache"):
-        base = name.removesuffix("+cache")
-        choices = " or ".join(base + suffix for suffix in FORMAT_SUFFIXES)
-        raise UserError(f"{option}: the suffix '+cache' is gone; name the cache format: {choices}")
+        choices = " or ".join(name.removesuffix("+cache") + each for each in FORMAT_SUFFIXES)
+        return f"the suffix '+cache' is gone; name the cache format: {choices}"
+    if suffix in PEER_SUFFIXES:
+        return f"{name!r}: {suffix} is a cache of Transformers, which {DMA} does not use; valid: {caches}"
+    if not colon:
+        return "" if implementation == DMA else f"{name!r} has an unknown cache; valid: {caches}"
+    if not setting:
+        return f"{name!r} names no preset; valid: {presets}"
+    if setting in PRESETS:
+        return ""
+    if is_file(setting):
+        return "" if Path(setting).is_file() else f"no such file: {setting}"
+    if plus and (base in PRESETS or is_file(base)):
+        return f"{name!r} has an unknown cache +{cache}; valid: {caches}"
+    return f"unknown preset {setting!r}; valid: {presets} ({DMA}:FILE.toml), and after it a cache ({caches})"

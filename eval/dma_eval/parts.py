@@ -19,36 +19,27 @@ from .command import KEY, REQUIRED, option
 from .errors import UserError
 from .files import parse
 
-FOLDER = "suites"
+SUITES = resources.files("dma_eval") / "suites"
 window, task, piece, prompt = (partial(option, panel=name) for name in ("Windows", "Tasks", "Parts", "Prompts"))
 """Options in a section of the help."""
-
-
-def context_option() -> Any:
-    """Tokens per window."""
-    shown = "2048, or the model's maximum if less"
-    return window(None, "--context", "-c", min=2, shown=shown, help="Tokens per window.")
+context_option = partial(
+    window,
+    None,
+    "--context",
+    "-c",
+    min=2,
+    shown="2048, or the model's maximum if less",
+    help="Tokens per window.",
+)
+batch_size_option = partial(window, 1, "--batch-size", min=1, help="Windows per forward pass.")
+limit_option = partial(task, None, "--limit", min=1, shown="all", help="Samples of each task: the first ones.")
+sequences_option = partial(task, 8, "--batch-size", min=1, help="Sequences per forward pass.")
 
 
 def max_windows_option(default: int | None = None) -> Any:
     """How many windows to read."""
     shown = "all" if default is None else True
     return window(default, "--max-windows", min=1, shown=shown, help="Read at most this many windows.")
-
-
-def batch_size_option() -> Any:
-    """How many windows to read at a time."""
-    return window(1, "--batch-size", min=1, help="Windows per forward pass.")
-
-
-def limit_option() -> Any:
-    """How many samples of each task to take."""
-    return task(None, "--limit", min=1, shown="all", help="Samples of each task: the first ones.")
-
-
-def sequences_option() -> Any:
-    """How many sequences of tasks to read at a time."""
-    return task(8, "--batch-size", min=1, help="Sequences per forward pass.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,26 +178,19 @@ PARTS: Mapping[str, type[Any]] = {
 
 
 def suite_names() -> list[str]:
-    """Names of the suites that come with the package."""
-    folder = resources.files("dma_eval") / FOLDER
-    return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
+    """Return the names of the suites that come with the package."""
+    return sorted(item.name.removesuffix(".toml") for item in SUITES.iterdir() if item.name.endswith(".toml"))
 
 
 def load_suite(name: str) -> Suite:
-    """Read a suite of the package, by name, or a file of one's own.
-
-    Raises:
-        UserError: There is none, or it is not as described; the message lists the names, or the keys, that there are.
-    """
-    if name in suite_names():
-        content = (resources.files("dma_eval") / FOLDER / f"{name}.toml").read_text(encoding="utf-8")
-    elif name.endswith(".toml"):
-        try:
-            content = Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--suite: cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
-    else:
+    """Read a suite of the package, by name, or a file of one's own."""
+    is_known = name in suite_names()
+    if not is_known and not name.endswith(".toml"):
         raise UserError(f"--suite: unknown suite {name!r}; valid: {', '.join(suite_names())}, or a TOML file")
+    try:
+        content = (SUITES / f"{name}.toml" if is_known else Path(name)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--suite: cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
     try:
         return parse_suite(name, tomllib.loads(content))
     except ValueError as error:  # TOMLDecodeError is one
@@ -214,34 +198,22 @@ def load_suite(name: str) -> Suite:
 
 
 def parse_suite(name: str, values: Mapping[str, Any]) -> Suite:
-    """Make a suite of what a TOML file holds.
-
-    Raises:
-        ValueError: A key is unknown or missing, a value is of another type or out of its option's range, or there is
-            nothing to measure.
-    """
+    """Make a suite of what a TOML file holds. A ``ValueError`` says what is wrong with a key or a value."""
+    asked = [key for key in PARTS if key in values]
     tables = {"": (values, ["description", *PARTS])}
-    tables |= {
-        f"[{key}] ": (values[key], [each.name for each in fields(PARTS[key])]) for key in PARTS.keys() & values.keys()
-    }
+    tables |= {f"[{key}] ": (values[key], [each.name for each in fields(PARTS[key])]) for key in asked}
     for where, (table, valid) in tables.items():
         unknown = [key for key in table if key not in valid] if isinstance(table, Mapping) else []
         if unknown:
             raise ValueError(f"{where}unknown key {unknown[0]!r}; valid: {', '.join(valid)}")
-    if not PARTS.keys() & values.keys():
+    if not asked:
         raise ValueError(f"nothing to measure; give one of the tables {', '.join(f'[{part}]' for part in PARTS)}")
     suite = parse(Suite, {**values, "name": name})
-    for key in PARTS:
-        _check_ranges(key, getattr(suite, key))
-    return suite
-
-
-def _check_ranges(key: str, part: Any) -> None:
-    for each in fields(PARTS[key]) if part is not None else ():
-        declared = each.metadata.get(KEY)
+    for key, each in ((part, each) for part in asked for each in fields(PARTS[part])):
+        declared, value = each.metadata.get(KEY), getattr(getattr(suite, key), each.name)
         least, most = (getattr(declared, name, None) for name in ("min", "max"))
-        value = getattr(part, each.name)
         for one in value if isinstance(value, list) else [value]:
             if least is not None and one is not None and not least <= one <= (math.inf if most is None else most):
                 expected = f"at least {least}" if most is None else f"{least} to {most}"
                 raise ValueError(f"[{key}] {each.name}: expected {expected}, got {one}")
+    return suite

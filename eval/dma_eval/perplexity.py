@@ -43,7 +43,6 @@ CHUNK_ELEMENTS = 2**24  # logits taken to fp32 at a time: 64 MiB
 MAX_POSITION_BUCKETS = 64
 Array = NDArray[np.float64]
 _PACKED = PlainSerializer(lambda array: base64.b64encode(array.tobytes()).decode(), return_type=str)
-"""Arrays are stored in base64."""
 Floats = Annotated[
     NDArray[np.float32], PlainValidator(lambda text: np.frombuffer(base64.b64decode(text), np.float32)), _PACKED
 ]
@@ -65,14 +64,12 @@ class TokenScores:
 class Pass:
     """One backend's reading of one batch of windows."""
 
-    # One entry per window; none if the backend failed, here or before.
-    scores: list[TokenScores] = field(default_factory=list)
+    scores: list[TokenScores] = field(default_factory=list)  # by window; none if the backend failed, here or before
     tokens: int = 0  # tokens that were read
     seconds: float = 0.0  # wall-clock seconds, devices synchronised
     is_first: bool = False  # whether it is the first of its process, which is slow for that
     peak_memory: int = 0  # bytes in use with the model loaded, plus the most that the pass added
-    # How often something ran with other attention than this one, by reason.
-    fallbacks: dict[str, int] = field(default_factory=dict)
+    fallbacks: dict[str, int] = field(default_factory=dict)  # calls that ran other attention, by reason
     failure: str | None = None  # why the backend was stopped; None if it was not
 
 
@@ -81,25 +78,6 @@ class Batch:
     """One reading of a batch of windows by each backend, in order."""
 
     passes: list[Pass]
-
-
-def measure_perplexity(
-    session: Session, text: Text, part: PerplexityPart, context: int | None = None, *, name: str = "perplexity"
-) -> PerplexitySection:
-    """Measure perplexity and fidelity of every backend on the same tokens; finished batches are kept under ``name``.
-
-    Interrupted after at least one batch of windows, in a single process, it gives the results of those.
-
-    Raises:
-        UserError: An option is out of range, the text is too short, or the model cannot run it.
-    """
-    reading = cut(session.loaded, text, part, context)
-    return compare(session, reading, session.backends, place=(name,), keeps_partial=True)
-
-
-def default_context(loaded: LoadedModel) -> int:
-    """2,048 tokens, or the model's maximum where that is less."""
-    return min(DEFAULT_CONTEXT, loaded.max_context or DEFAULT_CONTEXT)
 
 
 @dataclass(frozen=True)
@@ -113,13 +91,24 @@ class Reading:
     part: PerplexityPart  # how windows were chosen, and how many form a batch
 
 
-def cut(loaded: LoadedModel, text: Text, part: PerplexityPart, context: int | None = None) -> Reading:
-    """Cut a text into windows of ``context`` tokens, by default as many as :func:`default_context` says.
+def measure_perplexity(
+    session: Session, text: Text, part: PerplexityPart, context: int | None = None, *, name: str = "perplexity"
+) -> PerplexitySection:
+    """Measure perplexity and fidelity of every backend on the same tokens; finished batches are kept under ``name``.
 
-    Raises:
-        UserError: An option is out of range, the text is too short, the context is larger than the model's, or a token
-            is not in the model's vocabulary.
+    Interrupted after at least one batch of windows, in a single process, it gives the results of those.
     """
+    reading = cut(session.loaded, text, part, context)
+    return compare(session, reading, session.backends, place=(name,), keeps_partial=True)
+
+
+def default_context(loaded: LoadedModel) -> int:
+    """2,048 tokens, or the model's maximum where that is less."""
+    return min(DEFAULT_CONTEXT, loaded.max_context or DEFAULT_CONTEXT)
+
+
+def cut(loaded: LoadedModel, text: Text, part: PerplexityPart, context: int | None = None) -> Reading:
+    """Cut a text into windows of ``context`` tokens, by default as many as :func:`default_context` says."""
     context = default_context(loaded) if context is None else context
     input_ids = tokenize(loaded.tokenizer, text.content)
     windows = make_windows(
@@ -147,20 +136,15 @@ def compare(
 ) -> PerplexitySection:
     """Run every backend on every window; the first one is the reference.
 
-    Finished batches are kept under the names ``place``, and count for the same ``seed``, where the model hangs on one.
+    Finished batches are kept under the names ``place``, and count for the same ``seed``, if the model depends on one.
 
     A backend whose logits are not finite, or which raises, is stopped and marked as failed; the others go on. If it is
     the first, then KL and agreement of the others mean nothing. It runs on ``reference_model`` if there is one, which
     has the same weights in another dtype. An interruption of a single process may give what was measured before it.
-
-    Raises:
-        UserError: The model cannot run a backend at all.
     """
     part, context, input_ids = reading.part, reading.context, reading.input_ids
     model, processes, store = session.loaded.model, session.processes, session.store
-    models = [model] * len(backends)
-    if reference_model is not None:
-        models[0] = reference_model
+    models = [reference_model or model, *[model] * (len(backends) - 1)]
     for running, backend in zip(models, backends, strict=True):
         activate(running, backend)
     meter = MemoryMeter(models[0], model)
@@ -175,24 +159,24 @@ def compare(
     try:
         for index in own:
             batch = batches[index]
-            spans = [[window.begin, window.end, window.first] for window in batch]
+            identity["windows"] = [[window.begin, window.end, window.first] for window in batch]
             names = ("parts", *place, str(index))
-            kept = store.load(Batch, {**identity, "windows": spans}, *names)
-            if kept is None:
-                ids = torch.stack([input_ids[window.begin : window.end] for window in batch]).to(model.device)
-                runs = list(zip(models, backends, failed, strict=True))
-                passes = _read_batch(runs, ids, batch, meter, session.progress)
-                failed = [each.failure is not None for each in passes]
-                for each in passes:
-                    each.is_first = is_first
-                is_first = False
-                done[index] = Batch(passes)
-                if not any(failed):  # so that the next run tries again
-                    store.save(Piece(identity={**identity, "windows": spans}, content=done[index]), *names)
-            else:
+            kept = store.load(Batch, identity, *names)
+            if kept is not None:
                 done[index] = kept.content
                 reused += len(batch)
                 session.progress.advance("from the folder", len(batch) * len(backends))
+                continue
+            ids = torch.stack([input_ids[window.begin : window.end] for window in batch]).to(model.device)
+            runs = list(zip(models, backends, failed, strict=True))
+            passes = _read_batch(runs, ids, batch, meter, session.progress)
+            failed = [each.failure is not None for each in passes]
+            for each in passes:
+                each.is_first = is_first
+            is_first = False
+            done[index] = Batch(passes)
+            if not any(failed):  # so that the next run tries again
+                store.save(Piece(identity=identity, content=done[index]), *names)
     except KeyboardInterrupt:
         if not keeps_partial or processes.count > 1 or not done:
             raise
@@ -232,7 +216,7 @@ def _read_batch(
     meter: MemoryMeter,
     progress: Progress,
 ) -> list[Pass]:
-    """Let every backend read ``ids``, ``[B, T]``, but those that have failed before."""
+    """Let every backend that has not failed read ``ids``, ``[B, T]``."""
     reference: Tensor | None = None
     passes = []
     for index, (model, backend, has_failed) in enumerate(runs):
@@ -259,7 +243,7 @@ def _read_batch(
 
 
 def _forward(model: PreTrainedModel, backend: Backend, ids: Tensor, made: Pass, meter: MemoryMeter) -> Tensor:
-    """Logits ``[B, T, V]`` of one backend, with time, memory and fallbacks noted in ``made``."""
+    """Return logits ``[B, T, V]`` of one backend, and note time, memory and fallbacks in ``made``."""
     activate(model, backend)
     dma_hf.reset_fallback_counts()
     with meter.measure():
@@ -275,19 +259,8 @@ def _forward(model: PreTrainedModel, backend: Backend, ids: Tensor, made: Pass, 
 
 
 def score(logits: Tensor, ids: Tensor, window: Window, reference: Tensor | None = None) -> TokenScores:
-    """Score one window.
-
-    Args:
-        logits: ``[T, V]``.
-        ids: The window's tokens, ``[T]``.
-        window: Which of them are scored.
-        reference: The reference's logits, ``[T, V]``; the backend is its own reference if there are none.
-
-    Raises:
-        NonFiniteLogitsError: A logit is NaN or infinite.
-    """
-    vocabulary = logits.shape[-1]
-    chunk = max(1, CHUNK_ELEMENTS // vocabulary)
+    """Score one window of tokens ``[T]`` from logits ``[T, V]`` against the reference's, or against themselves."""
+    chunk = max(1, CHUNK_ELEMENTS // logits.shape[-1])
     nll, kl, agree = [], [], []
     for begin in range(window.first - 1, window.length - 1, chunk):  # position i predicts token i + 1
         rows = slice(begin, min(begin + chunk, window.length - 1))
@@ -299,19 +272,15 @@ def score(logits: Tensor, ids: Tensor, window: Window, reference: Tensor | None 
         log_probs = chunk_logits.log_softmax(-1)
         targets = ids[rows.start + 1 : rows.stop + 1, None].to(logits.device)
         nll.append(-log_probs.gather(-1, targets).squeeze(-1))
-        if reference is None:
-            kl.append(torch.zeros_like(nll[-1]))
-            agree.append(torch.ones_like(nll[-1], dtype=torch.bool))
-        else:
-            reference_log_probs = reference[rows].float().log_softmax(-1)
-            divergence = (reference_log_probs.exp() * (reference_log_probs - log_probs)).sum(-1)
-            kl.append(divergence.clamp(min=0))  # which it is, except for rounding
-            agree.append(log_probs.argmax(-1) == reference_log_probs.argmax(-1))
+        expected = log_probs if reference is None else reference[rows].float().log_softmax(-1)
+        divergence = (expected.exp() * (expected - log_probs)).sum(-1)
+        kl.append(divergence.clamp(min=0))  # which it is, except for rounding
+        agree.append(log_probs.argmax(-1) == expected.argmax(-1))
     return TokenScores(torch.cat(nll).cpu().numpy(), torch.cat(kl).cpu().numpy(), torch.cat(agree).cpu().numpy())
 
 
 def position_edges(context: int) -> list[int]:
-    """Edges of at most 64 position buckets of equal width, a power of two, over ``context`` positions."""
+    """Return edges of at most 64 position buckets of equal width, a power of two, over ``context`` positions."""
     width = 1
     while width * MAX_POSITION_BUCKETS < context:
         width *= 2
@@ -321,7 +290,7 @@ def position_edges(context: int) -> list[int]:
 def summarize(
     backends: Sequence[Backend], batches: Sequence[Batch], windows: Sequence[Window], context: int
 ) -> list[BackendResult]:
-    """Statistics of each backend against the first one, over batches of windows in order."""
+    """Return the statistics of each backend against the first one, over batches of windows in order."""
     passes = list(zip(*(batch.passes for batch in batches), strict=True))
     reference = passes[0] if all(each.failure is None for each in passes[0]) else None
     return [
@@ -343,10 +312,12 @@ def _summarize(
     against: dict[str, Any] = {}
     if reference is not None:
         kl = _all(passes, "kl")
-        change, stderr = _change_percent(nll, _all(reference, "nll"))
+        difference = nll - _all(reference, "nll")
+        ratio = _exp(float(difference.mean()))
+        stderr = float(difference.std()) / math.sqrt(len(difference))
         against = {
-            "change_percent": change,
-            "change_stderr": stderr,
+            "change_percent": None if ratio is None else 100 * (ratio - 1),
+            "change_stderr": None if ratio is None else 100 * ratio * stderr,
             "kl_mean": float(kl.mean()),
             "kl_p99": float(np.percentile(kl, 99)),
             "kl_max": float(kl.max()),
@@ -369,7 +340,7 @@ def _summarize(
 
 
 def tokens_per_second(passes: Sequence[Pass]) -> float:
-    """Throughput of all passes but the first of each process; of all where there are no others."""
+    """Return the throughput of all passes except the first of each process; of all where there are no others."""
     timed = [each for each in passes if not each.is_first] or passes
     return sum(each.tokens for each in timed) / sum(each.seconds for each in timed)
 
@@ -378,20 +349,9 @@ def _exp(value: float) -> float | None:
     return math.exp(value) if value < 700 else None
 
 
-def _change_percent(nll: Array, reference: Array) -> tuple[float | None, float | None]:
-    """Change of perplexity in percent and its standard error, from paired differences of the loss."""
-    difference = nll - reference
-    ratio = _exp(float(difference.mean()))
-    if ratio is None:
-        return None, None
-    stderr = float(difference.std()) / math.sqrt(len(difference))
-    return 100 * (ratio - 1), 100 * ratio * stderr
-
-
 def _bucket_means(values: Array, positions: NDArray[np.int64], edges: Sequence[int]) -> list[float | None]:
-    bucket = np.searchsorted(edges, positions, side="right") - 1
-    count = np.bincount(bucket, minlength=len(edges) - 1)
-    total = np.bincount(bucket, weights=values, minlength=len(edges) - 1)
+    count, _ = np.histogram(positions, edges)
+    total, _ = np.histogram(positions, edges, weights=values)
     return [float(t / c) if c else None for t, c in zip(total, count, strict=True)]
 
 

@@ -37,55 +37,69 @@ COLORS = {
     "flex": "#332288",
     "fa3": "#882255",
     "fa3:fp8": "#AA4499",
+    "sim_fa3_fp8": "#AA4499",
     "sage": "#88AA00",
+    "sim_sage": "#88AA00",
     "quanto": "#7A4A1E",
     "hqq": "#DD9977",
     "fp8": "#000000",
+    "sim_fp8_cache": "#000000",
 }
 """The colour of each preset and implementation in all plots. The first five are Okabe and Ito's."""
-SAME_AS = {
-    "dma_mxfp": "balanced",
-    "dma_mxfp+int8": "balanced+int8",
-    "dma_mxfp+int4": "balanced+int4",
-    "sdpa+static": "sdpa",
-    "sdpa+dynamic": "sdpa:dynamic",
-    "sim_sage": "sage",
-    "sim_fa3_fp8": "fa3:fp8",
-    "sim_fp8_cache": "fp8",
-}
 OTHER_COLORS = ("#44AA99", "#88CCEE", "#AA4466", "#661100", "#6699CC", "#999933")
-"""Colours of all other backends, such as TOML files, in the order of the plot."""
-LINES = {
-    "fp4": "--",
-    "paper": "-.",
-    "int4": "--",
-    "quanto4": "--",
-    "quanto2": ":",
-    "hqq4": "--",
-    "hqq2": ":",
-    "dynamic": "--",
-    "static": "--",
-}
-"""Line styles by how a name ends; all others are solid."""
 DASHES = ("-", "--", "-.", ":")
-"""Line styles for backends that would share colour and style with another one."""
-BEHIND: dict[str, Any] = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
-SQUEEZING = 8.0
-"""Ratio of the largest value to the median from which an axis is not linear."""
+SQUEEZING = 8.0  # ratio of the largest value to the median above which an axis is symlog
 LEAST_LINEAR = 0.05
-MOST_TICKS = 9
-NOTE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": "#333333"}
+LEAST_REACH = 1.0  # percentage points to each side, so that a small difference looks small
 GRID: dict[str, Any] = {"color": "#dddddd", "linewidth": 0.8}
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GIB = 2**30
-UNCHANGED = {"as it is": "unchanged"}
-EXACT_MEMORY = "cuda_allocated"
-LEAST_REACH = 1.0  # points of accuracy to each side, so that no difference looks like a large one
 
 
 def make_figure(height: float, width: float = WIDTH) -> Figure:
     """Return an empty figure; sizes are in inches."""
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+
+
+def save(figure: Figure, title: str, path: Path) -> None:
+    """Add the title and write the file."""
+    figure.suptitle(title, fontsize=12, fontweight="bold")
+    figure.savefig(path)
+
+
+def tidy(ax: Axes, *, rows: bool = False) -> None:
+    """Draw a grid below the data and two axes only. With ``rows`` the y axis lists categories."""
+    ax.grid(True, axis="x" if rows else "both", **GRID)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    if rows:
+        ax.tick_params(axis="y", length=0)
+
+
+def legend_below(figure: FigureBase, ax: Axes) -> None:
+    """Put the legend of one plot below all plots."""
+    handles, names = ax.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+
+
+def line_styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return a distinct colour and line style for each label. The reference, which is the first, is grey."""
+    first, *others = dict.fromkeys(labels)
+    rest = cycle(OTHER_COLORS)
+    styles = {first: (REFERENCE_COLOR, "-")}
+    for label in others:
+        color = _color(label) or next(rest)
+        free = (line for line in DASHES if (color, line) not in styles.values())
+        styles[label] = (color, next(free, "-"))
+    return styles
+
+
+def _color(label: str) -> str | None:
+    """Return the colour of a backend. Bit widths of a Transformers cache share one, and so do cache classes of ours."""
+    name = label.partition(" ")[0].removeprefix("dma_mxfp:").replace("dma_mxfp", "balanced")
+    name = re.sub(r"[+-](static|dynamic)$", "", name)
+    return COLORS.get(re.sub(r"^(?:sdpa[:+])?(quanto|hqq|fp8)\d*$", r"\1", name))
 
 
 def plot_comparison(section: PerplexitySection, title: str, path: Path) -> None:
@@ -120,37 +134,31 @@ def _quality_height(rows: int) -> float:
     return 1.7 + 0.42 * rows
 
 
-def save(figure: Figure, title: str, path: Path) -> None:
-    """Add the title and write the file."""
-    figure.suptitle(title, fontsize=12, fontweight="bold")
-    figure.savefig(path)
-
-
 def _draw_quality(figure: FigureBase, section: PerplexitySection) -> None:
     """Draw three dot plots with one row per backend. Bars would have no meaning on a log scale."""
     reference, *others = section.backends
-    axes = figure.subplots(1, 3, sharey=True)
+    change, kl, differing = figure.subplots(1, 3, sharey=True)
     absolute = "" if reference.perplexity is None else f"\n({reference.label}: {reference.perplexity:,.3f})"
     colors = [color for color, _ in line_styles(result.label for result in section.backends).values()][1:]
-    axes[0].axvline(0, color=REFERENCE_COLOR, linewidth=1)
-    errors = [r.change_stderr for r in others]
-    _dots(axes[0], [r.change_percent for r in others], colors, "{:+.2f} %".format, errors)
-    axes[0].set_xlabel(f"Change of perplexity, %{absolute}")
-    _widen(axes[0], "x", [result.change_percent for result in others])
-    _dots(axes[1], [r.kl_mean for r in others], colors, format_kl)
-    axes[1].set_xlabel(f"KL from {reference.label} per token, nats\n(mean)")
+    changes = [r.change_percent for r in others]
+    change.axvline(0, color=REFERENCE_COLOR, linewidth=1)
+    _dots(change, changes, colors, "{:+.2f} %".format, [r.change_stderr for r in others])
+    change.set_xlabel(f"Change of perplexity, %{absolute}")
+    _widen(change, "x", changes)
+    _dots(kl, [r.kl_mean for r in others], colors, format_kl)
+    kl.set_xlabel(f"KL from {reference.label} per token, nats\n(mean)")
     if all(result.kl_mean is None or result.kl_mean > 0 for result in others):
-        axes[1].set_xscale("log")
-    differing = [None if r.top1_agreement is None else 100 * (1 - r.top1_agreement) for r in others]
-    _dots(axes[2], differing, colors, "{:.2f} %".format)
-    axes[2].set_xlabel(f"Most likely token differs\nfrom {reference.label}, % of tokens")
-    axes[0].set_yticks(range(len(others)), [r.label + (" (failed)" if r.failure else "") for r in others])
-    axes[0].set_ylim(len(others) - 0.4, -0.6)
-    for ax in axes:
+        kl.set_xscale("log")
+    shares = [None if r.top1_agreement is None else 100 * (1 - r.top1_agreement) for r in others]
+    _dots(differing, shares, colors, "{:.2f} %".format)
+    differing.set_xlabel(f"Most likely token differs\nfrom {reference.label}, % of tokens")
+    change.set_yticks(range(len(others)), [r.label + (" (failed)" if r.failure else "") for r in others])
+    change.set_ylim(len(others) - 0.4, -0.6)
+    for ax in (change, kl, differing):
         ax.margins(x=0.3)
-    axes[2].set_xlim(left=max(axes[2].get_xlim()[0], -0.08 * axes[2].get_xlim()[1]))  # no share is below 0
-    for ax in axes:
         ax.tick_params(axis="y", length=0)
+    left, right = differing.get_xlim()
+    differing.set_xlim(left=max(left, -0.08 * right))  # no share is below 0
 
 
 def _dots(
@@ -161,53 +169,40 @@ def _dots(
     errors: Sequence[float | None] = (),
 ) -> None:
     tidy(ax)
+    box = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+    note: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": "#333333", "bbox": box}
     for row, (value, color, error) in enumerate(zip_longest(values, colors, errors)):
-        if value is None:
-            continue
-        ax.errorbar(value, row, xerr=error, fmt="o", color=color, markersize=8, capsize=3, elinewidth=1.5)
-        side, shift = ("left", -4) if value >= 0 else ("right", 4)  # away from the line at zero
-        ax.annotate(text_of(value), (value, row), xytext=(shift, 8), ha=side, bbox=BEHIND, **NOTE)
+        if value is not None:
+            ax.errorbar(value, row, xerr=error, fmt="o", color=color, markersize=8, capsize=3, elinewidth=1.5)
+            side, shift = ("left", -4) if value >= 0 else ("right", 4)  # away from the line at zero
+            ax.annotate(text_of(value), (value, row), xytext=(shift, 8), ha=side, **note)
 
 
 def _widen(ax: Axes, axis: Literal["x", "y"], values: Iterable[float | None]) -> None:
-    """Make an axis of changes logarithmic beyond small values if one large value would squeeze all others.
-
-    Its ticks are 1, 2 and 5 times powers of ten, and reach beyond every value.
-    """
+    """Make an axis symlog if one large value would squeeze all others; its ends are ticks beyond every value."""
     changes = [value for value in values if value]
     sizes = sorted(map(abs, changes))
     if not sizes or sizes[-1] <= SQUEEZING * sizes[len(sizes) // 2]:
         return
     linear = max(sizes[len(sizes) // 2], LEAST_LINEAR)
+    decades = 10.0 ** np.arange(math.ceil(math.log10(linear)), math.ceil(math.log10(sizes[-1])) + 2)
+    room = 3 if axis == "x" else 1  # for the text beside the last dot
+    ticks = [0.0]
+    for sign in (-1, 1):
+        largest = max(sign * value for value in changes)
+        if largest > 0:
+            ticks += [float(sign * each) for each in decades[: int(np.searchsorted(decades, room * largest)) + 1]]
     getattr(ax, f"set_{axis}scale")("symlog", linthresh=linear)
-    steps = [
-        step * 10.0**power
-        for power in range(math.floor(math.log10(linear)), math.ceil(math.log10(sizes[-1])) + 2)
-        for step in (1, 2, 5)
-        if step * 10.0**power >= linear / 2
-    ]
-
-    def reach(sign: int) -> list[float]:
-        """Return the ticks on one side of 0: up to the first one beyond every value."""
-        largest = max((sign * value for value in changes), default=0.0)
-        beyond = next((index for index, step in enumerate(steps) if step >= largest), len(steps) - 1)
-        room = 1 if axis == "x" else 0  # for the text beside the last dot
-        return [sign * step for step in steps[: beyond + 1 + room]] if largest > 0 else []
-
-    ticks = sorted([*reach(-1), 0.0, *reach(1)])
-    if len(ticks) > MOST_TICKS:
-        ticks = [tick for tick in ticks if tick in (ticks[0], ticks[-1]) or f"{abs(tick):e}"[0] in "01"]
-    getattr(ax, f"set_{axis}ticks")(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    getattr(ax, f"set_{axis}ticks")(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)], minor=False)
     getattr(ax, f"{axis}axis").set_minor_locator(NullLocator())
-    getattr(ax, f"set_{axis}lim")(min(ticks[0], 0.0), max(ticks[-1], 0.0))
+    getattr(ax, f"set_{axis}lim")(min(ticks), max(ticks))
 
 
 def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
     reference, *others = section.backends
     has_kl = any(result.position_kl for result in others)
     axes = figure.subplots(1, 2 if has_kl else 1, squeeze=False)[0]
-    edges = section.position_edges
-    centers = [(low + high - 1) / 2 for low, high in pairwise(edges)]
+    centers = [(low + high - 1) / 2 for low, high in pairwise(section.position_edges)]
     base = np.array(reference.position_nll, float) if others and reference.position_nll else np.zeros(len(centers))
     changes: list[float] = []
     styles = line_styles(result.label for result in section.backends).values()
@@ -232,49 +227,8 @@ def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
         ax.set_xlabel("Position in the window, tokens")
         ax.set_xlim(0, section.context)
         ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-
+        ax.xaxis.set_major_formatter("{x:,.0f}")
     legend_below(figure, axes[0])
-
-
-def legend_below(figure: FigureBase, ax: Axes) -> None:
-    """Put the legend of one plot below all plots."""
-    handles, names = ax.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-
-
-def line_styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return the colour and line style of each label. No two are equal. The reference, which is the first, is grey."""
-    first, *others = dict.fromkeys(labels)
-    rest = cycle(OTHER_COLORS)
-    styles = {first: (REFERENCE_COLOR, "-")}
-    for label in others:
-        color = _color(label) or next(rest)
-        usual = next((line for end, line in LINES.items() if _name(label).endswith(end)), "-")
-        free = (line for line in (usual, *DASHES) if (color, line) not in styles.values())
-        styles[label] = (color, next(free, usual))
-    return styles
-
-
-def _name(label: str) -> str:
-    """Return the name of a backend without prefix and number; names of earlier versions become today's."""
-    name = label.partition(" ")[0].removeprefix("dma_mxfp:")
-    base, dash, cache_class = name.partition("-")
-    return SAME_AS.get(name) or SAME_AS.get(base, base) + dash + cache_class
-
-
-def _color(label: str) -> str | None:
-    """Return the colour of a backend. All bit widths of a Transformers cache share one, and all classes of ours."""
-    name = re.sub(r"^(?:sdpa[:+])?(quanto|hqq|fp8)\d*$", r"\1", _name(label))
-    return COLORS.get(name) or COLORS.get(re.sub(r"[+-](?:static|dynamic)$", "", name))
-
-
-def tidy(ax: Axes) -> None:
-    """Draw a grid below the data, and only two axes."""
-    ax.grid(True, **GRID)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
@@ -283,35 +237,28 @@ def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
     rows = [(task, metric) for task in section.tasks if (metric := task.accuracy) is not None]
     figure = make_figure(1.9 + (0.16 * len(others) + 0.24) * max(1, len(rows)))
     ax = figure.subplots()
-    _tidy_rows(ax)
-    spread = 0.6
-    colors = line_styles(backend.label for backend in section.backends)
+    tidy(ax, rows=True)
+    styles = line_styles(backend.label for backend in section.backends)
     for index, backend in enumerate(others):
-        offset = spread * ((index + 0.5) / len(others) - 0.5)
+        offset = 0.6 * ((index + 0.5) / len(others) - 0.5)
         for row, (_, metric) in enumerate(rows):
             value = metric.of(backend.label)
             if value.difference is None or value.low is None or value.high is None:
                 continue
-            center = 100 * value.difference
-            ax.errorbar(
-                center,
-                row + offset,
-                xerr=[[max(0.0, center - 100 * value.low)], [max(0.0, 100 * value.high - center)]],
-                fmt=MARKERS[index % len(MARKERS)],
-                color=colors[backend.label][0],
-                markersize=5,
-                capsize=2,
-                elinewidth=1.3,
-                label=backend.label if row == 0 else None,
-            )
+            center, low, high = (100 * each for each in (value.difference, value.low, value.high))
+            reach = [[max(0.0, center - low)], [max(0.0, high - center)]]
+            label = backend.label if row == 0 else None
+            style = {"fmt": MARKERS[index % len(MARKERS)], "color": styles[backend.label][0], "label": label}
+            ax.errorbar(center, row + offset, xerr=reach, markersize=5, capsize=2, elinewidth=1.3, **style)
     ax.axvline(0, color=REFERENCE_COLOR, linewidth=1)
-    bases = [
-        "" if m.values[0].value is None else f"\n{reference.label}: {share(m.values[0].value, '.1f')}" for _, m in rows
-    ]
-    ax.set_yticks(range(len(rows)), [f"{t.name}, {m.name}{base}" for (t, m), base in zip(rows, bases, strict=True)])
+    names = []
+    for task, metric in rows:
+        base = metric.values[0].value
+        names.append(f"{task.name}, {metric.name}" + ("" if base is None else f"\n{reference.label}: {share(base)}"))
+    ax.set_yticks(range(len(rows)), names)
     ax.set_ylim(len(rows) - 0.4, -0.6)
-    reach = max(LEAST_REACH, *(abs(edge) for edge in ax.get_xlim()))
-    ax.set_xlim(-reach, reach)
+    widest = max(LEAST_REACH, *map(abs, ax.get_xlim()))
+    ax.set_xlim(-widest, widest)
     intervals = f"with {share(section.confidence, '.0f')} intervals"
     ax.set_xlabel(f"Difference from {reference.label}, percentage points, {intervals}")
     legend_below(figure, ax)
@@ -324,41 +271,40 @@ def plot_tradeoff(sections: Sequence[PerplexitySection], title: str, path: Path)
     Backends that read through a cache, and simulations, are lines: nobody runs a model at their speed.
     The resident memory of a process is not drawn, because it varies more from run to run than between backends.
     """
-    has_memory = all(section.memory_kind == EXACT_MEMORY for section in sections)
+    has_memory = all(section.memory_kind == "cuda_allocated" for section in sections)
     figure = make_figure(4.6)
-    left, *others = figure.subplots(1, 1 + has_memory, sharey=True, squeeze=False)[0]
-    colors = line_styles(backend.label for section in sections for backend in section.backends)
+    axes = figure.subplots(1, 1 + has_memory, sharey=True, squeeze=False)[0]
+    styles = line_styles(backend.label for section in sections for backend in section.backends)
     changes: list[float] = []
-    for index, (section, line) in enumerate(zip(sections, cycle(("--", ":", "-.")), strict=False)):
+    for index, (section, dashes) in enumerate(zip(sections, cycle(("--", ":", "-.")), strict=False)):
         for backend in section.backends:
             change = 0.0 if backend is section.backends[0] else backend.change_percent
             if change is None:
                 continue
             changes.append(change)
-            color, own_line = colors[backend.label]
+            color, line = styles[backend.label]
             label = backend.label + ("" if len(sections) == 1 else f", {section.context:,}")
-            if reads_cache(backend.label) or backend.label.startswith(SIMULATED):
-                for ax in (left, *others):
-                    ax.axhline(change, color=color, linestyle=line if len(sections) > 1 else own_line, label=label)
-                continue
-            style = {"marker": MARKERS[index % len(MARKERS)], "color": color, "s": 55}
-            if backend.tokens_per_second is not None:
-                left.scatter(backend.tokens_per_second, change, label=label, **style)
-            for ax in others:
-                if backend.peak_memory_bytes is not None:
-                    ax.scatter(backend.peak_memory_bytes / GIB, change, **style)
-    for ax in (left, *others):  # from 0 on, so that small differences look small
+            is_line = reads_cache(backend.label) or backend.label.startswith(SIMULATED)
+            for ax, value, unit in zip(
+                axes, (backend.tokens_per_second, backend.peak_memory_bytes), (1, GIB), strict=False
+            ):
+                if is_line:
+                    ax.axhline(change, color=color, linestyle=dashes if len(sections) > 1 else line, label=label)
+                elif value is not None:
+                    ax.scatter(
+                        value / unit, change, marker=MARKERS[index % len(MARKERS)], color=color, s=55, label=label
+                    )
+    for ax, name in zip(axes, ("Tokens per second", "Peak memory, GiB"), strict=False):
         tidy(ax)
         ax.axhline(0, color=REFERENCE_COLOR, linewidth=1)
         ax.margins(0.15)
+        # From 0, so that small differences look small.
         ax.set_xlim(0, 1.15 * max((x for dots in ax.collections for x, _ in dots.get_offsets()), default=1.0))
-    left.set_xlabel("Tokens per second")
-    left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    left.set_ylabel("Change of perplexity, %")
-    _widen(left, "y", changes)
-    for ax in others:
-        ax.set_xlabel("Peak memory, GiB")
-    legend_below(figure, left)
+        ax.set_xlabel(name)
+        ax.xaxis.set_major_formatter("{x:,g}")
+    axes[0].set_ylabel("Change of perplexity, %")
+    _widen(axes[0], "y", changes)
+    legend_below(figure, axes[0])
     save(figure, f"{title}: quality against speed{' and memory' if has_memory else ''}", path)
 
 
@@ -372,18 +318,12 @@ def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
     positive = np.concatenate([errors[errors > 0] for _, errors in maps])
     # Errors span decades; a backend that is exact everywhere is left to show the lower end of the scale.
     low, high = (float(positive.min()), float(positive.max())) if positive.size else (1e-8, 1e-7)
-    lowest = max(low, high * 1e-5)
-    maps = [(heading, np.maximum(errors, lowest)) for heading, errors in maps]
-    highest = max(high, lowest * 1.01)
-    norm = LogNorm(lowest, highest)
-    height = min(6.0, 1.2 + 0.13 * len(maps[0][1]))
-    figure, axes, image = _heat_maps(maps, height, "Query head", "Layer", norm=norm, interpolation="nearest")
-    for ax in axes:
-        ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.yaxis.get_major_locator().set_params(integer=True)
+    low = max(low, high * 1e-5)
+    high = max(high, low * 1.01)
+    maps = [(heading, np.maximum(errors, low)) for heading, errors in maps]
+    figure, image = _head_maps(maps, norm=LogNorm(low, high))
     bar = figure.colorbar(image, ax=figure.axes, label="Relative L1 error")
-    # Few steps in a wide range, more in a narrow one, so that labels do not touch each other.
-    decades = math.log10(highest / lowest)
+    decades = math.log10(high / low)  # few labels in a wide range, more in a narrow one, so that they do not overlap
     steps = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1.2 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
     bar.ax.yaxis.set_major_locator(LogLocator(subs=steps))
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.2g} %"))
@@ -393,38 +333,11 @@ def plot_heads(section: FidelitySection, title: str, path: Path) -> None:
 
 def plot_skipped(section: FidelitySection, title: str, path: Path) -> None:
     """Draw the share of low tiles that each head skips, one heat map per backend that skips any."""
-    maps = []
-    for heads in section.heads:
-        if heads.skipped is not None:
-            shares = np.array(heads.skipped)
-            maps.append((f"{heads.label}\n{share(shares.mean())} of all", shares))
-    height = min(6.0, 1.2 + 0.13 * len(maps[0][1]))
-    figure, axes, image = _heat_maps(maps, height, "Query head", "Layer", vmin=0, vmax=1, interpolation="nearest")
-    for ax in axes:
-        ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.yaxis.get_major_locator().set_params(integer=True)
+    shares = {heads.label: np.array(heads.skipped) for heads in section.heads if heads.skipped is not None}
+    maps = [(f"{label}\n{share(each.mean())} of all", each) for label, each in shares.items()]
+    figure, image = _head_maps(maps, vmin=0, vmax=1)
     figure.colorbar(image, ax=figure.axes, label="Low tiles skipped, share")
     save(figure, f"{title}: tile skipping at {section.tokens.context:,} tokens", path)
-
-
-def plot_thresholds(section: StressSection, title: str, path: Path) -> None:
-    """Draw the divergence against the share of low tiles skipped, one point per threshold."""
-    figure = make_figure(4.0)
-    ax = figure.subplots()
-    tidy(ax)
-    for label, (color, line) in line_styles([study.label for study in section.thresholds]).items():
-        study = next(each for each in section.thresholds if each.label == label)
-        shares = [100 * each for each in study.skipped]
-        values = [each.kl_mean or math.nan for each in study.tokens.backends[1:]]
-        ax.plot(shares, values, line, marker=MARKERS[0], color=color, label=label)
-        for threshold, skipped, value in zip(study.thresholds, shares, values, strict=True):
-            name = "off" if threshold is None else f"{threshold:g}"
-            ax.annotate(name, (skipped, value), textcoords="offset points", xytext=(5, -9), fontsize=8)
-    ax.set_yscale("log")
-    ax.set_xlabel("Low tiles skipped, %")
-    ax.set_ylabel("KL per token, nats")
-    legend_below(figure, ax)
-    save(figure, f"{title}: thresholds of tile skipping", path)
 
 
 def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
@@ -446,6 +359,15 @@ def plot_retrieval(section: RetrievalSection, title: str, path: Path) -> None:
         ax.set_yticks(range(len(section.depths)), [share(depth, ".0f") for depth in section.depths])
     figure.colorbar(image, ax=figure.axes, label="Found, share of samples")
     save(figure, f"{title}: retrieval, {section.kind}", path)
+
+
+def _head_maps(maps: Sequence[tuple[str, Array]], **style: Any) -> tuple[Figure, AxesImage]:
+    height = min(6.0, 1.2 + 0.13 * len(maps[0][1]))
+    figure, axes, image = _heat_maps(maps, height, "Query head", "Layer", interpolation="nearest", **style)
+    for ax in axes:
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.yaxis.get_major_locator().set_params(integer=True)
+    return figure, image
 
 
 def _heat_maps(
@@ -474,29 +396,40 @@ def plot_stress(section: StressSection, title: str, path: Path) -> None:
     measured = [(twin, twin.tokens) for twin in section.twins if twin.tokens is not None]
     figure = make_figure(2.2 + 0.42 * len(measured))
     ax = figure.subplots()
-    _tidy_rows(ax)
+    tidy(ax, rows=True)
     ax.grid(True, axis="y", **GRID)
-    labels = [result.label for _, tokens in measured for result in tokens.backends]
-    for index, (label, (color, line)) in enumerate(line_styles(labels).items()):
-        if index:  # the reference has no divergence from itself
-            face = color if line == "-" else "white"  # twins are categories, which no line joins
-            results = [next((each for each in tokens.backends if each.label == label), None) for _, tokens in measured]
-            values = np.array([None if each is None else each.kl_mean or None for each in results], float)
-            if np.isfinite(values).any():  # it failed on every twin otherwise, and has no line that a legend explains
-                marker = MARKERS[index % len(MARKERS)]
-                ax.plot(
-                    values, range(len(measured)), marker=marker, color=color, label=label,
-                    linestyle="none", markersize=7, markerfacecolor=face, markeredgewidth=1.5,
-                )  # fmt: skip
+    styles = line_styles(result.label for _, tokens in measured for result in tokens.backends)
+    for index, (label, (color, line)) in enumerate(styles.items()):
+        results = [next((each for each in tokens.backends if each.label == label), None) for _, tokens in measured]
+        values = np.array([None if each is None else each.kl_mean or None for each in results], float)
+        if index and np.isfinite(values).any():  # the reference has no divergence, nor has one that failed on all twins
+            face = color if line == "-" else "white"  # twins are categories, so no line joins them
+            marker = {"marker": MARKERS[index % len(MARKERS)], "markersize": 7, "markerfacecolor": face}
+            rows = range(len(measured))
+            ax.plot(values, rows, color=color, label=label, linestyle="none", markeredgewidth=1.5, **marker)
     ax.set_xscale("log")
-    ax.set_yticks(range(len(measured)), [UNCHANGED.get(twin.name, twin.name) for twin, _ in measured])
+    ax.set_yticks(range(len(measured)), ["unchanged" if twin.name == "as it is" else twin.name for twin, _ in measured])
     ax.set_ylim(len(measured) - 0.5, -0.5)
     ax.set_xlabel("KL per token from the twin's own exact attention, nats")
     legend_below(figure, ax)
     save(figure, f"{title}: twins that are harder to quantise", path)
 
 
-def _tidy_rows(ax: Axes) -> None:
+def plot_thresholds(section: StressSection, title: str, path: Path) -> None:
+    """Draw the divergence against the share of low tiles skipped, one point per threshold."""
+    figure = make_figure(4.0)
+    ax = figure.subplots()
     tidy(ax)
-    ax.grid(False, axis="y")
-    ax.tick_params(axis="y", length=0)
+    styles = line_styles(study.label for study in section.thresholds).values()
+    for study, (color, line) in zip(section.thresholds, styles, strict=True):
+        shares = [100 * each for each in study.skipped]
+        values = [each.kl_mean or math.nan for each in study.tokens.backends[1:]]
+        ax.plot(shares, values, line, marker=MARKERS[0], color=color, label=study.label)
+        for threshold, skipped, value in zip(study.thresholds, shares, values, strict=True):
+            name = "off" if threshold is None else f"{threshold:g}"
+            ax.annotate(name, (skipped, value), textcoords="offset points", xytext=(5, -9), fontsize=8)
+    ax.set_yscale("log")
+    ax.set_xlabel("Low tiles skipped, %")
+    ax.set_ylabel("KL per token, nats")
+    legend_below(figure, ax)
+    save(figure, f"{title}: thresholds of tile skipping", path)

@@ -12,7 +12,7 @@ from rich.progress import Progress as Bars
 
 from . import console
 
-SECONDS_BETWEEN_LINES = 15.0  # where there is no screen to draw a bar on
+SECONDS_BETWEEN_LINES = 15.0  # where there is no terminal to draw a bar on
 
 
 class Progress:
@@ -53,14 +53,7 @@ class Progress:
 @contextmanager
 def shown_progress() -> Iterator[Progress]:
     """Show the progress of a measurement."""
-    columns = (
-        TextColumn("[progress.description]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("so far,"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
+    times = TimeElapsedColumn(), TextColumn("so far,"), TimeRemainingColumn(), TextColumn("left")
+    columns = TextColumn("[progress.description]{task.description}"), BarColumn(), MofNCompleteColumn(), *times
     with Bars(*columns, console=console.err, transient=True, disable=not console.err.is_terminal) as bars:
         yield Progress(bars)

@@ -31,17 +31,10 @@ SHOWN_PROMPT_CHARACTERS = 300
 def read(
     model: PreTrainedModel, backend: Backend, ids: Tensor, *, mask: Tensor | None = None, last: int | None = None
 ) -> Tensor:
-    """Run a causal model that has been switched to ``backend``.
+    """Return logits ``[B, last, V]`` of the last (by default all) of tokens ``[B, T]`` from a causal model.
 
-    Args:
-        model: The model.
-        backend: How it reads.
-        ids: Tokens, int64 ``[B, T]``.
-        mask: 1 for tokens and 0 for padding, ``[B, T]``; for a backend with a cache, padding is on the left.
-        last: How many of the last positions logits are wanted of; all by default.
-
-    Returns:
-        Logits, ``[B, last, V]``.
+    The model has been switched to ``backend``. The mask ``[B, T]`` is 1 for tokens and 0 for padding, which is on the
+    left if the backend reads through a cache.
     """
     length = ids.shape[1]
     last = length if last is None else last
@@ -62,14 +55,12 @@ def read(
             if mask is not None:
                 inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, begin:end]
         logits: Tensor = model(**inputs).logits
-        if wanted <= 0:
-            continue
         if wanted == last:
             return logits[:, -wanted:]
-        if found is None:
-            found = logits.new_empty((len(ids), last, logits.shape[2]))
-        place = last - (length - end) - wanted
-        found[:, place : place + wanted] = logits[:, -wanted:]
+        if wanted > 0:
+            found = logits.new_empty((len(ids), last, logits.shape[2])) if found is None else found
+            place = last - (length - end) - wanted
+            found[:, place : place + wanted] = logits[:, -wanted:]
     assert found is not None
     return found
 
@@ -87,8 +78,7 @@ def takes_last(model: PreTrainedModel) -> bool:
 def origin(model: PreTrainedModel, again: Callable[[], object]) -> str:
     """Name the module that first gives a value that is not finite, by running the same pass ``again``.
 
-    Returns:
-        A clause to end a message with; empty if no module's output shows it.
+    The result is a clause to end a message with; it is empty if no module's output shows such a value.
     """
     found: list[str] = []
 
@@ -157,7 +147,5 @@ def continued(
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Number of leading elements that are equal."""
-    for index, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return index
-    return min(len(first), len(second))
+    different = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(different, min(len(first), len(second)))

@@ -1,22 +1,26 @@
-"""Reports as Markdown, as one HTML file and as model cards, from the templates of the package."""
+"""The folder of a run: its results, pages, plots and configurations."""
 
 from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup, escape
+import tomli_w
 
 from .environment import Environment
+from .errors import UserError, one_line
+from .files import make_folder, slug, write_json
 from .names import reads_cache
-from .pages import MISSING, PAGES, Page, Table
-from .results import ModelInfo, Report, backend_configs, backend_groups
+from .pages import MISSING, PAGES, Page, Table, can_retrieve, templates
+from .results import RESULTS, ModelInfo, Report, backend_configs, backend_groups
+
+Drawing = tuple[Callable[[Any, str, Path], None], str, str, Any, str, Any]
+"""A function of :mod:`plots`, the stem of its file, a caption, what is drawn, a title, and the section of the plot."""
 
 
 @dataclass(frozen=True)
@@ -28,70 +32,123 @@ class Plot:
     section: Any = None  # the section that it belongs to; it comes after all sections by default
 
 
-@cache
-def templates(*, html: bool = False) -> jinja2.Environment:
-    """The templates of the package: of Markdown, or of HTML, where all text is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("dma_eval"),
-        autoescape=html,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["cell"] = lambda text: str(text).replace("|", "\\|")
-    environment.filters["quote"] = lambda text: "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines())
-    environment.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
-    return environment
+def write_run(report: Report, folder: Path) -> list[str]:
+    """Write everything there is to show of ``report`` to ``folder``, and return the names of the files in it."""
+    make_folder(folder)
+    try:
+        write_json(report, folder / RESULTS)
+        plots = []
+        taken = Counter[str]()
+        for draw, stem, caption, drawn, title, section in _drawings(report):
+            taken[stem] += 1
+            file = f"{stem}.png" if taken[stem] == 1 else f"{stem}-{taken[stem]}.png"
+            draw(drawn, title, folder / file)
+            plots.append(Plot(caption, file, section))
+        (folder / "report.md").write_text(to_markdown(report, plots), encoding="utf-8")
+        (folder / "report.html").write_text(to_html(report, plots, folder), encoding="utf-8")
+        configs = []
+        for label, config in backend_configs(report).items():
+            configs.append(f"configs/{slug(label.removeprefix('dma_mxfp:'))}.toml")
+            (folder / "configs").mkdir(exist_ok=True)
+            given = {name: value for name, value in config.items() if value is not None}
+            (folder / configs[-1]).write_text(tomli_w.dumps(given), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out: cannot write to {folder}: {one_line(error)}") from error
+    return [RESULTS, "report.md", "report.html", *(plot.path for plot in plots), *configs]
+
+
+def _drawings(report: Report) -> Iterator[Drawing]:
+    from . import plots  # Matplotlib takes half a second to import, and a card needs none
+
+    name = Path(report.model.name).name
+    for section in report.perplexity:
+        context = f"context {section.context:,}"
+        where = f"{name}, {context}"
+        if len(section.backends) > 1:
+            caption = f"Quality of each backend at {context}"
+            yield plots.plot_quality, f"quality-{section.context}", caption, section, where, section
+        caption = f"Loss and divergence by position, {context}"
+        yield plots.plot_positions, f"positions-{section.context}", caption, section, where, section
+    timed = [section for section in report.perplexity if section.backends[0].tokens_per_second is not None]
+    if any(len(section.backends) > 1 for section in timed):
+        yield plots.plot_tradeoff, "tradeoff", "Quality against speed", timed, name, None
+    for tasks in report.tasks:
+        if len(tasks.backends) > 1 and any(task.metrics for task in tasks.tasks):
+            yield plots.plot_tasks, "tasks", "Difference of accuracy, with 95 % intervals", tasks, name, tasks
+    for fidelity in report.fidelity:
+        caption, title = "Loss and divergence by position, against SDPA in fp32", f"{name}, against SDPA in fp32"
+        yield plots.plot_positions, "fidelity", caption, fidelity.tokens, title, fidelity
+        if fidelity.heads:
+            caption = "Error of every head's output, each layer given the inputs that SDPA gives it"
+            yield plots.plot_heads, "heads", caption, fidelity, name, fidelity
+        if any(heads.skipped is not None for heads in fidelity.heads):
+            caption = "Share of low tiles that every head skips"
+            yield plots.plot_skipped, "skipped", caption, fidelity, name, fidelity
+    for asked in filter(can_retrieve, report.retrieval):
+        caption = f"Retrieval ({asked.kind}) by length and depth"
+        yield plots.plot_retrieval, f"retrieval-{asked.kind}", caption, asked, name, asked
+    for stress in report.stress:
+        yield plots.plot_stress, "stress", "Divergence on twins of the model", stress, name, stress
+        if stress.thresholds:
+            caption = "Divergence against the share of low tiles skipped"
+            yield plots.plot_thresholds, "thresholds", caption, stress, name, stress
 
 
 def to_markdown(report: Report, plots: Sequence[Plot] = ()) -> str:
-    """The report as Markdown, each plot with the section that it belongs to."""
-    return tidy(templates().get_template("report.md").render(content(report, plots)))
+    """Return the report as Markdown, each plot with the section that it belongs to."""
+    return tidy(templates().get_template("report.md").render(_content(report, plots)))
 
 
 def to_html(report: Report, plots: Sequence[Plot], folder: Path) -> str:
-    """The report as one HTML file that needs no other: the plots, from ``folder``, are in it, and tables sort."""
+    """Return the report as one self-contained HTML file, with the plots from ``folder`` in it. Its tables sort."""
     images = {
         plot.path: f"data:image/png;base64,{base64.b64encode((folder / plot.path).read_bytes()).decode()}"
         for plot in plots
     }
-    return templates(html=True).get_template("report.html").render(content(report, plots), images=images)
+    return templates(html=True).get_template("report.html").render(_content(report, plots), images=images)
 
 
-def content(report: Report, plots: Sequence[Plot] = ()) -> dict[str, Any]:
-    """What the templates of a report show."""
+def page_to_markdown(page: Page, heading: str = "#") -> str:
+    """Return one section as Markdown."""
+    return tidy(templates().get_template("macros.md").module.section(page, heading))  # type: ignore[attr-defined]
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    return str(templates().get_template("macros.md").module.table(headers, rows))  # type: ignore[attr-defined]
+
+
+def tidy(text: str) -> str:
+    """Return Markdown with at most one empty line between two others, and none at its ends."""
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def _content(report: Report, plots: Sequence[Plot]) -> dict[str, Any]:
+    """Return what the templates of a report show."""
     sections = [
         (PAGES[name](section), [plot for plot in plots if plot.section is section]) for name, section in report.sections
     ]
+    backends = {each.label: each for group in backend_groups(report) for each in group}
+    rows = [[f"`{each.label}`", each.implementation, cache_of(each.label, each.config)] for each in backends.values()]
+    appendix = [Table(("backend", "attention", "cache that it read through"), rows, "Backends")] if rows else []
+    configs = backend_configs(report)
+    if configs:
+        names = dict.fromkeys(name for config in configs.values() for name in config)
+        rows = [[f"`{name}`", *(_plain(config.get(name)) for config in configs.values())] for name in names]
+        appendix.append(Table(("field", *configs), rows, "Configurations"))
     return {
         "title": f"Attention backends on {Path(report.model.name).name}",
         "measured": measured(report.model),
         "sections": sections,
         "plots": [plot for plot in plots if plot.section is None],
         "generations": report.generations,
-        "appendix": [*_backends(report), *_configurations(report), _facts(report)],
+        "appendix": [*appendix, _facts(report)],
     }
-
-
-def page_to_markdown(page: Page, heading: str = "#") -> str:
-    """One section as Markdown."""
-    return tidy(templates().get_template("macros.md").module.section(page, heading))  # type: ignore[attr-defined]
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    return str(templates().get_template("macros.md").module.table(headers, rows))  # type: ignore[attr-defined]
-
-
-def tidy(text: str) -> str:
-    """Markdown with one empty line at most between two others, and none at its ends."""
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def measured(model: ModelInfo) -> str:
     """Say which weights were measured, and in which form."""
-    revision = f" at `{model.commit or model.revision}`" if model.commit or model.revision else ""
-    weights = f"`{model.name}`{revision}, weights in {model.dtype}"
+    weights = f"`{model.name}`{_revision(model)}, weights in {model.dtype}"
     if model.quantization is not None:
         weights += f", quantised to {model.quantization} in the file or checkpoint"
     positions = "" if model.yarn is None else f"; {model.yarn:g} times its positions by YaRN"
@@ -99,39 +156,23 @@ def measured(model: ModelInfo) -> str:
 
 
 def cache_of(label: str, config: dict[str, Any] | None) -> str:
-    """Which cache a backend read every sequence through."""
+    """Return which cache a backend read every sequence through."""
     if config is not None and config.get("cache"):
         return f"DMACache, {config['cache']}"
     return f"QuantizedCache of Transformers, {label.rpartition('+')[2]}" if reads_cache(label) else "none"
 
 
 def versions(machine: Environment) -> str:
-    """The version of every package, and the commit of the source tree where it is known."""
+    """Return the version of every package, and the commit of the source tree where it is known."""
     packages = [f"{name} {version}" for name, version in machine.packages.items()]
     return ", ".join([*packages, *([f"commit {machine.commit}"] if machine.commit else [])])
-
-
-def _backends(report: Report) -> list[Table]:
-    every = {each.label: each for group in backend_groups(report) for each in group}
-    rows = [[f"`{each.label}`", each.implementation, cache_of(each.label, each.config)] for each in every.values()]
-    headers = ("backend", "attention", "cache that it read through")
-    return [Table(headers, rows, "Backends")] if rows else []
-
-
-def _configurations(report: Report) -> list[Table]:
-    shown = backend_configs(report)
-    names = list(dict.fromkeys(name for config in shown.values() for name in config))
-    rows = [[f"`{name}`", *(_plain(config.get(name)) for config in shown.values())] for name in names]
-    return [Table(("field", *shown), rows, "Configurations")] if shown else []
 
 
 def _facts(report: Report) -> Table:
     model, machine = report.model, report.environment
     heads = f"{model.query_heads} query heads, {model.kv_heads} kv heads, head_dim {model.head_dim}"
-    revision = f" at `{model.commit or model.revision}`" if model.commit or model.revision else ""
-    seconds = ", ".join(f"{name} {value:,.1f}" for name, value in report.part_seconds.items())
     rows = {
-        "model": f"`{model.name}`{revision}",
+        "model": f"`{model.name}`{_revision(model)}",
         "architecture": f"{model.architecture}, {model.parameters:,} parameters, {model.layers} layers, {heads}",
         "weights, device": f"{model.form}, {model.device}",
         "machine": ", ".join([machine.cpu, f"{machine.threads} threads", *machine.gpus]),
@@ -139,9 +180,14 @@ def _facts(report: Report) -> Table:
         "Python, system": f"{machine.python}, {machine.system}" + (f", CUDA {machine.cuda}" if machine.cuda else ""),
         "command": f"`{report.command}`",
         "seed, date": f"{report.seed}, {report.created}",
-        "seconds": seconds,
+        "seconds": ", ".join(f"{name} {value:,.1f}" for name, value in report.part_seconds.items()),
     }
     return Table(("", ""), [[name, text] for name, text in rows.items() if text], "Model and machine")
+
+
+def _revision(model: ModelInfo) -> str:
+    revision = model.commit or model.revision
+    return f" at `{revision}`" if revision else ""
 
 
 def _plain(value: object) -> str:

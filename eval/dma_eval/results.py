@@ -434,12 +434,7 @@ def read_report(path: Path) -> Report:
 
 
 def read_results(kind: type[Kind], path: Path) -> Kind:
-    """Read a file of results, written now or in an earlier version.
-
-    Raises:
-        UserError: There is no such file, it is not JSON, of a newer schema version, or not as the schema says; the
-            message names the field.
-    """
+    """Read a file of results, written now or in an earlier version."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:

@@ -48,11 +48,7 @@ def default_lengths(max_context: int | None) -> list[int]:
 
 
 def measure_retrieval(session: Session, kind: str, text: Text | None, part: RetrievalPart) -> RetrievalSection:
-    """Ask every backend the same questions of a kind, ``needle``, which needs a text to be hidden in, or ``kv``.
-
-    Raises:
-        UserError: An option is out of range, the text is too short, or the model cannot run a backend.
-    """
+    """Ask every backend the same questions of a kind, ``needle``, which needs a text to be hidden in, or ``kv``."""
     loaded, processes = session.loaded, session.processes
     lengths = sorted(set(part.lengths)) or default_lengths(loaded.max_context)
     depths = sorted(set(part.depths))
@@ -104,7 +100,7 @@ def measure_retrieval(session: Session, kind: str, text: Text | None, part: Retr
 
 
 class _Prompts:
-    """Makes prompts of exactly the length asked for."""
+    """Makes prompts of exact lengths."""
 
     def __init__(self, tokenizer: Any, kind: str, text: Text | None, longest: int) -> None:
         self._tokenizer = tokenizer

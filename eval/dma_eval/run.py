@@ -4,67 +4,61 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from rich.markup import escape
+
 from . import console
+from .commands import options
 from .data import Text, load_text
-from .errors import UserError
+from .errors import UserError, one_line
 from .fidelity import measure_fidelity
-from .files import Piece
+from .files import Piece, write_json
 from .pages import PAGES
-from .parts import Suite, TasksPart
+from .parts import Suite
 from .perplexity import default_context, measure_perplexity
 from .progress import shown_progress
-from .results import SECTIONS, PerplexitySection, Report, has_failures
+from .render import write_run
+from .results import RESULTS, SECTIONS, PerplexitySection, Report, has_failures, here_and_now
 from .retrieval import measure_retrieval
-from .session import Session
+from .session import Session, leave_processes
 from .stress import measure_stress
 
-FOLDER = "parts"
+FAILURES = (UserError, RuntimeError, ValueError, TypeError)
+"""What a part that cannot be measured raises: input that does not fit it, or an error of a model or a library."""
 
 
 class Run:
     """What a suite asks for, and in ``sections`` what was measured of it so far, by the names of a report's fields.
 
-    Texts and tasks are looked up at once: what is missing should come to light before the model is loaded. The text,
-    with its split and its column, may be another than the suite's; tasks may lie in folders of YAMLs.
-
-    Raises:
-        UserError: A text or a task is missing.
+    Texts and tasks are looked up at once, so that a missing one is an error before the model is loaded. The text may be
+    another than the suite's; tasks may lie in folders of YAMLs.
     """
 
-    def __init__(
-        self,
-        suite: Suite,
-        *,
-        data: str | None = None,
-        split: str | None = None,
-        column: str = "text",
-        include_path: Sequence[Path] = (),
-    ) -> None:
-        """Look texts and tasks up."""
-        if data is None and suite.needs_text:
-            raise UserError(f"--data: suite {suite.name} names no text of its own; name one")
+    def __init__(self, suite: Suite, text: options.OptionalTextOptions | None, include_path: Sequence[Path]) -> None:
         self._suite = suite
-        self._data = data
-        self._load = partial(load_text, split=split, column=column)
+        self._data, how = None, {}
+        if text is not None:
+            self._data, how = text.data, {"split": text.split, "column": text.column}
+        if self._data is None and suite.needs_text:
+            raise UserError(f"--data: suite {suite.name} names no text of its own; name one")
         self._texts: dict[str, Text] = {}
-        for name in [part.data for part in suite.readers] if data is None else [data]:
-            self._text(name)
-        self._names = None
+        for name in [part.data for part in suite.readers] if self._data is None else [self._data]:
+            with console.working(f"Reading {name}"):
+                self._texts[name] = load_text(name, **how)
         if suite.tasks is not None:
             from .tasks import find_tasks  # lm-eval takes seconds to import, and a run without tasks does not need it
 
             with console.working("Looking for the tasks"):
                 self._names = find_tasks(suite.tasks.names, include_path)
-        self.sections: dict[str, Any] = {name: [] for name in SECTIONS}
+        self.sections: dict[str, list[Any]] = {name: [] for name in SECTIONS}
 
     def parts(self, session: Session, *, skips: bool) -> Iterator[tuple[str, Callable[[], float]]]:
-        """Name of each part, and the function that measures it, keeps its section, shows it and returns the seconds.
+        """Yield the name of each part, and the function that measures, keeps and shows it and returns its seconds.
 
         What is finished in the run's folder is taken from there. Contexts beyond the model's are errors or skipped.
         """
@@ -72,61 +66,59 @@ class Run:
 
         def piece(name: str, part: Any, text: Text | None, measure: Callable[..., Any], **settings: Any) -> Any:
             settings |= {"part": asdict(part), "text": None if text is None else text.sha256}
-            return name, partial(self._piece, session, name, partial(measure, text=text, part=part), settings)
+            identity = session.identity(*session.backends, **settings)
+            return name, partial(self._piece, session, name, partial(measure, text=text, part=part), identity)
 
         if suite.perplexity is not None:
             contexts = suite.perplexity.contexts or [default_context(session.loaded)]
-            text = self._text(suite.perplexity.data)
             for context in _fitting("perplexity", contexts, limit):
                 name = f"perplexity, {context:,}"
                 measure = partial(measure_perplexity, context=context, name=name)
-                yield piece(name, suite.perplexity, text, measure, context=context)
+                yield piece(name, suite.perplexity, self._text(suite.perplexity), measure, context=context)
         if suite.fidelity is not None:
-            text = self._text(suite.fidelity.data)
-            yield piece("fidelity", suite.fidelity, text, measure_fidelity)
+            yield piece("fidelity", suite.fidelity, self._text(suite.fidelity), measure_fidelity)
         if suite.tasks is not None:
-            yield "tasks", partial(self._tasks, session, suite.tasks)
+            yield "tasks", partial(self._tasks, session)
         if suite.retrieval is not None:
             lengths = _fitting("retrieval", suite.retrieval.lengths, limit)
-            part = replace(suite.retrieval, lengths=lengths)
-            for kind in dict.fromkeys(part.kinds if lengths or not suite.retrieval.lengths else ()):
-                prose = self._text(part.data) if kind == "needle" else None
+            asked = replace(suite.retrieval, lengths=lengths)
+            for kind in dict.fromkeys(asked.kinds if lengths or not suite.retrieval.lengths else ()):
+                prose = self._text(asked) if kind == "needle" else None
                 ask = partial(measure_retrieval, kind=kind)
-                yield piece(f"retrieval, {kind}", part, prose, ask, seed=session.seed)
+                yield piece(f"retrieval, {kind}", asked, prose, ask, seed=session.seed)
         if suite.stress is not None:
-            text = self._text(suite.stress.data)
-            yield piece("stress", suite.stress, text, measure_stress, seed=session.seed)
+            yield piece("stress", suite.stress, self._text(suite.stress), measure_stress, seed=session.seed)
 
-    def _piece(
-        self, session: Session, name: str, measure: Callable[[Session], Any], settings: Mapping[str, object]
-    ) -> float:
+    def _text(self, part: Any) -> Text:
+        return self._texts[self._data or part.data]
+
+    def _piece(self, session: Session, name: str, measure: Callable[[Session], Any], identity: dict[str, Any]) -> float:
         """Take a section from the run's folder, or measure and keep it; show it, and return the seconds it took."""
         field = name.partition(",")[0]
         (kind,) = get_args(get_type_hints(Report)[field])  # what the field of a report is a list of
         processes, store = session.processes, session.store
-        identity = session.identity(*session.backends, **settings)
-        piece = processes.from_main(store.load(kind, identity, FOLDER, name) if processes.is_main else None)
+        piece = processes.from_main(store.load(kind, identity, "parts", name) if processes.is_main else None)
         if piece is None:
             began = time.perf_counter()
             with shown_progress() as progress:
                 section = measure(replace(session, progress=progress))
             piece = Piece(identity=identity, content=section, seconds=time.perf_counter() - began)
-            gc.collect()  # a copy of the model, once configured, is a cycle: later parts would run beside it
+            gc.collect()  # frees the fp32 copy of the model, which is a cycle once it is configured
             is_complete = not (isinstance(section, PerplexitySection) and section.windows_left)
             if processes.is_main and is_complete and not has_failures(section):  # so that the next run tries again
-                store.save(piece, FOLDER, name)
-                store.drop(FOLDER, name)
+                store.save(piece, "parts", name)
+                store.drop("parts", name)
         else:
             console.print_note(f"{name}: taken from the folder")
         self._show(field, piece.content)
         return piece.seconds
 
-    def _tasks(self, session: Session, part: TasksPart) -> float:
+    def _tasks(self, session: Session) -> float:
         from .tasks import measure_tasks
 
-        assert self._names is not None
+        assert self._suite.tasks is not None
         with shown_progress() as progress:
-            section = measure_tasks(replace(session, progress=progress), self._names, part)
+            section = measure_tasks(replace(session, progress=progress), self._names, self._suite.tasks)
         self._show("tasks", section)
         return sum(sum(backend.seconds.values()) for backend in section.backends)
 
@@ -134,18 +126,52 @@ class Run:
         self.sections[name].append(section)
         console.print_page(PAGES[name](section))
 
-    def _text(self, own: str | None) -> Text:
-        name = self._data or own
-        assert name is not None
-        if name not in self._texts:
-            with console.working(f"Reading {name}"):
-                self._texts[name] = self._load(name)
-        return self._texts[name]
-
 
 def _fitting(part: str, lengths: Sequence[int], limit: int | None) -> list[int]:
-    """The lengths that the model takes; what is skipped is said."""
+    """Return the lengths that the model takes, and warn of the others."""
     for length in lengths:
         if limit is not None and length > limit:
             console.print_warning(f"{part} at {length:,} is skipped: the model takes {limit:,} positions")
     return [length for length in lengths if limit is None or length <= limit]
+
+
+def measure(
+    run: Run, session: Session, *, goes_on: bool, also: Callable[[Report], None], preparation_seconds: float
+) -> int:
+    """Measure all parts of a run; write the report after each, and return the exit code.
+
+    With ``goes_on`` a part that fails is reported and the others go on, and what does not fit the model is skipped.
+    ``also`` is called with the report at the end, in one process.
+    """
+    processes, out = session.processes, session.store.folder
+    seconds = {"preparation": preparation_seconds}
+    facts: dict[str, Any] = {"command": console.command_line(), "seed": session.seed, "part_seconds": seconds}
+    facts["model"] = session.loaded.info
+    report = Report(**here_and_now(), **facts)
+    failed = is_interrupted = False
+    for name, part in run.parts(session, skips=goes_on):
+        try:
+            seconds[name] = part()
+            console.print_line(f"[bold]{escape(name)}: {seconds[name]:,.1f} s[/]\n")
+        except FAILURES as error:
+            if not goes_on or processes.count > 1:  # the others wait for this one
+                raise
+            if console.shows_tracebacks:
+                console.err.print_exception()
+            console.print_error(f"{name} failed: {one_line(error)}")
+            failed = True
+        report = Report(**here_and_now(), **facts, **run.sections)
+        if processes.is_main and out is not None:
+            write_json(report, out / RESULTS)
+        is_interrupted = any(section.windows_left for section in report.perplexity)
+        if is_interrupted:
+            console.print_error(f"interrupted; {'the same command' if out else '--out FOLDER'} would go on here")
+            break
+    if processes.is_main:
+        also(report)
+        if out is not None:
+            console.print_wrote(*write_run(report, out), folder=out)
+    leave_processes()
+    if is_interrupted:
+        return console.INTERRUPTED
+    return console.FAILED if failed or any(has_failures(section) for _, section in report.sections) else 0

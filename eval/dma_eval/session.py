@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 
 from .backends import Backend
 from .environment import versions
@@ -26,12 +27,10 @@ Value = TypeVar("Value")
 class Processes:
     """This process among those of a run, which ``accelerate launch`` started; one process where it did not."""
 
-    rank: int = 0  # its number, from 0; process 0 reads and writes files, and is the one that talks
-    count: int = 1  # how many there are
-    # Accelerate's handle on them; ``None`` for a single process.
-    accelerator: Accelerator | None = field(default=None, repr=False)
-    # The device that Accelerate assigned; ``None`` for a single process, which may choose.
-    device: torch.device | None = None
+    rank: int = 0  # process 0 reads and writes files, and prints
+    count: int = 1
+    accelerator: Accelerator | None = field(default=None, repr=False)  # ``None`` for a single process
+    device: torch.device | None = None  # the device that Accelerate assigned; a single process may choose
 
     @property
     def is_main(self) -> bool:
@@ -44,19 +43,12 @@ class Processes:
 
     def from_main(self, value: Value) -> Value:
         """Broadcast the value of process 0."""
-        if self.count == 1:
-            return value
-        box: list[Any] = [value]
-        torch.distributed.broadcast_object_list(box, src=0)
-        received: Value = box[0]
-        return received
+        received: list[Value] = [value] if self.count == 1 else broadcast_object_list([value])
+        return received[0]
 
     def gathered(self, value: Value) -> list[Value]:
         """Return the values of all processes, in order of rank, to all of them."""
-        if self.count == 1:
-            return [value]
-        values: list[Any] = [None] * self.count
-        torch.distributed.all_gather_object(values, value)
+        values: list[Value] = [value] if self.count == 1 else gather_object([value])
         return values
 
     def united(self, values: dict[Any, Value]) -> dict[Any, Value]:
@@ -65,10 +57,7 @@ class Processes:
 
 
 def join_processes(device: str = "auto") -> Processes:
-    """Join the processes that ``accelerate launch`` or ``torchrun`` started, if they did.
-
-    With the device ``cpu``, and without CUDA, they talk through gloo.
-    """
+    """Join the processes that ``accelerate launch`` or ``torchrun`` started; on the CPU they talk through gloo."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Processes()
     on_cpu = device == "cpu" or not torch.cuda.is_available()
@@ -88,14 +77,14 @@ class Session:
     """One model under several backends."""
 
     loaded: LoadedModel  # the model and its tokenizer
-    backends: Sequence[Backend]  # the backends; the first is the reference
+    backends: Sequence[Backend]  # the first is the reference
     processes: Processes = field(default_factory=Processes)  # each makes the same calls, and gets all results
     store: Store = field(default_factory=Store)  # where finished pieces are kept
     progress: Progress = field(default_factory=Progress)
     seed: int = 0  # of everything that is drawn at random
 
     def identity(self, *backends: Backend, **settings: Any) -> dict[str, Any]:
-        """Everything that a result depends on, as JSON values: the model, the versions, and what is given."""
+        """Return everything that a result depends on, as JSON values: model, versions, backends and settings."""
         model = self.loaded.info
         return {
             "model": [model.name, model.revision, model.commit, model.parameters, model.dtype, model.yarn],

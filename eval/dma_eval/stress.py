@@ -75,13 +75,7 @@ TWINS = (
 
 
 def measure_stress(session: Session, text: Text, part: StressPart) -> StressSection:
-    """Measure every backend on the model and on each of its twins, the same windows of one text.
-
-    The first backend is the reference, on each twin anew.
-
-    Raises:
-        UserError: An option is out of range, the text is too short, or the model makes its keys in a way of its own.
-    """
+    """Measure every backend on the same windows on the model and each twin; the first one is each twin's reference."""
     loaded = session.loaded
     how = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
     reading = cut(loaded, text, how, part.context)
@@ -93,7 +87,7 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
         raise UserError(f"{type(loaded.model).__name__} has no twins: {error}") from error
     twins = []
     for twin in TWINS:
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"name": twin.name, "is_same_function": twin.is_same_function}
         try:
             with stressed(loaded.model, layers, twin, seed=session.seed):
                 ratios = (max(each.ratio for each in ranges) for ranges in channel_ranges(loaded.model, sample))
@@ -102,28 +96,23 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
                 found["tokens"] = compare(session, reading, session.backends, place=place, seed=session.seed)
         except NoTwinError as error:
             found["refused"] = str(error)
-        twins.append(TwinResult(name=twin.name, is_same_function=twin.is_same_function, **found))
+        twins.append(TwinResult(**found))
     thresholds = [
         study_thresholds(session, reading, backend)
         for backend in session.backends[1:]
         if backend.config is not None and not backend.reads_cache
         if backend.config.skip_threshold is not None and backend.config.skip_threshold < math.inf
     ]
-    return StressSection(
-        range_tokens=len(sample),
-        key_ranges=key_ranges,
-        query_ranges=query_ranges,
-        twins=twins,
-        thresholds=thresholds,
-    )
+    ranges = {"key_ranges": key_ranges, "query_ranges": query_ranges}
+    return StressSection(range_tokens=len(sample), twins=twins, thresholds=thresholds, **ranges)
 
 
 def study_thresholds(session: Session, reading: Reading, backend: Backend) -> ThresholdStudy:
-    """Measure a backend that skips tiles with other thresholds, and without, on the model as it is."""
+    """Measure a backend that skips tiles with other thresholds, and without, on the unchanged model."""
     config = backend.config
     assert config is not None
-    assert config.skip_threshold is not None
     own = config.skip_threshold
+    assert own is not None
     thresholds = [None, *sorted({*THRESHOLDS, own}, reverse=True)]
     backends = [
         replace(backend, label=f"{backend.label}, t = {t}", config=replace(config, skip_threshold=t))
@@ -132,17 +121,14 @@ def study_thresholds(session: Session, reading: Reading, backend: Backend) -> Th
     tokens = compare(session, reading, [session.backends[0], *backends], place=("stress", "thresholds", backend.label))
     first = reading.windows[0]
     ids = reading.input_ids[None, first.begin : first.end].to(session.loaded.model.device)
-    skipped = [_skipped(session.loaded.model, each, ids) for each in backends]
-    return ThresholdStudy(label=backend.label, own=own, thresholds=thresholds, skipped=skipped, tokens=tokens)
-
-
-def _skipped(model: PreTrainedModel, backend: Backend, ids: Tensor) -> float:
-    """The share of low tiles that a backend skips in tokens ``[1, T]``."""
-    activate(model, backend)
-    with counted_tiles() as counts:
-        read(model, backend, ids, last=1)
-    skipped, examined = (sum(int(layer[:, column].sum()) for layer in counts.values()) for column in range(2))
-    return skipped / max(examined, 1)
+    shares = []
+    for each in backends:
+        activate(session.loaded.model, each)
+        with counted_tiles() as counts:
+            read(session.loaded.model, each, ids, last=1)
+        skipped, examined = (sum(int(layer[:, column].sum()) for layer in counts.values()) for column in range(2))
+        shares.append(skipped / max(examined, 1))
+    return ThresholdStudy(label=backend.label, own=own, thresholds=thresholds, skipped=shares, tokens=tokens)
 
 
 def channel_ranges(model: PreTrainedModel, tokens: Tensor) -> tuple[list[ChannelRange], list[ChannelRange]]:
@@ -159,11 +145,7 @@ def channel_ranges(model: PreTrainedModel, tokens: Tensor) -> tuple[list[Channel
 
 
 def attention_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
-    """Find the layers that :func:`stressed` can change, from a pass over ``tokens`` ``[T]``.
-
-    Raises:
-        ValueError: A layer makes queries or keys in another way than by linear layers and norms.
-    """
+    """Find the layers that :func:`stressed` can change, from a pass over ``tokens`` ``[T]``."""
     widest = max(keys.shape[-1] for _, keys in measure_ranges(model, tokens).values())
     return find_layers(model, tokens, widest)
 
@@ -173,9 +155,6 @@ def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: 
     """Within a ``with`` block, ``model`` is a twin of itself in ``layers``, those of :func:`attention_layers`.
 
     A twin whose keys differ from those of an equalised model is not equalised itself.
-
-    Raises:
-        NoTwinError: Values are to be scaled, and a layer makes or uses them in another way than by linear layers.
     """
     generator = torch.Generator().manual_seed(seed)
     config = model.config.get_text_config(decoder=True)

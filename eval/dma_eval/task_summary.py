@@ -18,12 +18,9 @@ from .parts import TasksPart
 from .results import GroupMetric, MetricResult, MetricValue, TaskBackend, TaskResult, TaskSection
 from .session import Session
 
-FOLDER = "samples"
-"""Where records lie in a run's folder: a folder for each backend, and in it a file for each name."""
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-DRAWS_AT_A_TIME = 2**22  # sample indices drawn at a time: 32 MiB
-MAX_KINDS = 256  # distinct samples up to which counting them is faster than drawing them one by one
+COUNTS_AT_A_TIME = 2**22  # counts of samples drawn at a time: 32 MiB
 
 Array = NDArray[np.float64]
 
@@ -67,6 +64,11 @@ class TaskRecord:
         """What must be equal for every backend, or the comparison is not paired."""
         return self.name, [(sample.doc_id, sample.filter, sample.prompt_hash) for sample in self.samples]
 
+    def values(self, metric: str, filter_name: str) -> Array | None:
+        """Values and weights of a metric, ``[N, 2]``; ``None`` if a sample has none."""
+        own = [sample.values.get(metric) for sample in self.samples if sample.filter == filter_name]
+        return None if not own or None in own else np.array(own, dtype=np.float64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitRecord:
@@ -81,8 +83,20 @@ class UnitRecord:
 
 def task_record(name: str, results: Mapping[str, Any], task: Any) -> TaskRecord:
     """Make the record of one task from the results of ``lm_eval.evaluate``."""
-    aggregations = {metric: _aggregation_name(function) for metric, function in task.aggregation().items()}
-    samples = [_sample(sample, task.OUTPUT_TYPE) for sample in results["samples"][name]]
+    from lm_eval.api.registry import aggregation_registry
+
+    names = {aggregation_registry[each]: each for each in reversed(list(aggregation_registry))}
+    aggregations = {metric: names.get(function) for metric, function in task.aggregation().items()}
+    samples = [
+        Sample(
+            doc_id=int(each["doc_id"]),
+            filter=str(each["filter"]),
+            prompt_hash=str(each["prompt_hash"]),
+            answer=_answer(each["filtered_resps"], task.OUTPUT_TYPE),
+            values={metric: value for metric in each["metrics"] if (value := _weighted(each[metric])) is not None},
+        )
+        for each in results["samples"][name]
+    ]
     return TaskRecord(
         name=name,
         version=str(results["versions"][name]),
@@ -96,75 +110,44 @@ def task_record(name: str, results: Mapping[str, Any], task: Any) -> TaskRecord:
 
 
 def metric_values(results: Mapping[str, Any]) -> dict[str, float | None]:
-    """The metrics among lm-eval's results of a task or a group, by ``metric,filter``; null where one is no number."""
-    return {
-        key: _finite(value)
-        for key, value in results.items()
-        if "," in key and not key.partition(",")[0].endswith("_stderr")
-    }
+    """Return the metrics of a task or a group, by ``metric,filter``; null for what is no number."""
+    keys = [key for key in results if "," in key and not key.partition(",")[0].endswith("_stderr")]
+    return {key: float(results[key]) if _is_number(results[key]) else None for key in keys}
 
 
-def _finite(value: Any) -> float | None:
-    number = float(value) if isinstance(value, (int, float)) else None
-    return number if number is not None and abs(number) < float("inf") else None
-
-
-def _aggregation_name(function: Any) -> str | None:
-    from lm_eval.api.registry import aggregation_registry
-
-    return next((name for name in aggregation_registry if aggregation_registry[name] is function), None)
-
-
-def _sample(sample: Mapping[str, Any], output_type: str) -> Sample:
-    values = {metric: value for metric in sample["metrics"] if (value := _weighted(sample[metric])) is not None}
-    return Sample(
-        doc_id=int(sample["doc_id"]),
-        filter=str(sample["filter"]),
-        prompt_hash=str(sample["prompt_hash"]),
-        answer=_answer(sample["filtered_resps"], output_type),
-        values=values,
-    )
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and math.isfinite(value)
 
 
 def _weighted(value: Any) -> list[float] | None:
-    """Value and weight of one sample; None of what has none, such as the pair of a reference and a prediction."""
-    pair = tuple(value) if isinstance(value, (list, tuple)) else (value, 1)
-    if len(pair) != 2 or not all(isinstance(part, (bool, int, float)) for part in pair):
-        return None
-    numbers = [float(part) for part in pair]
-    return numbers if all(abs(number) < float("inf") for number in numbers) else None
+    """Return value and weight of one sample; ``None`` for other pairs, such as a reference and a prediction."""
+    pair = list(value) if isinstance(value, (list, tuple)) else [value, 1]
+    return [float(part) for part in pair] if len(pair) == 2 and all(map(_is_number, pair)) else None
 
 
 def _answer(responses: list[Any], output_type: str) -> Any:
     if output_type == "multiple_choice":
-        scores = [float(log_likelihood) for log_likelihood, _ in responses]
-        return scores.index(max(scores))
+        return int(np.argmax([float(log_likelihood) for log_likelihood, _ in responses]))
     if output_type == "loglikelihood":
         return bool(responses[0][1])
-    if output_type == "generate_until":
-        return str(responses[0])
-    return None
+    return str(responses[0]) if output_type == "generate_until" else None
 
 
 def summarize_tasks(
     session: Session, names: Sequence[str], answers: Mapping[tuple[str, str], UnitRecord | str], part: TasksPart
 ) -> TaskSection:
-    """Compare every backend's answers with the first one's, given by label of the backend and name that was asked for.
-
-    Raises:
-        RuntimeError: Two backends were not given the same samples.
-    """
+    """Compare every backend's answers, by label of the backend and name of the task, with those of the first one."""
     labels = [backend.label for backend in session.backends]
     tasks: list[TaskResult] = []
     groups: list[GroupMetric] = []
     for name in names:
         done = {label: unit for label in labels if isinstance(unit := answers[label, name], UnitRecord)}
-        first = next(iter(done.values()), UnitRecord(seconds=0, fallbacks={}, tasks=[], groups={}))
-        for index in range(len(first.tasks)):
-            tasks.append(_task(labels, {label: unit.tasks[index] for label, unit in done.items()}, session.seed))
-        for group, key in ((group, key) for group, metrics in first.groups.items() for key in metrics):
-            values = {label: done[label].groups[group][key] if label in done else None for label in labels}
-            groups.append(GroupMetric(group=group, metric=key, values=values))
+        for first in list(done.values())[:1]:
+            for index in range(len(first.tasks)):
+                tasks.append(_task(labels, {label: unit.tasks[index] for label, unit in done.items()}, session.seed))
+            for group, key in ((group, key) for group, metrics in first.groups.items() for key in metrics):
+                values = {label: done[label].groups[group][key] if label in done else None for label in labels}
+                groups.append(GroupMetric(group=group, metric=key, values=values))
     backends = []
     for backend in session.backends:
         units = {name: answers[backend.label, name] for name in names}
@@ -217,7 +200,7 @@ def _metric(
 ) -> MetricResult:
     name, _, filter_name = key.partition(",")
     known = task.aggregations.get(name, "mean")  # a metric without an aggregation is averaged by lm-eval
-    arrays = {label: _array(record.samples, name, filter_name) for label, record in answers.items()}
+    arrays = {label: record.values(name, filter_name) for label, record in answers.items()}
     present = {label: array for label, array in arrays.items() if array is not None and known in STATISTICS}
     answered = np.concatenate([*present.values(), np.empty((0, 2))])
     is_binary = bool(np.isin(answered[:, 0], (0, 1)).all() and (answered[:, 1] == 1).all())
@@ -247,16 +230,8 @@ def _metric(
     )
 
 
-def _array(samples: Sequence[Sample], metric: str, filter_name: str) -> Array | None:
-    """Values and weights of a metric, ``[N, 2]``; None if a sample has none."""
-    own = [sample.values.get(metric) for sample in samples if sample.filter == filter_name]
-    if not own or any(value is None for value in own):
-        return None
-    return np.array(own, dtype=np.float64)
-
-
 def _changed(reference: TaskRecord | None, other: TaskRecord | None) -> int | None:
-    """How many answers differ, counted once per document."""
+    """Return how many answers differ, counted once per document."""
     if reference is None or other is None:
         return None
     pairs = list(zip(reference.samples, other.samples, strict=True))
@@ -266,7 +241,7 @@ def _changed(reference: TaskRecord | None, other: TaskRecord | None) -> int | No
 
 
 def statistic(name: str, samples: Array) -> float:
-    """The metric of samples ``[N, 2]`` of values and weights."""
+    """Return the metric of samples ``[N, 2]`` of values and weights."""
     total, weight = samples.sum(0)
     return float(STATISTICS[name](np.asarray(total / weight)))
 
@@ -274,28 +249,19 @@ def statistic(name: str, samples: Array) -> float:
 def paired_interval(
     name: str, reference: Array, other: Array, *, seed: int = 0, resamples: int = RESAMPLES
 ) -> tuple[float, float]:
-    """Confidence interval of the difference of a metric, other less reference, by a paired bootstrap.
+    """Return the confidence interval of the difference of a metric, other less reference, by a paired bootstrap.
 
     Each resample draws samples, with replacement, and takes both backends' answers to them: what makes a question easy
-    or hard for both cancels. The interval is the one of percentiles (Efron and Tibshirani, 1993, chapter 13).
-
-    Args:
-        name: Which metric, one of :data:`STATISTICS`.
-        reference: Values and weights of the reference, ``[N, 2]``.
-        other: Those of the other backend, for the same samples in the same order.
-        seed: Seed of the draws.
-        resamples: How many resamples.
+    or hard for both cancels. The interval is the one of percentiles (Efron and Tibshirani, 1993, chapter 13). Values
+    and weights are ``[N, 2]``, of the same samples in the same order.
     """
     rng = np.random.default_rng(seed)
     both = np.concatenate([reference, other], axis=1)
+    # Counting how often each distinct sample is drawn equals drawing samples, and is fast where answers are 0 or 1.
     kinds, counts = np.unique(both, axis=0, return_counts=True)
-    if len(kinds) <= MAX_KINDS:
-        drawn = rng.multinomial(len(both), counts / len(both), size=resamples)
-        sums = drawn @ kinds
-    else:
-        step = max(1, DRAWS_AT_A_TIME // len(both))
-        chunks = [min(step, resamples - begin) for begin in range(0, resamples, step)]
-        sums = np.concatenate([both[rng.integers(len(both), size=(n, len(both)))].sum(1) for n in chunks])
+    step = max(1, COUNTS_AT_A_TIME // len(kinds))
+    sizes = [min(step, resamples - begin) for begin in range(0, resamples, step)]
+    sums = np.concatenate([rng.multinomial(len(both), counts / len(both), size=size) @ kinds for size in sizes])
     of = STATISTICS[name]
     differences = of(sums[:, 2] / sums[:, 3]) - of(sums[:, 0] / sums[:, 1])
     tail = 50 * (1 - CONFIDENCE)

@@ -30,17 +30,17 @@ from .harness import DMALM, BackendFailure
 from .parts import TasksPart
 from .results import TaskSection
 from .session import Session
-from .task_summary import FOLDER, UnitRecord, metric_values, summarize_tasks, task_record
+from .task_summary import UnitRecord, metric_values, summarize_tasks, task_record
 
+FOLDER = "samples"
+"""Where records lie in a run's folder: a folder for each backend, and in it a file for each name."""
 SHOWN_NAMES = 12
 YAML_SUFFIXES = (".yaml", ".yml")
-FIELDS = ("task", "dataset_path", "doc_to_text", "doc_to_target", "output_type")
-"""What the YAML of a task must have, where it includes no other file."""
 UNUSABLE = (
-    *(OSError, ValueError, KeyError, RuntimeError, TypeError, ImportError, AttributeError, IndexError),
-    *(AssertionError, ZeroDivisionError, DatasetsError, TemplateError),
+    *(OSError, ValueError, LookupError, RuntimeError, TypeError, ImportError, AttributeError, AssertionError),
+    *(ZeroDivisionError, DatasetsError, TemplateError),
 )
-"""What lm-eval raises of a task that is not well-formed, or whose data are not what it says."""
+"""What lm-eval raises for a task that is not well-formed, or whose data are not what it says."""
 
 
 @dataclass(frozen=True)
@@ -50,35 +50,36 @@ class TaskNames:
     names: tuple[str, ...]
     manager: TaskManager = field(repr=False)
 
+    def definition(self, name: str) -> str | None:
+        """Return the hash of the YAML file of a task; ``None`` if lm-eval knows no file."""
+        entry = self.manager.task_index.get(name)
+        file = name if entry is None else entry.yaml_path
+        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
 
 def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> TaskNames:
     """Look names of tasks, groups or tags, or YAML files, up in folders and among those that come with lm-eval.
 
     Several names may stand in one string, with commas.
-
-    Raises:
-        UserError: There are no names, a folder is none, or a name is unknown; the message lists the nearest ones.
     """
     asked = list(dict.fromkeys(part for name in names for part in name.split(",") if part))
     if not asked:
         raise UserError("--tasks needs at least one name, for example: --tasks lambada_openai,arc_easy")
-    for file in map(Path, asked):
-        if file.suffix in YAML_SUFFIXES and file.is_file():
-            _check_yaml(file)
     for path in include_paths:
         if not path.is_dir():
             raise UserError(f"--include-path: no such folder: {path}")
+    files = {name for name in asked if Path(name).suffix in YAML_SUFFIXES and Path(name).is_file()}
+    for file in sorted(files):
+        _check_yaml(Path(file))
     folders = [str(path) for path in include_paths]
     manager = TaskManager(include_path=folders, include_defaults=False)
     local = manager.all_tasks
-    if any(not _is_known(name, manager) for name in asked):  # indexing lm-eval's own tasks takes ten seconds
-        manager = TaskManager(include_path=folders)
-    unknown = [name for name in asked if not _is_known(name, manager)]
-    if unknown:  # perhaps the name of a file that lm-eval has passed over in silence
+    if any(name not in files and name not in manager.task_index for name in asked):
+        manager = TaskManager(include_path=folders)  # lm-eval takes ten seconds to index its own tasks
+    unknown = [name for name in asked if name not in files and name not in manager.task_index]
+    if unknown:
         for file in (each for path in include_paths for each in sorted(path.rglob("*.y*ml"))):
-            _check_yaml(file)
-            if file.stem == unknown[0] and (missing := _missing_fields(file)):
-                raise UserError(f"--tasks: {file} lacks {', '.join(missing)}")
+            _check_yaml(file)  # lm-eval passes over one that is not YAML
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, SHOWN_NAMES, cutoff=0.5)
         hints = [f"did you mean: {', '.join(near)}?"] if near else []
         if include_paths:
@@ -89,11 +90,7 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
 
 
 def _check_yaml(file: Path) -> None:
-    """Check that a file is YAML; tags, which name functions, are not looked up.
-
-    Raises:
-        UserError: It is not; the message says where.
-    """
+    """Check that a file is YAML; tags, which name functions, are not looked up."""
     try:
         for _ in yaml.parse(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
             pass
@@ -105,45 +102,21 @@ def _check_yaml(file: Path) -> None:
         raise UserError(f"--tasks: cannot read {file}: {one_line(error)}") from error
 
 
-def _missing_fields(file: Path | None) -> list[str]:
-    """Return which fields a task's own YAML lacks; none where it includes another file, or is a group."""
-    if file is None or not file.is_file():
-        return []
-    node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)  # tags are not looked up
-    found = {key.value for key, _ in node.value} if isinstance(node, yaml.MappingNode) else set()
-    if found & {"include", "group", "class", "custom_dataset"}:
-        return []
-    return [name for name in FIELDS if name not in found]
-
-
-def _why(manager: TaskManager, name: str, error: BaseException) -> str:
-    """Return why a task cannot be used: the fields that it lacks, or what the error says."""
-    missing = _missing_fields(_file_of(manager, name))
-    return f"its file lacks {', '.join(missing)}" if missing else one_line(error)
-
-
-def _file_of(manager: TaskManager, name: str) -> Path | None:
-    entry = manager.task_index.get(name)
-    file = name if entry is None else entry.yaml_path
-    return None if file is None else Path(file)
-
-
 def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
     """Evaluate every backend on every task; what the run's folder holds already is not evaluated again.
 
     Answers of a task that was interrupted are not asked for again. The seed of the session is that of the choice of
     examples, of sampled answers, and of the bootstrap.
-
-    Raises:
-        UserError: A task cannot be loaded, or the model cannot run a backend.
     """
     backends, processes, store, progress = session.backends, session.processes, session.store, session.progress
     for backend in backends:
         activate(session.loaded.model, backend)
     lm = DMALM.of(session.loaded, processes, batch_size=part.batch_size)
     lm.on_answers = lambda count: progress.advance("answers", count)
+    settings = {"limit": part.limit, "num_fewshot": part.num_fewshot, "chat_template": part.chat_template}
+    settings["seed"] = session.seed
     identities = {
-        (backend.label, name): _identity(session, tasks.manager, name, backend, part)
+        (backend.label, name): session.identity(backend, name=name, definition=tasks.definition(name), **settings)
         for name in tasks.names
         for backend in backends
     }
@@ -152,14 +125,16 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
         piece = processes.from_main(store.load(UnitRecord, identity, FOLDER, *unit) if processes.is_main else None)
         if piece is not None:
             answers[unit] = piece.content
-    # All data before all evaluations: what cannot be loaded should not come to light hours later.
+    # Load all data before all evaluations, so that missing data are an error now and not hours later.
     missing = [name for name in tasks.names if any((backend.label, name) not in answers for backend in backends)]
     units = {name: _load(tasks.manager, name, part) for name in missing}
-    _check_distinct(units)
+    owner: dict[str, str] = {}
+    for name, task in ((name, task) for name, unit in units.items() for task in unit["tasks"]):
+        if owner.setdefault(task, name) != name:
+            raise UserError(f"--tasks: task {task!r} is in both {owner[task]!r} and {name!r}; name it once")
     if processes.count > 1:
-        for loaded in units.values():
-            for task in loaded["tasks"].values():
-                _draw_examples_alike(task)
+        for task in (task for unit in units.values() for task in unit["tasks"].values()):
+            _draw_examples_alike(task)
     for name, backend in itertools.product(tasks.names, backends):
         unit = (backend.label, name)
         if unit in answers:
@@ -170,28 +145,20 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
         try:
             with _remembered(lm, partial) as asked:
                 record = _evaluate(asked, units[name], backend, part, session)
+            if processes.is_main:
+                store.save(Piece(identity=identities[unit], content=record), FOLDER, *unit)
+            answers[unit] = record
         except BackendFailure as error:
             answers[unit] = str(error)
-            _forget(partial)
-            continue
-        except UNUSABLE as error:  # not of the backend, whose own errors are failures of it
-            raise UserError(f"--tasks: cannot evaluate {name!r}: {_why(tasks.manager, name, error)}") from error
-        if processes.is_main:
-            store.save(Piece(identity=identities[unit], content=record), FOLDER, *unit)
-        _forget(partial)
-        answers[unit] = record
+        except UNUSABLE as error:  # of the task: the errors of a backend are failures
+            raise UserError(f"--tasks: cannot evaluate {name!r}: {_why(error)}") from error
+        if partial is not None:
+            partial.unlink(missing_ok=True)
     return summarize_tasks(session, tasks.names, answers, part)
 
 
-def _is_known(name: str, manager: TaskManager) -> bool:
-    return name in manager.task_index or (Path(name).suffix in YAML_SUFFIXES and Path(name).is_file())
-
-
-def _identity(session: Session, manager: TaskManager, name: str, backend: Backend, part: TasksPart) -> dict[str, Any]:
-    file = _file_of(manager, name)
-    definition = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
-    settings = {"limit": part.limit, "num_fewshot": part.num_fewshot, "chat_template": part.chat_template}
-    return session.identity(backend, name=name, definition=definition, seed=session.seed, **settings)
+def _why(error: BaseException) -> str:
+    return f"it lacks {error}" if isinstance(error, LookupError) else one_line(error)
 
 
 def _load(manager: TaskManager, name: str, part: TasksPart) -> Mapping[str, Any]:
@@ -201,7 +168,7 @@ def _load(manager: TaskManager, name: str, part: TasksPart) -> Mapping[str, Any]
     except StopIteration as error:  # from inside `datasets`: a file without a row
         raise UserError(f"--tasks: cannot load {name!r}: its data have no rows") from error
     except UNUSABLE as error:
-        raise UserError(f"--tasks: cannot load {name!r}: {_why(manager, name, error)}") from error
+        raise UserError(f"--tasks: cannot load {name!r}: {_why(error)}") from error
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
         if part.num_fewshot is not None and own != 0:  # a task that says 0 means it
@@ -211,19 +178,11 @@ def _load(manager: TaskManager, name: str, part: TasksPart) -> Mapping[str, Any]
     return loaded
 
 
-def _check_distinct(units: Mapping[str, Mapping[str, Any]]) -> None:
-    owner: dict[str, str] = {}
-    for name, unit in units.items():
-        for task in unit["tasks"]:
-            if owner.setdefault(task, name) != name:
-                raise UserError(f"--tasks: task {task!r} is in both {owner[task]!r} and {name!r}; name it once")
-
-
 def _draw_examples_alike(task: Any) -> None:
     """Let every process draw the few-shot examples that a single one would.
 
-    The examples of one document depend on how many were drawn before, so that a process which builds the requests of
-    its own documents only would draw others. Each builds all of them and keeps its own.
+    The examples of one document depend on how many were drawn before, so each process builds all requests and keeps
+    those of its own documents.
     """
     build_all = task.build_all_requests
 
@@ -249,39 +208,24 @@ def _remembered(lm: DMALM, file: Path | None) -> Iterator[Any]:
         lm.set_cache_hook(CacheHook(None))
 
 
-def _forget(file: Path | None) -> None:
-    if file is not None:
-        file.unlink(missing_ok=True)
-
-
 def _evaluate(lm: Any, unit: Mapping[str, Any], backend: Backend, part: TasksPart, session: Session) -> UnitRecord:
-    """One backend on one loaded task or group.
-
-    Raises:
-        BackendFailure: It could not go on, in one process at least.
-    """
+    """Evaluate one backend on one loaded task or group. Raises ``BackendFailure`` if it fails in any process."""
+    processes = session.processes
     lm.use(backend)
     dma_hf.reset_fallback_counts()
-    for task in unit["tasks"].values():  # examples are drawn as requests are built: every backend must start alike
+    for task in unit["tasks"].values():  # every backend must draw the same examples
         task.set_fewshot_seed(seed=session.seed)
-    torch.manual_seed(session.seed)  # and so must answers, where a task samples them
+    torch.manual_seed(session.seed)  # and the same answers, where a task samples them
     lm.resume_pairs()
     began = time.perf_counter()
+    chat = {"apply_chat_template": part.chat_template, "fewshot_as_multiturn": part.chat_template}
     try:
-        results = evaluate(
-            lm,
-            unit,
-            limit=part.limit,
-            bootstrap_iters=0,
-            apply_chat_template=part.chat_template,
-            fewshot_as_multiturn=part.chat_template,
-        )
+        results = evaluate(lm, unit, limit=part.limit, bootstrap_iters=0, **chat)
     except (ValueError, AttributeError) as error:
         if part.chat_template and "chat_template" in str(error):
             raise UserError("--apply-chat-template: the model's tokenizer has no chat template") from error
         raise
     seconds = time.perf_counter() - began
-    processes = session.processes
     failed = next((failure for failure in processes.gathered(lm.failure) if failure is not None), None)
     if failed is not None:
         raise BackendFailure(failed)

@@ -18,13 +18,13 @@ from dma_eval import card as card_module
 from dma_eval.card import make_card, prepare_upload
 from dma_eval.errors import UserError
 from dma_eval.files import parse, write_json
+from dma_eval.render import write_run
 from dma_eval.results import (
     SCHEMA_VERSION,
     SECTIONS,
     Report,
     read_report,
 )
-from dma_eval.run_folder import write_run
 from huggingface_hub import ModelCard
 from PIL import Image
 

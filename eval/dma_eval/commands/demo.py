@@ -48,8 +48,8 @@ def demo(args: DemoOptions) -> int:
         from dma_eval.perplexity import measure_perplexity
         from dma_eval.progress import shown_progress
         from dma_eval.reading import continue_greedily
+        from dma_eval.render import write_run
         from dma_eval.results import Report, here_and_now
-        from dma_eval.run_folder import write_run
         from dma_eval.session import Session
 
     torch.manual_seed(0)

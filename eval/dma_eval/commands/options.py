@@ -140,11 +140,7 @@ class TaskFolderOptions:
 
 
 def prepare_files(**files: Path | None) -> list[Path]:
-    """Make sure before a long run that single files can be written, and return which were asked for.
-
-    Raises:
-        UserError: One cannot, or a plot has no known suffix.
-    """
+    """Make sure before a long run that single files can be written, and return which were asked for."""
     plot = files.get("plot")
     if plot is not None and not plot.is_dir() and plot.suffix not in PLOT_SUFFIXES:
         raise UserError(f"--plot: expected a file ending in {', '.join(PLOT_SUFFIXES)}, got {plot}")

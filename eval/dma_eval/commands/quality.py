@@ -5,37 +5,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from rich.markup import escape
+from typing import TYPE_CHECKING
 
 from dma_eval import console, parts
 from dma_eval.command import REQUIRED, option
 from dma_eval.commands import options
-from dma_eval.errors import UserError, one_line
+from dma_eval.errors import UserError
 from dma_eval.files import Store, make_folder, write_json
 from dma_eval.names import check_names
-from dma_eval.parts import (
-    FidelityPart,
-    PerplexityPart,
-    RetrievalPart,
-    StressPart,
-    Suite,
-    TasksPart,
-    load_suite,
-    suite_names,
-)
+from dma_eval.parts import FidelityPart, PerplexityPart, RetrievalPart, StressPart, Suite, TasksPart
 
 if TYPE_CHECKING:
     from dma_eval.models import LoadedModel
     from dma_eval.results import Report
     from dma_eval.session import Processes
 
-SUITES = ", ".join(suite_names())
-FAILURES = (UserError, RuntimeError, ValueError, TypeError)
-"""What a part that cannot be measured raises: input that does not fit it, or an error of a model or a library."""
+SUITES = ", ".join(parts.suite_names())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +154,7 @@ def suite(args: SuiteOptions, text: options.OptionalTextOptions, tasks: options.
     accelerate launch -m dma_eval suite --suite standard -m ./model --out run
     dma-hf suite --suite my.toml -m ./model --data book.txt --include-path ./tasks --out run
     """
-    suite = load_suite(args.suite)
+    suite = parts.load_suite(args.suite)
     windows = {} if args.max_windows is None else {"max_windows": args.max_windows}
     samples = {} if args.limit is None else {"limit": args.limit}
     changes = dict.fromkeys(("perplexity", "fidelity", "stress"), windows)
@@ -185,61 +172,23 @@ def measure(
     goes_on: bool = False,
     also: Callable[[Report], None] = lambda report: None,
 ) -> int:
-    """Measure what a suite asks for; show it, write it, and return the exit code.
-
-    With ``goes_on`` a part that fails is reported and the others go on, and what does not fit the model is skipped.
-    ``also`` is called with the report at the end, in one process.
-
-    Raises:
-        UserError: The input cannot work.
-    """
+    """Measure what a suite asks for; show it, write it, and return the exit code."""
     check_names(args.attn)
     with console.starting():
         from dma_eval.backends import default_names, parse_backends
 
         backends = parse_backends(args.attn or default_names())  # before all that takes longer to import
-        from dma_eval.results import RESULTS, Report, has_failures, here_and_now
-        from dma_eval.run import Run
-        from dma_eval.run_folder import write_run
-        from dma_eval.session import Session, leave_processes
+        from dma_eval import run
+        from dma_eval.session import Session
 
     processes = join(args)
     if args.out is not None and processes.is_main:
         make_folder(args.out)
     began = time.perf_counter()
-    run = Run(suite, **({} if text is None else asdict(text)), include_path=include_path)
-    loaded = load(args, processes)
-    session = Session(loaded, backends, processes, Store(args.out), seed=args.seed)
-    seconds = {"preparation": time.perf_counter() - began}
-    facts: dict[str, Any] = {"command": console.command_line(), "seed": args.seed, "part_seconds": seconds}
-    report = Report(**here_and_now(), **facts, model=loaded.info)
-    failed = is_interrupted = False
-    for name, part in run.parts(session, skips=goes_on):
-        try:
-            seconds[name] = part()
-            console.print_line(f"[bold]{escape(name)}: {seconds[name]:,.1f} s[/]\n")
-        except FAILURES as error:
-            if not goes_on or processes.count > 1:  # the others wait for this one
-                raise
-            if console.shows_tracebacks:
-                console.err.print_exception()
-            console.print_error(f"{name} failed: {one_line(error)}")
-            failed = True
-        report = Report(**here_and_now(), **facts, model=loaded.info, **run.sections)
-        if processes.is_main and args.out is not None:
-            write_json(report, args.out / RESULTS)
-        is_interrupted = any(section.windows_left for section in report.perplexity)
-        if is_interrupted:
-            console.print_error(f"interrupted; {'the same command' if args.out else '--out FOLDER'} would go on here")
-            break
-    if processes.is_main:
-        also(report)
-        if args.out is not None:
-            console.print_wrote(*write_run(report, args.out), folder=args.out)
-    leave_processes()
-    if is_interrupted:
-        return console.INTERRUPTED
-    return console.FAILED if failed or any(has_failures(section) for _, section in report.sections) else 0
+    asked = run.Run(suite, text, include_path)
+    session = Session(load(args, processes), backends, processes, Store(args.out), seed=args.seed)
+    seconds = time.perf_counter() - began
+    return run.measure(asked, session, goes_on=goes_on, also=also, preparation_seconds=seconds)
 
 
 def join(args: options.LoadOptions) -> Processes:
@@ -256,11 +205,7 @@ def join(args: options.LoadOptions) -> Processes:
 
 
 def load(args: options.LoadOptions, processes: Processes) -> LoadedModel:
-    """Load the model as the options say, on this process's device.
-
-    Raises:
-        UserError: It cannot be loaded, or several processes would each spread it over all devices.
-    """
+    """Load the model as the options say, on this process's device."""
     from dma_eval.models import load_model
 
     if processes.count > 1 and args.device_map is not None:

@@ -51,8 +51,8 @@ def report(args: ReportOptions) -> int:
     dma-hf report run
     dma-hf report run/results.json --out page
     """
+    from dma_eval.render import write_run
     from dma_eval.results import read_report
-    from dma_eval.run_folder import write_run
 
     folder = args.out or (args.run if args.run.is_dir() else args.run.parent)
     console.print_wrote(*write_run(read_report(args.run), folder), folder=folder)
