@@ -39,13 +39,13 @@ def quantized_cache(config: PreTrainedConfig, suffix: str) -> QuantizedCache:
 
 
 def e4m3(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """``x`` as E4M3 holds it, with a scale for all of ``dims`` that makes their largest number E4M3's largest."""
+    """Round ``x`` to E4M3, with a scale for all of ``dims`` that maps their largest number to E4M3's largest."""
     scale = x.abs().amax(dims, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / E4M3_MAX
     return _as_e4m3(x / scale) * scale
 
 
 def int8(x: Tensor, block: int) -> Tensor:
-    """``x`` ``[..., T, D]`` as symmetric 8-bit integers hold it, with a scale for each ``block`` tokens of a head."""
+    """Round ``x`` ``[..., T, D]`` to symmetric 8-bit integers, with a scale for each ``block`` tokens of a head."""
     length = x.shape[-2]
     blocks = torch.unflatten(F.pad(x, (0, 0, 0, -length % block)), -2, (-1, block))
     scale = blocks.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127

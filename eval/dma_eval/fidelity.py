@@ -198,12 +198,12 @@ def head_errors(
     for backend in measured:
         layers = sorted({layer for each in shares for label, layer in each if label == backend.label})
         totals = [sum(each[place] for each in shares if (place := (backend.label, layer)) in each) for layer in layers]
-        error, magnitude, cosine, tokens, skipped, examined = np.array(totals).transpose(1, 0, 2)
+        differing, magnitude, cosine, count, skipped, examined = np.array(totals).transpose(1, 0, 2)
         skips = backend.config is not None and backend.config.skip_threshold is not None
         made = HeadErrors(
             label=backend.label,
-            relative_l1=(error / np.maximum(magnitude, np.finfo(np.float64).tiny)).tolist(),
-            cosine=(cosine / tokens).tolist(),
+            relative_l1=(differing / np.maximum(magnitude, np.finfo(np.float64).tiny)).tolist(),
+            cosine=(cosine / count).tolist(),
             skipped=(skipped / np.maximum(examined, 1)).tolist() if skips else None,
         )
         errors.append(made)

@@ -6,10 +6,9 @@ registered::
 
     python -m dma_eval.lm_eval run --model dma-hf --model_args pretrained=gpt2,attn_preset=fp4 --tasks lambada_openai
 
-It differs from lm-eval's ``hf`` in how log-likelihoods are scored, not in what they are. Padding is masked: a quantised
-format has scales that several keys share, so that padding which the model sees would change the scores of its
-neighbours, and with them the results by the batch they happen to be in. Probabilities are taken in fp32, and only of
-the positions that are scored. Logits that are not finite stop the evaluation.
+It differs from lm-eval's ``hf`` in how log-likelihoods are scored, not in what they are. Padding is masked: in a
+quantised format several keys share a scale, so visible padding would make results depend on the batch. Probabilities
+are taken in fp32, at scored positions only. Logits that are not finite stop the evaluation.
 """
 
 from __future__ import annotations

@@ -259,8 +259,8 @@ def fidelity_page(section: FidelitySection) -> Page:
             layers = shares.mean(1)
             ends = (f"{layer} ({share(layers[layer])})" for layer in (layers.argmin(), layers.argmax()))
             rows.append([label, f"{section.tokens.context:,}", share(shares.mean()), *ends])
-        headers = ("backend", "tokens", "all layers", "least: layer", "most: layer")
-        tables.append(Table(headers, rows, "Share of low tiles skipped"))
+        columns = ("backend", "tokens", "all layers", "least: layer", "most: layer")
+        tables.append(Table(columns, rows, "Share of low tiles skipped"))
     if section.divergence:
         horizons = list(section.divergence[0].equal_share)
         rows = []
@@ -270,8 +270,8 @@ def fidelity_page(section: FidelitySection) -> Page:
             equal = (share(each.equal_share[n], ".1f") for n in horizons)
             rows.append([each.label, f"{np.median(same):.0f}", str(min(same)), whole, *equal])
         caption = f"Greedy continuations of {section.new_tokens} tokens: the first that differs, and how many are equal"
-        headers = ("backend", "median first", "least", "identical", *(f"equal of {int(n):,}" for n in horizons))
-        tables.append(Table(headers, rows, caption))
+        lengths = [f"equal of {int(n):,}" for n in horizons]
+        tables.append(Table(("backend", "median first", "least", "identical", *lengths), rows, caption))
     return Page("Fidelity to SDPA in fp32", tables, _lines("fidelity", section), warnings(section.tokens))
 
 

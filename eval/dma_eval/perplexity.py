@@ -3,7 +3,7 @@
 Windows are the outer loop and backends the inner one, so N backends cost N forward passes per window, all see the same
 tokens, slow drifts of the machine meet all of them alike, and the logits of no more than two passes (the reference's
 and the current one's) exist at a time. The statistics are taken in fp32, in chunks of positions. Every finished batch
-of windows is kept, so that an interrupted run goes on after it.
+of windows is kept, so an interrupted run continues after it.
 """
 
 from __future__ import annotations

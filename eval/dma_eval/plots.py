@@ -248,7 +248,11 @@ def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
             center, low, high = (100 * each for each in (value.difference, value.low, value.high))
             reach = [[max(0.0, center - low)], [max(0.0, high - center)]]
             label = backend.label if row == 0 else None
-            style = {"fmt": MARKERS[index % len(MARKERS)], "color": styles[backend.label][0], "label": label}
+            style: dict[str, Any] = {
+                "fmt": MARKERS[index % len(MARKERS)],
+                "color": styles[backend.label][0],
+                "label": label,
+            }
             ax.errorbar(center, row + offset, xerr=reach, markersize=5, capsize=2, elinewidth=1.3, **style)
     ax.axvline(0, color=REFERENCE_COLOR, linewidth=1)
     names = []
@@ -404,7 +408,7 @@ def plot_stress(section: StressSection, title: str, path: Path) -> None:
         values = np.array([None if each is None else each.kl_mean or None for each in results], float)
         if index and np.isfinite(values).any():  # the reference has no divergence, nor has one that failed on all twins
             face = color if line == "-" else "white"  # twins are categories, so no line joins them
-            marker = {"marker": MARKERS[index % len(MARKERS)], "markersize": 7, "markerfacecolor": face}
+            marker: dict[str, Any] = {"marker": MARKERS[index % len(MARKERS)], "markersize": 7, "markerfacecolor": face}
             rows = range(len(measured))
             ax.plot(values, rows, color=color, label=label, linestyle="none", markeredgewidth=1.5, **marker)
     ax.set_xscale("log")

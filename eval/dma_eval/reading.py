@@ -76,26 +76,20 @@ def takes_last(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def origin(model: PreTrainedModel, again: Callable[[], object]) -> str:
-    """Name the module that first gives a value that is not finite, by running the same pass ``again``.
-
-    The result is a clause to end a message with; it is empty if no module's output shows such a value.
-    """
+    """Say in which module's output the first value that is not finite appears, by running a pass ``again``."""
+    names = {module: name for name, module in model.named_modules() if name}
     found: list[str] = []
 
-    def watch(name: str) -> Callable[[torch.nn.Module, tuple[object, ...], object], None]:
-        def check(module: torch.nn.Module, inputs: tuple[object, ...], output: object) -> None:
-            tensor = output[0] if isinstance(output, tuple) else output
-            if not found and isinstance(tensor, Tensor) and not tensor.isfinite().all():
-                found.append(name)
+    def check(module: torch.nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if not found and module in names and isinstance(tensor, Tensor) and not tensor.isfinite().all():
+            found.append(names[module])
 
-        return check
-
-    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    hook = torch.nn.modules.module.register_module_forward_hook(check)
     try:
         again()
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
     return f"; they begin in the output of {found[0]}" if found else ""
 
 
@@ -109,19 +103,16 @@ def continue_greedily(session: Session, prompt: Tensor, new_tokens: int) -> list
         activate(model, backend)
         began = time.perf_counter()
         (tokens,) = continued(model, backend, prompt[None], new_tokens)
-        seconds = time.perf_counter() - began
-        first = generations[0].tokens if generations else tokens
-        generations.append(
-            Generation(
-                label=backend.label,
-                prompt_tokens=len(prompt),
-                prompt_end=prompt_end,
-                continuation=tokenizer.decode(tokens, skip_special_tokens=True),
-                tokens=tokens,
-                same_tokens=common_prefix(first, tokens),
-                seconds=seconds,
-            )
+        made = Generation(
+            label=backend.label,
+            prompt_tokens=len(prompt),
+            prompt_end=prompt_end,
+            continuation=tokenizer.decode(tokens, skip_special_tokens=True),
+            tokens=tokens,
+            same_tokens=common_prefix(generations[0].tokens if generations else tokens, tokens),
+            seconds=time.perf_counter() - began,
         )
+        generations.append(made)
         session.progress.advance(backend.label)
     return generations
 

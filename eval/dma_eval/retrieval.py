@@ -1,8 +1,8 @@
 """Retrieval from long prompts: a sentence hidden in prose, or one pair among pairs of keys and values.
 
-Each prompt ends in the middle of a repetition of what it asks for, so that its answer is the text that followed there
-before. The answer is scored in one forward pass: it counts as found if each of its tokens is the most likely one after
-those before it, which is to say if the model would generate it greedily.
+Each prompt ends with a repetition of the question, so the answer is what followed it the first time. One forward pass
+scores the answer. It is found if each of its tokens is the most likely one after those before it, that is, if the model
+would generate it greedily.
 """
 
 from __future__ import annotations

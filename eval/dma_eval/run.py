@@ -41,7 +41,8 @@ class Run:
 
     def __init__(self, suite: Suite, text: options.OptionalTextOptions | None, include_path: Sequence[Path]) -> None:
         self._suite = suite
-        self._data, how = None, {}
+        self._data: str | None = None
+        how: dict[str, Any] = {}
         if text is not None:
             self._data, how = text.data, {"split": text.split, "column": text.column}
         if self._data is None and suite.needs_text:
@@ -55,7 +56,7 @@ class Run:
 
             with console.working("Looking for the tasks"):
                 self._names = find_tasks(suite.tasks.names, include_path)
-        self.sections: dict[str, list[Any]] = {name: [] for name in SECTIONS}
+        self.sections: dict[str, Any] = {name: [] for name in SECTIONS}
 
     def parts(self, session: Session, *, skips: bool) -> Iterator[tuple[str, Callable[[], float]]]:
         """Yield the name of each part, and the function that measures, keeps and shows it and returns its seconds.
@@ -165,7 +166,8 @@ def measure(
             write_json(report, out / RESULTS)
         is_interrupted = any(section.windows_left for section in report.perplexity)
         if is_interrupted:
-            console.print_error(f"interrupted; {'the same command' if out else '--out FOLDER'} would go on here")
+            way_on = "the same command continues here" if out else "with --out FOLDER the same command could continue"
+            console.print_error(f"interrupted; {way_on}")
             break
     if processes.is_main:
         also(report)

@@ -1,9 +1,9 @@
-"""Twins of a model whose keys, queries or values are harder to quantise, and what the model itself is like.
+"""Twins of a model whose keys, queries or values are harder to quantise, and outlier channels of the model itself.
 
-A twin has channels that stand out, as those of Llama 3 and Qwen2.5 do. Scales make the same function: what keys are
-multiplied by, queries are divided by, and what values are, the output projection's input. Biases of keys, before the
-rotary embedding, make another, which is compared with its own exact attention. Everything is done by hooks on the
-modules that make queries, keys and values; the weights are not touched.
+A twin has outlier channels, as Llama 3 and Qwen2.5 do. Scales keep the function: queries are divided by the factor of
+keys, and inputs of the output projection by that of values. Biases of keys, before the rotary embedding, make another
+function, which is compared with its own exact attention. Hooks on the modules that make queries, keys and values do all
+of it; the weights stay unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ THRESHOLDS = (4.0, 5.0, 6.0, 7.0, 8.0)
 """Thresholds of tile skipping that are tried on a model, in nats."""
 BIASED = (10 / 32, 26 / 32, 29 / 32)
 """Which pairs of each key head get a bias, from the fastest in the rotary embedding, 0, to the slowest, 1. Slow pairs
-hardly turn, so that their bias stays in place for every token, as Qwen2's do."""
+hardly turn, so their bias is the same for every token, as in Qwen2."""
 
 
 class NoTwinError(ValueError):
@@ -152,7 +152,7 @@ def attention_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
 
 @contextmanager
 def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: int = 0) -> Iterator[None]:
-    """Within a ``with`` block, ``model`` is a twin of itself in ``layers``, those of :func:`attention_layers`.
+    """Make ``model`` a twin of itself within a ``with`` block; ``layers`` are those of :func:`attention_layers`.
 
     A twin whose keys differ from those of an equalised model is not equalised itself.
     """

@@ -69,8 +69,8 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
         if not path.is_dir():
             raise UserError(f"--include-path: no such folder: {path}")
     files = {name for name in asked if Path(name).suffix in YAML_SUFFIXES and Path(name).is_file()}
-    for file in sorted(files):
-        _check_yaml(Path(file))
+    for name in sorted(files):
+        _check_yaml(Path(name))
     folders = [str(path) for path in include_paths]
     manager = TaskManager(include_path=folders, include_defaults=False)
     local = manager.all_tasks

@@ -29,8 +29,8 @@ class DemoOptions:
 def demo(args: DemoOptions) -> int:
     """Compare SDPA with every preset on a small model that comes with the package; a minute or two on a CPU.
 
-    Measures perplexity and divergence on a held-out text, and lets every backend continue a prompt whose last lines it
-    has read before, so that it can recall what followed them. Needs no network. Writes results.json, pages, plots and
+    Measures perplexity and divergence on a held-out text. Lets every backend continue a prompt that ends with lines
+    from its middle, so the model can recall what followed them. Needs no network. Writes results.json, pages, plots and
     the configurations to the folder.
 
     Examples:

@@ -30,8 +30,8 @@ def equalize(args: EqualizeOptions) -> int:
     """Give the model's keys and queries equal ranges, without changing what it computes, and save it.
 
     Powers of two, one for each pair of channels that the rotary embedding turns together, are folded into the weights.
-    The logits stay the same to the bit, and any low-bit attention or cache loses less. Exit code 2 for a model that
-    cannot be equalised; then nothing is written.
+    The logits stay bit-identical, and any low-bit attention or cache loses less. Exit code 2 for a model that cannot be
+    equalised; then nothing is written.
 
     Examples:
     dma-hf equalize -m Qwen/Qwen2.5-0.5B --data Salesforce/wikitext:wikitext-2-raw-v1:train --out qwen-equalized
@@ -71,7 +71,7 @@ def equalize(args: EqualizeOptions) -> int:
 
 
 def save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """Write a model that is not quantised any more, whatever its file was, and its tokenizer."""
+    """Write a model, with dequantised weights if it came from a quantised file, and its tokenizer."""
     make_folder(folder)
     if getattr(model, "hf_quantizer", None) is not None:  # of a GGUF file, whose weights were dequantised
         del model.hf_quantizer

@@ -18,28 +18,23 @@ OUTPUT, TASKS, TEXT = "Output", "Tasks", "Text"
 """Sections of the help."""
 
 
+BACKENDS = (
+    "Attention backends to compare; the first is the reference. An attn_implementation of Transformers, "
+    "dma_mxfp:PRESET, or dma_mxfp:FILE.toml; +int8 or +int4 reads through a DMACache. Takes several values."
+)
+DATA = "Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset, NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."
+YARN = "Multiply the model's positions by this factor, rescaling RoPE by YaRN."
+yarn_option = partial(option, None, "--yarn", metavar="FACTOR", help=YARN)
+
+
 def attn_option(default: list[str], shown: str | bool = True) -> Any:
     """The backends to compare."""
-    help = (
-        "Attention backends to compare; the first is the reference. An attn_implementation of Transformers, "
-        "dma_mxfp:PRESET, or dma_mxfp:FILE.toml; +int8 or +int4 reads through a DMACache. Takes several values."
-    )
-    return option(default, "--attn", "-a", metavar="BACKEND...", shown=shown, help=help)
+    return option(default, "--attn", "-a", metavar="BACKEND...", shown=shown, help=BACKENDS)
 
 
-def data_option(default: Any = REQUIRED, help: str = "", panel: str | None = TEXT) -> Any:
+def data_option(default: Any = REQUIRED, help: str = DATA, panel: str | None = TEXT) -> Any:
     """The text."""
-    help = (
-        help
-        or "Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset, NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."
-    )
     return option(default, "--data", "-d", metavar="FILE|DATASET", panel=panel, help=help)
-
-
-def yarn_option() -> Any:
-    """By how much to extend the model's positions."""
-    help = "Multiply the model's positions by this factor, rescaling RoPE by YaRN."
-    return option(None, "--yarn", metavar="FACTOR", help=help)
 
 
 def out_option(default: Any, help: str, metavar: str = "FOLDER", shown: str | bool = True) -> Any:
@@ -96,7 +91,7 @@ class QualityOptions(ModelOptions):
     attn: list[str] = attn_option(DEFAULT_ATTN)
     out: Path | None = out_option(
         None,
-        "Folder for the whole report: results.json, pages, plots, configurations. What is finished there is not "
+        "Folder for the whole report: results.json, pages, plots, configurations. Finished parts in it are not "
         "measured again.",
     )
 

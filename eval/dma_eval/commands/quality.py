@@ -49,9 +49,9 @@ class SuiteOptions(options.AllPresetsOptions):
 def ppl(args: PplOptions, text: options.TextOptions, part: PerplexityPart) -> int:
     """Compare attention backends: perplexity, divergence from the first one, speed and memory.
 
-    Every backend reads the same tokens with the same weights. Interrupted, the command shows and writes the figures of
-    the windows that are done; with --out they are kept, and the same command goes on after them. Started by accelerate
-    launch, the processes split the windows. Exit code 1 if a backend failed, 2 for invalid input.
+    Every backend reads the same tokens with the same weights. After Ctrl-C the command shows and writes the figures of
+    the finished windows. With --out they are kept, and the same command continues after them. Under accelerate launch
+    the processes split the windows. Exit code 1 if a backend failed, 2 for invalid input.
 
     Examples:
     dma-hf ppl -m HuggingFaceTB/SmolLM2-135M --data Salesforce/wikitext:wikitext-2-raw-v1:test --context 2048
@@ -86,11 +86,11 @@ def link(path: Path, page: Path) -> str:
 
 
 def fidelity(args: options.QualityOptions, text: options.TextOptions, part: FidelityPart) -> int:
-    """Find where attention backends leave SDPA in fp32: tokens, positions, heads, and greedy continuations.
+    """Find where attention backends deviate from SDPA in fp32: tokens, positions, heads, and greedy continuations.
 
-    The reference has the same weights in fp32, whatever --dtype the backends run in; put sdpa among them to see what
-    that dtype costs by itself. Heads are measured one by one, each layer given SDPA's own inputs, which is how a bad
-    one is found. Exit code 1 if a backend failed, 2 for invalid input.
+    The reference has the same weights in fp32, whatever --dtype the backends run in. Add sdpa to see what that dtype
+    costs by itself. To find a bad head, every layer is measured with the inputs that SDPA gives it. Exit code 1 if a
+    backend failed, 2 for invalid input.
 
     Examples:
     dma-hf fidelity -m HuggingFaceTB/SmolLM2-135M --data book.txt --context 4096 --max-windows 8 --out run
@@ -102,9 +102,9 @@ def fidelity(args: options.QualityOptions, text: options.TextOptions, part: Fide
 def lm_eval(args: options.QualityOptions, part: TasksPart, tasks: options.TaskFolderOptions) -> int:
     """Compare attention backends on lm-eval tasks: accuracy, paired differences with intervals, flipped answers.
 
-    Every backend answers the same samples in the same order. With --out, every answer is kept there, and a run that was
-    interrupted goes on where it stopped. Started by accelerate launch, the processes split the samples. Exit code 1 if
-    a backend failed, 2 for invalid input.
+    Every backend answers the same samples in the same order. With --out, every answer is kept there, and an interrupted
+    run continues where it stopped. Under accelerate launch the processes split the samples. Exit code 1 if a backend
+    failed, 2 for invalid input.
 
     Examples:
     dma-hf lm-eval -m HuggingFaceTB/SmolLM2-135M --tasks arc_easy,hellaswag --limit 500 --out run
@@ -115,7 +115,7 @@ def lm_eval(args: options.QualityOptions, part: TasksPart, tasks: options.TaskFo
 
 
 def retrieval(args: options.QualityOptions, text: options.OptionalTextOptions, part: RetrievalPart) -> int:
-    """Ask for one passage of a long prompt, at growing lengths and depths.
+    """Ask for one passage of a long prompt, at several lengths and depths.
 
     Every backend is asked the same questions. Exit code 1 if a backend failed, 2 for invalid input.
 
@@ -131,9 +131,9 @@ def retrieval(args: options.QualityOptions, text: options.OptionalTextOptions, p
 def stress(args: options.AllPresetsOptions, text: options.TextOptions, part: StressPart) -> int:
     """Compare attention backends on twins of the model whose keys, queries or values are harder to quantise.
 
-    First it says how far the model's own key channels stand out. A twin has channels of every head scaled, and what
-    meets them by the inverse, so that it computes the same; or key biases, and is compared with its own exact
-    attention. Exit code 1 if a backend failed, 2 for invalid input.
+    The report begins with the outlier channels of the model's own keys and queries. A twin has some channels of every
+    head scaled, and the other operand scaled by the inverse, so it computes the same function. Another twin has key
+    biases, and is compared with its own exact attention. Exit code 1 if a backend failed, 2 for invalid input.
 
     Examples:
     dma-hf stress -m meta-llama/Llama-3.2-1B --data Salesforce/wikitext:wikitext-2-raw-v1:test --out run
@@ -145,9 +145,9 @@ def stress(args: options.AllPresetsOptions, text: options.TextOptions, part: Str
 def suite(args: SuiteOptions, text: options.OptionalTextOptions, tasks: options.TaskFolderOptions) -> int:
     """Measure everything that a suite asks for: perplexity, fidelity, tasks, retrieval, stress.
 
-    Results in --out are written after each part, and what is finished there is not measured again. Started by
-    accelerate launch, the processes split the work. A part that fails is reported, and the others go on. Exit code 1 if
-    a part or a backend failed, 2 for invalid input.
+    Results are written to --out after each part, and finished parts are not measured again. Under accelerate launch the
+    processes split the work. A part that fails is reported, and the others continue. Exit code 1 if a part or a backend
+    failed, 2 for invalid input.
 
     Examples:
     dma-hf suite --suite quick -m HuggingFaceTB/SmolLM2-135M --out run

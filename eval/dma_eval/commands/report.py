@@ -1,4 +1,4 @@
-"""``dma-hf report`` and ``dma-hf card``: what can be made of the results of runs, without PyTorch."""
+"""``dma-hf report`` and ``dma-hf card``: pages made from the results of a run, without PyTorch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CardOptions:
 
 
 def report(args: ReportOptions) -> int:
-    """Write the pages, the plots and the configurations of a run again, from its results.
+    """Rewrite the pages, the plots and the configurations of a run from its results.
 
     Examples:
     dma-hf report run
