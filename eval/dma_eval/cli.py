@@ -83,27 +83,22 @@ def installed_version() -> str:
         return "(not installed)"
 
 
-def hide_library_bars() -> None:
-    """Keep libraries from drawing progress bars beside ours; they read these variables when they are imported."""
-    for variable in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
-        os.environ.setdefault(variable, "1")
-
-
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run ``dma-hf``, with the arguments of the process by default, and exit with its code."""
-    hide_library_bars()
+    # Keep libraries from drawing progress bars beside ours; they read these variables when they are imported.
+    for variable in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(variable, "1")
     console.shows_tracebacks = False
     try:
         sys.exit(make_app()(arguments, prog_name="dma-hf", standalone_mode=False))
-    except (UserError, PermissionError) as error:
+    except (UserError, PermissionError, typer.TyperException) as error:
         if console.shows_tracebacks:
             console.err.print_exception()
         message = str(error)
-        if isinstance(error, PermissionError):  # a path in a folder that may not be searched, wherever it is looked at
+        if isinstance(error, PermissionError):  # a path in a folder that may not be searched
             message = f"cannot use {error.filename}: {error.strerror}"
+        elif isinstance(error, typer.TyperException):  # an invalid command line
+            path = getattr(getattr(error, "ctx", None), "command_path", "dma-hf")
+            message = f"{error.format_message().rstrip('.')} (try: {path} --help)"
         console.print_error(message)
-        sys.exit(console.USER_ERROR)
-    except typer.TyperException as error:  # an invalid command line
-        path = error.ctx.command_path if getattr(error, "ctx", None) else "dma-hf"  # type: ignore[attr-defined]
-        console.print_error(f"{error.format_message().rstrip('.')} (try: {path} --help)")
         sys.exit(console.USER_ERROR)

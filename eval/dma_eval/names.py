@@ -45,33 +45,37 @@ def is_file(setting: str) -> bool:
 def check_names(names: Iterable[str], option: str = "--attn") -> None:
     """Check every name of ``dma_mxfp``. Transformers knows the valid names of other implementations."""
     for name in names:
-        if name.partition(":")[0].partition("+")[0] == DMA and (problem := _problem(name)):
-            raise UserError(f"{option}: {problem}")
+        if name.partition(":")[0].partition("+")[0] == DMA:
+            _check_name(name, option)
 
 
-def _problem(name: str) -> str:
-    """Return what is wrong with a name of ``dma_mxfp``, and its new name if it has one; else nothing."""
+def _check_name(name: str, option: str) -> None:
+    caches, presets = ", ".join(FORMAT_SUFFIXES), f"{', '.join(PRESETS)}, or a TOML file"
     rest, suffix = split_suffix(name)
     implementation, colon, setting = rest.partition(":")
-    caches, presets = ", ".join(FORMAT_SUFFIXES), f"{', '.join(PRESETS)}, or a TOML file"
     base, plus, cache = setting.partition("+")
     if base in RENAMED_PRESETS:
         new = RENAMED_PRESETS[base]
         new = new.partition("+")[0] + suffix if suffix in FORMAT_SUFFIXES else new
-        return f"the preset {base!r} is now called {new!r}: {DMA}:{new}"
+        raise UserError(f"{option}: the preset {base!r} is now called {new!r}: {implementation}:{new}")
     if name.endswith("+cache"):
         choices = " or ".join(name.removesuffix("+cache") + each for each in FORMAT_SUFFIXES)
-        return f"the suffix '+cache' is gone; name the cache format: {choices}"
+        raise UserError(f"{option}: the suffix '+cache' is gone; name the cache format: {choices}")
     if suffix in PEER_SUFFIXES:
-        return f"{name!r}: {suffix} is a cache of Transformers, which {DMA} does not use; valid: {caches}"
-    if not colon:
-        return "" if implementation == DMA else f"{name!r} has an unknown cache; valid: {caches}"
+        raise UserError(
+            f"{option}: {name!r}: {suffix} is a cache of Transformers, which {DMA} does not use; valid: {caches}"
+        )
+    if not colon and implementation != DMA:
+        raise UserError(f"{option}: {name!r} has an unknown cache; valid: {caches}")
+    if not colon or setting in PRESETS:
+        return
     if not setting:
-        return f"{name!r} names no preset; valid: {presets}"
-    if setting in PRESETS:
-        return ""
-    if is_file(setting):
-        return "" if Path(setting).is_file() else f"no such file: {setting}"
-    if plus and (base in PRESETS or is_file(base)):
-        return f"{name!r} has an unknown cache +{cache}; valid: {caches}"
-    return f"unknown preset {setting!r}; valid: {presets} ({DMA}:FILE.toml), and after it a cache ({caches})"
+        raise UserError(f"{option}: {name!r} names no preset; valid: {presets}")
+    if not is_file(setting) and plus and (base in PRESETS or is_file(base)):
+        raise UserError(f"{option}: {name!r} has an unknown cache +{cache}; valid: {caches}")
+    if not is_file(setting):
+        raise UserError(
+            f"{option}: unknown preset {setting!r}; valid: {presets} ({DMA}:FILE.toml), and after it a cache ({caches})"
+        )
+    if not Path(setting).is_file():
+        raise UserError(f"{option}: no such file: {setting}")

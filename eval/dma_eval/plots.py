@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import cycle, pairwise, zip_longest
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,45 +137,37 @@ def _quality_height(rows: int) -> float:
 def _draw_quality(figure: FigureBase, section: PerplexitySection) -> None:
     """Draw three dot plots with one row per backend. Bars would have no meaning on a log scale."""
     reference, *others = section.backends
-    change, kl, differing = figure.subplots(1, 3, sharey=True)
+    axes = figure.subplots(1, 3, sharey=True)
     absolute = "" if reference.perplexity is None else f"\n({reference.label}: {reference.perplexity:,.3f})"
     colors = [color for color, _ in line_styles(result.label for result in section.backends).values()][1:]
     changes = [r.change_percent for r in others]
-    change.axvline(0, color=REFERENCE_COLOR, linewidth=1)
-    _dots(change, changes, colors, "{:+.2f} %".format, [r.change_stderr for r in others])
-    change.set_xlabel(f"Change of perplexity, %{absolute}")
-    _widen(change, "x", changes)
-    _dots(kl, [r.kl_mean for r in others], colors, format_kl)
-    kl.set_xlabel(f"KL from {reference.label} per token, nats\n(mean)")
-    if all(result.kl_mean is None or result.kl_mean > 0 for result in others):
-        kl.set_xscale("log")
-    shares = [None if r.top1_agreement is None else 100 * (1 - r.top1_agreement) for r in others]
-    _dots(differing, shares, colors, "{:.2f} %".format)
-    differing.set_xlabel(f"Most likely token differs\nfrom {reference.label}, % of tokens")
-    change.set_yticks(range(len(others)), [r.label + (" (failed)" if r.failure else "") for r in others])
-    change.set_ylim(len(others) - 0.4, -0.6)
-    for ax in (change, kl, differing):
-        ax.margins(x=0.3)
-        ax.tick_params(axis="y", length=0)
-    left, right = differing.get_xlim()
-    differing.set_xlim(left=max(left, -0.08 * right))  # no share is below 0
-
-
-def _dots(
-    ax: Axes,
-    values: Sequence[float | None],
-    colors: Sequence[str],
-    text_of: Callable[[float], str],
-    errors: Sequence[float | None] = (),
-) -> None:
-    tidy(ax)
+    divergence = [r.kl_mean for r in others]
+    differing = [None if r.top1_agreement is None else 100 * (1 - r.top1_agreement) for r in others]
+    panels: list[tuple[str, Sequence[float | None], Callable[[float], str]]] = [
+        (f"Change of perplexity, %{absolute}", changes, "{:+.2f} %".format),
+        (f"KL from {reference.label} per token, nats\n(mean)", divergence, format_kl),
+        (f"Most likely token differs\nfrom {reference.label}, % of tokens", differing, "{:.2f} %".format),
+    ]
     box = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
     note: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": "#333333", "bbox": box}
-    for row, (value, color, error) in enumerate(zip_longest(values, colors, errors)):
-        if value is not None:
-            ax.errorbar(value, row, xerr=error, fmt="o", color=color, markersize=8, capsize=3, elinewidth=1.5)
-            side, shift = ("left", -4) if value >= 0 else ("right", 4)  # away from the line at zero
-            ax.annotate(text_of(value), (value, row), xytext=(shift, 8), ha=side, **note)
+    axes[0].axvline(0, color=REFERENCE_COLOR, linewidth=1)
+    for ax, (label, values, text_of) in zip(axes, panels, strict=True):
+        tidy(ax)
+        for row, (value, color) in enumerate(zip(values, colors, strict=True)):
+            if value is not None:
+                error = others[row].change_stderr if ax is axes[0] else None
+                ax.errorbar(value, row, xerr=error, fmt="o", color=color, markersize=8, capsize=3, elinewidth=1.5)
+                side, shift = ("left", -4) if value >= 0 else ("right", 4)  # away from the line at zero
+                ax.annotate(text_of(value), (value, row), xytext=(shift, 8), ha=side, **note)
+        ax.set_xlabel(label)
+        ax.margins(x=0.3)
+        ax.tick_params(axis="y", length=0)
+    _widen(axes[0], "x", changes)
+    if all(each is None or each > 0 for each in divergence):
+        axes[1].set_xscale("log")
+    axes[2].set_xlim(left=max(axes[2].get_xlim()[0], -0.08 * axes[2].get_xlim()[1]))  # no share is below 0
+    axes[0].set_yticks(range(len(others)), [r.label + (" (failed)" if r.failure else "") for r in others])
+    axes[0].set_ylim(len(others) - 0.4, -0.6)
 
 
 def _widen(ax: Axes, axis: Literal["x", "y"], values: Iterable[float | None]) -> None:
@@ -240,20 +232,13 @@ def plot_tasks(section: TaskSection, title: str, path: Path) -> None:
     tidy(ax, rows=True)
     styles = line_styles(backend.label for backend in section.backends)
     for index, backend in enumerate(others):
-        offset = 0.6 * ((index + 0.5) / len(others) - 0.5)
-        for row, (_, metric) in enumerate(rows):
-            value = metric.of(backend.label)
-            if value.difference is None or value.low is None or value.high is None:
-                continue
-            center, low, high = (100 * each for each in (value.difference, value.low, value.high))
-            reach = [[max(0.0, center - low)], [max(0.0, high - center)]]
-            label = backend.label if row == 0 else None
-            style: dict[str, Any] = {
-                "fmt": MARKERS[index % len(MARKERS)],
-                "color": styles[backend.label][0],
-                "label": label,
-            }
-            ax.errorbar(center, row + offset, xerr=reach, markersize=5, capsize=2, elinewidth=1.3, **style)
+        values = [metric.of(backend.label) for _, metric in rows]
+        found = np.array([(each.difference, each.low, each.high) for each in values], float).reshape(-1, 3)
+        center, low, high = 100 * found.T
+        reach = np.nan_to_num([center - low, high - center]).clip(0)
+        places = np.arange(len(rows)) + 0.6 * ((index + 0.5) / len(others) - 0.5)
+        style: dict[str, Any] = {"fmt": MARKERS[index % len(MARKERS)], "color": styles[backend.label][0]}
+        ax.errorbar(center, places, xerr=reach, markersize=5, capsize=2, elinewidth=1.3, label=backend.label, **style)
     ax.axvline(0, color=REFERENCE_COLOR, linewidth=1)
     names = []
     for task, metric in rows:
