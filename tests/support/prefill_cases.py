@@ -64,19 +64,17 @@ class Case:
         tensors = {name: torch.tensor(value, device=device) for name, value in self.tensors.items()}
         return PrefillProblem.of(*self.inputs(dtype, device), recipe, **options | tensors)
 
-    def call(self, recipe: Recipe, backend: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp."""
+    def call(
+        self, recipe: Recipe, backend: str, dtype: torch.dtype, device: str, tile_counts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp; add to ``tile_counts`` (int64 ``[Hq, 2]``) the tiles skipped and examined."""
         tensors = {name: torch.tensor(value, device=device) for name, value in self.tensors.items()}
-        return attention_with_lse(*self.inputs(dtype, device), recipe, backend=backend, **self.options, **tensors)
+        inputs = self.inputs(dtype, device)
+        return attention_with_lse(*inputs, recipe, backend=backend, tile_counts=tile_counts, **self.options, **tensors)
 
-    def tile_counts(self, recipe: Recipe, backend: str, dtype: torch.dtype, device: str) -> Tensor:
-        """Return how many pairs of query block and low tile a call skips and examines, int64 ``[Hq, 2]``."""
-        tensors = {name: torch.tensor(value, device=device) for name, value in self.tensors.items()}
-        counts = torch.zeros((self.q_heads, 2), dtype=torch.int64, device=device)
-        attention_with_lse(
-            *self.inputs(dtype, device), recipe, backend=backend, tile_counts=counts, **self.options, **tensors
-        )
-        return counts
+    def zero_counts(self, device: str) -> Tensor:
+        """Return counts of tiles for ``call`` to add to."""
+        return torch.zeros((self.q_heads, 2), dtype=torch.int64, device=device)
 
 
 def make_sparse(query: Tensor, key: Tensor, share: float = 0.5) -> None:
@@ -201,18 +199,26 @@ MASKED = {
 """Calls with masks that hide more than positions say."""
 
 
-def assert_matches_reference(case: Case, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
-    """Hold the Triton backend against the reference on the same inputs.
+def assert_matches_reference(
+    case: Case,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: str,
+    counts: Tensor | None = None,
+    expected_counts: Tensor | None = None,
+) -> None:
+    """Hold the Triton backend against the reference on the same inputs, and let both count tiles where asked.
 
     Against fp64 with unrounded probabilities the kernel may err at most twice as much as the reference in fp32 does.
     Both round probabilities to E4M3 (``pv = "fp8"``), each relative to another maximum, so they differ from each other.
     """
-    out, lse = case.call(recipe, "triton", dtype, device)
-    if torch.device(device).type == "cuda":  # the second call launches the compiled kernels directly
-        again, again_lse = case.call(recipe, "triton", dtype, device)
-        assert torch.equal(again, out)
-        assert torch.equal(again_lse, lse)
-    reference, expected_lse = case.call(recipe, "reference", torch.float32, device)
+    out, lse = case.call(recipe, "triton", dtype, device, counts)
+    if torch.device(device).type == "cuda":
+        for _ in range(2):  # the second call launches the compiled kernels directly
+            again, again_lse = case.call(recipe, "triton", dtype, device)
+            assert torch.equal(again, out)
+            assert torch.equal(again_lse, lse)
+    reference, expected_lse = case.call(recipe, "reference", torch.float32, device, expected_counts)
     exact_recipe = Recipe(**{**vars(recipe), "pv": "bf16"})
     exact, _ = case.call(exact_recipe, "reference", torch.float64, device)
     assert out.dtype == dtype
@@ -256,9 +262,8 @@ SPARSE = {
 def assert_skips_as_the_reference(case: Case, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
     """Hold the Triton backend against the reference: the output, and how many tiles are skipped."""
     recipe = replace(recipe, skip_threshold=6.0)
-    assert_matches_reference(case, recipe, dtype, device)
-    counts = case.tile_counts(recipe, "triton", dtype, device)
-    expected = case.tile_counts(recipe, "reference", torch.float32, device)
+    counts, expected = case.zero_counts(device), case.zero_counts(device)
+    assert_matches_reference(case, recipe, dtype, device, counts, expected)
     skipped, examined = counts.sum(0).tolist()
     assert 0 < skipped < examined
     assert torch.equal(counts, expected), f"{counts.tolist()} against {expected.tolist()}"

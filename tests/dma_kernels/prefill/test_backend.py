@@ -170,16 +170,28 @@ def test_an_infinite_threshold_skips_nothing(arch: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
     case = replace(SPARSE["causal"], head_dim=64)
     infinite = replace(RECIPES["balanced"], skip_threshold=math.inf)
+    counts, expected_counts = case.zero_counts("cpu"), case.zero_counts("cpu")
+    case.call(infinite, "reference", torch.float32, "cpu", expected_counts)
     for ours, expected in zip(
-        case.call(infinite, "triton", torch.float16, "cpu"),
+        case.call(infinite, "triton", torch.float16, "cpu", counts),
         case.call(RECIPES["balanced"], "triton", torch.float16, "cpu"),
         strict=True,
     ):
         assert_bits_equal(ours, expected)
-    counts = case.tile_counts(infinite, "triton", torch.float16, "cpu")
-    assert torch.equal(counts, case.tile_counts(infinite, "reference", torch.float32, "cpu"))
+    assert torch.equal(counts, expected_counts)
     assert counts[:, 0].eq(0).all()
     assert counts[:, 1].gt(0).all()
+
+
+def test_counting_tiles_changes_no_bit() -> None:
+    case = replace(SPARSE["causal"], head_dim=64)
+    skipping = replace(RECIPES["balanced"], skip_threshold=6.0)
+    for counted, uncounted in zip(
+        case.call(skipping, "triton", torch.float16, "cpu", case.zero_counts("cpu")),
+        case.call(skipping, "triton", torch.float16, "cpu"),
+        strict=True,
+    ):
+        assert_bits_equal(counted, uncounted)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
