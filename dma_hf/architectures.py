@@ -8,7 +8,7 @@
 | ``ADDS_THE_MASK`` | models | built-in attention adds the mask to its scores | they get an additive mask |
 | no ``ALL_ATTENTION_FUNCTIONS`` | modules | all attention is built in | refused |
 
-Everything else is recognised by attributes of the layer (``is_causal``, ``is_cross_attention``, ``is_decoder``).
+Everything else is recognized by attributes of the layer (``is_causal``, ``is_cross_attention``, ``is_decoder``).
 ``tests/compat/test_model_classes.py`` fails if Transformers gains a class that may need an entry.
 """
 

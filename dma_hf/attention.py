@@ -42,9 +42,12 @@ def dma_attention_forward(
     (:func:`dma_kernels.attention`). Keys and values from a ``DMACache`` get no gradients.
 
     Cross-attention has no diagonal, because queries and keys share no positions. All of its keys are in high precision.
-    A layer is cross-attention if it is not causal and one of these holds: its ``is_cross_attention`` is true (GPT-2),
-    its class name says so (BERT, DETR), it is a non-causal layer of a decoder (BART, Whisper), or the numbers of
-    queries and keys differ.
+    A layer is cross-attention if it is not causal and one of these holds:
+
+    - Its ``is_cross_attention`` is true (GPT-2).
+    - Its class name says so (BERT, DETR).
+    - It is a non-causal layer of a decoder (BART, Whisper).
+    - The numbers of queries and keys differ.
 
     Args:
         module: The layer. ``config``, ``is_causal``, ``training`` and the attributes above are read.

@@ -68,7 +68,7 @@ class Owner:
 
     @property
     def reads_packed(self) -> bool:
-        """Whether the model's attention function recognises :class:`~dma_hf.CachedStates`."""
+        """Whether the model's attention function recognizes :class:`~dma_hf.CachedStates`."""
         return is_dma(str(attention_name(self.config)))
 
 

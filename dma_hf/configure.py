@@ -55,8 +55,8 @@ def configure(
     Raises:
         OSError: The file cannot be read.
         TypeError: ``setting`` or ``model`` has the wrong type.
-        ValueError: The preset, a key or a value is invalid; or no part of the model can run ``dma_mxfp``: another
-            implementation is set, the model class computes its attention itself, or it has no attention.
+        ValueError: The preset, a key or a value is invalid; or no part of the model can run ``dma_mxfp``. The message
+            has the reason, for example that another implementation is set.
     """
     chosen = {"cache": cache, "backend": backend, "on_unsupported": on_unsupported}
     changes = numerics | {name: value for name, value in chosen.items() if value is not ...}

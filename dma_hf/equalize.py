@@ -46,8 +46,8 @@ def equalize(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
 
     Raises:
         TypeError: ``tokens`` is not a tensor of integers, or ``model`` is not a Transformers model.
-        ValueError: There are too few tokens, or the model cannot be equalized: it has no rotary embedding, it is
-            quantized or in FP16, its keys are not finite, or other modules make them. The model does not change.
+        ValueError: There are too few tokens, or the model cannot be equalized. For example, it has no rotary embedding,
+            or it is quantized or in FP16. The model does not change.
     """
     _check(model, tokens)
     ranges = measure_ranges(model, tokens)

@@ -1,11 +1,11 @@
-"""An initialisation from which a small Llama model learns to copy from far back.
+"""An initialization from which a small Llama model learns to copy from far back.
 
 Copying what followed an earlier occurrence takes two attention layers that work together (induction heads,
 arXiv 2209.11895), which large models find by themselves. The demo model's corpus is too small for that. Four recipes
 with random weights, repeated passages and 25 M tokens each (rope_theta 1e4, windows from 1,024 tokens on) continued a
 repeated passage as badly (23 to 26 % of tokens right) as when its first occurrence was hidden. Started here, with the
 recipe of `train_demo_model.py`, the model gets 89 % right after 20 M tokens, 29 % when the first occurrence is hidden.
-Structure at initialisation in place of more data is the idea of arXiv 2305.09828.
+Structure at initialization in place of more data is the idea of arXiv 2305.09828.
 """
 
 from __future__ import annotations

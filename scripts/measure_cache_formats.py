@@ -3,8 +3,8 @@
     python scripts/measure_cache_formats.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data wiki.test.raw --out FILE
 
 reads windows in one pass each, in fp32: sink tile and band exactly, every other tile through codes of
-:mod:`dma_kernels.cache.formats`. Divergence is from the twin's own exact attention. Equalised twins are changed first
-and equalised then. "Balanced" keys have the factors of ``equalize`` taken from the first tile of the prompt alone.
+:mod:`dma_kernels.cache.formats`. Divergence is from the twin's own exact attention. Equalized twins are changed first
+and equalized then. "Balanced" keys have the factors of ``equalize`` taken from the first tile of the prompt alone.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def biased(model: PreTrainedModel, layers: list[Any], twin: Twin, seed: int) -> 
 
 
 def measure(study: Study, writer: Writer, *, quick: bool) -> None:
-    """Measure every variant on the model and its twins, before and after they are equalised; ``quick`` ones alone."""
+    """Measure every variant on the model and its twins, before and after they are equalized; ``quick`` ones alone."""
     model, count = study.model, study.model.config.num_hidden_layers
     twins = {twin.name: twin for twin in TWINS}
     weights = copy.deepcopy(model.state_dict())

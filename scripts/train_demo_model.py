@@ -82,7 +82,7 @@ def strip_gutenberg(raw: str) -> str:
     return "\n\n".join(p for p in re.split(r"\n\s*\n", body.replace("\r", "")) if not CREDITS.search(p.strip()))
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """One line per paragraph, paragraphs a blank line apart, plain quotes and dashes, no italics marks."""
     paragraphs = (" ".join(p.split()) for p in re.split(r"\n\s*\n", text.translate(TYPOGRAPHY)))
     return "\n\n".join(p for p in paragraphs if p) + "\n"
@@ -303,7 +303,7 @@ def main(
     except (TypeError, json.JSONDecodeError) as error:
         valid = ", ".join(Recipe.__dataclass_fields__)
         raise typer.BadParameter(f"expected a JSON object with keys {valid}; {error}", param_hint="--recipe") from error
-    *texts, unseen = (normalise(strip_gutenberg(path.read_text(encoding="utf-8"))) for path in (*books, held_out))
+    *texts, unseen = (normalize(strip_gutenberg(path.read_text(encoding="utf-8"))) for path in (*books, held_out))
     opening, remainder = split_excerpt(unseen, excerpt_bytes)
     tokenizer = train_tokenizer(texts, recipe)
     corpus = encode(tokenizer, "".join(text + END_OF_TEXT for text in texts))

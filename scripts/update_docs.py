@@ -140,7 +140,7 @@ def markdown(cells: pd.DataFrame) -> str:
 
 
 def prefill() -> str:
-    """The time of FlashAttention-3, and how many times faster others are, quantisation counted."""
+    """The time of FlashAttention-3, and how many times faster others are, quantization counted."""
     frame = load("prefill-h200")
     frame["is_special"] = frame["case"].str.contains(",")  # other heads, or bidirectional
     frame = frame.sort_values(["is_special", "shape.batch", "shape.length"], kind="stable")
@@ -294,7 +294,7 @@ def quality() -> str:
 
 
 def quality_long() -> str:
-    """KL per token on long windows, and after the model was equalised."""
+    """KL per token on long windows, and after the model was equalized."""
     columns = {"8,192": long_window()}
     columns |= {f"8,192, {twin}": each for twin, each in twins_of("smollm2-8192-fp32").items()}
     equalized = twins_of("smollm2-equalized-4096-fp32")

@@ -1,4 +1,4 @@
-"""``python -m dma_eval``: the same as ``dma-hf``; lets ``accelerate launch -m dma_eval`` start it."""
+"""``python -m dma_eval`` is the same as ``dma-hf``. It is for ``accelerate launch -m dma_eval``."""
 
 from .cli import main
 

@@ -1,9 +1,9 @@
 """Attention backends by name: ``IMPLEMENTATION[:PRESET][+CACHE]``.
 
 Examples are ``sdpa``, ``dma_mxfp:fp4``, ``dma_mxfp:FILE.toml`` and ``dma_mxfp:balanced+int4``. With a cache the model
-reads all tokens through a ``DMACache``, so the scores measure what the cache stores (:mod:`dma_eval.reading`). ``sdpa``
-and the other implementations take the caches of Transformers instead (``sdpa+quanto4``). ``sim_sage`` and others
-simulate the rounding of other kernels (:mod:`dma_eval.baselines`).
+reads all tokens through a ``DMACache``, so the scores measure the stored values (:mod:`dma_eval.reading`). Other
+implementations use the caches of Transformers (``sdpa+quanto4``). ``sim_sage`` and others simulate the rounding of
+other kernels (:mod:`dma_eval.baselines`).
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def activate(model: PreTrainedModel, backend: Backend) -> None:
     active = attention_name(model.config)
     if active != backend.implementation:
         raise UserError(
-            f"{type(model).__name__} does not let its attention be chosen: it stays {active!r} when "
-            f"{backend.implementation!r} is set"
+            f"{type(model).__name__} ignores attn_implementation: it still runs {active!r} after "
+            f"{backend.implementation!r} was set"
         )
     new_cache(model, backend)
 
@@ -150,7 +150,7 @@ def _parse_backend(name: str, option: str) -> Backend:
     if implementation != DMA:
         if colon or (suffix and suffix not in PEER_SUFFIXES):
             raise UserError(
-                f"{option}: {implementation!r} takes neither a preset nor a cache of {DMA}, got {name!r}; valid: "
+                f"{option}: {implementation!r} takes neither presets nor caches of {DMA}, got {name!r}; valid: "
                 f"{implementation}{'|'.join(PEER_SUFFIXES)}, {DMA}:PRESET{'|'.join(FORMAT_SUFFIXES)}"
             )
         return Backend(name, implementation, peer_cache=suffix or None)

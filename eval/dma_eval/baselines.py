@@ -1,8 +1,8 @@
-"""Baselines of quality: Transformers' quantised caches, and simulations of the rounding of other kernels.
+"""Quality baselines: Transformers' quantized caches, and simulations of the rounding of other kernels.
 
-The caches are Transformers' own, with its default group sizes. ``sim_sage``, ``sim_fa3_fp8`` and ``sim_fp8_cache`` are
-attention implementations that round where the simulated kernel rounds, with scales of the same granularity, and compute
-the rest exactly. They run none of its code, and ignore its tile order and accumulator width.
+The caches have Transformers' default group sizes. ``sim_sage``, ``sim_fa3_fp8`` and ``sim_fp8_cache`` are attention
+implementations. They round where the simulated kernel rounds, with scales of the same granularity, and compute
+everything else exactly. They do not run its code, and ignore its tile order and accumulator width.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from transformers.masking_utils import sdpa_mask
 QUANTIZED: dict[str, dict[str, Any]] = {
     "+quanto4": {"backend": "quanto", "nbits": 4},
     "+quanto2": {"backend": "quanto", "nbits": 2},
-    # The axis that Transformers' documentation asks for with HQQ: groups along the channels of a token.
+    # Transformers' documentation prescribes this axis for HQQ: groups along the channels of a token.
     **{f"+hqq{bits}": {"backend": "hqq", "nbits": bits, "axis_key": 1, "axis_value": 1} for bits in (8, 4, 2)},
     "+fp8": {"backend": "fp8"},
 }
-"""Arguments of the ``QuantizedCache`` that each suffix stands for. Quanto has no 8 bits there."""
+"""Arguments of ``QuantizedCache`` by suffix. With Quanto it does not support 8 bits."""
 ROWS = 512
 """Queries whose scores are computed at a time."""
 FA3_SHIFT = 256.0
-"""FlashAttention-3 computes FP8 probabilities times 2^8, which keeps small ones from E4M3's subnormals."""
+"""FlashAttention-3 multiplies FP8 probabilities by 2^8, so that small ones are not subnormal in E4M3."""
 
 
 def quantized_cache(config: PreTrainedConfig, suffix: str) -> QuantizedCache:
@@ -86,7 +86,7 @@ class Scheme:
     ) -> tuple[Tensor, None]:
         """Compute the attention of a layer; the interface is Transformers' ``AttentionInterface``."""
         if any(others.get(name) is not None for name in ("s_aux", "position_bias", "indices")):
-            raise ValueError("simulated kernels know no sink logits, no position bias and no indexer that chooses keys")
+            raise ValueError("simulated kernels support no sink logits, position bias or sparse-attention indexer")
         group, length, keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         rounded_query = self.query(torch.unflatten(query.float(), 1, (-1, group)))

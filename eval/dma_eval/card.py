@@ -1,4 +1,4 @@
-"""A Hub model card made from a report: metadata that the Hub reads, what was measured, and how to use it."""
+"""Hub model cards made from a report: metadata, results and usage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILE_SUFFIXES = (".gguf", ".toml", ".txt", ".json", ".jsonl", ".csv", ".parquet"
 
 @dataclass(frozen=True)
 class Upload:
-    """What a push would do; nothing is done before :meth:`run`."""
+    """A prepared upload. Nothing happens before :meth:`run`."""
 
     repository: str
     files: dict[str, str]  # name in the repository and content of each file
@@ -37,9 +37,9 @@ class Upload:
 
     def plan(self) -> list[str]:
         """Return what :meth:`run` will do, as lines for people."""
-        lines = [f"repository https://huggingface.co/{self.repository} (made, public, if it does not exist)"]
+        lines = [f"repository https://huggingface.co/{self.repository} (created, public, if it does not exist)"]
         lines += [f"upload {name}, {len(content.encode()):,} bytes" for name, content in self.files.items()]
-        return [*lines, "files of the same names are replaced, in one commit; nothing else is touched"]
+        return [*lines, "one commit replaces files of the same names and changes nothing else"]
 
     def run(self) -> str:
         """Upload, and return the address of the commit."""
@@ -70,13 +70,13 @@ def prepare_upload(card: ModelCard, report_file: Path, repository: str) -> Uploa
 def make_card(
     report: Report, *, backend: str | None = None, base_model: str | None = None, license_name: str | None = None
 ) -> ModelCard:
-    """Make the card of a model that is meant to run one of the report's ``dma_mxfp`` backends, by default the first.
+    """Make the card of a model for one of the report's ``dma_mxfp`` backends, by default the first.
 
-    The base model is named as on the Hub, by default as it was measured if that is such a name; so is the licence.
+    ``base_model`` and the licence are spelled as on the Hub. By default the base model is the measured one.
     """
     configs = backend_configs(report)
     if not configs:
-        raise UserError("the report has no dma_mxfp backend to make a card of")
+        raise UserError("the report has no dma_mxfp backend, so there is nothing to make a card of")
     label = next(iter(configs)) if backend is None else backend
     if label not in configs:
         raise UserError(f"--backend: the report has no {backend!r}; it has: {', '.join(configs)}")
@@ -100,8 +100,8 @@ def _base_model(report: Report, base_model: str | None) -> str:
     name = base_model or report.model.name
     is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not name.endswith(".gguf")
     if not is_hub_name or (base_model is None and Path(name).exists()):
-        given = f"{base_model!r} is no name on the Hub" if base_model else f"{name} was measured from local files"
-        raise UserError(f"--base-model: {given}; name the model as the Hub does, OWNER/NAME")
+        given = f"{base_model!r} is not a Hub name" if base_model else f"{name} was measured from local files"
+        raise UserError(f"--base-model: {given}; give the model's Hub name, OWNER/NAME")
     return name
 
 
@@ -153,7 +153,7 @@ def _reduced(report: Report, label: str) -> Report:
 
 
 def _shown(name: str) -> str:
-    """Return the last name of a local path; what is no path, and a name on the Hub, stays."""
+    """Return the file name of a local path. Hub names and other texts stay unchanged."""
     prefix, colon, path = name.rpartition(":") if name.startswith("dma_mxfp:") else ("", "", name)
     is_local = path.startswith(("/", "~", "./", "../")) or path.count("/") > 1 or Path(path).suffix in FILE_SUFFIXES
     return prefix + colon + (Path(path).name if is_local and "/" in path else path)

@@ -1,7 +1,7 @@
 """The command line ``dma-hf``.
 
-A new command is an entry in ``COMMANDS``: a function whose parameters are its options, which runs it, returns the exit
-code, and has the help, with examples, as its docstring.
+A new command is an entry in ``COMMANDS``: a function that returns the exit code. Its parameters are the options, and
+its docstring is the help with examples.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ BENCH: dict[str, Run] = {
     "serve": bench.time_serve,
 }
 START = """Start here:
-  dma-hf demo         everything on a small model that comes with the package
-  dma-hf ppl --help   measure a model of yours"""
+  dma-hf demo         run everything on a small model that comes with the package
+  dma-hf ppl --help   measure your own model"""
 
 
 def make_app() -> typer.Typer:
@@ -69,7 +69,7 @@ def _root(
 
 
 def _group(context: typer.Context) -> None:
-    """Show the help where no command is named."""
+    """Show the help if no command is given."""
     if context.invoked_subcommand is None:
         context.get_help()
         raise typer.Exit(console.USER_ERROR)

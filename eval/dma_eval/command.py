@@ -1,7 +1,7 @@
-"""Commands made of dataclasses of options: a field made by :func:`option` is an option of the command line.
+"""Commands whose options are the fields of dataclasses, declared with :func:`option`.
 
-Typer reads one flat signature; the command is called with the dataclasses. A list option takes several values at a
-time, ``--attn sdpa dma_mxfp``, and may be repeated.
+Typer reads one flat signature. The command is called with the dataclasses. A list option takes several values at once
+(``--attn sdpa dma_mxfp``) and may be repeated.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from . import console
 from .errors import UserError
 
 REQUIRED = MISSING
-"""The default of an option that must be given."""
+"""The default of a required option."""
 KEY = "option"
-"""Where a field's metadata hold its option."""
+"""Key of the option in a field's metadata."""
 DEBUG = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Run = Callable[..., int]
 
@@ -46,7 +46,7 @@ class Command(typer.core.TyperCommand):
     """A command whose list options take several values after one name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat the name of a list option before each of its values, and let errors say what came."""
+        """Repeat the name of a list option before each of its values, and add the given value to errors."""
         several = {name for each in self.params if getattr(each, "multiple", False) for name in each.opts}
         spread: list[str] = []
         name = None
@@ -61,7 +61,7 @@ class Command(typer.core.TyperCommand):
         except typer.BadParameter as error:
             names = getattr(error.param, "opts", ())
             given = [value for name, value in pairwise(spread) if name in names]
-            last = given[-1:] if several.isdisjoint(names) else given  # of an option that is repeated, the last
+            last = given[-1:] if several.isdisjoint(names) else given  # if an option is repeated, the last value counts
             error.message = error.message.removeprefix("Value error, ")
             if last and last[0] not in error.message:
                 error.message += f", got {' '.join(last)!r}"

@@ -1,4 +1,4 @@
-"""Output of the command line: results on standard output; progress, warnings and errors on standard error."""
+"""Output of the command line. Results go to standard output; progress, warnings and errors go to standard error."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 GAP = 2  # between the columns of a table
-FILE_WIDTH = 120  # columns of tables that go to a file or a pipe, which have no width of their own
+FILE_WIDTH = 120  # width of tables in a file or a pipe
 
-out = Console(emoji=False)  # the colons of "NAME:b:SPLIT" are not those of an emoji
+out = Console(emoji=False)  # ":b:" in "NAME:b:SPLIT" is not an emoji
 err = Console(stderr=True, emoji=False)
-shows_tracebacks = False  # whether an error comes with its traceback, as ``--debug`` asks
+shows_tracebacks = False  # whether errors show a traceback (``--debug``)
 
 
 def print_error(message: str) -> None:
-    """Show an error as one red line, however long: it wraps on the screen, not in a file."""
+    """Show an error as one red line. It wraps on a screen but not in a file."""
     err.print(f"[bold red]Error:[/] [red]{escape(message)}[/]", soft_wrap=True, highlight=False)
 
 
@@ -45,12 +45,12 @@ def print_note(message: str) -> None:
 
 
 def print_line(markup: str) -> None:
-    """Show a line of results; as for errors, no breaks are put into it where there is no screen."""
+    """Show a line of results. It wraps on a screen but not in a file."""
     out.print(markup, soft_wrap=not out.is_terminal, highlight=False)
 
 
 def print_wrote(*files: object, folder: Path | None = None) -> None:
-    """Show which files were written, those in ``folder`` by names relative to it."""
+    """Show which files were written. Names are relative to ``folder``."""
     where = "" if folder is None else f" to {folder}/"
     print_line(escape(f"Wrote {', '.join(map(str, files))}{where}"))
 
@@ -66,7 +66,7 @@ def print_page(page: pages.Page) -> None:
 
 
 def print_table(table: pages.Table) -> None:
-    """Show a table; one that goes to a file or a pipe is as wide as it needs to be. Words are not broken."""
+    """Show a table without breaking words. In a file or a pipe it is as wide as necessary."""
     screen = out
     if not out.is_terminal:
         screen = Console(file=out.file, emoji=False, width=max(out.width, FILE_WIDTH), quiet=out.quiet)
@@ -95,7 +95,7 @@ def print_generations(generations: Sequence[Generation]) -> None:
     print_line(f"\nGreedy continuation of a prompt of {generations[0].prompt_tokens:,} tokens, with the KV cache")
     print_line(f"[dim]… {escape(generations[0].prompt_end.strip())}[/]")
     for generation in generations:
-        same = f"{generation.same_tokens} of {len(generation.tokens)} tokens as {generations[0].label}"
+        same = f"{generation.same_tokens} of {len(generation.tokens)} tokens equal {generations[0].label}"
         print_line(f"\n[bold]{escape(generation.label)}[/] ({escape(same)}, {generation.seconds:.1f} s)")
         print_line(escape(generation.continuation.strip()))
 
@@ -120,16 +120,16 @@ def starting() -> Iterator[None]:
 
 
 def confirm(question: str) -> bool:
-    """Ask; everything but yes is no."""
+    """Ask a question. Every answer except yes means no."""
     out.print(f"{escape(question)} \\[y/N] ", end="", highlight=False)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def quiet() -> None:
-    """Show nothing from here on: another process of the run does."""
+    """Stop all output, because another process of the run shows it."""
     out.quiet = err.quiet = True
 
 
 def command_line() -> str:
-    """The command as it was typed, without the folders that the program lies in."""
+    """Return the command as it was typed, without the program's folder."""
     return shlex.join(["dma-hf", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""Text to measure on, and the windows that it is read in."""
+"""Texts, and the windows in which a model reads them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens ``begin`` to ``end`` of the text; those from index ``first`` of the window on are predicted and scored."""
+    """Tokens ``begin`` to ``end`` of the text. Those from index ``first`` of the window on are scored."""
 
     begin: int
     end: int
@@ -108,7 +108,7 @@ def _load_dataset(data: str, name: str, config: str | None, split: str, column: 
         kind = "file" if options else "local file, nor a dataset that can be loaded"
         is_broken = isinstance(error, datasets.exceptions.DatasetGenerationError)  # whose cause says how
         why = one_line(error.__cause__ or error if is_broken else error)
-        raise UserError(f"--data: {data!r} is no readable {kind}: {why}") from error
+        raise UserError(f"--data: {data!r} is not a readable {kind}: {why}") from error
     if column not in rows.column_names:
         raise UserError(f"--data: {data} has no column {column!r}; it has: {', '.join(rows.column_names)}")
     values = rows[column][:]
@@ -147,7 +147,7 @@ def make_windows(
     if not 1 <= stride <= context:
         raise UserError(f"--stride must be from 1 to the context, {context}, got {stride}")
     if spread and limit is None:
-        raise UserError("--spread needs --max-windows: without it all windows are read")
+        raise UserError("--spread needs --max-windows; without it all windows are read")
     if tokens < context:
         raise UserError(
             f"--data: the text has {tokens:,} tokens, too few for one window of {context:,}; "
@@ -168,7 +168,7 @@ def make_windows(
     windows = windows[skip:]
     if limit is None or limit >= len(windows):
         return windows
-    if spread and windows[-1].length < context:  # full windows alone, so that all weigh the same
+    if spread and windows[-1].length < context:  # full windows only, so that all have the same weight
         windows = windows[:-1]
     last = len(windows) - 1
     return [windows[round(i * last / max(1, limit - 1))] for i in range(limit)] if spread else windows[:limit]

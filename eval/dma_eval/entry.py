@@ -1,4 +1,4 @@
-"""The command ``dma-hf`` itself: the evaluation, or what to install where the plugin stands alone."""
+"""The command ``dma-hf``. Without the extra ``eval`` it says what to install."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 
 
 def main() -> None:
-    """Run the command line; without the packages of the extra ``eval``, end with the command that installs them."""
+    """Run the command line. Without the packages of the extra ``eval``, exit with the command that installs them."""
     needed: list[str] = []
     with suppress(metadata.PackageNotFoundError):  # a source tree, which records nothing
         parsed = map(Requirement, metadata.requires("dma-hf") or ())

@@ -1,4 +1,4 @@
-"""Versions and devices that a measurement depends on."""
+"""Versions and devices of a measurement."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Environment:
 
 
 def collect() -> Environment:
-    """Look at this process and this machine."""
-    import torch  # which takes seconds, and a report that is read needs no device
+    """Describe this process and this machine."""
+    import torch  # takes seconds, and reading a report needs no device
 
     return Environment(
         python=platform.python_version(),
@@ -53,7 +53,7 @@ def collect() -> Environment:
 
 
 def _commit() -> str | None:
-    """Return the commit of this source tree, or what ``DMA_HF_COMMIT`` says where the tree has no history."""
+    """Return the commit of this source tree, or ``DMA_HF_COMMIT`` if the tree has no history."""
     git = ["git", "-C", str(Path(__file__).parent)]
     with suppress(OSError, subprocess.CalledProcessError):
         tracked = subprocess.check_output([*git, "ls-files", "--", __file__], stderr=subprocess.DEVNULL, text=True)

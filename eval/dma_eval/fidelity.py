@@ -1,4 +1,4 @@
-"""How far each backend is from SDPA in fp32: by token, by position, by head, and in what it generates."""
+"""Difference of each backend from SDPA in fp32: by token, position and head, and in generated text."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from .session import Session
 REFERENCE = Backend("sdpa, fp32", "sdpa")
 BUCKETS = 8
 HORIZONS = (64, 256, 1024)
-"""Generated tokens over which the share that equals the reference's is reported: errors accumulate."""
+"""Numbers of generated tokens for which the share of equal tokens is reported, because errors accumulate."""
 PROBE = "dma_eval_probe"
 Array = NDArray[np.float64]
 
 
 def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> FidelitySection:
-    """Measure how far every backend, in the model's dtype, is from SDPA on a copy of the model in fp32."""
+    """Compare every backend, in the model's dtype, with SDPA on a copy of the model in fp32."""
     loaded = session.loaded
     how = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
     reading = cut(loaded, text, how, part.context)
@@ -53,7 +53,7 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
     heads = head_errors(session, reference_model, measured, working) if measured else []
     prompt_tokens = context // 2
     halves = [ids[begin : begin + prompt_tokens] for begin in (0, prompt_tokens) for ids in full]
-    starts = halves[: part.prompts]  # the second halves, too, where there are few windows
+    starts = halves[: part.prompts]  # also the second halves if there are few windows
     edges = bucket_edges(tokens.position_edges)
     return FidelitySection(
         tokens=tokens,
@@ -72,25 +72,25 @@ def measure_fidelity(session: Session, text: Text, part: FidelityPart) -> Fideli
 
 
 def in_fp32(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself if its weights are fp32, else a copy with the same weights in fp32."""
+    """Return the model itself if its weights are fp32, else a copy with the same weights in fp32."""
     if model.dtype == torch.float32:
         return model
     for name, weight in model.named_parameters():
         if not (weight.is_floating_point() and type(weight) is nn.Parameter and type(weight.data) is Tensor):
-            raise UserError(f"the reference needs weights that fp32 can hold as they are, and {name} is packed")
+            raise UserError(f"the reference needs unpacked weights, and those of {name} are packed")
     try:
-        # Not the model's own float(): that refuses whatever came from a quantised file, be it dequantised by now.
+        # model.float() refuses every model from a quantized file, even if its weights have been dequantized.
         converted: PreTrainedModel = nn.Module.float(copy.deepcopy(model))
     except (torch.OutOfMemoryError, MemoryError) as error:
         gib = 4 * model.num_parameters() / 2**30
         raise UserError(
-            f"the reference needs {gib:,.1f} GiB more for the weights in fp32; use a larger device"
+            f"the fp32 weights of the reference need {gib:,.1f} GiB more memory; use a larger device"
         ) from error
     return converted
 
 
 def bucket_edges(edges: Sequence[int]) -> list[int]:
-    """Every few of the fine edges, so that at most 8 buckets remain."""
+    """Return every n-th of the fine edges, so that at most 8 buckets remain."""
     step = math.ceil((len(edges) - 1) / BUCKETS)
     return [*edges[:-1:step], edges[-1]]
 
@@ -102,7 +102,7 @@ def bucket_changes(
     fine: Sequence[int],
     coarse: Sequence[int],
 ) -> list[float | None]:
-    """Change of perplexity in percent in each coarse bucket, of the losses in the fine ones."""
+    """Return the change of perplexity in percent in each coarse bucket, from the losses in the fine ones."""
     if not result.position_nll or not reference.position_nll:
         return []
     losses, expected = (np.array(each.position_nll, float) for each in (result, reference))
@@ -123,7 +123,7 @@ def _divergence(
     prompts: Sequence[Tensor],
     new_tokens: int,
 ) -> list[Divergence]:
-    """Processes split the backends, not the prompts: a prompt's tokens may hang on the batch that it is in."""
+    """Processes split the backends, not the prompts, because generated tokens may depend on the batch."""
 
     def tokens_of(model: PreTrainedModel, backend: Backend) -> list[list[int]]:
         activate(model, backend)
@@ -151,10 +151,10 @@ def head_errors(
 ) -> list[HeadErrors]:
     """Measure the error of every head under every backend that Transformers runs through its attention interface.
 
-    One forward pass of ``model``, in fp32, over each window ``[T]`` serves all backends. In every layer SDPA's output
-    goes on to the next one, and each backend computes from the same query, key and value, in the dtype of the session's
-    model: no error is inherited from an earlier layer. ``eager`` is a function of each model's own and is left out; so
-    are backends that read through a cache.
+    One forward pass of ``model``, in fp32, over each window ``[T]`` serves all backends. SDPA's output is passed on to
+    the next layer. Each backend also computes the layer from the same query, key and value, in the dtype of the
+    session's model, so no error comes from an earlier layer. ``eager``, which is a function of each model, and backends
+    with a cache are left out.
     """
     dtype, processes = session.loaded.model.dtype, session.processes
     own = processes.share(windows)
@@ -166,8 +166,8 @@ def head_errors(
     def probe(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        if options.get("indices") is not None:  # which a model puts into the mask for an implementation called sdpa
-            raise ValueError("an indexer chooses keys, which SDPA is told of under its own name alone")
+        if options.get("indices") is not None:  # a model adds it to the mask of an implementation called sdpa
+            raise ValueError("its sparse-attention indexer works with SDPA under its own name only")
         reference, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
         inputs = [tensor.to(dtype) for tensor in (query, key, value)]
         for backend in measured:
@@ -211,10 +211,10 @@ def head_errors(
 
 
 def _sums_of(output: Tensor, reference: Tensor, tiles: Tensor | None) -> Array:
-    """Sums over one call, ``[6, H]``, whose outputs are ``[B, T, H, D]``.
+    """Return the sums of one call, ``[6, H]``, from outputs ``[B, T, H, D]``.
 
-    Over tokens: the error, the reference, their cosine, and ones. Over tiles: those skipped, and those examined, of the
-    counts ``[H, 2]``.
+    The rows are the error, the reference, their cosine, the number of tokens, and the tiles skipped and examined
+    (``counts``, ``[H, 2]``).
     """
     output, reference = output.double(), reference.double()
     cosine = nn.functional.cosine_similarity(output, reference, dim=-1).sum((0, 1))
@@ -226,7 +226,7 @@ def _sums_of(output: Tensor, reference: Tensor, tiles: Tensor | None) -> Array:
 
 @contextmanager
 def _section(module: nn.Module, backend: Backend) -> Iterator[None]:
-    """Give the layer's configuration the backend's ``dma_mxfp`` section for the time of one call."""
+    """Set the ``dma_mxfp`` section of the layer's configuration during one call."""
     config: Any = module.config
     before = getattr(config, DMA, None)
     setattr(config, DMA, None if backend.config is None else backend.config.to_section())

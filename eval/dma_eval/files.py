@@ -33,7 +33,7 @@ def parse(kind: type[Kind], content: bytes | Mapping[str, Any]) -> Kind:
 
 
 def write_json(value: Any, path: Path, indent: int | None = 2, *, kind: Any = None) -> None:
-    """Write a dataclass, of a ``kind`` if it is generic, as JSON (RFC 8259: a NaN is an error).
+    """Write a dataclass as JSON (RFC 8259: NaN is an error). ``kind`` gives the type of a generic one.
 
     The file is replaced atomically. A link or a device (``/dev/stdout``) is written through.
     """
@@ -55,7 +55,7 @@ def check_folder(folder: Path, option: str = "--out") -> None:
     nearest = next(each for each in (folder, *folder.parents) if each.exists())
     if not nearest.is_dir():
         what = "it" if nearest == folder else nearest
-        raise UserError(f"{option}: cannot make the folder {folder}: {what} is a file")
+        raise UserError(f"{option}: cannot create the folder {folder}: {what} is a file")
     if not os.access(nearest, os.W_OK | os.X_OK):
         what = "write to" if nearest == folder else "make"
         raise UserError(f"{option}: cannot {what} the folder {folder}: {os.strerror(errno.EACCES)}")
@@ -67,11 +67,11 @@ def make_folder(folder: Path, option: str = "--out") -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{option}: cannot make the folder {folder}: {error.strerror}") from error
+        raise UserError(f"{option}: cannot create the folder {folder}: {error.strerror}") from error
 
 
 def prepare_file(path: Path | None, option: str) -> None:
-    """Check before a long run that its results can be written. Folders are made as needed."""
+    """Check before a long run that its results can be written. Missing folders are created."""
     if path is None:
         return
     if path.is_dir():
@@ -97,16 +97,16 @@ def slug(name: str) -> str:
 class Piece(Generic[Kind]):
     """A finished piece of a run."""
 
-    identity: dict[str, Any]  # everything that it depends on, as JSON values
+    identity: dict[str, Any]  # everything it depends on, as JSON values
     content: Kind  # what was measured
     seconds: float = 0.0  # how long that took
 
 
 @dataclass(frozen=True)
 class Store:
-    """The finished pieces of a run, one file each, from which an interrupted run resumes."""
+    """The finished pieces of a run, one file for each. An interrupted run resumes from them."""
 
-    folder: Path | None = None  # the run's folder; without one nothing is kept, and nothing found
+    folder: Path | None = None  # the run's folder; without one nothing is saved or found
 
     def load(self, kind: type[Kind], identity: Mapping[str, Any], *names: str) -> Piece[Kind] | None:
         """Return the piece of these names, if there is one of the same identity."""
@@ -115,12 +115,12 @@ class Store:
             return None
         try:
             piece = parse(Piece[kind], path.read_bytes())  # type: ignore[valid-type]
-        except ValueError:  # cut off, or written by another version: measured again
+        except ValueError:  # incomplete, or of another version: measure it again
             return None
         return piece if piece.identity == json.loads(json.dumps(identity)) else None
 
     def save(self, piece: Piece[Any], *names: str) -> None:
-        """Keep a piece under these names."""
+        """Save a piece under these names."""
         path = self._path(names)
         if path is not None:
             write_json(piece, path, indent=None, kind=Piece[type(piece.content)])  # type: ignore[misc]

@@ -1,13 +1,12 @@
 """The lm-eval model ``dma-hf``: lm-eval's Hugging Face model with a choice of attention backend.
 
-The package declares it as an entry point of lm-eval, ``lm_eval.models``. An lm-eval that reads entry points needs no
-more than its name; for one that does not, ``python -m dma_eval.lm_eval`` is lm-eval's own command line with the model
-registered::
+The package declares it as an entry point of lm-eval, ``lm_eval.models``. For versions of lm-eval that do not read entry
+points, ``python -m dma_eval.lm_eval`` is lm-eval's own command line with the model registered::
 
     python -m dma_eval.lm_eval run --model dma-hf --model_args pretrained=gpt2,attn_preset=fp4 --tasks lambada_openai
 
 It differs from lm-eval's ``hf`` in how log-likelihoods are scored, not in what they are. Padding is masked: in a
-quantised format several keys share a scale, so visible padding would make results depend on the batch. Probabilities
+quantized format several keys share a scale, so visible padding would make results depend on the batch. Probabilities
 are taken in fp32, at scored positions only. Logits that are not finite stop the evaluation.
 """
 
@@ -41,11 +40,11 @@ Request = tuple[Any, list[int], list[int]]
 """The strings (or ``None``), the tokens of the context and those of the continuation."""
 PAD = 0  # any token would do: padding is masked
 PAIRS = "pairs"
-"""The key of the counted pairs in lm-eval's cache of answers, whose other keys are hashes."""
+"""Key of the counted pairs in lm-eval's cache of answers. Its other keys are hashes."""
 
 
 class BackendFailure(RuntimeError):
-    """The backend cannot go on with these tasks; the message says why."""
+    """The backend cannot finish these tasks. The message says why."""
 
 
 @register_model("dma-hf")
@@ -58,7 +57,7 @@ class DMALM(HFLM):  # type: ignore[misc]
             with ``+int8`` or ``+int4`` read through a ``DMACache``.
         attn_preset: Short for ``attn="dma_mxfp:PRESET"``.
         batch_size: Sequences per forward pass.
-        kwargs: What lm-eval's ``hf`` takes: ``dtype``, ``revision``, ``gguf_file``, ``parallelize``, ...
+        kwargs: Arguments of lm-eval's ``hf``: ``dtype``, ``revision``, ``gguf_file``, ``parallelize``, ...
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class DMALM(HFLM):  # type: ignore[misc]
         if accelerator is not None:  # lm-eval counts processes on GPUs only
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
         self.failure: str | None = None
-        self.pairs = Counter[str]()  # of queries and keys since the last choice of a backend: see ``_pairs``
+        self.pairs = Counter[str]()  # of queries and keys since the backend was selected, see ``_pairs``
         self.on_answers: Callable[[int], None] = lambda count: None
         self.use(backend)
 
@@ -106,7 +105,7 @@ class DMALM(HFLM):  # type: ignore[misc]
         self.pairs = Counter[str]()
 
     def resume_pairs(self) -> None:
-        """Count pairs on from those of the answers that lm-eval's cache has."""
+        """Start counting pairs from the count in lm-eval's cache."""
         database = self.cache_hook.dbdict
         self.pairs = Counter[str]() if database is None else database.get(PAIRS, Counter[str]())
 
@@ -118,7 +117,7 @@ class DMALM(HFLM):  # type: ignore[misc]
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether it is the greedy one."""
-        del disable_tqdm  # lm-eval's bar counts one process of several; the command line shows its own
+        del disable_tqdm  # lm-eval's bar counts only one process; the command line has its own
         if self.failure is None:
             try:
                 return self._score(requests, override_bs or self.batch_size)
@@ -137,7 +136,7 @@ class DMALM(HFLM):  # type: ignore[misc]
         for chunk in collator.get_batched(n=batch_size):
             done = len(answers)
             for (strings, context, continuation), row in zip(chunk, self._log_probs(chunk), strict=True):
-                # One row serves all requests that differ in the last token only.
+                # Requests that differ only in their last token share a row.
                 for key, tokens, shared in collator.get_cache(strings, context, continuation, row[None]):
                     answer = _answer(shared[0], tokens)
                     answers.append(answer)
@@ -153,12 +152,12 @@ class DMALM(HFLM):  # type: ignore[misc]
         """Log-probabilities at the positions that predict each request's continuation, fp32 ``[continuation, V]``."""
         most = max(len(continuation) for _, _, continuation in chunk)
         if most > self.max_length:
-            raise ValueError(f"a continuation has {most:,} tokens, and the model takes {self.max_length:,}")
+            raise ValueError(f"a continuation has {most:,} tokens, but the model's maximum is {self.max_length:,}")
         sequences = [(context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in chunk]
         scored = [len(continuation) for _, _, continuation in chunk]
         longest = max(map(len, sequences))
         self.pairs += sum((_pairs(len(sequence), self._reader.config) for sequence in sequences), Counter[str]())
-        # A cache stores no padding on its left, and all models read what has none there.
+        # A cache needs padding on the left, which it does not store. Without one, padding is on the right.
         side = "left" if self._reader.reads_cache else "right"
         rows = [torch.tensor(sequence) for sequence in sequences]
         ids = pad_sequence(rows, batch_first=True, padding_value=PAD, padding_side=side)
@@ -172,13 +171,13 @@ class DMALM(HFLM):  # type: ignore[misc]
         logits = read(self.model, self._reader, ids, **inputs)
         for row, end, count in zip(logits, ends, scored, strict=True):
             log_probs = row[end - count - first : end - first].float().log_softmax(-1)
-            if bool(log_probs.isnan().any()):  # minus infinity is how some models rule a token out
+            if bool(log_probs.isnan().any()):  # some models use minus infinity to exclude a token
                 where = origin(self.model, lambda: read(self.model, self._reader, ids, **inputs))
                 raise NonFiniteLogitsError(f"NaN or infinite logits{where}")
             yield log_probs
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """Continue each context greedily, or as the task says, up to a stop string."""
+        """Continue each context up to a stop string, greedily unless the task says otherwise."""
         if self.failure is None:
             try:
                 answers: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
@@ -193,7 +192,7 @@ class DMALM(HFLM):  # type: ignore[misc]
         inputs = {"input_ids": context, "attention_mask": options.get("attention_mask"), "use_cache": False}
 
         def check(ids: Tensor, scores: Tensor) -> Tensor:
-            """Change nothing; raise where logits are NaN or plus infinity, before a token is chosen from them."""
+            """Raise if logits are NaN or plus infinity. Otherwise return them unchanged."""
             if bool((scores.isnan() | scores.isposinf()).any()):
                 where = origin(self.model, lambda: self.model(**inputs))
                 raise NonFiniteLogitsError(f"NaN or infinite logits after {ids.shape[1]:,} tokens{where}")
@@ -207,14 +206,17 @@ class DMALM(HFLM):  # type: ignore[misc]
         return generated
 
     def _fail(self, error: Exception) -> None:
-        """Stop the evaluation; among several processes note it only, for all of them to come to the end together."""
+        """Stop the evaluation. With several processes, only note the failure, so that all finish together."""
         self.failure = one_line(error)
         if self.world_size == 1:
             raise BackendFailure(self.failure) from error
 
 
 def _pairs(length: int, config: DMAConfig | None) -> Counter[str]:
-    """How many keys the queries of a causal sequence see, and how many of these low tiles hold; windows not counted."""
+    """Return how many keys the queries of a causal sequence see, and how many of these are in low tiles.
+
+    Windows are ignored.
+    """
     pairs = Counter({"seen": length * (length + 1) // 2})
     if config is not None:
         for tile in range(config.sink_tiles + config.diagonal_tiles + 1, -(-length // TILE)):

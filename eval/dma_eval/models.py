@@ -56,7 +56,7 @@ class LoadedModel:
 
     @property
     def max_context(self) -> int | None:
-        """The greatest number of positions that the configuration gives, if it gives one."""
+        """Return the maximum number of positions in the configuration, if it has one."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @property
@@ -69,7 +69,7 @@ class LoadedModel:
 
     @property
     def info(self) -> ModelInfo:
-        """Facts about the model that its configuration and its weights tell."""
+        """Return facts about the model from its configuration and weights."""
         model = self.model
         config = model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", None)
@@ -134,7 +134,7 @@ def parse_device(name: str) -> torch.device:
         raise wrong
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise UserError(f"--device: {name!r} is not there: {count} CUDA devices found; --device cpu works everywhere")
+        raise UserError(f"--device: {name!r} does not exist: {count} CUDA devices found; --device cpu works everywhere")
     return device
 
 
@@ -155,8 +155,8 @@ def load_model(
         name: Hub name, local folder, or GGUF file.
         title: What reports call it; ``name`` by default.
         dtype: ``auto`` (the checkpoint's own; float32 for GGUF), ``float32``, ``bfloat16`` or ``float16``.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; must be ``auto`` where ``device_map`` is given.
-        device_map: Spreads the model over devices, see Accelerate; ``auto`` for instance.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. With ``device_map`` it must be ``auto``.
+        device_map: Accelerate's device map, for instance ``auto``.
         revision: Branch, tag or commit of the Hub repository.
         trust_remote_code: Whether code that comes with the model may run.
         yarn: Multiply the model's positions by this factor, its rotary embedding rescaled by YaRN.
@@ -185,17 +185,17 @@ def load_model(
     except UNLOADABLE as error:
         raise UserError(f"--model: cannot load {name!r}: {_damage(source) or one_line(error)}") from error
     missing = sorted(loading["missing_keys"])
-    if missing:  # Transformers initialises them at random
+    if missing:  # Transformers initializes them at random
         raise UserError(
             f"--model: cannot load {name!r}: the checkpoint lacks {len(missing)} weights of {type(model).__name__}, "
-            f"{missing[0]} among them; check that it belongs to its configuration"
+            f"such as {missing[0]}; check that it belongs to its configuration"
         )
     quantization = _quantization(source, revision, config)
     return LoadedModel(title or name, source, model.eval(), tokenizer, revision, device_map, yarn, quantization)
 
 
 def _quantization(source: ModelSource, revision: str | None, config: Any) -> str | None:
-    """Return how a file's weights are quantised, as llama.cpp names it, or by which method a checkpoint's are."""
+    """Return the quantization of the weights: llama.cpp's name for a file, the method for a checkpoint."""
     if source.gguf_file is None:
         method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
         return None if method is None else str(method)
@@ -212,7 +212,7 @@ def rescale(config: Any, factor: float) -> None:
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") != "default" or not 1 < factor < math.inf:
         raise UserError(
-            f"--yarn: takes a factor above 1, and a model with one rotary embedding that is not rescaled; got "
+            f"--yarn: expected a factor above 1, and a model with one rotary embedding that is not rescaled; got "
             f"{factor:g} and {config.model_type} with {rope or 'none'}"
         )
     positions = text.max_position_embeddings
@@ -229,12 +229,12 @@ def _damage(source: ModelSource) -> str:
     try:
         GGUFReader(path)
     except (ValueError, IndexError, KeyError, OSError, MemoryError):  # its arrays depend on bytes that are missing
-        return f"the file is damaged, or was cut off at {path.stat().st_size:,} bytes; fetch it again"
+        return f"the file is damaged, or was cut off at {path.stat().st_size:,} bytes; download it again"
     return ""
 
 
 def check_memory(name: str, config: Any, dtype: torch.dtype | None, device: torch.device | None) -> None:
-    """Check that the weights of a model fit, before they are read. Quantised checkpoints are not checked.
+    """Check that the weights of a model fit, before they are read. Quantized checkpoints are not checked.
 
     By default weights have the checkpoint's own dtype, and go to all devices and the host together.
     """
@@ -268,7 +268,7 @@ def batching_settings(model: PreTrainedModel, cache_gib: float | None) -> Contin
         config.auto_switch_to_flash = False
     if cache_gib is not None:
         text = model.config.get_text_config()
-        # Counted in blocks of 16-bit (of the model's own) keys and values, whatever pages then hold.
+        # Counted in blocks of the model's own dtype, also if pages are packed.
         token = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim_of(text) * model.dtype.itemsize
         config.num_blocks = int(cache_gib * GIB / (token * config.page_size))
         if config.num_blocks < 1:

@@ -17,7 +17,7 @@ PRESETS = ("balanced", "fp4", "paper")
 FORMAT_SUFFIXES = {"+int8": "int8", "+int4": "int4"}
 """Suffixes of ``dma_mxfp`` and the cache format that each stands for."""
 PEER_SUFFIXES = ("+quanto4", "+quanto2", "+hqq8", "+hqq4", "+hqq2", "+fp8")
-"""Suffixes of other implementations: read through a ``QuantizedCache`` of Transformers."""
+"""Suffixes of other implementations, which select a ``QuantizedCache`` of Transformers."""
 RENAMED_PRESETS = {"kv8": "balanced+int8", "kv4": "balanced+int4"}
 """Presets of earlier versions and their new names."""
 SIMULATED = "sim_"
@@ -27,7 +27,7 @@ TILE = 128
 
 
 def split_suffix(name: str) -> tuple[str, str]:
-    """Split a name into what precedes its cache and ``+CACHE``, which is empty if it has none."""
+    """Split a name into the part before its cache and ``+CACHE``. The latter is empty if it has none."""
     suffix = next((suffix for suffix in (*FORMAT_SUFFIXES, *PEER_SUFFIXES) if name.endswith(suffix)), "")
     return name.removesuffix(suffix), suffix
 

@@ -31,20 +31,20 @@ MISSING = "–"
 WORST = 5
 """Heads, and layers, that are listed."""
 IMPLAUSIBLE = 2.0
-"""A perplexity below this triggers a warning: the text is not unseen prose. A table of contents gave 1.83."""
+"""A perplexity below this triggers a warning: the text is hardly unseen prose. A table of contents had 1.83."""
 TELLING = 0.05
-"""A share of keys in low tiles below this triggers a warning: the prompts of the task are within the band."""
+"""A smaller share of keys in low tiles triggers a warning: the task's prompts lie within the band."""
 HELD = 43.0
-"""Ratio of the largest channel's range to the median's, of keys and of queries, at which ``balanced`` was measured to
-lose almost nothing: those of ``keys x 8`` and ``queries x 8`` in the results under ``benchmarks/quality``."""
+"""Ratio of the largest channel's range to the median's up to which ``balanced`` loses almost nothing, for keys and
+queries. They are the ratios of ``keys x 8`` and ``queries x 8`` in ``benchmarks/quality``."""
 TOLERATED_GROWTH = 1.25
-"""How many times its KL without skipping a backend may have with it, to keep its quality."""
+"""A backend keeps its quality if skipping multiplies its KL by at most this factor."""
 RETRIEVAL_TITLES = {"needle": "Retrieval: a sentence in prose", "kv": "Retrieval: one pair of many"}
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column is flush left, the others flush right."""
+    """A table of text. The first column is aligned left, the others right."""
 
     headers: tuple[str, ...]
     rows: list[list[str]]
@@ -53,7 +53,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Page:
-    """One section as it is shown."""
+    """One section of a report: tables, notes and warnings."""
 
     title: str
     tables: list[Table]
@@ -140,7 +140,7 @@ COLUMNS: Columns = {
     "tokens/s": of("tokens_per_second", ",.0f"),
     "peak memory": lambda r: format_bytes(r.peak_memory_bytes),
 }
-"""Of the comparison of backends."""
+"""Columns of the comparison of backends."""
 FIDELITY_COLUMNS: Columns = dict(list(COLUMNS.items())[:5]) | {
     "KL p99": lambda r: format_kl(r.kl_p99),
     "KL max": lambda r: format_kl(r.kl_max),
@@ -175,7 +175,7 @@ def task_page(section: TaskSection) -> Page:
             ]
             for group in section.groups
         ]
-        tables.append(Table(("group", *labels), rows, "Groups, as lm-eval aggregates them"))
+        tables.append(Table(("group", *labels), rows, "Groups, aggregated by lm-eval"))
     shares: dict[str, float] = {}
     for backend in section.backends:
         shares |= {name: max(held, shares.get(name, 0)) for name, held in backend.low_share.items()}
@@ -250,7 +250,7 @@ def fidelity_page(section: FidelitySection) -> Page:
             middle, largest = share(float(np.median(errors)), ".3f"), share(errors.max())
             rows.append([heads.label, middle, largest, f"{np.min(heads.cosine):.5f}", listed])
         headers = ("backend", "median error", "largest", "least cosine", "worst heads: layer.head (error)")
-        caption = "Attention output by head: relative L1 error, each layer given SDPA's own inputs"
+        caption = "Attention output by head: relative L1 error, each layer on SDPA's own inputs"
         tables.append(Table(headers, rows, caption))
     skipping = {heads.label: np.array(heads.skipped) for heads in section.heads if heads.skipped is not None}
     if skipping:
@@ -269,14 +269,14 @@ def fidelity_page(section: FidelitySection) -> Page:
             whole = f"{same.count(section.new_tokens)} of {prompts}"
             equal = (share(each.equal_share[n], ".1f") for n in horizons)
             rows.append([each.label, f"{np.median(same):.0f}", str(min(same)), whole, *equal])
-        caption = f"Greedy continuations of {section.new_tokens} tokens: the first that differs, and how many are equal"
+        caption = f"Greedy continuations of {section.new_tokens} tokens: first difference, and share of equal tokens"
         lengths = [f"equal of {int(n):,}" for n in horizons]
         tables.append(Table(("backend", "median first", "least", "identical", *lengths), rows, caption))
     return Page("Fidelity to SDPA in fp32", tables, _lines("fidelity", section), warnings(section.tokens))
 
 
 def can_retrieve(section: RetrievalSection) -> bool:
-    """Return whether the reference finds anything. If not, the other backends' answers say nothing."""
+    """Return whether the reference finds anything. If not, the other answers are meaningless."""
     return any(cell.correct for cell in section.backends[0].cells)
 
 
@@ -336,12 +336,12 @@ def _threshold_table(study: ThresholdStudy) -> Table:
 
 
 def verdict(study: ThresholdStudy) -> str:
-    """Say whether a model keeps its quality at a backend's threshold, and the smallest threshold at which it does."""
+    """Say whether a model keeps its quality at a backend's threshold, and which is the smallest that keeps it."""
     losses = {t: each.kl_mean for t, each in zip(study.thresholds, study.tokens.backends[1:], strict=True)}
     skipped = dict(zip(study.thresholds, study.skipped, strict=True))
     plain, own = losses[None], losses[study.own]
     if plain is None or own is None:
-        return f"{study.label}: whether tile skipping costs quality is not known: a pass failed."
+        return f"{study.label}: the loss of tile skipping is unknown, because a pass failed."
     kept = [t for t, kl in losses.items() if t is not None and kl is not None and kl <= TOLERATED_GROWTH * plain]
     says = "keeps its quality" if study.own in kept else "loses quality"
     line = (
@@ -349,7 +349,7 @@ def verdict(study: ThresholdStudy) -> str:
         f"skipped, KL {format_kl(plain)} without skipping and {format_kl(own)} with it. "
     )
     if not kept:
-        return f"{line}No threshold that was tried keeps the KL within {TOLERATED_GROWTH:g} times: skip nothing."
+        return f"{line}No tested threshold keeps the KL within {TOLERATED_GROWTH:g} times: leave skipping off."
     best = min(kept)
     return f"{line}Smallest that keeps it within {TOLERATED_GROWTH:g} times: {best:g}, {share(skipped[best])} skipped."
 
@@ -361,7 +361,7 @@ PAGES: dict[str, Callable[[Any], Page]] = {
     "retrieval": retrieval_page,
     "stress": stress_page,
 }
-"""By the field of a report that holds such sections."""
+"""Functions that make a page, by the field of a report that holds such sections."""
 
 
 def all_pages(report: Report) -> list[Page]:

@@ -1,7 +1,7 @@
-"""What can be measured, with the options of each part; and suites of parts, as TOML files.
+"""The parts of a measurement with their options, and suites of parts in TOML files.
 
-A field of a part is a key of a suite's table and, where it is an option, one of the command line with the same default.
-Suites in the folder ``suites`` come with the package.
+A field of a part is a key of a suite's table. If it is also an option of the command line, the default is the same. The
+suites in the folder ``suites`` come with the package.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ context_option = partial(
     "--context",
     "-c",
     min=2,
-    shown="2048, or the model's maximum if less",
+    shown="2048, or the model's maximum if that is less",
     help="Tokens per window.",
 )
 batch_size_option = partial(window, 1, "--batch-size", min=1, help="Windows per forward pass.")
-limit_option = partial(task, None, "--limit", min=1, shown="all", help="Samples of each task: the first ones.")
+limit_option = partial(task, None, "--limit", min=1, shown="all", help="Use the first samples of each task.")
 sequences_option = partial(task, 8, "--batch-size", min=1, help="Sequences per forward pass.")
 
 
@@ -55,7 +55,7 @@ class PerplexityPart:
         "--stride",
         min=1,
         shown="the context",
-        help="Distance of two windows. If less than the context, windows overlap and each scores its new tokens.",
+        help="Distance of two windows. Below the context, windows overlap and each scores only its new tokens.",
     )
     max_windows: int | None = max_windows_option()
     skip_windows: int = window(0, "--skip-windows", min=0, help="Skip the first windows of the text.")
@@ -73,9 +73,9 @@ class FidelityPart:
     context: int | None = context_option()
     max_windows: int | None = max_windows_option()
     batch_size: int = batch_size_option()
-    head_windows: int = piece(2, "--head-windows", min=0, help="Windows for the errors by head; 0: none.")
+    head_windows: int = piece(2, "--head-windows", min=0, help="Windows for the errors by head; 0 skips them.")
     prompts: int = piece(
-        4, "--prompts", min=0, help="Greedy continuations, each of the first half of a window; 0: none."
+        4, "--prompts", min=0, help="Greedy continuations, each of the first half of a window; 0 skips them."
     )
     new_tokens: int = piece(64, "--new-tokens", min=1, help="Tokens of each continuation.")
 
@@ -107,7 +107,7 @@ class RetrievalPart:
         ["kv"],
         "--kind",
         metavar="KIND...",
-        help="needle: a sentence in the prose of --data. kv: one pair among pairs of keys and values.",
+        help="needle hides a sentence in the text of --data; kv hides a pair among key-value pairs.",
     )
     data: str | None = None  # the prose for needles; the command line's text by default
     lengths: list[int] = prompt(  # in a suite, those beyond the model's maximum are skipped
@@ -115,7 +115,7 @@ class RetrievalPart:
         "--lengths",
         metavar="TOKENS...",
         min=1,
-        shown="1024 and its doubles, four at most, up to the model's maximum",
+        shown="1024, 2048, 4096 and 8192, up to the model's maximum",
         help="Tokens per prompt, including the answer.",
     )
     depths: list[float] = prompt(
@@ -124,19 +124,19 @@ class RetrievalPart:
         metavar="DEPTH...",
         min=0,
         max=1,
-        help="Places of the answer, from 0 (start of the prompt) to 1 (its end).",
+        help="Positions of the answer, from 0 (start of the prompt) to 1 (its end).",
     )
     samples: int = prompt(5, "--samples", min=1, help="Questions for each length and depth.")
 
     @property
     def needs_text(self) -> bool:
-        """Whether there are needles to be hidden in prose."""
+        """Whether needles are measured, which need a text."""
         return "needle" in self.kinds
 
 
 @dataclass(frozen=True, kw_only=True)
 class StressPart:
-    """Perplexity and divergence on twins of the model whose keys, queries or values are harder to quantise."""
+    """Perplexity and divergence on twins of the model with larger outlier channels."""
 
     data: str | None = None  # the text; the command line's by default
     context: int | None = context_option()
@@ -148,9 +148,9 @@ class StressPart:
 class Suite:
     """What to measure."""
 
-    name: str  # its name, or the file that it was read from
-    description: str = ""  # what it is for, in a line
-    perplexity: PerplexityPart | None = None  # if it is asked for; so are the others
+    name: str  # its name, or the file it was read from
+    description: str = ""  # its purpose, in one line
+    perplexity: PerplexityPart | None = None  # None if it is not measured; likewise below
     fidelity: FidelityPart | None = None
     tasks: TasksPart | None = None
     retrieval: RetrievalPart | None = None
@@ -164,7 +164,7 @@ class Suite:
 
     @property
     def needs_text(self) -> bool:
-        """Whether one of them has no text of its own."""
+        """Whether a part needs a text and names none."""
         return any(part.data is None for part in self.readers)
 
 

@@ -1,9 +1,8 @@
 """Perplexity and token-level fidelity of several attention backends on the same tokens of one model.
 
-Windows are the outer loop and backends the inner one, so N backends cost N forward passes per window, all see the same
-tokens, slow drifts of the machine meet all of them alike, and the logits of no more than two passes (the reference's
-and the current one's) exist at a time. The statistics are taken in fp32, in chunks of positions. Every finished batch
-of windows is kept, so an interrupted run continues after it.
+The outer loop is over windows and the inner one over backends. So slow drifts of the machine affect all backends alike,
+and only the logits of two passes exist at a time: the reference's and the current ones. Statistics are computed in
+fp32, in chunks of positions. Every finished batch of windows is saved, so an interrupted run resumes after it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from .results import BackendResult, PerplexitySection
 from .session import Session
 
 DEFAULT_CONTEXT = 2048
-CHUNK_ELEMENTS = 2**24  # logits taken to fp32 at a time: 64 MiB
+CHUNK_ELEMENTS = 2**24  # logits converted to fp32 at a time: 64 MiB
 MAX_POSITION_BUCKETS = 64
 Array = NDArray[np.float64]
 _PACKED = PlainSerializer(lambda array: base64.b64encode(array.tobytes()).decode(), return_type=str)
@@ -62,53 +61,53 @@ class TokenScores:
 
 @dataclass
 class Pass:
-    """One backend's reading of one batch of windows."""
+    """The results of one backend on one batch of windows."""
 
     scores: list[TokenScores] = field(default_factory=list)  # by window; none if the backend failed, here or before
     tokens: int = 0  # tokens that were read
-    seconds: float = 0.0  # wall-clock seconds, devices synchronised
-    is_first: bool = False  # whether it is the first of its process, which is slow for that
-    peak_memory: int = 0  # bytes in use with the model loaded, plus the most that the pass added
+    seconds: float = 0.0  # wall-clock seconds, devices synchronized
+    is_first: bool = False  # whether it is the first of its process, which is slower
+    peak_memory: int = 0  # bytes in use with the model loaded, plus the peak that the pass added
     fallbacks: dict[str, int] = field(default_factory=dict)  # calls that ran other attention, by reason
     failure: str | None = None  # why the backend was stopped; None if it was not
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One reading of a batch of windows by each backend, in order."""
+    """The results of each backend on one batch of windows, in order."""
 
     passes: list[Pass]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The part of a text that is read."""
+    """The part of a text that the model reads."""
 
     text: Text
     input_ids: Tensor  # tokens of the whole text, int64 ``[N]``
     context: int  # tokens of a full window
     windows: list[Window]  # which tokens to read and to score
-    part: PerplexityPart  # how windows were chosen, and how many form a batch
+    part: PerplexityPart  # how windows were chosen, and the batch size
 
 
 def measure_perplexity(
     session: Session, text: Text, part: PerplexityPart, context: int | None = None, *, name: str = "perplexity"
 ) -> PerplexitySection:
-    """Measure perplexity and fidelity of every backend on the same tokens; finished batches are kept under ``name``.
+    """Measure perplexity and fidelity of every backend on the same tokens. Finished batches are saved under ``name``.
 
-    Interrupted after at least one batch of windows, in a single process, it gives the results of those.
+    If a single process is interrupted after at least one batch of windows, the results of those are returned.
     """
     reading = cut(session.loaded, text, part, context)
     return compare(session, reading, session.backends, place=(name,), keeps_partial=True)
 
 
 def default_context(loaded: LoadedModel) -> int:
-    """2,048 tokens, or the model's maximum where that is less."""
+    """Return 2,048 tokens, or the model's maximum if that is less."""
     return min(DEFAULT_CONTEXT, loaded.max_context or DEFAULT_CONTEXT)
 
 
 def cut(loaded: LoadedModel, text: Text, part: PerplexityPart, context: int | None = None) -> Reading:
-    """Cut a text into windows of ``context`` tokens, by default as many as :func:`default_context` says."""
+    """Cut a text into windows of ``context`` tokens, by default :func:`default_context`."""
     context = default_context(loaded) if context is None else context
     input_ids = tokenize(loaded.tokenizer, text.content)
     windows = make_windows(
@@ -134,13 +133,14 @@ def compare(
     keeps_partial: bool = False,
     reference_model: PreTrainedModel | None = None,
 ) -> PerplexitySection:
-    """Run every backend on every window; the first one is the reference.
+    """Run every backend on every window. The first one is the reference.
 
-    Finished batches are kept under the names ``place``, and count for the same ``seed``, if the model depends on one.
+    Finished batches are saved under the names ``place``. If the model depends on a seed, they are reused only for the
+    same ``seed``.
 
-    A backend whose logits are not finite, or which raises, is stopped and marked as failed; the others go on. If it is
-    the first, then KL and agreement of the others mean nothing. It runs on ``reference_model`` if there is one, which
-    has the same weights in another dtype. An interruption of a single process may give what was measured before it.
+    A backend that raises or gives logits that are not finite is stopped and marked as failed. The others continue. If
+    the reference fails, KL and agreement of the others are meaningless. The reference runs on ``reference_model`` if
+    given, which has the same weights in another dtype. An interrupted single process may return partial results.
     """
     part, context, input_ids = reading.part, reading.context, reading.input_ids
     model, processes, store = session.loaded.model, session.processes, session.store
@@ -274,7 +274,7 @@ def score(logits: Tensor, ids: Tensor, window: Window, reference: Tensor | None 
         nll.append(-log_probs.gather(-1, targets).squeeze(-1))
         expected = log_probs if reference is None else reference[rows].float().log_softmax(-1)
         divergence = (expected.exp() * (expected - log_probs)).sum(-1)
-        kl.append(divergence.clamp(min=0))  # which it is, except for rounding
+        kl.append(divergence.clamp(min=0))  # it is, except for rounding
         agree.append(log_probs.argmax(-1) == expected.argmax(-1))
     return TokenScores(torch.cat(nll).cpu().numpy(), torch.cat(kl).cpu().numpy(), torch.cat(agree).cpu().numpy())
 

@@ -207,7 +207,7 @@ def _draw_positions(figure: FigureBase, section: PerplexitySection) -> None:
         if has_kl and result.position_kl and result is not reference:
             values = np.array([value or None for value in result.position_kl], float)  # the scale is a logarithm
             axes[1].plot(centers, values, line, color=color, linewidth=1.5, label=result.label)
-    axes[0].set_ylabel(f"Loss less that of {reference.label}, nats per token" if others else "Loss, nats per token")
+    axes[0].set_ylabel(f"Loss minus that of {reference.label}, nats per token" if others else "Loss, nats per token")
     if others:
         _widen(axes[0], "y", changes)
     if has_kl:
@@ -401,7 +401,7 @@ def plot_stress(section: StressSection, title: str, path: Path) -> None:
     ax.set_ylim(len(measured) - 0.5, -0.5)
     ax.set_xlabel("KL per token from the twin's own exact attention, nats")
     legend_below(figure, ax)
-    save(figure, f"{title}: twins that are harder to quantise", path)
+    save(figure, f"{title}: twins with larger outlier channels", path)
 
 
 def plot_thresholds(section: StressSection, title: str, path: Path) -> None:

@@ -1,9 +1,8 @@
-"""A pass of a model over tokens, and greedy continuations, the way a backend reads: at once, or through its cache.
+"""Forward passes and greedy continuations of a model, in one pass or through a cache.
 
-A backend with a cache reads in chunks of one tile. Keys in low precision are complete tiles that lie at least one tile
-back, so that with such chunks each of them, and its value, is read from where the cache stores it: what is scored is
-what is stored. One pass at once gives the same numbers to rounding, which the tests hold; a cache is asked for to
-measure it, not to believe it.
+A backend with a cache reads in chunks of one tile. Low-precision keys are in complete tiles at least one tile back. So
+with such chunks, every low-precision key and value is read from the cache, and the scores measure the stored values.
+Tests check that one pass gives the same numbers to rounding.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def read(
     found: Tensor | None = None
     for begin in range(0, length, step):
         end = min(begin + step, length)
-        wanted = min(end - begin, last - (length - end))  # below 1 before the positions that are wanted
+        wanted = min(end - begin, last - (length - end))  # below 1 before the requested positions
         inputs: dict[str, Any] = {"input_ids": ids[:, begin:end], "use_cache": cache is not None}
         if skips and wanted < end - begin:
             inputs["logits_to_keep"] = max(wanted, 1)
@@ -70,7 +69,7 @@ class NonFiniteLogitsError(RuntimeError):
 
 
 def takes_last(model: PreTrainedModel) -> bool:
-    """Whether a model has the option to compute the logits of the last positions only."""
+    """Return whether a model can compute the logits of the last positions only."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
@@ -94,7 +93,7 @@ def origin(model: PreTrainedModel, again: Callable[[], object]) -> str:
 
 
 def continue_greedily(session: Session, prompt: Tensor, new_tokens: int) -> list[Generation]:
-    """Let every backend continue ``prompt`` (token ids, ``[T]``) by ``new_tokens`` tokens or to the end of the text."""
+    """Continue ``prompt`` (token ids, ``[T]``) with every backend, by ``new_tokens`` tokens or to the end of text."""
     model, tokenizer = session.loaded.model, session.loaded.tokenizer
     session.progress.begin("Generating", len(session.backends))
     prompt_end = tokenizer.decode(prompt, skip_special_tokens=True)[-SHOWN_PROMPT_CHARACTERS:]
@@ -121,7 +120,7 @@ def continue_greedily(session: Session, prompt: Tensor, new_tokens: int) -> list
 def continued(
     model: PreTrainedModel, backend: Backend, prompts: Tensor, new_tokens: int, **options: Any
 ) -> list[list[int]]:
-    """Greedy tokens after each of ``prompts`` ``[B, T]``, of a model that has been switched to ``backend``."""
+    """Return the greedy tokens after each of ``prompts`` ``[B, T]``. The model already runs ``backend``."""
     ids = prompts.to(model.device)
     output = model.generate(
         input_ids=ids,
@@ -137,6 +136,6 @@ def continued(
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of leading elements that are equal."""
+    """Return the number of equal leading elements."""
     different = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return next(different, min(len(first), len(second)))

@@ -29,7 +29,7 @@ class Plot:
 
     caption: str  # what it shows
     path: str  # where it is, relative to the page
-    section: Any = None  # the section that it belongs to; it comes after all sections by default
+    section: Any = None  # its section; by default it comes after all sections
 
 
 def write_run(report: Report, folder: Path) -> list[str]:
@@ -79,7 +79,7 @@ def _drawings(report: Report) -> Iterator[Drawing]:
         caption, title = "Loss and divergence by position, against SDPA in fp32", f"{name}, against SDPA in fp32"
         yield plots.plot_positions, "fidelity", caption, fidelity.tokens, title, fidelity
         if fidelity.heads:
-            caption = "Error of every head's output, each layer given the inputs that SDPA gives it"
+            caption = "Error of every head's output, each layer on SDPA's own inputs"
             yield plots.plot_heads, "heads", caption, fidelity, name, fidelity
         if any(heads.skipped is not None for heads in fidelity.heads):
             caption = "Share of low tiles that every head skips"
@@ -147,11 +147,11 @@ def _content(report: Report, plots: Sequence[Plot]) -> dict[str, Any]:
 
 
 def measured(model: ModelInfo) -> str:
-    """Say which weights were measured, and in which form."""
+    """Say which weights were measured, with their dtype and quantization."""
     weights = f"`{model.name}`{_revision(model)}, weights in {model.dtype}"
     if model.quantization is not None:
-        weights += f", quantised to {model.quantization} in the file or checkpoint"
-    positions = "" if model.yarn is None else f"; {model.yarn:g} times its positions by YaRN"
+        weights += f", quantized to {model.quantization} in the file or checkpoint"
+    positions = "" if model.yarn is None else f"; YaRN extends its positions {model.yarn:g} times"
     return f"Measured: {weights}{positions}; on {model.device}."
 
 

@@ -1,12 +1,11 @@
 """The results file of a run: its schema, as dataclasses, with reading and writing.
 
-``results.json`` is the JSON of a :class:`Report`: objects have the fields of the dataclasses below under the same
-names, and every field is written. ``schema_version`` counts up when a field comes, goes or changes its meaning. Numbers
-that do not exist (of a failed backend, or without a reference) are null. Older files are read as having the default of
-every field that they lack: version 2 added ``tasks``, ``fidelity``, ``retrieval`` and ``part_seconds``, version 3
-``skip_windows``, ``spread`` and ``windows_left``, version 4 ``stress``, version 5 ``skipped`` and ``thresholds``,
-version 6 ``equal_share``. A
-reader refuses newer ones.
+``results.json`` is the JSON of a :class:`Report`. Objects have the fields of the dataclasses below, and every field is
+written. ``schema_version`` increases when a field is added, removed or changes its meaning. Numbers that do not exist
+(of a failed backend, or without a reference) are null. Fields that an older file lacks get their default.
+Version 2 added ``tasks``, ``fidelity``, ``retrieval`` and ``part_seconds``. Version 3 added ``skip_windows``,
+``spread`` and ``windows_left``. Version 4 added ``stress``, version 5 ``skipped`` and ``thresholds``, and version 6
+``equal_share``. Files of a newer version are refused.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Kind = TypeVar("Kind", bound="Results")
 class ModelInfo:
     """The model that was measured."""
 
-    name: str  # as it was asked for: Hub name, folder or GGUF file
+    name: str  # as it was given: Hub name, folder or GGUF file
     revision: str | None  # Hub revision asked for; null for the default
     commit: str | None  # Hub commit that was loaded, where the model came from the Hub
     architecture: str  # class of the model
@@ -45,14 +44,14 @@ class ModelInfo:
     dtype: str  # data type of the weights
     device: str  # device of the model's first parameter
     device_map: str | None  # device map asked for
-    yarn: float | None = None  # factor of its positions asked for, the rotary embedding rescaled by YaRN
+    yarn: float | None = None  # factor by which YaRN extends its positions
     quantization: str | None = None  # of the weights in the file (``Q4_1``) or checkpoint; null if there is none
 
     @property
     def form(self) -> str:
-        """The dtype, what the weights were quantised to before, and how positions were rescaled."""
+        """The dtype, the quantization of the weights' file, and the extension of positions."""
         weights = self.dtype if self.quantization is None else f"{self.dtype} of {self.quantization} weights"
-        return weights if self.yarn is None else f"{weights}, {self.yarn:g} times its positions by YaRN"
+        return weights if self.yarn is None else f"{weights}, positions extended {self.yarn:g} times by YaRN"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,26 +80,26 @@ class BackendInfo:
 class BackendResult(BackendInfo):
     """One attention backend in a perplexity section."""
 
-    # Why it was stopped; null if it ran to the end. If it was stopped, the numbers below are null or empty.
+    # Why it was stopped, or null. If it was stopped, the numbers below are null or empty.
     failure: str | None
     perplexity: float | None = None  # exp(``nll``)
     nll: float | None = None  # mean negative log-likelihood per scored token, in nats
     change_percent: float | None = None  # change of the perplexity against the reference
-    # Standard error of ``change_percent``, from the differences token by token, taken as independent.
+    # Standard error of ``change_percent``, from differences token by token, which are treated as independent.
     change_stderr: float | None = None
     kl_mean: float | None = None  # mean of KL(reference || backend) per scored token, in nats
     kl_p99: float | None = None  # its 99th percentile over tokens
     kl_max: float | None = None  # its maximum over tokens
     top1_agreement: float | None = None  # share of scored tokens at which the most likely token is the reference's
-    # Tokens that one process reads per second of forward passes; the first pass of each process does not count where
-    # there are others.
+    # Tokens per second of forward passes in one process. The first pass of each process does not count if there are
+    # others.
     tokens_per_second: float | None = None
     # Seconds of each forward pass; the first one of a process warms up.
     forward_seconds: list[float] = field(default_factory=list)
     # Memory in use with the model loaded, plus the most that a forward pass added; of several processes, the one that
     # uses most.
     peak_memory_bytes: int | None = None
-    # How often something ran with other attention than this backend, by reason. Empty is good.
+    # Number of calls that ran another attention, by reason. Empty is good.
     fallbacks: dict[str, int] = field(default_factory=dict)
     window_nll: list[float] = field(default_factory=list)  # mean ``nll`` of each window
     # Mean ``nll`` in each position bucket of the section; null where no token is scored.
@@ -118,8 +117,8 @@ class PerplexitySection:
     batch_size: int  # windows per forward pass
     windows: int  # number of windows that were read
     windows_left: int = 0  # windows that an interruption left unread
-    skip_windows: int = 0  # windows of the text's begin that were left out
-    spread: bool = False  # whether the windows are spread over the text, and not its first ones
+    skip_windows: int = 0  # windows left out at the start of the text
+    spread: bool = False  # whether the windows are spread over the text instead of its first ones
     tokens_scored: int  # tokens that each backend predicted and was scored on
     # What ``peak_memory_bytes`` counts: ``cuda_allocated`` (PyTorch, exact, all GPUs) or ``process_rss`` (resident set
     # of the process, sampled).
@@ -127,19 +126,19 @@ class PerplexitySection:
     # Edges of the position buckets: bucket i holds the tokens at ``position_edges[i]`` to ``position_edges[i + 1] - 1``
     # of their windows.
     position_edges: list[int]
-    backends: list[BackendResult]  # in the order asked for; the first is the reference
+    backends: list[BackendResult]  # in the given order; the first is the reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """A text that one backend continued, greedily and with the KV cache."""
+    """A greedy continuation by one backend, with the KV cache."""
 
     label: str  # the backend
     prompt_tokens: int  # length of the prompt
     prompt_end: str  # the last characters of the prompt
-    continuation: str  # what the model wrote
-    tokens: list[int]  # the tokens of it
-    same_tokens: int  # how many of them, from the first on, are those of the first backend
+    continuation: str  # the generated text
+    tokens: list[int]  # its tokens
+    same_tokens: int  # number of leading tokens that equal those of the first backend
     seconds: float  # time of prefill and decoding
 
 
@@ -149,20 +148,20 @@ class MetricValue:
 
     label: str  # the backend
     value: float | None  # the metric over all samples; null if the backend failed
-    # ``value`` less the reference's; null for the reference itself and where either failed.
+    # ``value`` minus the reference's; null for the reference itself and if either failed.
     difference: float | None = None
-    # Lower end of the 95 % confidence interval of ``difference``, by a paired bootstrap over samples; null where the
-    # metric is none that samples average to.
+    # Lower end of the 95 % confidence interval of ``difference``, by a paired bootstrap over samples; null if the
+    # metric is not an average over samples.
     low: float | None = None
     high: float | None = None  # its upper end
-    # For right-or-wrong metrics, samples that the reference has right and this backend wrong; else null.
+    # For right-or-wrong metrics, samples that only the reference has right; else null.
     lost: int | None = None
-    gained: int | None = None  # the reverse
+    gained: int | None = None  # samples that only this backend has right
     mcnemar_p: float | None = None  # two-sided p-value of McNemar's exact test on ``lost`` and ``gained``
 
     @property
     def flips(self) -> int | None:
-        """Samples right under one backend and wrong under the other."""
+        """Samples right with one backend and wrong with the other."""
         return None if self.lost is None or self.gained is None else self.lost + self.gained
 
 
@@ -171,20 +170,20 @@ class MetricResult:
     """One metric of a task."""
 
     name: str  # its name in lm-eval
-    filter: str  # the filter of the answers that it applies to; ``none`` usually
-    # What makes one number of the samples' (``mean``, ``perplexity``, ...); null if lm-eval does not name it.
+    filter: str  # the filter of its answers; usually ``none``
+    # How samples are aggregated (``mean``, ``perplexity``, ...); null if lm-eval does not name it.
     aggregation: str | None
     right_or_wrong: bool  # whether every sample is either right, 1, or wrong, 0
-    higher_is_better: bool | None  # its direction; null if lm-eval does not say
+    higher_is_better: bool | None  # whether higher is better; null if lm-eval does not say
     values: list[MetricValue]  # one per backend, in order
 
     @property
     def title(self) -> str:
-        """Its name, with its filter where that is not the usual one."""
+        """Its name, with its filter unless that is ``none``."""
         return self.name if self.filter == "none" else f"{self.name}, {self.filter}"
 
     def of(self, label: str) -> MetricValue:
-        """What one backend has."""
+        """Return the value of one backend."""
         return next(value for value in self.values if value.label == label)
 
 
@@ -199,13 +198,13 @@ class TaskResult:
     num_fewshot: int  # examples in each prompt
     samples: int  # samples that every backend answered
     metrics: list[MetricResult]
-    # How many answers (the choice, the text) differ from the reference's, by backend; null where there is nothing to
+    # Number of answers (choices or texts) that differ from the reference's, by backend; null if there are none to
     # compare.
     answers_changed: dict[str, int | None]
 
     @property
     def accuracy(self) -> MetricResult | None:
-        """The metric that stands for its accuracy: the first one by which samples are right or wrong."""
+        """Its accuracy: the first metric by which samples are right or wrong."""
         return next((metric for metric in self.metrics if metric.right_or_wrong), None)
 
 
@@ -213,20 +212,20 @@ class TaskResult:
 class TaskBackend(BackendInfo):
     """One backend in a section on tasks."""
 
-    failures: dict[str, str]  # Why it was stopped, by the name that was asked for (a task or a group). Empty is good.
-    # Time of the evaluation by the same names, model loading and data preparation not counted.
+    failures: dict[str, str]  # Why it was stopped, by the given name (a task or a group). Empty is good.
+    # Time of the evaluation by the same names, without model loading and data preparation.
     seconds: dict[str, float]
-    # How often something ran with other attention than this backend, by reason. Empty is good.
+    # Number of calls that ran another attention, by reason. Empty is good.
     fallbacks: dict[str, int]
     # Mean over tasks of their first right-or-wrong metric; null without such tasks or if any failed.
     mean_accuracy: float | None
-    # Of the keys that queries saw, those that low tiles held, by the same names; not of generated texts.
+    # Share of visible keys that are in low tiles, by the same names; without generated texts.
     low_share: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMetric:
-    """One metric of a group of tasks, as lm-eval aggregates it."""
+    """One metric of a group of tasks, aggregated by lm-eval."""
 
     group: str  # name of the group
     metric: str  # name of the metric, with its filter after a comma
@@ -237,21 +236,21 @@ class GroupMetric:
 class TaskSection:
     """Backends compared on lm-eval tasks: the same samples in the same order."""
 
-    asked: list[str]  # the names that were asked for, in order
+    asked: list[str]  # the given names, in order
     limit: int | None  # samples per task; null for all
     batch_size: int  # sequences per forward pass
     processes: int  # processes that split the samples
-    chat_template: bool  # whether prompts went through the model's chat template
+    chat_template: bool  # whether prompts use the model's chat template
     confidence: float  # level of the intervals
-    resamples: int  # bootstrap resamples behind each interval
-    backends: list[TaskBackend]  # in the order asked for; the first is the reference
+    resamples: int  # bootstrap resamples for each interval
+    backends: list[TaskBackend]  # in the given order; the first is the reference
     tasks: list[TaskResult] = field(default_factory=list)  # one entry per task
     groups: list[GroupMetric] = field(default_factory=list)  # metrics of groups of tasks
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadErrors:
-    """Error of the attention output of every head under one backend, each layer given the reference's own inputs."""
+    """Error of the attention output of every head with one backend, on the reference's inputs of each layer."""
 
     label: str  # the backend
     # sum |output - reference| / sum |reference| over tokens and channels, ``[layer][query head]``.
@@ -263,10 +262,10 @@ class HeadErrors:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Where one backend's greedy continuations leave the reference's."""
+    """Where one backend's greedy continuations diverge from the reference's."""
 
     label: str  # the backend
-    same_tokens: list[int]  # for each prompt, how many generated tokens, from the first on, are the reference's
+    same_tokens: list[int]  # for each prompt, number of leading tokens that equal the reference's
     # Share of the first 64, 256, ... tokens that equal the reference's at the same place, mean over prompts; by that
     # number of tokens. Empty in older files.
     equal_share: dict[str, float] = field(default_factory=dict)
@@ -277,7 +276,7 @@ class RetrievalCell:
     """Retrieval at one length and depth under one backend."""
 
     length: int  # tokens of the prompt, at most
-    depth: float  # where in the prompt the answer stands, from 0 (its begin) to 1 (its end)
+    depth: float  # position of the answer in the prompt, from 0 (start) to 1 (end)
     correct: int  # samples whose whole answer is the greedy continuation
     samples: int  # samples
     nll: float  # mean negative log-likelihood of the answers per token, in nats
@@ -287,7 +286,7 @@ class RetrievalCell:
 class RetrievalBackend(BackendInfo):
     """One backend in a section on retrieval."""
 
-    failure: str | None  # Why it was stopped; null if it ran to the end. The cells below are those that it finished.
+    failure: str | None  # Why it was stopped, or null. The cells below are those that it finished.
     cells: list[RetrievalCell]  # by length, then by depth
 
 
@@ -299,7 +298,7 @@ class RetrievalSection:
     lengths: list[int]  # lengths of the prompts, in tokens
     depths: list[float]  # places of the answer
     samples: int  # samples per length and depth
-    backends: list[RetrievalBackend]  # in the order asked for; the first is the reference
+    backends: list[RetrievalBackend]  # in the given order; the first is the reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,19 +310,19 @@ class FidelitySection:
     bucket_edges: list[int]  # edges of the position buckets below
     # Change of the perplexity in percent in each position bucket, by backend; null where no token is scored.
     bucket_change: dict[str, list[float | None]]
-    head_windows: int  # windows that the errors of heads were taken over
-    heads: list[HeadErrors]  # errors by layer and head, of every backend that can be run layer by layer
+    head_windows: int  # windows over which the errors of heads were measured
+    heads: list[HeadErrors]  # errors by layer and head, of every backend that can run single layers
     prompt_tokens: int  # length of each prompt of the greedy continuations
     new_tokens: int  # tokens generated after each
-    divergence: list[Divergence]  # where greedy continuations part; one entry per backend
+    divergence: list[Divergence]  # where greedy continuations diverge; one entry per backend
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelRange:
-    """How far the largest key or query channel of a layer stands out."""
+    """The largest outlier channel of a layer's keys or queries."""
 
     layer: str  # the layer's name
-    ratio: float  # its range by that of the median channel of its head, for the head where that is largest
+    ratio: float  # its range over that of the median channel of its head, for the head with the largest ratio
     head: int  # that head
     channel: int
 
@@ -333,40 +332,40 @@ class TwinResult:
     """One twin of the model."""
 
     name: str  # what was changed in it
-    is_same_function: bool  # whether it computes what the model computes
+    is_same_function: bool  # whether it computes the same function as the model
     # The largest ratio of a key channel's range to the median channel's, over its layers.
     key_ratio: float | None = None
-    query_ratio: float | None = None  # likewise of query channels; null in older files
-    refused: str | None = None  # why the model has no such twin; null if it has
-    # The backends on it; null if it was refused. The first backend is exact on the same twin.
+    query_ratio: float | None = None  # the same for query channels; null in older files
+    refused: str | None = None  # why the model cannot be changed like this, or null
+    # The results of the backends; null if the twin was refused. The first backend is exact on the same twin.
     tokens: PerplexitySection | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdStudy:
-    """One backend on the model itself with other thresholds of tile skipping."""
+    """One backend on the unchanged model with other thresholds of tile skipping."""
 
     label: str  # the backend
     own: float  # its ``skip_threshold``
-    thresholds: list[float | None]  # what was tried; null skips nothing
+    thresholds: list[float | None]  # the tested thresholds; null skips nothing
     skipped: list[float]  # share of low tiles that each skips in the first window
     tokens: PerplexitySection  # the reference, and the backend with each threshold
 
 
 @dataclass(frozen=True, kw_only=True)
 class StressSection:
-    """Backends on the model and on twins of it that are harder to quantise."""
+    """Backends on the model and on twins of it with larger outlier channels."""
 
-    range_tokens: int  # tokens that ranges were measured over
+    range_tokens: int  # tokens over which ranges were measured
     key_ranges: list[ChannelRange]  # one entry per attention layer of the model itself
-    twins: list[TwinResult]  # the model as it is first
-    query_ranges: list[ChannelRange] = field(default_factory=list)  # as of keys; empty in older files
+    twins: list[TwinResult]  # the unchanged model comes first
+    query_ranges: list[ChannelRange] = field(default_factory=list)  # the same for queries; empty in older files
     thresholds: list[ThresholdStudy] = field(default_factory=list)  # of backends that skip tiles; empty in older files
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What every file of results begins with, those of benchmarks too."""
+    """The first fields of every result file, including those of benchmarks."""
 
     schema_version: int  # version of the file's schema
     created: str  # date and time in UTC, ISO 8601
@@ -377,12 +376,12 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Results):
-    """Everything that one run measured."""
+    """All results of one run."""
 
     schema_version: int = SCHEMA_VERSION
     model: ModelInfo
     perplexity: list[PerplexitySection] = field(default_factory=list)  # one section per text and context
-    generations: list[Generation] = field(default_factory=list)  # continuations, where some were made
+    generations: list[Generation] = field(default_factory=list)  # continuations, if any
     tasks: list[TaskSection] = field(default_factory=list)  # one section per evaluation on lm-eval tasks
     fidelity: list[FidelitySection] = field(default_factory=list)  # one section per comparison with SDPA in fp32
     retrieval: list[RetrievalSection] = field(default_factory=list)  # one section per kind of retrieval
@@ -424,7 +423,7 @@ def backend_configs(report: Report) -> dict[str, dict[str, Any]]:
 
 
 def here_and_now() -> dict[str, Any]:
-    """When and where: fields of :class:`Results`."""
+    """Return the date and the environment, as fields of :class:`Results`."""
     return {"created": datetime.now(UTC).isoformat(timespec="seconds"), "environment": collect()}
 
 

@@ -29,7 +29,7 @@ SHORTEST = 1024
 PLACES = ("Oslo", "Lima", "Cairo", "Delhi", "Paris", "Quito", "Tokyo", "Dakar")
 NEEDLE = "\n\nThe secret number of {place} is"
 DIGITS = "0123456789abcdef"
-BATCH_TOKENS = 16_384  # of questions that are asked in one pass
+BATCH_TOKENS = 16_384  # of questions in one pass
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,21 @@ class Prompt:
 
 
 def default_lengths(max_context: int | None) -> list[int]:
-    """1,024 tokens and its doubles, up to what the model takes and at most four of them."""
+    """Return 1,024, 2,048, 4,096 and 8,192 tokens, up to the model's maximum."""
     limit = max_context or 4 * SHORTEST
     lengths = [SHORTEST * 2**i for i in range(12) if SHORTEST * 2**i <= limit]
     return lengths[-4:] or [limit]
 
 
 def measure_retrieval(session: Session, kind: str, text: Text | None, part: RetrievalPart) -> RetrievalSection:
-    """Ask every backend the same questions of a kind, ``needle``, which needs a text to be hidden in, or ``kv``."""
+    """Ask every backend the same questions. ``kind`` is ``needle``, which needs a text, or ``kv``."""
     loaded, processes = session.loaded, session.processes
     lengths = sorted(set(part.lengths)) or default_lengths(loaded.max_context)
     depths = sorted(set(part.depths))
     if kind not in KINDS:
         raise UserError(f"--kind must be one of {', '.join(KINDS)}; got {kind!r}")
     if kind == "needle" and text is None:
-        raise UserError("--data: needles need a text to be hidden in; name one")
+        raise UserError("--data: needles are hidden in a text; name one")
     longest, limit = lengths[-1], loaded.max_context
     if limit is not None and longest > limit:
         raise UserError(f"--lengths: {longest:,} is more than the model's maximum of {limit:,} positions")
@@ -64,7 +64,7 @@ def measure_retrieval(session: Session, kind: str, text: Text | None, part: Retr
     for backend in session.backends:
         activate(loaded.model, backend)
     prompts = _Prompts(loaded.tokenizer, kind, text, lengths[-1])
-    prompts.make(lengths[0], depths[0], random.Random(session.seed))  # the shortest tells every process if it has room
+    prompts.make(lengths[0], depths[0], random.Random(session.seed))  # fail in every process if it has no room
     places = list(itertools.product(lengths, depths))
     own = processes.share(places)
     session.progress.begin(f"Asking, {kind}", len(own) * len(session.backends))
@@ -118,7 +118,7 @@ class _Prompts:
                 )
 
     def make(self, length: int, depth: float, rng: random.Random) -> Prompt:
-        """A prompt of ``length`` tokens less those of the answer."""
+        """Return a prompt that has ``length`` tokens together with its answer."""
         return (self._needle if self._kind == "needle" else self._pairs)(length, depth, rng)
 
     def _needle(self, length: int, depth: float, rng: random.Random) -> Prompt:
@@ -145,7 +145,7 @@ class _Prompts:
                 break
             if key != question:
                 others.append([*key, *value])
-        fill = room - sum(map(len, others))  # less than a pair: the first one's tail, to come to the very length
+        fill = room - sum(map(len, others))  # less than a pair: the end of the first one, to reach the exact length
         others.insert(0, [*key, *value][len(key) + len(value) - fill :])
         place = round(depth * (len(others) - 1)) + 1
         body = [token for each in [*others[:place], [*question, *answer], *others[place:]] for token in each]
@@ -158,13 +158,13 @@ class _Prompts:
     @staticmethod
     def _room(length: int, taken: int) -> int:
         if length <= taken:
-            raise UserError(f"--lengths: {length} tokens hold no prompt; the least is {taken + 1}")
+            raise UserError(f"--lengths: {length} tokens are too few for a prompt; the minimum is {taken + 1}")
         return length - taken
 
 
 @torch.inference_mode()
 def _ask(model: PreTrainedModel, backend: Backend, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Ask questions of one length; returns how many answers are right, and their mean loss per token in nats."""
+    """Ask questions of one length. Return the number of right answers, and the mean loss per token in nats."""
     activate(model, backend)
     correct, losses = 0, []
     rows = max(1, BATCH_TOKENS // len(prompts[0].tokens))

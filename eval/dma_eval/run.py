@@ -1,4 +1,4 @@
-"""One run: the parts of a suite in order, each kept in the run's folder, and shown when it is done."""
+"""One run: the parts of a suite in order. Each is saved in the run's folder and shown when it is finished."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .session import Session, leave_processes
 from .stress import measure_stress
 
 FAILURES = (UserError, RuntimeError, ValueError, TypeError)
-"""What a part that cannot be measured raises: input that does not fit it, or an error of a model or a library."""
+"""Exceptions of a part that cannot be measured: invalid input, or an error of a model or a library."""
 
 
 class Run:
@@ -52,7 +52,7 @@ class Run:
             with console.working(f"Reading {name}"):
                 self._texts[name] = load_text(name, **how)
         if suite.tasks is not None:
-            from .tasks import find_tasks  # lm-eval takes seconds to import, and a run without tasks does not need it
+            from .tasks import find_tasks  # the import takes seconds, and a run without tasks does not need it
 
             with console.working("Looking for the tasks"):
                 self._names = find_tasks(suite.tasks.names, include_path)
@@ -94,9 +94,9 @@ class Run:
         return self._texts[self._data or part.data]
 
     def _piece(self, session: Session, name: str, measure: Callable[[Session], Any], identity: dict[str, Any]) -> float:
-        """Take a section from the run's folder, or measure and keep it; show it, and return the seconds it took."""
+        """Read a section from the run's folder, or measure and save it. Show it, and return the seconds it took."""
         field = name.partition(",")[0]
-        (kind,) = get_args(get_type_hints(Report)[field])  # what the field of a report is a list of
+        (kind,) = get_args(get_type_hints(Report)[field])  # type of the elements of the report's field
         processes, store = session.processes, session.store
         piece = processes.from_main(store.load(kind, identity, "parts", name) if processes.is_main else None)
         if piece is None:
@@ -132,7 +132,7 @@ def _fitting(part: str, lengths: Sequence[int], limit: int | None) -> list[int]:
     """Return the lengths that the model takes, and warn of the others."""
     for length in lengths:
         if limit is not None and length > limit:
-            console.print_warning(f"{part} at {length:,} is skipped: the model takes {limit:,} positions")
+            console.print_warning(f"{part} at {length:,} is skipped: the model has {limit:,} positions")
     return [length for length in lengths if limit is None or length <= limit]
 
 
@@ -141,8 +141,8 @@ def measure(
 ) -> int:
     """Measure all parts of a run; write the report after each, and return the exit code.
 
-    With ``goes_on`` a part that fails is reported and the others go on, and what does not fit the model is skipped.
-    ``also`` is called with the report at the end, in one process.
+    With ``goes_on``, a failed part is reported and the others continue, and contexts that the model does not support
+    are skipped. ``also`` is called with the report at the end, in one process.
     """
     processes, out = session.processes, session.store.folder
     seconds = {"preparation": preparation_seconds}

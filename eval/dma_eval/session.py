@@ -1,4 +1,4 @@
-"""State that the measurements of a run share: model, backends, processes, and the store of finished pieces."""
+"""Shared state of a run's measurements: model, backends, processes, and the store of finished pieces."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .models import LoadedModel
 from .progress import Progress
 
 COMPUTING = ("dma-hf", "lm-eval", "transformers", "torch")
-"""Packages on whose version a result depends."""
+"""Packages whose versions affect results."""
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of a run, which ``accelerate launch`` started; one process where it did not."""
+    """The rank of this process and the number of processes that ``accelerate launch`` started, by default one."""
 
     rank: int = 0  # process 0 reads and writes files, and prints
     count: int = 1
@@ -52,7 +52,7 @@ class Processes:
         return values
 
     def united(self, values: dict[Any, Value]) -> dict[Any, Value]:
-        """Return the items of all processes; where two have a key, that of the lower rank."""
+        """Return the items of all processes. For duplicate keys, the lower rank wins."""
         return {key: value for share in reversed(self.gathered(values)) for key, value in share.items()}
 
 
@@ -66,7 +66,7 @@ def join_processes(device: str = "auto") -> Processes:
 
 
 def leave_processes() -> None:
-    """Close the process group, so that no process ends while another still talks to it."""
+    """Close the process group, so that no process ends before the others are finished."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -78,10 +78,10 @@ class Session:
 
     loaded: LoadedModel  # the model and its tokenizer
     backends: Sequence[Backend]  # the first is the reference
-    processes: Processes = field(default_factory=Processes)  # each makes the same calls, and gets all results
-    store: Store = field(default_factory=Store)  # where finished pieces are kept
+    processes: Processes = field(default_factory=Processes)  # every process makes the same calls and gets all results
+    store: Store = field(default_factory=Store)  # where finished pieces are saved
     progress: Progress = field(default_factory=Progress)
-    seed: int = 0  # of everything that is drawn at random
+    seed: int = 0  # seed of everything random
 
     def identity(self, *backends: Backend, **settings: Any) -> dict[str, Any]:
         """Return everything that a result depends on, as JSON values: model, versions, backends and settings."""

@@ -1,9 +1,9 @@
-"""Twins of a model whose keys, queries or values are harder to quantise, and outlier channels of the model itself.
+"""Twins of a model with larger outlier channels, and the outlier channels of the model itself.
 
-A twin has outlier channels, as Llama 3 and Qwen2.5 do. Scales keep the function: queries are divided by the factor of
-keys, and inputs of the output projection by that of values. Biases of keys, before the rotary embedding, make another
-function, which is compared with its own exact attention. Hooks on the modules that make queries, keys and values do all
-of it; the weights stay unchanged.
+A twin has outlier channels like those of Llama 3 and Qwen2.5. Scale twins compute the same function: if keys are
+multiplied, queries are divided, and if values are multiplied, the input of the output projection is divided. Key biases
+before the rotary embedding change the function, so each backend is compared with exact attention on the same twin.
+Hooks on the modules that compute queries, keys and values do this. The weights do not change.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from .results import ChannelRange, StressSection, ThresholdStudy, TwinResult
 from .session import Session
 
 RANGE_TOKENS = 1024
-"""Tokens that ranges are measured over."""
+"""Tokens over which ranges are measured."""
 SCALED_PAIRS = 2
 """Pairs of channels of each key head that a twin scales, and channels of each value head."""
 THRESHOLDS = (4.0, 5.0, 6.0, 7.0, 8.0)
-"""Thresholds of tile skipping that are tried on a model, in nats."""
+"""Tested thresholds of tile skipping, in nats."""
 BIASED = (10 / 32, 26 / 32, 29 / 32)
 """Which pairs of each key head get a bias, from the fastest in the rotary embedding, 0, to the slowest, 1. Slow pairs
 hardly turn, so their bias is the same for every token, as in Qwen2."""
 
 
 class NoTwinError(ValueError):
-    """The model cannot be changed in this way by hooks."""
+    """Hooks cannot change the model in this way."""
 
 
 @dataclass(frozen=True)
 class Twin:
     """A change of every attention layer."""
 
-    name: str  # what tables call it
+    name: str  # its name in tables
     keys: float = 1.0  # factor of the keys' scaled channels; queries have its inverse
     values: float = 1.0  # factor of the values' scaled channels; the output projection's inputs have its inverse
     bias: float = 0.0  # absolute value of the keys' biases
 
     @property
     def is_same_function(self) -> bool:
-        """Whether it computes what the model computes."""
+        """Whether it computes the same function as the model."""
         return self.bias == 0
 
 
@@ -132,7 +132,7 @@ def study_thresholds(session: Session, reading: Reading, backend: Backend) -> Th
 
 
 def channel_ranges(model: PreTrainedModel, tokens: Tensor) -> tuple[list[ChannelRange], list[ChannelRange]]:
-    """Measure how far the largest key channel, and query channel, of each layer stands out over ``tokens``."""
+    """Measure the largest outlier channel of each layer's keys and queries over ``tokens``."""
     names = {module: name for name, module in model.named_modules()}
     found: tuple[list[ChannelRange], list[ChannelRange]] = ([], [])
     for module, (queries, keys) in measure_ranges(model, tokens).items():
@@ -154,7 +154,7 @@ def attention_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
 def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: int = 0) -> Iterator[None]:
     """Make ``model`` a twin of itself within a ``with`` block; ``layers`` are those of :func:`attention_layers`.
 
-    A twin whose keys differ from those of an equalised model is not equalised itself.
+    A twin whose keys differ from those of an equalized model is not equalized itself.
     """
     generator = torch.Generator().manual_seed(seed)
     config = model.config.get_text_config(decoder=True)
@@ -180,7 +180,7 @@ def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: 
 
 
 def _chosen_keys(layer: Layer, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Which key channels are scaled, and the signs of those that are biased, ``[Hkv, D]``: whole pairs of each head."""
+    """Return which key channels are scaled, and the signs of the biased ones, ``[Hkv, D]``. They are whole pairs."""
     labels = layer.groups(lambda channels: channels)
     scaled, biased = torch.zeros_like(labels, dtype=torch.bool), torch.zeros_like(labels)
     for head, own in enumerate(labels):
@@ -196,13 +196,13 @@ def _chosen_keys(layer: Layer, generator: torch.Generator) -> tuple[Tensor, Tens
 def _scale_values(
     model: PreTrainedModel, layer: Layer, factors: Tensor, factor: float, generator: torch.Generator
 ) -> Any:
-    """Set the factors of some of a layer's value channels, and divide what its output projection takes by them."""
+    """Set the factors of some value channels of a layer, and divide the input of the output projection by them."""
     heads, dim = layer.value.shape
     chosen = torch.stack([torch.randperm(dim, generator=generator) < SCALED_PAIRS for _ in range(heads)])
     with watched(model):
         projection = layer.find_output_projection()
     if projection is None or (layer.value < 0).any():
-        raise NoTwinError(f"{layer.name}: its values do not go from a linear layer through the attention into another")
+        raise NoTwinError(f"{layer.name}: its values are not computed by one linear layer and used by another")
     factors[layer.value[chosen]] = factor
     inverse = torch.where(chosen, 1 / factor, 1.0).repeat_interleave(layer.group, 0).flatten()
     return projection.register_forward_pre_hook(lambda _, args: (args[0] * inverse.to(args[0]), *args[1:]))

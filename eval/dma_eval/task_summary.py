@@ -1,6 +1,6 @@
-"""What backends answered to lm-eval's tasks, sample by sample: its records, kept as files, and their comparison.
+"""Answers of backends to lm-eval's tasks: records of every sample, saved as files, and their comparison.
 
-The files are both the record for whoever wants to look at single answers, and what an interrupted run resumes from.
+The files show single answers, and an interrupted run resumes from them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STATISTICS: Mapping[str, Callable[[Array], Array]] = {
     "weighted_perplexity": lambda mean: np.exp(-mean),
     "bits_per_byte": lambda mean: -mean / math.log(2),
 }
-"""Metrics by lm-eval's name of their aggregation, as functions of a weighted mean: sum of values by sum of weights."""
+"""Functions from a weighted mean (sum of values over sum of weights) to a metric, by lm-eval's aggregation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class Sample:
 
     doc_id: int  # number of the document in its task
     filter: str  # the filter of the answers that the values belong to
-    prompt_hash: str  # lm-eval's hash of the prompt: equal for every backend, or the comparison is not paired
-    # What was answered: the number of the choice, whether a continuation is the greedy one, or a text; null for tasks
-    # that only measure likelihood.
+    prompt_hash: str  # lm-eval's hash of the prompt, which must be equal for every backend
+    # The answer: the number of the choice, whether a continuation is the greedy one, or a text; null for tasks that
+    # only measure likelihood.
     answer: Any
     values: dict[str, list[float]]  # value and weight of each metric that averages over samples
 
@@ -61,7 +61,7 @@ class TaskRecord:
 
     @property
     def asked(self) -> tuple[str, list[tuple[int, str, str]]]:
-        """What must be equal for every backend, or the comparison is not paired."""
+        """The fields that must be equal for every backend in a paired comparison."""
         return self.name, [(sample.doc_id, sample.filter, sample.prompt_hash) for sample in self.samples]
 
     def values(self, metric: str, filter_name: str) -> Array | None:
@@ -72,13 +72,13 @@ class TaskRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitRecord:
-    """One backend's answers to one name that was asked for, a task or a group."""
+    """One backend's answers to one given name, a task or a group."""
 
     seconds: float  # time of the evaluation
-    fallbacks: dict[str, int]  # how often something ran with other attention, by reason
-    tasks: list[TaskRecord]  # the tasks behind the name
+    fallbacks: dict[str, int]  # number of calls that ran another attention, by reason
+    tasks: list[TaskRecord]  # the tasks of the name
     groups: dict[str, dict[str, float | None]]  # metrics of groups, by group and ``metric,filter``
-    low_share: float | None = None  # of the keys that queries saw, those that low tiles held; null of generated texts
+    low_share: float | None = None  # share of visible keys that are in low tiles; null for generated texts
 
 
 def task_record(name: str, results: Mapping[str, Any], task: Any) -> TaskRecord:
@@ -182,7 +182,7 @@ def _task(labels: Sequence[str], answers: Mapping[str, TaskRecord], seed: int) -
     task, reference = next(iter(answers.values())), answers.get(labels[0])
     for label, record in answers.items():
         if record.asked != task.asked:
-            raise RuntimeError(f"task {task.name}: {label} was not asked the same questions as the backends before it")
+            raise RuntimeError(f"task {task.name}: {label} got other questions than the backends before it")
     keys = [key for key in task.metrics if any(record.metrics[key] is not None for record in answers.values())]
     return TaskResult(
         name=task.name,
@@ -199,7 +199,7 @@ def _metric(
     task: TaskRecord, key: str, labels: Sequence[str], answers: Mapping[str, TaskRecord], seed: int
 ) -> MetricResult:
     name, _, filter_name = key.partition(",")
-    known = task.aggregations.get(name, "mean")  # a metric without an aggregation is averaged by lm-eval
+    known = task.aggregations.get(name, "mean")  # lm-eval averages a metric without an aggregation
     arrays = {label: record.values(name, filter_name) for label, record in answers.items()}
     present = {label: array for label, array in arrays.items() if array is not None and known in STATISTICS}
     answered = np.concatenate([*present.values(), np.empty((0, 2))])
@@ -208,7 +208,7 @@ def _metric(
     values: list[MetricValue] = []
     for label in labels:
         value = answers[label].metrics[key] if label in answers else None
-        if label in present:  # summed in the documents' order, however processes split them
+        if label in present:  # summed in the order of documents, also with several processes
             value = statistic(str(known), present[label])
         paired: dict[str, Any] = {}
         if values and value is not None and (base := values[0].value) is not None:
@@ -271,6 +271,6 @@ def paired_interval(
 
 def mcnemar(lost: int, gained: int) -> float:
     """Two-sided p-value of McNemar's exact test: that of ``lost`` heads in ``lost + gained`` throws of a fair coin."""
-    from scipy.stats import binomtest  # which takes nearly a second to import, and most commands do not need it
+    from scipy.stats import binomtest  # the import takes nearly a second, and most commands do not need it
 
     return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0

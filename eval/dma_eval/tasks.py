@@ -33,7 +33,7 @@ from .session import Session
 from .task_summary import UnitRecord, metric_values, summarize_tasks, task_record
 
 FOLDER = "samples"
-"""Where records lie in a run's folder: a folder for each backend, and in it a file for each name."""
+"""Subfolder of a run's folder with the records: a folder for each backend, with a file for each name."""
 SHOWN_NAMES = 12
 YAML_SUFFIXES = (".yaml", ".yml")
 UNUSABLE = (
@@ -45,7 +45,7 @@ UNUSABLE = (
 
 @dataclass(frozen=True)
 class TaskNames:
-    """Names of tasks and groups that are known to exist, and lm-eval's manager that knows them."""
+    """Names of existing tasks and groups, and lm-eval's manager of them."""
 
     names: tuple[str, ...]
     manager: TaskManager = field(repr=False)
@@ -103,10 +103,9 @@ def _check_yaml(file: Path) -> None:
 
 
 def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
-    """Evaluate every backend on every task; what the run's folder holds already is not evaluated again.
+    """Evaluate every backend on every task. Finished tasks and answers in the run's folder are reused.
 
-    Answers of a task that was interrupted are not asked for again. The seed of the session is that of the choice of
-    examples, of sampled answers, and of the bootstrap.
+    The session's seed selects few-shot examples, sampled answers and bootstrap resamples.
     """
     backends, processes, store, progress = session.backends, session.processes, session.store, session.progress
     for backend in backends:
@@ -120,7 +119,7 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
         for name in tasks.names
         for backend in backends
     }
-    answers: dict[tuple[str, str], UnitRecord | str] = {}  # records, and why there is none
+    answers: dict[tuple[str, str], UnitRecord | str] = {}  # records, and the reasons of missing ones
     for unit, identity in identities.items():
         piece = processes.from_main(store.load(UnitRecord, identity, FOLDER, *unit) if processes.is_main else None)
         if piece is not None:
@@ -162,7 +161,7 @@ def _why(error: BaseException) -> str:
 
 
 def _load(manager: TaskManager, name: str, part: TasksPart) -> Mapping[str, Any]:
-    """Load a task or group with its data; the few-shot setting is overridden as lm-eval's own command line does."""
+    """Load a task or group with its data. The few-shot setting is overridden as in lm-eval's own command line."""
     try:
         loaded: Mapping[str, Any] = manager.load([name])
     except StopIteration as error:  # from inside `datasets`: a file without a row
@@ -171,7 +170,7 @@ def _load(manager: TaskManager, name: str, part: TasksPart) -> Mapping[str, Any]
         raise UserError(f"--tasks: cannot load {name!r}: {_why(error)}") from error
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
-        if part.num_fewshot is not None and own != 0:  # a task that says 0 means it
+        if part.num_fewshot is not None and own != 0:  # a task with 0 examples keeps 0
             task.set_config(key="num_fewshot", value=part.num_fewshot)
         elif own is None:
             task.set_config(key="num_fewshot", value=0)
@@ -196,7 +195,7 @@ def _draw_examples_alike(task: Any) -> None:
 
 @contextmanager
 def _remembered(lm: DMALM, file: Path | None) -> Iterator[Any]:
-    """Keep answers in ``file`` by lm-eval's own cache, so that an interrupted task resumes after its last batch."""
+    """Save answers to ``file`` with lm-eval's own cache, so that an interrupted task resumes after its last batch."""
     if file is None:
         yield lm
         return

@@ -130,7 +130,7 @@ def loaded(model_folder: Path) -> LoadedModel:
 
 @pytest.fixture
 def identity_file(tmp_path: Path) -> Path:
-    """The configuration that quantises nothing."""
+    """The configuration that quantizes nothing."""
     path = tmp_path / "identity.toml"
     path.write_text(IDENTITY, encoding="utf-8")
     return path

@@ -36,7 +36,7 @@ class TestCommandLine:
             (["stray"], "unexpected extra argument(s) (stray) (try: dma-hf ppl --help)"),
             (["--yarn", "nan"], "--yarn: expected a finite number, got nan"),
             (["--yarn", "inf"], "--yarn: expected a finite number, got inf"),
-            (["--yarn", "1"], "--yarn: takes a factor above 1"),
+            (["--yarn", "1"], "--yarn: expected a factor above 1"),
             (
                 ["--yarn", "much"],
                 "valid number, unable to parse string as a number, got 'much'",
@@ -86,7 +86,7 @@ class TestText:
             ("missing.txt", "--data: no such file: missing.txt"),
             ("./missing", "--data: no such file: ./missing"),
             (".", "--data: . is a folder; name a file in it"),
-            ("nobody/no-such-dataset", "'nobody/no-such-dataset' is no readable local file, nor a dataset"),
+            ("nobody/no-such-dataset", "'nobody/no-such-dataset' is not a readable local file, nor a dataset"),
             ("a:b:c:d", "--data: expected NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, got 'a:b:c:d'"),
         ],
     )
@@ -101,9 +101,9 @@ class TestText:
             ("latin.txt", "Käse".encode("latin-1"), "is not UTF-8 text (byte 1); convert it first"),
             ("rows.jsonl", b'{"content": "a"}\n', "has no column 'text'; it has: content"),
             ("empty.jsonl", b"", "holds no text"),
-            ("empty.csv", b"", "is no readable file: No columns to parse from file"),
-            ("broken.jsonl", b'{"text": \n', "is no readable file: JSON parse error"),
-            ("broken.parquet", b"no parquet", "is no readable file"),
+            ("empty.csv", b"", "is not a readable file: No columns to parse from file"),
+            ("broken.jsonl", b'{"text": \n', "is not a readable file: JSON parse error"),
+            ("broken.parquet", b"no parquet", "is not a readable file"),
         ],
     )
     def test_content(self, ppl: Run, refused: Refused, tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -210,7 +210,7 @@ class TestModel:
         values = json.loads((copy / "config.json").read_text(encoding="utf-8"))
         (copy / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 3}), encoding="utf-8")
         text = refused(ppl("--model", copy))
-        assert "the checkpoint lacks 9 weights of LlamaForCausalLM, model.layers.2.input_layernorm.weight among" in text
+        assert "lacks 9 weights of LlamaForCausalLM, such as model.layers.2.input_layernorm.weight" in text
 
     @pytest.mark.parametrize(
         "content",
@@ -236,7 +236,7 @@ class TestModel:
             (["--dtype", "int3"], "--dtype must be one of auto, float32, bfloat16, float16; got 'int3'"),
             (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N; got 'tpu'"),
             (["--device", "meta"], "--device: expected auto, cpu, cuda or cuda:N; got 'meta'"),
-            (["--device", "cuda:99"], "--device: 'cuda:99' is not there: "),
+            (["--device", "cuda:99"], "--device: 'cuda:99' does not exist: "),
             (["--device-map", "auto"], "--device and --device-map exclude each other; give one of them"),
         ],
     )
@@ -251,9 +251,9 @@ class TestOutput:
 
     @pytest.mark.parametrize("option", ["--json", "--markdown", "--plot"])
     def test_below_a_file(self, ppl: Run, refused: Refused, text_file: Path, option: str) -> None:
-        message = f"{option}: cannot make the folder {text_file}: it is a file"
+        message = f"{option}: cannot create the folder {text_file}: it is a file"
         assert message in refused(ppl(option, text_file / "r.png"))
-        message = f"{option}: cannot make the folder {text_file}/a/b: {text_file} is a file"
+        message = f"{option}: cannot create the folder {text_file}/a/b: {text_file} is a file"
         assert message in refused(ppl(option, text_file / "a/b/r.png"))
 
     def test_format_of_the_plot(self, ppl: Run, refused: Refused, tmp_path: Path) -> None:
@@ -284,10 +284,10 @@ class TestOutput:
 
     def test_folder_of_an_equalized_model_before_all_else(self, run: Run, refused: Refused, text_file: Path) -> None:
         result = run("equalize", "-m", "./missing", "-d", "missing.txt", "--out", text_file)
-        assert f"--out: cannot make the folder {text_file}: it is a file" in refused(result)
+        assert f"--out: cannot create the folder {text_file}: it is a file" in refused(result)
 
     def test_folder_of_the_demo(self, run: Run, refused: Refused, text_file: Path) -> None:
-        assert f"--out: cannot make the folder {text_file}" in refused(run("demo", "--out", text_file))
+        assert f"--out: cannot create the folder {text_file}" in refused(run("demo", "--out", text_file))
 
 
 class TestDebug:

@@ -53,7 +53,7 @@ class TestScheme:
 
     @pytest.mark.parametrize("name", ["s_aux", "position_bias", "indices"])
     def test_what_they_do_not_know_is_refused(self, name: str) -> None:
-        with pytest.raises(ValueError, match="no sink logits, no position bias and no indexer"):
+        with pytest.raises(ValueError, match="no sink logits, position bias or sparse-attention indexer"):
             Scheme().attend(LAYER, *states(), None, **{name: torch.zeros(4)})
 
     def test_sage(self) -> None:

@@ -142,7 +142,7 @@ class TestFp8Weights:
     def test_a_device_without_fp8_products_is_refused(self, run):
         result = run("bench", "generate", "--device", "cpu", "--shape", "tiny", "--weights", "fp8", "--context", "40")
         assert result.exit_code == 2
-        assert "--weights fp8: torchao cannot quantise this model" in " ".join(result.output.split())
+        assert "--weights fp8: torchao cannot quantize this model" in " ".join(result.output.split())
 
     def test_without_torchao_the_message_says_what_to_install(self, run, monkeypatch):
         monkeypatch.setitem(sys.modules, "torchao.quantization", None)
@@ -163,7 +163,7 @@ class TestFp8Weights:
         (["flash9+dynamic"], "unknown backend 'flash9'"),
         (["dma_mxfp:kv9+int8"], r"--run: unknown preset 'kv9'; .* or a TOML file \(dma_mxfp:FILE.toml\)"),
         (["dma_mxfp:kv4+int4"], "the preset 'kv4' is now called 'balanced.int4'"),
-        (["sdpa+int4"], "'sdpa' takes neither a preset nor a cache of dma_mxfp, got 'sdpa.int4'"),
+        (["sdpa+int4"], "'sdpa' takes neither presets nor caches of dma_mxfp, got 'sdpa.int4'"),
         (["sdpa+static", "sdpa+static"], "sdpa.static is given more than once"),
     ],
     ids=str,
@@ -223,8 +223,8 @@ def test_a_real_model_reads_windows_of_a_text(tmp_path, run, model_folder, text_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "x.txt"], "--data and --yarn are for --model; prompts of random weights are random"),
-        (["--model", "m"], "--model needs --data, a text for its prompts, and excludes --shape"),
+        (["--data", "x.txt"], "--data and --yarn need --model; without it prompts are random"),
+        (["--model", "m"], "--model needs --data, a text for the prompts, and excludes --shape"),
         (["--model", "m", "--data", "x.txt", "--shape", "tiny"], "--model needs --data"),
     ],
     ids=str,

@@ -164,7 +164,7 @@ class TestCommand:
             (["--dtype", "float64"], "'--dtype': 'float64' is not one of"),
             (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N; got 'tpu'"),
             (["--device", "meta"], "--device: expected auto, cpu, cuda or cuda:N; got 'meta'"),
-            (["--device", "cuda:99"], "--device: 'cuda:99' is not there: "),
+            (["--device", "cuda:99"], "--device: 'cuda:99' does not exist: "),
             (["--plot", "r.gif"], "--plot: expected a file ending in .png, .svg, .pdf, got r.gif"),
         ],
     )

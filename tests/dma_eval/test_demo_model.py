@@ -122,7 +122,7 @@ class TestText:
     )
 
     def test_strip_and_normalise(self, script: ModuleType) -> None:
-        text = script.normalise(script.strip_gutenberg(self.RAW))
+        text = script.normalize(script.strip_gutenberg(self.RAW))
         assert text == 'One long line.\n\n"Two\'s"--he said, then produced by hand.\n'
 
     def test_text_without_markers_stays(self, script: ModuleType) -> None:

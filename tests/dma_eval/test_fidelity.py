@@ -110,7 +110,7 @@ class TestHeads:
         sizes |= {"n_routed_experts": 4, "n_group": 1, "index_topk": 12, "index_n_heads": 2, "index_head_dim": 32}
         model = DeepseekV32ForCausalLM._from_config(DeepseekV32Config(**sizes), attn_implementation="sdpa").eval()
         loaded = LoadedModel("sparse", ModelSource("sparse"), model, None)
-        with pytest.raises(UserError, match="the heads cannot be measured: an indexer chooses keys"):
+        with pytest.raises(UserError, match="the heads cannot be measured: its sparse-attention indexer"):
             head_errors(Session(loaded, ()), model, [windows[0][:64]], parse_backends(["dma_mxfp"]))
         assert model.config._attn_implementation == "sdpa"
 
@@ -197,7 +197,7 @@ def test_in_fp32(loaded: LoadedModel, model_folder: Path) -> None:
 
 
 def test_in_fp32_of_a_dequantised_file(model_folder: Path) -> None:
-    """Transformers marks what it loads from GGUF as quantised, and will not convert it; its weights are plain."""
+    """Transformers marks what it loads from GGUF as quantized, and will not convert it; its weights are plain."""
     half = load_model(str(model_folder), dtype="float16", device="cpu").model
     half.is_quantized = True
     assert in_fp32(half).dtype == torch.float32
@@ -207,7 +207,7 @@ def test_in_fp32_of_packed_weights(model_folder: Path) -> None:
     half = load_model(str(model_folder), dtype="float16", device="cpu").model
     projection = half.model.layers[0].self_attn.q_proj
     projection.weight = torch.nn.Parameter(projection.weight.to(torch.int8), requires_grad=False)
-    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight is packed"):
+    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj\.weight are packed"):
         in_fp32(half)
 
 

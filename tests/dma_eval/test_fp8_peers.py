@@ -1,4 +1,4 @@
-"""FP8 peers of ``dma-hf bench prefill``: the fused quantiser, and what cuDNN is called with."""
+"""FP8 peers of ``dma-hf bench prefill``: the fused quantizer, and what cuDNN is called with."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TestQuantizer:
         with pytest.raises(ValueError, match="query and key must have as many tokens, got 7 and 8"):
             quantize_fp8(query[:, :7], key, value, per_head=True)
 
-    def test_dequantises(self) -> None:
+    def test_dequantizes(self) -> None:
         codes = torch.randn(3, 1700).to(torch.float8_e4m3fn)
         out = dequantize_fp8(codes, torch.tensor([[0.5]]), torch.bfloat16)
         assert torch.equal(out, (0.5 * codes.float()).bfloat16())

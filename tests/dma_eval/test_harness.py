@@ -144,7 +144,7 @@ class TestFailures:
 
     def test_a_continuation_beyond_the_context(self, make: Callable[..., DMALM], prose: str) -> None:
         """The first of its tokens have no logits; lm-eval asserts that there is no such one."""
-        with pytest.raises(BackendFailure, match=r"a continuation has [\d,]+ tokens, and the model takes 512"):
+        with pytest.raises(BackendFailure, match=r"a continuation has [\d,]+ tokens, but the model's maximum is 512"):
             make().loglikelihood(instances("loglikelihood", [("the", f" {prose[:3000]}")]))
 
     def test_generation(self, broken: DMALM) -> None:

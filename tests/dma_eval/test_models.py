@@ -66,7 +66,7 @@ class TestYarn:
 
     def test_refused(self, model_folder: Path) -> None:
         for factor in (0.5, math.inf, math.nan):
-            with pytest.raises(UserError, match=rf"--yarn: takes a factor above 1, .*; got {factor:g} and llama"):
+            with pytest.raises(UserError, match=rf"--yarn: expected a factor above 1, .*; got {factor:g} and llama"):
                 load_model(str(model_folder), device="cpu", yarn=factor)
         with pytest.raises(UserError, match="got 4 and gpt2 with none"):
             rescale(GPT2Config(), 4)
@@ -112,5 +112,5 @@ def test_devices() -> None:
     assert parse_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(UserError, match=r"--device: expected auto, cpu, cuda or cuda:N; got 'gpu'"):
         parse_device("gpu")
-    with pytest.raises(UserError, match=r"--device: 'cuda:99' is not there: \d+ CUDA devices found"):
+    with pytest.raises(UserError, match=r"--device: 'cuda:99' does not exist: \d+ CUDA devices found"):
         parse_device("cuda:99")

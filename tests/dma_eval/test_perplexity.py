@@ -155,7 +155,7 @@ class TestInterruption:
         result = ppl("--max-windows", 4, "--json", tmp_path / "r.json")
         assert result.exit_code == 130
         assert "dma_mxfp:balanced" in result.stdout
-        assert "interrupted: the figures are those of 2 of 4 windows" in result.stderr
+        assert "interrupted: these are the results of 2 of 4 windows" in result.stderr
         section = read_report(tmp_path / "r.json").perplexity[0]
         assert (section.windows, section.windows_left, section.tokens_scored) == (2, 2, 2 * 127)
         assert [len(backend.window_nll) for backend in section.backends] == [2, 2]

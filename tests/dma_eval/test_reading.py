@@ -50,7 +50,7 @@ class TestThroughACache:
         expected = expected_logits(double.model, ids, steps)
         assert (cached - expected).abs().max() < 1e-6 * expected.abs().max()
         exact = logits(double, "sdpa", ids)
-        assert (cached - exact).abs().max() > 1e-4 * exact.abs().max()  # what is compared is quantised
+        assert (cached - exact).abs().max() > 1e-4 * exact.abs().max()  # what is compared is quantized
 
     def test_padding_on_the_left(self, double: LoadedModel, ids: Tensor, cache: str) -> None:
         """Also where a row's first chunk is nothing but padding."""

@@ -177,7 +177,7 @@ class TestMarkdown:
     def test_plots_and_continuations(self, report: Report) -> None:
         text = to_markdown(report, [Plot("A plot", "plots/a.png")])
         assert "![A plot](plots/a.png)" in text
-        assert "**sdpa**, 2 of 2 tokens as the first:\n\n> and\n>\n>  ä" in text
+        assert "**sdpa**, 2 of 2 tokens equal the first:\n\n> and\n>\n>  ä" in text
 
     @pytest.mark.parametrize(
         ("value", "shown"), [(None, "–"), (0.0, "0.00000"), (0.01234567, "0.01235"), (1.23e-7, "1.2e-07")]
@@ -252,12 +252,12 @@ class TestMeasured:
 
     def test_plain(self, report: Report) -> None:
         assert measured(report.model).startswith("Measured: `")
-        assert "quantised" not in measured(report.model)
+        assert "quantized" not in measured(report.model)
 
     def test_quantised_file_revision_and_positions(self, report: Report) -> None:
         model = replace(report.model, name="m.gguf", quantization="Q4_1", revision="main", commit="abc", yarn=4.0)
-        expected = "Measured: `m.gguf` at `abc`, weights in float32, quantised to Q4_1 in the file or checkpoint; "
-        assert measured(model) == expected + "4 times its positions by YaRN; on cpu."
+        expected = "Measured: `m.gguf` at `abc`, weights in float32, quantized to Q4_1 in the file or checkpoint; "
+        assert measured(model) == expected + "YaRN extends its positions 4 times; on cpu."
 
     def test_versions_and_commit(self, report: Report) -> None:
         machine = replace(report.environment, packages={"torch": "2.13"}, commit="abc-dirty")

@@ -114,11 +114,11 @@ def test_default_lengths(limit: int | None, lengths: list[int] | None) -> None:
     ("arguments", "message"),
     [
         (["--kind", "haystack"], "--kind must be one of needle, kv; got 'haystack'"),
-        (["--kind", "needle"], "--data: needles need a text to be hidden in; name one"),
+        (["--kind", "needle"], "--data: needles are hidden in a text; name one"),
         (["--lengths", "4096"], "--lengths: 4,096 is more than the model's maximum of 512 positions"),
         (["--depths", "1.5"], "'--depths': Input should be less than or equal to 1, got '1.5'"),
         (["--depths", "nan"], "'--depths': Input should be less than or equal to 1, got 'nan'"),
-        (["--lengths", "8"], "--lengths: 8 tokens hold no prompt; the least is"),
+        (["--lengths", "8"], "--lengths: 8 tokens are too few for a prompt; the minimum is"),
     ],
 )
 def test_refused(
@@ -134,4 +134,4 @@ def test_command(run: Run, model_folder: Path, text_file: Path, tmp_path: Path) 
     assert result.exit_code == 0, result.output
     assert [section.kind for section in read_report(tmp_path / "run/results.json").retrieval] == ["kv", "needle"]
     assert not list((tmp_path / "run").glob("retrieval-*.png"))  # a random model finds nothing
-    assert "sdpa finds nothing: the model itself cannot do this" in " ".join(result.output.split())
+    assert "sdpa finds nothing: the model itself cannot do this task" in " ".join(result.output.split())

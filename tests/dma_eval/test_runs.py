@@ -133,7 +133,7 @@ class TestFolder:
         assert "](quality-128-2.png)" in two
 
     def test_cannot_be_made(self, report: Report, text_file: Path) -> None:
-        with pytest.raises(UserError, match="--out: cannot make the folder"):
+        with pytest.raises(UserError, match="--out: cannot create the folder"):
             write_run(report, text_file / "run")
 
 
@@ -200,14 +200,12 @@ class TestCard:
 
     def test_positions_that_were_rescaled(self, report: Report) -> None:
         text = make_card(replace(report, model=replace(report.model, yarn=4.0)), base_model="me/tiny").text
-        assert "float32, 4 times its positions by YaRN, on" in text
+        assert "float32, positions extended 4 times by YaRN, on" in text
 
     def test_quantised_weights(self, report: Report) -> None:
         model = replace(report.model, name="/home/ann/models/tiny.Q4_1.gguf", quantization="Q4_1")
         text = make_card(replace(report, model=model), base_model="me/tiny").text
-        assert (
-            "The weights that were measured are those of the base model quantised to Q4_1, as `tiny.Q4_1.gguf`" in text
-        )
+        assert "The measured weights are those of the base model in Q4_1, from `tiny.Q4_1.gguf`." in text
         assert "float32 of Q4_1 weights, on" in text
         assert "weights are those of the base model." not in text
 
@@ -252,7 +250,7 @@ class TestCard:
         assert "Cache: none." in text
         config = json.loads(text[text.index("```json\n") + 8 :].partition("```")[0])
         assert dma_hf.DMAConfig.from_dict(config["dma_mxfp"]) == dma_hf.PRESETS["paper"]
-        for heading in ("## Use", "## What was measured", "### Tasks", "## Limits"):
+        for heading in ("## Use", "## Results", "### Tasks", "## Limits"):
             assert heading in text
 
     def test_a_file_is_given_as_its_settings(self, report: Report) -> None:
@@ -260,7 +258,7 @@ class TestCard:
         text = make_card(parse(Report, json.loads(text)), base_model="me/tiny").text
         assert 'attn_implementation="dma_mxfp")' in text
         assert "dma_hf.configure(model, {'low': 'mxfp4'" in text
-        assert "on_unsupported" not in text.partition("## What was measured")[0]
+        assert "on_unsupported" not in text.partition("## Results")[0]
 
     def test_use_runs(self, report: Report, model_folder: Path) -> None:
         text = make_card(report, base_model="me/tiny").text
@@ -274,8 +272,8 @@ class TestCard:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({}, "--base-model: .* was measured from local files; name the model as the Hub does"),
-            ({"base_model": "a/b/c"}, "--base-model: 'a/b/c' is no name on the Hub"),
+            ({}, "--base-model: .* was measured from local files; give the model's Hub name"),
+            ({"base_model": "a/b/c"}, "--base-model: 'a/b/c' is not a Hub name"),
             ({"base_model": "me/tiny", "backend": "dma_mxfp:fp4"}, "has no 'dma_mxfp:fp4'; it has: dma_mxfp:paper"),
         ],
     )

@@ -406,7 +406,7 @@ def test_continuous_batching(suffix, folder, expected, question):
         ([DEMO_MODEL, "--attn", "flash9"], "--attn: unknown backend 'flash9'; valid: "),
         (
             [DEMO_MODEL, "--attn", "sdpa+int4"],
-            "--attn: 'sdpa' takes neither a preset nor a cache of dma_mxfp, got 'sdpa+int4'",
+            "--attn: 'sdpa' takes neither presets nor caches of dma_mxfp, got 'sdpa+int4'",
         ),
         ([DEMO_MODEL, "--cache-gib", "1"], "--cache-gib is for --continuous-batching"),
         ([DEMO_MODEL, "--port", "99999"], "'--port': Input should be less than or equal to 65535, got '99999'"),

@@ -74,7 +74,7 @@ def test_values_behind_a_gate_are_refused():
     layers = attention_layers(model, tokens)
     layers[1].module.o_proj.register_forward_pre_hook(lambda _, args: (2 * args[0],))
     with (
-        pytest.raises(ValueError, match="its values do not go from"),
+        pytest.raises(ValueError, match="its values are not computed by"),
         stressed(model, layers, Twin("", values=8.0)),
     ):
         pass
@@ -118,7 +118,7 @@ def test_command_stress(run, wild_folder, text_file, tmp_path):
     assert section.key_ranges[1].ratio > 43 > section.key_ranges[0].ratio
     assert section.query_ranges[1].ratio < 43
     output = " ".join(result.output.split())
-    assert "model.layers.1.self_attn; presets were tested up to 43x: equalize first" in output
+    assert "model.layers.1.self_attn; presets were tested up to 43x; run dma-hf equalize first" in output
     assert "largest query channel" not in output
     assert (tmp_path / "run/stress.png").is_file()
     again = run("stress", *arguments, "--attn", "sdpa", "dma_mxfp:balanced", "--out", tmp_path / "run")
@@ -159,8 +159,8 @@ def test_thresholds_are_tried_where_a_backend_skips(run, model_folder, text_file
         ([1.0, 1.1, 1.2, 1.3], r"keeps its quality at skip_threshold = 6: .* within 1.25 times: 6, 30.00 % skipped"),
         ([1.0, 1.1, 1.4, 1.9], r"loses quality at skip_threshold = 6: .* within 1.25 times: 7, 20.00 % skipped"),
         ([1.0, 1.1, 1.2, 1.25], r"keeps its quality at skip_threshold = 6: .* within 1.25 times: 5, 40.00 % skipped"),
-        ([1.0, 1.5, 1.7, 2.0], r"loses quality at skip_threshold = 6: .* No threshold .*: skip nothing"),
-        ([1.0, 1.5, None, 2.0], "is not known: a pass failed"),
+        ([1.0, 1.5, 1.7, 2.0], r"loses quality at skip_threshold = 6: .* No tested threshold .*: leave skipping off"),
+        ([1.0, 1.5, None, 2.0], "is unknown, because a pass failed"),
     ],
 )
 def test_the_verdict_on_a_threshold(losses, message, compared):
@@ -205,14 +205,14 @@ def test_a_gate_leaves_out_the_twins_of_values(loaded, text_file):
     session = Session(loaded, parse_backends(["sdpa"]))
     section = measure_stress(session, load_text(str(text_file)), StressPart(context=64, max_windows=1))
     assert [twin.name for twin in section.twins if twin.refused] == ["values x 8", "values x 32"]
-    assert any("the model has no such twin: model.layers.0" in line for line in stress_page(section).warnings)
+    assert any("not available for this model: model.layers.0" in line for line in stress_page(section).warnings)
 
 
 def test_command_equalize(run, wild_folder, text_file, tmp_path):
     arguments = ["equalize", "-m", wild_folder, "-d", text_file, "--device", "cpu", "--out", tmp_path / "folder"]
     result = run(*arguments)
     assert result.exit_code == 0, result.output
-    assert "Largest key channel by the median one" in result.stdout
+    assert "Largest key channel over the median one" in result.stdout
     tokens = _tokens(200)[None]
     plain, equal = (AutoModelForCausalLM.from_pretrained(folder) for folder in (wild_folder, tmp_path / "folder"))
     assert torch.equal(plain(input_ids=tokens).logits, equal(input_ids=tokens).logits)

@@ -167,7 +167,7 @@ def test_a_suite_that_no_context_fits(run: Run, model_folder: Path, text_file: P
     result = run("suite", "--suite", tmp_path / "long.toml", *common)
     assert result.exit_code == 0, result.output
     for part in ("perplexity", "retrieval"):
-        assert f"{part} at 4,096 is skipped: the model takes 512 positions" in result.stderr
+        assert f"{part} at 4,096 is skipped: the model has 512 positions" in result.stderr
     assert read_report(tmp_path / "run").sections == []
 
 
@@ -192,7 +192,7 @@ class TestRun:
         assert list(report.part_seconds) == parts
         for part in parts[1:]:
             assert f"\n{part}: " in f"\n{result.stdout}"
-        assert "perplexity at 4,096 is skipped: the model takes 512 positions" in result.stderr
+        assert "perplexity at 4,096 is skipped: the model has 512 positions" in result.stderr
         assert "retrieval at 1,024 is skipped" in result.stderr
 
     def test_the_copy_in_fp32_is_gone_after_its_part(

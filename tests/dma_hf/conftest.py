@@ -44,13 +44,13 @@ def no_fallbacks() -> Iterator[None]:
 
 @pytest.fixture
 def identity() -> dict[str, Any]:
-    """The configuration that quantises nothing: the rule is then ordinary attention."""
+    """The configuration that quantizes nothing: the rule is then ordinary attention."""
     return dict(IDENTITY)
 
 
 @pytest.fixture
 def model_pair() -> Callable[[Family], tuple[PreTrainedModel, PreTrainedModel]]:
-    """Two models with the same weights: the reference implementation, and ``dma_mxfp`` that quantises nothing."""
+    """Two models with the same weights: the reference implementation, and ``dma_mxfp`` that quantizes nothing."""
     return _model_pair
 
 

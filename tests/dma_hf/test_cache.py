@@ -195,7 +195,7 @@ class TestPackedStates:
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 class TestOtherAttention:
-    """Under SDPA the cache is one that returns dequantised keys and values."""
+    """Under SDPA the cache is one that returns dequantized keys and values."""
 
     def test_without_quantisation_it_is_exact(self, name, static, build, token_ids, assert_same, identity):
         model = build(name, "sdpa")

@@ -72,7 +72,7 @@ def test_steps_of_a_padded_batch(name, setting, families, token_ids, assert_same
 
 @pytest.mark.parametrize("length", [None, LENGTH + 20], ids=["dynamic", "static"])
 def test_steps_of_an_equalised_model(length, families, token_ids, assert_same):
-    """Its keys are rotated before they are quantised, and nothing else of the rule changes."""
+    """Its keys are rotated before they are quantized, and nothing else of the rule changes."""
     model = _model(families, "llama", "balanced+int4")
     ids = token_ids(2, LENGTH)
     mask = _padded(ids)

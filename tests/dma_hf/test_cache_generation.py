@@ -1,6 +1,6 @@
 """``generate`` with ``DMACache`` writes what it writes with Transformers' cache, under the same configuration.
 
-With Transformers' cache ``dma_mxfp`` quantises the whole sequence anew in every step, which is one forward pass over
+With Transformers' cache ``dma_mxfp`` quantizes the whole sequence anew in every step, which is one forward pass over
 it: the oracle. The prompts end shortly before a border of tiles behind which the first tile is low.
 """
 
@@ -43,7 +43,7 @@ MODES = {
 @pytest.fixture
 def build(families, identity):
     def make(name, seed=0):
-        """A model that quantises nothing, with a band so wide that nor does its cache."""
+        """A model that quantizes nothing, with a band so wide that nor does its cache."""
         window = {"sliding_window": 100} if name in ("mistral", "gemma3") else {}
         model = families[name].build("dma_mxfp", seed=seed, **window).double()
         dma_hf.configure(model, identity, diagonal_tiles=3)

@@ -1,4 +1,4 @@
-"""Equalising: the model stays the same to the bit, keys and queries get equal ranges, and what cannot be is refused."""
+"""Equalizing: the model stays the same to the bit, keys and queries get equal ranges, and what cannot be is refused."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def _not_finite(model):
     model.model.layers[1].self_attn.k_proj.weight[3] = torch.nan
 
 
-def _quantised(model):
+def _quantized(model):
     model.config.quantization_config = SimpleNamespace(quant_method="bitsandbytes", to_dict=dict)
 
 
@@ -239,7 +239,7 @@ def _quantised(model):
             ValueError,
             "layers.1.self_attn: queries or keys .* have NaN or infinite values",
         ),
-        ("llama", _quantised, _tokens(), ValueError, "LlamaForCausalLM is quantized"),
+        ("llama", _quantized, _tokens(), ValueError, "LlamaForCausalLM is quantized"),
         ("llama", lambda model: model.half(), _tokens(), ValueError, "is torch.float16; load the model unquantized"),
         ("llama", lambda model: model.to("meta"), _tokens(), ValueError, "is on the meta device"),
         ("llama", None, _tokens(1000), ValueError, "at least 1,024 elements .* got 1,000"),

@@ -1,4 +1,4 @@
-"""With nothing quantised, ``dma_mxfp`` is ordinary attention: every decoder and every encoder, in every situation."""
+"""With nothing quantized, ``dma_mxfp`` is ordinary attention: every decoder and every encoder, in every situation."""
 
 from __future__ import annotations
 

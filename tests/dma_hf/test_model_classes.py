@@ -114,7 +114,7 @@ def test_attention_weights_of_encoder_decoders_are_left_out(name, families, toke
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral"])
 def test_gradients_are_those_of_the_models_own_attention(name, is_checkpointed, families, token_ids):
-    """Of a padded batch, where nothing is quantised."""
+    """Of a padded batch, where nothing is quantized."""
     ids = token_ids(2, 40)
     mask = torch.ones_like(ids)
     mask[0, :7] = 0

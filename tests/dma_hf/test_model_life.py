@@ -1,4 +1,4 @@
-"""What users do to a model beside running it: casts, copies, files, switches, adapters, quantised weights, threads."""
+"""What users do to a model beside running it: casts, copies, files, switches, adapters, quantized weights, threads."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_peft_adapters(llama, token_ids, tmp_path):
 
 
 def test_gguf_weights(families, token_ids, tmp_path):
-    """Transformers dequantises them; the attention has to be the same as with any other weights."""
+    """Transformers dequantizes them; the attention has to be the same as with any other weights."""
     source = families["llama"].build("sdpa")
     write_gguf(tmp_path / "tiny.gguf", source, quantization=gguf.GGMLQuantizationType.Q8_0)
     results = {}
@@ -178,8 +178,8 @@ def test_bitsandbytes_weights(bits, families, token_ids, tmp_path):
     families["llama"].build("sdpa").save_pretrained(tmp_path)
     results = {}
     for name in ("sdpa", dma_hf.NAME):
-        quantised = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
-        options = {"attn_implementation": name, "quantization_config": quantised, "device_map": {"": "cpu"}}
+        quantized = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+        options = {"attn_implementation": name, "quantization_config": quantized, "device_map": {"": "cpu"}}
         model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **options)
         assert model.model.layers[0].self_attn.q_proj.weight.dtype in (torch.int8, torch.uint8)
         results[name] = _logits(model, token_ids(1, LENGTH)).float()

@@ -1,4 +1,4 @@
-"""Speculation over a ``DMACache`` writes what greedy decoding writes, whatever is quantised.
+"""Speculation over a ``DMACache`` writes what greedy decoding writes, whatever is quantized.
 
 In fp64, so that no rounding error of another order of summation tells two tokens apart.
 """

@@ -1,15 +1,27 @@
-"""The pages are in plain English: short sentences, and the field's terms."""
+"""Pages, docstrings and messages are in plain English: short sentences, and the field's terms."""
 
 from __future__ import annotations
 
 import pytest
-from prose import PAGES, ROOT, problems
+from prose import MODULES, PAGES, ROOT, module_problems, problems
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_page_is_plain_english(page):
     found = [f"{page.relative_to(ROOT)}:{line}: {problem}" for line, problem in problems(page.read_text("utf-8"))]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.relative_to(ROOT).as_posix())
+def test_docstrings_and_messages_are_plain_english(module):
+    found = [f"{module.relative_to(ROOT)}:{line}: {text}" for line, text in module_problems(module.read_text("utf-8"))]
+    assert not found, "\n".join(found)
+
+
+def test_docstrings_and_messages_of_a_module_are_read():
+    source = '"""Of old."""\n\nnames = {"as it is": 1}\nraise ValueError(f"x: the kernel of old {names}; why")\n'
+    assert [line for line, _ in module_problems(source)] == [1, 4]
+    assert not list(module_problems(f'def f():\n    """Help.\n\n    Examples:\n    {"word " * 40}\n    """\n'))
 
 
 def test_a_long_sentence_is_found():

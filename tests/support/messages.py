@@ -23,8 +23,12 @@ def quoted_messages() -> list[str]:
 
 
 def source_messages() -> set[str]:
-    """Return every string of the sources, with gaps where it is formatted."""
-    return {text for tree in _trees().values() for node in ast.walk(tree) if (text := as_template(node))}
+    """Return every string of the sources except docstrings, with gaps where it is formatted."""
+    found: set[str] = set()
+    for tree in _trees().values():
+        docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        found |= {text for node in ast.walk(tree) if node not in docstrings and (text := as_template(node))}
+    return found
 
 
 def undocumented() -> Iterator[tuple[str, str]]:

@@ -1,7 +1,8 @@
-"""A linter of prose: sentences of the pages that are too long, and expressions that are not plain English."""
+"""A linter of pages, docstrings and messages: long sentences, and expressions that are not plain English."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
+MODULES = [path for folder in ("dma_hf", "eval/dma_eval") for path in sorted((ROOT / folder).rglob("*.py"))]
+SHORTEST_MESSAGE = 4
+"""Strings with fewer words are names, not messages."""
 LONGEST = 30
 """Words of a sentence."""
 UNCLEAR = {
@@ -43,6 +47,21 @@ UNCLEAR = {
     r"groups of warps": "warpgroups",
     r"goes on (?:after|where|at)": "resumes",
     r"(?:as|so) many times": "N times",
+    r"(?:to|would) go on": "resume, continue",
+    r"the others go on": "the others continue",
+    r"asked for": "given, requested",
+    r"come to light": "appear",
+    r"the very": "the same",
+    r"in silence": "silently",
+    r"harder to quanti[sz]e": "larger outlier channels",
+    r"quantis\w*": "quantize",
+    r"(?:tokens|sums) of (?:a )?thread": "partial row sums",
+    r"visible to (?:one|all)": "union range, unmasked range",
+    r"pass(?:es)? by": "skip",
+    r"places? of the (?:ring|pipeline)": "stage",
+    r"release a place|acquire a place": "release a stage, acquire a stage",
+    r"query factor": "NVFP4 global scale",
+    r"written tiles": "valid tiles",
 }
 """Expressions that a native engineer would not use, with what to write instead."""
 FENCE = re.compile(r"^```.*?^```$|<!-- table: .*?<!-- end table -->|<!--.*?-->", re.DOTALL | re.MULTILINE)
@@ -68,6 +87,20 @@ def problems(text: str) -> Iterator[tuple[int, str]]:
                 yield start, f"{count} words: {' '.join(sentence.split()[:12])} …"
 
 
+def module_problems(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and a description of each problem of a module's docstrings and messages.
+
+    Examples of a docstring are not read. A semicolon ends a sentence, because messages are ``problem; way out``.
+    """
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value.partition("\n    Examples:\n")[0].replace("``", "`").replace("; ", ". ")
+            if id(node) in docstrings or len(text.split()) >= SHORTEST_MESSAGE:
+                yield from ((node.lineno + line - 1, problem) for line, problem in problems(text))
+
+
 def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each paragraph, heading and list item."""
     lines: list[str] = []
@@ -91,3 +124,6 @@ if __name__ == "__main__":
     for page in PAGES:
         for line, problem in problems(page.read_text(encoding="utf-8")):
             print(f"{page.relative_to(ROOT)}:{line}: {problem}")
+    for module in MODULES:
+        for line, problem in module_problems(module.read_text(encoding="utf-8")):
+            print(f"{module.relative_to(ROOT)}:{line}: {problem}")

@@ -44,7 +44,7 @@ def choose_layers(model: PreTrainedModel, count: int | None) -> list[int]:
 
 
 def check_length(loaded: LoadedModel, length: int, option: str = "--length") -> None:
-    """Check that the model takes so many positions, which an option asked for.
+    """Check that the model has enough positions for the length that an option requests.
 
     Raises:
         UserError: It does not.
@@ -83,7 +83,7 @@ def captured_calls(
 ) -> Iterator[tuple[PrefillShape, list[Inputs]]]:
     """Capture layers at each length, and yield them in each head dimension, with the shape that names them.
 
-    A pass of the model reads ``batch`` windows of the text, which was asked for as ``data``. Without ``head_dims`` the
+    A pass of the model reads ``batch`` windows of the text, which is called ``data``. Without ``head_dims`` the
     heads are the model's own. ``seed`` is of the matrices that embed in wider ones.
 
     Raises:

@@ -33,7 +33,7 @@ class _Plan:
 def cudnn_fp8(name: str, inputs: Inputs) -> Prepared:
     """Return a call of cuDNN's FP8 attention, with one scale per tensor.
 
-    ``cudnn:fp8`` counts a fused quantisation and the conversion of the output. ``cudnn:fp8:prequantized`` is the
+    ``cudnn:fp8`` counts a fused quantization and the conversion of the output. ``cudnn:fp8:prequantized`` is the
     attention alone, from E4M3 to E4M3.
 
     Raises:

@@ -32,7 +32,7 @@ DYNAMIC = "sdpa:dynamic"
 """SDPA after Transformers' ``DynamicCache`` concatenates the old keys and the new one."""
 QUANTIZED = tuple(f"sdpa{suffix}" for suffix in PEER_SUFFIXES)
 """SDPA after Transformers' ``QuantizedCache``, by the suffixes of :data:`dma_eval.baselines.QUANTIZED`. Each token
-dequantises the whole cache. HQQ and quanto also quantise it again at every 128th token, which is not timed."""
+dequantizes the whole cache. HQQ and quanto also quantize it again at every 128th token, which is not timed."""
 ROOM = 256
 """Spare tokens for the runs, each of which appends one. They count as memory of a packed cache."""
 FILLED_AT_ONCE = 8192
@@ -58,7 +58,7 @@ def prepare(backend: Backend, shape: DecodeShape, device: torch.device, dtype: t
         return flash_attention_3_step(backend.label, query, key, value)
     if backend.label in QUANTIZED:
         cache = quantized_cache(LlamaConfig(num_hidden_layers=1), backend.label.removeprefix("sdpa"))
-        # The last token is appended separately, so that it is not quantised yet, as in most steps.
+        # The last token is appended separately, so that it is not quantized yet, as in most steps.
         for part in (slice(-1), slice(-1, None)):
             cache.update(key[:, :, part], value[:, :, part], 0)
         layer = cache.layers[0]

@@ -1,7 +1,7 @@
-"""Quantise queries, keys and values to E4M3 in two launches, as a fused kernel in front of FP8 attention would do.
+"""Quantize queries, keys and values to E4M3 in two launches, as a fused kernel in front of FP8 attention would do.
 
 The first launch finds the largest magnitudes, the second scales and converts. FlashAttention-3 and cuDNN ship no
-quantiser of their own.
+quantizer of their own.
 """
 
 # Triton functions are a language of their own.
@@ -21,7 +21,7 @@ from torch import Tensor
 BLOCK_ROWS = 64
 WARPS = 4
 RESTORED = 4096
-"""Elements that one program dequantises."""
+"""Elements that one program dequantizes."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def dequantize_fp8(codes: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def quantize_fp8(query: Tensor, key: Tensor, value: Tensor, *, per_head: bool) -> Fp8Operands:
-    """Quantise to E4M3 so that the largest magnitude of each scale becomes 448.
+    """Quantize to E4M3 so that the largest magnitude of each scale becomes 448.
 
     Args:
         query: bf16 or fp16 ``[B, T, Hq, D]``, contiguous.

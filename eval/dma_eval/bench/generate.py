@@ -275,7 +275,7 @@ def _generate(model: PreTrainedModel, prompt: Tensor, cache: Cache, new_tokens: 
 
 
 def quantize_weights(model: PreTrainedModel) -> None:
-    """Quantise the linear layers to FP8 with torchao, except the one that makes the logits.
+    """Quantize the linear layers to FP8 with torchao, except the one that makes the logits.
 
     Weights have a scale per output channel, activations one per token, which is computed in every call.
 
@@ -297,7 +297,7 @@ def quantize_weights(model: PreTrainedModel) -> None:
             filter_fn=lambda module, _: isinstance(module, nn.Linear) and module is not head,
         )
     except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise UserError(f"--weights fp8: torchao cannot quantise this model: {one_line(error)}") from error
+        raise UserError(f"--weights fp8: torchao cannot quantize this model: {one_line(error)}") from error
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

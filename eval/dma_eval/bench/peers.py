@@ -42,7 +42,7 @@ PACKAGES = {
 FLASH_3 = {"fa3": False, "fa3:fp8": True}
 """FlashAttention-3 by its name in results, and whether it takes E4M3."""
 PREQUANTIZED = ":prequantized"
-"""Suffix of FP8 attention whose operands are given in E4M3: quantising them is not counted."""
+"""Suffix of FP8 attention whose operands are given in E4M3: quantizing them is not counted."""
 FLASHINFER = {"flashinfer": None, **{f"flashinfer:t{threshold}": float(threshold) for threshold in (5, 6, 7, 8)}}
 """FlashInfer by its name in results, and the threshold below which it skips tiles, in nats."""
 FLASHINFER_WORKSPACE = 16 << 20
@@ -73,7 +73,7 @@ class Prepared:
 
     Attributes:
         run: The call.
-        quantize: The part of it that quantises, if there is one that can be called separately.
+        quantize: The part of it that quantizes, if there is one that can be called separately.
         read: Return the attention output ``[B, Hq, T, D]`` of what ``run`` returned; this is not timed.
     """
 
@@ -111,7 +111,7 @@ def flash_attention_3(name: str, inputs: Inputs) -> Prepared:
     """Return a call of FlashAttention-3, on packed documents of its function for sequences of varying lengths.
 
     Its operands are in its own layout, so that no 16-bit number is copied in the call. In FP8 every kv head of a row
-    has a scale, and a fused kernel quantises unless the operands are given. ``name`` is one of :data:`FLASH_3`, or
+    has a scale, and a fused kernel quantizes unless the operands are given. ``name`` is one of :data:`FLASH_3`, or
     ``fa3:fp8:prequantized``.
     """
     module = import_peer(MODULE)
@@ -138,7 +138,7 @@ def fp8_call(
     *,
     per_head: bool,
 ) -> Prepared:
-    """Return a call of FP8 attention that quantises first, and ``restore`` what it returns.
+    """Return a call of FP8 attention that quantizes first, and ``restore`` what it returns.
 
     If the name ends in ``:prequantized`` only ``attend`` is timed.
     """
@@ -174,7 +174,7 @@ def flash_attention_4(inputs: Inputs) -> Prepared:
 
 
 def sage_attention(inputs: Inputs) -> Prepared:
-    """Return a call of SageAttention, which quantises queries and keys itself."""
+    """Return a call of SageAttention, which quantizes queries and keys itself."""
     refuse_documents(inputs, "SageAttention")
     attend = import_peer(SAGE_MODULE).sageattn
     return Prepared(lambda: attend(*inputs.tensors, is_causal=inputs.is_causal, sm_scale=inputs.scale))

@@ -1,9 +1,8 @@
 """The results files of ``dma-hf bench``: their schemas, as dataclasses.
 
-A file is the JSON of a :class:`PrefillReport`, a :class:`DecodeReport`, a :class:`GenerateReport` or a
-:class:`ServeReport`: objects have the fields of the dataclasses below under the same names, and every field is present.
-``schema_version`` counts up when a field comes, goes or changes its meaning. Numbers that do not exist (of what did not
-run, or on a CPU) are null.
+A file is the JSON of a :class:`PrefillReport`, :class:`DecodeReport`, :class:`GenerateReport` or :class:`ServeReport`.
+Objects have the fields of the dataclasses below, and every field is present. ``schema_version`` increases when a field
+is added, removed or changes its meaning. Numbers that do not exist (after a failure, or on a CPU) are null.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def document_lengths(length: int, documents: int) -> list[int]:
 class ModelInputs:
     """Origin of queries, keys and values that a model computed."""
 
-    model: str  # as it was asked for: Hub name, folder or GGUF file
+    model: str  # as it was given: Hub name, folder or GGUF file
     data: str  # the text that it read: file or dataset
     layers: tuple[int, ...]  # whose attention is timed; times are sums over them
     model_layers: int  # how many the model has
@@ -125,7 +124,7 @@ class PrefillResult(SpeedResult):
     """One implementation on one shape. Inputs of a model have several layers; times are sums over them."""
 
     shape: PrefillShape
-    milliseconds: float | None = None  # median time of a call; quantisation is counted unless the label says otherwise
+    milliseconds: float | None = None  # median time of a call; quantization is counted unless the label says otherwise
     milliseconds_fast: float | None = None  # the first quartile
     milliseconds_slow: float | None = None  # the third quartile
     repeats: int | None = None  # timed calls, of each layer
@@ -135,7 +134,7 @@ class PrefillResult(SpeedResult):
     # Median time where nothing else runs for a while, at the clock that the chip's power limit leaves to it: of a graph
     # where a call is short; since version 4.
     sustained_milliseconds: float | None = None
-    # Median time of quantising keys and values (and what else precedes the attention kernel) alone, already counted
+    # Median time of quantizing keys and values (and what else precedes the attention kernel) alone, already counted
     # above; null for implementations that do not. On a CUDA device as a CUDA graph since version 2.
     quantize_milliseconds: float | None = None
     tflops: float | None = None  # 10 ** 12 floating-point operations per second, by ``milliseconds``
@@ -214,7 +213,7 @@ class ServeResult(SpeedResult):
 class SpeedReport(Results):
     """What the report of every benchmark begins with."""
 
-    dtype: str  # data type of what is not quantised
+    dtype: str  # data type of what is not quantized
     device: DeviceFacts
 
 
@@ -222,8 +221,8 @@ class SpeedReport(Results):
 class PrefillReport(SpeedReport):
     """What ``dma-hf bench prefill`` measured."""
 
-    schema_version: int = 6  # version 6 left out the times of copies as large as the quantisation's
-    results: list[PrefillResult]  # by shape, then in the order asked for
+    schema_version: int = 6  # version 6 left out the times of copies as large as the quantization's
+    results: list[PrefillResult]  # by shape, then in the given order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +230,7 @@ class DecodeReport(SpeedReport):
     """What ``dma-hf bench decode`` measured."""
 
     schema_version: int = 2
-    results: list[DecodeResult]  # by shape, then in the order asked for
+    results: list[DecodeResult]  # by shape, then in the given order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +239,7 @@ class GenerateReport(SpeedReport):
 
     schema_version: int = 3
     model: str  # the shape's name, or that of a real model
-    weights: str | None = None  # what they were quantised to after loading (``fp8``); since version 3
+    weights: str | None = None  # what they were quantized to after loading (``fp8``); since version 3
     steps_only: bool = False  # whether caches were filled instead of computing prompts; since version 3
     data: str | None = None  # text of a real model's prompts; null for random ones; since version 2
     yarn: float | None = None  # what a real model's positions were multiplied by; since version 2
@@ -248,7 +247,7 @@ class GenerateReport(SpeedReport):
     weight_bytes: int  # what its weights take
     batch: int  # sequences
     new_tokens: int  # generated in each sequence
-    results: list[GenerateResult]  # by context, then in the order asked for
+    results: list[GenerateResult]  # by context, then in the given order
     longest: list[LongestContext]  # if it was asked for
 
 
@@ -262,4 +261,4 @@ class ServeReport(SpeedReport):
     parameters: int
     weight_bytes: int
     cache_gib: float | None  # for the paged cache; null for what Transformers found free, on a CPU what is needed
-    results: list[ServeResult]  # by set of requests, then in the order asked for
+    results: list[ServeResult]  # by set of requests, then in the given order

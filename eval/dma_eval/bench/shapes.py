@@ -30,7 +30,7 @@ def prefill_shapes(
     in one of them at most.
 
     Raises:
-        UserError: Heads that cannot be.
+        UserError: A number of heads is invalid.
     """
     families = list(dict.fromkeys(itertools.product(head_dims, map(parse_heads, heads), masks)))
     if not every_combination:
@@ -67,10 +67,10 @@ def parse_shape(value: str) -> PrefillShape:
 
 
 def decode_shapes(sizes: Sequence[str], heads: Sequence[str], head_dims: Sequence[int]) -> list[DecodeShape]:
-    """Return the shapes to measure: all sizes with the first heads and head dimension, and with one other of either.
+    """Return the shapes to measure: all sizes with the first values of heads and head dimension, or one other value.
 
     Raises:
-        UserError: A value cannot be; the message names the option.
+        UserError: A value is invalid. The message names the option.
     """
     pairs = [parse_heads(value) for value in heads]
     families = [(pairs[0], head_dim) for head_dim in head_dims] + [(pair, head_dims[0]) for pair in pairs[1:]]

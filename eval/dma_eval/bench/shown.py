@@ -28,7 +28,7 @@ def prefill_tables(results: Sequence[PrefillResult]) -> list[Table]:
         "ms": of("milliseconds", ".3f"),
         "as graph": of("graph_milliseconds", ".3f"),
         "isolated": of("sustained_milliseconds", ".3f"),
-        "quantising": of("quantize_milliseconds", ".3f"),
+        "quantizing": of("quantize_milliseconds", ".3f"),
         "TFLOP/s": lambda r: number(r.tflops, ",.0f" if (r.tflops or 0) >= 10 else ".3f"),
         "speed": of("speedup", ".2f", "x"),
         "error": of("error", ".4f"),
@@ -127,7 +127,7 @@ def plot_prefill(results: Sequence[PrefillResult], title: str, path: Path) -> No
     for ax, (family, members) in zip(axes, families.items(), strict=False):
         _lines(ax, members, styles, lambda r: r.shape.length, _tflops)
         _dress(ax, family.replace(", inputs of", "\ninputs of"), {r.shape.length for r in members}, "Tokens")
-        ax.set_ylabel("TFLOP/s, quantisation counted", fontsize=9)
+        ax.set_ylabel("TFLOP/s, quantization counted", fontsize=9)
     for ax in axes[len(families) :]:
         ax.set_visible(False)
     legend_below(figure, axes[0])

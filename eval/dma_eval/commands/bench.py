@@ -74,7 +74,7 @@ class BenchOptions(options.RunOptions):
     """What every benchmark takes."""
 
     dtype: Literal["bfloat16", "float16", "float32"] = option(
-        "bfloat16", "--dtype", help="Data type of what is not quantised; float32 is for generate and serve."
+        "bfloat16", "--dtype", help="Data type of what is not quantized; float32 is for generate and serve."
     )
     json: Path | None = options.json_option()
 
@@ -113,11 +113,11 @@ class PrefillOptions(BenchOptions):
         "-a",
         metavar="IMPLEMENTATION...",
         shown="all that need no other package, with every preset",
-        help="What to compare; the first is the reference. sdpa (PyTorch's choice), sdpa:flash, sdpa:cudnn, flex "
-        "(FlexAttention, compiled), fa3 and fa3:fp8 (FlashAttention-3, the package fa3-fwd), fa4 "
-        "(FlashAttention-4, flash-attn-4), cudnn:fp8 (nvidia-cudnn-frontend), flashinfer and, skipping tiles, "
-        "flashinfer:t5 to t8 (flashinfer-python), sage (SageAttention, sageattention), dma_mxfp:PRESET, "
-        "dma_mxfp:FILE.toml. Quantising is counted, except in fa3:fp8:prequantized and cudnn:fp8:prequantized.",
+        help="What to compare; the first is the reference. PyTorch: sdpa (its own choice), sdpa:flash, sdpa:cudnn, "
+        "flex (FlexAttention). This package: dma_mxfp:PRESET, dma_mxfp:FILE.toml. Other packages: fa3, fa3:fp8 "
+        "(fa3-fwd); fa4 (flash-attn-4); cudnn:fp8 (nvidia-cudnn-frontend); flashinfer, flashinfer:t5 to t8, "
+        "which skip tiles (flashinfer-python); sage (sageattention). Quantization is counted, except in "
+        "fa3:fp8:prequantized and cudnn:fp8:prequantized.",
     )
     length: list[int] = shape_option(
         [], "--length", metavar="TOKENS...", min=1, shown="1024 to 131072; on a CPU 256 1024", help="Tokens."
@@ -136,16 +136,15 @@ class PrefillOptions(BenchOptions):
     every_combination: bool = shape_option(
         False,
         "--every-combination",
-        help="Measure all combinations. Otherwise a shape departs from the first value of each option in one option "
-        "only (and in its length).",
+        help="Measure all combinations. By default a shape differs from the first values in one option and its length.",
     )
     batch: int = option(1, "--batch", min=1, help="Sequences.")
     shape: list[str] = shape_option(
         [],
         "--shape",
         metavar="SHAPE...",
-        help="Shapes one by one, BATCHxTOKENS:QUERY/KV:HEAD_DIM with :full or :documents after it, in place of all "
-        "options above; for instance 8x4096:32/8:128 or 1x16384:32/8:128:full.",
+        help="Single shapes instead of all options above: BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full|:documents], for "
+        "instance 8x4096:32/8:128 or 1x16384:32/8:128:full.",
     )
     inputs: str | None = inputs_option(
         None,
@@ -158,7 +157,7 @@ class PrefillOptions(BenchOptions):
         "--data",
         "-d",
         metavar="FILE|DATASET",
-        help="Text file, or a Hub dataset. Each sequence is another window of it.",
+        help="Text file or Hub dataset. Each sequence is another window of it.",
     )
     layers: int | None = inputs_option(
         None,
@@ -174,15 +173,14 @@ class PrefillOptions(BenchOptions):
 
 
 def time_prefill(args: PrefillOptions) -> int:
-    """Time prefill attention: SDPA, other packages and dma_mxfp on the same inputs, quantisation counted.
+    """Time prefill attention: SDPA, other packages and dma_mxfp on the same inputs. Quantization is counted.
 
-    Inputs are random normal numbers, or with --inputs those of a real model, in its own heads and, embedded by an
-    orthonormal matrix, in wider ones. Only real attention has tiles that a skip_threshold can skip.
-    Medians of interleaved calls, and on a CUDA device of each isolated, at the clock that the chip's power limit allows
-    it. The error is against fp64 on sampled rows: of random inputs also with two outlier key channels.
-    The JSON file is written after every shape, so that an interruption keeps what there is.
-    Exit code 1 if no implementation ran on some shape, 2 for invalid input. The default takes several minutes on an
-    H200; --length, --attn and --seconds shorten it.
+    Inputs are random normal numbers. With --inputs they come from a real model, in its own heads or embedded in wider
+    ones. Only real attention has tiles that a skip_threshold can skip. The table shows medians of interleaved calls. On
+    a CUDA device it also shows isolated calls, at the clock that the power limit allows. Errors are relative to fp64 on
+    sampled rows. Random inputs are also measured with two outlier key channels. The JSON file is written after every
+    shape. Exit code 1 if no implementation ran on some shape, 2 for invalid input. The default takes several minutes on
+    an H200; --length, --attn and --seconds shorten it.
 
     Examples:
     dma-hf bench prefill --json prefill.json --plot prefill.png
@@ -236,14 +234,14 @@ def time_prefill(args: PrefillOptions) -> int:
 
 def _check_dtype(args: BenchOptions) -> None:
     if args.dtype == "float32":
-        raise UserError("--dtype: attention is timed in bfloat16 or float16, got float32")
+        raise UserError("--dtype: expected bfloat16 or float16, got float32")
 
 
 def _check_inputs(args: PrefillOptions) -> None:
-    """Check that the options of random inputs and those of a model's are not mixed.
+    """Check that options of random inputs and of a model's inputs are not mixed.
 
     Raises:
-        UserError: They are, or --inputs lacks its text or length.
+        UserError: They are, or --inputs lacks a text or a length.
     """
 
     def given(*names: str) -> list[str]:
@@ -261,7 +259,7 @@ def _check_inputs(args: PrefillOptions) -> None:
 
 
 def _load_reader(args: PrefillOptions | GenerateOptions, name: str) -> tuple[LoadedModel, torch.Tensor]:
-    """Load a model, and tokenise the text that it reads."""
+    """Load a model, and tokenize the text."""
     from dma_eval.data import load_text, tokenize
     from dma_eval.models import load_model
 
@@ -274,7 +272,7 @@ def _load_reader(args: PrefillOptions | GenerateOptions, name: str) -> tuple[Loa
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(BenchOptions):
-    """What step of decoding is timed, and of which caches."""
+    """The steps and the caches to time."""
 
     cache: list[str] = option(
         [],
@@ -282,11 +280,10 @@ class DecodeOptions(BenchOptions):
         "-c",
         metavar="CACHE...",
         shown="sdpa sdpa:flash sdpa:dynamic sdpa+quanto4 dma_mxfp:balanced+int8 dma_mxfp:balanced+int4",
-        help="What to compare; the first is the reference. sdpa (PyTorch's choice, on preallocated keys and "
-        "values), sdpa:flash, sdpa:dynamic (after the concatenation of a DynamicCache), fa3 and fa3:fp8 "
-        "(FlashAttention-3, the package fa3-fwd, on a 16-bit and on an E4M3 cache), sdpa+quanto4, sdpa+hqq8 "
-        "and so on (after a QuantizedCache of that backend and so many bits), dma_mxfp:PRESET, "
-        "dma_mxfp:FILE.toml.",
+        help="What to compare; the first is the reference. PyTorch on preallocated keys and values: sdpa (its own "
+        "choice), sdpa:flash. After the concatenation of a DynamicCache: sdpa:dynamic. After a QuantizedCache: "
+        "sdpa+quanto4, sdpa+hqq8 and others. FlashAttention-3 (the package fa3-fwd): fa3, fa3:fp8. This "
+        "package: dma_mxfp:PRESET+CACHE, dma_mxfp:FILE.toml+CACHE.",
     )
     size: list[str] = shape_option(
         [],
@@ -304,8 +301,8 @@ def time_decode(args: DecodeOptions) -> int:
     """Time one step of decoding: SDPA on 16-bit caches and dma_mxfp on packed ones.
 
     Medians of interleaved steps, called from Python and, on a CUDA device, replayed as CUDA graphs. A step of dma_mxfp
-    stores the new key and attends. The JSON file is written after every shape, so that an interruption keeps what there
-    is. Exit code 1 if no implementation ran on some shape, 2 for invalid input.
+    stores the new key and attends. The JSON file is written after every shape. Exit code 1 if no implementation ran on
+    some shape, 2 for invalid input.
 
     Examples:
     dma-hf bench decode --json decode.json
@@ -331,14 +328,14 @@ def time_decode(args: DecodeOptions) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(ModelChoice):
-    """What model generates, after which contexts, with which caches."""
+    """The model, the contexts and the caches."""
 
     data: str | None = option(
         None,
         "--data",
         "-d",
         metavar="FILE|DATASET",
-        help="Text that the prompts of --model are windows of: file, or Hub dataset.",
+        help="Text file or Hub dataset for the prompts of --model.",
     )
     yarn: float | None = options.yarn_option()
     context: list[int] = option(
@@ -355,9 +352,8 @@ class GenerateOptions(ModelChoice):
         "-r",
         metavar="ATTENTION+CACHE...",
         shown="sdpa with dynamic and static, dma_mxfp with every cache of DMACache",
-        help="What to compare; the first is the reference. The cache is dynamic or static (Transformers' own), or "
-        "one of DMACache: int8, int4, int8-static, int4-static. Steps with a static cache are compiled by "
-        "generate on a GPU.",
+        help="What to compare; the first is the reference. Caches: dynamic and static (Transformers' own); int8, int4, "
+        "int8-static, int4-static (DMACache). On a GPU, generate compiles the steps of a static cache.",
     )
     batch: int = option(1, "--batch", min=1, help="Sequences.")
     new_tokens: int = option(48, "--new-tokens", min=MIN_NEW_TOKENS, help="Tokens to generate in each sequence.")
@@ -365,7 +361,7 @@ class GenerateOptions(ModelChoice):
         None,
         "--weights",
         shown="as --dtype says",
-        help="Quantise the weights of linear layers after loading: fp8 (torchao, a scale per row and per token).",
+        help="Quantize the weights of linear layers after loading: fp8 (torchao, a scale per row and per token).",
     )
     steps_only: bool = option(
         False,
@@ -378,9 +374,8 @@ class GenerateOptions(ModelChoice):
 def time_generate(args: GenerateOptions) -> int:
     """Time generate: seconds to the first token, tokens per second, memory.
 
-    The weights are random unless --model names real ones, which only skipping of tiles depends on. The JSON file is
-    written after every run, so that an interruption keeps what there is. Exit code 1 if no run worked at some context,
-    2 for invalid input.
+    Without --model the weights are random, which affects only tile skipping. The JSON file is written after every run.
+    Exit code 1 if no run worked at some context, 2 for invalid input.
 
     Examples:
     dma-hf bench generate --json generate.json --plot generate.png
@@ -392,9 +387,9 @@ def time_generate(args: GenerateOptions) -> int:
     options.prepare_files(**_files(args))
     check_names((each.rpartition("+")[0] for each in args.runs), "--run")
     if args.model is None and (args.data or args.yarn):
-        raise UserError("--data and --yarn are for --model; prompts of random weights are random")
+        raise UserError("--data and --yarn need --model; without it prompts are random")
     if args.model is not None and (args.shape or not args.data):
-        raise UserError("--model needs --data, a text for its prompts, and excludes --shape")
+        raise UserError("--model needs --data, a text for the prompts, and excludes --shape")
     with console.starting():
         from dma_eval.bench import generate
         from dma_eval.bench.capture import check_length
@@ -403,7 +398,7 @@ def time_generate(args: GenerateOptions) -> int:
     runs = generate.parse_runs(args.runs or generate.DEFAULT_RUNS)
     device, dtype, facts = _look(args)
     if args.longest and device.type != "cuda":
-        raise UserError("--longest needs a CUDA device: on a CPU memory has no clear end")
+        raise UserError("--longest needs a CUDA device, because a CPU has no clear limit of memory")
     contexts = list(dict.fromkeys(args.context or (CONTEXTS if device.type == "cuda" else CPU_CONTEXTS)))
     name, text = args.name_on(device), None
     if args.model is None:
@@ -416,7 +411,7 @@ def time_generate(args: GenerateOptions) -> int:
         model = generate.never_stopping(loaded.model)
     parameters = model.num_parameters()
     if args.weights is not None:
-        with console.working("Quantising the weights"):
+        with console.working("Quantizing the weights"):
             generate.quantize_weights(model)
     weight_bytes = generate.weight_bytes(model)
     longest: list[LongestContext] = []
@@ -449,7 +444,7 @@ def time_generate(args: GenerateOptions) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ModelChoice):
-    """What model answers which requests, with which backends."""
+    """The model, the requests and the backends."""
 
     layers: int | None = option(
         None, "--layers", min=1, shown="as many as the model of its name has", help="Layers of --shape."
@@ -459,23 +454,23 @@ class ServeOptions(ModelChoice):
         "--requests",
         metavar="COUNTxPROMPT+NEW...",
         shown=f"{' '.join(REQUESTS)}; on a CPU {' '.join(CPU_REQUESTS)}",
-        help="Requests that come at once: how many, tokens of a prompt, tokens to generate. A length may be a range "
-        "such as 64-512, from which each request draws its own.",
+        help="Requests that arrive at the same time: number, tokens of a prompt, tokens to generate. A length may be a "
+        "range such as 64-512, from which each request draws its own.",
     )
     attn: list[str] = option(
         SERVED,
         "--attn",
         "-a",
         metavar="BACKEND...",
-        help="Backends to compare; the first is the reference. sdpa or eager, or dma_mxfp, dma_mxfp:PRESET, "
-        "dma_mxfp:FILE.toml, whose pages are in 16 bits; +int8 or +int4 for packed ones. vllm and vllm:fp8 (its FP8 "
-        "cache): the package vllm, on the same shape with random weights.",
+        help="Backends to compare; the first is the reference. sdpa, eager, dma_mxfp, dma_mxfp:PRESET and "
+        "dma_mxfp:FILE.toml use 16-bit pages; add +int8 or +int4 for packed pages. vllm and vllm:fp8 (FP8 cache) need "
+        "the package vllm, and run the same shape with random weights.",
     )
     cache_gib: float | None = option(
         None,
         "--cache-gib",
         min=0,
-        shown="most of what is free; on a CPU what all requests need",
+        shown="most of the free memory; on a CPU what all requests need",
         help="Memory for the paged cache, in GiB, the same for all.",
     )
 
@@ -484,12 +479,11 @@ def time_serve(args: ServeOptions) -> int:
     """Time many requests at once: new tokens per second, waiting times, requests at once.
 
     Transformers' continuous batching answers them, as in `generate_batch` and `dma-hf serve --continuous-batching`.
-    With random weights the speed is that of trained ones. Eight requests that are not counted come before each run. In
-    the table, "first" is the time to a request's first token, its waiting counted, and "between" that between two of
-    its tokens, both as median and 99th percentile; "at once" are the most requests that had pages at the same time;
-    "per token" is what it takes in pages, and "per request" what a request takes beside them. The JSON file is written
-    after every run, so that an interruption keeps what there is. Exit code 1 if a backend failed, 2 for
-    invalid input.
+    Random weights are as fast as trained ones. Eight warm-up requests before each run are not counted. In the table,
+    "first" is the time to the first token, including waiting, and "between" is the time between two tokens. Both are
+    medians and 99th percentiles. "at once" is the largest number of requests that had pages at the same time. "per
+    token" is the memory of a token in pages, and "per request" the memory of a request outside of pages. The JSON file
+    is written after every run. Exit code 1 if a backend failed, 2 for invalid input.
 
     Examples:
     dma-hf bench serve --json serve.json --plot serve.png
@@ -549,7 +543,7 @@ def _files(args: BenchOptions) -> dict[str, Path | None]:
 
 
 def _look(args: BenchOptions) -> tuple[torch.device, torch.dtype, DeviceFacts]:
-    """Seed PyTorch, and return the device, the data type, and what is known and measured of the device."""
+    """Seed PyTorch, and return the device, the dtype, and facts about the device."""
     import torch
 
     from dma_eval.bench.timing import look_at
@@ -583,7 +577,7 @@ class _Recorder(Generic[Result]):
             write_json(self._kind(results=self.results, **self._fields), self._args.json, indent=1)
 
     def finish(self, tables: Sequence[Table], place: Callable[[Result], object]) -> int:
-        """Show tables, what did not run and which files were written; return 1 if nothing ran at some place, else 0."""
+        """Show tables, failures and written files. Return 1 if nothing ran on some shape, else 0."""
         from dma_eval.bench.shown import failures
 
         for table in tables:

@@ -14,14 +14,14 @@ from dma_eval.parts import PerplexityPart
 
 PART = PerplexityPart(contexts=[4096], max_windows=2)
 PROMPT_TOKENS, NEW_TOKENS = 1500, 48
-# The prompt ends with this stretch of itself once more, so that the model can go on by recalling what followed it: keys
-# that lie hundreds of tokens back, in low-bit tiles.
+# The prompt ends by repeating this passage, so the model can continue by recalling keys from hundreds of tokens back,
+# in low-bit tiles.
 RECALLED = slice(600, 632)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Where the report goes."""
+    """The output folder."""
 
     out: Path = options.out_option(Path("dma-demo"), "Folder for the report.")
 

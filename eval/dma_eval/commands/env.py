@@ -10,7 +10,7 @@ from dma_eval import console
 
 
 def env() -> int:
-    """Show the versions and devices that results depend on; put this into a bug report.
+    """Show versions and devices. Include the output in a bug report.
 
     Examples:
     dma-hf env

@@ -1,4 +1,4 @@
-"""``dma-hf equalize``: equal ranges for keys and queries, folded into the weights of a model, in a new folder."""
+"""``dma-hf equalize``: balance the ranges of keys and queries in the weights of a model, and save it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EqualizeOptions(options.ModelOptions, options.TextOptions):
-    """Which model is equalised, over which tokens, and where it goes."""
+    """The model, the number of tokens, and the output folder."""
 
     tokens: int = option(4096, "--tokens", min=1, help="Read this many tokens of the text.")
-    out: Path = options.out_option(REQUIRED, "Folder for the model, which loads in plain Transformers.")
+    out: Path = options.out_option(REQUIRED, "Folder for the model. It loads in plain Transformers.")
 
 
 def equalize(args: EqualizeOptions) -> int:
@@ -31,7 +31,7 @@ def equalize(args: EqualizeOptions) -> int:
 
     Powers of two, one for each pair of channels that the rotary embedding turns together, are folded into the weights.
     The logits stay bit-identical, and any low-bit attention or cache loses less. Exit code 2 for a model that cannot be
-    equalised; then nothing is written.
+    equalized; then nothing is written.
 
     Examples:
     dma-hf equalize -m Qwen/Qwen2.5-0.5B --data Salesforce/wikitext:wikitext-2-raw-v1:train --out qwen-equalized
@@ -64,16 +64,16 @@ def equalize(args: EqualizeOptions) -> int:
     console.print_table(Table(("factor of keys", "channels", "share"), rows))
     for index, of in enumerate(("key", "query")):
         first, then = (max(each.ratio for each in ranges[index]) for ranges in (before, after))
-        console.print_line(f"Largest {of} channel by the median one: {first:,.1f} before, {then:,.1f} after")
+        console.print_line(f"Largest {of} channel over the median one: {first:,.1f} before, {then:,.1f} after")
     save(loaded.model, loaded.tokenizer, args.out)
     console.print_wrote("the model", folder=args.out)
     return 0
 
 
 def save(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """Write a model, with dequantised weights if it came from a quantised file, and its tokenizer."""
+    """Write a model, with dequantized weights if it came from a quantized file, and its tokenizer."""
     make_folder(folder)
-    if getattr(model, "hf_quantizer", None) is not None:  # of a GGUF file, whose weights were dequantised
+    if getattr(model, "hf_quantizer", None) is not None:  # of a GGUF file, whose weights are dequantized now
         del model.hf_quantizer
         del model.config.quantization_config
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Options that several commands share, each declared once."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BACKENDS = (
     "dma_mxfp:PRESET, or dma_mxfp:FILE.toml; +int8 or +int4 reads through a DMACache. Takes several values."
 )
 DATA = "Text file; .json, .jsonl, .csv or .parquet file; or a Hub dataset, NAME, NAME:CONFIG or NAME:CONFIG:SPLIT."
-YARN = "Multiply the model's positions by this factor, rescaling RoPE by YaRN."
+YARN = "Extend the model's positions by this factor with YaRN."
 yarn_option = partial(option, None, "--yarn", metavar="FACTOR", help=YARN)
 
 
@@ -51,7 +51,7 @@ plot_option = partial(
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Where something is run, and from which random numbers."""
+    """The device and the random seed."""
 
     device: str = option("auto", "--device", help="auto, cpu, cuda or cuda:N; auto is CUDA if present.")
     seed: int = option(0, "--seed", min=0, max=2**32 - 1, help="Seed of PyTorch's random numbers.")
@@ -59,11 +59,11 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(RunOptions):
-    """How a model is loaded; which one, a subclass says."""
+    """How a model is loaded. Subclasses name the model."""
 
     model: str = ""
     revision: str | None = option(None, "--revision", shown="the main branch", help="Branch, tag or commit on the Hub.")
-    trust_remote_code: bool = option(False, "--trust-remote-code", help="Let code that comes with the model run.")
+    trust_remote_code: bool = option(False, "--trust-remote-code", help="Allow code that comes with the model to run.")
     dtype: str = option(
         "auto",
         "--dtype",
@@ -86,7 +86,7 @@ class ModelOptions(LoadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions(ModelOptions):
-    """What every command takes that compares backends on a model."""
+    """Options of every command that compares backends on a model."""
 
     attn: list[str] = attn_option(DEFAULT_ATTN)
     out: Path | None = out_option(
@@ -105,7 +105,7 @@ class AllPresetsOptions(QualityOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OptionalTextOptions:
-    """A text that is not always needed."""
+    """An optional text."""
 
     data: str | None = data_option(None)
     split: str | None = option(
@@ -127,7 +127,7 @@ class TextOptions(OptionalTextOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFolderOptions:
-    """Where tasks lie that do not come with lm-eval."""
+    """Folders with tasks that do not come with lm-eval."""
 
     include_path: list[Path] = option(
         [], "--include-path", metavar="FOLDER...", panel=TASKS, help="Folders with your own task YAMLs."
@@ -135,7 +135,7 @@ class TaskFolderOptions:
 
 
 def prepare_files(**files: Path | None) -> list[Path]:
-    """Make sure before a long run that single files can be written, and return which were asked for."""
+    """Check before a long run that single files can be written, and return those that were requested."""
     plot = files.get("plot")
     if plot is not None and not plot.is_dir() and plot.suffix not in PLOT_SUFFIXES:
         raise UserError(f"--plot: expected a file ending in {', '.join(PLOT_SUFFIXES)}, got {plot}")

@@ -1,4 +1,4 @@
-"""The commands that measure the quality of a model under attention backends: each makes a suite of its options."""
+"""The commands that measure quality. Each makes a suite from its options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUITES = ", ".join(parts.suite_names())
 
 @dataclass(frozen=True, kw_only=True)
 class PplOptions(options.QualityOptions):
-    """What is measured, and single files of results."""
+    """The context, and single result files."""
 
     context: int | None = parts.context_option()
     json: Path | None = options.json_option()
@@ -37,7 +37,7 @@ class PplOptions(options.QualityOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteOptions(options.AllPresetsOptions):
-    """Which suite is measured, what of it is changed, and the folder that it needs."""
+    """The suite, changes to it, and the output folder."""
 
     suite: str = option(REQUIRED, "--suite", "-s", metavar="NAME|FILE.toml", help=f"{SUITES}, or a TOML file.")
     out: Path = options.out_option(REQUIRED, "Folder for the report and every answer.")
@@ -88,9 +88,9 @@ def link(path: Path, page: Path) -> str:
 def fidelity(args: options.QualityOptions, text: options.TextOptions, part: FidelityPart) -> int:
     """Find where attention backends deviate from SDPA in fp32: tokens, positions, heads, and greedy continuations.
 
-    The reference has the same weights in fp32, whatever --dtype the backends run in. Add sdpa to see what that dtype
-    costs by itself. To find a bad head, every layer is measured with the inputs that SDPA gives it. Exit code 1 if a
-    backend failed, 2 for invalid input.
+    The reference has the same weights in fp32, whatever --dtype is. Add sdpa to see the loss of the dtype alone. Every
+    layer is measured on SDPA's own inputs, so an error belongs to the head that shows it. Exit code 1 if a backend
+    failed, 2 for invalid input.
 
     Examples:
     dma-hf fidelity -m HuggingFaceTB/SmolLM2-135M --data book.txt --context 4096 --max-windows 8 --out run
@@ -102,9 +102,9 @@ def fidelity(args: options.QualityOptions, text: options.TextOptions, part: Fide
 def lm_eval(args: options.QualityOptions, part: TasksPart, tasks: options.TaskFolderOptions) -> int:
     """Compare attention backends on lm-eval tasks: accuracy, paired differences with intervals, flipped answers.
 
-    Every backend answers the same samples in the same order. With --out, every answer is kept there, and an interrupted
-    run continues where it stopped. Under accelerate launch the processes split the samples. Exit code 1 if a backend
-    failed, 2 for invalid input.
+    Every backend answers the same samples in the same order. With --out, every answer is saved, and an interrupted run
+    resumes. Under accelerate launch the processes split the samples. Exit code 1 if a backend failed, 2 for invalid
+    input.
 
     Examples:
     dma-hf lm-eval -m HuggingFaceTB/SmolLM2-135M --tasks arc_easy,hellaswag --limit 500 --out run
@@ -115,24 +115,24 @@ def lm_eval(args: options.QualityOptions, part: TasksPart, tasks: options.TaskFo
 
 
 def retrieval(args: options.QualityOptions, text: options.OptionalTextOptions, part: RetrievalPart) -> int:
-    """Ask for one passage of a long prompt, at several lengths and depths.
+    """Test whether a model finds one passage of a long prompt, at several lengths and depths.
 
-    Every backend is asked the same questions. Exit code 1 if a backend failed, 2 for invalid input.
+    Every backend gets the same questions. Exit code 1 if a backend failed, 2 for invalid input.
 
     Examples:
     dma-hf retrieval -m meta-llama/Llama-3.2-1B --data book.txt --lengths 4096 16384 65536 --out run
     dma-hf retrieval -m ./model --kind kv --attn sdpa dma_mxfp:balanced dma_mxfp:fp4 --samples 20
     """
     if part.needs_text and text.data is None:
-        raise UserError("--data: needles need a text to be hidden in; name one")
+        raise UserError("--data: needles are hidden in a text; name one")
     return measure(args, Suite(name="retrieval", retrieval=part), text)
 
 
 def stress(args: options.AllPresetsOptions, text: options.TextOptions, part: StressPart) -> int:
-    """Compare attention backends on twins of the model whose keys, queries or values are harder to quantise.
+    """Compare attention backends on copies of the model (twins) with larger outlier channels.
 
-    The report begins with the outlier channels of the model's own keys and queries. A twin has some channels of every
-    head scaled, and the other operand scaled by the inverse, so it computes the same function. Another twin has key
+    The report begins with the outlier channels of the model's own keys and queries. A scale twin multiplies some
+    channels of every head and divides the other operand, so it computes the same function. A bias twin has large key
     biases, and is compared with its own exact attention. Exit code 1 if a backend failed, 2 for invalid input.
 
     Examples:
@@ -143,11 +143,11 @@ def stress(args: options.AllPresetsOptions, text: options.TextOptions, part: Str
 
 
 def suite(args: SuiteOptions, text: options.OptionalTextOptions, tasks: options.TaskFolderOptions) -> int:
-    """Measure everything that a suite asks for: perplexity, fidelity, tasks, retrieval, stress.
+    """Run all measurements of a suite: perplexity, fidelity, tasks, retrieval, stress.
 
     Results are written to --out after each part, and finished parts are not measured again. Under accelerate launch the
-    processes split the work. A part that fails is reported, and the others continue. Exit code 1 if a part or a backend
-    failed, 2 for invalid input.
+    processes split the work. If a part fails, the error is reported and the other parts continue. Exit code 1 if a part
+    or a backend failed, 2 for invalid input.
 
     Examples:
     dma-hf suite --suite quick -m HuggingFaceTB/SmolLM2-135M --out run

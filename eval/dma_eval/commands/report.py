@@ -15,7 +15,7 @@ from dma_eval.files import prepare_file
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """A run, and where its report goes."""
+    """The run, and the folder of its report."""
 
     run: Path = option(REQUIRED, metavar="RUN", help="Folder of a run, or its results.json.")
     out: Path | None = options.out_option(None, "Folder for the report.", shown="that of the run")
@@ -23,7 +23,7 @@ class ReportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CardOptions:
-    """A run, what its card says, and where it goes."""
+    """The run, the card's contents, and its destination."""
 
     run: Path = option(REQUIRED, metavar="RUN", help="Folder of a run, or its results.json.")
     backend: str | None = option(
@@ -39,7 +39,7 @@ class CardOptions:
         "--push",
         metavar="OWNER/NAME",
         panel=options.OUTPUT,
-        help="Upload the card and the results to this repository; shows what it will do, and asks.",
+        help="Upload the card and the results to this repository. Shows what it will do, and asks first.",
     )
     yes: bool = option(False, "--yes", panel=options.OUTPUT, help="Upload without asking.")
 

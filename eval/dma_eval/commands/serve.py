@@ -48,7 +48,7 @@ class ServeOptions(options.LoadOptions):
         help="Batch requests continuously over a paged cache; without it, requests are answered one after another.",
     )
     cache_gib: float | None = server(
-        None, "--cache-gib", min=0, shown="most of what is free", help="Memory for the paged cache, in GiB."
+        None, "--cache-gib", min=0, shown="most of the free memory", help="Memory for the paged cache, in GiB."
     )
     host: str = server("localhost", "--host", help="Address to listen on.")
     port: int = server(DEFAULT_PORT, "--port", min=0, max=65535, help="Port to listen on; 0 takes any free one.")

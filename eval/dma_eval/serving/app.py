@@ -49,7 +49,7 @@ class OneModel(ModelManager):  # type: ignore[misc]
         self.force_model = loaded.name
 
     def load_model_and_processor(self, *arguments: Any, **options: Any) -> tuple[PreTrainedModel, Any]:
-        """Return the model and its tokenizer, whatever is asked for: a request for another one was refused before."""
+        """Return the model and its tokenizer. A request for another model was refused before."""
         return self._loaded.model, self._loaded.tokenizer
 
     async def load_model_streaming(self, model_id_and_revision: str, **options: Any) -> AsyncIterator[str]:
@@ -93,7 +93,7 @@ class _Health(GenerationState):  # type: ignore[misc]
 
 
 class _Server(uvicorn.Server):
-    """A web server that ends what is being answered as soon as it is to stop."""
+    """A web server that cancels open requests when it stops."""
 
     def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
         super().__init__(config)
