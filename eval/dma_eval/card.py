@@ -149,6 +149,7 @@ def _reduced(report: Report, label: str) -> Report:
 
     quoted = [part.partition("=") for part in shlex.split(report.command)]
     command = shlex.join(_shown(option) + equals + _shown(value) for option, equals, value in quoted)
+    command = command.replace(" '&&' ", " && ")  # of merged runs
     return parse(Report, reduce(asdict(report)) | {"command": command})
 
 

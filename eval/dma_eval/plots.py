@@ -46,7 +46,7 @@ COLORS = {
     "sim_fp8_cache": "#000000",
 }
 """The colour of each preset and implementation in all plots. The first five are Okabe and Ito's."""
-OTHER_COLORS = ("#44AA99", "#88CCEE", "#AA4466", "#661100", "#6699CC", "#999933")
+OTHER_COLORS = ("#661100", "#999933", "#AA4466", "#6699CC", "#44AA99", "#88CCEE")
 DASHES = ("-", "--", "-.", ":")
 SQUEEZING = 8.0  # ratio of the largest value to the median above which an axis is symlog
 LEAST_LINEAR = 0.05
