@@ -392,7 +392,7 @@ def results() -> str:
     isolated = faster(prefills["32K"], BALANCED, "fa3", "sustained_milliseconds")
     flash, plain, ours = "FlashAttention-3, bf16", "SDPA, 16-bit cache", "`balanced+int4`"
     serving = f"{speed[INT4] / speed['sdpa']:.1f}x the tokens/s"
-    changes = ", ".join(f"{loss[label].change_percent:+.2f} %" for label in (BALANCED, INT4))
+    changes = ", ".join(f"{round(loss[label].change_percent, 2) + 0.0:+.2f} %" for label in (BALANCED, INT4))
     long, short = (f"{faster(prefills[case], BALANCED, 'fa3')} as fast" for case in ("32K", "1K"))
     rows = [
         ["Prefill of 32K tokens", "prefill", "`balanced`", flash, f"{long}; isolated {isolated}"],
