@@ -166,8 +166,7 @@ def measure(
             write_json(report, out / RESULTS)
         is_interrupted = any(section.windows_left for section in report.perplexity)
         if is_interrupted:
-            way_on = "the same command continues here" if out else "with --out FOLDER the same command could continue"
-            console.print_error(f"interrupted; {way_on}")
+            console.print_error(f"interrupted; {'run it again' if out else 'use --out FOLDER'} to resume")
             break
     if processes.is_main:
         also(report)

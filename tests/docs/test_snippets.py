@@ -25,7 +25,7 @@ NOT_RUN = {
     "docs/tutorials/evaluate-your-model.md": Counter({"it downloads the task": 1, "it would upload a model": 1}),
     "docs/tutorials/serve-int4.md": Counter(
         {
-            "it would install the package anew": 1,
+            "it would reinstall the package": 1,
             "it serves until it is stopped; tests/dma_eval/test_serve.py runs it": 1,
             "it needs the server; tests/dma_eval/test_serve.py asks the same": 1,
             "needs a GPU": 1,
