@@ -58,7 +58,7 @@ def default_names() -> list[str]:
 
 
 def parse_backends(names: Sequence[str], option: str = "--attn") -> tuple[Backend, ...]:
-    """Resolve names as given by an option of the command line; the first one is the reference of a comparison."""
+    """Resolve the names that an option lists. The first one is the reference."""
     if not names:
         raise UserError(f"{option} needs at least one backend, for example: {option} sdpa dma_mxfp:balanced")
     backends = [_parse_backend(name, option) for name in names]
@@ -92,7 +92,7 @@ def parse_compared(names: Sequence[str], option: str, others: Sequence[str]) -> 
 
 
 def refuse_repeats(option: str, labels: Sequence[str]) -> None:
-    """Refuse an option that names nothing, or something twice."""
+    """Refuse an option with no values, or with a value twice."""
     if not labels:
         raise UserError(f"{option} needs at least one value")
     repeated = {label for label in labels if labels.count(label) > 1}
@@ -101,7 +101,7 @@ def refuse_repeats(option: str, labels: Sequence[str]) -> None:
 
 
 def activate(model: PreTrainedModel, backend: Backend) -> None:
-    """Switch ``model`` to ``backend``; nothing is loaded again."""
+    """Switch ``model`` to ``backend`` without loading it again."""
     try:
         model.set_attn_implementation(backend.implementation)
         if backend.config is not None:

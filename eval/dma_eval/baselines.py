@@ -64,7 +64,7 @@ def _unrounded(x: Tensor) -> Tensor:
 class Scheme:
     """How a kernel rounds queries ``[B, Hkv, G, T, D]``, keys and values ``[B, Hkv, 1, T, D]``, and probabilities.
 
-    Probabilities come relative to their row's largest, which is 1.
+    Probabilities are relative to the largest of their row.
     """
 
     query: Callable[[Tensor], Tensor] = _unrounded

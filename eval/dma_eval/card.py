@@ -36,7 +36,7 @@ class Upload:
     token: str
 
     def plan(self) -> list[str]:
-        """Return what :meth:`run` will do, as lines for people."""
+        """Describe what :meth:`run` will do, one line for each action."""
         lines = [f"repository https://huggingface.co/{self.repository} (created, public, if it does not exist)"]
         lines += [f"upload {name}, {len(content.encode()):,} bytes" for name, content in self.files.items()]
         return [*lines, "one commit replaces files of the same names and changes nothing else"]
@@ -134,7 +134,7 @@ def _eval_results(report: Report, label: str) -> Iterator[EvalResult]:
 
 
 def _reduced(report: Report, label: str) -> Report:
-    """Return the report of one backend and its references, with local files and folders by their last names."""
+    """Return the report of one backend and its references, without folders in the names of local files."""
     groups = [[each.label for each in group] for group in backend_groups(report)]
     others = {each for group in groups for each in group[1:]} - {label, *(group[0] for group in groups)}
 

@@ -45,7 +45,7 @@ START = """Start here:
 
 
 def make_app() -> typer.Typer:
-    """All commands."""
+    """Return the application with all commands."""
     settings: dict[str, Any] = {"rich_markup_mode": "rich", "add_completion": False, "invoke_without_command": True}
     app = typer.Typer(name="dma-hf", epilog=START, callback=_root, **settings)
     for name, run in COMMANDS.items():
@@ -76,7 +76,7 @@ def _group(context: typer.Context) -> None:
 
 
 def installed_version() -> str:
-    """The version of the installed package."""
+    """Return the version of the installed package."""
     try:
         return metadata.version("dma-hf")
     except metadata.PackageNotFoundError:  # run from a source tree
@@ -85,7 +85,7 @@ def installed_version() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run ``dma-hf``, with the arguments of the process by default, and exit with its code."""
-    # Keep libraries from drawing progress bars beside ours; they read these variables when they are imported.
+    # Disable the progress bars of libraries, which read these variables at import.
     for variable in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
         os.environ.setdefault(variable, "1")
     console.shows_tracebacks = False

@@ -30,10 +30,10 @@ Run = Callable[..., int]
 
 
 def option(default: Any, *names: str, shown: str | bool = True, panel: str | None = None, **settings: Any) -> Any:
-    """Return a field of a dataclass that is an option, or an argument if it has no names.
+    """Declare a dataclass field as an option, or as an argument if it has no names.
 
-    ``shown`` replaces the default in the help, and ``panel`` is the section of the help that it stands in. The other
-    settings are those of ``typer.Option``: ``help``, ``metavar``, ``min``, ``max``.
+    ``shown`` replaces the default in the help, and ``panel`` is the section of the help. The other settings are those
+    of ``typer.Option``: ``help``, ``metavar``, ``min``, ``max``.
     """
     make = partial(typer.Option, *names) if names else typer.Argument
     metadata = {KEY: make(show_default=shown, rich_help_panel=panel, **settings)}

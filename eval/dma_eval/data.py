@@ -25,7 +25,7 @@ class Text:
     """A text and where it comes from."""
 
     content: str  # the whole text
-    name: str  # the file or dataset that was asked for
+    name: str  # the given file or dataset
     config: str | None = None  # configuration of the dataset, if any
     split: str | None = None  # split of the dataset; None for a plain file
     column: str | None = None  # column of the dataset; None for a plain file
@@ -36,7 +36,7 @@ class Text:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
     def info(self, tokens: int) -> DataInfo:
-        """Return facts about the text, which has so many tokens."""
+        """Return facts about a text of ``tokens`` tokens."""
         facts: dict[str, Any] = {name: getattr(self, name) for name in ("name", "config", "split", "column", "sha256")}
         return DataInfo(**facts, characters=len(self.content), tokens=tokens)
 
@@ -134,12 +134,12 @@ def make_windows(
     skip: int = 0,
     spread: bool = False,
 ) -> list[Window]:
-    """Cut a text of so many tokens into windows of ``context``, as the perplexity guide of Transformers does.
+    """Cut a text of ``tokens`` tokens into windows of ``context``, as the perplexity guide of Transformers does.
 
-    Every token is scored once, with as much context as its window gives. Without a stride, windows do not overlap and
-    each scores all its tokens except the first. With a stride below ``context``, each window after the first scores its
-    last ``stride`` tokens. The last window may be shorter. The first ``skip`` windows are left out, and at most
-    ``limit`` are kept: the first ones, or some of the full ones, spread over the text.
+    Every token is scored once. Without a stride, windows do not overlap, and each scores all its tokens except the
+    first. With a stride below ``context``, each window after the first scores its last ``stride`` tokens. The last
+    window may be shorter. The first ``skip`` windows are left out. At most ``limit`` windows are kept: the first ones,
+    or full ones that are spread over the text.
     """
     stride = context if stride is None else stride
     if context < 2:

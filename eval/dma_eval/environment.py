@@ -33,7 +33,7 @@ class Environment:
     threads: int  # threads that PyTorch computes with on the CPU
     gpus: list[str]  # name of each CUDA device
     cuda: str | None  # version of CUDA that PyTorch was built for; None without
-    commit: str | None = None  # of the source tree, with ``-dirty`` where files differ from it; None of a package
+    commit: str | None = None  # of the source tree, with ``-dirty`` if files differ from it; None for a package
 
 
 def collect() -> Environment:
@@ -64,7 +64,7 @@ def _commit() -> str | None:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the version of each package that is installed; ``dma-hf`` is not where it runs from a source tree."""
+    """Return the version of each installed package. A source tree has no version of ``dma-hf``."""
     found = {}
     for package in packages:
         with suppress(metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""Files of results: JSON that is checked when it is read and replaced atomically, and the finished pieces of a run."""
+"""Result files: JSON, checked when read and written atomically; and the finished pieces of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Kind = TypeVar("Kind")
 
 
 def parse(kind: type[Kind], content: bytes | Mapping[str, Any]) -> Kind:
-    """Parse JSON, or what was read from it, as a dataclass, strictly. A ``ValueError`` names the first wrong field."""
+    """Convert JSON to a dataclass. A ``ValueError`` names the first wrong or unknown field."""
     text = content if isinstance(content, bytes) else json.dumps(content, default=str)
     try:
         return TypeAdapter(kind).validate_json(text, strict=True, extra="forbid")
@@ -51,7 +51,7 @@ def write_json(value: Any, path: Path, indent: int | None = 2, *, kind: Any = No
 
 
 def check_folder(folder: Path, option: str = "--out") -> None:
-    """Check that a folder can be made and written to."""
+    """Check that a folder can be created and written to."""
     nearest = next(each for each in (folder, *folder.parents) if each.exists())
     if not nearest.is_dir():
         what = "it" if nearest == folder else nearest
@@ -62,7 +62,7 @@ def check_folder(folder: Path, option: str = "--out") -> None:
 
 
 def make_folder(folder: Path, option: str = "--out") -> None:
-    """Make the folder that a run writes to, before the run."""
+    """Create the folder that a run writes to."""
     check_folder(folder, option)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ class Store:
             write_json(piece, path, indent=None, kind=Piece[type(piece.content)])  # type: ignore[misc]
 
     def scratch(self, identity: Mapping[str, Any], *names: str) -> Path | None:
-        """Return the file for an unfinished piece, another for every identity; ``None`` if nothing is kept."""
+        """Return the file for an unfinished piece, one for each identity; ``None`` if nothing is saved."""
         path = self._path(names)
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
         return None if path is None else path.with_suffix(f".{digest}.partial")

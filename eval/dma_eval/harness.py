@@ -5,9 +5,9 @@ points, ``python -m dma_eval.lm_eval`` is lm-eval's own command line with the mo
 
     python -m dma_eval.lm_eval run --model dma-hf --model_args pretrained=gpt2,attn_preset=fp4 --tasks lambada_openai
 
-It differs from lm-eval's ``hf`` in how log-likelihoods are scored, not in what they are. Padding is masked: in a
-quantized format several keys share a scale, so visible padding would make results depend on the batch. Probabilities
-are taken in fp32, at scored positions only. Logits that are not finite stop the evaluation.
+It scores log-likelihoods differently from lm-eval's ``hf`` in three ways. Padding is masked: in a quantized format
+several keys share a scale, so visible padding would make results depend on the batch. Probabilities are computed in
+fp32, at scored positions only. Logits that are not finite stop the evaluation.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class DMALM(HFLM):  # type: ignore[misc]
         return lm
 
     def use(self, backend: Backend) -> None:
-        """Switch to ``backend``, and forget the failure of the one before."""
+        """Switch to ``backend``, and clear the failure of the previous one."""
         activate(self.model, backend)
         self._reader = backend
         self.failure = None
@@ -116,7 +116,7 @@ class DMALM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation, and whether it is the greedy one."""
+        """Return the log-likelihood of each continuation, and whether it is the greedy one."""
         del disable_tqdm  # lm-eval's bar counts only one process; the command line has its own
         if self.failure is None:
             try:
@@ -149,7 +149,7 @@ class DMALM(HFLM):  # type: ignore[misc]
         return original
 
     def _log_probs(self, chunk: Sequence[Request]) -> Iterator[Tensor]:
-        """Log-probabilities at the positions that predict each request's continuation, fp32 ``[continuation, V]``."""
+        """Yield log-probabilities at the positions that predict each continuation, fp32 ``[continuation, V]``."""
         most = max(len(continuation) for _, _, continuation in chunk)
         if most > self.max_length:
             raise ValueError(f"a continuation has {most:,} tokens, but the model's maximum is {self.max_length:,}")
@@ -226,7 +226,7 @@ def _pairs(length: int, config: DMAConfig | None) -> Counter[str]:
 
 
 def _answer(log_probs: Tensor, tokens: Sequence[int]) -> tuple[float, bool]:
-    """Log-likelihood of ``tokens``, and whether each is the most likely; the last rows, ``[T, V]``, predict them."""
+    """Return the log-likelihood of ``tokens``, and whether each is the most likely. The last rows predict them."""
     ids = torch.tensor(tokens, device=log_probs.device)
     rows = log_probs[-len(tokens) :]
     return float(rows.gather(-1, ids[:, None]).sum()), bool((rows.argmax(-1) == ids).all())

@@ -18,17 +18,17 @@ PAGE = 4096  # bytes; larger pages are touched more than once
 
 
 class MemoryMeter:
-    """Measures what a block of code adds to the memory in use, at its peak.
+    """Measures the peak memory that a block of code adds.
 
-    On CUDA: PyTorch's allocated bytes, exact, summed over devices. Elsewhere: the resident set of the process, sampled
-    every 5 ms, so shorter peaks may be missed, and memory that the process keeps for reuse does not count again.
+    On CUDA it is exact: PyTorch's allocated bytes, summed over devices. Elsewhere it is the resident set of the
+    process, sampled every 5 ms. Shorter peaks may be missed, and memory that the process reuses is not counted again.
     """
 
     def __init__(self, *models: PreTrainedModel) -> None:
         is_on_cpu = models[0].device.type != "cuda"
         self._devices = range(0) if is_on_cpu else range(torch.cuda.device_count())
         if is_on_cpu:
-            # Checkpoints are mapped into memory. Touch their pages, which the first pass would seem to add.
+            # Checkpoints are memory-mapped. Load their pages now, so that the first pass does not seem to add them.
             for tensor in (weight.data for model in models for weight in (*model.parameters(), *model.buffers())):
                 if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
                     torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())[::PAGE].sum()

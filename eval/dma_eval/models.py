@@ -29,7 +29,7 @@ UNLOADABLE = (
     *(OSError, ValueError, TypeError, ImportError, RuntimeError, KeyError),
     *(SafetensorError, StrictDataclassError),  # the last for a configuration with a value of a wrong type
 )
-"""What Transformers raises where it cannot load a model."""
+"""Exceptions of Transformers if it cannot load a model."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -45,13 +45,13 @@ class ModelSource:
 class LoadedModel:
     """A causal language model in evaluation mode with its tokenizer."""
 
-    name: str  # what it was asked for by
+    name: str  # as it was given
     source: ModelSource  # where it came from
     model: PreTrainedModel
     tokenizer: Any
-    revision: str | None = None  # the Hub revision that was asked for
-    device_map: str | None = None  # the device map that was asked for
-    yarn: float | None = None  # what its positions were multiplied by
+    revision: str | None = None  # the requested Hub revision
+    device_map: str | None = None  # the requested device map
+    yarn: float | None = None  # factor by which YaRN extends its positions
     quantization: str | None = None  # of the weights in its file or checkpoint
 
     @property
@@ -61,7 +61,7 @@ class LoadedModel:
 
     @property
     def files(self) -> list[list[Any]]:
-        """Name, bytes and time of change of each file of a local model: its content may change under its name."""
+        """Return name, size and modification time of each file of a local model, to detect replaced files."""
         folder, file = Path(self.source.path), self.source.gguf_file
         found = sorted(folder.iterdir()) if folder.is_dir() else []
         facts = [(each.name, each.stat()) for each in found if each.is_file() and file in (None, each.name)]
@@ -93,13 +93,13 @@ class LoadedModel:
 
 
 def head_dim_of(config: Any) -> Any:
-    """Return the dimension of a head from the configuration of a text model; ``None`` if it does not tell."""
+    """Return the head dimension in the configuration of a text model, or ``None`` if it has none."""
     hidden, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
     return getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
 
 
 def parse_source(name: str) -> ModelSource:
-    """Tell a GGUF file (local, or ``OWNER/REPOSITORY/FILE.gguf`` on the Hub) from a folder or a Hub repository."""
+    """Distinguish a GGUF file (local, or ``OWNER/REPOSITORY/FILE.gguf`` on the Hub) from a folder or repository."""
     if not name:
         raise UserError("--model: expected a folder, a .gguf file or a Hub name, got ''")
     path = Path(name).expanduser()
@@ -122,7 +122,7 @@ def parse_source(name: str) -> ModelSource:
 
 
 def parse_device(name: str) -> torch.device:
-    """Return the device of that name; for ``auto``, CUDA where there is one and else the CPU."""
+    """Return the device of that name. ``auto`` is CUDA if present, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wrong = UserError(f"--device: expected auto, cpu, cuda or cuda:N; got {name!r}")
@@ -159,7 +159,7 @@ def load_model(
         device_map: Accelerate's device map, for instance ``auto``.
         revision: Branch, tag or commit of the Hub repository.
         trust_remote_code: Whether code that comes with the model may run.
-        yarn: Multiply the model's positions by this factor, its rotary embedding rescaled by YaRN.
+        yarn: Factor by which YaRN extends the model's positions.
     """
     source = parse_source(name)
     if dtype not in ("auto", *DTYPES):
@@ -207,7 +207,7 @@ def _quantization(source: ModelSource, revision: str | None, config: Any) -> str
 
 
 def rescale(config: Any, factor: float) -> None:
-    """Let a model take ``factor`` times its positions, with YaRN as Transformers has it."""
+    """Extend a model's positions by ``factor`` with Transformers' YaRN."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") != "default" or not 1 < factor < math.inf:
@@ -222,7 +222,7 @@ def rescale(config: Any, factor: float) -> None:
 
 
 def _damage(source: ModelSource) -> str:
-    """Say what is wrong with a local GGUF file that cannot be read; nothing if it can be."""
+    """Say what is wrong with a local GGUF file, or nothing if it can be read."""
     path = Path(source.path) / (source.gguf_file or "")
     if not path.is_file():
         return ""
@@ -234,9 +234,9 @@ def _damage(source: ModelSource) -> str:
 
 
 def check_memory(name: str, config: Any, dtype: torch.dtype | None, device: torch.device | None) -> None:
-    """Check that the weights of a model fit, before they are read. Quantized checkpoints are not checked.
+    """Check that the weights of a model fit in memory, before they are read. Quantized checkpoints are not checked.
 
-    By default weights have the checkpoint's own dtype, and go to all devices and the host together.
+    By default, weights have the checkpoint's own dtype, and all devices and the host share them.
     """
     if getattr(config, "quantization_config", None) is not None:
         return
@@ -254,7 +254,7 @@ def check_memory(name: str, config: Any, dtype: torch.dtype | None, device: torc
 
 
 def free_memory(device: torch.device | None) -> int:
-    """Return the bytes that are free on ``device``, or on all CUDA devices and the host together."""
+    """Return the free bytes on ``device``, or on all CUDA devices and the host together."""
     host = int(psutil.virtual_memory().available)
     if device is None:
         return host + sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
@@ -262,9 +262,9 @@ def free_memory(device: torch.device | None) -> int:
 
 
 def batching_settings(model: PreTrainedModel, cache_gib: float | None) -> ContinuousBatchingConfig:
-    """Return Transformers' settings of continuous batching, with a paged cache of so many GiB or of what is free."""
+    """Return Transformers' settings of continuous batching, with ``cache_gib`` GiB or most of the free memory."""
     config = ContinuousBatchingConfig()
-    if hasattr(config, "auto_switch_to_flash"):  # Transformers 5.19 and newer; no other attention than asked for
+    if hasattr(config, "auto_switch_to_flash"):  # Transformers 5.19 and later; keep the chosen attention
         config.auto_switch_to_flash = False
     if cache_gib is not None:
         text = model.config.get_text_config()

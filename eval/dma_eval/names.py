@@ -15,7 +15,7 @@ from .errors import UserError
 DMA = "dma_mxfp"
 PRESETS = ("balanced", "fp4", "paper")
 FORMAT_SUFFIXES = {"+int8": "int8", "+int4": "int4"}
-"""Suffixes of ``dma_mxfp`` and the cache format that each stands for."""
+"""Suffixes of ``dma_mxfp`` and their cache formats."""
 PEER_SUFFIXES = ("+quanto4", "+quanto2", "+hqq8", "+hqq4", "+hqq2", "+fp8")
 """Suffixes of other implementations, which select a ``QuantizedCache`` of Transformers."""
 RENAMED_PRESETS = {"kv8": "balanced+int8", "kv4": "balanced+int4"}
@@ -23,7 +23,7 @@ RENAMED_PRESETS = {"kv8": "balanced+int8", "kv4": "balanced+int4"}
 SIMULATED = "sim_"
 """Prefix of the names of simulated kernels."""
 TILE = 128
-"""Tokens that are read through a cache at a time."""
+"""Tokens of a chunk that is read through a cache."""
 
 
 def split_suffix(name: str) -> tuple[str, str]:

@@ -76,7 +76,7 @@ def share(value: float | None, form: str = ".2f") -> str:
 
 
 def format_kl(value: float | None) -> str:
-    """Format a divergence with five decimals, or two digits where it is smaller than those show."""
+    """Format a divergence with five decimals, or with two digits if it is too small for that."""
     return number(value, ".5f" if not value or abs(value) >= 1e-4 else ".1e")
 
 
@@ -105,7 +105,7 @@ def make_table(columns: Columns, results: Sequence[Any], caption: str = "") -> T
 
 @cache
 def templates(*, html: bool = False) -> jinja2.Environment:
-    """Return the templates of the package: of Markdown, or of HTML, where all text is escaped."""
+    """Return the package's templates, for Markdown or for HTML. HTML escapes all text."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("dma_eval"),
         autoescape=html,
@@ -126,7 +126,7 @@ def templates(*, html: bool = False) -> jinja2.Environment:
 
 
 def _lines(macro: str, *arguments: Any) -> list[str]:
-    """Return what a macro of ``notes.md`` says, line by line."""
+    """Return the lines that a macro of ``notes.md`` writes."""
     said = str(getattr(templates().get_template("notes.md").module, macro)(*arguments))
     return [line for line in said.splitlines() if line.strip()]
 
@@ -232,7 +232,7 @@ def _difference(value: MetricValue, metric: MetricResult) -> str:
 
 
 def fidelity_page(section: FidelitySection) -> Page:
-    """Show fidelity: tokens, positions, worst heads, and where greedy continuations part."""
+    """Show fidelity: tokens, positions, worst heads, and where greedy continuations diverge."""
     tables = [make_table(FIDELITY_COLUMNS, section.tokens.backends)]
     positions = [f"{low:,}–{high - 1:,}" for low, high in pairwise(section.bucket_edges)]
     rows = [

@@ -183,7 +183,7 @@ def suite_names() -> list[str]:
 
 
 def load_suite(name: str) -> Suite:
-    """Read a suite of the package, by name, or a file of one's own."""
+    """Read a suite of the package, by name, or a TOML file."""
     is_known = name in suite_names()
     if not is_known and not name.endswith(".toml"):
         raise UserError(f"--suite: unknown suite {name!r}; valid: {', '.join(suite_names())}, or a TOML file")
@@ -198,7 +198,7 @@ def load_suite(name: str) -> Suite:
 
 
 def parse_suite(name: str, values: Mapping[str, Any]) -> Suite:
-    """Make a suite of what a TOML file holds. A ``ValueError`` says what is wrong with a key or a value."""
+    """Make a suite from the contents of a TOML file. A ``ValueError`` names a wrong key or value."""
     asked = [key for key in PARTS if key in values]
     tables = {"": (values, ["description", *PARTS])}
     tables |= {f"[{key}] ": (values[key], [each.name for each in fields(PARTS[key])]) for key in asked}

@@ -216,7 +216,7 @@ def _read_batch(
     meter: MemoryMeter,
     progress: Progress,
 ) -> list[Pass]:
-    """Let every backend that has not failed read ``ids``, ``[B, T]``."""
+    """Run every backend that has not failed on ``ids``, ``[B, T]``."""
     reference: Tensor | None = None
     passes = []
     for index, (model, backend, has_failed) in enumerate(runs):
@@ -340,7 +340,7 @@ def _summarize(
 
 
 def tokens_per_second(passes: Sequence[Pass]) -> float:
-    """Return the throughput of all passes except the first of each process; of all where there are no others."""
+    """Return the throughput of all passes except the first of each process, or of all if there are no others."""
     timed = [each for each in passes if not each.is_first] or passes
     return sum(each.tokens for each in timed) / sum(each.seconds for each in timed)
 

@@ -30,9 +30,9 @@ SHOWN_PROMPT_CHARACTERS = 300
 def read(
     model: PreTrainedModel, backend: Backend, ids: Tensor, *, mask: Tensor | None = None, last: int | None = None
 ) -> Tensor:
-    """Return logits ``[B, last, V]`` of the last (by default all) of tokens ``[B, T]`` from a causal model.
+    """Return the logits ``[B, last, V]`` of the last tokens (by default all) of ``ids`` ``[B, T]``.
 
-    The model has been switched to ``backend``. The mask ``[B, T]`` is 1 for tokens and 0 for padding, which is on the
+    The model already runs ``backend``. The mask ``[B, T]`` is 1 for tokens and 0 for padding, which is on the
     left if the backend reads through a cache.
     """
     length = ids.shape[1]
@@ -75,7 +75,7 @@ def takes_last(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def origin(model: PreTrainedModel, again: Callable[[], object]) -> str:
-    """Say in which module's output the first value that is not finite appears, by running a pass ``again``."""
+    """Name the first module with an output that is not finite, by running the pass ``again``."""
     names = {module: name for name, module in model.named_modules() if name}
     found: list[str] = []
 

@@ -33,7 +33,7 @@ class Plot:
 
 
 def write_run(report: Report, folder: Path) -> list[str]:
-    """Write everything there is to show of ``report`` to ``folder``, and return the names of the files in it."""
+    """Write the pages, plots and configurations of ``report`` to ``folder``. Return the names of the files."""
     make_folder(folder)
     try:
         write_json(report, folder / RESULTS)
@@ -95,12 +95,12 @@ def _drawings(report: Report) -> Iterator[Drawing]:
 
 
 def to_markdown(report: Report, plots: Sequence[Plot] = ()) -> str:
-    """Return the report as Markdown, each plot with the section that it belongs to."""
+    """Return the report in Markdown, with each plot in its section."""
     return tidy(templates().get_template("report.md").render(_content(report, plots)))
 
 
 def to_html(report: Report, plots: Sequence[Plot], folder: Path) -> str:
-    """Return the report as one self-contained HTML file, with the plots from ``folder`` in it. Its tables sort."""
+    """Return the report as one self-contained HTML file, with the plots from ``folder`` and sortable tables."""
     images = {
         plot.path: f"data:image/png;base64,{base64.b64encode((folder / plot.path).read_bytes()).decode()}"
         for plot in plots
@@ -124,7 +124,7 @@ def tidy(text: str) -> str:
 
 
 def _content(report: Report, plots: Sequence[Plot]) -> dict[str, Any]:
-    """Return what the templates of a report show."""
+    """Return the values that the templates of a report use."""
     sections = [
         (PAGES[name](section), [plot for plot in plots if plot.section is section]) for name, section in report.sections
     ]
@@ -156,14 +156,14 @@ def measured(model: ModelInfo) -> str:
 
 
 def cache_of(label: str, config: dict[str, Any] | None) -> str:
-    """Return which cache a backend read every sequence through."""
+    """Return the cache that a backend used."""
     if config is not None and config.get("cache"):
         return f"DMACache, {config['cache']}"
     return f"QuantizedCache of Transformers, {label.rpartition('+')[2]}" if reads_cache(label) else "none"
 
 
 def versions(machine: Environment) -> str:
-    """Return the version of every package, and the commit of the source tree where it is known."""
+    """Return the version of every package, and the commit of the source tree if it is known."""
     packages = [f"{name} {version}" for name, version in machine.packages.items()]
     return ", ".join([*packages, *([f"commit {machine.commit}"] if machine.commit else [])])
 

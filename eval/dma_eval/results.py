@@ -32,7 +32,7 @@ class ModelInfo:
     """The model that was measured."""
 
     name: str  # as it was given: Hub name, folder or GGUF file
-    revision: str | None  # Hub revision asked for; null for the default
+    revision: str | None  # requested Hub revision; null for the default
     commit: str | None  # Hub commit that was loaded, where the model came from the Hub
     architecture: str  # class of the model
     parameters: int
@@ -56,7 +56,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class DataInfo:
-    """The text that was measured on."""
+    """The text that the model read."""
 
     name: str  # file or dataset
     config: str | None  # configuration of the dataset
@@ -433,7 +433,7 @@ def read_report(path: Path) -> Report:
 
 
 def read_results(kind: type[Kind], path: Path) -> Kind:
-    """Read a file of results, written now or in an earlier version."""
+    """Read a result file of this or an earlier version."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:

@@ -1,8 +1,7 @@
-"""Retrieval from long prompts: a sentence hidden in prose, or one pair among pairs of keys and values.
+"""Retrieval from long prompts: a sentence hidden in prose, or one of many key-value pairs.
 
-Each prompt ends with a repetition of the question, so the answer is what followed it the first time. One forward pass
-scores the answer. It is found if each of its tokens is the most likely one after those before it, that is, if the model
-would generate it greedily.
+Each prompt ends by repeating the beginning of the hidden passage. Its answer is the rest of that passage. The answer is
+scored in one forward pass. It counts as found if the model would generate it greedily.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ FAILURES = (UserError, RuntimeError, ValueError, TypeError)
 
 
 class Run:
-    """What a suite asks for, and in ``sections`` what was measured of it so far, by the names of a report's fields.
+    """The parts of a suite. ``sections`` has the results so far, by the names of a report's fields.
 
-    Texts and tasks are looked up at once, so that a missing one is an error before the model is loaded. The text may be
-    another than the suite's; tasks may lie in folders of YAMLs.
+    Texts and tasks are looked up at once, so that a missing one is an error before the model is loaded. The text may
+    replace the suite's. Tasks may be in folders of YAML files.
     """
 
     def __init__(self, suite: Suite, text: options.OptionalTextOptions | None, include_path: Sequence[Path]) -> None:
@@ -59,9 +59,9 @@ class Run:
         self.sections: dict[str, Any] = {name: [] for name in SECTIONS}
 
     def parts(self, session: Session, *, skips: bool) -> Iterator[tuple[str, Callable[[], float]]]:
-        """Yield the name of each part, and the function that measures, keeps and shows it and returns its seconds.
+        """Yield the name of each part, and a function that measures, saves and shows it and returns the seconds.
 
-        What is finished in the run's folder is taken from there. Contexts beyond the model's are errors or skipped.
+        Finished parts come from the run's folder. Contexts beyond the model's maximum are errors or skipped.
         """
         suite, limit = self._suite, session.loaded.max_context if skips else None
 
@@ -129,7 +129,7 @@ class Run:
 
 
 def _fitting(part: str, lengths: Sequence[int], limit: int | None) -> list[int]:
-    """Return the lengths that the model takes, and warn of the others."""
+    """Return the lengths that the model supports, and warn of the others."""
     for length in lengths:
         if limit is not None and length > limit:
             console.print_warning(f"{part} at {length:,} is skipped: the model has {limit:,} positions")

@@ -57,7 +57,7 @@ class Processes:
 
 
 def join_processes(device: str = "auto") -> Processes:
-    """Join the processes that ``accelerate launch`` or ``torchrun`` started; on the CPU they talk through gloo."""
+    """Join the processes that ``accelerate launch`` or ``torchrun`` started. On the CPU they use gloo."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Processes()
     on_cpu = device == "cpu" or not torch.cuda.is_available()

@@ -39,8 +39,8 @@ SCALED_PAIRS = 2
 THRESHOLDS = (4.0, 5.0, 6.0, 7.0, 8.0)
 """Tested thresholds of tile skipping, in nats."""
 BIASED = (10 / 32, 26 / 32, 29 / 32)
-"""Which pairs of each key head get a bias, from the fastest in the rotary embedding, 0, to the slowest, 1. Slow pairs
-hardly turn, so their bias is the same for every token, as in Qwen2."""
+"""Positions of the biased pairs in each key head, from the fastest of the rotary embedding, 0, to the slowest, 1. Slow
+pairs hardly rotate, so their bias is nearly the same for every token, as in Qwen2."""
 
 
 class NoTwinError(ValueError):
@@ -75,7 +75,7 @@ TWINS = (
 
 
 def measure_stress(session: Session, text: Text, part: StressPart) -> StressSection:
-    """Measure every backend on the same windows on the model and each twin; the first one is each twin's reference."""
+    """Measure every backend on the model and each twin, over the same windows. The first is the reference of each."""
     loaded = session.loaded
     how = PerplexityPart(max_windows=part.max_windows, batch_size=part.batch_size)
     reading = cut(loaded, text, how, part.context)
@@ -108,7 +108,7 @@ def measure_stress(session: Session, text: Text, part: StressPart) -> StressSect
 
 
 def study_thresholds(session: Session, reading: Reading, backend: Backend) -> ThresholdStudy:
-    """Measure a backend that skips tiles with other thresholds, and without, on the unchanged model."""
+    """Measure a backend that skips tiles on the unchanged model, with other thresholds and without skipping."""
     config = backend.config
     assert config is not None
     own = config.skip_threshold
@@ -152,9 +152,9 @@ def attention_layers(model: PreTrainedModel, tokens: Tensor) -> list[Layer]:
 
 @contextmanager
 def stressed(model: PreTrainedModel, layers: Sequence[Layer], twin: Twin, seed: int = 0) -> Iterator[None]:
-    """Make ``model`` a twin of itself within a ``with`` block; ``layers`` are those of :func:`attention_layers`.
+    """Turn ``model`` into a twin within a ``with`` block. ``layers`` come from :func:`attention_layers`.
 
-    A twin whose keys differ from those of an equalized model is not equalized itself.
+    A twin with other keys than an equalized model does not count as equalized.
     """
     generator = torch.Generator().manual_seed(seed)
     config = model.config.get_text_config(decoder=True)

@@ -110,7 +110,7 @@ def task_record(name: str, results: Mapping[str, Any], task: Any) -> TaskRecord:
 
 
 def metric_values(results: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the metrics of a task or a group, by ``metric,filter``; null for what is no number."""
+    """Return the metrics of a task or a group, by ``metric,filter``; null if one is not a number."""
     keys = [key for key in results if "," in key and not key.partition(",")[0].endswith("_stderr")]
     return {key: float(results[key]) if _is_number(results[key]) else None for key in keys}
 
@@ -136,7 +136,7 @@ def _answer(responses: list[Any], output_type: str) -> Any:
 def summarize_tasks(
     session: Session, names: Sequence[str], answers: Mapping[tuple[str, str], UnitRecord | str], part: TasksPart
 ) -> TaskSection:
-    """Compare every backend's answers, by label of the backend and name of the task, with those of the first one."""
+    """Compare every backend's answers with the first one's. They are given by backend label and task name."""
     labels = [backend.label for backend in session.backends]
     tasks: list[TaskResult] = []
     groups: list[GroupMetric] = []
@@ -249,11 +249,11 @@ def statistic(name: str, samples: Array) -> float:
 def paired_interval(
     name: str, reference: Array, other: Array, *, seed: int = 0, resamples: int = RESAMPLES
 ) -> tuple[float, float]:
-    """Return the confidence interval of the difference of a metric, other less reference, by a paired bootstrap.
+    """Return the confidence interval of the difference of a metric, other minus reference, by a paired bootstrap.
 
-    Each resample draws samples, with replacement, and takes both backends' answers to them: what makes a question easy
-    or hard for both cancels. The interval is the one of percentiles (Efron and Tibshirani, 1993, chapter 13). Values
-    and weights are ``[N, 2]``, of the same samples in the same order.
+    Each resample draws samples with replacement and uses both backends' answers to them, so the difficulty of a
+    question cancels. It is the percentile interval (Efron and Tibshirani, 1993, chapter 13). Values and weights are
+    ``[N, 2]``, of the same samples in the same order.
     """
     rng = np.random.default_rng(seed)
     both = np.concatenate([reference, other], axis=1)
@@ -270,7 +270,7 @@ def paired_interval(
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """Two-sided p-value of McNemar's exact test: that of ``lost`` heads in ``lost + gained`` throws of a fair coin."""
+    """Return the two-sided p-value of McNemar's exact test: ``lost`` heads in ``lost + gained`` throws of a coin."""
     from scipy.stats import binomtest  # the import takes nearly a second, and most commands do not need it
 
     return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0

@@ -40,7 +40,7 @@ UNUSABLE = (
     *(OSError, ValueError, LookupError, RuntimeError, TypeError, ImportError, AttributeError, AssertionError),
     *(ZeroDivisionError, DatasetsError, TemplateError),
 )
-"""What lm-eval raises for a task that is not well-formed, or whose data are not what it says."""
+"""Exceptions of lm-eval for a malformed task, or for data that do not match it."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class TaskNames:
 
 
 def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> TaskNames:
-    """Look names of tasks, groups or tags, or YAML files, up in folders and among those that come with lm-eval.
+    """Look up tasks, groups, tags and YAML files, in folders and in lm-eval itself.
 
-    Several names may stand in one string, with commas.
+    A string may contain several names, separated by commas.
     """
     asked = list(dict.fromkeys(part for name in names for part in name.split(",") if part))
     if not asked:
@@ -79,7 +79,7 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
     unknown = [name for name in asked if name not in files and name not in manager.task_index]
     if unknown:
         for file in (each for path in include_paths for each in sorted(path.rglob("*.y*ml"))):
-            _check_yaml(file)  # lm-eval passes over one that is not YAML
+            _check_yaml(file)  # lm-eval ignores a file that is not YAML
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, SHOWN_NAMES, cutoff=0.5)
         hints = [f"did you mean: {', '.join(near)}?"] if near else []
         if include_paths:
@@ -90,7 +90,7 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
 
 
 def _check_yaml(file: Path) -> None:
-    """Check that a file is YAML; tags, which name functions, are not looked up."""
+    """Check that a file is YAML. Tags, which name functions, are not resolved."""
     try:
         for _ in yaml.parse(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
             pass
@@ -178,10 +178,10 @@ def _load(manager: TaskManager, name: str, part: TasksPart) -> Mapping[str, Any]
 
 
 def _draw_examples_alike(task: Any) -> None:
-    """Let every process draw the few-shot examples that a single one would.
+    """Let every process draw the same few-shot examples as a single process.
 
-    The examples of one document depend on how many were drawn before, so each process builds all requests and keeps
-    those of its own documents.
+    The examples of a document depend on how many were drawn before. So each process builds all requests and keeps those
+    of its own documents.
     """
     build_all = task.build_all_requests
 

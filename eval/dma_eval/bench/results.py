@@ -71,7 +71,7 @@ class ModelInputs:
     layers: tuple[int, ...]  # whose attention is timed; times are sums over them
     model_layers: int  # how many the model has
     model_head_dim: int  # its own; in wider heads the same scores are embedded
-    yarn: float | None = None  # what its positions were multiplied by
+    yarn: float | None = None  # factor by which YaRN extends its positions
 
     def __str__(self) -> str:
         yarn = "" if self.yarn is None else f", YaRN {self.yarn:g}"
@@ -242,7 +242,7 @@ class GenerateReport(SpeedReport):
     weights: str | None = None  # what they were quantized to after loading (``fp8``); since version 3
     steps_only: bool = False  # whether caches were filled instead of computing prompts; since version 3
     data: str | None = None  # text of a real model's prompts; null for random ones; since version 2
-    yarn: float | None = None  # what a real model's positions were multiplied by; since version 2
+    yarn: float | None = None  # factor by which YaRN extends a real model's positions; since version 2
     parameters: int  # how many the model has
     weight_bytes: int  # what its weights take
     batch: int  # sequences

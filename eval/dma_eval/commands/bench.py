@@ -62,7 +62,7 @@ seconds_option = partial(option, min=0, help="About how long one shape is measur
 
 
 class Mask(StrEnum):
-    """Which keys a query of a random input attends to."""
+    """Masks of random inputs."""
 
     CAUSAL = "causal"
     FULL = "full"
@@ -71,7 +71,7 @@ class Mask(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(options.RunOptions):
-    """What every benchmark takes."""
+    """Options of every benchmark."""
 
     dtype: Literal["bfloat16", "float16", "float32"] = option(
         "bfloat16", "--dtype", help="Data type of what is not quantized; float32 is for generate and serve."
@@ -105,7 +105,7 @@ class ModelChoice(BenchOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions(BenchOptions):
-    """What prefill is timed, and of which implementations."""
+    """The shapes and the implementations to time."""
 
     attn: list[str] = option(
         [],
@@ -556,7 +556,7 @@ def _look(args: BenchOptions) -> tuple[torch.device, torch.dtype, DeviceFacts]:
 
 
 class _Recorder(Generic[Result]):
-    """Gathers the results of a benchmark, and writes its report each time one comes."""
+    """Collects the results of a benchmark, and writes the report after each."""
 
     def __init__(self, args: BenchOptions, kind: Callable[..., SpeedReport], facts: DeviceFacts, **fields: Any) -> None:
         self.results: list[Result] = []
@@ -572,7 +572,7 @@ class _Recorder(Generic[Result]):
         return self.results
 
     def write(self) -> None:
-        """Write the report as far as it has come."""
+        """Write the results so far."""
         if self._args.json is not None:
             write_json(self._kind(results=self.results, **self._fields), self._args.json, indent=1)
 

@@ -27,11 +27,11 @@ class DemoOptions:
 
 
 def demo(args: DemoOptions) -> int:
-    """Compare SDPA with every preset on a small model that comes with the package; a minute or two on a CPU.
+    """Compare SDPA with every preset on a small model that comes with the package, in a minute or two on a CPU.
 
-    Measures perplexity and divergence on a held-out text. Lets every backend continue a prompt that ends with lines
-    from its middle, so the model can recall what followed them. Needs no network. Writes results.json, pages, plots and
-    the configurations to the folder.
+    Measures perplexity and divergence on a held-out text. Then every backend continues a prompt that ends with an
+    earlier passage, so it can recall the continuation. Needs no network. Writes results.json, pages, plots and
+    configurations to the folder.
 
     Examples:
     dma-hf demo

@@ -27,11 +27,11 @@ class EqualizeOptions(options.ModelOptions, options.TextOptions):
 
 
 def equalize(args: EqualizeOptions) -> int:
-    """Give the model's keys and queries equal ranges, without changing what it computes, and save it.
+    """Balance the ranges of the model's keys and queries, without changing its function, and save it.
 
-    Powers of two, one for each pair of channels that the rotary embedding turns together, are folded into the weights.
-    The logits stay bit-identical, and any low-bit attention or cache loses less. Exit code 2 for a model that cannot be
-    equalized; then nothing is written.
+    Each pair of channels that the rotary embedding rotates together gets a power of two, which is folded into the
+    weights. The logits stay bit-identical, and every low-bit attention or cache loses less. Exit code 2 for a model
+    that cannot be equalized; then nothing is written.
 
     Examples:
     dma-hf equalize -m Qwen/Qwen2.5-0.5B --data Salesforce/wikitext:wikitext-2-raw-v1:train --out qwen-equalized

@@ -49,8 +49,8 @@ class SuiteOptions(options.AllPresetsOptions):
 def ppl(args: PplOptions, text: options.TextOptions, part: PerplexityPart) -> int:
     """Compare attention backends: perplexity, divergence from the first one, speed and memory.
 
-    Every backend reads the same tokens with the same weights. After Ctrl-C the command shows and writes the figures of
-    the finished windows. With --out they are kept, and the same command continues after them. Under accelerate launch
+    Every backend reads the same tokens with the same weights. After Ctrl-C the command shows and writes the results of
+    the finished windows. With --out they are saved, and the same command resumes after them. Under accelerate launch
     the processes split the windows. Exit code 1 if a backend failed, 2 for invalid input.
 
     Examples:
@@ -86,7 +86,7 @@ def link(path: Path, page: Path) -> str:
 
 
 def fidelity(args: options.QualityOptions, text: options.TextOptions, part: FidelityPart) -> int:
-    """Find where attention backends deviate from SDPA in fp32: tokens, positions, heads, and greedy continuations.
+    """Compare attention backends with SDPA in fp32: by token, position and head, and in greedy continuations.
 
     The reference has the same weights in fp32, whatever --dtype is. Add sdpa to see the loss of the dtype alone. Every
     layer is measured on SDPA's own inputs, so an error belongs to the head that shows it. Exit code 1 if a backend
@@ -172,12 +172,12 @@ def measure(
     goes_on: bool = False,
     also: Callable[[Report], None] = lambda report: None,
 ) -> int:
-    """Measure what a suite asks for; show it, write it, and return the exit code."""
+    """Run a suite, show and write its results, and return the exit code."""
     check_names(args.attn)
     with console.starting():
         from dma_eval.backends import default_names, parse_backends
 
-        backends = parse_backends(args.attn or default_names())  # before all that takes longer to import
+        backends = parse_backends(args.attn or default_names())  # before slow imports
         from dma_eval import run
         from dma_eval.session import Session
 
@@ -192,7 +192,7 @@ def measure(
 
 
 def join(args: options.LoadOptions) -> Processes:
-    """Seed PyTorch, and join the processes of the run; all but the first are silent from here on."""
+    """Seed PyTorch, and join the processes of the run. All except the first are silent from then on."""
     import torch
 
     from dma_eval.session import join_processes
