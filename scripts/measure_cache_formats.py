@@ -2,21 +2,18 @@
 
     python scripts/measure_cache_formats.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data wiki.test.raw --out FILE
 
-reads windows in one pass each, in fp32: sink tile and band exactly, every other tile through codes of
-:mod:`dma_kernels.cache.formats`. Divergence is from the twin's own exact attention. Equalized twins are changed first
-and equalized then. "Balanced" keys have the factors of ``equalize`` taken from the first tile of the prompt alone.
+Windows are read in one pass each, in fp32. The sink tile and the band are exact, every other tile goes through the
+codes of :mod:`dma_kernels.cache.formats`. Divergence is from the twin's own exact attention. "Balanced" keys have the
+factors of ``equalize``, taken from the first tile of the prompt alone.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dma_eval.stress import TWINS, Twin, stressed
+from dma_eval.stress import TWINS, stressed
 from dma_kernels import Recipe
 from dma_kernels.cache.formats import CacheFormat, quantize_keys, quantize_values
 from dma_kernels.numerics.formats import TILE
@@ -25,14 +22,13 @@ from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.reference.attention import attend_prepared
 from dma_kernels.reference.operands import PreparedOperands
 from study import Study, Writer, make_parser
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-
-import dma_hf
+from torch import Tensor
 
 BAND = Recipe(low="mxint8", high="bf16", smooth_k=False, rotate=False, pv="bf16")
 """A recipe for its band: operands are prepared here. A uniform one would have no high tiles."""
 SENSITIVITY_TOKENS = 2048
+MEASURED = ("as it is", "keys x 32", "values x 32", "key biases")
+"""The twins that are measured."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Variant:
     name: str
     keys: Half
     values: Half
-    int8_layers: tuple[int, ...] = field(default=())
+    int8_layers: tuple[int, ...] = ()
 
     def bits(self, layers: int) -> float:
         """Bits of a number, the mean of keys and values and of all layers."""
@@ -140,50 +136,16 @@ def first_tile_balance(query: Tensor, key: Tensor) -> Tensor:
     return torch.exp2((ratio.clamp_min(1e-12).log2() / 2).round())[:, :, None]
 
 
-@contextmanager
-def biased(model: PreTrainedModel, layers: list[Any], twin: Twin, seed: int) -> Iterator[None]:
-    """Within a ``with`` block, the keys of a model have biases: parameters, which ``equalize`` can scale."""
-    with stressed(model, layers, twin, seed):
-        hooks = {
-            source.module: list(source.module._forward_hooks.values()) for layer in layers for source in layer.sources
-        }
-        addends = {
-            module: found[-1](None, None, torch.zeros(module.weight.shape[0], device=model.device))
-            for module, found in hooks.items()
-            if found
-        }
-    for module, addend in addends.items():
-        module.bias = nn.Parameter(addend.flatten(), requires_grad=False)
-    try:
-        yield
-    finally:
-        for module in addends:
-            module.bias = None
-
-
-def measure(study: Study, writer: Writer, *, quick: bool) -> None:
-    """Measure every variant on the model and its twins, before and after they are equalized; ``quick`` ones alone."""
-    model, count = study.model, study.model.config.num_hidden_layers
-    twins = {twin.name: twin for twin in TWINS}
-    weights = copy.deepcopy(model.state_dict())
-    worst = [] if quick else rank_layers(study)
-    plan = [(name, False) for name in ("as it is", "keys x 32", "values x 32", "key biases")]
-    plan += [("as it is", True), ("key biases", True)] if quick else [(name, True) for name in twins]
-    for name, is_equalized in plan:
-        make = biased if twins[name].bias else stressed
-        with make(model, study.layers, twins[name], 0):
-            if is_equalized:
-                dma_hf.equalize(model, study.windows[:1, :SENSITIVITY_TOKENS].cpu())
-            variants = [*VARIANTS, *mixed(BOTH if is_equalized else INT4, worst)]
-            if quick:
-                variants = [INT4, BOTH] if is_equalized else [UNROTATED, INT4]
+def measure(study: Study, writer: Writer) -> None:
+    """Measure every format on the model and its twins."""
+    layers = study.model.config.num_hidden_layers
+    forms = [*VARIANTS, *mixed(INT4, rank_layers(study))]
+    for twin in (twin for twin in TWINS if twin.name in MEASURED):
+        with stressed(study.model, study.layers, twin, 0):
             exact = study.read()
-            for form in variants if not is_equalized or name in ("as it is", "key biases") else (INT4, BOTH):
-                found = study.compare(study.read(Cached(form)), exact)
-                about = {"twin": name, "equalized": is_equalized, "format": form.name}
-                writer.add(about | {"bits": round(form.bits(count), 3)} | found)
-            if is_equalized:
-                model.load_state_dict(weights, strict=False)
+            for form in forms:
+                about = {"twin": twin.name, "format": form.name, "bits": round(form.bits(layers), 3)}
+                writer.add(about | study.compare(study.read(Cached(form)), exact))
 
 
 def rank_layers(study: Study) -> list[int]:
@@ -212,7 +174,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096, help="tokens of a window, a multiple of 128")
     parser.add_argument("--windows", type=int, default=2)
     options = parser.parse_args()
-    measure(Study(options, options.context, options.windows), Writer(options), quick=options.quick)
+    measure(Study(options, options.context, options.windows), Writer(options))
 
 
 if __name__ == "__main__":

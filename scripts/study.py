@@ -96,5 +96,4 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--data", required=True, help="the text, as for dma-hf ppl")
     parser.add_argument("--out", required=True, type=Path, help="JSON file of the results")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--quick", action="store_true", help="measure a selection, for a CPU")
     return parser

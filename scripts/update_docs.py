@@ -337,10 +337,9 @@ def needles() -> str:
 def cache_formats() -> str:
     """KL per token and change of the perplexity on twins of a model."""
     frame = pd.DataFrame(read("cache-formats-h100.json")["results"])
-    frame["column"] = frame["twin"] + frame["equalized"].map({True: ", equalized", False: ""})
     frame["cell"] = frame["kl"].map(format_kl) + ", " + show(frame["change_percent"], "+.2f", " %")
-    cells = frame.pivot(index="format", columns="column", values="cell").fillna(MISSING)
-    cells = cells.loc[frame["format"].unique(), frame["column"].unique()]
+    cells = frame.pivot(index="format", columns="twin", values="cell").fillna(MISSING)
+    cells = cells.loc[frame["format"].unique(), frame["twin"].unique()]
     cells.insert(0, "bits", show(frame.groupby("format")["bits"].first()[cells.index], ".2f"))
     return markdown(cells)
 

@@ -77,20 +77,37 @@ def test_skipping_is_measured(script: Any, run: Any, monkeypatch: Any) -> None:
     kinds = ("high", "running", "length", "rows", "every row of 8")
     runs += [(unchanged, "balanced", script.Rule(1.0, kind)) for kind in kinds]
     runs += [(twins[0], "balanced", script.Rule(1.0)), (twins[-1], "balanced", script.Rule(1.0))]
-    monkeypatch.setattr(script, "plan", lambda _length: iter(runs))
+    monkeypatch.setattr(script, "plan", lambda _length, *, quick: iter(runs))
     report = run(script, "measure_skipping", "--lengths", 512, "--windows", 1, "--elements", 1 << 16)
     assert [result["kind"] for result in report["results"]] == [rule.kind for _, _, rule in runs]
     assert all(0 <= result["skipped"] <= 1 and result["kl"] >= 0 for result in report["results"])
     assert "lost_p999" in report["results"][2]
 
 
+def test_the_plan_has_every_row_of_the_committed_results(script: Any) -> None:
+    planned = [(t.name, p, r.threshold, r.kind) for t, p, r in script.plan(4096, quick=True)]
+    assert len(set(planned)) == len(planned)
+    (path,) = (Path(__file__).parents[2] / "benchmarks/skipping").glob("*.json")
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert "--quick" in report["command"]
+    done = {(each["twin"], each["preset"], each["threshold"], each["kind"]) for each in report["results"]}
+    assert done <= set(planned)
+    assert done < {(t.name, p, r.threshold, r.kind) for t, p, r in script.plan(8192, quick=False)}
+
+
 def test_cache_formats_are_measured(run: Any, monkeypatch: Any) -> None:
     script = load_script("measure_cache_formats")
-    monkeypatch.setattr(script.dma_hf, "equalize", lambda *_: None)  # which needs longer windows than the model has
-    results = run(script, "measure_cache_formats", "--context", 512, "--windows", 1, "--quick")["results"]
-    assert [(each["twin"], each["format"]) for each in results[:2]] == [
-        ("as it is", "int4, not rotated"),
-        ("as it is", "int4, V rotated"),
-    ]
-    assert {each["equalized"] for each in results} == {False, True}
+    monkeypatch.setattr(script, "VARIANTS", [script.UNROTATED, script.INT4])
+    results = run(script, "measure_cache_formats", "--context", 512, "--windows", 1)["results"]
+    assert list(dict.fromkeys(each["twin"] for each in results)) == list(script.MEASURED)
+    names = [each["format"] for each in results if each["twin"] == "as it is"]
+    assert names[:3] == ["int4, not rotated", "int4, V rotated", "int4, V rotated; the first layer in int8"]
     assert all(0 < each["kl"] < 1 for each in results if each["twin"] == "as it is")
+
+
+def test_the_committed_formats_are_those_of_the_script() -> None:
+    script = load_script("measure_cache_formats")
+    path = Path(__file__).parents[2] / "benchmarks/cache-formats-h100.json"
+    formats = {each["format"]: each["bits"] for each in json.loads(path.read_text(encoding="utf-8"))["results"]}
+    planned = [*script.VARIANTS, *script.mixed(script.INT4, list(range(30)))]
+    assert formats == {form.name: round(form.bits(30), 3) for form in planned}
