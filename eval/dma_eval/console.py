@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .results import Generation
 
 USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
-GAP = 2  # between the columns of a table
 FILE_WIDTH = 120  # width of tables in a file or a pipe
 
 out = Console(emoji=False)  # ":b:" in "NAME:b:SPLIT" is not an emoji
@@ -71,17 +70,11 @@ def print_table(table: pages.Table) -> None:
     if not out.is_terminal:
         screen = Console(file=out.file, emoji=False, width=max(out.width, FILE_WIDTH), quiet=out.quiet)
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
-    columns = list(zip(table.headers, *table.rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    excess = sum(widths) + GAP * (len(widths) - 1) - screen.width
-    shortest = [max(len(word) for cell in column for word in cell.split(" ")) for column in columns]
-    for index in sorted(range(len(columns)), key=lambda i: shortest[i] - widths[i]):
-        less = max(0, min(excess, widths[index] - shortest[index]))
-        widths[index] -= less
-        excess -= less
-    for index, width in enumerate(widths):
-        name, justify = escape(table.headers[index]), "right" if index else "left"
-        shown.add_column(name, justify=justify, width=width, overflow="fold")  # type: ignore[arg-type]
+    for index, column in enumerate(zip(table.headers, *table.rows, strict=True)):
+        longest = max(len(word) for cell in column for word in cell.split(" "))
+        cannot_wrap = longest == max(map(len, column))
+        side = "right" if index else "left"
+        shown.add_column(escape(column[0]), justify=side, min_width=longest, no_wrap=cannot_wrap)  # type: ignore[arg-type]
     for row in table.rows:
         shown.add_row(*map(escape, row), style="red" if "failed" in row else "")
     if table.caption:
