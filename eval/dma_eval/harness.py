@@ -33,7 +33,7 @@ from .backends import Backend, activate, new_cache, parse_backends
 from .errors import one_line
 from .models import LoadedModel
 from .names import DMA
-from .reading import NonFiniteLogitsError, origin, read
+from .reading import NonFiniteLogitsError, log_likelihood, origin, read
 from .session import Processes
 
 Request = tuple[Any, list[int], list[int]]
@@ -138,7 +138,7 @@ class DMALM(HFLM):  # type: ignore[misc]
             for (strings, context, continuation), row in zip(chunk, self._log_probs(chunk), strict=True):
                 # Requests that differ only in their last token share a row.
                 for key, tokens, shared in collator.get_cache(strings, context, continuation, row[None]):
-                    answer = _answer(shared[0], tokens)
+                    answer = log_likelihood(shared[0], tokens)
                     answers.append(answer)
                     if key is not None:
                         self.cache_hook.add_partial("loglikelihood", key, answer)

@@ -64,6 +64,13 @@ def read(
     return found
 
 
+def log_likelihood(log_probs: Tensor, tokens: Sequence[int]) -> tuple[float, bool]:
+    """Return the log-likelihood of ``tokens``, which the last rows ``[T, V]`` predict, and whether they are greedy."""
+    ids = torch.tensor(tokens, device=log_probs.device)
+    rows = log_probs[-len(tokens) :]
+    return float(rows.gather(-1, ids[:, None]).sum()), bool((rows.argmax(-1) == ids).all())
+
+
 class NonFiniteLogitsError(RuntimeError):
     """A forward pass gave NaN or infinity."""
 

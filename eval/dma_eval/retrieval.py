@@ -19,7 +19,7 @@ from .backends import Backend, activate
 from .data import Text, tokenize
 from .errors import UserError, one_line
 from .parts import RetrievalPart
-from .reading import NonFiniteLogitsError, origin, read
+from .reading import NonFiniteLogitsError, log_likelihood, origin, read
 from .results import RetrievalBackend, RetrievalCell, RetrievalSection
 from .session import Session
 
@@ -176,7 +176,7 @@ def _ask(model: PreTrainedModel, backend: Backend, prompts: Sequence[Prompt]) ->
             if bool(log_probs.isnan().any()):
                 where = origin(model, lambda ids=ids: read(model, backend, ids))  # type: ignore[misc]
                 raise NonFiniteLogitsError(f"NaN or infinite logits{where}")
-            answer = torch.tensor(prompt.answer, device=logits.device)
-            correct += int((log_probs.argmax(-1) == answer).all())
-            losses.append(-float(log_probs.gather(-1, answer[:, None]).mean()))
+            likelihood, is_greedy = log_likelihood(log_probs, prompt.answer)
+            correct += is_greedy
+            losses.append(-likelihood / len(prompt.answer))
     return {"correct": correct, "nll": sum(losses) / len(losses)}

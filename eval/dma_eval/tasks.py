@@ -157,7 +157,7 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
 
 
 def _why(error: BaseException) -> str:
-    return f"it lacks {error}" if isinstance(error, LookupError) else one_line(error)
+    return f"it lacks {error}" if isinstance(error, KeyError) else one_line(error)
 
 
 def _load(manager: TaskManager, name: str, part: TasksPart) -> Mapping[str, Any]:
