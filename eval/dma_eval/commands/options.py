@@ -65,9 +65,7 @@ class LoadOptions(RunOptions):
     revision: str | None = option(None, "--revision", shown="the main branch", help="Branch, tag or commit on the Hub.")
     trust_remote_code: bool = option(False, "--trust-remote-code", help="Allow code that comes with the model to run.")
     dtype: str = option(
-        "auto",
-        "--dtype",
-        help="auto, float32, bfloat16 or float16; auto is the checkpoint's own, float32 for GGUF.",
+        "auto", "--dtype", help="auto, float32, bfloat16 or float16; auto is the checkpoint's own, float32 for GGUF."
     )
     device_map: str | None = option(
         None,
