@@ -50,6 +50,7 @@ OTHER_COLORS = ("#661100", "#999933", "#AA4466", "#6699CC", "#44AA99", "#88CCEE"
 DASHES = ("-", "--", "-.", ":")
 SQUEEZING = 8.0  # ratio of the largest value to the median above which an axis is symlog
 LEAST_LINEAR = 0.05
+MOST_TICKS = 9
 LEAST_REACH = 1.0  # percentage points to each side, so that a small difference looks small
 GRID: dict[str, Any] = {"color": "#dddddd", "linewidth": 0.8}
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -165,6 +166,11 @@ def _draw_quality(figure: FigureBase, section: PerplexitySection) -> None:
     _widen(axes[0], "x", changes)
     if all(each is None or each > 0 for each in divergence):
         axes[1].set_xscale("log")
+        spread = np.ptp(np.log10([each for each in divergence if each is not None] or [1.0]))
+        if spread < 1.5:  # labels of powers of ten alone would be too few, and those of all minor ticks too many
+            axes[1].xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+            axes[1].xaxis.set_major_formatter("{x:.0e}")
+            axes[1].xaxis.set_minor_locator(NullLocator())
     axes[2].set_xlim(left=max(axes[2].get_xlim()[0], -0.08 * axes[2].get_xlim()[1]))  # no share is below 0
     axes[0].set_yticks(range(len(others)), [r.label + (" (failed)" if r.failure else "") for r in others])
     axes[0].set_ylim(len(others) - 0.4, -0.6)
@@ -174,16 +180,20 @@ def _widen(ax: Axes, axis: Literal["x", "y"], values: Iterable[float | None]) ->
     """Make an axis symlog if one large value would squeeze all others; its ends are ticks beyond every value."""
     changes = [value for value in values if value]
     sizes = sorted(map(abs, changes))
-    if not sizes or sizes[-1] <= SQUEEZING * sizes[len(sizes) // 2]:
+    if not sizes or sizes[-1] <= max(LEAST_LINEAR, SQUEEZING * sizes[len(sizes) // 2]):
         return
     linear = max(sizes[len(sizes) // 2], LEAST_LINEAR)
-    decades = 10.0 ** np.arange(math.ceil(math.log10(linear)), math.ceil(math.log10(sizes[-1])) + 2)
-    room = 3 if axis == "x" else 1  # for the text beside the last dot
-    ticks = [0.0]
-    for sign in (-1, 1):
-        largest = max(sign * value for value in changes)
-        if largest > 0:
-            ticks += [float(sign * each) for each in decades[: int(np.searchsorted(decades, room * largest)) + 1]]
+    decades = 10.0 ** np.arange(math.floor(math.log10(linear)), math.ceil(math.log10(sizes[-1])) + 2)
+    room = 2 if axis == "x" else 1  # for the text beside the last dot
+    for steps in (np.outer(decades, (1, 2, 5)).flatten(), decades):
+        steps = steps[steps >= linear / 2]
+        ticks = [0.0]
+        for sign in (-1, 1):
+            largest = max(sign * value for value in changes)
+            if largest > 0:
+                ticks += [float(sign * each) for each in steps[: int(np.searchsorted(steps, room * largest)) + 1]]
+        if len(ticks) <= MOST_TICKS:
+            break
     getattr(ax, f"set_{axis}scale")("symlog", linthresh=linear)
     getattr(ax, f"set_{axis}ticks")(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)], minor=False)
     getattr(ax, f"{axis}axis").set_minor_locator(NullLocator())
