@@ -223,10 +223,3 @@ def _pairs(length: int, config: DMAConfig | None) -> Counter[str]:
             low_tiles = tile - config.diagonal_tiles - config.sink_tiles
             pairs["low"] += low_tiles * TILE * (min(length, (tile + 1) * TILE) - tile * TILE)
     return pairs
-
-
-def _answer(log_probs: Tensor, tokens: Sequence[int]) -> tuple[float, bool]:
-    """Return the log-likelihood of ``tokens``, and whether each is the most likely. The last rows predict them."""
-    ids = torch.tensor(tokens, device=log_probs.device)
-    rows = log_probs[-len(tokens) :]
-    return float(rows.gather(-1, ids[:, None]).sum()), bool((rows.argmax(-1) == ids).all())
