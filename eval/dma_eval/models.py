@@ -149,17 +149,9 @@ def load_model(
     trust_remote_code: bool = False,
     yarn: float | None = None,
 ) -> LoadedModel:
-    """Load a causal language model and its tokenizer.
+    """Load a causal language model and its tokenizer, as the options of the same names say.
 
-    Args:
-        name: Hub name, local folder, or GGUF file.
-        title: What reports call it; ``name`` by default.
-        dtype: ``auto`` (the checkpoint's own; float32 for GGUF), ``float32``, ``bfloat16`` or ``float16``.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. With ``device_map`` it must be ``auto``.
-        device_map: Accelerate's device map, for instance ``auto``.
-        revision: Branch, tag or commit of the Hub repository.
-        trust_remote_code: Whether code that comes with the model may run.
-        yarn: Factor by which YaRN extends the model's positions.
+    Reports call it ``title``, or ``name`` by default.
     """
     source = parse_source(name)
     if dtype not in ("auto", *DTYPES):

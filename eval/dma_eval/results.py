@@ -80,13 +80,11 @@ class BackendInfo:
 class BackendResult(BackendInfo):
     """One attention backend in a perplexity section."""
 
-    # Why it was stopped, or null. If it was stopped, the numbers below are null or empty.
-    failure: str | None
+    failure: str | None  # why it was stopped, or null. If it was stopped, the numbers below are null or empty
     perplexity: float | None = None  # exp(``nll``)
     nll: float | None = None  # mean negative log-likelihood per scored token, in nats
     change_percent: float | None = None  # change of the perplexity against the reference
-    # Standard error of ``change_percent``, from differences token by token, which are treated as independent.
-    change_stderr: float | None = None
+    change_stderr: float | None = None  # its standard error, from differences of tokens treated as independent
     kl_mean: float | None = None  # mean of KL(reference || backend) per scored token, in nats
     kl_p99: float | None = None  # its 99th percentile over tokens
     kl_max: float | None = None  # its maximum over tokens
@@ -94,13 +92,10 @@ class BackendResult(BackendInfo):
     # Tokens per second of forward passes in one process. The first pass of each process does not count if there are
     # others.
     tokens_per_second: float | None = None
-    # Seconds of each forward pass; the first one of a process warms up.
-    forward_seconds: list[float] = field(default_factory=list)
-    # Memory in use with the model loaded, plus the most that a forward pass added; of several processes, the one that
-    # uses most.
+    forward_seconds: list[float] = field(default_factory=list)  # of each forward pass; a process's first warms up
+    # Memory in use with the model loaded, plus the most that a forward pass added; the maximum over processes.
     peak_memory_bytes: int | None = None
-    # Number of calls that ran another attention, by reason. Empty is good.
-    fallbacks: dict[str, int] = field(default_factory=dict)
+    fallbacks: dict[str, int] = field(default_factory=dict)  # calls that ran another attention, by reason
     window_nll: list[float] = field(default_factory=list)  # mean ``nll`` of each window
     # Mean ``nll`` in each position bucket of the section; null where no token is scored.
     position_nll: list[float | None] = field(default_factory=list)
@@ -123,9 +118,7 @@ class PerplexitySection:
     # What ``peak_memory_bytes`` counts: ``cuda_allocated`` (PyTorch, exact, all GPUs) or ``process_rss`` (resident set
     # of the process, sampled).
     memory_kind: str
-    # Edges of the position buckets: bucket i holds the tokens at ``position_edges[i]`` to ``position_edges[i + 1] - 1``
-    # of their windows.
-    position_edges: list[int]
+    position_edges: list[int]  # bucket i holds positions ``position_edges[i]`` to ``position_edges[i + 1] - 1``
     backends: list[BackendResult]  # in the given order; the first is the reference
 
 
@@ -148,14 +141,12 @@ class MetricValue:
 
     label: str  # the backend
     value: float | None  # the metric over all samples; null if the backend failed
-    # ``value`` minus the reference's; null for the reference itself and if either failed.
-    difference: float | None = None
+    difference: float | None = None  # ``value`` minus the reference's; null for the reference or if either failed
     # Lower end of the 95 % confidence interval of ``difference``, by a paired bootstrap over samples; null if the
     # metric is not an average over samples.
     low: float | None = None
     high: float | None = None  # its upper end
-    # For right-or-wrong metrics, samples that only the reference has right; else null.
-    lost: int | None = None
+    lost: int | None = None  # samples that only the reference has right; null if not a right-or-wrong metric
     gained: int | None = None  # samples that only this backend has right
     mcnemar_p: float | None = None  # two-sided p-value of McNemar's exact test on ``lost`` and ``gained``
 
@@ -171,8 +162,7 @@ class MetricResult:
 
     name: str  # its name in lm-eval
     filter: str  # the filter of its answers; usually ``none``
-    # How samples are aggregated (``mean``, ``perplexity``, ...); null if lm-eval does not name it.
-    aggregation: str | None
+    aggregation: str | None  # how samples are aggregated (``mean``, ``perplexity``); null if lm-eval has no name
     right_or_wrong: bool  # whether every sample is either right, 1, or wrong, 0
     higher_is_better: bool | None  # whether higher is better; null if lm-eval does not say
     values: list[MetricValue]  # one per backend, in order
@@ -193,14 +183,11 @@ class TaskResult:
 
     name: str  # its name in lm-eval
     version: str  # version of the task's definition
-    # How it is answered: ``multiple_choice``, ``loglikelihood``, ``loglikelihood_rolling`` or ``generate_until``.
-    output_type: str
+    output_type: str  # ``multiple_choice``, ``loglikelihood``, ``loglikelihood_rolling`` or ``generate_until``
     num_fewshot: int  # examples in each prompt
     samples: int  # samples that every backend answered
     metrics: list[MetricResult]
-    # Number of answers (choices or texts) that differ from the reference's, by backend; null if there are none to
-    # compare.
-    answers_changed: dict[str, int | None]
+    answers_changed: dict[str, int | None]  # answers that differ from the reference's, by backend; null without any
 
     @property
     def accuracy(self) -> MetricResult | None:
@@ -213,12 +200,9 @@ class TaskBackend(BackendInfo):
     """One backend in a section on tasks."""
 
     failures: dict[str, str]  # Why it was stopped, by the given name (a task or a group). Empty is good.
-    # Time of the evaluation by the same names, without model loading and data preparation.
-    seconds: dict[str, float]
-    # Number of calls that ran another attention, by reason. Empty is good.
-    fallbacks: dict[str, int]
-    # Mean over tasks of their first right-or-wrong metric; null without such tasks or if any failed.
-    mean_accuracy: float | None
+    seconds: dict[str, float]  # time of the evaluation by the same names, without model loading and data preparation
+    fallbacks: dict[str, int]  # calls that ran another attention, by reason
+    mean_accuracy: float | None  # mean over tasks of their first right-or-wrong metric; null if any failed
     # Share of visible keys that are in low tiles, by the same names; without generated texts.
     low_share: dict[str, float] = field(default_factory=dict)
 
@@ -256,8 +240,7 @@ class HeadErrors:
     # sum |output - reference| / sum |reference| over tokens and channels, ``[layer][query head]``.
     relative_l1: list[list[float]]
     cosine: list[list[float]]  # mean over tokens of the cosine of output and reference, ``[layer][query head]``
-    # Share of low tiles skipped, ``[layer][query head]``; null for a backend that skips none, and in older files.
-    skipped: list[list[float]] | None = None
+    skipped: list[list[float]] | None = None  # share of low tiles skipped; null for a backend that skips none
 
 
 @dataclass(frozen=True, kw_only=True)
