@@ -19,6 +19,7 @@ DEFAULT_FORMAT = "int8"
 """The format of a cache if neither the caller nor the model names one. It is almost lossless."""
 
 
+# A DynamicCache, because EncoderDecoderCache crops and repeats no other class.
 class DMACache(DynamicCache):  # type: ignore[misc]
     """A KV cache that keeps sink tiles and the band in 16 bits, and all tiles between them in low precision.
 
@@ -29,8 +30,6 @@ class DMACache(DynamicCache):  # type: ignore[misc]
     Layers that run ``dma_mxfp`` compute a prompt with the model's recipe. Every later step attends to the packed keys
     and values. With any other attention implementation the cache returns dequantized keys and values. Layers that hold
     other states (Mamba, linear attention, an indexer) are those of Transformers.
-
-    It derives from ``DynamicCache`` only because ``EncoderDecoderCache`` crops and repeats no other class.
 
     Args:
         config: The model's configuration.

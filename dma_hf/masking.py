@@ -94,8 +94,8 @@ def dma_mask(
         kwargs: Arguments of other mask functions. Only ``dtype`` is used, for models that add the mask to their scores.
 
     Returns:
-        A :class:`~dma_hf.CompactMask`, ``[B, 1, q_length, kv_length]``, also for plain causal and for full attention.
-        With ``None`` layers must know whether they are causal, and some do not (BigBird-Pegasus).
+        A compact mask ``[B, 1, q_length, kv_length]``, also for plain causal and for full attention. ``None`` would
+        not do, because some layers do not know whether they are causal (BigBird-Pegasus).
 
     Raises:
         ValueError: ``attention_mask`` is not 2-D or has another batch size; or the model computes its attention itself

@@ -1,6 +1,6 @@
-"""Numerics of diagonal-tiled mixed-precision attention: formats, quantisers, the reference and the kernels.
+"""Numerics of diagonal-tiled mixed-precision attention: formats, quantizers, the reference and the kernels.
 
-Knows torch and Triton, not Transformers.
+It depends on PyTorch and Triton, and not on Transformers.
 """
 
 from .api import attention, attention_with_lse

@@ -1,26 +1,26 @@
-"""Number formats: every constant and every packing layout of the project is stated here, once.
+"""Number formats: all constants and packing layouts of the project.
 
 The element formats and the block formats follow the OCP Microscaling Formats (MX) specification v1.0 (sections 5 and
-6) and, for NVFP4, NVIDIA's description of the Blackwell data type: E2M1 elements, one E4M3 scale for each 16 of them
-and one fp32 scale above those.
+6) and, for NVFP4, NVIDIA's description of the Blackwell data type: E2M1 elements, one E4M3 scale for each 16 of them,
+and one fp32 global scale.
 
 Conventions
     * A tensor of keys or queries is ``[..., T, D]``: tokens, then channels of the head dimension. Blocks lie along
-      ``D``. A ``D`` that is not a multiple of the block size is padded with zeros, which no block maximum sees. Any
-      number of tokens will do, 0 too.
+      ``D``. A ``D`` that is not a multiple of the block size is padded with zeros, which do not affect block maxima.
+      Any number of tokens is valid, including 0.
     * **E2M1 packing**: two codes in a byte, the even channel in the low nibble, so ``[..., T, D]`` becomes uint8
       ``[..., T, D / 2]``. A code is ``sign << 3 | magnitude``, the magnitude indexing :data:`E2M1_MAGNITUDES`.
     * **Scales** are ``[..., T, D / block]``: for MX formats the uint8 code of an E8M0 number (``2 ** (code - 127)``,
       255 is NaN), for NVFP4 ``float8_e4m3fn``.
     * **MXINT8** elements are int8 in units of ``2 ** -6``, so that the largest is 127 / 64 (the code -128 is unused).
 
-Values out of the ordinary
-    * A block of zeros has the E8M0 code 0 (NVFP4: the smallest positive E4M3) and dequantises to zeros.
-    * A block that holds an infinity or a NaN has the scale NaN: all of it dequantises to NaN, so that a broken
-      activation shows in the output as it would in full precision. Where blocks share a scale, all of them do; NVFP4's
-      scale of the head leaves such blocks out. The elements of a broken block have the code 0, in E4M3 a NaN.
-    * fp32 subnormals are treated like any value; the scale exponent never goes below -127.
-    * What rounds up to ``2 ** 128`` or more dequantises to infinity, the number being past the end of fp32.
+Special values
+    * A block of zeros has the E8M0 code 0 (NVFP4: the smallest positive E4M3) and dequantizes to zeros.
+    * A block that holds an infinity or a NaN has the scale NaN: all of it dequantizes to NaN, so that a broken
+      activation shows in the output, as in full precision. If blocks share a scale, all of them become NaN. NVFP4's
+      global scale ignores such blocks. The elements of a broken block have the code 0, in E4M3 a NaN.
+    * fp32 subnormals are treated like other values. The scale exponent is at least -127.
+    * Values that round up to ``2 ** 128`` or more dequantize to infinity, because they exceed the range of fp32.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def padded_channels(channels: int) -> int:
 
 
 class ScaleRounding(StrEnum):
-    """How the scale of a block is chosen from the largest magnitude ``amax`` in it.
+    """How the scale of a block is chosen from its largest magnitude ``amax``.
 
-    NVFP4's E4M3 scale is rounded to nearest under ``floor`` and ``ceil``, which speak of E8M0 exponents.
+    ``floor`` and ``ceil`` apply to E8M0 exponents. With either, NVFP4's E4M3 scale is rounded to nearest.
     """
 
     FLOOR = "floor"
@@ -71,20 +71,20 @@ class ScaleRounding(StrEnum):
     CEIL = "ceil"
     """The smallest exponent with which ``amax`` does not saturate."""
     SEARCH = "search"
-    """Of two scales the one with the smaller sum of absolute errors in the block: E8M0's ``floor`` and ``ceil``; for
-    NVFP4 the scales that take ``amax`` to 6 and to 4, since E2M1 has nothing between these ("four over six", arXiv
+    """The better of two scales, by the sum of absolute errors in the block. For E8M0 they are those of ``floor`` and
+    ``ceil``. For NVFP4 they map ``amax`` to 6 and to 4, because E2M1 has no value between these ("four over six", arXiv
     2512.02010). Needs ``shared_scale = "block"``."""
 
 
 class SharedScale(StrEnum):
-    """Which blocks carry one scale together. Every choice is a valid MX tensor."""
+    """Which blocks share a scale. Every choice gives a valid MX tensor."""
 
     BLOCK = "block"
     """Each block has its own scale."""
     ROW = "row"
-    """All blocks of a row (one token of one head) have the scale of the row's largest magnitude."""
+    """All blocks of a row (one token of one head) share the scale of the row's largest magnitude."""
     TILE = "tile"
-    """As ``row`` for queries; the keys of a tile of 128 positions carry one scale."""
+    """All keys in a tile of 128 positions share a scale. Queries have the scales of ``row``."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ class ElementFormat:
 E2M1 = ElementFormat("E2M1", emax=2, max_value=E2M1_MAX, bits=4)
 E4M3 = ElementFormat("E4M3", emax=8, max_value=E4M3_MAX, bits=8)
 FIRST_VALUES = ElementFormat("E4M3 with room for later values", emax=3, max_value=E4M3_MAX, bits=8)
-"""What the values of the first tile are scaled to for ``pv = "fp8"``: their largest comes to lie in [8, 16). Later
-values may be 28 times as large. More room would cost small values their bits, which depend on the scale then."""
+"""Target format of the first tile's values with ``pv = "fp8"``: their largest is scaled into [8, 16). Later values may
+be 28 times as large. More headroom would cost small values precision."""
 SMALLEST_CHANNEL = 2.0**-5
-"""What a channel of values holds at least, for its scale, of the largest magnitude of the head."""
+"""Smallest magnitude of a value channel that its scale assumes, as a share of the largest of the head."""
 FIRST_KEYS_ROOM = 32.0
-"""How many times as large as those of the first tile the largest NVFP4 block of keys may be."""
+"""Headroom of NVFP4 keys: the largest block may be this many times as large as those of the first tile."""
 INT8 = ElementFormat("INT8", emax=0, max_value=MXINT8_MAX_CODE * MXINT8_UNIT, bits=8)
 
 
@@ -130,7 +130,7 @@ class ScaleFormat(StrEnum):
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format of blocks: elements, how many share a scale, and the scale's own format."""
+    """A block format: its elements, how many of them share a scale, and the format of the scale."""
 
     name: str
     element: ElementFormat
@@ -139,7 +139,7 @@ class BlockFormat:
 
     @property
     def bits_per_element(self) -> float:
-        """Storage with the scale counted; an NVFP4 tensor's one fp32 scale per head is not."""
+        """Bits of an element, including the block scale but not NVFP4's global scale."""
         return self.element.bits + 8 / self.block_size
 
 
@@ -149,16 +149,18 @@ MXINT8 = BlockFormat("mxint8", INT8, 32, ScaleFormat.E8M0)
 NVFP4 = BlockFormat("nvfp4", E2M1, 16, ScaleFormat.E4M3)
 
 BLOCK_FORMATS = {f.name: f for f in (MXFP4, MXFP8, MXINT8, NVFP4)}
+"""Block formats by name."""
 UNQUANTIZED = "bf16"
-"""Names the absence of quantisation: the tensor keeps the dtype that the model gave it, also fp16 and fp32."""
+"""Means no quantization: the tensor keeps the model's dtype, also if that is fp16 or fp32."""
 FORMAT_NAMES = (UNQUANTIZED, *BLOCK_FORMATS)
+"""Names of all formats."""
 
 
 def block_format(name: str) -> BlockFormat:
     """Return the block format called ``name``.
 
     Raises:
-        ValueError: There is none; the message lists those that there are.
+        ValueError: There is none. The message lists the valid names.
     """
     try:
         return BLOCK_FORMATS[name]

@@ -1,7 +1,7 @@
-"""Block quantisation in torch: the specification of every format, on any device.
+"""Block quantization in PyTorch: the specification of every format, on any device.
 
-A cast never leaves the arithmetic of IEEE fp32: scales of MX formats are powers of two, so dividing by them is exact,
-and NVFP4 divides once, correctly rounded. Fused kernels reproduce these results to the bit.
+Casts use IEEE fp32 arithmetic only. Scales of MX formats are powers of two, so dividing by them is exact. NVFP4 divides
+once, correctly rounded. Fused kernels reproduce these results bit by bit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class QuantizedTensor:
             of E2M1 codes (then ``D' / 2``).
         scale: ``[..., T, D' / block]``: uint8 E8M0 codes or, for NVFP4, ``float8_e4m3fn``.
         global_scale: NVFP4's second scale, fp32 ``[..., 1, 1]``; ``None`` for the other formats.
-        format: What the tensor is in.
+        format: The block format.
         head_dim: ``D`` before padding.
     """
 
@@ -89,23 +89,22 @@ def quantize(
     global_scale: Tensor | None = None,
     tile_offset: int | Tensor = 0,
 ) -> QuantizedTensor:
-    """Quantise the last dimension of ``x`` in blocks.
+    """Quantize the last dimension of ``x`` in blocks.
 
     Args:
-        x: ``[..., T, D]``, floating point; computed on in fp32.
+        x: ``[..., T, D]``, floating point. Arithmetic is in fp32.
         format: A block format or its name.
         scale_rounding: ``floor``, ``ceil`` or ``search``, see :class:`~dma_kernels.numerics.formats.ScaleRounding`.
         shared_scale: ``block``, ``row``, or ``tile`` (rows whose positions lie in one tile of 128 share a scale).
         global_scale: NVFP4's fp32 scale, broadcastable to ``[..., 1, 1]``. By default :func:`nvfp4_global_scale` of
             the largest finite block, for each ``[T, D]`` matrix.
-        tile_offset: With ``tile``: the position of row 0, an int or, for each entry of the first dimension, an integer
-            tensor ``[B]``.
+        tile_offset: Position of row 0 for ``tile``: an int, or an integer tensor ``[B]`` with one for each entry of the
+            first dimension.
 
     Raises:
         TypeError: ``x`` is not floating point.
-        ValueError: ``x`` has fewer than two dimensions; ``format``, ``scale_rounding`` or ``shared_scale`` is unknown;
-            an NVFP4 scale, or one that is searched for, is to be shared; another format is given a ``global_scale``;
-            ``tile_offset`` is not as above.
+        ValueError: ``x`` has fewer than two dimensions, an option is unknown, or options exclude each other. NVFP4
+            scales and searched scales cannot be shared, and only NVFP4 has a ``global_scale``.
     """
     fmt = block_format(format) if isinstance(format, str) else format
     if not x.is_floating_point():
@@ -180,7 +179,7 @@ def nvfp4_global_scale(amax: Tensor, largest: float = E2M1_MAX) -> Tensor:
     """Return NVFP4's fp32 scale for heads with the largest magnitudes ``amax``: a power of two.
 
     The smallest power of two with which no block scale overflows E4M3. NVIDIA's choice is ``amax / (6 * 448)`` itself;
-    a power of two costs less than one of E4M3's 15 binades and makes the quantised values independent of it: a longer
+    a power of two costs less than one of E4M3's 15 binades and makes the quantized values independent of it: a longer
     context with a larger maximum leaves the earlier keys as they were, so decode and prefill see the same numbers.
 
     Args:

@@ -1,4 +1,4 @@
-"""The recipe: which precision the rule gives to which tile. Plain data, shared by every backend."""
+"""The recipe: the precision of each tile. It is plain data, shared by all backends."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ PV_FORMATS = ("bf16", "fp8")
 class Recipe:
     """Numerics of diagonal-tiled mixed-precision attention (arXiv 2604.03950).
 
-    A key tile ``J`` is *high* for a query tile ``I`` iff ``I - diagonal_tiles <= J <= I`` (bidirectional:
-    ``|I - J| <= diagonal_tiles``) or ``J < sink_tiles``; all other visible tiles are *low*. Tiles are of 128 positions.
+    Tiles have 128 positions. A key tile ``J`` is *high* for a query tile ``I`` if ``I - diagonal_tiles <= J <= I``
+    (bidirectional: ``|I - J| <= diagonal_tiles``) or ``J < sink_tiles``. All other visible tiles are *low*.
 
     Attributes:
         low: Format of queries and keys in low tiles: ``bf16``, ``mxfp8``, ``mxint8``, ``mxfp4`` or ``nvfp4``.
         low_q: Overrides ``low`` for queries.
         low_k: Overrides ``low`` for keys.
         high: Format of queries and keys in high tiles.
-        diagonal_tiles: Tiles below the query's own that are high.
-        sink_tiles: Tiles at the start of the sequence that are high.
+        diagonal_tiles: Number of high tiles before the query's own.
+        sink_tiles: Number of high tiles at the start of the sequence.
         scale_rounding: ``floor``, ``ceil`` or ``search``, see :class:`~dma_kernels.numerics.formats.ScaleRounding`.
-        shared_scale: ``block``, ``row`` or ``tile``: which blocks of the low E8M0-scaled formats share a scale, see
+        shared_scale: Which blocks of low tiles share an E8M0 scale: ``block``, ``row`` or ``tile``, see
             :class:`~dma_kernels.numerics.formats.SharedScale`. High tiles always have block scales.
-        smooth_k: Subtract from the keys of each kv head the mean of the first 128; the softmax does not see it.
-        rotate: Multiply queries and keys by one orthonormal Hadamard matrix. Values stay as they are.
-        pv: Probabilities and values of low tiles: ``bf16`` (in the model's dtype) or ``fp8`` (both in E4M3). Those of
-            high tiles are always in the model's dtype.
-        skip_threshold: Skip low tiles whose logits are small; in nats, above 0. A block of 64 query positions skips a
-            tile if, in each of its rows, the tile's largest visible logit is more than this below the row's largest
-            visible logit in high tiles. Blocks that a call holds only in part skip nothing. ``None`` skips nothing.
+        smooth_k: Subtract the mean of the first 128 keys of each kv head from its keys. The softmax does not change.
+        rotate: Multiply queries and keys by one orthonormal Hadamard matrix. Values stay unchanged.
+        pv: Format of probabilities and values in low tiles: ``bf16`` (the model's dtype) or ``fp8`` (both in E4M3). In
+            high tiles they are always in the model's dtype.
+        skip_threshold: Threshold in nats for skipping low tiles, above 0. A block of 64 query positions skips a tile
+            under one condition, which each of its rows must meet: the tile's largest visible logit is more than the
+            threshold below the row's largest visible logit in high tiles. Incomplete blocks skip nothing. ``None``
+            disables skipping.
 
     Raises:
-        ValueError: A field holds something else; the message names the field and what it may hold.
+        ValueError: A field has an invalid value. The message names the field and the valid values.
     """
 
     low: str = "mxfp8"
@@ -91,7 +92,7 @@ class Recipe:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether low and high tiles are computed alike, so that there is no band to tell apart."""
+        """Whether low and high tiles are computed alike."""
         return (
             self.pv == "bf16"
             and self.query_low == self.key_low == self.high
@@ -100,7 +101,7 @@ class Recipe:
 
     @property
     def of_high_tiles(self) -> Recipe:
-        """The recipe, of one precision, of a call without low tiles. Keys that are not quantised need no transform."""
+        """The recipe of a call without low tiles. Unquantized keys need no transform."""
         is_quantized = self.high != UNQUANTIZED
         return replace(
             self, low=self.high, low_q=None, low_k=None, pv=UNQUANTIZED, shared_scale=SharedScale.BLOCK.value,

@@ -1,7 +1,7 @@
-"""Values that are too large for ``pv = "fp8"``: counted where they are quantised, and warned of once.
+"""Values that are too large for ``pv = "fp8"``: they are counted during quantization and trigger one warning.
 
-The scale of a channel is that of the first 128 tokens, so that a longer context does not move it. Later values have
-room to be 28 times as large; larger ones saturate.
+The scale of a channel comes from the first 128 tokens, so that it does not depend on the length. Later values may be 28
+times as large. Larger ones saturate.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def count_saturated(coded: Tensor) -> None:
 
 
 def saturated_values() -> int:
-    """Return how many values ``pv = "fp8"`` has saturated in this process, as far as kernels have ended.
+    """Return how many values ``pv = "fp8"`` has saturated in this process, in all finished kernels.
 
-    A value that is quantised in several calls counts in each. Counts of several GPUs at once are approximate.
+    A value that is quantized in several calls counts in each. Counts of several GPUs at once are approximate.
     """
     return int(saturation_counter().item())
 

@@ -1,7 +1,7 @@
-"""Transforms of queries and keys that real arithmetic does not see and quantisation profits from.
+"""Transforms of queries and keys that reduce quantization errors. In exact arithmetic they do not change the result.
 
-Both are defined to the bit, so that a kernel can be held against them: the Hadamard butterflies run from the
-smallest stride to the largest in fp32, and the mean key is rounded to bfloat16, which hides the order of its sum.
+Both are defined bit by bit, so that kernels can be compared with them. The Hadamard butterflies run from the smallest
+stride to the largest in fp32. The mean key is rounded to bfloat16, which hides the order of its sum.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ def hadamard_rotate(x: Tensor) -> Tensor:
 
 
 def key_mean(key: Tensor, visible: Tensor | None = None) -> Tensor:
-    """Return the mean of the first tile of each batch row and kv head, the vector that ``smooth_k`` subtracts.
+    """Return the mean of the first tile of each batch row and kv head, which ``smooth_k`` subtracts.
 
-    The softmax does not see it, so any vector near the keys will do. That of the first tile is known before there is a
-    low tile: a longer context does not move it, so decode and prefill quantise the same numbers.
+    The softmax does not depend on it, so any vector near the keys works. The first tile is known before the first low
+    tile exists. So the mean does not depend on the length, and decoding and prefill quantize the same numbers.
 
     Args:
         key: ``[B, H, T, D]``.
-        visible: Boolean ``[B, T]``, the keys that count; all where it is ``None``. The first 128 of them are averaged.
+        visible: Visible keys, boolean ``[B, T]``; all by default. The first 128 of them are averaged.
 
     Returns:
-        fp32 (fp64 for fp64) ``[B, H, 1, D]`` whose values are bfloat16 numbers; 0 where no key is visible.
+        fp32 (fp64 for fp64) ``[B, H, 1, D]``, rounded to bfloat16; 0 in rows without visible keys.
     """
     dtype = torch.promote_types(key.dtype, torch.float32)
     if visible is None:
