@@ -103,10 +103,8 @@ class Cached:
         is_exact = self.only_layer not in (None, layer)
         keys = key if is_exact else code_keys(query, key, form.keys)
         values = value if is_exact else code_values(value, form.values)
-        zero = torch.zeros(len(query), dtype=torch.int64, device=query.device)
-        seen = torch.tensor([[0, key.shape[2]]], device=query.device)
         operands = PreparedOperands(query, query, keys, key, value, values, None, None)
-        geometry = AttentionGeometry(q_position=zero, kv_position=zero, kv_range=seen, is_causal=True)
+        geometry = AttentionGeometry(key.shape[2], 0, 0, None, is_causal=True)
         out, _ = attend_prepared(operands, geometry, BAND, dtype=query.dtype, scale=scaling)
         return out.transpose(1, 2).contiguous(), None
 

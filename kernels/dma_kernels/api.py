@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .numerics.arguments import check_options, check_prefill, is_int, of_four_dimensions
-from .numerics.geometry import OPTION_FIELDS, AttentionGeometry, AttentionOptions
+from .numerics.arguments import check_call, check_options, is_int, of_four_dimensions
+from .numerics.call import AttentionCall
+from .numerics.formats import MAX_POSITION
 from .numerics.recipe import RECIPE_FIELDS, Recipe
 from .prefill.plan import plan
-from .prefill.problem import PrefillProblem
-from .reference.attention import attention_gradient
+from .reference.attention import EXACT, attention_gradient
 from .runtime.chip import check_backend
 
 
@@ -85,11 +85,11 @@ def attention(
         RuntimeError: The backend that was asked for cannot run on this device.
         NotImplementedError: Derivatives are computed in forward mode.
     """
-    out, _ = _attention_and_lse(
-        False, query, key, value, recipe, is_causal, scale, q_offset, kv_offset, kv_range, window, softcap, sinks, mask,
-        tile_counts, backend,
+    call = AttentionCall(
+        query, key, value, recipe, is_causal, scale, q_offset, kv_offset, kv_range, window, softcap, sinks, mask,
+        tile_counts, backend, needs_lse=False,
     )  # fmt: skip
-    return out
+    return _compute(call)[0]
 
 
 def attention_with_lse(
@@ -116,52 +116,30 @@ def attention_with_lse(
         The output, and the natural logarithm of the softmax denominator, sinks included, ``[B, Hq, Tq]``, fp32 (fp64
         for fp64). It has no gradient. In rows that attend to no key it is the sink logit, or ``-inf`` without sinks.
     """
-    out, lse = _attention_and_lse(
-        True, query, key, value, recipe, is_causal, scale, q_offset, kv_offset, kv_range, window, softcap, sinks, mask,
+    call = AttentionCall(
+        query, key, value, recipe, is_causal, scale, q_offset, kv_offset, kv_range, window, softcap, sinks, mask,
         tile_counts, backend,
     )  # fmt: skip
+    out, lse = _compute(call)
     assert lse is not None
     return out, lse
 
 
-def _attention_and_lse(
-    needs_lse: bool,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    recipe: Recipe,
-    is_causal: bool,
-    scale: float | None,
-    q_offset: int | Tensor | None,
-    kv_offset: int | Tensor,
-    kv_range: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    tile_counts: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor | None]:
+def _compute(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Check the options, and run a plan or the operator."""
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(recipe).__name__}")
-    check_backend(backend)
-    check_options(is_causal=is_causal, window=window, scale=scale, softcap=softcap)
-    given: list[Any] = [query, key, value]
-    for other in (q_offset, kv_offset, kv_range, sinks, mask, tile_counts):
+    if not isinstance(call.recipe, Recipe):
+        raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(call.recipe).__name__}")
+    check_backend(call.backend)
+    check_options(is_causal=call.is_causal, window=call.window, scale=call.scale, softcap=call.softcap)
+    given: list[Any] = [call.query, call.key, call.value]
+    for other in (call.q_offset, call.kv_offset, call.kv_range, call.sinks, call.mask, call.tile_counts):
         if other is not None and not is_int(other):
             given.append(other)
     if _needs_op(given):
-        return _call_op(
-            query, key, value, recipe, is_causal, scale, q_offset, kv_offset, kv_range, window, softcap, sinks, mask,
-            tile_counts, backend,
-        )  # fmt: skip
-    sinks = None if sinks is None else sinks.contiguous()
-    problem = PrefillProblem.of(
-        query, key, value, recipe, is_causal, scale, q_offset, kv_offset, kv_range, window, softcap, sinks, mask,
-        tile_counts, backend, needs_lse,
-    )  # fmt: skip
-    return plan(problem).run(query, key, value, q_offset, kv_offset, kv_range, sinks, mask, tile_counts)
+        return _call_op(call)
+    if call.sinks is not None:
+        call = call._replace(sinks=call.sinks.contiguous())
+    return plan(call.layouts()).run(call)
 
 
 def _needs_op(given: list[Any]) -> bool:
@@ -198,79 +176,57 @@ def _may_be_dual(tensor: Any) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def _call_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    recipe: Recipe,
-    is_causal: bool,
-    scale: float | None,
-    q_offset: int | Tensor | None,
-    kv_offset: int | Tensor,
-    kv_range: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    mask: Tensor | None,
-    tile_counts: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """Call the registered operator."""
-    positions: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "kv_range": kv_range}
-    check_prefill(
-        *(query, key, value, recipe),
-        is_causal=is_causal,
-        **positions,
-        mask=mask,
-        sinks=sinks,
-        tile_counts=tile_counts,
-    )
-    options = AttentionOptions.of(
-        query,
-        is_causal=is_causal,
-        scale=scale,
-        **positions,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        mask=of_four_dimensions(mask),
-    )
-    arguments = (getattr(options, name) for name in OPTION_FIELDS)
-    numerics = (getattr(recipe, name) for name in RECIPE_FIELDS)
-    out, lse, counts = _attention(query, key, value, *arguments, backend, tile_counts is not None, *numerics)
-    if tile_counts is not None:
-        tile_counts += counts
+def _call_op(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    check_call(call)
+    (q_offset, q_rows), (kv_offset, kv_rows) = map(_split_offset, (call.q_offset, call.kv_offset))
+    window = None if call.window is None else min(call.window, 4 * MAX_POSITION)  # the operator takes int64
+    out, lse, counts = _attention(
+        call.query, call.key, call.value, q_offset, kv_offset or 0, q_rows, kv_rows, call.kv_range,
+        of_four_dimensions(call.mask), call.sinks, call.is_causal, window, call.score_scale,
+        None if call.softcap is None else float(call.softcap), call.backend, call.tile_counts is not None,
+        *(getattr(call.recipe, name) for name in RECIPE_FIELDS),
+    )  # fmt: skip
+    if call.tile_counts is not None:
+        call.tile_counts.add_(counts)
     return out, lse
 
 
-_SCHEMA_TYPES = {"int": "SymInt", "int | None": "SymInt?", "Tensor | None": "Tensor?", "str | None": "str?"}
-_SCHEMA_TYPES |= {"float | None": "float?"} | {name: name for name in ("bool", "float", "str")}
+def _split_offset(offset: Any) -> tuple[Any, Tensor | None]:
+    """Return an offset as an integer and a tensor, one of which is ``None``: an operator's argument has one type."""
+    return (offset, None) if offset is None or is_int(offset) else (None, offset)
 
 
-def _parameters(kind: type) -> list[str]:
-    """Return the fields of a dataclass as parameters of an op, which takes plain arguments only."""
-    return [f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(kind)]
+# The tensors and options of a call, in the order of the operators' arguments.
+_TENSORS_AND_OPTIONS = (
+    "Tensor query, Tensor key, Tensor value, SymInt? q_offset, SymInt kv_offset, Tensor? q_offset_rows, "
+    "Tensor? kv_offset_rows, Tensor? kv_range, Tensor? mask, Tensor? sinks, bool is_causal, SymInt? window, "
+    "float scale, float? softcap"
+)
+_ARGUMENTS = [argument.split()[1] for argument in _TENSORS_AND_OPTIONS.split(", ")]
+_SCHEMA_TYPES = {"int": "SymInt", "str | None": "str?", "float | None": "float?"}
+_SCHEMA_TYPES |= {name: name for name in ("bool", "float", "str")}
+_RECIPE = ", ".join(f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(Recipe))
 
 
-_TENSORS = ["Tensor query", "Tensor key", "Tensor value", *_parameters(AttentionOptions)]
-
-
-def _run_op(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the logarithms, and counts of tiles, empty where they are not asked for."""
-    count = len(OPTION_FIELDS)
-    backend, counts_tiles = arguments[count : count + 2]
-    recipe = Recipe(**dict(zip(RECIPE_FIELDS, arguments[count + 2 :], strict=True)))
-    counts = query.new_zeros((query.shape[1] if counts_tiles else 0, 2), dtype=torch.int64)
-    named = dict(zip(OPTION_FIELDS, arguments, strict=False))
+def _call_of(arguments: tuple[Any, ...], recipe: Recipe, backend: str, tile_counts: Tensor | None) -> AttentionCall:
+    """Return the call of an operator's tensors and options."""
+    named = dict(zip(_ARGUMENTS, arguments, strict=True))
     for name in ("q_offset", "kv_offset"):
         rows = named.pop(f"{name}_rows")
         named[name] = named[name] if rows is None else rows
-    tensors = {name: named[name] for name in ("q_offset", "kv_offset", "kv_range", "sinks", "mask")}
-    tensors["tile_counts"] = counts if counts_tiles else None
-    if tensors["sinks"] is not None:
-        tensors["sinks"] = tensors["sinks"].contiguous()
-    problem = PrefillProblem.of(query, key, value, recipe, backend=backend, **named | tensors)
-    out, lse = plan(problem).run(query, key, value, **tensors)
+    if named["sinks"] is not None:
+        named["sinks"] = named["sinks"].contiguous()
+    return AttentionCall(**named, recipe=recipe, backend=backend, tile_counts=tile_counts)
+
+
+def _run_op(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the logarithms, and counts of tiles, empty where they are not asked for."""
+    count = len(_ARGUMENTS) - 1
+    backend, counts_tiles, *numerics = others[count:]
+    recipe = Recipe(**dict(zip(RECIPE_FIELDS, numerics, strict=True)))
+    counts = query.new_zeros((query.shape[1] if counts_tiles else 0, 2), dtype=torch.int64)
+    call = _call_of((query, *others[:count]), recipe, backend, counts if counts_tiles else None)
+    out, lse = plan(call.layouts()).run(call)
     assert lse is not None
     return out, lse, counts
 
@@ -279,8 +235,7 @@ _attention = torch.library.custom_op(
     "dma_kernels::attention",
     _run_op,
     mutates_args=(),
-    schema=f"({', '.join([*_TENSORS, 'str backend', 'bool counts_tiles', *_parameters(Recipe)])})"
-    " -> (Tensor, Tensor, Tensor)",
+    schema=f"({_TENSORS_AND_OPTIONS}, str backend, bool counts_tiles, {_RECIPE}) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -289,58 +244,46 @@ def _(query, key, value, *arguments):  # type: ignore[no-untyped-def]
     batch, q_heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_len, q_heads, value.shape[-1])).transpose(1, 2)
     lse = query.new_empty((batch, q_heads, q_len), dtype=torch.promote_types(query.dtype, torch.float32))
-    counts_tiles = arguments[len(OPTION_FIELDS) + 1]
+    counts_tiles = arguments[len(_ARGUMENTS) - 2]
     return out, lse, query.new_empty((q_heads if counts_tiles else 0, 2), dtype=torch.int64)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    named = dict(zip(OPTION_FIELDS, inputs[3:], strict=False))
-    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    ctx.save_for_backward(*inputs[:3], *tensors.values())
-    ctx.tensor_names = tuple(tensors)
-    ctx.options = {name: value for name, value in named.items() if name not in tensors}
-    ctx.count = len(inputs)
+    named = dict(zip(_ARGUMENTS, inputs, strict=False))
+    ctx.tensor_names = [name for name, value in named.items() if isinstance(value, Tensor)]
+    ctx.save_for_backward(*(named.pop(name) for name in ctx.tensor_names))
+    ctx.options, ctx.count = named, len(inputs)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _backward(ctx: Any, grad_out: Tensor, *_others: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, *others = ctx.saved_tensors
-    named = ctx.options | dict(zip(ctx.tensor_names, others, strict=True))
-    gradients = _attention_backward(grad_out, query, key, value, *(named[name] for name in OPTION_FIELDS))
-    all_gradients: list[Tensor | None] = [None] * ctx.count
-    all_gradients[:3] = gradients[:3]
+    named = ctx.options | dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True))
+    *gradients, grad_sinks = _attention_backward(grad_out, *(named[name] for name in _ARGUMENTS))
+    gradients += [None] * (ctx.count - 3)
     if named["sinks"] is not None:
-        all_gradients[3 + OPTION_FIELDS.index("sinks")] = gradients[3]
-    return tuple(all_gradients)
+        gradients[_ARGUMENTS.index("sinks")] = grad_sinks
+    return tuple(gradients)
 
 
 _attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _run_backward_op(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _run_backward_op(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and sinks; without sinks the last is empty."""
-    options = AttentionOptions(*arguments)
-    grad_q, grad_k, grad_v, grad_sinks = attention_gradient(
-        *(grad_out, query, key, value, AttentionGeometry.of(options, query, key)),
-        scale=options.scale,
-        softcap=options.softcap,
-        sinks=options.sinks,
-    )
-    return grad_q, grad_k, grad_v, query.new_empty(0) if grad_sinks is None else grad_sinks
+    grad_q, grad_k, grad_v, grad_sinks = attention_gradient(grad_out, _call_of(arguments, EXACT, "reference", None))
+    return grad_q, grad_k, grad_v, grad_out.new_empty(0) if grad_sinks is None else grad_sinks
 
 
 _attention_backward = torch.library.custom_op(
     "dma_kernels::attention_backward",
     _run_backward_op,
     mutates_args=(),
-    schema=f"(Tensor grad_out, {', '.join(_TENSORS)}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad_out, {_TENSORS_AND_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
 @_attention_backward.register_fake
-def _(grad_out, query, key, value, *arguments):  # type: ignore[no-untyped-def]
-    sinks = arguments[OPTION_FIELDS.index("sinks")]
-    empty = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return (*(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)), empty)
+def _(grad_out, *arguments):  # type: ignore[no-untyped-def]
+    sinks = arguments[_ARGUMENTS.index("sinks")]
+    empty = grad_out.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return (*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in arguments[:3]), empty)

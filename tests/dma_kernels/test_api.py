@@ -16,8 +16,8 @@ import pytest
 import torch
 from dma_kernels import Recipe, api, attention, attention_with_lse, saturated_values
 from dma_kernels.numerics import saturation
+from dma_kernels.numerics.call import AttentionCall
 from dma_kernels.prefill.plan import plan
-from dma_kernels.prefill.problem import PrefillProblem
 from dma_kernels.runtime import chip
 from dma_kernels.runtime.chip import BACKENDS, resolve_backend
 from dma_kernels.testing import RECIPES, assert_bits_equal, random_qkv, relative_error
@@ -545,9 +545,9 @@ class TestWatchers:
             assert_bits_equal(ours, attention(each, key, value, BALANCED))
 
 
-def problem_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> PrefillProblem:
+def problem_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> AttentionCall:
     """Return what a call is planned by."""
-    problems: list[PrefillProblem] = []
+    problems: list[AttentionCall] = []
     query, key, value = random_qkv(q_len=5, kv_len=5, q_heads=2, kv_heads=2, head_dim=32)
     arguments = {"query": query, "key": key, "value": value, "recipe": Recipe()} | changes
     with monkeypatch.context() as patch:

@@ -15,10 +15,10 @@ import torch
 from decode_cases import Case
 from dma_kernels import Recipe, attention
 from dma_kernels.cache.api import cached_attention, restore
+from dma_kernels.numerics.call import AttentionCall
 from dma_kernels.numerics.layout import TensorLayout
 from dma_kernels.prefill.hopper.quantize_q import quantize_q
 from dma_kernels.prefill.plan import plan
-from dma_kernels.prefill.problem import PrefillProblem
 from dma_kernels.runtime import chip
 from dma_kernels.runtime.operand_formats import DEQUANTIZED, INT8, RAW
 from dma_kernels.runtime.plan import make_plan
@@ -95,12 +95,11 @@ def test_grids_are_within_the_limits_of_cuda(recipe: str, sizes: dict[str, int])
     query = torch.empty(1, dtype=torch.float16).expand(batch, heads, q_len, 32)
     key = query[:, :, :5].expand(batch, heads, 5, 32)
     named: dict[str, Any] = dict.fromkeys(("scale", "kv_range", "window", "softcap", "sinks", "mask", "tile_counts"))
-    problem = PrefillProblem.of(
+    call = AttentionCall(
         query, key, key, replace(RECIPES[recipe], sink_tiles=0), is_causal=True, q_offset=400, kv_offset=0,
         backend="triton", **named,
     )  # fmt: skip
-    launches = plan(problem).launches
-    assert launches is not None
+    launches = plan(call.layouts()).launches
     low_key = INT8 if recipe == "int8" else DEQUANTIZED
 
     def quantize(query: Any) -> list[Any]:

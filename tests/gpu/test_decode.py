@@ -18,6 +18,7 @@ from decode_cases import (
 from dma_kernels.cache.append import append_tokens
 from dma_kernels.cache.decode import decode_attention, decode_step
 from dma_kernels.cache.decode_kernel import decode_kernel
+from dma_kernels.cache.reference import CacheOptions
 from dma_kernels.cache.storage import LayerStorage
 
 pytestmark = pytest.mark.gpu
@@ -84,16 +85,16 @@ def test_a_cuda_graph_of_a_step_fills_the_cache(format: str) -> None:
     expected = storage()
     outputs = []
     for inputs in _steps(expected, case, 500, 150):
-        outputs.append(decode_step(*inputs, expected, scale=0.1))
+        outputs.append(decode_step(*inputs, expected, CacheOptions(0.1)))
     ours = storage()
     static = next(_steps(ours, case, 500, 1))
     lengths = ours.lengths.clone()
-    decode_step(*static, ours, scale=0.1)  # compiles
+    decode_step(*static, ours, CacheOptions(0.1))  # compiles
     ours.lengths.copy_(lengths)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode_step(*static, ours, scale=0.1)
+        out = decode_step(*static, ours, CacheOptions(0.1))
     for inputs, expected_out in zip(_steps(ours, case, 500, 150), outputs, strict=True):
         for old, new in zip(static, inputs, strict=True):
             old.copy_(new)
@@ -111,7 +112,7 @@ def test_no_compilation_when_only_lengths_change() -> None:
         )  # fmt: skip
         query, key, value = case.inputs(torch.bfloat16, "cuda")
         append_tokens(storage, key, value)
-        decode_attention(query, storage, scale=0.1)
+        decode_attention(query, storage, CacheOptions(0.1))
 
     def compiled() -> int:
         return sum(len(cache[0]) for cache in decode_kernel.device_caches.values())
@@ -129,6 +130,6 @@ def test_every_output_is_written() -> None:
     query, _, _ = case.inputs(torch.bfloat16, "cuda")
     poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
     del poison  # the allocator reuses this memory for the outputs
-    out, lse = decode_attention(query, storage, scale=0.1)
+    out, lse = decode_attention(query, storage, CacheOptions(0.1))
     assert out.isfinite().all()
     assert lse.isfinite().all()

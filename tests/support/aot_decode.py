@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from aot import OPTIONS, Compiled, answer_calls, compile_only
 from dma_kernels.cache.chunked_prefill import chunk_attention
-from dma_kernels.cache.decode import decode_step
+from dma_kernels.cache.decode import decode_step, plan_decode
 from dma_kernels.cache.reference import CacheOptions
 from dma_kernels.cache.storage import LayerStorage
 
@@ -28,8 +28,9 @@ def compile_step(
         for heads, dim in ((32, head_dim), (8, head_dim), (8, value_dim))
     )
     with compile_only(arch) as compiled:
+        plan_decode.cache_clear()  # plans do not know the chip
         if queries <= 16:
-            decode_step(query, key, value, storage, scale=0.125, **OPTIONS[option])
+            decode_step(query, key, value, storage, CacheOptions(scale=0.125, **OPTIONS[option]))
         else:
             chunk_attention(query, key, value, storage, CacheOptions(scale=0.125, **OPTIONS[option]))
     return compiled

@@ -147,10 +147,10 @@ def assert_decode_matches(case: Case, format: str, dtype: torch.dtype, device: s
     """Compare the decode kernel with exact attention over the same cache."""
     query, _, _ = case.inputs(dtype, device)
     storage = case.storage(format, dtype, device)
-    out, lse = decode_attention(query, storage, **case.options(device))  # type: ignore[arg-type]
+    out, lse = decode_attention(query, storage, CacheOptions(**case.options(device)))  # type: ignore[arg-type]
     if torch.device(device).type == "cuda":  # later calls launch the compiled kernels
         for _ in range(2):
-            again, again_lse = decode_attention(query, storage, **case.options(device))  # type: ignore[arg-type]
+            again, again_lse = decode_attention(query, storage, CacheOptions(**case.options(device)))  # type: ignore[arg-type]
             assert torch.equal(again, out)
             assert torch.equal(again_lse, lse)
     exact, expected_lse = case.reference(storage)
@@ -181,7 +181,7 @@ def assert_steps_match(case: Case, format: str, dtype: torch.dtype, device: str)
         storage.append(key[:, :, :start], value[:, :, :start])
     while start < case.kv_len:
         new = slice(start, start + case.q_len)
-        out = decode_step(query, key[:, :, new], value[:, :, new], ours, **case.options(device))  # type: ignore[arg-type]
+        out = decode_step(query, key[:, :, new], value[:, :, new], ours, CacheOptions(**case.options(device)))  # type: ignore[arg-type]
         append_tokens(expected, key[:, :, new], value[:, :, new])
         assert out.dtype == dtype
         assert_as_exact(out, case.reference(expected)[0])

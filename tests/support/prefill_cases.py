@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from dma_kernels import Recipe, attention_with_lse
+from dma_kernels.numerics.call import AttentionCall
 from dma_kernels.numerics.formats import TILE
-from dma_kernels.prefill.problem import PrefillProblem
 from dma_kernels.testing import random_qkv, relative_error
 from torch import Tensor
 
@@ -55,14 +55,14 @@ class Case:
             make_sparse(query, key)
         return query, key, value
 
-    def problem(self, recipe: Recipe, dtype: torch.dtype, device: str) -> PrefillProblem:
+    def problem(self, recipe: Recipe, dtype: torch.dtype, device: str) -> AttentionCall:
         """Return what a call of the Triton backend is planned by."""
         options: dict[str, Any] = dict.fromkeys(
             ("scale", "q_offset", "kv_range", "window", "softcap", "sinks", "mask", "tile_counts")
         )
         options |= {"is_causal": True, "kv_offset": 0, "backend": "triton"} | self.options
         tensors = {name: torch.tensor(value, device=device) for name, value in self.tensors.items()}
-        return PrefillProblem.of(*self.inputs(dtype, device), recipe, **options | tensors)
+        return AttentionCall(*self.inputs(dtype, device), recipe, **options | tensors).layouts()
 
     def call(
         self, recipe: Recipe, backend: str, dtype: torch.dtype, device: str, tile_counts: Tensor | None = None

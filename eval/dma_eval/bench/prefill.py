@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from dma_kernels import attention, attention_with_lse
-from dma_kernels.numerics.geometry import PrefillGeometry
-from dma_kernels.prefill.plan import quantize_operands
+from dma_kernels.numerics.geometry import AttentionGeometry
+from dma_kernels.prefill.launches import quantize_operands
 from dma_kernels.runtime.chip import device_arch, resolve_backend
 from dma_kernels.runtime.compute_path import select_compute_path
 from torch import Tensor
@@ -81,7 +81,7 @@ def prepare(backend: Backend, inputs: Inputs) -> Prepared:
     call = partial(attention, query, key, value, recipe, **options, backend=on)
     if resolve_backend(on, query.device, query.dtype) != "triton" or inputs.documents > 1:
         return Prepared(call)
-    geometry = PrefillGeometry(key.shape[2], 0, 0, None, is_causal=inputs.is_causal, window=None, mask=None)
+    geometry = AttentionGeometry(key.shape[2], 0, 0, None, is_causal=inputs.is_causal)
     path = select_compute_path(recipe, device_arch(query.device), query.shape[3])
     return Prepared(call, lambda: quantize_operands(query, key, value, recipe, path, geometry))
 

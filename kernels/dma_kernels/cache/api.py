@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.arguments import check_kind, check_mask, check_options, check_sinks, is_integer, of_four_dimensions
-from ..numerics.geometry import MAX_POSITION
+from ..numerics.formats import MAX_POSITION
 from ..runtime.chip import resolve_backend
 from ..runtime.reports import report
 from .reference import CacheOptions, cached_attention_reference
@@ -210,10 +210,9 @@ def _attend(
         limit = min(MAX_QUERIES, storage.spare_tokens)
         if query.shape[2] > limit or options.mask is not None or not options.is_causal:
             return chunk_attention(query, key, value, storage, options)
-        named = {name: getattr(options, name) for name in ("scale", "window", "softcap", "sinks")}
         if key.shape[2]:
-            return decode_step(query, key, value, storage, **named)
-        return decode_attention(query, storage, return_lse=False, **named)[0]
+            return decode_step(query, key, value, storage, options)
+        return decode_attention(query, storage, options)[0]
     report("reference")
     out, _ = cached_attention_reference(query, key, value, storage, options)
     if key.shape[2]:

@@ -19,7 +19,7 @@ from ..numerics.layout import layout_of
 from ..runtime.launch import Launcher
 from ..runtime.plan import LaunchPlan, make_plan
 from .kernel_args import CacheInputs, CacheSizes, PageConfig, Strided
-from .page_kernel import quantize_key_tile, quantize_value_tile
+from .page_kernel import page_block, quantize_key_tile, quantize_value_tile, unquantized_row
 from .page_layout import PageLayout
 from .storage import LayerStorage
 
@@ -90,12 +90,8 @@ def append_head(
     if tile * _TILE < end:
         # A ring holds the last tiles.
         is_complete = ((tile + 1) * _TILE <= end) & (tile >= (end >> _TILE_SHIFT) - sizes.max_pages)
-        column = tile % tl.maximum(sizes.max_pages, 1)
-        page = tl.load(cache.page_table + i_b * sizes.max_pages + column, mask=is_complete, other=0).to(tl.int64)
-        page_ptr = cache.kv_pages + page * cache.stride_page + i_kv * CONFIG.PAGE_WORDS
-        row = i_b
-        if cache.unquantized_rows is not None:
-            row = tl.load(cache.unquantized_rows + i_b).to(tl.int64)
+        page_ptr = page_block(cache, i_b, i_kv, tile, is_complete, sizes.max_pages, CONFIG.PAGE_WORDS)
+        row = unquantized_row(cache, i_b)
         if are_values:
             _append_tile(
                 value, value.ptr + i_b * value.stride_b + i_kv * value.stride_h, cache.value, row, i_kv,
@@ -136,16 +132,15 @@ def append_tokens(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
     if key.numel() == 0:
         return
     tensors = (key, value, *CacheInputs.of(storage))
-    layouts = map(layout_of, tensors)
-    _plan_append(storage.format, next(layouts), next(layouts), CacheInputs(*layouts)).run(tensors)
+    _plan_append(storage.format, tuple(map(layout_of, tensors))).run(tensors)
     storage.lengths += key.shape[2]
     storage.count_appended(key.shape[2])
 
 
 @functools.lru_cache(maxsize=256)
-def _plan_append(format: str, key: Any, value: Any, cache: CacheInputs) -> LaunchPlan:
-    """Plan the launches that store keys and values; they do not update ``lengths``. Layouts stand for tensors."""
-    batch, kv_heads, new_len, _ = key.shape
+def _plan_append(format: str, layouts: tuple[Any, ...]) -> LaunchPlan:
+    """Plan the launches that store keys and values; they do not update ``lengths``."""
+    (batch, kv_heads, new_len, _), cache = layouts[0].shape, CacheInputs(*layouts[2:])
     layout, sizes = cache.page_layout(format), cache.sizes
     max_tiles = (new_len + TILE - 2) // TILE + 1
     # New tokens that wrap around the ring would overwrite stored keys that are still to be quantized.
@@ -160,7 +155,7 @@ def _plan_append(format: str, key: Any, value: Any, cache: CacheInputs) -> Launc
             )  # fmt: skip
         return ()
 
-    return make_plan(launch, (key, value, *cache), key.device)
+    return make_plan(launch, layouts, layouts[0].device)
 
 
 def append_warps(layout: PageLayout) -> int:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ..numerics.formats import TILE
-from ..numerics.geometry import AttentionOptions, PrefillGeometry
+from ..numerics.geometry import AttentionGeometry
 from ..numerics.layout import TensorLayout, layout_of
 from ..numerics.recipe import Recipe
 from ..prefill import portable
 from ..prefill.config import portable_config
-from ..prefill.operands import Operands, TileOperands
-from ..prefill.plan import new_results
+from ..prefill.launches import new_results
+from ..prefill.operands import AttentionInputs, Operands, TileOperands
 from ..runtime import chip
 from ..runtime.compute_path import ComputePath
 from ..runtime.operand_formats import DEQUANTIZED, RAW
@@ -78,79 +78,42 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, op
     if storage.window is None or new_len <= TILE:
         start = first.div(TILE, rounding_mode="floor") * TILE
         low = restore_dense(storage, start, (-(-kv_len // TILE) + 1) * TILE, as_low=True)
-    geometry = AttentionOptions(
-        q_offset=0,
-        kv_offset=0,
-        q_offset_rows=first_query,
-        kv_offset_rows=first,
-        kv_range=torch.stack(((-first).clamp(min=0), end - first), 1),
-        mask=mask,
-        sinks=sinks,
-        is_causal=options.is_causal,
-        window=window,
-        scale=options.scale,
-        softcap=options.softcap,
-    )
-    rows = geometry.rows(query, keys)
-    tensors = (query, keys, values, *low, None if sinks is None else sinks.contiguous(), mask, rows)
-    plan = _plan(
-        *map(layout_of, tensors),
-        diagonal_tiles=storage.diagonal_tiles,
-        sink_tiles=storage.sink_len // TILE,
-        is_causal=options.is_causal,
-        window=PrefillGeometry.of(geometry, query, keys, rows).window,
-        scale=options.scale,
-        softcap=options.softcap,
-    )
+    visible = (-first).clamp(0, kv_len), (end - first).clamp(0, kv_len)
+    seq_info = torch.stack((first_query, first, *visible), 1).to(torch.int32)
+    tensors = (query, keys, values, *low, None if sinks is None else sinks.contiguous(), mask, seq_info)
+    recipe = Recipe(low="bf16", high="bf16", diagonal_tiles=storage.diagonal_tiles, sink_tiles=storage.sink_len // TILE)
+    plan = _plan(tuple(map(layout_of, tensors)), recipe, options.is_causal, window, options.scale, options.softcap)
     report("portable")
     return plan.run(tensors)[0]
 
 
 @functools.lru_cache(maxsize=256)
 def _plan(
-    query: TensorLayout,
-    keys: TensorLayout,
-    values: TensorLayout,
-    low_keys: TensorLayout | None,
-    low_values: TensorLayout | None,
-    sinks: TensorLayout | None,
-    mask: TensorLayout | None,
-    rows: TensorLayout,
-    *,
-    diagonal_tiles: int,
-    sink_tiles: int,
+    layouts: tuple[TensorLayout | None, ...],
+    recipe: Recipe,
     is_causal: bool,
     window: int | None,
     scale: float,
     softcap: float | None,
 ) -> LaunchPlan:
     """Plan the launch of the portable kernel over restored KV."""
-    recipe = Recipe(low="bf16", high="bf16", diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles)
-    path = _HIGH_ONLY if low_keys is None else _HIGH_AND_LOW
-    has_softcap = softcap is not None
+    query_layout, _, values_layout, low_keys_layout, *_ = layouts
+    assert query_layout is not None
+    assert values_layout is not None
+    device, path = query_layout.device, _HIGH_ONLY if low_keys_layout is None else _HIGH_AND_LOW
     config = portable_config(
-        chip.device_arch(query.device), path, query.shape[3], values.shape[3], has_softcap=has_softcap
+        chip.device_arch(device), path, query_layout.shape[3], values_layout.shape[3], has_softcap=softcap is not None
     )
 
     def launch(
-        query: Any, keys: Any, values: Any, low_keys: Any, low_values: Any, sinks: Any, mask: Any, rows: Any
+        query: Any, keys: Any, values: Any, low_keys: Any, low_values: Any, sinks: Any, mask: Any, seq_info: Any
     ) -> tuple[Any, Any]:
-        high = TileOperands(keys, values, RAW, RAW)
-        low = None
-        if low_keys is not None:
-            low = TileOperands(low_keys, low_values, DEQUANTIZED, DEQUANTIZED)
-        geometry = PrefillGeometry(keys.shape[2], 0, 0, rows, is_causal=is_causal, window=window, mask=mask)
+        low = None if low_keys is None else TileOperands(low_keys, low_values, DEQUANTIZED, DEQUANTIZED)
+        operands = Operands(high=TileOperands(keys, values, RAW, RAW), low=low)
+        geometry = AttentionGeometry(keys.shape[2], 0, 0, seq_info, is_causal=is_causal, window=window, mask=mask)
         out, lse = new_results(query, values)
         if lse.numel():
-            portable.launch(
-                *(query, Operands(high=high, low=low), geometry, recipe, config, out, lse),
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
-                skip_threshold=None,
-                tile_counts=None,
-                use_pdl=False,
-            )
+            portable.launch(AttentionInputs(query, operands, geometry, recipe, config, out, lse, scale, softcap, sinks))
         return out, lse
 
-    return make_plan(launch, (query, keys, values, low_keys, low_values, sinks, mask, rows), query.device)
+    return make_plan(launch, layouts, device)

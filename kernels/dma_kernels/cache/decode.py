@@ -8,15 +8,15 @@ graph of a step can be replayed while the cache fills.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from ..numerics.geometry import LOG2_E
-from ..numerics.layout import layout_of
+from ..numerics.layout import TensorLayout, layout_of
+from ..prefill.launches import new_results
 from ..runtime import chip
 from ..runtime.launch import Launcher
 from ..runtime.plan import LaunchPlan, make_plan
@@ -27,6 +27,7 @@ from .decode_kernel import DecodeConfig, Splits, decode_kernel
 from .decode_mma import QUERIES
 from .formats import VALUE_GROUP
 from .kernel_args import CacheInputs, PageConfig, Strided
+from .reference import CacheOptions
 from .split_kv_combine import launch_combine
 from .storage import LayerStorage
 
@@ -34,16 +35,7 @@ MAX_QUERIES = 16
 """Queries of a call; longer chunks run on the prefill kernel."""
 
 
-def decode_attention(
-    query: Tensor,
-    storage: LayerStorage,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = True,
-) -> tuple[Tensor, ...]:
+def decode_attention(query: Tensor, storage: LayerStorage, options: CacheOptions) -> tuple[Tensor, Tensor]:
     """Attend causally to a cache that already holds the keys of the queries.
 
     Query ``i`` of ``T`` is at position ``lengths - T + i``.
@@ -51,15 +43,11 @@ def decode_attention(
     Args:
         query: bf16 or fp16 ``[B, Hq, T, D]``, ``T <= 16``, any strides, in the dtype of the cache.
         storage: The cache, on the device of ``query``.
-        scale: Scale of the scores.
-        window: Sliding window; at most that of the storage, if it has one.
-        softcap: Scores become ``softcap * tanh(score / softcap)``, after ``scale``.
-        sinks: One logit per query head, ``[Hq]``.
-        return_lse: Whether to return the log-sum-exp.
+        options: Causal, without a mask.
 
     Returns:
         Output ``[B, Hq, T, Dv]`` in the dtype of ``query``, 0 in rows that see no key, with ``.transpose(1, 2)``
-        contiguous; and with ``return_lse`` the natural log-sum-exp, fp32 ``[B, Hq, T]``.
+        contiguous; and the natural log-sum-exp, fp32 ``[B, Hq, T]``.
 
     Raises:
         ValueError: ``query`` has more than 16 positions.
@@ -68,145 +56,86 @@ def decode_attention(
         raise ValueError(
             f"query must have at most {MAX_QUERIES} positions, got {query.shape[2]}; use the prefill kernel"
         )
-    out, lse = _run(query, None, None, storage, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    return (out, lse) if return_lse else (out,)
+    return _run(query, None, None, storage, options)
 
 
-def decode_step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    storage: LayerStorage,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def decode_step(query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, options: CacheOptions) -> Tensor:
     """Store the keys and values of the queries and attend, without synchronizing.
 
     Equals :func:`~dma_kernels.cache.append.append_tokens` followed by :func:`decode_attention`, in two launches.
 
     Args:
-        query: ``[B, Hq, T, D]``, and the options, as for :func:`decode_attention`.
+        query: As for :func:`decode_attention`.
         key: New keys ``[B, Hkv, T, D]``, any strides.
         value: New values ``[B, Hkv, T, Dv]``.
         storage: The cache. It must have pages for the tiles that are completed, and residual KV for the new tokens.
-        scale: See :func:`decode_attention`.
-        window: See :func:`decode_attention`.
-        softcap: See :func:`decode_attention`.
-        sinks: See :func:`decode_attention`.
+        options: As for :func:`decode_attention`.
 
     Returns:
         Output ``[B, Hq, T, Dv]`` in the dtype of ``query``.
     """
-    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
     # Without a band, later queries read a tile that the new keys complete from its codes.
     if query.numel() == 0 or key.numel() == 0 or (key.shape[2] > 1 and storage.diagonal_tiles == 0):
         append_tokens(storage, key, value)
-        return decode_attention(query, storage, **options)[0]  # type: ignore[arg-type]
-    out = _run(query, key, value, storage, **options)[0]  # type: ignore[arg-type]
+        return decode_attention(query, storage, options)[0]
+    out, _ = _run(query, key, value, storage, options)
     storage.count_appended(key.shape[2])
     return out
 
 
 def _run(
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    storage: LayerStorage,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> list[Tensor]:
+    query: Tensor, key: Tensor | None, value: Tensor | None, storage: LayerStorage, options: CacheOptions
+) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of :func:`decode_attention`; store new keys and values if there are any."""
     if query.numel() == 0:
-        batch, heads, q_len, _ = query.shape
-        out = query.new_empty((batch, q_len, heads, storage.value_residual.shape[3])).transpose(1, 2)
-        return [out, query.new_empty((batch, heads, q_len), dtype=torch.float32)]
-    tensors = (query, key, value, None if sinks is None else sinks.contiguous(), *CacheInputs.of(storage))
-    problem = DecodeProblem(
-        format=storage.format,
-        diagonal_tiles=storage.diagonal_tiles,
-        query=layout_of(query),
-        key=layout_of(key),
-        value=layout_of(value),
-        sinks=layout_of(tensors[3]),
-        cache=CacheInputs(*map(layout_of, tensors[4:])),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        arch=chip.device_arch(query.device),
-        sms=chip.sm_count(query.device),
-        use_pdl=chip.supports_pdl(query.device),
-    )
+        return new_results(query, storage.value_residual)
+    sinks = None if options.sinks is None else options.sinks.contiguous()
+    tensors = (query, key, value, sinks, *CacheInputs.of(storage))
     report("decode")
-    return plan_decode(problem).launches.run(tensors)
-
-
-class DecodeProblem(NamedTuple):
-    """A decode call without the contents of its tensors: the key of its plan.
-
-    Attributes:
-        format: Stored name of the cache format.
-        diagonal_tiles: Tiles before a query's own tile that are high.
-        query: Layout of ``[B, Hq, T, D]``.
-        key: Layout of the new keys; ``None`` if they are stored already.
-        value: Layout of the new values.
-        sinks: Layout of the sink logits, contiguous.
-        cache: Layouts of the tensors of the cache.
-        scale: Scale of the scores.
-        window: Sliding window.
-        softcap: Softcap of the scores.
-        arch: Compute capability, major version times ten plus minor.
-        sms: SMs of the device.
-        use_pdl: Whether launches overlap (programmatic dependent launch).
-    """
-
-    format: str
-    diagonal_tiles: int
-    query: Any
-    key: Any
-    value: Any
-    sinks: Any
-    cache: CacheInputs
-    scale: float
-    window: int | None
-    softcap: float | None
-    arch: int
-    sms: int
-    use_pdl: bool
-
-
-@dataclass(frozen=True, eq=False)
-class DecodePlan:
-    """How a decode call is computed.
-
-    Attributes:
-        config: Configuration of the decode kernel.
-        ctas: CTAs of the decode kernel.
-        launches: What is allocated and launched.
-    """
-
-    config: DecodeConfig
-    ctas: int
-    launches: LaunchPlan
+    plan = plan_decode(
+        storage.format, storage.diagonal_tiles, tuple(map(layout_of, tensors)), options.scale, options.window,
+        options.softcap,
+    )  # fmt: skip
+    out, lse = plan.run(tensors)
+    return out, lse
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_decode(problem: DecodeProblem) -> DecodePlan:
-    """Plan a decode call."""
-    batch, q_heads, q_len, _ = problem.query.shape
-    kv_heads, value_dim = problem.cache.value_residual.shape[1], problem.cache.value_residual.shape[3]
+def plan_decode(
+    format: str,
+    diagonal_tiles: int,
+    layouts: tuple[TensorLayout | None, ...],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> LaunchPlan:
+    """Plan a decode call.
+
+    Args:
+        format: Stored name of the cache format.
+        diagonal_tiles: Tiles before a query's own tile that are high.
+        layouts: Of the queries; of the new keys and values, ``None`` if they are stored already; of the sink logits;
+            and of the tensors of the cache.
+        scale: Scale of the scores.
+        window: Sliding window.
+        softcap: Softcap of the scores.
+    """
+    query_layout, cache = layouts[0], CacheInputs(*layouts[4:])
+    assert query_layout is not None
+    device = query_layout.device
+    (batch, q_heads, q_len, _), (_, kv_heads, _, value_dim) = query_layout.shape, cache.value_residual.shape
     heads, group = batch * kv_heads, q_heads // kv_heads
-    layout = problem.cache.page_layout(problem.format)
-    sizes = problem.cache.sizes
+    layout, sizes, sms = cache.page_layout(format), cache.sizes, chip.sm_count(device)
     page = dict(vars(PageConfig.of(layout, kv_heads)))
     page["BLOCK_DV"] = max(VALUE_GROUP, page["BLOCK_DV"])
     tiling = select_decode_tiling(
-        problem.arch, page["BLOCK_D"], page["BLOCK_DV"], page["BITS"], heads=heads, tiles=sum(sizes), sms=problem.sms
+        chip.device_arch(device),
+        page["BLOCK_D"],
+        page["BLOCK_DV"],
+        page["BITS"],
+        heads=heads,
+        tiles=sum(sizes),
+        sms=sms,
     )
     config = DecodeConfig(
         **page,
@@ -214,33 +143,28 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
         LOW_QUERIES=4 if group * q_len <= 4 else QUERIES,
         W=tiling.warps,
         STAGES=tiling.stages,
-        HAS_WINDOW=problem.window is not None,
-        HAS_SOFTCAP=problem.softcap is not None,
-        USE_PDL=problem.use_pdl,
+        HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None,
+        USE_PDL=chip.supports_pdl(device),
     )
     # A CTA writes a split for each head that it touches.
     split_rows = (tiling.ctas + heads) * triton.cdiv(group * q_len, QUERIES) * QUERIES
 
     def launch(query: Any, key: Any, value: Any, sinks: Any, *cache: Any) -> tuple[Any, Any]:
-        out = query.new_empty((batch, q_len, q_heads, value_dim)).transpose(1, 2)
-        lse = query.new_empty((batch, q_heads, q_len), dtype=torch.float32)
+        inputs = CacheInputs(*cache)
+        out, lse = new_results(query, inputs.value_residual)
         splits = Splits(
             heads=query.new_empty((batch, kv_heads, 3), dtype=torch.int32),
             out=query.new_empty((split_rows, value_dim), dtype=torch.float32),
             lse=query.new_empty((split_rows,), dtype=torch.float32),
         )
-        new_key, new_value, tensors = Strided.of(key), Strided.of(value), CacheInputs(*cache).tensors
+        new_key, new_value = Strided.of(key), Strided.of(value)
         Launcher(decode_kernel, {"CONFIG": config}, num_warps=config.W)(
             (tiling.ctas, 1, 1),
-            Strided.of(query), new_key, new_value, tensors, splits,
-            (problem.softcap or 0.0) * LOG2_E, problem.scale * LOG2_E,
-            batch, q_len, problem.window or 0, problem.diagonal_tiles, *sizes,
+            Strided.of(query), new_key, new_value, inputs.tensors, splits,
+            (softcap or 0.0) * LOG2_E, scale * LOG2_E, batch, q_len, window or 0, diagonal_tiles, *sizes,
         )  # fmt: skip
-        launch_combine(
-            layout, out, lse, splits, sinks, new_key, new_value, tensors, sizes,
-            sms=problem.sms, use_pdl=problem.use_pdl,
-        )  # fmt: skip
+        launch_combine(layout, out, lse, splits, sinks, new_key, new_value, inputs, sms=sms, use_pdl=config.USE_PDL)
         return out, lse
 
-    layouts = (problem.query, problem.key, problem.value, problem.sinks, *problem.cache)
-    return DecodePlan(config, tiling.ctas, make_plan(launch, layouts, problem.query.device))
+    return make_plan(launch, layouts, device)

@@ -21,17 +21,11 @@ SPLITS = 32
 
 @dataclass(frozen=True)
 class DecodeTiling:
-    """How the decode kernel divides its work.
+    """How the decode kernel divides its work."""
 
-    Attributes:
-        warps: Warps of a CTA.
-        stages: Half tiles of keys or values in shared memory, per warp.
-        ctas: CTAs of the grid, which split the tiles of all heads.
-    """
-
-    warps: int
-    stages: int
-    ctas: int
+    warps: int  # warps of a CTA
+    stages: int  # half tiles of keys or values in shared memory, per warp
+    ctas: int  # CTAs of the grid, which split the tiles of all heads
 
 
 def select_decode_tiling(

@@ -40,25 +40,15 @@ _ROWS = tl.constexpr(32)
 
 @dataclass(frozen=True)
 class DecodeConfig(PageConfig):
-    """What the decode kernel knows at compile time; ``BLOCK_DV`` is at least 64.
+    """What the decode kernel knows at compile time; ``BLOCK_DV`` is at least 64."""
 
-    Attributes:
-        GROUP: Query heads per kv head.
-        LOW_QUERIES: Queries of a block in the loop over low tiles: 4 if no more are needed, else 8.
-        W: Warps of a CTA.
-        STAGES: Half tiles of keys or values in shared memory, per warp: 2, or 4.
-        HAS_WINDOW: Whether there is a sliding window.
-        HAS_SOFTCAP: Whether scores are capped.
-        USE_PDL: Whether the next launch may start before this one ends (programmatic dependent launch).
-    """
-
-    GROUP: int
-    LOW_QUERIES: int
-    W: int
-    STAGES: int
-    HAS_WINDOW: bool
-    HAS_SOFTCAP: bool
-    USE_PDL: bool
+    GROUP: int  # query heads per kv head
+    LOW_QUERIES: int  # queries of a block in the loop over low tiles: 4 if no more are needed, else 8
+    W: int  # warps of a CTA
+    STAGES: int  # half tiles of keys or values in shared memory, per warp: 2, or 4
+    HAS_WINDOW: bool  # whether there is a sliding window
+    HAS_SOFTCAP: bool  # whether scores are capped
+    USE_PDL: bool  # whether the next launch may start before this one ends (programmatic dependent launch)
 
 
 class DecodeSizes(NamedTuple):
@@ -74,41 +64,25 @@ class DecodeSizes(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """What the decode kernel leaves for the combine kernel.
+    """What the decode kernel leaves for the combine kernel."""
 
-    Attributes:
-        heads: Of each kv head its first split, its number of splits, and ``lengths`` of its row: int32 ``[B, Hkv, 3]``.
-        out: Partial outputs, fp32 ``[splits * blocks * 8, Dv]``.
-        lse: Base-2 log-sum-exp of the partial outputs, fp32 ``[splits * blocks * 8]``.
-    """
-
+    # of each kv head its first split, its number of splits, and ``lengths`` of its row: int32 ``[B, Hkv, 3]``
     heads: Any
-    out: Any
-    lse: Any
+    out: Any  # partial outputs, fp32 ``[splits * blocks * 8, Dv]``
+    lse: Any  # base-2 log-sum-exp of the partial outputs, fp32 ``[splits * blocks * 8]``
 
 
 class HeadWork(NamedTuple):
-    """What a kv head has to read. Tiles that are high for some queries and low for others count as both.
+    """What a kv head has to read. Tiles that are high for some queries and low for others count as both."""
 
-    Attributes:
-        first_pos: Position of the first query.
-        visible_tile: First visible tile.
-        band_tile: First tile of the band.
-        sinks: Visible sink tiles before the band.
-        high_steps: Steps over high tiles and the new KV.
-        low_first: First low tile.
-        low_end: End of the low tiles.
-        items: Work items, at least 1.
-    """
-
-    first_pos: Any
-    visible_tile: Any
-    band_tile: Any
-    sinks: Any
-    high_steps: Any
-    low_first: Any
-    low_end: Any
-    items: Any
+    first_pos: Any  # position of the first query
+    visible_tile: Any  # first visible tile
+    band_tile: Any  # first tile of the band
+    sinks: Any  # visible sink tiles before the band
+    high_steps: Any  # steps over high tiles and the new KV
+    low_first: Any  # first low tile
+    low_end: Any  # end of the low tiles
+    items: Any  # work items, at least 1
 
 
 @jit

@@ -42,19 +42,12 @@ VALUE_GROUP = 64
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """A precision of cached keys and values.
+    """A precision of cached keys and values."""
 
-    Attributes:
-        name: The stored name; users choose from :data:`CACHE_FORMATS`.
-        bits: Bits of a code.
-        rotate_values: Whether values are rotated before quantization.
-        rotate_keys: Whether keys are rotated before quantization.
-    """
-
-    name: str
-    bits: int
-    rotate_values: bool = False
-    rotate_keys: bool = False
+    name: str  # the stored name; users choose from ``CACHE_FORMATS``
+    bits: int  # bits of a code
+    rotate_values: bool = False  # whether values are rotated before quantization
+    rotate_keys: bool = False  # whether keys are rotated before quantization
 
     @property
     def max_code(self) -> int:
@@ -95,21 +88,13 @@ def stored_format(name: str) -> CacheFormat:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A quantized tensor, ``x ~= zero_point + scale * code``.
+    """A quantized tensor, ``x ~= zero_point + scale * code``."""
 
-    Attributes:
-        code: uint8, in the shape of ``x``.
-        scale: bfloat16; one entry per group along ``dim``.
-        zero_point: bfloat16, in the shape of ``scale``.
-        dim: The dimension that is divided into groups.
-        group_size: Numbers in a group; the last group may be smaller.
-    """
-
-    code: Tensor
-    scale: Tensor
-    zero_point: Tensor
-    dim: int
-    group_size: int
+    code: Tensor  # uint8, in the shape of ``x``
+    scale: Tensor  # bfloat16; one entry per group along ``dim``
+    zero_point: Tensor  # bfloat16, in the shape of ``scale``
+    dim: int  # the dimension that is divided into groups
+    group_size: int  # numbers in a group; the last group may be smaller
 
     def dequantize(self) -> Tensor:
         """Return the numbers in fp32."""

@@ -95,31 +95,18 @@ class CacheInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class PageConfig:
-    """What kernels over page blocks know at compile time.
+    """What kernels over page blocks know at compile time."""
 
-    Attributes:
-        KV_HEADS: Kv heads.
-        D: Channels of a key.
-        DV: Channels of a value.
-        BLOCK_D: Channels of a key, padded to a power of two.
-        BLOCK_DV: Channels of a value, padded likewise.
-        BITS: Bits of a code.
-        KEY_HADAMARD: Order of the Hadamard blocks of keys; 1 without rotation.
-        VALUE_HADAMARD: Order of the Hadamard blocks of values; 1 without rotation.
-        PAGE_WORDS: 32-bit words of a page block.
-        KEY_WORDS: Words of its sections of keys.
-    """
-
-    KV_HEADS: int
-    D: int
-    DV: int
-    BLOCK_D: int
-    BLOCK_DV: int
-    BITS: int
-    KEY_HADAMARD: int
-    VALUE_HADAMARD: int
-    PAGE_WORDS: int
-    KEY_WORDS: int
+    KV_HEADS: int  # kv heads
+    D: int  # channels of a key
+    DV: int  # channels of a value
+    BLOCK_D: int  # channels of a key, padded to a power of two
+    BLOCK_DV: int  # channels of a value, padded likewise
+    BITS: int  # bits of a code
+    KEY_HADAMARD: int  # order of the Hadamard blocks of keys; 1 without rotation
+    VALUE_HADAMARD: int  # order of the Hadamard blocks of values; 1 without rotation
+    PAGE_WORDS: int  # 32-bit words of a page block
+    KEY_WORDS: int  # words of its sections of keys
 
     @classmethod
     def of(cls, layout: PageLayout, kv_heads: int) -> PageConfig:

@@ -144,6 +144,23 @@ def quantize_value_tile(x, page_ptr, D: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def unquantized_row(cache, i_b):
+    """Return the index of a batch row in the residual and sink tensors."""
+    row = i_b
+    if cache.unquantized_rows is not None:
+        row = tl.load(cache.unquantized_rows + i_b).to(tl.int64)
+    return row
+
+
+@triton.jit
+def page_block(cache, i_b, i_kv, tile, mask, max_pages, PAGE_WORDS: tl.constexpr):
+    """Return pointers to the page blocks of a kv head's tiles, int64."""
+    column = tile % tl.maximum(max_pages, 1)
+    page = tl.load(cache.page_table + i_b * max_pages + column, mask=mask, other=0).to(tl.int64)
+    return cache.kv_pages + page * cache.stride_page + i_kv * PAGE_WORDS
+
+
+@triton.jit
 def _row_word(row):
     """Return the first word of a row's codes in its block."""
     return row % 8 * 16 + row // 8 % 4

@@ -32,17 +32,11 @@ ROWS = 32
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Byte layout of page blocks; see the module. Blocks are a multiple of 128 bytes.
-
-    Attributes:
-        format: The cache format.
-        head_dim: Channels of a key.
-        value_dim: Channels of a value.
-    """
+    """Byte layout of page blocks; see the module. Blocks are a multiple of 128 bytes."""
 
     format: CacheFormat
-    head_dim: int
-    value_dim: int
+    head_dim: int  # channels of a key
+    value_dim: int  # channels of a value
 
     @property
     def section_bytes(self) -> tuple[int, int, int, int, int]:

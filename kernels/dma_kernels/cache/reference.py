@@ -26,24 +26,15 @@ class CacheOptions(NamedTuple):
 
     A tuple, because PyTorch 2.11 does not trace functions that list the fields of a dataclass. The fields are arguments
     of the custom op, in this order.
-
-    Attributes:
-        scale: Scale of the scores.
-        is_causal: Whether a query attends to no key after its own position.
-        window: Sliding window.
-        softcap: Softcap of the scores, applied after ``scale``.
-        sinks: Sink logits, ``[Hq]``.
-        mask: Boolean, broadcastable to ``[B, Hq, T, K]``, over ``K`` consecutive positions.
-        mask_position: Position of column 0 of ``mask``, integer ``[B]``.
     """
 
-    scale: float
-    is_causal: bool = True
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    mask: Tensor | None = None
-    mask_position: Tensor | None = None
+    scale: float  # scale of the scores
+    is_causal: bool = True  # whether a query attends to no key after its own position
+    window: int | None = None  # sliding window
+    softcap: float | None = None  # softcap of the scores, applied after ``scale``
+    sinks: Tensor | None = None  # sink logits, ``[Hq]``
+    mask: Tensor | None = None  # boolean, broadcastable to ``[B, Hq, T, K]``, over ``K`` consecutive positions
+    mask_position: Tensor | None = None  # position of column 0 of ``mask``, integer ``[B]``
 
 
 def cached_attention_reference(
@@ -73,16 +64,9 @@ def cached_attention_reference(
         oldest = 0 if window is None else max(0, first_query - (window - 1 if is_causal else window))
         position = min(oldest // TILE, max(length, 0) // TILE) * TILE
         (k_high, v_high), (k_low, v_low) = part.high_and_low(position, length, key[rows], value[rows])
-        count, kv_len = k_high.shape[0], k_high.shape[2]
-        ones = torch.ones(count, dtype=torch.int64, device=query.device)
-        geometry = AttentionGeometry(
-            q_position=ones * first_query,
-            kv_position=ones * position,
-            kv_range=torch.tensor([[0, kv_len]], device=query.device).expand(count, 2),
-            is_causal=is_causal,
-            window=window,
-            mask=None if options.mask is None else _mask_columns(options, rows, position, kv_len),
-        )
+        kv_len = k_high.shape[2]
+        mask = None if options.mask is None else _mask_columns(options, rows, position, kv_len)
+        geometry = AttentionGeometry(kv_len, first_query, position, None, is_causal, window, mask)
         exact = query[rows].to(k_high.dtype)
         operands = PreparedOperands(exact, exact, k_low, k_high, v_high, v_low, None, None)
         out[rows], lse[rows] = attend_prepared(

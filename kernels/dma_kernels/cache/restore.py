@@ -15,14 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device.arithmetic import hadamard, narrow
-from ..numerics.formats import TILE
-from ..numerics.geometry import MAX_BAND_TILES
+from ..numerics.formats import MAX_BAND_TILES, TILE
 from ..numerics.layout import layout_of
 from ..runtime.launch import Launcher
 from ..runtime.plan import LaunchPlan, make_plan
 from .append import append_warps
 from .kernel_args import CacheInputs, CacheSizes, PageConfig, Strided
-from .page_kernel import dequantize_rows
+from .page_kernel import dequantize_rows, page_block, unquantized_row
 from .storage import LayerStorage
 
 BLOCK_T = 64
@@ -87,12 +86,8 @@ def restore_kernel(
     complete = (length + rolled_back) >> _TILE_SHIFT
     is_held = (tile >= tl.maximum(complete - sizes.max_pages, 0)) & (position < length)
     is_quantized = is_held & (tile < complete)
-    column = tile % tl.maximum(sizes.max_pages, 1)
-    page = tl.load(cache.page_table + i_b * sizes.max_pages + column, mask=is_quantized, other=0).to(tl.int64)
-    page_ptr = cache.kv_pages + page * cache.stride_page + i_kv * CONFIG.PAGE_WORDS
-    row = i_b
-    if cache.unquantized_rows is not None:
-        row = tl.load(cache.unquantized_rows + i_b).to(tl.int64)
+    page_ptr = page_block(cache, i_b, i_kv, tile, is_quantized, sizes.max_pages, CONFIG.PAGE_WORDS)
+    row = unquantized_row(cache, i_b)
     if tl.program_id(2) == 0:
         _restore_block(
             key_out_ptr + i_head * out_len * CONFIG.D, key, key.ptr + i_b * key.stride_b + i_kv * key.stride_h,
@@ -134,21 +129,17 @@ def restore_dense(
     if key is None or value is None:
         key, value = storage.empty_kv()
     tensors = (first.to(torch.int32).contiguous(), key, value, *CacheInputs.of(storage))
-    layouts = map(layout_of, tensors)
-    plan = _plan_restore(
-        storage.format, out_len, 0 if as_low else MAX_BAND_TILES, storage.rolled_back, next(layouts), next(layouts),
-        next(layouts), CacheInputs(*layouts),
-    )  # fmt: skip
+    band_tiles = 0 if as_low else MAX_BAND_TILES
+    plan = _plan_restore(storage.format, out_len, band_tiles, storage.rolled_back, tuple(map(layout_of, tensors)))
     keys, values = plan.run(tensors)
     return keys, values
 
 
 @functools.lru_cache(maxsize=256)
-def _plan_restore(
-    format: str, out_len: int, band_tiles: int, rolled_back: int, first: Any, key: Any, value: Any, cache: CacheInputs
-) -> LaunchPlan:
-    """Plan the launch. Layouts stand for tensors."""
-    (batch, kv_heads, new_len, head_dim), value_dim = key.shape, value.shape[3]
+def _plan_restore(format: str, out_len: int, band_tiles: int, rolled_back: int, layouts: tuple[Any, ...]) -> LaunchPlan:
+    """Plan the launch."""
+    (batch, kv_heads, new_len, head_dim), value_dim = layouts[1].shape, layouts[2].shape[3]
+    cache = CacheInputs(*layouts[3:])
     layout, sizes = cache.page_layout(format), cache.sizes
     constants = {"CONFIG": PageConfig.of(layout, kv_heads)}
     launcher = Launcher(restore_kernel, constants, num_warps=append_warps(layout))
@@ -163,4 +154,4 @@ def _plan_restore(
         )  # fmt: skip
         return [keys, values]
 
-    return make_plan(launch, (first, key, value, *cache), key.device)
+    return make_plan(launch, layouts, layouts[0].device)

@@ -23,7 +23,7 @@ from .append import MAX_REGISTERS, append_head, append_warps
 from .decode_kernel import Splits
 from .decode_mma import QUERIES
 from .formats import VALUE_GROUP
-from .kernel_args import CacheSizes, CacheTensors, PageConfig, Strided
+from .kernel_args import CacheInputs, CacheSizes, PageConfig, Strided
 from .page_layout import PageLayout
 
 BLOCK_Q = 8
@@ -39,23 +39,14 @@ _QUERIES = tl.constexpr(QUERIES)
 
 @dataclass(frozen=True)
 class CombineConfig(PageConfig):
-    """What the combine kernel knows at compile time.
+    """What the combine kernel knows at compile time."""
 
-    Attributes:
-        GROUP: Query heads per kv head.
-        BLOCK_Q: Queries of a CTA.
-        BLOCK_S: Splits that are combined at once.
-        BLOCK_OUT: Channels of an output, padded.
-        BLOCK_E: Tiles that a CTA may quantize.
-        USE_PDL: Whether the launch may start before the previous one ends.
-    """
-
-    GROUP: int
-    BLOCK_Q: int
-    BLOCK_S: int
-    BLOCK_OUT: int
-    BLOCK_E: int
-    USE_PDL: bool
+    GROUP: int  # query heads per kv head
+    BLOCK_Q: int  # queries of a CTA
+    BLOCK_S: int  # splits that are combined at once
+    BLOCK_OUT: int  # channels of an output, padded
+    BLOCK_E: int  # tiles that a CTA may quantize
+    USE_PDL: bool  # whether the launch may start before the previous one ends
 
 
 @triton.jit
@@ -198,33 +189,13 @@ def combine_kernel(
 
 
 def launch_combine(
-    layout: PageLayout,
-    out: Tensor,
-    lse: Tensor,
-    splits: Splits,
-    sinks: Tensor | None,
-    key: Strided,
-    value: Strided,
-    cache: CacheTensors,
-    sizes: CacheSizes,
-    *,
-    sms: int,
-    use_pdl: bool,
-) -> None:
-    """Launch the kernel.
+    layout: PageLayout, out: Tensor, lse: Tensor, splits: Splits, sinks: Tensor | None, key: Strided, value: Strided,
+    cache: CacheInputs, *, sms: int, use_pdl: bool,
+) -> None:  # fmt: skip
+    """Launch the kernel, on ``sms`` SMs.
 
-    Args:
-        layout: Layout of page blocks.
-        out: ``[B, Hq, T, Dv]``, channels contiguous.
-        lse: ``[B, Hq, T]``, contiguous.
-        splits: What the decode kernel wrote.
-        sinks: One logit per query head, contiguous.
-        key: New keys to store, at most a tile of tokens.
-        value: New values.
-        cache: The tensors of the cache.
-        sizes: The sizes of the cache.
-        sms: SMs of the device.
-        use_pdl: Whether the launch may start before the previous one ends.
+    ``out`` is ``[B, Hq, T, Dv]`` with contiguous channels, ``lse`` ``[B, Hq, T]``, contiguous. ``key`` and ``value``
+    are the new KV to store, at most a tile of tokens. With ``use_pdl`` the launch starts before the previous one ends.
     """
     batch, q_heads, q_len, _ = out.shape
     kv_heads = splits.heads.shape[1]
@@ -248,5 +219,6 @@ def launch_combine(
     )
     launcher(
         (combine_ctas + quantize_ctas, 1, 1),
-        splits, sinks, Strided.of(out), lse, key, value, cache, combine_ctas, heads, q_len, *sizes,
+        splits, sinks, Strided.of(out), lse, key, value, cache.tensors, combine_ctas, heads, q_len,
+        *cache.sizes,
     )  # fmt: skip

@@ -48,40 +48,25 @@ TILES_PER_PASS = 64
 
 @dataclass(eq=False)
 class LayerStorage:
-    """The KV cache of one layer. Tensors are written in place; growth and batch operations replace them.
+    """The KV cache of one layer. Tensors are written in place; growth and batch operations replace them."""
 
-    Attributes:
-        format: Stored name of the cache format.
-        window: Causal sliding window of the layer, whose page table is then a ring; ``None`` without one.
-        kv_pages: Page blocks of the quantized tiles, uint8 ``[pages, Hkv, nbytes]``.
-        page_table: Page of each tile, int32 ``[B, max_pages]``.
-        key_residual: ``[B, Hkv, residual_len, D]`` in the model's dtype.
-        value_residual: ``[B, Hkv, residual_len, Dv]``.
-        key_sink: ``[B, Hkv, sink_tiles * 128, D]``.
-        value_sink: ``[B, Hkv, sink_tiles * 128, Dv]``.
-        lengths: Stored keys of each row, int32 ``[B]``.
-        rolled_back: Tokens removed by :meth:`crop` and not replaced yet (on the host). The residual KV has lost as many
-            of its oldest keys.
-        unquantized_rows: Index of each batch row in the residual and sink tensors, int32 ``[B]``, for a batch that
-            changes from step to step; ``None`` if it is the batch index. Such a storage cannot be cropped, grown or
-            mapped.
-        slack_tiles: Residual tiles beyond the band; one suffices with ``unquantized_rows``.
-        appended: Upper bound on ``lengths``, on the host. Not updated by CUDA graph replays and compiled code.
-    """
-
-    format: str
-    window: int | None
-    kv_pages: Tensor
-    page_table: Tensor
-    key_residual: Tensor
-    value_residual: Tensor
-    key_sink: Tensor
-    value_sink: Tensor
-    lengths: Tensor
+    format: str  # stored name of the cache format
+    window: int | None  # causal sliding window of the layer, whose page table is then a ring; ``None`` without one
+    kv_pages: Tensor  # page blocks of the quantized tiles, uint8 ``[pages, Hkv, nbytes]``
+    page_table: Tensor  # page of each tile, int32 ``[B, max_pages]``
+    key_residual: Tensor  # ``[B, Hkv, residual_len, D]`` in the model's dtype
+    value_residual: Tensor  # ``[B, Hkv, residual_len, Dv]``
+    key_sink: Tensor  # ``[B, Hkv, sink_tiles * 128, D]``
+    value_sink: Tensor  # ``[B, Hkv, sink_tiles * 128, Dv]``
+    lengths: Tensor  # stored keys of each row, int32 ``[B]``
+    # tokens removed by ``crop`` and not replaced yet (on the host). The residual KV has lost as many of its oldest
+    # keys.
     rolled_back: int = 0
+    # index of each batch row in the residual and sink tensors, int32 ``[B]``, for a batch that changes from step to
+    # step; ``None`` if it is the batch index. Such a storage cannot be cropped, grown or mapped.
     unquantized_rows: Tensor | None = None
-    slack_tiles: int = SLACK_TILES
-    appended: int = 0
+    slack_tiles: int = SLACK_TILES  # residual tiles beyond the band; one suffices with ``unquantized_rows``
+    appended: int = 0  # upper bound on ``lengths``, on the host. Not updated by CUDA graph replays and compiled code.
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for strides that the kernels do not support."""
@@ -134,12 +119,6 @@ class LayerStorage:
     def page_layout(self) -> PageLayout:
         """Byte layout of a page block."""
         return PageLayout(stored_format(self.format), self.key_residual.shape[3], self.value_residual.shape[3])
-
-    @property
-    def strides(self) -> tuple[int, int, int, int, int]:
-        """Row strides: of the :data:`UNQUANTIZED` tensors in elements, of pages in 32-bit words."""
-        key, value, key_sink, value_sink = (getattr(self, name).stride(0) for name in UNQUANTIZED)
-        return key, value, key_sink, value_sink, self.kv_pages.stride(0) // 4
 
     @property
     def residual(self) -> tuple[Tensor, Tensor]:

@@ -31,9 +31,6 @@ _INT8_MAX = tl.constexpr(MXINT8_MAX_CODE * MXINT8_UNIT)
 # Of the sum with 1.5 * 2^23 units the lowest byte is the integer, rounded to nearest.
 _INT8_ROUNDING = tl.constexpr(1.5 * 2.0**23 * MXINT8_UNIT)
 
-PERMUTED_KEYS = 16
-"""Keys in a group that :func:`permute_keys` reorders."""
-
 
 @triton.jit
 def program_block():

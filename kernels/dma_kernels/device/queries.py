@@ -14,15 +14,6 @@ from .blocks import dequantize_blocks, mxfp4_to_e5m2, pack_e2m1, quantize_blocks
 
 
 @triton.jit
-def load_queries(base, rows, stride_t, stride_d, q_len, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load queries unchanged, ``[ROWS, BLOCK_D]``; zeros outside ``0..q_len`` and from channel ``D`` on."""
-    o_d = tl.arange(0, BLOCK_D)
-    m_row = (rows >= 0) & (rows < q_len)
-    offset = rows.to(tl.int64)[:, None] * stride_t + o_d.to(tl.int64)[None, :] * stride_d
-    return tl.load(base + offset, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
-
-
-@triton.jit
 def smoothing_bias(q, mean_ptr, D: tl.constexpr):
     """Return what key smoothing subtracts from all scores of a query, ``q . mean``: fp32 ``[ROWS]``."""
     o_d = tl.arange(0, q.shape[1])
@@ -37,13 +28,16 @@ def finite_or_zero(x):
 
 
 @triton.jit
-def rotate_queries(q, norm, SIZE: tl.constexpr):
-    """Rotate 16-bit ``[ROWS, COLUMNS]`` by Hadamard blocks of order ``SIZE``; fp32.
+def rotate_queries(q, norm, SIZE: tl.constexpr, ROTATE: tl.constexpr):
+    """Return 16-bit ``[ROWS, COLUMNS]`` in fp32, rotated by Hadamard blocks of order ``SIZE`` if ``ROTATE``.
 
-    By butterflies, as keys are. A product with the matrix scatters a row over more threads, for which its scale then
-    costs more: on an H200 staging whole rows of 8,192 queries of 32 heads of 128 takes 37 us, with it 48 to 50.
+    By butterflies, as keys are: a product with the matrix would scatter a row over more threads, and its scale costs
+    more then.
     """
-    return hadamard(q.to(tl.float32), q.shape[0], SIZE, q.shape[1], norm)
+    x = q.to(tl.float32)
+    if ROTATE:
+        x = hadamard(x, q.shape[0], SIZE, q.shape[1], norm)
+    return x
 
 
 @triton.jit

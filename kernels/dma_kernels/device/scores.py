@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -13,14 +15,9 @@ _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 
 
 @triton.jit
-def storage_entry(position, k_start, aligned_start, LAYOUT: tl.constexpr):
-    """Return the row of unpadded (``caller``) or tile-padded (``aligned``) KV that holds the key at a position."""
-    if LAYOUT == "caller":
-        entry = position - k_start
-    else:
-        tl.static_assert(LAYOUT == "aligned", "LAYOUT must be caller or aligned")
-        entry = position - aligned_start
-    return entry
+def storage_entry(position, k_start, aligned_start, FORM: tl.constexpr):
+    """Return the row that holds the key at a position: the caller's own keys are unpadded, all others tile-padded."""
+    return position - (k_start if FORM == "raw" else aligned_start)
 
 
 @triton.jit
@@ -50,22 +47,9 @@ def load_raw(
     desc, base, i_b, i_kv, entry, stride_t, stride_d, length, MASK_ROWS: tl.constexpr, USE_TMA: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load a block of the caller's own keys or values, ``[BLOCK_N, BLOCK_D]``.
+    """Load the caller's own keys or values from row ``entry`` of a head on, ``[BLOCK_N, BLOCK_D]``.
 
-    Args:
-        desc: The tensor ``[B, Hkv, T, D]``, in blocks of ``[1, 1, BLOCK_N, BLOCK_D]``.
-        base: Start of the head.
-        i_b: Batch row.
-        i_kv: Head.
-        entry: First key of the block.
-        stride_t: Between keys.
-        stride_d: Between channels.
-        length: Keys of the head.
-        MASK_ROWS: Whether the block may reach outside the head.
-        USE_TMA: Whether ``desc`` is given.
-        D: Channels.
-        BLOCK_D: Channels, padded.
-        BLOCK_N: Keys of the block.
+    ``desc`` describes ``[B, Hkv, T, D]`` in blocks of ``[1, 1, BLOCK_N, BLOCK_D]``; without TMA, ``base`` is the head.
     """
     if USE_TMA:
         x = tl.reshape(desc.load([i_b.to(tl.int32), i_kv.to(tl.int32), entry, 0]), [BLOCK_N, BLOCK_D])
@@ -79,22 +63,7 @@ def load_keys(
     desc, base, scale_base, row, entry, length, FORM: tl.constexpr, FORMAT: tl.constexpr, MASK_ROWS: tl.constexpr,
     USE_TMA: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load a block of keys from contiguous storage.
-
-    Args:
-        desc: All keys, as a matrix.
-        base: All keys.
-        scale_base: All block scales.
-        row: Row of the matrix that the head starts at, int64.
-        entry: First key of the block, counted from there.
-        length: Rows of the head.
-        FORM: Name of the operand format of the keys.
-        FORMAT: Format of the keys.
-        MASK_ROWS: Whether the block may reach outside the head.
-        USE_TMA: Whether ``desc`` is given.
-        D: Channels.
-        BLOCK_D: Channels, padded.
-        BLOCK_N: Keys of the block.
+    """Load keys from row ``entry`` of a head's contiguous storage on; the head begins at row ``row`` of all keys.
 
     Returns:
         The keys ``[BLOCK_N, BLOCK_D]`` (E2M1 pairs: half of that) and their block scales ``[BLOCK_N, blocks]`` (unused
@@ -123,25 +92,10 @@ def load_values(
     desc, base, row, i_b, i_kv, entry, length, stride_t, stride_d, FORM: tl.constexpr, MASK_ROWS: tl.constexpr,
     USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load the values of a block of keys, ``[BLOCK_N, BLOCK_DV]``; E4M3 in the order of ``permute_keys``.
+    """Load values from row ``entry`` of a head on, ``[BLOCK_N, BLOCK_DV]``; E4M3 in the order of ``permute_keys``.
 
-    Args:
-        desc: All E4M3 values, as a matrix; 16-bit ones as :func:`load_raw` has them.
-        base: Values of the head; where they are E4M3, all values.
-        row: Row of the matrix of E4M3 values that the head starts at, int64.
-        i_b: Batch row.
-        i_kv: Head.
-        entry: First key of the block in the head's storage.
-        length: Keys of the head.
-        stride_t: Of raw values.
-        stride_d: Of raw values.
-        FORM: ``raw``, ``dequantized`` or ``e4m3``.
-        MASK_ROWS: Whether the block may reach outside the head.
-        USE_TMA: Whether ``desc`` is given for E4M3 values.
-        USE_RAW_TMA: Whether it is given for 16-bit ones.
-        DV: Channels.
-        BLOCK_DV: Channels, padded.
-        BLOCK_N: Keys of the block.
+    Where they are E4M3, ``desc`` and ``base`` are all values as a matrix, in which the head begins at ``row``; where
+    they have 16 bits, they are as for :func:`load_raw`.
     """
     if FORM == "e4m3":
         tile_row = (entry >> _TILE_SHIFT) * DV
@@ -197,53 +151,61 @@ def score(
     return s
 
 
+class Visibility(NamedTuple):
+    """Which keys the queries of a head attend to, besides causality."""
+
+    start: Any  # position of the first visible key
+    end: Any  # position after the last one
+    window: Any  # sliding window, or ``None``
+    mask_ptr: Any  # uint8 ``[Tq, Tk]``, or ``None``
+    stride_q: Any  # of the mask
+    stride_k: Any  # of the mask
+    q_start: Any  # position of query 0
+    q_end: Any  # position after the last query
+    k_start: Any  # position of key 0
+
+
 @triton.jit
 def logits(
-    s,
-    scale,  # [BM] converts scores to base-2 logits
-    qk_bias,  # [BM] bias of key smoothing, added if HAS_QK_BIAS
-    softcap,
-    q_pos,  # [BM]
-    k_pos,  # [BN]
-    visible_start,
-    visible_end,
-    window,
-    mask_ptr,
-    stride_mq,
-    stride_mk,
-    q_start,
-    q_end,
-    k_start,
-    is_masked,
-    IS_CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    s, scale, qk_bias, softcap, q_pos, k_pos, visibility, is_masked, IS_CAUSAL: tl.constexpr,
     HAS_QK_BIAS: tl.constexpr,
-):
-    """Return the base-2 logits of a block: scaled, softcapped and masked scores."""
+):  # fmt: skip
+    """Return the base-2 logits of a block: scaled, softcapped and masked scores, fp32 ``[BM, BN]``.
+
+    Args:
+        s: Scores ``[BM, BN]``.
+        scale: Converts them to base-2 logits, ``[BM]``.
+        qk_bias: Bias of key smoothing, ``[BM]``, added if ``HAS_QK_BIAS``.
+        softcap: In base 2, or ``None``.
+        q_pos: Positions of the queries ``[BM]``.
+        k_pos: Positions of the keys ``[BN]``.
+        visibility: :class:`Visibility`.
+        is_masked: Whether a query may not attend to a key of the block.
+        IS_CAUSAL: Whether a query attends to no key after its own position.
+        HAS_QK_BIAS: See ``qk_bias``.
+    """
     s = s.to(tl.float32) * scale[:, None]
     if HAS_QK_BIAS:
         s += qk_bias[:, None]
-    if HAS_SOFTCAP:
+    if softcap is not None:
         # tanh(y) = 1 - 2 / (exp(2 y) + 1), where s is y * softcap * log2(e) and softcap carries the log2(e).
         s = softcap * (1.0 - 2.0 / (tl.math.exp2(s * (2.8853900817779268 / softcap)) + 1.0))
     if is_masked:
-        is_visible = ((k_pos >= visible_start) & (k_pos < visible_end))[None, :]
+        is_visible = ((k_pos >= visibility.start) & (k_pos < visibility.end))[None, :]
         distance = q_pos[:, None] - k_pos[None, :]
         if IS_CAUSAL:
             is_visible = is_visible & (distance >= 0)
-        if HAS_WINDOW:
-            if IS_CAUSAL:  # noqa: SIM108 (a constexpr branch)
-                is_visible = is_visible & (distance < window)
+        if visibility.window is not None:
+            if IS_CAUSAL:
+                is_visible = is_visible & (distance < visibility.window)
             else:
-                is_visible = is_visible & (tl.abs(distance) <= window)
-        if HAS_MASK:
-            is_row = (q_pos >= q_start) & (q_pos < q_end)
-            offset_q = (q_pos - q_start).to(tl.int64) * stride_mq
-            offset_k = (k_pos - k_start).to(tl.int64) * stride_mk
+                is_visible = is_visible & (tl.abs(distance) <= visibility.window)
+        if visibility.mask_ptr is not None:
+            is_row = (q_pos >= visibility.q_start) & (q_pos < visibility.q_end)
+            offset_q = (q_pos - visibility.q_start).to(tl.int64) * visibility.stride_q
+            offset_k = (k_pos - visibility.k_start).to(tl.int64) * visibility.stride_k
             allowed = tl.load(
-                mask_ptr + offset_q[:, None] + offset_k[None, :], mask=is_row[:, None] & is_visible, other=0
+                visibility.mask_ptr + offset_q[:, None] + offset_k[None, :], mask=is_row[:, None] & is_visible, other=0
             )
             is_visible = is_visible & (allowed != 0)
         s = tl.where(is_visible, s, float("-inf"))
@@ -251,21 +213,12 @@ def logits(
 
 
 @triton.jit
-def attend(
-    acc,
-    l_i,
-    m_i,
-    s,  # [BM, BN] scores, or base-2 logits where they are scaled already
-    scale,  # [BM] converts scores to base-2 logits
-    v,  # [BN, DV]
-    IS_SCALED: tl.constexpr,
-    VALUE_FORM: tl.constexpr,
-    IS_PV_FP8: tl.constexpr,
-):
-    """Take a block into the online softmax and the output.
+def attend(acc, l_i, m_i, s, scale, v, IS_SCALED: tl.constexpr, VALUE_FORM: tl.constexpr, IS_PV_FP8: tl.constexpr):
+    """Take a block of scores ``[BM, BN]`` and values ``[BN, DV]`` into the online softmax and the output ``[BM, DV]``.
 
-    With FP8 probabilities in low tiles, all probabilities are scaled by 2^8, which fits E4M3's range; those of 16-bit
-    values are not rounded to E4M3.
+    ``scale`` ``[BM]`` converts scores to base-2 logits; if ``IS_SCALED``, they are logits already. With FP8
+    probabilities in low tiles, all probabilities are scaled by 2^8, which fits E4M3's range; those of 16-bit values are
+    not rounded to E4M3.
     """
     EXPONENT: tl.constexpr = 8.0 if IS_PV_FP8 else 0.0
     if IS_SCALED:

@@ -15,14 +15,14 @@ _ROWS = tl.constexpr(32)
 
 
 @triton.jit
-def load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len, HAS_SEQ_INFO: tl.constexpr):
+def load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len):
     """Return the visible keys of a batch row, and where tile-padded storage begins.
 
     Returns:
         Index of the first visible key, of the one after the last, and of the key in row 0 of tile-padded storage (0 or
         negative: key 0 may lie inside its tile).
     """
-    if HAS_SEQ_INFO:
+    if seq_info_ptr is not None:
         k_start = tl.load(seq_info_ptr + i_b * 4 + 1)
         first = tl.maximum(tl.load(seq_info_ptr + i_b * 4 + 2), 0)
         last = tl.minimum(tl.load(seq_info_ptr + i_b * 4 + 3), kv_len)
@@ -34,12 +34,18 @@ def load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len, HAS_SEQ_INFO: tl.co
 
 
 @triton.jit
-def load_visible(base, rows, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load the keys or values with the indices ``rows`` as fp32 ``[ROWS, BLOCK_D]``; invisible ones are zero."""
+def load_in_range(base, rows, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load the rows with these indices, ``[ROWS, BLOCK_D]``; zeros outside ``first..last`` and from channel D on."""
     o_d = tl.arange(0, BLOCK_D)
     m_row = (rows >= first) & (rows < last)
     offset = rows.to(tl.int64)[:, None] * stride_t + o_d.to(tl.int64)[None, :] * stride_d
-    return tl.load(base + offset, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+    return tl.load(base + offset, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def load_visible(base, rows, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load keys or values as fp32; invisible ones are zero."""
+    return load_in_range(base, rows, first, last, stride_t, stride_d, D, BLOCK_D).to(tl.float32)
 
 
 @triton.jit

@@ -6,14 +6,17 @@ Each takes tensors or their layouts (:class:`~dma_kernels.numerics.layout.Tensor
 from __future__ import annotations
 
 import math
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from .geometry import MAX_POSITION
+from .formats import MAX_POSITION
 from .layout import TensorLayout
 from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from .call import AttentionCall
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
@@ -91,49 +94,39 @@ def check_mask(mask: Any, query: Any, columns: int | None) -> None:
         raise ValueError(f"mask must be broadcastable to {list(full)}, got {list(mask.shape)}")
 
 
-def of_four_dimensions(mask: Tensor | None) -> Tensor | None:
-    """Return a mask with leading dimensions of size 1, four in all."""
+def of_four_dimensions(mask: Any) -> Any:
+    """Return a mask, or its layout, with leading dimensions of size 1, four in all."""
     if mask is None or mask.ndim == 4:
         return mask
+    if isinstance(mask, TensorLayout):
+        return mask.of_four_dimensions()
     return mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape)
 
 
-def check_prefill(
-    query: Any,
-    key: Any,
-    value: Any,
-    recipe: Recipe,
-    *,
-    is_causal: bool,
-    q_offset: Any,
-    kv_offset: Any,
-    kv_range: Any,
-    mask: Any,
-    sinks: Any,
-    tile_counts: Any,
-) -> None:
-    """Check everything about a call of :func:`dma_kernels.attention` that its tensors' layouts and offsets say.
+def check_call(call: AttentionCall) -> None:
+    """Check everything that a call's layouts and offsets say.
 
     Raises:
-        ValueError: A shape, a head dimension or an offset is not as described there, or a tensor is on another device.
+        ValueError: A shape, a head dimension or an offset is invalid, or a tensor is on another device.
         TypeError: An argument is not a tensor, or has another dtype.
     """
-    _check_query_key_value(query, key, value)
+    query, key, kv_range, q_offset, kv_offset = call.query, call.key, call.kv_range, call.q_offset, call.kv_offset
+    _check_query_key_value(query, key, call.value)
     batch = query.shape[0]
-    if sinks is not None:
-        check_sinks(sinks, query)
+    if call.sinks is not None:
+        check_sinks(call.sinks, query)
     if kv_range is not None:
         check_kind("kv_range", kv_range, query)
         if not is_integer(kv_range) or kv_range.shape != (batch, 2):
             raise ValueError(f"kv_range must be integer [{batch}, 2], got {kv_range.dtype} {list(kv_range.shape)}")
-    if mask is not None:
-        check_mask(mask, query, key.shape[2])
-    if tile_counts is not None:
-        _check_tile_counts(tile_counts, query, recipe)
+    if call.mask is not None:
+        check_mask(call.mask, query, key.shape[2])
+    if call.tile_counts is not None:
+        _check_tile_counts(call.tile_counts, query, call.recipe)
     _check_offset("kv_offset", kv_offset, query)
     if q_offset is not None:
         _check_offset("q_offset", q_offset, query)
-    if is_causal and is_int(q_offset) and is_int(kv_offset):
+    if call.is_causal and is_int(q_offset) and is_int(kv_offset):
         last = kv_offset + key.shape[2] - query.shape[2]
         if q_offset < kv_offset and q_offset < last:
             raise ValueError(

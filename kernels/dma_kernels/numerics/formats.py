@@ -31,12 +31,14 @@ from enum import StrEnum
 
 TILE = 128
 """Keys and queries in a tile of the band rule. A property of the rule, not of any kernel's block sizes."""
+MAX_POSITION = 1 << 30
+"""The largest position of a first query or key, either way, so that positions fit in int32."""
+MAX_BAND_TILES = 1 << 20
+"""The most tiles of a band, and the most sink tiles: more than a sequence has."""
 
-E8M0_EXPONENT_BIAS = 127
 E8M0_NAN = 255
 E8M0_MAX_CODE = 254
 
-FP32_EXPONENT_BIAS = 127
 FP32_MANTISSA_BITS = 23
 FP32_MANTISSA_MASK = (1 << FP32_MANTISSA_BITS) - 1
 FP32_EXPONENT_SPECIAL = 255
@@ -89,19 +91,12 @@ class SharedScale(StrEnum):
 
 @dataclass(frozen=True)
 class ElementFormat:
-    """A scalar format as the scale rule needs it.
+    """A scalar format as the scale rule needs it."""
 
-    Attributes:
-        name: The name in the specification.
-        emax: Exponent of the largest normal number.
-        max_value: The largest finite magnitude.
-        bits: Storage in bits.
-    """
-
-    name: str
-    emax: int
-    max_value: float
-    bits: int
+    name: str  # the name in the specification
+    emax: int  # exponent of the largest normal number
+    max_value: float  # the largest finite magnitude
+    bits: int  # storage in bits
 
     @property
     def max_mantissa(self) -> int:

@@ -12,21 +12,13 @@ ALIGNMENT = 16
 
 
 class TensorLayout(NamedTuple):
-    """All of a tensor that decides what is launched: everything except its contents and its address.
-
-    Attributes:
-        shape: Sizes.
-        strides: In elements.
-        dtype: Of the elements.
-        device: Where it is.
-        misalignment: Its address modulo :data:`ALIGNMENT`.
-    """
+    """All of a tensor that decides what is launched: everything except its contents and its address."""
 
     shape: torch.Size
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
     dtype: torch.dtype
     device: torch.device
-    misalignment: int
+    misalignment: int  # its address modulo ``ALIGNMENT``
 
     @classmethod
     def of(cls, tensor: Any) -> Self:

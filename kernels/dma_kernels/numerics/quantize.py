@@ -70,7 +70,8 @@ class QuantizedTensor:
 
     def dequantize(self) -> Tensor:
         """Return the represented values, fp32 ``[..., T, D]``."""
-        values = _decode_elements(self.data, self.format.element)
+        _, decode = _ELEMENT_CODECS[self.format.element]
+        values = decode(self.data)
         if self.format.scale is ScaleFormat.E8M0:
             scale = e8m0_to_float(self.scale)
         else:
@@ -132,7 +133,8 @@ def quantize(
         if is_searched:
             other = _nvfp4_block_scale(amax, global_scale, E2M1_SECOND)
             scaled_by_other = blocks / (other.float() * global_scale)[..., None]
-            is_better = _is_better(_loss(scaled_by_other, E2M1) * other.float(), _loss(scaled, E2M1) * scale.float())
+            loss = _loss(scaled, E2M1) * scale.float()
+            is_better = _loss(scaled_by_other, E2M1) * other.float() < loss * SEARCH_MARGIN
             scale = torch.where(is_better, other.float(), scale.float()).to(torch.float8_e4m3fn)
             scaled = torch.where(is_better[..., None], scaled_by_other, scaled)
     else:
@@ -145,11 +147,12 @@ def quantize(
             floor = e8m0_scale(amax, fmt.element, ScaleRounding.FLOOR)
             scaled_by_floor = blocks / e8m0_to_float(floor)[..., None]
             # Where the two differ, ceil is twice floor.
-            is_better = _is_better(_loss(scaled_by_floor, fmt.element), 2 * _loss(scaled, fmt.element))
+            is_better = _loss(scaled_by_floor, fmt.element) < 2 * _loss(scaled, fmt.element) * SEARCH_MARGIN
             is_better &= floor < scale
             scale = torch.where(is_better, floor, scale)
             scaled = torch.where(is_better[..., None], scaled_by_floor, scaled)
-    return QuantizedTensor(_encode_elements(scaled.flatten(-2), fmt.element), scale, global_scale, fmt, head_dim)
+    encode, _ = _ELEMENT_CODECS[fmt.element]
+    return QuantizedTensor(encode(scaled.flatten(-2)), scale, global_scale, fmt, head_dim)
 
 
 def e8m0_scale(amax: Tensor, element: ElementFormat, rounding: str = ScaleRounding.CEIL) -> Tensor:
@@ -319,14 +322,10 @@ def _share_amax(amax: Tensor, shared: SharedScale, tile_offset: int | Tensor) ->
     return largest.gather(-2, index)
 
 
-def _is_better(loss: Tensor, other: Tensor) -> Tensor:
-    return loss < other * SEARCH_MARGIN
-
-
 def _loss(scaled: Tensor, element: ElementFormat) -> Tensor:
     """Return the sum of absolute errors of each block ``[..., n]``, neighbours first, so that it is one to the bit."""
-    coded = _encode_elements(scaled.flatten(-2), element)
-    error = (scaled - _split(_decode_elements(coded, element), scaled.shape[-1])).abs()
+    encode, decode = _ELEMENT_CODECS[element]
+    error = (scaled - _split(decode(encode(scaled.flatten(-2))), scaled.shape[-1])).abs()
     while error.shape[-1] > 1:
         error = error[..., ::2] + error[..., 1::2]
     return error[..., 0]
@@ -337,14 +336,6 @@ def _nvfp4_block_scale(amax: Tensor, global_scale: Tensor, largest: float) -> Te
     # NaN is put back by hand: a clamp to E4M3's range would hide an infinite block.
     scale = (amax / global_scale / largest).clamp(E4M3_SMALLEST, E4M3_MAX)
     return torch.where(amax.isfinite(), scale, torch.nan).to(torch.float8_e4m3fn)
-
-
-def _encode_elements(x: Tensor, element: ElementFormat) -> Tensor:
-    return _ELEMENT_CODECS[element][0](x)
-
-
-def _decode_elements(data: Tensor, element: ElementFormat) -> Tensor:
-    return _ELEMENT_CODECS[element][1](data)
 
 
 def _encode_int8(x: Tensor) -> Tensor:

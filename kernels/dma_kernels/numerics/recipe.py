@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .formats import FORMAT_NAMES, UNQUANTIZED, ScaleRounding, SharedScale
-from .geometry import MAX_BAND_TILES
+from .formats import FORMAT_NAMES, MAX_BAND_TILES, UNQUANTIZED, ScaleRounding, SharedScale
 
 PV_FORMATS = ("bf16", "fp8")
 
@@ -89,6 +88,11 @@ class Recipe:
     def key_low(self) -> str:
         """Format of keys in low tiles."""
         return self.low if self.low_k is None else self.low_k
+
+    @property
+    def query_shared_scale(self) -> str:
+        """``shared_scale`` of queries in low tiles: where the keys of a tile share one, each query has its own."""
+        return str(SharedScale.BLOCK if self.shared_scale == SharedScale.BLOCK else SharedScale.ROW)
 
     @property
     def is_uniform(self) -> bool:

@@ -27,10 +27,9 @@ def saturation_counter() -> Tensor:
 
 
 def count_saturated(coded: Tensor) -> None:
-    """Add the number of E4M3 values at the end of the range to the counter; waits for the device."""
-    count = int(((coded.view(torch.uint8) & 0x7F) == _LARGEST).sum())
-    if count:
-        saturation_counter().add_(count)
+    """Add the number of E4M3 values at the end of the range to the counter, and warn; waits for the device."""
+    saturation_counter().add_(int(((coded.view(torch.uint8) & 0x7F) == _LARGEST).sum()))
+    warn_if_saturated()
 
 
 def saturated_values() -> int:

@@ -10,6 +10,8 @@ import functools
 from dataclasses import dataclass, replace
 
 from ..numerics.formats import padded_channels
+from ..numerics.geometry import AttentionGeometry
+from ..numerics.layout import TensorLayout
 from ..runtime.chip import TENSOR_MEMORY_ARCHS
 from ..runtime.compute_path import ComputePath
 from ..runtime.operand_formats import DEQUANTIZED, E4M3_VALUES
@@ -19,67 +21,53 @@ L2_BYTES = 8 << 20
 values of high tiles pass through the 50 MB of Hopper's L2 cache beside them."""
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillShape:
+    """What the kernels are selected by."""
+
+    query: TensorLayout  # layout of ``[B, Hq, Tq, D]``
+    key: TensorLayout  # layout of ``[B, Hkv, Tk, D]``
+    value: TensorLayout  # layout of ``[B, Hkv, Tk, Dv]``
+    geometry: AttentionGeometry  # positions and visibility; layouts stand for its tensors
+    arch: int  # compute capability of the device, major version times ten plus minor
+    has_softcap: bool = False  # whether scores are capped
+    backend: str = "triton"  # ``reference`` or ``triton``
+
+
 @dataclass(frozen=True)
 class PortableConfig:
-    """Configuration of the portable kernel.
+    """Configuration of the portable kernel."""
 
-    Attributes:
-        block_m: Query positions of a CTA; divides 128.
-        block_n: Keys of a step; divides 128.
-        num_warps: Warps of a CTA.
-        num_stages: Pipeline stages of the loop over low tiles.
-        max_registers: Of a thread; ``None`` for as many as the compiler likes.
-        high_block_n: Keys of a step in the loop over high tiles; divides 128.
-        high_stages: Pipeline stages of that loop.
-        stage_queries: Whether the queries of low tiles go through memory, see the kernel.
-        use_tma: Whether tiles are loaded by TMA.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-    high_block_n: int = 64
-    high_stages: int = 1
-    stage_queries: bool = False
-    use_tma: bool = False
+    block_m: int  # query positions of a CTA; divides 128
+    block_n: int  # keys of a step; divides 128
+    num_warps: int  # warps of a CTA
+    num_stages: int  # pipeline stages of the loop over low tiles
+    max_registers: int | None = None  # of a thread; ``None`` for as many as the compiler likes
+    high_block_n: int = 64  # keys of a step in the loop over high tiles; divides 128
+    high_stages: int = 1  # pipeline stages of that loop
+    stage_queries: bool = False  # whether the queries of low tiles go through memory, see the kernel
+    use_tma: bool = False  # whether tiles are loaded by TMA
 
 
 @dataclass(frozen=True)
 class WarpSpecializedConfig:
-    """Configuration of Hopper's warp-specialized kernel, and which calls are long enough for it.
+    """Configuration of Hopper's warp-specialized kernel, and which calls are long enough for it."""
 
-    Attributes:
-        consumer_warpgroups: Warpgroups that compute, of 64 query positions each.
-        stages: Pipeline stages of keys and values.
-        registers: Of a thread of these warpgroups.
-        min_keys: Fewest keys of a call.
-        min_rows: Fewest query rows of all heads and batch rows.
-    """
-
-    consumer_warpgroups: int
-    stages: int
-    registers: int
-    min_keys: int
-    min_rows: int
+    consumer_warpgroups: int  # warpgroups that compute, of 64 query positions each
+    stages: int  # pipeline stages of keys and values
+    registers: int  # of a thread of these warpgroups
+    min_keys: int  # fewest keys of a call
+    min_rows: int  # fewest query rows of all heads and batch rows
 
 
 @dataclass(frozen=True)
 class MultiCTAConfig:
-    """Configuration of Hopper's multi-CTA kernel, of which several CTAs share an SM.
+    """Configuration of Hopper's multi-CTA kernel, of which several CTAs share an SM."""
 
-    Attributes:
-        key_stages: Pipeline stages of keys.
-        value_stages: Pipeline stages of values.
-        registers: Of a thread.
-        max_mean_keys: Most keys that a query attends to on average, in calls that are long enough for the
-            warp-specialized kernel.
-    """
-
-    key_stages: int
-    value_stages: int
-    registers: int
+    key_stages: int  # pipeline stages of keys
+    value_stages: int  # pipeline stages of values
+    registers: int  # of a thread
+    # most keys that a query attends to on average, in calls that are long enough for the warp-specialized kernel
     max_mean_keys: int
 
 

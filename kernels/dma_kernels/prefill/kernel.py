@@ -9,22 +9,12 @@ high tiles (sinks and band), masked low tiles, and full low tiles, which take th
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
-from ..device.queries import finite_or_zero, load_queries, prepare_queries, rotate_queries, smoothing_bias
-from ..device.scores import (
-    attend,
-    load_keys,
-    load_raw,
-    load_values,
-    logits,
-    score,
-    storage_entry,
-)
+from ..device.queries import finite_or_zero, prepare_queries, rotate_queries, smoothing_bias
+from ..device.scores import Visibility, attend, load_keys, load_raw, load_values, logits, score, storage_entry
+from ..device.tiles import load_in_range
 from ..numerics.formats import TILE
 from ..numerics.geometry import SKIP_BLOCK
 from .channel_chunks import load_chunks, quantize_row_chunks, store_chunks
@@ -70,49 +60,6 @@ def _any_of_block(x, BLOCK_M: tl.constexpr):
     BLOCKS: tl.constexpr = BLOCK_M // _SKIP_BLOCK
     by_block = tl.max(tl.reshape(x, [BLOCKS, _SKIP_BLOCK]), 1, keep_dims=True)
     return tl.reshape(tl.broadcast_to(by_block, [BLOCKS, _SKIP_BLOCK]), [BLOCK_M])
-
-
-@dataclass(frozen=True)
-class PortableConstants:
-    """Constexprs of the kernel."""
-
-    q_heads: int  # query heads
-    kv_heads: int  # kv heads
-    head_dim: int  # channels of queries and keys
-    value_dim: int  # channels of values
-    block_m: int  # query positions of a CTA
-    block_h: int  # keys of a step over high tiles
-    block_n: int  # keys of a step over low tiles
-    block_d: int  # ``head_dim`` padded
-    block_dv: int  # ``value_dim`` padded
-    high_stages: int  # pipeline stages of the loop over high tiles
-    low_stages: int  # pipeline stages of the loop over full low tiles
-    high_form: str  # operand format of the keys of high tiles (:mod:`dma_kernels.runtime.operand_formats`)
-    high_format: str  # number format of keys and queries of high tiles
-    high_layout: str  # ``caller`` or ``aligned``, of the keys of high tiles
-    high_value_layout: str  # the same of their values
-    low_form: str  # operand format of the keys of low tiles
-    low_q_format: str  # number format of their queries
-    low_k_format: str  # number format of the keys
-    low_layout: str  # ``caller`` or ``aligned``, of the keys of low tiles
-    low_shared: str  # ``block`` or ``row``: what has a scale in low queries
-    low_value_form: str  # operand format of the values of low tiles
-    low_value_layout: str  # their layout
-    rounding: str  # rounding of the scales of queries
-    rotate: bool  # whether queries are rotated
-    hadamard_size: int  # order of the rotation's blocks
-    is_causal: bool  # whether a query attends to no key after its own position
-    has_low: bool  # whether there are low tiles
-    k_low_descale: str  # what has a descale in low keys: ``none``, ``head`` or ``tile``
-    is_pv_fp8: bool  # whether low tiles have FP8 probabilities
-    stage_queries: bool  # whether low queries pass through the rows of the output
-    use_tma: bool  # whether quantised operands are loaded by TMA
-    use_raw_tma: bool  # whether 16-bit ones are
-
-    @property
-    def norm(self) -> float:
-        """The scale of the rotation, which makes it orthonormal."""
-        return math.pow(self.hadamard_size, -0.5)
 
 
 @triton.jit(
@@ -170,7 +117,7 @@ def prefill_kernel(
         softcap: In base 2, or ``None``.
         logit_scale: Converts scores to base-2 logits.
         skip_threshold: Low tiles this far below a block's high tiles are skipped, in base 2; or ``None``.
-        CONFIG: :class:`PortableConstants`.
+        CONFIG: :class:`~.constants.PortableConstants`.
     """
     Q_HEADS: tl.constexpr = CONFIG.q_heads
     KV_HEADS: tl.constexpr = CONFIG.kv_heads
@@ -185,24 +132,13 @@ def prefill_kernel(
     H_SHIFT: tl.constexpr = BLOCK_H.bit_length() - 1
     N_SHIFT: tl.constexpr = BLOCK_N.bit_length() - 1
     HIGH_FORM: tl.constexpr = CONFIG.high_form
-    HIGH_FORMAT: tl.constexpr = CONFIG.high_format
-    HIGH_LAYOUT: tl.constexpr = CONFIG.high_layout
-    HIGH_VALUE_LAYOUT: tl.constexpr = CONFIG.high_value_layout
     LOW_FORM: tl.constexpr = CONFIG.low_form
     LOW_Q_FORMAT: tl.constexpr = CONFIG.low_q_format
     LOW_K_FORMAT: tl.constexpr = CONFIG.low_k_format
-    LOW_LAYOUT: tl.constexpr = CONFIG.low_layout
-    LOW_SHARED: tl.constexpr = CONFIG.low_shared
     LOW_VALUE_FORM: tl.constexpr = CONFIG.low_value_form
-    LOW_VALUE_LAYOUT: tl.constexpr = CONFIG.low_value_layout
-    ROUNDING: tl.constexpr = CONFIG.rounding
     HADAMARD_SIZE: tl.constexpr = CONFIG.hadamard_size
     NORM: tl.constexpr = CONFIG.norm
     IS_CAUSAL: tl.constexpr = CONFIG.is_causal
-    HAS_LOW: tl.constexpr = CONFIG.has_low
-    IS_PV_FP8: tl.constexpr = CONFIG.is_pv_fp8
-    USE_TMA: tl.constexpr = CONFIG.use_tma
-    USE_RAW_TMA: tl.constexpr = CONFIG.use_raw_tma
     HAS_SEQ_INFO: tl.constexpr = seq_info_ptr is not None
     HAS_WINDOW: tl.constexpr = window is not None
     HAS_SOFTCAP: tl.constexpr = softcap is not None
@@ -210,13 +146,11 @@ def prefill_kernel(
     HAS_MEAN: tl.constexpr = mean_ptr is not None
     SKIPS: tl.constexpr = skip_threshold is not None
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
-    EXPONENT: tl.constexpr = 8.0 if IS_PV_FP8 else 0.0
+    EXPONENT: tl.constexpr = 8.0 if CONFIG.is_pv_fp8 else 0.0
     # Smoothing subtracts the same bias from all logits of a row. A plain softmax is invariant to that, so the bias is
     # added to the log of the denominator alone. A softcap is not, so it is added to the logits of smoothed keys.
     BIAS_IN_LSE: tl.constexpr = HAS_MEAN and not HAS_SOFTCAP
     BIAS_IN_LOGITS: tl.constexpr = HAS_MEAN and HAS_SOFTCAP
-    MASK_HIGH: tl.constexpr = HIGH_LAYOUT == "caller"
-    MASK_LOW_VALUES: tl.constexpr = LOW_VALUE_LAYOUT == "caller"
     # A model's own 16 bits stay where a side is not quantised (operands.dequantized_dtype).
     IS_LOW_UNQUANTIZED: tl.constexpr = LOW_Q_FORMAT == "bf16" or LOW_K_FORMAT == "bf16"
     LOW_DTYPE: tl.constexpr = query.ptr.dtype.element_ty if IS_LOW_UNQUANTIZED else tl.bfloat16
@@ -272,12 +206,15 @@ def prefill_kernel(
     mask_base = mask.ptr
     if HAS_MASK:
         mask_base += i_b * mask.stride_b + i_h * mask.stride_h
+    visibility = Visibility(
+        visible_start, visible_end, window, mask_base, mask.stride_t, mask.stride_d, q_start, q_end, k_start
+    )
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m_i = tl.full([BLOCK_M], -1.0e30, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
 
-    q = load_queries(q_base, rows, query.stride_t, query.stride_d, q_len, D, BLOCK_D)
+    q = load_in_range(q_base, rows, 0, q_len, query.stride_t, query.stride_d, D, BLOCK_D)
     global_scale = 1.0
     if q_global_scale_ptr is not None:
         global_scale = tl.load(q_global_scale_ptr + i_b * Q_HEADS + i_h)
@@ -290,7 +227,7 @@ def prefill_kernel(
     if BIAS_IN_LSE:
         # Kept in the output of the row: there is no register for it in the loops.
         tl.store(lse_rows, qk_bias * 0.6931471805599453, mask=m_row)
-    if HAS_LOW and CONFIG.stage_queries:
+    if CONFIG.has_low and CONFIG.stage_queries:
         # Hopper's MMAs read loaded operands from shared memory, and computed ones from registers, of which
         # there are none to spare. The output's rows belong to this CTA and are not written yet.
         STAGED: tl.constexpr = k_low_ptr.dtype.element_ty
@@ -311,13 +248,13 @@ def prefill_kernel(
             if IN_CHUNKS:
                 chunks = load_chunks(q_base, rows, 0, q_len, query.stride_t, query.stride_d, D)
                 chunks, low_row_scale = quantize_row_chunks(
-                    chunks, LOW_FORM, LOW_Q_FORMAT, ROUNDING == "ceil", CONFIG.rotate, HADAMARD_SIZE, NORM
+                    chunks, LOW_FORM, LOW_Q_FORMAT, CONFIG.rounding == "ceil", CONFIG.rotate, HADAMARD_SIZE, NORM
                 )
                 store_chunks(staged, staged_row, chunks, m_row, D)
             else:
-                x = rotate_queries(q, NORM, HADAMARD_SIZE) if CONFIG.rotate else q.to(tl.float32)
+                x = rotate_queries(q, NORM, HADAMARD_SIZE, CONFIG.rotate)
                 q_low, q_low_scale, low_row_scale = prepare_queries(
-                    x, global_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
+                    x, global_scale, LOW_FORM, LOW_Q_FORMAT, CONFIG.low_shared, CONFIG.rounding, LOW_DTYPE
                 )
                 tl.store(staged + (staged_row[:, None] + o_d[None, :]), q_low, mask=m_staged)
 
@@ -326,8 +263,10 @@ def prefill_kernel(
         q_scale = q
         row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
     else:
-        x = rotate_queries(q, NORM, HADAMARD_SIZE) if CONFIG.rotate else q.to(tl.float32)
-        q, q_scale, row_scale = prepare_queries(x, global_scale, HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, tl.bfloat16)
+        x = rotate_queries(q, NORM, HADAMARD_SIZE, CONFIG.rotate)
+        q, q_scale, row_scale = prepare_queries(
+            x, global_scale, HIGH_FORM, CONFIG.high_format, "block", CONFIG.rounding, tl.bfloat16
+        )
     row_scale *= logit_scale
     k_base = key.ptr
     if HIGH_FORM == "raw":
@@ -336,7 +275,7 @@ def prefill_kernel(
     tile_row = i_row * (storage_len >> _TILE_SHIFT)  # of this head, counted over all tiles of aligned storage
     if k_descale_ptr is not None:
         row_scale *= tl.load(k_descale_ptr + i_row)
-    if HAS_LOW:
+    if CONFIG.has_low:
         a_first, a_last = _block_range(start, tl.minimum(end, sink_end), H_SHIFT)
         b_first, b_last = _block_range(
             tl.maximum(tl.maximum(start, band_start), sink_end), tl.minimum(end, band_end), H_SHIFT
@@ -347,59 +286,47 @@ def prefill_kernel(
     count = a_last - a_first
     for t in tl.range(0, count + b_last - b_first, num_stages=CONFIG.high_stages):
         position = tl.where(t < count, a_first + t, b_first + t - count) * BLOCK_H
-        entry = storage_entry(position, k_start, aligned_start, HIGH_LAYOUT)
+        entry = storage_entry(position, k_start, aligned_start, HIGH_FORM)
         if HIGH_FORM == "raw":
             k = load_raw(
-                k_desc, k_base, i_b, i_kv, entry, key.stride_t, key.stride_d, k_len, MASK_HIGH, USE_RAW_TMA,
+                k_desc, k_base, i_b, i_kv, entry, key.stride_t, key.stride_d, k_len, True, CONFIG.use_raw_tma,
                 D, BLOCK_D, BLOCK_H,
             )  # fmt: skip
             k_scale = k
         else:
             k, k_scale = load_keys(
-                k_base, k_base, k_scale_ptr, i_row * k_len, entry, k_len, HIGH_FORM, HIGH_FORMAT, MASK_HIGH, False,
+                k_base, k_base, k_scale_ptr, i_row * k_len, entry, k_len, HIGH_FORM, CONFIG.high_format, False, False,
                 D, BLOCK_D, BLOCK_H,
             )  # fmt: skip
-        s = score(q, q_scale, k, k_scale, HIGH_FORM, HIGH_FORMAT, HIGH_FORMAT)
+        s = score(q, q_scale, k, k_scale, HIGH_FORM, CONFIG.high_format, CONFIG.high_format)
         if HIGH_FORM == "raw" and BIAS_IN_LSE:
             s -= bias[:, None]
         s = logits(
-            s, row_scale, qk_bias, softcap, q_pos, position + o_h, visible_start, visible_end, window,
-            mask_base, mask.stride_t, mask.stride_d, q_start, q_end, k_start,
-            (position < full_start) | (position + BLOCK_H > full_end), IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK,
+            s, row_scale, qk_bias, softcap, q_pos, position + o_h, visibility,
+            (position < full_start) | (position + BLOCK_H > full_end), IS_CAUSAL,
             BIAS_IN_LOGITS and HIGH_FORM != "raw",
         )  # fmt: skip
-        entry = storage_entry(position, k_start, aligned_start, HIGH_VALUE_LAYOUT)
+        entry = storage_entry(position, k_start, aligned_start, "raw")
         v = load_raw(
-            v_desc,
-            v_base,
-            i_b,
-            i_kv,
-            entry,
-            value.stride_t,
-            value.stride_d,
-            kv_len,
-            True,
-            USE_RAW_TMA,
-            DV,
-            BLOCK_DV,
-            BLOCK_H,
-        )
+            v_desc, v_base, i_b, i_kv, entry, value.stride_t, value.stride_d, kv_len, True, CONFIG.use_raw_tma,
+            DV, BLOCK_DV, BLOCK_H,
+        )  # fmt: skip
         if HAS_SEQ_INFO:
             # Invisible values may be NaN, and a probability of 0 does not hide that.
             is_visible = (position + o_h >= visible_start) & (position + o_h < visible_end)
             v = tl.where(is_visible[:, None], v, 0.0)
-        acc, l_i, m_i = attend(acc, l_i, m_i, s, row_scale, v, True, "raw", IS_PV_FP8)
+        acc, l_i, m_i = attend(acc, l_i, m_i, s, row_scale, v, True, "raw", CONFIG.is_pv_fp8)
 
-    if HAS_LOW:
+    if CONFIG.has_low:
         if CONFIG.stage_queries:
             tl.debug_barrier()
             q_low = tl.load(staged + (staged_row[:, None] + o_d[None, :]), mask=m_staged, other=0.0)
             q_low_scale = q_low
         else:
-            q = load_queries(q_base, rows, query.stride_t, query.stride_d, q_len, D, BLOCK_D)
-            x = rotate_queries(q, NORM, HADAMARD_SIZE) if CONFIG.rotate else q.to(tl.float32)
+            q = load_in_range(q_base, rows, 0, q_len, query.stride_t, query.stride_d, D, BLOCK_D)
+            x = rotate_queries(q, NORM, HADAMARD_SIZE, CONFIG.rotate)
             q_low, q_low_scale, low_row_scale = prepare_queries(
-                x, global_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
+                x, global_scale, LOW_FORM, LOW_Q_FORMAT, CONFIG.low_shared, CONFIG.rounding, LOW_DTYPE
             )
         low_row_scale *= logit_scale
         v_low_base = v_low_ptr
@@ -448,10 +375,10 @@ def prefill_kernel(
                     block = tl.where(t < n_1, c_first + t, c_out + t - n_1)
                     block = tl.where(t < n_2, block, tl.where(t < n_3, d_first + t - n_2, d_out + t - n_3))
                 position = block * BLOCK_N
-                entry = storage_entry(position, k_start, aligned_start, LOW_LAYOUT)
+                entry = storage_entry(position, k_start, aligned_start, LOW_FORM)
                 k, k_scale = load_keys(
                     k_low_desc, k_low_ptr, k_low_scale_ptr, i_row * storage_len, entry, storage_len,
-                    LOW_FORM, LOW_K_FORMAT, False, USE_TMA, D, BLOCK_D, BLOCK_N,
+                    LOW_FORM, LOW_K_FORMAT, False, CONFIG.use_tma, D, BLOCK_D, BLOCK_N,
                 )  # fmt: skip
                 s = score(q_low, q_low_scale, k, k_scale, LOW_FORM, LOW_Q_FORMAT, LOW_K_FORMAT)
                 tile_scale = low_row_scale
@@ -461,9 +388,8 @@ def prefill_kernel(
                 IS_SCALED: tl.constexpr = HAS_SOFTCAP or not IS_FULL or (SKIPS and BLOCK_M > _SKIP_BLOCK)
                 if IS_SCALED:
                     s = logits(
-                        s, tile_scale, qk_bias, softcap, q_pos, position + o_n, visible_start, visible_end,
-                        window, mask_base, mask.stride_t, mask.stride_d, q_start, q_end, k_start,
-                        not IS_FULL, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, BIAS_IN_LOGITS,
+                        s, tile_scale, qk_bias, softcap, q_pos, position + o_n, visibility, not IS_FULL, IS_CAUSAL,
+                        BIAS_IN_LOGITS,
                     )  # fmt: skip
                 if SKIPS:
                     i_tile = block >> (_TILE_SHIFT - N_SHIFT)
@@ -478,14 +404,13 @@ def prefill_kernel(
                             block_position = i_tile * _TILE + i_sub * BLOCK_N
                             k_block, k_block_scale = load_keys(
                                 k_low_ptr, k_low_ptr, k_low_scale_ptr, i_row * storage_len,
-                                storage_entry(block_position, k_start, aligned_start, LOW_LAYOUT), storage_len,
+                                storage_entry(block_position, k_start, aligned_start, LOW_FORM), storage_len,
                                 LOW_FORM, LOW_K_FORMAT, True, False, D, BLOCK_D, BLOCK_N,
                             )  # fmt: skip
                             s_block = logits(
                                 score(q_low, q_low_scale, k_block, k_block_scale, LOW_FORM, LOW_Q_FORMAT, LOW_K_FORMAT),
-                                tile_scale, qk_bias, softcap, q_pos, block_position + o_n, visible_start,
-                                visible_end, window, mask_base, mask.stride_t, mask.stride_d, q_start, q_end, k_start,
-                                True, IS_CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_MASK, BIAS_IN_LOGITS,
+                                tile_scale, qk_bias, softcap, q_pos, block_position + o_n, visibility, True,
+                                IS_CAUSAL, BIAS_IN_LOGITS,
                             )  # fmt: skip
                             row_max = tl.maximum(row_max, tl.max(s_block, 1))
                     if i_tile != tile:
@@ -502,16 +427,17 @@ def prefill_kernel(
                         tile = i_tile
                     if BLOCK_M > _SKIP_BLOCK:
                         s = tl.where((is_kept != 0)[:, None], s, float("-inf"))
-                entry = storage_entry(position, k_start, aligned_start, LOW_VALUE_LAYOUT)
+                entry = storage_entry(position, k_start, aligned_start, LOW_VALUE_FORM)
                 v = load_values(
                     v_low_desc, v_low_base, tile_row * DV, i_b, i_kv, entry, v_low_len, value.stride_t, value.stride_d,
-                    LOW_VALUE_FORM, MASK_LOW_VALUES and not IS_FULL, USE_TMA, USE_RAW_TMA, DV, BLOCK_DV, BLOCK_N,
+                    LOW_VALUE_FORM, LOW_VALUE_FORM == "raw" and not IS_FULL, CONFIG.use_tma, CONFIG.use_raw_tma,
+                    DV, BLOCK_DV, BLOCK_N,
                 )  # fmt: skip
                 if HAS_SEQ_INFO and LOW_VALUE_FORM == "raw" and not IS_FULL:
                     is_visible = (position + o_n >= visible_start) & (position + o_n < visible_end)
                     v = tl.where(is_visible[:, None], v, 0.0)
                 if not SKIPS or tl.max(is_kept, 0) != 0:
-                    acc, l_i, m_i = attend(acc, l_i, m_i, s, tile_scale, v, IS_SCALED, LOW_VALUE_FORM, IS_PV_FP8)
+                    acc, l_i, m_i = attend(acc, l_i, m_i, s, tile_scale, v, IS_SCALED, LOW_VALUE_FORM, CONFIG.is_pv_fp8)
         if SKIPS and tile_counts_ptr is not None:
             counts = tile_counts_ptr + 2 * i_h
             is_first = ((q_pos & (_SKIP_BLOCK - 1)) == 0) & is_whole

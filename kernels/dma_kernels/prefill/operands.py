@@ -12,35 +12,29 @@ is written.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from ..numerics.geometry import LOG2_E, AttentionGeometry
+from ..numerics.recipe import Recipe
 from ..runtime.operand_formats import OperandFormat
 
 
 @dataclass(frozen=True)
 class TileOperands:
-    """What tiles of one kind, high or low, read. Shapes of ``key`` and ``value`` are those of their formats.
+    """What tiles of one kind, high or low, read. Shapes of ``key`` and ``value`` are those of their formats."""
 
-    Attributes:
-        key: Keys.
-        value: Values.
-        key_format: Format of ``key``.
-        value_format: Format of ``value``: 16 bits or E4M3; of high tiles the caller's own.
-        key_scale: Block scales of packed keys, ``[B, Hkv, S, D' / block]``: E8M0 codes (uint8) or E4M3.
-        key_descale: Descale of the keys of each tile, fp32 ``[B, Hkv, S / 128]``, contiguous; for packed NVFP4 keys,
-            the global scale, expanded from ``[B, Hkv]``. ``None`` for 1. At least fp32's smallest normal number; 1 for
-            a tile of zeros.
-        value_descale: Descale of each channel of the values, fp32 ``[B, Hkv, Dv]``; ``None`` for 1.
-    """
-
-    key: Tensor
-    value: Tensor
-    key_format: OperandFormat
-    value_format: OperandFormat
+    key: Tensor  # keys
+    value: Tensor  # values
+    key_format: OperandFormat  # format of ``key``
+    value_format: OperandFormat  # format of ``value``: 16 bits or E4M3; of high tiles the caller's own
+    # block scales of packed keys, ``[B, Hkv, S, D' / block]``: E8M0 codes (uint8) or E4M3
     key_scale: Tensor | None = None
+    # descale of the keys of each tile, fp32 ``[B, Hkv, S / 128]``, contiguous; for packed NVFP4 keys, the global scale,
+    # expanded from ``[B, Hkv]``. ``None`` for 1. At least fp32's smallest normal number; 1 for a tile of zeros.
     key_descale: Tensor | None = None
-    value_descale: Tensor | None = None
+    value_descale: Tensor | None = None  # descale of each channel of the values, fp32 ``[B, Hkv, Dv]``; ``None`` for 1
 
     @property
     def head_bytes(self) -> int:
@@ -51,22 +45,49 @@ class TileOperands:
 
 @dataclass(frozen=True)
 class Operands:
-    """The tensors of one call. All tile-padded storage in it has the same number of tiles.
+    """The tensors of one call. All tile-padded storage in it has the same number of tiles."""
 
-    Attributes:
-        high: What high tiles read.
-        low: What low tiles read; ``None`` where the recipe has one precision. The caller's ``value`` is that of
-            ``high``.
-        key_mean: What ``smooth_k`` subtracted, fp32 ``[B, Hkv, D]``; given iff it did.
-        query_global_scale: NVFP4's global scale of the transformed queries, fp32 ``[B, Hq]``; given iff the recipe has
-            NVFP4 queries.
-        valid_tiles: Tiles of tile-padded storage that hold keys or values; ``None`` for all. The others are
-            uninitialized and may not be read, not even with a probability of 0: they are low for no query
-            (:meth:`dma_kernels.numerics.geometry.PrefillGeometry.low_tiles`).
-    """
-
-    high: TileOperands
+    high: TileOperands  # what high tiles read
+    # what low tiles read; ``None`` where the recipe has one precision. The caller's ``value`` is that of ``high``.
     low: TileOperands | None
-    key_mean: Tensor | None = None
+    key_mean: Tensor | None = None  # what ``smooth_k`` subtracted, fp32 ``[B, Hkv, D]``; given iff it did
+    # NVFP4's global scale of the transformed queries, fp32 ``[B, Hq]``; given iff the recipe has NVFP4 queries
     query_global_scale: Tensor | None = None
+    # tiles of tile-padded storage that hold keys or values; ``None`` for all. The others are uninitialized and may not
+    # be read, not even with a probability of 0: they are low for no query (``low_tiles``).
     valid_tiles: range | None = None
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What an attention kernel is launched with."""
+
+    query: Tensor  # ``[B, Hq, Tq, D]``, 16-bit, any strides
+    operands: Operands  # keys and values
+    geometry: AttentionGeometry  # positions and visibility
+    recipe: Recipe  # formats and band
+    config: Any  # configuration of the kernel
+    out: Tensor  # output, ``[B, Hq, Tq, Dv]``, unit stride of channels
+    lse: Tensor  # log of the softmax denominator, fp32 ``[B, Hq, Tq]``, contiguous
+    scale: float  # scale of the scores
+    softcap: float | None  # softcap of the scores, or ``None``
+    sinks: Tensor | None  # sink logits ``[Hq]``, contiguous, or ``None``
+    skip_threshold: float | None = None  # of the recipe, in base-2 logits, or ``None``
+    tile_counts: Tensor | None = None  # int64 ``[Hq, 2]``, where skipped and examined tiles are added, or ``None``
+    # whether launches that read only ``query`` may start before those that made ``operands`` have ended
+    use_pdl: bool = False
+
+    @property
+    def low(self) -> TileOperands:
+        """Operands of low tiles; of high tiles where the recipe has one precision."""
+        return self.operands.low or self.operands.high
+
+    @property
+    def kv_rows(self) -> int:
+        """Kv heads of all batch rows."""
+        return self.low.key.shape[0] * self.low.key.shape[1]
+
+    @property
+    def base2_softcap(self) -> float | None:
+        """The softcap for logits in base 2."""
+        return None if self.softcap is None else self.softcap * LOG2_E

@@ -9,27 +9,23 @@ another order, rounded to bfloat16. Design: ``benchmarks/quantizer.md``.
 
 from __future__ import annotations
 
-import functools
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..numerics.formats import NVFP4, TILE, padded_channels
+from ..numerics.formats import NVFP4, TILE
 from ..numerics.recipe import Recipe
 from ..numerics.saturation import saturation_counter
-from ..numerics.transforms import hadamard_size
 from ..runtime import chip
 from ..runtime.compute_path import ComputePath
 from ..runtime.descriptors import Strided
 from ..runtime.launch import Launcher
 from ..runtime.operand_formats import DEQUANTIZED, E5M2, RAW, TILE_SCALED, OperandFormat, Scale, dequantized_dtype
+from .constants import QuantizerConstants
 from .operands import Operands, TileOperands
 from .quantizer_kernel import quantize_kernel
 
-NONE = "none"
 CTAS_PER_SM = 3
 """As many as fit with 80 registers a thread; they loop over tiles."""
 
@@ -61,102 +57,75 @@ def quantize_keys_values(
         The operands, without ``query_global_scale``.
     """
     batch, heads, kv_len, head_dim = key.shape
-    quantizer = _quantizer(
-        recipe, path, key.dtype, heads, head_dim, value.shape[3], seq_info is not None, chip.supports_pdl(key.device)
-    )
     # Per-row offsets are read on the device: up to 127 entries before a row stay empty.
     first = kv_offset % TILE if seq_info is None else TILE - 1
     tiles = max(1, -(-(kv_len + first) // TILE))
     valid = low_tiles if low_tiles is not None and path.key is RAW else range(tiles)
-    made = {
-        name: key.new_empty(output.size(batch, heads, tiles), dtype=output.dtype) for name, output in quantizer.outputs
-    }
-    if quantizer.launch is not None:
-        sizes = (kv_offset, kv_len, tiles, valid.start, valid.stop)
-        share = CTAS_PER_SM * chip.sm_count(key.device) // max(1, batch * heads * quantizer.layers)
-        ctas = max(1, min(len(valid), share))
-        outputs = *map(made.get, _KERNEL_OUTPUTS), saturation_counter() if "value" in made else None
-        grid = (batch * heads, ctas, quantizer.layers)
-        quantizer.launch(grid, Strided.of(key), Strided.of(value), seq_info, *outputs, *sizes)
-    return _operands(key, value, path, tiles, valid, made)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return key.new_empty((batch, heads, *shape), dtype=dtype)
+
+    mean = new(head_dim) if recipe.smooth_k else None
+    writes_high, writes_low = path.key is not RAW, path.low_key is not None
+    has_nvfp4_keys = NVFP4.name in (recipe.high if writes_high else "", recipe.key_low if writes_low else "")
+    global_scale = new() if has_nvfp4_keys else None
+
+    def tile_operands(key_format: OperandFormat, value_format: OperandFormat, *formats: str) -> TileOperands:
+        elements, scale, descale, values, value_descale = key, None, None, value, None
+        if key_format is not RAW:
+            dtype = key_format.dtype or dequantized_dtype(key.dtype, *formats)
+            elements = new(tiles * TILE, key_format.stored_channels(head_dim), dtype=dtype)
+        if key_format.scale is Scale.TILE:
+            descale = new(tiles)
+        elif key_format.scale_dtype is not None:
+            blocks = key_format.padded(head_dim) // key_format.padding
+            scale = new(tiles * TILE, blocks, dtype=key_format.scale_dtype)
+        if key_format.holds == NVFP4.name:
+            assert global_scale is not None
+            descale = global_scale.as_strided((batch, heads, tiles), (heads, 1, 0))
+        if value_format is DEQUANTIZED:
+            values = new(tiles * TILE, value.shape[3], dtype=torch.bfloat16)
+        elif value_format.dtype is not None:
+            values, value_descale = new(tiles, value.shape[3], TILE, dtype=value_format.dtype), new(value.shape[3])
+        return TileOperands(elements, values, key_format, value_format, scale, descale, value_descale)
+
+    high, low = tile_operands(path.key, RAW, recipe.high, recipe.high), None
+    if path.low_key is not None and path.low_value is not None:
+        low = tile_operands(path.low_key, path.low_value, recipe.query_low, recipe.key_low)
+    writes_values = path.low_value not in (None, RAW)
+    layers = int(writes_values) + int(writes_high or writes_low)
+    if layers:
+        share = CTAS_PER_SM * chip.sm_count(key.device) // max(1, batch * heads * layers)
+        _launcher(key, value, recipe, path)(
+            (batch * heads, max(1, min(len(valid), share)), layers),
+            Strided.of(key), Strided.of(value), seq_info,
+            mean, high.key if writes_high else None, high.key_scale,
+            low.key if low else None, low.key_scale if low else None,
+            low.key_descale if low and low.key_format.scale is Scale.TILE else None, global_scale,
+            low.value if low and writes_values else None, low.value_descale if low else None,
+            saturation_counter() if writes_values else None,
+            kv_offset, kv_len, tiles, valid.start, valid.stop,
+        )  # fmt: skip
+    return Operands(high=high, low=low, key_mean=mean, valid_tiles=valid)
 
 
-@dataclass(frozen=True)
-class _Output:
-    """Shape and dtype of a tensor that the kernels write, ``[B, Hkv, *shape]`` or, by tile, ``[B, Hkv, S, *shape]``.
-
-    Attributes:
-        shape: What follows the kv head, or the ``rows_per_tile`` entries of each tile.
-        dtype: Of the tensor.
-        rows_per_tile: Entries for each tile; 0 where there is no such dimension.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rows_per_tile: int = 0
-
-    def size(self, batch: int, heads: int, tiles: int) -> tuple[int, ...]:
-        """Return the shape for storage of so many tiles."""
-        if self.rows_per_tile == 0:
-            return (batch, heads, *self.shape)
-        return (batch, heads, tiles * self.rows_per_tile, *self.shape)
-
-
-# The tensors that the kernel writes, in the order of its parameters.
-_KERNEL_OUTPUTS = (
-    "mean", "high", "high_scale", "low", "low_scale", "key_descale", "key_global_scale", "value", "value_descale",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Quantizer:
-    """What does not depend on lengths: the launcher, ``None`` if nothing is written, and the outputs by name."""
-
-    launch: Launcher | None
-    layers: int
-    outputs: tuple[tuple[str, _Output], ...]
-
-
-@functools.lru_cache(maxsize=256)
-def _quantizer(
-    recipe: Recipe,
-    path: ComputePath,
-    dtype: torch.dtype,
-    heads: int,
-    head_dim: int,
-    value_dim: int,
-    has_seq_info: bool,
-    use_pdl: bool,
-) -> _Quantizer:
-    outputs = _outputs(recipe, path, dtype, head_dim, value_dim)
-    writes_keys = "high" in outputs or "low" in outputs
-    writes_values = "value" in outputs
-    if not (writes_keys or writes_values):
-        return _Quantizer(None, layers=0, outputs=())
-    size = hadamard_size(head_dim)
-    constants: dict[str, Any] = {
-        "KV_HEADS": heads,
-        "D": head_dim,
-        "DV": value_dim,
-        "BLOCK_D": padded_channels(head_dim),
-        "BLOCK_DV": padded_channels(value_dim),
-        "HAS_SEQ_INFO": has_seq_info,
-        "HAS_MEAN": "mean" in outputs,
-        "HAS_KEY_GLOBAL_SCALE": "key_global_scale" in outputs,
-        "ROTATE": recipe.rotate,
-        "HADAMARD_SIZE": size,
-        "NORM": math.pow(size, -0.5),
-        "HIGH_FORM": path.key.name,
-        "HIGH_FORMAT": recipe.high,
-        "LOW_FORM": NONE if path.low_key is None else path.low_key.name,
-        "LOW_FORMAT": recipe.key_low,
-        "IS_TILE_SCALED": path.low_key in TILE_SCALED,
-        "SHARED": recipe.shared_scale,
-        "VALUE_FORM": (path.low_value or RAW).name,
-        "ROUNDING": recipe.scale_rounding,
-        "USE_PDL": use_pdl,
-    }
-    is_wide = max(head_dim, value_dim) > 128
+def _launcher(key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath) -> Launcher:
+    constants = QuantizerConstants(
+        kv_heads=key.shape[1],
+        head_dim=key.shape[3],
+        value_dim=value.shape[3],
+        rotate=recipe.rotate,
+        high_form=path.key.name,
+        high_format=recipe.high,
+        low_form="none" if path.low_key is None else path.low_key.name,
+        low_format=recipe.key_low,
+        is_tile_scaled=path.low_key in TILE_SCALED,
+        shared_scale=recipe.shared_scale,
+        value_form=(path.low_value or RAW).name,
+        rounding=recipe.scale_rounding,
+        use_pdl=chip.supports_pdl(key.device),
+    )
+    is_wide = max(key.shape[3], value.shape[3]) > 128
     options: dict[str, Any] = {"num_warps": 8}
     if path.low_key in TILE_SCALED:
         # A thread holds 64 numbers of a tile. The cap on registers makes room for CTAS_PER_SM.
@@ -164,76 +133,4 @@ def _quantizer(
     elif path.low_key is E5M2 and not recipe.rotate and not is_wide:
         # Less time for 8 x 4K tokens than with 8 warps (H200).
         options = {"num_warps": 16}
-    return _Quantizer(
-        launch=Launcher(quantize_kernel, constants, **options),
-        layers=int(writes_values) + int(writes_keys),
-        outputs=tuple(outputs.items()),
-    )
-
-
-def _outputs(
-    recipe: Recipe, path: ComputePath, dtype: torch.dtype, head_dim: int, value_dim: int
-) -> dict[str, _Output]:
-    """Return what the kernel writes, by the names of its parameters."""
-    outputs: dict[str, _Output] = {}
-    if recipe.smooth_k:
-        outputs["mean"] = _Output((head_dim,), torch.float32)
-    if path.key is not RAW:
-        outputs |= _key_outputs("high", path.key, head_dim, dequantized_dtype(dtype, recipe.high, recipe.high))
-    if path.low_key is not None:
-        target = dequantized_dtype(dtype, recipe.query_low, recipe.key_low)
-        outputs |= _key_outputs("low", path.low_key, head_dim, target)
-    if ("high" in outputs and recipe.high == NVFP4.name) or ("low" in outputs and recipe.key_low == NVFP4.name):
-        outputs["key_global_scale"] = _Output((), torch.float32)
-    if path.low_value is DEQUANTIZED:
-        outputs["value"] = _Output((value_dim,), torch.bfloat16, rows_per_tile=TILE)
-    elif path.low_value is not None and path.low_value.dtype is not None:
-        outputs["value"] = _Output((value_dim, TILE), path.low_value.dtype, rows_per_tile=1)
-        outputs["value_descale"] = _Output((value_dim,), torch.float32)
-    return outputs
-
-
-def _key_outputs(name: str, format: OperandFormat, head_dim: int, dequantized: torch.dtype) -> dict[str, _Output]:
-    """Return the outputs of keys in one format."""
-    elements = _Output((format.stored_channels(head_dim),), format.dtype or dequantized, rows_per_tile=TILE)
-    outputs = {name: elements}
-    if format.scale is Scale.TILE:
-        outputs["key_descale"] = _Output((), torch.float32, rows_per_tile=1)
-    elif format.scale_dtype is not None:
-        blocks = format.padded(head_dim) // format.padding
-        outputs[f"{name}_scale"] = _Output((blocks,), format.scale_dtype, rows_per_tile=TILE)
-    return outputs
-
-
-def _operands(
-    key: Tensor,
-    value: Tensor,
-    path: ComputePath,
-    tiles: int,
-    valid: range,
-    made: dict[str, Tensor],
-) -> Operands:
-    key_global_scale = made.get("key_global_scale")
-    if key_global_scale is not None:
-        batch, heads = key_global_scale.shape
-        key_global_scale = key_global_scale.as_strided((batch, heads, tiles), (heads, 1, 0))
-
-    def tile_operands(name: str, key_format: OperandFormat, value_format: OperandFormat) -> TileOperands:
-        descale = made.get("key_descale") if key_format.scale is Scale.TILE else None
-        if key_format.holds == NVFP4.name:
-            descale = key_global_scale
-        return TileOperands(
-            key=made.get(name, key),
-            value=value if value_format is RAW else made["value"],
-            key_format=key_format,
-            value_format=value_format,
-            key_scale=made.get(f"{name}_scale"),
-            key_descale=descale,
-            value_descale=made.get("value_descale") if value_format.scale is Scale.CHANNEL else None,
-        )
-
-    high = tile_operands("high", path.key, RAW)
-    low = None
-    if path.low_key is not None and path.low_value is not None:
-        low = tile_operands("low", path.low_key, path.low_value)
-    return Operands(high=high, low=low, key_mean=made.get("mean"), valid_tiles=valid)
+    return Launcher(quantize_kernel, {"CONFIG": constants}, **options)

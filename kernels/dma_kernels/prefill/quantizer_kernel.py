@@ -10,14 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ..device.arithmetic import (
-    e8m0_decode,
-    e8m0_encode,
-    e8m0_reciprocal,
-    pack_e4m3,
-    to_e4m3,
-    to_e5m2,
-)
+from ..device.arithmetic import e8m0_decode, e8m0_encode, e8m0_reciprocal, pack_e4m3, to_e4m3, to_e5m2
 from ..device.blocks import (
     dequantize_blocks,
     e8m0_scale,
@@ -89,10 +82,10 @@ def _write_tile_scaled(
 @triton.jit
 def _write_blocks(
     x, element_ptr, scale_ptr, descale_ptr, global_scale, row, i_tile_row,
-    FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Write a tile in a block format: dequantised, packed, or folded into E5M2."""
+    BLOCK_D: tl.constexpr = x.shape[1]
     SIZE: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
     STORED_D: tl.constexpr = (D + SIZE - 1) // SIZE * SIZE
     o_d = tl.arange(0, BLOCK_D)
@@ -178,20 +171,28 @@ def _write_fp8_values(
 
 @triton.jit
 def _quantize_keys(
-    k_ptr, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, k_descale_ptr, k_global_scale_ptr,
-    seq_info_ptr, stride_kb, stride_kh, stride_kt, stride_kd, kv_offset, kv_len, tiles, first_tile, end_tile,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SEQ_INFO: tl.constexpr, HAS_MEAN: tl.constexpr,
-    HAS_GLOBAL_SCALE: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
-    HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
-    IS_TILE_SCALED: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
+    key, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, k_descale_ptr, k_global_scale_ptr,
+    seq_info_ptr, kv_offset, kv_len, tiles, first_tile, end_tile, CONFIG: tl.constexpr,
 ):  # fmt: skip
+    KV_HEADS: tl.constexpr = CONFIG.kv_heads
+    D: tl.constexpr = CONFIG.head_dim
+    BLOCK_D: tl.constexpr = CONFIG.block_d
+    ROTATE: tl.constexpr = CONFIG.rotate
+    HADAMARD_SIZE: tl.constexpr = CONFIG.hadamard_size
+    NORM: tl.constexpr = CONFIG.norm
+    HIGH_FORM: tl.constexpr = CONFIG.high_form
+    LOW_FORM: tl.constexpr = CONFIG.low_form
+    IS_TILE_SCALED: tl.constexpr = CONFIG.is_tile_scaled
+    SHARED: tl.constexpr = CONFIG.shared_scale
+    ROUNDING: tl.constexpr = CONFIG.rounding
+    HAS_MEAN: tl.constexpr = mean_ptr is not None
     IS_LOW_IN_BLOCKS: tl.constexpr = LOW_FORM != "none" and not IS_TILE_SCALED
     HAS_TILE_SCALE: tl.constexpr = IS_TILE_SCALED or LOW_FORM == "e5m2" or (LOW_FORM != "none" and SHARED == "tile")
     ROWS: tl.constexpr = _TILE if HAS_TILE_SCALE else _ROWS
     i_head = tl.program_id(0).to(tl.int64)
     i_b = i_head // KV_HEADS
-    base = k_ptr + i_b * stride_kb + (i_head % KV_HEADS) * stride_kh
-    first, last, start = load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len, HAS_SEQ_INFO)
+    base = key.ptr + i_b * key.stride_b + (i_head % KV_HEADS) * key.stride_h
+    first, last, start = load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len)
     i_cta = tl.program_id(1)
     o_d = tl.arange(0, BLOCK_D)
     BLOCKS_PER_TILE: tl.constexpr = _TILE // ROWS
@@ -199,18 +200,18 @@ def _quantize_keys(
         # Issue the load of this CTA's first tile before reading the head's first tile.
         end = tl.minimum(last, start + end_tile * _TILE)
         rows = start + (first_tile + i_cta) * ROWS + tl.arange(0, ROWS)
-        chunks = load_chunks(base, rows, first, end, stride_kt, stride_kd, D)
+        chunks = load_chunks(base, rows, first, end, key.stride_t, key.stride_d, D)
     mean = tl.zeros([BLOCK_D], tl.float32)
     if HAS_MEAN:
         mean_ptr += i_head * D
-        mean = first_tile_mean(base, first, last, stride_kt, stride_kd, D, BLOCK_D)
+        mean = first_tile_mean(base, first, last, key.stride_t, key.stride_d, D, BLOCK_D)
         # All CTAs of the head store the same mean, and load it where they need it, to save registers.
         tl.store(mean_ptr + o_d, mean, mask=o_d < D)
         tl.debug_barrier()
     global_scale = 1.0
-    if HAS_GLOBAL_SCALE:
+    if k_global_scale_ptr is not None:
         channels = first_tile_magnitudes(
-            base, first, last, stride_kt, stride_kd, mean, D, BLOCK_D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM
+            base, first, last, key.stride_t, key.stride_d, mean, D, BLOCK_D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM
         )
         global_scale = nvfp4_key_scale(tl.max(channels, 0), ROUNDING)
         if i_cta == 0:
@@ -222,39 +223,41 @@ def _quantize_keys(
         if IS_TILE_SCALED:
             _write_tile_scaled(
                 chunks, mean_ptr, low_ptr, k_descale_ptr, start + i_block * ROWS, i_tile_row * _TILE, i_tile_row,
-                first, last, D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM, LOW_FORM, LOW_FORMAT, ROUNDING,
+                first, last, D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM, LOW_FORM, CONFIG.low_format, ROUNDING,
             )  # fmt: skip
             after = start + (i_block + tl.num_programs(1)) * ROWS
-            chunks = load_chunks(base, after + tl.arange(0, ROWS), first, end, stride_kt, stride_kd, D)
+            chunks = load_chunks(base, after + tl.arange(0, ROWS), first, end, key.stride_t, key.stride_d, D)
         if HIGH_FORM != "raw" or IS_LOW_IN_BLOCKS:
-            x = load_visible(base, start + o_t, first, last, stride_kt, stride_kd, D, BLOCK_D)
+            x = load_visible(base, start + o_t, first, last, key.stride_t, key.stride_d, D, BLOCK_D)
             x = transform(x, start + o_t, first, last, mean, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM)
             if HIGH_FORM != "raw":
                 _write_blocks(
                     x, high_ptr, high_scale_ptr, k_descale_ptr, global_scale, row, i_tile_row,
-                    HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, D, BLOCK_D,
+                    HIGH_FORM, CONFIG.high_format, "block", ROUNDING, D,
                 )  # fmt: skip
             if IS_LOW_IN_BLOCKS:
                 _write_blocks(
                     x, low_ptr, low_scale_ptr, k_descale_ptr, global_scale, row, i_tile_row,
-                    LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, D, BLOCK_D,
+                    LOW_FORM, CONFIG.low_format, SHARED, ROUNDING, D,
                 )  # fmt: skip
 
 
 @triton.jit
 def _quantize_values(
-    v_ptr, value_ptr, v_descale_ptr, saturated_ptr, seq_info_ptr,
-    stride_vb, stride_vh, stride_vt, stride_vd, kv_offset, kv_len, tiles, first_tile, end_tile,
-    KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_SEQ_INFO: tl.constexpr,
-    VALUE_FORM: tl.constexpr,
+    value, value_ptr, v_descale_ptr, saturated_ptr, seq_info_ptr, kv_offset, kv_len, tiles, first_tile, end_tile,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
+    KV_HEADS: tl.constexpr = CONFIG.kv_heads
+    DV: tl.constexpr = CONFIG.value_dim
+    BLOCK_DV: tl.constexpr = CONFIG.block_dv
+    VALUE_FORM: tl.constexpr = CONFIG.value_form
     i_head = tl.program_id(0).to(tl.int64)
     i_b = i_head // KV_HEADS
-    base = v_ptr + i_b * stride_vb + (i_head % KV_HEADS) * stride_vh
-    first, last, start = load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len, HAS_SEQ_INFO)
+    base = value.ptr + i_b * value.stride_b + (i_head % KV_HEADS) * value.stride_h
+    first, last, start = load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len)
     i_cta = tl.program_id(1)
     o_d = tl.arange(0, BLOCK_DV)
-    descale = _value_descale(base, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
+    descale = _value_descale(base, first, last, value.stride_t, value.stride_d, DV, BLOCK_DV)
     if VALUE_FORM == "e4m3":  # noqa: SIM102 (a constexpr branch)
         if i_cta == 0:
             tl.store(v_descale_ptr + i_head * DV + o_d, descale, mask=o_d < DV)
@@ -263,12 +266,12 @@ def _quantize_values(
         if VALUE_FORM == "e4m3":
             _write_fp8_values(
                 base, value_ptr, saturated_ptr, descale, i_tile_row, start + i_tile * _TILE, first, last,
-                stride_vt, stride_vd, DV, BLOCK_DV,
+                value.stride_t, value.stride_d, DV, BLOCK_DV,
             )  # fmt: skip
         else:
             tl.static_assert(VALUE_FORM == "dequantized", "forms of values are e4m3 and dequantized")
             o_t = i_tile * _TILE + tl.arange(0, _TILE)
-            x = load_visible(base, start + o_t, first, last, stride_vt, stride_vd, DV, BLOCK_DV)
+            x = load_visible(base, start + o_t, first, last, value.stride_t, value.stride_d, DV, BLOCK_DV)
             x = round_to_units_e4m3(_to_value_units(x, 1.0), descale[None, :])
             count = tl.sum(tl.sum((tl.abs(x) == descale[None, :] * _E4M3_MAX).to(tl.int32), 0), 0)
             if count > 0:
@@ -282,38 +285,27 @@ def quantize_kernel(
     key, value, seq_info_ptr,
     mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, k_descale_ptr, k_global_scale_ptr,
     value_ptr, v_descale_ptr, saturated_ptr,
-    kv_offset, kv_len, tiles, first_tile, end_tile,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    HAS_SEQ_INFO: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_KEY_GLOBAL_SCALE: tl.constexpr,
-    ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr,
-    HIGH_FORM: tl.constexpr, HIGH_FORMAT: tl.constexpr, LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr,
-    IS_TILE_SCALED: tl.constexpr, SHARED: tl.constexpr, VALUE_FORM: tl.constexpr, ROUNDING: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    kv_offset, kv_len, tiles, first_tile, end_tile, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Write values in the first layer of the grid, keys in the last; a CTA loops over tiles of its kv head.
 
     Valid tiles are ``first_tile..end_tile``, of ``tiles`` in storage. Every CTA reads the head's first tile itself,
     from the L2 cache, so no launch precedes this one.
     Forms name operand formats (:mod:`dma_kernels.runtime.operand_formats`); ``none`` and ``raw`` write nothing.
-    ``saturated_ptr`` is a counter of values that are too large for E4M3, in host memory. ``USE_PDL`` lets CTAs of
-    the next launch start where there is room, once all CTAs of this one have started.
+    ``saturated_ptr`` is a counter of values that are too large for E4M3, in host memory. ``CONFIG`` is
+    :class:`~.constants.QuantizerConstants`.
     """
-    if USE_PDL:
+    if CONFIG.use_pdl:
         gdc_launch_dependents()
-    if VALUE_FORM != "raw":  # noqa: SIM102 (a constexpr branch)
+    if CONFIG.value_form != "raw":  # noqa: SIM102 (a constexpr branch)
         if tl.program_id(2) == 0:
             _quantize_values(
-                value.ptr, value_ptr, v_descale_ptr, saturated_ptr, seq_info_ptr,
-                value.stride_b, value.stride_h, value.stride_t, value.stride_d, kv_offset, kv_len, tiles,
-                first_tile, end_tile,
-                KV_HEADS, DV, BLOCK_DV, HAS_SEQ_INFO, VALUE_FORM,
+                value, value_ptr, v_descale_ptr, saturated_ptr, seq_info_ptr, kv_offset, kv_len, tiles, first_tile,
+                end_tile, CONFIG,
             )  # fmt: skip
-    if HIGH_FORM != "raw" or LOW_FORM != "none":  # noqa: SIM102
+    if CONFIG.high_form != "raw" or CONFIG.low_form != "none":  # noqa: SIM102
         if tl.program_id(2) == tl.num_programs(2) - 1:
             _quantize_keys(
-                key.ptr, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, k_descale_ptr,
-                k_global_scale_ptr, seq_info_ptr, key.stride_b, key.stride_h, key.stride_t, key.stride_d,
-                kv_offset, kv_len, tiles, first_tile, end_tile,
-                KV_HEADS, D, BLOCK_D, HAS_SEQ_INFO, HAS_MEAN, HAS_KEY_GLOBAL_SCALE, ROTATE, HADAMARD_SIZE, NORM,
-                HIGH_FORM, HIGH_FORMAT, LOW_FORM, LOW_FORMAT, IS_TILE_SCALED, SHARED, ROUNDING,
+                key, mean_ptr, high_ptr, high_scale_ptr, low_ptr, low_scale_ptr, k_descale_ptr, k_global_scale_ptr,
+                seq_info_ptr, kv_offset, kv_len, tiles, first_tile, end_tile, CONFIG,
             )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -32,25 +31,21 @@ def query_global_scale(query: Tensor, recipe: Recipe) -> Tensor | None:
         return None
     batch, heads, q_len, head_dim = query.shape
     global_scale = query.new_zeros((batch, heads), dtype=torch.int32)
-    launch = _launcher(heads, head_dim, recipe.rotate, recipe.scale_rounding)
-    launch(blocks_of_heads(batch * heads, -(-q_len // QUERY_BLOCK)), query, global_scale, *query.stride(), q_len)
-    return global_scale.view(torch.float32)
-
-
-@functools.lru_cache(maxsize=256)
-def _launcher(heads: int, head_dim: int, rotate: bool, rounding: str) -> Launcher:
     size = hadamard_size(head_dim)
     constants = {
         "Q_HEADS": heads,
         "D": head_dim,
         "BLOCK_D": padded_channels(head_dim),
         "BLOCK_T": QUERY_BLOCK,
-        "ROTATE": rotate,
+        "ROTATE": recipe.rotate,
         "HADAMARD_SIZE": size,
         "NORM": math.pow(size, -0.5),
-        "ROUNDING": rounding,
+        "ROUNDING": recipe.scale_rounding,
     }
-    return Launcher(query_global_scale_kernel, constants, num_warps=4)
+    grid = blocks_of_heads(batch * heads, -(-q_len // QUERY_BLOCK))
+    launch = Launcher(query_global_scale_kernel, constants, num_warps=4)
+    launch(grid, query, global_scale, *query.stride(), q_len)
+    return global_scale.view(torch.float32)
 
 
 @triton.jit(do_not_specialize=["q_len"])

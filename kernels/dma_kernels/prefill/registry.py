@@ -1,4 +1,4 @@
-"""The kernels that compute prefill attention, in order of preference. Their host code is imported when it launches."""
+"""What computes prefill attention, in order of preference. The host code of a kernel is imported when it launches."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from typing import Any
 
 from ..runtime import chip
 from ..runtime.compute_path import ComputePath
-from .config import portable_config
+from .config import PrefillShape, portable_config
 from .hopper import select as hopper
-from .problem import PrefillShape
+from .launches import plan_launches, plan_reference
+from .operands import AttentionInputs
 
 
 @dataclass(frozen=True)
 class PrefillKernel:
-    """A kernel, and which calls it computes.
+    """A kernel, or the reference, and which calls it computes."""
 
-    Attributes:
-        name: What it is called in reports.
-        supports: Whether it can compute a call.
-        select: Returns its configuration for a call that it supports; ``None`` if a later kernel is faster.
-        host: The module, relative to this package, and the function in it that launches the kernel. Its arguments are
-            those of :func:`dma_kernels.prefill.portable.launch`.
-        is_gluon: Whether it is written in Gluon, which Triton's interpreter cannot run.
-    """
-
-    name: str
-    supports: Callable[[PrefillShape, ComputePath], bool]
+    name: str  # what it is called in reports
+    supports: Callable[[PrefillShape, ComputePath], bool]  # whether it can compute a call
+    # returns its configuration for a call that it supports; ``None`` if a later kernel is faster
     select: Callable[[PrefillShape, ComputePath], Any]
-    host: tuple[str, str]
-    is_gluon: bool = False
+    # the module, relative to this package, and the function in it that launches the kernel
+    host: tuple[str, str] = ("", "")
+    is_gluon: bool = False  # whether it is written in Gluon, which Triton's interpreter cannot run
+    plan: Callable[..., Any] = plan_launches  # returns the plan of a call; see ``plan_launches``
 
-    def launch(self, *arguments: Any, **options: Any) -> None:
+    def launch(self, inputs: AttentionInputs) -> None:
         """Launch the kernel."""
         module, function = self.host
-        getattr(import_module(module, __package__), function)(*arguments, **options)
+        getattr(import_module(module, __package__), function)(inputs)
 
 
+REFERENCE = PrefillKernel(
+    name="reference",
+    supports=lambda shape, path: shape.backend == "reference",
+    select=lambda shape, path: (),  # nothing to configure
+    plan=plan_reference,
+)
 WARP_SPECIALIZED = PrefillKernel(
     name="warp-specialized",
     supports=hopper.supports_warp_specialized,
@@ -61,7 +62,7 @@ PORTABLE = PrefillKernel(
     ),
     host=(".portable", "launch"),
 )
-KERNELS = (WARP_SPECIALIZED, MULTI_CTA, PORTABLE)
+KERNELS = (REFERENCE, WARP_SPECIALIZED, MULTI_CTA, PORTABLE)
 
 
 def select_kernel(shape: PrefillShape, path: ComputePath) -> tuple[PrefillKernel, Any]:

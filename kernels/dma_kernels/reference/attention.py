@@ -10,11 +10,11 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
 
+from ..numerics.call import AttentionCall
 from ..numerics.formats import P_SCALE, TILE, UNQUANTIZED
 from ..numerics.geometry import SKIP_BLOCK, AttentionGeometry
 from ..numerics.quantize import to_e4m3
@@ -34,87 +34,68 @@ _HighPart = tuple[slice, Tensor]
 
 @dataclass(frozen=True)
 class _Problem:
-    """A call, as all blocks of its query rows see it.
+    """A call, as all blocks of its query rows see it."""
 
-    Attributes:
-        operands: Queries, keys and values.
-        dtype: What probabilities are rounded to, except those of E4M3 values.
-        visible: The keys of ``kv_range``, boolean ``[B, Tk]``; ``None`` for all.
-        offsets: Positions of query 0 and key 0 in each batch row, on the host, so that no block waits for the device.
-        recipe: For its band.
-        is_causal: Whether no query sees a key after its own position.
-    """
+    operands: PreparedOperands  # queries, keys and values
+    geometry: AttentionGeometry  # positions and visibility
+    recipe: Recipe  # for its band
+    dtype: torch.dtype  # what probabilities are rounded to, except those of E4M3 values
 
-    operands: PreparedOperands
-    dtype: torch.dtype
-    visible: Tensor | None
-    offsets: tuple[tuple[int, int], ...]
-    recipe: Recipe
-    is_causal: bool
+    @functools.cached_property
+    def offsets(self) -> Tensor:
+        """Positions of query 0 and key 0 in each batch row, int64 ``[B, 2]``."""
+        query = self.operands.q_high
+        return self.geometry.batch_info(len(query), query.device)[:, :2]
 
-    @classmethod
-    def of(cls, operands: PreparedOperands, geometry: AttentionGeometry, recipe: Recipe, dtype: torch.dtype) -> Self:
-        """Return what the blocks share, where probabilities that are not in E4M3 are in ``dtype``."""
-        return cls(
-            operands=operands,
-            dtype=dtype,
-            visible=geometry.visible_keys(operands.k_high.shape[2]),
-            offsets=tuple(zip(geometry.q_position.tolist(), geometry.kv_position.tolist(), strict=True)),
-            recipe=recipe,
-            is_causal=geometry.is_causal,
-        )
+    @functools.cached_property
+    def host_offsets(self) -> list[tuple[int, int]]:
+        """:attr:`offsets` on the host, so that no block waits for the device."""
+        return [(q, k) for q, k in self.offsets.tolist()]
+
+    @functools.cached_property
+    def visible(self) -> Tensor | None:
+        """The visible keys, boolean ``[B, Tk]``; ``None`` for all."""
+        return self.geometry.visible_keys()
 
     def aligned_rows(self) -> list[list[int]]:
         """Group the batch rows whose query blocks and key tiles start at the same indices."""
         groups: dict[tuple[int, int], list[int]] = {}
-        for row, (q, k) in enumerate(self.offsets):
+        for row, (q, k) in enumerate(self.host_offsets):
             groups.setdefault((q % SKIP_BLOCK, k % TILE), []).append(row)
         return list(groups.values())
 
 
-def attention_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    geometry: AttentionGeometry,
-    recipe: Recipe,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    tile_counts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def attention_reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Compute diagonal-tiled mixed-precision attention.
 
-    Args:
-        query: ``[B, Hq, Tq, D]``, floating point.
-        key: ``[B, Hkv, Tk, D]``, the same dtype; ``Hkv`` divides ``Hq``.
-        value: ``[B, Hkv, Tk, Dv]``, the same dtype.
-        geometry: Visibility and positions.
-        recipe: The precision of every tile.
-        scale: Factor of the scores.
-        softcap: Caps scores smoothly: ``softcap * tanh(score / softcap)``, after ``scale``.
-        sinks: One logit per query head, ``[Hq]``, that takes part in the softmax and has no value.
-        tile_counts: int64 ``[Hq, 2]``, to which the pairs of query block and low tile skipped, and those examined, are
-            added; as for :func:`~dma_kernels.reference.skipping.skip_tiles`.
-
     Returns:
-        Output ``[B, Hq, Tq, Dv]`` in the dtype of ``query``, 0 in rows that see no key; and the natural logarithm of
+        Output ``[B, Hq, Tq, Dv]`` in the dtype of the query, 0 in rows that see no key; and the natural logarithm of
         the softmax denominator, fp32 (fp64 for fp64) ``[B, Hq, Tq]``. Sinks count in it: a row that sees no key has
         its sink logit there, and ``-inf`` without sinks.
     """
-    keys, geometry = geometry.trimmed(key.shape[2])
-    key, value = key[:, :, keys], value[:, :, keys]
-    visible = geometry.visible_keys(key.shape[2])
-    operands = prepare_operands(query, key, value, recipe, kv_position=geometry.kv_position, visible=visible)
+    operands, geometry, _ = _prepare(call, call.recipe)
     return attend_prepared(
-        *(operands, geometry, recipe),
-        dtype=query.dtype,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        tile_counts=tile_counts,
+        *(operands, geometry, call.recipe),
+        dtype=call.query.dtype,
+        scale=call.score_scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        tile_counts=call.tile_counts,
     )
+
+
+def _prepare(call: AttentionCall, recipe: Recipe) -> tuple[PreparedOperands, AttentionGeometry, slice]:
+    """Return the operands without the keys that are invisible to the whole batch, their geometry, and the others."""
+    keys, geometry = AttentionGeometry.of(call, call.seq_info()).trimmed()
+    operands = prepare_operands(
+        call.query,
+        call.key[:, :, keys],
+        call.value[:, :, keys],
+        recipe,
+        kv_position=geometry.batch_info(len(call.key), call.key.device)[:, 1],
+        visible=geometry.visible_keys(),
+    )
+    return operands, geometry, keys
 
 
 def attend_prepared(
@@ -135,10 +116,14 @@ def attend_prepared(
         geometry: Visibility and positions.
         recipe: Its band, ``pv`` and ``skip_threshold``.
         dtype: Of the output, and of the probabilities that are not in E4M3.
-        scale: As for :func:`attention_reference`, like the rest and the result.
-        softcap: Cap of the scores.
-        sinks: Sink logits.
-        tile_counts: Counts of skipped tiles.
+        scale: Scale of the scores.
+        softcap: Softcap of the scores, applied after ``scale``.
+        sinks: Sink logits ``[Hq]``.
+        tile_counts: int64 ``[Hq, 2]``, to which skipped and examined tiles are added; see
+            :func:`~dma_kernels.reference.skipping.skip_tiles`.
+
+    Returns:
+        As :func:`attention_reference`.
     """
     batch, q_heads, q_len, _ = operands.q_high.shape
     kv_heads = operands.k_high.shape[1]
@@ -148,7 +133,7 @@ def attend_prepared(
     lse = query.new_empty((batch, q_heads, q_len))
     if lse.numel() == 0:
         return out, lse
-    problem = _Problem.of(operands, geometry, recipe, dtype)
+    problem = _Problem(operands, geometry, recipe, dtype)
     skips = recipe.skip_threshold is not None and (recipe.skip_threshold < math.inf or tile_counts is not None)
     groups = problem.aligned_rows() if skips else []
     if len(groups) > 1:
@@ -164,32 +149,22 @@ def attend_prepared(
         return out, lse
     if sinks is not None:
         sinks = sinks.to(compute_dtype).view(1, kv_heads, q_heads // kv_heads, 1, 1)
-    for block, columns, high, hidden in _blocks(problem, geometry, skips=skips):
+    for block, columns, high, hidden in _blocks(problem, skips=skips):
         scores = _scores(problem, block, columns, high).mul_(scale)
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         if hidden is not None:
             scores.masked_fill_(hidden, -math.inf)
         if skips:
-            q_pos, k_pos = _positions(geometry, block, columns)
-            skip_tiles(scores, q_pos, k_pos, recipe, is_causal=problem.is_causal, tile_counts=tile_counts)
+            q_pos, k_pos = _positions(problem, block, columns)
+            skip_tiles(scores, q_pos, k_pos, recipe, is_causal=geometry.is_causal, tile_counts=tile_counts)
         block_out, block_lse = _softmax_times_value(scores, problem, columns, high, sinks)
         out[:, :, block] = block_out.flatten(1, 2).to(out.dtype)
         lse[:, :, block] = block_lse.flatten(1, 2)
     return out, lse
 
 
-def attention_gradient(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    geometry: AttentionGeometry,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def attention_gradient(grad_out: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute the gradient of attention straight through the rounding (arXiv 1308.3432).
 
     Rounding has a gradient of 0 almost everywhere. So what is differentiated is the attention that a recipe
@@ -198,23 +173,14 @@ def attention_gradient(
 
     Args:
         grad_out: Gradient of the output, ``[B, Hq, Tq, Dv]``.
-        query: As for :func:`attention_reference`, like the rest.
-        key: ``[B, Hkv, Tk, D]``.
-        value: ``[B, Hkv, Tk, Dv]``.
-        geometry: Visibility and positions.
-        scale: Factor of the scores.
-        softcap: Cap of the scores.
-        sinks: One logit per query head, ``[Hq]``.
+        call: The call; its recipe does not matter.
 
     Returns:
         The gradients of ``query``, ``key``, ``value`` and ``sinks`` in the dtypes of these, contiguous; 0 of keys that
         no query sees.
     """
-    keys, geometry = geometry.trimmed(key.shape[2])
-    visible = geometry.visible_keys(keys.stop - keys.start)
-    operands = prepare_operands(
-        query, key[:, :, keys], value[:, :, keys], EXACT, kv_position=geometry.kv_position, visible=visible
-    )
+    scale, softcap, sinks = call.score_scale, call.softcap, call.sinks
+    operands, geometry, keys = _prepare(call, EXACT)
     q, k, v = operands.q_high, operands.k_high, operands.v_high
     batch, q_heads, _, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -222,8 +188,8 @@ def attention_gradient(
     logit = None if sinks is None else sinks.to(q.dtype).view(1, kv_heads, group, 1, 1)
     grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
     grad_sinks = None if logit is None else torch.zeros_like(logit)
-    problem = _Problem.of(operands, geometry, EXACT, q.dtype)
-    for block, columns, _, hidden in _blocks(problem, geometry) if grad_out.numel() else ():
+    problem = _Problem(operands, geometry, EXACT, q.dtype)
+    for block, columns, _, hidden in _blocks(problem) if grad_out.numel() else ():
         scores = _product(q[:, :, block], k[:, :, columns]).mul_(scale)
         slope = None
         if softcap is not None:
@@ -250,45 +216,43 @@ def attention_gradient(
             grad_s.mul_(slope)
         grad_q[:, :, block] = _weighted_sum(grad_s, k[:, :, columns]).reshape(batch, q_heads, -1, head_dim)
         grad_k[:, :, columns] += _transposed_sum(grad_s, q[:, :, block])
-    whole_k, whole_v = (x.new_zeros(x.shape) for x in (key, value))
+    whole_k, whole_v = (x.new_zeros(x.shape) for x in (call.key, call.value))
     whole_k[:, :, keys], whole_v[:, :, keys] = grad_k, grad_v
     if sinks is not None and grad_sinks is not None:
         grad_sinks = grad_sinks.view(sinks.shape).to(sinks.dtype)
-    return grad_q.to(query.dtype), whole_k, whole_v, grad_sinks
+    return grad_q.to(call.query.dtype), whole_k, whole_v, grad_sinks
 
 
-def _blocks(
-    problem: _Problem, geometry: AttentionGeometry, *, skips: bool = False
-) -> Iterator[tuple[slice, slice, list[_HighPart], Tensor | None]]:
+def _blocks(problem: _Problem, *, skips: bool = False) -> Iterator[tuple[slice, slice, list[_HighPart], Tensor | None]]:
     """Yield blocks of query rows: the rows, the columns that they see, which of these are high, and what is hidden.
 
     Where tiles may be skipped, blocks end at multiples of 64 positions; batch rows are aligned.
     """
     batch, q_heads, q_len, _ = problem.operands.q_high.shape
-    kv_heads, kv_len = problem.operands.k_high.shape[1:3]
-    rows = max(16, SCORE_BYTES // max(1, batch * q_heads * kv_len * 4))
+    rows = max(16, SCORE_BYTES // max(1, batch * q_heads * problem.geometry.kv_len * 4))
     before = 0  # rows of the first block of 64 that the call does not hold
     if skips:
-        rows, before = max(rows // SKIP_BLOCK, 1) * SKIP_BLOCK, problem.offsets[0][0] % SKIP_BLOCK
+        rows, before = max(rows // SKIP_BLOCK, 1) * SKIP_BLOCK, problem.host_offsets[0][0] % SKIP_BLOCK
     for start in range(-before, q_len, rows):
         block = slice(max(start, 0), min(start + rows, q_len))
-        columns = _visible_columns(problem, block, geometry, kv_len)
-        q_pos, k_pos = _positions(geometry, block, columns)
+        columns = _visible_columns(problem, block)
+        q_pos, k_pos = _positions(problem, block, columns)
         high = [] if problem.recipe.is_uniform else list(_high_parts(problem, block, columns, q_pos, k_pos))
-        yield block, columns, high, _hidden(problem, block, columns, q_pos, k_pos, geometry, kv_heads)
+        yield block, columns, high, _hidden(problem, block, columns, q_pos, k_pos)
 
 
-def _positions(geometry: AttentionGeometry, block: slice, columns: slice) -> tuple[Tensor, Tensor]:
+def _positions(problem: _Problem, block: slice, columns: slice) -> tuple[Tensor, Tensor]:
     """Return the positions of rows ``[B, R]`` and of columns ``[B, C]``."""
-    device = geometry.q_position.device
-    q_pos = geometry.q_position[:, None] + torch.arange(block.start, block.stop, device=device)
-    return q_pos, geometry.kv_position[:, None] + torch.arange(columns.start, columns.stop, device=device)
+    offsets = problem.offsets
+    q_pos = offsets[:, :1] + torch.arange(block.start, block.stop, device=offsets.device)
+    return q_pos, offsets[:, 1:] + torch.arange(columns.start, columns.stop, device=offsets.device)
 
 
-def _visible_columns(problem: _Problem, block: slice, geometry: AttentionGeometry, kv_len: int) -> slice:
+def _visible_columns(problem: _Problem, block: slice) -> slice:
     """Return the smallest slice of key indices that holds every key visible to these queries by position alone."""
-    low, high = 0, kv_len
-    leads = [q - k for q, k in problem.offsets]  # index of the key at the position of query 0
+    geometry = problem.geometry
+    low, high = 0, geometry.kv_len
+    leads = [q - k for q, k in problem.host_offsets]  # index of the key at the position of query 0
     first, last = min(leads) + block.start, max(leads) + block.stop - 1
     if geometry.is_causal:
         high = min(high, last + 1)
@@ -296,7 +260,7 @@ def _visible_columns(problem: _Problem, block: slice, geometry: AttentionGeometr
         high = min(high, last + geometry.window + 1)
     if geometry.window is not None:
         low = first - (geometry.window - 1 if geometry.is_causal else geometry.window)
-    low = min(max(low, 0), kv_len)
+    low = min(max(low, 0), geometry.kv_len)
     return slice(low, max(high, low))
 
 
@@ -321,16 +285,16 @@ def _high_parts(problem: _Problem, block: slice, columns: slice, q_pos: Tensor, 
     k_tile = k_pos.div(TILE, rounding_mode="floor")[:, None]  # [B, 1, C]
     for part in _high_columns(problem, block, columns):
         tile = k_tile[..., part.start - columns.start : part.stop - columns.start]
-        yield part, is_high_tile(q_tile, tile, problem.recipe, is_causal=problem.is_causal)[:, None, None]
+        yield part, is_high_tile(q_tile, tile, problem.recipe, is_causal=problem.geometry.is_causal)[:, None, None]
 
 
 def _high_columns(problem: _Problem, block: slice, columns: slice) -> Iterator[slice]:
     """Yield disjoint slices of ``columns`` that hold every key that is high for some of these queries."""
     recipe = problem.recipe
-    ahead = 0 if problem.is_causal else recipe.diagonal_tiles
-    sinks_end = max(recipe.sink_tiles * TILE - k for _, k in problem.offsets)
-    band_start = min(((q + block.start) // TILE - recipe.diagonal_tiles) * TILE - k for q, k in problem.offsets)
-    band_end = max(((q + block.stop - 1) // TILE + ahead + 1) * TILE - k for q, k in problem.offsets)
+    ahead = 0 if problem.geometry.is_causal else recipe.diagonal_tiles
+    sinks_end = max(recipe.sink_tiles * TILE - k for _, k in problem.host_offsets)
+    band_start = min(((q + block.start) // TILE - recipe.diagonal_tiles) * TILE - k for q, k in problem.host_offsets)
+    band_end = max(((q + block.stop - 1) // TILE + ahead + 1) * TILE - k for q, k in problem.host_offsets)
     done = columns.start
     for start, end in ((0, sinks_end), (band_start, band_end)):
         part = slice(max(start, done), min(end, columns.stop))
@@ -347,16 +311,9 @@ def _product(q: Tensor, k: Tensor) -> Tensor:
     return (grouped @ k.transpose(-1, -2)).view(batch, kv_heads, q_heads // kv_heads, rows, k.shape[2])
 
 
-def _hidden(
-    problem: _Problem,
-    block: slice,
-    columns: slice,
-    q_pos: Tensor,
-    k_pos: Tensor,
-    geometry: AttentionGeometry,
-    kv_heads: int,
-) -> Tensor | None:
+def _hidden(problem: _Problem, block: slice, columns: slice, q_pos: Tensor, k_pos: Tensor) -> Tensor | None:
     """Return what these queries may not see, broadcastable to ``[B, Hkv, G, R, C]``; ``None`` if they see it all."""
+    geometry, kv_heads = problem.geometry, problem.operands.k_high.shape[1]
     q, k = q_pos[:, :, None], k_pos[:, None]
     parts = []  # [B, R, C]
     if geometry.is_causal:

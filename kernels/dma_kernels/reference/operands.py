@@ -17,28 +17,19 @@ from ..numerics.transforms import hadamard_rotate, key_mean
 
 @dataclass(frozen=True)
 class PreparedOperands:
-    """Dequantised operands of one call, ``[B, H, T, D]``, fp32 (fp64 for fp64).
+    """Dequantised operands of one call, ``[B, H, T, D]``, fp32 (fp64 for fp64)."""
 
-    Attributes:
-        q_low: Queries of low tiles; those of high tiles if the recipe is uniform.
-        q_high: Queries of high tiles.
-        k_low: Keys of low tiles; those of high tiles if the recipe is uniform.
-        k_high: Keys of high tiles.
-        v_high: Values of high tiles, as they were given.
-        v_low: Values of low tiles, the same tensor where these are no others; for ``pv = "fp8"`` the E4M3 numbers,
-            without their scale.
-        value_scale: Scale of E4M3 values, ``[B, Hkv, 1, Dv]``; ``None`` for ``pv = "bf16"``.
-        shift: What smoothing took from every score of a query, ``[B, Hq, Tq]``; ``None`` without. A plain softmax does
-            not see it; sink logits, a softcap and the log of the denominator do.
-    """
-
-    q_low: Tensor
-    q_high: Tensor
-    k_low: Tensor
-    k_high: Tensor
-    v_high: Tensor
+    q_low: Tensor  # queries of low tiles; those of high tiles if the recipe is uniform
+    q_high: Tensor  # queries of high tiles
+    k_low: Tensor  # keys of low tiles; those of high tiles if the recipe is uniform
+    k_high: Tensor  # keys of high tiles
+    v_high: Tensor  # values of high tiles, as they were given
+    # values of low tiles, the same tensor where these are no others; for ``pv = "fp8"`` the E4M3 numbers, without their
+    # scale
     v_low: Tensor
-    value_scale: Tensor | None
+    value_scale: Tensor | None  # scale of E4M3 values, ``[B, Hkv, 1, Dv]``; ``None`` for ``pv = "bf16"``
+    # what smoothing took from every score of a query, ``[B, Hq, Tq]``; ``None`` without. A plain softmax does not see
+    # it; sink logits, a softcap and the log of the denominator do.
     shift: Tensor | None
 
     def of_rows(self, rows: list[int]) -> PreparedOperands:
@@ -116,9 +107,7 @@ def _low_and_high_queries(query: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor
     high = cast(q, recipe.high, recipe, SharedScale.BLOCK, query.dtype)
     if recipe.is_uniform:
         return high, high
-    shared = SharedScale(recipe.shared_scale)
-    shared = SharedScale.ROW if shared is SharedScale.TILE else shared  # a tile's queries have a scale each
-    return cast(q, recipe.query_low, recipe, shared, query.dtype), high
+    return cast(q, recipe.query_low, recipe, SharedScale(recipe.query_shared_scale), query.dtype), high
 
 
 def cast(

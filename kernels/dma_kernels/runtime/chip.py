@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import torch
 
@@ -29,17 +30,20 @@ def is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+@functools.cache
+def _properties(index: int) -> Any:
+    return torch.cuda.get_device_properties(index)
+
+
+def _properties_of(device: torch.device) -> Any:
+    return _properties(torch.cuda.current_device() if device.index is None else device.index)
+
+
 def device_arch(device: torch.device) -> int:
     """Return the compute capability of a CUDA device, major times ten plus minor."""
     if device.type == "cpu" and is_interpreted():
         return INTERPRETED_ARCH
-    return _cuda_arch(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@functools.cache
-def _cuda_arch(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
+    return 10 * int(_properties_of(device).major) + int(_properties_of(device).minor)
 
 
 def supports_pdl(device: torch.device) -> bool:
@@ -101,11 +105,4 @@ def _warn_of_reference(reason: str) -> None:
 
 def sm_count(device: torch.device) -> int:
     """Return the number of SMs of a device."""
-    if device.type == "cpu":
-        return INTERPRETED_SMS
-    return _cuda_sm_count(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@functools.cache
-def _cuda_sm_count(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+    return INTERPRETED_SMS if device.type == "cpu" else int(_properties_of(device).multi_processor_count)

@@ -22,17 +22,11 @@ from .operand_formats import DEQUANTIZED, E4M3_VALUES, E5M2, PACKED, RAW, TILE_S
 
 @dataclass(frozen=True)
 class ComputePath:
-    """How a recipe runs on a chip.
+    """How a recipe runs on a chip."""
 
-    Attributes:
-        key: Keys of high tiles, whose values are always :data:`~dma_kernels.runtime.operand_formats.RAW`.
-        low_key: Keys of low tiles; ``None`` for a recipe of one precision.
-        low_value: Values of low tiles; ``None`` likewise.
-    """
-
-    key: OperandFormat
-    low_key: OperandFormat | None = None
-    low_value: OperandFormat | None = None
+    key: OperandFormat  # keys of high tiles, whose values are always ``RAW``
+    low_key: OperandFormat | None = None  # keys of low tiles; ``None`` for a recipe of one precision
+    low_value: OperandFormat | None = None  # values of low tiles; ``None`` likewise
 
     @property
     def name(self) -> str:

@@ -35,6 +35,11 @@ def head_strides(tensor: Any) -> list[int]:
     return [*(max(stride, unit) // unit * unit for stride in tensor.stride()[:3]), 1]
 
 
+def broadcast_strides(tensor: Any) -> list[int]:
+    """Return strides that are 0 in dimensions of size 1."""
+    return [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+
+
 class Strided(NamedTuple):
     """A tensor ``[B, H, T, D]`` and its strides in elements; ``ptr`` is ``None`` where there is none."""
 

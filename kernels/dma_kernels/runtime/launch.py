@@ -48,21 +48,13 @@ _read_settings = operator.attrgetter(*(_SETTINGS or _SINCE_3_6))
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One launch.
+    """One launch."""
 
-    Attributes:
-        kernel: A Triton or Gluon kernel.
-        grid: CTAs along each axis.
-        arguments: Runtime arguments in the kernel's order.
-        constants: Values of the constexprs, in the kernel's order.
-        keywords: The constexprs by name, and Triton's launch options.
-    """
-
-    kernel: Any
-    grid: Grid
-    arguments: tuple[Any, ...]
-    constants: tuple[Any, ...]
-    keywords: dict[str, Any]
+    kernel: Any  # a Triton or Gluon kernel
+    grid: Grid  # CTAs along each axis
+    arguments: tuple[Any, ...]  # runtime arguments in the kernel's order
+    constants: tuple[Any, ...]  # values of the constexprs, in the kernel's order
+    keywords: dict[str, Any]  # the constexprs by name, and Triton's launch options
 
 
 class Launcher:

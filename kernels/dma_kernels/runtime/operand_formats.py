@@ -30,37 +30,16 @@ class Scale(StrEnum):
 
 @dataclass(frozen=True)
 class OperandFormat:
-    """How an operand is stored, and what multiplies it.
+    """How an operand is stored, and what multiplies it."""
 
-    Attributes:
-        name: The constexpr that kernels select their encoding and their product by.
-        dtype: Of the stored elements; ``None`` for 16 bits, see :func:`dequantized_dtype`.
-        scale: What shares a scale.
-        scale_dtype: Of the scales of blocks.
-        padding: Channels are padded with zeros to a multiple of this.
-        packing: Channels in an element: 2 for E2M1.
-        holds: The block format that it stores without rounding anew; ``None`` for any.
-        min_arch: The first compute capability with tensor cores for it.
-    """
-
-    name: str
-    dtype: torch.dtype | None = None
-    scale: Scale = Scale.NONE
-    scale_dtype: torch.dtype | None = None
-    padding: int = 1
-    packing: int = 1
-    holds: str | None = None
-    min_arch: int = 0
-
-    @property
-    def is_tile_padded(self) -> bool:
-        """Whether storage consists of whole tiles; the caller's own tensors do not."""
-        return self is not RAW
-
-    @property
-    def layout(self) -> str:
-        """The constexpr that kernels find a key by."""
-        return "aligned" if self.is_tile_padded else "caller"
+    name: str  # the constexpr that kernels select their encoding and their product by
+    dtype: torch.dtype | None = None  # of the stored elements; ``None`` for 16 bits, see ``dequantized_dtype``
+    scale: Scale = Scale.NONE  # what shares a scale
+    scale_dtype: torch.dtype | None = None  # of the scales of blocks
+    padding: int = 1  # channels are padded with zeros to a multiple of this
+    packing: int = 1  # channels in an element: 2 for E2M1
+    holds: str | None = None  # the block format that it stores without rounding anew; ``None`` for any
+    min_arch: int = 0  # the first compute capability with tensor cores for it
 
     @property
     def is_16_bit(self) -> bool:

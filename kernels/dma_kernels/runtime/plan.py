@@ -11,14 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from types import CodeType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from ..numerics.layout import TensorLayout, dense_strides
+from ..numerics.layout import TensorLayout
 from .launch import (
     DirectLaunch,
     KernelLaunch,
@@ -41,45 +40,33 @@ class PlannedTensor:
     It has the part of a tensor's interface that host code needs.
     """
 
-    __slots__ = ("_strides", "device", "dtype", "misalignment", "plan", "shape", "slot")
+    __slots__ = ("device", "dtype", "layout", "misalignment", "plan", "shape", "slot")
 
-    def __init__(
-        self,
-        plan: PlanBuilder,
-        slot: int,
-        shape: Sequence[int],
-        strides: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        misalignment: int = 0,
-    ) -> None:
-        self.plan, self.slot = plan, slot
-        self.shape, self._strides = torch.Size(shape), tuple(strides)
-        self.dtype, self.device = dtype, device
-        self.misalignment = misalignment
+    def __init__(self, plan: PlanBuilder, slot: int, layout: TensorLayout) -> None:
+        self.plan, self.slot, self.layout = plan, slot, layout
+        self.shape, _, self.dtype, self.device, self.misalignment = layout
 
     @property
     def ndim(self) -> int:
-        return len(self.shape)
+        return self.layout.ndim
 
     @property
     def nbytes(self) -> int:
         return self.numel() * self.dtype.itemsize
 
     def numel(self) -> int:
-        return prod(self.shape)
+        return self.layout.numel()
 
     def element_size(self) -> int:
         return self.dtype.itemsize
 
     def stride(self, dim: int | None = None) -> Any:
-        return self._strides if dim is None else self._strides[dim]
+        return self.layout.strides if dim is None else self.layout.strides[dim]
 
     def contiguous(self) -> Self:
         """Return the tensor itself: a plan does not copy."""
-        dense = dense_strides(self.shape)
-        if any(size != 1 and a != b for size, a, b in zip(self.shape, self._strides, dense, strict=True)):
-            raise ValueError(f"a planned tensor must be contiguous, got strides {self._strides} of {list(self.shape)}")
+        if not self.layout.is_contiguous():
+            raise ValueError(f"a planned tensor must be contiguous, got strides {self.stride()} of {list(self.shape)}")
         return self
 
     def data_ptr(self) -> int:
@@ -89,16 +76,17 @@ class PlannedTensor:
     def view(self, dtype: torch.dtype) -> PlannedTensor:
         """Return the same bytes in another dtype of the same size."""
         assert dtype.itemsize == self.dtype.itemsize, "a planned tensor is viewed in a dtype of the same size"
-        return PlannedTensor(self.plan, self.slot, self.shape, self._strides, dtype, self.device, self.misalignment)
+        return PlannedTensor(self.plan, self.slot, self.layout._replace(dtype=dtype))
 
     def as_strided(self, size: Sequence[int], stride: Sequence[int]) -> PlannedTensor:
         """Return a view that begins at the same element."""
-        return PlannedTensor(self.plan, self.slot, size, stride, self.dtype, self.device, self.misalignment)
+        layout = self.layout._replace(shape=torch.Size(size), strides=tuple(stride))
+        return PlannedTensor(self.plan, self.slot, layout)
 
     def transpose(self, first: int, second: int) -> PlannedTensor:
         order = list(range(self.ndim))
         order[first], order[second] = order[second], order[first]
-        return self.as_strided([self.shape[i] for i in order], [self._strides[i] for i in order])
+        return self.as_strided([self.shape[i] for i in order], [self.stride(i) for i in order])
 
     def new_empty(self, size: Sequence[int], *, dtype: torch.dtype | None = None) -> PlannedTensor:
         """Plan an allocation on the same device."""
@@ -110,28 +98,22 @@ class PlannedTensor:
 
     def materialize(self, base: Tensor) -> Tensor:
         """Return the view of a tensor that has been allocated, or given, for the slot."""
-        return base.view(self.dtype).as_strided(self.shape, self._strides)
+        return base.view(self.dtype).as_strided(self.shape, self.stride())
 
 
 @dataclass
 class PlanBuilder:
-    """Collects what host code allocates and launches.
+    """Collects what host code allocates and launches."""
 
-    Attributes:
-        tensors: Inputs, allocations and constants as they were made, by slot; ``None`` for a missing input.
-        zeroed: Slots of the allocations that are zeroed.
-        constants: Tensors that every call gives to a kernel, by slot.
-        launches: In order.
-    """
-
+    # inputs, allocations and constants as they were made, by slot; ``None`` for a missing input
     tensors: list[PlannedTensor | None] = field(default_factory=list)
-    zeroed: set[int] = field(default_factory=set)
-    constants: dict[int, Tensor] = field(default_factory=dict)
-    launches: list[KernelLaunch] = field(default_factory=list)
+    zeroed: set[int] = field(default_factory=set)  # slots of the allocations that are zeroed
+    constants: dict[int, Tensor] = field(default_factory=dict)  # tensors that every call gives to a kernel, by slot
+    launches: list[KernelLaunch] = field(default_factory=list)  # in order
 
     def add_input(self, layout: TensorLayout | None) -> PlannedTensor | None:
         """Add the next input of the call."""
-        tensor = None if layout is None else PlannedTensor(self, len(self.tensors), *layout)
+        tensor = None if layout is None else PlannedTensor(self, len(self.tensors), layout)
         self.tensors.append(tensor)
         return tensor
 
@@ -139,8 +121,7 @@ class PlanBuilder:
         self, size: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_zeroed: bool
     ) -> PlannedTensor:
         """Add a tensor that each call allocates."""
-        shape = tuple(size)
-        tensor = PlannedTensor(self, len(self.tensors), shape, dense_strides(shape), dtype, device)
+        tensor = PlannedTensor(self, len(self.tensors), TensorLayout.dense(tuple(size), dtype, device))
         self.tensors.append(tensor)
         if is_zeroed:
             self.zeroed.add(tensor.slot)
@@ -165,7 +146,7 @@ class PlanBuilder:
             return argument
         slot = len(self.tensors)
         self.constants[slot] = argument
-        self.tensors.append(PlannedTensor(self, slot, *TensorLayout.of(argument)))
+        self.tensors.append(PlannedTensor(self, slot, TensorLayout.of(argument)))
         return self.tensors[slot]
 
 
@@ -182,24 +163,15 @@ class _Address:
 
 
 class _PlannedLaunch:
-    """A launch, and how addresses are filled into its arguments.
+    """A launch, and how addresses are filled into its arguments."""
 
-    Attributes:
-        launch: The launch; planned tensors, and descriptors of them, stand for tensors.
-        fill: Returns all arguments and constexprs, given all addresses, which stand for tensors.
-        run: Launches the compiled kernel with these on a stream.
-        is_direct: Whether both are known.
-    """
-
-    __slots__ = ("_index", "fill", "is_direct", "launch", "run")
-
-    fill: Callable[[Sequence[int]], tuple[Any, ...]]
-    run: Callable[[Sequence[Any], int], None]
+    fill: Callable[[Sequence[int]], tuple[Any, ...]]  # returns all arguments and constexprs, given all addresses
+    run: Callable[[Sequence[Any], int], None]  # launches the compiled kernel with these on a stream
 
     def __init__(self, launch: KernelLaunch, index: Mapping[int, int]) -> None:
-        self.launch = launch
+        self.launch = launch  # with planned tensors, and descriptors of them
+        self.is_direct = False  # whether ``fill`` and ``run`` are known
         self._index = index
-        self.is_direct = False
 
     def compile(self, tensors: Sequence[Tensor | None]) -> None:
         """Launch through Triton with tensors, by slot, and find out how to launch directly."""

@@ -72,7 +72,7 @@ def test_rotated_keys_with_outliers_lose_no_accuracy_in_the_kernel() -> None:
     key, query = key * 1024.0, query / 1024.0
     storage = case.storage(ROTATED_KEYS, torch.float16, "cpu", is_filled=False)
     storage.append(key, value)
-    out, _ = decode_attention(query, storage, scale=0.125)
+    out, _ = decode_attention(query, storage, CacheOptions(0.125))
     stored = key[:, :, :0], value[:, :, :0]
     exact, _ = cached_attention_reference(query.float(), *stored, storage, CacheOptions(scale=0.125))
     assert_as_exact(out, exact)
@@ -82,10 +82,10 @@ def test_rotated_keys_with_outliers_lose_no_accuracy_in_the_kernel() -> None:
 def test_rows_do_not_depend_on_each_other(format: str) -> None:
     case = Case(kv_len=500, padding=(0, 130))
     query, key, value = case.inputs(torch.float16, "cpu")
-    together, _ = decode_attention(query, case.storage(format, torch.float16, "cpu"), scale=0.125)
+    together, _ = decode_attention(query, case.storage(format, torch.float16, "cpu"), CacheOptions(0.125))
     alone = Case(kv_len=370).storage(format, torch.float16, "cpu", is_filled=False)
     alone.append(key[1:, :, 130:], value[1:, :, 130:])
-    out, _ = decode_attention(query[1:], alone, scale=0.125)
+    out, _ = decode_attention(query[1:], alone, CacheOptions(0.125))
     torch.testing.assert_close(out, together[1:], atol=2e-3, rtol=0.0)
 
 
@@ -134,12 +134,12 @@ def test_memory_after_the_last_key_is_not_read() -> None:
     case = Case(kv_len=500)
     storage = case.storage("int8", torch.float16, "cpu")
     query, _, _ = case.inputs(torch.float16, "cpu")
-    expected, _ = decode_attention(query, storage, scale=0.125)
+    expected, _ = decode_attention(query, storage, CacheOptions(0.125))
     unused = torch.arange(500, 512) % storage.residual_len
     storage.key_residual[:, :, unused] = torch.nan
     storage.value_residual[:, :, unused] = torch.nan
     storage.kv_pages[3] = 255  # an incomplete tile: all its scales are NaN
-    out, _ = decode_attention(query, storage, scale=0.125)
+    out, _ = decode_attention(query, storage, CacheOptions(0.125))
     assert_bits_equal(out, expected)
 
 
@@ -150,7 +150,7 @@ def test_a_nan_key_reaches_the_output(format: str) -> None:
     key[0, 1, 200, 3] = torch.nan
     storage = case.storage(format, torch.float16, "cpu", is_filled=False)
     storage.append(key, value)
-    out, _ = decode_attention(query, storage, scale=0.125)
+    out, _ = decode_attention(query, storage, CacheOptions(0.125))
     assert out[:, 2:].isnan().all()
     assert not out[:, :2].isnan().any()
 
@@ -160,8 +160,10 @@ def test_a_nan_key_reaches_the_output(format: str) -> None:
 def test_any_number_of_ctas_splits_the_work(case: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CTA has several heads, or a head several CTAs: fewer and more CTAs than work items."""
     monkeypatch.setattr(decode.chip, "sm_count", lambda device: sms)
+    decode.plan_decode.cache_clear()  # plans do not know the chip
     assert_decode_matches(CASES[case], "int4", torch.float16, "cpu")
     assert_steps_match(CASES[case], "int4", torch.float16, "cpu")
+    decode.plan_decode.cache_clear()
 
 
 def test_more_rows_than_are_read_at_once() -> None:
@@ -183,7 +185,7 @@ def test_rescaling_channels_of_queries_and_keys_changes_nothing(format: str, dty
         storage = case.storage(format, key.dtype, "cpu", is_filled=False)
         storage.append((key.float() * torch.exp2(sign * exponent)).to(key.dtype), value)
         scaled = (query.float() * torch.exp2(-sign * exponent)).to(query.dtype)
-        results.append(decode_attention(scaled, storage, scale=0.125))
+        results.append(decode_attention(scaled, storage, CacheOptions(0.125)))
     for plain, rescaled in zip(*results, strict=True):
         assert_bits_equal(plain, rescaled)
 
@@ -226,12 +228,12 @@ def test_sinks_may_have_any_stride(sinks: torch.Tensor) -> None:
     case = Case(kv_len=40)
     query, _, _ = case.inputs(torch.float16, "cpu")
     storage = case.storage("int8", torch.float16, "cpu")
-    expected, _ = decode_attention(query, storage, scale=0.125, sinks=sinks.clone().contiguous())
-    assert_bits_equal(decode_attention(query, storage, scale=0.125, sinks=sinks)[0], expected)
+    expected, _ = decode_attention(query, storage, CacheOptions(0.125, sinks=sinks.clone().contiguous()))
+    assert_bits_equal(decode_attention(query, storage, CacheOptions(0.125, sinks=sinks))[0], expected)
 
 
 def test_too_many_queries_are_refused() -> None:
     storage = Case(kv_len=40).storage("int8", torch.float16, "cpu")
     query = torch.zeros(1, 4, MAX_QUERIES + 1, 64, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"query must have at most 16 positions, got 17; use the prefill kernel"):
-        decode_attention(query, storage, scale=0.125)
+        decode_attention(query, storage, CacheOptions(0.125))

@@ -510,4 +510,4 @@ def test_rows_may_have_any_stride() -> None:
         "int8", batch=4, kv_heads=2, head_dim=32, value_dim=32, dtype=torch.float16, device=torch.device("cpu"), tiles=3
     )
     apart = replace(storage, key_residual=torch.stack((storage.key_residual, storage.key_residual), 1)[:, 0])
-    assert apart.strides[0] == 2 * storage.strides[0]
+    assert apart.key_residual.stride(0) == 2 * storage.key_residual.stride(0)

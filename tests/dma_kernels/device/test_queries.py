@@ -38,7 +38,7 @@ def _prepare_kernel(
 @triton.jit
 def _rotate_kernel(q_ptr, out_ptr, norm, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
     offset = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tl.store(out_ptr + offset, rotate_queries(tl.load(q_ptr + offset), norm, SIZE))
+    tl.store(out_ptr + offset, rotate_queries(tl.load(q_ptr + offset), norm, SIZE, True))
 
 
 def queries() -> Tensor:

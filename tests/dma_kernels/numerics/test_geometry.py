@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dma_kernels import Recipe
+from dma_kernels.numerics.call import AttentionCall
 from dma_kernels.numerics.formats import TILE
-from dma_kernels.numerics.geometry import AttentionOptions, PrefillGeometry
+from dma_kernels.numerics.geometry import AttentionGeometry
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -28,19 +30,19 @@ def test_a_huge_window_is_kept_only_if_it_hides_a_key(
     is_causal: bool, first_query: int, window: int, expected: int | None
 ) -> None:
     """Ten queries from ``first_query`` on, and keys from 0 on: the last query is ``first_query + 9`` from key 0."""
-    options = AttentionOptions(
-        q_offset=first_query, kv_offset=0, q_offset_rows=None, kv_offset_rows=None, kv_range=None, mask=None,
-        sinks=None, is_causal=is_causal, window=window, scale=1.0, softcap=None,
-    )  # fmt: skip
     query, key = torch.zeros(1, 1, 10, 4), torch.zeros(1, 1, 20, 4)
-    assert PrefillGeometry.of(options, query, key).window == expected
+    call = AttentionCall(
+        query, key, key, Recipe(), is_causal=is_causal, scale=None, q_offset=first_query, kv_offset=0, kv_range=None,
+        window=window, softcap=None, sinks=None, mask=None, tile_counts=None, backend="auto",
+    )  # fmt: skip
+    assert AttentionGeometry.of(call).window == expected
 
 
 POSITIONS = st.integers(-300, 700)
 
 
 def low_tiles(
-    geometry: PrefillGeometry, queries: range, diagonal_tiles: int, sink_tiles: int, window: int | None
+    geometry: AttentionGeometry, queries: range, diagonal_tiles: int, sink_tiles: int, window: int | None
 ) -> set[int]:
     """Return the tiles, counted from that of key 0, with a key that one of the queries sees as a low one."""
     query = torch.tensor(queries)[:, None]
@@ -67,7 +69,7 @@ def test_low_tiles_are_those_of_the_rule(
     q_len: int, kv_len: int, q_offset: int, kv_offset: int, is_causal: bool, window: int | None,
     diagonal_tiles: int, sink_tiles: int,
 ) -> None:  # fmt: skip
-    geometry = PrefillGeometry(kv_len, q_offset, kv_offset, None, is_causal=is_causal, window=window, mask=None)
+    geometry = AttentionGeometry(kv_len, q_offset, kv_offset, None, is_causal=is_causal, window=window, mask=None)
     band = diagonal_tiles, sink_tiles
     found = geometry.low_tiles(q_len, *band)
     assert found is not None
@@ -87,5 +89,5 @@ def test_low_tiles_are_those_of_the_rule(
 
 def test_where_only_the_device_knows_positions_all_tiles_may_be_low() -> None:
     rows = torch.tensor([[0, 0, 0, 200]], dtype=torch.int32)
-    geometry = PrefillGeometry(200, 0, 0, rows, is_causal=True, window=None, mask=None)
+    geometry = AttentionGeometry(200, 0, 0, rows, is_causal=True, window=None, mask=None)
     assert geometry.low_tiles(200, 1, 1) is None

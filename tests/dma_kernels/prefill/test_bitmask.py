@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from dma_kernels.numerics.formats import TILE
-from dma_kernels.numerics.geometry import PrefillGeometry
+from dma_kernels.numerics.geometry import AttentionGeometry
 from dma_kernels.prefill.hopper.bitmask import pack_mask
 from dma_kernels.prefill.hopper.tile_range import ROWS
 
@@ -21,7 +21,7 @@ def test_packed_masks_have_a_bit_for_each_key_and_tight_bounds(q_offset: int, kv
     first = kv_offset % TILE
     tiles = -(-(first + kv_len) // TILE)
     blocks = -(-(q_offset % ROWS + q_len) // ROWS)
-    given = PrefillGeometry(kv_len, q_offset, kv_offset, None, is_causal=True, window=None, mask=mask)
+    given = AttentionGeometry(kv_len, q_offset, kv_offset, None, is_causal=True, window=None, mask=mask)
     made = pack_mask(given, 1, q_len, blocks, tiles)
     assert made.words is not None
     assert made.bounds is not None

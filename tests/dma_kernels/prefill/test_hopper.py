@@ -6,7 +6,7 @@ The interpreter has no Gluon. So the kernel itself runs here in an emulator, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +14,15 @@ import gluon_emulator
 import pytest
 import torch
 from dma_kernels import Recipe, api, attention, key_mean
-from dma_kernels.numerics.arguments import of_four_dimensions
+from dma_kernels.numerics.call import AttentionCall
 from dma_kernels.numerics.formats import TILE
-from dma_kernels.numerics.geometry import LOG2_E, PrefillGeometry
+from dma_kernels.numerics.geometry import LOG2_E, AttentionGeometry
 from dma_kernels.numerics.layout import TensorLayout
 from dma_kernels.numerics.quantize import e8m0_to_float, quantize
 from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.prefill.config import (
     MultiCTAConfig,
+    PrefillShape,
     WarpSpecializedConfig,
     multi_cta_config,
     warp_specialized_config,
@@ -31,9 +32,9 @@ from dma_kernels.prefill.hopper import quantize_q as query_quantizer
 from dma_kernels.prefill.hopper import select
 from dma_kernels.prefill.hopper.quantize_q import quantize_q
 from dma_kernels.prefill.hopper.select import ROWS, supports_multi_cta, supports_warp_specialized
-from dma_kernels.prefill.operands import Operands
-from dma_kernels.prefill.plan import base2_threshold, new_results, plan
-from dma_kernels.prefill.problem import PrefillProblem, PrefillShape
+from dma_kernels.prefill.launches import base2_threshold, new_results
+from dma_kernels.prefill.operands import AttentionInputs, Operands
+from dma_kernels.prefill.plan import plan
 from dma_kernels.prefill.query_global_scale import query_global_scale
 from dma_kernels.prefill.registry import MULTI_CTA, PORTABLE, WARP_SPECIALIZED, PrefillKernel, select_kernel
 from dma_kernels.runtime import chip
@@ -87,7 +88,7 @@ def shape_of(
     **changes: Any,
 ) -> PrefillShape:
     query, key, value = inputs(head_dim, length)
-    geometry = PrefillGeometry(length, 0, 0, None, is_causal=True, window=None, mask=None)
+    geometry = AttentionGeometry(length, 0, 0, None, is_causal=True, window=None, mask=None)
     layouts = map(TensorLayout.of, (query, change(key), value))
     return PrefillShape(*layouts, replace(geometry, **changes), 90, has_softcap=softcap)
 
@@ -114,7 +115,7 @@ def test_takes_recipes_with_low_tiles(recipe: str) -> None:
         {"kv_offset": TILE, "q_offset": TILE},
         {"q_offset": 5, "is_causal": False},
         {"kv_offset": -5, "q_offset": 1},
-        {"rows": torch.zeros(1, 4, dtype=torch.int32)},
+        {"seq_info": torch.zeros(1, 4, dtype=torch.int32)},
         {"window": 200},
         {"mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
         {"head_dim": 64},
@@ -253,7 +254,7 @@ def test_hopper_alone_has_that_of_short_prompts(arch: int, head_dim: int, recipe
         {"mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)},
         {"is_causal": False},
         {"window": 200},
-        {"rows": torch.zeros(1, 4, dtype=torch.int32)},
+        {"seq_info": torch.zeros(1, 4, dtype=torch.int32)},
     ],
     ids=str,
 )
@@ -434,7 +435,7 @@ def quantized(
 
 
 @pytest.fixture
-def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of the Triton backend run on a kernel for Hopper, which is emulated."""
 
     class Emulated:
@@ -447,50 +448,37 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     class EagerPlan:
         """Runs a call on real tensors."""
 
-        def __init__(self, problem: PrefillProblem) -> None:
-            self.problem = problem
-
-        def run(
-            self, query: Tensor, key: Tensor, value: Tensor, q_offset: Any, kv_offset: Any, kv_range: Tensor | None,
-            sinks: Tensor | None, mask: Tensor | None, tile_counts: Tensor | None,
-        ) -> tuple[Tensor, Tensor]:  # fmt: skip
-            options = self.problem.options(
-                q_offset=q_offset, kv_offset=kv_offset, kv_range=kv_range, sinks=sinks, mask=of_four_dimensions(mask)
-            )  # fmt: skip
-            rows = options.rows(query, key)
-            geometry, recipe = PrefillGeometry.of(options, query, key, rows), self.problem.recipe
+        def run(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+            query, key, value, recipe = call.query, call.key, call.value, call.recipe
+            seq_info = call.seq_info()
+            geometry = AttentionGeometry.of(call, seq_info)
             path = select_compute_path(recipe, 90)
             made = quantized(
-                key, value, recipe, path, kv_offset=geometry.kv_offset, rows=rows,
+                key, value, recipe, path, kv_offset=geometry.kv_offset, rows=seq_info,
                 low_tiles=geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles),
             )  # fmt: skip
             made = replace(made, query_global_scale=query_global_scale(query, recipe))
             layouts = map(TensorLayout.of, (query, key, value))
-            shape = PrefillShape(*layouts, geometry, 90, has_softcap=options.softcap is not None)
+            shape = PrefillShape(*layouts, geometry, 90, has_softcap=call.softcap is not None)
             assert (supports_multi_cta if is_short else supports_warp_specialized)(shape, path)
             configure = multi_cta_config if is_short else warp_specialized_config
             config = configure(90, path, query.shape[3], value.shape[3])
             out, lse = new_results(query, value)
-            (MULTI_CTA if is_short else WARP_SPECIALIZED).launch(
-                query, made, geometry, recipe, config, out, lse, scale=options.scale, softcap=options.softcap,
-                sinks=options.sinks, skip_threshold=base2_threshold(recipe, tile_counts), tile_counts=tile_counts,
-                use_pdl=False,
+            sinks = None if call.sinks is None else call.sinks.contiguous()
+            inputs = AttentionInputs(
+                query, made, geometry, recipe, config, out, lse, call.score_scale, call.softcap, sinks,
+                base2_threshold(recipe, call.tile_counts), call.tile_counts,
             )  # fmt: skip
+            (MULTI_CTA if is_short else WARP_SPECIALIZED).launch(inputs)
             return out, lse
 
-    def plan_eagerly(problem: PrefillProblem) -> Any:
-        return plan(problem) if problem.backend == "reference" else EagerPlan(problem)
+    def plan_eagerly(call: AttentionCall) -> Any:
+        return plan(call) if call.backend == "reference" else EagerPlan()
 
     monkeypatch.setattr(hopper, "Launcher", Emulated)
     monkeypatch.setattr(api, "plan", plan_eagerly)
     # Queries are quantized by rows. Triton's interpreter takes as long for a block of 32 as for one of 256.
     monkeypatch.setattr(query_quantizer, "ROWS", 256)
-    launchers = (hopper._warp_specialized_launcher, hopper._multi_cta_launcher, query_quantizer._queries_launcher)
-    for launcher in launchers:
-        launcher.cache_clear()
-    yield
-    for launcher in launchers:
-        launcher.cache_clear()
 
 
 @pytest.mark.parametrize(("case", "recipe"), [*(("causal", name) for name in RECIPES_TAKEN), ("softcap", "nvfp4")])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,36 +11,31 @@ from torch import Tensor
 
 from ...device.tiles import load_visible_range
 from ...numerics.formats import TILE
-from ...numerics.geometry import PrefillGeometry
+from ...numerics.geometry import AttentionGeometry
+from ...runtime.descriptors import broadcast_strides
 from ...runtime.launch import Launcher
 from .tile_range import ROWS
 
 _TILE = tl.constexpr(TILE)
 
 
-@dataclass(frozen=True)
-class PackedMask:
-    """A bitmask of planes, one for each head of each batch row.
+class PackedMask(NamedTuple):
+    """A bitmask of planes, one for each head of each batch row; the kernels take it in this order."""
 
-    Attributes:
-        words: int32 ``[planes, Tq, tiles, 4]``, contiguous: bits of the keys of each tile of tile-padded storage.
-            ``None`` without a mask.
-        bounds: int32 ``[planes, blocks, 2]``, contiguous: for each block of 64 queries ``tiles`` minus the first tile
-            that one of them attends to, and the tile after the last one; both 0 if there is none.
-        planes_per_row: Planes of a batch row; 0 if all batch rows share them.
-        planes_per_head: Planes of a head, 1; 0 if all heads share one.
-    """
-
+    # int32 ``[planes, Tq, tiles, 4]``, contiguous: bits of the keys of each tile of tile-padded storage. ``None``
+    # without a mask.
     words: Tensor | None
+    # int32 ``[planes, blocks, 2]``, contiguous: for each block of 64 queries ``tiles`` minus the first tile that one of
+    # them attends to, and the tile after the last one; both 0 if there is none
     bounds: Tensor | None
-    planes_per_row: int
-    planes_per_head: int
+    planes_per_row: int  # planes of a batch row; 0 if all batch rows share them
+    planes_per_head: int  # planes of a head, 1; 0 if all heads share one
 
 
 @triton.jit(do_not_specialize=["q_offset", "q_len", "tiles"])
 def pack_mask_kernel(
     mask_ptr, seq_info_ptr, words_ptr, bounds_ptr, stride_b, stride_h, stride_q, stride_k,
-    q_offset, first, q_len, kv_len, tiles, HEADS: tl.constexpr, HAS_SEQ_INFO: tl.constexpr, ROWS: tl.constexpr,
+    q_offset, first, q_len, kv_len, tiles, HEADS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the words of a block of queries and one tile.
 
@@ -51,9 +45,9 @@ def pack_mask_kernel(
     i_plane = tl.program_id(0).to(tl.int64)
     i_b = i_plane // HEADS
     i_tile = tl.program_id(2)
-    if HAS_SEQ_INFO:
+    if seq_info_ptr is not None:
         q_offset = tl.load(seq_info_ptr + i_b * 4)
-        first = load_visible_range(seq_info_ptr, i_b, 0, kv_len, HAS_SEQ_INFO)[2]
+        first = load_visible_range(seq_info_ptr, i_b, 0, kv_len)[2]
     # Blocks begin at multiples of their size.
     rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS) - (q_offset & (ROWS - 1))).to(tl.int64)
     columns = tl.arange(0, _TILE)
@@ -65,15 +59,15 @@ def pack_mask_kernel(
     # Columns 8 j + 2 t and 8 j + 2 t + 1, which one thread holds, are bits 2 j and 2 j + 1 of word t.
     bits = (mask != 0).to(tl.int32) << (columns // 8 * 2 + columns % 2)[None, :]
     words = tl.sum(tl.sum(tl.reshape(bits, [ROWS, _TILE // 8, 4, 2]), 3), 1)
-    place = ((i_plane * q_len + rows) * tiles + i_tile)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    tl.store(words_ptr + place, words, mask=m_row[:, None])
+    offset = ((i_plane * q_len + rows) * tiles + i_tile)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(words_ptr + offset, words, mask=m_row[:, None])
     if tl.max(tl.max((words != 0).to(tl.int32), 1), 0) > 0:
         bounds_ptr += (i_plane * tl.num_programs(1) + tl.program_id(1)) * 2
         tl.atomic_max(bounds_ptr, tiles - i_tile, sem="relaxed")
         tl.atomic_max(bounds_ptr + 1, i_tile + 1, sem="relaxed")
 
 
-def pack_mask(geometry: PrefillGeometry, batch: int, q_len: int, blocks: int, tiles: int) -> PackedMask:
+def pack_mask(geometry: AttentionGeometry, batch: int, q_len: int, blocks: int, tiles: int) -> PackedMask:
     """Pack the mask of a call.
 
     Args:
@@ -81,26 +75,19 @@ def pack_mask(geometry: PrefillGeometry, batch: int, q_len: int, blocks: int, ti
         batch: Batch rows.
         q_len: Queries.
         blocks: Blocks of 64 query positions that hold queries of a batch row.
-        tiles: Tiles of aligned storage, whose first is that of key 0.
+        tiles: Tiles of tile-padded storage, whose first is that of key 0.
     """
     mask = geometry.mask
     if mask is None:
         return PackedMask(None, None, 0, 0)
     # Where keys begin inside a tile differs between batch rows.
-    rows, heads = (mask.shape[0] if geometry.rows is None else batch), mask.shape[1]
+    rows, heads = (mask.shape[0] if geometry.seq_info is None else batch), mask.shape[1]
     words = mask.new_empty((rows * heads, q_len, tiles, 4), dtype=torch.int32)
     bounds = mask.new_zeros((rows * heads, blocks, 2), dtype=torch.int32)
-    strides = (0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
-    launch = _launcher(heads, geometry.rows is not None)
-    launch(
+    # Mask rows at odd addresses are slow with more warps (H200).
+    Launcher(pack_mask_kernel, {"HEADS": heads, "ROWS": ROWS}, num_warps=1)(
         (rows * heads, blocks, tiles),
-        mask.view(torch.uint8), geometry.rows, words, bounds, *strides,
+        mask.view(torch.uint8), geometry.seq_info, words, bounds, *broadcast_strides(mask),
         geometry.q_offset, -(geometry.kv_offset % TILE), q_len, geometry.kv_len, tiles,
     )  # fmt: skip
     return PackedMask(words, bounds, 0 if rows == 1 else heads, 0 if heads == 1 else 1)
-
-
-@functools.lru_cache(maxsize=256)
-def _launcher(heads: int, has_seq_info: bool) -> Launcher:
-    # Mask rows at odd addresses are slow with more warps (H200).
-    return Launcher(pack_mask_kernel, {"HEADS": heads, "HAS_SEQ_INFO": has_seq_info, "ROWS": ROWS}, num_warps=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,19 +11,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...numerics.formats import TILE, padded_channels
-from ...numerics.geometry import LOG2_E, PrefillGeometry
-from ...numerics.recipe import Recipe
-from ...numerics.transforms import hadamard_size
+from ...numerics.geometry import LOG2_E
 from ...runtime.descriptors import head_strides
 from ...runtime.launch import Launcher
-from ...runtime.operand_formats import RAW, TILE_SCALED, OperandFormat
-from ..config import MultiCTAConfig, WarpSpecializedConfig, select_swizzle_group
-from ..operands import Operands
-from .bitmask import pack_mask
-from .constants import MultiCTAConstants, WarpSpecializedConstants
+from ...runtime.operand_formats import RAW, TILE_SCALED
+from ..config import select_swizzle_group
+from ..constants import MultiCTAConstants, WarpSpecializedConstants
+from ..operands import AttentionInputs
+from .bitmask import PackedMask, pack_mask
 from .multi_cta import prefill_multi_cta_kernel
-from .quantize_q import quantize_q
-from .select import ROWS, is_dense_causal, query_blocks
+from .quantize_q import QuantizedQueries, quantize_q
+from .select import ROWS, is_dense_causal
 from .warp_specialized import prefill_warp_specialized_kernel
 
 _DTYPES = {
@@ -34,180 +33,110 @@ _DTYPES = {
 }
 
 
-def launch_warp_specialized(
-    query: Tensor,
-    operands: Operands,
-    geometry: PrefillGeometry,
-    recipe: Recipe,
-    config: WarpSpecializedConfig,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    skip_threshold: float | None,
-    tile_counts: Tensor | None,
-    use_pdl: bool,
-) -> None:
-    """Launch the warp-specialized kernel.
-
-    Args:
-        query: ``[B, Hq, Tq, D]``, 16-bit.
-        operands: Keys and values.
-        geometry: Positions and visibility.
-        recipe: Formats and band.
-        config: Sizes.
-        out: Where the output goes, ``[B, Hq, Tq, Dv]``.
-        lse: Where the log of the softmax denominator goes, fp32 ``[B, Hq, Tq]``.
-        scale: Factor of the scores.
-        softcap: Cap of the scores, or ``None``.
-        sinks: ``[Hq]``, contiguous, or ``None``.
-        skip_threshold: Of the recipe, in base-2 logits, or ``None``.
-        tile_counts: Where skipped and examined tiles are added, int64 ``[Hq, 2]``, or ``None``.
-        use_pdl: Whether queries may be quantized before the launches that made ``operands`` have ended.
-    """
+def launch_warp_specialized(inputs: AttentionInputs) -> None:
+    """Launch the warp-specialized kernel."""
+    query, geometry, config = inputs.query, inputs.geometry, inputs.config
+    high, low = inputs.operands.high, inputs.low
     batch, q_heads, q_len, head_dim = query.shape
-    high, low = operands.high, operands.low
-    assert low is not None
-    kv_heads = high.key.shape[1]
-    is_e4m3 = not low.value_format.is_16_bit
-    quantized = quantize_q(
-        query, operands.key_mean, operands.query_global_scale, recipe, low.key_format, high.key_format,
-        scale=scale, use_pdl=use_pdl,
-    )  # fmt: skip
+    queries = _quantize_q(inputs)
     channels = padded_channels(head_dim)
     # Rows after a tile's channels belong to the next tile; their outputs are not stored.
-    v_low_desc = _matrix(low.value, channels, TILE) if is_e4m3 else _heads(low.value, TILE)
-    blocks = query_blocks(geometry, q_len, ROWS * config.consumer_warpgroups)
-    mask_blocks = query_blocks(geometry, q_len, ROWS)
-    storage_tiles = low.key.shape[2] // TILE
-    packed = pack_mask(geometry, batch, q_len, mask_blocks, storage_tiles)
-    all_heads = batch * kv_heads
-    swizzle_group = select_swizzle_group(all_heads, low.head_bytes)
-    launch = _warp_specialized_launcher(
-        q_heads, kv_heads, head_dim, config, high.key_format.layout, high.value_format.layout,
-        low.value_format.layout, geometry.is_causal,
-        geometry.mask is not None or not is_dense_causal(geometry, q_len), operands.key_mean is not None,
-        high.key_format is RAW,
-    )  # fmt: skip
-    launch(
-        (blocks * q_heads * batch, 1, 1),
-        _heads(quantized.high, ROWS), _heads(quantized.low, ROWS),
-        _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
-        _matrix(low.key, TILE, channels), v_low_desc,
-        out, lse, quantized.descale_and_bias, low.key_descale, low.value_descale,
-        sinks, geometry.rows, *out.stride()[:3],
-        geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len, storage_tiles, blocks, swizzle_group, all_heads,
-        geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
-        None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
-        packed.words, packed.bounds, packed.planes_per_row, packed.planes_per_head, mask_blocks,
-        skip_threshold, tile_counts,
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=256)
-def _warp_specialized_launcher(
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    config: WarpSpecializedConfig,
-    key_layout: str,
-    value_layout: str,
-    low_value_layout: str,
-    is_causal: bool,
-    masks_low: bool,
-    has_mean: bool,
-    is_high_unquantized: bool,
-) -> Launcher:
+    is_fp8 = not low.value_format.is_16_bit
+    v_low_desc = _matrix(low.value, channels, TILE) if is_fp8 else _heads(low.value, TILE)
+    blocks = geometry.query_blocks(q_len, ROWS * config.consumer_warpgroups, ROWS)
+    bitmask, mask_blocks = _pack_mask(inputs)
     constants = WarpSpecializedConstants(
-        q_heads, kv_heads, head_dim, padded_channels(head_dim),
-        config.consumer_warpgroups, config.stages, config.registers,
-        key_layout, value_layout, low_value_layout, is_causal, masks_low, has_mean, is_high_unquantized,
-    )  # fmt: skip
+        q_heads=q_heads,
+        kv_heads=high.key.shape[1],
+        head_dim=head_dim,
+        warpgroups=config.consumer_warpgroups,
+        stages=config.stages,
+        registers=config.registers,
+        is_high_unquantized=high.key_format is RAW,
+        is_low_value_unquantized=low.value_format is RAW,
+        is_causal=geometry.is_causal,
+        masks_low=geometry.mask is not None or not is_dense_causal(geometry, q_len),
+        has_mean=inputs.operands.key_mean is not None,
+    )
     # CTAs may start before the previous launch has ended: they wait before they access memory.
-    return Launcher(prefill_warp_specialized_kernel, {"CONFIG": constants}, num_warps=4, launch_pdl=True)
-
-
-def launch_multi_cta(
-    query: Tensor,
-    operands: Operands,
-    geometry: PrefillGeometry,
-    recipe: Recipe,
-    config: MultiCTAConfig,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    skip_threshold: float | None,
-    tile_counts: Tensor | None,
-    use_pdl: bool,
-) -> None:
-    """Launch the multi-CTA kernel; arguments as for :func:`launch_warp_specialized`."""
-    batch, q_heads, q_len, head_dim = query.shape
-    high, low = operands.high, operands.low
-    assert low is not None
-    kv_heads = high.key.shape[1]
-    quantized = None
-    if low.key_format not in TILE_SCALED or high.key_format is not RAW:
-        quantized = quantize_q(
-            query, operands.key_mean, operands.query_global_scale, recipe, low.key_format, high.key_format,
-            scale=scale, use_pdl=use_pdl,
-        )  # fmt: skip
-    blocks = query_blocks(geometry, q_len, ROWS)
-    storage_tiles = low.key.shape[2] // TILE
-    packed = pack_mask(geometry, batch, q_len, blocks, storage_tiles)
-    channels = padded_channels(head_dim)
-    all_heads = batch * kv_heads
-    swizzle_group = select_swizzle_group(all_heads, low.head_bytes)
-    launch = _multi_cta_launcher(
-        q_heads, kv_heads, head_dim, config, high.key_format.layout, low.key_format, recipe.query_low,
-        recipe.scale_rounding == "ceil", recipe.rotate and quantized is None, geometry.is_causal,
-        not is_dense_causal(geometry, q_len), high.key_format is RAW,
+    Launcher(prefill_warp_specialized_kernel, {"CONFIG": constants}, num_warps=4, launch_pdl=True)(
+        (blocks * q_heads * batch, 1, 1),
+        _heads(queries.high, ROWS), _heads(queries.low, ROWS),
+        _heads(high.key, TILE // 2), _heads(high.value, TILE // 2), _matrix(low.key, TILE, channels), v_low_desc,
+        inputs.out, inputs.lse, queries.descale_and_bias, low.key_descale, low.value_descale,
+        *_common_arguments(inputs, blocks), *bitmask, mask_blocks, inputs.skip_threshold, inputs.tile_counts,
     )  # fmt: skip
-    launch(
-        (swizzle_group * (q_heads // kv_heads), blocks, -(-all_heads // swizzle_group)),
-        _heads(query if quantized is None else quantized.high, ROWS),
-        None if quantized is None else _heads(quantized.low, ROWS),
+
+
+def launch_multi_cta(inputs: AttentionInputs) -> None:
+    """Launch the multi-CTA kernel."""
+    query, geometry, config = inputs.query, inputs.geometry, inputs.config
+    high, low = inputs.operands.high, inputs.low
+    recipe = inputs.recipe
+    _, q_heads, q_len, head_dim = query.shape
+    queries = None
+    if low.key_format not in TILE_SCALED or high.key_format is not RAW:
+        queries = _quantize_q(inputs)
+    channels = padded_channels(head_dim)
+    bitmask, blocks = _pack_mask(inputs)
+    kv_heads, swizzle_group = high.key.shape[1], _swizzle_group(inputs)
+    constants = MultiCTAConstants(
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        k_stages=config.key_stages,
+        v_stages=config.value_stages,
+        q_form=low.key_format.name,
+        q_format=recipe.query_low,
+        is_ceil=recipe.scale_rounding == "ceil",
+        rotate=recipe.rotate and queries is None,
+        is_high_unquantized=high.key_format is RAW,
+        is_causal=geometry.is_causal,
+        masks_low=not is_dense_causal(geometry, q_len),
+    )
+    options = {"num_warps": 4, "maxnreg": config.registers, "launch_pdl": True}
+    Launcher(prefill_multi_cta_kernel, {"CONFIG": constants}, **options)(
+        (swizzle_group * (q_heads // kv_heads), blocks, -(-inputs.kv_rows // swizzle_group)),
+        _heads(query if queries is None else queries.high, ROWS),
+        None if queries is None else _heads(queries.low, ROWS),
         _heads(high.key, TILE // 2), _heads(high.value, TILE // 2),
         _matrix(low.key, TILE // low.key.element_size(), channels),
-        _matrix(low.value, channels, TILE) if not low.value_format.is_16_bit else None,
-        out, lse, None if quantized is None else quantized.descale_and_bias, operands.key_mean,
+        None if low.value_format.is_16_bit else _matrix(low.value, channels, TILE),
+        inputs.out, inputs.lse, None if queries is None else queries.descale_and_bias, inputs.operands.key_mean,
         low.key_descale, low.value_descale,
-        sinks, geometry.rows, *out.stride()[:3],
-        geometry.q_offset, geometry.kv_offset, q_len, geometry.kv_len, storage_tiles, blocks, swizzle_group, all_heads,
-        geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
-        None if softcap is None else softcap * LOG2_E, scale * LOG2_E,
-        packed.words, packed.bounds, packed.planes_per_row, packed.planes_per_head,
-        skip_threshold, tile_counts,
+        *_common_arguments(inputs, blocks), *bitmask, inputs.skip_threshold, inputs.tile_counts,
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=256)
-def _multi_cta_launcher(
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    config: MultiCTAConfig,
-    key_layout: str,
-    format: OperandFormat,
-    query_format: str,
-    is_ceil: bool,
-    rotate: bool,
-    is_causal: bool,
-    masks_low: bool,
-    is_high_unquantized: bool,
-) -> Launcher:
-    constants = MultiCTAConstants(
-        q_heads, kv_heads, head_dim, padded_channels(head_dim), config.key_stages, config.value_stages, key_layout,
-        format.name, query_format, is_ceil, hadamard_size(head_dim) if rotate else 0, is_causal, masks_low,
-        is_high_unquantized,
+def _quantize_q(inputs: AttentionInputs) -> QuantizedQueries:
+    operands = inputs.operands
+    return quantize_q(
+        inputs.query, operands.key_mean, operands.query_global_scale, inputs.recipe, inputs.low.key_format,
+        operands.high.key_format, scale=inputs.scale, use_pdl=inputs.use_pdl,
     )  # fmt: skip
-    return Launcher(
-        prefill_multi_cta_kernel, {"CONFIG": constants}, num_warps=4, maxnreg=config.registers, launch_pdl=True
-    )
+
+
+def _pack_mask(inputs: AttentionInputs) -> tuple[PackedMask, int]:
+    """Return the bitmask, and the blocks of 64 query positions that it has bounds for."""
+    batch, _, q_len, _ = inputs.query.shape
+    blocks = inputs.geometry.query_blocks(q_len, ROWS, ROWS)
+    return pack_mask(inputs.geometry, batch, q_len, blocks, inputs.low.key.shape[2] // TILE), blocks
+
+
+def _common_arguments(inputs: AttentionInputs, blocks: int) -> tuple[Any, ...]:
+    """Return the kernels' arguments from ``sinks_ptr`` to ``logit_scale``."""
+    geometry = inputs.geometry
+    return (
+        inputs.sinks, geometry.seq_info, *inputs.out.stride()[:3],
+        geometry.q_offset, geometry.kv_offset, inputs.query.shape[2], geometry.kv_len,
+        inputs.low.key.shape[2] // TILE, blocks, _swizzle_group(inputs), inputs.kv_rows,
+        geometry.window, inputs.recipe.diagonal_tiles, inputs.recipe.sink_tiles,
+        inputs.base2_softcap, inputs.scale * LOG2_E,
+    )  # fmt: skip
+
+
+def _swizzle_group(inputs: AttentionInputs) -> int:
+    return select_swizzle_group(inputs.kv_rows, inputs.low.head_bytes)
 
 
 def _heads(tensor: Tensor, rows: int) -> TensorDescriptor:

@@ -29,12 +29,7 @@ class Mask:
     IS_PLAIN: Any  # whether causality is all that hides keys
 
     @gluon.jit
-    def union_range(self, first, last):
-        """Return the positions of keys that one of the queries at ``first..last`` attends to."""
-        return self.union_range_within(self.visible_start, self.visible_end, first, last)
-
-    @gluon.jit
-    def union_range_within(self, start, stop, first, last):
+    def union_range(self, start, stop, first, last):
         """Return the part of the positions ``start..stop`` that one of the queries at ``first..last`` attends to."""
         if self.IS_CAUSAL:
             stop = gl.minimum(stop, last)

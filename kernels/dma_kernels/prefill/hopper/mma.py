@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from ...device.arithmetic import permute_keys as _permute_keys_triton
+from ...device.gluon import reinterpret
 
 _permute_keys = gluon.jit(_permute_keys_triton.fn)
 
@@ -63,3 +64,43 @@ def add_pv(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexpr):
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
         product = acc * alpha + product
     return product
+
+
+@gluon.jit
+def column_chunks(x, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the columns of ``x`` in chunks of ``WIDTH``: a renaming of registers."""
+    N: gl.constexpr = x.shape[1]
+    if N == WIDTH:
+        chunks = (gl.convert_layout(x, LAYOUT, assert_trivial=True),)
+    else:
+        left, right = split_columns(x)
+        chunks = column_chunks(left, WIDTH, LAYOUT) + column_chunks(right, WIDTH, LAYOUT)
+    return chunks
+
+
+@gluon.jit
+def value_chunk(v, chunk: gl.constexpr, WIDTH: gl.constexpr):
+    """Return a chunk of ``WIDTH`` channels of values as ``[N, WIDTH]``; E4M3 ones are stored as ``[Dv, N]``."""
+    if v.dtype == gl.float8e4nv:
+        SHAPE: gl.constexpr = [v.shape[0] // WIDTH, WIDTH, v.shape[1]]
+        v = reinterpret(v, v.dtype, SHAPE, v.layout).index(chunk).permute([1, 0])
+    return v
+
+
+@gluon.jit
+def finish_pv(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """Wait for the product with the first chunk of values, compute that with the second, and add both.
+
+    The second is computed while the first is added.
+    """
+    IS_FP8: gl.constexpr = v.dtype == gl.float8e4nv
+    product = warpgroup_mma_wait(0, deps=[product])
+    if len(accs) == 1:
+        added = (add_pv(accs[0], product, alpha, IS_FP8, O_LAYOUT),)
+    else:
+        second = issue_pv_mma(accs[1], p, alpha, value_chunk(v, 1, WIDTH), O_LAYOUT)
+        first = add_pv(accs[0], product, alpha, IS_FP8, O_LAYOUT)
+        # Waiting for the sum too keeps the compiler from adding after the next products, when registers are short.
+        second, first = warpgroup_mma_wait(0, deps=[second, first])
+        added = (first, add_pv(accs[1], second, alpha, IS_FP8, O_LAYOUT))  # type: ignore[assignment]
+    return added

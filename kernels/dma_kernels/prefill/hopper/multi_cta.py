@@ -165,7 +165,7 @@ def prefill_multi_cta_kernel(
     - ``k_low_desc``: 16-bit keys are loaded by half tiles.
     - ``v_low_desc``: ``None`` if low values are the caller's own, which ``v_desc`` describes.
     - ``mean_ptr``: mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``, or ``None``.
-    - ``CONFIG``: :class:`~.constants.MultiCTAConstants`.
+    - ``CONFIG``: :class:`~..constants.MultiCTAConstants`.
     """
     Q_HEADS: gl.constexpr = CONFIG.q_heads
     KV_HEADS: gl.constexpr = CONFIG.kv_heads
@@ -175,12 +175,6 @@ def prefill_multi_cta_kernel(
     V_STAGES: gl.constexpr = CONFIG.v_stages
     IS_CAUSAL: gl.constexpr = CONFIG.is_causal
     MASKS_LOW: gl.constexpr = CONFIG.masks_low
-    HADAMARD_SIZE: gl.constexpr = CONFIG.hadamard_size
-    NORM: gl.constexpr = CONFIG.norm
-    Q_ELEMENT: gl.constexpr = CONFIG.q_element
-    Q_FORMAT: gl.constexpr = CONFIG.q_format
-    IS_CEIL: gl.constexpr = CONFIG.is_ceil
-    IS_HIGH_UNQUANTIZED: gl.constexpr = CONFIG.is_high_unquantized
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
     Q_DTYPE: gl.constexpr = q_desc.dtype
     V_DTYPE: gl.constexpr = v_desc.dtype
@@ -245,7 +239,7 @@ def prefill_multi_cta_kernel(
         visible_start=seq.visible_start, visible_end=seq.visible_end, window=window, bitmask_ptr=None,
         IS_CAUSAL=IS_CAUSAL, IS_PLAIN=not MASKS_LOW,
     )  # fmt: skip
-    kv_start, kv_stop = mask.union_range(start, last)
+    kv_start, kv_stop = mask.union_range(seq.visible_start, seq.visible_end, start, last)
     full_start, full_stop = mask.unmasked_range(start, last)
     if CHECKS_VALUES:
         kv_stop = gl.where(start < seq.q_offset + q_len, kv_stop, kv_start)
@@ -268,10 +262,10 @@ def prefill_multi_cta_kernel(
     if not IS_Q_QUANTIZED:
         mbarrier.expect(q_full, _ROWS * D * 2)
         copy(q_desc, q_rows, q_full, q_smem)
-    if HADAMARD_SIZE > 0:  # noqa: SIM102 (a constexpr branch)
+    if CONFIG.hadamard_size > 0:  # noqa: SIM102 (a constexpr branch)
         if n_low > 0:
             FILL: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
-            matrix.store(hadamard_matrix(Q_DTYPE, min(HADAMARD_SIZE, 64), FILL))
+            matrix.store(hadamard_matrix(Q_DTYPE, min(CONFIG.hadamard_size, 64), FILL))
             fence_async_shared()
     if bitmask_ptr is None:
         wait_for_operands()
@@ -285,7 +279,7 @@ def prefill_multi_cta_kernel(
     loads = _Loads(
         source=KVSource(
             k_desc=k_desc, v_desc=v_desc, k_low_desc=k_low_desc, v_low_desc=v_low_desc if IS_FP8 else v_desc,
-            i_b=i_b, i_kv=i_kv, k_start=seq.kv_offset if CONFIG.k_layout == "caller" else first_tile * _TILE,
+            i_b=i_b, i_kv=i_kv, k_start=seq.kv_offset if CONFIG.is_high_unquantized else first_tile * _TILE,
             v_start=seq.kv_offset, v_low_start=seq.kv_offset, tile_row=i_row * storage_tiles - first_tile,
             HEAD_DIM=HEAD_DIM,
         ),
@@ -334,11 +328,13 @@ def prefill_multi_cta_kernel(
         if D < 128:
             q_low = q_low.slice(0, _ROWS)
         if n_low > 0:
-            x = rotate_by_mma(q, matrix, HADAMARD_SIZE, H_LAYOUT, X_LAYOUT)
+            x = rotate_by_mma(q, matrix, CONFIG.hadamard_size, H_LAYOUT, X_LAYOUT)
             # Of bits, which order like magnitudes, with NaN above all.
-            amax = gl.max(gl.abs(x).to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True) * NORM
-            reciprocal, descale = _row_scale(amax.to(gl.int32, bitcast=True), Q_ELEMENT, Q_FORMAT, IS_CEIL)
-            q_low.store(_to_elements(x, (reciprocal * NORM)[:, None], Q_ELEMENT, IS_CEIL))
+            amax = gl.max(gl.abs(x).to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True) * CONFIG.norm
+            reciprocal, descale = _row_scale(
+                amax.to(gl.int32, bitcast=True), CONFIG.q_form, CONFIG.q_format, CONFIG.is_ceil
+            )
+            q_low.store(_to_elements(x, (reciprocal * CONFIG.norm)[:, None], CONFIG.q_form, CONFIG.is_ceil))
             row_scale = descale * logit_scale
             if IS_FP8:
                 descale_smem.store(v_descale)
@@ -363,7 +359,7 @@ def prefill_multi_cta_kernel(
 
     # ---- high tiles
     bias = gl.convert_layout(bias, H_ROW, assert_trivial=True)
-    high_bias = bias if IS_HIGH_UNQUANTIZED else gl.zeros_like(bias)
+    high_bias = bias if CONFIG.is_high_unquantized else gl.zeros_like(bias)
     acc = gl.zeros([_ROWS, D], gl.float32, X_LAYOUT)
     for i in range(n_high):
         k_start = high_blocks.at(i) * _BLOCK
@@ -379,7 +375,7 @@ def prefill_multi_cta_kernel(
         if MASKS_LOW:
             is_masked = is_masked | (k_start < full_start)
         scale = gl.full([_ROWS], 0.0, gl.float32, H_ROW) + logit_scale
-        cap_bias = None if IS_HIGH_UNQUANTIZED else gl.convert_layout(qk_bias, H_ROW, assert_trivial=True)
+        cap_bias = None if CONFIG.is_high_unquantized else gl.convert_layout(qk_bias, H_ROW, assert_trivial=True)
         s, scale = modify_scores(s, scale, cap_bias, softcap, mask, is_masked, words, start, k_start, False)
         p, alpha, softmax = softmax.update(s, scale, high_bias)
         softmax = softmax.update_row_sum(p, alpha)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -13,8 +12,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...device.arithmetic import program_block
-from ...device.queries import load_queries, prepare_queries, rotate_queries, smoothing_bias
-from ...numerics.formats import SharedScale, padded_channels
+from ...device.queries import prepare_queries, rotate_queries, smoothing_bias
+from ...device.tiles import load_in_range
+from ...numerics.formats import padded_channels
 from ...numerics.geometry import LOG2_E
 from ...numerics.recipe import Recipe
 from ...numerics.transforms import hadamard_size
@@ -28,18 +28,12 @@ ROWS = 32
 
 @dataclass(frozen=True)
 class QuantizedQueries:
-    """Queries in the operand formats that tiles read.
+    """Queries in the operand formats that tiles read."""
 
-    Attributes:
-        high: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``: the caller's own if high tiles are unquantised.
-        low: Queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``, contiguous.
-        descale_and_bias: fp32 ``[2, B, Hq, Tq]``, contiguous: the scale that converts low scores, before the key
-            descale, to base-2 logits; and the dot product of query and mean key, the bias that smoothing subtracts from
-            the scores.
-    """
-
-    high: Tensor
-    low: Tensor
+    high: Tensor  # queries of high tiles, 16-bit ``[B, Hq, Tq, D]``: the caller's own if high tiles are unquantised
+    low: Tensor  # queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``, contiguous
+    # fp32 ``[2, B, Hq, Tq]``, contiguous: the scale that converts low scores, before the key descale, to base-2 logits;
+    # and the dot product of query and mean key, the bias that smoothing subtracts from the scores
     descale_and_bias: Tensor
 
 
@@ -49,8 +43,8 @@ def quantize_q_kernel(
     stride_qb, stride_qh, stride_qt, stride_qd, q_len, plane, logit_scale, norm,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     LOW_FORM: tl.constexpr, LOW_FORMAT: tl.constexpr, LOW_SHARED: tl.constexpr, HIGH_FORMAT: tl.constexpr,
-    ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, HAS_MEAN: tl.constexpr,
-    HAS_GLOBAL_SCALE: tl.constexpr, HAS_HIGH: tl.constexpr, IN_CHUNKS: tl.constexpr, USE_PDL: tl.constexpr,
+    ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
+    HAS_HIGH: tl.constexpr, IN_CHUNKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Write what :class:`QuantizedQueries` holds for ``ROWS`` queries of one head."""
     if USE_PDL:
@@ -66,10 +60,10 @@ def quantize_q_kernel(
     if IN_CHUNKS:
         q = load_chunks(base, rows, 0, q_len, stride_qt, stride_qd, D)
     else:
-        q = load_queries(base, rows, stride_qt, stride_qd, q_len, D, BLOCK_D)
+        q = load_in_range(base, rows, 0, q_len, stride_qt, stride_qd, D, BLOCK_D)
     if USE_PDL:
         gdc_wait()
-    if HAS_MEAN:
+    if mean_ptr is not None:
         mean_ptr += i_kv * D
         bias = dot_chunks(q, mean_ptr, D) if IN_CHUNKS else smoothing_bias(q, mean_ptr, D)
         tl.store(descale_ptr + plane + o_row, bias, mask=m_row)
@@ -77,11 +71,9 @@ def quantize_q_kernel(
         low, descale = quantize_row_chunks(q, LOW_FORM, LOW_FORMAT, ROUNDING == "ceil", ROTATE, HADAMARD_SIZE, norm)
         store_chunks(low_ptr, o_row * D, low, m_row, D)
     else:
-        x = q.to(tl.float32)
-        if ROTATE:
-            x = rotate_queries(q, norm, HADAMARD_SIZE)
+        x = rotate_queries(q, norm, HADAMARD_SIZE, ROTATE)
         global_scale = 1.0
-        if HAS_GLOBAL_SCALE:
+        if global_scale_ptr is not None:
             global_scale = tl.load(global_scale_ptr + i_head)
         low, _, descale = prepare_queries(
             x, global_scale, LOW_FORM, LOW_FORMAT, LOW_SHARED, ROUNDING, low_ptr.dtype.element_ty
@@ -129,53 +121,30 @@ def quantize_q(
     high = query
     if high_key is not RAW:
         high = query.new_empty(query.shape, dtype=dequantized_dtype(query.dtype, recipe.high, recipe.high))
-    kv_heads = heads if mean is None else mean.shape[1]
-    launch = _queries_launcher(
-        heads, kv_heads, head_dim, recipe, low_key, mean is not None, query_global_scale is not None, high is not query,
-        use_pdl,
-    )  # fmt: skip
-    launch(
-        blocks_of_heads(batch * heads, triton.cdiv(q_len, ROWS)),
-        query, mean, query_global_scale, high, low, descale_and_bias, *query.stride(), q_len,
-        descale_and_bias.numel() // 2,
-        scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5),
-    )  # fmt: skip
-    return QuantizedQueries(high, low, descale_and_bias)
-
-
-@functools.lru_cache(maxsize=256)
-def _queries_launcher(
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    recipe: Recipe,
-    low_key: OperandFormat,
-    has_mean: bool,
-    has_global_scale: bool,
-    has_high: bool,
-    use_pdl: bool,
-) -> Launcher:
+    # 8-bit queries with a scale per row are quantised in chunks, whose number must be a power of two.
     chunks = triton.cdiv(head_dim, 32 if head_dim <= 128 else 64)
-    in_chunks = low_key in TILE_SCALED and not has_high and chunks & (chunks - 1) == 0
-    shared = SharedScale.BLOCK if recipe.shared_scale == SharedScale.BLOCK else SharedScale.ROW
+    in_chunks = low_key in TILE_SCALED and high is query and chunks & (chunks - 1) == 0
     constants = {
         "Q_HEADS": heads,
-        "KV_HEADS": kv_heads,
+        "KV_HEADS": heads if mean is None else mean.shape[1],
         "D": head_dim,
         "BLOCK_D": padded_channels(head_dim),
         "ROWS": ROWS,
         "LOW_FORM": low_key.name,
         "LOW_FORMAT": recipe.query_low,
-        "LOW_SHARED": str(shared),
+        "LOW_SHARED": recipe.query_shared_scale,
         "HIGH_FORMAT": recipe.high,
         "ROUNDING": recipe.scale_rounding,
         "ROTATE": recipe.rotate,
         "HADAMARD_SIZE": hadamard_size(head_dim),
-        "HAS_MEAN": has_mean,
-        "HAS_GLOBAL_SCALE": has_global_scale,
-        "HAS_HIGH": has_high,
+        "HAS_HIGH": high is not query,
         "IN_CHUNKS": in_chunks,
         "USE_PDL": use_pdl,
     }
     num_warps = 2 if in_chunks and head_dim <= 128 else 4
-    return Launcher(quantize_q_kernel, constants, num_warps=num_warps, launch_pdl=use_pdl)
+    Launcher(quantize_q_kernel, constants, num_warps=num_warps, launch_pdl=use_pdl)(
+        blocks_of_heads(batch * heads, triton.cdiv(q_len, ROWS)),
+        query, mean, query_global_scale, high, low, descale_and_bias, *query.stride(), q_len,
+        descale_and_bias.numel() // 2, scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5),
+    )  # fmt: skip
+    return QuantizedQueries(high, low, descale_and_bias)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from ...numerics.formats import TILE
-from ...numerics.geometry import PrefillGeometry
+from ...numerics.geometry import AttentionGeometry
 from ...runtime.chip import MAX_CTAS
 from ...runtime.compute_path import ComputePath
 from ...runtime.descriptors import is_describable
 from ...runtime.operand_formats import E4M3_VALUES, RAW
-from ..config import MultiCTAConfig, WarpSpecializedConfig, multi_cta_config, warp_specialized_config
-from ..problem import PrefillShape
+from ..config import MultiCTAConfig, PrefillShape, WarpSpecializedConfig, multi_cta_config, warp_specialized_config
 
 WARP_SPECIALIZED_HEAD_DIMS = (64, 96, 128, 160, 192, 224, 256)
 """Queries are quantised in chunks of 32 channels."""
@@ -64,7 +63,7 @@ def supports_multi_cta(shape: PrefillShape, path: ComputePath) -> bool:
     return (
         multi_cta_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3]) is not None
         and path.low_value in (E4M3_VALUES, RAW)
-        and query_blocks(shape.geometry, shape.query.shape[2], ROWS) <= MAX_CTAS
+        and shape.geometry.query_blocks(shape.query.shape[2], ROWS, ROWS) <= MAX_CTAS
         and shape.query.shape[3] in MULTI_CTA_HEAD_DIMS
         and _is_loadable(shape, path)
     )
@@ -75,21 +74,14 @@ def select_multi_cta(shape: PrefillShape, path: ComputePath) -> MultiCTAConfig |
     return multi_cta_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3])
 
 
-def query_blocks(geometry: PrefillGeometry, q_len: int, rows: int) -> int:
-    """Return the query blocks of a head, of so many rows each; the first begins at a multiple of :data:`ROWS`."""
-    # Per-row offsets are read on the device: a row's first query may be the last of a warpgroup.
-    before = geometry.q_offset % ROWS if geometry.rows is None else ROWS - 1
-    return -(-(before + q_len) // rows)
-
-
-def is_dense_causal(geometry: PrefillGeometry, q_len: int) -> bool:
+def is_dense_causal(geometry: AttentionGeometry, q_len: int) -> bool:
     """Whether every query attends to all keys up to its own position, and key 0 begins a tile."""
     is_covered = geometry.q_offset + q_len <= geometry.kv_offset + geometry.kv_len
     is_aligned = geometry.kv_offset % TILE == 0
-    return geometry.is_causal and is_covered and is_aligned and geometry.window is None and geometry.rows is None
+    return geometry.is_causal and is_covered and is_aligned and geometry.window is None and geometry.seq_info is None
 
 
-def _mean_keys(geometry: PrefillGeometry, q_len: int) -> float:
+def _mean_keys(geometry: AttentionGeometry, q_len: int) -> float:
     """Return how many keys a query attends to on average, where the last one attends to all."""
     if geometry.window is None:
         return geometry.kv_len - q_len / 2 if geometry.is_causal else geometry.kv_len

@@ -28,7 +28,15 @@ from ...device.gluon import aggregate, reinterpret
 from ...numerics.formats import TILE
 from .epilogue import count_tiles, row_indices, store_lse, store_output
 from .mask import Mask, bitmask_pointers, zero_out_of_bounds
-from .mma import add_pv, inverse_power_of_two, is_16bit, issue_pv_mma, split_columns, to_mma_operand
+from .mma import (
+    column_chunks,
+    finish_pv,
+    inverse_power_of_two,
+    is_16bit,
+    issue_pv_mma,
+    to_mma_operand,
+    value_chunk,
+)
 from .pipeline import KVPipeline, KVSource, block_view, copy, first_stage, wait_for_operands
 from .skipping import SkipVote, init_vote, init_votes
 from .softmax import finite_or_zero, init_softmax, modify_scores
@@ -73,37 +81,13 @@ class _Params:
     softcap: Any  # in base 2, or ``None``
     logit_scale: Any  # converts high scores to base-2 logits
     skip_threshold: Any  # in base 2, or ``None``
-    HEAD_DIM: Any  # channels of values
-    MASKS_LOW: Any  # whether a low tile may be masked
-    HAS_MEAN: Any  # whether keys are smoothed
-    IS_HIGH_UNQUANTIZED: Any  # whether high keys are the caller's, not smoothed
+    CONFIG: Any  # :class:`~..constants.WarpSpecializedConstants`
     CHECKS_VALUES: Any  # whether invisible values may be NaN
 
     @gluon.jit
     def load_mean_logits(self, rows, m_row):
         """Return what key smoothing subtracts from the base-2 logits of rows."""
         return gl.load(self.q_descale_ptr + self.mean_offset + rows, mask=m_row, other=0.0) * self.logit_scale
-
-
-@gluon.jit
-def _chunks(x, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the columns of ``x`` in chunks of ``WIDTH``: a renaming of registers."""
-    N: gl.constexpr = x.shape[1]
-    if N == WIDTH:
-        chunks = (gl.convert_layout(x, LAYOUT, assert_trivial=True),)
-    else:
-        left, right = split_columns(x)
-        chunks = _chunks(left, WIDTH, LAYOUT) + _chunks(right, WIDTH, LAYOUT)
-    return chunks
-
-
-@gluon.jit
-def _value_chunk(v, chunk: gl.constexpr, WIDTH: gl.constexpr):
-    """Return a chunk of ``WIDTH`` channels of values as ``[N, WIDTH]``; E4M3 ones are stored as ``[Dv, N]``."""
-    if v.dtype == gl.float8e4nv:
-        SHAPE: gl.constexpr = [v.shape[0] // WIDTH, WIDTH, v.shape[1]]
-        v = reinterpret(v, v.dtype, SHAPE, v.layout).index(chunk).permute([1, 0])
-    return v
 
 
 @gluon.jit
@@ -156,25 +140,6 @@ def _produce(params):
         source.issue_tile_v(i_tile, 0, full, pipe.v_smem.index(stage.index))
         stage = stage.next(STAGES)
     pipe.drain()
-
-
-@gluon.jit
-def _finish_pv(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Wait for the product with the first chunk of values, compute that with the second, and add both.
-
-    The second is computed while the first is added.
-    """
-    IS_FP8: gl.constexpr = v.dtype == gl.float8e4nv
-    product = warpgroup_mma_wait(0, deps=[product])
-    if len(accs) == 1:
-        added = (add_pv(accs[0], product, alpha, IS_FP8, O_LAYOUT),)
-    else:
-        second = issue_pv_mma(accs[1], p, alpha, _value_chunk(v, 1, WIDTH), O_LAYOUT)
-        first = add_pv(accs[0], product, alpha, IS_FP8, O_LAYOUT)
-        # Waiting for the sum too keeps the compiler from adding after the next products, when registers are short.
-        second, first = warpgroup_mma_wait(0, deps=[second, first])
-        added = (first, add_pv(accs[1], second, alpha, IS_FP8, O_LAYOUT))  # type: ignore[assignment]
-    return added
 
 
 @aggregate
@@ -235,10 +200,10 @@ class _LowTiles:
             v = self.pipe.v_smem.index(stage.index)
             if not IS_FP8:
                 v = v.reshape([_TILE, DV])
-            product = issue_pv_mma(accs[0], operand, alpha, _value_chunk(v, 0, WIDTH), self.O_LAYOUT)
+            product = issue_pv_mma(accs[0], operand, alpha, value_chunk(v, 0, WIDTH), self.O_LAYOUT)
             if not SUM_FIRST:
                 softmax = softmax.update_row_sum(p, alpha)
-            accs = _finish_pv(accs, product, operand, alpha, v, WIDTH, self.O_LAYOUT)
+            accs = finish_pv(accs, product, operand, alpha, v, WIDTH, self.O_LAYOUT)
             n_kept = n_kept + 1
         return softmax, accs, n_kept
 
@@ -253,7 +218,7 @@ def _consume(params, G: gl.constexpr):
     softcap = params.softcap
     logit_scale = params.logit_scale
     IS_CAUSAL: gl.constexpr = block.IS_CAUSAL
-    MASKS_LOW: gl.constexpr = params.MASKS_LOW
+    MASKS_LOW: gl.constexpr = params.CONFIG.masks_low
     STAGES: gl.constexpr = pipe.k_smem.shape[0]
     V_DTYPE: gl.constexpr = params.out_ptr.dtype.element_ty  # of values in high tiles
     IS_FP8: gl.constexpr = pipe.v_smem.dtype == gl.float8e4nv
@@ -275,7 +240,7 @@ def _consume(params, G: gl.constexpr):
     row = start - seq.q_offset
     reach = 0 if IS_CAUSAL else block.diagonal_tiles
     mask = params.mask
-    kv_start, kv_stop = mask.union_range_within(block.kv_start, block.kv_stop, start, start + _ROWS)
+    kv_start, kv_stop = mask.union_range(block.kv_start, block.kv_stop, start, start + _ROWS)
     full_start, full_stop = mask.unmasked_range(start, start + _ROWS)
     if mask.bitmask_ptr is not None:
         full_stop = full_start
@@ -285,7 +250,7 @@ def _consume(params, G: gl.constexpr):
     # A plain softmax does not see what smoothing subtracts from a row's logits: only the log of the denominator gets it
     # back. A softcap sees it, so the logits of smoothed keys get it back before.
     qk_bias = gl.zeros([_ROWS], gl.float32, ROW)
-    if params.HAS_MEAN and softcap is not None:
+    if params.CONFIG.has_mean and softcap is not None:
         qk_bias = finite_or_zero(params.load_mean_logits(rows, m_row))
     if mask.bitmask_ptr is not None:
         WORDS: gl.constexpr = softmax.row_sum.type.layout
@@ -296,7 +261,7 @@ def _consume(params, G: gl.constexpr):
     # ---- high tiles
     q = params.q_smem.index(G).reshape([_ROWS, D])
     high_bias = gl.zeros([_ROWS], gl.float32, H_ROW)
-    if params.HAS_MEAN and params.IS_HIGH_UNQUANTIZED and softcap is None:
+    if params.CONFIG.has_mean and params.CONFIG.is_high_unquantized and softcap is None:
         h_rows, m_h_row = row_indices(row, seq.q_len, H_ROW)
         high_bias = params.load_mean_logits(h_rows, m_h_row)
     blocks = block.high_precision_range()
@@ -325,7 +290,9 @@ def _consume(params, G: gl.constexpr):
             if MASKS_LOW:
                 is_masked = is_masked | (k_start < full_start)
             scale = gl.full([_ROWS], 0.0, gl.float32, H_ROW) + logit_scale
-            cap_bias = None if params.IS_HIGH_UNQUANTIZED else gl.convert_layout(qk_bias, H_ROW, assert_trivial=True)
+            cap_bias = (
+                None if params.CONFIG.is_high_unquantized else gl.convert_layout(qk_bias, H_ROW, assert_trivial=True)
+            )
             s, scale = modify_scores(s, scale, cap_bias, softcap, mask, is_masked, words, start, k_start, False)
             p, alpha, softmax = softmax.update(s, scale, high_bias)
             softmax = softmax.update_row_sum(p, alpha)
@@ -338,10 +305,10 @@ def _consume(params, G: gl.constexpr):
     if params.v_descale_ptr is not None:
         # From here on the output counts in units of the E4M3 values: powers of two, so this is exact.
         o_d = gl.arange(0, DV, layout=gl.SliceLayout(0, O_HIGH_LAYOUT))
-        descale = gl.load(params.v_descale_ptr + o_d, mask=o_d < params.HEAD_DIM, other=1.0)
+        descale = gl.load(params.v_descale_ptr + o_d, mask=o_d < params.CONFIG.head_dim, other=1.0)
         acc = acc * inverse_power_of_two(descale)[None, :]
     # Of 256 channels, chunks after the values' own are left out from here on.
-    accs = _chunks(acc, WIDTH, O_LAYOUT)[: (params.HEAD_DIM + WIDTH - 1) // WIDTH]
+    accs = column_chunks(acc, WIDTH, O_LAYOUT)[: (params.CONFIG.head_dim + WIDTH - 1) // WIDTH]
     tiles = block.low_precision_range()
     # The CTA visits tiles.start..tiles.stop and tiles.start_2..tiles.stop_2. The warpgroup's own of them are
     # c_0..c_3 and d_0..d_3; it skips the stages of the others. Of its own, c_1..c_2 and d_1..d_2 are unmasked.
@@ -399,7 +366,7 @@ def _consume(params, G: gl.constexpr):
 
     count_tiles(params.tile_counts_ptr, vote, c_3 - c_0 + d_3 - d_0, n_kept)
     bias = gl.zeros([_ROWS], gl.float32, ROW)
-    if params.HAS_MEAN and softcap is None:
+    if params.CONFIG.has_mean and softcap is None:
         bias = finite_or_zero(params.load_mean_logits(rows, m_row))
     scale, lse = softmax.finalize(bias, params.sinks_ptr)
     scale = gl.convert_layout(scale, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
@@ -407,8 +374,8 @@ def _consume(params, G: gl.constexpr):
         result = accs[chunk] * scale[:, None]
         if params.v_descale_ptr is not None:
             o_d = chunk * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, O_LAYOUT))
-            result = result * gl.load(params.v_descale_ptr + o_d, mask=o_d < params.HEAD_DIM, other=0.0)[None, :]
-        store_output(params.out_ptr, result, row, seq.q_len, params.stride_ot, chunk * WIDTH, params.HEAD_DIM)
+            result = result * gl.load(params.v_descale_ptr + o_d, mask=o_d < params.CONFIG.head_dim, other=0.0)[None, :]
+        store_output(params.out_ptr, result, row, seq.q_len, params.stride_ot, chunk * WIDTH, params.CONFIG.head_dim)
     store_lse(params.lse_ptr, lse, row, seq.q_len)
 
 
@@ -429,47 +396,22 @@ def prefill_warp_specialized_kernel(
 ):  # fmt: skip
     """Compute attention for a block of ``64 * CONFIG.warpgroups`` query positions of one head.
 
-    Args:
-        q_desc: Queries of high tiles, 16-bit ``[B, Hq, Tq, D]``.
-        q_low_desc: Queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``.
-        k_desc: Keys of high tiles, 16-bit ``[B, Hkv, T, D]``.
-        v_desc: Values of high tiles, 16-bit ``[B, Hkv, T, D]``.
-        k_low_desc: Keys of low tiles, a matrix of rows of ``D`` elements, 8-bit or 16-bit.
-        v_low_desc: Values of low tiles: E4M3, a matrix whose rows are a channel's 128 values of a tile; or like
-            ``v_desc``.
-        out_ptr: ``[B, Hq, Tq, D]``.
-        lse_ptr: fp32 ``[B, Hq, Tq]``.
-        q_descale_ptr: fp32 ``[2, B, Hq, Tq]``: what converts the scores of low tiles, before the key descale, to base-2
-            logits; and the products of query and mean key (:class:`~.quantize_q.QuantizedQueries`).
-        k_descale_ptr: Descale of low keys, fp32 ``[B, Hkv, storage_tiles]``, or ``None``.
-        v_descale_ptr: Descale of low values, fp32 ``[B, Hkv, D]``, or ``None``.
-        sinks_ptr: Sink logits ``[Hq]``, or ``None``.
-        seq_info_ptr: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, and the indices of the
-            first visible key and of the one after the last; or ``None``.
-        stride_ob: Of the output.
-        stride_oh: Of the output.
-        stride_ot: Of the output.
-        q_offset: Position of query 0, where ``seq_info_ptr`` is ``None``.
-        kv_offset: Position of key 0, likewise.
-        q_len: Queries.
-        kv_len: Keys.
-        storage_tiles: Tiles of low keys of a head.
-        blocks: CTAs of a query head.
-        swizzle_group: kv heads of an L2 swizzle group.
-        kv_rows: kv heads of all batch rows.
-        window: Sliding window, or ``None``.
-        diagonal_tiles: Of the rule.
-        sink_tiles: Of the rule.
-        softcap: In base 2, or ``None``.
-        logit_scale: Converts scores of high tiles to base-2 logits.
-        bitmask_ptr: Words of a :class:`~.bitmask.PackedMask`, or ``None``.
-        bounds_ptr: Its bounds, or ``None``.
-        planes_per_row: Of the mask.
-        planes_per_head: Of the mask.
-        mask_blocks: Blocks of 64 query positions that the mask has bounds for.
-        skip_threshold: Low tiles this far below a block's high tiles are skipped, in base 2; or ``None``.
-        tile_counts_ptr: int64 ``[Hq, 2]``, where skipped and examined tiles are added; or ``None``.
-        CONFIG: :class:`~.constants.WarpSpecializedConstants`.
+    The arguments are those of :func:`~dma_kernels.prefill.kernel.prefill_kernel`, except:
+
+    - ``q_desc``: queries of high tiles, 16-bit ``[B, Hq, Tq, D]``.
+    - ``q_low_desc``: queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``.
+    - ``k_desc``, ``v_desc``: keys and values of high tiles, 16-bit ``[B, Hkv, T, D]``.
+    - ``k_low_desc``: keys of low tiles, a matrix of rows of ``D`` elements, 8-bit or 16-bit.
+    - ``v_low_desc``: values of low tiles: E4M3, a matrix whose rows are a channel's 128 values of a tile; or like
+      ``v_desc``.
+    - ``out_ptr``: ``[B, Hq, Tq, D]``, with the strides ``stride_ob``, ``stride_oh`` and ``stride_ot``.
+    - ``q_descale_ptr``: fp32 ``[2, B, Hq, Tq]``: what converts the scores of low tiles, before the key descale, to
+      base-2 logits; and the products of query and mean key (:class:`~.quantize_q.QuantizedQueries`).
+    - ``k_descale_ptr``: descale of low keys, fp32 ``[B, Hkv, storage_tiles]``, or ``None``.
+    - ``storage_tiles``: tiles of low keys of a head.
+    - ``bitmask_ptr``, ``bounds_ptr``, ``planes_per_row``, ``planes_per_head``: a :class:`~.bitmask.PackedMask`.
+    - ``mask_blocks``: blocks of 64 query positions that the mask has bounds for.
+    - ``CONFIG``: :class:`~..constants.WarpSpecializedConstants`.
     """
     Q_HEADS: gl.constexpr = CONFIG.q_heads
     KV_HEADS: gl.constexpr = CONFIG.kv_heads
@@ -514,7 +456,7 @@ def prefill_warp_specialized_kernel(
         visible_start=seq.visible_start, visible_end=seq.visible_end, window=window, bitmask_ptr=bitmask_ptr,
         IS_CAUSAL=IS_CAUSAL, IS_PLAIN=not MASKS_LOW,
     )  # fmt: skip
-    kv_start, kv_stop = mask.union_range(start, last)
+    kv_start, kv_stop = mask.union_range(seq.visible_start, seq.visible_end, start, last)
     if bitmask_ptr is not None:
         bounds_ptr += mask_plane * mask_blocks * 2
         kv_start, kv_stop = bitmask_range(
@@ -534,9 +476,9 @@ def prefill_warp_specialized_kernel(
         i_b=i_b, i_h=i_h, start=start,
         source=KVSource(
             k_desc=k_desc, v_desc=v_desc, k_low_desc=k_low_desc, v_low_desc=v_low_desc, i_b=i_b, i_kv=i_kv,
-            k_start=seq.kv_offset if CONFIG.k_layout == "caller" else aligned_start,
-            v_start=seq.kv_offset if CONFIG.v_layout == "caller" else aligned_start,
-            v_low_start=seq.kv_offset if CONFIG.v_low_layout == "caller" else aligned_start,
+            k_start=seq.kv_offset if CONFIG.is_high_unquantized else aligned_start,
+            v_start=seq.kv_offset,
+            v_low_start=seq.kv_offset if CONFIG.is_low_value_unquantized else aligned_start,
             tile_row=i_row * storage_tiles - first_tile, HEAD_DIM=HEAD_DIM,
         ),
         pipe=KVPipeline(k_smem=k_smem, v_smem=v_smem, full=full, WARPGROUPS=GROUPS),
@@ -551,8 +493,7 @@ def prefill_warp_specialized_kernel(
         q_descale_ptr=q_descale_ptr + head_row, mean_offset=(kv_rows * GROUP).to(gl.int64) * q_len,
         k_descale_ptr=k_descale_ptr, v_descale_ptr=v_descale_ptr, sinks_ptr=sinks_ptr,
         tile_counts_ptr=tile_counts_ptr, storage_tiles=storage_tiles, softcap=softcap, logit_scale=logit_scale,
-        skip_threshold=skip_threshold, HEAD_DIM=HEAD_DIM, MASKS_LOW=MASKS_LOW, HAS_MEAN=CONFIG.has_mean,
-        IS_HIGH_UNQUANTIZED=CONFIG.is_high_unquantized, CHECKS_VALUES=seq_info_ptr is not None,
+        skip_threshold=skip_threshold, CONFIG=CONFIG, CHECKS_VALUES=seq_info_ptr is not None,
     )  # fmt: skip
     WORKERS: gl.constexpr = GROUPS - 1
     WARPS: gl.constexpr = [4] * WORKERS + [1]

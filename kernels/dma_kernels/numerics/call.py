@@ -1,0 +1,84 @@
+"""A call of attention: its arguments, or the layouts of its tensors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .arguments import is_int
+from .layout import TensorLayout
+from .recipe import Recipe
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of :func:`dma_kernels.attention`, which describes them.
+
+    With layouts in place of tensors (:meth:`layouts`) it is the key of the call's plan. ``needs_lse`` says whether the
+    logarithms of the denominators are returned.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    recipe: Recipe
+    is_causal: bool
+    scale: float | None
+    q_offset: Any
+    kv_offset: Any
+    kv_range: Any
+    window: int | None
+    softcap: float | None
+    sinks: Any
+    mask: Any
+    tile_counts: Any
+    backend: str
+    needs_lse: bool = True
+
+    def layouts(self) -> AttentionCall:
+        """Return the call without the contents of its tensors."""
+        fields = list(self)
+        for i in _TENSORS:
+            if fields[i] is not None and not isinstance(fields[i], int):
+                fields[i] = TensorLayout.of(fields[i])
+        return tuple.__new__(AttentionCall, fields)  # every call does this: without the constructor, which is Python
+
+    @property
+    def score_scale(self) -> float:
+        """``scale`` or its default."""
+        return self.query.shape[3] ** -0.5 if self.scale is None else float(self.scale)
+
+    @property
+    def first_query(self) -> Any:
+        """Position of query 0, or one per batch row: ``q_offset`` or its default."""
+        if self.q_offset is not None:
+            return self.q_offset
+        if not self.is_causal:
+            return 0
+        offset = self.kv_offset if is_int(self.kv_offset) else self.kv_offset.to(torch.int32)
+        return offset + self.key.shape[2] - self.query.shape[2]
+
+    @property
+    def has_seq_info(self) -> bool:
+        """Whether positions or visible ranges are read on the device."""
+        if self.kv_range is not None or not is_int(self.kv_offset):
+            return True
+        return self.q_offset is not None and not is_int(self.q_offset)
+
+    def seq_info(self) -> Tensor | None:
+        """Return what :class:`~dma_kernels.numerics.geometry.AttentionGeometry` holds of each batch row, if it does."""
+        if not self.has_seq_info:
+            return None
+        kv_len = self.key.shape[2]
+        info = torch.empty((self.key.shape[0], 4), dtype=torch.int32, device=self.key.device)
+        info[:, 0], info[:, 1] = self.first_query, self.kv_offset
+        info[:, 2], info[:, 3] = 0, kv_len
+        if self.kv_range is not None:
+            info[:, 2:] = self.kv_range.long().clamp(0, kv_len)  # before it is cut to 32 bits
+        return info
+
+
+_TENSORS = tuple(map(AttentionCall._fields.index, (
+    "query", "key", "value", "q_offset", "kv_offset", "kv_range", "sinks", "mask", "tile_counts",
+)))  # fmt: skip

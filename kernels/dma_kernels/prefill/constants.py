@@ -1,0 +1,129 @@
+"""The constexprs of the prefill kernels; each kernel takes one value that holds them all.
+
+A form names an operand format (:mod:`dma_kernels.runtime.operand_formats`), a format a number format.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..numerics.formats import padded_channels
+from ..numerics.transforms import hadamard_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Constants:
+    """What all kernels have."""
+
+    kv_heads: int  # kv heads
+    head_dim: int  # channels of queries and keys
+    rotate: bool = False  # whether the kernel rotates queries or keys
+
+    @property
+    def block_d(self) -> int:
+        """``head_dim`` padded."""
+        return padded_channels(self.head_dim)
+
+    @property
+    def hadamard_size(self) -> int:
+        """Order of the rotation's blocks; 0 without rotation."""
+        return hadamard_size(self.head_dim) if self.rotate else 0
+
+    @property
+    def norm(self) -> float:
+        """The scale of the rotation, which makes it orthonormal."""
+        return math.pow(self.hadamard_size, -0.5) if self.rotate else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizerConstants(_Constants):
+    """Constexprs of the quantiser of keys and values."""
+
+    value_dim: int  # channels of values
+    high_form: str  # form of the keys of high tiles; ``raw`` writes nothing
+    high_format: str  # format of the keys of high tiles
+    low_form: str  # form of the keys of low tiles; ``none`` writes nothing
+    low_format: str  # format of the keys of low tiles
+    is_tile_scaled: bool  # whether keys of low tiles are 8-bit elements with one scale a tile
+    shared_scale: str  # ``block``, ``row`` or ``tile``: what shares a scale in low tiles
+    value_form: str  # form of the values of low tiles; ``raw`` writes nothing
+    rounding: str  # of scales
+    use_pdl: bool  # let CTAs of the next launch start where there is room, once all CTAs of this one have started
+
+    @property
+    def block_dv(self) -> int:
+        """``value_dim`` padded."""
+        return padded_channels(self.value_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortableConstants(_Constants):
+    """Constexprs of the portable kernel."""
+
+    q_heads: int  # query heads
+    value_dim: int  # channels of values
+    block_m: int  # query positions of a CTA
+    block_h: int  # keys of a step over high tiles
+    block_n: int  # keys of a step over low tiles
+    high_stages: int  # pipeline stages of the loop over high tiles
+    low_stages: int  # pipeline stages of the loop over full low tiles
+    high_form: str  # form of the keys of high tiles
+    high_format: str  # format of keys and queries of high tiles
+    low_form: str  # form of the keys of low tiles
+    low_q_format: str  # format of their queries
+    low_k_format: str  # format of the keys
+    low_shared: str  # ``block`` or ``row``: what has a scale in low queries
+    low_value_form: str  # form of the values of low tiles
+    rounding: str  # rounding of the scales of queries
+    is_causal: bool  # whether a query attends to no key after its own position
+    has_low: bool  # whether there are low tiles
+    k_low_descale: str  # what has a descale in low keys: ``none``, ``head`` or ``tile``
+    is_pv_fp8: bool  # whether low tiles have FP8 probabilities
+    stage_queries: bool  # whether low queries pass through the rows of the output
+    use_tma: bool  # whether quantised operands are loaded by TMA
+    use_raw_tma: bool  # whether 16-bit ones are
+
+    @property
+    def block_d(self) -> int:
+        """``head_dim`` padded; block-scaled tensor cores take 64 channels at a time."""
+        return max(64 if "packed" in (self.high_form, self.low_form) else 0, padded_channels(self.head_dim))
+
+    @property
+    def block_dv(self) -> int:
+        """``value_dim`` padded."""
+        return padded_channels(self.value_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HopperConstants(_Constants):
+    """What both of Hopper's kernels have."""
+
+    q_heads: int  # query heads
+    is_high_unquantized: bool  # whether the keys of high tiles are the caller's own: unpadded and not smoothed
+    is_causal: bool  # whether a query attends to no key after its own position
+    # whether a low tile may be masked, or keys begin inside a tile. Otherwise every query attends to all keys before
+    # the band
+    masks_low: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarpSpecializedConstants(_HopperConstants):
+    """Constexprs of the warp-specialized kernel."""
+
+    warpgroups: int  # consumer warpgroups
+    stages: int  # stages of the pipeline
+    registers: int  # registers of a thread of the consumers except the first, which gets the rest
+    is_low_value_unquantized: bool  # whether the values of low tiles are the caller's own, which are unpadded
+    has_mean: bool  # whether keys are smoothed
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiCTAConstants(_HopperConstants):
+    """Constexprs of the multi-CTA kernel."""
+
+    k_stages: int  # stages of keys, 1 or 2; 2 for 16-bit low keys
+    v_stages: int  # stages of values, 1 or 2
+    q_form: str  # form of the queries that the CTA quantises: ``int8`` or ``e4m3``
+    q_format: str  # their format
+    is_ceil: bool  # how their scales are rounded

@@ -1,0 +1,130 @@
+"""Plans of prefill calls: what a kernel and the quantisers before it allocate and launch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..numerics.call import AttentionCall
+from ..numerics.geometry import LOG2_E, AttentionGeometry
+from ..numerics.recipe import Recipe
+from ..numerics.saturation import warn_if_saturated
+from ..reference.attention import attention_reference
+from ..runtime import chip
+from ..runtime.compute_path import ComputePath
+from ..runtime.reports import report
+from .operands import AttentionInputs, Operands
+
+if TYPE_CHECKING:
+    from ..runtime.plan import LaunchPlan
+    from .registry import PrefillKernel
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillPlan:
+    """How the kernels compute calls of one key."""
+
+    kernel: str  # name of the attention kernel
+    config: Any  # its configuration
+    launches: LaunchPlan  # what is allocated and launched
+
+    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """Compute a call.
+
+        Returns:
+            The output; and the logarithms of the denominators, or ``None`` where the call does not need them.
+        """
+        if call.recipe.pv == "fp8":
+            warn_if_saturated()  # by earlier calls, which the host did not wait for
+        report(self.kernel)
+        out, *others = self.launches.run(
+            (call.query, call.key, call.value, call.sinks, call.mask, call.seq_info(), call.tile_counts)
+        )
+        return out, others[0] if others else None
+
+
+class ReferencePlan:
+    """The reference in torch, which launches nothing of ours."""
+
+    kernel = "reference"
+
+    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """Compute a call; see :meth:`PrefillPlan.run`."""
+        report(self.kernel)
+        return attention_reference(call)
+
+
+def plan_reference(*_: Any) -> ReferencePlan:
+    """Return the plan of any call of the reference."""
+    return ReferencePlan()
+
+
+def plan_launches(
+    kernel: PrefillKernel,
+    config: Any,
+    call: AttentionCall,
+    recipe: Recipe,
+    path: ComputePath,
+    geometry: AttentionGeometry,
+) -> PrefillPlan:
+    """Plan the launches of a kernel, and those that make its operands. Layouts stand for tensors."""
+    from ..runtime.plan import make_plan
+
+    def launch(query: Any, key: Any, value: Any, sinks: Any, mask: Any, seq_info: Any, tile_counts: Any) -> Any:
+        placed = replace(geometry, mask=mask, seq_info=seq_info)
+        operands = quantize_operands(query, key, value, recipe, path, placed)
+        out, lse = new_results(query, value)
+        if lse.numel():
+            threshold = None if operands.low is None else base2_threshold(recipe, tile_counts)
+            # The quantiser writes the keys of low tiles and lets the next launch start early. It started after all
+            # earlier work itself, so the caller's tensors are there. NVFP4's query scale is a launch in between.
+            may_start_early = operands.low is not None and operands.query_global_scale is None
+            inputs = AttentionInputs(
+                query, operands, placed, recipe, config, out, lse, call.score_scale, call.softcap, sinks, threshold,
+                None if threshold is None else tile_counts, may_start_early and chip.supports_pdl(query.device),
+            )  # fmt: skip
+            kernel.launch(inputs)
+        return (out, lse) if call.needs_lse else (out,)
+
+    placed: tuple[Any, ...] = (geometry.mask, geometry.seq_info)
+    layouts = (call.query, call.key, call.value, call.sinks, *placed, call.tile_counts)
+    return PrefillPlan(kernel.name, config, make_plan(launch, layouts, call.query.device))
+
+
+def quantize_operands(
+    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath, geometry: AttentionGeometry
+) -> Operands:
+    """Launch what precedes the attention kernel; arguments as for it and for the quantiser."""
+    from .quantizer import quantize_keys_values
+    from .query_global_scale import query_global_scale
+
+    operands = quantize_keys_values(
+        key,
+        value,
+        recipe,
+        path,
+        kv_offset=geometry.kv_offset,
+        seq_info=geometry.seq_info,
+        low_tiles=geometry.low_tiles(query.shape[2], recipe.diagonal_tiles, recipe.sink_tiles),
+    )
+    global_scale = query_global_scale(query, recipe)
+    return operands if global_scale is None else replace(operands, query_global_scale=global_scale)
+
+
+def new_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the output ``[B, Hq, Tq, Dv]`` and the logarithms of the denominators, fp32 ``[B, Hq, Tq]``."""
+    batch, heads, q_len, _ = query.shape
+    out = query.new_empty((batch, q_len, heads, value.shape[3])).transpose(1, 2)
+    return out, query.new_empty((batch, heads, q_len), dtype=torch.float32)
+
+
+def base2_threshold(recipe: Recipe, tile_counts: Tensor | None) -> float | None:
+    """Return a recipe's threshold in base-2 logits; ``None`` where nothing can be skipped and nothing is counted."""
+    threshold = recipe.skip_threshold
+    if threshold is None or (threshold == math.inf and tile_counts is None):
+        return None
+    return threshold * LOG2_E
