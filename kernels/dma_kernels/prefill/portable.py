@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..numerics.formats import TILE, UNQUANTIZED
 from ..numerics.geometry import LOG2_E
-from ..runtime.descriptors import Strided, broadcast_strides, head_strides, is_describable
-from ..runtime.launch import Launcher, matrix_descriptor
+from ..runtime.descriptors import Strided, broadcast_strides, head_blocks, is_describable, matrix_blocks
+from ..runtime.launch import Launcher
 from ..runtime.operand_formats import DEQUANTIZED, RAW, OperandFormat, Scale
 from .config import select_swizzle_group
 from .constants import PortableConstants
@@ -69,15 +68,15 @@ def launch(inputs: AttentionInputs) -> None:
     k_desc = v_desc = k_low_desc = v_low_desc = low.key  # unused without tensor copies
     if use_raw_tma:
         if high.key_format is RAW:
-            k_desc = _head_descriptor(high.key, config.high_block_n, constants.block_d)
-        v_desc = _head_descriptor(high.value, config.high_block_n, constants.block_dv)
+            k_desc = TensorDescriptor(high.key, *head_blocks(high.key, config.high_block_n, constants.block_d))
+        v_desc = TensorDescriptor(high.value, *head_blocks(high.value, config.high_block_n, constants.block_dv))
         if has_low and low.value_format.is_16_bit:
-            v_low_desc = _head_descriptor(low.value, config.block_n, constants.block_dv)
+            v_low_desc = TensorDescriptor(low.value, *head_blocks(low.value, config.block_n, constants.block_dv))
     if use_tma and has_low:
         if low.key_format.scale is not Scale.BLOCK:
-            k_low_desc = matrix_descriptor(low.key, config.block_n, constants.block_d)
+            k_low_desc = TensorDescriptor(low.key, *matrix_blocks(low.key, config.block_n, constants.block_d))
         if not low.value_format.is_16_bit:
-            v_low_desc = matrix_descriptor(low.value, constants.block_dv, config.block_n)
+            v_low_desc = TensorDescriptor(low.value, *matrix_blocks(low.value, constants.block_dv, config.block_n))
     blocks = geometry.query_blocks(q_len, config.block_m, config.block_m)
     mask = Strided.of(None)
     if geometry.mask is not None:
@@ -102,11 +101,6 @@ def _staged_dim(key: OperandFormat, value_dim: int) -> int:
     if key.scale is Scale.TILE:
         return 2 * value_dim
     return value_dim if key is DEQUANTIZED else 0
-
-
-def _head_descriptor(tensor: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
-    """Describe ``[B, H, T, D]`` of any strides that :func:`is_describable`, copied in blocks of rows of a head."""
-    return TensorDescriptor(tensor, list(tensor.shape), head_strides(tensor), [1, 1, block_rows, block_columns])
 
 
 def _storage_len(operands: Operands) -> int:

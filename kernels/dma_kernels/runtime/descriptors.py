@@ -26,13 +26,18 @@ def is_describable(tensor: Any) -> bool:
     )
 
 
-def head_strides(tensor: Any) -> list[int]:
-    """Return the strides of ``[B, H, T, D]`` as a descriptor takes them.
-
-    The stride of a single row or head is never used; the descriptor still checks it.
-    """
+def head_blocks(tensor: Any, rows: int, columns: int) -> tuple[list[int], list[int], list[int]]:
+    """Return the shape, strides and block shape of a descriptor that loads rows of a head of ``[B, H, T, D]``."""
     unit = 16 // tensor.dtype.itemsize
-    return [*(max(stride, unit) // unit * unit for stride in tensor.stride()[:3]), 1]
+    # The stride of a single row or head is never used; the descriptor still checks it.
+    strides = [*(max(stride, unit) // unit * unit for stride in tensor.stride()[:3]), 1]
+    return list(tensor.shape), strides, [1, 1, rows, columns]
+
+
+def matrix_blocks(tensor: Any, rows: int, columns: int) -> tuple[list[int], list[int], list[int]]:
+    """Return the same for blocks of a contiguous tensor as a matrix of its last dimension; rows start at 16 bytes."""
+    width = tensor.shape[-1]
+    return [tensor.numel() // width, width], [width, 1], [rows, columns]
 
 
 def broadcast_strides(tensor: Any) -> list[int]:

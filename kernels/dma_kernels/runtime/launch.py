@@ -23,10 +23,8 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .chip import MAX_CTAS
 
@@ -281,9 +279,3 @@ def _warn_of_slow_launches() -> None:
         f"by Triton's own launch, which takes the host about four times as long; install triton>={first},<={last}.*",
         stacklevel=2,
     )
-
-
-def matrix_descriptor(tensor: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
-    """Describe a contiguous tensor as a matrix of its last dimension, copied in blocks; rows start at 16 bytes."""
-    columns = tensor.shape[-1]
-    return TensorDescriptor(tensor, [tensor.numel() // columns, columns], [columns, 1], [block_rows, block_columns])

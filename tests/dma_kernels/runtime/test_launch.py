@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from dma_kernels.numerics.layout import TensorLayout
 from dma_kernels.runtime import launch
-from dma_kernels.runtime.launch import Launcher, matrix_descriptor
+from dma_kernels.runtime.descriptors import matrix_blocks
+from dma_kernels.runtime.launch import Launcher
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -118,7 +119,7 @@ def test_direct_launches_give_the_compiled_launcher_what_triton_gives_it(monkeyp
 
     compiled: Any = Kernel()
     tensor = torch.ones(64, 32, dtype=torch.float16)
-    descriptor = matrix_descriptor(tensor, 16, 32)
+    descriptor = TensorDescriptor(tensor, *matrix_blocks(tensor, 16, 32))
     compiled[GRID](11, descriptor, (12, 3), 4, 128, stream=7)
     direct = launch.DirectLaunch(compiled, GRID)
     describe = direct.descriptor(0, lambda address: descriptor)
@@ -166,7 +167,7 @@ def test_triton_tells_no_tensors_of_one_layout_apart(first: Tensor, second: Tens
 
 def test_a_descriptor_is_that_of_triton() -> None:
     tensor = torch.ones(2, 3, 8, 32, dtype=torch.float16)
-    ours = matrix_descriptor(tensor, 16, 32)
+    ours = TensorDescriptor(tensor, *matrix_blocks(tensor, 16, 32))
     theirs = TensorDescriptor.from_tensor(tensor.view(-1, 32), [16, 32])
     assert (ours.shape, ours.strides, ours.block_shape) == (
         list(theirs.shape), list(theirs.strides), theirs.block_shape,

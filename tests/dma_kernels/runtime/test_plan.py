@@ -16,11 +16,13 @@ from dma_kernels import Recipe, attention
 from dma_kernels.numerics.layout import TensorLayout, layout_of
 from dma_kernels.runtime import launch
 from dma_kernels.runtime import plan as planning
-from dma_kernels.runtime.launch import Launcher, matrix_descriptor
+from dma_kernels.runtime.descriptors import matrix_blocks
+from dma_kernels.runtime.launch import Launcher
 from dma_kernels.runtime.plan import LaunchPlan, PlannedTensor, make_plan
 from dma_kernels.testing import random_qkv
 from torch import Tensor
 from triton.runtime import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 SIZE = 64
 CPU = torch.device("cpu")
@@ -28,6 +30,12 @@ CPU = torch.device("cpu")
 
 def _scale(x_ptr, x_desc, y_ptr, factor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Only its signature counts: :class:`Compiled` computes."""
+
+
+def describe(x: Any) -> TensorDescriptor:
+    """Describe a vector as a matrix of two rows."""
+    matrix = x.as_strided((2, 32), (32, 1))
+    return TensorDescriptor(matrix, *matrix_blocks(matrix, 2, 32))
 
 
 def _read(pointer: int) -> np.ndarray:
@@ -76,7 +84,7 @@ class Device:
     def multiply(self, x: Any, y: Any, missing: Any = None) -> list[Any]:
         """Return ``x * y * y``: two launches, with a tensor between them."""
         between, out = x.new_zeros((SIZE,)), x.new_empty((SIZE,))
-        described = matrix_descriptor(y.as_strided((2, 32), (32, 1)), 2, 32)
+        described = describe(y)
         self.launcher((1, 1, 1), x, described, between, 1.0)
         self.launcher((2, 1, 1), between, described, out, 1.0)
         return [out]
@@ -120,7 +128,7 @@ def test_a_tensor_of_the_host_is_given_to_every_call(device: Device) -> None:
 
     def function(x: Any) -> list[Any]:
         out = x.new_empty((SIZE,))
-        device.launcher((1, 1, 1), constant, matrix_descriptor(x.as_strided((2, 32), (32, 1)), 2, 32), out, 1.0)
+        device.launcher((1, 1, 1), constant, describe(x), out, 1.0)
         return [out]
 
     plan = make_plan(function, [TensorLayout.dense((SIZE,), torch.float32, CPU)], CPU)

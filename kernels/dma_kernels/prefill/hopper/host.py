@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...numerics.formats import TILE, padded_channels
 from ...numerics.geometry import LOG2_E
-from ...runtime.descriptors import head_strides
+from ...runtime.descriptors import head_blocks, matrix_blocks
 from ...runtime.launch import Launcher
 from ...runtime.operand_formats import RAW, TILE_SCALED
 from ..config import select_swizzle_group
@@ -140,19 +140,16 @@ def _swizzle_group(inputs: AttentionInputs) -> int:
 
 
 def _heads(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Describe ``[B, H, T, D]``, copied in blocks of rows of a head: zeros from channel ``D`` on."""
-    block = (1, 1, rows, padded_channels(tensor.shape[3]))
-    layout = _layout(block, tensor.dtype)
-    return TensorDescriptor(tensor, list(tensor.shape), head_strides(tensor), list(block), layout)
+    """Describe ``[B, H, T, D]``, loaded in blocks of rows of a head: zeros from channel ``D`` on."""
+    return _describe(tensor, *head_blocks(tensor, rows, padded_channels(tensor.shape[3])))
 
 
 def _matrix(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Describe a contiguous tensor as a matrix of its last dimension, copied in blocks."""
-    width = tensor.shape[-1]
-    block = (rows, columns)
-    return TensorDescriptor(
-        tensor, [tensor.numel() // width, width], [width, 1], list(block), _layout(block, tensor.dtype)
-    )
+    return _describe(tensor, *matrix_blocks(tensor, rows, columns))
+
+
+def _describe(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(tensor, shape, strides, block, _layout(tuple(block), tensor.dtype))
 
 
 @functools.cache
