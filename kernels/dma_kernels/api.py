@@ -1,7 +1,7 @@
 """The entry point of the attention operation: check the options, plan the call, run the plan.
 
-A backend that is asked for by name runs or raises; nothing falls back silently. Where a compiler, autograd or a tensor
-mode looks on, the operation is a registered custom op, so that they see one node, whichever backend runs inside it.
+A backend that is requested by name runs or raises; nothing falls back silently. Under a compiler, autograd or a tensor
+mode the operation is a registered custom op, so that they see one node whichever backend runs inside it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def attention(
 ) -> Tensor:
     """Compute diagonal-tiled mixed-precision attention (arXiv 2604.03950).
 
-    Its gradient goes straight through the rounding: it is that of the attention which the recipe approximates, computed
-    in torch on every backend (:func:`~dma_kernels.reference.attention.attention_gradient`). Skipped tiles take part in
-    it.
+    Its gradient passes straight through the rounding: the gradient of the attention that the recipe approximates,
+    skipped tiles included, computed in torch on every backend
+    (:func:`~dma_kernels.reference.attention.attention_gradient`).
 
-    Positions are counted from the first key that a batch row may see: query ``i`` stands at ``q_offset + i``, key
+    Positions are counted from the first key that a batch row may see: query ``i`` is at ``q_offset + i``, key
     ``j`` at ``kv_offset + j``. They decide what is causal, what the window reaches and which tiles are high.
 
     Args:
@@ -55,9 +55,9 @@ def attention(
         value: ``[B, Hkv, Tk, Dv]``, the same dtype and device; ``Dv <= 256``.
         recipe: The precision of every tile.
         is_causal: Whether a query sees no key after its own position.
-        scale: Factor of the scores; ``D ** -0.5`` by default.
+        scale: Scale of the scores; ``D ** -0.5`` by default.
         q_offset: Position of query 0: an int, or one per batch row, integer ``[B]``. By default the queries are the
-            last positions of a causal sequence (``kv_offset + Tk - Tq``), and stand at 0 in a bidirectional one. An int
+            last positions of a causal sequence (``kv_offset + Tk - Tq``), and start at 0 in a bidirectional one. An int
             of a causal call is not below that of ``kv_offset``, except for that default.
         kv_offset: Position of key 0: an int, or integer ``[B]``. Minus the padding for a left-padded row.
         kv_range: Indices of the first visible key and of the one past the last, integer ``[B, 2]``; all by default.
@@ -143,12 +143,12 @@ def _compute(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
 
 def _needs_op(given: list[Any]) -> bool:
-    """Whether something looks on that has to see one operation: a compiler, autograd, a tensor mode or subclass.
+    """Whether a compiler, autograd, a tensor mode or a subclass must see the call as one operation.
 
-    Otherwise the backend is called directly, which spares some 70 microseconds of dispatching a call.
+    Otherwise the backend is called directly, which saves the dispatch of an operator, some 70 microseconds.
 
     Raises:
-        NotImplementedError: Forward-mode differentiation looks on, which PyTorch would give zeros for an op.
+        NotImplementedError: An input is a dual tensor; PyTorch would return zero derivatives for the operator.
     """
     if forward_ad._current_level >= 0 and any(map(_may_be_dual, given)):
         raise NotImplementedError(
@@ -171,7 +171,7 @@ def _needs_op(given: list[Any]) -> bool:
 def _may_be_dual(tensor: Any) -> bool:
     if not isinstance(tensor, Tensor):
         return False
-    if torch._C._functorch.is_batchedtensor(tensor):  # what is inside cannot be asked
+    if torch._C._functorch.is_batchedtensor(tensor):  # its inner tensor cannot be queried
         return True
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 

@@ -190,7 +190,7 @@ def to_elements(x, reciprocal, FORM: tl.constexpr, IS_CEIL: tl.constexpr):
 def permute_keys(p):
     """Reorder the columns of ``[M, N]`` probabilities in groups of 16, as the values in memory are ordered.
 
-    A Hopper matrix unit hands thread ``t`` of four the columns ``8 j + 2 t + {0, 1}`` of a product, and takes from it
+    A Hopper tensor core hands thread ``t`` of four the columns ``8 j + 2 t + {0, 1}`` of a product, and takes from it
     the columns ``4 t + {0, 1, 2, 3}`` of an 8-bit operand. The sum over keys does not care about their order, so the
     values are stored in the order ``(t, j, c)`` of key ``8 j + 2 t + c``, and the probabilities need no exchange
     between threads: this is a renaming of registers.

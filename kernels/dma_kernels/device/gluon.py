@@ -20,7 +20,7 @@ IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def _mma(a: Any, b: Any, acc: Any) -> Any:
-    """Return ``acc + a @ b``; the interpreter sums products of 8 or 16 bits in as many, the matrix units in 32."""
+    """Return ``acc + a @ b``; the interpreter sums products of 8 or 16 bits in as many, tensor cores in 32."""
     return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee").to(acc.dtype)
 
 

@@ -42,7 +42,7 @@ def rotate_queries(q, norm, SIZE: tl.constexpr, ROTATE: tl.constexpr):
 
 @triton.jit
 def quantize_rows(x, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr):
-    """Quantise rows of fp32 ``x`` with one scale each, for 8-bit matrix units.
+    """Quantise rows of fp32 ``x`` with one scale each, for 8-bit tensor cores.
 
     Returns:
         int8 or E4M3 ``[ROWS, COLUMNS]``, and the descale, fp32 ``[ROWS]``.

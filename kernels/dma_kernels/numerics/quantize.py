@@ -236,7 +236,7 @@ def value_scale(value: Tensor, visible: Tensor | None = None) -> Tensor:
 
 
 def values_to_e4m3(value: Tensor, scale: Tensor) -> Tensor:
-    """Return values ``[B, H, T, D]`` in units of :func:`value_scale`; an infinity, which E4M3 has not, becomes NaN."""
+    """Return values ``[B, H, T, D]`` in units of :func:`value_scale`; an infinity, which E4M3 lacks, becomes NaN."""
     value = value.float()
     return to_e4m3(value / scale + value * 0.0)
 
@@ -262,7 +262,7 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 def e2m1_encode(x: Tensor) -> Tensor:
     """Round to the nearest E2M1 code, ties to the even code, saturating at 6.
 
-    NaN, which E2M1 has not, gives the code 0 whatever its sign bit: the scale of its block is NaN.
+    NaN, which E2M1 lacks, gives the code 0 whatever its sign bit: the scale of its block is NaN.
 
     The boundaries are the midpoints of :data:`~dma_kernels.numerics.formats.E2M1_MAGNITUDES`; whether a midpoint itself
     goes up depends on which neighbour is even.

@@ -149,12 +149,12 @@ def attend_prepared(
         return out, lse
     if sinks is not None:
         sinks = sinks.to(compute_dtype).view(1, kv_heads, q_heads // kv_heads, 1, 1)
-    for block, columns, high, hidden in _blocks(problem, skips=skips):
+    for block, columns, high, masked in _blocks(problem, skips=skips):
         scores = _scores(problem, block, columns, high).mul_(scale)
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
-        if hidden is not None:
-            scores.masked_fill_(hidden, -math.inf)
+        if masked is not None:
+            scores.masked_fill_(masked, -math.inf)
         if skips:
             q_pos, k_pos = _positions(problem, block, columns)
             skip_tiles(scores, q_pos, k_pos, recipe, is_causal=geometry.is_causal, tile_counts=tile_counts)
@@ -189,15 +189,15 @@ def attention_gradient(grad_out: Tensor, call: AttentionCall) -> tuple[Tensor, T
     grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
     grad_sinks = None if logit is None else torch.zeros_like(logit)
     problem = _Problem(operands, geometry, EXACT, q.dtype)
-    for block, columns, _, hidden in _blocks(problem) if grad_out.numel() else ():
+    for block, columns, _, masked in _blocks(problem) if grad_out.numel() else ():
         scores = _product(q[:, :, block], k[:, :, columns]).mul_(scale)
         slope = None
         if softcap is not None:
             scores = scores.div_(softcap).tanh_()
             slope = 1.0 - scores.square()
             scores = scores.mul_(softcap)
-        if hidden is not None:
-            scores.masked_fill_(hidden, -math.inf)
+        if masked is not None:
+            scores.masked_fill_(masked, -math.inf)
         weights, shift = _exponentials(scores, logit)
         denominator = weights.sum(-1, keepdim=True)
         sink_weight = None if logit is None else torch.exp(logit - shift)
@@ -224,7 +224,7 @@ def attention_gradient(grad_out: Tensor, call: AttentionCall) -> tuple[Tensor, T
 
 
 def _blocks(problem: _Problem, *, skips: bool = False) -> Iterator[tuple[slice, slice, list[_HighPart], Tensor | None]]:
-    """Yield blocks of query rows: the rows, the columns that they see, which of these are high, and what is hidden.
+    """Yield blocks of query rows: the rows, the columns that they see, which of these are high, and the mask.
 
     Where tiles may be skipped, blocks end at multiples of 64 positions; batch rows are aligned.
     """
@@ -238,7 +238,7 @@ def _blocks(problem: _Problem, *, skips: bool = False) -> Iterator[tuple[slice, 
         columns = _visible_columns(problem, block)
         q_pos, k_pos = _positions(problem, block, columns)
         high = [] if problem.recipe.is_uniform else list(_high_parts(problem, block, columns, q_pos, k_pos))
-        yield block, columns, high, _hidden(problem, block, columns, q_pos, k_pos)
+        yield block, columns, high, _masked(problem, block, columns, q_pos, k_pos)
 
 
 def _positions(problem: _Problem, block: slice, columns: slice) -> tuple[Tensor, Tensor]:
@@ -272,10 +272,10 @@ def _scores(problem: _Problem, block: slice, columns: slice, high: list[_HighPar
         local = slice(part.start - columns.start, part.stop - columns.start)
         scores_high = _product(operands.q_high[:, :, block], operands.k_high[:, :, part])
         scores[..., local] = torch.where(is_high, scores_high, scores[..., local])
-    if operands.shift is not None:
+    if operands.qk_bias is not None:
         kv_heads, group = scores.shape[1:3]
-        shift = operands.shift[:, :, block]
-        scores += shift.reshape(len(shift), kv_heads, group, -1, 1)
+        qk_bias = operands.qk_bias[:, :, block]
+        scores += qk_bias.reshape(len(qk_bias), kv_heads, group, -1, 1)
     return scores
 
 
@@ -311,8 +311,8 @@ def _product(q: Tensor, k: Tensor) -> Tensor:
     return (grouped @ k.transpose(-1, -2)).view(batch, kv_heads, q_heads // kv_heads, rows, k.shape[2])
 
 
-def _hidden(problem: _Problem, block: slice, columns: slice, q_pos: Tensor, k_pos: Tensor) -> Tensor | None:
-    """Return what these queries may not see, broadcastable to ``[B, Hkv, G, R, C]``; ``None`` if they see it all."""
+def _masked(problem: _Problem, block: slice, columns: slice, q_pos: Tensor, k_pos: Tensor) -> Tensor | None:
+    """Return which keys these queries do not attend to, broadcastable to ``[B, Hkv, G, R, C]``; ``None`` for none."""
     geometry, kv_heads = problem.geometry, problem.operands.k_high.shape[1]
     q, k = q_pos[:, :, None], k_pos[:, None]
     parts = []  # [B, R, C]
@@ -354,14 +354,14 @@ def _softmax_times_value(
     if operands.v_low is operands.v_high:
         out = _weighted_sum(rounded, v_low)
     else:
-        factor: float | Tensor = 1.0
+        descale: float | Tensor = 1.0
         low = rounded.clone()
         if operands.value_scale is not None:
-            factor = operands.value_scale[:, :, None] / P_SCALE
+            descale = operands.value_scale[:, :, None] / P_SCALE
             low = to_e4m3(weights * P_SCALE).to(rounded.dtype)
         for part, is_high in high:
             low[..., part.start - columns.start : part.stop - columns.start].masked_fill_(is_high, 0.0)
-        out = _weighted_sum(low, v_low) * factor
+        out = _weighted_sum(low, v_low) * descale
         for part, is_high in high:
             own = rounded[..., part.start - columns.start : part.stop - columns.start].masked_fill(~is_high, 0.0)
             out = out + _weighted_sum(own, operands.v_high[:, :, part])

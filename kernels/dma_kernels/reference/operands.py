@@ -30,7 +30,7 @@ class PreparedOperands:
     value_scale: Tensor | None  # scale of E4M3 values, ``[B, Hkv, 1, Dv]``; ``None`` for ``pv = "bf16"``
     # what smoothing took from every score of a query, ``[B, Hq, Tq]``; ``None`` without. A plain softmax does not see
     # it; sink logits, a softcap and the log of the denominator do.
-    shift: Tensor | None
+    qk_bias: Tensor | None
 
     def of_rows(self, rows: list[int]) -> PreparedOperands:
         """Return the operands of some batch rows; fields that hold one tensor go on to hold one."""
@@ -57,10 +57,10 @@ def prepare_operands(
         value = value.masked_fill(~visible[:, None, :, None], 0.0)
     compute_dtype = torch.promote_types(query.dtype, torch.float32)
     k = key.to(compute_dtype)
-    shift = None
+    qk_bias = None
     if recipe.smooth_k:
         mean = key_mean(key, visible)
-        shift = smoothing_shift(query, mean)
+        qk_bias = smoothing_bias(query, mean)
         k = k - mean
         if visible is not None:
             k = k.masked_fill(~visible[:, None, :, None], 0.0)
@@ -89,11 +89,11 @@ def prepare_operands(
         v_high=v_high,
         v_low=v_low,
         value_scale=v_scale,
-        shift=shift,
+        qk_bias=qk_bias,
     )
 
 
-def smoothing_shift(query: Tensor, mean: Tensor) -> Tensor:
+def smoothing_bias(query: Tensor, mean: Tensor) -> Tensor:
     """Return ``q . mean`` of queries ``[B, Hq, Tq, D]`` and means ``[B, Hkv, 1, D]``: ``[B, Hq, Tq]``."""
     group = query.shape[1] // mean.shape[1]
     return (query.to(mean.dtype) * mean.repeat_interleave(group, 1)).sum(-1)

@@ -92,8 +92,8 @@ def logits_of(case: Case, recipe: Recipe, row: int) -> tuple[Tensor, Tensor]:
         for q, k in ((operands.q_low, operands.k_low), (operands.q_high, operands.k_high))
     )
     scores = torch.where(high, high_scores, low_scores)
-    if operands.shift is not None:
-        scores = scores + operands.shift[0, :, :, None]
+    if operands.qk_bias is not None:
+        scores = scores + operands.qk_bias[0, :, :, None]
     scores = scores * SCALE
     if case.softcap is not None:
         scores = case.softcap * torch.tanh(scores / case.softcap)
