@@ -286,6 +286,25 @@ def test_sampling(client, question):
     assert say(logit_bias={"5": 3.5}, frequency_penalty=2) != say(logit_bias={"5": 3.5})
 
 
+def test_an_answer_that_ignores_its_end(client, question):
+    """The bias makes the token that ends an answer the first choice."""
+    eos = load_model(str(DEMO_MODEL), dtype="float32", device="cpu").model.generation_config.eos_token_id
+    body = {"prompt": question, "max_tokens": 3, "temperature": 0, "logit_bias": {str(eos): 100}}
+    assert client.post("/v1/completions", **body)["usage"]["completion_tokens"] == 1
+    assert client.post("/v1/completions", **body, ignore_eos=True)["usage"]["completion_tokens"] == 3
+
+
+def test_the_server_measured_from_outside(client, run, folder, tmp_path):
+    file = tmp_path / "served.json"
+    options = ("--requests", "3x8+4", "--rate", 50, "--json", file)
+    result = run("bench", "serve", "--url", f"{client._address}/v1", *options)
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert report["model"] == str(folder)
+    (measured,) = report["results"]
+    assert (measured["completed"], measured["new_tokens"], measured["errors"]) == (3, 12, {})
+
+
 def test_usage_at_the_end_of_a_stream(client, asked):
     events = client.stream("/v1/chat/completions", **asked, stream_options={"include_usage": True})
     assert events[-1]["choices"] == []

@@ -210,6 +210,24 @@ class ServeResult(SpeedResult):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UrlResult:
+    """A server on one set of requests, which arrive at one rate. Figures are of the completed requests."""
+
+    requests: str  # the set, as ``COUNTxPROMPT+NEW``
+    rate: float | None  # requests per second, the mean of a Poisson process; null if all are sent at once
+    completed: int  # requests without an error
+    errors: dict[str, int]  # number of requests, by message
+    prompt_tokens: int  # of all requests, as the server counts them
+    new_tokens: int  # likewise
+    seconds: float | None = None  # from the first request to the last token; null if none was completed
+    tokens_per_second: float | None = None  # new tokens of all requests
+    first_token_seconds: float | None = None  # from sending a request to its first text; median
+    first_token_seconds_p99: float | None = None
+    between_tokens_milliseconds: float | None = None  # between two pieces of text; median
+    between_tokens_milliseconds_p99: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpeedReport(Results):
     """What the report of every benchmark begins with."""
 
@@ -262,3 +280,14 @@ class ServeReport(SpeedReport):
     weight_bytes: int
     cache_gib: float | None  # for the paged cache; null for what Transformers found free, on a CPU what is needed
     results: list[ServeResult]  # by set of requests, then in the given order
+
+
+@dataclass(frozen=True, kw_only=True)
+class UrlReport(Results):
+    """What ``dma-hf bench serve --url`` measured. The environment is that of the client."""
+
+    schema_version: int = 1
+    url: str  # of the server
+    model: str  # its name there
+    extra_body: dict[str, Any]  # further fields of every request
+    results: list[UrlResult]  # by set of requests, then by rate

@@ -5,10 +5,14 @@ Every command writes its JSON file after each measurement, so an interruption ke
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -27,6 +31,8 @@ from dma_eval.bench.results import (
     ServeResult,
     SpeedReport,
     SpeedResult,
+    UrlReport,
+    UrlResult,
 )
 from dma_eval.bench.shapes import DOCUMENTS, decode_shapes, parse_shape, prefill_shapes
 from dma_eval.command import option
@@ -56,6 +62,7 @@ SERVED = ["sdpa", "dma_mxfp", "dma_mxfp+int8", "dma_mxfp+int4"]
 DEFAULT_MODEL, CPU_MODEL = "llama-3.1-8b", "tiny"
 
 shape_option, inputs_option = (partial(option, panel=name) for name in ("Shapes", "Inputs of a model, not random ones"))
+url_option = partial(option, panel="A server, measured from outside")
 heads_option = partial(shape_option, metavar="QUERY/KV...", help="Query and kv heads.")
 head_dim_option = partial(shape_option, metavar="DIM...", min=1, help="Head dimensions.")
 seconds_option = partial(option, min=0, help="About how long one shape is measured, without compilation.")
@@ -473,6 +480,33 @@ class ServeOptions(ModelChoice):
         shown="most of the free memory; on a CPU what all requests need",
         help="Memory for the paged cache, in GiB, the same for all.",
     )
+    url: str | None = url_option(
+        None,
+        "--url",
+        help="Address of a server with OpenAI's interface, with /v1. It is measured instead of --attn. --model is the "
+        "model's name there, by default its only one; OPENAI_API_KEY is the key.",
+    )
+    rate: list[float] = url_option(
+        [],
+        "--rate",
+        metavar="RATE...",
+        min=0.001,
+        shown="all at once",
+        help="Requests per second, on average, at random times.",
+    )
+    tokenizer: str | None = url_option(
+        None,
+        "--tokenizer",
+        metavar="NAME|FOLDER",
+        shown="the model's name",
+        help="Tokenizer to make prompts with: Hub name or local folder.",
+    )
+    extra_body: str = url_option(
+        '{"ignore_eos": true}',
+        "--extra-body",
+        metavar="JSON",
+        help="Further fields of every request; {} for servers without ignore_eos, where answers may end early.",
+    )
 
 
 def time_serve(args: ServeOptions) -> int:
@@ -491,8 +525,14 @@ def time_serve(args: ServeOptions) -> int:
     dma-hf bench serve --requests 32x2048+64 --attn vllm vllm:fp8 dma_mxfp+int8 dma_mxfp+int4 --cache-gib 10
     dma-hf bench serve --model meta-llama/Llama-3.1-8B --requests 32x2048+64
     dma-hf bench serve --device cpu --shape tiny --dtype float32 --requests 8x64-512+16-32
+    dma-hf bench serve --url http://localhost:8000/v1 --requests 64x2048+64 --rate 1 4 16 --json served.json
     """
     options.prepare_files(**_files(args))
+    if args.url is not None:
+        return _time_url(args)
+    given = [f"--{name.replace('_', '-')}" for name in ("rate", "tokenizer") if getattr(args, name)]
+    if given:
+        raise UserError(f"{', '.join(given)}: only with --url")
     check_names(args.attn)
     if args.model is not None and (args.shape or args.layers):
         raise UserError("--model excludes --shape and --layers; give one or the other")
@@ -535,6 +575,45 @@ def time_serve(args: ServeOptions) -> int:
         plot_serve(results, title, args.plot)
     code = recorder.finish(serve_tables(results, title), lambda r: r.requests)
     return console.FAILED if any(result.failure is not None for result in results) else code
+
+
+def _time_url(args: ServeOptions) -> int:
+    """Measure a server from outside.
+
+    Raises:
+        UserError: An option is only for models in this process, or openai is not installed.
+    """
+    given = [f"--{name.replace('_', '-')}" for name in ("shape", "layers", "cache_gib", "plot") if getattr(args, name)]
+    if given:
+        raise UserError(f"--url excludes {', '.join(given)}: the server has its own model")
+    if find_spec("openai") is None:
+        raise UserError("--url needs openai, not installed here: pip install 'dma-hf[serve]'")
+    try:
+        extra_body = json.loads(args.extra_body)
+    except json.JSONDecodeError as error:
+        raise UserError(f"--extra-body: expected a JSON object, got {args.extra_body!r}") from error
+    if not isinstance(extra_body, dict):
+        raise UserError(f"--extra-body: expected a JSON object, got {args.extra_body!r}")
+    with console.starting():
+        from dma_eval.bench.requests import parse_requests
+        from dma_eval.bench.serve_url import Target, url_table
+
+    sets = parse_requests(args.requests or REQUESTS)
+    assert args.url is not None
+    target = Target(args.url, args.model, args.tokenizer, extra_body)
+    fields = {"command": console.command_line(), "seed": args.seed, **here_and_now()}
+    results: list[UrlResult] = []
+    for result in target.measure(sets, args.rate or [math.inf], args.seed):
+        results.append(result)
+        if args.json is not None:
+            report = UrlReport(url=args.url, model=target.model, extra_body=extra_body, results=results, **fields)
+            write_json(report, args.json, indent=1)
+    console.print_table(url_table(results, f"{target.model} at {args.url}"))
+    for message, count in sum((Counter(result.errors) for result in results), Counter()).items():
+        console.print_warning(f"{count} requests failed: {message}")
+    if args.json is not None:
+        console.print_wrote(args.json)
+    return console.FAILED if any(result.errors for result in results) else 0
 
 
 def _files(args: BenchOptions) -> dict[str, Path | None]:

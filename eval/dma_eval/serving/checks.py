@@ -242,6 +242,7 @@ class _TextRequest(Request):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[TokenId, Bias] | None = None
+    ignore_eos: bool | None = None  # of vLLM and SGLang
 
     @model_validator(mode="after")
     def _check_stream(self) -> _TextRequest:

@@ -105,6 +105,8 @@ class _Generation(GenerationState):  # type: ignore[misc]
             config.temperature = body.temperature
         if body.top_p is not None:
             config.top_p = body.top_p
+        if getattr(body, "ignore_eos", None):
+            config.eos_token_id = -1  # no token
         if not config.do_sample:
             config.temperature = config.top_p = config.top_k = None
         elif config.top_k is None:

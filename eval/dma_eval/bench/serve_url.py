@@ -1,0 +1,175 @@
+"""Load a server with OpenAI's interface over HTTP, from outside: this project's, vLLM, SGLang or another one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from openai import APIConnectionError, AsyncOpenAI, OpenAI, OpenAIError
+from transformers import AutoTokenizer
+
+from dma_eval.errors import UserError, one_line
+from dma_eval.pages import Columns, Table, of
+
+from .requests import Request, RequestSet, figures
+from .results import UrlResult
+
+WARM_REQUESTS, WARM_TOKENS = 8, 8
+TIMEOUT_SECONDS = 3600.0  # of one request: waiting is what is measured
+CONNECT_SECONDS = 10.0
+
+
+@dataclass
+class Answer:
+    """What came of a request."""
+
+    sent: float  # seconds since the first was sent, as all times
+    times: list[float]  # when pieces of text came
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    error: str | None = None
+
+
+class Target:
+    """A server, one of its models, and the tokenizer that prompts are made with.
+
+    Args:
+        url: The address with ``/v1``.
+        model: The name of the model; ``None`` is the server's only one.
+        tokenizer: Hub name or folder; ``None`` is the model's name.
+        extra_body: Further fields of every request.
+
+    Raises:
+        UserError: The server does not answer, has several models or none of this name, or there is no such tokenizer.
+    """
+
+    def __init__(self, url: str, model: str | None, tokenizer: str | None, extra_body: dict[str, Any]) -> None:
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        self._options: dict[str, Any] = {"base_url": url, "api_key": key, "max_retries": 0, "timeout": CONNECT_SECONDS}
+        try:
+            names = [each.id for each in OpenAI(**self._options).models.list()]
+        except APIConnectionError as error:
+            raise UserError(f"--url: no server at {url}: {one_line(error.__cause__ or error)}") from error
+        except OpenAIError as error:
+            raise UserError(f"--url: {url}/models: {one_line(error)}") from error
+        if model is None and len(names) != 1:
+            raise UserError(f"--url: the server has {len(names)} models; choose one by --model")
+        if model is not None and model not in names:
+            raise UserError(f"--model: the server has no {model!r}; it has {', '.join(names)}")
+        self.model = model or names[0]
+        self._extra_body = extra_body
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(tokenizer or self.model)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--tokenizer: {one_line(error)}; give a Hub name or a folder") from error
+
+    def measure(self, sets: Sequence[RequestSet], rates: Sequence[float], seed: int) -> Iterator[UrlResult]:
+        """Send every set of requests at every rate, and yield each result at once.
+
+        A rate is the mean of a Poisson process, in requests per second; an infinite one sends all at once.
+        """
+        for requests in sets:
+            warm = replace(requests, count=WARM_REQUESTS, new=(WARM_TOKENS,) * 2)
+            asyncio.run(self._send(warm, math.inf, seed + 1))
+            for rate in rates:
+                yield summarize(requests, rate, asyncio.run(self._send(requests, rate, seed)))
+
+    async def _send(self, requests: RequestSet, rate: float, seed: int) -> list[Answer]:
+        drawn = requests.draw(seed, len(self._tokenizer))
+        arrivals = arrival_times(len(drawn), rate, seed)
+        async with AsyncOpenAI(**self._options | {"timeout": TIMEOUT_SECONDS}) as client:
+            start = time.perf_counter()
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._ask(client, request, start, at))
+                    for request, at in zip(drawn, arrivals, strict=True)
+                ]
+        return [task.result() for task in tasks]
+
+    async def _ask(self, client: AsyncOpenAI, request: Request, start: float, at: float) -> Answer:
+        prompt = self._text(request.prompt)
+        await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
+        answer = Answer(time.perf_counter() - start, [])
+        try:
+            stream = await client.completions.create(
+                model=self.model,
+                prompt=prompt,
+                max_tokens=request.new_tokens,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body=self._extra_body,
+            )
+            async for chunk in stream:
+                if any(choice.text for choice in chunk.choices):
+                    answer.times.append(time.perf_counter() - start)
+                if chunk.usage is not None:
+                    answer.prompt_tokens, answer.new_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+        except OpenAIError as error:
+            answer.error = one_line(error)
+        else:
+            if not answer.times:
+                answer.error = "the answer has no text"
+        return answer
+
+    def _text(self, ids: list[int]) -> str:
+        """Return a text of about these tokens: read again, others may join where two of them meet."""
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        again = self._tokenizer(text, add_special_tokens=False).input_ids[: len(ids)]
+        return str(self._tokenizer.decode(again))
+
+
+def arrival_times(count: int, rate: float, seed: int) -> list[float]:
+    """Return when requests are sent, in seconds: at random with this mean rate, or all at once if it is infinite."""
+    if math.isinf(rate):
+        return [0.0] * count
+    chance = random.Random(seed)
+    return list(itertools.accumulate(chance.expovariate(rate) for _ in range(count)))
+
+
+def summarize(requests: RequestSet, rate: float, answers: Sequence[Answer]) -> UrlResult:
+    """Return the figures of the answers without an error, and how many had one."""
+    right = [answer for answer in answers if answer.error is None]
+    errors = Counter(answer.error for answer in answers if answer.error is not None)
+    result = UrlResult(
+        requests=requests.name,
+        rate=None if math.isinf(rate) else rate,
+        completed=len(right),
+        errors=dict(errors),
+        prompt_tokens=sum(answer.prompt_tokens for answer in right),
+        new_tokens=sum(answer.new_tokens for answer in right),
+    )
+    if not right:
+        return result
+    first = [answer.times[0] - answer.sent for answer in right]
+    between = [1e3 * (b - a) for answer in right for a, b in itertools.pairwise(answer.times)]
+    seconds = max(answer.times[-1] for answer in right)
+    measured: dict[str, Any] = figures(seconds, result.new_tokens, first, between)
+    return replace(result, **measured)
+
+
+def url_table(results: Sequence[UrlResult], title: str) -> Table:
+    """Return the table of all results."""
+    columns: Columns = {
+        "requests": lambda r: r.requests,
+        "rate": lambda r: "all at once" if r.rate is None else f"{r.rate:g}/s",
+        "completed": lambda r: str(r.completed),
+        "errors": lambda r: str(sum(r.errors.values())),
+        "prompt tokens": lambda r: f"{r.prompt_tokens:,}",
+        "new tokens": lambda r: f"{r.new_tokens:,}",
+        "tokens/s": of("tokens_per_second", ",.1f"),
+        "first": of("first_token_seconds", ".2f", " s"),
+        "first 99 %": of("first_token_seconds_p99", ".2f", " s"),
+        "between": of("between_tokens_milliseconds", ".1f", " ms"),
+        "between 99 %": of("between_tokens_milliseconds_p99", ".1f", " ms"),
+    }
+    rows = [[cell(result) for cell in columns.values()] for result in results]
+    return Table(tuple(columns), rows, title)
