@@ -11,6 +11,7 @@ import torch
 from dma_kernels.cache.api import append, cached_attention
 from dma_kernels.cache.storage import LayerStorage
 from dma_kernels.numerics.formats import TILE
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 from transformers import LlamaConfig
@@ -46,13 +47,15 @@ def prepare(backend: Backend, shape: DecodeShape, device: torch.device, dtype: t
     Raises:
         ImportError: Its package is not installed; the message names it.
     """
-    sizes = (shape.batch, shape.kv_heads, shape.length, shape.head_dim)
-    query = torch.randn(shape.batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
-    new, new_value = (torch.randn(*sizes[:2], 1, shape.head_dim, device=device, dtype=dtype) for _ in range(2))
+
+    def random(heads: int, tokens: int) -> Tensor:
+        return torch.randn(shape.batch, heads, tokens, shape.head_dim, device=device, dtype=dtype)
+
+    query, new, new_value = (random(heads, 1) for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads))
     if backend.config is not None:
         storage, on = filled_storage(backend.config, shape, device, dtype), backend.config.backend
         return lambda: cached_attention(query, new, new_value, storage, backend=on), storage.nbytes
-    key, value = (torch.randn(sizes, device=device, dtype=dtype) for _ in range(2))
+    key, value = (random(shape.kv_heads, shape.length) for _ in range(2))
     attend = partial(F.scaled_dot_product_attention, query, enable_gqa=True)
     if backend.label in FLASH_3:
         return flash_attention_3_step(backend.label, query, key, value)
@@ -87,11 +90,8 @@ def filled_storage(config: DMAConfig, shape: DecodeShape, device: torch.device, 
     )
     for start in range(0, shape.length, FILLED_AT_ONCE):
         tokens = min(FILLED_AT_ONCE, shape.length - start)
-        key, value = (
-            torch.randn(shape.batch, shape.kv_heads, tokens, shape.head_dim, device=device, dtype=dtype)
-            for _ in range(2)
-        )
-        append(storage, key, value)
+        sizes = (2, shape.batch, shape.kv_heads, tokens, shape.head_dim)
+        append(storage, *torch.randn(sizes, device=device, dtype=dtype))
     return storage
 
 
