@@ -78,7 +78,7 @@ def test_the_plugin_needs_what_it_computes_with_and_nothing_else():
     assert needed == {"torch", "triton", "transformers", "accelerate"}
 
 
-def test_the_constraints_name_one_version_of_everything_that_is_asked_for():
+def test_the_constraints_name_one_version_of_every_requirement():
     """Each within its range; Triton's is a bound, because CUDA builds of torch ask for a version of their own."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = {canonicalize_name(each.name): each for each in map(Requirement, [x for x in lines if x[:1] != "#"])}
@@ -94,7 +94,7 @@ def test_the_constraints_name_one_version_of_everything_that_is_asked_for():
 @pytest.mark.parametrize(
     ("folder", "extras"), [("dma_hf", ()), ("kernels/dma_kernels", ()), ("eval/dma_eval", ("eval", "serve"))]
 )
-def test_what_a_package_imports_is_asked_for(folder, extras):
+def test_what_a_package_imports_is_a_requirement(folder, extras):
     """By its own name, and not because something else that is asked for needs it today."""
     asked = [*PROJECT["dependencies"], *(each for extra in extras for each in PROJECT["optional-dependencies"][extra])]
     known = {canonicalize_name(Requirement(each).name) for each in asked}
@@ -149,7 +149,7 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_private_interfaces_of_transformers_are_in_the_integrations_alone(path):
+def test_private_interfaces_of_transformers_are_in_the_integrations_only(path):
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     named = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
     named |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

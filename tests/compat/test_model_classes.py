@@ -1,6 +1,6 @@
 """Model classes of the installed Transformers that may need an entry in ``dma_hf/architectures.py``.
 
-The sources of all models are searched for the patterns behind each entry. A class that is neither in the table nor
+The sources of all models are searched for the patterns of each entry. A class that is neither in the table nor
 known to agree fails: compare its outputs with eager attention (``tests/hf/test_architectures.py``), then add it to the
 table if they differ, or to ``KNOWN`` if they agree.
 """

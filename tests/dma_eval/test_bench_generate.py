@@ -119,7 +119,7 @@ def test_steps_alone_are_timed_over_filled_caches(model):
 
 
 class TestFp8Weights:
-    def test_torchao_quantises_all_linear_layers_except_the_last(self, monkeypatch):
+    def test_torchao_quantizes_all_linear_layers_except_the_last(self, monkeypatch):
         model = build_model("tiny", CPU, torch.bfloat16)
         chosen = []
 

@@ -64,7 +64,7 @@ class TestCapture:
         capture_layers(loaded, torch.zeros(1, 8, dtype=torch.int64), [1])
         assert loaded.model.config._attn_implementation == "sdpa"
 
-    def test_only_the_layers_asked_for_are_kept(self, loaded: LoadedModel) -> None:
+    def test_only_the_requested_layers_are_kept(self, loaded: LoadedModel) -> None:
         assert list(capture_layers(loaded, torch.zeros(1, 8, dtype=torch.int64), [1])) == [1]
 
     def test_layers_are_evenly_spaced_among_those_with_full_attention(self) -> None:

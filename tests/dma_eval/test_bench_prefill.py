@@ -129,7 +129,7 @@ class TestCommand:
         assert f"Warning: {name} did not run: " in done.stderr
         assert f"is not installed: pip install {package}" in done.stderr
 
-    def test_one_that_cannot_run_is_told_and_the_rest_is_measured(self, bench: Run, tmp_path: Path) -> None:
+    def test_one_that_cannot_run_is_reported_and_the_rest_is_measured(self, bench: Run, tmp_path: Path) -> None:
         done = bench("--attn", "sdpa", "sdpa:cudnn", "--mask", "full", "--json", tmp_path / "r.json")
         assert done.exit_code == 0, done.output
         assert "Warning: sdpa:cudnn did not run: " in done.stderr
@@ -256,12 +256,12 @@ class TestReport:
         cells = ["2.000", "–", "1.900", "0.300", "123", "1.50x", "0.0100", "0.2000", "0.50 of QKV"]
         assert table.rows == [["a", "2,048", *cells], ["b", "2,048", "failed", *["–"] * 8]]
 
-    def test_failures_are_told_once(self) -> None:
+    def test_failures_are_reported_once(self) -> None:
         results = [*(result("b", n, failure="no unit") for n in (64, 128, 256)), result("a", 64)]
         found = failures(results, lambda each: each.shape)
         assert found == ["b did not run: no unit (64 tokens, head_dim 64, 4/2 heads, causal and 2 more)"]
 
-    def test_what_cannot_be_a_graph_is_told(self) -> None:
+    def test_what_cannot_be_a_graph_is_reported(self) -> None:
         found = failures([result("b", 64, graph_failure="it waits"), result("a", 64)], lambda each: each.shape)
         assert found == ["b cannot be a CUDA graph: it waits (64 tokens, head_dim 64, 4/2 heads, causal)"]
 

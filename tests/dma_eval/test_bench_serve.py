@@ -207,7 +207,7 @@ def test_command(tmp_path, run):
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_fails_is_told_by_the_exit_code(run, monkeypatch):
+def test_a_run_that_fails_shows_in_the_exit_code(run, monkeypatch):
     """Though the other backends answered."""
     done = ServeResult(label="sdpa", config=None, requests="3x20+4")
     failed = replace(done, label="eager", failure="no room")

@@ -48,7 +48,7 @@ class TestTable:
 
 
 @pytest.mark.parametrize("message", ["a:b:c", "[red]x[/]", "no end [/", "x" * 300])
-def test_error_is_shown_as_it_is(message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_is_shown_unchanged(message: str, capsys: pytest.CaptureFixture[str]) -> None:
     console.print_error(message)
     assert capsys.readouterr().err == f"Error: {message}\n"
 

@@ -196,7 +196,7 @@ def test_in_fp32(loaded: LoadedModel, model_folder: Path) -> None:
     assert half.dtype == torch.float16
 
 
-def test_in_fp32_of_a_dequantised_file(model_folder: Path) -> None:
+def test_in_fp32_of_a_dequantized_file(model_folder: Path) -> None:
     """Transformers marks what it loads from GGUF as quantized, and will not convert it; its weights are plain."""
     half = load_model(str(model_folder), dtype="float16", device="cpu").model
     half.is_quantized = True

@@ -128,7 +128,7 @@ def test_a_bench_without_the_package_says_what_to_install(run: Run, monkeypatch:
     assert "pip install fa3-fwd" in " ".join(done.stderr.split())
 
 
-def test_sage_attention_gets_the_tensors_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sage_attention_gets_unchanged_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType(SAGE_MODULE)
     module.sageattn = lambda q, k, v, is_causal, sm_scale: F.scaled_dot_product_attention(
         q, k, v, is_causal=is_causal, scale=sm_scale, enable_gqa=True

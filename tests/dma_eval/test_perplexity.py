@@ -165,7 +165,7 @@ class TestInterruption:
         result = ppl("--json", tmp_path / "r.json")
         assert (result.exit_code, result.stderr) == (130, "Error: interrupted\n")
 
-    def test_goes_on_after_finished_windows(self, ppl: Any, passes: list[str], tmp_path: Path) -> None:
+    def test_resumes_after_finished_windows(self, ppl: Any, passes: list[str], tmp_path: Path) -> None:
         whole = ppl("--max-windows", 4, "--seed", 1, "--attn", "sdpa", "--json", tmp_path / "sdpa.json")
         assert whole.exit_code == 0
         passes.clear()
@@ -208,7 +208,7 @@ class TestInterruption:
         assert "taken from the folder" in ppl(*command).stderr
 
 
-def test_progress_is_told_without_a_terminal(ppl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_without_a_terminal(ppl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dma_eval.progress.SECONDS_BETWEEN_LINES", 0.0)
     lines = ppl().stderr.splitlines()
     assert [line.partition(" s so far")[0].rpartition(", ")[0] for line in lines] == [
@@ -320,7 +320,7 @@ class TestFailure:
         "NaN or infinite logits, first at position 0 of a window; they begin in the output of model.layers.1.self_attn"
     )
 
-    def test_others_go_on(self, compared: Compared) -> None:
+    def test_others_continue(self, compared: Compared) -> None:
         sdpa, nan, raising, eager = compared(
             *("sdpa", "nan_attention", "raising_attention", "eager"), context=128, max_windows=2
         ).backends

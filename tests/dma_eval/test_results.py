@@ -254,7 +254,7 @@ class TestMeasured:
         assert measured(report.model).startswith("Measured: `")
         assert "quantized" not in measured(report.model)
 
-    def test_quantised_file_revision_and_positions(self, report: Report) -> None:
+    def test_quantized_file_revision_and_positions(self, report: Report) -> None:
         model = replace(report.model, name="m.gguf", quantization="Q4_1", revision="main", commit="abc", yarn=4.0)
         expected = "Measured: `m.gguf` at `abc`, weights in float32, quantized to Q4_1 in the file or checkpoint; "
         assert measured(model) == expected + "YaRN extends its positions 4 times; on cpu."
@@ -385,7 +385,7 @@ class TestPlots:
                 heights.append(image.height)
         assert heights[1] > heights[0]
 
-    def test_legend_of_twins_explains_lines_alone(self, section: PerplexitySection, tmp_path: Path) -> None:
+    def test_legend_of_twins_explains_lines_only(self, section: PerplexitySection, tmp_path: Path) -> None:
         """A backend that failed has no line; in SVG, Matplotlib puts every text into a comment beside its outlines."""
         tokens = replace(section, backends=[*section.backends, FAILED])
         twin = TwinResult(

@@ -202,7 +202,7 @@ class TestCard:
         text = make_card(replace(report, model=replace(report.model, yarn=4.0)), base_model="me/tiny").text
         assert "float32, positions extended 4 times by YaRN, on" in text
 
-    def test_quantised_weights(self, report: Report) -> None:
+    def test_quantized_weights(self, report: Report) -> None:
         model = replace(report.model, name="/home/ann/models/tiny.Q4_1.gguf", quantization="Q4_1")
         text = make_card(replace(report, model=model), base_model="me/tiny").text
         assert "The measured weights are those of the base model in Q4_1, from `tiny.Q4_1.gguf`." in text

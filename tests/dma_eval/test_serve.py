@@ -447,7 +447,7 @@ def test_a_port_in_use(run, refused):
     assert f"--port: cannot listen at 127.0.0.1:{port}: Address already in use; choose another" in refused(result)
 
 
-def test_a_model_without_chat_template_is_told_of(run, monkeypatch):
+def test_a_model_without_chat_template_triggers_a_warning(run, monkeypatch):
     monkeypatch.setattr("dma_eval.serving.serve", lambda *arguments, **options: None)
     result = run("serve", DEMO_MODEL, "--device", "cpu", "--port", "0")
     assert result.exit_code == 0

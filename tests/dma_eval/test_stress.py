@@ -69,7 +69,7 @@ def test_a_twin_with_other_keys_is_not_equalised(twin):
     assert model.config.dma_equalized is True
 
 
-def test_values_behind_a_gate_are_refused():
+def test_gated_values_are_refused():
     model, tokens = DECODERS["llama"].build("sdpa"), _tokens()
     layers = attention_layers(model, tokens)
     layers[1].module.o_proj.register_forward_pre_hook(lambda _, args: (2 * args[0],))
@@ -81,7 +81,7 @@ def test_values_behind_a_gate_are_refused():
     assert not layers[0].module.v_proj._forward_hooks
 
 
-def test_the_channel_that_stands_out_is_found():
+def test_the_outlier_channel_is_found():
     model, tokens = DECODERS["llama"].build("sdpa"), _tokens()
     plain = channel_ranges(model, tokens)[0]
     model.model.layers[1].self_attn.k_proj.weight[16 + 3] *= 64

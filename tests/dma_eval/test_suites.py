@@ -232,7 +232,7 @@ class TestRun:
         assert result.exit_code == 1
         assert result.stderr.count("dma_mxfp:paper failed") == 5
 
-    def test_goes_on_where_it_stopped(self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_resumes_where_it_stopped(self, suite: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         attn = ("--attn", "sdpa", "dma_mxfp:balanced+int4")
         with monkeypatch.context() as patch:
             patch.setattr("dma_eval.run.measure_retrieval", mock.Mock(side_effect=TypeError))

@@ -49,7 +49,7 @@ def test_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_alone_is_the_median_of_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_isolated_time_is_the_median_of_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([t for milliseconds in (9, 8, 7, 3, 5, 4) for t in (0.0, 1e-3 * milliseconds)])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     assert time_isolated(lambda: None, CPU, seconds=0.06, milliseconds=10.0) == pytest.approx(4.0)

@@ -62,7 +62,7 @@ def _decode(model, ids, cache, mask=None):
     return torch.cat(steps, 1)
 
 
-def test_quantising_changes_something(families, setting, identity, token_ids):
+def test_quantizing_changes_something(families, setting, identity, token_ids):
     """Else the other tests of this module would pass for a backend that ignores its settings."""
     model = _model(families, "llama", setting)
     ids = token_ids(1, LENGTH)

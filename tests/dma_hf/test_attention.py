@@ -177,7 +177,7 @@ class TestResult:
 
 @pytest.fixture
 def recipes(monkeypatch):
-    """The recipes that attention was asked for, instead of attention."""
+    """The recipes of the calls of attention, which is replaced."""
     asked = []
 
     def record(query, key, value, recipe, **arguments):
@@ -300,7 +300,7 @@ class TestQuirks:
         with pytest.raises(ValueError, match="the model made it for other queries or keys"):
             dma_attention_forward(layer, *_states(), dma_mask(2, 1, TOKENS, q_offset=TOKENS - 1))
 
-    def test_a_layer_that_is_causal_in_name_alone(self, identity):
+    def test_a_layer_that_is_causal_in_name_only(self, identity):
         class BridgeTowerSelfAttention(_Layer):
             pass
 
@@ -331,7 +331,7 @@ ERRORS = {
 
 
 class TestRefusals:
-    """Never another result than was asked for."""
+    """A requested backend runs or raises an error."""
 
     @pytest.mark.parametrize("name", ERRORS)
     def test_options(self, name, layer):

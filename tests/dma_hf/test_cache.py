@@ -197,7 +197,7 @@ class TestPackedStates:
 class TestOtherAttention:
     """Under SDPA the cache is one that returns dequantized keys and values."""
 
-    def test_without_quantisation_it_is_exact(self, name, static, build, token_ids, assert_same, identity):
+    def test_without_quantization_it_is_exact(self, name, static, build, token_ids, assert_same, identity):
         model = build(name, "sdpa")
         model.config.dma_mxfp = identity | {"diagonal_tiles": 3}
         ids = token_ids(2, LENGTH)
@@ -212,7 +212,7 @@ class TestOtherAttention:
         expected = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
         assert_same(torch.cat(decoded, 1), expected, mask)
 
-    def test_quantised_it_is_close(self, name, static, build, token_ids):
+    def test_quantized_it_is_close(self, name, static, build, token_ids):
         model = build(name, "sdpa")
         ids = token_ids(2, LENGTH)
         cache = DMACache(model.config, "int4", max_cache_len=LENGTH if static else None)

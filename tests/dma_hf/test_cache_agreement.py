@@ -85,7 +85,7 @@ def test_steps_of_an_equalised_model(length, families, token_ids, assert_same):
     assert (actual - plain)[:, 200:].abs().max() > 1e-4
 
 
-def test_quantising_changes_something(families, token_ids, identity):
+def test_quantizing_changes_something(families, token_ids, identity):
     """Else the other tests of this module would pass for a cache that keeps everything in 16 bits."""
     ids = token_ids(1, LENGTH)
     for format, least in (("int8", 1e-6), ("int4", 1e-4)):

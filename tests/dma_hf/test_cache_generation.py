@@ -119,7 +119,7 @@ def test_a_prompt_can_be_continued(build, token_ids):
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_a_prompt_that_was_read_in_inference_mode_goes_on_outside_of_it(static, build, token_ids):
+def test_a_prompt_that_was_read_in_inference_mode_continues_outside_of_it(static, build, token_ids):
     """As in a cache of Transformers that grows; its first tensors, and what takes their place."""
     model = build("llama")
     ids = token_ids(2, 600)
@@ -253,7 +253,7 @@ class TestDefault:
         result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
         assert type(result[CACHE_ARGUMENT]) is DynamicCache
 
-    def test_other_models_of_the_class_are_left_alone(self, build, token_ids, families):
+    def test_other_models_of_the_class_are_not_affected(self, build, token_ids, families):
         model, other = build("llama"), families["llama"].build("dma_mxfp")
         dma_hf.configure(model, cache="int8")
         assert "generate" not in vars(model)

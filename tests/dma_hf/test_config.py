@@ -56,7 +56,7 @@ def test_round_trips(name, tmp_path):
     assert DMAConfig.from_toml(tmp_path / "c.toml", on_unsupported="sdpa") == config
 
 
-def test_a_preset_is_numerics_alone():
+def test_a_preset_is_numerics_only():
     for preset in PRESETS.values():
         assert preset == DMAConfig(**dataclasses.asdict(preset.recipe))
         assert (preset.cache, preset.backend, preset.on_unsupported) == (None, "auto", "error")
@@ -81,7 +81,7 @@ def test_a_threshold_is_saved(threshold, tmp_path):
     assert DMAConfig.from_dict(LlamaConfig.from_pretrained(tmp_path).dma_mxfp) == config
 
 
-def test_recipe_is_the_numerics_alone():
+def test_recipe_is_the_numerics_only():
     config = DMAConfig(low="mxint8", backend="reference")
     recipe = config.recipe
     assert type(recipe) is Recipe

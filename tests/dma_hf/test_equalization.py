@@ -178,7 +178,7 @@ def test_the_model_is_left_as_it_was_but_for_its_weights():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_eager_attention_of_others_is_left_alone():
+def test_eager_attention_of_others_is_not_affected():
     """A user's own "eager", and an eager model in another thread."""
     model, other = _unbalanced(DECODERS["llama"]), DECODERS["llama"].build("eager")
     ids = _tokens()[:1, :50]

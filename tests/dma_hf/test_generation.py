@@ -127,7 +127,7 @@ def test_a_streamer_gets_every_token(name, families, model_pair, token_ids):
     ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()),
 )
 def test_other_modes(name, options, families, model_pair, token_ids):
-    """With the same tokens and, where they are asked for, the same scores."""
+    """The tokens are the same, and so are the scores if they are requested."""
     results = []
     for model, run in zip(model_pair(families[name]), (_upstream, _ours), strict=True):
         set_seed(0)
@@ -140,7 +140,7 @@ def test_other_modes(name, options, families, model_pair, token_ids):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_conversation_goes_on_with_its_cache(name, families, model_pair, token_ids):
+def test_a_conversation_continues_with_its_cache(name, families, model_pair, token_ids):
     """The second turn is a prefill on top of a cache that generation has filled."""
     turns = []
     for model in model_pair(families[name]):

@@ -146,7 +146,7 @@ def test_autocast(families, model_pair, token_ids):
     assert (ours.float() - exact).norm() <= 2 * (theirs.float() - exact).norm()
 
 
-def test_autocast_leaves_fp64_as_it_is(families, identity, token_ids, assert_same):
+def test_autocast_leaves_fp64_unchanged(families, identity, token_ids, assert_same):
     models = [families["llama"].build(implementation).double() for implementation in ("sdpa", "dma_mxfp")]
     models[1].config.dma_mxfp = identity
     ids = token_ids(2, LENGTH)

@@ -317,7 +317,7 @@ def test_meta_tensors():
     assert mask.dense().shape == (2, 1, 4, 4)
 
 
-def test_caches_say_where_queries_stand():
+def test_caches_give_the_positions_of_queries():
     """Upstream's functions hand the cache's offsets to the mask function as the module expects them."""
     config = LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
     config._attn_implementation = "dma_mxfp"
@@ -331,7 +331,7 @@ def test_caches_say_where_queries_stand():
 
 
 def test_models_that_add_the_mask_to_their_scores():
-    """Gemma 4's audio tower computes eager attention whatever is asked for, and takes eager's mask."""
+    """Gemma 4's audio tower always computes eager attention, and needs eager's mask."""
     config = LlamaConfig()
     config.model_type = "gemma4_audio"
     arguments = {"attention_mask": torch.tensor([[True] * 4, [False] + [True] * 3]), "device": "cpu"}

@@ -24,7 +24,7 @@ REFUSED_HERE = {
     ),
 }
 
-# The classes compute their attention themselves, and have to be asked for 'eager'.
+# The classes compute their attention themselves, and need 'eager'.
 BUILT_IN = {
     "BloomForCausalLM": GPT,
     "MptForCausalLM": {"d_model": 64, "n_layers": 2, "n_heads": 4},

@@ -90,7 +90,7 @@ def test_requests_that_wait_on_the_cpu_go_on(families, parts, monkeypatch):
 
 
 def test_padded_batches(families, parts):
-    """What CUDA graphs and compiled models are given: rows that are nobody's, behind those that are."""
+    """CUDA graphs and compiled models pad the batch with rows of no request, after those of the requests."""
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4")
     compiled = CompileConfig(backend="eager", fullgraph=False, mode=None)
@@ -162,7 +162,7 @@ def test_refusals(families):
 
 
 def test_a_manager_that_is_kept(families, parts):
-    """A second session goes on with the cache of the first, which has nothing left in it."""
+    """A second session reuses the cache of the first, which is empty by then."""
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4")
     settings = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0, bos_token_id=1)
@@ -205,7 +205,7 @@ def test_requests_are_finished_after_a_stop_that_does_not_wait(families, parts):
 
 @pytest.mark.slow
 def test_many_short_requests(families, parts):
-    """Cancellations, and memory for so few that some are evicted: nothing is left behind, and no token is wrong."""
+    """Cancellations, and memory for so few that some are evicted: nothing remains, and no token is wrong."""
     count = 1000
     model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
     dma_hf.configure(model, "balanced", cache="int4")

@@ -25,7 +25,7 @@ class Inputs:
 
     Attributes:
         arguments: Keyword arguments.
-        pads_right: Whether padding belongs behind the text.
+        pads_right: Whether padding comes after the text.
     """
 
     arguments: dict[str, Tensor]

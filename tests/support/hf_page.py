@@ -138,6 +138,6 @@ def _reason(outcome: Outcome) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return an error's text so that Markdown shows it as it is."""
+    """Return an error's text, escaped for Markdown."""
     text = re.sub(r"\(?requires the (\w+) library.*", r"requires the \1 library", " ".join(text.split()))
     return text.replace("|", "/").replace("<", "").replace(">", "")[:140]
