@@ -42,12 +42,11 @@ def attention(
 ) -> Tensor:
     """Compute diagonal-tiled mixed-precision attention (arXiv 2604.03950).
 
-    Its gradient passes straight through the rounding: the gradient of the attention that the recipe approximates,
-    skipped tiles included, computed in torch on every backend
-    (:func:`~dma_kernels.reference.attention.attention_gradient`).
+    Gradients pass straight through the rounding: they are those of exact attention, including skipped tiles, computed
+    in PyTorch on every backend (:func:`~dma_kernels.reference.attention.attention_gradient`).
 
-    Positions are counted from the first key that a batch row may see: query ``i`` is at ``q_offset + i``, key
-    ``j`` at ``kv_offset + j``. They decide what is causal, what the window reaches and which tiles are high.
+    Positions count from the first key that a batch row may see. Query ``i`` is at ``q_offset + i``, and key ``j`` is at
+    ``kv_offset + j``. Positions determine causality, the window and the high tiles.
 
     Args:
         query: ``[B, Hq, Tq, D]`` in bf16, fp16, fp32 or fp64, ``D <= 256``, any strides.
@@ -56,33 +55,31 @@ def attention(
         recipe: The precision of every tile.
         is_causal: Whether a query sees no key after its own position.
         scale: Scale of the scores; ``D ** -0.5`` by default.
-        q_offset: Position of query 0: an int, or one per batch row, integer ``[B]``. By default the queries are the
-            last positions of a causal sequence (``kv_offset + Tk - Tq``), and start at 0 in a bidirectional one. An int
-            of a causal call is not below that of ``kv_offset``, except for that default.
-        kv_offset: Position of key 0: an int, or integer ``[B]``. Minus the padding for a left-padded row.
-        kv_range: Indices of the first visible key and of the one past the last, integer ``[B, 2]``; all by default.
-            What lies outside ``0..Tk`` is cut off; a row whose range is empty sees no key.
+        q_offset: Position of query 0: an int, or one per batch row, integer ``[B]``. By default, causal queries are at
+            the last positions of the sequence (``kv_offset + Tk - Tq``), and bidirectional ones start at 0. A given int
+            of a causal call must not be below ``kv_offset``.
+        kv_offset: Position of key 0: an int, or integer ``[B]``. For a left-padded row it is minus the padding.
+        kv_range: Index of the first visible key and index after the last, integer ``[B, 2]``; all keys by default. It
+            is clipped to ``0..Tk``. A row with an empty range sees no key.
         window: Sliding window. Causal: a query sees its own position and the ``window - 1`` before it. Bidirectional:
-            positions at a distance of at most ``window``.
+            it sees keys at most ``window`` positions away.
         softcap: Caps scores: ``softcap * tanh(score / softcap)``, after ``scale``.
         sinks: One logit per query head, ``[Hq]``, that takes part in the softmax without a value.
-        mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``, as ``[Tq, Tk]`` is; a key is seen where it is true and the
-            rest allows it.
-        tile_counts: int64 ``[Hq, 2]``, contiguous; needs a recipe with ``skip_threshold``. The call adds, for each
-            query head, the number of pairs of query block and low tile that it skipped, and the number that it
-            examined. Only blocks of 64 positions that the call holds entirely are counted, with the tiles of which they
-            see a key.
-        backend: ``reference`` (torch, any device), ``triton`` (kernels; bf16 and fp16 on CUDA), or ``auto``:
-            Triton where it can run on CUDA, the reference elsewhere.
+        mask: Boolean, broadcastable to ``[B, Hq, Tq, Tk]``, for example ``[Tq, Tk]``. False hides a key.
+        tile_counts: int64 ``[Hq, 2]``, contiguous; needs a recipe with ``skip_threshold``. For each query head, the
+            call adds the number of pairs of query block and low tile that it skipped, and the number that it examined.
+            Only complete blocks of 64 positions count, with the tiles in which they see a key.
+        backend: ``reference`` (PyTorch, any device), ``triton`` (bf16 and fp16 on CUDA), or ``auto``, which uses Triton
+            if it can run on CUDA and the reference otherwise.
 
     Returns:
-        ``[B, Hq, Tq, Dv]`` in the dtype of ``query``; ``.transpose(1, 2)`` makes it contiguous. Rows that attend to no
+        ``[B, Hq, Tq, Dv]`` in the dtype of ``query``; its ``.transpose(1, 2)`` is contiguous. Rows that attend to no
         key are 0.
 
     Raises:
-        ValueError: Shapes, head dimensions, options or the backend's name are not as described.
-        TypeError: A tensor, a dtype, an option or the recipe is of another kind.
-        RuntimeError: The backend that was asked for cannot run on this device.
+        ValueError: A shape, a head dimension, an option or the backend's name is invalid.
+        TypeError: A tensor, a dtype, an option or the recipe has the wrong type.
+        RuntimeError: The requested backend cannot run on this device.
         NotImplementedError: Derivatives are computed in forward mode.
     """
     call = AttentionCall(
@@ -110,10 +107,10 @@ def attention_with_lse(
     tile_counts: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`attention`, whose arguments it takes, and the logarithms of the softmax denominators.
+    """Compute attention and the log-sum-exp of the scores. The arguments are those of :func:`attention`.
 
     Returns:
-        The output, and the natural logarithm of the softmax denominator, sinks included, ``[B, Hq, Tq]``, fp32 (fp64
+        The output, and the natural logarithm of the softmax denominator, including sinks, ``[B, Hq, Tq]``, fp32 (fp64
         for fp64). It has no gradient. In rows that attend to no key it is the sink logit, or ``-inf`` without sinks.
     """
     call = AttentionCall(

@@ -30,11 +30,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 TILE = 128
-"""Keys and queries in a tile of the band rule. A property of the rule, not of any kernel's block sizes."""
+"""Positions of a tile. The rule defines it, independently of the block sizes of kernels."""
 MAX_POSITION = 1 << 30
-"""The largest position of a first query or key, either way, so that positions fit in int32."""
+"""Largest magnitude of an offset, so that positions fit in int32."""
 MAX_BAND_TILES = 1 << 20
-"""The most tiles of a band, and the most sink tiles: more than a sequence has."""
+"""Largest number of band or sink tiles: more than a sequence has."""
 
 E8M0_NAN = 255
 E8M0_MAX_CODE = 254
@@ -91,7 +91,7 @@ class SharedScale(StrEnum):
 
 @dataclass(frozen=True)
 class ElementFormat:
-    """A scalar format as the scale rule needs it."""
+    """A scalar format."""
 
     name: str  # the name in the specification
     emax: int  # exponent of the largest normal number
