@@ -1,0 +1,47 @@
+"""The figures of the pages: ``scripts/draw_figures.py`` draws each of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from PIL import Image
+from script_files import load_script
+
+FIGURES = Path(__file__).parents[2] / "docs" / "figures"
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script("draw_figures")
+
+
+def test_every_figure_has_a_name(script):
+    assert {path.stem for path in FIGURES.glob("*.png")} == {*script.FIGURES, "skipping"}
+
+
+def test_figures_are_drawn_at_the_size_of_the_committed_ones(script, tmp_path):
+    names = ["rule", "cache", "pipeline", "formats", "speed-loss"]
+    script.main(names, out=tmp_path / "new")
+    for name in names:
+        with Image.open(tmp_path / "new" / f"{name}.png") as drawn, Image.open(FIGURES / f"{name}.png") as committed:
+            assert drawn.size == committed.size
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("chart", "unknown figure 'chart'; valid: rule, cache, pipeline, formats, transforms, speed-loss, skipping"),
+        ("skipping", "skipping needs --model and --data"),
+    ],
+)
+def test_wrong_names_are_refused(script, name, message, tmp_path):
+    with pytest.raises(typer.BadParameter, match=message):
+        script.main([name], out=tmp_path)
+
+
+def test_tiles_of_a_model_are_drawn(script):
+    assets = script.ASSETS
+    figure = script.draw_skipping(str(assets / "demo_model"), str(assets / "heldout.txt"), 512)
+    assert [axes.get_title().partition(" of ")[0][-1] for axes in figure.axes] == ["%"] * 3
