@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from rich.markup import escape
 
@@ -18,7 +20,12 @@ from dma_eval.command import REQUIRED, option
 from dma_eval.commands import options
 from dma_eval.commands.quality import join, load
 from dma_eval.errors import UserError
+from dma_eval.files import prepare_file
 from dma_eval.names import DMA, check_names
+
+if TYPE_CHECKING:
+    from dma_eval.backends import Backend
+    from dma_eval.serving.settings import Settings
 
 NEEDED = ("fastapi", "uvicorn", "openai")
 DEFAULT_PORT = 8000
@@ -26,7 +33,7 @@ DEFAULT_REQUESTS = 64
 KEY_VARIABLE = "DMA_HF_API_KEY"
 
 
-server = partial(option, panel="Server")
+server, on_ray = partial(option, panel="Server"), partial(option, panel="Replicas, on Ray Serve")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +75,59 @@ class ServeOptions(options.LoadOptions):
     log_level: Literal["critical", "error", "warning", "info", "debug"] = server(
         "info", "--log-level", help="Of the log on standard error; info has a line for each request."
     )
+    replicas: int = on_ray(
+        1, "--replicas", min=1, help="Copies of the model, each with its own GPUs; 1 runs in this process, without Ray."
+    )
+    max_replicas: int | None = on_ray(
+        None, "--max-replicas", min=1, shown="no autoscaling", help="Scale with the load from --replicas up to this."
+    )
+    gpus_per_replica: float | None = on_ray(
+        None,
+        "--gpus-per-replica",
+        min=0,
+        shown="1; 0 on a CPU",
+        help="GPUs of a replica; the layers of a model are spread over several.",
+    )
+    max_queued: int = on_ray(
+        DEFAULT_REQUESTS,
+        "--max-queued",
+        min=1,
+        help="Requests that wait while every replica has --max-requests; more are refused with status 429.",
+    )
+    session_affinity: bool = on_ray(
+        False,
+        "--session-affinity",
+        help="Send the requests of a conversation to the same replica, which shares the pages of their beginning; "
+        "without it, each goes to the less busy of two replicas.",
+    )
+    drain_seconds: float = on_ray(
+        10.0, "--drain-seconds", min=0, help="Time that open requests have to end when the server is stopped."
+    )
+    ray_address: str | None = on_ray(
+        None,
+        "--ray-address",
+        metavar="ADDRESS",
+        shown="a new Ray on this machine",
+        help="Run on this Ray cluster, on whose nodes dma-hf and the model must be; auto is the cluster of this node.",
+    )
+    write_config: Path | None = on_ray(
+        None,
+        "--write-config",
+        metavar="FILE",
+        help="Do not serve; write the configuration that `serve run` and `serve deploy` of Ray take.",
+    )
 
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM end this process as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Let SIGTERM end this process as Ctrl-C does, also in the background of a script, where SIGINT is ignored."""
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(each, signal.default_int_handler) for each in signals]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
 
 
 def serve(args: ServeOptions) -> int:
@@ -89,6 +139,8 @@ def serve(args: ServeOptions) -> int:
     Examples:
     dma-hf serve meta-llama/Llama-3.1-8B-Instruct --attn dma_mxfp:balanced+int4 --continuous-batching
     dma-hf serve ./my-model --dtype bfloat16 --port 8001
+    dma-hf serve ./my-model --continuous-batching --replicas 2
+    dma-hf serve ./my-model --replicas 2 --max-replicas 8 --write-config serve_config.yaml
     curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \
         -d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
     """
@@ -101,6 +153,10 @@ def serve(args: ServeOptions) -> int:
     check_names([args.attn])
     if args.cache_gib is not None and not args.continuous_batching:
         raise UserError("--cache-gib is for --continuous-batching; without it a cache grows with its request")
+    if args.max_replicas is not None and args.max_replicas < args.replicas:
+        raise UserError(f"--max-replicas: expected at least --replicas {args.replicas}, got {args.max_replicas}")
+    if args.write_config is not None:
+        return _write_config(args)
     with console.starting():
         from dma_eval.backends import activate, parse_backends
         from dma_eval.environment import need_transformers
@@ -111,6 +167,8 @@ def serve(args: ServeOptions) -> int:
         from dma_eval.serving import listen, make_engine, serve
 
     (backend,) = parse_backends([args.attn])
+    if args.replicas > 1 or args.max_replicas is not None or args.ray_address is not None:
+        return _serve_replicas(args, backend, api_key)
     parse_source(args.model)
     listener = listen(args.host, args.port)
     with listener, terminated_as_interrupted():
@@ -123,9 +181,7 @@ def serve(args: ServeOptions) -> int:
                 "/v1/completions takes plain text"
             )
         engine = make_engine(loaded, batches)
-        host = f"[{args.host}]" if ":" in args.host else args.host
-        address = f"http://{host}:{listener.getsockname()[1]}/v1"
-        console.print_line(f"Serving {escape(args.model)} with {escape(backend.label)} at {address}")
+        _announce(args, backend, listener.getsockname()[1])
         serve(
             loaded,
             listener,
@@ -135,4 +191,60 @@ def serve(args: ServeOptions) -> int:
             api_key=api_key,
             log_level=args.log_level,
         )
+    return 0
+
+
+def _announce(args: ServeOptions, backend: Backend, port: int) -> None:
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    label = f"{escape(args.model)} with {escape(backend.label)}"
+    console.print_line(f"Serving {label} at http://{host}:{port}/v1")
+
+
+def _settings(args: ServeOptions, gpus: float) -> Settings:
+    """Return the options as the settings of replicas that have so many GPUs each."""
+    from dma_eval.serving.settings import Settings
+
+    given = {name: getattr(args, name) for name in Settings.model_fields if name != "gpus_per_replica"}
+    if gpus > 1 and args.device_map is None:
+        given["device_map"] = "auto"
+    return Settings(**given, gpus_per_replica=gpus)
+
+
+def _write_config(args: ServeOptions) -> int:
+    from dma_eval.serving.settings import write_config
+
+    assert args.write_config is not None
+    prepare_file(args.write_config, "--write-config")
+    gpus = args.gpus_per_replica
+    settings = _settings(args, float(args.device != "cpu") if gpus is None else gpus)
+    write_config(settings, args.write_config, host=args.host, port=args.port)
+    console.print_wrote(args.write_config)
+    return 0
+
+
+def _serve_replicas(args: ServeOptions, backend: Backend, api_key: str | None) -> int:
+    if find_spec("ray") is None:
+        raise UserError("--replicas needs ray, not installed here: pip install 'dma-hf[ray]'")
+    if args.ray_address is None:
+        # Ray's ports run code for whoever reaches them, unless they need a token.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    with console.starting():
+        from dma_eval.serving import listen
+        from dma_eval.serving.cluster import Cluster
+
+    port = args.port
+    if args.ray_address is None:
+        with listen(args.host, args.port) as listener:
+            port = listener.getsockname()[1]
+    elif port == 0:
+        raise UserError("--port: expected a port that is free on every machine of --ray-address, got 0")
+    with Cluster(args.ray_address) as cluster, terminated_as_interrupted():  # Ray has a handler of its own
+        gpus = args.gpus_per_replica
+        if gpus is None:
+            gpus = float(args.device != "cpu" and cluster.has_gpus)
+        with console.working(f"Starting {args.replicas} replicas of {args.model}"):
+            cluster.start(_settings(args, gpus), host=args.host, port=port, api_key=api_key)
+        _announce(args, backend, port)
+        cluster.wait()
     return 0

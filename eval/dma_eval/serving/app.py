@@ -7,7 +7,6 @@ loaded and switched before, and the application is given routes that have this o
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import sys
@@ -28,7 +27,7 @@ from dma_eval.models import LoadedModel
 from dma_hf.integrations.serving import GenerationState, ModelManager, build_app
 
 from .checks import ApiError
-from .gate import Gate, log
+from .gate import Gate, start_log
 from .jobs import Batched, Engine, Sequential
 from .routes import Absent, Chat, Complete, Respond
 
@@ -141,14 +140,19 @@ def build(loaded: LoadedModel, engine: Engine, attention: str) -> FastAPI:
             raise ApiError(f"no such model: {name!r}", param="model", code="model_not_found", status=404)
         return entry
 
-    async def tell(request: Request, error: Exception) -> JSONResponse:
-        del request
-        told = _told(error)
-        return JSONResponse(told.body, told.status)
-
-    for kind in (ApiError, HTTPException, RequestValidationError, Exception):
-        app.add_exception_handler(kind, tell)
+    for kind, handler in ERROR_HANDLERS.items():
+        app.add_exception_handler(kind, handler)
     return app
+
+
+async def _tell(request: Request, error: Exception) -> JSONResponse:
+    del request
+    told = _told(error)
+    return JSONResponse(told.body, told.status)
+
+
+ERROR_HANDLERS: dict[Any, Any] = dict.fromkeys((ApiError, HTTPException, RequestValidationError, Exception), _tell)
+"""What answers errors in OpenAI's format."""
 
 
 def _told(error: Exception) -> ApiError:
@@ -193,10 +197,7 @@ def serve(
         log_level: Of the log on standard error.
     """
     gate = Gate(build(loaded, engine, attention), api_key=api_key, most=most)
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    log.addHandler(handler)
-    log.setLevel(log_level.upper())
+    start_log(log_level)
     config = uvicorn.Config(
         gate,
         log_level="warning" if log_level == "info" else log_level,  # its requests are in our log

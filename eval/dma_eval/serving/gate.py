@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -32,22 +33,40 @@ class Gate:
     Args:
         app: The application.
         api_key: What requests must carry as a bearer token; ``None`` lets all pass.
-        most: How many requests may be computed or wait at once.
+        most: How many requests may be computed or wait at once; ``None`` does not limit them.
+        observe: Called with each job when its request ends.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, most: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str | None = None,
+        most: int | None = None,
+        observe: Callable[[Job], None] = lambda job: None,
+    ) -> None:
         self._app = app
         self._api_key = api_key
         self._most = most
+        self._observe = observe
         self._entries: list[dict[str, Job]] = []
         self._is_closed = False
 
+    @property
+    def open_requests(self) -> int:
+        """How many requests are computed or wait."""
+        return len(self._entries)
+
+    def refuse(self) -> None:
+        """Refuse new requests; those that were admitted go on."""
+        self._is_closed = True
+
     def close(self) -> None:
         """End all requests, and refuse new ones; may be called by a signal handler."""
-        self._is_closed = True
+        self.refuse()
         for entry in self._entries:
             if (job := entry.get("job")) is not None:
-                job.loop.call_soon_threadsafe(job.fail, _closed())
+                job.loop.call_soon_threadsafe(job.fail, closed())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -78,6 +97,7 @@ class Gate:
             await JSONResponse(error.body, error.status)(scope, receive, send_on)
         tokens = ""
         if (job := entry.get("job")) is not None:
+            self._observe(job)
             tokens = f", {job.prompt_tokens} + {job.total_tokens} tokens, {job.finish_reason or 'unfinished'}"
         seconds = time.perf_counter() - start
         log.info("%s %s %d%s, %.2f s", scope["method"], scope["path"], status, tokens, seconds)
@@ -86,15 +106,14 @@ class Gate:
         if scope["path"] == "/health":
             return
         if self._is_closed:
-            raise _closed()
+            raise closed()
         if self._api_key is not None:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
                 message = "wrong or missing API key; send it as 'Authorization: Bearer KEY'"
                 raise ApiError(message, code="invalid_api_key", status=401)
-        if scope["method"] == "POST" and len(self._entries) >= self._most:
-            message = f"the server has {self._most} requests already (--max-requests); try again later"
-            raise ApiError(message, code="rate_limit_exceeded", status=429)
+        if scope["method"] == "POST" and self._most is not None and len(self._entries) >= self._most:
+            raise overloaded(f"the server has {self._most} requests already (--max-requests)")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Run the application until it has answered or the client is gone; returns whether that was first."""
@@ -152,5 +171,19 @@ async def _read(receive: Receive) -> bytes | None:
             return b"".join(parts)
 
 
-def _closed() -> ApiError:
+def closed() -> ApiError:
+    """Return the error of requests to a server that stops."""
     return ApiError("the server is shutting down", status=503)
+
+
+def overloaded(reason: str) -> ApiError:
+    """Return the error of requests that exceed a limit."""
+    return ApiError(f"{reason}; try again later", code="rate_limit_exceeded", status=429)
+
+
+def start_log(level: str) -> None:
+    """Log requests to standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    log.addHandler(handler)
+    log.setLevel(level.upper())

@@ -73,6 +73,8 @@ class Job:
         self.is_cancelled = threading.Event()
         self.on_cancel: Callable[[], Any] = lambda: None
         self.loop = asyncio.get_running_loop()
+        self.started = time.perf_counter()
+        self.first_token_seconds: float | None = None
         self._tokenizer, self._parser, self._limit = tokenizer, parser, limit
         self._stop = StopFilter(stops)
         self._shown = self._read = 0  # tokens before these are shown; are decoded
@@ -94,6 +96,8 @@ class Job:
         for token in tokens:
             if self.is_over:
                 return
+            if self.first_token_seconds is None:
+                self.first_token_seconds = time.perf_counter() - self.started
             self.ids.append(token)
             text = self._decode()
             if text and (shown := self._stop.feed(text)):
@@ -176,6 +180,9 @@ class Engine(Protocol):
     def is_alive(self) -> bool:
         """Whether answers can be generated."""
 
+    def cache_use(self) -> float | None:
+        """Share of the paged cache that is in use; ``None`` without one."""
+
     def close(self) -> None:
         """Stop; waits a moment for the generation thread."""
 
@@ -240,6 +247,9 @@ class Sequential:
 
     def is_alive(self) -> bool:
         return True
+
+    def cache_use(self) -> float | None:
+        return None
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -387,6 +397,9 @@ class Batched:
 
     def is_alive(self) -> bool:
         return bool(self._manager.is_running()) and self._manager.background_thread_status.fatal_error is None
+
+    def cache_use(self) -> float | None:
+        return 1.0 - float(self._manager.batch_processor.cache.compute_free_capacity())
 
     def close(self) -> None:
         self._manager.stop(block=True, timeout=SHUTDOWN_SECONDS, hard_stop=True)

@@ -1,0 +1,298 @@
+"""Several replicas of the server on Ray Serve: a gateway that takes requests, and replicas of the model.
+
+The gateway checks the API key, limits requests, and forwards each to a replica that Ray Serve's router chooses. A
+replica answers it with the application of :mod:`.app`, as one process does. If the replica dies, the gateway asks
+another one, or, once a part of the answer is sent, ends it with an error in OpenAI's format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from hashlib import sha256
+from typing import Any
+
+import ray
+import torch
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, PlainTextResponse
+from ray import serve
+from ray.exceptions import NodeDiedError, RayActorError, RayError, TaskCancelledError, WorkerCrashedError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.metrics import Counter, Gauge, Histogram
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers.utils import logging as transformers_logging
+
+from dma_eval.backends import activate, parse_backends
+from dma_eval.errors import one_line
+from dma_eval.models import batching_settings, load_model
+
+from .app import ERROR_HANDLERS, build, make_engine
+from .checks import ApiError
+from .gate import Gate, closed, overloaded, start_log
+from .jobs import Job
+from .settings import KEY_VARIABLE, Settings
+
+ATTEMPTS = 2  # a request that kills its replica must not kill all of them
+POLL_SECONDS = 0.1
+CANCEL_SECONDS = 2.0  # for the errors of requests that are cut off at the end of a drain
+FIRST_TOKEN_BUCKETS = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60]
+_LOST = (RayActorError, NodeDiedError, WorkerCrashedError)
+
+
+class Model:
+    """A replica: the model, its engine and its application."""
+
+    def __init__(self, settings: Settings) -> None:
+        transformers_logging.set_verbosity_error()
+        torch.manual_seed(settings.seed)
+        names = ("device", "dtype", "device_map", "revision", "trust_remote_code", "yarn")
+        loaded = load_model(settings.model, **{name: getattr(settings, name) for name in names})
+        (backend,) = parse_backends([settings.attn])
+        activate(loaded.model, backend)
+        batches = batching_settings(loaded.model, settings.cache_gib) if settings.continuous_batching else None
+        self._engine = make_engine(loaded, batches)
+        self._gate = Gate(build(loaded, self._engine, backend.label), observe=self._observe)
+        self._prompt_tokens = Counter("dma_hf_prompt_tokens", "Tokens of prompts.")
+        self._new_tokens = Counter("dma_hf_new_tokens", "Generated tokens.")
+        self._first_token = Histogram(
+            "dma_hf_first_token_seconds", "Time from a request's arrival at a replica to its first token.",
+            boundaries=FIRST_TOKEN_BUCKETS,
+        )  # fmt: skip
+        self._cache_use = Gauge("dma_hf_cache_use", "Share of the paged cache that is in use.")
+
+    def _observe(self, job: Job) -> None:
+        if job.total_tokens:
+            self._prompt_tokens.inc(job.prompt_tokens)
+            self._new_tokens.inc(job.total_tokens)
+        if job.first_token_seconds is not None:
+            self._first_token.observe(job.first_token_seconds)
+
+    def check_health(self) -> None:
+        """Tell Ray Serve that this replica must be replaced.
+
+        Raises:
+            RuntimeError: It cannot generate any more.
+        """
+        if not self._engine.is_alive():
+            raise RuntimeError("the generation thread has ended")
+        if (use := self._engine.cache_use()) is not None:
+            self._cache_use.set(use)
+
+    async def answer(self, request: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
+        """Answer a request, given as a part of an ASGI scope and a body, by ASGI messages."""
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        bodies = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            if not bodies:
+                await asyncio.Event().wait()  # until this call is cancelled, when the client is gone
+            return bodies.pop()
+
+        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}
+        running = asyncio.ensure_future(self._gate(scope | request, receive, messages.put))
+        running.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            while (message := await messages.get()) is not None:
+                yield message
+            await running
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+
+
+class Forward:
+    """An ASGI application that has each request answered by a replica."""
+
+    def __init__(self, model: DeploymentHandle[Any], *, has_sessions: bool) -> None:
+        self._model = model.options(stream=True, method_name="answer")
+        self._has_sessions = has_sessions
+        self._answers: set[Any] = set()
+        self._is_closing = False
+
+    def close(self) -> None:
+        """End all answers with an error."""
+        self._is_closing = True
+        for answer in self._answers:
+            answer.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request.
+
+        Raises:
+            ApiError: It was not answered, and nothing was sent.
+        """
+        body = (await receive())["body"]
+        request = {name: scope[name] for name in ("method", "path", "query_string")}
+        request["headers"] = [each for each in scope["headers"] if each[0] != b"authorization"]
+        handle = self._model.options(session_id=session_of(scope, body)) if self._has_sessions else self._model
+        for attempt in range(1, ATTEMPTS + 1):
+            start: Message | None = None
+            is_sent = False
+            answer = None
+            try:
+                answer = handle.remote(request, body)
+                self._answers.add(answer)
+                async for message in answer:
+                    if message["type"] == "http.response.start":
+                        start = message  # sent with what follows: until then another replica can take over
+                        continue
+                    if not is_sent:
+                        assert start is not None
+                        await send(start)
+                        is_sent = True
+                    await send(message)
+                return
+            except (RayError, RayServeException, asyncio.CancelledError) as failure:
+                if isinstance(failure, asyncio.CancelledError) and not self._is_closing:  # the client is gone
+                    if answer is not None:
+                        answer.cancel()
+                    raise
+                is_lost = isinstance(failure, _LOST) and not self._is_closing
+                if is_lost and not is_sent and attempt < ATTEMPTS:
+                    continue
+                error = self._explain(failure)
+                if not is_sent:
+                    raise error from failure
+                await send({"type": "http.response.body", "body": last_event(scope["path"], error)})
+                return
+            finally:
+                self._answers.discard(answer)
+
+    def _explain(self, failure: BaseException) -> ApiError:
+        """Return what a client is told of a failure."""
+        if self._is_closing:
+            return closed()
+        if isinstance(failure, BackPressureError):
+            return overloaded("all replicas are busy and the queue is full (--max-queued)")
+        if isinstance(failure, _LOST):
+            message = "the replica that computed this answer has died; send the request again"
+            return ApiError(message, code="replica_died", status=503)
+        if isinstance(failure, (DeploymentUnavailableError, TaskCancelledError)):
+            return ApiError(f"no replica can answer: {one_line(failure)}", status=503)
+        return ApiError(f"the server failed: {one_line(failure)}", status=500)
+
+
+def last_event(path: str, error: ApiError) -> bytes:
+    """Return the server-sent event that ends a stream with an error."""
+    body = {"type": "error", **error.body["error"]} if path == "/v1/responses" else error.body
+    return f"data: {json.dumps(body)}\n\n".encode()
+
+
+def session_of(scope: Scope, body: bytes) -> str:
+    """Return what one replica's requests have in common, so that it can share the pages of their beginnings.
+
+    That is the header ``x-session-id``, or the field ``prompt_cache_key``, or else the beginning of the conversation
+    up to the first message of the user, which all its later requests repeat.
+    """
+    header = dict(scope["headers"]).get(b"x-session-id", b"").decode("latin-1")
+    try:
+        fields = json.loads(body)
+    except ValueError:  # which the replica refuses, or a request without a body
+        fields = {}
+    if not isinstance(fields, dict):
+        fields = {}
+    if key := header or fields.get("prompt_cache_key"):
+        return str(key)
+    opening = fields.get("messages", fields.get("input", fields.get("prompt")))
+    if isinstance(opening, list):
+        roles = [each.get("role") if isinstance(each, dict) else None for each in opening]
+        opening = opening[: roles.index("user") + 1] if "user" in roles else opening
+    return sha256(json.dumps(opening).encode()).hexdigest()
+
+
+class Gateway:
+    """What clients talk to: it admits requests and forwards them."""
+
+    def __init__(self, model: DeploymentHandle[Any], settings: Settings, api_key: str | None) -> None:
+        start_log(settings.log_level)
+        self._forward = Forward(model, has_sessions=settings.session_affinity)
+        most = (settings.max_replicas or settings.replicas) * settings.max_requests + settings.max_queued
+        api_key = api_key or os.environ.get(KEY_VARIABLE)
+        application = _application(self._forward, serve.get_replica_context().app_name)
+        self._gate = Gate(application, api_key=api_key, most=most)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return what Ray Serve's proxies send requests to."""
+        return self._gate
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, and end those that are not answered after some time."""
+        self._gate.refuse()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wait()
+        self._forward.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CANCEL_SECONDS):
+                await self._wait()
+
+    async def _wait(self) -> None:
+        while self._gate.open_requests:
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def _application(forward: ASGIApp, name: str) -> FastAPI:
+    app = FastAPI(openapi_url=None, exception_handlers=ERROR_HANDLERS)
+
+    @app.get("/health")
+    def show_health() -> JSONResponse:
+        status = serve.status().applications[name].deployments[Model.__name__]
+        running = status.replica_states.get("RUNNING", 0)
+        return JSONResponse({"status": "ok" if running else "error", "replicas": running}, 200 if running else 503)
+
+    @app.get("/metrics")
+    def show_metrics() -> PlainTextResponse:
+        """Answer with Ray's own metrics of this node."""
+        here = ray.get_runtime_context().get_node_id()
+        (node,) = [each for each in ray.nodes() if each["NodeID"] == here]
+        address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(address, timeout=5) as response:
+            return PlainTextResponse(response.read().decode(), media_type="text/plain; version=0.0.4")
+
+    app.mount("/", forward)
+    return app
+
+
+def build_application(arguments: dict[str, Any]) -> serve.Application:
+    """Return the application of ``serve_config.yaml``, whose ``args`` are those of :class:`Settings`."""
+    return make_application(Settings.model_validate(arguments), None)
+
+
+def make_application(settings: Settings, api_key: str | None) -> serve.Application:
+    """Return the gateway and the replicas of the model.
+
+    Without an API key the gateway takes what :data:`KEY_VARIABLE` holds on its node.
+    """
+    options: dict[str, Any] = {"num_replicas": settings.replicas}
+    if settings.max_replicas is not None:
+        scaling = {"min_replicas": settings.replicas, "max_replicas": settings.max_replicas}
+        options = {"autoscaling_config": scaling | {"target_ongoing_requests": max(1, settings.max_requests // 2)}}
+    if settings.session_affinity:
+        router = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+        options["request_router_config"] = {"request_router_class": router}
+    shared: dict[str, Any] = {
+        "graceful_shutdown_timeout_s": settings.drain_seconds,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "max_constructor_retry_count": 3,
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+    }
+    model = serve.deployment(Model).options(
+        ray_actor_options={"num_cpus": 1, "num_gpus": settings.gpus_per_replica},
+        max_ongoing_requests=settings.max_requests,
+        max_queued_requests=settings.max_queued,
+        health_check_period_s=5,
+        **options,
+        **shared,
+    )
+    gateway = serve.deployment(serve.ingress()(Gateway)).options(
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=1 << 20,  # its gate refuses more than it takes, and /health must always pass
+        **shared,
+    )
+    return gateway.bind(model.bind(settings), settings, api_key)

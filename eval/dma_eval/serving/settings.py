@@ -1,0 +1,60 @@
+"""What a deployment on Ray Serve is made of: the ``args`` of its application in ``serve_config.yaml``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+APPLICATION = "dma-hf"
+IMPORT_PATH = "dma_eval.serving.replicas:build_application"
+KEY_VARIABLE = "DMA_HF_API_KEY"
+HEADER = f"""\
+# Run it with:  serve run FILE  (on this machine), or  serve deploy FILE  (on a cluster whose nodes have dma-hf).
+# "args" are the options of dma-hf serve; their meaning is in `dma-hf serve --help`.
+# Options of Ray Serve itself go into "deployments", by the names Model and Gateway, and take precedence.
+# The API key is not stored here: set {KEY_VARIABLE} on the nodes.
+"""
+
+
+class Settings(BaseModel):
+    """A model, and how many replicas answer with it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    attn: str = "dma_mxfp"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    device_map: str | None = None
+    yarn: float | None = None
+    seed: int = 0
+    continuous_batching: bool = False
+    cache_gib: float | None = None
+    replicas: int = Field(1, ge=1)
+    max_replicas: int | None = None
+    gpus_per_replica: float = Field(1, ge=0)
+    max_requests: int = Field(64, ge=1)
+    max_queued: int = Field(64, ge=1)
+    session_affinity: bool = False
+    drain_seconds: float = Field(10, ge=0)
+    log_level: str = "info"
+
+
+def write_config(settings: Settings, path: Path, *, host: str, port: int) -> None:
+    """Write the file that ``serve run`` and ``serve deploy`` take."""
+    application = {
+        "name": APPLICATION,
+        "route_prefix": "/",
+        "import_path": IMPORT_PATH,
+        "args": settings.model_dump(exclude_none=True),
+    }
+    config = {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": host, "port": port},
+        "applications": [application],
+    }
+    path.write_text(HEADER + yaml.safe_dump(config, sort_keys=False), encoding="utf-8")

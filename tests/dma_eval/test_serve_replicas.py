@@ -1,0 +1,302 @@
+"""``dma-hf serve --replicas``: two replicas of the demo model on Ray Serve, asked by OpenAI's client."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.request import ProxyHandler, build_opener
+
+import psutil
+import pytest
+import yaml
+from dma_eval.backends import activate, parse_backends
+from dma_eval.models import load_model
+
+ROOT = Path(__file__).parents[2]
+DEMO_MODEL = ROOT / "eval" / "dma_eval" / "assets" / "demo_model"
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+KEY = "secret"
+REQUESTS, CLIENTS, PROMPTS, NEW_TOKENS, LONG = 200, 8, 10, 6, 200
+MAX_REQUESTS, MAX_QUEUED, DRAIN_SECONDS = 8, 8, 2
+DIED = "the replica that computed this answer has died; send the request again"
+START_SECONDS, STOP_SECONDS, TIMEOUT = 180, 20, 120
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """Prompts, with what one process says after them."""
+    words = (DEMO_MODEL.parent / "heldout.txt").read_text(encoding="utf-8").split()
+    loaded = load_model(str(folder), dtype="float32", device="cpu")
+    activate(loaded.model, parse_backends(["dma_mxfp"])[0])
+
+    def say(prompt):
+        inputs = loaded.tokenizer(prompt, return_tensors="pt")
+        ids = loaded.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        return loaded.tokenizer.decode(ids[0, inputs.input_ids.shape[-1] :], skip_special_tokens=True)
+
+    prompts = [" ".join(words[100 * i : 100 * i + 8 + 5 * i]) for i in range(PROMPTS)]
+    return {prompt: say(prompt) for prompt in prompts}
+
+
+class Server:
+    """A server's process, and how to ask it."""
+
+    def __init__(self, process, address, model):
+        openai = pytest.importorskip("openai")
+        self.process, self.address, self.model = process, address, str(model)
+        self.client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=TIMEOUT)
+        self.open = build_opener(ProxyHandler({})).open
+
+    def get(self, path):
+        with self.open(self.address + path, timeout=TIMEOUT) as response:
+            return response.read().decode()
+
+    def replicas(self):
+        """Return the processes that hold the model."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [each for each in children if "ServeReplica:dma-hf:Model" in " ".join(each.cmdline())]
+
+    def complete(self, prompt, **options):
+        asked = {"model": self.model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0} | options
+        return self.client.completions.create(**asked)
+
+    def chat(self, prompt, **options):
+        chat = [{"role": "user", "content": prompt}]
+        asked = {"model": self.model, "messages": chat, "max_tokens": NEW_TOKENS, "temperature": 0} | options
+        return self.client.chat.completions.create(**asked)
+
+
+@contextmanager
+def _serving(folder, *arguments):
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    path = os.pathsep.join(str(ROOT / name) for name in (".", "kernels", "eval"))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
+    command = [sys.executable, "-m", "dma_eval", "serve", str(folder), "--port", "0", "--device", "cpu"]
+    command += ["--dtype", "float32", "--host", "127.0.0.1", *map(str, arguments)]
+    environment["DMA_HF_API_KEY"] = KEY
+    with open(folder.parent / "log", "w+") as log:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
+        watchdog = threading.Timer(START_SECONDS, process.kill)
+        watchdog.start()
+        line = process.stdout.readline()  # ends with the process too
+        watchdog.cancel()
+        try:
+            assert " at http://127.0.0.1:" in line, (folder.parent / "log").read_text()
+            yield Server(process, line.split()[-1].removesuffix("/v1"), folder)
+        finally:
+            process.kill()  # Ray's processes end with it
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    limits = ("--max-requests", MAX_REQUESTS, "--max-queued", MAX_QUEUED, "--drain-seconds", DRAIN_SECONDS)
+    with _serving(folder, "--replicas", 2, *limits) as server:
+        yield server
+
+
+def _until(condition):
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_requests_survive_the_loss_of_a_replica(server, expected):
+    """200 requests of all kinds; those that stream from the lost replica end with an error, all others are right."""
+    openai = pytest.importorskip("openai")
+    errors, ended = [], []
+    prompts = list(expected)
+
+    def ask(number):
+        prompt = prompts[number % PROMPTS]
+        kind = random.Random(number).choice(["whole", "stream", "chat", "chat stream", "cancel"])
+        try:
+            if kind == "whole":
+                text = server.complete(prompt).choices[0].text
+            elif kind == "chat":
+                text = server.chat(prompt).choices[0].message.content
+            elif kind == "cancel":
+                with server.complete(prompt, stream=True, max_tokens=LONG) as stream:
+                    text = next(iter(stream)).choices[0].text
+                assert expected[prompt].startswith(text)
+                text = expected[prompt]
+            elif kind == "stream":
+                text = "".join(chunk.choices[0].text for chunk in server.complete(prompt, stream=True))
+            else:
+                text = "".join(chunk.choices[0].delta.content or "" for chunk in server.chat(prompt, stream=True))
+        except openai.APIError as error:
+            errors.append((kind, error.message))
+        else:
+            assert text == expected[prompt], kind
+        ended.append(number)
+
+    def listen(started):
+        try:
+            for _ in server.complete("The captain", stream=True, max_tokens=LONG):
+                started.set()
+        except openai.APIError as error:
+            errors.append(("stream", error.message))
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        started = [threading.Event(), threading.Event()]
+        asked = [pool.submit(ask, number) for number in range(REQUESTS // 4)]
+        asked += [pool.submit(listen, each) for each in started]
+        asked += [pool.submit(ask, number) for number in range(REQUESTS // 4, REQUESTS - 2)]
+        assert all(each.wait(TIMEOUT) for each in started)
+        lost = random.Random(0).choice(server.replicas())
+        lost.kill()
+        for each in asked:
+            each.result(TIMEOUT)
+    assert len(ended) == REQUESTS - 2
+    assert {message for _, message in errors} == {DIED}
+    assert not {"whole", "chat"} & {kind for kind, _ in errors}  # another replica has answered them
+    assert len(errors) <= MAX_REQUESTS
+    _until(lambda: len(server.replicas()) == 2 and '"replicas":2' in server.get("/health"))
+    assert lost.pid not in [each.pid for each in server.replicas()]
+
+
+@pytest.mark.slow
+def test_more_requests_than_the_queue_takes_are_refused(server):
+    openai = pytest.importorskip("openai")
+
+    def ask(number):
+        try:
+            return len(server.complete("The captain", max_tokens=4).choices)
+        except openai.RateLimitError as error:
+            return error.code
+
+    with ThreadPoolExecutor(64) as pool:
+        answers = list(pool.map(ask, range(64)))
+    assert set(answers) == {1, "rate_limit_exceeded"}
+    assert answers.count(1) >= MAX_REQUESTS
+
+
+@pytest.mark.slow
+def test_the_gateway_needs_the_key_and_shows_metrics(server):
+    openai = pytest.importorskip("openai")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.address}/v1", api_key="wrong", max_retries=0).models.list()
+    server.complete("The captain")
+    headers = {"headers": {"Authorization": f"Bearer {KEY}"}}
+    _until(lambda: "ray_dma_hf_new_tokens" in server.client.get("/../metrics", cast_to=str, options=headers))
+
+
+@pytest.mark.slow
+def test_a_server_that_is_stopped_ends_open_requests(server):
+    openai = pytest.importorskip("openai")
+    stream = iter(server.complete("The captain", stream=True, max_tokens=3000))
+    assert next(stream)
+    ray = psutil.Process(server.process.pid).children(recursive=True)
+    start = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    with pytest.raises(openai.APIError, match="the server is shutting down"):
+        list(stream)
+    assert server.process.wait(TIMEOUT) == 0
+    assert DRAIN_SECONDS < time.monotonic() - start < DRAIN_SECONDS + STOP_SECONDS
+    _, alive = psutil.wait_procs(ray, timeout=5)
+    assert alive == []
+
+
+def test_one_replica_does_without_ray(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)  # importing it fails
+    monkeypatch.setattr("dma_eval.serving.serve", lambda *arguments, **options: None)
+    result = run("serve", DEMO_MODEL, "--device", "cpu", "--port", "0", "--replicas", 1)
+    assert result.exit_code == 0, result.output
+
+
+def test_the_configuration_for_ray_serve(run, tmp_path):
+    from dma_eval.serving.settings import Settings
+
+    file = tmp_path / "serve_config.yaml"
+    options = ("--replicas", 2, "--max-replicas", 4, "--gpus-per-replica", 2, "--max-queued", 9, "--port", 8001)
+    result = run("serve", "some/model", "--attn", "dma_mxfp+int4", *options, "--write-config", file)
+    assert result.exit_code == 0, result.output
+    config = yaml.safe_load(file.read_text())
+    assert config["http_options"] == {"host": "localhost", "port": 8001}
+    (application,) = config["applications"]
+    settings = Settings.model_validate(application["args"])
+    assert (settings.model, settings.attn, settings.device_map) == ("some/model", "dma_mxfp+int4", "auto")
+    assert (settings.replicas, settings.max_replicas, settings.gpus_per_replica, settings.max_queued) == (2, 4, 2, 9)
+
+
+def test_ray_serve_takes_the_configuration(run, tmp_path):
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    from dma_eval.serving.replicas import build_application
+    from ray.serve.schema import ServeDeploySchema
+
+    file = tmp_path / "serve_config.yaml"
+    options = ("--replicas", 2, "--max-replicas", 4, "--session-affinity", "--write-config", file)
+    assert run("serve", "some/model", *options).exit_code == 0
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text())).applications
+    assert build_application(application.args)
+
+
+def test_the_manifest_for_kubernetes_holds_a_valid_configuration():
+    from dma_eval.serving.settings import APPLICATION, IMPORT_PATH, Settings
+
+    manifest = yaml.safe_load((ROOT / "docs" / "guides" / "rayservice.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
+    (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
+    assert (application["name"], application["import_path"]) == (APPLICATION, IMPORT_PATH)
+    settings = Settings.model_validate(application["args"])
+    (workers,) = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (settings.replicas, settings.max_replicas)
+
+
+def test_requests_of_a_conversation_have_one_session():
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    import json
+
+    from dma_eval.serving.replicas import session_of
+
+    def session(headers=(), **fields):
+        return session_of({"headers": list(headers)}, json.dumps(fields).encode())
+
+    system, user, other = (
+        {"role": role, "content": text} for role, text in [("system", "s"), ("user", "u"), ("user", "o")]
+    )
+    answer = {"role": "assistant", "content": "a"}
+    first = session(messages=[system, user])
+    assert first == session(messages=[system, user, answer, other])
+    assert first != session(messages=[system, other])
+    assert session([(b"x-session-id", b"me")], messages=[system, user]) == "me"
+    assert session(messages=[user], prompt_cache_key="mine") == "mine"
+    assert session(prompt="word") == session(prompt="word") != session(prompt="words")
+    assert session_of({"headers": []}, b"{") == session_of({"headers": []}, b"[]")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--replicas", "3", "--max-replicas", "2"], "--max-replicas: expected at least --replicas 3, got 2"),
+        (["--replicas", "0"], "'--replicas': Input should be greater than or equal to 1, got '0'"),
+    ],
+    ids=str,
+)
+def test_wrong_options(arguments, message, run, refused):
+    assert message in refused(run("serve", DEMO_MODEL, *arguments))
+
+
+def test_ray_that_is_missing_is_named(run, refused, monkeypatch):
+    find = __import__("importlib").util.find_spec
+    monkeypatch.setattr("dma_eval.commands.serve.find_spec", lambda name: None if name == "ray" else find(name))
+    assert "--replicas needs ray, not installed here" in refused(run("serve", DEMO_MODEL, "--replicas", 2))
