@@ -237,8 +237,6 @@ def _measure_one(
             torch.cuda.reset_peak_memory_stats(device)
         clock = _Clock()
         _generate(model, prompt, cache, new_tokens, clock)
-    except torch.OutOfMemoryError as error:
-        return replace(result, failure=f"out of memory: {one_line(error)}")
     except FAILURES as error:
         return replace(result, failure=one_line(error))
     fast, median, slow = statistics.quantiles(clock.step_milliseconds, n=4, method="inclusive")

@@ -215,14 +215,9 @@ def flashinfer(threshold: float | None, inputs: Inputs) -> Prepared:
 def flash_attention_3_step(name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Run, int]:
     """Return a decoding step of FlashAttention-3 over stored keys and values, and the bytes of what is stored.
 
-    With ``fa3:fp8`` the cache holds E4M3 numbers with a scale for each row's kv head, and the step converts its query,
-    whose scale is 1. How the keys are split over the chip is FlashAttention-3's own choice.
-
-    Args:
-        name: Of :data:`FLASH_3`.
-        query: bf16 or fp16 ``[B, Hq, 1, D]``.
-        key: ``[B, Hkv, N, D]``.
-        value: ``[B, Hkv, N, Dv]``.
+    ``query`` is ``[B, Hq, 1, D]``, ``key`` and ``value`` are ``[B, Hkv, N, D]``. With ``fa3:fp8`` the cache holds E4M3
+    numbers with a scale for each row's kv head, and the step converts its query, whose scale is 1. How the keys are
+    split over the chip is FlashAttention-3's own choice.
     """
     attend = import_peer(MODULE).flash_attn_with_kvcache
     keys, values = (x.transpose(1, 2).contiguous() for x in (key, value))

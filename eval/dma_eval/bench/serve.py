@@ -118,8 +118,6 @@ def _measure_one(
             result = replace(result, **_sizes(manager.batch_processor.cache))
             _answer(manager, warm)
             return replace(result, **_answer(manager, drawn))
-    except torch.OutOfMemoryError as error:
-        return replace(result, failure=f"out of memory: {one_line(error)}")
     except _FAILURES as error:
         return replace(result, failure=one_line(error))
 
