@@ -15,6 +15,22 @@ _ROWS = tl.constexpr(32)
 
 
 @triton.jit
+def load_positions(seq_info_ptr, i_b, q_offset, kv_offset, kv_len):
+    """Return the positions of query 0, of key 0, of the first visible key of a batch row, and after the last.
+
+    Read from int32 ``[B, 4]`` (:class:`~dma_kernels.numerics.geometry.AttentionGeometry`) where a pointer is given.
+    """
+    visible_start = kv_offset
+    visible_end = kv_offset + kv_len
+    if seq_info_ptr is not None:
+        q_offset = tl.load(seq_info_ptr + i_b * 4)
+        kv_offset = tl.load(seq_info_ptr + i_b * 4 + 1)
+        visible_start = kv_offset + tl.maximum(tl.load(seq_info_ptr + i_b * 4 + 2), 0)
+        visible_end = kv_offset + tl.minimum(tl.load(seq_info_ptr + i_b * 4 + 3), kv_len)
+    return q_offset, kv_offset, visible_start, visible_end
+
+
+@triton.jit
 def load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len):
     """Return the visible keys of a batch row, and where tile-padded storage begins.
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..device.queries import finite_or_zero, prepare_queries, rotate_queries, smoothing_bias
 from ..device.scores import Visibility, attend, load_keys, load_raw, load_values, logits, score, storage_entry
-from ..device.tiles import load_in_range
+from ..device.tiles import load_in_range, load_positions
 from ..numerics.formats import TILE
 from ..numerics.geometry import SKIP_BLOCK
 from .channel_chunks import load_chunks, quantize_row_chunks, store_chunks
@@ -39,7 +39,7 @@ def _full_range(first, last, start, end, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _schedule(blocks, kv_heads, swizzle_group, GROUP: tl.constexpr, IS_CAUSAL: tl.constexpr):
+def schedule(blocks, kv_heads, swizzle_group, GROUP: tl.constexpr, IS_CAUSAL: tl.constexpr):
     """Return the kv head of this CTA (of all batch rows), its query head in the group, and its block of queries.
 
     CTAs are ordered in L2 swizzle groups: kv heads whose keys and values fit in the L2 cache together. In a group the
@@ -154,22 +154,13 @@ def prefill_kernel(
     # A model's own 16 bits stay where a side is not quantised (operands.dequantized_dtype).
     IS_LOW_UNQUANTIZED: tl.constexpr = LOW_Q_FORMAT == "bf16" or LOW_K_FORMAT == "bf16"
     LOW_DTYPE: tl.constexpr = query.ptr.dtype.element_ty if IS_LOW_UNQUANTIZED else tl.bfloat16
-    i_row, i_group, i_block = _schedule(blocks, kv_rows, swizzle_group, GROUP, IS_CAUSAL)
+    i_row, i_group, i_block = schedule(blocks, kv_rows, swizzle_group, GROUP, IS_CAUSAL)
     i_row = i_row.to(tl.int64)  # the kv head, counted over all batch rows
     i_b = i_row // KV_HEADS
     i_kv = i_row % KV_HEADS
     i_h = i_kv * GROUP + i_group
 
-    if HAS_SEQ_INFO:
-        q_start = tl.load(seq_info_ptr + i_b * 4)
-        k_start = tl.load(seq_info_ptr + i_b * 4 + 1)
-        visible_start = k_start + tl.maximum(tl.load(seq_info_ptr + i_b * 4 + 2), 0)
-        visible_end = k_start + tl.minimum(tl.load(seq_info_ptr + i_b * 4 + 3), kv_len)
-    else:
-        q_start = q_offset
-        k_start = kv_offset
-        visible_start = k_start
-        visible_end = k_start + kv_len
+    q_start, k_start, visible_start, visible_end = load_positions(seq_info_ptr, i_b, q_offset, kv_offset, kv_len)
     q_end = q_start + q_len
     block_start = ((q_start >> M_SHIFT) + i_block) << M_SHIFT
 

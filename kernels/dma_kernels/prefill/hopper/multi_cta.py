@@ -167,15 +167,13 @@ def prefill_multi_cta_kernel(
     - ``mean_ptr``: mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``, or ``None``.
     - ``CONFIG``: :class:`~..constants.MultiCTAConstants`.
     """
-    Q_HEADS: gl.constexpr = CONFIG.q_heads
-    KV_HEADS: gl.constexpr = CONFIG.kv_heads
     D: gl.constexpr = CONFIG.block_d
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     K_STAGES: gl.constexpr = CONFIG.k_stages
     V_STAGES: gl.constexpr = CONFIG.v_stages
     IS_CAUSAL: gl.constexpr = CONFIG.is_causal
     MASKS_LOW: gl.constexpr = CONFIG.masks_low
-    GROUP: gl.constexpr = Q_HEADS // KV_HEADS
+    GROUP: gl.constexpr = CONFIG.q_heads // CONFIG.kv_heads
     Q_DTYPE: gl.constexpr = q_desc.dtype
     V_DTYPE: gl.constexpr = v_desc.dtype
     IS_Q_QUANTIZED: gl.constexpr = q_low_desc is not None
@@ -200,8 +198,8 @@ def prefill_multi_cta_kernel(
         return
     if skip_threshold is not None:
         init_votes()
-    i_b = i_row // KV_HEADS
-    i_kv = i_row % KV_HEADS
+    i_b = i_row // CONFIG.kv_heads
+    i_kv = i_row % CONFIG.kv_heads
     i_h = i_kv * GROUP + i_group
     q_smem = gl.allocate_shared_memory(Q_DTYPE, [1, 1, _ROWS, D], q_desc.layout)
     if IS_LOW_16BIT:
@@ -306,7 +304,7 @@ def prefill_multi_cta_kernel(
     mean = gl.zeros([D], gl.float32, gl.SliceLayout(0, X_LAYOUT))
     if IS_Q_QUANTIZED:
         x_rows, m_row = row_indices(row, q_len, X_ROW)
-        q_descale_ptr += (i_b * Q_HEADS + i_h).to(gl.int64) * q_len
+        q_descale_ptr += (i_b * CONFIG.q_heads + i_h).to(gl.int64) * q_len
         # Dequantised queries have a descale of 1; loading it would cost registers in the loop over low tiles.
         row_scale = row_scale * logit_scale if IS_LOW_16BIT else gl.load(q_descale_ptr + x_rows, mask=m_row, other=1.0)
         if mean_ptr is not None:
@@ -499,4 +497,4 @@ def prefill_multi_cta_kernel(
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     out_ptr += i_b.to(gl.int64) * stride_ob + i_h.to(gl.int64) * stride_oh
     store_output(out_ptr, o.load(OUT), row, q_len, stride_ot, 0, HEAD_DIM)
-    store_lse(lse_ptr + (i_b * Q_HEADS + i_h).to(gl.int64) * q_len, lse, row, q_len)
+    store_lse(lse_ptr + (i_b * CONFIG.q_heads + i_h).to(gl.int64) * q_len, lse, row, q_len)

@@ -11,8 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.gluon import aggregate
+from ...device.tiles import load_positions as _load_positions_triton
 from ...numerics.formats import TILE
-from ..kernel import _schedule as _schedule_triton
+from ..kernel import schedule as _schedule_triton
 from .select import ROWS as ROWS
 
 _TILE = gl.constexpr(TILE)
@@ -20,6 +21,7 @@ _BLOCK = gl.constexpr(TILE // 2)  # keys of a high-precision block: as many byte
 _TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
 _BLOCK_SHIFT = gl.constexpr(TILE.bit_length() - 2)
 schedule = gluon.jit(_schedule_triton.fn)
+_load_positions = gluon.jit(_load_positions_triton.fn)
 
 
 @aggregate
@@ -36,16 +38,8 @@ class SeqInfo:
 @gluon.jit
 def load_seq_info(seq_info_ptr, i_b, q_offset, q_len, kv_offset, kv_len):
     """Return the :class:`SeqInfo` of batch row ``i_b``, read from int32 ``[B, 4]`` where a pointer is given."""
-    visible_start = kv_offset
-    visible_end = kv_offset + kv_len
-    if seq_info_ptr is not None:
-        q_offset = gl.load(seq_info_ptr + i_b * 4)
-        kv_offset = gl.load(seq_info_ptr + i_b * 4 + 1)
-        visible_start = kv_offset + gl.maximum(gl.load(seq_info_ptr + i_b * 4 + 2), 0)
-        visible_end = kv_offset + gl.minimum(gl.load(seq_info_ptr + i_b * 4 + 3), kv_len)
-    return SeqInfo(
-        q_offset=q_offset, q_len=q_len, kv_offset=kv_offset, visible_start=visible_start, visible_end=visible_end
-    )
+    q_offset, kv_offset, start, end = _load_positions(seq_info_ptr, i_b, q_offset, kv_offset, kv_len)
+    return SeqInfo(q_offset=q_offset, q_len=q_len, kv_offset=kv_offset, visible_start=start, visible_end=end)
 
 
 @aggregate

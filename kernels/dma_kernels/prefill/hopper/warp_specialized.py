@@ -413,20 +413,18 @@ def prefill_warp_specialized_kernel(
     - ``mask_blocks``: blocks of 64 query positions that the mask has bounds for.
     - ``CONFIG``: :class:`~..constants.WarpSpecializedConstants`.
     """
-    Q_HEADS: gl.constexpr = CONFIG.q_heads
-    KV_HEADS: gl.constexpr = CONFIG.kv_heads
     GROUPS: gl.constexpr = CONFIG.warpgroups
     STAGES: gl.constexpr = CONFIG.stages
     D: gl.constexpr = CONFIG.block_d
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     IS_CAUSAL: gl.constexpr = CONFIG.is_causal
     MASKS_LOW: gl.constexpr = CONFIG.masks_low
-    GROUP: gl.constexpr = Q_HEADS // KV_HEADS
+    GROUP: gl.constexpr = CONFIG.q_heads // CONFIG.kv_heads
     if skip_threshold is not None:
         init_votes()
     i_row, i_group, i_block = schedule(blocks, kv_rows, swizzle_group, GROUP, IS_CAUSAL)
-    i_b = i_row // KV_HEADS
-    i_kv = i_row % KV_HEADS
+    i_b = i_row // CONFIG.kv_heads
+    i_kv = i_row % CONFIG.kv_heads
     i_h = i_kv * GROUP + i_group
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, _ROWS, D], q_desc.layout)
     if is_16bit(q_low_desc.dtype):
@@ -448,7 +446,7 @@ def prefill_warp_specialized_kernel(
     start = ((seq.q_offset >> _ROWS_SHIFT) + i_block * GROUPS) * _ROWS
     last = gl.minimum(start + GROUPS * _ROWS, seq.q_offset + q_len)
     first_tile = seq.kv_offset >> _TILE_SHIFT
-    head_row = (i_b * Q_HEADS + i_h).to(gl.int64) * q_len
+    head_row = (i_b * CONFIG.q_heads + i_h).to(gl.int64) * q_len
     if bitmask_ptr is not None:
         mask_plane = (i_b * planes_per_row + i_h * planes_per_head).to(gl.int64)
         bitmask_ptr += mask_plane * q_len * (4 * storage_tiles) - 4 * first_tile
