@@ -70,14 +70,9 @@ def cached_attention_reference(
         exact = query[rows].to(k_high.dtype)
         operands = PreparedOperands(exact, exact, k_low, k_high, v_high, v_low, None, None)
         out[rows], lse[rows] = attend_prepared(
-            operands,
-            geometry,
-            recipe,
-            dtype=query.dtype,
-            scale=options.scale,
-            softcap=options.softcap,
+            operands, geometry, recipe, dtype=query.dtype, scale=options.scale, softcap=options.softcap,
             sinks=options.sinks,
-        )
+        )  # fmt: skip
     return out, lse
 
 

@@ -98,9 +98,11 @@ def of_four_dimensions(mask: Any) -> Any:
     """Return a mask, or its layout, with leading dimensions of size 1, four in all."""
     if mask is None or mask.ndim == 4:
         return mask
+    missing = 4 - mask.ndim
+    shape = (*(1,) * missing, *mask.shape)
     if isinstance(mask, TensorLayout):
-        return mask.of_four_dimensions()
-    return mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape)
+        return mask._replace(shape=torch.Size(shape), strides=(*(0,) * missing, *mask.strides))
+    return mask.reshape(*shape)
 
 
 def check_call(call: AttentionCall) -> None:

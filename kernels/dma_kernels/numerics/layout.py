@@ -50,12 +50,6 @@ class TensorLayout(NamedTuple):
         pairs = zip(self.shape, self.strides, dense_strides(self.shape), strict=True)
         return all(size == 1 or stride == dense for size, stride, dense in pairs)
 
-    def of_four_dimensions(self) -> Self:
-        """Return the layout with leading dimensions of size 1, four in all."""
-        missing = 4 - self.ndim
-        shape = torch.Size((*(1,) * missing, *self.shape))
-        return self._replace(shape=shape, strides=(*(0,) * missing, *self.strides))
-
 
 def layout_of(tensor: Any) -> TensorLayout | None:
     """Return the layout of a tensor that may be missing."""

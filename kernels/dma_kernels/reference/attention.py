@@ -75,13 +75,9 @@ def attention_reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """
     operands, geometry, _ = _prepare(call, call.recipe)
     return attend_prepared(
-        *(operands, geometry, call.recipe),
-        dtype=call.query.dtype,
-        scale=call.score_scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        tile_counts=call.tile_counts,
-    )
+        operands, geometry, call.recipe, dtype=call.query.dtype, scale=call.score_scale, softcap=call.softcap,
+        sinks=call.sinks, tile_counts=call.tile_counts,
+    )  # fmt: skip
 
 
 def _prepare(call: AttentionCall, recipe: Recipe) -> tuple[PreparedOperands, AttentionGeometry, slice]:
@@ -139,13 +135,9 @@ def attend_prepared(
     if len(groups) > 1:
         for rows in groups:
             out[rows], lse[rows] = attend_prepared(
-                *(operands.of_rows(rows), geometry.of_rows(rows), recipe),
-                dtype=dtype,
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
-                tile_counts=tile_counts,
-            )
+                operands.of_rows(rows), geometry.of_rows(rows), recipe, dtype=dtype, scale=scale, softcap=softcap,
+                sinks=sinks, tile_counts=tile_counts,
+            )  # fmt: skip
         return out, lse
     if sinks is not None:
         sinks = sinks.to(compute_dtype).view(1, kv_heads, q_heads // kv_heads, 1, 1)

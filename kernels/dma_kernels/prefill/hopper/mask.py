@@ -13,7 +13,6 @@ from ...numerics.formats import TILE
 from .tile_range import ROWS, clamp
 
 _ROWS = gl.constexpr(ROWS)
-_TILE = gl.constexpr(TILE)
 _BLOCK = gl.constexpr(TILE // 2)
 
 

@@ -47,7 +47,6 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 _TILE = gl.constexpr(TILE)
 _BLOCK = gl.constexpr(TILE // 2)
 _ROWS_SHIFT = gl.constexpr(ROWS.bit_length() - 1)
-_BLOCK_SHIFT = gl.constexpr(TILE.bit_length() - 2)
 _TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
 
 
