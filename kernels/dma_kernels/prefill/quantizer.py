@@ -65,8 +65,8 @@ def quantize_keys_values(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return key.new_empty((batch, heads, *shape), dtype=dtype)
 
-    mean = new(head_dim) if recipe.smooth_k else None
     writes_high, writes_low = path.key is not RAW, path.low_key is not None
+    mean = new(head_dim) if recipe.smooth_k and (writes_high or writes_low) else None
     has_nvfp4_keys = NVFP4.name in (recipe.high if writes_high else "", recipe.key_low if writes_low else "")
     global_scale = new() if has_nvfp4_keys else None
 

@@ -68,7 +68,7 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any], **options: Any) -> None:
-        names = list(inspect.signature(kernel.fn).parameters)
+        names = _parameters(kernel.fn)
         runtime = len(names) - len(constants)
         if set(names[runtime:]) != set(constants):
             raise ValueError(
@@ -100,6 +100,11 @@ class Launcher:
             builder.launch(KernelLaunch(self._kernel, grid, arguments, self._constants, self._keywords))
         else:
             self._kernel[grid](*arguments, **self._keywords)
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def _builder_of(argument: Any) -> Any:

@@ -213,11 +213,14 @@ def test_recipes_without_nvfp4_queries_have_no_such_scale(recipe: str) -> None:
     assert query_global_scale(query, RECIPES[recipe]) is None
 
 
-def test_nothing_is_written_for_a_recipe_without_precisions() -> None:
+@pytest.mark.parametrize("smooth_k", [False, True])
+def test_nothing_is_written_for_a_recipe_without_precisions(smooth_k: bool) -> None:
     key, value = keys_values(kv_len=130)
-    operands = check(key, value, RECIPES["identity"], HOPPER)
+    recipe = replace(RECIPES["identity"], smooth_k=smooth_k)
+    operands = quantize_keys_values(key, value, recipe, select_compute_path(recipe, 90), kv_offset=0, seq_info=None)
     assert operands.high.key is key
     assert operands.high.value is value
+    assert operands.key_mean is None
 
 
 @pytest.mark.parametrize("recipe", ["int8", "e4m3"])
