@@ -1,6 +1,7 @@
 """The constexprs of the prefill kernels; each kernel takes one value that holds them all.
 
-A form names an operand format (:mod:`dma_kernels.runtime.operand_formats`), a format a number format.
+A form names an operand format (:mod:`dma_kernels.runtime.operand_formats`), a format a number format. Triton 3.6 takes
+no string of these as a function's argument; kernels assign strings to a ``constexpr`` of their own first.
 """
 
 from __future__ import annotations

@@ -132,6 +132,9 @@ def prefill_kernel(
     H_SHIFT: tl.constexpr = BLOCK_H.bit_length() - 1
     N_SHIFT: tl.constexpr = BLOCK_N.bit_length() - 1
     HIGH_FORM: tl.constexpr = CONFIG.high_form
+    HIGH_FORMAT: tl.constexpr = CONFIG.high_format
+    LOW_SHARED: tl.constexpr = CONFIG.low_shared
+    ROUNDING: tl.constexpr = CONFIG.rounding
     LOW_FORM: tl.constexpr = CONFIG.low_form
     LOW_Q_FORMAT: tl.constexpr = CONFIG.low_q_format
     LOW_K_FORMAT: tl.constexpr = CONFIG.low_k_format
@@ -239,13 +242,13 @@ def prefill_kernel(
             if IN_CHUNKS:
                 chunks = load_chunks(q_base, rows, 0, q_len, query.stride_t, query.stride_d, D)
                 chunks, low_row_scale = quantize_row_chunks(
-                    chunks, LOW_FORM, LOW_Q_FORMAT, CONFIG.rounding == "ceil", CONFIG.rotate, HADAMARD_SIZE, NORM
+                    chunks, LOW_FORM, LOW_Q_FORMAT, ROUNDING == "ceil", CONFIG.rotate, HADAMARD_SIZE, NORM
                 )
                 store_chunks(staged, staged_row, chunks, m_row, D)
             else:
                 x = rotate_queries(q, NORM, HADAMARD_SIZE, CONFIG.rotate)
                 q_low, q_low_scale, low_row_scale = prepare_queries(
-                    x, global_scale, LOW_FORM, LOW_Q_FORMAT, CONFIG.low_shared, CONFIG.rounding, LOW_DTYPE
+                    x, global_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
                 )
                 tl.store(staged + (staged_row[:, None] + o_d[None, :]), q_low, mask=m_staged)
 
@@ -255,9 +258,7 @@ def prefill_kernel(
         row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
     else:
         x = rotate_queries(q, NORM, HADAMARD_SIZE, CONFIG.rotate)
-        q, q_scale, row_scale = prepare_queries(
-            x, global_scale, HIGH_FORM, CONFIG.high_format, "block", CONFIG.rounding, tl.bfloat16
-        )
+        q, q_scale, row_scale = prepare_queries(x, global_scale, HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, tl.bfloat16)
     row_scale *= logit_scale
     k_base = key.ptr
     if HIGH_FORM == "raw":
@@ -286,10 +287,10 @@ def prefill_kernel(
             k_scale = k
         else:
             k, k_scale = load_keys(
-                k_base, k_base, k_scale_ptr, i_row * k_len, entry, k_len, HIGH_FORM, CONFIG.high_format, False, False,
+                k_base, k_base, k_scale_ptr, i_row * k_len, entry, k_len, HIGH_FORM, HIGH_FORMAT, False, False,
                 D, BLOCK_D, BLOCK_H,
             )  # fmt: skip
-        s = score(q, q_scale, k, k_scale, HIGH_FORM, CONFIG.high_format, CONFIG.high_format)
+        s = score(q, q_scale, k, k_scale, HIGH_FORM, HIGH_FORMAT, HIGH_FORMAT)
         if HIGH_FORM == "raw" and BIAS_IN_LSE:
             s -= bias[:, None]
         s = logits(
@@ -317,7 +318,7 @@ def prefill_kernel(
             q = load_in_range(q_base, rows, 0, q_len, query.stride_t, query.stride_d, D, BLOCK_D)
             x = rotate_queries(q, NORM, HADAMARD_SIZE, CONFIG.rotate)
             q_low, q_low_scale, low_row_scale = prepare_queries(
-                x, global_scale, LOW_FORM, LOW_Q_FORMAT, CONFIG.low_shared, CONFIG.rounding, LOW_DTYPE
+                x, global_scale, LOW_FORM, LOW_Q_FORMAT, LOW_SHARED, ROUNDING, LOW_DTYPE
             )
         low_row_scale *= logit_scale
         v_low_base = v_low_ptr

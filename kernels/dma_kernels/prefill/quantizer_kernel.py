@@ -182,6 +182,8 @@ def _quantize_keys(
     NORM: tl.constexpr = CONFIG.norm
     HIGH_FORM: tl.constexpr = CONFIG.high_form
     LOW_FORM: tl.constexpr = CONFIG.low_form
+    HIGH_FORMAT: tl.constexpr = CONFIG.high_format
+    LOW_FORMAT: tl.constexpr = CONFIG.low_format
     IS_TILE_SCALED: tl.constexpr = CONFIG.is_tile_scaled
     SHARED: tl.constexpr = CONFIG.shared_scale
     ROUNDING: tl.constexpr = CONFIG.rounding
@@ -223,7 +225,7 @@ def _quantize_keys(
         if IS_TILE_SCALED:
             _write_tile_scaled(
                 chunks, mean_ptr, low_ptr, k_descale_ptr, start + i_block * ROWS, i_tile_row * _TILE, i_tile_row,
-                first, last, D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM, LOW_FORM, CONFIG.low_format, ROUNDING,
+                first, last, D, HAS_MEAN, ROTATE, HADAMARD_SIZE, NORM, LOW_FORM, LOW_FORMAT, ROUNDING,
             )  # fmt: skip
             after = start + (i_block + tl.num_programs(1)) * ROWS
             chunks = load_chunks(base, after + tl.arange(0, ROWS), first, end, key.stride_t, key.stride_d, D)
@@ -233,12 +235,12 @@ def _quantize_keys(
             if HIGH_FORM != "raw":
                 _write_blocks(
                     x, high_ptr, high_scale_ptr, k_descale_ptr, global_scale, row, i_tile_row,
-                    HIGH_FORM, CONFIG.high_format, "block", ROUNDING, D,
+                    HIGH_FORM, HIGH_FORMAT, "block", ROUNDING, D,
                 )  # fmt: skip
             if IS_LOW_IN_BLOCKS:
                 _write_blocks(
                     x, low_ptr, low_scale_ptr, k_descale_ptr, global_scale, row, i_tile_row,
-                    LOW_FORM, CONFIG.low_format, SHARED, ROUNDING, D,
+                    LOW_FORM, LOW_FORMAT, SHARED, ROUNDING, D,
                 )  # fmt: skip
 
 

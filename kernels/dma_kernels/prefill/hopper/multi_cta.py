@@ -173,6 +173,8 @@ def prefill_multi_cta_kernel(
     V_STAGES: gl.constexpr = CONFIG.v_stages
     IS_CAUSAL: gl.constexpr = CONFIG.is_causal
     MASKS_LOW: gl.constexpr = CONFIG.masks_low
+    Q_FORM: gl.constexpr = CONFIG.q_form
+    Q_FORMAT: gl.constexpr = CONFIG.q_format
     GROUP: gl.constexpr = CONFIG.q_heads // CONFIG.kv_heads
     Q_DTYPE: gl.constexpr = q_desc.dtype
     V_DTYPE: gl.constexpr = v_desc.dtype
@@ -329,10 +331,8 @@ def prefill_multi_cta_kernel(
             x = rotate_by_mma(q, matrix, CONFIG.hadamard_size, H_LAYOUT, X_LAYOUT)
             # Of bits, which order like magnitudes, with NaN above all.
             amax = gl.max(gl.abs(x).to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True) * CONFIG.norm
-            reciprocal, descale = _row_scale(
-                amax.to(gl.int32, bitcast=True), CONFIG.q_form, CONFIG.q_format, CONFIG.is_ceil
-            )
-            q_low.store(_to_elements(x, (reciprocal * CONFIG.norm)[:, None], CONFIG.q_form, CONFIG.is_ceil))
+            reciprocal, descale = _row_scale(amax.to(gl.int32, bitcast=True), Q_FORM, Q_FORMAT, CONFIG.is_ceil)
+            q_low.store(_to_elements(x, (reciprocal * CONFIG.norm)[:, None], Q_FORM, CONFIG.is_ceil))
             row_scale = descale * logit_scale
             if IS_FP8:
                 descale_smem.store(v_descale)
