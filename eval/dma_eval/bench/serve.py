@@ -32,7 +32,6 @@ WARM_REQUESTS, WARM_TOKENS = 8, 8
 """Of the longest prompt: kernels are compiled and recorded in them, and they are not counted."""
 POLL_SECONDS = 1.0  # between two looks at whether the generation loop still runs
 STOP_SECONDS = 30.0
-_FAILURES = (*FAILURES, MemoryError, ImportError, UserError)
 
 
 def parse_served(names: Sequence[str]) -> list[Backend]:
@@ -118,7 +117,7 @@ def _measure_one(
             result = replace(result, **_sizes(manager.batch_processor.cache))
             _answer(manager, warm)
             return replace(result, **_answer(manager, drawn))
-    except _FAILURES as error:
+    except (*FAILURES, UserError) as error:
         return replace(result, failure=one_line(error))
 
 

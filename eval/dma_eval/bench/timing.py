@@ -29,8 +29,8 @@ Run = Callable[[], object]
 Case = TypeVar("Case")
 Compared = TypeVar("Compared")
 Result = TypeVar("Result", bound=SpeedResult)
-FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
-"""What an implementation raises if it cannot compute a call; ``torch.OutOfMemoryError`` is a ``RuntimeError``."""
+FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, MemoryError)
+"""What an implementation raises if it cannot compute a call. ``torch.OutOfMemoryError`` is a ``RuntimeError``."""
 
 _READS = 4
 """Reads before a run. They take about 280 us on an H200, longer than the launches of any run here."""
