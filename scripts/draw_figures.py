@@ -159,7 +159,7 @@ def draw_formats() -> Figure:
         top.eventplot(levels.tolist(), lineoffsets=row, linelengths=0.7, linewidths=0.8, colors="#0072b2")
         top.text(1.07, row, f"{len(levels)} numbers, {form.bits_per_element:g} bits each", va="center")
     top.set_yticks(range(len(BLOCK_FORMATS)), [name.upper() for name in BLOCK_FORMATS])
-    top.set(xlim=(-0.02, 1.55), title="Magnitudes that a block can hold, over its largest")
+    top.set(xlim=(-0.02, 1.55), title="Magnitudes of a block, relative to its largest value")
     top.set_xticks([0, 0.25, 0.5, 0.75, 1])
     top.spines[["top", "right", "left"]].set_visible(False)
     top.spines["bottom"].set_bounds(0, 1)
@@ -169,7 +169,7 @@ def draw_formats() -> Figure:
     for rounding, color in (("floor", HIGH), ("ceil", "#009e73")):
         bottom.plot(x, _in_block(x, "mxfp4", rounding, largest), color=color, label=rounding, linewidth=1.6)
     bottom.plot(x, x, color="0.7", linewidth=0.8, linestyle="--", zorder=0)
-    bottom.set(xlabel="value", ylabel="as stored", title=f"MXFP4, largest value {largest:g}")
+    bottom.set(xlabel="value", ylabel="stored value", title=f"MXFP4, largest value {largest:g}")
     bottom.legend(frameon=False, title="scale_rounding")
     return figure
 

@@ -29,10 +29,10 @@ CONNECT_SECONDS = 10.0
 
 @dataclass
 class Answer:
-    """What came of a request."""
+    """The result of a request."""
 
     sent: float  # seconds since the first was sent, as all times
-    times: list[float]  # when pieces of text came
+    times: list[float]  # when pieces of text arrived
     prompt_tokens: int = 0
     new_tokens: int = 0
     error: str | None = None
@@ -72,9 +72,9 @@ class Target:
             raise UserError(f"--tokenizer: {one_line(error)}; give a Hub name or a folder") from error
 
     def measure(self, sets: Sequence[RequestSet], rates: Sequence[float], seed: int) -> Iterator[UrlResult]:
-        """Send every set of requests at every rate, and yield each result at once.
+        """Send every set of requests at every rate, and yield each result when it is ready.
 
-        A rate is the mean of a Poisson process, in requests per second; an infinite one sends all at once.
+        A rate is the mean of a Poisson process, in requests per second. An infinite rate sends all at the same time.
         """
         for requests in sets:
             warm = replace(requests, count=WARM_REQUESTS, new=(WARM_TOKENS,) * 2)
@@ -121,14 +121,14 @@ class Target:
         return answer
 
     def _text(self, ids: list[int]) -> str:
-        """Return a text of about these tokens: read again, others may join where two of them meet."""
+        """Return the text of these tokens. Its tokenization may differ slightly."""
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         again = self._tokenizer(text, add_special_tokens=False).input_ids[: len(ids)]
         return str(self._tokenizer.decode(again))
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:
-    """Return when requests are sent, in seconds: at random with this mean rate, or all at once if it is infinite."""
+    """Return the times in seconds at which requests are sent: random with this mean rate, or 0 if it is infinite."""
     if math.isinf(rate):
         return [0.0] * count
     chance = random.Random(seed)

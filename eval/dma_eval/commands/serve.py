@@ -79,14 +79,14 @@ class ServeOptions(options.LoadOptions):
         1, "--replicas", min=1, help="Copies of the model, each with its own GPUs; 1 runs in this process, without Ray."
     )
     max_replicas: int | None = on_ray(
-        None, "--max-replicas", min=1, shown="no autoscaling", help="Scale with the load from --replicas up to this."
+        None, "--max-replicas", min=1, shown="no autoscaling", help="Add replicas under load, up to this number."
     )
     gpus_per_replica: float | None = on_ray(
         None,
         "--gpus-per-replica",
         min=0,
         shown="1; 0 on a CPU",
-        help="GPUs of a replica; the layers of a model are spread over several.",
+        help="GPUs of a replica; with several, the layers of the model are spread over them.",
     )
     max_queued: int = on_ray(
         DEFAULT_REQUESTS,
@@ -101,7 +101,7 @@ class ServeOptions(options.LoadOptions):
         "without it, each goes to the less busy of two replicas.",
     )
     drain_seconds: float = on_ray(
-        10.0, "--drain-seconds", min=0, help="Time that open requests have to end when the server is stopped."
+        10.0, "--drain-seconds", min=0, help="Time for open requests to end when the server stops."
     )
     ray_address: str | None = on_ray(
         None,

@@ -1,7 +1,7 @@
-"""The server put together: Transformers' application, with one model that runs a backend of ours.
+"""The server: Transformers' application with one loaded model.
 
-``transformers serve`` takes the names of attention that are built into Transformers, and no other. So the model is
-loaded and switched before, and the application is given routes that have this one model.
+``transformers serve`` accepts only the attention implementations that are built into Transformers. So the model is
+loaded and switched first, and the routes of the application use this one model.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .gate import Gate, start_log
 from .jobs import Batched, Engine, Sequential
 from .routes import Absent, Chat, Complete, Respond
 
-GRACE_SECONDS = 1  # for answers to end once the server is stopped
+GRACE_SECONDS = 1  # for open answers after the server is stopped
 
 
 class OneModel(ModelManager):  # type: ignore[misc]
-    """A manager of models that has one, which it did not load, and so never unloads or loads again.
+    """A manager of one loaded model, which it never unloads or loads again.
 
-    A request may name the model, or none.
+    A request may name this model or none.
     """
 
     def __init__(self, loaded: LoadedModel, attention: str) -> None:
@@ -52,7 +52,7 @@ class OneModel(ModelManager):  # type: ignore[misc]
         return self._loaded.model, self._loaded.tokenizer
 
     async def load_model_streaming(self, model_id_and_revision: str, **options: Any) -> AsyncIterator[str]:
-        """Say that the model is there, or that another one is not, as an event."""
+        """Yield an event: the model is loaded, or another one is not available."""
         event = {"status": "ready", "model": model_id_and_revision, "cached": True}
         if model_id_and_revision != self.process_model_name(self._loaded.name):
             message = f"this server has {self._loaded.name} alone"
@@ -60,7 +60,7 @@ class OneModel(ModelManager):  # type: ignore[misc]
         yield f"data: {json.dumps(event)}\n\n"
 
     def list_models(self, *arguments: Any) -> list[dict[str, Any]]:
-        """Return the one model, and not what the Hub's cache on this machine holds."""
+        """Return the one model, instead of the contents of the Hub's cache."""
         model = self._loaded.model
         return [
             {
@@ -80,7 +80,7 @@ class OneModel(ModelManager):  # type: ignore[misc]
 
 
 class _Health(GenerationState):  # type: ignore[misc]
-    """What ``/health`` asks."""
+    """The state that ``/health`` reports."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -99,16 +99,16 @@ class _Server(uvicorn.Server):
         self._stop = stop
 
     def handle_exit(self, *arguments: Any) -> None:
-        """Take a signal to stop."""
+        """Handle a signal to stop."""
         self._stop()
         super().handle_exit(*arguments)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; clients that come before the server runs wait for it.
+    """Return a listening socket. Clients that connect before the server runs wait for it.
 
     Raises:
-        UserError: It cannot; the message says why.
+        UserError: It cannot listen. The message says why.
     """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -156,7 +156,7 @@ ERROR_HANDLERS: dict[Any, Any] = dict.fromkeys((ApiError, HTTPException, Request
 
 
 def _told(error: Exception) -> ApiError:
-    """Return what a client is told of an error."""
+    """Return the answer to a client for an error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
@@ -167,7 +167,7 @@ def _told(error: Exception) -> ApiError:
 
 
 def make_engine(loaded: LoadedModel, batches: ContinuousBatchingConfig | None) -> Engine:
-    """Return what batches continuously with these settings; without any, ``generate``, one request after another.
+    """Return the engine: continuous batching with these settings, or without settings one request after another.
 
     Raises:
         UserError: Continuous batching does not start.
@@ -190,11 +190,11 @@ def serve(
     Args:
         loaded: The model, which runs its attention already.
         listener: Where to listen.
-        engine: What generates, see :func:`make_engine`.
+        engine: The engine, see :func:`make_engine`.
         attention: The name of the attention, for ``/v1/models``.
-        most: How many requests may be computed or wait at once.
-        api_key: What requests must carry; ``None`` lets all pass.
-        log_level: Of the log on standard error.
+        most: Maximum number of running and waiting requests.
+        api_key: Key that requests must carry; ``None`` accepts all.
+        log_level: Level of the log on standard error.
     """
     gate = Gate(build(loaded, engine, attention), api_key=api_key, most=most)
     start_log(log_level)
@@ -210,5 +210,5 @@ def serve(
     engine.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python would wait for a step that nothing interrupts, and takes seconds to take PyTorch down.
+    # Python would wait for a step that cannot be interrupted, and needs seconds to unload PyTorch.
     os._exit(0)

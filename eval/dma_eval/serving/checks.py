@@ -1,4 +1,4 @@
-"""Check requests against OpenAI's reference: a field is honoured, or the request is refused with its name.
+"""Check requests against OpenAI's reference: a field is honoured, or the request is refused by the field's name.
 
 Fields that only concern OpenAI's own service (``user``, ``metadata``, ``prompt_cache_key``) are accepted and have no
 effect. Other fields that this server lacks are accepted with the value that changes nothing.
@@ -16,7 +16,7 @@ INT64 = 2**63 - 1
 
 
 class ApiError(Exception):
-    """An error that the client is told of, in OpenAI's format."""
+    """An error for the client, in OpenAI's format."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -85,7 +85,7 @@ class StreamOptions(_Model):
 
 
 class TextPart(_Model):
-    """A part of a message's content. Images, audio and files are refused: models here take text."""
+    """A part of a message's content. Images, audio and files are refused, because the model takes text only."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -103,14 +103,14 @@ Content = Annotated[list[TextPart], BeforeValidator(_as_parts)]
 
 
 class CalledFunction(_Model):
-    """What a tool call calls."""
+    """The function of a tool call."""
 
     name: str
     arguments: JsonObject
 
 
 class ToolCall(_Model):
-    """A tool call that an earlier answer made."""
+    """A tool call in an earlier answer."""
 
     id: str
     type: Literal["function"]
@@ -211,7 +211,7 @@ class Request(_Model):
 
     @property
     def bias(self) -> dict[int, float]:
-        """What is added to the logits of tokens."""
+        """Biases of the logits, by token."""
         return {}
 
     def passed_on(self) -> dict[str, Any]:
@@ -384,10 +384,10 @@ Body = TypeVar("Body", bound=Request)
 
 
 def check(kind: type[Body], body: dict[str, Any]) -> Body:
-    """Return the body of a request, checked.
+    """Check and return the body of a request.
 
     Raises:
-        ApiError: A field is unknown, of a wrong type or value, or asks for what this server lacks.
+        ApiError: A field is unknown, has a wrong type or value, or requests something unsupported.
     """
     try:
         return kind.model_validate(body)

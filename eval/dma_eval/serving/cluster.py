@@ -1,4 +1,4 @@
-"""Ray, started on this machine or joined, and the application of :mod:`.replicas` on it."""
+"""A Ray cluster, new or existing, and the application of :mod:`.replicas` on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POLL_SECONDS = 1.0
 
 
 class Cluster:
-    """A context: Ray on this machine, or the cluster at an address; at its end the application is gone.
+    """Start Ray on this machine or join the cluster at an address, and stop the application at the end of the block.
 
     Raises:
         UserError: There is no cluster at the address.
@@ -32,7 +32,7 @@ class Cluster:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether a node has a GPU."""
+        """Return whether a node has a GPU."""
         return bool(ray.cluster_resources().get("GPU"))
 
     def __enter__(self) -> Cluster:
@@ -48,7 +48,7 @@ class Cluster:
         return self
 
     def start(self, settings: Settings, *, host: str, port: int, api_key: str | None) -> None:
-        """Start the replicas, and wait until they answer.
+        """Start the replicas, and wait until they are ready.
 
         Raises:
             UserError: This machine has too few CPUs or GPUs, or the model does not load.
@@ -73,7 +73,7 @@ class Cluster:
             raise UserError(f"the replicas did not start: {one_line(error)}") from error
 
     def wait(self) -> None:
-        """Wait until this process is interrupted, then let open requests end.
+        """Wait until this process is interrupted. Then wait for open requests.
 
         Raises:
             UserError: The application ended by itself.

@@ -1,4 +1,4 @@
-"""What every HTTP request passes: the API key, the limit of requests, the log, and the end of a client."""
+"""Checks of every HTTP request: the API key, the limit of requests, the log, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _entry: ContextVar[dict[str, Job]] = ContextVar("entry")
 
 
 def register(job: Job) -> None:
-    """Name the job of the current request, for the log and for the end of its client."""
+    """Register the job of the current request, for the log and for a client that disconnects."""
     _entry.get()["job"] = job
 
 
@@ -32,7 +32,7 @@ class Gate:
 
     Args:
         app: The application.
-        api_key: What requests must carry as a bearer token; ``None`` lets all pass.
+        api_key: Bearer token that requests must carry; ``None`` accepts all.
         most: How many requests may be computed or wait at once; ``None`` does not limit them.
         observe: Called with each job when its request ends.
     """
@@ -62,7 +62,7 @@ class Gate:
         self._is_closed = True
 
     def close(self) -> None:
-        """End all requests, and refuse new ones; may be called by a signal handler."""
+        """Cancel all requests and refuse new ones. A signal handler may call it."""
         self.refuse()
         for entry in self._entries:
             if (job := entry.get("job")) is not None:
@@ -116,7 +116,7 @@ class Gate:
             raise overloaded(f"the server has {self._most} requests already (--max-requests)")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Run the application until it has answered or the client is gone; returns whether that was first."""
+        """Run the application until it has answered or the client is gone. Return whether it answered first."""
         body = await _read(receive)
         if body is None:
             return True
@@ -156,7 +156,7 @@ class Gate:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """Return the body of a request; ``None`` if the client is gone."""
+    """Return the body of a request, or ``None`` if the client is gone."""
     parts: list[Any] = []
     size = 0
     while True:

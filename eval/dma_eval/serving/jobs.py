@@ -1,7 +1,7 @@
 """Generate answers: one after another with ``generate``, or together with continuous batching.
 
-A :class:`Job` is one answer. The event loop owns it; the thread that generates hands tokens over and looks whether the
-job is still wanted. An engine (:class:`Sequential`, :class:`Batched`) starts jobs and stops them.
+A :class:`Job` is one answer. The event loop owns it. The generation thread hands over tokens and checks whether the job
+was cancelled. An engine (:class:`Sequential`, :class:`Batched`) starts and stops jobs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from dma_hf.integrations.serving import response_events_to_chunks
 from .checks import ApiError, Request
 
 SHUTDOWN_SECONDS = 1.0
-WATCH_SECONDS = 0.5  # between two looks at whether the generation thread lives
-CPU_BATCH_TOKENS = 2048  # nothing interrupts a batch, and Transformers' 8,192 tokens take a CPU half a minute
+WATCH_SECONDS = 0.5  # between two checks of the generation thread
+CPU_BATCH_TOKENS = (
+    2048  # a batch cannot be interrupted, and 8,192 tokens, Transformers' default, take half a minute on a CPU
+)
 END = None  # the last item of a job's queue
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes a part of a character to
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoded form of an incomplete character
 
 
 class StopFilter:
-    """Cuts a text that comes in pieces at the first stop string; holds back what may be the beginning of one."""
+    """Cuts a streamed text at the first stop string, and holds back text that may be the beginning of one."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(stops)
@@ -53,13 +55,13 @@ class StopFilter:
         return held[:shown]
 
     def flush(self) -> str:
-        """Return what was held back: no more text comes."""
+        """Return the text that was held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
 
 class Job:
-    """One answer in the making. Its methods belong to the event loop, except where they say otherwise.
+    """One unfinished answer. Its methods run on the event loop unless they say otherwise.
 
     ``queue`` has the pieces of text, reasoning and tool calls for Transformers' handlers, then ``None``.
     """
@@ -83,16 +85,16 @@ class Job:
 
     @property
     def total_tokens(self) -> int:
-        """How many tokens were generated."""
+        """Number of generated tokens."""
         return len(self.ids)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether the answer is finished."""
         return self.finish_reason is not None or self.error is not None or self.is_cancelled.is_set()
 
     def feed(self, tokens: Iterable[int]) -> None:
-        """Take new tokens."""
+        """Add new tokens."""
         for token in tokens:
             if self.is_over:
                 return
@@ -107,7 +109,7 @@ class Job:
                 self._halt()
 
     def finish(self) -> None:
-        """Note that the model has said all it says."""
+        """Finish the answer: the model has generated its last token."""
         if not self.is_over:
             rest = self._stop.feed(self._decode(is_last=True))
             if rest := rest + self._stop.flush():
@@ -115,14 +117,14 @@ class Job:
             self._end("length" if len(self.ids) >= self._limit and not self._stop.is_found else "stop")
 
     def fail(self, error: ApiError) -> None:
-        """Note that the answer failed."""
+        """Finish the answer with an error."""
         if not self.is_over:
             self.error = error
             self.queue.put_nowait(END)
             self._halt()
 
     def cancel(self) -> None:
-        """Stop generating: nobody waits for the answer."""
+        """Cancel the answer: nobody waits for it."""
         if not self.is_over:
             self._halt()
 
@@ -151,11 +153,11 @@ class Job:
             self.queue.put_nowait(item)
 
     def _decode(self, is_last: bool = False) -> str:
-        """Return the text of the tokens that were not decoded yet, once it ends with a whole character.
+        """Return the text of the tokens that were not decoded yet, if it ends with a complete character.
 
-        The tokens before give the context that a tokenizer may decode them by.
+        Earlier tokens are decoded again, because a tokenizer may need them as context.
         """
-        skip = self._parser is None  # special tokens are what a parser looks for
+        skip = self._parser is None  # parsers look for special tokens
         before = self._tokenizer.decode(self.ids[self._shown : self._read], skip_special_tokens=skip)
         text = self._tokenizer.decode(self.ids[self._shown :], skip_special_tokens=skip)
         if len(text) <= len(before) or (text.endswith(UNFINISHED) and not is_last):
@@ -165,16 +167,16 @@ class Job:
 
 
 class Engine(Protocol):
-    """What generates the answers of a server."""
+    """The engine that generates the answers of a server."""
 
     def room(self) -> int | None:
-        """Tokens that one request may have, prompt and answer; ``None`` without a limit."""
+        """Maximum tokens of a request, prompt and answer together; ``None`` without a limit."""
 
     def start(self, job: Job, inputs: Any, config: GenerationConfig, body: Request) -> None:
         """Generate the answer of a job.
 
         Raises:
-            ApiError: The request asks for what this engine lacks.
+            ApiError: The engine does not support the request.
         """
 
     def is_alive(self) -> bool:
@@ -184,22 +186,22 @@ class Engine(Protocol):
         """Share of the paged cache that is in use; ``None`` without one."""
 
     def close(self) -> None:
-        """Stop; waits a moment for the generation thread."""
+        """Stop, and wait a moment for the generation thread."""
 
 
 class _Cancelled(Exception):
-    """Ends ``generate``: the job is no longer wanted."""
+    """Ends ``generate`` after the job was cancelled."""
 
 
 class _Streamer(BaseStreamer):  # type: ignore[misc]
-    """Hands tokens from ``generate`` to a job; lives on the generation thread."""
+    """Hands tokens from ``generate`` to a job, on the generation thread."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._has_prompt = False
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt, then each new token."""
+        """Receive the prompt, then each new token."""
         if self._job.is_cancelled.is_set():
             raise _Cancelled
         if self._has_prompt:
@@ -207,11 +209,11 @@ class _Streamer(BaseStreamer):  # type: ignore[misc]
         self._has_prompt = True
 
     def end(self) -> None:
-        """Do nothing: the future of the call tells the end."""
+        """Do nothing, because the future of the call reports the end."""
 
 
 class _Penalties(LogitsProcessor):  # type: ignore[misc]
-    """OpenAI's frequency and presence penalties, of the tokens generated so far."""
+    """OpenAI's frequency and presence penalties, for the tokens generated so far."""
 
     def __init__(self, prompt_tokens: int, frequency: float, presence: float) -> None:
         self._prompt_tokens, self._frequency, self._presence = prompt_tokens, frequency, presence
@@ -223,7 +225,7 @@ class _Penalties(LogitsProcessor):  # type: ignore[misc]
 
 
 class Sequential:
-    """``generate``, one request after another. A cancelled request ends within a layer of the model."""
+    """Runs ``generate`` for one request after another. A cancelled request ends within one layer of the model."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
@@ -241,8 +243,8 @@ class Sequential:
 
     def start(self, job: Job, inputs: Any, config: GenerationConfig, body: Request) -> None:
         future = job.loop.run_in_executor(self._thread, self._generate, job, inputs, config, body)
-        job.on_cancel = future.cancel  # one that waits never begins; one that runs is stopped by the flag
-        is_own = body.generation_config is not None  # of the client, who then may have asked for what cannot be
+        job.on_cancel = future.cancel  # a waiting call never begins, and the flag stops a running one
+        is_own = body.generation_config is not None  # given by the client, so it may be invalid
         future.add_done_callback(lambda done: self._settle(job, done, is_own))
 
     def is_alive(self) -> bool:
@@ -297,7 +299,7 @@ class Sequential:
 
 
 class _BreakTies(LogitsProcessor):  # type: ignore[misc]
-    """Raises the first of the largest logits by one rounding step: ``top_k=1`` then is the greedy choice."""
+    """Raises the first of the largest logits by one rounding step, so that ``top_k=1`` is the greedy choice."""
 
     supports_continuous_batching = True
 
@@ -312,7 +314,7 @@ CHOICES = {"do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "eos_
 
 
 class Batched:
-    """Continuous batching. Each request has its own temperature, ``top_p`` and ``top_k``; a temperature of 0 is greedy.
+    """Continuous batching. Each request has its own temperature (0 is greedy), ``top_p`` and ``top_k``.
 
     Raises:
         UserError: The generation thread does not start.
@@ -325,7 +327,7 @@ class Batched:
         if loaded.model.device.type == "cpu" and batches.max_batch_tokens is None:
             batches.max_batch_tokens = CPU_BATCH_TOKENS
         eos = loaded.model.generation_config.eos_token_id
-        # The values are those of no request: any but the neutral ones make the processors that requests set.
+        # Any values except the neutral ones create the processors. Requests then set their own values.
         config = GenerationConfig(do_sample=True, temperature=0.5, top_p=0.5, top_k=1, eos_token_id=eos)
         self._manager = loaded.model.init_continuous_batching(
             generation_config=config, continuous_batching_config=batches
@@ -420,7 +422,7 @@ class Batched:
         return "the generation thread has ended" if error is None else one_line(error)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Fail all jobs once the thread has died, which may not have told them."""
+        """Fail all jobs after the thread has died, because it may not have done so."""
         if not self.is_alive():
             for job in list(self._jobs.values()):
                 job.fail(ApiError(f"the generation thread ended: {self._reason()}", status=503))

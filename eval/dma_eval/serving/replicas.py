@@ -1,8 +1,8 @@
 """Several replicas of the server on Ray Serve: a gateway that takes requests, and replicas of the model.
 
 The gateway checks the API key, limits requests, and forwards each to a replica that Ray Serve's router chooses. A
-replica answers it with the application of :mod:`.app`, as one process does. If the replica dies, the gateway asks
-another one, or, once a part of the answer is sent, ends it with an error in OpenAI's format.
+replica answers it with the application of :mod:`.app`, like a single process. If the replica dies, the gateway tries
+another one. If a part of the answer was already sent, it ends the answer with an error in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Model:
 
 
 class Forward:
-    """An ASGI application that has each request answered by a replica."""
+    """An ASGI application that forwards each request to a replica."""
 
     def __init__(self, model: DeploymentHandle[Any], *, has_sessions: bool) -> None:
         self._model = model.options(stream=True, method_name="answer")
@@ -165,7 +165,7 @@ class Forward:
                 self._answers.discard(answer)
 
     def _explain(self, failure: BaseException) -> ApiError:
-        """Return what a client is told of a failure."""
+        """Return the answer to a client for a failure."""
         if self._is_closing:
             return closed()
         if isinstance(failure, BackPressureError):
@@ -185,10 +185,10 @@ def last_event(path: str, error: ApiError) -> bytes:
 
 
 def session_of(scope: Scope, body: bytes) -> str:
-    """Return what one replica's requests have in common, so that it can share the pages of their beginnings.
+    """Return the key of a request's conversation. One replica gets all its requests and can share their pages.
 
-    That is the header ``x-session-id``, or the field ``prompt_cache_key``, or else the beginning of the conversation
-    up to the first message of the user, which all its later requests repeat.
+    The key is the header ``x-session-id`` or the field ``prompt_cache_key``. Without them it is the conversation up to
+    the first user message, which all later requests repeat.
     """
     header = dict(scope["headers"]).get(b"x-session-id", b"").decode("latin-1")
     try:
@@ -207,7 +207,7 @@ def session_of(scope: Scope, body: bytes) -> str:
 
 
 class Gateway:
-    """What clients talk to: it admits requests and forwards them."""
+    """The entry point for clients. It admits requests and forwards them."""
 
     def __init__(self, model: DeploymentHandle[Any], settings: Settings, api_key: str | None) -> None:
         start_log(settings.log_level)
@@ -218,11 +218,11 @@ class Gateway:
         self._gate = Gate(application, api_key=api_key, most=most)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return what Ray Serve's proxies send requests to."""
+        """Return the application that Ray Serve's proxies call."""
         return self._gate
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, and end those that are not answered after some time."""
+        """Refuse new requests, and cancel those that are unfinished after some time."""
         self._gate.refuse()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -267,7 +267,7 @@ def build_application(arguments: dict[str, Any]) -> serve.Application:
 def make_application(settings: Settings, api_key: str | None) -> serve.Application:
     """Return the gateway and the replicas of the model.
 
-    Without an API key the gateway takes what :data:`KEY_VARIABLE` holds on its node.
+    Without an API key the gateway uses the value of :data:`KEY_VARIABLE` on its node.
     """
     options: dict[str, Any] = {"num_replicas": settings.replicas}
     if settings.max_replicas is not None:

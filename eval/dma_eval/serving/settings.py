@@ -1,4 +1,4 @@
-"""What a deployment on Ray Serve is made of: the ``args`` of its application in ``serve_config.yaml``."""
+"""Settings of a deployment on Ray Serve: the ``args`` of its application in ``serve_config.yaml``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADER = f"""\
 
 
 class Settings(BaseModel):
-    """A model, and how many replicas answer with it."""
+    """The model, the number of replicas, and their options."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -45,7 +45,7 @@ class Settings(BaseModel):
 
 
 def write_config(settings: Settings, path: Path, *, host: str, port: int) -> None:
-    """Write the file that ``serve run`` and ``serve deploy`` take."""
+    """Write the file for ``serve run`` and ``serve deploy``."""
     application = {
         "name": APPLICATION,
         "route_prefix": "/",
