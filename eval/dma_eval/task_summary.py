@@ -20,7 +20,8 @@ from .session import Session
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-COUNTS_AT_A_TIME = 2**22  # counts of samples drawn at a time: 32 MiB
+DRAWS_AT_A_TIME = 2**22  # sample indices drawn at a time: 32 MiB
+MAX_KINDS = 256  # distinct samples up to which counting them is faster than drawing them one by one
 
 Array = NDArray[np.float64]
 
@@ -257,11 +258,13 @@ def paired_interval(
     """
     rng = np.random.default_rng(seed)
     both = np.concatenate([reference, other], axis=1)
-    # Counting how often each distinct sample is drawn equals drawing samples, and is fast where answers are 0 or 1.
     kinds, counts = np.unique(both, axis=0, return_counts=True)
-    step = max(1, COUNTS_AT_A_TIME // len(kinds))
-    sizes = [min(step, resamples - begin) for begin in range(0, resamples, step)]
-    sums = np.concatenate([rng.multinomial(len(both), counts / len(both), size=size) @ kinds for size in sizes])
+    if len(kinds) <= MAX_KINDS:  # as right-or-wrong answers: count how often each kind of sample is drawn
+        sums = rng.multinomial(len(both), counts / len(both), size=resamples) @ kinds
+    else:
+        step = max(1, DRAWS_AT_A_TIME // len(both))
+        sizes = [min(step, resamples - begin) for begin in range(0, resamples, step)]
+        sums = np.concatenate([both[rng.integers(len(both), size=(n, len(both)))].sum(1) for n in sizes])
     of = STATISTICS[name]
     differences = of(sums[:, 2] / sums[:, 3]) - of(sums[:, 0] / sums[:, 1])
     tail = 50 * (1 - CONFIDENCE)

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from dma_eval import task_summary
 from dma_eval.task_summary import mcnemar, paired_interval, statistic
 
 
@@ -82,6 +83,14 @@ class TestPairedInterval:
         assert 0 < low < 0.01 < high
         shuffled_low, shuffled_high = paired_interval("mean", reference, rng.permutation(other))
         assert shuffled_high - shuffled_low > 20 * (high - low)
+
+    def test_both_ways_of_drawing_agree(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rng = np.random.default_rng(1)
+        reference = samples(*rng.integers(0, 2, 300))
+        other = samples(*np.where(rng.random(300) < 0.1, 1 - reference[:, 0], reference[:, 0]))
+        counted = paired_interval("mean", reference, other)
+        monkeypatch.setattr(task_summary, "MAX_KINDS", 0)
+        assert paired_interval("mean", reference, other) == pytest.approx(counted, abs=0.004)
 
     def test_seed(self) -> None:
         rng = np.random.default_rng(2)
