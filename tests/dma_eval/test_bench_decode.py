@@ -15,7 +15,7 @@ from dma_eval.bench import decode
 from dma_eval.bench.decode import filled_storage, measure_shape, parse_implementations, prepare
 from dma_eval.bench.results import DecodeReport, DecodeResult, DecodeShape
 from dma_eval.bench.shapes import decode_shapes
-from dma_eval.commands.bench import DECODE_HEADS, HEAD_DIMS, SIZES
+from dma_eval.commands.bench_options import DECODE_HEADS, HEAD_DIMS, SIZES
 from dma_eval.errors import UserError
 from transformers import QuantizedCache
 

@@ -19,7 +19,7 @@ from dma_eval.bench.results import PrefillReport, PrefillResult, PrefillShape
 from dma_eval.bench.shapes import prefill_shapes
 from dma_eval.bench.shown import failures, plot_prefill, prefill_tables
 from dma_eval.bench.timing import Timing
-from dma_eval.commands.bench import HEAD_DIMS, LENGTHS, MASKS, PREFILL_HEADS
+from dma_eval.commands.bench_options import HEAD_DIMS, LENGTHS, MASKS, PREFILL_HEADS
 from PIL import Image
 from torch.nn import functional as F
 

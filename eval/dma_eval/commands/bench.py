@@ -9,13 +9,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dma_eval import console
 from dma_eval.bench.results import (
@@ -34,9 +31,16 @@ from dma_eval.bench.results import (
     UrlReport,
     UrlResult,
 )
-from dma_eval.bench.shapes import DOCUMENTS, decode_shapes, parse_shape, prefill_shapes
-from dma_eval.command import option
 from dma_eval.commands import options
+from dma_eval.commands.bench_options import (
+    CPU_REQUESTS,
+    REQUESTS,
+    BenchOptions,
+    DecodeOptions,
+    GenerateOptions,
+    PrefillOptions,
+    ServeOptions,
+)
 from dma_eval.errors import UserError
 from dma_eval.files import write_json
 from dma_eval.names import check_names
@@ -49,134 +53,6 @@ if TYPE_CHECKING:
     from dma_eval.pages import Table
 
 Result = TypeVar("Result", bound=SpeedResult)
-HEAD_DIMS = [128, 64]
-LENGTHS, CPU_LENGTHS = [1024 << i for i in range(8)], [256, 1024]
-MASKS = ["causal", "full"]
-PREFILL_HEADS = ["32/8", "32/32"]
-SIZES, CPU_SIZES = ["1x4096", "1x32768", "1x131072", "8x4096", "8x32768", "64x4096"], ["1x300"]
-DECODE_HEADS = ["32/8", "32/32", "9/3"]
-CONTEXTS, CPU_CONTEXTS = [8192, 32768, 65536, 131072], [256, 512]
-MIN_NEW_TOKENS = 8
-REQUESTS, CPU_REQUESTS = ["32x2048+64", "8x16384+32"], ["8x64-512+16-32"]
-SERVED = ["sdpa", "dma_mxfp", "dma_mxfp+int8", "dma_mxfp+int4"]
-DEFAULT_MODEL, CPU_MODEL = "llama-3.1-8b", "tiny"
-
-shape_option, inputs_option = (partial(option, panel=name) for name in ("Shapes", "Inputs of a model, not random ones"))
-url_option = partial(option, panel="A server, measured from outside")
-heads_option = partial(shape_option, metavar="QUERY/KV...", help="Query and kv heads.")
-head_dim_option = partial(shape_option, metavar="DIM...", min=1, help="Head dimensions.")
-seconds_option = partial(option, min=0, help="About how long one shape is measured, without compilation.")
-
-
-class Mask(StrEnum):
-    """Masks of random inputs."""
-
-    CAUSAL = "causal"
-    FULL = "full"
-    DOCUMENTS = "documents"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchOptions(options.RunOptions):
-    """Options of every benchmark."""
-
-    dtype: Literal["bfloat16", "float16", "float32"] = option(
-        "bfloat16", "--dtype", help="Data type of what is not quantized; float32 is for generate and serve."
-    )
-    json: Path | None = options.json_option()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelChoice(BenchOptions):
-    """A model with random weights, or a real one."""
-
-    shape: str | None = option(
-        None,
-        "--shape",
-        shown=f"{DEFAULT_MODEL}; on a CPU {CPU_MODEL}",
-        help="Model with random weights: llama-3.1-8b, llama-3.2-1b or tiny.",
-    )
-    model: str | None = option(
-        None,
-        "--model",
-        "-m",
-        metavar=options.MODEL["metavar"],
-        help="Hub name, local folder, or GGUF file; instead of --shape.",
-    )
-    plot: Path | None = options.plot_option()
-
-    def name_on(self, device: torch.device) -> str:
-        """The model's name, or that of the default shape for a device."""
-        return self.model or self.shape or (DEFAULT_MODEL if device.type == "cuda" else CPU_MODEL)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillOptions(BenchOptions):
-    """The shapes and the implementations to time."""
-
-    attn: list[str] = option(
-        [],
-        "--attn",
-        "-a",
-        metavar="IMPLEMENTATION...",
-        shown="all that need no other package, with every preset",
-        help="What to compare; the first is the reference. PyTorch: sdpa (its own choice), sdpa:flash, sdpa:cudnn, "
-        "flex (FlexAttention). This package: dma_mxfp:PRESET, dma_mxfp:FILE.toml. Other packages: fa3, fa3:fp8 "
-        "(fa3-fwd); fa4 (flash-attn-4); cudnn:fp8 (nvidia-cudnn-frontend); flashinfer, flashinfer:t5 to t8, "
-        "which skip tiles (flashinfer-python); sage (sageattention). Quantization is counted, except in "
-        "fa3:fp8:prequantized and cudnn:fp8:prequantized.",
-    )
-    length: list[int] = shape_option(
-        [], "--length", metavar="TOKENS...", min=1, shown="1024 to 131072; on a CPU 256 1024", help="Tokens."
-    )
-    head_dim: list[int] = head_dim_option(
-        [], "--head-dim", shown=f"{' '.join(map(str, HEAD_DIMS))}; with --inputs the model's own"
-    )
-    heads: list[str] = heads_option([], "--heads", shown=" ".join(PREFILL_HEADS))
-    mask: list[Mask] = shape_option(
-        [],
-        "--mask",
-        metavar="causal|full|documents...",
-        shown=" ".join(MASKS),
-        help=f"Masks; documents: {DOCUMENTS} packed ones, causal.",
-    )
-    every_combination: bool = shape_option(
-        False,
-        "--every-combination",
-        help="Measure all combinations. By default a shape differs from the first values in one option and its length.",
-    )
-    batch: int = option(1, "--batch", min=1, help="Sequences.")
-    shape: list[str] = shape_option(
-        [],
-        "--shape",
-        metavar="SHAPE...",
-        help="Single shapes instead of all options above: BATCHxTOKENS:QUERY/KV:HEAD_DIM[:full|:documents], for "
-        "instance 8x4096:32/8:128 or 1x16384:32/8:128:full.",
-    )
-    inputs: str | None = inputs_option(
-        None,
-        "--inputs",
-        metavar=options.MODEL["metavar"],
-        help="Time the queries, keys and values that this model computes from --data.",
-    )
-    data: str | None = inputs_option(
-        None,
-        "--data",
-        "-d",
-        metavar="FILE|DATASET",
-        help="Text file or Hub dataset. Each sequence is another window of it.",
-    )
-    layers: int | None = inputs_option(
-        None,
-        "--layers",
-        min=1,
-        shown="all with full attention",
-        help="Time this many of the model's layers, evenly spaced.",
-    )
-    yarn: float | None = options.yarn_option()
-    seconds: float = seconds_option(1.5, "--seconds")
-    markdown: Path | None = options.markdown_option()
-    plot: Path | None = options.plot_option()
 
 
 def time_prefill(args: PrefillOptions) -> int:
@@ -217,14 +93,7 @@ def time_prefill(args: PrefillOptions) -> int:
         )
         found = (prefill.measure_layers(s, inputs, backends, seconds=args.seconds) for s, inputs in captured)
     else:
-        shapes = [parse_shape(value) for value in args.shape] or prefill_shapes(
-            args.length or (LENGTHS if device.type == "cuda" else CPU_LENGTHS),
-            args.head_dim or HEAD_DIMS,
-            args.heads or PREFILL_HEADS,
-            args.mask or MASKS,
-            args.batch,
-            every_combination=args.every_combination,
-        )
+        shapes = args.shapes_on(device)
         found = (prefill.measure_shape(s, backends, device, dtype, seconds=args.seconds) for s in shapes)
     recorder = _Recorder[PrefillResult](args, PrefillReport, facts)
     results = recorder.gather(chain.from_iterable(found))
@@ -277,33 +146,6 @@ def _load_reader(args: PrefillOptions | GenerateOptions, name: str) -> tuple[Loa
         return loaded, tokenize(loaded.tokenizer, text.content)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeOptions(BenchOptions):
-    """The steps and the caches to time."""
-
-    cache: list[str] = option(
-        [],
-        "--cache",
-        "-c",
-        metavar="CACHE...",
-        shown="sdpa sdpa:flash sdpa:dynamic sdpa+quanto4 dma_mxfp:balanced+int8 dma_mxfp:balanced+int4",
-        help="What to compare; the first is the reference. PyTorch on preallocated keys and values: sdpa (its own "
-        "choice), sdpa:flash. After the concatenation of a DynamicCache: sdpa:dynamic. After a QuantizedCache: "
-        "sdpa+quanto4, sdpa+hqq8 and others. FlashAttention-3 (the package fa3-fwd): fa3, fa3:fp8. This "
-        "package: dma_mxfp:PRESET+CACHE, dma_mxfp:FILE.toml+CACHE.",
-    )
-    size: list[str] = shape_option(
-        [],
-        "--size",
-        metavar="BATCHxKEYS...",
-        shown=f"{' '.join(SIZES)}; on a CPU {' '.join(CPU_SIZES)}",
-        help="Sequences and keys of each.",
-    )
-    heads: list[str] = heads_option(DECODE_HEADS, "--heads")
-    head_dim: list[int] = head_dim_option(HEAD_DIMS, "--head-dim")
-    seconds: float = seconds_option(0.5, "--seconds")
-
-
 def time_decode(args: DecodeOptions) -> int:
     """Time one step of decoding: SDPA on 16-bit caches and dma_mxfp on packed ones.
 
@@ -326,56 +168,11 @@ def time_decode(args: DecodeOptions) -> int:
 
     backends = decode.parse_implementations(args.cache or decode.default_names())
     device, dtype, facts = _look(args)
-    shapes = decode_shapes(args.size or (SIZES if device.type == "cuda" else CPU_SIZES), args.heads, args.head_dim)
+    shapes = args.shapes_on(device)
     recorder = _Recorder[DecodeResult](args, DecodeReport, facts)
     found = (decode.measure_shape(shape, backends, device, dtype, seconds=args.seconds) for shape in shapes)
     results = recorder.gather(chain.from_iterable(found))
     return recorder.finish(decode_tables(results), lambda r: r.shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateOptions(ModelChoice):
-    """The model, the contexts and the caches."""
-
-    data: str | None = option(
-        None,
-        "--data",
-        "-d",
-        metavar="FILE|DATASET",
-        help="Text file or Hub dataset for the prompts of --model.",
-    )
-    yarn: float | None = options.yarn_option()
-    context: list[int] = option(
-        [],
-        "--context",
-        metavar="TOKENS...",
-        min=1,
-        shown="8192 to 131072; on a CPU 256 and 512",
-        help="Tokens of the prompt.",
-    )
-    runs: list[str] = option(
-        [],
-        "--run",
-        "-r",
-        metavar="ATTENTION+CACHE...",
-        shown="sdpa with dynamic and static, dma_mxfp with every cache of DMACache",
-        help="What to compare; the first is the reference. Caches: dynamic and static (Transformers' own); int8, int4, "
-        "int8-static, int4-static (DMACache). On a GPU, generate compiles the steps of a static cache.",
-    )
-    batch: int = option(1, "--batch", min=1, help="Sequences.")
-    new_tokens: int = option(48, "--new-tokens", min=MIN_NEW_TOKENS, help="Tokens to generate in each sequence.")
-    weights: Literal["fp8"] | None = option(
-        None,
-        "--weights",
-        shown="as --dtype says",
-        help="Quantize the weights of linear layers after loading: fp8 (torchao, a scale per row and per token).",
-    )
-    steps_only: bool = option(
-        False,
-        "--steps-only",
-        help="Fill the caches with random keys instead of computing prompts, and time the steps alone.",
-    )
-    longest: bool = option(False, "--longest", help="Also find the longest context that fits; needs a GPU.")
 
 
 def time_generate(args: GenerateOptions) -> int:
@@ -406,7 +203,7 @@ def time_generate(args: GenerateOptions) -> int:
     device, dtype, facts = _look(args)
     if args.longest and device.type != "cuda":
         raise UserError("--longest needs a CUDA device, because a CPU has no clear limit of memory")
-    contexts = list(dict.fromkeys(args.context or (CONTEXTS if device.type == "cuda" else CPU_CONTEXTS)))
+    contexts = args.contexts_on(device)
     name, text = args.name_on(device), None
     if args.model is None:
         with console.working(f"Making {name}"):
@@ -447,66 +244,6 @@ def time_generate(args: GenerateOptions) -> int:
     if args.plot is not None:
         plot_generate(results, title, args.plot)
     return recorder.finish(generate_tables(results, longest, title), lambda r: f"{r.context:,} tokens")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions(ModelChoice):
-    """The model, the requests and the backends."""
-
-    layers: int | None = option(
-        None, "--layers", min=1, shown="as many as the model of its name has", help="Layers of --shape."
-    )
-    requests: list[str] = option(
-        [],
-        "--requests",
-        metavar="COUNTxPROMPT+NEW...",
-        shown=f"{' '.join(REQUESTS)}; on a CPU {' '.join(CPU_REQUESTS)}",
-        help="Requests that arrive at the same time: number, tokens of a prompt, tokens to generate. A length may be a "
-        "range such as 64-512, from which each request draws its own.",
-    )
-    attn: list[str] = option(
-        SERVED,
-        "--attn",
-        "-a",
-        metavar="BACKEND...",
-        help="Backends to compare; the first is the reference. sdpa, eager, dma_mxfp, dma_mxfp:PRESET and "
-        "dma_mxfp:FILE.toml use 16-bit pages; add +int8 or +int4 for packed pages. vllm and vllm:fp8 (FP8 cache) need "
-        "the package vllm, and run the same shape with random weights.",
-    )
-    cache_gib: float | None = option(
-        None,
-        "--cache-gib",
-        min=0,
-        shown="most of the free memory; on a CPU what all requests need",
-        help="Memory for the paged cache, in GiB, the same for all.",
-    )
-    url: str | None = url_option(
-        None,
-        "--url",
-        help="Address of a server with OpenAI's interface, with /v1. It is measured instead of --attn. --model is the "
-        "model's name there, by default its only one; OPENAI_API_KEY is the key.",
-    )
-    rate: list[float] = url_option(
-        [],
-        "--rate",
-        metavar="RATE...",
-        min=0.001,
-        shown="all at once",
-        help="Requests per second, on average, at random times.",
-    )
-    tokenizer: str | None = url_option(
-        None,
-        "--tokenizer",
-        metavar="NAME|FOLDER",
-        shown="the model's name",
-        help="Tokenizer to make prompts with: Hub name or local folder.",
-    )
-    extra_body: str = url_option(
-        '{"ignore_eos": true}',
-        "--extra-body",
-        metavar="JSON",
-        help="Further fields of every request; {} for servers without ignore_eos, where answers may end early.",
-    )
 
 
 def time_serve(args: ServeOptions) -> int:
