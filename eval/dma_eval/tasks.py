@@ -36,6 +36,8 @@ FOLDER = "samples"
 """Subfolder of a run's folder with the records: a folder for each backend, with a file for each name."""
 SHOWN_NAMES = 12
 YAML_SUFFIXES = (".yaml", ".yml")
+FIELDS = ("task", "dataset_path", "doc_to_text", "doc_to_target", "output_type")
+"""Fields that the YAML file of a task needs, unless it includes another file."""
 UNUSABLE = (
     *(OSError, ValueError, LookupError, RuntimeError, TypeError, ImportError, AttributeError, AssertionError),
     *(ZeroDivisionError, DatasetsError, TemplateError),
@@ -52,9 +54,14 @@ class TaskNames:
 
     def definition(self, name: str) -> str | None:
         """Return the hash of the YAML file of a task; ``None`` if lm-eval knows no file."""
+        file = self.file(name)
+        return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
+
+    def file(self, name: str) -> Path | None:
+        """Return the YAML file of a task; ``None`` if lm-eval knows no file."""
         entry = self.manager.task_index.get(name)
         file = name if entry is None else entry.yaml_path
-        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        return None if file is None else Path(file)
 
 
 def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> TaskNames:
@@ -79,7 +86,9 @@ def find_tasks(names: Sequence[str], include_paths: Sequence[Path] = ()) -> Task
     unknown = [name for name in asked if name not in files and name not in manager.task_index]
     if unknown:
         for file in (each for path in include_paths for each in sorted(path.rglob("*.y*ml"))):
-            _check_yaml(file)  # lm-eval ignores a file that is not YAML
+            _check_yaml(file)  # lm-eval ignores a file that is not YAML, or that lacks a field
+            if file.stem == unknown[0] and (lacking := _missing_fields(file)):
+                raise UserError(f"--tasks: {file} lacks {', '.join(lacking)}")
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, SHOWN_NAMES, cutoff=0.5)
         hints = [f"did you mean: {', '.join(near)}?"] if near else []
         if include_paths:
@@ -100,6 +109,17 @@ def _check_yaml(file: Path) -> None:
         raise UserError(f"--tasks: {file} is not YAML: {place}{error.problem}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"--tasks: cannot read {file}: {one_line(error)}") from error
+
+
+def _missing_fields(file: Path | None) -> list[str]:
+    """Return the fields that a task lacks; none for a group, or a file that includes another one."""
+    if file is None or not file.is_file():
+        return []
+    node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)  # does not resolve tags
+    found = {key.value for key, _ in node.value} if isinstance(node, yaml.MappingNode) else set()
+    if found & {"include", "group", "class", "custom_dataset"}:
+        return []
+    return [name for name in FIELDS if name not in found]
 
 
 def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSection:
@@ -126,7 +146,7 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
             answers[unit] = piece.content
     # Load all data before all evaluations, so that missing data are an error now and not hours later.
     missing = [name for name in tasks.names if any((backend.label, name) not in answers for backend in backends)]
-    units = {name: _load(tasks.manager, name, part) for name in missing}
+    units = {name: _load(tasks, name, part) for name in missing}
     owner: dict[str, str] = {}
     for name, task in ((name, task) for name, unit in units.items() for task in unit["tasks"]):
         if owner.setdefault(task, name) != name:
@@ -150,24 +170,25 @@ def measure_tasks(session: Session, tasks: TaskNames, part: TasksPart) -> TaskSe
         except BackendFailure as error:
             answers[unit] = str(error)
         except UNUSABLE as error:  # of the task: the errors of a backend are failures
-            raise UserError(f"--tasks: cannot evaluate {name!r}: {_why(error)}") from error
+            raise UserError(f"--tasks: cannot evaluate {name!r}: {_why(tasks, name, error)}") from error
         if partial is not None:
             partial.unlink(missing_ok=True)
     return summarize_tasks(session, tasks.names, answers, part)
 
 
-def _why(error: BaseException) -> str:
-    return f"it lacks {error}" if isinstance(error, KeyError) else one_line(error)
+def _why(tasks: TaskNames, name: str, error: BaseException) -> str:
+    lacking = _missing_fields(tasks.file(name))
+    return f"its file lacks {', '.join(lacking)}" if lacking else one_line(error)
 
 
-def _load(manager: TaskManager, name: str, part: TasksPart) -> Mapping[str, Any]:
+def _load(tasks: TaskNames, name: str, part: TasksPart) -> Mapping[str, Any]:
     """Load a task or group with its data. The few-shot setting is overridden as in lm-eval's own command line."""
     try:
-        loaded: Mapping[str, Any] = manager.load([name])
+        loaded: Mapping[str, Any] = tasks.manager.load([name])
     except StopIteration as error:  # from inside `datasets`: a file without a row
         raise UserError(f"--tasks: cannot load {name!r}: its data have no rows") from error
     except UNUSABLE as error:
-        raise UserError(f"--tasks: cannot load {name!r}: {_why(error)}") from error
+        raise UserError(f"--tasks: cannot load {name!r}: {_why(tasks, name, error)}") from error
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
         if part.num_fewshot is not None and own != 0:  # a task with 0 examples keeps 0

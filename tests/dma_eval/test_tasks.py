@@ -341,7 +341,7 @@ class TestNames:
         assert result.exit_code == 2, result.output
         (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
         assert line.startswith("Error: --tasks: ")
-        assert "mine" in line
+        assert f"lacks {field}" in line
         assert "Traceback" not in result.stderr
 
     @pytest.mark.parametrize("name", ["broken", "BROKEN.yaml"])
