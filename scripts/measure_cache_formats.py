@@ -10,9 +10,10 @@ factors of ``equalize``, taken from the first tile of the prompt alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from dma_eval.stress import TWINS, stressed
 from dma_kernels import Recipe
 from dma_kernels.cache.formats import CacheFormat, quantize_keys, quantize_values
@@ -21,7 +22,7 @@ from dma_kernels.numerics.geometry import AttentionGeometry
 from dma_kernels.numerics.transforms import hadamard_rotate
 from dma_kernels.reference.attention import attend_prepared
 from dma_kernels.reference.operands import PreparedOperands
-from study import Study, Writer, make_parser
+from study import Data, Device, Model, Out, Study, Writer
 from torch import Tensor
 
 BAND = Recipe(low="mxint8", high="bf16", smooth_k=False, rotate=False, pv="bf16")
@@ -166,14 +167,17 @@ def mixed(form: Variant, worst: list[int]) -> list[Variant]:
     return [Variant(f"{form.name}; {name} in int8", form.keys, form.values, layers) for name, layers in chosen.items()]
 
 
-def main() -> None:
-    """Measure, and write a result for each twin and format."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--context", type=int, default=4096, help="tokens of a window, a multiple of 128")
-    parser.add_argument("--windows", type=int, default=2)
-    options = parser.parse_args()
-    measure(Study(options, options.context, options.windows), Writer(options))
+def main(
+    model: Model,
+    data: Data,
+    out: Out,
+    device: Device = "auto",
+    context: Annotated[int, typer.Option(help="Tokens of a window, a multiple of 128.")] = 4096,
+    windows: Annotated[int, typer.Option(help="Windows to read.")] = 2,
+) -> None:
+    """Measure what formats cost a cache in quality, and write a result for each twin and format."""
+    measure(Study(model, data, device, context, windows), Writer(out, model, data))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+import typer
 from dma_eval.stress import TWINS, Twin, stressed
 from dma_kernels import Recipe
 from dma_kernels.numerics.formats import P_SCALE, TILE
@@ -24,7 +25,7 @@ from dma_kernels.numerics.quantize import to_e4m3
 from dma_kernels.reference.attention import EXACT
 from dma_kernels.reference.operands import prepare_operands
 from dma_kernels.reference.skipping import is_high_tile
-from study import Study, Writer, make_parser
+from study import Data, Device, Model, Out, Study, Writer
 from torch import Tensor
 
 from dma_hf import PRESETS
@@ -256,21 +257,24 @@ class Skipping(Study):
         return result
 
 
-def main() -> None:
-    """Measure every length, and write what was found after each run."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(WINDOWS))
-    parser.add_argument("--windows", type=int, help=f"windows of each length (default: {WINDOWS}, else 1)")
-    parser.add_argument("--elements", type=int, default=1 << 27, help="scores computed at once")
-    parser.add_argument("--quick", action="store_true", help="measure a selection, for a CPU")
-    options = parser.parse_args()
-    writer = Writer(options)
-    for length in options.lengths:
-        study = Skipping(options, length, options.windows or WINDOWS.get(length, 1))
-        for twin, preset, rule in plan(length, quick=options.quick):
-            writer.add(study.run(twin, preset, rule, options.elements))
+def main(
+    model: Model,
+    data: Data,
+    out: Out,
+    device: Device = "auto",
+    lengths: Annotated[list[int], typer.Option(help="Tokens of a window; repeat the option for more.")] = list(WINDOWS),  # noqa: B006
+    windows: Annotated[int | None, typer.Option(help=f"Windows of each length; by default {WINDOWS}, else 1.")] = None,
+    elements: Annotated[int, typer.Option(help="Scores computed at once.")] = 1 << 27,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure a selection, for a CPU.")] = False,
+) -> None:
+    """Measure what tile skipping costs in quality, and write a result for each twin, preset and rule."""
+    writer = Writer(out, model, data)
+    for length in lengths:
+        study = Skipping(model, data, device, length, windows or WINDOWS.get(length, 1))
+        for twin, preset, rule in plan(length, quick=quick):
+            writer.add(study.run(twin, preset, rule, elements))
         del study
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shlex
@@ -10,10 +9,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 from dma_eval.data import Window, load_text, tokenize
 from dma_eval.models import load_model
 from dma_eval.perplexity import score
@@ -23,15 +23,19 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 NAME = "measured_attention"
+Model = Annotated[str, typer.Option(help="Folder, GGUF file or Hub name.")]
+Data = Annotated[str, typer.Option(help="The text, as for dma-hf ppl.")]
+Out = Annotated[Path, typer.Option(help="JSON file of the results.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 
 
 class Study:
     """A model and windows of a text of one length."""
 
-    def __init__(self, options: argparse.Namespace, length: int, windows: int) -> None:
+    def __init__(self, model: str, data: str, device: str, length: int, windows: int) -> None:
         yarn = 4 if length > 8192 else None
-        loaded = load_model(options.model, dtype="float32", device=options.device, yarn=yarn)
-        tokens = tokenize(loaded.tokenizer, load_text(options.data).content[: 8 * length * windows])
+        loaded = load_model(model, dtype="float32", device=device, yarn=yarn)
+        tokens = tokenize(loaded.tokenizer, load_text(data).content[: 8 * length * windows])
         assert len(tokens) >= length * windows, f"the text has {len(tokens)} tokens, {windows} x {length} are needed"
         self.model: PreTrainedModel = loaded.model
         self.windows = tokens[: length * windows].view(windows, length).to(self.model.device)
@@ -66,11 +70,10 @@ class Study:
 class Writer:
     """A JSON file of results, written after each one."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        facts = here_and_now()
-        self._path: Path = options.out
+    def __init__(self, out: Path, model: str, data: str) -> None:
+        self._path, facts = out, here_and_now()
         self._report = {"command": command(), **facts, "environment": asdict(facts["environment"])}
-        self._report |= {name: Path(getattr(options, name)).name for name in ("model", "data") if name in options}
+        self._report |= {"model": Path(model).name, "data": Path(data).name}
         self._results: list[dict[str, Any]] = []
 
     def add(self, result: dict[str, Any]) -> None:
@@ -87,13 +90,3 @@ def command() -> str:
     program, *arguments = sys.argv
     names = (Path(each).name if "/" in each else each for each in arguments)
     return shlex.join(["python", f"scripts/{Path(program).name}", *names])
-
-
-def make_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that the studies share."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder, GGUF file or Hub name")
-    parser.add_argument("--data", required=True, help="the text, as for dma-hf ppl")
-    parser.add_argument("--out", required=True, type=Path, help="JSON file of the results")
-    parser.add_argument("--device", default="auto")
-    return parser

@@ -5,15 +5,16 @@ Usage: python scripts/support_table.py [--jobs 2] [--out docs/support.md]
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import transformers
+import typer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support")]
@@ -23,20 +24,19 @@ from hf_outcomes import Record, examine  # noqa: E402
 from hf_page import page  # noqa: E402
 
 
-def main() -> None:
+def main(
+    jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
+    out: Annotated[Path, typer.Option(help="The page to write.")] = ROOT / "docs" / "support.md",
+) -> None:
     """Examine every architecture and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "support.md")
-    arguments = parser.parse_args()
-    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         records = list(pool.map(_examine, architectures(), chunksize=4))
     failures = [record for record in records if record.failures]
     for record in failures:
         print(record.architecture.model_type, record.failures, file=sys.stderr)
     if failures:
-        raise SystemExit(f"{len(failures)} architectures compute something else; {arguments.out} was not written")
-    arguments.out.write_text(page(records, transformers.__version__), encoding="utf-8")
+        raise SystemExit(f"{len(failures)} architectures compute something else; {out} was not written")
+    out.write_text(page(records, transformers.__version__), encoding="utf-8")
 
 
 def _examine(architecture: Architecture) -> Record:
@@ -47,4 +47,4 @@ def _examine(architecture: Architecture) -> Record:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

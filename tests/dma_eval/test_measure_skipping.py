@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from dma_kernels import attention
 from dma_kernels.testing import random_qkv
 from script_files import load_script
@@ -62,7 +63,8 @@ def run(monkeypatch: Any, model_folder: Path, text_file: Path, tmp_path: Path) -
     def run(script: Any, name: str, *arguments: Any) -> dict[str, Any]:
         files = ["--model", model_folder, "--data", text_file, "--out", tmp_path / "r.json", "--device", "cpu"]
         monkeypatch.setattr("sys.argv", [f"x/{name}.py", *map(str, [*files, *arguments])])
-        script.main()
+        with pytest.raises(SystemExit, match=r"^0$"):
+            typer.run(script.main)
         report = json.loads((tmp_path / "r.json").read_text())
         assert report["command"].startswith(f"python scripts/{name}.py --model {model_folder.name} --data ")
         assert report["environment"]["packages"]["torch"] == torch.__version__
