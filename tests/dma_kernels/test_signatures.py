@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import dma_kernels
 import pytest
+from dma_kernels.prefill import constants
 
 
 def kernels() -> Iterator[Any]:
@@ -23,3 +27,15 @@ def kernels() -> Iterator[Any]:
 @pytest.mark.parametrize("kernel", kernels())
 def test_a_kernel_has_fewer_than_40_parameters(kernel: Any) -> None:
     assert kernel.__code__.co_argcount < 40
+
+
+def test_strings_of_constants_are_named_before_they_are_passed_on() -> None:
+    """Triton 3.6 takes no string attribute of a constexpr as an argument of a function."""
+    kinds = filter(dataclasses.is_dataclass, vars(constants).values())
+    strings = {field.name for kind in kinds for field in dataclasses.fields(kind) if field.type == "str"}
+    assert "low_form" in strings
+    for path in Path(dma_kernels.__path__[0]).rglob("*.py"):
+        calls = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+        for argument in (argument for call in calls for argument in call.args):
+            is_constant = isinstance(argument, ast.Attribute) and ast.unparse(argument.value) == "CONFIG"
+            assert not (is_constant and argument.attr in strings), f"{path}:{argument.lineno}: {ast.unparse(argument)}"
