@@ -119,10 +119,8 @@ def _produce(params):
         full = pipe.full.index(stage.index)
         pipe.acquire(stage.index)
         mbarrier.expect(full, _BLOCK * (D + DV) * 2)
-        k = block_view(pipe.k_smem.index(stage.index), source.k_desc)
-        source.issue_block_k(i_block, full, k)
-        v = block_view(pipe.v_smem.index(stage.index), source.v_desc)
-        source.issue_block_v(i_block, full, v)
+        source.issue_block_k(i_block, full, block_view(pipe.k_smem.index(stage.index), source.k_desc))
+        source.issue_block_v(i_block, full, block_view(pipe.v_smem.index(stage.index), source.v_desc))
         stage = stage.next(STAGES)
     if IS_LOW_16BIT:
         # There is no room for both: the low queries take the place of the high ones.
