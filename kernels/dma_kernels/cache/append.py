@@ -16,7 +16,7 @@ from torch import Tensor
 from ..device.arithmetic import hadamard
 from ..numerics.formats import TILE
 from ..numerics.layout import layout_of
-from ..runtime.launch import Launcher
+from ..runtime.launch import launch_kernel
 from ..runtime.plan import LaunchPlan, make_plan
 from .kernel_args import CacheInputs, CacheSizes, PageConfig, Strided
 from .page_kernel import page_block, quantize_key_tile, quantize_value_tile, unquantized_row
@@ -149,9 +149,10 @@ def _plan_append(format: str, layouts: tuple[Any, ...]) -> LaunchPlan:
     def launch(key: Any, value: Any, *cache: Any) -> tuple[()]:
         for store, quantize in passes:
             constants = {"CONFIG": PageConfig.of(layout, kv_heads), "STORE": store, "QUANTIZE": quantize}
-            Launcher(append_kernel, constants, num_warps=append_warps(layout), maxnreg=MAX_REGISTERS)(
-                (batch * kv_heads, max_tiles, 2),
+            launch_kernel(
+                append_kernel, constants, (batch * kv_heads, max_tiles, 2),
                 Strided.of(key), Strided.of(value), CacheInputs(*cache).tensors, new_len, *sizes,
+                num_warps=append_warps(layout), maxnreg=MAX_REGISTERS,
             )  # fmt: skip
         return ()
 

@@ -18,7 +18,7 @@ from ..numerics.geometry import LOG2_E
 from ..numerics.layout import TensorLayout, layout_of
 from ..prefill.launches import new_results
 from ..runtime import chip
-from ..runtime.launch import Launcher
+from ..runtime.launch import launch_kernel
 from ..runtime.plan import LaunchPlan, make_plan
 from ..runtime.reports import report
 from .append import append_tokens
@@ -159,10 +159,11 @@ def plan_decode(
             lse=query.new_empty((split_rows,), dtype=torch.float32),
         )
         new_key, new_value = Strided.of(key), Strided.of(value)
-        Launcher(decode_kernel, {"CONFIG": config}, num_warps=config.W)(
-            (tiling.ctas, 1, 1),
+        launch_kernel(
+            decode_kernel, {"CONFIG": config}, (tiling.ctas, 1, 1),
             Strided.of(query), new_key, new_value, inputs.tensors, splits,
             (softcap or 0.0) * LOG2_E, scale * LOG2_E, batch, q_len, window or 0, diagonal_tiles, *sizes,
+            num_warps=config.W,
         )  # fmt: skip
         launch_combine(layout, out, lse, splits, sinks, new_key, new_value, inputs, sms=sms, use_pdl=config.USE_PDL)
         return out, lse

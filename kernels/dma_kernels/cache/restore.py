@@ -17,7 +17,7 @@ from torch import Tensor
 from ..device.arithmetic import hadamard, narrow
 from ..numerics.formats import MAX_BAND_TILES, TILE
 from ..numerics.layout import layout_of
-from ..runtime.launch import Launcher
+from ..runtime.launch import launch_kernel
 from ..runtime.plan import LaunchPlan, make_plan
 from .append import append_warps
 from .kernel_args import CacheInputs, CacheSizes, PageConfig, Strided
@@ -142,15 +142,14 @@ def _plan_restore(format: str, out_len: int, band_tiles: int, rolled_back: int, 
     cache = CacheInputs(*layouts[3:])
     layout, sizes = cache.page_layout(format), cache.sizes
     constants = {"CONFIG": PageConfig.of(layout, kv_heads)}
-    launcher = Launcher(restore_kernel, constants, num_warps=append_warps(layout))
 
     def launch(first: Any, key: Any, value: Any, *cache: Any) -> list[Any]:
         inputs = CacheInputs(*cache)
         keys, values = (inputs.key_residual.new_empty((batch, kv_heads, out_len, dim)) for dim in (head_dim, value_dim))
-        launcher(
-            (batch * kv_heads, triton.cdiv(out_len, BLOCK_T), 2),
+        launch_kernel(
+            restore_kernel, constants, (batch * kv_heads, triton.cdiv(out_len, BLOCK_T), 2),
             keys, values, first, Strided.of(key), Strided.of(value), inputs.tensors, new_len, out_len, band_tiles,
-            rolled_back, *sizes,
+            rolled_back, *sizes, num_warps=append_warps(layout),
         )  # fmt: skip
         return [keys, values]
 

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ..device.arithmetic import narrow
 from ..numerics.formats import TILE
-from ..runtime.launch import Launcher
+from ..runtime.launch import launch_kernel
 from .append import MAX_REGISTERS, append_head, append_warps
 from .decode_kernel import Splits
 from .decode_mma import QUERIES
@@ -214,11 +214,8 @@ def launch_combine(
         BLOCK_E=triton.next_power_of_2(triton.cdiv(2 * heads, max(quantize_ctas, 1))),
         USE_PDL=use_pdl,
     )
-    launcher = Launcher(
-        combine_kernel, {"CONFIG": config}, num_warps=append_warps(layout), maxnreg=MAX_REGISTERS, launch_pdl=use_pdl
-    )
-    launcher(
-        (combine_ctas + quantize_ctas, 1, 1),
+    launch_kernel(
+        combine_kernel, {"CONFIG": config}, (combine_ctas + quantize_ctas, 1, 1),
         splits, sinks, Strided.of(out), lse, key, value, cache.tensors, combine_ctas, heads, q_len,
-        *cache.sizes,
+        *cache.sizes, num_warps=append_warps(layout), maxnreg=MAX_REGISTERS, launch_pdl=use_pdl,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..numerics.formats import TILE, UNQUANTIZED
 from ..numerics.geometry import LOG2_E
 from ..runtime.descriptors import Strided, broadcast_strides, head_blocks, is_describable, matrix_blocks
-from ..runtime.launch import Launcher
+from ..runtime.launch import launch_kernel
 from ..runtime.operand_formats import DEQUANTIZED, RAW, OperandFormat, Scale
 from .config import select_swizzle_group
 from .constants import PortableConstants
@@ -81,8 +81,8 @@ def launch(inputs: AttentionInputs) -> None:
     mask = Strided.of(None)
     if geometry.mask is not None:
         mask = Strided(geometry.mask.view(torch.uint8), *broadcast_strides(geometry.mask))
-    Launcher(prefill_kernel, {"CONFIG": constants}, **options)(
-        (blocks * q_heads * batch, 1, 1),
+    launch_kernel(
+        prefill_kernel, {"CONFIG": constants}, (blocks * q_heads * batch, 1, 1),
         Strided.of(query), Strided.of(high.key), Strided.of(high.value), Strided.of(inputs.out), mask,
         low.key, low.value, high.key_scale, low.key_scale,
         high.key_descale, low.key_descale, low.value_descale,
@@ -92,7 +92,7 @@ def launch(inputs: AttentionInputs) -> None:
         high.key.shape[2], low.value.shape[2], _storage_len(inputs.operands), blocks,
         select_swizzle_group(inputs.kv_rows, low.head_bytes), inputs.kv_rows,
         geometry.window, recipe.diagonal_tiles, recipe.sink_tiles,
-        inputs.base2_softcap, inputs.scale * LOG2_E, inputs.skip_threshold,
+        inputs.base2_softcap, inputs.scale * LOG2_E, inputs.skip_threshold, **options,
     )  # fmt: skip
 
 

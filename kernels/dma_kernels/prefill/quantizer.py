@@ -20,7 +20,7 @@ from ..numerics.saturation import saturation_counter
 from ..runtime import chip
 from ..runtime.compute_path import ComputePath
 from ..runtime.descriptors import Strided
-from ..runtime.launch import Launcher
+from ..runtime.launch import launch_kernel
 from ..runtime.operand_formats import DEQUANTIZED, E5M2, RAW, TILE_SCALED, OperandFormat, Scale, dequantized_dtype
 from .constants import QuantizerConstants
 from .operands import Operands, TileOperands
@@ -96,20 +96,23 @@ def quantize_keys_values(
     layers = int(writes_values) + int(writes_high or writes_low)
     if layers:
         share = CTAS_PER_SM * chip.sm_count(key.device) // max(1, batch * heads * layers)
-        _launcher(key, value, recipe, path)(
-            (batch * heads, max(1, min(len(valid), share)), layers),
+        constants, options = _constants_and_options(key, value, recipe, path)
+        launch_kernel(
+            quantize_kernel, {"CONFIG": constants}, (batch * heads, max(1, min(len(valid), share)), layers),
             Strided.of(key), Strided.of(value), seq_info,
             mean, high.key if writes_high else None, high.key_scale,
             low.key if low else None, low.key_scale if low else None,
             low.key_descale if low and low.key_format.scale is Scale.TILE else None, global_scale,
             low.value if low and writes_values else None, low.value_descale if low else None,
             saturation_counter() if writes_values else None,
-            kv_offset, kv_len, tiles, valid.start, valid.stop,
+            kv_offset, kv_len, tiles, valid.start, valid.stop, **options,
         )  # fmt: skip
     return Operands(high=high, low=low, key_mean=mean, valid_tiles=valid)
 
 
-def _launcher(key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath) -> Launcher:
+def _constants_and_options(
+    key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath
+) -> tuple[QuantizerConstants, dict[str, Any]]:
     constants = QuantizerConstants(
         kv_heads=key.shape[1],
         head_dim=key.shape[3],
@@ -133,4 +136,4 @@ def _launcher(key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath) -> 
     elif path.low_key is E5M2 and not recipe.rotate and not is_wide:
         # Less time for 8 x 4K tokens than with 8 warps (H200).
         options = {"num_warps": 16}
-    return Launcher(quantize_kernel, {"CONFIG": constants}, **options)
+    return constants, options

@@ -15,7 +15,7 @@ from ..device.tiles import load_visible, transform
 from ..numerics.formats import NVFP4, padded_channels
 from ..numerics.recipe import Recipe
 from ..numerics.transforms import hadamard_size
-from ..runtime.launch import Launcher, blocks_of_heads
+from ..runtime.launch import blocks_of_heads, launch_kernel
 
 QUERY_BLOCK = 64
 
@@ -43,8 +43,7 @@ def query_global_scale(query: Tensor, recipe: Recipe) -> Tensor | None:
         "ROUNDING": recipe.scale_rounding,
     }
     grid = blocks_of_heads(batch * heads, -(-q_len // QUERY_BLOCK))
-    launch = Launcher(query_global_scale_kernel, constants, num_warps=4)
-    launch(grid, query, global_scale, *query.stride(), q_len)
+    launch_kernel(query_global_scale_kernel, constants, grid, query, global_scale, *query.stride(), q_len, num_warps=4)
     return global_scale.view(torch.float32)
 
 

@@ -55,51 +55,39 @@ class KernelLaunch:
     keywords: dict[str, Any]  # the constexprs by name, and Triton's launch options
 
 
-class Launcher:
-    """A kernel whose constexprs and options are fixed.
+def launch_kernel(kernel: Any, constants: Mapping[str, Any], grid: Grid, *arguments: Any, **options: Any) -> None:
+    """Launch on the current device and stream; or add the launch to the plan that planned tensors belong to.
 
     Args:
         kernel: A Triton or Gluon kernel whose runtime parameters come first and whose constexprs come last.
         constants: Value of every constexpr, by name.
+        grid: CTAs along each axis; nothing happens if one of them is 0.
+        arguments: The runtime arguments in the kernel's order: tensors, ``None``, integers, floats, tensor descriptors,
+            and tuples of them.
         options: Triton's launch options: ``num_warps``, ``num_stages``, ``maxnreg``, ...
 
     Raises:
         ValueError: ``constants`` are not the kernel's constexprs, or these do not come last.
+        TypeError: There are more or fewer arguments than runtime parameters.
     """
-
-    def __init__(self, kernel: Any, constants: Mapping[str, Any], **options: Any) -> None:
-        names = _parameters(kernel.fn)
-        runtime = len(names) - len(constants)
-        if set(names[runtime:]) != set(constants):
-            raise ValueError(
-                f"constants must be the last parameters of {kernel.fn.__name__}: "
-                f"{sorted(names[max(runtime, 0) :])}; got {sorted(constants)}"
-            )
-        self._kernel = kernel
-        self._keywords = {**constants, **options}
-        self._constants = tuple(constants[name] for name in names[runtime:])
-        self._runtime = runtime
-
-    def __call__(self, grid: Grid, *arguments: Any) -> None:
-        """Launch on the current device and stream; or add the launch to the plan that planned tensors belong to.
-
-        Args:
-            grid: CTAs along each axis; nothing happens if one of them is 0.
-            arguments: The runtime arguments in the kernel's order: tensors, ``None``, integers, floats, tensor
-                descriptors, and tuples of them.
-
-        Raises:
-            TypeError: There are more or fewer arguments than runtime parameters.
-        """
-        if len(arguments) != self._runtime:
-            raise TypeError(f"{self._kernel.fn.__name__} takes {self._runtime} arguments, got {len(arguments)}")
-        if 0 in grid:
-            return
-        builder = next((found for found in map(_builder_of, leaves(arguments)) if found is not None), None)
-        if builder is not None:
-            builder.launch(KernelLaunch(self._kernel, grid, arguments, self._constants, self._keywords))
-        else:
-            self._kernel[grid](*arguments, **self._keywords)
+    names = _parameters(kernel.fn)
+    runtime = len(names) - len(constants)
+    if set(names[runtime:]) != set(constants):
+        raise ValueError(
+            f"constants must be the last parameters of {kernel.fn.__name__}: {sorted(names[max(runtime, 0) :])}; "
+            f"got {sorted(constants)}"
+        )
+    if len(arguments) != runtime:
+        raise TypeError(f"{kernel.fn.__name__} takes {runtime} arguments, got {len(arguments)}")
+    if 0 in grid:
+        return
+    keywords = {**constants, **options}
+    builder = next((found for found in map(_builder_of, leaves(arguments)) if found is not None), None)
+    if builder is None:
+        kernel[grid](*arguments, **keywords)
+    else:
+        values = tuple(constants[name] for name in names[runtime:])
+        builder.launch(KernelLaunch(kernel, grid, arguments, values, keywords))
 
 
 @functools.cache

@@ -360,7 +360,7 @@ def make_plan(
 
     Args:
         function: Takes the inputs in order. It may look at layouts, allocate with ``new_empty`` and ``new_zeros``, and
-            launch by :class:`~dma_kernels.runtime.launch.Launcher`; it returns some of what it allocated.
+            launch by :func:`~dma_kernels.runtime.launch.launch_kernel`; it returns some of what it allocated.
         inputs: Layouts of the inputs; ``None`` for one that is missing.
         device: Where everything is.
     """

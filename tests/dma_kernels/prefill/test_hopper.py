@@ -438,12 +438,8 @@ def quantized(
 def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of the Triton backend run on a kernel for Hopper, which is emulated."""
 
-    class Emulated:
-        def __init__(self, kernel: Any, constants: dict[str, Any], **options: Any) -> None:
-            self.kernel, self.constants = kernel, constants
-
-        def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
-            gluon_emulator.run(self.kernel, grid, arguments, self.constants)
+    def emulate(kernel: Any, constants: dict[str, Any], grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        gluon_emulator.run(kernel, grid, arguments, constants)
 
     class EagerPlan:
         """Runs a call on real tensors."""
@@ -475,7 +471,7 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def plan_eagerly(call: AttentionCall) -> Any:
         return plan(call) if call.backend == "reference" else EagerPlan()
 
-    monkeypatch.setattr(hopper, "Launcher", Emulated)
+    monkeypatch.setattr(hopper, "launch_kernel", emulate)
     monkeypatch.setattr(api, "plan", plan_eagerly)
     # Queries are quantized by rows. Triton's interpreter takes as long for a block of 32 as for one of 256.
     monkeypatch.setattr(query_quantizer, "ROWS", 256)

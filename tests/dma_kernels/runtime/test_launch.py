@@ -9,6 +9,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ import triton.language as tl
 from dma_kernels.numerics.layout import TensorLayout
 from dma_kernels.runtime import launch
 from dma_kernels.runtime.descriptors import matrix_blocks
-from dma_kernels.runtime.launch import Launcher
+from dma_kernels.runtime.launch import launch_kernel
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -49,7 +50,7 @@ def test_a_launch_with_tensors_is_that_of_triton(monkeypatch: pytest.MonkeyPatch
         calls.append({"grid": grid, "arguments": arguments, **options})
 
     monkeypatch.setattr(JITFunction, "run", run)
-    launcher = Launcher(JITFunction(_add), CONSTANTS, num_warps=8)
+    launcher = partial(launch_kernel, JITFunction(_add), CONSTANTS, num_warps=8)
     arguments = (torch.ones(64), torch.zeros(64), 2, 10, 0.5)
     launcher(GRID, *arguments)
     launcher((0, 1, 1), *arguments)  # launches nothing
@@ -137,7 +138,7 @@ def test_direct_launches_give_the_compiled_launcher_what_triton_gives_it(monkeyp
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted here")
 def test_the_interpreter_runs_it() -> None:
     x, y = torch.arange(8.0), torch.zeros(4)
-    launcher = Launcher(add, CONSTANTS, num_warps=4)
+    launcher = partial(launch_kernel, add, CONSTANTS, num_warps=4)
     for factor in (2.0, 3.0):
         launcher((1, 1, 1), x, y, 2, 3, factor)
         assert y.tolist() == [-0.0, -2 * factor, -4 * factor, 0.0]
@@ -145,9 +146,9 @@ def test_the_interpreter_runs_it() -> None:
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"constants must be the last parameters of _add: \['SIGN'\]; got \['BLOCK'\]"):
-        Launcher(add, {"BLOCK": 4})
+        launch_kernel(add, {"BLOCK": 4}, GRID, 1, 2, 3, 4, 5, 6)
     with pytest.raises(TypeError, match=r"_add takes 5 arguments, got 2"):
-        Launcher(add, CONSTANTS)(GRID, 1, 2)
+        launch_kernel(add, CONSTANTS, GRID, 1, 2)
 
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from dma_kernels.numerics.layout import TensorLayout, layout_of
 from dma_kernels.runtime import launch
 from dma_kernels.runtime import plan as planning
 from dma_kernels.runtime.descriptors import matrix_blocks
-from dma_kernels.runtime.launch import Launcher
+from dma_kernels.runtime.launch import launch_kernel
 from dma_kernels.runtime.plan import LaunchPlan, PlannedTensor, make_plan
 from dma_kernels.testing import random_qkv
 from torch import Tensor
@@ -69,7 +70,7 @@ class Device:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kernel = JITFunction(_scale)
-        self.launcher = Launcher(self.kernel, {"BLOCK": SIZE})
+        self.launcher = partial(launch_kernel, self.kernel, {"BLOCK": SIZE})
         self.compiled = Compiled()
         self.compilations = 0
         monkeypatch.setattr(JITFunction, "run", self._run)
@@ -167,7 +168,7 @@ def test_a_version_of_triton_that_was_not_tested_launches_by_itself(
 
 def test_the_first_launch_of_a_call_must_not_start_early(device: Device) -> None:
     """It would read what the caller gives before the work that makes it has ended."""
-    early = Launcher(device.kernel, {"BLOCK": SIZE}, launch_pdl=True)
+    early = partial(launch_kernel, device.kernel, {"BLOCK": SIZE}, launch_pdl=True)
     x = TensorLayout.dense((SIZE,), torch.float32, CPU)
 
     def function(x: Any) -> list[Any]:
@@ -234,7 +235,7 @@ def test_tuples_of_arguments_are_filled_and_keep_their_types() -> None:
 
     def function(x: Any) -> list[Any]:
         out = x.new_empty((SIZE,))
-        Launcher(kernel, {"BLOCK": SIZE})((1, 1, 1), (Pair(x, 2), 3), None, Pair(out, 4), 1.0)
+        launch_kernel(kernel, {"BLOCK": SIZE}, (1, 1, 1), (Pair(x, 2), 3), None, Pair(out, 4), 1.0)
         return [out]
 
     planned = make_plan(function, [layout], CPU).launches[0]

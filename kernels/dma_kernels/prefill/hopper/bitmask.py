@@ -13,7 +13,7 @@ from ...device.tiles import load_visible_range
 from ...numerics.formats import TILE
 from ...numerics.geometry import AttentionGeometry
 from ...runtime.descriptors import broadcast_strides
-from ...runtime.launch import Launcher
+from ...runtime.launch import launch_kernel
 from .tile_range import ROWS
 
 _TILE = tl.constexpr(TILE)
@@ -85,9 +85,9 @@ def pack_mask(geometry: AttentionGeometry, batch: int, q_len: int, blocks: int, 
     words = mask.new_empty((rows * heads, q_len, tiles, 4), dtype=torch.int32)
     bounds = mask.new_zeros((rows * heads, blocks, 2), dtype=torch.int32)
     # Mask rows at odd addresses are slow with more warps (H200).
-    Launcher(pack_mask_kernel, {"HEADS": heads, "ROWS": ROWS}, num_warps=1)(
-        (rows * heads, blocks, tiles),
+    launch_kernel(
+        pack_mask_kernel, {"HEADS": heads, "ROWS": ROWS}, (rows * heads, blocks, tiles),
         mask.view(torch.uint8), geometry.seq_info, words, bounds, *broadcast_strides(mask),
-        geometry.q_offset, -(geometry.kv_offset % TILE), q_len, geometry.kv_len, tiles,
+        geometry.q_offset, -(geometry.kv_offset % TILE), q_len, geometry.kv_len, tiles, num_warps=1,
     )  # fmt: skip
     return PackedMask(words, bounds, 0 if rows == 1 else heads, 0 if heads == 1 else 1)

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...numerics.formats import TILE, padded_channels
 from ...numerics.geometry import LOG2_E
 from ...runtime.descriptors import head_blocks, matrix_blocks
-from ...runtime.launch import Launcher
+from ...runtime.launch import launch_kernel
 from ...runtime.operand_formats import RAW, TILE_SCALED
 from ..config import select_swizzle_group
 from ..constants import MultiCTAConstants, WarpSpecializedConstants
@@ -59,12 +59,13 @@ def launch_warp_specialized(inputs: AttentionInputs) -> None:
         has_mean=inputs.operands.key_mean is not None,
     )
     # CTAs may start before the previous launch has ended: they wait before they access memory.
-    Launcher(prefill_warp_specialized_kernel, {"CONFIG": constants}, num_warps=4, launch_pdl=True)(
-        (blocks * q_heads * batch, 1, 1),
+    launch_kernel(
+        prefill_warp_specialized_kernel, {"CONFIG": constants}, (blocks * q_heads * batch, 1, 1),
         _heads(queries.high, ROWS), _heads(queries.low, ROWS),
         _heads(high.key, TILE // 2), _heads(high.value, TILE // 2), _matrix(low.key, TILE, channels), v_low_desc,
         inputs.out, inputs.lse, queries.descale_and_bias, low.key_descale, low.value_descale,
         *_common_arguments(inputs, blocks), *bitmask, mask_blocks, inputs.skip_threshold, inputs.tile_counts,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -94,8 +95,8 @@ def launch_multi_cta(inputs: AttentionInputs) -> None:
         is_causal=geometry.is_causal,
         masks_low=not is_dense_causal(geometry, q_len),
     )
-    options = {"num_warps": 4, "maxnreg": config.registers, "launch_pdl": True}
-    Launcher(prefill_multi_cta_kernel, {"CONFIG": constants}, **options)(
+    launch_kernel(
+        prefill_multi_cta_kernel, {"CONFIG": constants},
         (swizzle_group * (q_heads // kv_heads), blocks, -(-inputs.kv_rows // swizzle_group)),
         _heads(query if queries is None else queries.high, ROWS),
         None if queries is None else _heads(queries.low, ROWS),
@@ -105,6 +106,7 @@ def launch_multi_cta(inputs: AttentionInputs) -> None:
         inputs.out, inputs.lse, None if queries is None else queries.descale_and_bias, inputs.operands.key_mean,
         low.key_descale, low.value_descale,
         *_common_arguments(inputs, blocks), *bitmask, inputs.skip_threshold, inputs.tile_counts,
+        num_warps=4, maxnreg=config.registers, launch_pdl=True,
     )  # fmt: skip
 
 

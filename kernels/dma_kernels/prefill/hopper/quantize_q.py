@@ -18,7 +18,7 @@ from ...numerics.formats import padded_channels
 from ...numerics.geometry import LOG2_E
 from ...numerics.recipe import Recipe
 from ...numerics.transforms import hadamard_size
-from ...runtime.launch import Launcher, blocks_of_heads
+from ...runtime.launch import blocks_of_heads, launch_kernel
 from ...runtime.operand_formats import RAW, TILE_SCALED, OperandFormat, dequantized_dtype
 from ..channel_chunks import dot_chunks, load_chunks, quantize_row_chunks, store_chunks
 
@@ -142,9 +142,10 @@ def quantize_q(
         "USE_PDL": use_pdl,
     }
     num_warps = 2 if in_chunks and head_dim <= 128 else 4
-    Launcher(quantize_q_kernel, constants, num_warps=num_warps, launch_pdl=use_pdl)(
-        blocks_of_heads(batch * heads, triton.cdiv(q_len, ROWS)),
+    launch_kernel(
+        quantize_q_kernel, constants, blocks_of_heads(batch * heads, triton.cdiv(q_len, ROWS)),
         query, mean, query_global_scale, high, low, descale_and_bias, *query.stride(), q_len,
         descale_and_bias.numel() // 2, scale * LOG2_E, math.pow(hadamard_size(head_dim), -0.5),
+        num_warps=num_warps, launch_pdl=use_pdl,
     )  # fmt: skip
     return QuantizedQueries(high, low, descale_and_bias)
