@@ -296,6 +296,17 @@ def test_wrong_options(arguments, message, run, refused):
     assert message in refused(run("serve", DEMO_MODEL, *arguments))
 
 
+def test_a_folder_that_is_missing_is_named(run, refused):
+    assert "no such folder: ./nowhere" in refused(run("serve", "./nowhere", "--replicas", 2))
+
+
+def test_a_cluster_that_is_missing_is_named(run, refused):
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    cluster = ("serve", DEMO_MODEL, "--ray-address", "127.0.0.1:1")
+    assert "--ray-address: " in refused(run(*cluster))
+    assert "--port: expected a port that is free on every machine" in refused(run(*cluster, "--port", 0))
+
+
 def test_ray_that_is_missing_is_named(run, refused, monkeypatch):
     find = __import__("importlib").util.find_spec
     monkeypatch.setattr("dma_eval.commands.serve.find_spec", lambda name: None if name == "ray" else find(name))

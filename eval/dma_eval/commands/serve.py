@@ -167,9 +167,10 @@ def serve(args: ServeOptions) -> int:
         from dma_eval.serving import listen, make_engine, serve
 
     (backend,) = parse_backends([args.attn])
+    if args.ray_address is None:  # on a cluster the model's folder may be elsewhere
+        parse_source(args.model)
     if args.replicas > 1 or args.max_replicas is not None or args.ray_address is not None:
         return _serve_replicas(args, backend, api_key)
-    parse_source(args.model)
     listener = listen(args.host, args.port)
     with listener, terminated_as_interrupted():
         loaded = load(args, join(args))

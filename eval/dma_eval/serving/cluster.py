@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 
 import ray
@@ -13,10 +14,10 @@ from ray.serve.exceptions import RayServeException
 from dma_eval.errors import UserError, one_line
 
 from .gate import log
-from .replicas import CANCEL_SECONDS, make_application
+from .replicas import CANCEL_SECONDS, Model, make_application
 from .settings import APPLICATION, Settings
 
-POLL_SECONDS = 1.0
+POLL_SECONDS, CONNECT_SECONDS = 1.0, 10.0
 
 
 class Cluster:
@@ -42,8 +43,11 @@ class Cluster:
             if self._address is None:
                 ray.init("local", include_dashboard=False, **quiet)
             else:
+                host, _, port = self._address.rpartition(":")
+                if host:  # Ray itself would try for minutes
+                    socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
                 ray.init(self._address, **quiet)
-        except (ConnectionError, RayError, ValueError) as error:
+        except (OSError, RayError, ValueError) as error:
             raise UserError(f"--ray-address: {one_line(error)}") from error
         return self
 
@@ -70,7 +74,9 @@ class Cluster:
         try:
             self._gateway = serve.run(make_application(settings, api_key), name=APPLICATION, route_prefix="/")
         except RuntimeError as error:
-            raise UserError(f"the replicas did not start: {one_line(error)}") from error
+            message = serve.status().applications[APPLICATION].deployments[Model.__name__].message
+            *_, reason = [one_line(error), *filter(None, message.splitlines())]  # the last line of a traceback
+            raise UserError(f"the replicas did not start: {reason.strip()}") from error
 
     def wait(self) -> None:
         """Wait until this process is interrupted. Then wait for open requests.
