@@ -98,7 +98,7 @@ def plan_launches(
 def quantize_operands(
     query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath, geometry: AttentionGeometry
 ) -> Operands:
-    """Launch what precedes the attention kernel; arguments as for it and for the quantiser."""
+    """Launch the preprocessing. The arguments are those of the attention kernel and of the quantizer."""
     from .quantizer import quantize_keys_values
     from .query_global_scale import query_global_scale
 

@@ -172,7 +172,7 @@ half of the registers, and what spills less reads more often from memory, on Hop
 prompts with edges read scalars back, the bounds of what is seen, at 64 channels more of them since the mean key is
 looked at after the rotation (16 for 8, in a loop of 1,004 instructions for 1,025), and that of long ones at 256
 channels a few numbers of 598; with Triton 3.6, whose assembler is another one, they have two at most and none. With
-16-bit keys short prompts read 5 of 600 back (the kernel for all chips none, but `fp4` takes 1.2 times as long there),
+16-bit keys short prompts read 5 of 600 back (the portable kernel none, but `fp4` takes 1.2 times as long there),
 and with a mask over E4M3 values parts of a tile (there `fp4` takes some 4 times as long). With Triton 3.9 the branch
 around a skipped tile costs 30 and 26 accesses in loops that have no register to spare; with Triton 3.6 the first has 8,
 and skipping takes up to 5 % on inputs that have nothing to skip (benchmarks). Short prompts visit high tiles
