@@ -176,7 +176,7 @@ def main(
     windows: Annotated[int, typer.Option(help="Windows to read.")] = 2,
 ) -> None:
     """Measure what formats cost a cache in quality, and write a result for each twin and format."""
-    measure(Study(model, data, device, context, windows), Writer(out, model, data))
+    measure(Study(model, data, device, context, windows), Writer(out, model=model, data=data))
 
 
 if __name__ == "__main__":

@@ -268,7 +268,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="Measure a selection, for a CPU.")] = False,
 ) -> None:
     """Measure what tile skipping costs in quality, and write a result for each twin, preset and rule."""
-    writer = Writer(out, model, data)
+    writer = Writer(out, model=model, data=data)
     for length in lengths:
         study = Skipping(model, data, device, length, windows or WINDOWS.get(length, 1))
         for twin, preset, rule in plan(length, quick=quick):

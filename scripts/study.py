@@ -70,10 +70,10 @@ class Study:
 class Writer:
     """A JSON file of results, written after each one."""
 
-    def __init__(self, out: Path, model: str, data: str) -> None:
+    def __init__(self, out: Path, **compared: str) -> None:
         self._path, facts = out, here_and_now()
         self._report = {"command": command(), **facts, "environment": asdict(facts["environment"])}
-        self._report |= {"model": Path(model).name, "data": Path(data).name}
+        self._report |= {key: Path(value).name for key, value in compared.items()}
         self._results: list[dict[str, Any]] = []
 
     def add(self, result: dict[str, Any]) -> None:

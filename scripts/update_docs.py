@@ -334,6 +334,18 @@ def needles() -> str:
     return table(["", *(f"{length:,}" for length in lengths)], rows)
 
 
+def cache_rotation() -> str:
+    """Microseconds of a step, of one that completes a tile, and of appending a prompt; change since the base."""
+    frame = pd.DataFrame(read("cache-rotation-h100.json")["results"])
+    frame["shape"] = frame["kind"] + ", " + frame["shape"].str.replace(", head_dim 128, 32/8 heads", "")
+    cells = pd.DataFrame(index=frame["shape"].unique())
+    for form, rows in frame.set_index("shape").groupby("format", sort=False):
+        cells[f"`{form}`, us"] = show(rows["this_us"], ".1f")
+        cells[f"`{form}`, change"] = show(rows["change_percent"], "+.1f", " %")
+    cells["`int4` with rotated keys, us"] = show(rows["equalized_us"], ".1f")
+    return markdown(cells)
+
+
 def cache_formats() -> str:
     """KL per token and change of the perplexity on twins of a model."""
     frame = pd.DataFrame(read("cache-formats-h100.json")["results"])
@@ -431,6 +443,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "prefill-real": prefill_real,
     "decode": lambda: steps("decode-h200", "decode-wide-h200"),
     "decode-peers": lambda: steps("decode-peers-h200"),
+    "cache-rotation": cache_rotation,
     "generate": generate,
     "serve": serve,
     "quality": quality,
