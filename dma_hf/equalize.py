@@ -2,8 +2,8 @@
 
 A score is a sum of products of query and key channels, so a factor can move from a key channel to its query channel.
 The two channels that a rotary embedding rotates together must share a factor. Powers of two round nothing, so the model
-computes the same numbers to the bit. Its keys and queries are easier to quantize: a key channel that is much larger
-than the others, with a small query channel, is an outlier in neither after balancing.
+computes the same numbers to the bit. Balanced keys and queries are easier to quantize. For example, a very large key
+channel with a small query channel becomes a channel of ordinary size in both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``generate`` with ``DMACache`` writes what it writes with Transformers' cache, under the same configuration.
 
-With Transformers' cache ``dma_mxfp`` quantizes the whole sequence anew in every step, which is one forward pass over
-it: the oracle. The prompts end shortly before a border of tiles behind which the first tile is low.
+With Transformers' cache ``dma_mxfp`` quantizes the whole sequence again in every step, like one forward pass over it.
+That is the oracle. The prompts end shortly before a tile boundary after which the first tile is low.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ def _generate(model: PreTrainedModel, prompt: Tensor, cache: Cache, new_tokens: 
 def quantize_weights(model: PreTrainedModel) -> None:
     """Quantize the linear layers to FP8 with torchao, except the one that makes the logits.
 
-    Weights have a scale per output channel, activations one per token, which is computed in every call.
+    Weights have a scale for each output channel. Activations have one for each token, computed in every call.
 
     Raises:
         UserError: torchao is not installed, or the device has no FP8 products.

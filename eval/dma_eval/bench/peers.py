@@ -183,9 +183,9 @@ def sage_attention(inputs: Inputs) -> Prepared:
 def flashinfer(threshold: float | None, inputs: Inputs) -> Prepared:
     """Return a call of FlashInfer's FMHA v2 for Hopper, which can skip softmax and values of tiles (arXiv 2512.12087).
 
-    A tile is skipped where no row of its block has a logit within ``threshold`` of the row's largest so far. FlashInfer
-    takes the threshold as a factor over the length; ``None`` skips nothing. Its first call compiles the kernels, for
-    minutes.
+    A tile is skipped if no row of its block has a logit within ``threshold`` of the row's largest logit so far.
+    ``None`` skips nothing. FlashInfer's own parameter is ``exp(-threshold)`` times the length. The first call compiles
+    the kernels, which takes minutes.
     """
     refuse_documents(inputs, "FlashInfer")
     attend = import_peer(FLASHINFER_MODULE).trtllm_fmha_v2_prefill

@@ -26,8 +26,8 @@ def prefill_shapes(
 ) -> list[PrefillShape]:
     """Return the shapes to measure, longest last within each family.
 
-    A family has a head dimension, heads and a mask. Unless all combinations are wanted, it differs from the first one
-    in one of them at most.
+    A family has a head dimension, heads and a mask. Without ``every_combination`` it differs from the first family in
+    at most one of them.
 
     Raises:
         UserError: A number of heads is invalid.

@@ -181,7 +181,7 @@ def look_at(device: torch.device) -> DeviceFacts:
 
 
 class _CudaClock:
-    """Times runs by events, each after ``reads`` of more than the cache holds."""
+    """Times runs with CUDA events. Before each run, ``reads`` large reads replace the contents of the L2 cache."""
 
     def __init__(self, device: torch.device, reads: int) -> None:
         self._device = device

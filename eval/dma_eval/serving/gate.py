@@ -33,7 +33,7 @@ class Gate:
     Args:
         app: The application.
         api_key: Bearer token that requests must carry; ``None`` accepts all.
-        most: How many requests may be computed or wait at once; ``None`` does not limit them.
+        most: Maximum number of running and waiting requests; ``None`` means no limit.
         observe: Called with each job when its request ends.
     """
 
