@@ -1,6 +1,6 @@
 """What tests and benchmarks of several implementations share: data, recipes, and the two ways to compare.
 
-Quantised bits are compared exactly (:func:`assert_bits_equal`); attention by the rule that an implementation may err,
+Quantized bits are compared exactly (:func:`assert_bits_equal`); attention by the rule that an implementation may err,
 against fp64 on the same inputs, a small multiple of what plain low-precision torch errs (:func:`assert_as_accurate`).
 """
 

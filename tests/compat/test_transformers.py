@@ -65,7 +65,7 @@ def test_the_range_is_that_of_the_package():
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "bert", "bart"])
 def test_registered_and_equal_to_transformers_own_attention(family):
-    """Where nothing is quantised."""
+    """Where nothing is quantized."""
     other = FAMILIES[family].build(FAMILIES[family].reference)
     model = FAMILIES[family].build("dma_mxfp")
     dma_hf.configure(model, IDENTITY)

@@ -35,7 +35,7 @@ class OracleTensor:
 
 
 class Oracle:
-    """Quantises one block at a time with the scale searched for, not derived from bits."""
+    """Quantizes one block at a time with the scale searched for, not derived from bits."""
 
     def scale_exponent(self, amax: float, format: str, rounding: str) -> int:
         """Return the exponent of the E8M0 scale by its definition."""
@@ -59,7 +59,7 @@ class Oracle:
     def quantize(
         self, x: torch.Tensor, format: str, *, rounding: str = "ceil", shared: str = "block", offset: int = 0
     ) -> OracleTensor:
-        """Quantise ``[N, T, D]``; ``offset`` is the position of row 0."""
+        """Quantize ``[N, T, D]``; ``offset`` is the position of row 0."""
         size = 16 if format == "nvfp4" else 32
         array = x.float().numpy()
         batch, length, head_dim = array.shape
@@ -115,7 +115,7 @@ class Oracle:
 
 @pytest.fixture(scope="session")
 def oracle() -> Oracle:
-    """The independent quantiser."""
+    """The independent quantizer."""
     return Oracle()
 
 

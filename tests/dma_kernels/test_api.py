@@ -602,7 +602,7 @@ def test_a_checked_call_does_not_make_an_unchecked_one_valid() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("arch", [90, 80], ids=["e4m3", "dequantised"])
+@pytest.mark.parametrize("arch", [90, 80], ids=["e4m3", "dequantized"])
 def test_saturated_values_are_counted_and_warned_of_once(
     arch: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

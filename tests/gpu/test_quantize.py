@@ -1,4 +1,4 @@
-"""The quantiser on a device, against the torch quantiser on the same device, to the bit."""
+"""The quantizer on a device, against the torch quantizer on the same device, to the bit."""
 
 from __future__ import annotations
 

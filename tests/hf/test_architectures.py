@@ -1,4 +1,4 @@
-"""Every architecture of the installed Transformers: ``dma_mxfp`` that quantises nothing equals its own attention."""
+"""Every architecture of the installed Transformers: ``dma_mxfp`` that quantizes nothing equals its own attention."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ NAMES = ("llama", "mistral", "qwen3", "gemma3", "bert", "modernbert", "bart")
 
 @contextmanager
 def in_place_of_sdpa() -> Iterator[None]:
-    """Register the functions under the name ``sdpa``, quantising nothing where a model says nothing of it."""
+    """Register the functions under the name ``sdpa``, quantizing nothing where a model says nothing of it."""
     functions = ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     default = settings._DEFAULT
     AttentionInterface.register("sdpa", dma_hf.dma_attention_forward)

@@ -1,6 +1,6 @@
 """What a model class does with ``dma_mxfp``, feature by feature, against Transformers' own attention.
 
-The model is tiny and random, and ``dma_mxfp`` quantises nothing: then every number has to be that of SDPA (or of eager
+The model is tiny and random, and ``dma_mxfp`` quantizes nothing: then every number has to be that of SDPA (or of eager
 attention where SDPA leaves something out, a softcap for one). A feature that Transformers' own attention cannot do
 either is an upstream limit; an error of ours has to name ``dma_mxfp``; everything else is a failure.
 """

@@ -1,4 +1,4 @@
-"""The operands of a compute path made in torch: what the quantiser on a device is held against."""
+"""The operands of a compute path made in torch: what the quantizer on a device is held against."""
 
 from __future__ import annotations
 

@@ -131,4 +131,4 @@ SEQ2SEQ: dict[str, Family] = {
 FAMILIES = DECODERS | ENCODERS | SEQ2SEQ
 
 IDENTITY = {"low": "bf16", "high": "bf16", "pv": "bf16", "smooth_k": False, "rotate": False, "shared_scale": "block"}
-"""The configuration that quantises nothing: the rule is then ordinary attention."""
+"""The configuration that quantizes nothing: the rule is then ordinary attention."""

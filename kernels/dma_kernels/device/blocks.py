@@ -1,6 +1,6 @@
-"""Triton functions for block formats: blocks of a tile quantised in registers, bit for bit what ``quantize`` does.
+"""Triton functions for block formats: blocks of a tile quantized in registers, bit for bit what ``quantize`` does.
 
-A tile is fp32 ``[ROWS, WIDTH]``, ``WIDTH`` a multiple of the block, with zeros in padded rows and channels. Quantised
+A tile is fp32 ``[ROWS, WIDTH]``, ``WIDTH`` a multiple of the block, with zeros in padded rows and channels. Quantized
 it is a pair: the elements ``[ROWS, BLOCKS, SIZE]``, numbers of the element format still in fp32 (of MXINT8 the
 integers), and the scales ``[ROWS, BLOCKS]``: int32 E8M0 codes or, for NVFP4, fp32 numbers that E4M3 has. Nothing here
 needs a cast that some chips lack.
@@ -228,7 +228,7 @@ def _loss(scaled, rounded, FORMAT: tl.constexpr):
 
 @triton.jit
 def quantize_blocks(x, global_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr):
-    """Quantise ``[ROWS, WIDTH]``; returns elements and scales as the module says.
+    """Quantize ``[ROWS, WIDTH]``; returns elements and scales as the module says.
 
     Args:
         x: fp32.

@@ -1,6 +1,6 @@
-"""The prologue of the attention kernel: a block of the caller's queries, quantised to the format of the keys.
+"""The prologue of the attention kernel: a block of the caller's queries, quantized to the format of the keys.
 
-Every query belongs to one CTA, so quantising it there costs no launch and no memory traffic. Results equal
+Every query belongs to one CTA, so quantizing it there costs no launch and no memory traffic. Results equal
 :func:`dma_kernels.numerics.quantize.quantize` to the bit; a rotation before it is exact to the rounding of fp32.
 """
 
@@ -42,7 +42,7 @@ def rotate_queries(q, norm, SIZE: tl.constexpr, ROTATE: tl.constexpr):
 
 @triton.jit
 def quantize_rows(x, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr):
-    """Quantise rows of fp32 ``x`` with one scale each, for 8-bit tensor cores.
+    """Quantize rows of fp32 ``x`` with one scale each, for 8-bit tensor cores.
 
     Returns:
         int8 or E4M3 ``[ROWS, COLUMNS]``, and the descale, fp32 ``[ROWS]``.
@@ -66,7 +66,7 @@ def prepare_queries(
         FORMAT: Of the queries.
         SHARED: ``block`` or ``row``: what has a scale.
         ROUNDING: Of the scales.
-        DTYPE: Of dequantised queries.
+        DTYPE: Of dequantized queries.
 
     Returns:
         The queries; their block scales (unused except for ``packed``); and their descales, fp32 ``[ROWS]``.
@@ -78,7 +78,7 @@ def prepare_queries(
         q, descale = quantize_rows(x, FORM, FORMAT, ROUNDING == "ceil")
         scale = q
     elif FORMAT == "bf16":
-        tl.static_assert(FORM == "dequantized", "unquantised queries meet dequantised keys")
+        tl.static_assert(FORM == "dequantized", "unquantized queries meet dequantized keys")
         q = x.to(DTYPE)
         scale = q
     else:

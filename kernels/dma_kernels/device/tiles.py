@@ -69,7 +69,7 @@ def transform(
     x, rows, first, last, mean, HAS_MEAN: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
-    """Return visible keys ``[ROWS, BLOCK_D]`` as low tiles quantise them: less ``mean`` ``[BLOCK_D]``, then rotated."""
+    """Return visible keys ``[ROWS, BLOCK_D]`` as low tiles quantize them: less ``mean`` ``[BLOCK_D]``, then rotated."""
     if HAS_MEAN:
         m_row = (rows >= first) & (rows < last)
         x = tl.where(m_row[:, None], x - mean[None, :], 0.0)

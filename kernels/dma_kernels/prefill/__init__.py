@@ -1,1 +1,1 @@
-"""Attention of whole prompts on the Triton backend: quantiser, kernels, and the kernel for Hopper."""
+"""Attention of whole prompts on the Triton backend: quantizer, kernels, and the kernel for Hopper."""

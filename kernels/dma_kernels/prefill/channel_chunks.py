@@ -1,4 +1,4 @@
-"""Triton functions that quantise rows to 8-bit elements in chunks of 32 channels: a tuple of ``[ROWS, 32]``.
+"""Triton functions that quantize rows to 8-bit elements in chunks of 32 channels: a tuple of ``[ROWS, 32]``.
 
 Above 128 channels, chunks have 64. In a chunk of 32, each of two threads holds 16 channels of a row, which fill one
 16-byte store. Of the seven levels of a 128-channel rotation, one crosses threads, and a row's scale is computed twice.
@@ -88,7 +88,7 @@ def quantize_row_chunks(
     chunks, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.constexpr, ROTATE: tl.constexpr, SIZE: tl.constexpr,
     norm,
 ):  # fmt: skip
-    """Quantise rows with one scale each; return elements, and their descales, fp32 ``[ROWS]``."""
+    """Quantize rows with one scale each; return elements, and their descales, fp32 ``[ROWS]``."""
     x = to_float(chunks)
     if ROTATE:
         x = rotate_chunks(x, SIZE, norm)

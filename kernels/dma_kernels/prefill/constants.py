@@ -39,7 +39,7 @@ class _Constants:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizerConstants(_Constants):
-    """Constexprs of the quantiser of keys and values."""
+    """Constexprs of the quantizer of keys and values."""
 
     value_dim: int  # channels of values
     high_form: str  # form of the keys of high tiles; ``raw`` writes nothing
@@ -82,7 +82,7 @@ class PortableConstants(_Constants):
     k_low_descale: str  # what has a descale in low keys: ``none``, ``head`` or ``tile``
     is_pv_fp8: bool  # whether low tiles have FP8 probabilities
     stage_queries: bool  # whether low queries pass through the rows of the output
-    use_tma: bool  # whether quantised operands are loaded by TMA
+    use_tma: bool  # whether quantized operands are loaded by TMA
     use_raw_tma: bool  # whether 16-bit ones are
 
     @property
@@ -125,6 +125,6 @@ class MultiCTAConstants(_HopperConstants):
 
     k_stages: int  # stages of keys, 1 or 2; 2 for 16-bit low keys
     v_stages: int  # stages of values, 1 or 2
-    q_form: str  # form of the queries that the CTA quantises: ``int8`` or ``e4m3``
+    q_form: str  # form of the queries that the CTA quantizes: ``int8`` or ``e4m3``
     q_format: str  # their format
     is_ceil: bool  # how their scales are rounded

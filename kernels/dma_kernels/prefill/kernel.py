@@ -79,12 +79,12 @@ def prefill_kernel(
 
     Args:
         query: The caller's queries ``[B, Hq, Tq, D]``, 16-bit :class:`~dma_kernels.runtime.descriptors.Strided`.
-        key: Keys of high tiles ``[B, Hkv, T, D]``, likewise; contiguous if they are quantised.
+        key: Keys of high tiles ``[B, Hkv, T, D]``, likewise; contiguous if they are quantized.
         value: Values of high tiles, the caller's ``[B, Hkv, Tk, Dv]``, likewise.
         out: ``[B, Hq, Tq, Dv]``, likewise; unit stride of channels.
         mask: uint8 ``[B, Hq, Tq, Tk]``, likewise; without a pointer for no mask.
         k_low_ptr: Keys of low tiles, contiguous.
-        v_low_ptr: Values of low tiles, contiguous; the caller's where they are not quantised.
+        v_low_ptr: Values of low tiles, contiguous; the caller's where they are not quantized.
         k_scale_ptr: Block scales of packed keys of high tiles, or ``None``.
         k_low_scale_ptr: Block scales of packed keys of low tiles, or ``None``.
         k_descale_ptr: Descale of the keys of high tiles, fp32 ``[B, Hkv]``, or ``None``.
@@ -154,7 +154,7 @@ def prefill_kernel(
     # added to the log of the denominator alone. A softcap is not, so it is added to the logits of smoothed keys.
     BIAS_IN_LSE: tl.constexpr = HAS_MEAN and not HAS_SOFTCAP
     BIAS_IN_LOGITS: tl.constexpr = HAS_MEAN and HAS_SOFTCAP
-    # A model's own 16 bits stay where a side is not quantised (operands.dequantized_dtype).
+    # A model's own 16 bits stay where a side is not quantized (operands.dequantized_dtype).
     IS_LOW_UNQUANTIZED: tl.constexpr = LOW_Q_FORMAT == "bf16" or LOW_K_FORMAT == "bf16"
     LOW_DTYPE: tl.constexpr = query.ptr.dtype.element_ty if IS_LOW_UNQUANTIZED else tl.bfloat16
     i_row, i_group, i_block = schedule(blocks, kv_rows, swizzle_group, GROUP, IS_CAUSAL)

@@ -1,4 +1,4 @@
-"""Plans of prefill calls: what a kernel and the quantisers before it allocate and launch."""
+"""Plans of prefill calls: what a kernel and the quantizers before it allocate and launch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def plan_launches(
         out, lse = new_results(query, value)
         if lse.numel():
             threshold = None if operands.low is None else base2_threshold(recipe, tile_counts)
-            # The quantiser writes the keys of low tiles and lets the next launch start early. It started after all
+            # The quantizer writes the keys of low tiles and lets the next launch start early. It started after all
             # earlier work itself, so the caller's tensors are there. NVFP4's query scale is a launch in between.
             may_start_early = operands.low is not None and operands.query_global_scale is None
             inputs = AttentionInputs(

@@ -1,7 +1,7 @@
-"""What the prefill kernels read: the contract between the quantisers and the attention kernels.
+"""What the prefill kernels read: the contract between the quantizers and the attention kernels.
 
 Keys and values come in the operand formats of the compute path (:mod:`dma_kernels.runtime.operand_formats`), from the
-quantiser (:mod:`dma_kernels.prefill.quantizer`) or from a cache. Queries are the caller's own; the attention kernel, or
+quantizer (:mod:`dma_kernels.prefill.quantizer`) or from a cache. Queries are the caller's own; the attention kernel, or
 a launch before it, brings them into the format of the keys that they meet.
 
 In exact arithmetic ``(q H) . ((k - mean) H) = q . k - q . mean``. So wherever ``high = "bf16"``, high tiles are scored

@@ -1,4 +1,4 @@
-"""Quantise the keys and values of a call, for every compute path, in one launch.
+"""Quantize the keys and values of a call, for every compute path, in one launch.
 
 What depends on other tiles (the mean key, scales of E4M3 values, NVFP4's global scale) comes from the first tile, which
 every CTA reads itself. Inputs may have any strides; nothing is copied beforehand.

@@ -84,7 +84,7 @@ def _write_blocks(
     x, element_ptr, scale_ptr, descale_ptr, global_scale, row, i_tile_row,
     FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile in a block format: dequantised, packed, or folded into E5M2."""
+    """Write a tile in a block format: dequantized, packed, or folded into E5M2."""
     BLOCK_D: tl.constexpr = x.shape[1]
     SIZE: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
     STORED_D: tl.constexpr = (D + SIZE - 1) // SIZE * SIZE

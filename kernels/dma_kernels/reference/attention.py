@@ -160,7 +160,7 @@ def attention_gradient(grad_out: Tensor, call: AttentionCall) -> tuple[Tensor, T
     """Compute the gradient of attention straight through the rounding (arXiv 1308.3432).
 
     Rounding has a gradient of 0 almost everywhere. So what is differentiated is the attention that a recipe
-    approximates, in fp32 (fp64 for fp64), at the tensors as they were given: exact where nothing is quantised or
+    approximates, in fp32 (fp64 for fp64), at the tensors as they were given: exact where nothing is quantized or
     skipped.
 
     Args:

@@ -17,7 +17,7 @@ from ..numerics.transforms import hadamard_rotate, key_mean
 
 @dataclass(frozen=True)
 class PreparedOperands:
-    """Dequantised operands of one call, ``[B, H, T, D]``, fp32 (fp64 for fp64)."""
+    """Dequantized operands of one call, ``[B, H, T, D]``, fp32 (fp64 for fp64)."""
 
     q_low: Tensor  # queries of low tiles; those of high tiles if the recipe is uniform
     q_high: Tensor  # queries of high tiles
@@ -42,7 +42,7 @@ class PreparedOperands:
 def prepare_operands(
     query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, kv_position: Tensor, visible: Tensor | None
 ) -> PreparedOperands:
-    """Transform and quantise. Keys and values that no query may see count as zeros.
+    """Transform and quantize. Keys and values that no query may see count as zeros.
 
     Args:
         query: ``[B, Hq, Tq, D]``, floating point.
@@ -100,7 +100,7 @@ def smoothing_bias(query: Tensor, mean: Tensor) -> Tensor:
 
 
 def _low_and_high_queries(query: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Return the queries ``[B, Hq, Tq, D]`` of low and of high tiles, transformed and quantised."""
+    """Return the queries ``[B, Hq, Tq, D]`` of low and of high tiles, transformed and quantized."""
     q = query.to(torch.promote_types(query.dtype, torch.float32))
     if recipe.rotate:
         q = hadamard_rotate(q)
@@ -123,7 +123,7 @@ def cast(
 
     Args:
         x: What to round.
-        format: Its name; what is not quantised is rounded to ``dtype``.
+        format: Its name; what is not quantized is rounded to ``dtype``.
         recipe: How to round scales.
         shared: What shares a scale.
         dtype: The model's.

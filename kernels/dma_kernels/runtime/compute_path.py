@@ -7,7 +7,7 @@
 ``scaled``
     MXFP4, MXFP8 and NVFP4 elements and block scales, on block-scaled tensor cores.
 ``portable``
-    Everything dequantised to 16 bits, which is exact, and multiplied in 16 bits.
+    Everything dequantized to 16 bits, which is exact, and multiplied in 16 bits.
 """
 
 from __future__ import annotations

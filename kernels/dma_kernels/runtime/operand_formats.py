@@ -56,9 +56,9 @@ class OperandFormat:
 
 
 RAW = OperandFormat("raw")
-"""The caller's own 16 bits, any strides, neither transformed nor quantised."""
+"""The caller's own 16 bits, any strides, neither transformed nor quantized."""
 DEQUANTIZED = OperandFormat("dequantized")
-"""Transformed, quantised, and dequantised to 16 bits: ``[B, Hkv, S, D]``. Exact: no format has more than 8 significant
+"""Transformed, quantized, and dequantized to 16 bits: ``[B, Hkv, S, D]``. Exact: no format has more than 8 significant
 bits. Keys and queries: :func:`dequantized_dtype`. Values: bfloat16."""
 INT8 = OperandFormat("int8", torch.int8, Scale.TILE, padding=32, holds=MXINT8.name)
 """MXINT8 elements, ``[B, Hkv, S, D']``; every tile has one scale."""
@@ -92,9 +92,9 @@ E4M3_VALUES = OperandFormat("e4m3", torch.float8_e4m3fn, Scale.CHANNEL, holds="f
 
 
 def dequantized_dtype(dtype: torch.dtype, query_format: str, key_format: str) -> torch.dtype:
-    """Return the dtype of dequantised keys, and of the queries they meet, in a model of 16-bit ``dtype``.
+    """Return the dtype of dequantized keys, and of the queries they meet, in a model of 16-bit ``dtype``.
 
-    bfloat16 has the range of the scales. Where one side is not quantised the model's own dtype stays: fp16 would lose
+    bfloat16 has the range of the scales. Where one side is not quantized the model's own dtype stays: fp16 would lose
     bits of such a side to bfloat16.
     """
     return dtype if UNQUANTIZED in (query_format, key_format) else torch.bfloat16

@@ -1,4 +1,4 @@
-"""The query prologue of the attention kernel in Triton's interpreter, against the torch quantiser."""
+"""The query prologue of the attention kernel in Triton's interpreter, against the torch quantizer."""
 
 from __future__ import annotations
 

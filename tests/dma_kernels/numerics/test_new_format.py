@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from dma_kernels import BLOCK_FORMATS, BlockFormat, Recipe, attention
-from dma_kernels.numerics import quantize as quantisation
+from dma_kernels.numerics import quantize as quantization
 from dma_kernels.numerics import recipe as recipes
 from dma_kernels.numerics.formats import ElementFormat, ScaleFormat
 from dma_kernels.testing import random_qkv
@@ -18,15 +18,15 @@ TOY = BlockFormat("mxint4", INT4, 16, ScaleFormat.E8M0)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add integers of four bits, a byte each, in blocks of 16."""
     codec = (lambda x: x.round().clamp(-7, 7).nan_to_num().to(torch.int8), torch.Tensor.float)
-    monkeypatch.setitem(quantisation._ELEMENT_CODECS, INT4, codec)
+    monkeypatch.setitem(quantization._ELEMENT_CODECS, INT4, codec)
     monkeypatch.setitem(BLOCK_FORMATS, TOY.name, TOY)
     monkeypatch.setattr(recipes, "FORMAT_NAMES", (*recipes.FORMAT_NAMES, TOY.name))
 
 
 @pytest.mark.usefixtures("toy")
-def test_it_quantises() -> None:
+def test_it_quantizes() -> None:
     x = torch.tensor([[-7.0, 0.4, 0.5, 1.5, 3.0, 6.9, *[0.0] * 10]])
-    coded = quantisation.quantize(x, "mxint4")
+    coded = quantization.quantize(x, "mxint4")
     assert coded.scale.tolist() == [[127]]  # 7 is the largest integer, so that the block's scale is 1
     assert coded.dequantize().tolist() == [[-7.0, 0.0, 0.0, 2.0, 3.0, 7.0, *[0.0] * 10]]
 
@@ -44,4 +44,4 @@ def test_attention_runs_it() -> None:
 
 def test_an_element_without_a_codec_is_an_error() -> None:
     with pytest.raises(KeyError, match="INT4"):
-        quantisation.quantize(torch.ones(1, 16), TOY)
+        quantization.quantize(torch.ones(1, 16), TOY)

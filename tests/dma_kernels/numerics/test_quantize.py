@@ -336,7 +336,7 @@ class TestSharedScale:
 
 
 class TestInvariance:
-    """What was quantised stays as it is when the context grows: decode and prefill must see the same numbers."""
+    """What was quantized stays as it is when the context grows: decode and prefill must see the same numbers."""
 
     @pytest.mark.parametrize("format", E8M0_FORMATS)
     @pytest.mark.parametrize("shared", ["block", "row", "tile"])

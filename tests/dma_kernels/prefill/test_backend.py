@@ -17,7 +17,7 @@ from prefill_cases import CASES, RECIPES, SPARSE, Case, assert_matches_reference
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
-    pytest.mark.usefixtures("poisoned"),  # what the quantiser leaves out is nobody's to read
+    pytest.mark.usefixtures("poisoned"),  # what the quantizer leaves out is nobody's to read
 ]
 
 # Each recipe on a chip for each of its compute paths: on a Hopper, which loads by TMA, where that has the path.

@@ -417,7 +417,7 @@ def quantized(
     key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath, *,
     kv_offset: int, rows: Tensor | None, low_tiles: range | None,
 ) -> Operands:  # fmt: skip
-    """Return what the quantiser writes, made in torch, which is faster here; what it leaves out is bytes of 255."""
+    """Return what the quantizer writes, made in torch, which is faster here; what it leaves out is bytes of 255."""
     mean = None
     if recipe.smooth_k:
         index = torch.arange(key.shape[2])

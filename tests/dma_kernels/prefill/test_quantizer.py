@@ -1,4 +1,4 @@
-"""The quantiser in Triton's interpreter, against the torch quantiser, to the bit and over all of storage."""
+"""The quantizer in Triton's interpreter, against the torch quantizer, to the bit and over all of storage."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The reference without quantisation: what is visible, softmax, sinks, shapes, against SDPA and the plain formula.
+"""The reference without quantization: what is visible, softmax, sinks, shapes, against SDPA and the plain formula.
 
-How it quantises is in ``test_rule.py``.
+How it quantizes is in ``test_rule.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gradient of attention: exact where nothing is quantised, and straight through the rounding elsewhere."""
+"""The gradient of attention: exact where nothing is quantized, and straight through the rounding elsewhere."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The quantised rule: which pair of query and key is scored in which precision, and what that comes to.
+"""The quantized rule: which pair of query and key is scored in which precision, and what that comes to.
 
-The oracle is deliberately naive: one query and one key at a time, fp64, with the block quantiser of ``conftest.py``.
-Inputs are bfloat16 numbers, so that sums of them are exact in fp64 and both sides quantise the very same numbers.
+The oracle is deliberately naive: one query and one key at a time, fp64, with the block quantizer of ``conftest.py``.
+Inputs are bfloat16 numbers, so that sums of them are exact in fp64 and both sides quantize the very same numbers.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class TestDecode:
         prefill = attention(query, key, value, recipe)[:, :, length - 1 : length]
         decode = attention(query[:, :, length - 1 : length], key[:, :, :length], value[:, :, :length], recipe)
         if recipe.smooth_k and recipe.high != "bf16" and length < 128:
-            pytest.skip("the mean of the first tile is not known yet, and quantised high keys see it")
+            pytest.skip("the mean of the first tile is not known yet, and quantized high keys see it")
         assert relative_error(decode, prefill) < 1e-12
 
     @recipes
@@ -294,7 +294,7 @@ class TestDecode:
 
 
 class TestErrorAgainstFp64:
-    """On operands that quantisation leaves as they are, fp32 differs from fp64 by the rounding of sums alone."""
+    """On operands that quantization leaves as they are, fp32 differs from fp64 by the rounding of sums alone."""
 
     @staticmethod
     def prepared(format: str) -> list[Tensor]:

@@ -4,9 +4,9 @@ A CTA is one warpgroup with 64 query positions of a head, and three or four CTAs
 others compute; that also hides prologues and epilogues, which the warp-specialized kernel exposes. A stage is refilled
 as soon as its tile has been multiplied.
 
-Where low keys are INT8 or E4M3 and high keys unquantised, the CTA rotates and quantises its own queries. The rotation
+Where low keys are INT8 or E4M3 and high keys unquantized, the CTA rotates and quantizes its own queries. The rotation
 is an MMA with a Hadamard matrix of order 64, which is built in shared memory while the queries are loaded. Otherwise
-:mod:`.quantize_q` has quantised them. High tiles come first, because their row maxima decide which low tiles are
+:mod:`.quantize_q` has quantized them. High tiles come first, because their row maxima decide which low tiles are
 skipped. 16-bit low keys come in two halves, and 16-bit low queries reuse the stage of the high ones.
 """
 
@@ -161,7 +161,7 @@ def prefill_multi_cta_kernel(
 
     The arguments are those of :func:`~.warp_specialized.prefill_warp_specialized_kernel`, except:
 
-    - ``q_low_desc``, ``q_descale_ptr``: ``None`` where the CTA quantises its own queries.
+    - ``q_low_desc``, ``q_descale_ptr``: ``None`` where the CTA quantizes its own queries.
     - ``k_low_desc``: 16-bit keys are loaded by half tiles.
     - ``v_low_desc``: ``None`` if low values are the caller's own, which ``v_desc`` describes.
     - ``mean_ptr``: mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``, or ``None``.
@@ -257,7 +257,7 @@ def prefill_multi_cta_kernel(
     n_high = high_blocks.count()
     n_low = low_tiles.count()
 
-    # The caller's queries are there before the quantiser ends; what it writes is waited for.
+    # The caller's queries are there before the quantizer ends; what it writes is waited for.
     q_rows = [i_b, i_h, row, 0]
     if not IS_Q_QUANTIZED:
         mbarrier.expect(q_full, _ROWS * D * 2)
@@ -307,7 +307,7 @@ def prefill_multi_cta_kernel(
     if IS_Q_QUANTIZED:
         x_rows, m_row = row_indices(row, q_len, X_ROW)
         q_descale_ptr += (i_b * CONFIG.q_heads + i_h).to(gl.int64) * q_len
-        # Dequantised queries have a descale of 1; loading it would cost registers in the loop over low tiles.
+        # Dequantized queries have a descale of 1; loading it would cost registers in the loop over low tiles.
         row_scale = row_scale * logit_scale if IS_LOW_16BIT else gl.load(q_descale_ptr + x_rows, mask=m_row, other=1.0)
         if mean_ptr is not None:
             q_descale_ptr += (kv_rows * GROUP).to(gl.int64) * q_len

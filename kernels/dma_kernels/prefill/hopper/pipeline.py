@@ -17,7 +17,7 @@ _BLOCK = gl.constexpr(TILE // 2)
 # Triton 3.9 gave this its present name.
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
-# Named barriers signal free stages. At a shared-memory barrier one thread arrives, and Triton first synchronises its
+# Named barriers signal free stages. At a shared-memory barrier one thread arrives, and Triton first synchronizes its
 # warpgroup; at these every warp arrives for itself and none waits. Triton itself uses the lowest numbers.
 _FIRST_BARRIER = gl.constexpr(8)
 

@@ -1,4 +1,4 @@
-"""Quantise the queries of a call before the attention kernel, whose warps have no registers to spare for it."""
+"""Quantize the queries of a call before the attention kernel, whose warps have no registers to spare for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = 32
 class QuantizedQueries:
     """Queries in the operand formats that tiles read."""
 
-    high: Tensor  # queries of high tiles, 16-bit ``[B, Hq, Tq, D]``: the caller's own if high tiles are unquantised
+    high: Tensor  # queries of high tiles, 16-bit ``[B, Hq, Tq, D]``: the caller's own if high tiles are unquantized
     low: Tensor  # queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``, contiguous
     # fp32 ``[2, B, Hq, Tq]``, contiguous: the scale that converts low scores, before the key descale, to base-2 logits;
     # and the dot product of query and mean key, the bias that smoothing subtracts from the scores
@@ -101,7 +101,7 @@ def quantize_q(
     scale: float,
     use_pdl: bool,
 ) -> QuantizedQueries:
-    """Quantise queries.
+    """Quantize queries.
 
     Args:
         query: 16-bit ``[B, Hq, Tq, D]``, any strides; ``D`` is a multiple of 32.
@@ -121,7 +121,7 @@ def quantize_q(
     high = query
     if high_key is not RAW:
         high = query.new_empty(query.shape, dtype=dequantized_dtype(query.dtype, recipe.high, recipe.high))
-    # 8-bit queries with a scale per row are quantised in chunks, whose number must be a power of two.
+    # 8-bit queries with a scale per row are quantized in chunks, whose number must be a power of two.
     chunks = triton.cdiv(head_dim, 32 if head_dim <= 128 else 64)
     in_chunks = low_key in TILE_SCALED and high is query and chunks & (chunks - 1) == 0
     constants = {

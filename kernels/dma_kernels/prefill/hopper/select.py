@@ -11,7 +11,7 @@ from ...runtime.operand_formats import E4M3_VALUES, RAW
 from ..config import MultiCTAConfig, PrefillShape, WarpSpecializedConfig, multi_cta_config, warp_specialized_config
 
 WARP_SPECIALIZED_HEAD_DIMS = (64, 96, 128, 160, 192, 224, 256)
-"""Queries are quantised in chunks of 32 channels."""
+"""Queries are quantized in chunks of 32 channels."""
 MULTI_CTA_HEAD_DIMS = (64, 96, 128)
 ROWS = 64
 """Query positions of a warpgroup: the rows of its matrix instructions. They lie in one tile."""
@@ -21,7 +21,7 @@ def supports_warp_specialized(shape: PrefillShape, path: ComputePath) -> bool:
     """Whether the warp-specialized kernel can compute a call.
 
     Head dimensions are multiples of 32 from 64 to 256. Keys of low tiles are in 8 bits with a scale per tile, or
-    dequantised; values of low tiles are E4M3 or 16-bit.
+    dequantized; values of low tiles are E4M3 or 16-bit.
     """
     config = warp_specialized_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3])
     # Four warpgroups have no registers for both ends of a window (H200: 1.17x the time of the multi-CTA kernel), nor
