@@ -46,6 +46,18 @@ def device_arch(device: torch.device) -> int:
     return 10 * int(_properties_of(device).major) + int(_properties_of(device).minor)
 
 
+def has_block_scaled_mma(arch: int, channels: int) -> bool:
+    """Whether block-scaled tensor cores can multiply queries and keys of so many channels.
+
+    With tensor memory they need Triton 3.9 or later: 3.6 to 3.8 fail to compile the product.
+    """
+    if arch not in TENSOR_MEMORY_ARCHS:
+        return arch in BLOCK_SCALED_ARCHS
+    import triton
+
+    return channels <= 128 and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+
+
 def supports_pdl(device: torch.device) -> bool:
     """Whether a kernel may start on a device before the one before it has ended (programmatic dependent launch)."""
     return not is_interpreted() and device_arch(device) >= 90

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ..numerics.formats import MXFP4, MXFP8, NVFP4, UNQUANTIZED, SharedScale
 from ..numerics.recipe import Recipe
-from .chip import BLOCK_SCALED_ARCHS, TENSOR_MEMORY_ARCHS
+from .chip import has_block_scaled_mma
 from .operand_formats import DEQUANTIZED, E4M3_VALUES, E5M2, PACKED, RAW, TILE_SCALED, OperandFormat, Scale
 
 
@@ -49,7 +49,7 @@ def select_compute_path(recipe: Recipe, arch: int, channels: int = 128) -> Compu
         arch: Compute capability, major version times ten plus minor (90 is Hopper).
         channels: The larger head dimension of keys and values.
     """
-    is_block_scaled = arch in BLOCK_SCALED_ARCHS and (channels <= 128 or arch not in TENSOR_MEMORY_ARCHS)
+    is_block_scaled = has_block_scaled_mma(arch, channels)
     key = RAW if recipe.high == UNQUANTIZED else DEQUANTIZED
     if is_block_scaled:
         key = PACKED.get(recipe.high, key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
 from dma_kernels import Recipe
 from dma_kernels.runtime.compute_path import ComputePath, select_compute_path
 from dma_kernels.runtime.operand_formats import (
@@ -59,6 +60,15 @@ def test_wide_heads_are_not_block_scaled_in_tensor_memory(arch: int) -> None:
     assert select_compute_path(PAPER, arch, 192) == ComputePath(DEQUANTIZED, E5M2, RAW)
     assert select_compute_path(NVFP4, arch, 192) == ComputePath(DEQUANTIZED, DEQUANTIZED, E4M3_VALUES)
     assert select_compute_path(NVFP4, 120, 192) == select_compute_path(NVFP4, arch)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.8.0"])
+def test_tensor_memory_needs_a_triton_that_compiles_block_scaled_products(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    assert select_compute_path(NVFP4, 100) == select_compute_path(NVFP4, 90)
+    assert select_compute_path(NVFP4, 120) == ComputePath(PACKED["mxfp8"], PACKED["nvfp4"], E4M3_VALUES)
 
 
 def test_a_side_that_is_not_quantised_keeps_the_models_dtype() -> None:
