@@ -46,11 +46,11 @@ def load_base(package: Path, folder: Path) -> None:
 
 
 class Kernels:
-    """The cache of one package."""
+    """The cache of one package, by its public functions, which are those of earlier revisions."""
 
     def __init__(self, package: str) -> None:
-        self.append = importlib.import_module(f"{package}.cache.append").append_tokens
-        self.step = importlib.import_module(f"{package}.cache.decode").decode_step
+        api = importlib.import_module(f"{package}.cache.api")
+        self.append, self.attend = api.append, api.cached_attention
         self.storage = importlib.import_module(f"{package}.cache.storage").LayerStorage
 
     def filled(self, format: str, shape: DecodeShape, length: int) -> Any:
@@ -82,7 +82,7 @@ def step_of(kernels: Kernels, format: str, shape: DecodeShape, completes: bool) 
 
     def run() -> object:
         storage.lengths.copy_(lengths)
-        return kernels.step(query, *new, storage, scale=shape.head_dim**-0.5)
+        return kernels.attend(query, *new, storage, backend="triton")
 
     return run
 

@@ -245,12 +245,14 @@ def twins_of(folder: str) -> dict[str, dict[str, BackendResult]]:
 
 
 def short_twins() -> dict[str, dict[str, BackendResult]]:
-    """Return the losses on short windows, with those from the CPU of what failed or is missing on the GPU."""
+    """Return the losses on short windows: from the GPU, or the CPU where they failed, are missing or are newer."""
     twins, others = twins_of("smollm2-4096-fp32"), twins_of("smollm2-4096-cpu-fp32")
     for twin, losses in others.items():
         ran = {label: each for label, each in twins[twin].items() if not each.failure}
         twins[twin] = {label: ran.get(label) or losses.get(label) or each for label, each in twins[twin].items()}
         twins[twin] |= {label: each for label, each in losses.items() if label not in twins[twin]}
+    for twin, losses in twins_of("smollm2-int4-4096-cpu-fp32").items():
+        twins[twin][INT4] = losses[INT4]
     return twins
 
 
