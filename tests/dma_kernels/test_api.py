@@ -1,4 +1,4 @@
-"""The public door: every rejected input by its message, backends, the custom op, and ``torch.compile``."""
+"""The public functions: every rejected input by its message, backends, the custom op, and ``torch.compile``."""
 
 from __future__ import annotations
 

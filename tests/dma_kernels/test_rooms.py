@@ -18,7 +18,7 @@ ROOMS = {
     "prefill": {"numerics", "reference", "runtime", "device"},
     "cache": {"numerics", "reference", "runtime", "device", "prefill"},
 }
-"""Which rooms the files of a room import, besides their own. The door (``api.py``) stands above all but the cache."""
+"""Which rooms the files of a room import, besides their own. ``api.py`` may import all of them except the cache."""
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -46,6 +46,6 @@ def test_a_room_imports_what_its_row_allows(room: str) -> None:
         assert set(imported(path)) <= ROOMS[room] | {room}, path
 
 
-def test_the_door_knows_nothing_of_the_cache() -> None:
+def test_the_attention_api_does_not_import_the_cache() -> None:
     for path in (PACKAGE / "__init__.py", PACKAGE / "api.py", PACKAGE / "testing.py"):
         assert "cache" not in set(imported(path))

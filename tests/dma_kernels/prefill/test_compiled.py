@@ -167,17 +167,17 @@ SPILLS = {
     "int8:90:256:long-skip": 26,
     "fp4:100:128:skip": 5,
 }
-"""Most accesses to spilled registers in the loop over low tiles, where there are some: 256 channels of output take
-half of the registers, and what spills less reads more often from memory, on Hopper measured to be slower. Short
-prompts with edges read scalars back, the bounds of what is seen, at 64 channels more of them since the mean key is
-looked at after the rotation (16 for 8, in a loop of 1,004 instructions for 1,025), and that of long ones at 256
-channels a few numbers of 598; with Triton 3.6, whose assembler is another one, they have two at most and none. With
-16-bit keys short prompts read 5 of 600 back (the portable kernel none, but `fp4` takes 1.2 times as long there),
-and with a mask over E4M3 values parts of a tile (there `fp4` takes some 4 times as long). With Triton 3.9 the branch
-around a skipped tile costs 30 and 26 accesses in loops that have no register to spare; with Triton 3.6 the first has 8,
-and skipping takes up to 5 % on inputs that have nothing to skip (benchmarks). Short prompts visit high tiles
-first, as skipping needs: their edges at 128 channels read up to 5 scalars more back than before. Since products with
-values of high tiles are of 16 bits, `paper` at 128 channels has 4, and of `fp4` the other kernel's loop 15 for 11."""
+"""Most accesses to spilled registers in the loop over low tiles, for calls that have more than two.
+
+- 256 channels: the output takes half of the registers. Configurations that spill less load more from memory, and are
+  slower on Hopper.
+- Multi-CTA kernel, masked tiles: the loop reads bounds back, which are scalars.
+- 16-bit keys, multi-CTA kernel: 5 of 600 instructions. The portable kernel spills nothing, but `fp4` takes 1.2 times as
+  long there, and with a mask 4 times.
+- Skipping with 64 or 256 channels: the branch around a tile, in loops without a free register. With Triton 3.6 it costs
+  8 accesses instead of 30, and up to 5 % of the time on inputs that skip nothing.
+- ``fp4:100:128:skip`` depends on the order of the kernel's parameters. It has not run on a chip.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +207,7 @@ def test_the_loop_over_low_tiles_keeps_its_numbers_in_registers(call: str, compi
 
 
 @pytest.mark.parametrize("call", UNITS)
-def test_programs_start_early_after_the_quantiser_and_write_nothing_before_they_wait(
-    call: str, compiled: CompiledCalls
-) -> None:
+def test_ctas_launched_early_write_nothing_before_they_wait(call: str, compiled: CompiledCalls) -> None:
     names = [kernel["name"] for kernel in compiled[call]]
     use_pdl = int(call.split(":")[1]) >= 90 and "quantize_kernel" in names and "query_global_scale_kernel" not in names
     for kernel in compiled[call]:
@@ -220,20 +218,20 @@ def test_programs_start_early_after_the_quantiser_and_write_nothing_before_they_
         )
         assert len(after) == int(waits), name
         assert not after or not re.search(r"\b(st\.global|red\.|atom\.)", before), name
-        # Queries, which are the caller's own where they are not staged. What a mask shows is looked at before.
+        # Queries that are not quantized are the caller's own. A packed bitmask comes from an earlier launch.
         is_asked = name == "prefill_multi_cta_kernel" and not {"quantize_q_kernel", "pack_mask_kernel"} & set(names)
         assert not after or before.count("cp.async.bulk") == is_asked, name
 
 
 @pytest.mark.parametrize("call", [*SHORT, "int8:90:80"])
-def test_three_programs_share_a_hopper_multiprocessor(call: str, compiled: CompiledCalls) -> None:
+def test_three_ctas_share_a_hopper_sm(call: str, compiled: CompiledCalls) -> None:
     kernel = compiled[call][-1]
-    programs = 4 if call.split(":")[2] == "64" else 3
-    assert programs * 4 * 32 * kernel["registers"] <= 65_536
-    assert programs * (kernel["shared"] + 1024) <= 233_472  # CUDA keeps 1 KB for each program
+    ctas = 4 if call.split(":")[2] == "64" else 3
+    assert ctas * 4 * 32 * kernel["registers"] <= 65_536
+    assert ctas * (kernel["shared"] + 1024) <= 233_472  # CUDA keeps 1 KB for each CTA
 
 
-def test_two_programs_of_16_bit_operands_share_a_hopper_multiprocessor(
+def test_two_ctas_with_16_bit_operands_share_a_hopper_sm(
     compiled: CompiledCalls,
 ) -> None:
     kernel = compiled["nvfp4-keys:90:80"][-1]
@@ -242,19 +240,19 @@ def test_two_programs_of_16_bit_operands_share_a_hopper_multiprocessor(
 
 
 @pytest.mark.parametrize("call", ["nvfp4-keys:90:64", "nvfp4-keys:90:128", "nvfp4:90:128"])
-def test_quantisers_of_block_formats_fill_a_hopper_multiprocessor(call: str, compiled: CompiledCalls) -> None:
+def test_quantizers_of_block_formats_fill_a_hopper_sm(call: str, compiled: CompiledCalls) -> None:
     (kernel,) = [kernel for kernel in compiled[call] if kernel["name"] == "quantize_kernel"]
-    # Two programs of 8 warps, nothing in local memory. With a whole tile at once there was one, which spilled.
+    # Two CTAs of 8 warps, without spills. With a whole tile per CTA there was room for one, which spilled.
     assert 2 * 8 * 32 * kernel["registers"] <= 65_536
     assert kernel["stack"] == 0
 
 
 @pytest.mark.parametrize("call", LONG)
-def test_warpgroups_of_long_prompts_copy_and_compute_apart(call: str, compiled: CompiledCalls) -> None:
+def test_the_warp_specialized_kernel_loads_by_tma_and_divides_the_registers(call: str, compiled: CompiledCalls) -> None:
     kernel = compiled[call][-1]
     assert "cp.async.bulk.tensor" in kernel["ptx"]
     assert "cp.async.cg" not in kernel["ptx"]
-    # At the start, of 640, 512 or 384 threads; then of the warp that copies, and of those that compute.
+    # At launch (640, 512 or 384 threads), then in the producer warp and in the consumer warpgroups.
     groups = 4 if call.startswith("int8:90:64:") else 2 if int(call.split(":")[2]) > 128 else 3
     start, *later = {2: (168, 24, 240), 3: (128, 24, 160, 168), 4: (96, 24, 112, 120)}[groups]
     assert kernel["registers"] == start
