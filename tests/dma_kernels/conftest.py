@@ -1,4 +1,4 @@
-"""Fixtures of the kernels' tests, and the oracle of the block formats: numpy, fp64 and ml_dtypes, block by block."""
+"""Fixtures of the kernels' tests, and the oracle of the block formats in numpy, fp64 and ml_dtypes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiled_calls import CompiledCalls
 from dma_kernels.prefill.plan import plan
 from hypothesis import settings
 
-# The same examples in every run: a failure is a failure of the change at hand.
+# The same examples in every run, so that only a change of the code can cause a failure.
 settings.register_profile("dma_kernels", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("dma_kernels")
 
@@ -27,7 +27,7 @@ ELEMENTS = {"mxfp4": (2, 6.0), "mxfp8": (8, 448.0), "mxint8": (0, 127 / 64)}
 
 @dataclass(frozen=True)
 class OracleTensor:
-    """What the oracle makes of ``[N, T, D]``: element codes ``[N, T, D']``, scales ``[N, T, blocks]``, values."""
+    """A quantized ``[N, T, D]``: element codes ``[N, T, D']``, scales ``[N, T, blocks]``, values."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -35,7 +35,7 @@ class OracleTensor:
 
 
 class Oracle:
-    """Quantizes one block at a time with the scale searched for, not derived from bits."""
+    """Quantizes one block at a time. Scales are found by search, not derived from bits."""
 
     def scale_exponent(self, amax: float, format: str, rounding: str) -> int:
         """Return the exponent of the E8M0 scale by its definition."""
@@ -48,7 +48,7 @@ class Oracle:
         return min(max(exponent, -127), 127)
 
     def elements(self, scaled: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the codes and values of already scaled numbers."""
+        """Return the codes and values of scaled numbers."""
         if format == "mxint8":
             codes = np.clip(np.rint(scaled * 64.0), -127, 127).astype(np.int8)
             return codes, codes / 64.0
@@ -93,7 +93,7 @@ class Oracle:
         return OracleTensor(codes.reshape(flat), scales, values.reshape(flat)[..., :head_dim])
 
     def candidates(self, amax: float, format: str, rounding: str, head_scale: float) -> list[float]:
-        """Return the scales to choose from, the one that wins a draw first."""
+        """Return the candidate scales; the first one wins a tie."""
         if format == "nvfp4":
             # fp32 arithmetic, one rounding at each step.
             tops = (6.0, 4.0) if rounding == "search" else (6.0,)
@@ -121,7 +121,7 @@ def oracle() -> Oracle:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is allocated is bytes of 255, which in floating point are NaN, until it is written."""
+    """Fill new allocations with bytes of 255, which are NaN in floating point."""
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def poisoned_empty(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -137,7 +137,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def compiled_by(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], CompiledCalls]]:
-    """Make what compiles calls by one of the programs in ``tests/support``, for all workers of this run together."""
+    """Compile calls with a program in ``tests/support``, once for all workers of a run."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     made: dict[str, CompiledCalls] = {}
@@ -154,5 +154,5 @@ def compiled_by(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
 
 @pytest.fixture(autouse=True)
 def no_plans() -> None:
-    """Plans are made anew in each test, which may change the chip that the interpreter stands for."""
+    """Clear plans before each test, because tests change the chip that the interpreter emulates."""
     plan.cache_clear()

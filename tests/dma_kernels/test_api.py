@@ -1,4 +1,4 @@
-"""The public functions: every rejected input by its message, backends, the custom op, and ``torch.compile``."""
+"""The public functions: rejected inputs and their messages, backends, the custom op, ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BALANCED = RECIPES["mxfp8-row"]
 
 
 def inputs(**shapes: Any) -> dict[str, Any]:
-    """A good call: two batch rows, four query heads on two kv heads, 6 queries and 9 keys of 16 channels."""
+    """A valid call: two batch rows, four query heads on two KV heads, 6 queries and 9 keys of 16 channels."""
     defaults = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 6, "kv_len": 9, "head_dim": 16}
     query, key, value = random_qkv(**(defaults | shapes))
     return {"query": query, "key": key, "value": value, "recipe": BALANCED}
@@ -38,7 +38,7 @@ def zeros(*shape: int, **kwargs: Any) -> Tensor:
     return torch.zeros(shape, **kwargs)
 
 
-# What is wrong: the arguments that replace those of a good call, the exception, its message.
+# Name: the arguments that replace those of a valid call, the exception, its message.
 REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "query-3d": (
         {"query": zeros(4, 6, 16)},
@@ -266,14 +266,14 @@ REJECTED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 class TestRejected:
     @pytest.mark.parametrize("case", REJECTED)
-    def test_by_message(self, case: str) -> None:
+    def test_an_invalid_input_is_rejected_with_its_message(self, case: str) -> None:
         replaced, exception, message = REJECTED[case]
         good = inputs()
         with pytest.raises(exception, match=message):
             attention(**(good | replaced))
 
     @pytest.mark.parametrize("case", REJECTED)
-    def test_changes_nothing(self, case: str) -> None:
+    def test_a_rejected_call_changes_nothing(self, case: str) -> None:
         replaced, exception, _ = REJECTED[case]
         good = inputs()
         copies = {name: x.clone() for name, x in good.items() if isinstance(x, Tensor)}
@@ -293,14 +293,14 @@ class TestRejected:
         ],
         ids=["unknown", "missing"],
     )
-    def test_the_function_that_was_called_is_named(
+    def test_the_error_names_the_function_called(
         self, function: Callable[..., Any], arguments: dict[str, Any], message: str
     ) -> None:
         given = {name: value for name, value in (inputs() | arguments).items() if value is not None}
         with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) {message}"):
             function(**given)
 
-    def test_positional_options(self) -> None:
+    def test_positional_options_are_rejected(self) -> None:
         good = inputs()
         with pytest.raises(TypeError, match="positional"):
             attention(*good.values(), False)
@@ -308,7 +308,7 @@ class TestRejected:
 
 class TestMasks:
     @pytest.mark.parametrize("shape", [(), (9,), (6, 9), (6, 1), (4, 6, 9), (1, 6, 9), (2, 1, 6, 9)], ids=str)
-    def test_of_fewer_dimensions_broadcast_as_in_torch(self, shape: tuple[int, ...]) -> None:
+    def test_masks_of_fewer_dimensions_broadcast_as_in_torch(self, shape: tuple[int, ...]) -> None:
         good = inputs()
         mask = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.5
         expected = attention(**good, mask=mask.expand(2, 4, 6, 9))
@@ -321,7 +321,7 @@ class TestBackends:
         good = inputs()
         assert_bits_equal(attention(**good, backend="auto"), attention(**good, backend="reference"))
 
-    def test_resolved_for_the_cpu(self) -> None:
+    def test_auto_resolves_to_the_reference_on_the_cpu(self) -> None:
         cpu = torch.device("cpu")
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             assert resolve_backend("auto", cpu, dtype) == "reference"
@@ -333,7 +333,7 @@ class TestBackends:
         ):
             attention(**inputs(), backend="triton")
 
-    def test_rocm_is_not_for_the_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rocm_runs_only_the_reference(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "hip", "7.0")
         monkeypatch.setattr(chip, "device_arch", lambda device: 94)
         device = torch.device("cuda")
@@ -341,17 +341,17 @@ class TestBackends:
         with pytest.raises(RuntimeError, match="needs an NVIDIA GPU, and this PyTorch is for ROCm"):
             resolve_backend("triton", device, torch.bfloat16)
 
-    def test_names(self) -> None:
+    def test_backend_names_are_stable(self) -> None:
         assert BACKENDS == ("auto", "reference", "triton")
 
 
 class TestDefaults:
-    def test_scale(self) -> None:
+    def test_scale_defaults_to_one_over_sqrt_head_dim(self) -> None:
         good = inputs()
         assert_bits_equal(attention(**good), attention(**good, scale=0.25))
         assert not torch.equal(attention(**good), attention(**good, scale=0.3))
 
-    def test_log_sum_exp_only_if_asked(self) -> None:
+    def test_log_sum_exp_is_returned_only_on_request(self) -> None:
         good = inputs()
         out = attention(**good)
         assert isinstance(out, Tensor)
@@ -363,24 +363,24 @@ class TestDefaults:
         assert [name for name in dma_kernels.__all__ if not hasattr(dma_kernels, name)] == []
 
     @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-    def test_op_takes_every_field_of_the_recipe(self, recipe: Recipe) -> None:
+    def test_the_op_takes_every_field_of_the_recipe(self, recipe: Recipe) -> None:
         parameters = torch.ops.dma_kernels.attention.default._schema.arguments
         fields = dataclasses.asdict(recipe)
         assert [argument.name for argument in parameters][-len(fields) :] == list(fields)
 
-    def test_both_doors_have_the_same_parameters(self) -> None:
+    def test_both_entry_points_have_the_same_parameters(self) -> None:
         ours, theirs = inspect.signature(attention), inspect.signature(attention_with_lse)
         assert ours.parameters == theirs.parameters
         assert pickle.loads(pickle.dumps(attention)) is attention
 
     @pytest.mark.parametrize("window", [9, 2**31, 10**30])
-    def test_a_window_of_everything(self, window: int) -> None:
+    def test_a_window_larger_than_the_sequence_masks_nothing(self, window: int) -> None:
         good = inputs()
         assert_bits_equal(attention(**good, window=window), attention(**good))
 
 
 def op_arguments(recipe: Recipe, **options: Any) -> tuple[Any, ...]:
-    """Arguments of the custom op in its order."""
+    """Arguments of the custom op, in its order."""
     good = inputs(**options.pop("shapes", {}))
     arguments = {name: options.get(name) for name in ("q_offset_rows", "kv_offset_rows", "kv_range", "mask", "sinks")}
     return (
@@ -419,12 +419,12 @@ class TestCustomOp:
         ],
         ids=["plain", "no-queries", "no-keys", "bidirectional", "all-tensors"],
     )
-    def test_opcheck(self, options: dict[str, Any]) -> None:
+    def test_the_custom_op_passes_opcheck(self, options: dict[str, Any]) -> None:
         torch.library.opcheck(torch.ops.dma_kernels.attention.default, op_arguments(BALANCED, **options))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=["bf16", "fp32", "fp64"])
     @pytest.mark.parametrize("value_dim", [16, 40], ids=lambda d: f"Dv{d}")
-    def test_fake_outputs_are_like_the_real_ones(self, dtype: torch.dtype, value_dim: int) -> None:
+    def test_fake_outputs_match_the_real_ones(self, dtype: torch.dtype, value_dim: int) -> None:
         good = inputs(value_dim=value_dim, dtype=dtype)
         real = attention_with_lse(**good)
         fake = attention_with_lse(**{n: x.to("meta") if isinstance(x, Tensor) else x for n, x in good.items()})
@@ -433,7 +433,7 @@ class TestCustomOp:
 
 
 class TestCompile:
-    """One graph, whatever the lengths. The kernels inside the op are not the compiler's business."""
+    """All lengths share one graph. The compiler does not trace the kernels inside the op."""
 
     @staticmethod
     def compiled(function: Callable[..., Any], *, dynamic: bool) -> tuple[Callable[..., Any], list[int]]:
@@ -448,7 +448,7 @@ class TestCompile:
 
     @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
     @pytest.mark.parametrize("recipe", [BALANCED, RECIPES["paper"]], ids=["mxfp8-row", "paper"])
-    def test_causal(self, recipe: Recipe, dynamic: bool) -> None:
+    def test_causal_attention_compiles_to_one_graph(self, recipe: Recipe, dynamic: bool) -> None:
         def block(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attention(query * 2.0, key, value, recipe).transpose(1, 2).flatten(2) + 1.0
 
@@ -458,7 +458,7 @@ class TestCompile:
             assert_bits_equal(compiled(*qkv), block(*qkv))
         assert len(graphs) == (1 if dynamic else 3)
 
-    def test_every_option(self) -> None:
+    def test_every_option_compiles_to_one_graph(self) -> None:
         def block(query: Tensor, key: Tensor, value: Tensor, offset: Tensor, span: Tensor, mask: Tensor, sinks: Tensor):
             out, lse = attention_with_lse(
                 query,
@@ -489,7 +489,7 @@ class TestCompile:
             for actual, expected in zip(compiled(*qkv, *rest), block(*qkv, *rest), strict=True):
                 assert_bits_equal(actual, expected)
 
-    def test_a_growing_decode_offset_is_one_graph(self) -> None:
+    def test_a_growing_decode_offset_compiles_to_one_graph(self) -> None:
         def step(query: Tensor, key: Tensor, value: Tensor, position: int) -> Tensor:
             return attention(query, key, value, BALANCED, q_offset=position)
 
@@ -499,17 +499,17 @@ class TestCompile:
             assert_bits_equal(compiled(*qkv, position), step(*qkv, position))
         assert len(graphs) == 1
 
-    def test_bad_input_keeps_its_message(self) -> None:
+    def test_an_invalid_input_keeps_its_message(self) -> None:
         compiled, _ = self.compiled(lambda q, k, v: attention(q, k, v, BALANCED, window=0), dynamic=True)
         with pytest.raises(Exception, match="window must be an integer of at least 1, got 0"):
             compiled(*random_qkv(q_len=4, kv_len=4))
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-class TestWatchers:
-    """What looks on by other means than autograd's: it has to see one operation, or be refused."""
+class TestTransforms:
+    """Tracers and transforms other than autograd see one operation, or are rejected."""
 
-    def test_a_trace_without_gradients_holds_for_other_lengths(self) -> None:
+    def test_a_trace_without_gradients_is_valid_for_other_lengths(self) -> None:
         shapes = {"batch": 1, "q_heads": 2, "kv_heads": 2, "head_dim": 16}
         with torch.no_grad():
             traced = torch.jit.trace(
@@ -520,16 +520,16 @@ class TestWatchers:
             assert_bits_equal(traced(*qkv), attention(*qkv, BALANCED))
 
     @pytest.mark.parametrize("name", ["query", "key", "value", "sinks"])
-    def test_forward_mode_is_refused(self, name: str) -> None:
+    def test_forward_mode_ad_is_rejected(self, name: str) -> None:
         good = inputs() | {"sinks": torch.zeros(4)}
         with forward_ad.dual_level():
-            attention(**good)  # of something else
+            attention(**good)  # without dual tensors
             good[name] = forward_ad.make_dual(good[name], torch.ones_like(good[name]))
             with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
                 attention(**good)
 
     @pytest.mark.parametrize("transform", [lambda f: f, torch.func.vmap, torch.compile], ids=["", "vmap", "compile"])
-    def test_jvp_is_refused(self, transform: Any) -> None:
+    def test_jvp_is_rejected(self, transform: Any) -> None:
         query, key, value = random_qkv(q_len=5, kv_len=5)
         function = transform(lambda query: attention(query, key, value, BALANCED))
         if transform is torch.func.vmap:
@@ -537,7 +537,7 @@ class TestWatchers:
         with pytest.raises(NotImplementedError, match="no derivative in forward mode"):
             torch.func.jvp(function, (query,), (torch.ones_like(query),))
 
-    def test_vmap(self) -> None:
+    def test_vmap_equals_a_loop(self) -> None:
         query, key, value = random_qkv(q_len=5, kv_len=5)
         queries = torch.stack([query, 2.0 * query])
         outputs = torch.func.vmap(lambda query: attention(query, key, value, BALANCED))(queries)
@@ -546,7 +546,7 @@ class TestWatchers:
 
 
 def problem_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> AttentionCall:
-    """Return what a call is planned by."""
+    """Return the key of a call's plan."""
     problems: list[AttentionCall] = []
     query, key, value = random_qkv(q_len=5, kv_len=5, q_heads=2, kv_heads=2, head_dim=32)
     arguments = {"query": query, "key": key, "value": value, "recipe": Recipe()} | changes
@@ -580,20 +580,22 @@ ONES = torch.ones(1, 2, 5, 32)
     ],
     ids=lambda change: "-".join(change),
 )
-def test_calls_of_another_kind_have_another_plan(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_differ_on_the_host_have_different_plans(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     usual = problem_of(monkeypatch)
     assert problem_of(monkeypatch, query=ONES, key=ONES + 1.0, value=ONES + 2.0) == usual
     assert problem_of(monkeypatch, **change) != usual
 
 
-def test_what_is_read_on_the_device_does_not_change_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_read_on_the_device_do_not_change_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, contents in (("kv_range", [[[0, 5]], [[1, 4]]]), ("kv_offset", [[0], [-3]]), ("q_offset", [[0], [7]])):
         first, second = (problem_of(monkeypatch, **{name: torch.tensor(each)}) for each in contents)
         assert first == second
 
 
 def test_a_checked_call_does_not_make_an_unchecked_one_valid() -> None:
-    """Options that equal valid ones but have another type are refused after a valid call."""
+    """An option of the wrong type is rejected even after a valid call with an equal option."""
     good = inputs()
     for name, value in (("is_causal", True), ("window", 1), ("q_offset", 1)):
         attention(**good, **{name: value})
@@ -603,7 +605,7 @@ def test_a_checked_call_does_not_make_an_unchecked_one_valid() -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("arch", [90, 80], ids=["e4m3", "dequantized"])
-def test_saturated_values_are_counted_and_warned_of_once(
+def test_saturated_values_are_counted_and_trigger_one_warning(
     arch: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
@@ -618,7 +620,7 @@ def test_saturated_values_are_counted_and_warned_of_once(
     value[0, 0, 204, 5] = math.nan
     value[0, 0, 205, 6] = -1e4
     calls = [lambda: attention(query, key, value, Recipe(pv="fp8"), backend=backend)] * 2
-    if backend == "triton":  # which says it in the next call
+    if backend == "triton":  # it warns in the next call
         calls.pop()()
     with pytest.warns(UserWarning, match=r"pv='fp8' clipped 4 values.* use pv='bf16'"):
         calls.pop()()
@@ -630,7 +632,7 @@ def test_saturated_values_are_counted_and_warned_of_once(
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_values_that_grow_tenfold_after_the_first_tile_are_not_clipped(backend: str) -> None:
+def test_values_up_to_ten_times_the_first_tile_are_not_clipped(backend: str) -> None:
     query, key, value = random_qkv(q_len=520, kv_len=520, head_dim=32, dtype=torch.float16)
     value[:, :, 128:] *= 10.0
     before = saturated_values()

@@ -1,4 +1,4 @@
-"""The reference does without Triton, and portable kernels without experimental Gluon."""
+"""The reference does not import Triton, and the portable kernels do not import Gluon."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for backend in BACKENDS:
 
 
 def imported(program: str, prefix: str) -> list[str]:
-    """Return the modules whose names begin with ``prefix`` after a program, in a new process."""
+    """Return the modules with names in ``prefix`` that a program imports in a new process."""
     program += f"\nimport sys\nprint(*(name for name in sys.modules if name.startswith({prefix!r})))"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(dma_kernels.__file__).parents[1])
@@ -44,5 +44,5 @@ def test_the_reference_imports_no_triton() -> None:
 
 
 def test_portable_kernels_import_no_gluon() -> None:
-    """Triton imports Gluon itself when it first launches a kernel, so nothing is launched."""
+    """Nothing is launched, because Triton imports Gluon at its first launch."""
     assert not imported("from dma_kernels.cache import append, chunked_prefill, restore", "triton.experimental")

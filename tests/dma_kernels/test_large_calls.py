@@ -1,7 +1,6 @@
-"""What is too large for 32 bits, or for an axis of a grid, without a GPU. ``tests/gpu`` has tensors that are large.
+"""Offsets beyond 32 bits and grids beyond CUDA's limits, without a GPU. ``tests/gpu`` uses large tensors.
 
-Elements more than 2^31 apart lie in sparse files, of which only the pages that are written take room. Grids are looked
-at, not launched.
+Elements more than 2^31 apart are in sparse files, so only written pages take memory. Grids are inspected, not launched.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu run
 
 LIMIT = 2**31
 RECIPE = Recipe(low="nvfp4", smooth_k=True, pv="fp8", diagonal_tiles=0, sink_tiles=0)
-"""All that a call looks for is looked for: NVFP4's scales of queries and keys, those of values, and the mean key."""
+"""Uses everything that a call computes: NVFP4's query and key scales, value scales and the mean key."""
 DIMENSIONS = {
     "batch": {"batch": 3},
     "heads": {"q_heads": 3, "kv_heads": 3},
     "tokens": {"q_len": 3, "kv_len": 140},
     "channels": {"head_dim": 32},
 }
-"""What a call has more than one or two of, so that the stride itself stays below 2^31."""
+"""Dimensions of more than two indices, so that the stride itself stays below 2^31."""
 
 
 def spread(tensor: Tensor, dim: int, path: Path) -> Tensor:
-    """Return the same numbers with the last index of ``dim`` at least 2^31 elements behind the first.
+    """Return the same numbers with the last index of ``dim`` at least 2^31 elements after the first.
 
-    As many lie unused before them, so that an offset that wraps around finds zeros.
+    As many unused elements precede them, so that an offset that wraps around reads zeros.
     """
     stride = -(-LIMIT // (tensor.shape[dim] - 1))
     strides = list(torch.empty(tensor.shape[:dim] + tensor.shape[dim + 1 :], device="meta").stride())
@@ -55,10 +54,10 @@ def spread(tensor: Tensor, dim: int, path: Path) -> Tensor:
 
 @pytest.mark.parametrize("dimension", DIMENSIONS)
 @pytest.mark.parametrize("name", ["query", "key", "value", "mask"])
-def test_results_are_those_of_contiguous_tensors(
+def test_offsets_beyond_32_bits_give_the_results_of_contiguous_tensors(
     name: str, dimension: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chip, "INTERPRETED_ARCH", 80)  # every element is read at an address that the kernel works out
+    monkeypatch.setattr(chip, "INTERPRETED_ARCH", 80)  # the kernel computes the address of every element
     sizes = {"q_len": 2, "kv_len": 140, "head_dim": 16} | DIMENSIONS[dimension]
     query, key, value = random_qkv(**({"q_heads": 1} | sizes), dtype=torch.float16)
     tensors: dict[str, Any] = {"query": query, "key": key, "value": value}
@@ -72,8 +71,10 @@ def test_results_are_those_of_contiguous_tensors(
 
 @pytest.mark.parametrize("dimension", DIMENSIONS)
 @pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_a_step_is_that_of_contiguous_tensors(name: str, dimension: str, tmp_path: Path) -> None:
-    """Over codes, band, sinks and the new keys, which complete a tile."""
+def test_a_step_with_offsets_beyond_32_bits_equals_that_of_contiguous_tensors(
+    name: str, dimension: str, tmp_path: Path
+) -> None:
+    """A step over quantized, residual and sink KV, whose new keys complete a tile."""
     case = Case(kv_len=512, q_len=3, q_heads=4, head_dim=32, padding=(0, 5))
     query, key, value = case.inputs(torch.float16, "cpu")
     tensors = {"query": query, "key": key[:, :, -3:], "value": value[:, :, -3:]}

@@ -1,4 +1,4 @@
-"""An 8-bit format is added as ``docs/extending.md`` says, in five files, and runs on the reference and on a kernel."""
+"""An 8-bit format added as in ``docs/extending.md``, in five files, runs on the reference and a kernel."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ EDITS = {
         ),
     ],
 }
-"""What is replaced by what, by file."""
+"""Replacements by file: old text and new text."""
 
 PROGRAM = """
 import torch
@@ -98,7 +98,7 @@ for recipe, paths in ((tile, {90: "8bit", 80: "portable"}), (block, {90: "portab
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs it")
-def test_an_8_bit_format_is_five_files(tmp_path: Path) -> None:
+def test_an_8_bit_format_takes_five_files(tmp_path: Path) -> None:
     copy = tmp_path / "dma_kernels"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     for name, edits in EDITS.items():
@@ -112,7 +112,7 @@ def test_an_8_bit_format_is_five_files(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-def test_the_page_names_these_files() -> None:
+def test_the_documentation_names_these_files() -> None:
     page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     section = page.split("\n## A format\n")[1].split("\n## ")[0]
     named = re.findall(r"`kernels/dma_kernels/([\w/]+\.py)`", section)

@@ -1,4 +1,4 @@
-"""The folders of ``dma_kernels`` are floors: a table says what each may import, and the source is held to it."""
+"""The folders of ``dma_kernels`` are layers: each imports only what a table allows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ROOMS = {
     "prefill": {"numerics", "reference", "runtime", "device"},
     "cache": {"numerics", "reference", "runtime", "device", "prefill"},
 }
-"""Which rooms the files of a room import, besides their own. ``api.py`` may import all of them except the cache."""
+"""Which folders a folder may import from, besides itself. ``api.py`` may import all except the cache."""
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield the rooms, or modules at the top of the package, that a file imports from."""
+    """Yield the folders, or top-level modules, that a file imports from."""
     room = path.relative_to(PACKAGE).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level > 0:
@@ -36,12 +36,12 @@ def imported(path: Path) -> Iterator[str]:
             )
 
 
-def test_every_folder_has_its_row() -> None:
+def test_every_folder_has_a_row_in_the_table() -> None:
     assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == set(ROOMS)
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_what_its_row_allows(room: str) -> None:
+def test_a_folder_imports_only_what_its_row_allows(room: str) -> None:
     for path in (PACKAGE / room).rglob("*.py"):
         assert set(imported(path)) <= ROOMS[room] | {room}, path
 

@@ -16,7 +16,7 @@ from dma_kernels.prefill import constants
 
 
 def kernels() -> Iterator[Any]:
-    """Yield what the package launches."""
+    """Yield the kernels of the package."""
     for module in pkgutil.walk_packages(dma_kernels.__path__, "dma_kernels."):
         for name, value in vars(importlib.import_module(module.name)).items():
             function = getattr(value, "fn", None)
@@ -29,8 +29,8 @@ def test_a_kernel_has_fewer_than_40_parameters(kernel: Any) -> None:
     assert kernel.__code__.co_argcount < 40
 
 
-def test_strings_of_constants_are_named_before_they_are_passed_on() -> None:
-    """Triton 3.6 takes no string attribute of a constexpr as an argument of a function."""
+def test_string_attributes_of_constexprs_are_assigned_before_they_are_passed() -> None:
+    """Triton 3.6 rejects a string attribute of a constexpr as a function argument."""
     kinds = filter(dataclasses.is_dataclass, vars(constants).values())
     strings = {field.name for kind in kinds for field in dataclasses.fields(kind) if field.type == "str"}
     assert "low_form" in strings

@@ -1,4 +1,4 @@
-"""The comparisons themselves: what they must reject."""
+"""The comparison helpers reject what they must."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dma_kernels.testing import (
 )
 
 
-def test_bits_equal_accepts_equal_bits_and_any_nan() -> None:
+def test_assert_bits_equal_accepts_equal_bits_and_any_nan() -> None:
     assert_bits_equal(torch.tensor([1.0, math.nan]), torch.tensor([1.0, -math.nan]))
     assert_bits_equal(torch.zeros(0, 3), torch.zeros(0, 3))
     assert_bits_equal(torch.ones(2, 3).T, torch.ones(3, 2))
@@ -36,12 +36,12 @@ def test_bits_equal_accepts_equal_bits_and_any_nan() -> None:
     ],
     ids=["zero-sign", "nan", "one-ulp", "dtype", "shape"],
 )
-def test_bits_equal_rejects(actual: torch.Tensor, expected: torch.Tensor, message: str) -> None:
+def test_assert_bits_equal_rejects_differences(actual: torch.Tensor, expected: torch.Tensor, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         assert_bits_equal(actual, expected)
 
 
-def test_relative_error() -> None:
+def test_relative_error_is_relative_to_the_expected_norm() -> None:
     assert relative_error(torch.tensor([1.0, 3.5]), torch.tensor([1.0, 4.0])) == 0.125
     assert relative_error(torch.zeros(0), torch.zeros(0)) == 0.0
     assert math.isnan(relative_error(torch.tensor([math.nan]), torch.tensor([1.0])))
@@ -49,7 +49,7 @@ def test_relative_error() -> None:
         relative_error(torch.zeros(1), torch.zeros(2))
 
 
-def test_as_accurate() -> None:
+def test_as_accurate_rejects_a_larger_error() -> None:
     exact = torch.zeros(4, dtype=torch.float64)
     baseline = torch.tensor([0.1, 0.0, 0.0, 0.0])
     assert_as_accurate(torch.tensor([0.0, 0.15, 0.0, 0.0]), baseline, exact)
@@ -61,7 +61,7 @@ def test_as_accurate() -> None:
         assert_as_accurate(torch.tensor([math.nan, 0.0, 0.0, 0.0]), baseline, exact)
 
 
-def test_random_inputs_are_the_same_bfloat16_numbers_in_every_dtype() -> None:
+def test_random_inputs_are_equal_bfloat16_numbers_in_every_dtype() -> None:
     single = random_qkv(q_len=3, kv_len=5, value_dim=24)
     assert [list(x.shape) for x in single] == [[1, 2, 3, 64], [1, 1, 5, 64], [1, 1, 5, 24]]
     for dtype in (torch.bfloat16, torch.float64):
@@ -70,7 +70,7 @@ def test_random_inputs_are_the_same_bfloat16_numbers_in_every_dtype() -> None:
             assert_bits_equal(y.float(), x)
 
 
-def test_mixed_magnitudes_span_the_binades() -> None:
+def test_mixed_magnitudes_cover_the_binades() -> None:
     rows = mixed_magnitudes(500, 64, seed=0, binades=9).abs().amax(-1).log2()
     assert rows.max() - rows.min() > 15
     assert_bits_equal(mixed_magnitudes(3, 4, seed=1), mixed_magnitudes(3, 4, seed=1))

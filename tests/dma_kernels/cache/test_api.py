@@ -1,4 +1,4 @@
-"""Dispatch of attention over a cache, and its backends against each other."""
+"""Dispatch of attention over a cache, and agreement of its backends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH, STORED = 300, 290
 
 @pytest.fixture(params=FORMATS)
 def case(request):
-    """New queries, keys and values, a cache of the tokens before them, and exact attention over it."""
+    """New queries, keys and values, a cache of the earlier tokens, and exact attention over it."""
     query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=LENGTH, kv_len=LENGTH, dtype=torch.float16)
     sizes = {"batch": 1, "kv_heads": 2, "head_dim": 64, "value_dim": 64}
     storage = LayerStorage.allocate(
@@ -46,7 +46,7 @@ def test_every_backend_decodes_and_stores(case, backend):
     ids=["all", "window", "softcap", "sinks"],
 )
 def test_chunks_over_a_cache(format, options):
-    """With rows of different padding; one chunk ends in the tile that it begins in, the other in the next tile."""
+    """Rows differ in padding. One chunk stays within a tile, the other crosses into the next."""
     length, padding = 520, torch.tensor([0, 37])
     query, key, value = random_qkv(batch=2, q_len=length, kv_len=length, head_dim=32, dtype=torch.float16)
     sizes = {"batch": 2, "kv_heads": 1, "head_dim": 32, "value_dim": 32, "tiles": 4, "window": options.get("window")}
@@ -69,7 +69,7 @@ def test_chunks_over_a_cache(format, options):
 @pytest.mark.parametrize("window", [2**30, 2**31 - 1, 2**31, 2**40])
 @pytest.mark.parametrize("length", [1, 40])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_a_window_of_everything_masks_nothing(backend, length, window):
+def test_a_window_larger_than_the_sequence_masks_nothing(backend, length, window):
     query, key, value = random_qkv(batch=2, q_len=200, kv_len=200, head_dim=16, dtype=torch.float16)
     results = []
     for each in (window, None):
@@ -124,7 +124,7 @@ def test_masks_and_bidirectional_calls_match_the_reference(mask, options, is_sto
 
 @pytest.mark.parametrize("options", [{"mask": torch.ones(1, 1, 1, 1).bool()}, {"is_causal": False}, {}])
 @pytest.mark.parametrize("count", [1, 40])
-def test_where_triton_runs_no_call_runs_the_reference(case, count, options, monkeypatch):
+def test_triton_backend_never_calls_the_reference(case, count, options, monkeypatch):
     new, storage, _ = case
     storage.reserve(3)
     monkeypatch.setattr(cache_api, "resolve_backend", lambda *_: "triton")  # as ``auto`` on a GPU
@@ -137,15 +137,15 @@ def test_where_triton_runs_no_call_runs_the_reference(case, count, options, monk
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("count", [1, 100])
 def test_keys_past_the_reserved_tiles_are_refused(backend, count, monkeypatch):
-    """Two rows with different padding and two pages each: the longer row decides, and nothing is stored."""
-    monkeypatch.setattr(cache_api, "resolve_backend", lambda *_: backend)  # storing runs on it, too
+    """The longer of two padded rows with two pages each does not fit, and nothing is stored."""
+    monkeypatch.setattr(cache_api, "resolve_backend", lambda *_: backend)  # also used for storing
     query, key, value = random_qkv(batch=2, q_len=600, kv_len=600, head_dim=16, dtype=torch.float16)
     storage = LayerStorage.allocate(
         "int8", batch=2, kv_heads=1, head_dim=16, value_dim=16, tiles=2, dtype=torch.float16, device=torch.device("cpu")
     )
     storage.lengths -= torch.tensor([60, 100]).int()
     append(storage, key[:, :, : 443 - count], value[:, :, : 443 - count])
-    assert storage.lengths.tolist() == [383 - count, 343 - count]  # of which tile 2 is not complete
+    assert storage.lengths.tolist() == [383 - count, 343 - count]  # tile 2 is incomplete
     cached_attention(*(x[:, :, 443 - count : 443] for x in (query, key, value)), storage)
     before = {name: tensor.clone() for name, tensor in storage.tensors().items()}
     new = [x[:, :, 443 : 443 + count] for x in (query, key, value)]

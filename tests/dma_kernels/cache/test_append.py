@@ -26,27 +26,27 @@ def _append_both(case: Case, format: str, steps: tuple[int, ...], dtype: torch.d
 
 
 @pytest.mark.parametrize("format", STORED_FORMATS)
-def test_bits_equal_torch(format: str) -> None:
+def test_stored_bits_equal_torch(format: str) -> None:
     _append_both(Case(kv_len=sum(STEPS), kv_heads=1, head_dim=80, value_dim=96), format, STEPS)
 
 
 @formats
 @pytest.mark.parametrize("dims", [(64, 128), (33, 65), (8, 20), (128, 256)], ids=str)
-def test_any_head_dim(format: str, dims: tuple[int, int]) -> None:
+def test_head_dims_equal_torch(format: str, dims: tuple[int, int]) -> None:
     _append_both(Case(kv_len=270, head_dim=dims[0], value_dim=dims[1]), format, (100, 170), torch.bfloat16)
 
 
 @formats
-def test_padded_rows_of_different_lengths(format: str) -> None:
+def test_padded_rows_of_different_lengths_equal_torch(format: str) -> None:
     _append_both(Case(kv_len=430, padding=(0, 37, 250)), format, (130, 150, 1, 149))
 
 
 @formats
-def test_a_window_keeps_the_last_tiles(format: str) -> None:
+def test_a_window_keeps_only_the_last_tiles(format: str) -> None:
     _append_both(Case(kv_len=1500, kv_heads=1, window=200), format, (600, 700, 200))
 
 
-def test_nothing_new_changes_nothing() -> None:
+def test_appending_zero_tokens_changes_nothing() -> None:
     case = Case(kv_len=130)
     storage = case.storage("int8", torch.float16, "cpu")
     append_tokens(storage, storage.key_residual[:, :, :0], storage.value_residual[:, :, :0])
@@ -55,7 +55,7 @@ def test_nothing_new_changes_nothing() -> None:
 
 @formats
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-def test_non_finite_numbers_constants_and_signed_zeros(format: str) -> None:
+def test_non_finite_values_constants_and_signed_zeros_equal_torch(format: str) -> None:
     case = Case(kv_len=384, kv_heads=1)
     _, key, value = case.inputs(torch.float16, "cpu")
     key[:, :, :128], value[:, :, :128] = 0.0, -0.0
@@ -75,7 +75,7 @@ def test_non_finite_numbers_constants_and_signed_zeros(format: str) -> None:
 
 @formats
 def test_pages_follow_the_page_table(format: str) -> None:
-    """As in a serving cache, pages may be in any order."""
+    """Pages may be in any order, as in a serving cache."""
     case = Case(kv_len=400, padding=(0, 50))
     _, key, value = case.inputs(torch.float16, "cpu")
     expected, ours = (case.storage(format, torch.float16, "cpu", is_filled=False) for _ in range(2))

@@ -65,8 +65,8 @@ def test_steps_with_rotated_keys_match_the_reference() -> None:
     assert_steps_match(CASES["across-a-boundary"], ROTATED_KEYS, torch.float16, "cpu")
 
 
-def test_rotated_keys_with_outliers_lose_no_accuracy_in_the_kernel() -> None:
-    """Scales of rotated keys that overflow FP16, and queries whose rotation BF16 would round."""
+def test_rotated_keys_with_outliers_are_as_accurate_as_the_reference() -> None:
+    """The scales of rotated keys overflow FP16, and BF16 would round the rotated queries."""
     case = Case(kv_len=700, head_dim=128)
     query, key, value = case.inputs(torch.float16, "cpu")
     key, query = key * 1024.0, query / 1024.0
@@ -79,7 +79,7 @@ def test_rotated_keys_with_outliers_lose_no_accuracy_in_the_kernel() -> None:
 
 
 @formats
-def test_rows_do_not_depend_on_each_other(format: str) -> None:
+def test_batch_rows_are_independent(format: str) -> None:
     case = Case(kv_len=500, padding=(0, 130))
     query, key, value = case.inputs(torch.float16, "cpu")
     together, _ = decode_attention(query, case.storage(format, torch.float16, "cpu"), CacheOptions(0.125))
@@ -93,7 +93,7 @@ def test_rows_do_not_depend_on_each_other(format: str) -> None:
 @pytest.mark.parametrize("case", ["ragged", "head-dim-80-96", "no-band"])
 @formats
 def test_pages_and_unquantized_rows_may_be_in_any_order(format: str, case: str, backend: str) -> None:
-    """A chunk, which restores, and a step, which completes a tile, give the same bits as in order."""
+    """A chunk and a step that completes a tile give the same bits as with pages in order."""
     kv_len = 384
     made = replace(CASES[case], kv_len=kv_len)
     query, key, value = replace(made, q_len=41).inputs(torch.float16, "cpu")
@@ -113,8 +113,8 @@ def test_pages_and_unquantized_rows_may_be_in_any_order(format: str, case: str, 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @formats
-def test_residual_kv_without_a_spare_tile(format: str, backend: str) -> None:
-    """Single tokens, and chunks across tile boundaries, whose queries attend before their keys are stored."""
+def test_residual_kv_needs_no_spare_tile(format: str, backend: str) -> None:
+    """Single tokens, and chunks across tile boundaries, attend before their keys are stored."""
     case = Case(kv_len=600, q_len=600, head_dim=16, q_heads=2, kv_heads=1, padding=(0, 130))
     query, key, value = case.inputs(torch.float16, "cpu")
     whole = case.storage(format, torch.float16, "cpu", is_filled=False)
@@ -158,15 +158,15 @@ def test_a_nan_key_reaches_the_output(format: str) -> None:
 @pytest.mark.parametrize("sms", [1, 7, 60])
 @pytest.mark.parametrize("case", ["ragged", "many-columns", "window", "nothing-visible"])
 def test_any_number_of_ctas_splits_the_work(case: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CTA has several heads, or a head several CTAs: fewer and more CTAs than work items."""
+    """Fewer and more CTAs than work items: a CTA has several heads, or a head several CTAs."""
     monkeypatch.setattr(decode.chip, "sm_count", lambda device: sms)
-    decode.plan_decode.cache_clear()  # plans do not know the chip
+    decode.plan_decode.cache_clear()  # plans are not keyed by chip
     assert_decode_matches(CASES[case], "int4", torch.float16, "cpu")
     assert_steps_match(CASES[case], "int4", torch.float16, "cpu")
     decode.plan_decode.cache_clear()
 
 
-def test_more_rows_than_are_read_at_once() -> None:
+def test_batches_larger_than_a_block_of_rows_match_the_reference() -> None:
     case = Case(kv_len=300, head_dim=16, q_heads=1, kv_heads=1, padding=(0, *range(100, 135), 300, 5))
     assert_decode_matches(case, "int8", torch.float16, "cpu")
 
@@ -174,7 +174,7 @@ def test_more_rows_than_are_read_at_once() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @formats
 def test_rescaling_channels_of_queries_and_keys_changes_nothing(format: str, dtype: str) -> None:
-    """Multiplying channels of keys by powers of two, and dividing those of queries by them, is exact."""
+    """Multiplying key channels by powers of two, and dividing query channels by them, is exact."""
     case = Case(kv_len=600, q_len=2)
     limit = 40 if dtype == "bf16" else 13  # what the dtype holds exactly
     query, key, value = case.inputs(DTYPES[dtype], "cpu")
@@ -193,8 +193,8 @@ def test_rescaling_channels_of_queries_and_keys_changes_nothing(format: str, dty
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("q_len", [1, 40])
 @formats
-def test_fp16_keys_may_have_any_range(format: str, q_len: int, backend: str) -> None:
-    """Scales and zero points of narrow ranges, and of the lowest fp16 number, are outside the range of fp16."""
+def test_fp16_keys_of_any_range_match_the_reference(format: str, q_len: int, backend: str) -> None:
+    """Narrow ranges, and the lowest fp16 number, have scales and zero points outside the range of fp16."""
     case = Case(kv_len=600, q_len=q_len, kv_heads=1, q_heads=2)
     query, key, value = case.inputs(torch.float16, "cpu")
     key[..., :32] *= 2e-5

@@ -32,7 +32,7 @@ def kernels(compiled_by: Callable[[str], CompiledCalls]) -> CompiledCalls:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_resources_of_a_step(step: str, kernels: CompiledCalls) -> None:
+def test_a_step_fits_in_shared_memory_and_its_loop_spills_nothing(step: str, kernels: CompiledCalls) -> None:
     """One kernel attends; the other, by programmatic dependent launch, combines splits and stores new KV."""
     decode, combine = kernels[step]
     assert (decode["name"], combine["name"]) == ("decode_kernel", "combine_kernel")
@@ -45,7 +45,7 @@ def test_resources_of_a_step(step: str, kernels: CompiledCalls) -> None:
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step.endswith(":128:128:1")])
-def test_instructions_of_a_tile(step: str, kernels: CompiledCalls) -> None:
+def test_a_tile_takes_the_expected_instructions(step: str, kernels: CompiledCalls) -> None:
     """A low tile takes 64 integer MMAs and 8 for zero points; 16 high keys take 16; codes are copied in 16 bytes.
 
     Rotated queries have more than 16 bits: their product with the zero points takes 8 more.
@@ -58,8 +58,8 @@ def test_instructions_of_a_tile(step: str, kernels: CompiledCalls) -> None:
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_kernels_of_a_chunk(chunk: str, kernels: CompiledCalls) -> None:
-    """A kernel that spills nothing restores KV to 16 bits; then the portable prefill kernel runs."""
+def test_a_chunk_restores_then_runs_the_portable_kernel(chunk: str, kernels: CompiledCalls) -> None:
+    """The restore kernel spills no registers."""
     names = [kernel["name"] for kernel in kernels[chunk]]
     assert names == ["restore_kernel", "append_kernel", "restore_kernel", "prefill_kernel"]
     assert kernels[chunk][0]["stack"] == 0

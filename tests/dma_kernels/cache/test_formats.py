@@ -1,4 +1,4 @@
-"""The cache formats: codes equal to an oracle bit for bit, every code and every tie, and the layout of page blocks."""
+"""Cache formats: codes equal an oracle's bit for bit, and page blocks have the documented layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ every_format = pytest.mark.parametrize(
 
 
 def oracle(group: list[float], max_code: int) -> tuple[list[int], float, float]:
-    """Return codes, scale and zero point of one group, by exact search among bfloat16 neighbours and exact ties."""
+    """Return codes, scale and zero point of one group by exact search over bfloat16 neighbours."""
     numbers = np.array(group, np.float32)
     zero_point = numbers.min().astype(bfloat16)
     if np.float32(zero_point) > numbers.min():
@@ -66,8 +66,8 @@ def test_codes_equal_the_oracle(format, kind) -> None:
 
 
 @formats
-def test_every_code_and_every_tie(format) -> None:
-    """With scale 1 and zero point -8, a number halfway between two codes rounds to the even one."""
+def test_ties_round_to_even_for_every_code(format) -> None:
+    """Scale 1 and zero point -8."""
     whole = torch.arange(format.max_code + 1.0)
     halves = whole[:-1] + 0.5
     for numbers, expected in ((whole, whole), (halves, (halves / 2).round() * 2)):
@@ -95,7 +95,7 @@ def test_constant_groups_are_exact(format) -> None:
 
 @formats
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf], ids=str)
-def test_a_non_finite_number_breaks_its_group_and_no_other(format, number) -> None:
+def test_a_non_finite_value_makes_only_its_own_group_nan(format, number) -> None:
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     broken = x.clone()
     broken[5, 7] = number
@@ -108,14 +108,14 @@ def test_a_non_finite_number_breaks_its_group_and_no_other(format, number) -> No
         assert not codes.zero_point.isnan().any()
 
 
-def test_a_range_that_overflows_fp32_is_broken() -> None:
+def test_a_range_that_overflows_fp32_is_nan() -> None:
     x = torch.zeros(1, 64)
     x[0, 0], x[0, 1] = 3e38, -3e38
     assert quantize_values(x, CACHE_FORMATS["int8"]).dequantize().isnan().all()
 
 
 @formats
-def test_the_error_is_half_a_step(format) -> None:
+def test_the_error_is_at_most_half_a_step(format) -> None:
     x = torch.randn(3, 128, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     codes = quantize_keys(x, format)
     assert ((codes.dequantize() - x.float()).abs() <= codes.scale.float() * (0.5 + format.max_code * 2.0**-9)).all()
@@ -137,7 +137,7 @@ def assert_equal_quantized(actual: QuantizedTensor, expected: QuantizedTensor) -
 
 
 def hadamard(dim: int) -> torch.Tensor:
-    """Return the matrix by its definition: entry ``(i, j)`` is -1 to the number of bits that ``i`` and ``j`` share."""
+    """Return the matrix by definition: entry ``(i, j)`` is ``(-1) ** popcount(i & j)``."""
     order = dim & -dim
     entries = [
         [(-1.0) ** (i % order & j % order).bit_count() * (i // order == j // order) for j in range(dim)]
@@ -147,7 +147,7 @@ def hadamard(dim: int) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor, is_rotated: bool) -> torch.Tensor:
-    """Return numbers times the matrix; exact for small integers."""
+    """Multiply by the matrix; exact for small integers."""
     return x @ hadamard(x.shape[-1]).to(x.dtype) if is_rotated else x
 
 
@@ -166,8 +166,8 @@ class TestPageLayout:
         assert layout.encode(key[:0], value[:0]).shape == (0, 3, layout.nbytes)
         assert layout.decode(data[:, :0])[1].shape == (2, 0, 128, dims[1])
 
-    def test_offsets_are_as_documented(self) -> None:
-        """One number of each section, its offset computed by hand from the module's docstring."""
+    def test_offsets_match_the_documentation(self) -> None:
+        """Check one number of each section at an offset computed by hand from the module's docstring."""
         generator = torch.Generator().manual_seed(0)
         key, value = torch.randn(2, 128, 128, generator=generator)
         four, eight = (PageLayout(format, 128, 128) for format in (CACHE_FORMATS["int4"], CACHE_FORMATS["int8"]))
@@ -175,9 +175,9 @@ class TestPageLayout:
         data = four.encode(key, value)
         keys, values = four.unpack(data)
         # Token 77 is row 13 = 8 * 1 + 5 of its block, channel 45 column 13 = 8 * 1 + 2 * 2 + 1: block 2 * 4 + 1, word
-        # 16 * 5 + 4 * 2 + 1, bits from 4 * (1 + 4) on. A code is stored less 8, in two's complement.
+        # 16 * 5 + 4 * 2 + 1, bits from 4 * (1 + 4) on. Codes are stored minus 8, in two's complement.
         assert (data[9 * 512 + 4 * 89 + 2] >> 4) ^ 8 == keys.code[77, 45]
-        # Of values channel 45 is the row and token 77 the column: block 2 * 4 + 1, the same word and bits.
+        # For values, channel 45 is the row and token 77 the column: block 2 * 4 + 1, the same word and bits.
         assert (data[8704 + 9 * 512 + 4 * 89 + 2] >> 4) ^ 8 == values.code[77, 45]
         bf16 = data.view(torch.bfloat16)
         assert bf16[(8192) // 2 + 32 + 2 * 8 + 2 * 1 + 1] == keys.scale[0, 45]
@@ -190,7 +190,7 @@ class TestPageLayout:
 
     @every_format
     @pytest.mark.parametrize("dim", [128, 80, 33])
-    def test_dequantised_numbers_are_rotated_back(self, format, dim) -> None:
+    def test_dequantization_undoes_the_rotation(self, format, dim) -> None:
         layout = PageLayout(format, dim, dim)
         key, value = torch.randn(2, 1, 128, dim, generator=torch.Generator().manual_seed(dim))
         data = layout.encode(key, value)
@@ -202,7 +202,7 @@ class TestPageLayout:
             torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-5)
 
     @every_format
-    def test_outlier_value_channels_cost_the_others_nothing_once_rotated(self, format) -> None:
+    def test_rotation_reduces_the_error_from_outlier_value_channels(self, format) -> None:
         key, value = torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(0))
         value[:, [5, 70]] *= 32.0
         layout = PageLayout(format, 128, 128)
@@ -213,14 +213,14 @@ class TestPageLayout:
         assert (error < 0.65 * without) == format.rotate_values
 
 
-def test_a_model_that_was_equalised_gets_rotated_keys_where_they_help() -> None:
+def test_an_equalized_model_gets_rotated_keys_where_they_help() -> None:
     assert cache_format("int4", is_equalized=True) is EQUALIZED
     assert stored_format(EQUALIZED.name) is EQUALIZED
     assert cache_format("int8", is_equalized=True) is CACHE_FORMATS["int8"]
 
 
-def test_an_unknown_format_is_refused() -> None:
+def test_an_unknown_format_is_rejected() -> None:
     with pytest.raises(ValueError, match="unknown cache format 'int3'; expected one of int8, int4"):
         cache_format("int3")
     with pytest.raises(ValueError, match="unknown cache format 'int4-equalized'; expected one of int8, int4"):
-        cache_format(EQUALIZED.name)  # which the model's configuration asks for, not the user
+        cache_format(EQUALIZED.name)  # set by the model's configuration, not by the user

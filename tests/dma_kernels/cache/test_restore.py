@@ -19,7 +19,7 @@ formats = pytest.mark.parametrize("format", FORMATS)
 
 @formats
 @pytest.mark.parametrize("case", CASES)
-def test_every_shape(case: str, format: str) -> None:
+def test_every_shape_restores_the_same_bits(case: str, format: str) -> None:
     storage = CASES[case].storage(format, torch.float16, "cpu")
     assert_restored(storage, torch.float16)
     assert_dense(storage, CASES[case])
@@ -28,7 +28,7 @@ def test_every_shape(case: str, format: str) -> None:
 @pytest.mark.parametrize("format", STORED_FORMATS)
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-def test_every_byte(format: str) -> None:
+def test_every_byte_restores_the_same_bits(format: str) -> None:
     assert_restored(random_pages(format, torch.float16, "cpu"), torch.float16)
 
 
@@ -45,8 +45,8 @@ def test_positions_may_have_any_stride(start: str) -> None:
         assert_bits_equal(actual, expected)
 
 
-def test_positions_at_unaligned_addresses_have_their_own_plan() -> None:
-    """They may be the caller's own tensor."""
+def test_unaligned_positions_have_their_own_plan() -> None:
+    """The caller may pass any tensor of positions."""
     storage = Case(kv_len=300).storage("int8", torch.float16, "cpu")
     positions = torch.zeros(8, dtype=torch.int32)
     restore._plan_restore.cache_clear()
@@ -55,7 +55,7 @@ def test_positions_at_unaligned_addresses_have_their_own_plan() -> None:
         assert restore._plan_restore.cache_info().misses == plans
 
 
-def test_rolled_back_tokens() -> None:
+def test_a_cropped_cache_restores_the_same_bits() -> None:
     case = Case(kv_len=700, padding=(0, 30))
     storage = case.storage("int4", torch.float16, "cpu")
     storage.crop(100)

@@ -1,4 +1,4 @@
-"""The cache of a layer: what is stored where, and that attention over it is exact attention to what it holds."""
+"""A layer's cache: what it stores, and attention over it equals exact attention to its contents."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ formats = pytest.mark.parametrize("format", FORMATS)
 
 
 def read_by(position: int, key, value, format: str, padding: int = 0, diagonal_tiles: int = 1, sink_tiles: int = 1):
-    """Return what the query at a position reads of a row: dequantized KV between the sinks and its band."""
+    """Return the KV that a query reads from a row: dequantized between the sinks and its band."""
     layout = PageLayout(cache_format(format), key.shape[2], value.shape[2])
     band = (max(position - padding, 0) // 128 - diagonal_tiles) * 128
     coded = slice(sink_tiles * 128 + padding, band + padding)
@@ -95,7 +95,7 @@ def read_by(position: int, key, value, format: str, padding: int = 0, diagonal_t
 
 
 def oracle(query, key, value, format, padding=(0, 0), first=0, **options):
-    """Return exact attention of every query from ``first`` on to what it reads, whatever its call."""
+    """Return exact attention for every query from ``first`` on, however the calls are split."""
     mask = options.pop("mask", None)
     rows = []
     for row, skipped in enumerate(padding):
@@ -116,7 +116,7 @@ def oracle(query, key, value, format, padding=(0, 0), first=0, **options):
 class TestAgreement:
     @formats
     @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-    def test_steps_of_padded_rows(self, format, plan):
+    def test_steps_of_padded_rows_match_the_oracle(self, format, plan):
         query, key, value = sequence(424)
         storage = empty(format)
         storage.lengths -= torch.tensor([0, 37], dtype=torch.int32)
@@ -126,20 +126,20 @@ class TestAgreement:
     @formats
     @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
     @pytest.mark.parametrize("window", [150, 20], ids=lambda w: f"window {w}")
-    def test_windows(self, format, plan, window):
+    def test_windows_match_the_oracle(self, format, plan, window):
         query, key, value = sequence(424)
         actual = decode(empty(format, window=window), query, key, value, plan, window=window)
         assert relative_error(actual, oracle(query, key, value, format, window=window)) < 1e-12
 
     @formats
-    def test_softcap_and_sinks(self, format):
+    def test_softcap_and_sinks_match_the_oracle(self, format):
         query, key, value = sequence(424)
         options = {"softcap": 5.0, "sinks": torch.tensor([0.0, 2.0, -1.0, 5.0]).double(), "scale": 0.3}
         actual = decode(empty(format), query, key, value, PLANS["chunks"], **options)
         assert relative_error(actual, oracle(query, key, value, format, **options)) < 1e-12
 
-    def test_a_mask_and_no_causality(self):
-        """A random mask over a prefix, whose columns begin before position 0."""
+    def test_a_bidirectional_mask_matches_the_oracle(self):
+        """A random mask over a prefix; its columns begin before position 0."""
         query, key, value = sequence(400)
         generator = torch.Generator().manual_seed(3)
         mask = torch.rand(BATCH, 1, 100, 405, generator=generator) < 0.7
@@ -159,7 +159,7 @@ class TestAgreement:
         again = cached_attention(query[:, :, 290:], None, None, storage)
         assert relative_error(again, first) < 1e-12
 
-    def test_a_row_that_sees_nothing_is_zero(self):
+    def test_a_fully_masked_row_is_zero(self):
         query, key, value = sequence(10)
         storage = empty("int8")
         storage.lengths -= torch.tensor([0, 20], dtype=torch.int32)
@@ -171,8 +171,8 @@ class TestAgreement:
     @formats
     @given(st.lists(st.integers(-12, 12), min_size=DIM, max_size=DIM), st.integers(0, 1 << 30))
     @settings(max_examples=20)
-    def test_rescaled_channels_give_the_same_bits(self, format, exponents, seed):
-        """Keys times powers of two and queries divided by them: the same codes, and the same output."""
+    def test_rescaling_channels_changes_no_bit(self, format, exponents, seed):
+        """Keys are multiplied by powers of two and queries divided by them."""
         powers = torch.tensor(exponents, dtype=torch.float64).exp2()
         query, key, value = sequence(300, seed=seed)
         plain, rescaled = filled(format, key, value), filled(format, key * powers, value)
@@ -194,14 +194,14 @@ class TestStores:
             assert_equal_tensors(filled(format, key, value, plan, padding=(0, 37)), whole)
 
     @formats
-    def test_pages_hold_keys_and_values(self, format):
+    def test_pages_hold_quantized_keys_and_values(self, format):
         _, key, value = sequence(300)
         keys, values = filled(format, key, value).dequantize(0, 256)
         tolerance = {"int8": 0.01, "int4": 0.2}[format]
         assert 0 < relative_error(keys, key[:, :, :256]) < tolerance
         assert 0 < relative_error(values, value[:, :, :256]) < tolerance
 
-    def test_sink_and_residual_kv_hold_the_ends(self):
+    def test_sinks_hold_the_first_tokens_and_residual_kv_the_last(self):
         _, key, value = sequence(424)
         storage = filled("int8", key, value, sink_tiles=2)
         assert torch.equal(storage.key_sink, key[:, :, :256])
@@ -210,7 +210,7 @@ class TestStores:
         assert torch.equal(storage.key_residual[:, :, last % 384], key[:, :, last])
         assert torch.equal(storage.value_residual[:, :, last % 384], value[:, :, last])
 
-    def test_growth_is_geometric_and_a_ring_is_bounded(self):
+    def test_growth_is_geometric_and_a_ring_buffer_is_bounded(self):
         _, key, value = sequence(424)
         storage = filled("int8", key, value)
         assert storage.max_pages == 3  # exactly what the prompt needs
@@ -232,17 +232,17 @@ class TestStores:
         assert ring.kv_pages is pages  # not copied again
 
     @pytest.mark.parametrize(("format", "bound"), [("int8", 0.54), ("int4", 0.30)])
-    def test_bytes_of_32k_tokens(self, format, bound):
+    def test_32k_tokens_stay_within_the_size_bound(self, format, bound):
         sizes = {"batch": 1, "kv_heads": 8, "head_dim": 128, "value_dim": 128}
         storage = LayerStorage.allocate(
             format, **sizes, dtype=torch.bfloat16, device=torch.device("meta"), tiles=32768 // 128
         )
         assert storage.nbytes / (2 * 2 * 8 * 128 * 32768) < bound
-        storage.reserve(257)  # what a generation does next must not cost what was spared
+        storage.reserve(257)  # growing by one tile must not lose the saving
         assert storage.nbytes / (2 * 2 * 8 * 128 * 32768) < bound + 0.01
 
-    def test_restoring(self):
-        """Unquantized where it is stored so, else to the precision of the codes; zeros where nothing is stored."""
+    def test_restore_returns_stored_keys_and_zeros_elsewhere(self):
+        """Unquantized KV is exact, quantized KV as precise as its codes, and missing KV zero."""
         _, key, value = sequence(700)
         storage = filled("int4", key, value, padding=(0, 37))
         keys, values = restore(storage, torch.tensor([-5, -42]), 710)
@@ -259,8 +259,8 @@ class TestStores:
 class TestCrop:
     @formats
     @pytest.mark.parametrize("count", [1, 60, 129], ids=lambda n: f"crop {n}")
-    def test_short_crops_leave_no_trace(self, format, count):
-        """Across a tile boundary, and with other keys in place of those that were rolled back."""
+    def test_cropping_equals_never_appending(self, format, count):
+        """Across a tile boundary, with other keys in place of the rolled-back ones."""
         query, key, value = sequence(424)
         other, wrong = sequence(424, seed=9)[1:]
         storage = filled(format, key[:, :, :300], value[:, :, :300])
@@ -273,7 +273,7 @@ class TestCrop:
         assert relative_error(actual, expected) < 1e-12
 
     def test_repeated_crops_add_up(self):
-        """Two of 60 tokens are one of 120; a third one reaches keys that are gone."""
+        """Two crops of 60 tokens equal one of 120; a third needs discarded keys."""
         query, key, value = sequence(700)
         storage = filled("int8", key, value)
         storage.crop(60)
@@ -291,8 +291,8 @@ class TestCrop:
     @formats
     @pytest.mark.parametrize("window", [None, 20, 300])
     @pytest.mark.parametrize(("length", "end"), [(900, 100), (510, 300), (512, 0), (380, 200)])
-    def test_long_crops_to_unquantized_keys(self, length, end, window, format):
-        """The keys are in the sinks, or those that the residual KV has lost are; also after another crop."""
+    def test_long_crops_may_end_at_unquantized_keys(self, length, end, window, format):
+        """The keys, or those missing from the residual KV, are in the sinks; a second crop works as well."""
         query, key, value = sequence(900)
         storages = []
         for stored in (length, end):
@@ -307,8 +307,8 @@ class TestCrop:
         assert relative_error(actual, expected) < 1e-12
 
     @formats
-    def test_a_compiled_restore_knows_what_was_taken_back(self, format):
-        """The residual KV has lost its oldest keys to tokens that were then rolled back."""
+    def test_a_compiled_restore_follows_rollbacks(self, format):
+        """Tokens that were then rolled back have displaced the oldest residual keys."""
         _, key, value = sequence(700)
         other, wrong = sequence(120, seed=9)[1:]
         storage = filled(format, key, value)
@@ -316,7 +316,7 @@ class TestCrop:
         storage.append(other, wrong)
         storage.crop(120)
         expected = restore(storage, torch.zeros_like(storage.lengths), 700)
-        assert relative_error(expected[0], key) < 0.2  # none of the others
+        assert relative_error(expected[0], key) < 0.2  # no other one
         torch._dynamo.reset()
         compiled = torch.compile(restore, fullgraph=True, backend="aot_eager")
         for actual, wanted in zip(compiled(storage, torch.zeros_like(storage.lengths), 700), expected, strict=True):
@@ -324,7 +324,7 @@ class TestCrop:
         torch.compile(append, fullgraph=True, backend="aot_eager")(storage, other[:, :, :50], wrong[:, :, :50])
         assert storage.rolled_back == 70
 
-    def test_a_window_that_is_gone(self):
+    def test_cropping_to_a_discarded_window_is_an_error(self):
         _, key, value = sequence(1000)
         storage = filled("int8", key, value, window=100)
         before = storage.mapped(torch.clone)
@@ -395,7 +395,7 @@ class TestErrors:
         ],
         ids=str,
     )
-    def test_the_cache_is_as_it_was(self, storage, changes, error, message):
+    def test_an_error_leaves_the_cache_unchanged(self, storage, changes, error, message):
         dtype = changes.pop("dtype", torch.float64)
         shapes = {"query": (2, 4, 3, 32), "key": (2, 2, 3, 32), "value": (2, 2, 3, 24)}
         shapes |= {name: changes.pop(name) for name in tuple(changes) if name in shapes}
@@ -405,20 +405,20 @@ class TestErrors:
             cached_attention(*tensors, storage, **changes)
         assert_equal_tensors(storage, before)
 
-    def test_no_room(self, storage):
+    def test_a_full_cache_is_an_error(self, storage):
         before = storage.mapped(torch.clone)
         query, key, value = sequence(200)
         with pytest.raises(ValueError, match=r"room for 0 tiles.*220 tokens fill 1; call reserve\(1\) first"):
             cached_attention(query, key, value, storage)
         assert_equal_tensors(storage, before)
 
-    def test_a_wider_window_than_the_cache_keeps(self):
+    def test_a_wider_window_than_that_of_the_cache_is_an_error(self):
         query, key, value = sequence(3)
         with pytest.raises(ValueError, match="window must be at most 100, what the cache keeps; got 200"):
             cached_attention(query, key, value, empty("int8", window=100), window=200)
 
     @pytest.mark.parametrize("name", ["query", "key", "value", "sinks"])
-    def test_asking_for_a_gradient(self, storage, name):
+    def test_gradients_are_rejected(self, storage, name):
         tensors = dict(zip(("query", "key", "value", "sinks"), (*sequence(3), torch.zeros(Q_HEADS)), strict=True))
         tensors[name].requires_grad_()
         with torch.enable_grad(), pytest.raises(RuntimeError, match="attention over a cache has no gradient"):
@@ -426,8 +426,8 @@ class TestErrors:
 
 
 @formats
-def test_compilers_see_one_operation(format):
-    """Steps across a tile boundary, with a cache of fixed size, are one graph that is compiled once."""
+def test_torch_compile_traces_attention_as_one_operation(format):
+    """With a cache of fixed size, steps across a tile boundary share one graph."""
     query, key, value = sequence(260)
     expected = decode(
         filled(format, key[:, :, :250], value[:, :, :250]), *(x[:, :, 250:] for x in (query, key, value)), [1] * 10
@@ -447,7 +447,7 @@ def test_compilers_see_one_operation(format):
 
 @pytest.mark.parametrize("where", ["in order", "apart"])
 def test_custom_ops_pass_opcheck(where):
-    """Also with unquantized rows in any order, and more of them than the batch."""
+    """Also with more unquantized rows than the batch, in any order."""
     query, key, value = sequence(140)
     storage = filled("int8", key[:, :, :120], value[:, :, :120])
     storage.reserve(2)
@@ -459,7 +459,7 @@ def test_custom_ops_pass_opcheck(where):
     opcheck(_restore, (torch.tensor([-3, 50]), 60, *pieces))
 
 
-def test_compiled_calls_follow_the_unquantized_rows():
+def test_compiled_calls_follow_the_order_of_unquantized_rows():
     query, key, value = sequence(140)
     eager, compiled = (scattered(filled("int8", key[:, :, :120], value[:, :, :120], tiles=2)) for _ in range(2))
     new = [x[:, :, 120:] for x in (query, key, value)]
@@ -479,12 +479,12 @@ def test_compiled_calls_follow_the_unquantized_rows():
     ],
     ids=["float", "shape", "device"],
 )
-def test_invalid_positions_are_refused(position, message):
+def test_invalid_positions_are_rejected(position, message):
     with pytest.raises(ValueError, match=message):
         restore(empty("int8"), position, 5)
 
 
-def test_an_empty_batch():
+def test_an_empty_batch_has_an_empty_output():
     query, key, value = (x[:0] for x in sequence(5))
     storage = LayerStorage.allocate(
         "int8", batch=0, kv_heads=KV_HEADS, head_dim=DIM, value_dim=VALUE_DIM, dtype=key.dtype, device=CPU
@@ -495,7 +495,7 @@ def test_an_empty_batch():
 @pytest.mark.parametrize(
     "name", ["page_table", "lengths", "unquantized_rows", "kv_pages", "key_residual", "value_sink"]
 )
-def test_unsupported_strides_are_refused(name: str) -> None:
+def test_unsupported_strides_are_rejected(name: str) -> None:
     storage = LayerStorage.allocate(
         "int8", batch=4, kv_heads=2, head_dim=32, value_dim=32, dtype=torch.float16, device=torch.device("cpu"), tiles=3
     )

@@ -42,7 +42,7 @@ def _rotate_kernel(q_ptr, out_ptr, norm, ROWS: tl.constexpr, COLUMNS: tl.constex
 
 
 def queries() -> Tensor:
-    """Return fp32 ``[ROWS, COLUMNS]`` of many magnitudes, with a row and a block of zeros."""
+    """Return fp32 ``[ROWS, COLUMNS]`` of mixed magnitudes, with a row and a block of zeros."""
     x = mixed_magnitudes(ROWS, COLUMNS, seed=3)
     x[5] = 0.0
     x[7, 32:64] = 0.0
@@ -58,7 +58,7 @@ def prepare(
     rounding: str = "ceil",
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return queries, block scales where ``scale`` gives their shape and dtype, and descales."""
+    """Return queries, block scales if ``scale`` gives their shape and dtype, and descales."""
     width = form.stored_channels(COLUMNS)
     q = torch.empty(ROWS, width, dtype=form.dtype or torch.bfloat16)
     descale = torch.full((ROWS,), torch.nan)
@@ -78,7 +78,7 @@ def row_descale(x: Tensor, quantized: QuantizedTensor) -> Tensor:
 
 @pytest.mark.parametrize("rounding", ["ceil", "floor"])
 @pytest.mark.parametrize(("form", "format", "unit"), [(INT8, "mxint8", MXINT8_UNIT), (E4M3, "mxfp8", 1.0)])
-def test_queries_for_8bit_units_have_the_bits_of_the_specification(
+def test_8_bit_queries_equal_the_specification_bit_for_bit(
     form: OperandFormat, format: str, unit: float, rounding: str
 ) -> None:
     x = queries()
@@ -99,7 +99,7 @@ def test_mxfp4_queries_are_exact_in_e5m2(shared: str, rounding: str) -> None:
     assert torch.equal(q.float() * descale[:, None], expected.dequantize())
 
 
-def test_e5m2_holds_28_binades_of_block_scales() -> None:
+def test_e5m2_covers_28_binades_of_block_scales() -> None:
     x = torch.zeros(ROWS, COLUMNS)
     x[:, 0], x[:, 32], x[:, 64] = 1.0, 2.0**-28, 2.0**-40
     q, _, descale = prepare(x, E5M2, "mxfp4")
@@ -108,7 +108,7 @@ def test_e5m2_holds_28_binades_of_block_scales() -> None:
     assert (values[:, 64:].abs() <= 2.0**-28).all()
 
 
-def test_a_broken_block_stays_nan_in_e5m2() -> None:
+def test_a_nan_block_stays_nan_in_e5m2() -> None:
     x = queries()
     x[3, 40] = torch.inf
     q, _, descale = prepare(x, E5M2, "mxfp4")
@@ -119,7 +119,7 @@ def test_a_broken_block_stays_nan_in_e5m2() -> None:
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "nvfp4"])
-def test_packed_queries_have_the_bits_of_the_specification(format: str) -> None:
+def test_packed_queries_equal_the_specification_bit_for_bit(format: str) -> None:
     x = queries()
     expected = quantize(x, format)
     q, scale, descale = prepare(x, PACKED[format], format, scale=expected.scale)

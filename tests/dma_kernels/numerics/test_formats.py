@@ -1,4 +1,4 @@
-"""Element casts and scales, over every code and every tie, against ml_dtypes and exact integers."""
+"""Element casts and scales for every code and every tie, against ml_dtypes and exact integers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnor
 
 
 def all_values(name: str) -> np.ndarray:
-    """Every value of an element format by its code, fp32; E4M3's two NaN included."""
+    """Every value of an element format in code order, fp32, E4M3's two NaNs included."""
     return np.arange(16 if name == "E2M1" else 256, dtype=np.uint8).view(ELEMENT_DTYPES[name]).astype(np.float32)
 
 
 def ties_and_neighbours(name: str) -> torch.Tensor:
-    """Every finite value, every midpoint of neighbours, what lies beside each in fp32, and the ends of fp32."""
+    """Every finite value and midpoint with their fp32 neighbours, and the limits of fp32."""
     values = all_values(name)
     values = np.unique(values[np.isfinite(values)])
     middles = (values[1:] + values[:-1]) / 2
@@ -50,19 +50,19 @@ def ties_and_neighbours(name: str) -> torch.Tensor:
 
 
 def bfloat16_numbers() -> torch.Tensor:
-    """Every bfloat16 number but the NaN, as fp32."""
+    """Every bfloat16 number except NaN, as fp32."""
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     return x[~x.isnan()]
 
 
 def float16_numbers() -> torch.Tensor:
-    """Every fp16 number but the NaN, as fp32."""
+    """Every fp16 number except NaN, as fp32."""
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     return x[~x.isnan()]
 
 
 def saturated_codes(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Codes by ml_dtypes, which itself makes a large E4M3 a NaN."""
+    """Codes by ml_dtypes, saturated because ml_dtypes maps a large E4M3 value to NaN."""
     largest = float(ml_dtypes.finfo(ELEMENT_DTYPES[name]).max)
     return torch.from_numpy(np.clip(x.numpy(), -largest, largest).astype(ELEMENT_DTYPES[name]).view(np.uint8))
 
@@ -73,19 +73,19 @@ def encode(x: torch.Tensor, name: str) -> torch.Tensor:
 
 class TestConstants:
     @pytest.mark.parametrize("element", [E2M1, E4M3], ids=lambda element: element.name)
-    def test_element_limits_are_those_of_ml_dtypes(self, element: ElementFormat) -> None:
+    def test_element_limits_equal_ml_dtypes(self, element: ElementFormat) -> None:
         info = ml_dtypes.finfo(ELEMENT_DTYPES[element.name])
         assert element.max_value == float(info.max)
         assert element.emax == math.floor(math.log2(float(info.max)))
         assert element.bits == info.bits
 
     @pytest.mark.parametrize("element", [E2M1, E4M3, INT8], ids=lambda element: element.name)
-    def test_max_mantissa_is_in_the_bits_of_the_largest_value(self, element: ElementFormat) -> None:
+    def test_max_mantissa_equals_the_bits_of_the_largest_value(self, element: ElementFormat) -> None:
         bits = torch.tensor(element.max_value).view(torch.int32).item()
         assert element.max_mantissa == bits & 0x7FFFFF
         assert element.emax == (bits >> 23) - 127
 
-    def test_smallest_and_unit(self) -> None:
+    def test_smallest_value_and_unit(self) -> None:
         assert float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).smallest_subnormal) == formats.E4M3_SMALLEST
         assert INT8.max_value == 127 / 64
         assert formats.MXINT8_UNIT == 1 / 64
@@ -99,11 +99,13 @@ class TestConstants:
             ("nvfp4", 16, 4.5, "E4M3"),
         ],
     )
-    def test_block_formats(self, name: str, block: int, bits: float, scale: str) -> None:
+    def test_block_formats_have_the_specified_sizes_and_scales(
+        self, name: str, block: int, bits: float, scale: str
+    ) -> None:
         fmt = formats.block_format(name)
         assert (fmt.name, fmt.block_size, fmt.bits_per_element, fmt.scale) == (name, block, bits, ScaleFormat(scale))
 
-    def test_unknown_block_format_lists_the_known_ones(self) -> None:
+    def test_an_unknown_block_format_error_lists_the_valid_ones(self) -> None:
         with pytest.raises(
             ValueError, match=r"unknown block format 'fp3'; expected one of mxfp4, mxfp8, mxint8, nvfp4"
         ):
@@ -114,10 +116,10 @@ class TestConstants:
 
 
 class TestE2M1:
-    def test_decode_every_code(self) -> None:
+    def test_every_code_decodes_to_its_value(self) -> None:
         assert_bits_equal(e2m1_decode(torch.arange(16, dtype=torch.uint8)), torch.from_numpy(all_values("E2M1")))
 
-    def test_encode_undoes_decode(self) -> None:
+    def test_encode_inverts_decode(self) -> None:
         codes = torch.arange(16, dtype=torch.uint8)
         assert_bits_equal(e2m1_encode(e2m1_decode(codes)), codes)
 
@@ -131,7 +133,7 @@ class TestE2M1:
         x = torch.tensor([math.inf, -math.inf, math.nan, -math.nan])
         assert e2m1_encode(x).tolist() == [7, 15, 0, 0]
 
-    def test_pack_every_byte(self) -> None:
+    def test_every_byte_packs_and_unpacks(self) -> None:
         packed = torch.arange(256, dtype=torch.uint8)
         codes = unpack_e2m1(packed)
         assert_bits_equal(codes[0::2], packed % 16)  # the even channel is the low nibble
@@ -146,7 +148,7 @@ class TestE4M3:
         assert_bits_equal(codes.view(torch.float8_e4m3fn).float(), values)
         assert_bits_equal(to_e4m3(values), codes.view(torch.float8_e4m3fn))
 
-    def test_nan_stays_and_infinity_saturates(self) -> None:
+    def test_nan_stays_nan_and_infinity_saturates(self) -> None:
         cast = to_e4m3(torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 464.5, 1e30])).float()
         assert cast[:2].isnan().all()
         assert cast[2:].tolist() == [448.0, -448.0, 448.0, 448.0]
@@ -154,25 +156,25 @@ class TestE4M3:
 
 @pytest.mark.parametrize("name", ["E2M1", "E4M3"])
 class TestElementCasts:
-    def test_ties_and_neighbours(self, name: str) -> None:
+    def test_ties_and_neighbours_equal_ml_dtypes(self, name: str) -> None:
         x = ties_and_neighbours(name)
         assert_bits_equal(encode(x, name), saturated_codes(x, name))
 
     @pytest.mark.parametrize("numbers", [bfloat16_numbers, float16_numbers], ids=["bf16", "fp16"])
-    def test_every_16_bit_number(self, name: str, numbers: Callable[[], torch.Tensor]) -> None:
+    def test_every_16_bit_number_equals_ml_dtypes(self, name: str, numbers: Callable[[], torch.Tensor]) -> None:
         x = numbers()
         assert_bits_equal(encode(x, name), saturated_codes(x, name))
 
     @given(st.lists(FINITE, min_size=1, max_size=64))
-    def test_any_fp32(self, name: str, numbers: list[float]) -> None:
+    def test_random_fp32_numbers_equal_ml_dtypes(self, name: str, numbers: list[float]) -> None:
         x = torch.tensor(numbers)
         assert_bits_equal(encode(x, name), saturated_codes(x, name))
 
 
 class TestMXINT8:
-    """A block whose largest magnitude is in [1, 2) has the floor scale 1, so that elements count 64ths."""
+    """A block with its largest magnitude in [1, 2) has the floor scale 1, so elements are multiples of 1/64."""
 
-    def test_codes_against_exact_integers(self) -> None:
+    def test_codes_equal_exact_rounding(self) -> None:
         halves = [Fraction(k, 128) for k in range(-255, 256)]  # every code and every tie
         x = torch.tensor([float(h) for h in halves])
         x = torch.cat([x, x.nextafter(torch.tensor(9.0)), x.nextafter(torch.tensor(-9.0))])
@@ -191,14 +193,14 @@ class TestMXINT8:
 
 
 class TestE8M0:
-    def test_every_code(self) -> None:
+    def test_every_code_decodes_to_its_power_of_two(self) -> None:
         codes = torch.arange(256, dtype=torch.uint8)
         expected = codes.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
         assert_bits_equal(e8m0_to_float(codes), torch.from_numpy(expected))
 
     @staticmethod
     def exact_code(amax: float, element: ElementFormat, rounding: str) -> int:
-        """The definition in exact fractions: search upwards for the first exponent that fits."""
+        """Search upwards for the first exponent that fits, in exact fractions."""
         exponent = -127
         if rounding == "floor":
             while Fraction(2) ** (exponent + 1 + element.emax) <= Fraction(amax):
@@ -210,7 +212,7 @@ class TestE8M0:
 
     @pytest.mark.parametrize("rounding", ["floor", "ceil"])
     @pytest.mark.parametrize("element", [E2M1, E4M3, INT8], ids=lambda element: element.name)
-    def test_scale_against_exact_fractions(self, element: ElementFormat, rounding: str) -> None:
+    def test_scales_equal_exact_fractions(self, element: ElementFormat, rounding: str) -> None:
         top = element.max_mantissa
         mantissas = [0, 1, top - 1, top, top + 1, 0x7FFFFF]
         exponents = [1, 2, 8, 9, 10, 100, 126, 127, 128, 253, 254]
@@ -221,7 +223,7 @@ class TestE8M0:
 
     @pytest.mark.parametrize("rounding", ["floor", "ceil"])
     @pytest.mark.parametrize("element", [E2M1, E4M3, INT8], ids=lambda element: element.name)
-    def test_subnormal_and_zero_amax(self, element: ElementFormat, rounding: str) -> None:
+    def test_subnormal_and_zero_amax_have_the_smallest_scales(self, element: ElementFormat, rounding: str) -> None:
         amax = torch.tensor([0, 1, 0x3FFFFF, 0x400000, 0x7C0000], dtype=torch.int32).view(torch.float32)
         assert e8m0_scale(amax, element, rounding).tolist() == [0] * 5
         # The last subnormals reach 2 - 2**-22 in units of 2**-127, which INT8 (127 / 64) cannot hold.
@@ -229,7 +231,7 @@ class TestE8M0:
         assert e8m0_scale(last, element, rounding).tolist() == [int(element is INT8 and rounding == "ceil")]
 
     @pytest.mark.parametrize("rounding", ["floor", "ceil"])
-    def test_infinity_and_nan(self, rounding: str) -> None:
+    def test_infinity_and_nan_have_the_nan_scale(self, rounding: str) -> None:
         amax = torch.tensor([math.inf, math.nan])
         assert e8m0_scale(amax, E4M3, rounding).tolist() == [255, 255]
 

@@ -1,4 +1,4 @@
-"""Which tiles a call may read as low ones, against the rule for every pair of a query and a key."""
+"""Which tiles a call may read in low precision, against the rule for every query-key pair."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 def test_a_huge_window_is_kept_only_if_it_hides_a_key(
     is_causal: bool, first_query: int, window: int, expected: int | None
 ) -> None:
-    """Ten queries from ``first_query`` on, and keys from 0 on: the last query is ``first_query + 9`` from key 0."""
+    """Ten queries start at ``first_query`` and keys at 0, so the largest distance is ``first_query + 9``."""
     query, key = torch.zeros(1, 1, 10, 4), torch.zeros(1, 1, 20, 4)
     call = AttentionCall(
         query, key, key, Recipe(), is_causal=is_causal, scale=None, q_offset=first_query, kv_offset=0, kv_range=None,
@@ -44,7 +44,7 @@ POSITIONS = st.integers(-300, 700)
 def low_tiles(
     geometry: AttentionGeometry, queries: range, diagonal_tiles: int, sink_tiles: int, window: int | None
 ) -> set[int]:
-    """Return the tiles, counted from that of key 0, with a key that one of the queries sees as a low one."""
+    """Return the tiles, counted from key 0's, with a key that some query reads in low precision."""
     query = torch.tensor(queries)[:, None]
     key = torch.arange(geometry.kv_offset, geometry.kv_offset + geometry.kv_len)
     distance, tiles = query - key, query // TILE - key // TILE
@@ -65,7 +65,7 @@ def low_tiles(
 )  # fmt: skip
 @example(1024, 1024, 0, 0, True, None, 1, 1)
 @example(150, 900, 750, 0, True, 333, 1, 1)
-def test_low_tiles_are_those_of_the_rule(
+def test_low_tiles_follow_the_rule(
     q_len: int, kv_len: int, q_offset: int, kv_offset: int, is_causal: bool, window: int | None,
     diagonal_tiles: int, sink_tiles: int,
 ) -> None:  # fmt: skip
@@ -73,7 +73,7 @@ def test_low_tiles_are_those_of_the_rule(
     band = diagonal_tiles, sink_tiles
     found = geometry.low_tiles(q_len, *band)
     assert found is not None
-    # A kernel's blocks hold queries that are not there, in tiles of those that are.
+    # A kernel's query blocks are padded to whole tiles.
     queries = range(q_offset // TILE * TILE, -(-(q_offset + q_len) // TILE) * TILE)
     expected = low_tiles(geometry, queries, *band, window)
     assert expected >= low_tiles(geometry, range(q_offset, q_offset + q_len), *band, window)
@@ -81,13 +81,13 @@ def test_low_tiles_are_those_of_the_rule(
     if window is None:
         assert list(found) == list(range(min(expected), max(expected) + 1) if expected else range(0))
         assert not is_causal or set(found) == expected
-    # No more than they would see at all if the tiles of keys were full.
+    # At most the tiles that would be visible if all key tiles were full.
     start, end = kv_offset // TILE * TILE, -(-(kv_offset + kv_len) // TILE) * TILE
     full = replace(geometry, kv_offset=start, kv_len=end - start)
     assert set(found) <= low_tiles(full, queries, -1, sink_tiles, window)
 
 
-def test_where_only_the_device_knows_positions_all_tiles_may_be_low() -> None:
+def test_any_tile_may_be_low_if_positions_are_on_the_device() -> None:
     rows = torch.tensor([[0, 0, 0, 200]], dtype=torch.int32)
     geometry = AttentionGeometry(200, 0, 0, rows, is_causal=True, window=None, mask=None)
     assert geometry.low_tiles(200, 1, 1) is None

@@ -1,4 +1,4 @@
-"""A format is added as ``docs/extending.md`` says: an element, its codec, a block format; nothing else is touched."""
+"""A format needs only what ``docs/extending.md`` says: an element, its codec and a block format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOY = BlockFormat("mxint4", INT4, 16, ScaleFormat.E8M0)
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add integers of four bits, a byte each, in blocks of 16."""
+    """Add 4-bit integers, one per byte, in blocks of 16."""
     codec = (lambda x: x.round().clamp(-7, 7).nan_to_num().to(torch.int8), torch.Tensor.float)
     monkeypatch.setitem(quantization._ELEMENT_CODECS, INT4, codec)
     monkeypatch.setitem(BLOCK_FORMATS, TOY.name, TOY)
@@ -24,19 +24,19 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("toy")
-def test_it_quantizes() -> None:
+def test_a_new_format_quantizes() -> None:
     x = torch.tensor([[-7.0, 0.4, 0.5, 1.5, 3.0, 6.9, *[0.0] * 10]])
     coded = quantization.quantize(x, "mxint4")
-    assert coded.scale.tolist() == [[127]]  # 7 is the largest integer, so that the block's scale is 1
+    assert coded.scale.tolist() == [[127]]  # 7 is the largest integer, so the block's scale is 1
     assert coded.dequantize().tolist() == [[-7.0, 0.0, 0.0, 2.0, 3.0, 7.0, *[0.0] * 10]]
 
 
 @pytest.mark.usefixtures("toy")
-def test_attention_runs_it() -> None:
+def test_attention_runs_a_new_format() -> None:
     query, key, value = random_qkv(q_len=400, kv_len=400)
     exact = attention(query, key, value, Recipe(low="bf16"))
     low = attention(query, key, value, Recipe(low="mxint4", rotate=True))
-    # Up to there all tiles are high, in another block of products.
+    # All earlier tiles are high, and are computed in another block of products.
     torch.testing.assert_close(low[:, :, :256], exact[:, :, :256], rtol=1e-4, atol=1e-5)
     error = (low - exact)[:, :, 256:].norm() / exact[:, :, 256:].norm()
     assert 0.001 < error < 0.3

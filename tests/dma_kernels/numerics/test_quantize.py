@@ -1,4 +1,4 @@
-"""Block formats, bit for bit, against torchao, which nobody here wrote, and against the oracle where torchao ends."""
+"""Block formats equal torchao bit for bit, and our oracle outside torchao's domain."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SEEDS = st.integers(0, 2**31 - 1)
 
 
 def element_codes(quantized: QuantizedTensor) -> torch.Tensor:
-    """The codes as integers, unpacked."""
+    """Return the unpacked integer codes."""
     if quantized.format.name == "mxint8":
         return quantized.data
     codes = quantized.data.view(torch.uint8)
@@ -46,7 +46,7 @@ def element_codes(quantized: QuantizedTensor) -> torch.Tensor:
 
 
 def scale_values(quantized: QuantizedTensor) -> torch.Tensor:
-    """The scale of each block, without NVFP4's scale of the head."""
+    """Return the scale of each block, without NVFP4's head scale."""
     return quantized.scale.float() if quantized.format.name == "nvfp4" else e8m0_to_float(quantized.scale)
 
 
@@ -54,8 +54,10 @@ class TestAgainstTorchao:
     @pytest.mark.parametrize("rounding", ["floor", "ceil"])
     @pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
     @given(seed=SEEDS, binades=st.integers(0, 90), is_bf16=st.booleans(), length=st.integers(1, 9))
-    def test_mx(self, format: str, rounding: str, seed: int, binades: int, is_bf16: bool, length: int) -> None:
-        # Common domain: torchao divides by no less than 2**-126, and its RCEIL not at all where the code is 0, so the
+    def test_mx_formats_equal_torchao(
+        self, format: str, rounding: str, seed: int, binades: int, is_bf16: bool, length: int
+    ) -> None:
+        # Common domain: torchao divides by at least 2**-126, and its RCEIL skips the division if the code is 0, so the
         # magnitudes stay above 2**-110. Its RCEIL takes the logarithm in fp32, which loses an amax within about
         # 2**-17 of a power of two times the element's largest value; those blocks are left to the oracle below.
         dtype = torch.bfloat16 if is_bf16 else torch.float32
@@ -75,7 +77,7 @@ class TestAgainstTorchao:
         )
 
     @given(seed=SEEDS, binades=st.integers(0, 5), is_bf16=st.booleans(), exponent=st.integers(-60, 60))
-    def test_nvfp4(self, seed: int, binades: int, is_bf16: bool, exponent: int) -> None:
+    def test_nvfp4_equals_torchao_except_near_ties(self, seed: int, binades: int, is_bf16: bool, exponent: int) -> None:
         # Differences: torchao keeps block scales at 2**-6 or more (ours go down to E4M3's subnormals), so such blocks
         # are left out; and it multiplies by a rounded reciprocal where we divide, so that a quotient within a few ulp
         # of a tie (bf16 data hit ties exactly) may round the other way there.
@@ -97,7 +99,7 @@ class TestAgainstTorchao:
             middles = [Fraction(a + b) / 2 for a, b in itertools.pairwise(E2M1_MAGNITUDES)]
             assert min(abs(quotient / middle - 1) for middle in middles) < Fraction(1, 2**21)
 
-    def test_nvfp4_clear_of_ties(self) -> None:
+    def test_nvfp4_equals_torchao_where_no_quotient_is_near_a_tie(self) -> None:
         # fp32 noise with a fixed seed has no quotient near a tie: every byte is equal.
         x = mixed_magnitudes(64, 128, seed=1, binades=3)
         head_scale = nvfp4_global_scale(x.abs().amax())
@@ -124,20 +126,20 @@ class TestAgainstOracle:
         codes = element_codes(ours).view(*ours.scale.shape, size)[~broken]
         assert_bits_equal(codes, torch.from_numpy(expected.codes).view(*ours.scale.shape, size)[~broken])
         values = ours.dequantize()
-        # Exact but for what rounds up past the end of fp32.
+        # Exact, except for values that round up past the largest fp32 number.
         assert_bits_equal(values, torch.from_numpy(expected.values).float())
 
     @pytest.mark.parametrize("shared", ["block", "row", "tile"])
     @pytest.mark.parametrize("rounding", ["floor", "ceil"])
     @pytest.mark.parametrize("format", E8M0_FORMATS)
-    def test_mx_shared_scales(self, oracle, format: str, rounding: str, shared: str) -> None:
+    def test_shared_mx_scales_equal_the_oracle(self, oracle, format: str, rounding: str, shared: str) -> None:
         x = mixed_magnitudes(2, 131, 64, seed=7, binades=8)
         ours = quantize(x, format, scale_rounding=rounding, shared_scale=shared, tile_offset=100)
         self.check(ours, oracle.quantize(x, format, rounding=rounding, shared=shared, offset=100))
 
     @pytest.mark.parametrize("head_dim", [8, 16, 33, 80, 96, 200], ids=lambda d: f"D{d}")
     @pytest.mark.parametrize("format", ALL_FORMATS)
-    def test_padded_head_dims(self, oracle, format: str, head_dim: int) -> None:
+    def test_padded_head_dims_equal_the_oracle(self, oracle, format: str, head_dim: int) -> None:
         x = mixed_magnitudes(2, 7, head_dim, seed=3, binades=4)
         ours = quantize(x, format)
         size = block_format(format).block_size
@@ -149,18 +151,18 @@ class TestAgainstOracle:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=lambda d: str(d)[6:])
     @pytest.mark.parametrize("format", ALL_FORMATS)
-    def test_dtypes(self, oracle, format: str, dtype: torch.dtype) -> None:
+    def test_dtypes_equal_the_oracle(self, oracle, format: str, dtype: torch.dtype) -> None:
         x = mixed_magnitudes(1, 5, 64, seed=4, binades=3, dtype=dtype)
         self.check(quantize(x, format), oracle.quantize(x, format))
 
     @pytest.mark.parametrize("format", ALL_FORMATS)
     @given(seed=SEEDS)
-    def test_search(self, oracle, format: str, seed: int) -> None:
+    def test_searched_scales_equal_the_oracle(self, oracle, format: str, seed: int) -> None:
         x = mixed_magnitudes(1, 4, 64, seed=seed, binades=4)
         self.check(quantize(x, format, scale_rounding="search"), oracle.quantize(x, format, rounding="search"))
 
     @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
-    def test_search_loses_less(self, format: str) -> None:
+    def test_search_has_less_error_than_ceil(self, format: str) -> None:
         x = mixed_magnitudes(1, 64, 64, seed=1, binades=4)
         size = block_format(format).block_size
 
@@ -175,7 +177,7 @@ class TestAgainstOracle:
     @pytest.mark.parametrize("rounding", ["floor", "ceil"])
     @pytest.mark.parametrize("format", E8M0_FORMATS)
     @given(exponent=st.integers(-149, 127), seed=SEEDS)
-    def test_ends_of_fp32(self, oracle, format: str, rounding: str, exponent: int, seed: int) -> None:
+    def test_fp32_limits_equal_the_oracle(self, oracle, format: str, rounding: str, exponent: int, seed: int) -> None:
         # Subnormals of every size, and numbers up to the largest of fp32.
         generator = torch.Generator().manual_seed(seed)
         x = torch.rand(1, 3, 32, generator=generator, dtype=torch.float64) * 1.96 * 2.0**exponent
@@ -183,14 +185,14 @@ class TestAgainstOracle:
         self.check(quantize(x, format, scale_rounding=rounding), oracle.quantize(x, format, rounding=rounding))
 
     @given(exponent=st.integers(-149, 127), seed=SEEDS)
-    def test_nvfp4_ends_of_fp32(self, oracle, exponent: int, seed: int) -> None:
+    def test_nvfp4_fp32_limits_equal_the_oracle(self, oracle, exponent: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         x = torch.rand(1, 3, 32, generator=generator, dtype=torch.float64) * 2.0**exponent
         x = (x * torch.tensor([1.0, 2.0**-8, 2.0**-17])[:, None]).float()
         self.check(quantize(x, "nvfp4"), oracle.quantize(x, "nvfp4"))
 
     @pytest.mark.parametrize("format", E8M0_FORMATS)
-    def test_amax_at_the_edge_of_saturation(self, oracle, format: str) -> None:
+    def test_amax_at_the_saturation_limit_equals_the_oracle(self, oracle, format: str) -> None:
         largest = torch.tensor(block_format(format).element.max_value)
         edge = torch.stack([largest, largest.nextafter(torch.tensor(0.0)), largest.nextafter(torch.tensor(1e9))])
         x = (edge * torch.tensor([[2.0**-30], [1.0], [2.0**30]])).view(1, 9, 1).expand(1, 9, 32)
@@ -208,7 +210,7 @@ class TestAgainstOracle:
 
 class TestUnusualValues:
     @pytest.mark.parametrize("format", ALL_FORMATS)
-    def test_zero_block(self, format: str) -> None:
+    def test_a_zero_block_quantizes_to_zero(self, format: str) -> None:
         x = torch.cat([torch.zeros(1, 32), torch.full((1, 32), 6.0)], dim=-1)
         ours = quantize(x, format)
         zeros = ours.scale[0, 0].float().item()
@@ -217,7 +219,7 @@ class TestUnusualValues:
         assert_bits_equal(ours.dequantize()[:, 32:], x[:, 32:])
 
     @pytest.mark.parametrize("format", ALL_FORMATS)
-    def test_all_zero_tensor(self, format: str) -> None:
+    def test_a_zero_tensor_quantizes_to_zero(self, format: str) -> None:
         assert_bits_equal(quantize(torch.zeros(2, 3, 64), format).dequantize(), torch.zeros(2, 3, 64))
 
     @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "nvfp4"])
@@ -228,7 +230,7 @@ class TestUnusualValues:
 
     @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -math.nan], ids=["inf", "-inf", "nan", "-nan"])
     @pytest.mark.parametrize("format", ALL_FORMATS)
-    def test_broken_block_is_nan_and_alone(self, oracle, format: str, value: float) -> None:
+    def test_a_non_finite_value_makes_only_its_block_nan(self, oracle, format: str, value: float) -> None:
         size = block_format(format).block_size
         x = mixed_magnitudes(1, 3, 2 * size, seed=5, binades=2)
         x[0, 1, 3] = value
@@ -238,18 +240,18 @@ class TestUnusualValues:
         assert torch.equal(ours.dequantize().isnan(), broken)
         assert ours.scale[0, 1, 0].float().isnan() or ours.scale[0, 1, 0].item() == 255
         TestAgainstOracle.check(ours, oracle.quantize(x, format))
-        if format != "mxfp8":  # E4M3 has a NaN of its own; other elements of a broken block are 0
+        if format != "mxfp8":  # E4M3 can encode NaN; other formats store 0 in a NaN block
             assert not (element_codes(ours)[0, 1, :size] != 0).any()
 
-    def test_the_scale_of_a_nan_is_nan_whatever_its_sign(self) -> None:
-        # A vectorised maximum makes NaNs with the sign bit set.
+    def test_nan_of_either_sign_has_the_nan_scale(self) -> None:
+        # A vectorized maximum produces NaNs with the sign bit set.
         nan = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
         assert e8m0_scale(nan, E4M3).tolist() == [255, 255]
 
     @pytest.mark.parametrize("value", [math.inf, math.nan], ids=["inf", "nan"])
     @pytest.mark.parametrize(("shared", "rows"), [("row", {1}), ("tile", {0, 1, 2})])
     @pytest.mark.parametrize("format", E8M0_FORMATS)
-    def test_broken_value_spreads_as_far_as_its_scale(
+    def test_a_non_finite_value_makes_all_rows_of_its_scale_nan(
         self, format: str, shared: str, rows: set[int], value: float
     ) -> None:
         x = torch.ones(5, 64)
@@ -262,7 +264,7 @@ class TestUnusualValues:
     @pytest.mark.parametrize(
         ("format", "shared"), [("nvfp4", "block"), *itertools.product(E8M0_FORMATS, ["block", "row", "tile"])]
     )
-    def test_empty(self, format: str, shared: str, shape: tuple[int, ...]) -> None:
+    def test_empty_tensors_quantize(self, format: str, shared: str, shape: tuple[int, ...]) -> None:
         ours = quantize(torch.empty(shape), format, shared_scale=shared)
         assert ours.dequantize().shape == shape
         assert ours.scale.shape == (*shape[:-1], shape[-1] // block_format(format).block_size)
@@ -284,19 +286,19 @@ class TestSharedScale:
             tile = (torch.arange(140) + offset).div(128, rounding_mode="floor")
             for n in tile.unique():
                 assert all(len(scales.unique()) == 1 for scales in row_scale[:, tile == n])
-        # Within half a step of the element format at its top: nothing was cut off.
+        # Within half of the largest step of the element format: nothing saturated.
         element = block_format(format).element
         scaled = x / e8m0_to_float(row_scale)
         assert scaled.abs().max() <= element.max_value
-        # The largest number of the group needs this scale: with half of it, it would saturate.
+        # The scale is minimal: with half of it the group's largest number would saturate.
         group = x.abs().amax(-1) if shared == "row" else x.abs().amax((-2, -1), keepdim=True).expand(2, 140, 1)[..., 0]
         tops = group == x.abs().amax(-1)
         assert tops.any()
         assert (group[tops] / e8m0_to_float(row_scale[..., 0][tops]) > element.max_value / 2).all()
 
     @pytest.mark.parametrize("format", E8M0_FORMATS)
-    def test_is_a_valid_mx_tensor(self, format: str) -> None:
-        # What a block-scaled matrix unit would compute: each block's elements times that block's own scale.
+    def test_shared_scales_form_a_valid_mx_tensor(self, format: str) -> None:
+        # As in a block-scaled MMA: each block's elements times the block's scale.
         x = mixed_magnitudes(3, 50, 96, seed=1, binades=5)
         ours = quantize(x, format, shared_scale="row")
         elements = element_codes(ours)
@@ -309,14 +311,14 @@ class TestSharedScale:
         assert ours.scale.is_contiguous()
         assert_bits_equal(ours.dequantize(), blocks.view(3, 50, 96))
 
-    def test_one_block_rows_are_block_scaled(self) -> None:
+    def test_row_scales_of_one_block_equal_block_scales(self) -> None:
         x = mixed_magnitudes(4, 32, seed=2)
         assert_bits_equal(
             quantize(x, "mxfp8", shared_scale="row").data.view(torch.uint8), quantize(x, "mxfp8").data.view(torch.uint8)
         )
 
     @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64], ids=["int8", "int32", "int64"])
-    def test_offset_of_each_batch_row(self, dtype: torch.dtype) -> None:
+    def test_each_batch_row_has_its_own_tile_offset(self, dtype: torch.dtype) -> None:
         x = mixed_magnitudes(3, 2, 260, 32, seed=9, binades=8)
         offsets = [0, -37, 100]
         together = quantize(x, "mxfp8", shared_scale="tile", tile_offset=torch.tensor(offsets, dtype=dtype))
@@ -336,22 +338,22 @@ class TestSharedScale:
 
 
 class TestInvariance:
-    """What was quantized stays as it is when the context grows: decode and prefill must see the same numbers."""
+    """Quantized tokens do not change as the context grows, so that decode and prefill agree."""
 
     @pytest.mark.parametrize("format", E8M0_FORMATS)
     @pytest.mark.parametrize("shared", ["block", "row", "tile"])
-    def test_prefix_of_whole_tiles(self, format: str, shared: str) -> None:
+    def test_a_prefix_of_whole_tiles_quantizes_alike(self, format: str, shared: str) -> None:
         x = mixed_magnitudes(2, 300, 64, seed=6, binades=10)
         whole, prefix = (quantize(part, format, shared_scale=shared) for part in (x, x[:, :256]))
         assert_bits_equal(whole.data[:, :256], prefix.data)
         assert_bits_equal(whole.scale[:, :256], prefix.scale)
 
     @given(seed=SEEDS, growth=st.integers(0, 8), exponent=st.integers(-40, 40))
-    def test_nvfp4_prefix(self, seed: int, growth: int, exponent: int) -> None:
+    def test_an_nvfp4_prefix_quantizes_alike(self, seed: int, growth: int, exponent: int) -> None:
         x = torch.ldexp(mixed_magnitudes(40, 64, seed=seed, binades=1), torch.tensor(exponent))
         x[20:] *= 2.0**growth * 1.37
         whole, prefix = quantize(x, "nvfp4"), quantize(x[:20], "nvfp4")
-        # A power of two between the scales moves the block scales' exponents; subnormal ones lose digits by it.
+        # The scales differ by a power of two, which shifts block-scale exponents; subnormal scales lose digits.
         normal = whole.scale[:20].float() >= 2.0**-6
         assert normal.float().mean() > 0.5
         codes, expected = (element_codes(t)[:20].view(20, 4, 16) for t in (whole, prefix))
@@ -366,12 +368,12 @@ class TestInvariance:
         assert Fraction(amax) <= 6 * 448 * Fraction(scale)
         assert Fraction(amax) > 3 * 448 * Fraction(scale) or scale == 2.0**-126
 
-    def test_nvfp4_head_scale_of_zero_and_nan(self) -> None:
+    def test_nvfp4_head_scale_handles_zero_and_nan(self) -> None:
         scale = nvfp4_global_scale(torch.tensor([0.0, 1e-45, math.nan]))
         assert scale[:2].tolist() == [2.0**-126] * 2
         assert scale[2].isnan()
 
-    def test_nvfp4_has_one_head_scale_per_matrix(self) -> None:
+    def test_nvfp4_has_one_scale_per_head(self) -> None:
         x = torch.ones(2, 3, 4, 32)
         x[1, 2] = 3000.0
         ours = quantize(x, "nvfp4")
@@ -381,7 +383,7 @@ class TestInvariance:
 
 
 class TestScalesOfTheFirstTile:
-    def test_the_largest_value_of_each_channel_comes_to_lie_in_8_to_16(self) -> None:
+    def test_the_largest_value_of_each_channel_is_scaled_to_8_to_16(self) -> None:
         value = mixed_magnitudes(2, 3, 50, 16, seed=8, binades=4)
         scale = value_scale(value)
         assert scale.shape == (2, 3, 1, 16)
@@ -390,12 +392,12 @@ class TestScalesOfTheFirstTile:
         assert ratio.min() >= 8.0
         assert (torch.frexp(scale).mantissa == 0.5).all()
 
-    def test_a_small_channel_counts_as_a_thirty_second_of_the_head(self) -> None:
+    def test_a_channel_maximum_is_at_least_a_32nd_of_the_heads(self) -> None:
         value = torch.zeros(1, 2, 10, 4)
         value[0, 0, 3] = torch.tensor([1.0, -64.0, 2.0, 0.0])
         assert value_scale(value)[0, 0].flatten().tolist() == [0.25, 8.0, 0.25, 0.25]
 
-    def test_tokens_that_are_hidden_or_come_later_do_not_count(self) -> None:
+    def test_masked_and_later_tokens_do_not_affect_scales(self) -> None:
         value = torch.ones(2, 1, 4 + 128, 8)
         value[0, :, 0] = math.inf
         value[0, :, 129], value[1, :, 128] = 100.0, 1000.0
@@ -407,7 +409,7 @@ class TestScalesOfTheFirstTile:
         assert value_scale(value[1:])[0].unique().tolist() == [0.125]
 
     @pytest.mark.parametrize("broken", [math.inf, -math.inf, math.nan])
-    def test_zero_empty_and_broken_values(self, broken: float) -> None:
+    def test_zero_empty_and_non_finite_values_have_finite_scales(self, broken: float) -> None:
         value = torch.zeros(1, 2, 3, 3)
         value[0, 1, 0] = torch.tensor([2.0, 1.0, broken])
         value[0, 1, 1, 2] = 0.5
@@ -418,14 +420,14 @@ class TestScalesOfTheFirstTile:
         assert coded[0, 1, 0, 2].isnan()
         assert coded.isnan().sum() == 1
 
-    def test_later_values_saturate_at_28_times_the_first(self) -> None:
+    def test_later_values_saturate_at_28_times_the_first_tile(self) -> None:
         value = torch.tensor([15.0, 420.0, 448.0, -1000.0]).view(1, 1, 4, 1)
         scale = value_scale(value[:, :, :1])
         assert scale.item() == 1.0
         assert values_to_e4m3(value, scale).float().flatten().tolist() == [15.0, 416.0, 448.0, -448.0]
 
     @pytest.mark.parametrize(("rounding", "largest"), [("ceil", 6.0), ("search", 4.0)])
-    def test_nvfp4_keys_have_room_for_32_times_the_first(self, rounding: str, largest: float) -> None:
+    def test_nvfp4_keys_have_headroom_of_32_over_the_first_tile(self, rounding: str, largest: float) -> None:
         key = mixed_magnitudes(2, 3, 300, 32, seed=3, binades=4)
         scale = nvfp4_key_scale(key, rounding)
         assert scale.shape == (2, 3, 1, 1)
@@ -437,56 +439,58 @@ class TestScalesOfTheFirstTile:
         later = torch.cat((key, key[:, :, :1] * 1e4), 2)
         assert_bits_equal(nvfp4_key_scale(later, rounding), scale)
 
-    def test_nvfp4_keys_without_a_number_are_scaled_as_1(self) -> None:
+    def test_nvfp4_keys_without_a_finite_maximum_are_scaled_as_1(self) -> None:
         key = torch.tensor([[0.0, math.nan], [1.0, math.inf]]).view(1, 2, 2, 1)
         one = nvfp4_global_scale(torch.ones(()), 6.0) * 32
         assert nvfp4_key_scale(key, "ceil").flatten().tolist() == [one, one]
 
-    def test_round_trip_is_as_good_as_e4m3(self) -> None:
+    def test_round_trip_error_is_that_of_e4m3(self) -> None:
         value = mixed_magnitudes(1, 1, 64, 8, seed=1, binades=0)
         scale = value_scale(value)
         restored = to_e4m3(value / scale).float() * scale
-        # Half a unit in the last of 3 mantissa bits, or half of the smallest subnormal.
+        # Half a unit in the last place of 3 mantissa bits, or half the smallest subnormal.
         assert ((restored - value).abs() <= torch.maximum(value.abs() * 2.0**-4, scale * 2.0**-10)).all()
 
 
 class TestErrors:
-    def test_not_floating_point(self) -> None:
+    def test_integers_are_rejected(self) -> None:
         with pytest.raises(TypeError, match=r"x must be floating point, got torch\.int32"):
             quantize(torch.zeros(2, 32, dtype=torch.int32), "mxfp8")
 
-    def test_one_dimension(self) -> None:
+    def test_a_vector_is_rejected(self) -> None:
         with pytest.raises(ValueError, match=r"x must be \[\.\.\., tokens, head_dim\], got shape \(32,\)"):
             quantize(torch.zeros(32), "mxfp8")
 
-    def test_unknown_format(self) -> None:
+    def test_an_unknown_format_is_rejected(self) -> None:
         with pytest.raises(ValueError, match="unknown block format 'bf16'; expected one of mxfp4"):
             quantize(torch.zeros(2, 32), "bf16")
 
     @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
-    def test_unknown_rounding(self, format: str) -> None:
+    def test_an_unknown_rounding_is_rejected(self, format: str) -> None:
         with pytest.raises(ValueError, match="scale_rounding must be one of floor, ceil, search; got 'even'"):
             quantize(torch.zeros(2, 32), format, scale_rounding="even")
 
     @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
-    def test_unknown_sharing(self, format: str) -> None:
+    def test_an_unknown_shared_scale_is_rejected(self, format: str) -> None:
         with pytest.raises(ValueError, match="shared_scale must be one of block, row, tile; got 'head'"):
             quantize(torch.zeros(2, 32), format, shared_scale="head")
 
     @pytest.mark.parametrize("shared", ["row", "tile"])
-    def test_nvfp4_shares_no_scales(self, shared: str) -> None:
+    def test_nvfp4_rejects_shared_scales(self, shared: str) -> None:
         with pytest.raises(ValueError, match=f"shared_scale='{shared}' applies to E8M0 scales; nvfp4 needs 'block'"):
             quantize(torch.zeros(2, 32), "nvfp4", shared_scale=shared)
 
     @pytest.mark.parametrize("format", E8M0_FORMATS)
-    def test_head_scale_is_for_nvfp4(self, format: str) -> None:
+    def test_a_head_scale_is_only_for_nvfp4(self, format: str) -> None:
         with pytest.raises(ValueError, match=f"global_scale applies to nvfp4, not to {format}"):
             quantize(torch.zeros(2, 32), format, global_scale=torch.ones(()))
 
     @pytest.mark.parametrize(
         ("shape", "offset", "expected"), [((3, 8, 32), [1, 2], 3), ((8, 32), [1, 2], 1), ((2, 8, 32), [[1], [2]], 2)]
     )
-    def test_tile_offset_of_another_batch(self, shape: tuple[int, ...], offset: list[int], expected: int) -> None:
+    def test_a_tile_offset_of_another_batch_size_is_rejected(
+        self, shape: tuple[int, ...], offset: list[int], expected: int
+    ) -> None:
         with pytest.raises(ValueError, match=rf"tile_offset must be an int or a tensor \[{expected}\], got shape"):
             quantize(torch.zeros(shape), "mxfp8", shared_scale="tile", tile_offset=torch.tensor(offset))
 

@@ -1,4 +1,4 @@
-"""The recipe: defaults, derived properties, and one message for each wrong field."""
+"""The recipe: defaults, derived properties, and the message for each invalid field."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dma_kernels.testing import RECIPES
 FORMATS = "bf16, mxfp4, mxfp8, mxint8, nvfp4"
 
 
-def test_fields_are_those_of_the_dataclass() -> None:
+def test_fields_match_the_dataclass() -> None:
     assert list(RECIPE_FIELDS) == list(dataclasses.asdict(Recipe()))
 
 
-def test_is_frozen_hashable_and_keyword_only() -> None:
+def test_a_recipe_is_frozen_hashable_and_keyword_only() -> None:
     recipe = Recipe(low="mxfp4")
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.low = "mxfp8"  # type: ignore[misc]
@@ -35,13 +35,13 @@ def test_low_sets_both_operands_unless_overridden() -> None:
     assert (mixed.query_low, mixed.key_low) == ("mxfp4", "nvfp4")
 
 
-def test_enum_members_and_their_values_are_one() -> None:
+def test_enum_members_and_their_values_are_interchangeable() -> None:
     members = Recipe(scale_rounding=ScaleRounding.FLOOR, shared_scale=SharedScale.TILE)
     assert members == Recipe(scale_rounding="floor", shared_scale="tile")
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_plain_data_round_trip(name: str) -> None:
+def test_plain_data_round_trips(name: str) -> None:
     recipe = RECIPES[name]
     assert Recipe(**json.loads(json.dumps(dataclasses.asdict(recipe)))) == recipe
 
@@ -63,7 +63,7 @@ def test_plain_data_round_trip(name: str) -> None:
     ],
     ids=str,
 )
-def test_is_uniform_when_low_and_high_tiles_are_alike(fields: dict[str, Any], is_uniform: bool) -> None:
+def test_a_recipe_is_uniform_if_low_and_high_formats_are_equal(fields: dict[str, Any], is_uniform: bool) -> None:
     assert Recipe(**fields).is_uniform is is_uniform
 
 
@@ -101,22 +101,22 @@ def test_is_uniform_when_low_and_high_tiles_are_alike(fields: dict[str, Any], is
     ],
     ids=str,
 )
-def test_wrong_field(fields: dict[str, Any], message: str) -> None:
+def test_an_invalid_field_is_rejected(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole message is compared
         Recipe(**fields)
     assert str(caught.value) == message
 
 
-def test_nvfp4_high_goes_with_shared_low_scales() -> None:
+def test_nvfp4_high_allows_shared_low_scales() -> None:
     assert Recipe(low="mxfp8", high="nvfp4", shared_scale="row").high == "nvfp4"
 
 
-def test_unknown_field() -> None:
+def test_an_unknown_field_is_rejected() -> None:
     with pytest.raises(TypeError, match="high_q"):
         Recipe(high_q="bf16")  # type: ignore[call-arg]
 
 
-def test_shared_recipes_take_every_choice() -> None:
+def test_shared_recipes_cover_every_choice() -> None:
     recipes = RECIPES.values()
     formats = {name for r in recipes for name in (r.query_low, r.key_low, r.high)}
     assert formats == set(FORMATS.split(", "))

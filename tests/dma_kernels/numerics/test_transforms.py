@@ -1,4 +1,4 @@
-"""The rotation against an explicit matrix, the mean key against plain sums, and what both leave as it is."""
+"""The rotation against an explicit matrix, the mean key against plain sums, and what both leave unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dma_kernels import hadamard_rotate, key_mean
 from dma_kernels.numerics.transforms import hadamard_size
 from dma_kernels.testing import assert_bits_equal, mixed_magnitudes, random_qkv
 
-# Head dimension and the order of its Hadamard blocks.
+# Head dimension, and order of its Hadamard blocks.
 SIZES = {8: 8, 64: 64, 80: 16, 96: 32, 128: 128, 192: 64, 256: 256, 33: 1}
 head_dims = pytest.mark.parametrize("head_dim", SIZES, ids=lambda d: f"D{d}")
 
@@ -29,7 +29,7 @@ class TestRotation:
         assert hadamard_size(head_dim) == SIZES[head_dim]
 
     @head_dims
-    def test_is_the_explicit_matrix(self, head_dim: int) -> None:
+    def test_rotation_equals_the_explicit_matrix(self, head_dim: int) -> None:
         rotated = hadamard_rotate(torch.eye(head_dim, dtype=torch.float64))
         torch.testing.assert_close(rotated, hadamard_matrix(head_dim), rtol=1e-15, atol=0)
 
@@ -39,7 +39,7 @@ class TestRotation:
         [(torch.bfloat16, 1e-6), (torch.float16, 1e-6), (torch.float32, 1e-6), (torch.float64, 1e-14)],
         ids=["bf16", "fp16", "fp32", "fp64"],
     )
-    def test_is_the_product_with_it(self, head_dim: int, dtype: torch.dtype, tolerance: float) -> None:
+    def test_rotation_is_the_product_with_the_matrix(self, head_dim: int, dtype: torch.dtype, tolerance: float) -> None:
         x = mixed_magnitudes(2, 3, 5, head_dim, seed=1, binades=0, dtype=dtype)
         rotated = hadamard_rotate(x)
         assert rotated.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -47,13 +47,13 @@ class TestRotation:
         torch.testing.assert_close(rotated.double(), expected, rtol=0, atol=tolerance * float(x.abs().max()) * 4)
 
     @head_dims
-    def test_is_orthonormal_and_its_own_inverse(self, head_dim: int) -> None:
+    def test_rotation_is_orthonormal_and_its_own_inverse(self, head_dim: int) -> None:
         x = mixed_magnitudes(7, head_dim, seed=2, binades=0).double()
         torch.testing.assert_close(hadamard_rotate(hadamard_rotate(x)), x, rtol=1e-13, atol=1e-14)
         torch.testing.assert_close(hadamard_rotate(x).norm(dim=-1), x.norm(dim=-1), rtol=1e-14, atol=0)
 
     def test_butterflies_run_from_the_smallest_stride(self) -> None:
-        # To the bit in fp32: the order of the additions is part of the definition.
+        # Exact in fp32: the order of additions is part of the definition.
         x = mixed_magnitudes(50, 16, seed=3, binades=0).numpy()
         y = x.copy()
         for stride in (1, 2, 4, 8):
@@ -63,17 +63,17 @@ class TestRotation:
         assert_bits_equal(hadamard_rotate(torch.from_numpy(x)), torch.from_numpy(y * np.float32(0.25)))
 
     @head_dims
-    def test_scores_do_not_change(self, head_dim: int) -> None:
+    def test_rotation_preserves_scores(self, head_dim: int) -> None:
         query, key, _ = random_qkv(q_len=5, kv_len=9, head_dim=head_dim, dtype=torch.float64)
         rotated = hadamard_rotate(query) @ hadamard_rotate(key).mT
         torch.testing.assert_close(rotated, query @ key.mT, rtol=1e-13, atol=1e-12)
 
-    def test_spreads_an_outlier(self) -> None:
+    def test_rotation_spreads_an_outlier(self) -> None:
         x = torch.zeros(1, 64)
         x[0, 17] = 8.0
         assert hadamard_rotate(x).abs().unique().tolist() == [1.0]
 
-    def test_leaves_its_input_and_takes_no_rows(self) -> None:
+    def test_rotation_keeps_its_input_and_accepts_zero_rows(self) -> None:
         x = torch.ones(2, 64)
         hadamard_rotate(x)
         assert_bits_equal(x, torch.ones(2, 64))
@@ -82,17 +82,17 @@ class TestRotation:
 
 class TestKeyMean:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
-    def test_is_the_mean_rounded_to_bfloat16(self, dtype: torch.dtype) -> None:
+    def test_key_mean_is_rounded_to_bfloat16(self, dtype: torch.dtype) -> None:
         _, key, _ = random_qkv(batch=2, kv_heads=3, q_len=1, kv_len=33, dtype=dtype)
         mean = key_mean(key)
         assert mean.shape == (2, 3, 1, 64)
         assert mean.dtype == torch.float32
         assert_bits_equal(mean, key.double().mean(-2, keepdim=True).to(torch.bfloat16).float())
 
-    def test_is_fp64_for_fp64(self) -> None:
+    def test_key_mean_of_fp64_is_fp64(self) -> None:
         assert key_mean(torch.ones(1, 1, 2, 8, dtype=torch.float64)).dtype == torch.float64
 
-    def test_hidden_keys_do_not_count(self) -> None:
+    def test_masked_keys_do_not_count(self) -> None:
         _, key, _ = random_qkv(batch=3, kv_heads=2, q_len=1, kv_len=20, dtype=torch.float64)
         visible = torch.zeros(3, 20, dtype=torch.bool)
         visible[0, 4:] = True
@@ -101,16 +101,16 @@ class TestKeyMean:
         mean = key_mean(hidden_nan, visible)
         assert_bits_equal(mean[0], key_mean(key[:1, :, 4:])[0])
         assert_bits_equal(mean[1], key_mean(key[1:2, :, :13])[0])
-        assert_bits_equal(mean[2], torch.zeros(2, 1, 64, dtype=torch.float64))  # no key at all
+        assert_bits_equal(mean[2], torch.zeros(2, 1, 64, dtype=torch.float64))  # every key masked
 
-    def test_no_keys(self) -> None:
+    def test_the_mean_of_no_keys_is_zero(self) -> None:
         assert_bits_equal(key_mean(torch.zeros(1, 2, 0, 8)), torch.zeros(1, 2, 1, 8))
 
     def test_the_order_of_the_keys_does_not_matter(self) -> None:
         _, key, _ = random_qkv(kv_heads=4, q_len=1, kv_len=128)
         assert_bits_equal(key_mean(key.flip(-2)), key_mean(key))
 
-    def test_only_the_first_tile_counts(self) -> None:
+    def test_only_the_first_tile_is_averaged(self) -> None:
         _, key, _ = random_qkv(batch=2, kv_heads=2, q_len=1, kv_len=300)
         visible = torch.ones(2, 300, dtype=torch.bool)
         visible[0, :50] = False
@@ -119,7 +119,7 @@ class TestKeyMean:
         assert_bits_equal(mean[1], key_mean(key[1:, :, :128])[0])
         assert_bits_equal(key_mean(key), key_mean(key[:, :, :128]))
 
-    def test_subtracting_it_moves_every_score_of_a_query_alike(self) -> None:
+    def test_subtracting_the_mean_shifts_all_scores_of_a_query_equally(self) -> None:
         query, key, _ = random_qkv(q_len=4, kv_len=11, dtype=torch.float64)
         moved = query @ key.mT - query @ (key - key_mean(key)).mT
         torch.testing.assert_close(moved, moved[..., :1].expand_as(moved), rtol=1e-12, atol=1e-12)

@@ -1,4 +1,4 @@
-"""The Triton backend in its interpreter, against the reference. The same cases run on a GPU in ``tests/gpu``."""
+"""The Triton backend in the interpreter, against the reference. ``tests/gpu`` runs the same cases on a GPU."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from prefill_cases import CASES, RECIPES, SPARSE, Case, assert_matches_reference
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
-    pytest.mark.usefixtures("poisoned"),  # what the quantizer leaves out is nobody's to read
+    pytest.mark.usefixtures("poisoned"),  # memory that the quantizer does not write must not be read
 ]
 
-# Each recipe on a chip for each of its compute paths: on a Hopper, which loads by TMA, where that has the path.
+# One chip per recipe and compute path: Hopper, which loads by TMA, if it has the path.
 LOWERED = {
     (name, select_compute_path(recipe, arch)): (name, arch)
     for arch in (89, 100, 80, 90)
@@ -38,7 +38,7 @@ def test_default_recipe_matches_the_reference(case: str) -> None:
 
 @pytest.mark.parametrize("window", [2**30, 2**31 - 1, 2**31, 2**40])
 @pytest.mark.parametrize("options", [{"is_causal": False}, {"kv_offset": torch.tensor([-70])}], ids=["both", "padded"])
-def test_a_window_of_everything_hides_nothing(options: dict[str, Any], window: int) -> None:
+def test_a_window_larger_than_the_sequence_masks_nothing(options: dict[str, Any], window: int) -> None:
     query, key, value = random_qkv(q_len=150, kv_len=150, head_dim=16, dtype=torch.float16)
     call = partial(attention_with_lse, query, key, value, RECIPES["balanced"], backend="triton", **options)
     for ours, expected in zip(call(window=window), call(), strict=True):
@@ -66,7 +66,7 @@ def test_head_dim_256_matches_the_reference_on_every_chip(
 
 @pytest.mark.parametrize("case", FEATURES)
 @pytest.mark.parametrize(("recipe", "arch"), [("paper", 90), ("nvfp4-keys", 90), ("nvfp4", 100)])
-def test_features_with_four_bits_match_the_reference(
+def test_features_with_4_bit_operands_match_the_reference(
     recipe: str, arch: int, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
@@ -74,7 +74,7 @@ def test_features_with_four_bits_match_the_reference(
 
 
 @pytest.mark.parametrize("recipe", ["identity", "int8", "int8-pv16"])
-def test_hidden_keys_and_values_may_be_anything(recipe: str) -> None:
+def test_masked_keys_and_values_may_hold_any_value(recipe: str) -> None:
     query, key, value = random_qkv(batch=2, q_len=300, kv_len=300, dtype=torch.float16)
     kv_range = torch.tensor([[45, 300], [0, 290]])
     options = {"q_offset": torch.tensor([-45, 0]), "kv_offset": torch.tensor([-45, 0]), "kv_range": kv_range}
@@ -86,7 +86,7 @@ def test_hidden_keys_and_values_may_be_anything(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("ends", [(-(2**63), 2**63 - 1), (0, 2**32), (-(2**32) + 5, 9)])
-def test_ranges_past_32_bits_are_cut_off(ends: tuple[int, int]) -> None:
+def test_ranges_past_32_bits_are_clamped(ends: tuple[int, int]) -> None:
     qkv = random_qkv(q_len=9, kv_len=9, dtype=torch.float16)
     out, cut = (
         attention(*qkv, RECIPES["int8"], kv_range=torch.tensor([each]), backend="triton") for each in (ends, (0, 9))
@@ -96,8 +96,8 @@ def test_ranges_past_32_bits_are_cut_off(ends: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.uint16, torch.int32], ids=str)
 @pytest.mark.parametrize("name", ["kv_offset", "q_offset"])
-def test_offsets_may_be_of_few_bits(name: str, dtype: torch.dtype) -> None:
-    """Though positions that follow from them have more: with ``kv_offset`` 3 the first query stands at 394."""
+def test_offsets_may_have_small_integer_dtypes(name: str, dtype: torch.dtype) -> None:
+    """Derived positions need more bits: with ``kv_offset`` 3 the first query is at 394."""
     query, key, value = random_qkv(q_len=9, kv_len=400, dtype=torch.float16)
     options = {"q_offset": torch.tensor([120])} if name == "q_offset" else {"kv_offset": torch.tensor([3])}
     expected = attention(query, key, value, RECIPES["int8"], **options, backend="triton")
@@ -116,16 +116,16 @@ def test_sinks_may_have_any_stride(sinks: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shape", [{"batch": 0}, {"q_heads": 0}, {"q_len": 0}, {"kv_len": 0}], ids=str)
-def test_sizes_of_zero(shape: dict[str, int], recipe: str) -> None:
+def test_empty_inputs_match_the_reference(shape: dict[str, int], recipe: str) -> None:
     query, key, value = random_qkv(**({"q_len": 5, "kv_len": 200} | shape), dtype=torch.float16)
-    kv_range = torch.tensor([[0, 3]]).expand(len(query), 2)  # so that low tiles are taken to be there
+    kv_range = torch.tensor([[0, 3]]).expand(len(query), 2)  # so that the call is planned with low tiles
     out, lse = attention_with_lse(query, key, value, RECIPES[recipe], kv_range=kv_range, backend="triton")
     assert out.shape == query.shape
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
 
 
-def test_zero_keys_and_queries_do_not_break_masked_scores() -> None:
+def test_zero_keys_and_queries_leave_masked_scores_finite() -> None:
     zeros = torch.zeros(1, 1, 300, 64, dtype=torch.float16)
     value = torch.ones_like(zeros)
     out = attention(zeros, zeros, value, RECIPES["int8-pv16"], backend="triton")
@@ -133,7 +133,7 @@ def test_zero_keys_and_queries_do_not_break_masked_scores() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_broken_key_shows_in_the_rows_that_see_it(bad: float) -> None:
+def test_a_nan_key_reaches_only_the_rows_that_attend_to_it(bad: float) -> None:
     query, key, value = random_qkv(q_len=300, kv_len=300, dtype=torch.float16)
     key[0, 0, 140, 3] = bad
     out = attention(query, key, value, RECIPES["int8-pv16"], backend="triton")
@@ -141,7 +141,7 @@ def test_a_broken_key_shows_in_the_rows_that_see_it(bad: float) -> None:
     assert not out[0, :, :128].isnan().any()
 
 
-def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_rejected_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = random_qkv(q_len=8, kv_len=8)
     with pytest.raises(RuntimeError, match=r"backend='triton' cannot run: it takes bf16 and fp16, got torch.float32"):
         attention(query, key, value, RECIPES["int8"], backend="triton")
@@ -158,7 +158,7 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) 
         *((case, "nvfp4-keys", 80) for case in ("inside-a-tile", "window", "left-padded", "mask")),  # blocks of 64 keys
     ],
 )
-def test_tiles_are_skipped_as_the_reference_skips_them(
+def test_the_same_tiles_are_skipped_as_in_the_reference(
     case: str, recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
@@ -196,7 +196,7 @@ def test_counting_tiles_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_dominant_sink_logit_costs_no_accuracy(backend: str) -> None:
-    """E4M3 probabilities are relative to the largest score, not to the sink logit."""
+    """E4M3 probabilities are scaled by the largest score, not by the sink logit."""
     query, key, value = random_qkv(q_len=64, kv_len=1000, dtype=torch.float16)
     query *= 0.05  # the largest logits are near 1
     errors = []

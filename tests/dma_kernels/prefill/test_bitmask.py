@@ -1,4 +1,4 @@
-"""Masks as the bits that Hopper's own kernels read."""
+"""The bitmasks that the Hopper kernels read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpret
 
 
 @pytest.mark.parametrize(("q_offset", "kv_offset"), [(0, 0), (37, -45), (70, 141)])
-def test_packed_masks_have_a_bit_for_each_key_and_tight_bounds(q_offset: int, kv_offset: int) -> None:
+def test_bitmasks_have_one_bit_per_key_and_tight_bounds(q_offset: int, kv_offset: int) -> None:
     q_len, kv_len = 150, 300
     mask = torch.rand(1, 2, q_len, kv_len, generator=torch.Generator().manual_seed(0)) < 0.5
     mask[:, 0, 64 - q_offset % 64 :, : TILE + 20] = False

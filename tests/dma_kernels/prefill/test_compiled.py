@@ -1,4 +1,4 @@
-"""Every compute path compiled ahead of time for chips that are not at hand: which units it uses, and what it takes."""
+"""Every compute path compiled ahead of time: matrix instructions, registers and shared memory on each chip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiled_calls import CompiledCalls
 pytestmark = pytest.mark.slow
 
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes of shared memory that a program may have (CUDA programming guide, technical specifications)."""
+"""Bytes of shared memory that a CTA may have (CUDA programming guide, technical specifications)."""
 
 # The matrix instructions of each call, as regular expressions: RECIPE:ARCH:HEAD_DIM[:OPTION].
 UNITS = {
@@ -129,14 +129,14 @@ UNITS = {
 }
 
 LONG = [call for call in UNITS if ":long" in call]
-"""Calls of the kernel for long prompts."""
+"""Calls of the warp-specialized kernel."""
 
 SHORT = [
     call
     for call in UNITS
     if re.fullmatch(r"(?!identity)[\w-]+:90:(64|96|128)(:(softcap|sinks|window|padded|bidirectional|mask|skip))?", call)
 ]
-"""Calls of Hopper's kernel for short prompts."""
+"""Calls of the multi-CTA kernel."""
 
 SPILLS = {
     "int8:80:256": 9,
@@ -186,7 +186,7 @@ def compiled(compiled_by: Callable[[str], CompiledCalls]) -> CompiledCalls:
 
 
 @pytest.mark.parametrize("call", UNITS)
-def test_products_run_on_the_units_of_the_chip(call: str, compiled: CompiledCalls) -> None:
+def test_products_use_the_matrix_instructions_of_the_chip(call: str, compiled: CompiledCalls) -> None:
     attention = compiled[call][-1]
     kind = "warp_specialized_kernel" if call in LONG else "multi_cta_kernel" if call in SHORT else "kernel"
     assert attention["name"] == f"prefill_{kind}"
@@ -195,14 +195,14 @@ def test_products_run_on_the_units_of_the_chip(call: str, compiled: CompiledCall
 
 
 @pytest.mark.parametrize("call", UNITS)
-def test_shared_memory_is_within_the_chips_limit(call: str, compiled: CompiledCalls) -> None:
+def test_shared_memory_stays_within_the_limit_of_the_chip(call: str, compiled: CompiledCalls) -> None:
     for kernel in compiled[call]:
         assert kernel["shared"] <= SHARED_MEMORY[int(call.split(":")[1])], kernel["name"]
 
 
 @pytest.mark.parametrize("call", UNITS)
-def test_the_loop_over_low_tiles_keeps_its_numbers_in_registers(call: str, compiled: CompiledCalls) -> None:
-    # Of some 550 instructions, a scalar or two may be read back; one spilled tile would be 32 reads and writes.
+def test_the_loop_over_low_tiles_spills_no_tile(call: str, compiled: CompiledCalls) -> None:
+    # One or two scalars may be spilled among some 550 instructions; a spilled tile would take 32 reads and writes.
     assert compiled[call][-1]["loop_spills"] <= SPILLS.get(call, 2)
 
 
@@ -218,7 +218,7 @@ def test_ctas_launched_early_write_nothing_before_they_wait(call: str, compiled:
         )
         assert len(after) == int(waits), name
         assert not after or not re.search(r"\b(st\.global|red\.|atom\.)", before), name
-        # Queries that are not quantized are the caller's own. A packed bitmask comes from an earlier launch.
+        # Unquantized queries are the caller's, so their load may precede the wait. A packed bitmask's may not.
         is_asked = name == "prefill_multi_cta_kernel" and not {"quantize_q_kernel", "pack_mask_kernel"} & set(names)
         assert not after or before.count("cp.async.bulk") == is_asked, name
 
@@ -228,7 +228,7 @@ def test_three_ctas_share_a_hopper_sm(call: str, compiled: CompiledCalls) -> Non
     kernel = compiled[call][-1]
     ctas = 4 if call.split(":")[2] == "64" else 3
     assert ctas * 4 * 32 * kernel["registers"] <= 65_536
-    assert ctas * (kernel["shared"] + 1024) <= 233_472  # CUDA keeps 1 KB for each CTA
+    assert ctas * (kernel["shared"] + 1024) <= 233_472  # CUDA reserves 1 KB per CTA
 
 
 def test_two_ctas_with_16_bit_operands_share_a_hopper_sm(
@@ -242,7 +242,7 @@ def test_two_ctas_with_16_bit_operands_share_a_hopper_sm(
 @pytest.mark.parametrize("call", ["nvfp4-keys:90:64", "nvfp4-keys:90:128", "nvfp4:90:128"])
 def test_quantizers_of_block_formats_fill_a_hopper_sm(call: str, compiled: CompiledCalls) -> None:
     (kernel,) = [kernel for kernel in compiled[call] if kernel["name"] == "quantize_kernel"]
-    # Two CTAs of 8 warps, without spills. With a whole tile per CTA there was room for one, which spilled.
+    # Two CTAs of 8 warps fit without spills. With a whole tile per CTA only one fitted, and it spilled.
     assert 2 * 8 * 32 * kernel["registers"] <= 65_536
     assert kernel["stack"] == 0
 
@@ -252,7 +252,7 @@ def test_the_warp_specialized_kernel_loads_by_tma_and_divides_the_registers(call
     kernel = compiled[call][-1]
     assert "cp.async.bulk.tensor" in kernel["ptx"]
     assert "cp.async.cg" not in kernel["ptx"]
-    # At launch (640, 512 or 384 threads), then in the producer warp and in the consumer warpgroups.
+    # Registers at launch (640, 512 or 384 threads), of the producer warp and of the consumer warpgroups.
     groups = 4 if call.startswith("int8:90:64:") else 2 if int(call.split(":")[2]) > 128 else 3
     start, *later = {2: (168, 24, 240), 3: (128, 24, 160, 168), 4: (96, 24, 112, 120)}[groups]
     assert kernel["registers"] == start
@@ -261,15 +261,15 @@ def test_the_warp_specialized_kernel_loads_by_tma_and_divides_the_registers(call
 
 
 @pytest.mark.parametrize("call", LONG + SHORT)
-def test_products_are_waited_for_once(call: str, compiled: CompiledCalls) -> None:
-    """Where it has too few registers the assembler makes every instruction of a product wait for the one before."""
+def test_each_product_is_waited_for_once(call: str, compiled: CompiledCalls) -> None:
+    """With too few registers, the assembler makes every instruction of a product wait for the previous one."""
     kernel = compiled[call][-1]
     assert 0 < 2 * kernel["loop_waits"] <= kernel["loop_products"]
 
 
 @pytest.mark.parametrize("call", LONG)
-def test_nothing_is_stored_over_a_barrier(call: str, compiled: CompiledCalls) -> None:
-    """A program whose barrier was written over faults when the chip switches to another process and back."""
+def test_no_store_overlaps_a_barrier(call: str, compiled: CompiledCalls) -> None:
+    """A CTA with an overwritten barrier faults when the GPU switches to another process and back."""
     kernel = compiled[call][-1]
     ptx = kernel["ptx"]
     assert kernel["name"] == "prefill_warp_specialized_kernel"
@@ -277,10 +277,10 @@ def test_nothing_is_stored_over_a_barrier(call: str, compiled: CompiledCalls) ->
     registers = re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", ptx)
     assert len(registers) == ptx.count("mbarrier.init")
     barriers = {int(offsets[register]) + byte for register in registers for byte in range(8)}
-    assert len(barriers) == 8 * len(registers) >= 8 * 3  # of queries, and of two places at least that are full
+    assert len(barriers) == 8 * len(registers) >= 8 * 3  # queries, and the full barriers of at least two stages
     stores = re.findall(r"st\.shared(?:\.v(\d))?\.b(\d+)\s+\[global_smem(?:\+(\d+))?\]", ptx)
     stored = {
         int(offset or 0) + byte for count, bits, offset in stores for byte in range(int(count or 1) * int(bits) // 8)
     }
-    assert stored  # the arguments of warpgroups
+    assert stored  # the arguments of the warpgroups
     assert not stored & barriers

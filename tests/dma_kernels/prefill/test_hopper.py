@@ -1,7 +1,7 @@
-"""Which calls the kernel for long prompts on Hopper takes, and the queries that are made for it.
+"""Which calls the Hopper kernels support, and the queries quantized for them.
 
-The interpreter has no Gluon. So the kernel itself runs here in an emulator, and on a GPU in
-``tests/gpu/test_prefill_hopper.py``; ``test_compiled.py`` compiles it.
+The interpreter has no Gluon, so the kernels run in an emulator here, and on a GPU in
+``tests/gpu/test_prefill_hopper.py``; ``test_compiled.py`` compiles them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def inputs(head_dim: int = 128, length: int = LENGTH) -> tuple[Tensor, Tensor, T
 
 
 def misaligned(tensor: Tensor) -> Tensor:
-    """Return a copy at an address that TMA cannot load from."""
+    """Return a copy at an address that is not aligned for TMA."""
     memory = tensor.new_empty(tensor.numel() + 1)
     return memory[1:].view(tensor.shape).copy_(tensor)
 
@@ -104,7 +104,7 @@ def is_short_taken(recipe: str = "balanced", **call: Any) -> bool:
 
 
 @pytest.mark.parametrize("recipe", RECIPES_TAKEN)
-def test_takes_recipes_with_low_tiles(recipe: str) -> None:
+def test_warp_specialized_kernel_supports_recipes_with_low_tiles(recipe: str) -> None:
     assert is_taken(recipe)
 
 
@@ -125,7 +125,7 @@ def test_takes_recipes_with_low_tiles(recipe: str) -> None:
     ],
     ids=str,
 )
-def test_takes_plain_calls(call: dict[str, Any]) -> None:
+def test_warp_specialized_kernel_supports_plain_calls(call: dict[str, Any]) -> None:
     assert is_taken(**call)
 
 
@@ -140,11 +140,11 @@ def test_takes_plain_calls(call: dict[str, Any]) -> None:
     ],
     ids=lambda call: " ".join(call),
 )
-def test_leaves_other_calls(call: dict[str, Any]) -> None:
+def test_warp_specialized_kernel_rejects_other_calls(call: dict[str, Any]) -> None:
     assert not is_taken(**call)
 
 
-def test_the_interpreter_never_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_always_selects_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     path = select_compute_path(RECIPES["int8"], 90)
     assert select_kernel(shape_of(), path)[0] is PORTABLE
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
@@ -190,7 +190,7 @@ def test_the_fastest_kernel_that_supports_a_call_is_selected(
     (200, {"window": 200}, WARP_SPECIALIZED),
     (201, {"window": 200}, MULTI_CTA),
 ])  # fmt: skip
-def test_long_calls_are_those_of_many_keys(
+def test_the_warp_specialized_kernel_is_selected_from_min_keys_on(
     min_keys: int, call: dict[str, Any], kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chip, "is_interpreted", lambda: False)
@@ -219,7 +219,7 @@ def test_long_calls_are_those_of_many_keys(
     (100, 128, "int8", False),
     (89, 128, "int8", False),
 ])  # fmt: skip
-def test_hopper_alone_has_it(arch: int, head_dim: int, recipe: str, is_there: bool) -> None:
+def test_only_hopper_has_a_warp_specialized_config(arch: int, head_dim: int, recipe: str, is_there: bool) -> None:
     config = warp_specialized_config(arch, select_compute_path(RECIPES[recipe], arch), head_dim, head_dim)
     assert (config is not None) == is_there
 
@@ -237,7 +237,7 @@ def test_hopper_alone_has_it(arch: int, head_dim: int, recipe: str, is_there: bo
     (90, 128, "identity", False),
     (100, 128, "int8", False),
 ])  # fmt: skip
-def test_hopper_alone_has_that_of_short_prompts(arch: int, head_dim: int, recipe: str, is_there: bool) -> None:
+def test_only_hopper_has_a_multi_cta_config(arch: int, head_dim: int, recipe: str, is_there: bool) -> None:
     config = multi_cta_config(arch, select_compute_path(RECIPES[recipe], arch), head_dim, head_dim)
     assert (config is not None) == is_there
 
@@ -258,7 +258,7 @@ def test_hopper_alone_has_that_of_short_prompts(arch: int, head_dim: int, recipe
     ],
     ids=str,
 )
-def test_takes_short_calls(call: dict[str, Any]) -> None:
+def test_multi_cta_kernel_supports_short_calls(call: dict[str, Any]) -> None:
     assert is_short_taken(**call)
 
 
@@ -272,11 +272,11 @@ def test_takes_short_calls(call: dict[str, Any]) -> None:
     ],
     ids=lambda call: " ".join(call),
 )
-def test_leaves_other_short_calls(call: dict[str, Any]) -> None:
+def test_multi_cta_kernel_rejects_other_calls(call: dict[str, Any]) -> None:
     assert not is_short_taken(**call)
 
 
-def test_leaves_short_calls_with_more_blocks_than_a_grid_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multi_cta_kernel_rejects_more_blocks_than_a_grid_has(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     for most in (-(-LENGTH // ROWS), -(-LENGTH // ROWS) - 1):
         monkeypatch.setattr(select, "MAX_CTAS", most)
@@ -285,7 +285,7 @@ def test_leaves_short_calls_with_more_blocks_than_a_grid_has(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("form", "format"), [(INT8, "mxint8"), (E4M3, "mxfp8")])
-def test_quantized_queries_have_the_bits_of_the_specification(form: OperandFormat, format: str) -> None:
+def test_quantized_queries_equal_the_specification_bit_for_bit(form: OperandFormat, format: str) -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low=format, shared_scale="tile", pv="fp8")
     quantized_q = quantize_q(query, None, None, recipe, form, RAW, scale=0.25, use_pdl=False)
@@ -301,7 +301,7 @@ def test_quantized_queries_have_the_bits_of_the_specification(form: OperandForma
     assert quantized_q.high is query
 
 
-def test_quantized_queries_of_the_paper_are_exact_in_both_forms() -> None:
+def test_both_query_formats_of_the_paper_preset_are_exact() -> None:
     query, _, _ = inputs(length=70)
     recipe = RECIPES["paper"]
     quantized_q = quantize_q(query, None, None, recipe, E5M2, DEQUANTIZED, scale=1.0, use_pdl=False)
@@ -313,7 +313,7 @@ def test_quantized_queries_of_the_paper_are_exact_in_both_forms() -> None:
     assert torch.equal(quantized_q.high.float(), high)
 
 
-def test_quantized_queries_know_their_product_with_the_mean() -> None:
+def test_the_bias_of_quantized_queries_is_their_product_with_the_mean_key() -> None:
     query, _, _ = random_qkv(batch=2, q_heads=4, kv_heads=2, q_len=70, kv_len=70, head_dim=128, dtype=torch.bfloat16)
     mean = torch.randn(2, 2, 128)
     quantized_q = quantize_q(query, mean, None, RECIPES["int8"], INT8, RAW, scale=1.0, use_pdl=False)
@@ -321,7 +321,7 @@ def test_quantized_queries_know_their_product_with_the_mean() -> None:
     torch.testing.assert_close(quantized_q.descale_and_bias[1], expected, rtol=1e-5, atol=1e-4)
 
 
-def test_quantized_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
+def test_nvfp4_queries_have_their_heads_global_scale() -> None:
     query, _, _ = inputs(length=70)
     recipe = Recipe(low="nvfp4", scale_rounding="search", pv="fp8")
     global_scale = query_global_scale(query, recipe)
@@ -333,7 +333,7 @@ def test_quantized_queries_in_nvfp4_have_the_scale_of_their_head() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_quantized_queries_that_are_only_rotated_keep_their_dtype(dtype: torch.dtype) -> None:
+def test_unquantized_rotated_queries_keep_their_dtype(dtype: torch.dtype) -> None:
     query = random_qkv(q_len=70, kv_len=70, head_dim=128, dtype=dtype)[0]
     recipe = RECIPES["nvfp4-keys"]
     quantized_q = quantize_q(query, None, None, recipe, DEQUANTIZED, RAW, scale=1.0, use_pdl=False)
@@ -341,7 +341,7 @@ def test_quantized_queries_that_are_only_rotated_keep_their_dtype(dtype: torch.d
     torch.testing.assert_close(quantized_q.low.float(), hadamard_rotate(query.float()), rtol=2e-2, atol=2e-3)
 
 
-# ---- the kernel itself, emulated
+# ---- the kernels, emulated
 
 HEADS: dict[str, Any] = {"q_heads": 2, "kv_heads": 1, "head_dim": 128}
 CASES = {
@@ -404,12 +404,12 @@ CASES = {
     ),
 }
 WIDE_RECIPES = ("int8", "e4m3-rotated", "int8-mxfp8")
-"""What the kernel takes with head dimensions of 256."""
+"""Recipes that the kernels support with 256 channels."""
 
 
 @pytest.fixture
 def is_short() -> bool:
-    """Whether the kernel for short prompts is emulated."""
+    """Whether the multi-CTA kernel is emulated."""
     return False
 
 
@@ -417,7 +417,7 @@ def quantized(
     key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath, *,
     kv_offset: int, rows: Tensor | None, low_tiles: range | None,
 ) -> Operands:  # fmt: skip
-    """Return what the quantizer writes, made in torch, which is faster here; what it leaves out is bytes of 255."""
+    """Return the quantizer's output, computed in torch for speed; memory that it does not write is bytes of 255."""
     mean = None
     if recipe.smooth_k:
         index = torch.arange(key.shape[2])
@@ -436,7 +436,7 @@ def quantized(
 
 @pytest.fixture
 def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of the Triton backend run on a kernel for Hopper, which is emulated."""
+    """Run calls of the Triton backend on an emulated Hopper kernel."""
 
     def emulate(kernel: Any, constants: dict[str, Any], grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         gluon_emulator.run(kernel, grid, arguments, constants)
@@ -473,7 +473,7 @@ def emulated(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(hopper, "launch_kernel", emulate)
     monkeypatch.setattr(api, "plan", plan_eagerly)
-    # Queries are quantized by rows. Triton's interpreter takes as long for a block of 32 as for one of 256.
+    # Triton's interpreter takes as long for a block of 32 query rows as for one of 256.
     monkeypatch.setattr(query_quantizer, "ROWS", 256)
 
 
@@ -484,7 +484,7 @@ def test_emulated_recipes_match_the_reference(case: str, recipe: str, emulated: 
 
 @pytest.mark.parametrize("recipe", WIDE_RECIPES)
 @pytest.mark.parametrize("case", ["causal", "few-queries", "wide"])
-def test_emulated_wide_heads_match_the_reference(case: str, recipe: str, emulated: None) -> None:
+def test_emulated_head_dim_256_matches_the_reference(case: str, recipe: str, emulated: None) -> None:
     assert_matches_reference(replace(CASES[case], head_dim=256), RECIPES[recipe], torch.bfloat16, "cpu")
 
 
@@ -495,7 +495,7 @@ def test_emulated_wide_heads_match_the_reference(case: str, recipe: str, emulate
         *((name, 64) for name in RECIPES_TAKEN if name not in ("int8-pv16", "paper")),
     ],
 )
-def test_emulated_heads_of_other_sizes_match_the_reference(recipe: str, head_dim: int, emulated: None) -> None:
+def test_emulated_other_head_dims_match_the_reference(recipe: str, head_dim: int, emulated: None) -> None:
     assert_matches_reference(replace(CASES["causal"], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
 
 
@@ -518,7 +518,9 @@ def test_emulated_masks_match_the_reference(case: str, emulated: None) -> None:
 @pytest.mark.parametrize("bands", [(0, 0), (0, 2), (2, 0)])
 @pytest.mark.parametrize("case", ["causal", "bidirectional"])
 @pytest.mark.parametrize("name", ["int8-pv16", "nvfp4-keys"])  # three blocks in flight, and two
-def test_emulated_bands_match_the_reference(name: str, case: str, bands: tuple[int, int], emulated: None) -> None:
+def test_emulated_diagonal_and_sink_tiles_match_the_reference(
+    name: str, case: str, bands: tuple[int, int], emulated: None
+) -> None:
     recipe = replace(RECIPES[name], diagonal_tiles=bands[0], sink_tiles=bands[1])
     assert_matches_reference(CASES[case], recipe, torch.bfloat16, "cpu")
 
@@ -528,7 +530,7 @@ def test_emulated_bands_match_the_reference(name: str, case: str, bands: tuple[i
     [("int8", False), ("int8-pv16", False), ("nvfp4-keys", False), ("int8", True), ("int8-pv16", True)],
 )
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_emulated_hidden_keys_may_be_anything(recipe: str, is_causal: bool, emulated: None) -> None:
+def test_emulated_masked_keys_may_hold_any_value(recipe: str, is_causal: bool, emulated: None) -> None:
     query, key, value = random_qkv(batch=2, q_len=430, kv_len=430, **HEADS, dtype=torch.bfloat16)
     starts, ends = torch.tensor([145, 0]), torch.tensor([430, 290])
     hidden = (torch.arange(430) < starts[:, None]) | (torch.arange(430) >= ends[:, None])
@@ -579,7 +581,7 @@ def test_emulated_short_calls_match_the_reference(case: str, recipe: str, head_d
     ],
 )
 @pytest.mark.parametrize("case", CASES)
-def test_emulated_edges_of_short_calls_match_the_reference(
+def test_emulated_masked_tiles_of_short_calls_match_the_reference(
     case: str, recipe: str, head_dim: int, emulated: None
 ) -> None:
     assert_matches_reference(replace(CASES[case], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cpu")
@@ -599,13 +601,15 @@ def test_emulated_masks_of_short_calls_match_the_reference(
 
 @pytest.mark.parametrize("is_short", [True])
 @pytest.mark.parametrize("bands", [(0, 0), (0, 2), (2, 0)])
-def test_emulated_bands_of_short_calls_match_the_reference(bands: tuple[int, int], emulated: None) -> None:
+def test_emulated_diagonal_and_sink_tiles_of_short_calls_match_the_reference(
+    bands: tuple[int, int], emulated: None
+) -> None:
     recipe = replace(RECIPES["balanced"], diagonal_tiles=bands[0], sink_tiles=bands[1])
     assert_matches_reference(CASES["causal"], recipe, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("is_short", [True])
-def test_emulated_sections_need_not_divide_the_heads(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulated_swizzle_groups_need_not_divide_the_heads(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "select_swizzle_group", lambda *_: 3)
     assert_matches_reference(CASES["batch"], RECIPES["balanced"], torch.bfloat16, "cpu")
 
@@ -624,7 +628,7 @@ def test_emulated_recipes_skip_the_tiles_that_the_reference_skips(recipe: str, e
 
 
 @pytest.mark.parametrize("is_short", [False, True])
-def test_counting_tiles_changes_no_bit_of_emulated_kernels(emulated: None) -> None:
+def test_counting_tiles_changes_no_bit_in_emulated_kernels(emulated: None) -> None:
     skipping = replace(RECIPES["balanced"], skip_threshold=6.0)
     case = SPARSE["causal"]
     for counted, uncounted in zip(

@@ -1,4 +1,4 @@
-"""The prefill kernel in Triton's interpreter: what only its host side, and a chunk of the last positions, show."""
+"""The prefill kernel's host side, and chunks of the last positions, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(recipe: Recipe, arch: int, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Attend to a chunk of the last positions."""
     monkeypatch.setattr(chip, "INTERPRETED_ARCH", arch)
     plan.cache_clear()
-    # With a range of keys, the host does not know that all tiles are high.
+    # With a key range on the device, the host does not know that all tiles are high.
     kv_range = torch.tensor([[0, LENGTH]])
     return attention(*inputs(), recipe, q_offset=LENGTH - CHUNK, kv_range=kv_range, backend="triton")
 
@@ -51,17 +51,17 @@ def test_swizzle_groups_of_heads_are_all_computed(heads: int, monkeypatch: pytes
     assert_matches_reference(case, INT8, torch.float16, "cpu")
 
 
-def test_tensors_that_a_descriptor_cannot_describe() -> None:
+def test_misaligned_broadcast_and_empty_tensors_have_no_descriptor() -> None:
     x = torch.zeros(2, 64, 4, 40, dtype=torch.float16).transpose(1, 2)
     assert is_describable(x)
-    assert not is_describable(x[..., 1:])  # starts between multiples of 16 bytes
-    assert not is_describable(x.transpose(2, 3))  # channels are not side by side
-    assert not is_describable(x[:, :1].expand(2, 4, 64, 40))  # heads at one address
+    assert not is_describable(x[..., 1:])  # not aligned to 16 bytes
+    assert not is_describable(x.transpose(2, 3))  # channels are not contiguous
+    assert not is_describable(x[:, :1].expand(2, 4, 64, 40))  # broadcast heads
     assert not is_describable(torch.zeros(1, 2, 8, 20, dtype=torch.float16))  # rows of 40 bytes
     assert not is_describable(x[:, :, :0])
 
 
-def test_a_swizzle_group_fits_in_the_cache() -> None:
+def test_a_swizzle_group_fits_in_the_l2_cache() -> None:
     assert select_swizzle_group(8, L2_BYTES // 8) == 8
     assert select_swizzle_group(8, L2_BYTES // 64) == 8
     assert select_swizzle_group(64, L2_BYTES // 3) == 3
@@ -85,7 +85,7 @@ BIDIRECTIONAL = {"is_causal": False}
         (INT8, 40, {"q_offset": 424, "kv_offset": 88}, ["prefill_kernel"]),
     ],
 )  # fmt: skip
-def test_a_call_without_low_tiles_quantises_nothing_but_high_ones(
+def test_a_call_without_low_tiles_quantizes_only_high_operands(
     recipe: Recipe, length: int, options: dict[str, Any], kernels: list[str]
 ) -> None:
     case = Case(q_len=length, kv_len=length, q_heads=1, head_dim=16, options=options)

@@ -1,4 +1,4 @@
-"""The quantizer in Triton's interpreter, against the torch quantizer, to the bit and over all of storage."""
+"""The quantizer in Triton's interpreter equals the torch quantizer bit for bit, padding included."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu run
 
 
 def keys_values(**shape: int) -> tuple[Tensor, Tensor]:
-    """Keys and values as Transformers hands them: transposed views, not contiguous."""
+    """Keys and values as Transformers passes them: transposed, non-contiguous views."""
     _, key, value = random_qkv(q_len=1, dtype=torch.float16, **shape)
     key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
     return key, value
 
 
 @pytest.mark.parametrize("scale", range(8, 16))
-def test_the_kernels_quotient_is_the_rounded_one(scale: int) -> None:
-    """Of every fp32 number and every E4M3 scale: powers of two change nothing, so mantissas are enough."""
+def test_the_kernels_quotient_is_correctly_rounded(scale: int) -> None:
+    """For every fp32 mantissa and E4M3 scale; powers of two do not change the rounding."""
     number = (torch.arange(1 << 23, dtype=torch.int32) + 0x3F800000).view(torch.float32)
     divisor = torch.tensor(float(scale))
     reciprocal = 1 / divisor
     quotient = number * reciprocal
-    # fp64 holds the first sum exactly, the second well enough: no quotient is that near to the middle of two numbers.
+    # fp64 holds the first sum exactly. No quotient is near enough to a tie for the error of the second to matter.
     rest = (number.double() - quotient.double() * divisor.double()).float()
     corrected = (quotient.double() + rest.double() * reciprocal.double()).float()
     assert torch.equal(corrected, number / divisor)
 
 
 @pytest.mark.parametrize("scale", range(8, 16))
-def test_one_step_makes_the_hardwares_reciprocal_the_rounded_one(scale: int) -> None:
+def test_one_newton_step_rounds_the_approximate_reciprocal_correctly(scale: int) -> None:
     reciprocal = torch.tensor(1 / scale, dtype=torch.float32)
     bits = reciprocal.view(torch.int32)
-    approximate = torch.stack((bits - 1, bits, bits + 1)).view(torch.float32)  # one ulp off at most
+    approximate = torch.stack((bits - 1, bits, bits + 1)).view(torch.float32)  # at most one ulp off
     rest = (1 - approximate.double() * scale).float()
     corrected = (approximate.double() + rest.double() * approximate.double()).float()
     assert torch.equal(corrected, reciprocal.expand(3))
@@ -52,14 +52,14 @@ def test_one_step_makes_the_hardwares_reciprocal_the_rounded_one(scale: int) -> 
 
 @pytest.mark.parametrize("arch", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_form_equals_the_specification(recipe: str, arch: int) -> None:
+def test_every_operand_format_equals_the_specification(recipe: str, arch: int) -> None:
     key, value = keys_values(kv_heads=2, kv_len=150)
     check(key, value, RECIPES[recipe], arch)
 
 
 @pytest.mark.parametrize("recipe", ["int8", "e5m2", "nvfp4"])
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(80, 96), (20, 8), (128, 64)])
-def test_head_dims(recipe: str, head_dim: int, value_dim: int) -> None:
+def test_every_head_dim_equals_the_specification(recipe: str, head_dim: int, value_dim: int) -> None:
     key, value = keys_values(kv_len=140, head_dim=head_dim, value_dim=value_dim)
     for arch in (HOPPER, BLACKWELL):
         check(key, value, RECIPES[recipe], arch)
@@ -67,21 +67,19 @@ def test_head_dims(recipe: str, head_dim: int, value_dim: int) -> None:
 
 @pytest.mark.parametrize("kv_offset", [0, 141, -45])
 @pytest.mark.parametrize("kv_len", [1, 128, 300])
-def test_storage_begins_at_the_tile_of_key_0(kv_len: int, kv_offset: int) -> None:
+def test_padded_storage_starts_at_the_tile_of_key_0(kv_len: int, kv_offset: int) -> None:
     key, value = keys_values(kv_len=kv_len)
     check(key, value, RECIPES["int8"], HOPPER, kv_offset=kv_offset)
 
 
 def tile_bytes(tensor: Tensor, tiles: int) -> Tensor:
-    """Return aligned storage as bytes ``[B, Hkv, tiles, bytes of a tile]``."""
+    """Return tile-padded storage as bytes ``[B, Hkv, tiles, bytes of a tile]``."""
     return tensor.contiguous().view(torch.uint8).reshape(*tensor.shape[:2], tiles, -1)
 
 
 @pytest.mark.parametrize("arch", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("recipe", ["int8", "e4m3", "e5m2-row", "keys-only", "search-mxint8", "nvfp4-low"])
-def test_only_low_tiles_are_written_where_high_ones_read_the_callers_keys(
-    recipe: str, arch: int, poisoned: None
-) -> None:
+def test_only_low_tiles_are_written_if_high_tiles_are_unquantized(recipe: str, arch: int, poisoned: None) -> None:
     made = (RECIPES | {"nvfp4-low": Recipe(low="nvfp4", smooth_k=True, pv="fp8")})[recipe]
     path, tiles, written = select_compute_path(made, arch), 5, [1, 2]
     key, value = keys_values(kv_heads=2, kv_len=560, head_dim=32)
@@ -92,7 +90,7 @@ def test_only_low_tiles_are_written_where_high_ones_read_the_callers_keys(
     assert (whole.valid_tiles, part.valid_tiles) == (range(tiles), range(1, 3))
     assert whole.low is not None
     assert part.low is not None
-    # What the first tile says holds for all, and is said without it.
+    # Scales of the first tile apply to all tiles, and are stored even if it is not.
     for name in ("key_mean", "value_descale"):
         of_whole, of_part = (getattr(each if name == "key_mean" else each.low, name) for each in (whole, part))
         assert (of_whole is None) == (of_part is None)
@@ -102,7 +100,7 @@ def test_only_low_tiles_are_written_where_high_ones_read_the_callers_keys(
         expected, actual = getattr(whole.low, name), getattr(part.low, name)
         if expected is None or actual is value:
             assert actual is expected
-        elif actual.stride()[-1] == 0:  # a head's global scale, for all of its tiles
+        elif actual.stride()[-1] == 0:  # a head's global scale, shared by its tiles
             assert_bits_equal(actual, expected)
         else:
             expected, actual = tile_bytes(expected, tiles), tile_bytes(actual, tiles)
@@ -110,21 +108,21 @@ def test_only_low_tiles_are_written_where_high_ones_read_the_callers_keys(
             assert (actual[:, :, [0, 3, 4]] == 255).all()
 
 
-def test_all_tiles_are_written_where_high_ones_read_them() -> None:
+def test_all_tiles_are_written_if_high_tiles_are_quantized() -> None:
     key, value = keys_values(kv_len=300)
     check(key, value, RECIPES["nvfp4"], HOPPER, low_tiles=range(1, 2))
 
 
 @pytest.mark.parametrize("recipe", ["int8", "nvfp4", "keys-only"])
-def test_rows_that_are_padded(recipe: str) -> None:
+def test_padded_rows_equal_the_specification(recipe: str) -> None:
     key, value = keys_values(batch=4, kv_len=180, head_dim=32)
-    # Padding, whatever it holds, must not reach a scale or the mean.
+    # Padding must not affect scales or the mean.
     key[0, :, :45], key[1, :, 90:], value[0, :, :45], value[1, :, 90:] = 1e4, float("nan"), 1e4, float("nan")
     rows = torch.tensor([[-45, -45, 45, 180], [0, 0, 0, 90], [7, 7, -3, 999], [0, 0, 20, 20]], dtype=torch.int32)
     check(key, value, RECIPES[recipe], HOPPER, rows=rows)
 
 
-def test_later_tokens_saturate_where_the_first_tile_leaves_no_room() -> None:
+def test_later_tokens_saturate_at_the_range_of_the_first_tile() -> None:
     key, value = keys_values(kv_len=3 * TILE + 20, head_dim=16)
     value[0, 0, 2 * TILE + 70, 3] = 1000.0
     value[0, 0, 3 * TILE + 5, 4] = -900.0
@@ -135,18 +133,18 @@ def test_later_tokens_saturate_where_the_first_tile_leaves_no_room() -> None:
 
 @pytest.mark.parametrize("recipe", ["int8", "nvfp4"])
 @pytest.mark.parametrize("first", [0.0, float("nan"), float("inf")])
-def test_a_first_tile_that_says_nothing(recipe: str, first: float) -> None:
+def test_a_degenerate_first_tile_equals_the_specification(recipe: str, first: float) -> None:
     key, value = keys_values(kv_heads=2, kv_len=200, head_dim=32)
     value[0, 0, :TILE], value[0, 1, :TILE, 3] = first, first
     if first == 0.0:
-        key[0, 0, :TILE] = 2.0  # which is their mean
+        key[0, 0, :TILE] = 2.0  # equal to their mean
     for arch in (AMPERE, HOPPER, BLACKWELL):
         check(key, value, RECIPES[recipe], arch)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("recipe", ["int8", "e4m3-floor", "e5m2", "nvfp4", "row", "search", "search-e8m0"])
-def test_broken_numbers_break_what_the_specification_says(recipe: str, bad: float) -> None:
+def test_non_finite_values_spread_as_in_the_specification(recipe: str, bad: float) -> None:
     key, value = keys_values(kv_len=150, head_dim=32)
     key[0, 0, 140, 3], value[0, 0, 120, 5] = bad, bad
     rotated = replace(RECIPES[recipe], rotate=False)
@@ -155,7 +153,7 @@ def test_broken_numbers_break_what_the_specification_says(recipe: str, bad: floa
 
 
 @pytest.mark.parametrize("recipe", ["int8", "e5m2", "nvfp4"])
-def test_zeros_and_the_smallest_numbers(recipe: str) -> None:
+def test_zeros_and_the_smallest_numbers_equal_the_specification(recipe: str) -> None:
     key, value = keys_values(kv_len=300)
     key[:, :, :128] = 0.0
     value[:] = 0.0
@@ -165,7 +163,7 @@ def test_zeros_and_the_smallest_numbers(recipe: str) -> None:
         assert operands.low.key_descale[0, 0, 0] == 1.0
 
 
-def test_the_largest_numbers() -> None:
+def test_the_largest_numbers_equal_the_specification() -> None:
     key, value = (x.bfloat16() for x in keys_values(kv_len=150))
     largest = torch.finfo(torch.bfloat16).max
     key[0, 0, 140, 3], key[0, 0, 141, 4], value[0, 0, 3, 5] = largest, -largest, largest
@@ -173,7 +171,7 @@ def test_the_largest_numbers() -> None:
         check(key, value, replace(recipe, rotate=False), HOPPER)
 
 
-def test_mxfp4_scales_far_apart_underflow_in_e5m2_from_28_binades_on() -> None:
+def test_mxfp4_scales_underflow_in_e5m2_from_a_spread_of_28_binades() -> None:
     key = torch.full((1, 1, 128, 64), 0.0, dtype=torch.bfloat16)
     key[0, 0, 0, 0] = 4.0
     for row in range(1, 40):
@@ -193,7 +191,7 @@ def test_mxfp4_scales_far_apart_underflow_in_e5m2_from_28_binades_on() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize(("rotate", "rounding"), [(False, "ceil"), (True, "floor"), (True, "search")])
-def test_scale_of_nvfp4_queries_equals_the_specification(rotate: bool, rounding: str, head_dim: int) -> None:
+def test_nvfp4_query_scales_equal_the_specification(rotate: bool, rounding: str, head_dim: int) -> None:
     recipe = Recipe(low="nvfp4", high="mxfp8", rotate=rotate, scale_rounding=rounding)
     query, _, _ = random_qkv(batch=2, q_heads=3, q_len=150, kv_len=1, head_dim=head_dim, dtype=torch.float16)
     query[1, 2] *= 37.0
@@ -208,13 +206,13 @@ def test_scale_of_nvfp4_queries_equals_the_specification(rotate: bool, rounding:
 
 
 @pytest.mark.parametrize("recipe", ["int8", "e5m2", "identity"])
-def test_recipes_without_nvfp4_queries_have_no_such_scale(recipe: str) -> None:
+def test_recipes_without_nvfp4_queries_have_no_global_scale(recipe: str) -> None:
     query, _, _ = random_qkv(q_len=8, kv_len=1, dtype=torch.float16)
     assert query_global_scale(query, RECIPES[recipe]) is None
 
 
 @pytest.mark.parametrize("smooth_k", [False, True])
-def test_nothing_is_written_for_a_recipe_without_precisions(smooth_k: bool) -> None:
+def test_nothing_is_written_for_an_unquantized_recipe(smooth_k: bool) -> None:
     key, value = keys_values(kv_len=130)
     recipe = replace(RECIPES["identity"], smooth_k=smooth_k)
     operands = quantize_keys_values(key, value, recipe, select_compute_path(recipe, 90), kv_offset=0, seq_info=None)
@@ -224,7 +222,7 @@ def test_nothing_is_written_for_a_recipe_without_precisions(smooth_k: bool) -> N
 
 
 @pytest.mark.parametrize("recipe", ["int8", "e4m3"])
-def test_tiles_without_a_visible_key_are_zeros_whatever_the_mean(recipe: str) -> None:
+def test_tiles_without_a_visible_key_are_zero_whatever_the_mean(recipe: str) -> None:
     key, value = keys_values(kv_len=200, head_dim=32)
     key[0, 0, 3, 5] = torch.nan
     rows = torch.tensor([[0, 0, 0, 100]], dtype=torch.int32)

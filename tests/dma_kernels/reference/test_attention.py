@@ -1,7 +1,4 @@
-"""The reference without quantization: what is visible, softmax, sinks, shapes, against SDPA and the plain formula.
-
-How it quantizes is in ``test_rule.py``.
-"""
+"""The reference without quantization against SDPA and the plain formula; ``test_rule.py`` tests quantization."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def ints(*values: Any) -> Tensor:
 
 
 def random_mask(*shape: int) -> Tensor:
-    """About two thirds of the keys; query 2 of a mask with queries sees none."""
+    """A mask of about two thirds of the keys; query 2 is fully masked."""
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(11)) < 0.65
     if shape[2] > 2:
         mask[:, :, 2] = False
@@ -114,7 +111,7 @@ cases = pytest.mark.parametrize("case", CASES)
 
 
 def visible_cells(shapes: dict[str, Any], options: dict[str, Any]) -> Tensor:
-    """Boolean ``[B, Hq, Tq, Tk]`` by the definition, cell by cell."""
+    """Boolean ``[B, Hq, Tq, Tk]`` by definition, cell by cell."""
     batch, heads, q_len, kv_len = (shapes[name] for name in ("batch", "q_heads", "q_len", "kv_len"))
     causal, window, mask = options.get("is_causal", True), options.get("window"), options.get("mask")
 
@@ -145,7 +142,7 @@ def visible_cells(shapes: dict[str, Any], options: dict[str, Any]) -> Tensor:
 def formula(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Attention as it is written down; products in the inputs' dtype, softmax in at least fp32."""
+    """Attention by the formula; products in the inputs' dtype, softmax in at least fp32."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32))
@@ -181,7 +178,9 @@ class TestIdentity:
 
     @cases
     @pytest.mark.parametrize("score_bytes", [64 << 20, 1], ids=["one-block", "blocks-of-16"])
-    def test_fp64_formula_and_log_sum_exp(self, case: str, score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_output_and_log_sum_exp_equal_the_fp64_formula(
+        self, case: str, score_bytes: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("dma_kernels.reference.attention.SCORE_BYTES", score_bytes)
         *qkv, visible, out, lse = run(case, torch.float64)
         expected, expected_lse = formula(*qkv, visible, CASES[case][1])
@@ -192,10 +191,10 @@ class TestIdentity:
     @pytest.mark.parametrize(
         "case", [case for case, (shapes, options) in CASES.items() if not {"softcap", "sinks"} & options.keys()]
     )
-    def test_fp32_sdpa(self, case: str) -> None:
+    def test_fp32_equals_sdpa(self, case: str) -> None:
         query, key, value, visible, out, lse = run(case, torch.float32)
         assert out.dtype == lse.dtype == torch.float32
-        if visible.numel() == 0:  # SDPA has no rule for these
+        if visible.numel() == 0:  # not in SDPA
             assert_bits_equal(out, torch.zeros_like(out))
             return
         expected = sdpa(query, key, value, visible, CASES[case][1].get("scale"))
@@ -203,7 +202,7 @@ class TestIdentity:
 
     @cases
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-    def test_16_bit_is_as_good_as_eager(self, case: str, dtype: torch.dtype) -> None:
+    def test_16_bit_is_as_accurate_as_eager(self, case: str, dtype: torch.dtype) -> None:
         query, key, value, visible, out, lse = run(case, dtype)
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         if out.numel() == 0:
@@ -217,7 +216,7 @@ class TestIdentity:
 
     @pytest.mark.parametrize("head_dim", [1, 4, 8, 16, 24, 33, 64, 80, 96, 128, 192, 256], ids=lambda d: f"D{d}")
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
-    def test_head_dims(self, head_dim: int, is_causal: bool) -> None:
+    def test_every_head_dim_equals_the_formula(self, head_dim: int, is_causal: bool) -> None:
         value_dim = min(264 - head_dim, 256)
         qkv = random_qkv(q_heads=2, kv_heads=1, q_len=19, kv_len=19, head_dim=head_dim, value_dim=value_dim)
         out = attention(*qkv, IDENTITY, is_causal=is_causal)
@@ -225,11 +224,11 @@ class TestIdentity:
         assert relative_error(out, expected) < 1e-5
 
     @pytest.mark.parametrize("transform", ["smooth_k", "rotate"])
-    def test_transforms_cancel(self, transform: str) -> None:
+    def test_rotation_and_smoothing_cancel(self, transform: str) -> None:
         recipe = Recipe(low="bf16", **{transform: True})
         query, key, value = random_qkv(q_len=40, kv_len=40, dtype=torch.float64)
         key = key + 1.0
-        # What is not a plain softmax sees a shift of all its scores.
+        # Sinks and softcaps are not invariant to a shift of all scores.
         sinks = torch.tensor([0.5, -1.0], dtype=torch.float64)
         for options in ({}, {"sinks": sinks}, {"softcap": 2.0}, {"softcap": 2.0, "sinks": sinks}):
             transformed = attention_with_lse(query, key, value, recipe, **options)
@@ -237,7 +236,7 @@ class TestIdentity:
             torch.testing.assert_close(transformed, plain, rtol=1e-11, atol=1e-12)
 
     @pytest.mark.parametrize("options", [{}, {"sinks": [0.5, -1.0]}, {"softcap": 20.0}], ids=["plain", "sinks", "cap"])
-    def test_smoothing_keeps_the_error_of_keys_that_share_a_large_mean_small(self, options: dict[str, Any]) -> None:
+    def test_smoothing_bounds_the_error_of_keys_with_a_large_mean(self, options: dict[str, Any]) -> None:
         query, key, value = random_qkv(q_len=300, kv_len=300, dtype=torch.float64)
         key = key + 20.0
         if "sinks" in options:
@@ -254,7 +253,7 @@ class TestIdentity:
 
 
 class TestRowsWithoutKeys:
-    def test_are_zero_with_minus_infinity(self) -> None:
+    def test_fully_masked_rows_are_zero_with_log_sum_exp_minus_infinity(self) -> None:
         shapes, options = SMALL, {"kv_range": ints([37, 37], [20, 37])}
         out, lse = attention_with_lse(*random_qkv(**shapes), IDENTITY, **options)
         hidden = ~visible_cells(shapes, options).any(-1)
@@ -266,7 +265,7 @@ class TestRowsWithoutKeys:
         assert lse[~hidden].isfinite().all()
 
     @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-    def test_under_every_recipe(self, recipe: Recipe) -> None:
+    def test_fully_masked_rows_are_zero_under_every_recipe(self, recipe: Recipe) -> None:
         qkv = random_qkv(batch=2, q_len=5, kv_len=9)
         out, lse = attention_with_lse(*qkv, recipe, kv_range=ints([4, 4], [0, 9]))
         assert_bits_equal(out[0], torch.zeros_like(out[0]))
@@ -275,7 +274,7 @@ class TestRowsWithoutKeys:
 
     @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
     @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 7), (3, 0), (0, 0)], ids=["no-queries", "no-keys", "neither"])
-    def test_empty_sequences(self, recipe: Recipe, q_len: int, kv_len: int) -> None:
+    def test_empty_sequences_have_zero_outputs(self, recipe: Recipe, q_len: int, kv_len: int) -> None:
         query, key, value = random_qkv(q_len=q_len, kv_len=kv_len, value_dim=24)
         out, lse = attention_with_lse(query, key, value, recipe)
         assert_bits_equal(out, torch.zeros(1, 2, q_len, 24))
@@ -285,8 +284,8 @@ class TestRowsWithoutKeys:
 class TestHiddenContent:
     @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
     @pytest.mark.parametrize("filler", [math.nan, math.inf, 1e30], ids=str)
-    def test_outside_the_range_does_not_matter(self, recipe: Recipe, filler: float) -> None:
-        # Including the scales and means that all tokens share.
+    def test_keys_outside_the_range_do_not_matter(self, recipe: Recipe, filler: float) -> None:
+        # Neither for scales nor for means that tokens share.
         query, key, value = random_qkv(batch=2, kv_heads=2, q_len=9, kv_len=40)
         options = {"kv_range": ints([12, 40], [0, 31]), "kv_offset": ints(-12, 0), "q_offset": ints(19, 22)}
         expected = attention(query, key, value, recipe, **options)
@@ -298,7 +297,7 @@ class TestHiddenContent:
 
     @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
     @pytest.mark.parametrize("broken", ["query", "key", "value"])
-    def test_a_visible_nan_shows(self, recipe: Recipe, broken: str) -> None:
+    def test_a_visible_nan_reaches_the_output(self, recipe: Recipe, broken: str) -> None:
         query, key, value = random_qkv(q_heads=1, q_len=6, kv_len=6)
         {"query": query, "key": key, "value": value}[broken][0, 0, 3, 2] = math.nan
         out = attention(query, key, value, recipe)
@@ -316,7 +315,7 @@ class TestLayout:
         assert lse.is_contiguous()
 
     @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-    def test_strides_of_the_inputs_do_not_matter(self, recipe: Recipe) -> None:
+    def test_input_strides_do_not_matter(self, recipe: Recipe) -> None:
         qkv = random_qkv(**SMALL)
         token_major = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
         every_other = [x.repeat_interleave(2, dim=-1)[..., ::2] for x in qkv]
@@ -325,7 +324,7 @@ class TestLayout:
             assert not any(x.is_contiguous() for x in strided)
             torch.testing.assert_close(attention(*strided, recipe), expected, rtol=1e-5, atol=1e-6)
 
-    def test_inputs_are_left_as_they_are(self) -> None:
+    def test_inputs_are_unchanged(self) -> None:
         qkv = random_qkv(**SMALL)
         copies = [x.clone() for x in qkv]
         options = {"kv_range": ints([5, 37], [0, 30]), "mask": random_mask(2, 1, 37, 37), "sinks": torch.ones(4)}

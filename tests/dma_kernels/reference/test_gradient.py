@@ -1,4 +1,4 @@
-"""The gradient of attention: exact where nothing is quantized, and straight through the rounding elsewhere."""
+"""The gradient of attention: exact without quantization, straight-through with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def make(call: str, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return leaves (queries, keys, values and perhaps sinks) and the other options of a call."""
+    """Return leaves (queries, keys, values and any sinks) and the other options of a call."""
     options = dict(CALLS[call])
     sizes: dict[str, Any] = {"batch": 2, "q_heads": Q_HEADS, "kv_heads": KV_HEADS, "head_dim": 16, "value_dim": 24}
     leaves = list(random_qkv(**sizes, q_len=Q_LEN, kv_len=KV_LEN, dtype=dtype))
@@ -42,7 +42,7 @@ def make(call: str, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], d
 
 
 def plainly(leaves: list[Tensor], options: dict[str, Any]) -> Tensor:
-    """Compute attention as it is written down, all scores at once, for autograd to differentiate."""
+    """Compute attention by the formula, all scores at once, for autograd to differentiate."""
     query, key, value, *sinks = leaves
     key, value = (x.repeat_interleave(Q_HEADS // KV_HEADS, 1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * options.get("scale", query.shape[-1] ** -0.5)
@@ -77,9 +77,9 @@ def gradients(out: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("rows", [None, 16], ids=["one block", "blocks"])
 @pytest.mark.parametrize("call", CALLS)
-def test_equals_that_of_plain_attention(call: str, rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_equals_plain_attention(call: str, rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if rows is not None:
-        monkeypatch.setattr(reference, "SCORE_BYTES", 1)  # blocks of the fewest rows
+        monkeypatch.setattr(reference, "SCORE_BYTES", 1)  # the smallest row blocks
     leaves, options = make(call)
     expected = gradients(plainly(leaves, options), leaves)
     extra = {"sinks": leaves[3]} if len(leaves) > 3 else {}
@@ -89,8 +89,8 @@ def test_equals_that_of_plain_attention(call: str, rows: int | None, monkeypatch
 
 
 @pytest.mark.parametrize("call", ["causal", "all"])
-def test_goes_straight_through_the_rounding(call: str) -> None:
-    """Of a recipe that rounds everything it is the gradient without rounding: it depends on the inputs alone."""
+def test_gradient_is_straight_through(call: str) -> None:
+    """A recipe that quantizes everything has the gradient of unquantized attention."""
     leaves, options = make(call)
     extra = {"sinks": leaves[3]} if len(leaves) > 3 else {}
     outputs = [attention(*leaves[:3], recipe, **options, **extra) for recipe in (EXACT, LOSSY)]
@@ -100,7 +100,7 @@ def test_goes_straight_through_the_rounding(call: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_is_in_the_dtype_of_the_inputs_and_rounded_once(dtype: torch.dtype) -> None:
+def test_gradient_has_the_dtype_of_the_inputs_and_is_rounded_once(dtype: torch.dtype) -> None:
     leaves, _ = make("causal", dtype)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = gradients(plainly(exact, {}), exact)
@@ -110,7 +110,7 @@ def test_is_in_the_dtype_of_the_inputs_and_rounded_once(dtype: torch.dtype) -> N
         assert (found.double() - wanted).abs().max() <= bound
 
 
-def test_hidden_keys_may_be_anything() -> None:
+def test_masked_keys_may_hold_any_value() -> None:
     leaves, options = make("padding")
     expected = gradients(attention(*leaves, EXACT, **options), leaves)
     spoilt = [leaf.detach().clone() for leaf in leaves]
@@ -123,14 +123,14 @@ def test_hidden_keys_may_be_anything() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0)], ids=["no query", "no key"])
-def test_without_queries_or_keys(lengths: tuple[int, int]) -> None:
+def test_gradient_without_queries_or_keys_is_zero(lengths: tuple[int, int]) -> None:
     sizes: dict[str, Any] = {"q_heads": 2, "kv_heads": 1, "head_dim": 16, "dtype": torch.float32}
     leaves = [leaf.requires_grad_() for leaf in random_qkv(**sizes, q_len=lengths[0], kv_len=lengths[1])]
     for gradient, leaf in zip(gradients(attention(*leaves, EXACT), leaves), leaves, strict=True):
         assert torch.equal(gradient, torch.zeros_like(leaf))
 
 
-def test_only_some_inputs_may_want_one() -> None:
+def test_only_some_inputs_may_require_a_gradient() -> None:
     leaves, options = make("sinks")
     query, key, value, sinks = (leaf.detach() for leaf in leaves)
     key.requires_grad_()
@@ -140,7 +140,7 @@ def test_only_some_inputs_may_want_one() -> None:
     assert torch.equal(gradients(out, [key])[0], expected)
 
 
-def test_has_no_gradient_of_its_own() -> None:
+def test_second_derivatives_are_rejected() -> None:
     leaves, _ = make("causal")
     (first,) = torch.autograd.grad(attention(*leaves, EXACT).sum(), leaves[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="attention_backward"):
@@ -149,17 +149,17 @@ def test_has_no_gradient_of_its_own() -> None:
 
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("call", ["causal", "sinks"])
-def test_the_operator_of_the_backward_pass(call: str, is_transposed: bool) -> None:
+def test_the_backward_operator_passes_opcheck(call: str, is_transposed: bool) -> None:
     leaves, _ = make(call, torch.float32)
     query, key, value, *sinks = (leaf.detach() for leaf in leaves)
-    if is_transposed:  # as Transformers hands them
+    if is_transposed:  # as Transformers passes them
         query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
     grad_out = torch.randn(2, Q_HEADS, Q_LEN, 24)
     arguments = (0, 0, None, None, None, None, sinks[0] if sinks else None, True, None, 0.25, None)
     torch.library.opcheck(_attention_backward, (grad_out, query, key, value, *arguments))
 
 
-def test_compiled() -> None:
+def test_compiled_gradient_equals_eager() -> None:
     leaves, options = make("all", torch.float32)
 
     def loss(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The quantized rule: which pair of query and key is scored in which precision, and what that comes to.
+"""The quantization rule: the precision of each query-key pair, and the resulting output.
 
 The oracle is deliberately naive: one query and one key at a time, fp64, with the block quantizer of ``conftest.py``.
-Inputs are bfloat16 numbers, so that sums of them are exact in fp64 and both sides quantize the very same numbers.
+Inputs are bfloat16 numbers: their sums are exact in fp64, so both sides quantize the same numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 SCALE = 0.11
-# Tile 3 begins at 384, so that with two diagonal tiles some tile is still low.
+# Tile 3 starts at 384, so that a low tile remains with two diagonal tiles.
 EDGES = [0, 1, 127, 128, 129, 255, 256, 257, 383, 384, 385]
 
 
@@ -51,7 +51,7 @@ def naive_rule(
     softcap: float | None = None,
     sinks: list[float] | None = None,
 ) -> np.ndarray:
-    """Return ``[Hq, len(positions), Dv]`` for a query ``[Hq, Tq, D]`` whose last position is that of the last key."""
+    """Return ``[Hq, len(positions), Dv]`` for a query ``[Hq, Tq, D]`` that ends at the last key."""
     q, k, v = (x.double().numpy() for x in (query, key, value))
     kv_len, group = k.shape[1], len(q) // len(k)
     first = kv_len - q.shape[1]
@@ -98,7 +98,7 @@ def naive_rule(
                 scores.append(score)
                 are_high.append(is_high)
             sink = [] if sinks is None else [sinks[h]]
-            largest = max(scores)  # a sink logit does not move what is rounded
+            largest = max(scores)  # a sink logit does not affect rounding
             weights = np.exp(np.array(scores) - largest)
             denominator = weights.sum() + sum(math.exp(s - largest) for s in sink)
             if recipe.pv == "fp8":
@@ -125,36 +125,38 @@ def check_against_naive(oracle: Any, recipe: Recipe, shapes: dict[str, Any], opt
 class TestAgainstNaive:
     @recipes
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
-    def test_prefill(self, oracle: Any, recipe: Recipe, is_causal: bool) -> None:
+    def test_prefill_equals_the_oracle(self, oracle: Any, recipe: Recipe, is_causal: bool) -> None:
         check_against_naive(oracle, recipe, {"q_len": 400, "kv_len": 400}, {"is_causal": is_causal})
 
     @recipes
-    def test_chunk(self, oracle: Any, recipe: Recipe) -> None:
+    def test_a_chunk_equals_the_oracle(self, oracle: Any, recipe: Recipe) -> None:
         check_against_naive(oracle, recipe, {"q_heads": 4, "kv_heads": 2, "q_len": 150, "kv_len": 390}, {})
 
     @recipes
     @pytest.mark.parametrize("head_dim", [8, 80], ids=lambda d: f"D{d}")
-    def test_padded_blocks(self, oracle: Any, recipe: Recipe, head_dim: int) -> None:
+    def test_padded_blocks_equal_the_oracle(self, oracle: Any, recipe: Recipe, head_dim: int) -> None:
         shapes = {"q_len": 5, "kv_len": 389, "head_dim": head_dim, "value_dim": 24}
         check_against_naive(oracle, recipe, shapes, {})
 
     @recipes
-    def test_window_softcap_and_sinks(self, oracle: Any, recipe: Recipe) -> None:
+    def test_window_softcap_and_sinks_equal_the_oracle(self, oracle: Any, recipe: Recipe) -> None:
         options = {"window": 200, "softcap": 4.0, "sinks": [0.5, 3.0]}
         check_against_naive(oracle, recipe, {"q_len": 260, "kv_len": 390}, options)
 
     @recipes
-    def test_bidirectional_window(self, oracle: Any, recipe: Recipe) -> None:
+    def test_a_bidirectional_window_equals_the_oracle(self, oracle: Any, recipe: Recipe) -> None:
         check_against_naive(oracle, recipe, {"q_len": 400, "kv_len": 400}, {"window": 190, "is_causal": False})
 
 
 class TestBand:
-    """Each pair of positions alone: with one visible key, the log-sum-exp is that pair's score."""
+    """Check pairs one by one: with a single visible key, the log-sum-exp is that pair's score."""
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
     @pytest.mark.parametrize("sink_tiles", [0, 1, 2], ids=lambda n: f"sink{n}")
     @pytest.mark.parametrize("diagonal_tiles", [0, 1, 2], ids=lambda n: f"diag{n}")
-    def test_boundaries(self, diagonal_tiles: int, sink_tiles: int, is_causal: bool) -> None:
+    def test_high_precision_boundaries_follow_the_rule(
+        self, diagonal_tiles: int, sink_tiles: int, is_causal: bool
+    ) -> None:
         recipe = Recipe(low="mxfp4", high="mxint8", diagonal_tiles=diagonal_tiles, sink_tiles=sink_tiles)
         pairs = [(p, j) for p in EDGES for j in EDGES if not (is_causal and j > p)]
         query, key, value = random_qkv(q_heads=1, q_len=len(pairs), kv_len=386)
@@ -179,8 +181,8 @@ class TestBand:
         expected = torch.tensor([in_band(*pair, recipe, is_causal) for pair in pairs])
         torch.testing.assert_close(score, torch.where(expected[:, None, None], high, low), rtol=1e-4, atol=1e-4)
 
-    def test_the_picture_for_one_diagonal_and_one_sink_tile(self) -> None:
-        # Spelled out, so that the test's own rule is held down as well.
+    def test_one_diagonal_and_one_sink_tile_give_the_expected_pattern(self) -> None:
+        # Written out, to check the test's own rule too.
         picture = ["H", "HH", "HHH", "HLHH", "HLLHH"]
         causal = [
             "".join("LH"[in_band(i * 128, j * 128 + 127, Recipe(), True)] for j in range(i + 1)) for i in range(5)
@@ -192,11 +194,11 @@ class TestBand:
 
 
 class TestPositions:
-    """The rule depends on positions alone: not on the batch, on padding, or on how a call is cut."""
+    """The rule depends only on positions: not on the batch, padding or how calls are split."""
 
     @recipes
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
-    def test_left_padded_row_alone_is_the_row_without_padding(self, recipe: Recipe, is_causal: bool) -> None:
+    def test_a_left_padded_row_equals_the_row_without_padding(self, recipe: Recipe, is_causal: bool) -> None:
         pad = 75
         query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=530, kv_len=530)
         expected = attention(query[:, :, pad:], key[:, :, pad:], value[:, :, pad:], recipe, is_causal=is_causal)
@@ -214,9 +216,9 @@ class TestPositions:
 
     @recipes
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
-    def test_batch_with_left_and_right_padding(self, recipe: Recipe, is_causal: bool) -> None:
-        # Keys far from 0, so that a hidden key which is not 0 after smoothing would widen a scale that others share.
-        # fp64: other columns in the product change no more than the last bits of a sum.
+    def test_padding_on_either_side_of_a_batch_changes_nothing(self, recipe: Recipe, is_causal: bool) -> None:
+        # Keys far from 0, so that a masked key that smoothing does not zero would enlarge a shared scale.
+        # fp64: other columns of a product change only the last bits of a sum.
         query, key, value = random_qkv(batch=3, kv_heads=2, q_len=530, kv_len=530, dtype=torch.float64)
         key += 30.0
         spans = [(75, 530), (0, 530), (0, 410)]
@@ -237,7 +239,7 @@ class TestPositions:
             assert relative_error(out[row : row + 1, :, start:end], expected) < 1e-12
 
     @recipes
-    def test_rows_of_a_batch_at_other_positions(self, recipe: Recipe) -> None:
+    def test_batch_rows_may_be_at_different_positions(self, recipe: Recipe) -> None:
         query, key, value = random_qkv(batch=3, q_len=20, kv_len=400, dtype=torch.float64)
         offsets = [380, 120, 251]
         out = attention(query, key, value, recipe, q_offset=torch.tensor(offsets))
@@ -247,7 +249,7 @@ class TestPositions:
             assert relative_error(out[row : row + 1], expected) < 1e-12
 
     @recipes
-    def test_moving_everything_by_whole_tiles(self, recipe: Recipe) -> None:
+    def test_shifting_all_positions_by_whole_tiles_changes_nothing(self, recipe: Recipe) -> None:
         recipe = dataclasses.replace(recipe, sink_tiles=0)
         qkv = random_qkv(q_len=430, kv_len=430)
         moved = attention(*qkv, recipe, q_offset=1280, kv_offset=1280)
@@ -256,7 +258,7 @@ class TestPositions:
     @recipes
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
     @pytest.mark.parametrize("score_bytes", [1, 430 * 4 * 2 * 50], ids=["16-rows", "50-rows"])
-    def test_size_of_query_blocks_does_not_matter(
+    def test_the_query_block_size_does_not_matter(
         self, recipe: Recipe, score_bytes: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         qkv = random_qkv(q_len=430, kv_len=430, dtype=torch.float64)
@@ -268,7 +270,7 @@ class TestPositions:
 class TestDecode:
     @recipes
     @pytest.mark.parametrize("length", [1, 127, 128, 129, 256, 257, 385, 400], ids=lambda n: f"T{n}")
-    def test_token_by_token_is_prefill(self, recipe: Recipe, length: int) -> None:
+    def test_token_by_token_equals_prefill(self, recipe: Recipe, length: int) -> None:
         query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=400, kv_len=400, dtype=torch.float64)
         prefill = attention(query, key, value, recipe)[:, :, length - 1 : length]
         decode = attention(query[:, :, length - 1 : length], key[:, :, :length], value[:, :, :length], recipe)
@@ -277,7 +279,7 @@ class TestDecode:
         assert relative_error(decode, prefill) < 1e-12
 
     @recipes
-    def test_prefill_in_chunks(self, recipe: Recipe) -> None:
+    def test_chunked_prefill_equals_prefill(self, recipe: Recipe) -> None:
         query, key, value = random_qkv(q_len=400, kv_len=400, dtype=torch.float64)
         whole = attention(query, key, value, recipe)
         for start, end in ((0, 130), (130, 131), (131, 300), (300, 400)):
@@ -285,7 +287,7 @@ class TestDecode:
             assert relative_error(chunk, whole[:, :, start:end]) < 1e-12
 
     @recipes
-    def test_from_a_static_cache(self, recipe: Recipe) -> None:
+    def test_decoding_from_a_static_cache_equals_prefill(self, recipe: Recipe) -> None:
         query, key, value = random_qkv(batch=2, q_len=3, kv_len=300)
         filled = (x[:, :, :270] for x in (key, value))
         expected = attention(query, *filled, recipe)
@@ -294,7 +296,7 @@ class TestDecode:
 
 
 class TestErrorAgainstFp64:
-    """On operands that quantization leaves as they are, fp32 differs from fp64 by the rounding of sums alone."""
+    """On operands that quantization leaves unchanged, fp32 differs from fp64 only by the rounding of sums."""
 
     @staticmethod
     def prepared(format: str) -> list[Tensor]:
@@ -303,23 +305,23 @@ class TestErrorAgainstFp64:
         return [query, key, value]
 
     @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "mxint8", "nvfp4"])
-    def test_quantised_operands_are_fixed_points(self, format: str) -> None:
+    def test_quantized_operands_are_fixed_points(self, format: str) -> None:
         query, key, _ = self.prepared(format)
         assert_bits_equal(quantize(query, format).dequantize(), query)
         assert_bits_equal(quantize(key, format).dequantize(), key)
 
     @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "mxint8", "nvfp4"])
-    def test_fp32(self, format: str) -> None:
+    def test_fp32_error_is_that_of_rounded_sums(self, format: str) -> None:
         qkv = self.prepared(format)
         recipe = Recipe(low=format, high="bf16")
         exact = attention(*(x.double() for x in qkv), recipe)
         assert relative_error(attention(*qkv, recipe), exact) < 2e-6
-        # And since nothing is lost, it is what plain attention makes of these numbers.
+        # Nothing is lost, so plain attention gives the same result.
         plain = attention(*(x.double() for x in qkv), RECIPES["identity"])
         assert relative_error(exact, plain) < 1e-12
 
     @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "mxint8", "nvfp4"])
-    def test_bf16(self, format: str) -> None:
+    def test_bf16_error_is_that_of_the_output_dtype(self, format: str) -> None:
         qkv = [x.bfloat16() for x in self.prepared(format)]  # exact: at most 7 significant bits
         recipe = Recipe(low=format, high="bf16")
         exact = attention(*(x.double() for x in qkv), recipe)
@@ -328,8 +330,8 @@ class TestErrorAgainstFp64:
 
     @recipes
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-    def test_every_recipe_is_the_same_rule_in_every_dtype(self, recipe: Recipe, dtype: torch.dtype) -> None:
-        # A rounding of probabilities or of rotated operands that falls the other way is allowed for.
+    def test_every_recipe_follows_the_same_rule_in_every_dtype(self, recipe: Recipe, dtype: torch.dtype) -> None:
+        # The tolerance allows ties of probabilities and rotated operands to round the other way.
         qkv = random_qkv(q_len=300, kv_len=300, dtype=dtype)
         exact = attention(*(x.double() for x in qkv), recipe)
         assert relative_error(attention(*qkv, recipe), exact) < (1e-3 if dtype == torch.float32 else 3e-2)
@@ -337,8 +339,8 @@ class TestErrorAgainstFp64:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory as Linux reports it")
-def test_long_prompt_fits_in_memory() -> None:
-    """A causal prompt of 32K tokens of one head takes less than 1 GiB; its scores alone would take 4 GiB."""
+def test_memory_is_linear_in_the_prompt_length() -> None:
+    """A causal prompt of 32K tokens and one head takes less than 1 GiB; its scores would take 4 GiB."""
     script = """
         import re, torch
         from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tile skipping: which low tiles the reference leaves out, against the rule tile by tile in fp64."""
+"""Tile skipping: which low tiles the reference skips, against the rule tile by tile in fp64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCALE = 0.3
 
 
 def sparse_qkv(batch: int, q_len: int, kv_len: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return bf16 numbers in fp64 with small keys in some stretches of 128, so that some tiles are skipped."""
+    """Return bf16 numbers in fp64 with small keys in some runs of 128, so that some tiles are skipped."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (
         torch.randn((batch, heads, length, 16), generator=generator)
@@ -37,7 +37,7 @@ def sparse_qkv(batch: int, q_len: int, kv_len: int, seed: int = 0) -> tuple[Tens
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call; ``padding`` is that of each batch row on the left, ``extra`` the keys before the first query."""
+    """One call; ``padding`` is the left padding of each row, ``extra`` the keys before the first query."""
 
     padding: tuple[int, ...] = (0,)
     q_len: int = 320
@@ -69,7 +69,7 @@ class Case:
 
 
 def logits_of(case: Case, recipe: Recipe, row: int) -> tuple[Tensor, Tensor]:
-    """Return logits ``[Hq, Tq, Tk]`` of a batch row, ``-inf`` where hidden, and which pairs are high, ``[Tq, Tk]``."""
+    """Return masked logits ``[Hq, Tq, Tk]`` of a batch row, and which pairs are high, ``[Tq, Tk]``."""
     options, (query, key, value) = case.options(), (x[row : row + 1] for x in case.tensors())
     p = int(options["q_offset"][row]) + torch.arange(case.q_len)[:, None]
     j = int(options["kv_offset"][row]) + torch.arange(case.q_len + case.extra)[None]
@@ -101,7 +101,7 @@ def logits_of(case: Case, recipe: Recipe, row: int) -> tuple[Tensor, Tensor]:
 
 
 def skipped_pairs(case: Case, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Return which pairs of query and key are skipped, ``[B, Hq, Tq, Tk]``, and the counts, by the rule."""
+    """Return which query-key pairs the rule skips, ``[B, Hq, Tq, Tk]``, and the counts."""
     threshold = recipe.skip_threshold
     assert threshold is not None
     options = case.options()
@@ -160,14 +160,14 @@ def check(case: Case, recipe: Recipe) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("score_bytes", [64 << 20, 1], ids=["one-block", "blocks-of-64"])
-def test_the_rule(case: Case, score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipping_follows_the_rule(case: Case, score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dma_kernels.reference.attention.SCORE_BYTES", score_bytes)
     counts = check(case, EXACT)
     assert 0 < int(counts[:, 0].sum()) < int(counts[:, 1].sum())
 
 
 @recipes
-def test_under_every_recipe(recipe: Recipe) -> None:
+def test_skipping_follows_the_rule_under_every_recipe(recipe: Recipe) -> None:
     counts = check(Case(q_len=700, padding=(0, 130)), replace(recipe, skip_threshold=0.5))
     assert 0 < int(counts[:, 0].sum()) < int(counts[:, 1].sum())
 
@@ -195,14 +195,14 @@ def test_under_every_recipe(recipe: Recipe) -> None:
         skip_threshold=st.sampled_from([0.05, 0.5, 2.0]),
     ),
 )
-def test_the_rule_in_any_call(case: Case, recipe: Recipe) -> None:
+def test_skipping_follows_the_rule_in_any_call(case: Case, recipe: Recipe) -> None:
     check(case, recipe)
 
 
 @settings(max_examples=20)
 @given(order=st.permutations(range(6)), seed=st.integers(0, 50))
 def test_the_order_of_low_tiles_does_not_matter(order: list[int], seed: int) -> None:
-    """An online softmax that decides about each tile as it comes, after the high ones, gives the same result."""
+    """An online softmax that decides tile by tile, after the high tiles, gives the same result."""
     case = Case(q_len=6 * 128, seed=seed)
     query, key, value = case.tensors()
     out = attention(query, key, value, EXACT, scale=SCALE)
@@ -243,7 +243,7 @@ def test_chunks_at_multiples_of_64_equal_one_pass(cuts: set[int], tail: int, win
     parts = [
         attention(query[:, :, start:end], key[:, :, :end], value[:, :, :end], recipe, **options)
         for start, end in zip([0, *ends], ends, strict=False)
-        if end > 128 or start == 0  # smoothing takes the mean of the first 128 keys
+        if end > 128 or start == 0  # smoothing uses the mean of the first 128 keys
     ]
     if ends[0] >= 128:
         torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-10, atol=1e-11)
@@ -251,7 +251,7 @@ def test_chunks_at_multiples_of_64_equal_one_pass(cuts: set[int], tail: int, win
 
 @recipes
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_an_infinite_threshold_equals_none_to_the_bit(case: Case, recipe: Recipe) -> None:
+def test_an_infinite_threshold_equals_none_bit_for_bit(case: Case, recipe: Recipe) -> None:
     tensors, options = case.tensors(), case.options()
     results = (
         attention_with_lse(*tensors, replace(recipe, skip_threshold=threshold), **options)
@@ -272,7 +272,7 @@ def test_an_infinite_threshold_counts_and_skips_nothing() -> None:
 
 
 @pytest.mark.parametrize(("q_len", "extra"), [(1, 700), (63, 640), (127, 577), (64, 700), (100, 605)])
-def test_a_block_held_in_part_skips_nothing(q_len: int, extra: int) -> None:
+def test_partial_query_blocks_skip_nothing(q_len: int, extra: int) -> None:
     case = Case(q_len=q_len, extra=extra)
     counts = torch.zeros(4, 2, dtype=torch.int64)
     recipe = replace(EXACT, skip_threshold=1e-9)
@@ -284,10 +284,10 @@ def test_a_block_held_in_part_skips_nothing(q_len: int, extra: int) -> None:
     assert (len(partial) == q_len) == bool(counts.eq(0).all())
 
 
-def test_a_row_without_a_visible_high_key_keeps_its_tiles() -> None:
+def test_a_row_without_a_visible_high_key_keeps_its_tiles_unskipped() -> None:
     case = Case(q_len=512)
     mask = torch.ones(512, 512, dtype=torch.bool)
-    mask[450, :128] = mask[450, 256:] = False  # of the block from 448, which sees tile 1 as the only low one
+    mask[450, :128] = mask[450, 256:] = False  # in the block from 448, whose only low tile is tile 1
     recipe = replace(EXACT, skip_threshold=1e-6)
     counts = torch.zeros(4, 2, dtype=torch.int64)
     out = attention(*case.tensors(), recipe, scale=SCALE, mask=mask, tile_counts=counts)
@@ -295,7 +295,7 @@ def test_a_row_without_a_visible_high_key_keeps_its_tiles() -> None:
     torch.testing.assert_close(out[:, :, 448:], plain[:, :, 448:])
 
 
-def test_sink_logits_take_no_part() -> None:
+def test_sink_logits_do_not_affect_skipping() -> None:
     case = CASES["causal"]
     found = []
     for sinks in (None, torch.full((4,), 50.0), torch.full((4,), -50.0)):
@@ -305,22 +305,22 @@ def test_sink_logits_take_no_part() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_capped_logits_are_compared() -> None:
-    """Capped at 2, no two logits are more than 4 apart."""
+def test_the_threshold_compares_logits_after_the_softcap() -> None:
+    """With a cap of 2, no two logits differ by more than 4."""
     case = Case(q_len=450, softcap=2.0)
     counts = torch.zeros(4, 2, dtype=torch.int64)
     attention(*case.tensors(), replace(EXACT, skip_threshold=4.0), **case.options(), tile_counts=counts)
     assert counts[:, 0].eq(0).all()
 
 
-def test_a_nan_in_a_skipped_tile_shows() -> None:
+def test_a_tile_with_a_nan_is_not_skipped() -> None:
     query, key, value = Case(q_len=512).tensors()
     key[0, :, 130, 3] = math.nan
     assert attention(query, key, value, EXACT, scale=1e-9)[:, :, 384:].isnan().all()
 
 
 class TestCounts:
-    def test_are_added(self) -> None:
+    def test_counts_accumulate(self) -> None:
         case = CASES["causal"]
         once, twice = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2, dtype=torch.int64)
         attention(*case.tensors(), EXACT, **case.options(), tile_counts=once)
@@ -328,7 +328,7 @@ class TestCounts:
             attention(*case.tensors(), EXACT, **case.options(), tile_counts=twice)
         assert twice.tolist() == (2 * once).tolist() != [[0, 0]] * 4
 
-    def test_are_the_same_where_an_operation_is_traced(self) -> None:
+    def test_counts_are_the_same_under_autograd_and_torch_compile(self) -> None:
         tensors = CASES["causal"].tensors()
         direct, by_autograd, by_compiler = (torch.zeros(4, 2, dtype=torch.int64) for _ in range(3))
         attention(*tensors, EXACT, tile_counts=direct)
@@ -352,12 +352,14 @@ class TestCounts:
         ],
         ids=["list", "dtype", "shape", "strides", "recipe"],
     )  # fmt: skip
-    def test_what_is_refused(self, counts: Any, recipe: Recipe, error: type[Exception], message: str) -> None:
+    def test_invalid_counts_are_rejected(
+        self, counts: Any, recipe: Recipe, error: type[Exception], message: str
+    ) -> None:
         with pytest.raises(error, match=message):
             attention(*Case().tensors(), recipe, tile_counts=counts)
 
 
-def test_the_gradient_is_that_of_attention_that_skips_nothing() -> None:
+def test_the_gradient_is_that_of_attention_without_skipping() -> None:
     gradients = []
     for threshold in (0.1, None):
         tensors = [x.requires_grad_() for x in CASES["causal"].tensors()]

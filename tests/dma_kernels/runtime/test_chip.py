@@ -1,4 +1,4 @@
-"""Which backend a device has, and what is said where that is not the expected one."""
+"""The backend of a device, and the warning when it is not the expected one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from dma_kernels.runtime.chip import _warn_of_reference, resolve_backend
 
 
-def test_auto_warns_once_where_a_cuda_device_runs_the_reference() -> None:
+def test_auto_warns_once_if_a_cuda_device_runs_the_reference() -> None:
     _warn_of_reference.cache_clear()
     cuda = torch.device("cuda")
     with pytest.warns(

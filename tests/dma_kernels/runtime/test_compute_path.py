@@ -1,4 +1,4 @@
-"""Which operand formats keys and values have on which chip."""
+"""The operand formats of keys and values on each chip."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ KEYS = Recipe(low_q="bf16", low_k="nvfp4")
         (Recipe(low="mxint8", high="mxint8"), 100, "portable", ComputePath(DEQUANTIZED)),
     ],
 )
-def test_compute_path_of_a_recipe(recipe: Recipe, arch: int, name: str, expected: ComputePath) -> None:
+def test_each_recipe_has_the_expected_compute_path(recipe: Recipe, arch: int, name: str, expected: ComputePath) -> None:
     assert select_compute_path(recipe, arch) == expected
     assert expected.name == name
 
 
 @pytest.mark.parametrize("arch", [100, 103, 110])
-def test_wide_heads_are_not_block_scaled_in_tensor_memory(arch: int) -> None:
+def test_large_head_dims_are_not_block_scaled_in_tensor_memory(arch: int) -> None:
     assert select_compute_path(PAPER, arch, 192) == ComputePath(DEQUANTIZED, E5M2, RAW)
     assert select_compute_path(NVFP4, arch, 192) == ComputePath(DEQUANTIZED, DEQUANTIZED, E4M3_VALUES)
     assert select_compute_path(NVFP4, 120, 192) == select_compute_path(NVFP4, arch)
@@ -71,7 +71,7 @@ def test_tensor_memory_needs_a_triton_that_compiles_block_scaled_products(
     assert select_compute_path(NVFP4, 120) == ComputePath(PACKED["mxfp8"], PACKED["nvfp4"], E4M3_VALUES)
 
 
-def test_a_side_that_is_not_quantised_keeps_the_models_dtype() -> None:
+def test_an_unquantized_side_keeps_the_models_dtype() -> None:
     assert dequantized_dtype(torch.float16, "bf16", "nvfp4") == torch.float16
     assert dequantized_dtype(torch.float16, "mxfp8", "bf16") == torch.float16
     assert dequantized_dtype(torch.float16, "mxfp8", "nvfp4") == torch.bfloat16

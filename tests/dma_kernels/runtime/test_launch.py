@@ -1,4 +1,4 @@
-"""Launches without a GPU, and what they rely on in Triton. On a device: ``tests/gpu/test_plan.py``."""
+"""Launches without a GPU, and their assumptions about Triton. On a GPU: ``tests/gpu/test_plan.py``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ add = triton.jit(do_not_specialize=["length"])(_add)
 CONSTANTS = {"SIGN": -1, "BLOCK": 4}
 
 
-def test_a_launch_with_tensors_is_that_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_with_tensors_uses_tritons_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -58,36 +58,36 @@ def test_a_launch_with_tensors_is_that_of_triton(monkeypatch: pytest.MonkeyPatch
 
 
 class TestInstalledTriton:
-    """What direct launches rely on, read in the source of Triton."""
+    """Check the assumptions of direct launches in Triton's source."""
 
     @pytest.fixture
     def nodes(self) -> list[ast.AST]:
         return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(JITFunction.run)))))
 
-    def test_looks_at_the_settings_that_are_listed(self, nodes: list[ast.AST]) -> None:
+    def test_triton_reads_only_the_listed_settings(self, nodes: list[ast.AST]) -> None:
         read = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
         hooks = {"launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook"}
         knobs = {name.removeprefix("knobs.") for name in read if re.fullmatch(r"knobs\.\w+\.\w+", name)}
         settings = knobs - {f"runtime.{hook}" for hook in hooks}
         assert settings == set(launch.SETTINGS[".".join(triton.__version__.split(".")[:2])])
 
-    def test_launches_with_the_arguments_that_are_passed(self, nodes: list[ast.AST]) -> None:
-        """Constexprs among them, as ``compiled[grid]`` passes them on."""
+    def test_triton_launches_with_the_arguments_passed(self, nodes: list[ast.AST]) -> None:
+        """Constexprs included, as with ``compiled[grid]``."""
         (call,) = (node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "kernel.run")
         assert [ast.unparse(argument) for argument in call.args] == [
             *("grid_0", "grid_1", "grid_2", "stream", "kernel.function", "kernel.packed_metadata", "launch_metadata"),
             *("knobs.runtime.launch_enter_hook", "knobs.runtime.launch_exit_hook", "*bound_args.values()"),
         ]
 
-    def test_compiled_kernels_pass_their_arguments_on(self) -> None:
+    def test_compiled_kernels_forward_their_arguments(self) -> None:
         source = textwrap.dedent(inspect.getsource(CompiledKernel.__getitem__))
         assert "def runner(*args, stream=None):" in source
         assert re.search(r"self\.run\(.*\*args\)", source, re.DOTALL)
 
 
 @pytest.mark.skipif(launch._VERSION != "3.6", reason="other versions launch by compiled[grid]")
-def test_direct_launches_give_the_compiled_launcher_what_triton_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Triton 3.6: the same arguments in the same order, tensor maps in place of descriptors."""
+def test_direct_launches_pass_the_same_arguments_as_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton 3.6: the same order, with tensor maps in place of descriptors."""
     from triton.backends.nvidia import driver
 
     given: list[tuple[Any, ...]] = []
@@ -127,16 +127,16 @@ def test_direct_launches_give_the_compiled_launcher_what_triton_gives_it(monkeyp
     assert direct.expands_descriptors
     for _ in range(2):
         direct.run((11, *describe(tensor.data_ptr()), (12, 3), 4, 128), 7)
-    assert len(maps) == 2  # of the second and third launch one
+    assert len(maps) == 2  # one for the second and third launch
     theirs, *ours = given
     for launched in ours:
         assert launched[:10] == theirs[:10]
-        assert launched[10:13] == (None, None, None)  # metadata and hooks around the launch, which is not hooked
+        assert launched[10:13] == (None, None, None)  # metadata and hooks around the launch, which has no hook
         assert launched[13:] == theirs[13:]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted here")
-def test_the_interpreter_runs_it() -> None:
+def test_launch_kernel_runs_in_the_interpreter() -> None:
     x, y = torch.arange(8.0), torch.zeros(4)
     launcher = partial(launch_kernel, add, CONSTANTS, num_warps=4)
     for factor in (2.0, 3.0):
@@ -144,7 +144,7 @@ def test_the_interpreter_runs_it() -> None:
         assert y.tolist() == [-0.0, -2 * factor, -4 * factor, 0.0]
 
 
-def test_refusals() -> None:
+def test_wrong_constants_and_argument_counts_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"constants must be the last parameters of _add: \['SIGN'\]; got \['BLOCK'\]"):
         launch_kernel(add, {"BLOCK": 4}, GRID, 1, 2, 3, 4, 5, 6)
     with pytest.raises(TypeError, match=r"_add takes 5 arguments, got 2"):
@@ -158,7 +158,7 @@ _TENSORS = st.builds(
 
 
 @given(_TENSORS, _TENSORS)
-def test_triton_tells_no_tensors_of_one_layout_apart(first: Tensor, second: Tensor) -> None:
+def test_triton_specializes_tensors_of_one_layout_alike(first: Tensor, second: Tensor) -> None:
     kernel = JITFunction(_add, do_not_specialize=["length"])
     binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
     ours = TensorLayout.of(first) == TensorLayout.of(second)
@@ -166,7 +166,7 @@ def test_triton_tells_no_tensors_of_one_layout_apart(first: Tensor, second: Tens
     assert theirs or not ours
 
 
-def test_a_descriptor_is_that_of_triton() -> None:
+def test_a_descriptor_equals_tritons() -> None:
     tensor = torch.ones(2, 3, 8, 32, dtype=torch.float16)
     ours = TensorDescriptor(tensor, *matrix_blocks(tensor, 16, 32))
     theirs = TensorDescriptor.from_tensor(tensor.view(-1, 32), [16, 32])
@@ -176,7 +176,7 @@ def test_a_descriptor_is_that_of_triton() -> None:
     assert ours.base.data_ptr() == theirs.base.data_ptr()
 
 
-def test_a_thread_is_given_a_context_before_its_first_launch_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_gets_a_context_before_its_first_launch_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[torch.device] = []
     recorded: list[torch.device] = []
 

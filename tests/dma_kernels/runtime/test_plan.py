@@ -1,4 +1,4 @@
-"""Launch plans without a GPU: what is launched with which addresses, and when Triton's own launch is used."""
+"""Launch plans without a GPU: launched kernels and addresses, and when Triton's own launch is used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def _scale(x_ptr, x_desc, y_ptr, factor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Only its signature counts: :class:`Compiled` computes."""
+    """Only its signature matters; :class:`Compiled` computes."""
 
 
 def describe(x: Any) -> TensorDescriptor:
@@ -48,9 +48,9 @@ def _pointer(argument: Any) -> int:
 
 
 class Compiled:
-    """Stands for a compiled kernel that multiplies two vectors and a number."""
+    """Fake compiled kernel that multiplies two vectors and a number."""
 
-    run = SimpleNamespace(global_scratch_size=1)  # which no kernel of ours needs, and only Triton's launch allocates
+    run = SimpleNamespace(global_scratch_size=1)  # unused by our kernels; only Triton's launch allocates it
 
     def __init__(self) -> None:
         self.launches: list[tuple[int, ...]] = []
@@ -66,7 +66,7 @@ class Compiled:
 
 
 class Device:
-    """A kernel on a device that is the CPU: it adds the product of two vectors and a number to a third."""
+    """A kernel on the CPU as a device: it adds the product of two vectors and a number to a third."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kernel = JITFunction(_scale)
@@ -124,7 +124,7 @@ def test_the_first_run_compiles_and_later_ones_launch_the_compiled_kernels(devic
     assert device.compiled.launches == [(1, 1, 1), (2, 1, 1)] * 4
 
 
-def test_a_tensor_of_the_host_is_given_to_every_call(device: Device) -> None:
+def test_a_captured_tensor_is_passed_to_every_call(device: Device) -> None:
     constant = torch.full((SIZE,), 3.0)
 
     def function(x: Any) -> list[Any]:
@@ -139,7 +139,7 @@ def test_a_tensor_of_the_host_is_given_to_every_call(device: Device) -> None:
         constant.fill_(3.0)
 
 
-def test_another_setting_of_triton_compiles_again(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changing_a_triton_setting_recompiles(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = device.plan()
     check(plan, 2)
     monkeypatch.setattr(triton.knobs.runtime, "debug", True)
@@ -147,7 +147,7 @@ def test_another_setting_of_triton_compiles_again(device: Device, monkeypatch: p
     assert device.compilations == 4
 
 
-def test_hooks_before_the_launch_see_it(device: Device) -> None:
+def test_launch_hooks_see_the_launch(device: Device) -> None:
     plan = device.plan()
     check(plan, 2)
     device.kernel.add_pre_run_hook(lambda *arguments, **options: None)
@@ -155,9 +155,7 @@ def test_hooks_before_the_launch_see_it(device: Device) -> None:
     assert device.compilations == 6
 
 
-def test_a_version_of_triton_that_was_not_tested_launches_by_itself(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_untested_triton_version_uses_tritons_own_launch(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_SETTINGS", None)
     launch._warn_of_slow_launches.cache_clear()
     plan = device.plan()
@@ -166,8 +164,8 @@ def test_a_version_of_triton_that_was_not_tested_launches_by_itself(
     assert device.compilations == 6
 
 
-def test_the_first_launch_of_a_call_must_not_start_early(device: Device) -> None:
-    """It would read what the caller gives before the work that makes it has ended."""
+def test_the_first_launch_of_a_call_must_not_use_pdl(device: Device) -> None:
+    """It would read inputs before the work that produces them has finished."""
     early = partial(launch_kernel, device.kernel, {"BLOCK": SIZE}, launch_pdl=True)
     x = TensorLayout.dense((SIZE,), torch.float32, CPU)
 
@@ -181,7 +179,7 @@ def test_the_first_launch_of_a_call_must_not_start_early(device: Device) -> None
 
 
 @pytest.mark.parametrize("kind", ["zeroed", "twice", "input"])
-def test_results_have_new_memory_of_their_own(kind: str) -> None:
+def test_results_must_be_newly_allocated_and_distinct(kind: str) -> None:
     def function(x: PlannedTensor) -> list[PlannedTensor]:
         out = x.new_zeros((SIZE,)) if kind == "zeroed" else x if kind == "input" else x.new_empty((SIZE,))
         return [out, out] if kind == "twice" else [out]
@@ -190,7 +188,7 @@ def test_results_have_new_memory_of_their_own(kind: str) -> None:
         make_plan(function, [TensorLayout.dense((SIZE,), torch.float32, CPU)], CPU)
 
 
-def test_a_planned_tensor_has_the_layout_of_the_tensor() -> None:
+def test_a_planned_tensor_has_the_layout_of_its_tensor() -> None:
     x = torch.randn(2, 65, 8, dtype=torch.float16)[:, 1:]
     assert layout_of(None) is None
     planned: list[Any] = []
@@ -229,7 +227,7 @@ class Pair(NamedTuple):
 
 
 def test_tuples_of_arguments_are_filled_and_keep_their_types() -> None:
-    """A nested tuple is given to Triton with tensors, and to the compiled kernel with addresses."""
+    """Triton gets a nested tuple with tensors, the compiled kernel one with addresses."""
     kernel = JITFunction(_scale)
     layout = TensorLayout.dense((SIZE,), torch.float32, CPU)
 
@@ -252,7 +250,7 @@ def test_tuples_of_arguments_are_filled_and_keep_their_types() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches nothing")
 def test_a_warm_call_launches_four_frames_below_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``attention``, ``attention_with_lse`` and the two plans; a model's adapter and its counter make six."""
+    """``attention``, ``attention_with_lse`` and two plans. A model's adapter and its counter add two."""
     depths: list[int] = []
 
     class Direct:
@@ -272,4 +270,4 @@ def test_a_warm_call_launches_four_frames_below_its_caller(monkeypatch: pytest.M
     attention(*qkv, recipe, backend="triton")
     assert not depths
     attention(*qkv, recipe, backend="triton")
-    assert depths == [len(inspect.stack(0)) + 5] * 2  # the launch itself is the fifth
+    assert depths == [len(inspect.stack(0)) + 5] * 2  # the launch is the fifth
