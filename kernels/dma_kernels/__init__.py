@@ -1,6 +1,6 @@
 """Numerics of diagonal-tiled mixed-precision attention: formats, quantizers, the reference and the kernels.
 
-It depends on PyTorch and Triton, and not on Transformers.
+Depends on PyTorch and Triton, not on Transformers.
 """
 
 from .api import attention, attention_with_lse

@@ -1,7 +1,7 @@
 """The entry point of the attention operation: check the options, plan the call, run the plan.
 
 A backend that is requested by name runs or raises; nothing falls back silently. Under a compiler, autograd or a tensor
-mode the operation is a registered custom op, so that they see one node whichever backend runs inside it.
+mode, the operation is a registered custom op: a single node, whichever backend runs.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def attention(
 ) -> Tensor:
     """Compute diagonal-tiled mixed-precision attention (arXiv 2604.03950).
 
-    Gradients pass straight through the rounding: they are those of exact attention, including skipped tiles, computed
-    in PyTorch on every backend (:func:`~dma_kernels.reference.attention.attention_gradient`).
+    The backward pass is a straight-through estimator: the gradient of exact attention, including skipped tiles. Every
+    backend computes it in PyTorch (:func:`~dma_kernels.reference.attention.attention_gradient`).
 
-    Positions count from the first key that a batch row may see. Query ``i`` is at ``q_offset + i``, and key ``j`` is at
+    Position 0 is that of the first key that a batch row may see. Query ``i`` is at ``q_offset + i``, and key ``j`` at
     ``kv_offset + j``. Positions determine causality, the window and the high tiles.
 
     Args:
@@ -80,7 +80,7 @@ def attention(
         ValueError: A shape, a head dimension, an option or the backend's name is invalid.
         TypeError: A tensor, a dtype, an option or the recipe has the wrong type.
         RuntimeError: The requested backend cannot run on this device.
-        NotImplementedError: Derivatives are computed in forward mode.
+        NotImplementedError: A forward-mode derivative is requested.
     """
     call = AttentionCall(
         query, key, value, recipe, is_causal, scale, q_offset, kv_offset, kv_range, window, softcap, sinks, mask,
@@ -123,7 +123,7 @@ def attention_with_lse(
 
 
 def _compute(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    """Check the options, and run a plan or the operator."""
+    """Check the options, then run the plan, directly or through the custom op."""
     if not isinstance(call.recipe, Recipe):
         raise TypeError(f"recipe must be a dma_kernels.Recipe, got {type(call.recipe).__name__}")
     check_backend(call.backend)
@@ -142,10 +142,10 @@ def _compute(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 def _needs_op(given: list[Any]) -> bool:
     """Whether a compiler, autograd, a tensor mode or a subclass must see the call as one operation.
 
-    Otherwise the backend is called directly, which saves the dispatch of an operator, some 70 microseconds.
+    Otherwise the backend is called directly, which saves about 70 us of operator dispatch.
 
     Raises:
-        NotImplementedError: An input is a dual tensor; PyTorch would return zero derivatives for the operator.
+        NotImplementedError: An input is a dual tensor, for which PyTorch would return zero derivatives.
     """
     if forward_ad._current_level >= 0 and any(map(_may_be_dual, given)):
         raise NotImplementedError(
@@ -189,11 +189,11 @@ def _call_op(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _split_offset(offset: Any) -> tuple[Any, Tensor | None]:
-    """Return an offset as an integer and a tensor, one of which is ``None``: an operator's argument has one type."""
+    """Return an offset as an int and a tensor, one of them ``None``: an op's argument has a single type."""
     return (offset, None) if offset is None or is_int(offset) else (None, offset)
 
 
-# The tensors and options of a call, in the order of the operators' arguments.
+# Tensors and options of a call, in the order of the ops' arguments.
 _TENSORS_AND_OPTIONS = (
     "Tensor query, Tensor key, Tensor value, SymInt? q_offset, SymInt kv_offset, Tensor? q_offset_rows, "
     "Tensor? kv_offset_rows, Tensor? kv_range, Tensor? mask, Tensor? sinks, bool is_causal, SymInt? window, "
@@ -206,7 +206,7 @@ _RECIPE = ", ".join(f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field i
 
 
 def _call_of(arguments: tuple[Any, ...], recipe: Recipe, backend: str, tile_counts: Tensor | None) -> AttentionCall:
-    """Return the call of an operator's tensors and options."""
+    """Rebuild the call from an op's arguments."""
     named = dict(zip(_ARGUMENTS, arguments, strict=True))
     for name in ("q_offset", "kv_offset"):
         rows = named.pop(f"{name}_rows")
@@ -217,7 +217,7 @@ def _call_of(arguments: tuple[Any, ...], recipe: Recipe, backend: str, tile_coun
 
 
 def _run_op(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the logarithms, and counts of tiles, empty where they are not asked for."""
+    """Return the output, the log-sum-exp, and the tile counts, which are empty unless requested."""
     count = len(_ARGUMENTS) - 1
     backend, counts_tiles, *numerics = others[count:]
     recipe = Recipe(**dict(zip(RECIPE_FIELDS, numerics, strict=True)))

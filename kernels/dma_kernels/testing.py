@@ -1,7 +1,7 @@
-"""What tests and benchmarks of several implementations share: data, recipes, and the two ways to compare.
+"""Test data, recipes and comparisons for tests and benchmarks.
 
-Quantized bits are compared exactly (:func:`assert_bits_equal`); attention by the rule that an implementation may err,
-against fp64 on the same inputs, a small multiple of what plain low-precision torch errs (:func:`assert_as_accurate`).
+Quantized bits must match exactly (:func:`assert_bits_equal`). The error of attention against fp64 may be a small
+multiple of the error of plain low-precision torch on the same inputs (:func:`assert_as_accurate`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ RECIPES = {
     "mxfp4-no-band": Recipe(low="mxfp4", high="mxint8", diagonal_tiles=0, sink_tiles=0),
     "mxfp8-wide-sink": Recipe(low="mxfp8", high="nvfp4", shared_scale="tile", diagonal_tiles=0, sink_tiles=2),
 }
-"""Named recipes that together take every format, scale sharing, rounding, transform and band width."""
+"""Named recipes that together cover every format, scale sharing, rounding, transform and band width."""
 
 
 def mixed_magnitudes(*shape: int, seed: int, binades: int = 20, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return normal numbers, each row times a power of two and each element times another.
+    """Return normally distributed numbers, with rows and elements scaled by random powers of two.
 
     Args:
-        shape: Of the result; the last dimension is the row.
-        seed: Same seed, same numbers.
+        shape: Shape of the result; the last dimension is the row.
+        seed: Seed of the generator.
         binades: The rows' exponents span ``-binades .. binades``.
-        dtype: Of the result.
+        dtype: Dtype of the result.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
@@ -58,11 +58,10 @@ def random_qkv(
     seed: int = 0,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a query, key and value ``[B, H, T, D]`` that look like a model's.
+    """Return a query, key and value ``[B, H, T, D]`` that resemble those of a model.
 
-    Keys share a mean and have outlying channels, and stretches of 100 of them are larger or smaller than the others,
-    so that it matters which share a scale. The numbers are bfloat16 numbers whatever ``dtype``, so that runs in several
-    dtypes have the same inputs.
+    Keys share a mean and have outlier channels. Runs of 100 keys are larger or smaller than the others, so it matters
+    which keys share a scale. All numbers are exact in bfloat16, so runs in several dtypes have the same inputs.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -81,7 +80,7 @@ def random_qkv(
 
 
 def assert_bits_equal(actual: Tensor, expected: Tensor) -> None:
-    """Assert that two tensors have the same shape, dtype and bits; any NaN equals any other, 0 does not equal -0."""
+    """Assert that two tensors have the same shape, dtype and bits; all NaNs are equal, 0 and -0 are not."""
     assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
     differ = _bits(actual) != _bits(expected)
@@ -97,7 +96,7 @@ def assert_bits_equal(actual: Tensor, expected: Tensor) -> None:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference over the largest expected magnitude, computed in fp64; 0 for empty tensors."""
+    """Return the largest difference divided by the largest expected magnitude, in fp64; 0 for empty tensors."""
     assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
     if actual.numel() == 0:
         return 0.0
@@ -106,13 +105,13 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def assert_as_accurate(actual: Tensor, baseline: Tensor, exact: Tensor, *, factor: float = 2.0) -> None:
-    """Assert that ``actual`` errs at most ``factor`` times as much as ``baseline``, in the maximum and in the mean.
+    """Assert that the maximum and the mean error of ``actual`` are at most ``factor`` times those of ``baseline``.
 
     Args:
-        actual: What is tested.
+        actual: The tensor under test.
         baseline: Plain torch in the same low precision, on the same inputs.
-        exact: fp64, on the same inputs.
-        factor: How much worse than the baseline is tolerated.
+        exact: The fp64 result on the same inputs.
+        factor: Largest accepted ratio of the errors.
     """
     assert not actual.isnan().any(), "NaN where the exact result has none"
     errors, allowed = (actual.double() - exact).abs(), (baseline.double() - exact).abs()

@@ -1,1 +1,1 @@
-"""What Triton kernels share: arithmetic, block formats, scores, queries."""
+"""Device functions shared by Triton kernels: arithmetic, block formats, scores, queries."""

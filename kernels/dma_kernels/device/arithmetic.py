@@ -1,4 +1,4 @@
-"""Triton functions that the kernels share: the formats' arithmetic on a device, bit for bit what ``quantize`` does."""
+"""Arithmetic of the number formats on the device, bit for bit that of :mod:`dma_kernels.numerics.quantize`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..numerics.formats import (
 )
 
 IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Whether Triton's interpreter runs the kernels: decided, as by ``triton.jit``, when this is imported."""
+"""Whether Triton's interpreter runs the kernels; read at import, as by ``triton.jit``."""
 
 _MANTISSA_BITS = tl.constexpr(FP32_MANTISSA_BITS)
 _MANTISSA_MASK = tl.constexpr(FP32_MANTISSA_MASK)
@@ -28,13 +28,13 @@ _NAN_CODE = tl.constexpr(E8M0_NAN)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _FP16_MAX = tl.constexpr(65_504.0)
 _INT8_MAX = tl.constexpr(MXINT8_MAX_CODE * MXINT8_UNIT)
-# Of the sum with 1.5 * 2^23 units the lowest byte is the integer, rounded to nearest.
+# Adding 1.5 * 2^23 units leaves the integer, rounded to nearest, in the lowest byte.
 _INT8_ROUNDING = tl.constexpr(1.5 * 2.0**23 * MXINT8_UNIT)
 
 
 @triton.jit
 def program_block():
-    """Return this program's block, counted along both axes of a grid of ``launch.blocks_of_heads``."""
+    """Return the block index of this CTA, over both block axes of a grid of ``launch.blocks_of_heads``."""
     return tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
 
 
@@ -59,7 +59,7 @@ def e8m0_decode(code):
 
 @triton.jit
 def e8m0_reciprocal(code):
-    """Return ``2 ** (127 - code)`` as fp32, to multiply by where the specification divides: both are exact."""
+    """Return ``2 ** (127 - code)`` as fp32; a product with it is exact, like the specification's division."""
     return tl.where(code == _NAN_CODE, float("nan"), e8m0_decode(-code + _MAX_CODE))
 
 
@@ -73,7 +73,7 @@ def narrow(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def dot(a, b):
-    """Multiply tiles, adding up in fp32 or int32. The interpreter, which has no bfloat16 product, is given fp32."""
+    """Multiply tiles, accumulating in fp32 or int32. The interpreter lacks bfloat16 products, and uses fp32."""
     if a.dtype == tl.int8:
         product = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
     elif IS_INTERPRETED:
@@ -85,7 +85,7 @@ def dot(a, b):
 
 @triton.jit
 def with_sign(magnitude, x):
-    """Return fp32 magnitudes with the signs of fp32 ``x``: by the bit, so that -0.0 stays what it is."""
+    """Copy the sign bits of fp32 ``x`` to fp32 magnitudes; this keeps -0.0."""
     sign = x.to(tl.int32, bitcast=True) & (-2147483648)
     return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
@@ -101,7 +101,7 @@ def round_to_bfloat16(x):
 def round_to_e4m3(x):
     """Round fp32 in 0..448 to the nearest E4M3 value, ties to even, still fp32: for chips without the cast."""
     bits = x.to(tl.int32, bitcast=True)
-    # 20 of fp32's 23 mantissa bits go; below 2^-6 E4M3 has the fixed step 2^-9, which is the ulp of 2^14.
+    # Drop 20 of fp32's 23 mantissa bits. Below 2^-6, E4M3 has a fixed step of 2^-9, which is the ulp of 2^14.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
     subnormal = (x + 16384.0) - 16384.0
     return tl.where(x < 0.015625, subnormal, normal)
@@ -111,8 +111,8 @@ def round_to_e4m3(x):
 def to_e4m3(x):
     """Cast fp32 in -448..448 to E4M3, nearest-even; NaN stays NaN."""
     if IS_INTERPRETED:
-        # The interpreter's cast does not round to nearest, and makes a number of a NaN; of a number that E4M3 has,
-        # every cast is exact.
+        # The interpreter's cast does not round to nearest, and turns NaN into a number. So round first: casting an E4M3
+        # number is exact.
         code = with_sign(round_to_e4m3(tl.abs(x)), x).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         result = tl.where(x == x, code, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     else:
@@ -122,7 +122,7 @@ def to_e4m3(x):
 
 @triton.jit
 def _saturated_code(x):
-    """Return the E4M3 code, int32, of fp32 that may be larger than E4M3's numbers; NaN stays NaN."""
+    """Return the E4M3 code, int32, of fp32 numbers of any size, saturating; NaN stays NaN."""
     saturated = tl.where(x == x, tl.minimum(tl.maximum(x, -448.0), 448.0), x)
     return to_e4m3(saturated).to(tl.uint8, bitcast=True).to(tl.int32)
 
@@ -133,7 +133,7 @@ def pack_e4m3(a, b, c, d):
     if IS_INTERPRETED:
         word = _saturated_code(a) | (_saturated_code(b) << 8) | (_saturated_code(c) << 16) | (_saturated_code(d) << 24)
     else:
-        # The cast takes two numbers; Triton would take them from one tensor, and unpack the bytes again.
+        # The instruction casts two numbers. Triton would take both from one tensor, and unpack the bytes again.
         word = tl.inline_asm_elementwise(
             """
             {
@@ -154,9 +154,9 @@ def pack_e4m3(a, b, c, d):
 
 @triton.jit
 def to_e5m2(x):
-    """Cast fp32 in -57344..57344 that E5M2 has, or has a subnormal for, to E5M2, nearest-even; NaN stays NaN."""
+    """Cast fp32 in -57344..57344 to E5M2; exact for E5M2 numbers, nearest-even for subnormals; NaN stays NaN."""
     if IS_INTERPRETED:
-        # Subnormals have the step 2^-16, the ulp of 2^7. Then as in to_e4m3.
+        # Subnormals have a step of 2^-16, the ulp of 2^7. The rest is as in to_e4m3.
         magnitude = tl.abs(x)
         rounded = tl.where(magnitude < 0.00006103515625, (magnitude + 128.0) - 128.0, magnitude)
         code = with_sign(rounded, x).to(tl.float8e5).to(tl.uint8, bitcast=True)
@@ -169,9 +169,9 @@ def to_e5m2(x):
 
 @triton.jit
 def to_elements(x, reciprocal, FORM: tl.constexpr, IS_CEIL: tl.constexpr):
-    """Return fp32 ``x`` times a power of two as 8-bit elements. Only what ``IS_CEIL`` scales left too large saturates.
+    """Return fp32 ``x`` times a power of two as 8-bit elements. Saturates unless ``IS_CEIL``, where scales fit.
 
-    A NaN stays one in E4M3; as an integer it is any.
+    NaN stays NaN in E4M3, and becomes an arbitrary integer in INT8.
     """
     x = x * reciprocal
     if FORM == "int8":
@@ -188,12 +188,12 @@ def to_elements(x, reciprocal, FORM: tl.constexpr, IS_CEIL: tl.constexpr):
 
 @triton.jit
 def permute_keys(p):
-    """Reorder the columns of ``[M, N]`` probabilities in groups of 16, as the values in memory are ordered.
+    """Reorder the columns of ``[M, N]`` probabilities in groups of 16, to the order of the values in memory.
 
-    A Hopper tensor core hands thread ``t`` of four the columns ``8 j + 2 t + {0, 1}`` of a product, and takes from it
-    the columns ``4 t + {0, 1, 2, 3}`` of an 8-bit operand. The sum over keys does not care about their order, so the
-    values are stored in the order ``(t, j, c)`` of key ``8 j + 2 t + c``, and the probabilities need no exchange
-    between threads: this is a renaming of registers.
+    A Hopper tensor core gives thread ``t`` of four the columns ``8 j + 2 t + {0, 1}`` of a product, and takes from it
+    the columns ``4 t + {0, 1, 2, 3}`` of an 8-bit operand. The sum over keys is independent of their order. So values
+    are stored in the order ``(t, j, c)`` of key ``8 j + 2 t + c``, and threads exchange no probabilities: this only
+    renames registers.
     """
     M: tl.constexpr = p.shape[0]
     N: tl.constexpr = p.shape[1]
@@ -208,8 +208,8 @@ def hadamard(x, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, N
         if (1 << level) < SIZE:
             pairs = tl.reshape(x, [ROWS, BLOCK_D // (2 << level), 2, 1 << level])
             bits = pairs.to(tl.int32, bitcast=True)
-            # The other one of a pair is what is left of the sum of their bits, which may wrap. Reductions leave every
-            # number where it is; tl.split and tl.join would move them, and scatter the blocks of a format over threads.
+            # The other number of a pair is the sum of their bits (mod 2^32) minus the bits of this one. Reductions keep
+            # numbers in place; tl.split and tl.join would scatter the blocks of a format over threads.
             other = (tl.sum(bits, 2)[:, :, None, :] - bits).to(tl.float32, bitcast=True)
             sign = tl.where(tl.arange(0, 2) == 0, 1.0, -1.0)[None, None, :, None]
             x = tl.reshape(other + sign * pairs, [ROWS, BLOCK_D])

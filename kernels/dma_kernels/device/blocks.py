@@ -1,9 +1,9 @@
-"""Triton functions for block formats: blocks of a tile quantized in registers, bit for bit what ``quantize`` does.
+"""Block formats: quantize a tile in registers, bit for bit as :mod:`dma_kernels.numerics.quantize` does.
 
-A tile is fp32 ``[ROWS, WIDTH]``, ``WIDTH`` a multiple of the block, with zeros in padded rows and channels. Quantized
-it is a pair: the elements ``[ROWS, BLOCKS, SIZE]``, numbers of the element format still in fp32 (of MXINT8 the
-integers), and the scales ``[ROWS, BLOCKS]``: int32 E8M0 codes or, for NVFP4, fp32 numbers that E4M3 has. Nothing here
-needs a cast that some chips lack.
+A tile is fp32 ``[ROWS, WIDTH]``, ``WIDTH`` a multiple of the block, with zeros in padded rows and channels. A quantized
+tile is a pair of elements and scales. Elements, ``[ROWS, BLOCKS, SIZE]``, are numbers of the element format (integers
+for MXINT8), still in fp32. Scales, ``[ROWS, BLOCKS]``, are int32 E8M0 codes or, for NVFP4, E4M3 numbers in fp32.
+Nothing here needs a cast that some chips lack.
 
 Formats and scale sharing are the names of :mod:`dma_kernels.numerics.formats`, as constexprs.
 """
@@ -36,8 +36,8 @@ _E4M3_EMAX = tl.constexpr(E4M3.emax)
 _E4M3_MAX_MANTISSA = tl.constexpr(E4M3.max_mantissa)
 _INT8_EMAX = tl.constexpr(INT8.emax)
 _INT8_MAX_MANTISSA = tl.constexpr(INT8.max_mantissa)
-# Of what the largest magnitude of a head may be in units of its scale: 6 * 448 = 1.3125 * 2 ** 11, and for scales that
-# are searched for 4 * 448 = 1.75 * 2 ** 10.
+# Exponent of a head's largest magnitude in units of its scale, which is at most 6 * 448 = 1.3125 * 2 ** 11; with
+# searched scales, 4 * 448 = 1.75 * 2 ** 10.
 _NVFP4_EMAX = tl.constexpr(11)
 _NVFP4_MAX_MANTISSA = tl.constexpr(round((E2M1_MAX * E4M3_MAX / 2**11 - 1.0) * (1 << 23)))
 _NVFP4_SEARCH_EMAX = tl.constexpr(10)
@@ -58,7 +58,7 @@ _E5M2_SHIFT = tl.constexpr(13)  # log2 of the largest scale in the operand forma
 
 @triton.jit
 def _to_e4m3_and_back(x):
-    """Round fp32 from 0 on to the nearest E4M3 value, ties to even, saturating, still fp32; of NaN anything."""
+    """Round non-negative fp32 to the nearest E4M3 value, ties to even, saturating, still fp32; undefined for NaN."""
     if cuda_capability_geq(8, 9) and not IS_INTERPRETED:
         rounded = x.to(tl.float8e4nv).to(tl.float32)
     else:
@@ -68,9 +68,9 @@ def _to_e4m3_and_back(x):
 
 @triton.jit
 def _round_magnitude(x, FORMAT: tl.constexpr):
-    """Round fp32 from 0 on to the nearest element of a block format, ties to even, saturating; of NaN anything."""
+    """Round non-negative fp32 to a block format's nearest element, ties to even, saturating; undefined for NaN."""
     if FORMAT == "mxint8":
-        # Adding and subtracting 2^23 rounds at the unit.
+        # Adding and subtracting 2^23 rounds to an integer.
         rounded = tl.minimum((x * _INT8_STEPS + 8388608.0) - 8388608.0, _INT8_MAX)
     elif FORMAT == "mxfp8":
         rounded = _to_e4m3_and_back(x)
@@ -85,10 +85,10 @@ def _round_magnitude(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def e2m1_code(x):
-    """Return the code, int32, of an fp32 number that E2M1 has."""
+    """Return the code, int32, of an E2M1 number in fp32."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # From 1 on the exponent and the one mantissa bit count up; 1.0 has the code 2.
+    # From 1 up, codes count the exponent and the one mantissa bit; 1.0 has the code 2.
     code = tl.where(magnitude < 0x3F800000, (magnitude != 0).to(tl.int32), (magnitude >> 22) - 252)
     return code | ((bits >> 28) & 8)
 
@@ -97,7 +97,7 @@ def e2m1_code(x):
 def block_amax(x, SIZE: tl.constexpr):
     """Return the bits of the largest magnitude of each block of ``[ROWS, WIDTH]``, int32 ``[ROWS, WIDTH / SIZE]``.
 
-    The bits of magnitudes order like the numbers, with infinity and NaN above all others.
+    The bits of magnitudes sort like the numbers, with infinity and NaN above all others.
     """
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
@@ -126,7 +126,7 @@ def row_scale(bits, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.conste
     ``bits`` are those of the rows' largest magnitudes.
     """
     code = e8m0_scale(bits, FORMAT, IS_CEIL)
-    # A row of zeros needs no scale, and the smallest scale could make a descale underflow. NaN propagates to it.
+    # The smallest scale could make a descale underflow, so a row of zeros gets 1. NaN propagates to the descale.
     descale = tl.where(bits == 0, 1.0, e8m0_decode(code))
     if FORM == "int8":
         descale *= _INT8_UNIT
@@ -135,7 +135,7 @@ def row_scale(bits, FORM: tl.constexpr, FORMAT: tl.constexpr, IS_CEIL: tl.conste
 
 @triton.jit
 def finite_block_amax(x):
-    """Return what :func:`block_amax` does for NVFP4's blocks; 0 for those that hold an infinity or a NaN."""
+    """Return :func:`block_amax` of NVFP4's blocks, with 0 for those that hold an infinity or a NaN."""
     bits = block_amax(x, 16)
     return tl.where(bits < _INFINITY_BITS, bits, 0)
 
@@ -162,10 +162,10 @@ def nvfp4_key_scale(amax, ROUNDING: tl.constexpr):
 def _divide(x, divisor, reciprocal):
     """Divide fp32 by a number of at most four significant bits, given its rounded reciprocal; correctly rounded.
 
-    A product and Markstein's correction are the rounded quotient for every such divisor: a test tries them all.
+    A product with Markstein's correction is correctly rounded for every such divisor: a test tries them all.
     """
     if IS_INTERPRETED:
-        # Its fma rounds twice.
+        # The interpreter's fma rounds twice.
         quotient = tl.math.div_rn(x, tl.broadcast_to(divisor, x.shape))
     else:
         divisor, reciprocal = tl.broadcast_to(divisor, x.shape), tl.broadcast_to(reciprocal, x.shape)
@@ -180,8 +180,8 @@ def _reciprocal(x):
     if IS_INTERPRETED:
         reciprocal = tl.math.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
     else:
-        # The hardware's is off by an ulp at most. Newton's step leaves 2^-46, and the reciprocals of eight mantissas
-        # are not that near to the middle of two numbers.
+        # The hardware reciprocal is off by at most an ulp. A Newton step leaves an error of 2^-46, and none of the
+        # eight mantissas has a reciprocal that close to a rounding midpoint.
         reciprocal = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
         one = tl.full(x.shape, 1.0, tl.float32)
         reciprocal = tl.fma(reciprocal, tl.fma(-x, reciprocal, one), reciprocal)
@@ -190,10 +190,10 @@ def _reciprocal(x):
 
 @triton.jit
 def _nvfp4_block_scale(bits, amax, LARGEST: tl.constexpr):
-    """Return the E4M3 scale, still fp32, that takes a block's largest magnitude to the E2M1 number ``LARGEST``.
+    """Return the E4M3 scale, still fp32, that maps a block's largest magnitude to the E2M1 number ``LARGEST``.
 
     Args:
-        bits: Of the magnitude.
+        bits: Bits of the magnitude.
         amax: The magnitude in units of the global scale.
         LARGEST: 4 or 6.
     """
@@ -204,7 +204,7 @@ def _nvfp4_block_scale(bits, amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def round_to_units_e4m3(x, scale):
-    """Return fp32 ``x`` as a cast to E4M3 leaves it, in units of ``scale``, a power of two; NaN stays NaN."""
+    """Round fp32 ``x`` to E4M3 in units of ``scale``, a power of two, saturating, still fp32; NaN stays NaN."""
     scaled = x * (1.0 / scale)
     rounded = with_sign(round_to_e4m3(tl.minimum(tl.abs(scaled), _E4M3_MAX)), x) * scale
     return tl.where(scaled == scaled, rounded, scaled)
@@ -212,7 +212,7 @@ def round_to_units_e4m3(x, scale):
 
 @triton.jit
 def _loss(scaled, rounded, FORMAT: tl.constexpr):
-    """Return the sum of absolute errors of each block, neighbours first, as the specification adds them up."""
+    """Return the sum of absolute errors of each block, added pairwise, in the order of the specification."""
     ROWS: tl.constexpr = scaled.shape[0]
     BLOCKS: tl.constexpr = scaled.shape[1]
     SIZE: tl.constexpr = scaled.shape[2]
@@ -221,14 +221,14 @@ def _loss(scaled, rounded, FORMAT: tl.constexpr):
     error = tl.abs(scaled - rounded)
     for level in tl.static_range(0, 5):
         if (SIZE >> level) > 1:
-            # Not tl.split, for whose layout the compiler would compute the blocks a second time.
+            # Not tl.split: the compiler would compute the blocks a second time for its layout.
             error = tl.sum(tl.reshape(error, [ROWS, BLOCKS, SIZE >> (level + 1), 2]), 3)
     return tl.reshape(error, [ROWS, BLOCKS])
 
 
 @triton.jit
 def quantize_blocks(x, global_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr):
-    """Quantize ``[ROWS, WIDTH]``; returns elements and scales as the module says.
+    """Quantize ``[ROWS, WIDTH]``; return elements and scales as the module describes.
 
     Args:
         x: fp32.
@@ -241,7 +241,7 @@ def quantize_blocks(x, global_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr,
     WIDTH: tl.constexpr = x.shape[1]
     SIZE: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
     bits = block_amax(x, SIZE)
-    # Magnitudes, whose rounding takes fewer instructions; they get their signs back at the end.
+    # Round magnitudes, which takes fewer instructions; the signs are restored at the end.
     blocks = tl.reshape(tl.abs(x), [ROWS, WIDTH // SIZE, SIZE])
     if FORMAT == "nvfp4":
         # global_scale is a power of two of at least 2^-126, so its reciprocal is exact.
@@ -289,7 +289,7 @@ def quantize_blocks(x, global_scale, FORMAT: tl.constexpr, SHARED: tl.constexpr,
 
 @triton.jit
 def dequantize_blocks(elements, scale, global_scale, FORMAT: tl.constexpr):
-    """Return the numbers that elements and scales stand for, fp32 ``[ROWS, WIDTH]``."""
+    """Return the values of elements and scales, fp32 ``[ROWS, WIDTH]``."""
     if FORMAT == "nvfp4":
         values = elements * (scale * global_scale)[:, :, None]
     else:
@@ -315,11 +315,11 @@ def mxfp4_to_e5m2(elements, scale, AXIS: tl.constexpr):
     Args:
         elements: As :func:`quantize_blocks` returns them.
         scale: E8M0 codes ``[ROWS, BLOCKS]``.
-        AXIS: What has one descale: ``tile`` or ``row``.
+        AXIS: What shares a descale: ``tile`` or ``row``.
 
     Returns:
-        fp32 ``[ROWS, WIDTH]`` of numbers that E5M2 has, a broken block NaN; and their descale, fp32
-        ``[1, 1]`` or ``[ROWS, 1]``, a power of two of at least ``2 ** -126``. The descale of zeros is 1.
+        E5M2 numbers in fp32 ``[ROWS, WIDTH]``, NaN in a broken block; and their descale, fp32 ``[1, 1]`` or
+        ``[ROWS, 1]``, a power of two of at least ``2 ** -126``. The descale of zeros is 1.
     """
     finite = tl.where(scale == _NAN_CODE, 0, scale)
     top = tl.max(finite, 1, keep_dims=True)

@@ -1,8 +1,8 @@
-"""Gluon, or Triton's interpreter in its place: one source for kernels that fix their layouts and run on a CPU too.
+"""Gluon, or a substitute on Triton's interpreter, so that Gluon kernels also run on a CPU.
 
-Triton has no interpreter for Gluon. Layouts move no number, so where ``TRITON_INTERPRET=1`` had been set when this
-module was imported, ``gl`` has the functions of :mod:`triton.language` with layouts left out, and ``jit`` is Triton's.
-A module that uses it must also import :mod:`triton.language`, which the interpreter looks for.
+Triton has no interpreter for Gluon. But layouts change no values: if ``TRITON_INTERPRET=1`` is set at import, ``gl``
+has the functions of :mod:`triton.language` without layouts, and ``jit`` is Triton's. A module that uses it must also
+import :mod:`triton.language`, which the interpreter looks for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def _mma(a: Any, b: Any, acc: Any) -> Any:
-    """Return ``acc + a @ b``; the interpreter sums products of 8 or 16 bits in as many, tensor cores in 32."""
+    """Return ``acc + a @ b``; accumulates in 32 bits like tensor cores, the interpreter's product does not."""
     return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee").to(acc.dtype)
 
 
@@ -39,11 +39,11 @@ class _Buffer:
 
 
 def _nothing(*arguments: Any) -> None:
-    """Stand for what orders copies and warps: the interpreter has one warp, and copies at once."""
+    """Replace waits and barriers: the interpreter has one warp, and copies synchronously."""
 
 
 class _Interpreted:
-    """The functions of :mod:`triton.language`, as they are when they are called: the interpreter replaces them."""
+    """The functions of :mod:`triton.language`, looked up at each call, because the interpreter replaces them."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_gl if name.endswith("Layout") else tl, name)
@@ -66,7 +66,7 @@ class _Interpreted:
 
 
 def _view(buffer: _Buffer, dtype: Any, shape: Any, layout: Any) -> _Buffer:
-    """Return a buffer of its own, as no two forms of a buffer are in use at once."""
+    """Return a new buffer: two views of a buffer are never in use at once."""
     return _Buffer(shape, None)
 
 
@@ -74,9 +74,9 @@ gl: Any = _Interpreted() if IS_INTERPRETED else _gl
 jit: Any = triton.jit if IS_INTERPRETED else gluon.jit
 constexpr_function: Any = gluon.constexpr_function
 mma: Any = _mma if IS_INTERPRETED else mma_v2
-# Triton 3.9 gave these two their present names.
+# Renamed in Triton 3.9.
 _load: Any = getattr(_async_copy, "async_load", None) or _async_copy.async_copy_global_to_shared
-# Triton 3.9 made this one public.
+# Public from Triton 3.9.
 reinterpret: Any = getattr(_gl.shared_memory_descriptor, "reinterpret", None) or (
     _gl.shared_memory_descriptor._reinterpret
 )
@@ -86,7 +86,7 @@ async_load: Any = _Buffer.copy if IS_INTERPRETED else _load
 commit_group: Any = _nothing if IS_INTERPRETED else _async_copy.commit_group
 wait_group: Any = _nothing if IS_INTERPRETED else _async_copy.wait_group
 view: Any = _view if IS_INTERPRETED else reinterpret
-# Triton 3.9 made this one public.
+# Public from Triton 3.9.
 _aggregate: Any = getattr(triton, "aggregate", None) or tl.core._aggregate
 _Class = TypeVar("_Class", bound=type)
 
@@ -99,7 +99,7 @@ def aggregate(cls: _Class) -> _Class:
     functions. Aggregates are immutable: a method returns a new one.
     """
     fields = tuple(cls.__annotations__)
-    # Triton before 3.9 neither reads annotations that are text nor writes an ``__init__``.
+    # Triton before 3.9 cannot read string annotations, and generates no ``__init__``.
     cls.__annotations__ = dict.fromkeys(fields, tl.core.base_value)
 
     def __init__(self: Any, **values: Any) -> None:

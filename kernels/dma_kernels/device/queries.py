@@ -1,7 +1,7 @@
-"""The prologue of the attention kernel: a block of the caller's queries, quantized to the format of the keys.
+"""The prologue of the attention kernel: quantize a block of queries to the format of the keys.
 
-Every query belongs to one CTA, so quantizing it there costs no launch and no memory traffic. Results equal
-:func:`dma_kernels.numerics.quantize.quantize` to the bit; a rotation before it is exact to the rounding of fp32.
+Each query belongs to one CTA, so this costs no launch and no memory traffic. Results equal
+:func:`dma_kernels.numerics.quantize.quantize` bit for bit; a rotation before it is exact up to fp32 rounding.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def finite_or_zero(x):
 def rotate_queries(q, norm, SIZE: tl.constexpr, ROTATE: tl.constexpr):
     """Return 16-bit ``[ROWS, COLUMNS]`` in fp32, rotated by Hadamard blocks of order ``SIZE`` if ``ROTATE``.
 
-    By butterflies, as keys are: a product with the matrix would scatter a row over more threads, and its scale costs
-    more then.
+    Uses butterflies, as for keys: an MMA with the matrix would spread a row over more threads, which makes its scale
+    more expensive.
     """
     x = q.to(tl.float32)
     if ROTATE:
@@ -57,16 +57,16 @@ def prepare_queries(
     x, global_scale, FORM: tl.constexpr, FORMAT: tl.constexpr, SHARED: tl.constexpr, ROUNDING: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Bring transformed queries into the format of the keys that they meet.
+    """Convert transformed queries to the operand format of their keys.
 
     Args:
         x: fp32 ``[ROWS, BLOCK_D]``.
         global_scale: NVFP4's global scale, fp32; 1 for other formats.
         FORM: Name of the keys' operand format (:mod:`dma_kernels.runtime.operand_formats`); any but ``raw``.
-        FORMAT: Of the queries.
-        SHARED: ``block`` or ``row``: what has a scale.
-        ROUNDING: Of the scales.
-        DTYPE: Of dequantized queries.
+        FORMAT: Number format of the queries.
+        SHARED: What shares a scale: ``block`` or ``row``.
+        ROUNDING: Rounding of the scales.
+        DTYPE: Dtype of dequantized queries.
 
     Returns:
         The queries; their block scales (unused except for ``packed``); and their descales, fp32 ``[ROWS]``.

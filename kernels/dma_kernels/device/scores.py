@@ -1,4 +1,4 @@
-"""What the attention kernels do with a block of keys: load it, score it, mask it, and take it into the softmax."""
+"""Steps of the attention kernels for a block of keys: load, score, mask, online softmax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TILE_SHIFT = tl.constexpr(TILE.bit_length() - 1)
 
 @triton.jit
 def storage_entry(position, k_start, aligned_start, FORM: tl.constexpr):
-    """Return the row that holds the key at a position: the caller's own keys are unpadded, all others tile-padded."""
+    """Return the row of the key at a position: the caller's own keys are unpadded, all others tile-padded."""
     return position - (k_start if FORM == "raw" else aligned_start)
 
 
@@ -25,9 +25,9 @@ def load_rows(
     base, first, stride_t, stride_d, length,
     MASK_ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load ``[BLOCK_N, BLOCK_WIDTH]`` from row ``first`` on.
+    """Load ``[BLOCK_N, BLOCK_WIDTH]``, starting at row ``first``.
 
-    Columns from ``WIDTH`` on are zero. If ``MASK_ROWS``, so are rows outside ``0..length``.
+    Columns from ``WIDTH`` on are zero. With ``MASK_ROWS``, so are rows outside ``0..length``.
     """
     rows = first + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_WIDTH)
@@ -47,9 +47,10 @@ def load_raw(
     desc, base, i_b, i_kv, entry, stride_t, stride_d, length, MASK_ROWS: tl.constexpr, USE_TMA: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load the caller's own keys or values from row ``entry`` of a head on, ``[BLOCK_N, BLOCK_D]``.
+    """Load the caller's own keys or values ``[BLOCK_N, BLOCK_D]``, starting at row ``entry`` of a head.
 
-    ``desc`` describes ``[B, Hkv, T, D]`` in blocks of ``[1, 1, BLOCK_N, BLOCK_D]``; without TMA, ``base`` is the head.
+    ``desc`` describes ``[B, Hkv, T, D]`` in blocks of ``[1, 1, BLOCK_N, BLOCK_D]``. Without TMA, ``base`` points to the
+    head.
     """
     if USE_TMA:
         x = tl.reshape(desc.load([i_b.to(tl.int32), i_kv.to(tl.int32), entry, 0]), [BLOCK_N, BLOCK_D])
@@ -63,7 +64,7 @@ def load_keys(
     desc, base, scale_base, row, entry, length, FORM: tl.constexpr, FORMAT: tl.constexpr, MASK_ROWS: tl.constexpr,
     USE_TMA: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load keys from row ``entry`` of a head's contiguous storage on; the head begins at row ``row`` of all keys.
+    """Load contiguous keys, starting at row ``entry`` of a head, which begins at row ``row`` of all keys.
 
     Returns:
         The keys ``[BLOCK_N, BLOCK_D]`` (E2M1 pairs: half of that) and their block scales ``[BLOCK_N, blocks]`` (unused
@@ -92,10 +93,10 @@ def load_values(
     desc, base, row, i_b, i_kv, entry, length, stride_t, stride_d, FORM: tl.constexpr, MASK_ROWS: tl.constexpr,
     USE_TMA: tl.constexpr, USE_RAW_TMA: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Load values from row ``entry`` of a head on, ``[BLOCK_N, BLOCK_DV]``; E4M3 in the order of ``permute_keys``.
+    """Load values ``[BLOCK_N, BLOCK_DV]``, starting at row ``entry`` of a head; E4M3 in ``permute_keys`` order.
 
-    Where they are E4M3, ``desc`` and ``base`` are all values as a matrix, in which the head begins at ``row``; where
-    they have 16 bits, they are as for :func:`load_raw`.
+    For E4M3, ``desc`` and ``base`` are all values as a matrix, in which the head begins at ``row``. For 16 bits, they
+    are as in :func:`load_raw`.
     """
     if FORM == "e4m3":
         tile_row = (entry >> _TILE_SHIFT) * DV
@@ -120,12 +121,12 @@ def load_values(
 
 @triton.jit
 def _nvfp4_values(packed, scale):
-    """Return what packed E2M1 ``[ROWS, D / 2]`` with E4M3 scales ``[ROWS, D / 16]`` stand for, fp32 ``[ROWS, D]``."""
+    """Dequantize packed E2M1 ``[ROWS, D / 2]`` with E4M3 scales ``[ROWS, D / 16]`` to fp32 ``[ROWS, D]``."""
     ROWS: tl.constexpr = packed.shape[0]
     BLOCKS: tl.constexpr = scale.shape[1]
     code = tl.reshape(tl.join(packed & 15, packed >> 4), [ROWS, BLOCKS, 16]).to(tl.int32)
     step = code & 7
-    # From 2 on, codes count the exponent and the mantissa bit of fp32 from those of 1.
+    # From 2 up, codes count the exponent and the first mantissa bit of fp32, starting at 1.0.
     large = ((step + 252) << 22).to(tl.float32, bitcast=True)
     magnitude = tl.where(step < 2, step.to(tl.float32) * 0.5, large)
     values = tl.where(code < 8, magnitude, -magnitude) * scale.to(tl.float32)[:, :, None]
@@ -138,7 +139,7 @@ def score(
 ):  # fmt: skip
     """Multiply queries ``[BM, D]`` and keys ``[BN, D]``; fp32 ``[BM, BN]``, int32 for the form ``int8``."""
     if FORM == "packed" and IS_INTERPRETED and K_FORMAT == "nvfp4":
-        # The interpreter takes every block scale for E8M0.
+        # The interpreter reads every block scale as E8M0.
         s = dot(_nvfp4_values(q, q_scale), tl.trans(_nvfp4_values(k, k_scale)))
     elif FORM == "packed":
         Q_ELEMENT: tl.constexpr = "e4m3" if Q_FORMAT == "mxfp8" else "e2m1"
@@ -214,7 +215,7 @@ def logits(
 
 @triton.jit
 def attend(acc, l_i, m_i, s, scale, v, IS_SCALED: tl.constexpr, VALUE_FORM: tl.constexpr, IS_PV_FP8: tl.constexpr):
-    """Take a block of scores ``[BM, BN]`` and values ``[BN, DV]`` into the online softmax and the output ``[BM, DV]``.
+    """Update the online softmax and the output ``[BM, DV]`` with scores ``[BM, BN]`` and values ``[BN, DV]``.
 
     ``scale`` ``[BM]`` converts scores to base-2 logits; if ``IS_SCALED``, they are logits already. With FP8
     probabilities in low tiles, all probabilities are scaled by 2^8, which fits E4M3's range; those of 16-bit values are
@@ -225,13 +226,13 @@ def attend(acc, l_i, m_i, s, scale, v, IS_SCALED: tl.constexpr, VALUE_FORM: tl.c
         m_new = tl.maximum(m_i, tl.max(s, 1))
         p = tl.math.exp2(s + (EXPONENT - m_new)[:, None])
     else:
-        # Of integers Hopper takes the larger of three at a time: 746 against 809 microseconds at 8K.
+        # Hopper has a three-input maximum for integers: 746 us instead of 809 us at 8K.
         m_new = tl.maximum(m_i, tl.max(s, 1).to(tl.float32) * scale)
         p = tl.math.exp2(s.to(tl.float32) * scale[:, None] + (EXPONENT - m_new)[:, None])
     alpha = tl.math.exp2(m_i - m_new)
     l_i = l_i * alpha + tl.sum(p, 1)
     if VALUE_FORM == "e4m3":
-        # A fresh accumulator for each block: Hopper's FP8 units add up in fewer bits than fp32.
+        # A fresh accumulator per block: Hopper's FP8 MMAs accumulate in fewer bits than fp32.
         acc = acc * alpha[:, None] + dot(to_e4m3(permute_keys(p)), v)
     else:
         if IS_PV_FP8 and VALUE_FORM == "dequantized":

@@ -35,8 +35,8 @@ def load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len):
     """Return the visible keys of a batch row, and where tile-padded storage begins.
 
     Returns:
-        Index of the first visible key, of the one after the last, and of the key in row 0 of tile-padded storage (0 or
-        negative: key 0 may lie inside its tile).
+        Index of the first visible key, index after the last one, and key index of row 0 of tile-padded storage. The
+        third is 0 or negative, because key 0 may lie inside its tile.
     """
     if seq_info_ptr is not None:
         k_start = tl.load(seq_info_ptr + i_b * 4 + 1)
@@ -69,7 +69,7 @@ def transform(
     x, rows, first, last, mean, HAS_MEAN: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
-    """Return visible keys ``[ROWS, BLOCK_D]`` as low tiles quantize them: less ``mean`` ``[BLOCK_D]``, then rotated."""
+    """Transform visible keys ``[ROWS, BLOCK_D]`` for low tiles: subtract ``mean`` ``[BLOCK_D]``, then rotate."""
     if HAS_MEAN:
         m_row = (rows >= first) & (rows < last)
         x = tl.where(m_row[:, None], x - mean[None, :], 0.0)

@@ -1,1 +1,1 @@
-"""Formats, quantization, transforms, the recipe and where its tiles lie: torch alone."""
+"""Formats, quantization, transforms, the recipe and its tile geometry, in pure torch."""

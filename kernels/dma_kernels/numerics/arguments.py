@@ -1,4 +1,4 @@
-"""Checks of the arguments of attention, over keys and over a cache.
+"""Argument checks for attention, with and without a cache.
 
 Each takes tensors or their layouts (:class:`~dma_kernels.numerics.layout.TensorLayout`).
 """
@@ -23,7 +23,7 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 1, 256
 
 
 def is_int(value: Any) -> TypeGuard[int]:
-    """Whether a value is an integer, also one that a compiler stands in for; a bool is none."""
+    """Whether a value is an integer, possibly a compiler's symbolic one, and not a bool."""
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
@@ -34,11 +34,12 @@ def is_integer(tensor: Any) -> bool:
 
 
 def check_options(*, is_causal: Any, window: Any, scale: Any, softcap: Any) -> None:
-    """Check the options that are no tensors.
+    """Check the options that are not tensors.
 
     Raises:
-        TypeError: ``is_causal`` is no bool, or ``scale`` or ``softcap`` neither ``None`` nor a number.
-        ValueError: One of these is not positive and finite, or ``window`` neither ``None`` nor an integer from 1 on.
+        TypeError: ``is_causal`` is not a bool, or ``scale`` or ``softcap`` is neither ``None`` nor a number.
+        ValueError: ``scale`` or ``softcap`` is not positive and finite, or ``window`` is neither ``None`` nor an
+            integer of at least 1.
     """
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be true or false, got {is_causal!r}")
@@ -51,7 +52,7 @@ def check_options(*, is_causal: Any, window: Any, scale: Any, softcap: Any) -> N
 
 
 def check_kind(name: str, tensor: Any, other: Any, whose: str = "query") -> None:
-    """Check that an argument is a tensor on the device of another one, which ``whose`` names.
+    """Check that an argument is a tensor on the device of ``other``, which messages call ``whose``.
 
     Raises:
         TypeError: It is not a tensor.
@@ -67,7 +68,7 @@ def check_sinks(sinks: Any, query: Any) -> None:
     """Check the sink logits of queries ``[B, Hq, T, D]``.
 
     Raises:
-        TypeError: They are no floating-point tensor.
+        TypeError: They are not a floating-point tensor.
         ValueError: They are not ``[Hq]``, or on another device.
     """
     check_kind("sinks", sinks, query)
@@ -82,7 +83,7 @@ def check_mask(mask: Any, query: Any, columns: int | None) -> None:
 
     Raises:
         TypeError: It is not a boolean tensor.
-        ValueError: It does not broadcast to ``[B, Hq, T, columns]``, of any columns where these are ``None``; or it is
+        ValueError: It does not broadcast to ``[B, Hq, T, columns]``, with any number of columns for ``None``; or it is
             on another device.
     """
     check_kind("mask", mask, query)
@@ -95,7 +96,7 @@ def check_mask(mask: Any, query: Any, columns: int | None) -> None:
 
 
 def of_four_dimensions(mask: Any) -> Any:
-    """Return a mask, or its layout, with leading dimensions of size 1, four in all."""
+    """Prepend dimensions of size 1 to a mask, or to its layout, to make four."""
     if mask is None or mask.ndim == 4:
         return mask
     missing = 4 - mask.ndim
@@ -106,11 +107,11 @@ def of_four_dimensions(mask: Any) -> Any:
 
 
 def check_call(call: AttentionCall) -> None:
-    """Check everything that a call's layouts and offsets say.
+    """Check the layouts and offsets of a call.
 
     Raises:
         ValueError: A shape, a head dimension or an offset is invalid, or a tensor is on another device.
-        TypeError: An argument is not a tensor, or has another dtype.
+        TypeError: An argument is not a tensor, or has the wrong dtype.
     """
     query, key, kv_range, q_offset, kv_offset = call.query, call.key, call.kv_range, call.q_offset, call.kv_offset
     _check_query_key_value(query, key, call.value)

@@ -15,8 +15,8 @@ from .recipe import Recipe
 class AttentionCall(NamedTuple):
     """The arguments of :func:`dma_kernels.attention`, which describes them.
 
-    With layouts in place of tensors (:meth:`layouts`) it is the key of the call's plan. ``needs_lse`` says whether the
-    logarithms of the denominators are returned.
+    With layouts in place of tensors (:meth:`layouts`), it is the key of the call's plan. ``needs_lse`` says whether to
+    return the log-sum-exp.
     """
 
     query: Any
@@ -42,7 +42,7 @@ class AttentionCall(NamedTuple):
         for i in _TENSORS:
             if fields[i] is not None and not isinstance(fields[i], int):
                 fields[i] = TensorLayout.of(fields[i])
-        return tuple.__new__(AttentionCall, fields)  # every call does this: without the constructor, which is Python
+        return tuple.__new__(AttentionCall, fields)  # hot path: the constructor is Python code
 
     @property
     def score_scale(self) -> float:
@@ -67,7 +67,7 @@ class AttentionCall(NamedTuple):
         return self.q_offset is not None and not is_int(self.q_offset)
 
     def seq_info(self) -> Tensor | None:
-        """Return what :class:`~dma_kernels.numerics.geometry.AttentionGeometry` holds of each batch row, if it does."""
+        """Return ``AttentionGeometry.seq_info``; ``None`` if nothing is read on the device."""
         if not self.has_seq_info:
             return None
         kv_len = self.key.shape[2]
@@ -75,7 +75,7 @@ class AttentionCall(NamedTuple):
         info[:, 0], info[:, 1] = self.first_query, self.kv_offset
         info[:, 2], info[:, 3] = 0, kv_len
         if self.kv_range is not None:
-            info[:, 2:] = self.kv_range.long().clamp(0, kv_len)  # before it is cut to 32 bits
+            info[:, 2:] = self.kv_range.long().clamp(0, kv_len)  # clamp before narrowing to 32 bits
         return info
 
 

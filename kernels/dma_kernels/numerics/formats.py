@@ -1,14 +1,14 @@
 """Number formats: all constants and packing layouts of the project.
 
-The element formats and the block formats follow the OCP Microscaling Formats (MX) specification v1.0 (sections 5 and
-6) and, for NVFP4, NVIDIA's description of the Blackwell data type: E2M1 elements, one E4M3 scale for each 16 of them,
-and one fp32 global scale.
+Element and block formats follow the OCP Microscaling Formats (MX) specification v1.0, sections 5 and 6. NVFP4 follows
+NVIDIA's description of the Blackwell data type: E2M1 elements, one E4M3 scale per 16 elements, and one fp32 global
+scale.
 
 Conventions
     * A tensor of keys or queries is ``[..., T, D]``: tokens, then channels of the head dimension. Blocks lie along
       ``D``. A ``D`` that is not a multiple of the block size is padded with zeros, which do not affect block maxima.
       Any number of tokens is valid, including 0.
-    * **E2M1 packing**: two codes in a byte, the even channel in the low nibble, so ``[..., T, D]`` becomes uint8
+    * **E2M1 packing**: two codes per byte, the even channel in the low nibble, so ``[..., T, D]`` becomes uint8
       ``[..., T, D / 2]``. A code is ``sign << 3 | magnitude``, the magnitude indexing :data:`E2M1_MAGNITUDES`.
     * **Scales** are ``[..., T, D / block]``: for MX formats the uint8 code of an E8M0 number (``2 ** (code - 127)``,
       255 is NaN), for NVFP4 ``float8_e4m3fn``.
@@ -16,7 +16,7 @@ Conventions
 
 Special values
     * A block of zeros has the E8M0 code 0 (NVFP4: the smallest positive E4M3) and dequantizes to zeros.
-    * A block that holds an infinity or a NaN has the scale NaN: all of it dequantizes to NaN, so that a broken
+    * A block that holds an infinity or a NaN has the scale NaN, and all of it dequantizes to NaN. So a broken
       activation shows in the output, as in full precision. If blocks share a scale, all of them become NaN. NVFP4's
       global scale ignores such blocks. The elements of a broken block have the code 0, in E4M3 a NaN.
     * fp32 subnormals are treated like other values. The scale exponent is at least -127.
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 TILE = 128
-"""Positions of a tile. The rule defines it, independently of the block sizes of kernels."""
+"""Positions per tile. Part of the rule, and independent of the block sizes of kernels."""
 MAX_POSITION = 1 << 30
 """Largest magnitude of an offset, so that positions fit in int32."""
 MAX_BAND_TILES = 1 << 20
@@ -47,7 +47,7 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
 E2M1_SECOND = 4.0
 SEARCH_MARGIN = 1.0 - 2.0**-10
-"""A second scale wins if its loss is below this times the first's: numbers of a few bits often draw, to rounding."""
+"""A second scale wins if its loss is below this times the first's: with few bits, losses often tie up to rounding."""
 E4M3_MAX = 448.0
 E4M3_SMALLEST = 2.0**-9
 MXINT8_UNIT = 2.0**-6
@@ -58,7 +58,7 @@ P_SCALE = 256.0
 
 
 def padded_channels(channels: int) -> int:
-    """Return the channels of a tile in registers: a power of two, and a whole block of every format."""
+    """Return the channels of a tile in registers: a power of two, and a multiple of every block size."""
     return max(32, 1 << (channels - 1).bit_length())
 
 
@@ -110,7 +110,7 @@ FIRST_VALUES = ElementFormat("E4M3 with room for later values", emax=3, max_valu
 """Target format of the first tile's values with ``pv = "fp8"``: their largest is scaled into [8, 16). Later values may
 be 28 times as large. More headroom would cost small values precision."""
 SMALLEST_CHANNEL = 2.0**-5
-"""Smallest magnitude of a value channel that its scale assumes, as a share of the largest of the head."""
+"""Lower bound on the magnitude that a value channel's scale assumes, relative to the head's largest magnitude."""
 FIRST_KEYS_ROOM = 32.0
 """Headroom of NVFP4 keys: the largest block may be this many times as large as those of the first tile."""
 INT8 = ElementFormat("INT8", emax=0, max_value=MXINT8_MAX_CODE * MXINT8_UNIT, bits=8)
@@ -146,7 +146,7 @@ NVFP4 = BlockFormat("nvfp4", E2M1, 16, ScaleFormat.E4M3)
 BLOCK_FORMATS = {f.name: f for f in (MXFP4, MXFP8, MXINT8, NVFP4)}
 """Block formats by name."""
 UNQUANTIZED = "bf16"
-"""Means no quantization: the tensor keeps the model's dtype, also if that is fp16 or fp32."""
+"""No quantization: the tensor keeps the model's dtype, even if that is fp16 or fp32."""
 FORMAT_NAMES = (UNQUANTIZED, *BLOCK_FORMATS)
 """Names of all formats."""
 

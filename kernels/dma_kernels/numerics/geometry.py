@@ -1,4 +1,4 @@
-"""Positions and visibility of one call, as every backend is told of them."""
+"""Positions and visibility of one call, for every backend."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from .formats import MAX_POSITION, TILE
 
 LOG2_E = math.log2(math.e)
 SKIP_BLOCK = 64
-"""Query positions that decide together whether a low tile is skipped."""
+"""Query positions that share one decision to skip a low tile."""
 _HUGE_WINDOW = 1 << 29
-"""Windows from here on are compared with the range of positions; smaller ones cannot overflow int32."""
+"""Windows of at least this size are compared with the range of positions; smaller ones cannot overflow int32."""
 
 
 @dataclass(frozen=True)
 class AttentionGeometry:
     """Positions of a call's queries and keys, and which keys a query attends to; see :func:`dma_kernels.attention`.
 
-    Positions are counted from the first key that a batch row may see, so that a left-padded row is computed as it
-    would be alone.
+    Position 0 is that of the first key that a batch row may see, so left padding does not change a row's result.
     """
 
-    kv_len: int  # keys as the caller counts them
-    q_offset: int  # position of query 0, where ``seq_info`` is ``None``
+    kv_len: int  # number of keys, including invisible ones
+    q_offset: int  # position of query 0, if ``seq_info`` is ``None``
     kv_offset: int  # position of key 0, likewise; negative where the row is left-padded
-    # int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the index of the first visible key and
-    # that of the one past the last
+    # int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the index of the first visible key, and
+    # the index after the last
     seq_info: Tensor | None
     is_causal: bool  # whether a query attends to no key after its own position
     window: int | None = None  # sliding window
@@ -45,7 +44,7 @@ class AttentionGeometry:
         q_offset, kv_offset = (0, 0) if call.has_seq_info else (call.first_query, call.kv_offset)
         window = call.window
         if window is not None and window >= _HUGE_WINDOW:
-            # Kernels compute in int32, so a window that hides nothing must go.
+            # Kernels compute in int32, so drop a window that hides nothing.
             reach = MAX_POSITION
             if not call.has_seq_info:
                 before, after = q_offset + q_len - 1 - kv_offset, kv_offset + kv_len - 1 - q_offset
@@ -55,7 +54,7 @@ class AttentionGeometry:
         return cls(kv_len, q_offset, kv_offset, seq_info, call.is_causal, window, mask)
 
     def batch_info(self, batch: int, device: torch.device) -> Tensor:
-        """Return ``seq_info`` as int64 ``[B, 4]``, also where batch rows do not differ."""
+        """Return ``seq_info`` as int64 ``[B, 4]``, even if batch rows do not differ."""
         if self.seq_info is not None:
             return self.seq_info.long()
         return torch.tensor([[self.q_offset, self.kv_offset, 0, self.kv_len]], device=device).expand(batch, 4)
@@ -74,10 +73,10 @@ class AttentionGeometry:
         return replace(self, seq_info=None if self.seq_info is None else self.seq_info[rows], mask=mask)
 
     def trimmed(self) -> tuple[slice, AttentionGeometry]:
-        """Drop the keys at both ends that are invisible to the whole batch, such as a cache's free tail.
+        """Drop the keys at both ends that are invisible to the whole batch, such as the unused end of a cache.
 
         Returns:
-            The slice of key indices that stay, and the geometry of the keys in it.
+            The slice of remaining key indices, and the geometry of these keys.
         """
         keys = slice(0, self.kv_len)
         if self.seq_info is None:
@@ -89,19 +88,19 @@ class AttentionGeometry:
         return keys, replace(self, kv_len=keys.stop - keys.start, seq_info=self.seq_info + shift, mask=mask)
 
     def query_blocks(self, q_len: int, size: int, alignment: int) -> int:
-        """Return the blocks of ``size`` query positions of a head; the first begins at a multiple of ``alignment``."""
-        # Where offsets are read on the device, query 0 may be the last of an aligned block.
+        """Return the number of blocks of ``size`` queries per head; the first begins at a multiple of ``alignment``."""
+        # If offsets are read on the device, query 0 may be the last of an aligned block.
         before = alignment - 1 if self.seq_info is not None else self.q_offset % alignment
         return -(-(before + q_len) // size)
 
     def low_tiles(self, q_len: int, diagonal_tiles: int, sink_tiles: int) -> range | None:
-        """Return the tiles from the first to the last that a query may see as a low one, counted from that of key 0.
+        """Return the range of tiles that are low for some query, counted from the tile of key 0.
 
-        A window is that of whole tiles of queries: a kernel's blocks lie in one tile, and may hold queries before the
-        first and after the last.
+        Queries are rounded out to whole tiles for the window: a kernel's block lies in one tile, and may extend before
+        the first query and after the last.
 
         Returns:
-            The tiles; ``None``, for all of them, where only the device knows where batch rows stand.
+            The tiles; ``None`` for all of them, if offsets are read on the device.
         """
         if self.seq_info is not None:
             return None

@@ -1,4 +1,4 @@
-"""Layouts of tensors: what a call may be planned by."""
+"""Tensor layouts, which launch plans depend on."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, Self
 import torch
 
 ALIGNMENT = 16
-"""Triton compiles other code for pointers (in bytes) and integers that this divides."""
+"""Triton specializes on pointers (in bytes) and integers that are multiples of this."""
 
 
 class TensorLayout(NamedTuple):
-    """All of a tensor that decides what is launched: everything except its contents and its address."""
+    """Everything about a tensor except its contents and address; decides what is launched."""
 
     shape: torch.Size
     strides: tuple[int, ...]  # in elements
@@ -23,7 +23,7 @@ class TensorLayout(NamedTuple):
     @classmethod
     def of(cls, tensor: Any) -> Self:
         """Return the layout of a tensor."""
-        # Without the constructor of named tuples, which is Python: every call makes three layouts.
+        # Hot path, three layouts per call: the constructor of named tuples is Python code.
         fields = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT)
         return tuple.__new__(cls, fields)
 
@@ -52,7 +52,7 @@ class TensorLayout(NamedTuple):
 
 
 def layout_of(tensor: Any) -> TensorLayout | None:
-    """Return the layout of a tensor that may be missing."""
+    """Return the layout of a tensor; ``None`` for a missing one."""
     return None if tensor is None else TensorLayout.of(tensor)
 
 

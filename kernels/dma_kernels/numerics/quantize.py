@@ -158,9 +158,9 @@ def quantize(
 def e8m0_scale(amax: Tensor, element: ElementFormat, rounding: str = ScaleRounding.CEIL) -> Tensor:
     """Return the uint8 E8M0 code of the scale for blocks with the fp32 largest magnitudes ``amax``, any shape.
 
-    The code stays in 0..254: an ``amax`` near the end of fp32 can saturate INT8, whose scale would have to be
-    ``2 ** 128``, and a subnormal one, whose bits are read like those of a normal number, can get the code 1 where 0
-    would do.
+    The code stays in 0..254. An ``amax`` near the top of fp32 can saturate INT8, whose scale would have to be
+    ``2 ** 128``. The bits of a subnormal one are read like those of a normal number, and can give the code 1 instead
+    of 0.
     """
     bits = amax.float().view(torch.int32)
     exponent = (bits >> FP32_MANTISSA_BITS) & FP32_EXPONENT_SPECIAL  # a NaN may have a sign
@@ -181,9 +181,9 @@ def e8m0_to_float(code: Tensor) -> Tensor:
 def nvfp4_global_scale(amax: Tensor, largest: float = E2M1_MAX) -> Tensor:
     """Return NVFP4's fp32 scale for heads with the largest magnitudes ``amax``: a power of two.
 
-    The smallest power of two with which no block scale overflows E4M3. NVIDIA's choice is ``amax / (6 * 448)`` itself;
-    a power of two costs less than one of E4M3's 15 binades and makes the quantized values independent of it: a longer
-    context with a larger maximum leaves the earlier keys as they were, so decode and prefill see the same numbers.
+    The smallest power of two with which no block scale overflows E4M3. NVIDIA's choice is ``amax / (6 * 448)`` itself.
+    A power of two costs less than one of E4M3's 15 binades, and quantized values do not depend on it. So a longer
+    context with a larger maximum leaves earlier keys unchanged, and decode and prefill see the same numbers.
 
     Args:
         amax: fp32, any shape.
@@ -197,17 +197,16 @@ def nvfp4_global_scale(amax: Tensor, largest: float = E2M1_MAX) -> Tensor:
 def nvfp4_key_scale(key: Tensor, rounding: str, visible: Tensor | None = None) -> Tensor:
     """Return NVFP4's fp32 scale for the transformed keys of each head: a power of two, from the first tile.
 
-    It places the largest block scale there below 14 of E4M3's 448: later keys have room to be 32 times as large, and
-    blocks that are a hundredth as large keep all bits of their scale. Like the mean key it is known before there is a
-    low tile.
+    It maps the largest block scale there below 14, of E4M3's 448. So later keys may be 32 times as large, and blocks a
+    hundredth as large keep all bits of their scale. Like the mean key, it is known before the first low tile.
 
     Args:
         key: ``[B, H, T, D]``, transformed.
-        rounding: Of the scales.
-        visible: Boolean ``[B, T]``: the keys that count; all where it is ``None``. The first 128 of them are read.
+        rounding: Rounding of the scales.
+        visible: Visible keys, boolean ``[B, T]``; all by default. The first 128 of them are read.
 
     Returns:
-        fp32 ``[B, H, 1, 1]``; for a head without a finite number other than 0 there, as if the largest were 1.
+        fp32 ``[B, H, 1, 1]``. A head without finite nonzero numbers there gets the scale for a largest number of 1.
     """
     amax = _first_magnitudes(key, visible).amax((-2, -1), keepdim=True)
     largest = E2M1_SECOND if ScaleRounding(rounding) is ScaleRounding.SEARCH else E2M1_MAX
@@ -217,17 +216,17 @@ def nvfp4_key_scale(key: Tensor, rounding: str, visible: Tensor | None = None) -
 def value_scale(value: Tensor, visible: Tensor | None = None) -> Tensor:
     """Return the scale of ``pv = "fp8"``: a power of two for each batch row, kv head and channel, from the first tile.
 
-    It places the largest magnitude of a channel there in [8, 16) of E4M3's 448: a later value has room to be 28 times
-    as large before it saturates, and one a thousandth as large keeps all its bits. The scale is known before there is a
-    low tile, as the mean key is, and a longer context does not move it. A channel that says little in the first tile is
-    scaled as if it held a thirty-second of the head's largest magnitude.
+    It maps the largest magnitude of a channel there to [8, 16), of E4M3's 448. So a later value may be 28 times as
+    large before it saturates, and one a thousandth as large keeps all its bits. Like the mean key, the scale is known
+    before the first low tile, and a longer context does not change it. A channel's magnitude counts as at least a 32nd
+    of the head's largest one there.
 
     Args:
         value: ``[B, H, T, D]``.
-        visible: Boolean ``[B, T]``: the tokens that count; all where it is ``None``. The first 128 of them are read.
+        visible: Visible tokens, boolean ``[B, T]``; all by default. The first 128 of them are read.
 
     Returns:
-        fp32 ``[B, H, 1, D]``, at least ``2 ** -126``; 1/8 for a head without a finite number other than 0 there.
+        fp32 ``[B, H, 1, D]``, at least ``2 ** -126``; 1/8 for a head without finite nonzero numbers there.
     """
     channel = _first_magnitudes(value, visible).amax(-2, keepdim=True)
     head = channel.amax(-1, keepdim=True)
@@ -244,7 +243,7 @@ def values_to_e4m3(value: Tensor, scale: Tensor) -> Tensor:
 def to_e4m3(x: Tensor) -> Tensor:
     """Cast to E4M3, nearest-even and saturating; NaN stays NaN. fp64 is rounded to fp32 first.
 
-    Torch itself saturates only from 2.12 on; before, it makes a NaN of what is beyond 464.
+    Before 2.12, torch itself converts magnitudes above 464 to NaN instead of saturating.
     """
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
@@ -279,7 +278,7 @@ def e2m1_decode(codes: Tensor) -> Tensor:
 
 
 def _first_magnitudes(x: Tensor, visible: Tensor | None) -> Tensor:
-    """Return the finite magnitudes of the first 128 visible tokens of ``[B, H, T, D]``, and zeros, in fp32."""
+    """Return fp32 magnitudes of the first 128 visible tokens of ``[B, H, T, D]``; 0 for non-finite numbers."""
     magnitude = x.float().abs().nan_to_num(nan=0.0, posinf=0.0)
     if visible is None:
         magnitude = magnitude[..., :TILE, :]
@@ -314,7 +313,7 @@ def _share_amax(amax: Tensor, shared: SharedScale, tile_offset: int | Tensor) ->
                 f"got shape {list(tile_offset.shape)}"
             )
         tile_offset = tile_offset.long().view(-1, *[1] * (row.ndim - 2))  # [B, 1..]
-    # Rows from the start of the first row's tile on; its own number does not matter.
+    # Row indices relative to the start of the first row's tile.
     index = (torch.arange(length, device=row.device) + tile_offset % TILE).div(TILE, rounding_mode="floor")
     index = index.expand(row.shape[:-1])[..., None]
     most_tiles = (length + TILE - 2) // TILE + 1
@@ -323,7 +322,7 @@ def _share_amax(amax: Tensor, shared: SharedScale, tile_offset: int | Tensor) ->
 
 
 def _loss(scaled: Tensor, element: ElementFormat) -> Tensor:
-    """Return the sum of absolute errors of each block ``[..., n]``, neighbours first, so that it is one to the bit."""
+    """Return the sum of absolute errors of each block ``[..., n]``, added pairwise, so that its bits are defined."""
     encode, decode = _ELEMENT_CODECS[element]
     error = (scaled - _split(decode(encode(scaled.flatten(-2))), scaled.shape[-1])).abs()
     while error.shape[-1] > 1:
@@ -333,7 +332,7 @@ def _loss(scaled: Tensor, element: ElementFormat) -> Tensor:
 
 def _nvfp4_block_scale(amax: Tensor, global_scale: Tensor, largest: float) -> Tensor:
     """Return the E4M3 scale that takes ``amax`` to the E2M1 number ``largest``."""
-    # NaN is put back by hand: a clamp to E4M3's range would hide an infinite block.
+    # Restore NaN explicitly: the clamp to E4M3's range would hide an infinite block.
     scale = (amax / global_scale / largest).clamp(E4M3_SMALLEST, E4M3_MAX)
     return torch.where(amax.isfinite(), scale, torch.nan).to(torch.float8_e4m3fn)
 
@@ -347,4 +346,4 @@ _ELEMENT_CODECS: dict[ElementFormat, tuple[Callable[[Tensor], Tensor], Callable[
     E4M3: (to_e4m3, Tensor.float),
     INT8: (_encode_int8, lambda data: data.float() * MXINT8_UNIT),
 }
-"""How numbers scaled to an element format become stored elements ``[..., D']``, and these fp32 numbers again."""
+"""Functions that encode numbers, scaled to an element format, as stored elements ``[..., D']``, and decode to fp32."""

@@ -32,10 +32,10 @@ class Recipe:
         rotate: Multiply queries and keys by one orthonormal Hadamard matrix. Values stay unchanged.
         pv: Format of probabilities and values in low tiles: ``bf16`` (the model's dtype) or ``fp8`` (both in E4M3). In
             high tiles they are always in the model's dtype.
-        skip_threshold: Threshold in nats for skipping low tiles, above 0. A block of 64 query positions skips a tile
-            under one condition, which each of its rows must meet: the tile's largest visible logit is more than the
-            threshold below the row's largest visible logit in high tiles. Incomplete blocks skip nothing. ``None``
-            disables skipping.
+        skip_threshold: Threshold in nats, above 0, for skipping low tiles; ``None`` disables skipping. Each row of a
+            block of 64 query positions compares a tile's largest visible logit with its largest visible logit in high
+            tiles. If it is lower by more than the threshold in every row, the block skips the tile. Incomplete blocks
+            skip nothing.
 
     Raises:
         ValueError: A field has an invalid value. The message names the field and the valid values.
@@ -91,7 +91,7 @@ class Recipe:
 
     @property
     def query_shared_scale(self) -> str:
-        """``shared_scale`` of queries in low tiles: where the keys of a tile share one, each query has its own."""
+        """``shared_scale`` of queries in low tiles: if the keys of a tile share a scale, each query has its own."""
         return str(SharedScale.BLOCK if self.shared_scale == SharedScale.BLOCK else SharedScale.ROW)
 
     @property

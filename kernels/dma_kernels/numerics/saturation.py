@@ -1,4 +1,4 @@
-"""Values that are too large for ``pv = "fp8"``: they are counted during quantization and trigger one warning.
+"""Values that are too large for ``pv = "fp8"``: quantization counts them, and they trigger one warning.
 
 The scale of a channel comes from the first 128 tokens, so that it does not depend on the length. Later values may be 28
 times as large. Larger ones saturate.
@@ -20,14 +20,14 @@ _LARGEST = 0x7E
 def saturation_counter() -> Tensor:
     """Return the counter of this process, int64 ``[1]``, in host memory that CUDA kernels can write to.
 
-    The host reads it without waiting for kernels that still run.
+    The host reads it without waiting for running kernels.
     """
     with torch.inference_mode(False):
         return torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())
 
 
 def count_saturated(coded: Tensor) -> None:
-    """Add the number of E4M3 values at the end of the range to the counter, and warn; waits for the device."""
+    """Add the number of E4M3 values of magnitude 448 to the counter, and warn; synchronizes with the device."""
     saturation_counter().add_(int(((coded.view(torch.uint8) & 0x7F) == _LARGEST).sum()))
     warn_if_saturated()
 
@@ -35,7 +35,7 @@ def count_saturated(coded: Tensor) -> None:
 def saturated_values() -> int:
     """Return how many values ``pv = "fp8"`` has saturated in this process, in all finished kernels.
 
-    A value that is quantized in several calls counts in each. Counts of several GPUs at once are approximate.
+    A value counts once per call that quantizes it. With several GPUs at once, counts are approximate.
     """
     return int(saturation_counter().item())
 

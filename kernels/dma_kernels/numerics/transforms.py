@@ -1,7 +1,7 @@
 """Transforms of queries and keys that reduce quantization errors. In exact arithmetic they do not change the result.
 
-Both are defined bit by bit, so that kernels can be compared with them. The Hadamard butterflies run from the smallest
-stride to the largest in fp32. The mean key is rounded to bfloat16, which hides the order of its sum.
+Both are defined to the bit, so that kernels can be compared with them. The Hadamard butterflies run in fp32, from the
+smallest stride to the largest. The mean key is rounded to bfloat16, which hides the order of summation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Reference attention in torch: the specification that every kernel is held against, and the CPU backend.
+"""Reference attention in torch: the specification that every kernel is tested against, and the CPU backend.
 
-It follows the rule word for word and favours clarity over speed, but works in blocks of query rows, so that memory
-grows linearly with the sequence length.
+It favors clarity over speed, but works in blocks of query rows, so that memory grows linearly with the sequence length.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SCORE_BYTES = 64 << 20
 """Target size of one block of fp32 scores; it sets the number of query rows in a block."""
 
 EXACT = Recipe(low=UNQUANTIZED, high=UNQUANTIZED)
-"""What nothing is rounded under: keys of a cache have their precision already, and rounding has no gradient."""
+"""Recipe without rounding, for the gradient."""
 
 _HighPart = tuple[slice, Tensor]
 """Columns, and which pairs of query and key in them are high, boolean ``[B, 1, 1, R, C]``."""
@@ -34,12 +33,12 @@ _HighPart = tuple[slice, Tensor]
 
 @dataclass(frozen=True)
 class _Problem:
-    """A call, as all blocks of its query rows see it."""
+    """The state of a call that all blocks of query rows share."""
 
     operands: PreparedOperands  # queries, keys and values
     geometry: AttentionGeometry  # positions and visibility
     recipe: Recipe  # for its band
-    dtype: torch.dtype  # what probabilities are rounded to, except those of E4M3 values
+    dtype: torch.dtype  # dtype of probabilities, except those of E4M3 values
 
     @functools.cached_property
     def offsets(self) -> Tensor:
@@ -81,7 +80,7 @@ def attention_reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _prepare(call: AttentionCall, recipe: Recipe) -> tuple[PreparedOperands, AttentionGeometry, slice]:
-    """Return the operands without the keys that are invisible to the whole batch, their geometry, and the others."""
+    """Return the operands and the geometry of the keys that some batch row sees, and the slice of these keys."""
     keys, geometry = AttentionGeometry.of(call, call.seq_info()).trimmed()
     operands = prepare_operands(
         call.query,
@@ -105,13 +104,13 @@ def attend_prepared(
     sinks: Tensor | None = None,
     tile_counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of operands that are in their precisions already.
+    """Compute attention of operands that already have their precisions.
 
     Args:
-        operands: Queries, keys and values. What no query may see must be finite.
+        operands: Queries, keys and values. Invisible ones must be finite.
         geometry: Visibility and positions.
         recipe: Its band, ``pv`` and ``skip_threshold``.
-        dtype: Of the output, and of the probabilities that are not in E4M3.
+        dtype: Dtype of the output, and of probabilities that are not in E4M3.
         scale: Scale of the scores.
         softcap: Softcap of the scores, applied after ``scale``.
         sinks: Sink logits ``[Hq]``.
@@ -157,19 +156,18 @@ def attend_prepared(
 
 
 def attention_gradient(grad_out: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute the gradient of attention straight through the rounding (arXiv 1308.3432).
+    """Compute the gradient of attention with a straight-through estimator (arXiv 1308.3432).
 
-    Rounding has a gradient of 0 almost everywhere. So what is differentiated is the attention that a recipe
-    approximates, in fp32 (fp64 for fp64), at the tensors as they were given: exact where nothing is quantized or
-    skipped.
+    Rounding has a gradient of 0 almost everywhere. So this differentiates the exact attention that a recipe
+    approximates, in fp32 (fp64 for fp64), at the unquantized inputs. It is exact if nothing is quantized or skipped.
 
     Args:
         grad_out: Gradient of the output, ``[B, Hq, Tq, Dv]``.
         call: The call; its recipe does not matter.
 
     Returns:
-        The gradients of ``query``, ``key``, ``value`` and ``sinks`` in the dtypes of these, contiguous; 0 of keys that
-        no query sees.
+        The gradients of ``query``, ``key``, ``value`` and ``sinks`` in their dtypes, contiguous; 0 for keys that no
+        query sees.
     """
     scale, softcap, sinks = call.score_scale, call.softcap, call.sinks
     operands, geometry, keys = _prepare(call, EXACT)
@@ -218,11 +216,11 @@ def attention_gradient(grad_out: Tensor, call: AttentionCall) -> tuple[Tensor, T
 def _blocks(problem: _Problem, *, skips: bool = False) -> Iterator[tuple[slice, slice, list[_HighPart], Tensor | None]]:
     """Yield blocks of query rows: the rows, the columns that they see, which of these are high, and the mask.
 
-    Where tiles may be skipped, blocks end at multiples of 64 positions; batch rows are aligned.
+    If tiles may be skipped, blocks end at multiples of 64 positions; batch rows are aligned.
     """
     batch, q_heads, q_len, _ = problem.operands.q_high.shape
     rows = max(16, SCORE_BYTES // max(1, batch * q_heads * problem.geometry.kv_len * 4))
-    before = 0  # rows of the first block of 64 that the call does not hold
+    before = 0  # rows of the first block of 64 before query 0
     if skips:
         rows, before = max(rows // SKIP_BLOCK, 1) * SKIP_BLOCK, problem.host_offsets[0][0] % SKIP_BLOCK
     for start in range(-before, q_len, rows):
@@ -257,7 +255,7 @@ def _visible_columns(problem: _Problem, block: slice) -> slice:
 
 
 def _scores(problem: _Problem, block: slice, columns: slice, high: list[_HighPart]) -> Tensor:
-    """Return unscaled scores ``[B, Hkv, G, R, C]``: low everywhere, then high where the rule says so."""
+    """Return unscaled scores ``[B, Hkv, G, R, C]``: low everywhere, replaced by high ones where the rule says so."""
     operands = problem.operands
     scores = _product(operands.q_low[:, :, block], operands.k_low[:, :, columns])
     for part, is_high in high:
@@ -330,13 +328,13 @@ def _masked(problem: _Problem, block: slice, columns: slice, q_pos: Tensor, k_po
 def _softmax_times_value(
     scores: Tensor, problem: _Problem, columns: slice, high: list[_HighPart], sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output ``[B, Hkv, G, R, Dv]`` and the log of the denominator ``[B, Hkv, G, R]``; spends ``scores``."""
+    """Return the output ``[B, Hkv, G, R, Dv]`` and the log of the denominator ``[B, Hkv, G, R]``; reuses ``scores``."""
     operands = problem.operands
     weights, shift = _exponentials(scores, None)
     denominator = weights.sum(-1, keepdim=True)
     numerator: float | Tensor = 1.0
     if sinks is not None:
-        # Last: relative to a sink logit that dominates, probabilities would underflow in E4M3.
+        # Sinks come last: relative to a dominant sink logit, probabilities would underflow in E4M3.
         row_max, shift = shift, torch.maximum(shift, sinks)
         numerator = torch.exp(row_max - shift)
         denominator = denominator * numerator + torch.exp(sinks - shift)
@@ -361,7 +359,7 @@ def _softmax_times_value(
 
 
 def _exponentials(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return ``exp(scores - shift)`` and the finite shift of each row, ``[B, Hkv, G, R, 1]``; spends ``scores``."""
+    """Return ``exp(scores - shift)`` and the finite shift of each row, ``[B, Hkv, G, R, 1]``; reuses ``scores``."""
     empty = scores.new_full((*scores.shape[:-1], 1), -math.inf)
     row_max = scores.amax(-1, keepdim=True) if scores.shape[-1] else empty
     if sinks is not None:

@@ -1,4 +1,4 @@
-"""Queries, keys and values in the precisions of a recipe, in torch: what the rule says before any product is formed."""
+"""Queries, keys and values in the precisions of a recipe, in torch."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ class PreparedOperands:
     q_high: Tensor  # queries of high tiles
     k_low: Tensor  # keys of low tiles; those of high tiles if the recipe is uniform
     k_high: Tensor  # keys of high tiles
-    v_high: Tensor  # values of high tiles, as they were given
-    # values of low tiles, the same tensor where these are no others; for ``pv = "fp8"`` the E4M3 numbers, without their
-    # scale
+    v_high: Tensor  # values of high tiles, unchanged
+    # values of low tiles: the same tensor for ``pv = "bf16"``; for ``pv = "fp8"`` E4M3 numbers, without their scale
     v_low: Tensor
     value_scale: Tensor | None  # scale of E4M3 values, ``[B, Hkv, 1, Dv]``; ``None`` for ``pv = "bf16"``
-    # what smoothing took from every score of a query, ``[B, Hq, Tq]``; ``None`` without. A plain softmax does not see
-    # it; sink logits, a softcap and the log of the denominator do.
+    # what smoothing subtracted from every score of a query, ``[B, Hq, Tq]``; ``None`` without smoothing. It cancels in
+    # a plain softmax, but not against sink logits, in a softcap or in the log of the denominator.
     qk_bias: Tensor | None
 
     def of_rows(self, rows: list[int]) -> PreparedOperands:
-        """Return the operands of some batch rows; fields that hold one tensor go on to hold one."""
+        """Return the operands of some batch rows; fields that share a tensor still share one."""
         named: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         taken: dict[int, Any] = {id(x): None if x is None else x[rows] for x in named.values()}
         return PreparedOperands(**{name: taken[id(x)] for name, x in named.items()})
@@ -42,7 +41,7 @@ class PreparedOperands:
 def prepare_operands(
     query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, kv_position: Tensor, visible: Tensor | None
 ) -> PreparedOperands:
-    """Transform and quantize. Keys and values that no query may see count as zeros.
+    """Transform and quantize. Invisible keys and values become zeros.
 
     Args:
         query: ``[B, Hq, Tq, D]``, floating point.
@@ -50,7 +49,7 @@ def prepare_operands(
         value: ``[B, Hkv, Tk, Dv]``.
         recipe: The precisions.
         kv_position: Position of key 0, integer ``[B]``.
-        visible: Which keys a query may see, boolean ``[B, Tk]``; ``None`` for all.
+        visible: Visible keys, boolean ``[B, Tk]``; ``None`` for all.
     """
     if visible is not None:
         key = key.masked_fill(~visible[:, None, :, None], 0.0)
@@ -122,13 +121,13 @@ def cast(
     """Round ``[B, H, T, D]`` to a format.
 
     Args:
-        x: What to round.
-        format: Its name; what is not quantized is rounded to ``dtype``.
-        recipe: How to round scales.
-        shared: What shares a scale.
-        dtype: The model's.
-        position: Of row 0, an int or integer ``[B]``, where a tile shares a scale.
-        head_scale: NVFP4's scale of each head, ``[B, H, 1, 1]``; ``None`` for that of all rows.
+        x: Tensor to round.
+        format: Name of the format; ``bf16`` rounds to ``dtype``.
+        recipe: Gives the rounding of scales.
+        shared: Which blocks share a scale.
+        dtype: The model's dtype.
+        position: Position of row 0, an int or integer ``[B]``; used if a tile shares a scale.
+        head_scale: NVFP4's global scale of each head, ``[B, H, 1, 1]``; by default that of all rows.
 
     Returns:
         The rounded values, fp32 (fp64 for a ``dtype`` of fp64).

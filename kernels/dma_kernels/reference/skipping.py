@@ -1,4 +1,4 @@
-"""Tile skipping in torch: the rule that decides which low tiles a block of queries leaves out."""
+"""Tile skipping in torch: the rule that decides which low tiles a block of queries skips."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def skip_tiles(
 ) -> None:
     """Hide the low tiles that the rule skips, in place.
 
-    A low tile is skipped for a block of 64 positions if, in every row of the block, the tile's largest visible logit is
-    more than ``skip_threshold`` below the row's largest visible logit in high tiles, or the row sees no key of the
-    tile. Rows of blocks that are here only in part are left alone.
+    A row can skip a low tile if its largest visible logit there is more than ``skip_threshold`` below its largest
+    visible logit in high tiles. It can also skip a tile of which it sees no key. A block of 64 positions skips the tile
+    if all its rows can. Incomplete blocks skip nothing.
 
     Args:
         scores: Logits ``[B, Hkv, G, R, C]``, ``-inf`` where a query may not see a key. Skipped tiles become ``-inf``.
@@ -34,8 +34,8 @@ def skip_tiles(
         k_pos: Positions of the columns, integer ``[B, C]``, consecutive; equal modulo 128 across the batch.
         recipe: Its band and ``skip_threshold``.
         is_causal: Whether the band ends at the query's own tile.
-        tile_counts: int64 ``[Hkv * G, 2]``; the pairs of block and low tile skipped, and those examined, are added. A
-            pair of which no query sees a key is not counted.
+        tile_counts: int64 ``[Hkv * G, 2]``, to which the numbers of pairs of block and low tile skipped and examined
+            are added. A pair in which no query sees a key does not count.
     """
     assert recipe.skip_threshold is not None
     if scores.numel() == 0:

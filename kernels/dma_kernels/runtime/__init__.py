@@ -1,1 +1,1 @@
-"""What launches stand on: the chip, operand formats and compute paths, launches and plans of them."""
+"""Device properties, operand formats, compute paths, kernel launches and launch plans."""

@@ -1,4 +1,4 @@
-"""The device: its architecture, or the interpreter in its place, and which backend computes on a tensor."""
+"""Properties of the device or the interpreter, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MIN_ARCH = 80
 BLOCK_SCALED_ARCHS = frozenset({100, 103, 110, 120, 121})
 """Architectures with block-scaled tensor cores."""
 TENSOR_MEMORY_ARCHS = frozenset({100, 103, 110})
-"""Those with tensor memory. Their block-scaled products have 128 rows, too many for it with more than 128 channels."""
+"""Architectures with tensor memory. Their block-scaled MMAs have 128 rows, which do not fit with over 128 channels."""
 MAX_CTAS = 65_535
-"""Most CTAs along the second and the third axis of a grid."""
+"""Maximum number of CTAs along the second and the third axis of a grid."""
 INTERPRETED_ARCH = 90
-"""The architecture that the Triton interpreter stands for, so that a CPU runs the code of Hopper."""
+"""Architecture of the Triton interpreter, so that a CPU runs the code for Hopper."""
 INTERPRETED_SMS = 2
-"""Its SMs: few, so that they share work unevenly."""
+"""SMs of the interpreter: few, so that work is split unevenly."""
 
 
 def is_interpreted() -> bool:
@@ -47,9 +47,9 @@ def device_arch(device: torch.device) -> int:
 
 
 def has_block_scaled_mma(arch: int, channels: int) -> bool:
-    """Whether block-scaled tensor cores can multiply queries and keys of so many channels.
+    """Whether block-scaled tensor cores can multiply queries and keys with this many channels.
 
-    With tensor memory they need Triton 3.9 or later: 3.6 to 3.8 fail to compile the product.
+    Chips with tensor memory need Triton 3.9 or later: 3.6 to 3.8 fail to compile the MMA.
     """
     if arch not in TENSOR_MEMORY_ARCHS:
         return arch in BLOCK_SCALED_ARCHS
@@ -59,7 +59,7 @@ def has_block_scaled_mma(arch: int, channels: int) -> bool:
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a kernel may start on a device before the one before it has ended (programmatic dependent launch)."""
+    """Whether a kernel may start before the previous one has ended (programmatic dependent launch, PDL)."""
     return not is_interpreted() and device_arch(device) >= 90
 
 
@@ -86,12 +86,12 @@ def check_backend(backend: str) -> None:
 def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """Return the backend that computes on tensors of this device and dtype: ``reference`` or ``triton``.
 
-    ``auto`` is Triton on CUDA and the reference elsewhere. Where Triton cannot run on CUDA it is the reference, with a
-    warning.
+    ``auto`` selects Triton on CUDA and the reference elsewhere. If Triton cannot run on CUDA, it selects the reference
+    and warns.
 
     Raises:
         ValueError: There is no backend of that name.
-        RuntimeError: ``triton`` was asked for and cannot run on them.
+        RuntimeError: ``triton`` is requested and cannot run on such tensors.
     """
     check_backend(backend)
     if backend == "reference" or (backend == "auto" and device.type != "cuda"):
@@ -109,7 +109,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
 
 @functools.cache
 def _warn_of_reference(reason: str) -> None:
-    """Warn, once for each reason, that ``auto`` does not run the kernels on CUDA."""
+    """Warn, once per reason, that ``auto`` runs the reference on CUDA."""
     warnings.warn(
         f"attention runs in torch on a CUDA device, slowly: backend='auto' cannot use Triton, {reason}", stacklevel=3
     )

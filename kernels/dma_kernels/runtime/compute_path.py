@@ -1,13 +1,12 @@
-"""The compute path of a recipe on a chip: in which operand formats keys and values are stored and multiplied.
+"""The compute path of a recipe on a chip: the operand formats in which keys and values are stored and multiplied.
 
 ``8bit``
-    Low scores are products of 8-bit elements on INT8 or FP8 tensor cores, times one factor per query row and one per
-    key tile; no factor is spent on a single score. Exact for MXINT8 and MXFP8 with ``shared_scale = "tile"``, and for
-    MXFP4 in E5M2.
+    8-bit elements in low tiles, on INT8 or FP8 tensor cores. One descale per query row and one per key tile, so scores
+    need none of their own. Exact for MXINT8 and MXFP8 with ``shared_scale = "tile"``, and for MXFP4 in E5M2.
 ``scaled``
     MXFP4, MXFP8 and NVFP4 elements and block scales, on block-scaled tensor cores.
 ``portable``
-    Everything dequantized to 16 bits, which is exact, and multiplied in 16 bits.
+    Operands dequantized to 16 bits, which is exact, and multiplied in 16 bits.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class ComputePath:
 
     key: OperandFormat  # keys of high tiles, whose values are always ``RAW``
     low_key: OperandFormat | None = None  # keys of low tiles; ``None`` for a recipe of one precision
-    low_value: OperandFormat | None = None  # values of low tiles; ``None`` likewise
+    low_value: OperandFormat | None = None  # values of low tiles; ``None`` for a recipe of one precision
 
     @property
     def name(self) -> str:

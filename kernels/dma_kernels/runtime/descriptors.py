@@ -1,4 +1,4 @@
-"""How kernels are given tensors: by strides, or by descriptors of the tensor memory accelerator (TMA)."""
+"""Tensor arguments of kernels: pointers with strides, or descriptors of the tensor memory accelerator (TMA)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def is_describable(tensor: Any) -> bool:
-    """Whether a TMA descriptor can describe ``[B, H, T, D]``: contiguous channels, all else at multiples of 16 bytes.
+    """Whether TMA can load ``[B, H, T, D]``: contiguous channels; address and other strides multiples of 16 bytes.
 
     Args:
         tensor: A tensor, or its :class:`~dma_kernels.numerics.layout.TensorLayout`.
@@ -35,7 +35,7 @@ def head_blocks(tensor: Any, rows: int, columns: int) -> tuple[list[int], list[i
 
 
 def matrix_blocks(tensor: Any, rows: int, columns: int) -> tuple[list[int], list[int], list[int]]:
-    """Return the same for blocks of a contiguous tensor as a matrix of its last dimension; rows start at 16 bytes."""
+    """Return the same for a contiguous tensor as a matrix of its last dimension, with 16-byte aligned rows."""
     width = tensor.shape[-1]
     return [tensor.numel() // width, width], [width, 1], [rows, columns]
 
@@ -46,7 +46,7 @@ def broadcast_strides(tensor: Any) -> list[int]:
 
 
 class Strided(NamedTuple):
-    """A tensor ``[B, H, T, D]`` and its strides in elements; ``ptr`` is ``None`` where there is none."""
+    """A tensor ``[B, H, T, D]`` and its strides in elements; ``ptr`` is ``None`` for a missing tensor."""
 
     ptr: Any
     stride_b: int

@@ -1,11 +1,11 @@
-"""Launches of Triton kernels, and all that this package uses of Triton beside its documented interface.
+"""Triton kernel launches, and all uses of undocumented parts of Triton.
 
-A kernel is launched as ``kernel[grid](...)`` the first time, which compiles it, and then by :class:`DirectLaunch`. That
-spares the host binding and specialising 70 arguments. Triton does not promise how compiled kernels are launched, that
-an address may stand for a tensor, and for which settings it would compile anew.
-All that is as expected in the versions that :data:`SETTINGS` lists; tests read it in the source of the installed one.
-Other versions launch as ``kernel[grid](...)`` every time, with a warning. So do kernels with a hook before the launch
-(``add_pre_run_hook``) or in the compiler's passes, and all while hooks around launches are set.
+The first launch of a kernel is ``kernel[grid](...)``, which compiles it. Later ones use :class:`DirectLaunch`, which
+saves the host from binding and specializing 70 arguments. This relies on three undocumented facts: how compiled kernels
+are launched, that an address may replace a tensor, and which settings cause recompilation.
+They hold for the versions in :data:`SETTINGS`; tests check them in the source of the installed version. Other versions
+always launch as ``kernel[grid](...)``, with a warning. So do kernels with a hook before the launch
+(``add_pre_run_hook``) or in the compiler's passes, and all kernels while launch hooks are set.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SETTINGS = {
     "3.8": _SINCE_3_6,
     "3.9": (*_SINCE_3_6, "compilation.fpsan_homomorphic_casts"),
 }
-"""The settings (``triton.knobs``) that Triton compiles a kernel anew for, by tested version."""
+"""Settings (``triton.knobs``) whose changes make Triton recompile a kernel, by tested version."""
 
 _VERSION = ".".join(triton.__version__.split(".")[:2])
 _SETTINGS = SETTINGS.get(_VERSION)
@@ -56,7 +56,7 @@ class KernelLaunch:
 
 
 def launch_kernel(kernel: Any, constants: Mapping[str, Any], grid: Grid, *arguments: Any, **options: Any) -> None:
-    """Launch on the current device and stream; or add the launch to the plan that planned tensors belong to.
+    """Launch on the current device and stream; with planned tensors, add the launch to their plan instead.
 
     Args:
         kernel: A Triton or Gluon kernel whose runtime parameters come first and whose constexprs come last.
@@ -96,18 +96,18 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _builder_of(argument: Any) -> Any:
-    """Return the plan being made that an argument belongs to: a planned tensor, or a descriptor of one."""
+    """Return the builder of a planned tensor or of its descriptor; ``None`` for other arguments."""
     return getattr(getattr(argument, "base", argument), "plan", None)
 
 
 class DirectLaunch:
-    """Launches a compiled kernel without Triton's own launch.
+    """Launches a compiled kernel, bypassing Triton's own launch.
 
-    With Triton 3.6 it calls the launcher that Triton has compiled in C, which spares the host two thirds of the time,
-    and keeps the tensor maps of the addresses that it has seen. With other versions it calls ``compiled[grid]``.
+    With Triton 3.6 it calls the launcher that Triton compiled in C, which cuts host time by two thirds, and caches the
+    tensor map of each address. With other versions it calls ``compiled[grid]``.
 
     Args:
-        compiled: What Triton's launch returned.
+        compiled: The compiled kernel, as Triton's launch returned it.
         grid: CTAs along each axis.
     """
 
@@ -122,7 +122,7 @@ class DirectLaunch:
         launcher = compiled.run
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return
-        # As CudaLauncher.__call__ does, and the function that wrap_handle_tensordesc returns.
+        # Mirrors CudaLauncher.__call__ and the function that wrap_handle_tensordesc returns.
         self._fixed = (
             compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None,
             compiled.packed_metadata, None, None, None,
@@ -138,11 +138,11 @@ class DirectLaunch:
         return self._launch is not None
 
     def descriptor(self, index: int, make: Callable[[int], Any]) -> Callable[[int], Any]:
-        """Return what describes a tensor, given its address.
+        """Return a function that describes a tensor, given its address.
 
         Args:
-            index: Of the descriptor among those of the launch.
-            make: Makes the descriptor.
+            index: Index of the descriptor in the launch.
+            make: Makes a descriptor, given an address.
         """
         if self._launch is None:
             return make
@@ -152,7 +152,7 @@ class DirectLaunch:
         return functools.lru_cache(maxsize=64)(lambda address: tuple(make_tensordesc_arg(make(address), metadata)))
 
     def run(self, arguments: Sequence[Any], stream: int) -> None:
-        """Launch with all arguments, constexprs included; addresses stand for tensors."""
+        """Launch with all arguments, constexprs included; tensors are given as addresses."""
         if self._launch is None:
             self._runner(*arguments, stream=stream)
         else:
@@ -160,14 +160,14 @@ class DirectLaunch:
 
 
 def direct_launch(launch: KernelLaunch, arguments: Sequence[Any]) -> DirectLaunch | None:
-    """Launch through Triton, which compiles.
+    """Launch through Triton, which compiles the kernel.
 
     Args:
         launch: The launch.
-        arguments: Its runtime arguments with tensors in their places.
+        arguments: Its runtime arguments, with real tensors.
 
     Returns:
-        What launches the compiled kernel from now on; ``None`` if only Triton itself may launch it.
+        The direct launch for later calls; ``None`` if only Triton itself may launch the kernel.
     """
     compiled = launch.kernel[launch.grid](*arguments, **launch.keywords)
     if not (launches_directly([launch.kernel]) and isinstance(compiled, CompiledKernel)):
@@ -176,7 +176,7 @@ def direct_launch(launch: KernelLaunch, arguments: Sequence[Any]) -> DirectLaunc
 
 
 def leaves(argument: Any) -> Iterator[Any]:
-    """Yield what possibly nested tuples of arguments hold."""
+    """Yield the leaves of possibly nested tuples."""
     if isinstance(argument, tuple):
         for each in argument:
             yield from leaves(each)
@@ -185,7 +185,7 @@ def leaves(argument: Any) -> Iterator[Any]:
 
 
 def map_leaves(function: Callable[[Any], Any], argument: Any) -> Any:
-    """Return an argument with a function applied to what its tuples hold; the types of the tuples stay."""
+    """Apply a function to the leaves of possibly nested tuples; keeps the types of the tuples."""
     if not isinstance(argument, tuple):
         return function(argument)
     made = [map_leaves(function, each) for each in argument]
@@ -193,7 +193,7 @@ def map_leaves(function: Callable[[Any], Any], argument: Any) -> Any:
 
 
 class _BoundDevices(threading.local):
-    """Devices whose CUDA context this thread has been given."""
+    """Devices whose CUDA context is bound to this thread."""
 
     def __init__(self) -> None:
         self.devices: set[torch.device] = set()
@@ -203,21 +203,21 @@ _BOUND = _BoundDevices()
 
 
 def blocks_of_heads(heads: int, blocks: int) -> Grid:
-    """Return a grid of at least so many blocks for each head; only the first axis takes more than 65,535 CTAs."""
+    """Return a grid of at least ``blocks`` CTAs per head; only the first axis takes more than 65,535 CTAs."""
     layers = max(1, -(-blocks // MAX_CTAS))
     return heads, -(-blocks // layers), layers
 
 
 def settings() -> tuple[Any, ...]:
-    """Return the settings that Triton compiles a kernel anew for."""
+    """Return the current values of the settings that cause recompilation."""
     found: tuple[Any, ...] = _read_settings(triton.knobs)
     return found
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one for the launches of a call.
+    """Make a CUDA device current for the launches of a call.
 
-    A CPU, where the interpreter runs kernels, needs nothing.
+    Does nothing on a CPU, where the interpreter runs kernels.
     """
     if device.type != "cuda":
         return nullcontext()
@@ -227,13 +227,13 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _bind_context(device: torch.device) -> None:
-    """Give this thread the context of a CUDA device, which a new thread lacks before its first call of CUDA.
+    """Bind the CUDA context of a device to this thread; a new thread has none before its first CUDA call.
 
-    Triton's own launch takes care of that too late: the driver encodes tensor descriptors before it.
+    Triton's own launch binds it too late: the driver encodes tensor descriptors before that.
     """
     if device not in _BOUND.devices:
         with torch.cuda.device(device):
-            # Allowed while a graph is captured, as most calls are not.
+            # Unlike most CUDA calls, allowed during graph capture.
             torch.cuda.Event().record()  # type: ignore[no-untyped-call]
         _BOUND.devices.add(device)
 
@@ -245,7 +245,7 @@ def current_stream() -> int:
 
 
 def launches_directly(kernels: Sequence[Any]) -> bool:
-    """Whether compiled kernels may be launched without Triton's own launch; warns where no kernel may be."""
+    """Whether kernels may be launched directly; warns if this version of Triton is untested."""
     for kernel in kernels:
         if not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
             return False

@@ -1,9 +1,9 @@
-"""Launch plans: what a call allocates and launches, worked out once from the layouts of its tensors.
+"""Launch plans: the allocations and launches of a call, computed once per set of tensor layouts.
 
-A model calls attention with tensors of the same layout in every layer and step. Which kernels run, their grids and
-their integer arguments are then the same each time; only addresses are new. :func:`make_plan` runs the host code on
-:class:`PlannedTensor`, which have a layout but no memory, and collects the launches. :meth:`LaunchPlan.run` allocates,
-fills in addresses, and launches.
+A model calls attention with the same tensor layouts in every layer and step. Kernels, grids and integer arguments are
+then the same each time; only addresses change. :func:`make_plan` runs the host code on :class:`PlannedTensor`, which
+has a layout but no memory, and records the launches. :meth:`LaunchPlan.run` allocates, fills in addresses, and
+launches.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .launch import (
 )
 
 _WORKSPACE_ALIGNMENT = 256
-"""Of the tensors in the workspace, in bytes: that of PyTorch's own allocations."""
+"""Alignment of tensors in the workspace, in bytes: that of PyTorch's own allocations."""
 
 
 class PlannedTensor:
-    """Stands for a tensor while a plan is made: a layout, and the slot that its address will come from.
+    """Placeholder for a tensor while a plan is made: its layout, and the slot of its address.
 
     It has the part of a tensor's interface that host code needs.
     """
@@ -70,7 +70,7 @@ class PlannedTensor:
         return self
 
     def data_ptr(self) -> int:
-        """Return an address that is aligned as the tensor's will be."""
+        """Return a placeholder address with the alignment of the tensor."""
         return self.misalignment
 
     def view(self, dtype: torch.dtype) -> PlannedTensor:
@@ -97,18 +97,18 @@ class PlannedTensor:
         return self.plan.allocate(size, dtype or self.dtype, self.device, is_zeroed=True)
 
     def materialize(self, base: Tensor) -> Tensor:
-        """Return the view of a tensor that has been allocated, or given, for the slot."""
+        """Return this view of the slot's tensor, an input or an allocation."""
         return base.view(self.dtype).as_strided(self.shape, self.stride())
 
 
 @dataclass
 class PlanBuilder:
-    """Collects what host code allocates and launches."""
+    """Records the allocations and launches of host code."""
 
-    # inputs, allocations and constants as they were made, by slot; ``None`` for a missing input
+    # inputs, allocations and constants in order of creation, by slot; ``None`` for a missing input
     tensors: list[PlannedTensor | None] = field(default_factory=list)
     zeroed: set[int] = field(default_factory=set)  # slots of the allocations that are zeroed
-    constants: dict[int, Tensor] = field(default_factory=dict)  # tensors that every call gives to a kernel, by slot
+    constants: dict[int, Tensor] = field(default_factory=dict)  # tensors that every call passes to a kernel, by slot
     launches: list[KernelLaunch] = field(default_factory=list)  # in order
 
     def add_input(self, layout: TensorLayout | None) -> PlannedTensor | None:
@@ -128,10 +128,10 @@ class PlanBuilder:
         return tensor
 
     def launch(self, launch: KernelLaunch) -> None:
-        """Add a launch. A tensor with memory among its arguments is given to the kernel in every call.
+        """Add a launch. Every call passes real tensors among its arguments to the kernel.
 
         Raises:
-            RuntimeError: The first launch is one that starts early (``launch_pdl``).
+            RuntimeError: The first launch may start early (``launch_pdl``).
         """
         if not self.launches and launch.keywords.get("launch_pdl"):
             raise RuntimeError(
@@ -141,7 +141,7 @@ class PlanBuilder:
         self.launches.append(replace(launch, arguments=map_leaves(self._planned, launch.arguments)))
 
     def _planned(self, argument: Any) -> Any:
-        """Return an argument of a launch, a constant of the plan in place of a tensor with memory."""
+        """Return an argument of a launch, with a constant of the plan in place of a real tensor."""
         if not isinstance(argument, Tensor):
             return argument
         slot = len(self.tensors)
@@ -151,7 +151,7 @@ class PlanBuilder:
 
 
 class _Address:
-    """Stands for the tensor of a descriptor, of which a launch asks the address."""
+    """Placeholder for the tensor of a descriptor: a launch reads only its address."""
 
     __slots__ = ("_address",)
 
@@ -174,7 +174,7 @@ class _PlannedLaunch:
         self._index = index
 
     def compile(self, tensors: Sequence[Tensor | None]) -> None:
-        """Launch through Triton with tensors, by slot, and find out how to launch directly."""
+        """Launch through Triton with tensors, by slot, and prepare direct launches."""
         direct = direct_launch(self.launch, self.materialize(tensors))
         if direct is not None:
             self.fill = _filler((*self.launch.arguments, *self.launch.constants), self._index, direct)
@@ -182,7 +182,7 @@ class _PlannedLaunch:
         self.is_direct = direct is not None
 
     def materialize(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """Return the runtime arguments with tensors, by slot, in their places."""
+        """Return the runtime arguments, with tensors, by slot, in place of planned ones."""
 
         def place(argument: Any) -> Any:
             base = getattr(argument, "base", argument)
@@ -200,14 +200,14 @@ class _PlannedLaunch:
 def _filler(
     arguments: tuple[Any, ...], index: Mapping[int, int], direct: DirectLaunch
 ) -> Callable[[Sequence[int]], tuple[Any, ...]]:
-    """Return a function that places addresses among arguments.
+    """Return a function that fills addresses into the arguments.
 
-    It is one expression, as a launch has up to a hundred arguments, some in tuples.
+    It is one compiled expression, because a launch has up to a hundred arguments, some in tuples.
 
     Args:
-        arguments: With planned tensors, and descriptors of them.
+        arguments: Arguments, with planned tensors and descriptors of them.
         index: Index of an address, by the slot of its tensor.
-        direct: How the kernel is launched.
+        direct: The direct launch.
     """
     constants: dict[str, Any] = {}
     descriptors = 0
@@ -239,7 +239,7 @@ def _filler(
 
 @functools.lru_cache(maxsize=256)
 def _code(source: str) -> CodeType:
-    """Compile an expression, once for all lengths of a kind of call."""
+    """Compile an expression; cached, because calls that differ only in length share it."""
     return compile(source, "<arguments of a launch>", "eval")
 
 
@@ -248,7 +248,7 @@ def _is_planned(argument: Any) -> bool:
 
 
 def _descriptor_maker(descriptor: Any) -> Callable[[int], Any]:
-    """Return what makes a descriptor like this one of an address, without the checks that it has passed."""
+    """Return a function that makes the same descriptor for another address, without repeating its checks."""
     kind = type(descriptor)
     attributes = {name: value for name, value in vars(descriptor).items() if name != "base"}
 
@@ -261,16 +261,16 @@ def _descriptor_maker(descriptor: Any) -> Callable[[int], Any]:
 
 
 class LaunchPlan:
-    """What a call allocates and launches. Safe to share between threads.
+    """The allocations and launches of a call. Safe to share between threads.
 
     The first run goes through Triton's own launch, which compiles. Later ones launch the compiled kernels, and allocate
     everything except the results as one workspace.
 
     Args:
-        builder: What was collected.
-        inputs: How many inputs there are.
-        results: What the call returns.
-        device: Where everything is.
+        builder: The recorded allocations and launches.
+        inputs: Number of inputs.
+        results: Tensors that the call returns.
+        device: Device of all tensors.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class LaunchPlan:
         assert len(slots) == len(results), "every result has memory of its own"
         assert not slots & (self._zeroed | set(range(inputs))), "results are allocated by the call and not zeroed"
         allocated = [slot for slot in range(inputs, len(self._tensors)) if slot not in slots | self._constants.keys()]
-        allocated.sort(key=lambda slot: slot not in self._zeroed)  # so that one fill zeroes all that must be
+        allocated.sort(key=lambda slot: slot not in self._zeroed)  # so that one fill zeroes all of them
         self._offsets, self._zeroed_bytes, size = [], 0, 0
         for slot in allocated:
             tensor = self._tensors[slot]
@@ -300,7 +300,7 @@ class LaunchPlan:
         index = {slot: i for i, slot in enumerate(order)}
         self.launches = tuple(_PlannedLaunch(launch, index) for launch in builder.launches)
         self._kernels = [launch.kernel for launch in builder.launches]
-        self._settings: tuple[Any, ...] | None = None  # of Triton, that the kernels were compiled under
+        self._settings: tuple[Any, ...] | None = None  # Triton's settings when the kernels were compiled
 
     @property
     def kernels(self) -> list[str]:
@@ -337,7 +337,7 @@ class LaunchPlan:
         return results
 
     def _launch_by_triton(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor]) -> None:
-        """Launch as Triton does, and keep what may be launched directly from then on."""
+        """Launch through Triton, and keep the direct launches for later calls."""
         tensors: list[Tensor | None] = [*inputs, *[None] * (len(self._tensors) - len(inputs))]
         for (slot, *_), result in zip(self._results, results, strict=True):
             tensors[slot] = result
@@ -356,13 +356,13 @@ class LaunchPlan:
 def make_plan(
     function: Callable[..., Sequence[PlannedTensor]], inputs: Sequence[TensorLayout | None], device: torch.device
 ) -> LaunchPlan:
-    """Plan what a function allocates and launches.
+    """Plan the allocations and launches of a function.
 
     Args:
         function: Takes the inputs in order. It may look at layouts, allocate with ``new_empty`` and ``new_zeros``, and
-            launch by :func:`~dma_kernels.runtime.launch.launch_kernel`; it returns some of what it allocated.
+            launch with :func:`~dma_kernels.runtime.launch.launch_kernel`. It returns some of its allocations.
         inputs: Layouts of the inputs; ``None`` for one that is missing.
-        device: Where everything is.
+        device: Device of all tensors.
     """
     builder = PlanBuilder()
     results = function(*[builder.add_input(layout) for layout in inputs])

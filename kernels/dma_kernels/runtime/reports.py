@@ -1,8 +1,8 @@
-"""Which kernels computed a call, for whoever asks.
+"""Reports of the kernels that computed a call.
 
-Host code names the kernel that it launches: ``warp-specialized``, ``multi-CTA`` or ``portable`` for prompts and later
-chunks over a cache, ``decode`` for steps over a cache, ``reference`` for torch. Without a listener that costs one
-look-up.
+Host code reports the kernel that it launches by name: ``warp-specialized``, ``multi-CTA`` or ``portable`` for prefill
+and chunked prefill, ``decode`` for decode steps over a cache, ``reference`` for torch. Without a listener that costs
+one lookup.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _listener: ContextVar[Listener | None] = ContextVar("kernel_listener", default=N
 
 
 def report(kernel: str) -> None:
-    """Say that a kernel is launched, by name."""
+    """Report the launch of a kernel by name."""
     listener = _listener.get()
     if listener is not None:
         listener(kernel)
@@ -25,7 +25,7 @@ def report(kernel: str) -> None:
 
 @contextmanager
 def kernel_reports(listener: Listener) -> Iterator[None]:
-    """Have the kernels named that this thread launches within a ``with`` block; of nested ones the innermost hears."""
+    """Report the kernels that this thread launches in a ``with`` block to ``listener``; the innermost block wins."""
     token = _listener.set(listener)
     try:
         yield
