@@ -1,6 +1,6 @@
-"""Tiny random models of many architectures, in pairs: Transformers' own attention beside ``dma_mxfp``.
+"""Pairs of tiny random models of many architectures: Transformers' own attention and ``dma_mxfp``.
 
-A test that takes ``decoder``, ``encoder`` or ``seq2seq`` runs once for each family of that kind.
+A test with the argument ``decoder``, ``encoder`` or ``seq2seq`` runs once for each such family.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS = {"decoder": DECODERS, "encoder": ENCODERS, "seq2seq": SEQ2SEQ}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run the tests that take a kind of architecture once for each family of it."""
+    """Parametrize tests of a kind of architecture over its families."""
     for kind, families in KINDS.items():
         if kind in metafunc.fixturenames:
             metafunc.parametrize(kind, [pytest.param(family, id=name) for name, family in families.items()])
@@ -29,14 +29,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def no_gradients() -> Iterator[None]:
-    """Tests that want gradients enable them."""
+    """Disable gradients; tests that need them enable them."""
     with torch.no_grad():
         yield
 
 
 @pytest.fixture(autouse=True)
 def no_fallbacks() -> Iterator[None]:
-    """No test sees the fallbacks of another."""
+    """Clear the fallbacks counted by earlier tests."""
     dma_hf.reset_fallback_counts()
     yield
     dma_hf.reset_fallback_counts()
@@ -44,19 +44,19 @@ def no_fallbacks() -> Iterator[None]:
 
 @pytest.fixture
 def identity() -> dict[str, Any]:
-    """The configuration that quantizes nothing: the rule is then ordinary attention."""
+    """A configuration without quantization, which computes ordinary attention."""
     return dict(IDENTITY)
 
 
 @pytest.fixture
 def model_pair() -> Callable[[Family], tuple[PreTrainedModel, PreTrainedModel]]:
-    """Two models with the same weights: the reference implementation, and ``dma_mxfp`` that quantizes nothing."""
+    """Two models with the same weights: the reference implementation, and unquantized ``dma_mxfp``."""
     return _model_pair
 
 
 @pytest.fixture
 def families() -> dict[str, Family]:
-    """Every family by its name."""
+    """All families by name."""
     return FAMILIES
 
 
@@ -75,7 +75,7 @@ def _cached_pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 @pytest.fixture
 def token_ids() -> Callable[..., Tensor]:
-    """Random token ids ``[batch, length]`` without special tokens; the same for the same arguments."""
+    """Deterministic random token ids ``[batch, length]`` without special tokens."""
 
     def make(batch: int, length: int, seed: int = 1) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -86,7 +86,7 @@ def token_ids() -> Callable[..., Tensor]:
 
 @pytest.fixture
 def assert_same() -> Callable[..., None]:
-    """Compare logits ``[B, T, V]`` to fp32 rounding, 1e-5 of the largest, at real tokens alone."""
+    """Compare logits ``[B, T, V]`` of real tokens within fp32 rounding, 1e-5 of the largest."""
 
     def check(actual: Tensor, expected: Tensor, real: Tensor | None = None, tolerance: float = 1e-5) -> None:
         assert actual.shape == expected.shape

@@ -1,8 +1,8 @@
-"""The same sequence gives the same numbers however it is computed: at once, token by token, or beside padding.
+"""A sequence has the same logits in one pass, token by token, and next to padding.
 
-Under every preset. Lengths cross several tiles of 128, so that low, diagonal and sink tiles all occur. Sliding-window
-models are not smoothed: their caches drop the first tile, whose mean it would be. In fp64, where no rounding error of
-another order of summation carries a number across the border between two codes.
+Under every preset. Sequences span several tiles of 128, so that low, diagonal and sink tiles all occur. Sliding-window
+models are not smoothed, because their caches drop the first tile, which has the mean. In fp64, so that the order of
+summation does not change quantization codes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from transformers import DynamicCache, StaticCache
 
 import dma_hf
 
-LENGTH, PREFILL = 430, 372  # the last tile begins at 384
+LENGTH, PREFILL = 430, 372  # the last tile starts at 384
 WINDOW = 300
-PADDING = 77  # no multiple of a tile
+PADDING = 77  # not a multiple of the tile size
 
 SETTINGS = {
     "balanced": {},
@@ -51,7 +51,7 @@ def _model(families, name, setting):
 
 
 def _decode(model, ids, cache, mask=None):
-    """Logits of a prefill followed by single tokens."""
+    """Return logits of a prefill followed by single tokens."""
     steps = []
     for start, end in [(0, PREFILL), *((i, i + 1) for i in range(PREFILL, LENGTH))]:
         arguments = {}
@@ -62,8 +62,8 @@ def _decode(model, ids, cache, mask=None):
     return torch.cat(steps, 1)
 
 
-def test_quantizing_changes_something(families, setting, identity, token_ids):
-    """Else the other tests of this module would pass for a backend that ignores its settings."""
+def test_quantization_changes_the_logits(families, setting, identity, token_ids):
+    """Otherwise a backend that ignores its settings would pass the other tests."""
     model = _model(families, "llama", setting)
     ids = token_ids(1, LENGTH)
     quantized = model(ids).logits
@@ -73,7 +73,7 @@ def test_quantizing_changes_something(families, setting, identity, token_ids):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_token_by_token_is_one_forward(name, setting, families, token_ids, assert_same):
+def test_token_by_token_equals_one_forward_pass(name, setting, families, token_ids, assert_same):
     model = _model(families, name, setting)
     ids = token_ids(1, LENGTH)
     decoded = _decode(model, ids, DynamicCache(config=model.config))
@@ -81,7 +81,7 @@ def test_token_by_token_is_one_forward(name, setting, families, token_ids, asser
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_static_cache_is_one_forward(name, setting, families, token_ids, assert_same):
+def test_a_static_cache_equals_one_forward_pass(name, setting, families, token_ids, assert_same):
     model = _model(families, name, setting)
     ids = token_ids(1, LENGTH)
     decoded = _decode(model, ids, StaticCache(config=model.config, max_cache_len=LENGTH + 50))
@@ -89,7 +89,7 @@ def test_static_cache_is_one_forward(name, setting, families, token_ids, assert_
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_chunked_prefill_is_one_forward(name, setting, families, token_ids, assert_same):
+def test_chunked_prefill_equals_one_forward_pass(name, setting, families, token_ids, assert_same):
     model = _model(families, name, setting)
     ids = token_ids(1, LENGTH)
     cache = DynamicCache(config=model.config)
@@ -98,7 +98,7 @@ def test_chunked_prefill_is_one_forward(name, setting, families, token_ids, asse
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_left_padded_row_is_the_row_alone(name, setting, families, token_ids, assert_same):
+def test_a_left_padded_row_equals_the_unpadded_row(name, setting, families, token_ids, assert_same):
     model = _model(families, name, setting)
     ids = token_ids(2, LENGTH)
     mask = torch.ones_like(ids)
@@ -110,8 +110,8 @@ def test_left_padded_row_is_the_row_alone(name, setting, families, token_ids, as
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_left_padded_row_decodes_as_alone(name, setting, families, token_ids, assert_same):
-    """Also after the sliding cache of the row has dropped the padding and the first real keys."""
+def test_a_left_padded_row_decodes_like_the_unpadded_row(name, setting, families, token_ids, assert_same):
+    """Also after the row's sliding cache has dropped the padding and the first real keys."""
     model = _model(families, name, setting)
     ids = token_ids(2, LENGTH)
     mask = torch.ones_like(ids)
@@ -121,7 +121,7 @@ def test_left_padded_row_decodes_as_alone(name, setting, families, token_ids, as
     assert_same(decoded[:1, PADDING:], alone, tolerance=TOLERANCE)
 
 
-def test_right_padded_row_is_the_row_alone(setting, families, token_ids, assert_same):
+def test_a_right_padded_row_equals_the_unpadded_row(setting, families, token_ids, assert_same):
     model = _model(families, "llama", setting)
     ids = token_ids(2, LENGTH)
     mask = torch.ones_like(ids)

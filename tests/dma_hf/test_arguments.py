@@ -1,4 +1,4 @@
-"""What ``generate``, pipelines and the server hand down to attention, as the installed Transformers says it."""
+"""The arguments that ``generate``, pipelines and the server of the installed Transformers pass to attention."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ import dma_hf
 from dma_hf.arguments import HARMLESS
 
 NEW_TOKENS = 3
-OF_ATTENTION = {"attention_mask", "past_key_values", "kwargs", "self"}  # parameters of its own, or none
-INTERNAL = {"inputs_tensor", "model_kwargs"}  # of the methods of GenerationMixin that call each other
+OF_ATTENTION = {"attention_mask", "past_key_values", "kwargs", "self"}  # has its own parameters, or none
+INTERNAL = {"inputs_tensor", "model_kwargs"}  # methods of GenerationMixin that call each other
 
 
 def _handed_down():
-    """Return every name that ``generate`` takes or makes for its decoding loops, and what its callers add."""
+    """Return every argument that ``generate`` takes or adds for its decoding loops, and those of its callers."""
     generate = set(inspect.signature(GenerationMixin.generate).parameters)
     names = set()
     for loop in ("_sample", "_beam_search", "_assisted_decoding"):
@@ -38,7 +38,7 @@ def _handed_down():
         for keys in re.findall(r"\bgen(?:erate)?_kwargs = \{(.*?)\}", source, flags=re.DOTALL):
             added += re.findall(r'"(\w+)":', keys)
         names |= set(added) - set(re.findall(r'generate_kwargs\.pop\("(\w+)"', source))  # the pipeline's own
-    # Neither Whisper's `generate` nor a generation's configuration hands its own down.
+    # Whisper's `generate` and generation configurations do not pass theirs on.
     kept = {*inspect.signature(WhisperForConditionalGeneration.generate).parameters, *GenerationConfig().to_dict()}
     return sorted((names - kept | generate) - OF_ATTENTION - INTERNAL)
 
@@ -52,7 +52,7 @@ def _callers():
 
 @pytest.fixture
 def spied(families, monkeypatch):
-    """A model, and the names of the keyword arguments that its layers have been given."""
+    """A model, and the names of the keyword arguments that its layers received."""
     model, seen = families["llama"].build(dma_hf.NAME), set()
     find = dma_hf.attention.find_unsupported
 
@@ -75,7 +75,7 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("name", _handed_down())
-def test_an_argument_of_generation_changes_nothing(name, families):
+def test_arguments_of_generate_are_ignored(name, families):
     layer = families["llama"].build(dma_hf.NAME).model.layers[0].self_attn
     states = (torch.ones(1, heads, 4, 16) for heads in (4, 2, 2))
     given = {name: False} if name == "output_attentions" else {name: object()}
@@ -84,9 +84,9 @@ def test_an_argument_of_generation_changes_nothing(name, families):
         dma_hf.dma_attention_forward(layer, *states, None, **given)
 
 
-def test_the_names_are_what_is_meant():
-    """Those that stop strings, speculation and servers need, and none of attention's own."""
-    assert any("gen_kwargs = {" in source for source in _callers())  # the server's, wherever it stands
+def test_the_arguments_found_include_those_of_generation_and_none_of_attention():
+    """Stop strings, speculation and servers need them."""
+    assert any("gen_kwargs = {" in source for source in _callers())  # the server's, in any module
     assert {"tokenizer", "assistant_tokenizer", "assistant_model", "streamer"} <= set(_handed_down())
     assert not {"head_mask", "position_bias", "bias", "rel_pos", "cache", "block_table"} & set(_handed_down())
 
@@ -94,7 +94,7 @@ def test_the_names_are_what_is_meant():
 @pytest.mark.parametrize(
     "name", ["head_mask", "rel_pos", "block_table", "temperature", "something_new", "inputs_tensor", "max_cache_length"]
 )
-def test_what_is_unknown_stays_an_error(name, families):
+def test_an_unknown_argument_is_an_error(name, families):
     layer = families["llama"].build(dma_hf.NAME).model.layers[0].self_attn
     states = (torch.ones(1, heads, 4, 16) for heads in (4, 2, 2))
     with pytest.raises(ValueError, match=f"does not support the argument '{name}'"):
@@ -102,7 +102,7 @@ def test_what_is_unknown_stays_an_error(name, families):
 
 
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 2}, {"do_sample": True}], ids=["greedy", "beams", "sampling"])
-def test_generate_with_a_tokenizer(mode, spied, tokenizer, token_ids):
+def test_generate_accepts_a_tokenizer(mode, spied, tokenizer, token_ids):
     model, seen = spied
     ids = token_ids(1, 7)
     options = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0} | mode
@@ -111,11 +111,11 @@ def test_generate_with_a_tokenizer(mode, spied, tokenizer, token_ids):
     torch.manual_seed(0)
     assert torch.equal(model.generate(ids, tokenizer=tokenizer, stop_strings=["never"], **options), expected)
     assert "tokenizer" in seen
-    assert "tokenizer" not in HARMLESS  # the rule, and no list, lets it pass
+    assert "tokenizer" not in HARMLESS  # accepted by the rule, not by a list
 
 
-def test_speculation_with_tokenizers(families, tokenizer, token_ids):
-    """Two vocabularies: text is encoded again in between."""
+def test_speculation_accepts_tokenizers(families, tokenizer, token_ids):
+    """With two vocabularies, text is encoded again for the other model."""
     model, assistant = (families["llama"].build(dma_hf.NAME, seed=seed) for seed in (0, 1))
     ids = token_ids(1, 7)
     options = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0, "do_sample": False}
@@ -123,7 +123,7 @@ def test_speculation_with_tokenizers(families, tokenizer, token_ids):
     assert torch.equal(model.generate(ids, **speculating, **options), model.generate(ids, **options))
 
 
-def test_a_pipeline_that_stops(families, tokenizer):
+def test_a_pipeline_accepts_stop_strings(families, tokenizer):
     model = families["llama"].build(dma_hf.NAME)
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
     options = {"do_sample": False, "return_full_text": False, "max_new_tokens": NEW_TOKENS}

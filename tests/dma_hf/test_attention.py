@@ -1,4 +1,4 @@
-"""The attention function on its own: what it computes in odd corners, and what it refuses."""
+"""The attention function: its results in corner cases, and the calls that it rejects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = 9
 
 
 class _Layer(nn.Module):
-    """An attention layer as the function sees it."""
+    """The attributes of an attention layer that the function reads."""
 
     def __init__(self, config=None, **attributes):
         super().__init__()
@@ -58,47 +58,47 @@ def _same(actual, expected):
 
 
 class TestResult:
-    """What comes out."""
+    """The output of valid calls."""
 
-    def test_it_is_causal_attention_laid_out_for_the_model(self, layer):
+    def test_output_is_causal_attention_in_the_models_layout(self, layer):
         out, weights = dma_attention_forward(layer, *_states(), None)
         assert weights is None
         assert out.shape == (2, TOKENS, 4, 16)
         assert out.is_contiguous()
         _same(out, _expected(*_states(), is_causal=True))
 
-    def test_causality_comes_from_the_argument_then_from_the_layer(self, identity):
+    def test_the_is_causal_argument_overrides_the_layer(self, identity):
         full = _expected(*_states())
         _same(dma_attention_forward(_Layer(identity), *_states(), None, is_causal=False)[0], full)
         _same(dma_attention_forward(_Layer(identity, is_causal=False), *_states(), None)[0], full)
 
-    def test_fewer_queries_than_keys_are_the_last_ones(self, layer):
+    def test_fewer_queries_than_keys_are_the_last_positions(self, layer):
         out, _ = dma_attention_forward(layer, *_states(q_len=3), None)
         mask = torch.ones(3, TOKENS, dtype=torch.bool).tril(TOKENS - 3)
         _same(out, _expected(*_states(q_len=3), attn_mask=mask))
 
-    def test_the_mask_outweighs_the_flags(self, layer):
+    def test_the_mask_overrides_is_causal_and_sliding_window(self, layer):
         mask = dma_mask(
             2, TOKENS, TOKENS, mask_function=lambda b, h, q, k: (k >= 0) & (q >= 0), allow_is_causal_skip=False
         )
         out, _ = dma_attention_forward(layer, *_states(), mask, is_causal=True, sliding_window=2)
         _same(out, _expected(*_states()))
 
-    def test_a_mask_that_hides_nothing_fits_every_length(self, layer):
-        """Encoders that add tokens of their own; with SDPA they get no mask at all."""
+    def test_an_all_true_mask_fits_every_length(self, layer):
+        """Some encoders add tokens; with SDPA they get no mask."""
         full = {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False}
         out, _ = dma_attention_forward(layer, *_states(), dma_mask(2, TOKENS - 1, TOKENS - 1, **full))
         _same(out, _expected(*_states()))
 
     @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
-    def test_a_window_counts_without_a_mask(self, layer, is_causal):
-        """Bidirectional as in FlashAttention: the window's own end is outside."""
+    def test_a_sliding_window_applies_without_a_mask(self, layer, is_causal):
+        """Bidirectional as in FlashAttention: the end of the window is excluded."""
         out, _ = dma_attention_forward(layer, *_states(), None, is_causal=is_causal, sliding_window=3)
         distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
         mask = (distance >= 0) & (distance < 3) if is_causal else distance.abs() <= 2
         _same(out, _expected(*_states(), attn_mask=mask))
 
-    def test_scaling_softcap_and_sinks(self, layer):
+    def test_scaling_softcap_and_sinks_are_applied(self, layer):
         query, key, value = _states()
         sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
         out, _ = dma_attention_forward(layer, query, key, value, None, scaling=0.3, softcap=2.0, s_aux=sinks)
@@ -108,12 +108,12 @@ class TestResult:
         expected = scores.softmax(-1)[..., :-1] @ value.repeat_interleave(2, 1)
         _same(out, expected.transpose(1, 2))
 
-    def test_a_value_head_dim_of_its_own(self, layer):
+    def test_values_may_have_another_head_dim(self, layer):
         states = _states(value_dim=40)
         out, _ = dma_attention_forward(layer, *states, None)
         _same(out, _expected(*states, is_causal=True))
 
-    def test_rows_that_see_nothing_are_zero(self, layer):
+    def test_fully_masked_rows_are_zero(self, layer):
         hidden = torch.ones(2, TOKENS, dtype=torch.bool)
         hidden[0] = False
         out, _ = dma_attention_forward(layer, *_states(), dma_mask(2, TOKENS, TOKENS, attention_mask=hidden))
@@ -124,49 +124,49 @@ class TestResult:
         assert torch.equal(dma_attention_forward(layer, *_states(), dense)[0][0], torch.zeros_like(out[0]))
 
     @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (0, 0), (3, 0)])
-    def test_empty_inputs(self, layer, q_len, kv_len):
+    def test_empty_inputs_have_zero_outputs(self, layer, q_len, kv_len):
         mask = dma_mask(2, q_len, kv_len, attention_mask=torch.ones(2, kv_len, dtype=torch.bool))
         for each in (mask, None):
             out, _ = dma_attention_forward(layer, *_states(q_len, kv_len), each)
             assert torch.equal(out, torch.zeros(2, q_len, 4, 16))
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-    def test_dtypes(self, layer, dtype):
+    def test_the_output_has_the_dtype_of_the_inputs(self, layer, dtype):
         out, _ = dma_attention_forward(layer, *_states(dtype=dtype), None)
         assert out.dtype == dtype
         torch.testing.assert_close(out.float(), _expected(*_states(), is_causal=True), rtol=0.03, atol=0.03)
 
-    def test_autocast_unites_dtypes(self, layer):
+    def test_autocast_casts_inputs_to_one_dtype(self, layer):
         query, key, value = _states()
         with torch.autocast("cpu", torch.bfloat16):
             out, _ = dma_attention_forward(layer, query, key.half(), value.bfloat16(), None)
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.float(), _expected(*_states(), is_causal=True), rtol=0.03, atol=0.03)
 
-    def test_no_softcap_may_be_zero(self, layer):
+    def test_a_softcap_of_zero_means_none(self, layer):
         out, _ = dma_attention_forward(layer, *_states(), None, softcap=0.0)
         _same(out, _expected(*_states(), is_causal=True))
 
-    def test_one_set_of_queries_for_the_whole_batch(self, layer):
-        """Learned queries of a resampler."""
+    def test_queries_broadcast_over_the_batch(self, layer):
+        """As the learned queries of a resampler do."""
         query, key, value = _states(q_len=3)
         out, _ = dma_attention_forward(layer, query[:1], key, value, None, is_causal=False)
         _same(out, _expected(query[:1].expand(2, -1, -1, -1), key, value))
 
-    def test_meta_tensors(self, layer):
+    def test_meta_tensors_give_meta_outputs(self, layer):
         states = (tensor.to("meta") for tensor in _states())
         out, _ = dma_attention_forward(layer, *states, None)
         assert out.shape == (2, TOKENS, 4, 16)
         assert out.is_meta
 
     @pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -torch.inf, -1e4])
-    def test_additive_masks(self, layer, low):
+    def test_additive_masks_equal_boolean_ones(self, layer, low):
         mask = torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool).tril(-2)
         mask[..., 0] = True
         out, _ = dma_attention_forward(layer, *_states(), torch.zeros(mask.shape).masked_fill(~mask, low))
         _same(out, _expected(*_states(), attn_mask=mask))
 
-    def test_arguments_that_change_nothing(self, layer):
+    def test_irrelevant_arguments_are_ignored(self, layer):
         harmless = {"position_ids": torch.arange(TOKENS), "use_cache": True, "output_attentions": False}
         harmless |= {"some_new_argument": None, "cu_seq_lens_q": torch.tensor([0, TOKENS])}
         assert torch.equal(
@@ -177,7 +177,7 @@ class TestResult:
 
 @pytest.fixture
 def recipes(monkeypatch):
-    """The recipes of the calls of attention, which is replaced."""
+    """The recipes of calls to attention, which is replaced by a recorder."""
     asked = []
 
     def record(query, key, value, recipe, **arguments):
@@ -210,12 +210,12 @@ SELF = {
 
 
 class TestCrossAttention:
-    """Two sequences share no positions: every key is high. Also if both happen to be of one length."""
+    """Two sequences share no positions, even at equal length, so every key is high."""
 
     @pytest.mark.parametrize("mask", ["none", "full", "padded", "4-D"])
     @pytest.mark.parametrize("kv_len", [TOKENS, TOKENS + 4])
     @pytest.mark.parametrize("name", CROSS)
-    def test_it_is_recognised(self, name, kv_len, mask, recipes):
+    def test_cross_attention_is_recognized(self, name, kv_len, mask, recipes):
         full = {"mask_function": bidirectional_mask_function, "allow_is_causal_skip": False}
         hidden = torch.ones(2, kv_len, dtype=torch.bool)
         hidden[0, -2:] = False
@@ -231,37 +231,37 @@ class TestCrossAttention:
         assert call.recipe.diagonal_tiles * 128 > 1 << 24
 
     @pytest.mark.parametrize("name", SELF)
-    def test_self_attention_is_not_taken_for_it(self, name, recipes):
+    def test_self_attention_is_not_mistaken_for_cross_attention(self, name, recipes):
         for mask in (None, torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool).tril(), dma_mask(2, TOKENS, TOKENS)):
             dma_attention_forward(SELF[name]().eval(), *_states(), mask)
             assert recipes[-1].recipe.diagonal_tiles == 1
 
-    def test_other_lengths_without_causality_are_another_sequence(self, recipes):
+    def test_non_causal_inputs_of_different_lengths_are_two_sequences(self, recipes):
         dma_attention_forward(_Layer(is_causal=False), *_states(kv_len=20), None)
         assert recipes[-1].recipe.diagonal_tiles > 1
         dma_attention_forward(_Layer(is_causal=True), *_states(kv_len=20), None)
         assert recipes[-1].recipe.diagonal_tiles == 1
         assert recipes[-1].q_offset == 20 - TOKENS
 
-    def test_queries_under_a_users_mask_are_the_last_positions(self, recipes):
+    def test_causal_queries_with_a_user_mask_are_the_last_positions(self, recipes):
         mask = torch.ones(2, 1, 3, 20, dtype=torch.bool)
         dma_attention_forward(_Layer(is_causal=True), *_states(3, 20), mask)
         assert (recipes[-1].q_offset, recipes[-1].is_causal) == (17, False)
         dma_attention_forward(_Layer(is_causal=False), *_states(3, 20), mask)
         assert recipes[-1].q_offset == 0
 
-    def test_every_key_is_high(self):
+    def test_every_key_is_high_in_cross_attention(self):
         config = {"low": "mxfp4", "high": "bf16", "pv": "bf16", "smooth_k": False, "rotate": False, "sink_tiles": 0}
         states = _states(q_len=5, kv_len=700)
         cross, _ = dma_attention_forward(_Layer(config, is_causal=False), *states, None)
         _same(cross, _expected(*states))
 
 
-class TestChosenKeys:
-    """``indices``, the keys that the indexer of sparse attention chose for each query."""
+class TestIndices:
+    """``indices``: the keys that a sparse attention indexer selected for each query."""
 
     @pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
-    def test_they_hide_the_others(self, layer, is_padded):
+    def test_unselected_keys_are_masked(self, layer, is_padded):
         indices = torch.rand(2, TOKENS, TOKENS, generator=torch.Generator().manual_seed(2)).argsort(-1)[..., :5].int()
         chosen = torch.zeros(2, TOKENS, TOKENS, dtype=torch.bool).scatter(-1, indices.long(), True)
         padding = torch.ones(2, TOKENS, dtype=torch.bool)
@@ -275,32 +275,32 @@ class TestChosenKeys:
         _same(out[some], expected[some])
         assert not out[~some].any()
 
-    def test_all_of_them_change_nothing(self, layer):
+    def test_selecting_all_keys_changes_nothing(self, layer):
         indices = torch.arange(TOKENS).flip(0).expand(2, TOKENS, TOKENS)
         out, _ = dma_attention_forward(layer, *_states(), None, indices=indices)
         assert torch.equal(out, dma_attention_forward(layer, *_states(), None)[0])
 
-    def test_their_shape_is_checked(self, layer):
+    def test_the_shape_of_indices_is_checked(self, layer):
         with pytest.raises(ValueError, match=r"indices must be \[2, 9, k\], got \[2, 3\]"):
             dma_attention_forward(layer, *_states(), None, indices=torch.zeros(2, 3, dtype=torch.int32))
 
 
 class TestQuirks:
-    """What single models do otherwise than all the rest."""
+    """Special cases of single models."""
 
-    def test_a_mask_for_one_query_is_for_all(self, identity):
-        """BridgeTower asks for one, and means every query."""
+    def test_a_non_causal_mask_of_one_query_applies_to_all(self, identity):
+        """BridgeTower passes a mask of one query for all queries."""
         padding = torch.ones(2, TOKENS, dtype=torch.bool)
         padding[0, -3:] = False
         mask = dma_mask(2, 1, TOKENS, attention_mask=padding, mask_function=bidirectional_mask_function)
         out, _ = dma_attention_forward(_Layer(identity, is_causal=False), *_states(), mask)
         _same(out, _expected(*_states(), attn_mask=padding[:, None, None].expand(-1, 1, TOKENS, -1)))
 
-    def test_a_causal_mask_for_one_query_is_not(self, layer):
+    def test_a_causal_mask_of_one_query_is_rejected(self, layer):
         with pytest.raises(ValueError, match="the model made it for other queries or keys"):
             dma_attention_forward(layer, *_states(), dma_mask(2, 1, TOKENS, q_offset=TOKENS - 1))
 
-    def test_a_layer_that_is_causal_in_name_only(self, identity):
+    def test_a_layer_that_is_wrongly_marked_causal_is_bidirectional(self, identity):
         class BridgeTowerSelfAttention(_Layer):
             pass
 
@@ -330,11 +330,11 @@ ERRORS = {
 }
 
 
-class TestRefusals:
+class TestRejected:
     """A requested backend runs or raises an error."""
 
     @pytest.mark.parametrize("name", ERRORS)
-    def test_options(self, name, layer):
+    def test_unsupported_options_are_rejected(self, name, layer):
         arguments, message = ERRORS[name]
         with pytest.raises(ValueError, match="dma_mxfp attention does not support " + message):
             dma_attention_forward(layer, *_states(), None, **arguments)
@@ -342,13 +342,13 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("sizes", "name", "size"), [({"head_dim": 260}, "query", 260), ({"value_dim": 260}, "value", 260)]
     )
-    def test_head_dims(self, layer, sizes, name, size):
+    def test_head_dims_above_256_and_of_zero_are_rejected(self, layer, sizes, name, size):
         with pytest.raises(
             ValueError, match=f"this head_dim: {name} has {size}, expected 1 to 256; load the model with"
         ):
             dma_attention_forward(layer, *_states(**sizes), None)
 
-    def test_an_additive_bias(self, layer):
+    def test_an_additive_bias_is_rejected(self, layer):
         message = r"an additive bias as attention_mask: torch.float32 \[2, 1, 9, 9\] has values other than 0 and large"
         with pytest.raises(ValueError, match=message):
             dma_attention_forward(layer, *_states(), torch.randn(2, 1, TOKENS, TOKENS))
@@ -371,22 +371,22 @@ class TestRefusals:
             (dma_mask(3, TOKENS, TOKENS), ValueError, r"broadcastable to \[2, 4, 9, 9\], got \[3, 1, 9, 9\]"),
         ],
     )
-    def test_wrong_masks(self, layer, mask, error, message):
+    def test_invalid_masks_are_rejected(self, layer, mask, error, message):
         with pytest.raises(error, match="attention_mask must be " + message):
             dma_attention_forward(layer, *_states(), mask)
 
-    def test_flex_masks(self, layer):
+    def test_flex_attention_masks_are_rejected(self, layer):
         mask = create_block_mask(lambda b, h, q, k: q >= k, 2, None, TOKENS, TOKENS, device="cpu")
         with pytest.raises(TypeError, match="attention_mask must be a tensor, got BlockMask"):
             dma_attention_forward(layer, *_states(), mask)
 
-    def test_mixed_dtypes(self, layer):
+    def test_mixed_dtypes_are_rejected(self, layer):
         query, key, value = _states()
         with pytest.raises(TypeError, match=r"value must have the dtype of query, torch\.float32, got torch\.bfloat16"):
             dma_attention_forward(layer, query, key, value.bfloat16(), None)
 
-    def test_attention_weights_are_left_out(self, layer):
-        """As SDPA and FlashAttention leave them out: the result is that without the argument."""
+    def test_attention_weights_are_not_returned(self, layer):
+        """As with SDPA and FlashAttention, the argument has no effect."""
         with pytest.warns(
             UserWarning, match="no attention weights for output_attentions=True.* attn_implementation='eager'"
         ):
@@ -402,7 +402,7 @@ class TestFallback:
     def layer(self):
         return _Layer({"on_unsupported": "sdpa"})
 
-    def test_it_computes_with_sdpa(self, layer):
+    def test_fallback_computes_with_sdpa(self, layer):
         bias = torch.randn(1, 4, TOKENS, TOKENS)
         hidden = torch.ones(2, TOKENS, dtype=torch.bool)
         hidden[0, :3] = False
@@ -420,7 +420,7 @@ class TestFallback:
         _same(additive, _expected(*_states(), attn_mask=bias))
         _same(late, _expected(*_states(3), attn_mask=addend[:, :, -3:]))
 
-    def test_it_warns_once_and_counts(self, layer):
+    def test_fallback_warns_once_and_is_counted(self, layer):
         bias = torch.zeros(1, 4, TOKENS, TOKENS)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -439,14 +439,14 @@ class TestFallback:
             dma_attention_forward(layer, *_states(), None, position_bias=bias)
 
     @pytest.mark.parametrize("name", ["head_mask", "unknown", "cache", "packing"])
-    def test_what_sdpa_would_ignore_is_still_an_error(self, name, layer):
+    def test_options_that_sdpa_ignores_are_still_errors(self, name, layer):
         arguments, message = ERRORS[name]
         with pytest.raises(ValueError, match=message):
             dma_attention_forward(layer, *_states(), None, **arguments)
         assert dma_hf.fallback_counts() == {}
 
-    def test_the_choice_of_an_indexer_survives_beside_a_bias(self, layer):
-        """The bias makes it a call for SDPA, which must not see what the indexer left out."""
+    def test_fallback_with_a_bias_masks_unselected_keys(self, layer):
+        """The bias requires SDPA, which must not attend to keys that the indexer did not select."""
         bias = torch.randn(2, 1, TOKENS, TOKENS, generator=torch.Generator().manual_seed(1))
         indices = torch.arange(4).expand(2, TOKENS, 4)
         with pytest.warns(UserWarning, match="an additive bias"):
@@ -455,11 +455,11 @@ class TestFallback:
         _same(out, _expected(*_states(), attn_mask=bias))
 
     @pytest.mark.parametrize("option", [{"softcap": 2.0}, {"s_aux": torch.zeros(4)}], ids=["softcap", "sinks"])
-    def test_what_sdpa_lacks_is_still_an_error(self, option, layer):
+    def test_options_that_sdpa_lacks_are_still_errors(self, option, layer):
         with pytest.raises(ValueError, match="does not support dropout"):
             dma_attention_forward(layer, *_states(), None, dropout=0.5, **option)
         assert dma_hf.fallback_counts() == {}
 
-    def test_the_error_names_the_opt_in(self, identity):
+    def test_the_error_names_the_fallback_option(self, identity):
         with pytest.raises(ValueError, match="or allow SDPA for such calls with on_unsupported='sdpa'"):
             dma_attention_forward(_Layer(identity), *_states(), None, dropout=0.5)

@@ -1,4 +1,4 @@
-"""The contract of Transformers' caches: what ``DMACache`` says of itself, what it takes, and what it refuses."""
+"""``DMACache`` honors the contract of Transformers' caches and rejects invalid calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build(families):
 
 
 def _state(cache):
-    """Every tensor and count of a cache, copied."""
+    """Return copies of all tensors and counts of a cache."""
     layers = [(layer.tokens, layer.storage) for layer in cache.layers]
     return [(int(tokens), {n: t.clone() for n, t in storage.tensors().items()}) for tokens, storage in layers]
 
@@ -53,8 +53,8 @@ def _new(batch=1, heads=2, length=5, dim=16, dtype=torch.float32):
 
 class TestBookkeeping:
     @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-    def test_sizes_are_those_of_a_dynamic_cache(self, name, build, token_ids):
-        """The masks are made by them, before the layers see the tokens."""
+    def test_mask_sizes_equal_those_of_a_dynamic_cache(self, name, build, token_ids):
+        """Masks are created from them before the layers see the tokens."""
         model = build(name)
         ids = token_ids(2, LENGTH)
         caches = DMACache(model.config), DynamicCache(config=model.config)
@@ -72,7 +72,7 @@ class TestBookkeeping:
             assert caches[0].is_croppable
             assert not caches[0].is_compileable
 
-    def test_static_sizes(self, build, token_ids):
+    def test_mask_sizes_of_a_static_cache_are_fixed(self, build, token_ids):
         model = build("gemma3")
         cache = DMACache(model.config, max_cache_len=200)
         assert cache.is_compileable
@@ -94,8 +94,8 @@ class TestBookkeeping:
 
     @pytest.mark.parametrize(("format", "tokens"), [("int8", 1100), ("int4", 750)])
     @pytest.mark.parametrize("head_dim", [64, 128])
-    def test_memory_is_saved_from_so_many_tokens_on(self, format, tokens, head_dim):
-        """As README and docs/guides/cache.md say; below, four tiles in 16 bits weigh more."""
+    def test_memory_is_saved_from_the_documented_length_on(self, format, tokens, head_dim):
+        """See README and docs/guides/cache.md. For shorter prompts, four tiles of 16-bit KV cost more."""
         sizes = {"hidden_size": 2 * head_dim, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
         config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=head_dim)
 
@@ -107,11 +107,11 @@ class TestBookkeeping:
 
         assert share(tokens) < 1 < share(tokens - 128)
 
-    def test_kinds_of_layers(self, build):
+    def test_sliding_layers_have_sliding_caches(self, build):
         kinds = [type(layer) for layer in DMACache(build("gemma3").config).layers]
         assert kinds == [DMASlidingLayer, DMALayer]
 
-    def test_early_initialization(self, build, token_ids, assert_same):
+    def test_early_initialization_allocates_an_empty_cache(self, build, token_ids, assert_same):
         model = build()
         cache = DMACache(model.config)
         assert not cache.is_initialized
@@ -123,7 +123,7 @@ class TestBookkeeping:
         ids = token_ids(2, 20)
         assert_same(model(ids, past_key_values=cache).logits, model(ids).logits)
 
-    def test_reset(self, build, token_ids):
+    def test_a_reset_cache_can_be_reused(self, build, token_ids):
         model = build()
         cache = DMACache(model.config)
         model(token_ids(2, 30), past_key_values=cache)
@@ -132,8 +132,8 @@ class TestBookkeeping:
         ids = token_ids(3, LENGTH)  # another batch size
         torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
 
-    def test_offloading_a_layer(self, build, token_ids, monkeypatch):
-        """It waits until the attention has been computed; on this machine the two devices are one."""
+    def test_an_offloaded_layer_can_be_prefetched(self, build, token_ids, monkeypatch):
+        """Offloading waits for the attention; here both devices are the CPU."""
         model = build()
         cache = DMACache(model.config)
         ids = token_ids(1, 20)
@@ -144,7 +144,7 @@ class TestBookkeeping:
         keys, _ = layer.update(_new(), _new())
         layer.offload()
         assert not moved
-        assert torch.equal(keys.sum(), _new().sum())  # looking at them stores them
+        assert torch.equal(keys.sum(), _new().sum())  # reading them stores them
         assert len(moved) >= 1
         layer.prefetch()
         cache.reset()
@@ -152,7 +152,7 @@ class TestBookkeeping:
 
 
 class TestPackedStates:
-    """What ``update`` returns to a layer that runs ``dma_mxfp``."""
+    """The states that ``update`` returns to a layer with ``dma_mxfp``."""
 
     @pytest.fixture
     def states(self, build):
@@ -161,7 +161,7 @@ class TestPackedStates:
         raw = torch.randn(2, 1, 2, 400, 16, generator=generator).unbind()
         return layer, raw, layer.update(*raw)
 
-    def test_are_not_computed_before_they_are_looked_at(self, states):
+    def test_packed_states_are_computed_on_access(self, states):
         layer, (key, _), (keys, values) = states
         assert isinstance(keys, dma_hf.CachedStates)
         assert keys.shape == key.shape
@@ -173,9 +173,9 @@ class TestPackedStates:
         assert layer.get_seq_length() == 400
         assert layer.storage.lengths.tolist() == [0]
 
-    def test_are_the_true_ones_to_anything_else(self, states):
+    def test_packed_states_are_ordinary_tensors_to_other_code(self, states):
         layer, (key, value), (keys, values) = states
-        assert torch.equal(keys + 0, key)  # the new ones come back as they came
+        assert torch.equal(keys + 0, key)  # new states are returned unchanged
         assert torch.equal(values[:, :1], value[:, :1])
         assert torch.equal(torch.cat((values, keys), -1), torch.cat((value, key), -1))
         assert layer.storage.lengths.tolist() == [400]
@@ -184,7 +184,7 @@ class TestPackedStates:
         assert 0 < error < 0.2
         assert torch.equal(later[0][:, :, -200:-1], key[:, :, -199:])
 
-    def test_that_nobody_looked_at_are_stored_too(self, states):
+    def test_unread_states_are_stored_too(self, states):
         layer, (key, value), _ = states
         layer.update(key[:, :, :3], value[:, :, :3])
         assert layer.get_seq_length() == 403
@@ -195,9 +195,9 @@ class TestPackedStates:
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 class TestOtherAttention:
-    """Under SDPA the cache is one that returns dequantized keys and values."""
+    """With SDPA the cache returns dequantized keys and values."""
 
-    def test_without_quantization_it_is_exact(self, name, static, build, token_ids, assert_same, identity):
+    def test_sdpa_is_exact_without_quantization(self, name, static, build, token_ids, assert_same, identity):
         model = build(name, "sdpa")
         model.config.dma_mxfp = identity | {"diagonal_tiles": 3}
         ids = token_ids(2, LENGTH)
@@ -212,7 +212,7 @@ class TestOtherAttention:
         expected = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
         assert_same(torch.cat(decoded, 1), expected, mask)
 
-    def test_quantized_it_is_close(self, name, static, build, token_ids):
+    def test_sdpa_over_quantized_kv_is_close(self, name, static, build, token_ids):
         model = build(name, "sdpa")
         ids = token_ids(2, LENGTH)
         cache = DMACache(model.config, "int4", max_cache_len=LENGTH if static else None)
@@ -238,21 +238,21 @@ class TestReuse:
             torch.testing.assert_close(model(rest, past_key_values=copy.deepcopy(cache)).logits, expected)
         _assert_unchanged(cache, before)
 
-    def test_saving_the_object(self, prompt, tmp_path):
+    def test_a_cache_can_be_pickled(self, prompt, tmp_path):
         model, rest, cache, expected = prompt
         torch.save(cache, tmp_path / "prompt.pt")
         loaded = torch.load(tmp_path / "prompt.pt", weights_only=False)
         torch.testing.assert_close(model(rest, past_key_values=loaded).logits, expected)
 
-    def test_state_dict(self, prompt, tmp_path):
+    def test_a_state_dict_restores_the_cache(self, prompt, tmp_path):
         model, rest, cache, expected = prompt
         torch.save(cache.state_dict(), tmp_path / "prompt.pt")
         loaded = DMACache(model.config)
         loaded.load_state_dict(torch.load(tmp_path / "prompt.pt", weights_only=True))
         torch.testing.assert_close(model(rest, past_key_values=loaded).logits, expected)
 
-    def test_state_dict_of_a_static_cache(self, prompt, build, token_ids):
-        """Loading leaves the tensors where a compiled step expects them."""
+    def test_a_state_dict_restores_a_static_cache_in_place(self, prompt, build, token_ids):
+        """A compiled step expects the tensors at the same addresses."""
         model, rest, _, expected = prompt
         caches = [DMACache(model.config, max_cache_len=LENGTH) for _ in range(2)]
         model(token_ids(1, LENGTH)[:, :270], past_key_values=caches[0])
@@ -263,8 +263,8 @@ class TestReuse:
         torch.testing.assert_close(model(rest, past_key_values=caches[1]).logits, expected)
 
     @pytest.mark.parametrize("max_cache_len", [None, LENGTH], ids=["dynamic", "static"])
-    def test_its_own_state_dict_changes_nothing(self, max_cache_len, build, token_ids):
-        """Whose tensors are the cache's."""
+    def test_loading_its_own_state_dict_changes_nothing(self, max_cache_len, build, token_ids):
+        """The state dict shares the cache's tensors."""
         model = build()
         cache = DMACache(model.config, max_cache_len=max_cache_len)
         model(token_ids(1, 270), past_key_values=cache)
@@ -273,7 +273,7 @@ class TestReuse:
         _assert_unchanged(cache, before)
 
     @pytest.mark.parametrize("rows", [1, 3])
-    def test_state_dict_of_another_batch_in_a_static_cache(self, rows, build, token_ids):
+    def test_a_static_cache_loads_another_batch_size(self, rows, build, token_ids):
         model = build()
         caches = [DMACache(model.config, max_cache_len=LENGTH) for _ in range(2)]
         model(token_ids(rows, 270), past_key_values=caches[0])
@@ -315,11 +315,11 @@ class TestReuse:
         [(["int4"], "one for each of the model's 2 layers; got 1"), (["int4", "int3"], "unknown cache format 'int3'")],
         ids=["number", "name"],
     )
-    def test_invalid_formats_of_layers_are_refused(self, formats, message, build):
+    def test_invalid_layer_formats_are_rejected(self, formats, message, build):
         with pytest.raises(ValueError, match=message):
             DMACache(build().config, formats)
 
-    def test_state_of_another_format(self, prompt):
+    def test_a_state_of_another_format_is_rejected(self, prompt):
         model, _, cache, _ = prompt
         other = DMACache(model.config, "int8")
         with pytest.raises(ValueError, match=r"state must have .*'int8'.*, got .*'int4'"):
@@ -329,14 +329,14 @@ class TestReuse:
         ):
             DMACache(model.config, max_cache_len=300).load_state_dict(cache.state_dict())
 
-    def test_a_cache_is_no_state(self, prompt):
+    def test_a_cache_is_not_a_state_dict(self, prompt):
         with pytest.raises(TypeError, match=r"state must be what state_dict\(\) returned, got DMACache"):
             DMACache(prompt[0].config).load_state_dict(prompt[2])
 
     @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
     @pytest.mark.parametrize(("prompt", "length"), [(100, 900), (400, 500), (380, 401), (571, 700)])
-    def test_a_crop_leaves_no_trace(self, prompt, length, static, build, token_ids):
-        """To a prompt in the sinks, and to one whose band is still there."""
+    def test_cropping_equals_never_appending(self, prompt, length, static, build, token_ids):
+        """To a prompt within the sinks, and to one with its residual KV still stored."""
         model = build("llama", sink_tiles=1).double()
         ids, other = token_ids(1, 900), token_ids(1, 900, seed=4)
         caches = [DMACache(model.config, max_cache_len=950 if static else None) for _ in range(2)]
@@ -349,8 +349,8 @@ class TestReuse:
             actual, expected = (model(ids[:, start:end], past_key_values=cache).logits for cache in caches)
             assert (actual - expected).abs().max() <= 1e-9 * expected.abs().max()
 
-    def test_a_crop_that_would_leave_a_trace_is_refused(self, build, token_ids):
-        """Back to the prompt after 500 more tokens: its end has been packed."""
+    def test_cropping_into_quantized_tokens_is_rejected(self, build, token_ids):
+        """Back to the prompt after 500 more tokens: its end has been quantized."""
         model = build("llama", setting="balanced+int8")
         cache = DMACache(model.config)
         model(token_ids(1, 900), past_key_values=cache)
@@ -381,8 +381,8 @@ PACKED = {"convolutions": 1, "linear attention": 1, "mamba": 0, "shared keys": 2
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_hybrid_models(kind, token_ids):
-    """What is not softmax attention keeps Transformers' layers; layers that share keys read the packed form."""
+def test_hybrid_models_generate_the_same_tokens(kind, token_ids):
+    """Layers without softmax attention keep Transformers' caches; layers that share keys read packed KV."""
     name, sizes = HYBRIDS[kind]
     config_class = getattr(transformers, "Gemma3nTextConfig" if name == "Gemma3n" else f"{name}Config")
     torch.manual_seed(0)
@@ -399,7 +399,7 @@ def test_hybrid_models(kind, token_ids):
 
 
 class TestErrors:
-    """Each is clear, and leaves the cache as it was."""
+    """Each error is clear and leaves the cache unchanged."""
 
     @pytest.fixture(params=[None, 400], ids=["dynamic", "static"])
     def filled(self, request, build, token_ids):
@@ -423,23 +423,23 @@ class TestErrors:
         ],
         ids=["batch", "heads", "head_dim", "dtype", "device"],
     )
-    def test_other_tensors_than_before(self, filled, key, error, message):
+    def test_states_of_another_shape_or_dtype_are_rejected(self, filled, key, error, message):
         _, cache = filled
         before = _state(cache)
         with pytest.raises(error, match=message):
             cache.update(key, key, 0)
         _assert_unchanged(cache, before)
 
-    def test_an_unsupported_call(self, filled, token_ids):
+    def test_an_unsupported_call_leaves_the_cache_unchanged(self, filled, token_ids):
         model, cache = filled
         before = _state(cache)
         with pytest.raises(ValueError, match="does not support the argument 'temperature'"):
             model(token_ids(2, 5), past_key_values=cache, temperature=0.5)
         for layer in cache.layers:
-            layer.pending = None  # of the pass that failed; the next one would store what is left
+            layer.pending = None  # left by the failed pass; the next one would store it
         _assert_unchanged(cache, before)
 
-    def test_cropping_past_the_start(self, build, token_ids):
+    def test_cropping_past_the_start_is_rejected(self, build, token_ids):
         model = build("gemma3")
         cache = DMACache(model.config)
         model(token_ids(2, 20), past_key_values=cache)
@@ -452,13 +452,13 @@ class TestErrors:
             cache.crop(-1.5)
         _assert_unchanged(cache, before)
 
-    def test_a_cache_of_a_smaller_model(self, build, families, token_ids):
+    def test_a_cache_of_a_smaller_model_is_rejected(self, build, families, token_ids):
         cache = DMACache(build("llama").config)
         larger = families["llama"].build("dma_mxfp", num_hidden_layers=4)
         with pytest.raises(ValueError, match="the cache has 2 layers, but the model updates layer 2"):
             larger(token_ids(1, 4), past_key_values=cache)
 
-    def test_cropping_a_window_that_is_gone(self, build, token_ids):
+    def test_cropping_to_a_discarded_window_is_rejected(self, build, token_ids):
         model = build("gemma3")
         cache = DMACache(model.config)
         model(token_ids(1, 1000), past_key_values=cache)
@@ -467,7 +467,7 @@ class TestErrors:
             cache.crop(-700)
         _assert_unchanged(cache, before)
 
-    def test_more_than_a_static_cache_holds(self, build, token_ids):
+    def test_overflowing_a_static_cache_is_an_error(self, build, token_ids):
         model = build()
         cache = DMACache(model.config, max_cache_len=50)
         model(token_ids(1, 48), past_key_values=cache)
@@ -477,7 +477,7 @@ class TestErrors:
         _assert_unchanged(cache, before)
         assert torch.isfinite(model(token_ids(1, 2), past_key_values=cache).logits).all()
 
-    def test_frees_a_cache_at_once_that_goes_out_of_use_in_the_middle_of_a_step(self, build):
+    def test_a_cache_dropped_within_a_step_is_freed_at_once(self, build):
         cache = DMACache(build().config)
         raw = torch.randn(1, 2, 200, 16)
         states = cache.update(raw, raw, 0)
@@ -485,14 +485,14 @@ class TestErrors:
         gc.disable()
         try:
             del cache
-            assert storage() is not None  # the states can still be read
+            assert storage() is not None  # the states remain readable
             del states
             assert storage() is None
         finally:
             gc.enable()
 
-    def test_shared_keys_in_a_long_chunk(self, build):
-        """The tail holds them no more when the second layer asks."""
+    def test_layers_with_shared_keys_agree_in_a_long_chunk(self, build):
+        """The residual KV no longer holds them when the second layer reads."""
         layer = DMACache(build().config).layers[0]
         raw = torch.randn(1, 2, 200, 16)
         layer.update(raw, raw)
@@ -521,13 +521,13 @@ class TestErrors:
         ],
         ids=["config", "max_cache_len", "max_cache_len-bool", "renamed", "unknown", "format", "format-empty"],
     )
-    def test_arguments(self, build, arguments, error, message):
+    def test_invalid_arguments_are_rejected(self, build, arguments, error, message):
         with pytest.raises(error, match=message):
             DMACache(**({"config": build().config} | arguments))
 
 
-def test_transformers_static_cache_gives_the_same(build, token_ids, assert_same):
-    """Both tell a layer's mask how much fits, and how far it is filled, on the device."""
+def test_transformers_static_cache_gives_the_same_logits(build, token_ids, assert_same):
+    """Both report a layer's capacity and fill level to its mask, on the device."""
     model = build()
     ids = token_ids(1, 20)
     caches = DMACache(model.config, max_cache_len=64), StaticCache(model.config, max_cache_len=64)
@@ -536,8 +536,8 @@ def test_transformers_static_cache_gives_the_same(build, token_ids, assert_same)
 
 
 @pytest.mark.parametrize("padded", ["no", "none hidden", "left", "right"])
-def test_a_prompt_in_a_static_cache_is_computed_as_in_a_dynamic_one(padded, build, token_ids, assert_same, monkeypatch):
-    """Without a range of visible keys, which costs the kernels time, unless the prompt is padded."""
+def test_an_unpadded_prompt_in_a_static_cache_has_no_key_range(padded, build, token_ids, assert_same, monkeypatch):
+    """A range of visible keys slows the kernels, so only a padded prompt has one."""
     ranges = []
     attention = adapter.attention
 

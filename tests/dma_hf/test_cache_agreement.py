@@ -1,7 +1,7 @@
-"""A model with ``DMACache`` computes attention to what the cache holds: the oracle's, in one pass without a cache.
+"""A model with ``DMACache`` equals the oracle: one pass without a cache over the same quantized KV.
 
-In fp64, where no rounding error of another order of summation carries a number across the border between two codes.
-Without sink tiles, so that the sequence is in its third tile when the first one is low.
+In fp64, so that the order of summation does not change quantization codes. Without sink tiles, so that the first tile
+is low when the sequence reaches its third.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dma_hf.cache_layers import DMALayer
 LENGTH = 300
 STEPS = [(0, 170), (170, 250), *((i, i + 1) for i in range(250, 259)), (259, 275), (275, LENGTH)]
 PADDING = 37
-TOLERANCE = 1e-6  # pv = "fp8" rounds probabilities in fp32
+TOLERANCE = 1e-6  # pv = "fp8" rounds fp32 probabilities
 
 MODELS = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {"sliding_window": 150}),
-    "gemma3": ("gemma3", {"sliding_window": 100}),  # one layer of each kind
+    "gemma3": ("gemma3", {"sliding_window": 100}),  # one layer per kind
 }
 SETTINGS = [*dma_hf.PRESETS, "balanced+int8", "balanced+int4", "paper+int4", "no band"]
 
@@ -59,8 +59,8 @@ def _decode(model, ids, cache, steps=STEPS, mask=None):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
-def test_steps_of_a_padded_batch(name, setting, families, token_ids, assert_same):
-    """Prompt, chunk, tokens across a border of tiles, 16 tokens as if to verify them, and another chunk."""
+def test_steps_of_a_padded_batch_equal_the_oracle(name, setting, families, token_ids, assert_same):
+    """Prompt, chunk, single tokens across a tile boundary, 16 tokens as in speculation, and another chunk."""
     model = _model(families, name, setting)
     ids = token_ids(2, LENGTH)
     mask = _padded(ids)
@@ -71,8 +71,8 @@ def test_steps_of_a_padded_batch(name, setting, families, token_ids, assert_same
 
 
 @pytest.mark.parametrize("length", [None, LENGTH + 20], ids=["dynamic", "static"])
-def test_steps_of_an_equalised_model(length, families, token_ids, assert_same):
-    """Its keys are rotated before they are quantized, and nothing else of the rule changes."""
+def test_steps_of_an_equalized_model_equal_the_oracle(length, families, token_ids, assert_same):
+    """Keys are rotated before quantization; the rest of the rule is unchanged."""
     model = _model(families, "llama", "balanced+int4")
     ids = token_ids(2, LENGTH)
     mask = _padded(ids)
@@ -85,8 +85,8 @@ def test_steps_of_an_equalised_model(length, families, token_ids, assert_same):
     assert (actual - plain)[:, 200:].abs().max() > 1e-4
 
 
-def test_quantizing_changes_something(families, token_ids, identity):
-    """Else the other tests of this module would pass for a cache that keeps everything in 16 bits."""
+def test_quantization_changes_the_logits(families, token_ids, identity):
+    """Otherwise a cache that keeps everything in 16 bits would pass the other tests."""
     ids = token_ids(1, LENGTH)
     for format, least in (("int8", 1e-6), ("int4", 1e-4)):
         model = _model(families, "llama", identity)
@@ -97,7 +97,7 @@ def test_quantizing_changes_something(families, token_ids, identity):
 
 @pytest.mark.parametrize("setting", ["balanced+int8", "balanced+int4"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_static_cache(name, setting, families, token_ids, assert_same):
+def test_a_static_cache_equals_the_oracle(name, setting, families, token_ids, assert_same):
     model = _model(families, name, setting)
     ids = token_ids(2, LENGTH)
     mask = _padded(ids)
@@ -111,19 +111,19 @@ def test_static_cache(name, setting, families, token_ids, assert_same):
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", "llama4", "gpt2"])
-def test_softcap_sinks_value_dims_chunks(name, families, token_ids, assert_same):
-    """In fp32. Llama 4 has chunks, Gemma 2 a softcap, GPT-OSS sink logits, DeepSeek other value dims."""
+def test_softcap_sinks_value_dims_and_chunks_equal_the_oracle(name, families, token_ids, assert_same):
+    """In fp32. Llama 4 has chunks, Gemma 2 a softcap, GPT-OSS sink logits, DeepSeek another value dim."""
     model = families[name].build("dma_mxfp")
     dma_hf.configure(model, "balanced+int4", sink_tiles=0)
     ids = token_ids(1, LENGTH)
     steps = [(0, 130), (130, 290), *((i, i + 1) for i in range(290, 300))]
     expected = expected_logits(model, ids, steps)
     actual = _decode(model, ids, DMACache(model.config), steps)
-    assert_same(actual, expected, tolerance=1e-2)  # a rounding to a code may fall the other way in fp32
+    assert_same(actual, expected, tolerance=1e-2)  # ties may round to another code in fp32
 
 
-def test_a_row_that_begins_in_a_later_chunk(families, token_ids, assert_same):
-    """Of its first chunk nothing is visible, so that nothing tells yet how long its padding is."""
+def test_a_row_may_start_in_a_later_chunk(families, token_ids, assert_same):
+    """Its first chunk is fully masked, so the length of its padding is still unknown."""
     model = _model(families, "llama", "balanced+int8")
     ids = token_ids(2, 290)
     mask = torch.ones_like(ids)
@@ -135,8 +135,8 @@ def test_a_row_that_begins_in_a_later_chunk(families, token_ids, assert_same):
     assert_same(decoded, expected_logits(model, ids, steps, mask), mask, TOLERANCE)
 
 
-def test_a_later_mask_that_hides_more(families, token_ids, assert_same, identity):
-    """What is stored keeps its place; the mask decides what is seen, and with a band this wide that is all there is."""
+def test_a_later_mask_may_hide_more_keys(families, token_ids, assert_same, identity):
+    """Stored keys keep their positions; with a band this wide only the mask changes the result."""
     model = _model(families, "llama", identity, diagonal_tiles=3)
     ids = token_ids(2, LENGTH)
     mask = torch.ones_like(ids)
@@ -152,8 +152,8 @@ def test_a_later_mask_that_hides_more(families, token_ids, assert_same, identity
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_cropping_across_a_border(name, families, token_ids, assert_same):
-    """Rejected tokens leave no trace."""
+def test_cropping_across_a_tile_boundary_equals_the_oracle(name, families, token_ids, assert_same):
+    """Rejected tokens do not affect later ones."""
     model = _model(families, name, "balanced+int4")
     ids, others = token_ids(2, 290), token_ids(2, 20, seed=7)
     mask = _padded(ids)
@@ -175,8 +175,8 @@ def test_cropping_across_a_border(name, families, token_ids, assert_same):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_batch_operations(name, families, token_ids, assert_same):
-    """Rows are repeated, reordered and selected with all that is stored of them, padding too."""
+def test_rows_can_be_repeated_reordered_and_selected(name, families, token_ids, assert_same):
+    """With all of their stored state, padding included."""
     model = _model(families, name, "balanced+int4")
     ids = token_ids(2, 290)
     mask = _padded(ids)
@@ -192,8 +192,8 @@ def test_batch_operations(name, families, token_ids, assert_same):
     assert_same(decoded, expected_logits(model, ids, steps, mask)[rows, 258:], tolerance=TOLERANCE)
 
 
-def test_a_step_asks_once_whether_its_mask_has_changed(families, token_ids, monkeypatch):
-    """That waits for the device; the first layer asks, and the others take its answer."""
+def test_a_step_checks_once_whether_its_mask_has_changed(families, token_ids, monkeypatch):
+    """The check waits for the device, so the first layer does it for all."""
     model = _model(families, "llama", "balanced+int8")
     ids = token_ids(2, 60)
     mask = _padded(ids)
@@ -209,7 +209,7 @@ def test_a_step_asks_once_whether_its_mask_has_changed(families, token_ids, monk
 
 @pytest.mark.parametrize("hidden", [0, 5])
 def test_a_compiled_step_whose_mask_has_changed_is_an_error(hidden, families, token_ids):
-    """Its mask comes from outside, as ``generate`` makes it, and the graph cannot take another way."""
+    """The mask comes from outside, as from ``generate``, and the graph cannot branch."""
     model = _model(families, "llama", "balanced+int8").float()
     ids = token_ids(2, 21)
     cache = DMACache(model.config, max_cache_len=64)
@@ -223,5 +223,5 @@ def test_a_compiled_step_whose_mask_has_changed_is_an_error(hidden, families, to
     error = pytest.raises(RuntimeError, match="attention_mask hides keys that were visible")
     with error if hidden else nullcontext():
         step(ids[:, 20:], attention_mask=mask, past_key_values=cache)
-    assert graphs[0].code.count("torch._assert_async(") == 2  # of the room and of the mask, in one of the layers
+    assert graphs[0].code.count("torch._assert_async(") == 2  # capacity and mask, in one of the layers
     torch._dynamo.reset()

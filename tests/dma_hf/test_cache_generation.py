@@ -1,7 +1,7 @@
-"""``generate`` with ``DMACache`` writes what it writes with Transformers' cache, under the same configuration.
+"""``generate`` gives the same tokens with ``DMACache`` and with Transformers' cache.
 
-With Transformers' cache ``dma_mxfp`` quantizes the whole sequence again in every step, like one forward pass over it.
-That is the oracle. The prompts end shortly before a tile boundary after which the first tile is low.
+The oracle is ``dma_mxfp`` with Transformers' cache, which quantizes the whole sequence again in every step. The prompts
+end shortly before a tile boundary; after it the first tile is low.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODES = {
 @pytest.fixture
 def build(families, identity):
     def make(name, seed=0):
-        """A model that quantizes nothing, with a band so wide that nor does its cache."""
+        """A model without quantization, with a band so wide that its cache quantizes nothing either."""
         window = {"sliding_window": 100} if name in ("mistral", "gemma3") else {}
         model = families[name].build("dma_mxfp", seed=seed, **window).double()
         dma_hf.configure(model, identity, diagonal_tiles=3)
@@ -59,7 +59,7 @@ def _generate(model, ids, **options):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_modes(name, mode, build, token_ids):
+def test_every_mode_gives_the_same_tokens(name, mode, build, token_ids):
     model = build(name)
     ids = token_ids(2, PROMPT)
     options = MODES[mode]
@@ -75,9 +75,9 @@ def test_modes(name, mode, build, token_ids):
 
 @pytest.mark.parametrize("mode", ["assistant", "prompt lookup"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_speculation_crops(name, mode, build, token_ids):
+def test_speculation_crops_the_cache(name, mode, build, token_ids):
     model = build(name)
-    ids = token_ids(1, 50).repeat(1, 5)  # so that there is something to look up
+    ids = token_ids(1, 50).repeat(1, 5)  # repetition for prompt lookup
     expected = _generate(model, ids, do_sample=False)
     if mode == "assistant":
         assistant = build(name, seed=3)
@@ -96,7 +96,7 @@ def test_a_static_cache_compiles_to_one_graph(name, build, token_ids):
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     settings = CompileConfig(fullgraph=True, dynamic=None, backend="aot_eager")
-    settings._compile_all_devices = True  # else generate does not compile on a CPU
+    settings._compile_all_devices = True  # otherwise generate does not compile on a CPU
     expected = _generate(model, ids, do_sample=False, attention_mask=mask)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -108,7 +108,7 @@ def test_a_static_cache_compiles_to_one_graph(name, build, token_ids):
 
 
 def test_a_prompt_can_be_continued(build, token_ids):
-    """The cache of a conversation: its second turn begins where the first one ended."""
+    """The second turn of a conversation continues with the cache of the first."""
     model = build("llama")
     ids, more = token_ids(1, PROMPT), token_ids(1, 30, seed=2)
     cache = DMACache(model.config)
@@ -119,8 +119,8 @@ def test_a_prompt_can_be_continued(build, token_ids):
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_a_prompt_that_was_read_in_inference_mode_continues_outside_of_it(static, build, token_ids):
-    """As in a cache of Transformers that grows; its first tensors, and what takes their place."""
+def test_a_prompt_prefilled_in_inference_mode_continues_outside_it(static, build, token_ids):
+    """As with Transformers' dynamic cache; both for the first tensors and for their replacements."""
     model = build("llama")
     ids = token_ids(2, 600)
     cache = DMACache(model.config, max_cache_len=700 if static else None)
@@ -137,7 +137,7 @@ def test_a_prompt_that_was_read_in_inference_mode_continues_outside_of_it(static
 class TestDefault:
     """``configure(model, cache=...)``."""
 
-    def test_generate_uses_it(self, build, token_ids):
+    def test_generate_uses_the_configured_cache(self, build, token_ids):
         model = build("llama")
         ids = token_ids(1, PROMPT)
         options = {"do_sample": False, "return_dict_in_generate": True}
@@ -150,7 +150,7 @@ class TestDefault:
         dma_hf.configure(model, cache=None)
         assert type(_generate(model, ids, **options).past_key_values) is DynamicCache
 
-    def test_what_a_call_asks_for_counts_more(self, build, token_ids):
+    def test_arguments_of_generate_override_the_configured_cache(self, build, token_ids):
         model = build("llama")
         dma_hf.configure(model, cache="int8")
         ids = token_ids(1, 20)
@@ -162,7 +162,7 @@ class TestDefault:
         assert _generate(model, ids, use_cache=False, **options).past_key_values is None
 
     @pytest.mark.parametrize("way", ["deepcopy", "torch.save", "another process"])
-    def test_a_copy_has_it_too(self, way, build, token_ids, tmp_path):
+    def test_a_copied_model_has_the_configured_cache(self, way, build, token_ids, tmp_path):
         model = build("llama")
         dma_hf.configure(model, cache="int8")
         if way == "deepcopy":
@@ -170,7 +170,7 @@ class TestDefault:
         elif way == "torch.save":
             torch.save(model, tmp_path / "model.pt")
             twin = torch.load(tmp_path / "model.pt", weights_only=False)
-        else:  # as an argument of a spawned one is handed over
+        else:  # as an argument is passed to a spawned process
             twin = pickle.loads(ForkingPickler.dumps(model))
         ids = token_ids(1, 20)
         options = {"do_sample": False, "return_dict_in_generate": True}
@@ -178,7 +178,7 @@ class TestDefault:
         assert type(actual.past_key_values) is DMACache
         assert torch.equal(actual.sequences, _generate(model, ids, **options).sequences)
 
-    def test_cache_implementation_can_ask_for_it(self, build, token_ids):
+    def test_cache_implementation_can_select_dma_cache(self, build, token_ids):
         model = build("llama")
         options = {"do_sample": False, "return_dict_in_generate": True, "cache_implementation": "dma"}
         dma_hf.configure(model, cache="int4")
@@ -192,8 +192,8 @@ class TestDefault:
             model.generate(token_ids(1, 20), **options)
 
     @pytest.mark.parametrize("name", ["dma_mxfp", "dma_mxfp:fp4+int8"])
-    def test_a_model_that_was_only_loaded_has_the_cache_that_it_was_saved_with(self, name, build, token_ids, tmp_path):
-        """A cache in the name of the implementation counts before it."""
+    def test_a_loaded_model_has_the_cache_that_it_was_saved_with(self, name, build, token_ids, tmp_path):
+        """A cache in the implementation's name overrides it."""
         model = build("llama")
         dma_hf.configure(model, "balanced+int4")
         model.save_pretrained(tmp_path)
@@ -204,24 +204,24 @@ class TestDefault:
         assert result[CACHE_ARGUMENT].format == ("int8" if "+" in name else "int4")
 
     @pytest.mark.parametrize("name", ["dma_mxfp:balanced+int4", "dma_mxfp:paper+int4"])
-    def test_a_preset_in_the_name_brings_its_cache(self, name, families, token_ids):
+    def test_a_cache_in_the_implementation_name_is_used(self, name, families, token_ids):
         model = families["llama"].build(name)
         result = _generate(model, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
         assert result[CACHE_ARGUMENT].format == "int4"
 
-    def test_a_generation_config_with_the_cache_gets_the_way_out(self, build, token_ids):
-        """A saved generation_config.json with it would not load without this package."""
+    def test_the_cache_in_a_generation_config_is_an_error_with_a_hint(self, build, token_ids):
+        """The saved generation_config.json would not load without this package."""
         message = r"is an argument of generate .* not a field of .*; .* dma_hf.configure\(model, cache='int4'\)"
         with pytest.raises(ValueError, match=message):
             GenerationConfig(cache_implementation="dma")
         model, settings = build("llama"), GenerationConfig(max_new_tokens=2)
-        settings.cache_implementation = "dma"  # not checked before it is used
+        settings.cache_implementation = "dma"  # not checked before use
         with pytest.raises(ValueError, match=message):
             model.generate(token_ids(1, 20), generation_config=settings)
         with pytest.raises(ValueError, match="Invalid `cache_implementation`"):
             GenerationConfig(cache_implementation="dmaa")
 
-    def test_forward_with_another_cache_says_so(self, build, token_ids):
+    def test_forward_with_another_cache_warns(self, build, token_ids):
         model = build("llama")
         dma_hf.configure(model, cache="int4")
         cache, ids = DynamicCache(config=model.config), token_ids(1, 20)
@@ -229,7 +229,7 @@ class TestDefault:
         with pytest.warns(UserWarning, match="says cache='int4', but its keys came from another cache"):
             model(ids[:, :1], **{CACHE_ARGUMENT: cache})
 
-    def test_a_wrapper_of_generate_is_kept(self, build, token_ids):
+    def test_a_user_wrapper_of_generate_is_kept(self, build, token_ids):
         model, calls = build("llama"), []
         original = model.generate
 
@@ -246,7 +246,7 @@ class TestDefault:
         dma_hf.configure(model, cache=None)
         assert model.generate is counted
 
-    def test_no_cache_undoes_it(self, build, token_ids):
+    def test_configuring_no_cache_restores_the_default(self, build, token_ids):
         model = build("llama")
         dma_hf.configure(model, cache="int4")
         dma_hf.configure(model, cache=None)
@@ -261,8 +261,8 @@ class TestDefault:
         result = _generate(other, token_ids(1, 20), do_sample=False, return_dict_in_generate=True)
         assert type(result[CACHE_ARGUMENT]) is DynamicCache
 
-    def test_encoder_decoder(self, families, token_ids, identity):
-        """The decoder's self-attention is cached; its cross-attention keeps Transformers' cache."""
+    def test_encoder_decoders_cache_only_self_attention(self, families, token_ids, identity):
+        """Cross-attention keeps Transformers' cache."""
         model = families["bart"].build("dma_mxfp")
         dma_hf.configure(model, identity)
         options = {"do_sample": False, "return_dict_in_generate": True, "num_beams": 2}
@@ -272,8 +272,8 @@ class TestDefault:
         assert torch.equal(actual.sequences, expected.sequences)
         assert all(isinstance(layer, DMALayer) for layer in actual.past_key_values.self_attention_cache.layers)
 
-    def test_other_attention_has_transformers_cache(self, build, token_ids):
-        """The section stays in the configuration, and says nothing of a model that runs SDPA now."""
+    def test_a_model_switched_to_sdpa_uses_transformers_cache(self, build, token_ids):
+        """The section stays in the configuration but does not apply to SDPA."""
         model = build("llama")
         dma_hf.configure(model, cache="int4")
         options = {"do_sample": False, "return_dict_in_generate": True}
@@ -284,7 +284,7 @@ class TestDefault:
     @pytest.mark.parametrize(
         ("own", "given", "expected"),
         [
-            ({"cache_implementation": "hybrid"}, {}, DMACache),  # as configurations of Gemma on the Hub
+            ({"cache_implementation": "hybrid"}, {}, DMACache),  # as in Gemma's configurations on the Hub
             ({"cache_implementation": "static"}, {}, StaticCache),
             ({"cache_implementation": "static"}, {"cache_implementation": "dynamic"}, DynamicCache),
             ({"cache_implementation": "static"}, {"cache_implementation": "dma"}, DMACache),
@@ -294,8 +294,8 @@ class TestDefault:
         ids=str,
     )
     @pytest.mark.parametrize("as_config", [False, True], ids=["options", "configuration"])
-    def test_the_models_generation_config(self, own, given, expected, as_config, build, token_ids):
-        """It counts where the call says nothing: in its options, or in a configuration of its own."""
+    def test_the_models_generation_config_applies(self, own, given, expected, as_config, build, token_ids):
+        """Options of the call, or its own generation configuration, override it."""
         model = build("llama")
         dma_hf.configure(model, cache="int8")
         for name, value in own.items():
@@ -309,8 +309,8 @@ class TestDefault:
             options |= given
         assert type(model.generate(token_ids(1, 20), **options).past_key_values) is expected
 
-    def test_an_assistant_whose_other_layers_take_tokens_back(self, build, token_ids):
-        """Transformers has a cache of its own making record what such layers forget, and so must ours."""
+    def test_an_assistant_with_other_layers_rolls_back_tokens(self, build, token_ids):
+        """Transformers' cache records the state that such layers discard, and so must ours."""
         torch.manual_seed(0)
         sizes = {"layer_types": ["conv", "full_attention"], "block_ff_dim": 64}
         assistant = Lfm2ForCausalLM._from_config(Lfm2Config(**(SIZES | sizes)), attn_implementation="dma_mxfp").eval()

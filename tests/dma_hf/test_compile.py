@@ -1,4 +1,4 @@
-"""``torch.compile`` takes whole forward passes, and ``torch.export`` exports them."""
+"""``torch.compile`` compiles whole forward passes, and ``torch.export`` exports them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "bert"])
-def test_forward(name, families, token_ids, assert_same):
-    """One graph, also for a padded batch; nothing of it depends on the values of the mask."""
+def test_a_forward_pass_compiles_to_one_graph(name, families, token_ids, assert_same):
+    """Also for a padded batch: the graph does not depend on mask values."""
     model = families[name].build("dma_mxfp")
     dma_hf.configure(model, "balanced", sink_tiles=0)
     ids = token_ids(2, LENGTH)
@@ -33,7 +33,7 @@ def test_forward(name, families, token_ids, assert_same):
         assert_same(logits, model(ids, attention_mask=mask, **options).logits, mask)
 
 
-def test_settings_are_guarded(families, token_ids):
+def test_changing_the_settings_recompiles(families, token_ids):
     model = families["llama"].build("dma_mxfp")
     ids = token_ids(1, 400)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -42,7 +42,7 @@ def test_settings_are_guarded(families, token_ids):
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
-def test_cross_attention(families, token_ids, assert_same):
+def test_cross_attention_compiles_to_one_graph(families, token_ids, assert_same):
     model = families["bart"].build("dma_mxfp")
     ids, targets = token_ids(2, LENGTH), token_ids(2, 17)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -51,14 +51,14 @@ def test_cross_attention(families, token_ids, assert_same):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
-def test_generate_compiles_as_often_as_with_transformers_own_attention(name, families, model_pair, token_ids):
-    """Decoding with a static cache: the masks are made outside of the compiled step and cross into it."""
+def test_generate_compiles_as_often_as_with_sdpa(name, families, model_pair, token_ids):
+    """With a static cache, masks are created outside the compiled step and passed in."""
     ids = token_ids(2, 20)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     settings = CompileConfig(fullgraph=True, dynamic=None, backend="aot_eager")
-    settings._compile_all_devices = True  # else generate does not compile on a CPU
+    settings._compile_all_devices = True  # otherwise generate does not compile on a CPU
     graphs = []
     for model in model_pair(families[name]):
         torch._dynamo.reset()
@@ -81,7 +81,7 @@ def test_the_fallback_compiles(token_ids):
     torch.testing.assert_close(states, model(token_ids(2, 12), **arguments).last_hidden_state)
 
 
-def test_training(families, token_ids):
+def test_compiled_gradients_equal_eager(families, token_ids):
     model = families["llama"].build("dma_mxfp").train()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     ids = token_ids(2, 8)
@@ -96,7 +96,7 @@ def test_training(families, token_ids):
 
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
 @pytest.mark.parametrize("strict", [False, True], ids=["export", "strict export"])
-def test_export(strict, families, token_ids, assert_same):
+def test_an_exported_model_equals_eager(strict, families, token_ids, assert_same):
     model = families["llama"].build("dma_mxfp")
     ids = token_ids(2, LENGTH)
     mask = torch.ones_like(ids)
@@ -115,8 +115,8 @@ def test_export(strict, families, token_ids, assert_same):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bert"])
-def test_lengths_do_not_recompile(name, families, model_pair, token_ids, assert_same):
-    """Beyond the second, which makes the length symbolic; Transformers' own attention is compiled as often."""
+def test_other_lengths_do_not_recompile(name, families, model_pair, token_ids, assert_same):
+    """The second length makes it symbolic; Transformers' own attention compiles as often."""
     options = {} if name == "bert" else {"use_cache": False}
     compiled_graphs = []
     for model in model_pair(families[name]):
@@ -131,7 +131,7 @@ def test_lengths_do_not_recompile(name, families, model_pair, token_ids, assert_
     assert compiled_graphs[1] <= max(2, compiled_graphs[0])
 
 
-def test_export_with_a_symbolic_length(families, token_ids, assert_same):
+def test_a_model_exports_with_a_symbolic_length(families, token_ids, assert_same):
     model = families["llama"].build("dma_mxfp")
 
     class Logits(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Configurations: presets, their TOML files, and what is refused."""
+"""Configurations: presets, their TOML files, and rejected settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dma_hf.config import config_of
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def test_presets_are_those_of_the_design():
+def test_presets_have_the_designed_settings():
     assert list(PRESETS) == ["balanced", "fp4", "paper"]
     balanced = PRESETS["balanced"]
     assert balanced == DMAConfig()
@@ -37,26 +37,26 @@ def test_presets_are_those_of_the_design():
     )
 
 
-def test_presets_cannot_be_changed():
+def test_presets_are_immutable():
     with pytest.raises(TypeError):
         PRESETS["balanced"] = DMAConfig(low="mxfp4")
     with pytest.raises(dataclasses.FrozenInstanceError):
         PRESETS["balanced"].low = "mxfp4"
 
 
-def test_the_toml_files_are_the_presets():
+def test_the_toml_files_equal_the_presets():
     assert {path.stem: DMAConfig.from_toml(path) for path in CONFIGS.glob("*.toml")} == dict(PRESETS)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_round_trips(name, tmp_path):
+def test_configurations_round_trip(name, tmp_path):
     config = DMAConfig.from_preset(name, low_q="bf16", cache="int4", on_unsupported="sdpa")
     assert DMAConfig.from_dict(config.to_dict()) == config
     config.to_toml(tmp_path / "c.toml")
     assert DMAConfig.from_toml(tmp_path / "c.toml", on_unsupported="sdpa") == config
 
 
-def test_a_preset_is_numerics_only():
+def test_a_preset_sets_only_numerics():
     for preset in PRESETS.values():
         assert preset == DMAConfig(**dataclasses.asdict(preset.recipe))
         assert (preset.cache, preset.backend, preset.on_unsupported) == (None, "auto", "error")
@@ -64,7 +64,7 @@ def test_a_preset_is_numerics_only():
         assert not {"cache", "backend", "on_unsupported"} & tomllib.loads(path.read_text()).keys()
 
 
-def test_runtime_choices_are_not_saved_in_a_file(tmp_path):
+def test_runtime_settings_are_not_saved_in_a_file(tmp_path):
     DMAConfig(backend="triton", on_unsupported="sdpa").to_toml(tmp_path / "c.toml")
     assert DMAConfig.from_toml(tmp_path / "c.toml") == DMAConfig()
     (tmp_path / "c.toml").write_text('backend = "triton"\n')
@@ -72,7 +72,7 @@ def test_runtime_choices_are_not_saved_in_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("threshold", [6, 6.5, 1e-5, 1e30, float("inf")])
-def test_a_threshold_is_saved(threshold, tmp_path):
+def test_a_skip_threshold_is_saved(threshold, tmp_path):
     config = DMAConfig(skip_threshold=threshold)
     config.to_toml(tmp_path / "c.toml")
     assert DMAConfig.from_toml(tmp_path / "c.toml") == config
@@ -81,14 +81,14 @@ def test_a_threshold_is_saved(threshold, tmp_path):
     assert DMAConfig.from_dict(LlamaConfig.from_pretrained(tmp_path).dma_mxfp) == config
 
 
-def test_recipe_is_the_numerics_only():
+def test_the_recipe_has_only_numerics():
     config = DMAConfig(low="mxint8", backend="reference")
     recipe = config.recipe
     assert type(recipe) is Recipe
     assert {f.name: getattr(config, f.name) for f in dataclasses.fields(Recipe)} == dataclasses.asdict(recipe)
 
 
-def test_what_a_setting_may_be(tmp_path):
+def test_valid_settings_are_accepted(tmp_path):
     path = tmp_path / "c.toml"
     path.write_text('low = "mxint8"\n')
     expected = DMAConfig(low="mxint8")
@@ -124,12 +124,12 @@ def test_what_a_setting_may_be(tmp_path):
         ({"low": "nvfp4"}, ValueError, "nvfp4 needs 'block'"),
     ],
 )
-def test_wrong_settings(setting, error, message):
+def test_invalid_settings_are_rejected(setting, error, message):
     with pytest.raises(error, match=message):
         config_of(setting)
 
 
-def test_a_field_that_is_gone_and_was_not_set_is_passed_over():
+def test_an_unset_field_of_an_earlier_version_is_ignored():
     assert DMAConfig.from_dict({"low": "mxfp8", "low_v": None}) == DMAConfig(low="mxfp8")
 
 
@@ -144,24 +144,24 @@ def test_a_field_that_is_gone_and_was_not_set_is_passed_over():
         ("low = mxfp4", r"c\.toml: not a TOML file: "),
     ],
 )
-def test_wrong_files(text, message, tmp_path):
+def test_invalid_files_are_rejected(text, message, tmp_path):
     path = tmp_path / "c.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         config_of(path)
 
 
-def test_a_missing_file(tmp_path):
+def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.toml"):
         config_of(tmp_path / "none.toml")
 
 
-def test_from_dict_wants_a_mapping():
+def test_from_dict_requires_a_mapping():
     with pytest.raises(TypeError, match=r"here: expected a mapping of configuration keys, got \['low'\]"):
         DMAConfig.from_dict(["low"], source="here")
 
 
-def test_a_preset_with_the_format_of_a_cache(tmp_path):
+def test_a_preset_name_may_have_a_cache_format(tmp_path):
     assert DMAConfig.from_preset("balanced+int4") == DMAConfig(cache="int4")
     expected = dataclasses.replace(PRESETS["fp4"], cache="int8")
     PRESETS["fp4"].to_toml(tmp_path / "my.toml")
@@ -184,12 +184,12 @@ def test_a_preset_with_the_format_of_a_cache(tmp_path):
         ("fp4+cache", "the suffix '+cache' is gone; name the cache format: 'fp4+int8' or 'fp4+int4'"),
     ],
 )
-def test_names_of_earlier_versions_have_an_error_with_the_new_ones(old, new):
+def test_an_earlier_name_is_an_error_that_gives_the_new_one(old, new):
     with pytest.raises(ValueError, match=re.escape(new)):
         config_of(old)
 
 
 @pytest.mark.parametrize("cache", ["yes", True, 8])
-def test_what_is_no_format_of_a_cache(cache):
+def test_an_unknown_cache_format_is_rejected(cache):
     with pytest.raises(ValueError, match=f"cache must be one of int8, int4, or None; got {cache!r}"):
         DMAConfig(cache=cache)

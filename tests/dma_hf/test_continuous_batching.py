@@ -1,4 +1,4 @@
-"""``generate_batch`` computes every request as it would be alone, whatever it is packed with."""
+"""``generate_batch`` computes every request as in isolation, whatever it is packed with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prompts():
 
 
 def _batched(model, prompts, **options):
-    """Return tokens and their log-probabilities, by continuous batching."""
+    """Return the tokens of continuous batching and their log-probabilities."""
     with dma_hf.continuous_batching(model):
         return _generate_batch(model, prompts, **options)
 
@@ -45,7 +45,7 @@ def _generate_batch(model, prompts, num_blocks=64, persistent_manager=False, **o
 
 
 def _alone(model, prompt, tokens):
-    """Return the log-probabilities of the tokens, by one forward pass, and how far each is below the best."""
+    """Return the tokens' log-probabilities by one forward pass, and their distance to the best."""
     logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
@@ -61,7 +61,7 @@ def _check(model, prompts, results):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss"])
-def test_requests_of_many_lengths(name, families, prompts):
+def test_requests_of_many_lengths_equal_isolated_ones(name, families, prompts):
     model = families[name].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")
     _check(model, prompts, _batched(model, prompts))
@@ -69,14 +69,14 @@ def test_requests_of_many_lengths(name, families, prompts):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_prompts_in_chunks(name, families, prompts):
-    """A batch of 64 tokens holds no long prompt whole: chunks of some are decoded beside others."""
+def test_prompts_in_chunks_equal_isolated_ones(name, families, prompts):
+    """Long prompts exceed a batch of 64 tokens, so chunks of some run next to decode steps of others."""
     model = families[name].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")
     _check(model, prompts, _batched(model, prompts, max_batch_tokens=64))
 
 
-def test_a_shared_prefix(families, prompts):
+def test_requests_with_a_shared_prefix_equal_isolated_ones(families, prompts):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")
     prefix = prompts[1][:256]
@@ -84,7 +84,7 @@ def test_a_shared_prefix(families, prompts):
     _check(model, prompts, _batched(model, prompts, max_batch_tokens=300, max_requests_per_batch=1))
 
 
-def test_the_name_is_put_back_after_an_error(families):
+def test_the_implementation_name_is_restored_after_an_error(families):
     model = families["llama"].build(dma_hf.NAME)
 
     def fail():
@@ -97,7 +97,7 @@ def test_the_name_is_put_back_after_an_error(families):
     assert model.config._attn_implementation == dma_hf.NAME
 
 
-def test_a_preset_in_the_name_counts(families, prompts):
+def test_a_preset_in_the_name_applies(families, prompts):
     model = families["llama"].build(f"{dma_hf.NAME}:paper")
     _check(model, prompts[:1], _batched(model, prompts[:1]))
     with dma_hf.continuous_batching(model):
@@ -106,7 +106,7 @@ def test_a_preset_in_the_name_counts(families, prompts):
     assert model.config._attn_implementation == f"{dma_hf.NAME}:paper"
 
 
-def test_refusals(families, token_ids):
+def test_other_attention_and_other_calls_are_rejected(families, token_ids):
     with (
         pytest.raises(ValueError, match="runs attention 'sdpa'; continuous_batching is for models with attn_impl"),
         dma_hf.continuous_batching(families["llama"].build("sdpa")),
@@ -120,7 +120,7 @@ def test_refusals(families, token_ids):
         model(token_ids(1, 5))
 
 
-def test_packed_pages_need_sectors(families, prompts, monkeypatch):
+def test_packed_pages_require_a_recent_transformers(families, prompts, monkeypatch):
     monkeypatch.setattr("dma_hf.integrations.continuous_batching.has_sectors", lambda: False)
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced+int4")
@@ -136,7 +136,7 @@ def test_packed_pages_need_sectors(families, prompts, monkeypatch):
 
 
 @pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
-def test_a_configured_model_needs_no_context(families, prompts):
+def test_a_configured_model_needs_no_context_manager(families, prompts):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "paper")
     _check(model, prompts, _generate_batch(model, prompts))
@@ -145,8 +145,8 @@ def test_a_configured_model_needs_no_context(families, prompts):
 
 @pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
 @pytest.mark.parametrize("is_kept", [False, True], ids=["", "persistent"])
-def test_a_thread_that_dies_raises(families, prompts, is_kept):
-    """What the backend refuses ends the generation thread."""
+def test_an_error_in_the_generation_thread_is_raised(families, prompts, is_kept):
+    """A rejected call ends the thread."""
     model = families["llama"].build(dma_hf.NAME)
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
@@ -162,8 +162,8 @@ def test_a_thread_that_dies_raises(families, prompts, is_kept):
 
 
 @pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
-def test_a_thread_that_never_starts_raises(families, prompts, monkeypatch):
-    """As on Transformers 5.24, whose thread got an argument that was not known."""
+def test_a_generation_thread_that_never_starts_raises_an_error(families, prompts, monkeypatch):
+    """As in Transformers 5.24, where the thread received an unknown argument."""
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
     model = families["llama"].build(dma_hf.NAME)
@@ -175,7 +175,7 @@ def test_a_thread_that_never_starts_raises(families, prompts, monkeypatch):
 
 
 @pytest.mark.skipif(not has_sectors(), reason="before Transformers 5.18")
-def test_an_unknown_interface_is_refused_before_anything_runs(families, prompts, monkeypatch):
+def test_an_unknown_interface_is_rejected_before_anything_runs(families, prompts, monkeypatch):
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
     from dma_hf.integrations import manager
@@ -194,8 +194,8 @@ def test_an_unknown_interface_is_refused_before_anything_runs(families, prompts,
     assert model.config._attn_implementation == dma_hf.NAME
 
 
-def test_contexts_may_overlap(families):
-    """The first to be entered is left first; the name is put back by the last."""
+def test_context_managers_may_overlap(families):
+    """The first one entered exits first; the last one restores the name."""
     model = families["llama"].build(dma_hf.NAME)
     first, second = dma_hf.continuous_batching(model), dma_hf.continuous_batching(model)
     first.__enter__()
@@ -206,7 +206,7 @@ def test_contexts_may_overlap(families):
     assert model.config._attn_implementation == dma_hf.NAME
 
 
-def test_a_name_that_is_set_while_batching_stays(families):
+def test_a_name_set_while_batching_is_kept(families):
     model = families["llama"].build(dma_hf.NAME)
     with dma_hf.continuous_batching(model):
         model.set_attn_implementation("sdpa")

@@ -1,4 +1,4 @@
-"""A model that is given a 4-D mask computes what it computes with the 2-D one, and reads it once."""
+"""A 4-D mask gives the same result as the equivalent 2-D mask, and is read once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PADDING = (0, 150)
 
 
 def _masks(dtype):
-    """The 2-D mask of a left-padded batch, and the same as a causal 4-D mask."""
+    """Return the 2-D mask of a left-padded batch, and the equivalent causal 4-D mask."""
     padding = torch.ones(len(PADDING), LENGTH, dtype=torch.int64)
     for row, count in zip(padding, PADDING, strict=True):
         row[:count] = 0
@@ -33,8 +33,8 @@ def llama(families):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=["boolean", "additive"])
 @pytest.mark.parametrize("format", [None, "int4"])
-def test_left_padding_is_that_of_the_2d_mask(format, dtype, llama, token_ids, assert_same):
-    """As a whole, and over a cache in a prompt and steps of decoding."""
+def test_a_4d_mask_of_left_padding_equals_the_2d_mask(format, dtype, llama, token_ids, assert_same):
+    """In one pass, and with a cache in prefill and decode steps."""
     ids, (padding, mask) = token_ids(len(PADDING), LENGTH), _masks(dtype)
     positions = (padding.cumsum(-1) - 1).clamp(min=0)
     steps = [(0, LENGTH)] if format is None else [(0, 400), *((i, i + 1) for i in range(400, LENGTH))]

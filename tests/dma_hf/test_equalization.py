@@ -1,4 +1,4 @@
-"""Equalizing: the model stays the same to the bit, keys and queries get equal ranges, and what cannot be is refused."""
+"""``equalize`` preserves logits bit for bit and balances query and key ranges, or rejects the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EQUALIZED: dict[str, Family] = {
     },
     "gpt_neox": Family(
         "GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX | {"rotary_pct": 0.5}
-    ),  # queries, keys, values by head
+    ),  # fused queries, keys and values by head
     "phi": Family("PhiForCausalLM", "PhiConfig", NEOX | {"partial_rotary_factor": 0.5, "qk_layernorm": True}),
     "glm": Family("GlmForCausalLM", "GlmConfig", SIZES | {"partial_rotary_factor": 0.5}),  # partial and interleaved
     "olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", SIZES),  # norms over all heads at once
@@ -37,7 +37,7 @@ EQUALIZED: dict[str, Family] = {
         | {"shared_expert_intermediate_size": 32, "num_experts_per_tok": 2},
     ),
     "smollm3": Family("SmolLM3ForCausalLM", "SmolLM3Config", SIZES | {"no_rope_layers": [1, 0]}),
-    "yarn": Family(  # queries and keys have a factor
+    "yarn": Family(  # queries and keys are scaled
         "LlamaForCausalLM",
         "LlamaConfig",
         SIZES
@@ -62,7 +62,7 @@ def _tokens(length=1200):
 
 
 def _unbalanced(family, dtype=torch.float32):
-    """A model whose query and key channels have very different sizes; all weights are numbers that BF16 has."""
+    """A model with query and key channels of very different magnitudes; all weights are exact in BF16."""
     model, generator = family.build(family.reference), torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if QK.search(name):
@@ -75,7 +75,7 @@ def _unbalanced(family, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("name", EQUALIZED)
-def test_logits_stay_equal_to_the_bit_and_ranges_become_equal(name):
+def test_logits_are_bit_identical_and_ranges_become_equal(name):
     model, tokens = _unbalanced(EQUALIZED[name]), _tokens()
     expected = model(input_ids=tokens).logits
     exponents = dma_hf.equalize(model, tokens)
@@ -87,7 +87,7 @@ def test_logits_stay_equal_to_the_bit_and_ranges_become_equal(name):
 
 
 @pytest.mark.parametrize("name", EQUALIZED)
-def test_in_bf16_they_stay_equal_too_unless_a_norm_rounds(name):
+def test_bf16_logits_are_bit_identical_unless_a_norm_rounds(name):
     model, tokens = _unbalanced(EQUALIZED[name], torch.bfloat16), _tokens()
     expected = model(input_ids=tokens).logits.float()
     exponents = dma_hf.equalize(model, tokens)
@@ -99,16 +99,16 @@ def test_in_bf16_they_stay_equal_too_unless_a_norm_rounds(name):
         assert torch.equal(actual, expected)
 
 
-def test_keys_and_queries_have_equal_ranges_by_pair():
+def test_keys_and_queries_have_equal_ranges_per_rotary_pair():
     model, tokens = _unbalanced(DECODERS["llama"]), _tokens()
     dma_hf.equalize(model, tokens)
     for queries, keys in measure_ranges(model, tokens).values():
         pairs = [each.unflatten(-1, (2, -1)).amax(1) for each in (queries.view(2, 2, -1).amax(1), keys)]
-        assert (torch.log2(pairs[0] / pairs[1]).abs() <= 1).all()  # a factor is squared in the ratio
+        assert (torch.log2(pairs[0] / pairs[1]).abs() <= 1).all()  # the ratio has the square of the scale
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_a_twin_with_other_scales_gets_just_the_factors_that_undo_them(name):
+def test_a_rescaled_copy_gets_the_same_equalized_weights(name):
     model, twin, tokens = (*(_unbalanced(DECODERS[name]) for _ in range(2)), _tokens())
     scale = torch.tensor([5, 0, -3, 0, 0, 1, 0, 0] * 2).repeat(2)  # two heads of two halves
     for layer in twin.model.layers:
@@ -125,8 +125,8 @@ def test_a_twin_with_other_scales_gets_just_the_factors_that_undo_them(name):
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_norms_of_one_plus_w_keep_what_fp32_cannot_hold():
-    """Weights with all bits of FP32: a power below 1 has to be one that 1 + w still takes without rounding."""
+def test_norms_of_one_plus_w_are_scaled_only_if_fp32_is_exact():
+    """The weights use all FP32 bits, so scaling by a power below 1 must keep 1 + w exact."""
     model, tokens = _unbalanced(DECODERS["gemma3"]), _tokens()
     for layer in model.model.layers:
         layer.self_attn.k_norm.weight.copy_(torch.rand(16, generator=torch.Generator().manual_seed(2)) * 30)
@@ -136,7 +136,7 @@ def test_norms_of_one_plus_w_keep_what_fp32_cannot_hold():
     assert torch.equal(model(input_ids=tokens).logits, expected)
 
 
-def test_the_saved_folder_is_a_plain_model(tmp_path):
+def test_a_saved_equalized_model_loads_as_a_plain_model(tmp_path):
     model, tokens = _unbalanced(DECODERS["qwen3"]), _tokens()
     expected = model(input_ids=tokens).logits
     dma_hf.equalize(model, tokens)
@@ -145,7 +145,7 @@ def test_the_saved_folder_is_a_plain_model(tmp_path):
     assert torch.equal(loaded(input_ids=tokens).logits, expected)
 
 
-def test_the_configuration_says_so_and_keys_of_four_bits_are_rotated_from_then_on(tmp_path):
+def test_the_configuration_is_marked_and_4_bit_keys_are_rotated(tmp_path):
     model, tokens = _unbalanced(DECODERS["llama"]), _tokens()
     assert dma_hf.DMACache(model.config, "int4").layers[0].format == "int4"
     dma_hf.equalize(model, tokens)
@@ -156,10 +156,10 @@ def test_the_configuration_says_so_and_keys_of_four_bits_are_rotated_from_then_o
     assert dma_hf.DMACache(config, "int8").layers[0].format == "int8"
 
 
-def test_keys_that_were_not_balanced_are_not_rotated():
-    """Weights that make queries and keys at once hold no factor, so that outliers stay."""
+def test_unbalanced_keys_are_not_rotated():
+    """Weights shared by queries and keys cannot be scaled, so outliers remain."""
     model, tokens = _unbalanced(DECODERS["gemma3"]), _tokens()
-    for layer in model.model.layers:  # near -1, where few values of 1 + w are a power of two times another
+    for layer in model.model.layers:  # near -1, where few values of 1 + w have an exact multiple by a power of two
         layer.self_attn.k_norm.weight.fill_(-0.99)
         layer.self_attn.k_norm.weight[3] = 60.0
     dma_hf.equalize(model, tokens)
@@ -167,7 +167,7 @@ def test_keys_that_were_not_balanced_are_not_rotated():
     assert dma_hf.DMACache(model.config, "int4").layers[0].format == "int4"
 
 
-def test_the_model_is_left_as_it_was_but_for_its_weights():
+def test_only_the_weights_of_the_model_change():
     model = _unbalanced(DECODERS["llama"]).train()
     before = (model.config._attn_implementation, model.config.use_cache, model.config.to_dict())
     dma_hf.equalize(model, _tokens())
@@ -178,7 +178,7 @@ def test_the_model_is_left_as_it_was_but_for_its_weights():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_eager_attention_of_others_is_not_affected():
+def test_eager_attention_elsewhere_is_not_affected():
     """A user's own "eager", and an eager model in another thread."""
     model, other = _unbalanced(DECODERS["llama"]), DECODERS["llama"].build("eager")
     ids = _tokens()[:1, :50]
@@ -249,7 +249,7 @@ def _quantized(model):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_equalised_is_refused_and_unchanged(name, change, tokens, error, message):
+def test_an_unsupported_model_is_rejected_and_unchanged(name, change, tokens, error, message):
     model = _unbalanced(FAMILIES[name])
     if change is not None:
         change(model)
@@ -262,13 +262,13 @@ def test_what_cannot_be_equalised_is_refused_and_unchanged(name, change, tokens,
 
 
 @pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2)], ids=["none", "module"])
-def test_what_is_no_model_of_transformers(model):
+def test_other_objects_than_transformers_models_are_rejected(model):
     with pytest.raises(TypeError, match=f"model must be a Transformers model, got {type(model).__name__}"):
         dma_hf.equalize(model, _tokens())
 
 
-def test_clipped_keys_are_refused():
-    """Clipping is linear for small numbers, and would clip others once a factor is folded in."""
+def test_clipped_keys_are_rejected():
+    """Clipping is linear only for small numbers; scaled weights would clip other values."""
     sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": VOCABULARY, "max_seq_len": 1024}
     sizes |= {
         "attn_config": {"clip_qkv": 100.0, "kv_n_heads": 2, "rope_theta": 1e4},

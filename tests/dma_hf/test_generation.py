@@ -1,4 +1,4 @@
-"""``generate`` gives the same tokens as with Transformers' own attention, in every mode and with every cache."""
+"""``generate`` gives the same tokens as Transformers' own attention, in every mode and with every cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import DynamicCache, StaticCache, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 NEW_TOKENS = 14
-PROMPT = 31  # longer than the window, so that sliding caches drop keys at once
+PROMPT = 31  # longer than the window, so that sliding caches drop keys immediately
 
 GREEDY = {"do_sample": False}
 CACHES = [
@@ -26,7 +26,7 @@ def _left_padded(ids, padding=9):
 
 
 def _upstream(model, *arguments, **options):
-    """Return what Transformers' own attention generates; where that fails, ours need not run."""
+    """Return the tokens of Transformers' own attention; skip if it fails."""
     try:
         return model.generate(*arguments, max_new_tokens=NEW_TOKENS, **options)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -34,7 +34,7 @@ def _upstream(model, *arguments, **options):
 
 
 def _generate(models, ids, **options):
-    """Return what both models generate from a left-padded batch."""
+    """Return the tokens of both models for a left-padded batch."""
     options |= {"attention_mask": _left_padded(ids), "pad_token_id": 0}
     set_seed(0)
     expected = _upstream(models[0], ids, **options)
@@ -44,24 +44,24 @@ def _generate(models, ids, **options):
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_greedy(decoder, cache, model_pair, token_ids):
+def test_greedy_decoding_gives_the_same_tokens(decoder, cache, model_pair, token_ids):
     expected, actual = _generate(model_pair(decoder), token_ids(2, PROMPT), **GREEDY, **cache)
     assert torch.equal(actual, expected)
 
 
-def test_sampling_with_a_seed(decoder, model_pair, token_ids):
+def test_sampling_with_a_seed_gives_the_same_tokens(decoder, model_pair, token_ids):
     expected, actual = _generate(model_pair(decoder), token_ids(2, PROMPT), do_sample=True, top_k=20)
     assert torch.equal(actual, expected)
 
 
-def test_beam_search(decoder, model_pair, token_ids):
+def test_beam_search_gives_the_same_tokens(decoder, model_pair, token_ids):
     expected, actual = _generate(model_pair(decoder), token_ids(2, PROMPT), num_beams=3, **GREEDY)
     assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2", "qwen3"])
 @pytest.mark.parametrize("mode", ["assistant", "prompt lookup"])
-def test_speculation(name, mode, families, model_pair, token_ids):
+def test_speculation_gives_the_same_tokens(name, mode, families, model_pair, token_ids):
     family = families[name]
     reference, model = model_pair(family)
     ids = token_ids(1, PROMPT)
@@ -75,7 +75,7 @@ def test_speculation(name, mode, families, model_pair, token_ids):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
-def test_prefill_in_chunks(name, families, model_pair, token_ids):
+def test_chunked_prefill_gives_the_same_tokens(name, families, model_pair, token_ids):
     reference, model = model_pair(families[name])
     ids = token_ids(1, PROMPT)
     expected = reference.generate(ids, max_new_tokens=NEW_TOKENS, **GREEDY)
@@ -83,7 +83,7 @@ def test_prefill_in_chunks(name, families, model_pair, token_ids):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_static_cache_is_reused(name, families, model_pair, token_ids):
+def test_a_reused_static_cache_gives_the_same_tokens(name, families, model_pair, token_ids):
     reference, model = model_pair(families[name])
     cache = StaticCache(config=model.config, max_cache_len=PROMPT + NEW_TOKENS + 5)
     for seed in (1, 2):
@@ -126,8 +126,8 @@ def test_a_streamer_gets_every_token(name, families, model_pair, token_ids):
     ],
     ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()),
 )
-def test_other_modes(name, options, families, model_pair, token_ids):
-    """The tokens are the same, and so are the scores if they are requested."""
+def test_other_modes_give_the_same_tokens(name, options, families, model_pair, token_ids):
+    """Requested scores are equal too."""
     results = []
     for model, run in zip(model_pair(families[name]), (_upstream, _ours), strict=True):
         set_seed(0)
@@ -141,7 +141,7 @@ def test_other_modes(name, options, families, model_pair, token_ids):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_conversation_continues_with_its_cache(name, families, model_pair, token_ids):
-    """The second turn is a prefill on top of a cache that generation has filled."""
+    """The second turn is a prefill over a cache filled by generation."""
     turns = []
     for model in model_pair(families[name]):
         cache, ids = DynamicCache(config=model.config), token_ids(1, PROMPT)

@@ -1,4 +1,4 @@
-"""With nothing quantized, ``dma_mxfp`` is ordinary attention: every decoder and every encoder, in every situation."""
+"""Without quantization, ``dma_mxfp`` equals ordinary attention in every decoder and encoder."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from transformers import DynamicCache, StaticCache
 
 import dma_hf
 
-LENGTH = 60  # more than twice the window
+LENGTH = 60  # over twice the window
 PADDING = 13
 
 
 def _padded(batch_ids, side):
-    """Hide the first or last tokens of the first row."""
+    """Mask the first or last tokens of the first row."""
     mask = torch.ones_like(batch_ids)
     if side == "left":
         mask[0, :PADDING] = 0
@@ -28,21 +28,21 @@ def _position_ids(mask):
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def test_forward(decoder, model_pair, token_ids, assert_same):
+def test_a_forward_pass_equals_the_reference(decoder, model_pair, token_ids, assert_same):
     reference, model = model_pair(decoder)
     ids = token_ids(2, LENGTH)
     assert_same(model(ids).logits, reference(ids).logits)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batch(decoder, side, model_pair, token_ids, assert_same):
+def test_a_padded_batch_equals_the_reference(decoder, side, model_pair, token_ids, assert_same):
     reference, model = model_pair(decoder)
     ids = token_ids(3, LENGTH)
     mask = _padded(ids, side)
     assert_same(model(ids, attention_mask=mask).logits, reference(ids, attention_mask=mask).logits, mask)
 
 
-def test_padding_with_holes(decoder, model_pair, token_ids, assert_same):
+def test_padding_with_holes_equals_the_reference(decoder, model_pair, token_ids, assert_same):
     reference, model = model_pair(decoder)
     ids = token_ids(2, LENGTH)
     mask = _padded(ids, "left")
@@ -51,7 +51,7 @@ def test_padding_with_holes(decoder, model_pair, token_ids, assert_same):
     assert_same(model(ids, attention_mask=mask).logits, reference(ids, attention_mask=mask).logits, mask)
 
 
-def test_packed_sequences(decoder, model_pair, token_ids, assert_same):
+def test_packed_sequences_equal_the_reference(decoder, model_pair, token_ids, assert_same):
     if decoder.model.startswith("BigBird"):
         pytest.skip("takes no position_ids")
     reference, model = model_pair(decoder)
@@ -60,13 +60,13 @@ def test_packed_sequences(decoder, model_pair, token_ids, assert_same):
     arguments = {"position_ids": position_ids, "use_cache": False}
     packed = model(ids, **arguments).logits
     assert_same(packed, reference(ids, **arguments).logits)
-    # Upstream, Llama 4 counts its chunks through the whole row, and GPT-OSS does not keep packed sequences apart.
+    # Upstream, Llama 4 counts chunks across the whole row, and GPT-OSS does not separate packed sequences.
     if decoder.model not in ("Llama4ForCausalLM", "GptOssForCausalLM"):
         assert_same(packed[:, 17:50], model(ids[:, 17:50], use_cache=False).logits)
 
 
 @pytest.mark.parametrize("side", [None, "left"])
-def test_decode_token_by_token(decoder, side, model_pair, token_ids, assert_same):
+def test_decoding_token_by_token_equals_the_reference(decoder, side, model_pair, token_ids, assert_same):
     reference, model = model_pair(decoder)
     ids = token_ids(2, LENGTH)
     mask = torch.ones_like(ids) if side is None else _padded(ids, side)
@@ -81,7 +81,7 @@ def test_decode_token_by_token(decoder, side, model_pair, token_ids, assert_same
     assert_same(torch.cat(steps, 1), expected, mask)
 
 
-def test_chunked_prefill(decoder, model_pair, token_ids, assert_same):
+def test_chunked_prefill_equals_the_reference(decoder, model_pair, token_ids, assert_same):
     reference, model = model_pair(decoder)
     ids = token_ids(2, LENGTH)
     cache = DynamicCache(config=model.config)
@@ -90,7 +90,7 @@ def test_chunked_prefill(decoder, model_pair, token_ids, assert_same):
 
 
 @pytest.mark.parametrize("side", [None, "left"])
-def test_static_cache(decoder, side, model_pair, token_ids, assert_same):
+def test_a_static_cache_equals_the_reference(decoder, side, model_pair, token_ids, assert_same):
     reference, model = model_pair(decoder)
     ids = token_ids(2, LENGTH)
     mask = torch.ones_like(ids) if side is None else _padded(ids, side)
@@ -106,7 +106,7 @@ def test_static_cache(decoder, side, model_pair, token_ids, assert_same):
 
 
 @pytest.mark.parametrize("kind", ["boolean", "additive", "per head"])
-def test_users_own_4d_mask(decoder, kind, model_pair, token_ids, assert_same):
+def test_a_user_4d_mask_equals_the_reference(decoder, kind, model_pair, token_ids, assert_same):
     reference, model = model_pair(decoder)
     ids = token_ids(2, LENGTH)
     mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -122,8 +122,8 @@ def test_users_own_4d_mask(decoder, kind, model_pair, token_ids, assert_same):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
-def test_16_bit_models(name, dtype, families, identity, model_pair, token_ids):
-    """Against fp32, it errs at most twice as much as Transformers' own attention in the same dtype."""
+def test_16_bit_models_are_as_accurate_as_the_reference(name, dtype, families, identity, model_pair, token_ids):
+    """The error against fp32 is at most twice that of Transformers' own attention in the same dtype."""
     family = families[name]
     ids = token_ids(2, LENGTH)
     exact = model_pair(family)[0](ids).logits
@@ -135,7 +135,7 @@ def test_16_bit_models(name, dtype, families, identity, model_pair, token_ids):
     assert (ours.float() - exact).norm() <= 2 * (theirs.float() - exact).norm()
 
 
-def test_autocast(families, model_pair, token_ids):
+def test_autocast_applies_as_to_sdpa(families, model_pair, token_ids):
     """Autocast applies to it as it does to SDPA."""
     reference, model = model_pair(families["llama"])
     ids = token_ids(2, LENGTH)
@@ -159,8 +159,8 @@ def test_autocast_leaves_fp64_unchanged(families, identity, token_ids, assert_sa
 @pytest.mark.parametrize("first", [True, False], ids=["from-the-start", "later"])
 @pytest.mark.parametrize("room", [None, LENGTH], ids=["dynamic", "static"])
 @pytest.mark.parametrize("implementation", ["dma_mxfp", "sdpa"])
-def test_autocast_with_a_cache(implementation, room, first, families, model_pair, token_ids):
-    """Rotated keys are then fp32 and values bf16; a cache has one dtype, that of SDPA, or that of its first keys."""
+def test_autocast_works_with_a_cache(implementation, room, first, families, model_pair, token_ids):
+    """Keys are fp32 after rotary embedding and values bf16, but a cache has one dtype."""
     reference, model = model_pair(families["llama"])
     model = copy.deepcopy(model)
     model.set_attn_implementation(implementation)
@@ -178,7 +178,7 @@ def test_autocast_with_a_cache(implementation, room, first, families, model_pair
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
-def test_encoder(encoder, side, model_pair, token_ids, assert_same):
+def test_an_encoder_equals_the_reference(encoder, side, model_pair, token_ids, assert_same):
     reference, model = model_pair(encoder)
     ids = token_ids(2, LENGTH)
     mask = torch.ones_like(ids) if side is None else _padded(ids, side)
@@ -186,8 +186,8 @@ def test_encoder(encoder, side, model_pair, token_ids, assert_same):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_decoder_made_bidirectional(name, families, identity, token_ids, assert_same):
-    """By ``config.is_causal``, which the layers do not know of: the mask decides, as with eager attention."""
+def test_a_bidirectional_decoder_equals_the_reference(name, families, identity, token_ids, assert_same):
+    """The layers ignore ``config.is_causal``: the mask decides, as with eager attention."""
     ids = token_ids(2, LENGTH)
     mask = _padded(ids, "right")
     models = [families[name].build(implementation, is_causal=False) for implementation in ("eager", "dma_mxfp")]
@@ -199,7 +199,7 @@ def test_decoder_made_bidirectional(name, families, identity, token_ids, assert_
     assert_same(models[1](ids, attention_mask=mask).logits, expected, mask)
 
 
-def test_bert_as_decoder(families, identity, token_ids, assert_same):
+def test_bert_as_a_decoder_equals_the_reference(families, identity, token_ids, assert_same):
     ids = token_ids(2, LENGTH)
     models = [families["bert"].build(name, is_decoder=True) for name in ("sdpa", "dma_mxfp")]
     models[1].config.dma_mxfp = identity
@@ -207,7 +207,7 @@ def test_bert_as_decoder(families, identity, token_ids, assert_same):
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
-def test_encoder_decoder(seq2seq, is_padded, model_pair, token_ids, assert_same):
+def test_an_encoder_decoder_equals_the_reference(seq2seq, is_padded, model_pair, token_ids, assert_same):
     reference, model = model_pair(seq2seq)
     inputs = _seq2seq_inputs(seq2seq, token_ids, is_padded)
     targets = token_ids(2, 31, seed=2)
@@ -218,7 +218,7 @@ def test_encoder_decoder(seq2seq, is_padded, model_pair, token_ids, assert_same)
     assert_same(actual.encoder_last_hidden_state, expected.encoder_last_hidden_state, real)
 
 
-def test_encoder_decoder_generates(seq2seq, model_pair, token_ids):
+def test_an_encoder_decoder_generates_the_same_tokens(seq2seq, model_pair, token_ids):
     reference, model = model_pair(seq2seq)
     inputs = _seq2seq_inputs(seq2seq, token_ids, is_padded=False)
     for options in ({}, {"num_beams": 3}):
@@ -227,7 +227,7 @@ def test_encoder_decoder_generates(seq2seq, model_pair, token_ids):
 
 
 def _seq2seq_inputs(family, token_ids, is_padded):
-    if family.config == "WhisperConfig":  # it has no padding mask
+    if family.config == "WhisperConfig":  # no padding mask
         return {"input_features": torch.randn(2, 20, 300, generator=torch.Generator().manual_seed(0))}
     ids = token_ids(2, 45)
     return {"input_ids": ids, "attention_mask": _padded(ids, "right") if is_padded else torch.ones_like(ids)}

@@ -1,4 +1,4 @@
-"""The mask function: its masks are upstream's, said in a few numbers."""
+"""The mask function: its masks equal upstream's, described by a few numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WINDOW = 6
 
 
 def _mask_function(name):
-    """Return a pattern with what upstream passes along, as in its ``create_*_mask`` functions."""
+    """Return a pattern and the arguments that upstream's ``create_*_mask`` functions pass with it."""
     zeros = torch.zeros(2, dtype=torch.int64)
     window = {"local_size": WINDOW, "config": _config(sliding_window=WINDOW)}
     chunk = {"local_size": WINDOW, "config": _config(attention_chunk_size=WINDOW)}
@@ -52,7 +52,7 @@ GEOMETRIES = {
     "no keys": (2, 0, 0, 0),
     "no queries": (0, 5, 5, 0),
 }
-# Rows of a padding mask: what is hidden of the tokens seen so far.
+# Rows of a padding mask: which of the tokens so far are masked.
 PADDINGS = {
     "none": None,
     "nothing hidden": (slice(0), slice(0)),
@@ -65,7 +65,7 @@ PADDINGS = {
 
 
 def test_a_step_over_a_static_cache_has_no_pattern():
-    """Upstream's flag says nothing of the pattern there; what is laid over a window does."""
+    """Upstream's flag does not tell whether there is a pattern; a mask combined with a window is one."""
     function, arguments = _mask_function("sliding")
     sizes = {"batch_size": 2, "q_length": 1, "kv_length": 20, "q_offset": torch.tensor(9)}
     arguments = arguments | {"allow_is_causal_skip": False}
@@ -79,7 +79,7 @@ def test_a_step_over_a_static_cache_has_no_pattern():
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("pattern", ["causal", "sliding", "chunked", "full", "sliding full", "prefix"])
-def test_it_is_upstreams_mask(pattern, geometry, padding):
+def test_the_mask_equals_upstreams(pattern, geometry, padding):
     q_length, kv_length, q_offset, kv_offset = GEOMETRIES[geometry]
     function, arguments = _mask_function(pattern)
     sizes = {"batch_size": 2, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
@@ -104,7 +104,7 @@ def _geometry(pattern="causal", **changes):
     return dma_mask(**(sizes | arguments | changes)).dma_geometry
 
 
-def test_plain_masks_are_numbers():
+def test_plain_masks_have_no_pattern():
     causal = _geometry()
     assert (causal.is_causal, causal.window, causal.q_offset, causal.kv_offset) == (True, None, 0, 0)
     assert causal.pattern is causal.kv_range is None
@@ -123,7 +123,7 @@ def test_plain_masks_are_numbers():
         assert padded.q_offset.tolist() == padded.kv_offset.tolist() == [-3, 0]
 
 
-def test_only_odd_masks_are_patterns():
+def test_irregular_masks_have_a_pattern():
     assert _geometry("prefix").pattern.shape == (2, 1, 10, 10)
     assert _geometry("chunked").pattern.shape == (2, 1, 10, 10)
     holes = torch.ones(2, 10, dtype=torch.bool)
@@ -134,8 +134,8 @@ def test_only_odd_masks_are_patterns():
     assert _geometry("sliding", config=None).pattern is not None
 
 
-def test_positions_count_from_the_first_real_key_of_the_row():
-    """Also after a sliding cache has dropped it."""
+def test_positions_are_relative_to_the_first_real_key_of_the_row():
+    """Also after a sliding cache has dropped that key."""
     mask = torch.ones(2, 30, dtype=torch.bool)
     mask[0, :4] = False
     geometry = _geometry("sliding", q_length=1, q_offset=29, kv_offset=20, attention_mask=mask)
@@ -147,25 +147,25 @@ def test_positions_count_from_the_first_real_key_of_the_row():
     assert (same.q_offset, same.kv_offset) == (25, 16)
 
 
-def test_keys_that_a_static_cache_has_yet_to_write_are_invisible():
+def test_unwritten_keys_of_a_static_cache_are_masked():
     geometry = _geometry(q_length=3, kv_length=40, q_offset=torch.tensor(7))
     assert geometry.kv_range.tolist() == [[0, 10], [0, 10]]
     assert geometry.is_unpadded
     assert geometry.q_offset == 7
 
 
-def test_padding_that_may_hide_a_key_of_a_prompt():
+def test_a_prompt_is_unpadded_if_no_key_is_masked():
     assert _geometry(kv_length=40).is_unpadded
     mask = torch.ones(2, 10, dtype=torch.bool)
     assert _geometry(kv_length=40, attention_mask=mask).is_unpadded
-    assert not _geometry(kv_length=40, attention_mask=mask[:, :9]).is_unpadded  # what is missing is invisible
+    assert not _geometry(kv_length=40, attention_mask=mask[:, :9]).is_unpadded  # missing columns are masked
     for column in (0, 4, 9):
         hidden = mask.clone()
         hidden[1, column] = False
         assert not _geometry(kv_length=40, attention_mask=hidden).is_unpadded
 
 
-def test_two_sequences():
+def test_different_lengths_without_offset_are_two_sequences():
     assert _geometry("full", q_length=4, kv_length=9).two_sequences
     assert not _geometry("full").two_sequences
     assert not _geometry("full", q_length=4, kv_length=9, q_offset=5).two_sequences
@@ -173,21 +173,21 @@ def test_two_sequences():
 
 
 @pytest.mark.parametrize("shape", [(3, 10), (2, 10, 10)])
-def test_a_wrong_padding_mask(shape):
+def test_an_invalid_padding_mask_is_rejected(shape):
     with pytest.raises(ValueError, match=r"attention_mask must be \[2, kv_len\] \(padding\) or 4-D, got \["):
         _geometry(attention_mask=torch.ones(shape, dtype=torch.bool))
 
 
-def test_models_that_compute_attention_themselves_are_refused():
-    """They would add a boolean mask to their scores, or do without."""
+def test_models_with_built_in_attention_are_rejected():
+    """They would add a boolean mask to their scores, or ignore it."""
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
     model = BloomForCausalLM._from_config(config, attn_implementation="dma_mxfp")
     with pytest.raises(ValueError, match=r"does not reach BloomAttention: models with BloomConfig .*='eager'"):
         model(torch.ones(1, 4, dtype=torch.int64))
 
 
-def test_a_model_is_looked_at_once_it_is_loaded(monkeypatch):
-    """Not only when its configuration is first seen, as that of a model of somebody else's code may be."""
+def test_a_model_is_checked_after_loading(monkeypatch):
+    """A custom model's configuration may be seen before its code is loaded."""
     assert built_in_attention("made.configuration_up") is None
     modeling = ModuleType("made.modeling_up")
     modeling.UpAttention = type("UpAttention", (torch.nn.Module,), {"__module__": modeling.__name__})
@@ -200,9 +200,9 @@ def _compact(q_length=5, kv_length=5, **changes):
 
 
 class TestCompactMask:
-    """It passes for a boolean tensor everywhere, and stays compact as long as nobody looks."""
+    """It acts as a boolean tensor, and stays compact until its values are read."""
 
-    def test_it_stores_one_byte(self):
+    def test_compact_mask_stores_one_byte(self):
         mask = _compact(q_length=1 << 20, kv_length=1 << 20)
         assert mask.shape == (2, 1, 1 << 20, 1 << 20)
         assert (mask.dtype, mask.device.type, mask.ndim, len(mask)) == (torch.bool, "cpu", 4, 2)
@@ -212,14 +212,14 @@ class TestCompactMask:
         for same in (mask.contiguous(), mask.detach(), mask[...], mask[:, :, :, : 1 << 20], mask[:], mask.to("cpu")):
             assert same is mask
 
-    def test_moving_keeps_it_compact(self):
+    def test_moving_keeps_the_mask_compact(self):
         moved = _compact(kv_range=torch.zeros(2, 2)).to("meta", non_blocking=True)
         assert isinstance(moved, CompactMask)
         assert moved.device.type == moved.dma_geometry.kv_range.device.type == "meta"
         assert not isinstance(_compact().to(torch.int32), CompactMask)
         assert not isinstance(_compact().to("cpu", torch.int32), CompactMask)
 
-    def test_computing_with_it_sees_the_values(self):
+    def test_operations_see_the_mask_values(self):
         mask, dense = _compact(), torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
         assert torch.equal(mask, dense)
         assert torch.equal(mask[:, :, 1:, :3], dense[:, :, 1:, :3])
@@ -235,7 +235,7 @@ class TestCompactMask:
             F.scaled_dot_product_attention(x, x, x, mask), F.scaled_dot_product_attention(x, x, x, dense)
         )
 
-    def test_it_is_read_only(self):
+    def test_compact_mask_is_read_only(self):
         mask = _compact()
         writes = [lambda: mask.__setitem__(0, False), lambda: mask.fill_(False), lambda: mask.logical_not_()]
         writes += [lambda: mask.logical_xor_(mask.dense()), lambda: operator.iand(mask, ~mask.dense())]
@@ -244,19 +244,19 @@ class TestCompactMask:
                 write()
         assert torch.equal(mask.dense(), torch.ones(2, 1, 5, 5, dtype=torch.bool).tril())
 
-    def test_it_is_not_added_to_scores(self):
+    def test_adding_the_mask_to_scores_is_an_error(self):
         with pytest.raises(ValueError, match="a boolean attention mask was added to floating-point scores"):
             torch.randn(2, 1, 5, 5) + _compact()
 
-    def test_other_implementations_can_use_it(self, families, token_ids, assert_same):
-        """As when the parts of a composite model run different implementations."""
+    def test_other_implementations_can_use_the_mask(self, families, token_ids, assert_same):
+        """As in composite models with several implementations."""
         model = families["llama"].build("sdpa")
         ids = token_ids(2, 5)
         assert_same(model(ids, attention_mask=_compact()).logits, model(ids).logits)
 
 
 class _Masked(torch.nn.Module):
-    """Makes a mask and looks at it, as a traced forward pass would."""
+    """Creates a mask and reads it, as a traced forward pass would."""
 
     def __init__(self, use):
         super().__init__()
@@ -273,8 +273,8 @@ TRACED = {"slice": lambda mask: mask[:, :, 1:], "dense": lambda mask: mask & Tru
 
 @pytest.mark.parametrize("use", TRACED)
 @pytest.mark.parametrize("how", ["compile", "export", "strict export"])
-def test_tracing(use, how):
-    """No value is read while tracing, so that one graph serves every padding."""
+def test_traced_masks_depend_on_the_inputs(use, how):
+    """Tracing reads no values, so one graph serves every padding."""
     hidden = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7]).bool()
     arguments = (torch.ones(2, 7, dtype=torch.bool), torch.tensor(3))
     module = _Masked(TRACED[use])
@@ -290,8 +290,8 @@ def test_tracing(use, how):
     assert kv_range.tolist() == [[2, 7], [0, 7]]
 
 
-def test_masks_cross_into_compiled_code():
-    """As ``generate`` does with a static cache; other lengths and offsets do not compile again."""
+def test_masks_can_be_passed_into_compiled_code():
+    """As ``generate`` does with a static cache; other lengths and offsets do not recompile."""
 
     @torch.library.custom_op("dma_hf_tests::count", mutates_args=())
     def count(offset: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
@@ -311,14 +311,14 @@ def test_masks_cross_into_compiled_code():
     assert counter.frame_count == 1
 
 
-def test_meta_tensors():
+def test_masks_support_meta_tensors():
     mask = dma_mask(2, 4, 4, attention_mask=torch.ones(2, 4, dtype=torch.bool, device="meta"), device="meta")
     assert mask.device.type == "meta"
     assert mask.dense().shape == (2, 1, 4, 4)
 
 
-def test_caches_give_the_positions_of_queries():
-    """Upstream's functions hand the cache's offsets to the mask function as the module expects them."""
+def test_caches_provide_the_positions_of_queries():
+    """Upstream passes the cache's offsets to the mask function in the expected form."""
     config = LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
     config._attn_implementation = "dma_mxfp"
     states = torch.zeros(1, 2, 7, 16)
@@ -330,8 +330,8 @@ def test_caches_give_the_positions_of_queries():
     assert dma_hf.NAME in upstream.ALL_MASK_ATTENTION_FUNCTIONS
 
 
-def test_models_that_add_the_mask_to_their_scores():
-    """Gemma 4's audio tower always computes eager attention, and needs eager's mask."""
+def test_models_that_add_the_mask_to_their_scores_get_an_eager_mask():
+    """Gemma 4's audio tower always computes eager attention."""
     config = LlamaConfig()
     config.model_type = "gemma4_audio"
     arguments = {"attention_mask": torch.tensor([[True] * 4, [False] + [True] * 3]), "device": "cpu"}

@@ -1,4 +1,4 @@
-"""What a model class asks of its attention that ``dma_mxfp`` cannot do, and which classes take no custom attention."""
+"""Model classes that need what ``dma_mxfp`` does not support, or take no custom attention, raise errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LLAMA = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4}
 
-# Class, arguments of its configuration, error. The classes reach the attention function, which refuses.
+# Class, configuration arguments, error. The attention function raises it.
 REFUSED_HERE = {
     "T5ForConditionalGeneration": (T5, r"position_bias: the model passed one of shape \[1, 4, 5, 5\]"),
     "LongT5ForConditionalGeneration": (T5, "position_bias: the model passed one"),
@@ -24,7 +24,7 @@ REFUSED_HERE = {
     ),
 }
 
-# The classes compute their attention themselves, and need 'eager'.
+# Classes with built-in attention, which need 'eager'.
 BUILT_IN = {
     "BloomForCausalLM": GPT,
     "MptForCausalLM": {"d_model": 64, "n_layers": 2, "n_heads": 4},
@@ -32,7 +32,7 @@ BUILT_IN = {
     "RoFormerForMaskedLM": LLAMA,
 }
 
-# Upstream looks its attention class up by the implementation's name when the model is built.
+# Upstream looks up the attention class by the implementation's name when it builds the model.
 UPSTREAM_REFUSES = {
     "GPTNeoForCausalLM": {
         "hidden_size": 64,
@@ -57,7 +57,7 @@ def _inputs(model):
 
 
 @pytest.mark.parametrize("name", REFUSED_HERE)
-def test_refused_by_the_attention_function(name):
+def test_unsupported_features_are_rejected_by_the_attention_function(name):
     sizes, message = REFUSED_HERE[name]
     model = _build(name, sizes)
     with pytest.raises(ValueError, match=f"dma_mxfp attention does not support ({message})"):
@@ -65,7 +65,7 @@ def test_refused_by_the_attention_function(name):
 
 
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "DogeForCausalLM"])
-def test_they_run_with_the_fallback(name):
+def test_unsupported_features_run_with_the_fallback(name):
     model = _build(name, REFUSED_HERE[name][0])
     dma_hf.configure(model, on_unsupported="sdpa")
     with pytest.warns(UserWarning, match="Such calls run SDPA"):
@@ -76,7 +76,7 @@ def test_they_run_with_the_fallback(name):
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_built_in_attention(name):
+def test_built_in_attention_is_rejected(name):
     model = _build(name, BUILT_IN[name])
     with pytest.raises(ValueError, match=r"does not reach \w+: models with \w+ compute their attention themselves"):
         model(**_inputs(model))
@@ -85,13 +85,13 @@ def test_built_in_attention(name):
 
 
 @pytest.mark.parametrize("name", UPSTREAM_REFUSES)
-def test_refused_upstream(name):
+def test_unsupported_classes_are_rejected_upstream(name):
     with pytest.raises(KeyError, match="dma_mxfp"):
         _build(name, UPSTREAM_REFUSES[name])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt2", "granite", "bert", "modernbert"])
-def test_attention_weights_are_left_out(name, families, token_ids):
+def test_attention_weights_are_not_returned(name, families, token_ids):
     model = families[name].build("dma_mxfp")
     ids = token_ids(1, 5)
     with pytest.warns(UserWarning, match="no attention weights for output_attentions=True"):
@@ -102,7 +102,7 @@ def test_attention_weights_are_left_out(name, families, token_ids):
 
 
 @pytest.mark.parametrize("name", ["bart", "whisper"])
-def test_attention_weights_of_encoder_decoders_are_left_out(name, families, token_ids):
+def test_attention_weights_of_encoder_decoders_are_not_returned(name, families, token_ids):
     model = families[name].build("dma_mxfp")
     inputs = {"input_features": torch.randn(1, 20, 300)} if name == "whisper" else {"input_ids": token_ids(1, 5)}
     inputs["decoder_input_ids"] = token_ids(1, 5)
@@ -114,12 +114,12 @@ def test_attention_weights_of_encoder_decoders_are_left_out(name, families, toke
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral"])
 def test_gradients_are_those_of_the_models_own_attention(name, is_checkpointed, families, token_ids):
-    """Of a padded batch, where nothing is quantized."""
+    """For a padded batch without quantization."""
     ids = token_ids(2, 40)
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     labels = ids.clone()
-    labels[0, :8] = -100  # what padding predicts too
+    labels[0, :8] = -100  # padding has labels too
     gradients = []
     for implementation in ("eager", "dma_mxfp"):
         model = families[name].build(implementation, attention_dropout=0.0).train()
@@ -136,7 +136,7 @@ def test_gradients_are_those_of_the_models_own_attention(name, is_checkpointed, 
         torch.testing.assert_close(actual[parameter], gradient, msg=lambda text, p=parameter: f"{p}: {text}")
 
 
-def test_dropout_is_refused(families, token_ids):
+def test_dropout_is_rejected(families, token_ids):
     model = families["llama"].build("dma_mxfp", attention_dropout=0.1).train()
     with pytest.raises(
         ValueError, match=r"does not support dropout: got dropout=0\.1, expected 0; call model\.eval\(\)"
@@ -144,14 +144,14 @@ def test_dropout_is_refused(families, token_ids):
         model(token_ids(1, 5))
 
 
-def test_an_unknown_argument_of_the_model_is_refused(families, token_ids):
+def test_an_unknown_argument_of_the_model_is_rejected(families, token_ids):
     model = families["llama"].build("dma_mxfp")
     with pytest.raises(ValueError, match=r"does not support the argument 'temprature': got temprature=0\.7"):
         model(token_ids(1, 5), temprature=0.7)
 
 
-def test_continuous_batching_is_refused_upstream(families):
-    """By the name of the implementation, before any attention runs."""
+def test_continuous_batching_outside_its_context_is_rejected_upstream(families):
+    """By the implementation's name, before any attention runs."""
     model = families["llama"].build("dma_mxfp")
     settings = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
     with pytest.raises(ValueError, match=r"dma_mxfp.* is not supported"):

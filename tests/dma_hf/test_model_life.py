@@ -1,4 +1,4 @@
-"""What users do to a model beside running it: casts, copies, files, switches, adapters, quantized weights, threads."""
+"""Models can be cast, copied, saved, switched, adapted, quantized and run in threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers import (
 
 import dma_hf
 
-LENGTH = 300  # more than two tiles: then the presets differ
+LENGTH = 300  # over two tiles, so that the presets differ
 
 
 def _logits(model, ids):
@@ -37,14 +37,14 @@ def llama(families):
 
 
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_casts(cast, llama, token_ids):
+def test_a_cast_model_computes_in_its_dtype(cast, llama, token_ids):
     exact = _logits(llama, token_ids(1, LENGTH))
     logits = _logits(llama.to(cast), token_ids(1, LENGTH))
     assert logits.dtype == cast
     assert (logits.float() - exact).norm() < 0.1 * exact.norm()
 
 
-def test_half(llama, token_ids):
+def test_half_precision_models_run(llama, token_ids):
     assert _logits(llama.half(), token_ids(1, LENGTH)).dtype == torch.float16
 
 
@@ -56,10 +56,10 @@ def test_a_copy_computes_the_same(clone, llama, token_ids):
     assert torch.equal(_logits(twin, ids), paper)
     dma_hf.configure(twin, "balanced")
     assert not torch.equal(_logits(twin, ids), paper)
-    assert torch.equal(_logits(llama, ids), paper)  # the settings are the copy's own
+    assert torch.equal(_logits(llama, ids), paper)  # the copy has its own settings
 
 
-def test_a_model_that_is_dropped_is_freed_at_once(families, token_ids):
+def test_a_dropped_model_is_freed_at_once(families, token_ids):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, cache="int8")
     model.generate(token_ids(1, 20), max_new_tokens=2, do_sample=False)
@@ -74,7 +74,7 @@ def test_a_model_that_is_dropped_is_freed_at_once(families, token_ids):
         batch()
 
 
-def test_switching_back_and_forth(llama, families, token_ids):
+def test_attention_can_be_switched_back_and_forth(llama, families, token_ids):
     ids = token_ids(1, LENGTH)
     paper, sdpa = _logits(llama, ids), _logits(families["llama"].build("sdpa"), ids)
     for _ in range(2):
@@ -84,8 +84,8 @@ def test_switching_back_and_forth(llama, families, token_ids):
         assert torch.equal(_logits(llama, ids), paper)
 
 
-def test_parts_of_a_composite_model(families):
-    """The language model runs ``dma_mxfp`` and the vision tower SDPA, and the other way round."""
+def test_parts_of_a_composite_model_may_differ_in_attention(families):
+    """``dma_mxfp`` in the language model and SDPA in the vision tower, and vice versa."""
     vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     vision |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8, "projection_dim": 64}
     text = families["llama"].sizes | {"model_type": "llama"}
@@ -107,8 +107,8 @@ def test_parts_of_a_composite_model(families):
         assert 0 < (logits - sdpa).norm() < 0.5 * sdpa.norm()
 
 
-def test_models_in_threads(families, token_ids):
-    """Each keeps its settings; the first forward passes of all start at the same time."""
+def test_models_in_threads_keep_their_settings(families, token_ids):
+    """All first forward passes start at the same time."""
     ids = token_ids(1, LENGTH)
     settings = ["paper", "fp4", "balanced"] * 2
     models = [families["llama"].build(dma_hf.NAME) for _ in settings]
@@ -127,7 +127,7 @@ def test_models_in_threads(families, token_ids):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torchao_weights(families, token_ids, tmp_path):
+def test_torchao_weights_work(families, token_ids, tmp_path):
     from torchao.quantization import Int8WeightOnlyConfig
 
     families["llama"].build("sdpa").save_pretrained(tmp_path)
@@ -141,7 +141,7 @@ def test_torchao_weights(families, token_ids, tmp_path):
     assert 0 < error < 0.05
 
 
-def test_peft_adapters(llama, token_ids, tmp_path):
+def test_peft_adapters_work(llama, token_ids, tmp_path):
     peft = pytest.importorskip("peft")
     ids = token_ids(1, LENGTH)
     base = _logits(llama, ids)
@@ -157,8 +157,8 @@ def test_peft_adapters(llama, token_ids, tmp_path):
     torch.testing.assert_close(_logits(model.merge_and_unload(), ids), adapted, rtol=1e-2, atol=1e-2)
 
 
-def test_gguf_weights(families, token_ids, tmp_path):
-    """Transformers dequantizes them; the attention has to be the same as with any other weights."""
+def test_gguf_weights_work(families, token_ids, tmp_path):
+    """Transformers dequantizes them; attention is unaffected."""
     source = families["llama"].build("sdpa")
     write_gguf(tmp_path / "tiny.gguf", source, quantization=gguf.GGMLQuantizationType.Q8_0)
     results = {}
@@ -173,7 +173,7 @@ def test_gguf_weights(families, token_ids, tmp_path):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_bitsandbytes_weights(bits, families, token_ids, tmp_path):
+def test_bitsandbytes_weights_work(bits, families, token_ids, tmp_path):
     pytest.importorskip("bitsandbytes")
     families["llama"].build("sdpa").save_pretrained(tmp_path)
     results = {}

@@ -1,4 +1,4 @@
-"""Continuous batching over packed pages: every request is what it is alone, over a ``DMACache`` of the same format."""
+"""Continuous batching over packed pages: each request equals an isolated one with the same cache format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import dma_hf
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="before Transformers 5.23")
 formats = pytest.mark.parametrize("format", ["int8", "int4"])
-LENGTHS = (5, 300, 17, 140, 300, 128)  # less than a tile, whole ones, more than two
+LENGTHS = (5, 300, 17, 140, 300, 128)  # less than a tile, whole tiles, more than two
 
 
 def _prompts(lengths, seed=0):
@@ -22,7 +22,7 @@ def _prompts(lengths, seed=0):
 
 @pytest.fixture
 def parts(monkeypatch):
-    """How each request was computed."""
+    """The calls that computed each request."""
     return note_parts(monkeypatch)
 
 
@@ -36,8 +36,8 @@ def _generate(model, prompts, new_tokens, **options):
 
 @formats
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
-def test_requests_of_many_lengths(format, family, families, parts):
-    """Prompts and steps of others in one batch; then steps alone, by block tables."""
+def test_requests_of_many_lengths_equal_isolated_ones(format, family, families, parts):
+    """Prompts and decode steps share batches; later batches have decode steps only and use block tables."""
     model = families[family].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache=format)
     outputs = _generate(model, _prompts(LENGTHS), 40, max_requests_per_batch=4, num_blocks=60)
@@ -46,7 +46,7 @@ def test_requests_of_many_lengths(format, family, families, parts):
     assert model.config._attn_implementation == dma_hf.NAME
 
 
-def test_requests_of_an_equalised_model(families, parts):
+def test_requests_of_an_equalized_model_equal_isolated_ones(families, parts):
     model = families["llama"].build(dma_hf.NAME)
     model.config.dma_equalized = True
     dma_hf.configure(model, "balanced", cache="int4")
@@ -56,8 +56,8 @@ def test_requests_of_an_equalised_model(families, parts):
 
 
 @pytest.mark.parametrize("tiles", [0, 1, 2])
-def test_prompts_in_chunks(tiles, families, parts):
-    """A batch of 100 tokens holds few prompts whole: what comes later attends to what the cache holds."""
+def test_prompts_in_chunks_equal_isolated_ones(tiles, families, parts):
+    """Few prompts fit into a batch of 100 tokens; later chunks attend to the cache."""
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4", sink_tiles=tiles, diagonal_tiles=tiles)
     outputs = _generate(model, _prompts(LENGTHS), 12, max_batch_tokens=100, num_blocks=60, max_blocks_per_request=2)
@@ -65,8 +65,8 @@ def test_prompts_in_chunks(tiles, families, parts):
     assert_as_alone(model, outputs, parts)
 
 
-def test_requests_that_are_evicted_come_again(families, parts):
-    """Three slots leave memory for 11 of 12 pages: some are put back, and start again with what they have generated."""
+def test_evicted_requests_are_resumed(families, parts):
+    """Three slots leave memory for 11 of 12 pages: some requests are evicted and recomputed with their new tokens."""
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4")
     outputs = _generate(model, _prompts([350, 400, 390, 300]), 300, num_blocks=11, page_size=128, safety_margin=0.0)
@@ -74,8 +74,8 @@ def test_requests_that_are_evicted_come_again(families, parts):
     assert_as_alone(model, outputs, parts)
 
 
-def test_requests_that_wait_on_the_cpu_go_on(families, parts, monkeypatch):
-    """Blocks that are copied away and back, pages and slots, are what they were."""
+def test_requests_offloaded_to_the_cpu_resume(families, parts, monkeypatch):
+    """Pages and slots are unchanged after a copy to the CPU and back."""
     empty, away = torch.empty, OffloadingManager._offload_to_cpu
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
     copied = set()
@@ -89,8 +89,8 @@ def test_requests_that_wait_on_the_cpu_go_on(families, parts, monkeypatch):
     assert_as_alone(model, outputs, parts)
 
 
-def test_padded_batches(families, parts):
-    """CUDA graphs and compiled models pad the batch with rows of no request, after those of the requests."""
+def test_padded_batches_equal_isolated_requests(families, parts):
+    """CUDA graphs and compiled models append padding rows to the batch."""
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4")
     compiled = CompileConfig(backend="eager", fullgraph=False, mode=None)
@@ -103,15 +103,15 @@ def test_padded_batches(families, parts):
     ("format", "ratio", "lengths"),
     [("int8", 1.85, {4096: 1.65, 20480: 1.85}), ("int4", 3.3, {4096: 2.78, 12288: 3.3})],
 )
-def test_what_fits(format, ratio, lengths):
-    """Pages alone, and requests of some lengths with what they have in 16 bits, against 16 bits for all."""
+def test_packed_pages_hold_the_expected_number_of_tokens(format, ratio, lengths):
+    """Compare pages, and whole requests with their 16-bit KV, with a 16-bit cache."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 97}
     config = LlamaConfig(num_attention_heads=8, num_key_value_heads=8, head_dim=128, **sizes)
     config._attn_implementation = dma_hf.NAME
     model = LlamaForCausalLM(config).half()
     dma_hf.configure(model, "balanced", cache=format)
     manager = model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(num_blocks=32))
-    manager.warmup()  # makes the cache
+    manager.warmup()  # creates the cache
     cache = manager.batch_processor.cache
     size = cache.num_sectors * cache.bytes_per_sector
     token = 2 * 8 * 128 * 2  # keys and values, heads, channels, bytes
@@ -123,8 +123,8 @@ def test_what_fits(format, ratio, lengths):
         assert length * token > least * taken
 
 
-def test_requests_that_share_a_prompt_are_apart(families, parts):
-    """Prefixes are not shared: a shared tile could not be what it is in 16 bits to one request and coded to another."""
+def test_requests_that_share_a_prompt_do_not_share_pages(families, parts):
+    """A shared tile cannot be unquantized for one request and quantized for another."""
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4")
     (prefix,) = _prompts([256])
@@ -133,8 +133,8 @@ def test_requests_that_share_a_prompt_are_apart(families, parts):
     assert_as_alone(model, outputs, parts)
 
 
-def test_several_sequences_of_one_prompt(families, parts):
-    """A fork copies pages and slot."""
+def test_several_sequences_of_one_prompt_equal_isolated_ones(families, parts):
+    """A fork copies pages and the slot."""
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int8")
     settings = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=1, pad_token_id=0, num_return_sequences=3)
@@ -149,7 +149,7 @@ def test_several_sequences_of_one_prompt(families, parts):
     assert_as_alone(model, outputs, parts)
 
 
-def test_refusals(families):
+def test_too_little_memory_and_chunked_attention_are_rejected(families):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4")
     with pytest.raises(ValueError, match=r"room for 1 sectors of \d+ bytes, but a request needs two.*raise num_blocks"):
@@ -161,8 +161,8 @@ def test_refusals(families):
     assert model.config._attn_implementation == dma_hf.NAME
 
 
-def test_a_manager_that_is_kept(families, parts):
-    """A second session reuses the cache of the first, which is empty by then."""
+def test_a_manager_can_be_reused(families, parts):
+    """A second session reuses the emptied cache of the first."""
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4")
     settings = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0, bos_token_id=1)
@@ -186,7 +186,7 @@ def test_a_manager_that_is_kept(families, parts):
     model.destroy_cached_continuous_batching_manager()
 
 
-def test_requests_are_finished_after_a_stop_that_does_not_wait(families, parts):
+def test_requests_finish_after_a_non_blocking_stop(families, parts):
     model = families["llama"].build(dma_hf.NAME)
     dma_hf.configure(model, "balanced", cache="int4")
     settings = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0, bos_token_id=1)
@@ -204,8 +204,8 @@ def test_requests_are_finished_after_a_stop_that_does_not_wait(families, parts):
 
 
 @pytest.mark.slow
-def test_many_short_requests(families, parts):
-    """Cancellations, and memory for so few that some are evicted: nothing remains, and no token is wrong."""
+def test_many_short_requests_leave_no_pages_in_use(families, parts):
+    """With cancellations and evictions; all tokens are correct."""
     count = 1000
     model = families["llama"].build(dma_hf.NAME, num_hidden_layers=1)
     dma_hf.configure(model, "balanced", cache="int4")
@@ -214,7 +214,7 @@ def test_many_short_requests(families, parts):
     new_tokens = torch.randint(1, 20, (count,), generator=generator).tolist()
     cancelled = [str(index) for index in torch.randperm(count, generator=generator)[: count // 10].tolist()]
     settings = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0, bos_token_id=1)
-    # 19 slots leave memory for 11 pages, and each request needs one, for the tile after the sink.
+    # 19 slots leave memory for 11 pages; each request needs one, for the tile after the sink.
     batching = ContinuousBatchingConfig(num_blocks=60, page_size=128, safety_margin=0.0)
     outputs = {}
     with model.continuous_batching_context_manager(settings, continuous_batching_config=batching) as manager:

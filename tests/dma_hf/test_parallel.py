@@ -1,6 +1,6 @@
-"""Two processes compute what one does: tensor parallelism, and Accelerate's shares of a batch.
+"""Two processes compute the same as one: tensor parallelism, and data parallelism with Accelerate.
 
-Both are started by ``torchrun``, because ``accelerate launch`` starts several processes on CPUs only through MPI.
+``torchrun`` starts both, because ``accelerate launch`` starts several processes on CPUs only with MPI.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def saved_model(tmp_path_factory):
     """A tiny Llama with the preset ``balanced``, on disk."""
     from tiny_models import FAMILIES
 
-    model = FAMILIES["llama"].build(dma_hf.NAME, vocab_size=128)  # up to Transformers 5.17, halves must be whole
+    model = FAMILIES["llama"].build(dma_hf.NAME, vocab_size=128)  # up to Transformers 5.17, sizes must divide by two
     dma_hf.configure(model, "balanced")
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
@@ -44,18 +44,18 @@ def _launch(saved_model, out, mode):
 
 
 @pytest.mark.slow
-def test_tensor_parallel(saved_model, tmp_path):
+def test_tensor_parallel_equals_one_process(saved_model, tmp_path):
     ranks = _launch(saved_model, tmp_path, "tensor")
     expected = compute(AutoModelForCausalLM.from_pretrained(saved_model, attn_implementation=dma_hf.NAME), token_ids())
     for result in ranks:
         assert result["q_proj_rows"] == 32  # half of the 64
         error = (result["logits"] - expected["logits"]).norm() / expected["logits"].norm()
-        assert error < 1e-4  # sums in another order, and the codes that they tip over
+        assert error < 1e-4  # other orders of summation, which change some quantization codes
         assert torch.equal(result["tokens"], expected["tokens"])
 
 
 @pytest.mark.slow
-def test_continuous_batching(saved_model, tmp_path):
+def test_tensor_parallel_continuous_batching_equals_one_process(saved_model, tmp_path):
     pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")  # of Transformers 5.23
     ranks = _launch(saved_model, tmp_path, "batch")
     expected = batched(AutoModelForCausalLM.from_pretrained(saved_model, attn_implementation=dma_hf.NAME))
@@ -64,7 +64,7 @@ def test_continuous_batching(saved_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_shares_of_a_batch(saved_model, tmp_path):
+def test_data_parallel_equals_one_process(saved_model, tmp_path):
     shares = _launch(saved_model, tmp_path, "data")
     expected = compute(AutoModelForCausalLM.from_pretrained(saved_model, attn_implementation=dma_hf.NAME), token_ids())
     assert [len(share["tokens"]) for share in shares] == [2, 2]

@@ -1,4 +1,4 @@
-"""Importing ``dma_hf`` registers ``dma_mxfp``, and does nothing else."""
+"""Importing ``dma_hf`` only registers ``dma_mxfp``."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ for old, new in zip(functions, registered()):
 """
 
 
-def test_importing_registers_and_changes_nothing_else():
+def test_importing_only_registers():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT, env=_environment())
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def _environment():
-    """The environment of a user who runs Python in a checkout or has installed the package."""
+    """The environment of a user with a checkout or an installed package."""
     import os
 
     return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -79,11 +79,11 @@ def test_importing_again_changes_nothing():
     assert (ALL_ATTENTION_FUNCTIONS["dma_mxfp"], ALL_MASK_ATTENTION_FUNCTIONS["dma_mxfp"]) == before
 
 
-def test_public_names():
+def test_public_names_exist():
     assert all(hasattr(dma_hf, name) for name in dma_hf.__all__)
 
 
-def test_names_of_earlier_versions_have_an_error_with_the_new_ones():
+def test_an_earlier_name_is_an_error_that_gives_the_new_one():
     with pytest.raises(AttributeError, match=r"no attribute 'preset'; use DMAConfig.from_preset"):
         dma_hf.preset  # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute 'resolve'; use DMAConfig.from_preset, DMAConfig.from_toml"):
@@ -105,7 +105,7 @@ def test_transformers_accepts_it_at_load_time(tmp_path):
 
 @pytest.mark.parametrize("setting", [":fp4", ":balanced+int4", ":paper+int8", "+int4"])
 def test_a_preset_is_accepted_at_load_time(setting, tmp_path, token_ids, families):
-    """It counts before what the repository says, until the model is configured or switched."""
+    """It overrides the repository's settings until the model is configured or switched."""
     source = families["llama"].build("dma_mxfp")
     expected = dma_hf.configure(source, setting.removeprefix(":") if ":" in setting else "balanced+int4")
     ids = token_ids(1, 300)
@@ -136,7 +136,7 @@ def test_a_preset_is_accepted_at_load_time(setting, tmp_path, token_ids, familie
         (":fp4+cache", r"the suffix '\+cache' is gone; name the cache format: 'fp4\+int8' or 'fp4\+int4'"),
     ],
 )
-def test_a_typo_in_the_name_gets_the_valid_ones(suffix, message, families):
+def test_a_typo_in_the_name_is_an_error_that_lists_the_valid_ones(suffix, message, families):
     name = f"dma_mxfp{suffix}"
     message = f"attn_implementation='{re.escape(name)}': {message}"
     with pytest.raises(ValueError, match=message):
@@ -158,8 +158,8 @@ def test_without_the_import_it_is_unknown(tmp_path):
     assert "dma_mxfp" in done.stderr
 
 
-def test_no_files_of_the_plugin_import_one_another():
-    """Not even for annotations: each can be read after those that it names."""
+def test_the_plugin_has_no_circular_imports():
+    """Not even for annotations."""
     package = ROOT / "dma_hf"
     files = {path.relative_to(package).with_suffix("").parts: path for path in package.rglob("*.py")}
     files = {parts: path for parts, path in files.items() if parts[-1] != "__init__"}

@@ -40,8 +40,8 @@ def test_configure_writes_the_section(llama):
     json.dumps(llama.config.dma_mxfp)
 
 
-def test_runtime_choices_are_not_saved(llama, tmp_path):
-    """What runs a model is a matter of the machine: a CPU could not load what a GPU has saved."""
+def test_runtime_settings_are_not_saved(llama, tmp_path):
+    """They depend on the machine: a CPU could not load a model saved on a GPU."""
     dma_hf.configure(llama, "fp4", backend="reference", on_unsupported="sdpa", cache="int8")
     twin = copy.deepcopy(llama)
     assert dma_hf.configure(twin) == dma_hf.configure(llama)
@@ -53,8 +53,8 @@ def test_runtime_choices_are_not_saved(llama, tmp_path):
     assert dma_hf.configure(loaded) == DMAConfig.from_preset("fp4+int8")
 
 
-def test_runtime_choices_of_an_older_version_are_ignored(llama, token_ids):
-    """It saved all fields: what it did not change needs no word."""
+def test_runtime_settings_of_an_older_version_are_ignored(llama, token_ids):
+    """It saved all fields; those with default values cause no warning."""
     for name, value in (("backend", "triton"), ("on_unsupported", "sdpa")):
         llama.config.dma_mxfp = PRESETS["fp4"].to_dict() | {name: value}
         with pytest.warns(
@@ -68,13 +68,13 @@ def test_runtime_choices_of_an_older_version_are_ignored(llama, token_ids):
         llama(token_ids(1, 5))
 
 
-def test_configure_starts_from_what_is_there(llama):
+def test_configure_starts_from_the_current_settings(llama):
     assert dma_hf.configure(llama) == DMAConfig()
     dma_hf.configure(llama, "paper")
     assert dma_hf.configure(llama, sink_tiles=2) == DMAConfig.from_preset("paper", sink_tiles=2)
 
 
-def test_the_section_decides(llama, token_ids):
+def test_the_section_determines_the_computation(llama, token_ids):
     ids = token_ids(1, 400)
     default = llama(ids).logits
     outputs = {name: (dma_hf.configure(llama, name), llama(ids).logits)[1] for name in PRESETS}
@@ -116,7 +116,7 @@ def test_configure_reaches_a_model_inside_another_module(llama):
         ((7,), {}, TypeError, "expected a preset"),
     ],
 )
-def test_a_wrong_setting_changes_nothing(llama, arguments, changes, error, message):
+def test_an_invalid_setting_changes_nothing(llama, arguments, changes, error, message):
     dma_hf.configure(llama, "paper")
     before = _snapshot(llama)
     with pytest.raises(error, match=message):
@@ -124,7 +124,7 @@ def test_a_wrong_setting_changes_nothing(llama, arguments, changes, error, messa
     assert _snapshot(llama) == before
 
 
-def test_configure_wants_a_model_that_runs_it(families):
+def test_configure_requires_a_model_with_dma_mxfp(families):
     model = families["llama"].build("sdpa")
     message = r"LlamaForCausalLM runs attention 'sdpa', .* attn_implementation='dma_mxfp', or pass activate=True"
     with pytest.raises(ValueError, match=message):
@@ -150,12 +150,12 @@ def test_configure_wants_a_model_that_runs_it(families):
     ],
     ids=["module", "pipeline", "configuration", "name", "nothing"],
 )
-def test_configure_wants_a_transformers_model(make, message, llama):
+def test_configure_requires_a_transformers_model(make, message, llama):
     with pytest.raises(TypeError, match=f"expected a Transformers model, got {message}"):
         dma_hf.configure(make(llama), "fp4")
 
 
-def test_configure_refuses_built_in_attention():
+def test_configure_rejects_built_in_attention():
     model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2))
     with pytest.raises(ValueError, match=r"does not reach BloomAttention: .* attn_implementation='eager'"):
         dma_hf.configure(model, "fp4", activate=True)
@@ -173,7 +173,7 @@ def test_attention_can_be_switched_back_and_forth(model_pair, families, token_id
         assert torch.equal(model(ids).logits, expected)
 
 
-def test_save_and_load(llama, token_ids, tmp_path):
+def test_settings_survive_saving_and_loading(llama, token_ids, tmp_path):
     dma_hf.configure(llama, "fp4", low_q="bf16", on_unsupported="sdpa")
     expected = llama(token_ids(1, 400)).logits
     llama.save_pretrained(tmp_path)
@@ -188,15 +188,15 @@ def _edit_config(folder, section):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"dma_mxfp": section}))
 
 
-def test_the_cache_and_runtime_choices_are_arguments(llama):
-    """What is left out is as the setting has it; a preset has none of them."""
+def test_the_cache_and_runtime_settings_are_arguments(llama):
+    """Omitted ones keep the value of the setting; presets have none."""
     config = dma_hf.configure(llama, "fp4", cache="int4", backend="reference", on_unsupported="sdpa")
     assert config == DMAConfig.from_preset("fp4+int4", backend="reference", on_unsupported="sdpa")
     assert dma_hf.configure(llama, cache=None) == replace(config, cache=None)
     assert dma_hf.configure(llama, "fp4") == PRESETS["fp4"]
 
 
-def test_a_preset_by_name_in_config_json(llama, token_ids, tmp_path):
+def test_config_json_may_name_a_preset(llama, token_ids, tmp_path):
     dma_hf.configure(llama, "fp4")
     llama.save_pretrained(tmp_path)
     _edit_config(tmp_path, "fp4")
@@ -216,7 +216,7 @@ def test_a_preset_by_name_in_config_json(llama, token_ids, tmp_path):
         ([1], TypeError, r"expected a preset .* or a mapping of fields, got \[1\]"),
     ],
 )
-def test_a_wrong_section_in_config_json(section, error, message, llama, token_ids, tmp_path):
+def test_an_invalid_section_in_config_json_is_an_error(section, error, message, llama, token_ids, tmp_path):
     llama.save_pretrained(tmp_path)
     _edit_config(tmp_path, section)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="dma_mxfp")
@@ -227,15 +227,15 @@ def test_a_wrong_section_in_config_json(section, error, message, llama, token_id
     loaded(token_ids(1, 8))
 
 
-def test_configure_reaches_plain_modules_with_a_configuration_of_their_own(llama):
-    """X-CLIP's frame encoder is such a module: no model, and its configuration is a copy that no other one holds."""
+def test_configure_reaches_plain_modules_with_their_own_configuration(llama):
+    """X-CLIP's frame encoder is not a model, and has a private copy of the configuration."""
     layer = llama.model.layers[1].self_attn
     layer.config = copy.deepcopy(layer.config)
     dma_hf.configure(llama, "paper")
     assert layer.config.dma_mxfp == PRESETS["paper"].to_section()
 
 
-def test_a_model_without_attention():
+def test_a_model_without_attention_is_rejected():
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     model = MambaForCausalLM._from_config(MambaConfig(**sizes))
     with pytest.raises(ValueError, match="MambaForCausalLM has no attention"):

@@ -1,4 +1,4 @@
-"""Smoothing beside what sees a shift of all scores of a query: sink logits and softcaps."""
+"""Smoothing with sink logits and softcaps, which are not invariant to a shift of all scores."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ LENGTH, PREFILL = 520, 510  # tiles 1 and 2 are low at the end
 
 
 def _pair(families, name):
-    """A model of Transformers' own attention and one of ``balanced``, whose keys have a large mean.
+    """Return models with Transformers' own attention and with ``balanced``; keys have a large mean.
 
-    With values in 16 bits, since E4M3 costs a random model more than its scores do.
+    Values have 16 bits, because E4M3 values cost a random model more accuracy than its scores do.
     """
     family = families[name]
     models = family.build(family.reference), family.build("dma_mxfp")
@@ -29,7 +29,7 @@ def _pair(families, name):
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-def test_balanced_is_near_transformers_own_attention(name, families, token_ids):
+def test_balanced_is_close_to_transformers_own_attention(name, families, token_ids):
     reference, model = _pair(families, name)
     ids = token_ids(1, LENGTH)
     exact = reference(ids).logits

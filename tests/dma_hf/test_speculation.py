@@ -1,6 +1,6 @@
-"""Speculation over a ``DMACache`` writes what greedy decoding writes, whatever is quantized.
+"""Speculation over a ``DMACache`` gives the tokens of greedy decoding in every format.
 
-In fp64, so that no rounding error of another order of summation tells two tokens apart.
+In fp64, so that the order of summation does not change the best token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _model(families, name, seed=0):
 
 
 def _prompt(token_ids, length):
-    """Return a prompt that repeats itself, so that there is something to look up."""
+    """Return a repetitive prompt, for prompt lookup."""
     return token_ids(1, 70).repeat(1, length // 70 + 1)[:, :length]
 
 
@@ -38,7 +38,7 @@ def _prompt(token_ids, length):
 def test_speculation_equals_greedy_decoding(name, way, format, families, token_ids, assert_same):
     model = _model(families, name)
     speculation = {"prompt_lookup_num_tokens": 5}
-    if way == "assistant":  # the same model, whose candidates are accepted
+    if way == "assistant":  # the same model, so candidates are accepted
         speculation = {"assistant_model": _model(families, name)}
     for length in PROMPTS:
         ids = _prompt(token_ids, length)
@@ -54,7 +54,7 @@ def test_speculation_equals_greedy_decoding(name, way, format, families, token_i
 
 @formats
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_of_many_tokens_equals_as_many_steps_of_one(name, format, families, token_ids, assert_same):
+def test_a_step_of_many_tokens_equals_single_token_steps(name, format, families, token_ids, assert_same):
     model = _model(families, name)
     ids = token_ids(1, 700)
     for start, count in ((637, 5), (630, 20), (383, 2), (500, 145)):

@@ -1,4 +1,4 @@
-"""``dma_hf.stats``: which kernel computed a model's attention, how often, and what fell back."""
+"""``dma_hf.stats``: the kernels that computed a model's attention, call counts and fallbacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def llama(families):
     return families["llama"].build("dma_mxfp")
 
 
-def test_calls_are_counted_by_layer(llama, token_ids):
+def test_calls_are_counted_per_layer(llama, token_ids):
     assert dma_hf.stats(llama).calls == 0
     dma_hf.configure(llama, "fp4", cache="int4")
     llama.generate(token_ids(1, 20), max_new_tokens=4, do_sample=False, pad_token_id=0)
@@ -58,7 +58,7 @@ def test_fallbacks_are_counted_with_their_reason(llama, token_ids):
     assert str(found).endswith("2 x SDPA instead: dropout")
 
 
-def test_models_are_counted_apart(llama, families, token_ids):
+def test_models_are_counted_separately(llama, families, token_ids):
     other = families["llama"].build("dma_mxfp")
     llama(token_ids(1, 8))
     assert dma_hf.stats(other).calls == 0

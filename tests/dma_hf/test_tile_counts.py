@@ -1,4 +1,4 @@
-"""Counting skipped tiles by layer."""
+"""Counting skipped tiles per layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model():
 
 def test_each_layer_and_head_is_counted(model):
     with dma_hf.counted_tiles() as counts:
-        model(TOKENS)  # gradients are recorded, as without no_grad
+        model(TOKENS)  # with gradients, as outside no_grad
         with torch.no_grad():
             model(TOKENS)
         model(TOKENS[:, :50])
@@ -33,7 +33,7 @@ def test_each_layer_and_head_is_counted(model):
         assert (layer[:, 0] <= layer[:, 1]).all()
 
 
-def test_a_prompt_with_a_cache_is_counted_and_decoding_is_not(model):
+def test_prefill_with_a_cache_is_counted_and_decoding_is_not(model):
     dma_hf.configure(model, cache="int8")
     with dma_hf.counted_tiles() as counts:
         model.generate(TOKENS, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(TOKENS))
@@ -41,7 +41,7 @@ def test_a_prompt_with_a_cache_is_counted_and_decoding_is_not(model):
     assert counts
 
 
-def test_what_does_not_skip_is_left_out(model):
+def test_a_model_without_a_threshold_has_no_counts(model):
     dma_hf.configure(model, skip_threshold=None)
     with dma_hf.counted_tiles() as counts:
         model(TOKENS)
@@ -58,7 +58,7 @@ def test_the_innermost_block_counts(model):
     assert outer
 
 
-def test_stats_have_the_shares(model):
+def test_stats_report_the_shares_of_skipped_tiles(model):
     assert dma_hf.stats(model).skipped_share is None
     for _ in range(2):
         with dma_hf.counted_tiles() as counts:
