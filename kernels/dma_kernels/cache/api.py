@@ -36,10 +36,10 @@ def cached_attention(
 ) -> Tensor:
     """Attend to cached and new keys, and store the new ones. Inference only.
 
-    Exact attention to what the cache holds: unquantized KV in the sinks and in the band of each query, dequantized KV
-    elsewhere (:mod:`dma_kernels.cache.storage`). The last query is at the position of the last key. A causal call with
-    many new tokens equals the same number of calls with one. The cache must have pages for the tiles that the new keys
-    complete (:meth:`LayerStorage.reserve`).
+    Exact attention over the stored KV: unquantized in the sinks and in the band of each query, dequantized elsewhere
+    (:mod:`dma_kernels.cache.storage`). The last query is at the position of the last key. A causal call with several
+    new tokens equals single-token calls. The cache must have pages for the tiles that the new keys complete
+    (:meth:`LayerStorage.reserve`).
 
     Args:
         query: ``[B, Hq, T, D]`` in the dtype of the cache.
@@ -116,7 +116,7 @@ def append(storage: LayerStorage, key: Tensor, value: Tensor) -> None:
 
 
 def restore(storage: LayerStorage, position: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return cached keys and values in the model's dtype, to the precision of the cache.
+    """Return cached keys and values in the model's dtype, with the precision of the cache.
 
     Args:
         storage: The cache of a layer.

@@ -1,6 +1,6 @@
 """Appending to a cache on the Triton backend: one launch stores new KV and quantizes the tiles that it completes.
 
-Only the device knows whether a tile is complete, so a decode step never synchronizes, and a CUDA graph of a step
+Whether a tile is complete is decided on the device. So a decode step never synchronizes, and a CUDA graph of a step
 quantizes a tile on every 128th replay.
 """
 
@@ -29,8 +29,8 @@ _ROWS = tl.constexpr(16)
 """Tokens stored at a time; a decode step has few."""
 
 MAX_REGISTERS = 128
-"""Per thread. Quantization would take over 200, and an SM then holds one CTA, most of which quantize nothing; with 128
-it holds two. Triton 3.9 spills nothing, Triton 3.6 some 40 registers where a tile is quantized."""
+"""Per thread. Without the limit, quantization takes over 200 and an SM holds one CTA instead of two, although most CTAs
+quantize nothing. Triton 3.9 spills nothing, Triton 3.6 some 40 registers in the quantizing branch."""
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def append_head(
     i_b = i_head // CONFIG.KV_HEADS
     i_kv = i_head % CONFIG.KV_HEADS
     end = length + new_len
-    # A negative length counts padding to come; positions start at 0.
+    # A negative length counts upcoming padding; positions start at 0.
     tile = (tl.maximum(length, 0) >> _TILE_SHIFT) + i_tile
     if tile * _TILE < end:
         # A ring holds the last tiles.

@@ -1,8 +1,8 @@
 """Chunked prefill over a cache on the Triton backend: long chunks, masks and bidirectional calls.
 
-Cached KV is restored to dense 16-bit tensors for the one call: unquantized for high tiles, dequantized for low tiles.
-That takes eight bytes per channel of a key and value that the cache has room for, or that a sliding window or a mask
-covers: 1 GiB for 8 kv heads of 128 channels at 128K tokens, one layer at a time.
+Cached KV is restored to dense 16-bit tensors for one call: unquantized for high tiles, dequantized for low tiles. This
+takes eight bytes per token and channel (of key and value), for the capacity of the cache or the range of a sliding
+window or mask. Example: 1 GiB for 8 kv heads of 128 channels at 128K tokens, one layer at a time.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _HIGH_ONLY = ComputePath(RAW)
 def chunk_attention(query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, options: CacheOptions) -> Tensor:
     """Attend to stored and new KV, and store the new; arguments as for ``cached_attention``, checked.
 
-    ``key`` and ``value`` have no tokens if those of the queries are stored already.
+    ``key`` and ``value`` have no tokens if the queries' KV is stored already.
     """
     new_len = key.shape[2]
     if storage.window is None or new_len <= TILE or not options.is_causal:
         return _attend(query, key, value, storage, options)
-    # A longer chunk would overwrite pages that its first queries still see.
+    # A longer chunk would overwrite pages that its first queries attend to.
     outputs = []
     for start in range(0, new_len, TILE):
         tokens = slice(start, start + TILE)
@@ -69,11 +69,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage, op
     if mask is not None and mask.shape[3] > 1:  # keys without a column are masked
         assert options.mask_position is not None
         first, kv_len = options.mask_position, mask.shape[3]
-    # High tiles are restored before the chunk overwrites the oldest residual KV, low tiles after its tiles were
+    # High tiles are restored before the chunk overwrites the oldest residual KV, low tiles after the chunk's tiles were
     # quantized.
     keys, values = restore_dense(storage, first, kv_len, key, value)
     append_tokens(storage, key, value)
-    # A ring does not hold all low tiles of a long bidirectional call, which equals no single-token steps anyway.
+    # A ring does not hold all low tiles of a long bidirectional call, which need not equal single-token steps.
     low: tuple[Tensor | None, Tensor | None] = (None, None)
     if storage.window is None or new_len <= TILE:
         start = first.div(TILE, rounding_mode="floor") * TILE

@@ -74,7 +74,7 @@ def decode_step(query: Tensor, key: Tensor, value: Tensor, storage: LayerStorage
     Returns:
         Output ``[B, Hq, T, Dv]`` in the dtype of ``query``.
     """
-    # Without a band, later queries read a tile that the new keys complete from its codes.
+    # Without a band, later queries must read a tile that the new keys complete as codes.
     if query.numel() == 0 or key.numel() == 0 or (key.shape[2] > 1 and storage.diagonal_tiles == 0):
         append_tokens(storage, key, value)
         return decode_attention(query, storage, options)[0]

@@ -16,7 +16,7 @@ CTA_RESERVED = 1024
 WARPS_PER_SM = 8
 """Warps that an SM has registers for, with 255 per thread."""
 SPLITS = 32
-"""A head with more CTAs gets a multiple of these, which divides the steps of long rows most evenly."""
+"""A head with more CTAs gets a multiple of this, which splits the steps of long rows most evenly."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def select_decode_tiling(
         tiles: Tiles that a row can hold, unquantized ones included.
         sms: SMs of the device.
     """
-    # With two stages, which keys and values use in turn, more 8-bit or head_dim 256 warps fit into shared memory.
+    # With two stages, shared alternately by keys and values, more 8-bit or head_dim 256 warps fit in shared memory.
     stages = 2 if block_d == block_dv and (bits == 8 or block_d > 128) else 4
     stage_bytes = (block_d + block_dv) * 4 * stages * bits + 4 * block_d + 8 * block_dv
     capacity = SHARED_MEMORY.get(arch, 102_400)
@@ -57,9 +57,9 @@ def select_decode_tiling(
 
 
 def _whole_heads(resident: int, heads: int) -> int:
-    """Return how many CTAs share the heads: with rows of equal length, so that shares end where heads do.
+    """Return a number of CTAs whose shares end where heads do, for rows of equal length.
 
-    At most an eighth of the ``resident`` CTAs is given up for that.
+    That leaves at most an eighth of the ``resident`` CTAs unused.
     """
     each = resident // heads
     if each > SPLITS:

@@ -1,11 +1,15 @@
 """The decode kernel: split-KV attention of a few queries to a cache, over quantized and unquantized tiles in one
 launch.
 
-The work of a kv head is divided into work items: one per step over its high tiles, read in 16 bits from sink and
-residual KV, one for the new KV, read where the model wrote it, and two per step over its low tiles, read from page
-blocks. The work items of all heads and rows form one sequence that the CTAs split evenly, however long each row is; so
-a CTA may end one head and begin another. For each of its heads a CTA writes a split: a normalized partial output and
-its log-sum-exp. The CTA that begins a head also writes where the head's splits are. The next launch
+The work of a kv head is divided into work items:
+
+* one per step over its high tiles, read in 16 bits from sink and residual KV;
+* one for the new KV, read from the model's tensors;
+* two per step over its low tiles, read from page blocks.
+
+The work items of all heads and rows form one sequence that the CTAs split evenly, however long each row is. So a CTA
+may end one head and begin another. For each of its heads a CTA writes a split: a normalized partial output and its
+log-sum-exp. The CTA that begins a head also writes where the head's splits are. The next launch
 (:mod:`.split_kv_combine`) combines them and stores the new KV.
 """
 
@@ -40,7 +44,7 @@ _ROWS = tl.constexpr(32)
 
 @dataclass(frozen=True)
 class DecodeConfig(PageConfig):
-    """What the decode kernel knows at compile time; ``BLOCK_DV`` is at least 64."""
+    """Compile-time configuration of the decode kernel; ``BLOCK_DV`` is at least 64."""
 
     GROUP: int  # query heads per kv head
     LOW_QUERIES: int  # queries of a block in the loop over low tiles: 4 if no more are needed, else 8
@@ -64,16 +68,16 @@ class DecodeSizes(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """What the decode kernel leaves for the combine kernel."""
+    """Output of the decode kernel, for the combine kernel."""
 
-    # of each kv head its first split, its number of splits, and ``lengths`` of its row: int32 ``[B, Hkv, 3]``
+    # per kv head: its first split, its number of splits, and ``lengths`` of its row, int32 ``[B, Hkv, 3]``
     heads: Any
     out: Any  # partial outputs, fp32 ``[splits * blocks * 8, Dv]``
     lse: Any  # base-2 log-sum-exp of the partial outputs, fp32 ``[splits * blocks * 8]``
 
 
 class HeadWork(NamedTuple):
-    """What a kv head has to read. Tiles that are high for some queries and low for others count as both."""
+    """Work of a kv head. Tiles that are high for some queries and low for others count as both."""
 
     first_pos: Any  # position of the first query
     visible_tile: Any  # first visible tile
@@ -106,7 +110,7 @@ def _head_work(stored, sizes, CONFIG: tl.constexpr, HAS_NEW: tl.constexpr):
 
 @jit
 def _low_steps(item, high_steps):
-    """Return how many steps over low tiles begin before a work item of a head."""
+    """Return the number of steps over low tiles that begin before a work item of a head."""
     return (gl.maximum(item - high_steps, 0) + _LOW_ITEMS - 1) // _LOW_ITEMS
 
 
@@ -127,13 +131,13 @@ def _cta_of(item, share, rest):
 
 @jit
 def _launch_dependents():
-    """Let the CTAs of the next launch start as SMs become free; they wait for this launch to end."""
+    """Let CTAs of the next launch start as SMs become free; they wait for this launch to end."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
 
 
 @constexpr_function
 def _rows_layout(warps):
-    """Layout of numbers for pairs of rows, ``[_ROWS, _ROWS]``."""
+    """Layout of one number per pair of rows, ``[_ROWS, _ROWS]``."""
     return gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
 
 
@@ -212,7 +216,7 @@ def decode_kernel(
 
     Args:
         query: ``Strided`` queries.
-        key: ``Strided`` new keys of the queries, not stored yet nor counted in ``lengths``; pointer ``None`` without.
+        key: ``Strided`` new keys, neither stored nor counted in ``lengths`` yet; ``None`` pointer if there are none.
         value: ``Strided`` new values.
         cache: ``CacheTensors``.
         splits: ``Splits`` to write.
@@ -281,7 +285,7 @@ def decode_kernel(
         last = gl.minimum(end - head_start, work.items)
         first_tile = work.low_first + _low_steps(first, work.high_steps) * W
         end_tile = gl.minimum(work.low_first + _low_steps(last, work.high_steps) * W, work.low_end)
-        # The next split is of the next CTA, of the next head, or both: the sum of their indices numbers the splits.
+        # The next split has the next CTA, the next head, or both. So the sum of their indices numbers the splits.
         split = i_cta + i_b * CONFIG.KV_HEADS + i_kv
         if first == 0:
             head = splits.heads + (i_b * CONFIG.KV_HEADS + i_kv) * 3

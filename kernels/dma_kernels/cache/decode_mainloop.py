@@ -1,17 +1,17 @@
 """The main loops of the decode kernel: over high tiles, read in 16 bits, and over low tiles, read from page blocks.
 
-Each warp has tiles of its own. A lane reads the codes that it copied itself, and scales and zero points that other
-lanes copied, after the barrier that also frees the stages read before. Scores are ``K Q^T`` and outputs ``V^T P^T``, so
-that keys and values fill the 16 rows of an MMA instruction, and queries its columns.
+Each warp has its own tiles. A lane reads the codes that it copied itself. It reads scales and zero points that other
+lanes copied after a barrier, which also frees earlier stages. Scores are ``K Q^T`` and outputs ``V^T P^T``, so keys and
+values fill the 16 rows of an MMA instruction, and queries its columns.
 
 Codes are multiplied as 8-bit integers, exactly, by 16-bit integers split into two signed bytes:
 
     q . k = descale_q sum round(q scale / descale_q) (code - mid) + q . (zero_point + mid scale)
     sum p v = sum round(p scale) (code - mid) + sum p (zero_point + mid scale)
 
-``scale`` belongs to a channel of a tile of keys, or to a token and 64 channels of values; ``mid`` is the middle of the
-codes. ``descale_q`` belongs to a query and a tile, and ``p scale`` is relative to a maximum per tile, so that the 16
-bits are those below the largest number of a tile: less is rounded off than bfloat16 would lose.
+``scale`` is per channel of a tile of keys, or per token and 64 channels of values. ``mid`` is the middle of the codes.
+``descale_q`` is per query and tile, and ``p scale`` is relative to a maximum per tile. So the 16 bits count from the
+largest number of a tile, and lose less than bfloat16 would.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ _MAX_INT16 = tl.constexpr(MAX_INT16)
 _PER_MANTISSA = tl.constexpr(2.0**-23)
 _SMALLEST_SCALE = tl.constexpr(2.0**-100)
 _P_EXPONENT = tl.constexpr(127.0 + 14.9)
-"""Base-2 exponent that probabilities are scaled by. The bits of a scale, taken as its logarithm, are 127 too large and
-up to .09 too small; a probability times a scale must stay below ``MAX_INT16``."""
+"""Base-2 exponent by which probabilities are scaled. The logarithm of a scale, read from its bits, is 127 too large and
+up to .09 too small. A probability times a scale must stay below ``MAX_INT16``."""
 
 
 @jit
@@ -94,7 +94,7 @@ def attend_high(
     q, key, key_base, value, value_base, cache, row, i_kv, work, first, last, stored, q_pos, sizes, softcap,
     logit_scale, CONFIG: tl.constexpr, HAS_NEW: tl.constexpr,
 ):  # fmt: skip
-    """Attend to steps ``first..last - 1`` of the high tiles, 16 keys per warp: to sinks, then to the band.
+    """Attend to steps ``first..last - 1`` of the high tiles, 16 keys per warp: sinks first, then the band.
 
     With ``HAS_NEW`` the last step, ``work.high_steps - 1``, reads the new keys, from position ``stored`` on.
 
@@ -197,9 +197,9 @@ def _quantize_queries(
 ):  # fmt: skip
     """Quantize queries for one tile of keys per warp.
 
-    One bf16 product multiplies the queries by the scales in 8 of its rows, and by the zero points in the others. fp16
-    lacks the range for scales, and bf16 the precision for fp16 and for rotated queries: those are split into two bf16
-    terms, which is exact for fp16.
+    One bf16 MMA multiplies the queries by the scales in 8 of its rows, and by the zero points in the others. fp16 lacks
+    the range for scales, and bf16 the precision for fp16 and rotated queries. Those are split into two bf16 terms,
+    which is exact for fp16.
 
     Returns:
         The queries as an operand of bytes, and the descale and offset of the scores, ``[W, C]`` each.
@@ -242,7 +242,7 @@ def _quantize_queries(
 
 @jit
 def _value_scales(words, G: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
-    """Return the scales and zero points of values, fp32 ``[G * W, 128, C]``, from words that hold both."""
+    """Unpack words into scales and zero points of values, fp32 ``[G * W, 128, C]``."""
     words = gl.reshape(words.to(gl.uint32, bitcast=True), [G, W, _TILE // 32, 8, 4, 4])  # tokens as g, i; a column
     words = gl.reshape(gl.permute(words, [0, 1, 2, 4, 3, 5]), [G * W, _TILE, 4])
     if C == 8:
@@ -377,7 +377,7 @@ def attend_low(q, cache, page_table, i_kv, first, last, q_pos, sizes, softcap, l
     K_STEP: tl.constexpr = _STEP * STORED * BITS // 32
     V_STEP: tl.constexpr = _STEP * VALUE_STORED * BITS // 32
     pages = cache.kv_pages + i_kv * CONFIG.PAGE_WORDS
-    # Padded channels are read from the last stored block: their queries are 0, and their outputs are not stored.
+    # Padded channels are read from the last stored block: their queries are 0 and their outputs are not stored.
     o_k = gl.arange(0, 128, layout=axis_layout(KEYS, 3, 2))[None, None, :]
     i_r = gl.arange(0, _STEP * BLOCK_D // (32 * CO), layout=axis_layout(KEYS, 3, 1))[None, :, None]
     k_offsets = (

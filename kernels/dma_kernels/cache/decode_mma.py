@@ -1,7 +1,7 @@
 """MMA operands of the decode kernel: layouts, unpacking of codes, and 16-bit integers split into two bytes.
 
-Page blocks hold their codes in the order of the first operand of m16n8k32, in which a lane has four consecutive bytes
-of a row: 8-bit codes are multiplied as stored, and two masks turn 4-bit codes into bytes of 16 times the code.
+Page blocks hold codes in the order of the first operand of m16n8k32, of which a lane has four consecutive bytes of a
+row. So 8-bit codes are multiplied as stored. Two masks turn 4-bit codes into bytes of 16 times the code.
 
 The second operand, scaled queries or probabilities, holds 16-bit integers ``256 h + l`` as two signed bytes in adjacent
 columns. So one lane holds both partial sums of a number, over ``h`` and over ``l``.
@@ -63,7 +63,7 @@ def value_scales_layout(warps):
 
 @constexpr_function
 def axis_layout(layout, rank, axis):
-    """Layout of one axis of ``rank``, to be expanded with ``None`` axis_layout the others."""
+    """Layout of one of ``rank`` axes, to be expanded with ``None`` along the others."""
     for other in reversed(range(rank)):
         if other != axis:
             layout = gl.SliceLayout(other, layout)
@@ -72,7 +72,7 @@ def axis_layout(layout, rank, axis):
 
 @constexpr_function
 def _index_bits(size, axis, rank, first=1):
-    """Bases of a linear layout: powers of two from ``first`` on, below ``size``, axis_layout ``axis``."""
+    """Bases of a linear layout along ``axis``: powers of two from ``first`` up, below ``size``."""
     found = []
     while first < size:
         found.append([first if i == axis else 0 for i in range(rank)])
@@ -144,7 +144,7 @@ def _bytes(words):
 
 @jit
 def _upper_nibbles(words):
-    """Clear the lower four bits of every byte. Assembly, because LLVM would not keep four bytes in a word."""
+    """Clear the lower four bits of every byte. In assembly, because LLVM would split the word into bytes."""
     if IS_INTERPRETED:
         out = words & 0xF0F0F0F0
     else:
@@ -188,7 +188,7 @@ def to_value_operand(words, BITS: tl.constexpr, W: tl.constexpr, STEP: tl.conste
 
 @jit
 def _permute_bytes(x, y, selector):
-    """Select four bytes of two words (PTX ``prmt``)."""
+    """Select four bytes from two words (PTX ``prmt``)."""
     if IS_INTERPRETED:
         both = x.to(gl.uint64) | (y.to(gl.uint64) << 32)
         out = (x ^ x).to(gl.uint64)

@@ -1,7 +1,7 @@
 """Formats of the KV cache: how keys and values are quantized, and which channels are rotated first.
 
 Quantization
-    Asymmetric, with ``x ~= zero_point + scale * code`` for a group of numbers, ``code`` an unsigned integer of 4 or 8
+    Asymmetric: ``x ~= zero_point + scale * code`` for a group of numbers, with ``code`` an unsigned integer of 4 or 8
     bits. A group of keys is one channel of a tile of 128 tokens; a group of values is up to 64 channels of one token.
     So an outlier key channel does not affect other channels, and scaling a key channel by a power of two changes no
     code. In fp32:
@@ -10,9 +10,9 @@ Quantization
     * ``scale`` is ``(largest - zero_point) * (1 / max_code)``, rounded to bfloat16;
     * ``code`` is ``(x - zero_point) / scale``, rounded to nearest even and at most ``max_code``; 0 if ``scale`` is 0.
 
-    Both are rounded before codes are computed, so codes are the nearest ones; ``scale * code`` is exact in fp32. A
-    group with a NaN or an infinity, or whose range overflows fp32, gets the scale NaN and zeros otherwise. All of it
-    dequantizes to NaN, so a broken activation shows in the output as it would in 16 bits.
+    Codes are computed from the rounded scale and zero point, so they are the nearest ones. ``scale * code`` is exact in
+    fp32. A group with a NaN or an infinity, or whose range overflows fp32, gets a NaN scale and zeros otherwise. All of
+    it dequantizes to NaN, so a broken activation shows in the output as it would in 16 bits.
 
 Rotation
     A format may multiply the channels of values, keys or both by the Hadamard matrix ``H`` of
@@ -69,7 +69,7 @@ _STORED_FORMATS = {**CACHE_FORMATS, **{format.name: format for format in EQUALIZ
 
 
 def cache_format(name: str, *, is_equalized: bool = False) -> CacheFormat:
-    """Return the format for the name that a user gave, and for a model that is equalized or not.
+    """Return the format with a user-facing name, for a model that is equalized or not.
 
     Raises:
         ValueError: The name is unknown; the message lists the valid ones.

@@ -1,7 +1,7 @@
 """Arguments that the kernels over a cache share.
 
-Triton flattens named tuples of arguments, and specializes on every integer in them. Sizes that kernels must not be
-specialized on (a growing cache would compile them again) are therefore arguments of their own, which kernels collect in
+Triton flattens named tuples of arguments, and specializes on every integer in them. For sizes that change as a cache
+grows, this would cause recompilation. They are therefore separate arguments, which kernels collect in
 :class:`CacheSizes`.
 """
 
@@ -95,7 +95,7 @@ class CacheInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class PageConfig:
-    """What kernels over page blocks know at compile time."""
+    """Compile-time configuration of kernels over page blocks."""
 
     KV_HEADS: int  # kv heads
     D: int  # channels of a key

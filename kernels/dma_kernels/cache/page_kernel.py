@@ -1,4 +1,4 @@
-"""Triton functions that quantize tiles into page blocks and dequantize them: :class:`PageLayout`, bit for bit."""
+"""Triton functions that quantize and dequantize page blocks, bit for bit as :class:`PageLayout` does."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def dequantize_rows(
     """Dequantize keys or values of tokens, fp32 ``[ROWS, BLOCK]``; still rotated.
 
     Args:
-        page_ptr: For each token the sections of keys or values of its page block, in 32-bit words.
+        page_ptr: For each token, the key or value sections of its page block, in 32-bit words.
         token: Index of each token in its tile.
         m_token: Mask of the tokens.
         D: Channels.

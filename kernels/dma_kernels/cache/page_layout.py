@@ -1,15 +1,15 @@
 """The bytes of a page block: one quantized tile of 128 tokens of one kv head.
 
 A page block is one contiguous run of bytes with five sections: codes, scales and zero points of keys, then codes of
-values, and scales with zero points of values. Channels are zero-padded to multiples of 32 (``D'``, ``Dv'``). The order
-within a section is the register order of the first operand of ``mma.m16n8k32`` (lane ``4 g + t``), so that a decode
-kernel fills operands by wide loads, and multiplies 8-bit codes without unpacking them.
+values, and scales with zero points of values. Channels are zero-padded to multiples of 32 (``D'``, ``Dv'``). Sections
+are in the register order of the first operand of ``mma.m16n8k32`` (lane ``4 g + t``). So the decode kernel fills
+operands by wide loads, and multiplies 8-bit codes without unpacking.
 
 * **Codes** are in blocks of 512 bytes, 32 rows x ``128 / bits`` columns. Columns are the reduction dimension of the
   product: rows of keys are tokens and columns are channels; for values it is the other way round. Row ``8 i + g`` and
   column ``8 j + 2 t + e`` of a block are in the little-endian word ``16 g + 4 t + i``, from bit ``bits * (j + J e)``
-  on, ``J`` being an eighth of the columns. Stored is the code minus ``2 ** (bits - 1)``, in two's complement. Blocks of
-  both sections are ordered by token, then by channel.
+  up, with ``J`` an eighth of the columns. The stored number is the code minus ``2 ** (bits - 1)``, in two's complement.
+  Blocks of both sections are ordered by token, then by channel.
 * **Scales** and **zero points of keys** are each bfloat16 ``[D' / 32][t][j][e]``, of channel ``8 j + 2 t + e`` of 32.
 * **Scales and zero points of values** are pairs of bfloat16 ``[4][groups][g][i]``, of token ``8 i + g`` of 32.
 """
@@ -115,7 +115,7 @@ class PageLayout:
 
 
 def _fragments(bits: int, are_keys: bool) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return how the tokens and channels of ``[N, 128, D']`` are split, and the order of the split dimensions."""
+    """Return how to split the tokens and channels of ``[N, 128, D']``, and the order of the split dimensions."""
     rows, columns = (-1, 4, 8), (-1, 16 // bits, 4, 2)  # [block, i, g] and [block, j, t, e]
     if are_keys:
         return rows, columns, (0, 1, 4, 3, 6, 2, 7, 5)

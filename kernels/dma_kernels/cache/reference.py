@@ -1,8 +1,8 @@
 """Attention over a layer's cache in torch: the specification of the cache kernels, and the CPU backend.
 
 The cache is gathered twice: unquantized for high tiles and dequantized for low tiles. The reference attention then
-reads each query's tiles by the rule, as it does for a prompt. So the result of a query does not depend on the other
-queries of its call.
+selects each query's tiles by the rule, as in prefill. So the result of a query does not depend on the other queries of
+its call.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def cached_attention_reference(
     out = query.new_empty((batch, q_len, heads, value.shape[3])).transpose(1, 2)
     lse_dtype = torch.promote_types(storage.key_residual.dtype, torch.float32)
     lse = query.new_empty((batch, heads, q_len), dtype=lse_dtype)
-    # Only the band of this recipe is used: the operands have their precision already.
+    # Only the band of this recipe is used: the operands already have their precision.
     recipe = Recipe(low="mxint8", diagonal_tiles=storage.diagonal_tiles, sink_tiles=storage.sink_len // TILE)
     window, is_causal = options.window, options.is_causal
     for rows, length, part in storage.by_length():

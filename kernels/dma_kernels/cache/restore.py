@@ -1,7 +1,7 @@
 """Restoring cached KV to dense 16-bit tensors on the device: for chunked prefill, and for other attention functions.
 
 One launch reads sink, residual and quantized KV, and a chunk's own new KV. Which of them holds a position depends on
-the row's length, which only the device knows. Equals :meth:`LayerStorage.gather`, rounded to 16 bits, bit for bit.
+the row's length, which is read on the device. Equals :meth:`LayerStorage.gather`, rounded to 16 bits, bit for bit.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def restore_dense(
         out_len: Positions per row.
         key: New keys, not stored yet, ``[B, Hkv, T, D]``, any strides; ``None`` for none.
         value: New values ``[B, Hkv, T, Dv]``.
-        as_low: Read every complete tile dequantized, except for the sinks, as low tiles do. By default everything that
-            is stored unquantized is read so.
+        as_low: Read every complete tile dequantized, as for low tiles, except the sinks. By default, everything that is
+            stored unquantized is read unquantized.
 
     Returns:
         Keys ``[B, Hkv, out_len, D]`` and values ``[B, Hkv, out_len, Dv]`` in the model's dtype, contiguous.

@@ -1,10 +1,10 @@
 """The second launch of a decode step: combines the splits of each head, and stores and counts the new KV.
 
 It follows :mod:`.decode_kernel`, and its CTAs may start while the last CTAs of that launch run (programmatic dependent
-launch). They wait for the launch to end: it wrote where the splits of a head are, and how many keys each row had.
+launch). They wait for the launch to end before they read its splits, their locations and the lengths of rows.
 
-The queries of all heads form one sequence that the CTAs split. One CTA per head would be several waves for a large
-batch, each of which waits for memory three times.
+The queries of all heads form one sequence that the CTAs split. One CTA per head would take several waves for a large
+batch, and each wave would wait for memory three times.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .kernel_args import CacheInputs, CacheSizes, PageConfig, Strided
 from .page_layout import PageLayout
 
 BLOCK_Q = 8
-"""Queries of a CTA if there are many; with 16 it spills registers."""
+"""Queries of a CTA if there are many; 16 would spill registers."""
 SPLIT_ELEMENTS = {1: 8192, BLOCK_Q: 2048}
-"""Elements of splits that a CTA holds in registers, by its queries: several queries also need registers for
+"""Elements of splits that a CTA holds in registers, by its number of queries. Several queries also need registers for
 pointers."""
 
 _TILE = tl.constexpr(TILE)
@@ -39,7 +39,7 @@ _QUERIES = tl.constexpr(QUERIES)
 
 @dataclass(frozen=True)
 class CombineConfig(PageConfig):
-    """What the combine kernel knows at compile time."""
+    """Compile-time configuration of the combine kernel."""
 
     GROUP: int  # query heads per kv head
     BLOCK_Q: int  # queries of a CTA
@@ -101,7 +101,7 @@ def _combine(
             row = tl.load(cache.unquantized_rows + i_b, mask=is_token, other=0).to(tl.int64)
         new_key = _load_tokens(key, i_b, i_kv, i_t, is_token, CONFIG.D, CONFIG.BLOCK_D)
         new_value = _load_tokens(value, i_b, i_kv, i_t, is_token, DV, CONFIG.BLOCK_DV)
-    # With PDL a first pass over no queries loads the instructions into the cache while the CTA waits.
+    # With PDL, a first pass without queries warms the instruction cache before the wait.
     for attempt in range(0 if CONFIG.USE_PDL else 1, 2):
         if CONFIG.USE_PDL:  # noqa: SIM102 (a constexpr branch)
             if attempt == 1:
@@ -146,9 +146,9 @@ def _combine(
         tl.store(out.ptr + (offset[:, None] + o_v[None, :]), acc, mask=m_q[:, None] & (o_v < DV)[None, :])
 
 
-@triton.jit(noinline=True)  # inlined in a loop its constants would take registers
+@triton.jit(noinline=True)  # if inlined in a loop, its constants would take registers
 def _quantize_head(heads_ptr, key, value, cache, i_task, new_len, sizes, CONFIG: tl.constexpr):
-    """Quantize the keys, or the values, of a kv head's tile if new tokens complete it."""
+    """Quantize the keys or the values of a kv head's tile if new tokens complete it."""
     stored = tl.load(heads_ptr + i_task // 2 * 3 + 2)
     append_head(
         key, value, cache, (i_task // 2).to(tl.int64), 0, i_task % 2 == 1, stored, new_len, sizes, CONFIG, False, True

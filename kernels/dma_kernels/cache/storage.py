@@ -15,9 +15,9 @@ Three regions
     * **Sink KV**: the first ``sink_tiles`` tiles in 16 bits, position ``p`` at index ``p``.
 
 What a query reads
-    Sink tiles and tiles from ``diagonal_tiles`` before its own tile on are read unquantized (*high* tiles), all others
-    dequantized (*low* tiles). Tiles are quantized from the original keys, so the codes do not depend on how the tokens
-    were split into calls, and a step of several tokens equals the same number of single-token steps.
+    Sink tiles, its own tile and the ``diagonal_tiles`` before it are read unquantized (*high* tiles), all others
+    dequantized (*low* tiles). Tiles are quantized from the original keys, so codes do not depend on how tokens are
+    split into calls. A step of several tokens equals the same number of single-token steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .formats import stored_format
 from .page_layout import PageLayout
 
 SLACK_TILES = 2
-"""Residual tiles beyond the band: the query's own, and one to append to, or to roll back, without losing the band."""
+"""Residual tiles beyond the band: the query's own, and one for appending or rolling back without losing the band."""
 
 GROWTH = 1 + 1 / 128
 """Growth factor of the page table, at least one tile. A copy every 128 decode steps adds at most 1.6 % of traffic."""
@@ -43,7 +43,7 @@ GROWTH = 1 + 1 / 128
 _FP16_MAX = torch.finfo(torch.float16).max
 
 TILES_PER_PASS = 64
-"""Tiles that :meth:`LayerStorage.append` quantizes at once, in fp32: bounds the memory of a long prompt."""
+"""Tiles that :meth:`LayerStorage.append` quantizes at once, in fp32; bounds the memory for a long prompt."""
 
 
 @dataclass(eq=False)
@@ -59,8 +59,7 @@ class LayerStorage:
     key_sink: Tensor  # ``[B, Hkv, sink_tiles * 128, D]``
     value_sink: Tensor  # ``[B, Hkv, sink_tiles * 128, Dv]``
     lengths: Tensor  # stored keys of each row, int32 ``[B]``
-    # tokens removed by ``crop`` and not replaced yet (on the host). The residual KV has lost as many of its oldest
-    # keys.
+    # tokens removed by ``crop`` and not replaced yet (on the host); the residual KV lacks as many of its oldest keys
     rolled_back: int = 0
     # index of each batch row in the residual and sink tensors, int32 ``[B]``, for a batch that changes from step to
     # step; ``None`` if it is the batch index. Such a storage cannot be cropped, grown or mapped.
@@ -76,7 +75,7 @@ class LayerStorage:
                 raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}; use {name}.contiguous()")
         for name in ("kv_pages", *UNQUANTIZED):
             tensor = getattr(self, name)
-            if not tensor[:1].is_contiguous():  # the stride of rows is free
+            if not tensor[:1].is_contiguous():  # rows may have any stride
                 raise ValueError(f"each row of {name} must be contiguous, got strides {tensor.stride()}")
 
     @classmethod
@@ -173,14 +172,14 @@ class LayerStorage:
     def from_tensors(
         cls, format: str, window: int | None, tensors: Mapping[str, Tensor], rolled_back: int = 0
     ) -> LayerStorage:
-        """Return a cache over tensors that are named as in :meth:`tensors`."""
+        """Return a cache over tensors with the names of :meth:`tensors`."""
         appended = max(tensors["lengths"].tolist(), default=0)
         return cls(format=format, window=window, rolled_back=rolled_back, appended=appended, **tensors)  # type: ignore[arg-type]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> LayerStorage:
         """Apply ``function`` to every tensor, each with the batch as its first dimension.
 
-        The pages of a row must be consecutive, as they are unless the page table was replaced.
+        The pages of a row must be consecutive, which holds unless the page table was replaced.
         """
         tensors = self.tensors()
         batch, max_pages = self.page_table.shape
@@ -214,7 +213,7 @@ class LayerStorage:
                 start = row
 
     def reserve(self, tiles: int) -> None:
-        """Make room for ``tiles`` tiles per row: exactly in an empty cache, then growing geometrically.
+        """Make room for ``tiles`` tiles per row: exactly that in an empty cache, with geometric growth later.
 
         The full-size ring of a sliding window has room for any number.
         """
@@ -349,7 +348,7 @@ class LayerStorage:
 
         Returns:
             Keys and values from ``first`` to the last new token, fp32 (fp64 for fp64). High: unquantized wherever it is
-            stored. Low: dequantized in all complete tiles.
+            stored so. Low: dequantized in all complete tiles.
         """
         start, *recent = self.incomplete_tile(length, key, value)
         complete = recent[0].shape[2] // TILE * TILE
@@ -366,9 +365,9 @@ class LayerStorage:
         return (high[0], high[1]), (low[0], low[1])
 
     def restore(self, position: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return the KV at ``length`` positions of every row, from ``position`` (integer ``[B]``) on.
+        """Return the KV at ``length`` positions of every row, starting at ``position`` (integer ``[B]``).
 
-        In the model's dtype; unquantized wherever it is stored, zeros where nothing is.
+        In the model's dtype; unquantized wherever it is stored so, zeros where nothing is stored.
         """
         keys, values = (F.pad(x, (0, 0, 0, length)) for x in self.empty_kv())
         for rows, stored, part in self.by_length():
@@ -385,12 +384,12 @@ class LayerStorage:
         return keys, values
 
     def crop(self, count: int) -> None:
-        """Roll back the last ``count`` tokens of every row, without a trace; raises as :meth:`check_crop` does."""
+        """Roll back the last ``count`` tokens of every row, as if never stored; raises as :meth:`check_crop` does."""
         self.check_crop(count)
         rolled_back = self.rolled_back + count
         if rolled_back > self.spare_tokens:
             for rows, length, part in self.by_length():
-                # What the residual KV has lost is in the sinks.
+                # The sinks hold what the residual KV has lost.
                 lost = max(0, length + self.rolled_back - self.residual_len)
                 first, end = max(0, length - count - self.residual_len), min(max(0, length - count), lost)
                 index = self._residual_index(first, end)
@@ -402,13 +401,13 @@ class LayerStorage:
         self.rolled_back = rolled_back
 
     def check_crop(self, count: int) -> None:
-        """Check that ``count`` tokens can be rolled back without a trace.
+        """Check that ``count`` tokens can be rolled back as if they had never been stored.
 
-        :attr:`spare_tokens` always can. More can if everything before the new end is still stored unquantized: if rows
-        then end in the sinks, or have never been longer than residual and sink KV together.
+        Up to :attr:`spare_tokens` always can. More can if everything before the new end is still stored unquantized:
+        rows then end in the sinks, or have never been longer than residual and sink KV together.
 
         Raises:
-            RuntimeError: Keys just before the new end are only stored as codes, or were overwritten in a ring.
+            RuntimeError: Keys just before the new end are stored as codes only, or were overwritten in a ring.
         """
         rolled_back = self.rolled_back + count
         if rolled_back <= self.spare_tokens:
@@ -440,9 +439,9 @@ class LayerStorage:
             residual[:, :, index] = x[:, :, start - first :]
 
     def _quantize(self, tile: int, keys: Tensor, values: Tensor) -> None:
-        """Quantize whole tiles, from number ``tile`` on."""
+        """Quantize complete tiles, starting with tile ``tile``."""
         end = tile + keys.shape[2] // TILE
-        kept = min(end - tile, self.max_pages)  # a ring holds the last ones
+        kept = min(end - tile, self.max_pages)  # a ring holds only the last ones
         blocks = self.page_layout.encode(_to_tiles(keys[:, :, -kept * TILE :]), _to_tiles(values[:, :, -kept * TILE :]))
         self.kv_pages[self._pages_of(end - kept, end)] = blocks.transpose(1, 2)
 
@@ -474,7 +473,7 @@ def _to_tiles(x: Tensor) -> Tensor:
 
 
 def _pages_needed(tiles: int, window: int | None) -> int:
-    """Return the pages per row for ``tiles`` tiles: no more than a window covers, wherever in a tile it begins."""
+    """Return the pages per row for ``tiles`` tiles: at most what a window covers, wherever in a tile it begins."""
     if window is None:
         return tiles
     return min(tiles, -(-(window - 1 + SLACK_TILES * TILE) // TILE) + 1)
