@@ -1,8 +1,8 @@
 """Model classes of the installed Transformers that may need an entry in ``dma_hf/architectures.py``.
 
-The sources of all models are searched for the patterns of each entry. A class that is neither in the table nor
-known to agree fails: compare its outputs with eager attention (``tests/hf/test_architectures.py``), then add it to the
-table if they differ, or to ``KNOWN`` if they agree.
+The sources of all models are searched for the patterns of each entry. A class that is neither in the table nor in
+``KNOWN`` fails: compare its outputs with eager attention (``tests/hf/test_architectures.py``), then add it to the table
+if they differ, or to ``KNOWN`` if they agree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CAST_OR_JOINED = re.compile(
 )
 
 KNOWN = {
-    # The mask is None or the model's own, and nothing says that the layer is not causal.
+    # The mask is None or custom, and nothing marks the layer as non-causal.
     "no causal mask": {
         *("AlignTextSelfAttention", "AudioFlamingo3Attention", "ClapTextSelfAttention", "Data2VecAudioAttention"),
         *("EsmFold2MSAPairWeightedAveraging", "Exaone4_5_Attention", "HubertAttention", "KosmosTextAttention"),
@@ -41,7 +41,7 @@ KNOWN = {
         *("SplinterSelfAttention", "TimesFmAttention", "UniSpeechAttention", "UniSpeechSatAttention"),
         *("VoxtralAttention", "Wav2Vec2Attention"),
     },
-    # The attention is built in and masks its scores, in a file whose other attention can be chosen.
+    # Built-in attention that masks its scores, in a file with other, selectable attention.
     "built in": {
         *("BigBirdPegasusSelfAttention", "ClapAudioSelfAttention", "ConditionalDetrMHAttentionMap"),
         *("DFineMultiscaleDeformableAttention", "DeformableDetrMultiscaleDeformableAttention"),
@@ -55,12 +55,12 @@ KNOWN = {
         *("Phi4MultimodalAudioRelativeAttentionBias", "RTDetrMultiscaleDeformableAttention"),
         *("RTDetrV2MultiscaleDeformableAttention", "RfDetrMultiscaleDeformableAttention"),
     },
-    # The mask is cast to a floating-point type, or joined to another tensor.
+    # The mask is cast to floating point, or concatenated with another tensor.
     "mask changed": {
         *("EomtDinov3ForUniversalSegmentation", "EsmFold2OuterProductMean", "Glm5NextTextIndexer", "LayoutLMModel"),
         *("MarkupLMModel", "PegasusXEncoder", "VideoPrismTextModel"),
     },
-    # Keys may come from another sequence, and neither the name nor an attribute of the layer says so.
+    # Keys may come from another sequence, without a name or attribute that says so.
     "other sequence": {"EfficientLoFTRAttention", "Molmo2VisionAttention"},
 }
 
@@ -107,20 +107,20 @@ def _has_entry(name: str, model_type: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-def test_every_class_that_may_need_an_entry_has_one(kind: str) -> None:
+def test_every_class_that_matches_a_pattern_is_in_the_table_or_known(kind: str) -> None:
     found = _found()[kind]
     new = {name: model for name, model in found.items() if name not in KNOWN[kind] and not _has_entry(name, model)}
     assert not new, f"{kind}: {new} may need an entry in dma_hf/architectures.py"
 
 
-def test_the_patterns_find_the_classes_of_the_table() -> None:
-    """They would otherwise find nothing new either."""
+def test_the_patterns_match_the_classes_in_the_table() -> None:
+    """Otherwise they would not find new classes either."""
     found = _found()
     assert "DeepseekV4Attention" in found["mask changed"]
     assert "Gemma4AudioAttention" in found["built in"]
 
 
-def test_the_table_names_classes_of_transformers() -> None:
+def test_every_class_in_the_table_exists() -> None:
     sources = dict(_sources())
     assert set(architectures.NEEDS_ADDITIVE_MASK) <= sources.keys()
     for name in architectures.NEVER_CAUSAL:

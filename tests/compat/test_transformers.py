@@ -1,6 +1,6 @@
-"""What must hold on every supported version of Transformers, with nothing deprecated in it.
+"""Requirements on every supported version of Transformers, without deprecated features.
 
-Continuous integration runs this folder on the oldest and the newest version of the range as well.
+Continuous integration also runs this folder on the oldest and newest supported versions.
 """
 
 from __future__ import annotations
@@ -57,15 +57,14 @@ def test_the_installed_version_is_supported():
     assert transformers.__version__ in Requirement(f"transformers{SUPPORTED}").specifier
 
 
-def test_the_range_is_that_of_the_package():
+def test_the_supported_range_is_that_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (needed,) = [each for each in map(Requirement, project["dependencies"]) if each.name == "transformers"]
     assert needed.specifier == Requirement(f"transformers{SUPPORTED}").specifier
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "bert", "bart"])
-def test_registered_and_equal_to_transformers_own_attention(family):
-    """Where nothing is quantized."""
+def test_unquantized_attention_equals_transformers_own(family):
     other = FAMILIES[family].build(FAMILIES[family].reference)
     model = FAMILIES[family].build("dma_mxfp")
     dma_hf.configure(model, IDENTITY)
@@ -77,7 +76,7 @@ def test_registered_and_equal_to_transformers_own_attention(family):
 
 @decoders
 @pytest.mark.parametrize("cache", ["default", "dynamic", "static", "offered"])
-def test_generate_with_caches_of_transformers(family, cache):
+def test_generate_works_with_caches_of_transformers(family, cache):
     model, other = FAMILIES[family].build("dma_mxfp"), FAMILIES[family].build(FAMILIES[family].reference)
     dma_hf.configure(model, IDENTITY)
     ids = _ids(140, rows=2)
@@ -91,8 +90,8 @@ def test_generate_with_caches_of_transformers(family, cache):
 @decoders
 @formats
 @pytest.mark.parametrize("kind", ["configured", "offered", "static"])
-def test_generate_with_packed_caches(family, format, kind):
-    """Tokens are those of a loop of forward passes over the same cache."""
+def test_generate_with_packed_caches_equals_a_loop(family, format, kind):
+    """The loop runs forward passes over the same cache format."""
     model = FAMILIES[family].build("dma_mxfp")
     ids = _ids(300)
     cache, token, expected = dma_hf.DMACache(model.config, cache=format), ids, ids
@@ -111,8 +110,8 @@ def test_generate_with_packed_caches(family, format, kind):
     assert torch.equal(result.sequences, expected)
 
 
-def test_a_cache_that_is_passed_is_the_one_that_is_used():
-    """Under its present name, also where the configuration names another one."""
+def test_a_cache_passed_to_generate_is_used():
+    """By its current argument name, also if the configuration names another cache."""
     model = FAMILIES["llama"].build("dma_mxfp")
     dma_hf.configure(model, cache="int4")
     cache = dma_hf.DMACache(model.config, cache="int8")
@@ -121,7 +120,7 @@ def test_a_cache_that_is_passed_is_the_one_that_is_used():
 
 
 @formats
-def test_encoder_decoders(format):
+def test_encoder_decoders_generate(format):
     model = FAMILIES["bart"].build("dma_mxfp")
     dma_hf.configure(model, cache=format)
     cache = _generate(model, _ids(150), return_dict_in_generate=True)[CACHE_ARGUMENT]
@@ -130,8 +129,8 @@ def test_encoder_decoders(format):
 
 
 @formats
-def test_a_packed_cache_is_a_cache(format):
-    """What Transformers asks of one, while generating and between calls."""
+def test_a_packed_cache_has_the_interface_of_a_cache(format):
+    """The methods that Transformers uses during generation and between calls."""
     model = FAMILIES["llama"].build("dma_mxfp")
     cache = dma_hf.DMACache(model.config, cache=format)
     ids = _ids(300, rows=2)
@@ -159,7 +158,7 @@ def test_a_packed_cache_is_a_cache(format):
 
 @formats
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=["beams", "lookup"])
-def test_other_ways_to_generate(format, options):
+def test_other_generation_modes_work(format, options):
     model = FAMILIES["llama"].build("dma_mxfp")
     dma_hf.configure(model, cache=format)
     assert _generate(model, _ids(40), **options).shape == (1, 40 + NEW_TOKENS)
@@ -177,8 +176,8 @@ def _generate_batch(model, prompts):
 
 @decoders
 @pytest.mark.parametrize("format", [None, "int8", "int4"])
-def test_generate_batch_with_every_cache(family, format):
-    """Each request has the likelihoods that it has alone, over a cache of the same format."""
+def test_generate_batch_works_with_every_cache(family, format):
+    """Each request has the same likelihoods as in isolation with the same cache format."""
     model = FAMILIES[family].build("dma_mxfp")
     dma_hf.configure(model, "balanced" if format else "paper", cache=format)
     prompts = [_ids(length)[0].tolist() for length in (5, 300, 140)]
@@ -211,7 +210,7 @@ def _serve(tmp_path, *arguments):
 
 
 @pytest.mark.skipif(has_sectors(), reason="batches continuously")
-def test_serving_with_continuous_batching_is_refused(tmp_path):
+def test_serving_with_continuous_batching_is_rejected(tmp_path):
     assert _serve(tmp_path, "--continuous-batching").wait(60) == 2
     message = r"serve --continuous-batching needs Transformers 5\.\d+ or later, found 5\."
     assert re.search(message, (tmp_path / "stderr").read_text())
@@ -221,8 +220,8 @@ SERVERS = {"alone": [], "batched": ["--continuous-batching", "--cache-gib", "0.1
 
 
 @pytest.mark.parametrize("kind", SERVERS if has_sectors() else ["alone"])
-def test_serving(tmp_path, kind):
-    """A request is answered, and nothing deprecated is used for it."""
+def test_serving_answers_without_deprecated_features(tmp_path, kind):
+    """One completion, with and without continuous batching."""
     server = _serve(tmp_path, "--attn", "dma_mxfp:balanced+int4", *SERVERS[kind])
     try:
         address = re.search(r"http://\S+/v1", server.stdout.readline())[0]
@@ -241,7 +240,7 @@ def test_serving(tmp_path, kind):
 
 
 @pytest.mark.skipif(not has_sectors(), reason="Transformers 5.17 has another manager")
-def test_the_server_knows_that_the_generation_thread_has_died(monkeypatch):
+def test_the_server_reports_a_dead_generation_thread(monkeypatch):
     utils = pytest.importorskip("transformers.cli.serving.utils")
     model = FAMILIES["llama"].build("dma_mxfp")
     dma_hf.configure(model, cache="int8")

@@ -1,4 +1,4 @@
-"""``DMACache`` on a GPU: the kernels run, a step does not wait for the host, and a CUDA graph replays it."""
+"""``DMACache`` on a GPU: kernels, steps without synchronization, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_kernels_agree_with_the_reference(model, ids, capacity):
     assert (actual - expected).abs().max() / expected.abs().max() < 0.05
 
 
-def test_a_step_does_not_wait_for_the_host(model, ids):
+def test_a_step_does_not_synchronize_with_the_host(model, ids):
     cache = DMACache(model.config, max_cache_len=512)
     _decode(model, ids, cache)
     token = ids[:, :1].contiguous()
@@ -61,15 +61,15 @@ def test_a_step_does_not_wait_for_the_host(model, ids):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_graph_replays_a_step(model, ids):
-    """Across the border of a tile, which is encoded in the middle of the replays."""
+def test_a_cuda_graph_replays_a_step(model, ids):
+    """Across a tile boundary, where a replay quantizes the complete tile."""
     expected_cache, cache = (DMACache(model.config, max_cache_len=512) for _ in range(2))
     for each in (expected_cache, cache):
         model(ids[:, :PROMPT], past_key_values=each)
     token = ids[:, PROMPT : PROMPT + 1].clone()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # the warm-up that capture wants, taken back by starting again
+    with torch.cuda.stream(stream):  # warm-up for the capture, undone by the reset
         model(token, past_key_values=cache)
     torch.cuda.current_stream().wait_stream(stream)
     cache.reset()
@@ -94,8 +94,8 @@ def _tensors(index, layer):
     return [(f"{index}.{name}", tensor) for name, tensor in named.items()]
 
 
-def test_a_mask_that_changes_in_the_middle_of_a_generation(ids):
-    """Honoured as on a CPU, where the same is computed in fp32."""
+def test_a_mask_may_change_during_generation(ids):
+    """The result equals that of a CPU in fp32."""
     results = []
     for device in ("cpu", "cuda"):
         model = FAMILIES["llama"].build("dma_mxfp").to(device)

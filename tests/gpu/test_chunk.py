@@ -1,4 +1,4 @@
-"""Chunked prefill over a cache on a GPU: restored bits, and the attention."""
+"""Chunked prefill over a cache on a GPU: restored bits and attention."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_byte_is_restored_bit_for_bit(dtype: torch.dtype, format: str) -> 
 
 
 def _filled(case: Case, format: str, dtype: torch.dtype) -> tuple[LayerStorage, list[Tensor]]:
-    """Return a cache with the first tokens of a case, and the rest as a chunk."""
+    """Return a cache of a case's first tokens, and the rest as a chunk."""
     _, key, value = case.inputs(dtype, "cuda")
     query, _, _ = replace(case, q_len=case.kv_len - STORED).inputs(dtype, "cuda")
     storage = case.storage(format, dtype, "cuda", is_filled=False)
@@ -61,7 +61,7 @@ def _filled(case: Case, format: str, dtype: torch.dtype) -> tuple[LayerStorage, 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", CHUNKS)
 def test_chunks_match_the_reference(case: str, dtype: torch.dtype, format: str) -> None:
-    """Three times: the first call compiles, later ones launch the compiled kernels."""
+    """Run three times: the first call compiles, later ones launch the compiled kernels."""
     made = CHUNKS[case]
     options = made.options("cuda")
     if case == "narrow-window":
@@ -79,7 +79,7 @@ def test_chunks_match_the_reference(case: str, dtype: torch.dtype, format: str) 
 
 
 @formats
-def test_a_chunk_does_not_wait_for_the_host(format: str) -> None:
+def test_a_chunk_does_not_synchronize_with_the_host(format: str) -> None:
     for mode in ("default", "default", "error"):
         storage, chunk = _filled(CHUNKS["plain"], format, torch.bfloat16)
         torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def test_unwritten_memory_is_not_read() -> None:
 @formats
 @pytest.mark.parametrize("q_len", [1, 40])
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
-def test_masks_match_the_reference_without_a_wait(is_causal: bool, q_len: int, format: str) -> None:
+def test_masks_match_the_reference_without_synchronization(is_causal: bool, q_len: int, format: str) -> None:
     case = Case(kv_len=900, q_len=q_len, head_dim=128, padding=(0, 200))
     query, key, value = case.inputs(torch.bfloat16, "cuda")
     mask = torch.rand(2, 1, q_len, 900, device="cuda") < 0.7

@@ -1,4 +1,4 @@
-"""The decode and append kernels on a GPU: the cases of the interpreter, and CUDA graphs."""
+"""The decode and append kernels on a GPU: the interpreter's cases, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_long_steps_match_the_reference(queries: int, format: str) -> None:
 
 
 @pytest.mark.parametrize("format", STORED_FORMATS)
-def test_long_rows(format: str) -> None:
+def test_long_rows_match_the_reference(format: str) -> None:
     assert_decode_matches(LONG, format, torch.bfloat16, "cuda")
 
 
@@ -103,7 +103,7 @@ def test_a_cuda_graph_of_a_step_fills_the_cache(format: str) -> None:
     assert_storages_equal(ours, expected)
 
 
-def test_no_compilation_when_only_lengths_change() -> None:
+def test_other_lengths_do_not_recompile() -> None:
     def run(length: int) -> None:
         case = Case(kv_len=length, head_dim=128)
         storage = LayerStorage.allocate(

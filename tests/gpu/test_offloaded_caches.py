@@ -1,4 +1,4 @@
-"""Caches that wait in host memory: Transformers moves them by CUDA streams, so that they exist on a GPU alone."""
+"""Caches offloaded to host memory, which Transformers moves on CUDA streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
-def test_the_same_tokens(name, cache):
+def test_offloaded_caches_give_the_same_tokens(name, cache):
     if (name, cache) == ("mistral", "offloaded_static"):
         pytest.skip("Transformers (5.17) looks for a layer to fetch where all have a window and stay on the device")
     ids = torch.randint(3, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(0)).cuda()
@@ -27,7 +27,7 @@ def test_the_same_tokens(name, cache):
     assert torch.equal(model.generate(ids, cache_implementation=cache, **options), expected)
 
 
-def test_a_state_is_whole_at_once(monkeypatch):
+def test_a_state_dict_waits_for_offloading(monkeypatch):
     model = FAMILIES["llama"].build(dma_hf.NAME).cuda().to(torch.bfloat16)
     dma_hf.configure(model, IDENTITY)
     ids = torch.randint(3, VOCABULARY, (2, 400), generator=torch.Generator().manual_seed(0)).cuda()

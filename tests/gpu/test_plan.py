@@ -1,4 +1,4 @@
-"""Plans of prefill calls on a device: compiled kernels launched with new addresses."""
+"""Plans of prefill calls on a GPU: compiled kernels launched with new addresses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compute(inputs: Inputs) -> Tensor:
 
 
 def expected(inputs: Inputs) -> Tensor:
-    """Compute through Triton's own launch."""
+    """Compute with Triton's own launch."""
     plan.cache_clear()
     out = compute(inputs)
     plan.cache_clear()
@@ -53,7 +53,7 @@ def warm_up(inputs: Inputs) -> None:
     compute(inputs)
 
 
-def test_other_tensors() -> None:
+def test_warm_calls_read_their_own_tensors() -> None:
     inputs = [make(seed) for seed in range(4)]
     outputs = [expected(each) for each in inputs]
     warm_up(inputs[0])
@@ -72,21 +72,21 @@ def test_a_warm_call_reports_its_kernel() -> None:
     assert reports[1:] == reports[:1] * 2
 
 
-def test_one_tensor_for_keys_and_values() -> None:
+def test_keys_and_values_may_be_one_tensor() -> None:
     query, key, value = make()
     warm_up((query, key, value))
     assert torch.equal(compute((query, key, key)), expected((query, key, key)))
 
 
-def test_other_strides() -> None:
+def test_other_strides_give_the_same_result() -> None:
     query, key, value = make()
     warm_up((query, key, value))
     transposed = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(compute((transposed, key, value)), compute((query, key, value)))
 
 
-def test_sinks_that_lie_apart() -> None:
-    """They are copied: each call reads its own."""
+def test_strided_sinks_are_copied_in_every_call() -> None:
+    """Each call reads its own sinks."""
     inputs = make()
     for seed in range(4):
         sinks = torch.randn(4, 2, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))[:, 0]
@@ -94,7 +94,7 @@ def test_sinks_that_lie_apart() -> None:
         assert torch.equal(attention(*inputs, RECIPE, sinks=sinks, backend="triton"), expected_out)
 
 
-def test_streams_and_graphs() -> None:
+def test_warm_calls_run_on_streams_and_in_cuda_graphs() -> None:
     inputs, other = make(0), make(1)
     outputs = expected(inputs), expected(other)
     warm_up(inputs)
@@ -113,7 +113,7 @@ def test_streams_and_graphs() -> None:
     assert torch.equal(out, outputs[1])
 
 
-def test_threads() -> None:
+def test_warm_calls_run_in_threads() -> None:
     inputs = [make(seed) for seed in range(8)]
     outputs = [expected(each) for each in inputs]
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The Triton backend on the device: the interpreter's cases, and what only a device shows."""
+"""The Triton backend on a GPU: the interpreter's cases, and cases that need a GPU."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def test_matches_the_reference(case: str, recipe: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("recipe", ["int8", "e4m3-rotated", "identity", "paper", "nvfp4-keys"])
-def test_head_dims(recipe: str, head_dim: int) -> None:
+def test_every_head_dim_matches_the_reference(recipe: str, head_dim: int) -> None:
     assert_matches_reference(Case(q_len=1000, kv_len=1000, head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("recipe", ["int8", "mxfp4-row", "nvfp4"])
-def test_long_rows(recipe: str) -> None:
+def test_long_rows_match_the_reference(recipe: str) -> None:
     case = Case(q_len=300, kv_len=20_000, q_heads=8, kv_heads=2, head_dim=128)
     assert_matches_reference(case, RECIPES[recipe], torch.bfloat16, "cuda")
 
 
 def test_swizzle_groups_of_heads_are_all_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(batch=3, q_heads=6, kv_heads=3, q_len=700, kv_len=700)
-    monkeypatch.setattr(portable, "select_swizzle_group", lambda kv_heads, size: 2)  # 9 heads: the last has one
+    monkeypatch.setattr(portable, "select_swizzle_group", lambda kv_heads, size: 2)  # 9 heads: the last group has one
     plan.cache_clear()
     assert_matches_reference(case, RECIPES["int8"], torch.bfloat16, "cuda")
 
@@ -44,12 +44,12 @@ def test_swizzle_groups_of_heads_are_all_computed(monkeypatch: pytest.MonkeyPatc
 def test_every_output_is_written() -> None:
     query, key, value = random_qkv(q_heads=4, kv_heads=2, q_len=1000, kv_len=1000, dtype=torch.bfloat16, device="cuda")
     poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
-    del poison  # the allocator hands this memory to the outputs
+    del poison  # the allocator reuses this memory for the outputs
     assert attention(query, key, value, RECIPES["int8"], backend="triton").isfinite().all()
 
 
-def test_two_forms_for_all_lengths() -> None:
-    """One of calls whose tiles are all high, and one of all others."""
+def test_all_lengths_share_two_compiled_kernels() -> None:
+    """One for calls with only high tiles, and one for all others."""
     from dma_kernels.prefill.kernel import prefill_kernel
 
     def run(length: int) -> None:
@@ -67,9 +67,9 @@ def test_two_forms_for_all_lengths() -> None:
     assert compiled() == before
 
 
-@pytest.mark.parametrize("q_len", [64, 512])  # on Hopper 34 times 512 queries take the kernel for long prompts
+@pytest.mark.parametrize("q_len", [64, 512])  # on Hopper, 34 times 512 queries run on the warp-specialized kernel
 @pytest.mark.parametrize("recipe", ["int8", "nvfp4-keys"])
-def test_keys_and_values_of_more_than_2_31_elements(recipe: str, q_len: int) -> None:
+def test_keys_and_values_may_have_more_than_2_31_elements(recipe: str, q_len: int) -> None:
     heads, kv_len = 34, 524_288
     generator = torch.Generator("cuda").manual_seed(0)
     query, key, value = (
@@ -84,7 +84,7 @@ def test_keys_and_values_of_more_than_2_31_elements(recipe: str, q_len: int) -> 
         assert relative_error(out[:, head : head + 1], attention(*alone, RECIPES[recipe], **options)) < 0.01
 
 
-def test_a_mask_of_more_than_2_31_elements() -> None:
+def test_a_mask_may_have_more_than_2_31_elements() -> None:
     heads, length = 9, 16_384
     query, key, value = random_qkv(
         q_heads=heads, kv_heads=heads, q_len=length, kv_len=length, dtype=torch.bfloat16, device="cuda"
@@ -99,7 +99,7 @@ def test_a_mask_of_more_than_2_31_elements() -> None:
 
 @pytest.mark.parametrize("recipe", ["int8", "nvfp4", "nvfp4-keys"])
 @pytest.mark.parametrize("sizes", [(9_000, 8, 8, 49, 49), (1, 70_000, 1, 1, 1_100)], ids=["windows", "heads"])
-def test_more_heads_than_an_axis_of_a_grid_takes(recipe: str, sizes: tuple[int, ...]) -> None:
+def test_heads_may_exceed_the_limit_of_a_grid_axis(recipe: str, sizes: tuple[int, ...]) -> None:
     batch, q_heads, kv_heads, q_len, kv_len = sizes
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -113,8 +113,8 @@ def test_more_heads_than_an_axis_of_a_grid_takes(recipe: str, sizes: tuple[int, 
     assert relative_error(out[-1:, -8:], attention(*few, RECIPES[recipe], **options)) < 0.01
 
 
-@pytest.mark.parametrize("length", [512, 16_400])  # on Hopper the second takes the kernel for long prompts
-def test_cuda_graph_replays_with_new_inputs(length: int) -> None:
+@pytest.mark.parametrize("length", [512, 16_400])  # on Hopper, the second runs on the warp-specialized kernel
+def test_a_cuda_graph_replays_with_new_inputs(length: int) -> None:
     inputs, other = (
         random_qkv(q_heads=16, kv_heads=4, q_len=length, kv_len=length, dtype=torch.bfloat16, device="cuda", seed=seed)
         for seed in (0, 1)
@@ -132,7 +132,7 @@ def test_cuda_graph_replays_with_new_inputs(length: int) -> None:
     assert torch.equal(out, expected)
 
 
-def test_compiles_as_one_graph() -> None:
+def test_attention_compiles_to_one_graph() -> None:
     qkv = random_qkv(q_heads=4, kv_heads=2, q_len=512, kv_len=512, dtype=torch.bfloat16, device="cuda")
 
     def double(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Hopper's own kernels on the device, for long prompts and for short: against the reference and the other kernel."""
+"""The warp-specialized and multi-CTA kernels on Hopper, against the reference and the portable kernel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _is_hopper(), reason="need
 
 @contextmanager
 def computed_by(kernel: PrefillKernel) -> Iterator[list[str]]:
-    """Yield what grows by the kernel's name with each call that it computes."""
+    """Yield a list that gets the kernel's name for each call that it computes."""
     calls: list[str] = []
     with kernel_reports(lambda name: calls.append(name) if name == kernel.name else None):
         yield calls
@@ -40,7 +40,7 @@ def computed_by(kernel: PrefillKernel) -> Iterator[list[str]]:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The warp-specialized kernel computes calls of any length; each is noted."""
+    """Run calls of any length on the warp-specialized kernel, and record them."""
     use_kernel(monkeypatch, WARP_SPECIALIZED)
     with computed_by(WARP_SPECIALIZED) as calls:
         yield calls
@@ -49,7 +49,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.fixture
 def short_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The multi-CTA kernel computes calls of any length; each is noted."""
+    """Run calls of any length on the multi-CTA kernel, and record them."""
     use_kernel(monkeypatch, MULTI_CTA)
     with computed_by(MULTI_CTA) as calls:
         yield calls
@@ -82,8 +82,8 @@ assert "warp-specialized" in launches
 """
 
 
-def test_processes_that_share_a_chip_do_not_harm_each_other() -> None:
-    """The chip switches between them in the middle of programs."""
+def test_processes_can_share_a_gpu() -> None:
+    """The GPU switches between them while kernels run."""
     processes = [
         subprocess.Popen([sys.executable, "-c", AMONG_OTHERS], stderr=subprocess.PIPE, text=True, env=_environment())
         for _ in range(4)
@@ -97,11 +97,11 @@ def test_processes_that_share_a_chip_do_not_harm_each_other() -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment, with the paths that this process finds its modules in."""
+    """Return the environment with this process's module paths."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-# Of the same heads, so that each recipe compiles twice.
+# With the same heads, so that each recipe compiles only twice.
 HEADS: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 128}
 SHAPES = {
     "odd": Case(q_len=1000, kv_len=1000, batch=2, **HEADS),
@@ -143,7 +143,7 @@ EDGES = {
         tensors={"kv_range": [[45, 900], [0, 0]], "sinks": [0.5, 3.0, 1.0, -2.0]}, **HEADS,
     ),
 }  # fmt: skip
-"""Calls with low tiles that not all queries of a warpgroup see whole, sink logits or a cap."""
+"""Calls with partly masked low tiles, sink logits or a softcap."""
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_matches_the_reference(shape: str, recipe: str, launches: list[str]) -> 
 
 @pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "paper", "nvfp4-keys"])
 @pytest.mark.parametrize("shape", EDGES)
-def test_edges_match_the_reference(shape: str, recipe: str, launches: list[str]) -> None:
+def test_masked_tiles_match_the_reference(shape: str, recipe: str, launches: list[str]) -> None:
     assert_matches_reference(EDGES[shape], RECIPES[recipe], torch.bfloat16, "cuda")
     assert launches
 
@@ -167,7 +167,7 @@ def test_edges_match_the_reference(shape: str, recipe: str, launches: list[str])
     ("shape", "head_dim"),
     [(name, size) for size in (64, 96, 192, 256) for name in EDGES if size > 64 or "window" not in name],
 )
-def test_edges_of_other_head_dims_match_the_reference(shape: str, head_dim: int, launches: list[str]) -> None:
+def test_masked_tiles_of_other_head_dims_match_the_reference(shape: str, head_dim: int, launches: list[str]) -> None:
     assert_matches_reference(replace(EDGES[shape], head_dim=head_dim), RECIPES["int8"], torch.bfloat16, "cuda")
     assert launches
 
@@ -191,14 +191,14 @@ def assert_hidden_keys_may_be_anything(recipe: Recipe, is_causal: bool) -> None:
 
 @pytest.mark.parametrize("recipe", ["int8", "int8-pv16", "nvfp4-keys"])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_hidden_keys_may_be_anything(recipe: str, is_causal: bool, launches: list[str]) -> None:
+def test_masked_keys_may_hold_any_value(recipe: str, is_causal: bool, launches: list[str]) -> None:
     assert_hidden_keys_may_be_anything(RECIPES[recipe], is_causal)
     assert launches
 
 
 @pytest.mark.parametrize("recipe", ["balanced", "int8-pv16"])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_hidden_keys_of_short_calls_may_be_anything(recipe: str, is_causal: bool, short_launches: list[str]) -> None:
+def test_masked_keys_of_short_calls_may_hold_any_value(recipe: str, is_causal: bool, short_launches: list[str]) -> None:
     assert_hidden_keys_may_be_anything(RECIPES[recipe], is_causal)
     assert short_launches
 
@@ -220,7 +220,7 @@ def test_other_head_dims_match_the_reference(shape: str, recipe: str, head_dim: 
     assert launches
 
 
-def test_smoothed_keys_of_high_tiles_in_mxfp8(launches: list[str]) -> None:
+def test_smoothed_mxfp8_high_tiles_match_the_reference(launches: list[str]) -> None:
     recipe = Recipe(low="mxint8", high="mxfp8", shared_scale="tile", smooth_k=True, pv="fp8")
     assert_matches_reference(SHAPES["odd"], recipe, torch.bfloat16, "cuda")
     assert launches
@@ -229,7 +229,7 @@ def test_smoothed_keys_of_high_tiles_in_mxfp8(launches: list[str]) -> None:
 @pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1), (7, 0), (0, 7)])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("name", ["int8-pv16", "nvfp4-keys"])  # three blocks in flight, and two
-def test_bands_are_those_of_the_other_kernel(
+def test_diagonal_and_sink_tiles_match_the_portable_kernel(
     name: str, is_causal: bool, bands: tuple[int, int], launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = replace(RECIPES[name], diagonal_tiles=bands[0], sink_tiles=bands[1])
@@ -246,13 +246,13 @@ def test_bands_are_those_of_the_other_kernel(
 
 
 @pytest.mark.parametrize("recipe", ["int8", "fp4", "nvfp4-keys"])
-def test_fp16_and_transposed_views(recipe: str, launches: list[str]) -> None:
+def test_fp16_and_transposed_views_match_the_reference(recipe: str, launches: list[str]) -> None:
     assert_matches_reference(SHAPES["odd"], RECIPES[recipe], torch.float16, "cuda")
     assert launches
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_long_calls_take_it_and_equal_the_other_kernel(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_calls_run_on_it_and_match_the_portable_kernel(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     qkv = random_qkv(
         q_heads=16, kv_heads=4, q_len=16_400, kv_len=16_400, head_dim=head_dim, dtype=torch.bfloat16, device="cuda"
     )
@@ -268,7 +268,7 @@ def test_long_calls_take_it_and_equal_the_other_kernel(head_dim: int, monkeypatc
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
 
-def test_runs_are_equal_to_the_bit(launches: list[str]) -> None:
+def test_runs_are_bit_identical(launches: list[str]) -> None:
     qkv = random_qkv(q_len=3000, kv_len=3000, **HEADS, dtype=torch.bfloat16, device="cuda")
     first = attention(*qkv, RECIPES["int8"], backend="triton")
     poison = torch.full((64, 1024, 1024), float("nan"), device="cuda")
@@ -301,7 +301,7 @@ def test_short_calls_match_the_reference(shape: str, recipe: str, head_dim: int,
     ],
 )
 @pytest.mark.parametrize("shape", EDGES)
-def test_edges_of_short_calls_match_the_reference(
+def test_masked_tiles_of_short_calls_match_the_reference(
     shape: str, recipe: str, head_dim: int, short_launches: list[str]
 ) -> None:
     assert_matches_reference(replace(EDGES[shape], head_dim=head_dim), RECIPES[recipe], torch.bfloat16, "cuda")
@@ -322,7 +322,7 @@ def test_masks_of_short_calls_match_the_reference(
 
 @pytest.mark.parametrize("bands", [(0, 0), (0, 2), (3, 0), (1, 1), (7, 0), (0, 7)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_bands_of_short_calls_are_those_of_the_other_kernel(
+def test_diagonal_and_sink_tiles_of_short_calls_match_the_portable_kernel(
     head_dim: int, bands: tuple[int, int], short_launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = replace(RECIPES["int8"], diagonal_tiles=bands[0], sink_tiles=bands[1])
@@ -336,7 +336,7 @@ def test_bands_of_short_calls_are_those_of_the_other_kernel(
     out, lse = run()
     expected, expected_lse = without(monkeypatch, run)
     assert short_launches == [MULTI_CTA.name]
-    # The other kernel rounds probabilities relative to other maxima: it begins with the high tiles.
+    # The portable kernel starts with the high tiles, so it rounds probabilities relative to other maxima.
     assert relative_error(out, expected) < 0.02
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
 
@@ -348,7 +348,7 @@ def test_bands_of_short_calls_are_those_of_the_other_kernel(
         (128, "nvfp4-keys"),
     ],
 )  # fmt: skip
-def test_short_calls_of_many_programs_equal_the_other_kernel_and_themselves(
+def test_short_calls_of_many_ctas_are_deterministic_and_match_the_portable_kernel(
     head_dim: int, name: str, short_launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qkv = random_qkv(
@@ -378,7 +378,7 @@ def test_swizzle_groups_need_not_divide_the_heads(short_launches: list[str], mon
 
 
 @pytest.mark.parametrize("recipe", ["balanced", "int8", "e4m3-rotated", "int8-pv16", "paper", "nvfp4-keys"])
-def test_a_query_that_is_no_number_makes_its_own_row_one(recipe: str, short_launches: list[str]) -> None:
+def test_a_nan_query_makes_only_its_own_row_nan(recipe: str, short_launches: list[str]) -> None:
     query, key, value = random_qkv(q_len=700, kv_len=700, **HEADS, dtype=torch.bfloat16, device="cuda")
     expected = attention(query, key, value, RECIPES[recipe])
     query[0, 1, 650, 5] = float("nan")
@@ -391,13 +391,13 @@ def test_a_query_that_is_no_number_makes_its_own_row_one(recipe: str, short_laun
 
 @pytest.mark.parametrize("recipe", ["balanced", "fp4", "paper", "int8-pv16"])
 @pytest.mark.parametrize("case", SPARSE)
-def test_skips_the_tiles_that_the_reference_skips(case: str, recipe: str, launches: list[str]) -> None:
+def test_long_calls_skip_the_tiles_that_the_reference_skips(case: str, recipe: str, launches: list[str]) -> None:
     assert_skips_as_the_reference(SPARSE[case], RECIPES[recipe], torch.bfloat16, "cuda")
     assert launches
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_skips_tiles_of_other_head_dims(head_dim: int, launches: list[str]) -> None:
+def test_tiles_of_other_head_dims_are_skipped(head_dim: int, launches: list[str]) -> None:
     assert_skips_as_the_reference(replace(SPARSE["gqa"], head_dim=head_dim), RECIPES["balanced"], torch.float16, "cuda")
     assert launches
 

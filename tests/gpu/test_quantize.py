@@ -1,4 +1,4 @@
-"""The quantizer on a device, against the torch quantizer on the same device, to the bit."""
+"""The quantizer on a GPU equals the torch quantizer on the same GPU bit for bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quantized_operands import AMPERE, BLACKWELL, HOPPER, RECIPES, check
 
 pytestmark = pytest.mark.gpu
 
-# Forms of other chips are written on any chip that has the casts they need.
+# A chip with the necessary casts can write the operand formats of other chips.
 ARCHS = (AMPERE, HOPPER, BLACKWELL)
 
 
@@ -29,29 +29,29 @@ def keys_values(dtype: torch.dtype, **shape: int) -> tuple[torch.Tensor, torch.T
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_form_equals_the_specification(recipe: str, dtype: torch.dtype) -> None:
+def test_every_operand_format_equals_the_specification(recipe: str, dtype: torch.dtype) -> None:
     key, value = keys_values(dtype, batch=2, kv_heads=3, kv_len=1000, head_dim=128)
     poison = torch.full((1 << 24,), float("nan"), device="cuda")
-    del poison  # the allocator hands this memory to the outputs
+    del poison  # the allocator reuses this memory for the outputs
     for arch in ARCHS:
         check(key, value, RECIPES[recipe], arch)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 192, 256])
 @pytest.mark.parametrize("recipe", ["int8", "e5m2", "nvfp4"])
-def test_head_dims(recipe: str, head_dim: int) -> None:
+def test_every_head_dim_equals_the_specification(recipe: str, head_dim: int) -> None:
     key, value = keys_values(torch.bfloat16, kv_heads=2, kv_len=777, head_dim=head_dim)
     check(key, value, RECIPES[recipe], HOPPER)
 
 
 @pytest.mark.parametrize("recipe", ["int8", "nvfp4"])
-def test_rows_that_are_padded(recipe: str) -> None:
+def test_padded_rows_equal_the_specification(recipe: str) -> None:
     key, value = keys_values(torch.bfloat16, batch=3, kv_heads=2, kv_len=5000)
     rows = torch.tensor([[-45, -45, 45, 5000], [0, 0, 0, 3000], [0, 0, 9, 9]], dtype=torch.int32, device="cuda")
     check(key, value, RECIPES[recipe], HOPPER, rows=rows)
 
 
-def test_more_elements_than_32_bits_count() -> None:
+def test_tensors_may_have_more_elements_than_32_bits_count() -> None:
     key = torch.randn(1, 1, 128, 128, dtype=torch.bfloat16, device="cuda")
     storage = torch.zeros(17_000_000 * 128, dtype=torch.bfloat16, device="cuda")  # 4.4 GB
     spread = storage.as_strided((1, 1, 128, 128), (0, 0, 17_000_000, 1))
@@ -61,8 +61,8 @@ def test_more_elements_than_32_bits_count() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("recipe", ["int8", "e4m3-floor", "e5m2", "nvfp4"])
-def test_broken_numbers_break_what_the_specification_says(recipe: str, bad: float) -> None:
-    # Arithmetic on a device makes other NaNs than the interpreter's.
+def test_non_finite_values_spread_as_in_the_specification(recipe: str, bad: float) -> None:
+    # GPU arithmetic produces other NaNs than the interpreter.
     key, value = keys_values(torch.bfloat16, kv_heads=2, kv_len=500, head_dim=64)
     key[0, 0, 300, 3], value[0, 0, 400, 5] = bad, bad
     recipe_without_rotation = replace(RECIPES[recipe], rotate=False)
@@ -70,7 +70,7 @@ def test_broken_numbers_break_what_the_specification_says(recipe: str, bad: floa
         check(key, value, recipe_without_rotation, arch)
 
 
-def test_the_largest_numbers() -> None:
+def test_the_largest_numbers_equal_the_specification() -> None:
     key, value = keys_values(torch.bfloat16, kv_len=200)
     largest = torch.finfo(torch.bfloat16).max
     key[0, 0, 150, 3], key[0, 0, 151, 4], value[0, 0, 3, 5] = largest, -largest, largest

@@ -1,4 +1,4 @@
-"""One model on two GPUs computes what it computes on one: layers on two devices, layers split, shares of a batch."""
+"""A model computes the same on two GPUs as on one: pipeline, tensor and data parallelism."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _load(folder, **options):
 
 
 def _same(actual, expected):
-    """To the rounding of bf16; the sums of tensor parallelism are ordered differently."""
+    """Within bf16 rounding, because tensor parallelism sums in another order."""
     error = (actual["logits"] - expected["logits"]).norm() / expected["logits"].norm()
     assert error < 0.02, f"relative error {error:.2e}"
 
@@ -61,7 +61,7 @@ def test_the_kernels_run_on_the_tensors_device(saved_model, on_one_gpu):
     assert torch.equal(result["tokens"], on_one_gpu["tokens"])
 
 
-def test_layers_on_two_devices(saved_model, on_one_gpu):
+def test_layers_may_be_on_two_gpus(saved_model, on_one_gpu):
     ends = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
     model = _load(saved_model, device_map=ends | {f"model.layers.{i}": i // 2 for i in range(4)})
     assert {parameter.device.index for parameter in model.parameters()} == {0, 1}
@@ -70,8 +70,8 @@ def test_layers_on_two_devices(saved_model, on_one_gpu):
     assert torch.equal(result["tokens"], on_one_gpu["tokens"])
 
 
-def test_device_map_auto(saved_model, on_one_gpu):
-    room = {0: "2MiB", 1: "1GiB"}  # too little for the whole model, so that both are used
+def test_device_map_auto_may_use_both_gpus(saved_model, on_one_gpu):
+    room = {0: "2MiB", 1: "1GiB"}  # too little for the whole model, so both are used
     model = _load(saved_model, device_map="auto", max_memory=room)
     result = compute(model, token_ids())
     assert len({parameter.device for parameter in model.parameters()}) >= 2
@@ -80,7 +80,7 @@ def test_device_map_auto(saved_model, on_one_gpu):
 
 @torch.no_grad()
 def _assert_chosen(model, tokens):
-    """Give the prompts and generated tokens to the model again: each is the best, to the rounding of bf16."""
+    """Check by a forward pass that each generated token is the best, within bf16 rounding."""
     cache = dma_hf.DMACache(model.config, "int4")
     parts = [token_ids(), *tokens[:, :-1].split(1, dim=1)]
     logits = [model(part.to(model.device), past_key_values=cache).logits[:, -1].float().cpu() for part in parts]
@@ -90,8 +90,8 @@ def _assert_chosen(model, tokens):
 
 
 @pytest.mark.parametrize("mode", ["tensor", "batch", "data"])
-def test_processes(mode, saved_model, on_one_gpu, tmp_path):
-    """Tensor parallelism, also of continuous batching, and shares of a batch: one process for each GPU."""
+def test_two_processes_compute_the_same_as_one(mode, saved_model, on_one_gpu, tmp_path):
+    """One process per GPU: tensor parallelism, with and without continuous batching, and data parallelism."""
     if mode == "batch":
         pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")  # of Transformers 5.23
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support")))
@@ -113,8 +113,8 @@ def test_processes(mode, saved_model, on_one_gpu, tmp_path):
         _same(together, on_one_gpu)
 
 
-def test_accelerate_launch(tmp_path):
-    """Two processes of ``dma-hf lm-eval`` share the samples of one."""
+def test_accelerate_launch_splits_lm_eval_samples(tmp_path):
+    """Two processes of ``dma-hf lm-eval`` share the samples."""
     pytest.importorskip("lm_eval")
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -133,11 +133,13 @@ def test_accelerate_launch(tmp_path):
         section = read_report(tmp_path / name / "results.json").tasks[0]
         assert section.processes == len(accuracies) + 1
         accuracies.append([backend.mean_accuracy for backend in section.backends])
-    assert accuracies[1] == pytest.approx(accuracies[0], abs=0.12)  # one of nine answers: bf16 in other batches
+    assert accuracies[1] == pytest.approx(
+        accuracies[0], abs=0.12
+    )  # one of nine answers, because other batches round differently in bf16
 
 
-def test_two_streams(saved_model, on_one_gpu):
-    """Two models at the same time, each in a stream of its own."""
+def test_models_can_run_on_two_streams(saved_model, on_one_gpu):
+    """Two models at the same time, each on its own stream."""
     models = [_load(saved_model, device_map={"": 0}) for _ in range(2)]
     ids = token_ids().to("cuda:0")
     streams = [torch.cuda.Stream() for _ in models]

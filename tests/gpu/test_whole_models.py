@@ -13,7 +13,7 @@ import dma_hf
 pytestmark = pytest.mark.gpu
 
 SIZES = {"hidden_size": 256, "head_dim": 64}
-LENGTH = 300  # more than two tiles
+LENGTH = 300  # over two tiles
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +35,8 @@ def _ids(batch, length, seed=0):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_forward_pass_as_one_graph(name):
-    """Replayed with other tokens; nothing of the mask or of the first call's values is baked in."""
+def test_a_forward_pass_runs_as_one_cuda_graph(name):
+    """Replayed with other tokens: the graph contains no values of the first call."""
     model = _model(name)
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     for seed in range(4):  # two to warm up and record, two replays
@@ -48,8 +48,8 @@ def test_a_forward_pass_as_one_graph(name):
 
 
 @pytest.mark.parametrize("cache", ["static", "packed"])
-def test_decoding_steps_as_graphs(cache):
-    """``generate`` compiles its steps by itself, with CUDA graphs, when the cache is static."""
+def test_decode_steps_run_as_cuda_graphs(cache):
+    """``generate`` compiles its steps with CUDA graphs if the cache is static."""
     model = _model("llama")
     ids = _ids(2, LENGTH)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
@@ -73,8 +73,8 @@ def _batched(prompts, model, **options):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_continuous_batching(name):
-    """Against the prompts alone; the sums of bf16 may choose another token where two are all but equal."""
+def test_continuous_batching_equals_isolated_prompts(name):
+    """Except where two tokens are nearly tied and bf16 sums decide."""
     model = _model(name)
     prompts = [_ids(1, length, seed=length)[0].tolist() for length in (5, LENGTH, 17, 140)]
     outputs = _batched(prompts, model, use_cuda_graph=False)
@@ -95,8 +95,8 @@ def test_continuous_batching(name):
         ("gemma3", "int4", {"max_batch_tokens": 256}),
     ],
 )
-def test_packed_pages(name, format, options, monkeypatch):
-    """Steps as CUDA graphs, two of them in flight, is what Transformers does by default."""
+def test_packed_pages_equal_isolated_prompts(name, format, options, monkeypatch):
+    """By default Transformers runs steps as CUDA graphs, two of them in flight."""
     pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")  # of Transformers 5.23
     model = _model(name)
     dma_hf.configure(model, cache=format)
@@ -107,7 +107,7 @@ def test_packed_pages(name, format, options, monkeypatch):
     outputs = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=batching)
     assert [output.error for output in outputs.values()] == [None] * len(prompts)
     largest = float(model(_ids(1, LENGTH)).logits.abs().max())
-    # A step that was begun for a request which had ended is one too many.
+    # One extra step may have been launched for a finished request.
     for request, output in outputs.items():
         total = len(output.prompt_ids) + len(output.generated_tokens)
         parts[request] = [(past, count) for past, count in parts[request] if past + count <= total]

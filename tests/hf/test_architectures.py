@@ -1,4 +1,4 @@
-"""Every architecture of the installed Transformers: ``dma_mxfp`` that quantizes nothing equals its own attention."""
+"""In every architecture of the installed Transformers, unquantized ``dma_mxfp`` equals its own attention."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 
 @pytest.fixture(scope="module")
 def page_cells():
-    """What docs/support.md says; nothing if it is about another version of Transformers."""
+    """The cells of docs/support.md; empty if it is for another version of Transformers."""
     text = PAGE.read_text(encoding="utf-8")
     return cells_on(text) if f"Transformers {transformers.__version__} " in text else {}
 
 
 @pytest.mark.parametrize("architecture", architectures(), ids=lambda each: f"{each.kind}-{each.model_type}")
-def test_equals_transformers_own_attention(architecture, page_cells):
-    """In every feature that its kind has, or refuses with an error that says why; docs/support.md says which."""
+def test_every_feature_equals_transformers_own_attention_or_is_rejected(architecture, page_cells):
+    """The result agrees with docs/support.md; the error of a rejected feature says why."""
     with torch.no_grad():
         record = examine(architecture)
     assert record.failures == {}

@@ -1,4 +1,4 @@
-"""``equalize`` on every causal language model of the installed Transformers: equal to the bit, or refused by name."""
+"""``equalize`` on every causal language model of the installed Transformers: bit-identical, or rejected by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFUSALS = re.compile(
 
 
 def _unbalance(model):
-    """Make query and key channels of very different sizes, of weights that BF16 has: often ``1 + w`` stays exact."""
+    """Give query and key channels very different magnitudes. Weights are exact in BF16, ``1 + w`` often too."""
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         if QUERIES_AND_KEYS.search(name) and parameter.dim() <= 2:
@@ -35,7 +35,7 @@ def _unbalance(model):
     "architecture", [each for each in architectures() if each.kind == "decoder"], ids=lambda each: each.model_type
 )
 @torch.no_grad()
-def test_logits_stay_equal_to_the_bit(architecture):
+def test_logits_are_bit_identical_or_the_model_is_rejected(architecture):
     try:
         pair, inputs = find_pair(architecture, architecture.model_class)
     except (ImportError, AttributeError, CannotShrink) as error:

@@ -1,4 +1,4 @@
-"""What Transformers' own tests ask of SDPA, asked of ``dma_mxfp`` that has been put in its place, under its name."""
+"""Transformers' own tests of SDPA, run on ``dma_mxfp`` registered under the name ``sdpa``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import dma_hf
 from dma_hf import config as settings
 from dma_hf.config import config_of
 
-BATCH, LENGTH, WINDOW = 7, 9, 2  # many rows, few tokens, and a window that is shorter than both
+BATCH, LENGTH, WINDOW = 7, 9, 2  # many rows, few tokens, and a shorter window
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 NAMES = ("llama", "mistral", "qwen3", "gemma3", "bert", "modernbert", "bart")
 
 
 @contextmanager
 def in_place_of_sdpa() -> Iterator[None]:
-    """Register the functions under the name ``sdpa``, quantizing nothing where a model says nothing of it."""
+    """Register the functions as ``sdpa``, without quantization unless a model configures it."""
     functions = ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     default = settings._DEFAULT
     AttentionInterface.register("sdpa", dma_hf.dma_attention_forward)
@@ -53,7 +53,7 @@ def _inputs(name, side):
 @pytest.mark.parametrize("side", ["left", "right", "none"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("name", NAMES)
-def test_it_matches_eager_attention(name, dtype, side):
+def test_dma_mxfp_matches_eager_attention(name, dtype, side):
     family, inputs = FAMILIES[name], _inputs(name, side)
     changes = {"sliding_window": WINDOW} if "sliding_window" in family.sizes else {}
     eager = family.build("eager", **changes).to(dtype)
@@ -69,8 +69,7 @@ def test_it_matches_eager_attention(name, dtype, side):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_training(name):
-    """Loss and gradients are those of SDPA."""
+def test_loss_and_gradients_equal_sdpa(name):
     family, inputs = FAMILIES[name], _inputs(name, "none")
     without = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
     without |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
