@@ -13,7 +13,7 @@ import triton.language as tl
 from ..device.arithmetic import hadamard, to_elements
 from ..device.blocks import row_scale
 
-_THREAD = tl.constexpr(16)  # channels of a chunk that a thread has
+_THREAD = tl.constexpr(16)  # channels of a chunk that a thread holds
 
 
 @triton.constexpr_function
@@ -67,7 +67,7 @@ def rotate_chunks(chunks, SIZE: tl.constexpr, norm):
 
 @triton.jit
 def row_amax(chunks):
-    """Return the bits of the largest magnitude of each row, int32 ``[ROWS]``; infinity and NaN are above all others."""
+    """Return the bits of each row's largest magnitude, int32 ``[ROWS]``; infinity and NaN sort above all others."""
     largest = tl.abs(chunks[0])
     for p in tl.static_range(1, len(chunks)):
         largest = tl.maximum(largest, tl.abs(chunks[p]), propagate_nan=tl.PropagateNan.ALL)
@@ -116,9 +116,9 @@ def zeros_where(condition, chunks):
 
 @triton.jit
 def subtract_vector(chunks, vector_ptr, start, first, last, D: tl.constexpr):
-    """Subtract a vector, fp32 ``[D]``, from those of the rows from ``start`` on that lie in ``first..last``.
+    """Subtract a vector, fp32 ``[D]``, from rows that lie in ``first..last``; row 0 of a chunk has the index ``start``.
 
-    A non-finite number in the vector also makes NaN of the other rows: the scale that they share is broken anyway.
+    A non-finite number in the vector also turns the other rows into NaN: the scale that they share is broken anyway.
     """
     ROWS: tl.constexpr = chunks[0].shape[0]
     WIDTH: tl.constexpr = chunks[0].shape[1]
@@ -137,7 +137,7 @@ def subtract_vector(chunks, vector_ptr, start, first, last, D: tl.constexpr):
 def dot_chunks(chunks, vector_ptr, D: tl.constexpr):
     """Return the dot products of rows and a vector, fp32 ``[D]``: fp32 ``[ROWS]``.
 
-    Sums 16 channels first, then halves of chunks, in the order that the reduction of a whole row has.
+    Sums 16 channels first, then halves of chunks, in the order of a reduction over the whole row.
     """
     ROWS: tl.constexpr = chunks[0].shape[0]
     WIDTH: tl.constexpr = chunks[0].shape[1]

@@ -1,7 +1,7 @@
 """Configurations of the prefill kernels: pure functions of architecture, head dimensions and operand formats.
 
-What was tried beside them, with figures: ``benchmarks/prefill-portable.md``, ``benchmarks/prefill-warp-specialized.md``
-and ``benchmarks/prefill-multi-cta.md``.
+Rejected variants, with timings: ``benchmarks/prefill-portable.md``, ``benchmarks/prefill-warp-specialized.md`` and
+``benchmarks/prefill-multi-cta.md``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..runtime.compute_path import ComputePath
 from ..runtime.operand_formats import DEQUANTIZED, E4M3_VALUES
 
 L2_BYTES = 8 << 20
-"""Keys and values in 8 bits that CTAs running at the same time should share. Queries, outputs and the 16-bit keys and
-values of high tiles pass through the 50 MB of Hopper's L2 cache beside them."""
+"""Bytes of 8-bit keys and values that concurrent CTAs should share. Queries, outputs and the 16-bit KV of high tiles
+also pass through Hopper's 50 MB L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """What the kernels are selected by."""
+    """Inputs of the kernel selection."""
 
     query: TensorLayout  # layout of ``[B, Hq, Tq, D]``
     key: TensorLayout  # layout of ``[B, Hkv, Tk, D]``
@@ -42,10 +42,10 @@ class PortableConfig:
     block_n: int  # keys of a step; divides 128
     num_warps: int  # warps of a CTA
     num_stages: int  # pipeline stages of the loop over low tiles
-    max_registers: int | None = None  # of a thread; ``None`` for as many as the compiler likes
+    max_registers: int | None = None  # limit per thread; ``None`` for no limit
     high_block_n: int = 64  # keys of a step in the loop over high tiles; divides 128
     high_stages: int = 1  # pipeline stages of that loop
-    stage_queries: bool = False  # whether the queries of low tiles go through memory, see the kernel
+    stage_queries: bool = False  # whether the queries of low tiles pass through memory, see the kernel
     use_tma: bool = False  # whether tiles are loaded by TMA
 
 
@@ -53,20 +53,20 @@ class PortableConfig:
 class WarpSpecializedConfig:
     """Configuration of Hopper's warp-specialized kernel, and which calls are long enough for it."""
 
-    consumer_warpgroups: int  # warpgroups that compute, of 64 query positions each
+    consumer_warpgroups: int  # consumer warpgroups, of 64 query positions each
     stages: int  # pipeline stages of keys and values
-    registers: int  # of a thread of these warpgroups
+    registers: int  # registers per consumer thread
     min_keys: int  # fewest keys of a call
     min_rows: int  # fewest query rows of all heads and batch rows
 
 
 @dataclass(frozen=True)
 class MultiCTAConfig:
-    """Configuration of Hopper's multi-CTA kernel, of which several CTAs share an SM."""
+    """Configuration of Hopper's multi-CTA kernel, which runs several CTAs per SM."""
 
     key_stages: int  # pipeline stages of keys
     value_stages: int  # pipeline stages of values
-    registers: int  # of a thread
+    registers: int  # registers per thread
     # most keys that a query attends to on average, in calls that are long enough for the warp-specialized kernel
     max_mean_keys: int
 
@@ -80,8 +80,8 @@ def portable_config(
     Args:
         arch: Compute capability, major version times ten plus minor (90 is Hopper).
         path: Operand formats of keys and values.
-        head_dim: Of queries and keys.
-        value_dim: Of values.
+        head_dim: Head dimension of queries and keys.
+        value_dim: Head dimension of values.
         has_softcap: Whether scores are capped, which takes registers.
     """
     config = _portable_config(arch, path, padded_channels(max(head_dim, value_dim)), has_softcap)
@@ -94,23 +94,23 @@ def _portable_config(arch: int, path: ComputePath, widest: int, has_softcap: boo
     are_keys_8bit = path.low_key not in (None, DEQUANTIZED)
     are_values_8bit = path.low_value is E4M3_VALUES
     if arch in TENSOR_MEMORY_ARCHS and widest > 128:
-        # 128 rows of 256 channels take half of the tensor memory; with scores and operands most formats do not fit.
+        # 128 rows of 256 channels take half of tensor memory. With scores and operands, most formats do not fit.
         return PortableConfig(64, 64, num_warps=8, num_stages=2)
     if is_packed and arch in TENSOR_MEMORY_ARCHS:
-        # Block-scaled products have 128 rows; 4 warps would spill registers (compiled).
+        # Block-scaled MMAs have 128 rows; 4 warps would spill registers (compiled).
         return PortableConfig(128, 128, num_warps=8, num_stages=2)
     if widest <= 128 and is_hopper and (are_keys_8bit or are_values_8bit):
         # Several CTAs share an SM: one computes its softmax while another uses the tensor cores (H200, Triton 3.6).
         config = PortableConfig(64, 128, num_warps=4, num_stages=2, high_stages=2, stage_queries=True)
         if has_softcap or not (are_keys_8bit and are_values_8bit):
-            return config  # a softcap would spill under a cap on registers (compiled)
-        # The cap on registers admits a third (head_dim 64: a fourth) CTA.
+            return config  # a softcap would spill under a register limit (compiled)
+        # The register limit makes room for a third (head_dim 64: a fourth) CTA.
         if widest == 128:
             return replace(config, max_registers=168, high_stages=1)
         return replace(config, max_registers=128, num_stages=3, high_block_n=32)
     if widest <= 128 and is_hopper and path.low_key is DEQUANTIZED:
         if widest == 128 and not has_softcap:
-            # Blocks of 64 queries would read the L2 cache twice as often; the cap lets two CTAs share an SM.
+            # Blocks of 64 queries would double L2 reads; the register limit lets two CTAs share an SM.
             return PortableConfig(128, 64, 8, num_stages=2, max_registers=128, stage_queries=True)
         # With a softcap, high tiles of 64 keys would make the loop over low tiles spill (compiled).
         return PortableConfig(
@@ -120,12 +120,12 @@ def _portable_config(arch: int, path: ComputePath, widest: int, has_softcap: boo
     if widest <= 128 and arch > 90 and are_keys_8bit and are_values_8bit:
         return PortableConfig(64, 128, num_warps=4, num_stages=2 if widest == 128 else 3)
     if widest <= 128 and arch >= 90 and path.low_key is None:
-        # All tiles are high: their loop is the one that counts.
+        # All tiles are high, so only their loop matters.
         return PortableConfig(64, 64, num_warps=4, num_stages=2, high_stages=2)
     if widest <= 64:
         return PortableConfig(64, 128, num_warps=4, num_stages=2)
     if widest <= 128:
-        # 16-bit operands fill twice the shared memory.
+        # 16-bit operands take twice the shared memory.
         return PortableConfig(64, 64, num_warps=4, num_stages=2)
     # The output of 256 channels takes half of Hopper's registers.
     if is_hopper and are_values_8bit:
@@ -135,7 +135,7 @@ def _portable_config(arch: int, path: ComputePath, widest: int, has_softcap: boo
     if is_hopper:
         return PortableConfig(128, 64, num_warps=8, num_stages=2, stage_queries=True)
     if arch == 80:
-        # Spills least in the loop over low tiles (compiled, not timed).
+        # Fewest spills in the loop over low tiles (compiled, not timed).
         return PortableConfig(128, 32, num_warps=8, num_stages=2, high_block_n=16, stage_queries=True)
     # Consumer chips have 99 KB of shared memory; 16-bit and block-scaled operands spill with 4 warps (compiled).
     num_warps = 4 if are_keys_8bit and are_values_8bit and not is_packed else 8
@@ -144,14 +144,14 @@ def _portable_config(arch: int, path: ComputePath, widest: int, has_softcap: boo
 
 @functools.cache
 def multi_cta_config(arch: int, path: ComputePath, head_dim: int, value_dim: int) -> MultiCTAConfig | None:
-    """Return the configuration of the multi-CTA kernel; ``None`` where there is none. Arguments as above."""
+    """Return the configuration of the multi-CTA kernel; ``None`` if there is none. Arguments as above."""
     widest = padded_channels(max(head_dim, value_dim))
     if arch != 90 or widest not in (64, 128) or path.low_key is None:
         return None
     if widest == 64:
-        return MultiCTAConfig(key_stages=2, value_stages=2, registers=128, max_mean_keys=7_168)  # four CTAs an SM
+        return MultiCTAConfig(key_stages=2, value_stages=2, registers=128, max_mean_keys=7_168)  # four CTAs per SM
     are_keys_8bit, are_values_8bit = path.low_key is not DEQUANTIZED, path.low_value is E4M3_VALUES
-    # Three CTAs an SM. Up to so many keys it is faster than the warp-specialized kernel (H200, Triton 3.6).
+    # Three CTAs per SM. Faster than the warp-specialized kernel up to this many keys (H200, Triton 3.6).
     max_mean_keys = {2: 4_096, 1: 2_560, 0: 1_536}[are_keys_8bit + are_values_8bit]
     return MultiCTAConfig(key_stages=2, value_stages=1, registers=168, max_mean_keys=max_mean_keys)
 
@@ -160,7 +160,7 @@ def multi_cta_config(arch: int, path: ComputePath, head_dim: int, value_dim: int
 def warp_specialized_config(
     arch: int, path: ComputePath, head_dim: int, value_dim: int
 ) -> WarpSpecializedConfig | None:
-    """Return the configuration of the warp-specialized kernel; ``None`` where there is none. Arguments as above."""
+    """Return the configuration of the warp-specialized kernel; ``None`` if there is none. Arguments as above."""
     widest = padded_channels(max(head_dim, value_dim))
     if arch != 90 or widest < 64 or path.low_key is None:
         return None
@@ -168,10 +168,10 @@ def warp_specialized_config(
     if widest > 128:
         if not (are_keys_8bit and are_values_8bit):
             return None
-        # The output takes 128 registers of a thread, so two consumer warpgroups fit; 1K keys are enough (H200).
+        # The output takes 128 registers per thread, so two consumer warpgroups fit. It pays from 1K keys (H200).
         return WarpSpecializedConfig(2, stages=2, registers=240, min_keys=1_024, min_rows=16_384)
     if widest == 64 and are_keys_8bit and are_values_8bit:
-        # The output takes half the registers, so four fit: 16K in 1,923 us, with three 2,061 (H200).
+        # The output takes half the registers, so four fit: 16K takes 1,923 us, with three 2,061 us (H200).
         return WarpSpecializedConfig(4, stages=4, registers=112, min_keys=4_096, min_rows=32 * 8_192)
     if widest == 64 and are_keys_8bit:
         return None  # the multi-CTA kernel is faster at any length
@@ -183,13 +183,12 @@ def warp_specialized_config(
 
 
 def select_swizzle_group(kv_heads: int, bytes_per_head: int) -> int:
-    """Return how many kv heads (of all batch rows) are worked on at a time.
+    """Return the number of kv heads (of all batch rows) per L2 swizzle group.
 
-    As many as fit in the L2 cache: in a group the longest rows go first, and only the end of the last group leaves SMs
-    idle.
+    As many as fit in the L2 cache. In a group the longest rows go first, so SMs idle only at the end of the last group.
 
     Args:
         kv_heads: Heads times batch rows.
-        bytes_per_head: Of keys and values.
+        bytes_per_head: Bytes of keys and values per head.
     """
     return max(1, min(kv_heads, L2_BYTES // max(1, bytes_per_head)))

@@ -1,7 +1,7 @@
-"""The constexprs of the prefill kernels; each kernel takes one value that holds them all.
+"""The constexprs of the prefill kernels; each kernel takes one object that holds them all.
 
-A form names an operand format (:mod:`dma_kernels.runtime.operand_formats`), a format a number format. Triton 3.6 takes
-no string of these as a function's argument; kernels assign strings to a ``constexpr`` of their own first.
+A *form* names an operand format (:mod:`dma_kernels.runtime.operand_formats`), a *format* a number format. Triton 3.6
+cannot pass their strings to functions, so kernels first assign them to a ``constexpr`` of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..numerics.transforms import hadamard_size
 
 @dataclass(frozen=True, kw_only=True)
 class _Constants:
-    """What all kernels have."""
+    """Constexprs of all kernels."""
 
     kv_heads: int  # kv heads
     head_dim: int  # channels of queries and keys
@@ -46,11 +46,11 @@ class QuantizerConstants(_Constants):
     high_format: str  # format of the keys of high tiles
     low_form: str  # form of the keys of low tiles; ``none`` writes nothing
     low_format: str  # format of the keys of low tiles
-    is_tile_scaled: bool  # whether keys of low tiles are 8-bit elements with one scale a tile
+    is_tile_scaled: bool  # whether keys of low tiles are 8-bit elements with one scale per tile
     shared_scale: str  # ``block``, ``row`` or ``tile``: what shares a scale in low tiles
     value_form: str  # form of the values of low tiles; ``raw`` writes nothing
-    rounding: str  # of scales
-    use_pdl: bool  # let CTAs of the next launch start where there is room, once all CTAs of this one have started
+    rounding: str  # rounding of scales
+    use_pdl: bool  # let CTAs of the next launch start once all CTAs of this one have started
 
     @property
     def block_dv(self) -> int:
@@ -74,16 +74,16 @@ class PortableConstants(_Constants):
     low_form: str  # form of the keys of low tiles
     low_q_format: str  # format of their queries
     low_k_format: str  # format of the keys
-    low_shared: str  # ``block`` or ``row``: what has a scale in low queries
+    low_shared: str  # ``block`` or ``row``: what shares a scale in low queries
     low_value_form: str  # form of the values of low tiles
     rounding: str  # rounding of the scales of queries
     is_causal: bool  # whether a query attends to no key after its own position
     has_low: bool  # whether there are low tiles
-    k_low_descale: str  # what has a descale in low keys: ``none``, ``head`` or ``tile``
+    k_low_descale: str  # what shares a descale in low keys: ``none``, ``head`` or ``tile``
     is_pv_fp8: bool  # whether low tiles have FP8 probabilities
     stage_queries: bool  # whether low queries pass through the rows of the output
-    use_tma: bool  # whether quantized operands are loaded by TMA
-    use_raw_tma: bool  # whether 16-bit ones are
+    use_tma: bool  # whether TMA loads quantized operands
+    use_raw_tma: bool  # whether TMA loads 16-bit operands
 
     @property
     def block_d(self) -> int:
@@ -98,12 +98,12 @@ class PortableConstants(_Constants):
 
 @dataclass(frozen=True, kw_only=True)
 class _HopperConstants(_Constants):
-    """What both of Hopper's kernels have."""
+    """Constexprs of both Hopper kernels."""
 
     q_heads: int  # query heads
     is_high_unquantized: bool  # whether the keys of high tiles are the caller's own: unpadded and not smoothed
     is_causal: bool  # whether a query attends to no key after its own position
-    # whether a low tile may be masked, or keys begin inside a tile. Otherwise every query attends to all keys before
+    # whether a low tile may be masked, or keys begin inside a tile; otherwise every query attends to all keys before
     # the band
     masks_low: bool
 
@@ -114,8 +114,8 @@ class WarpSpecializedConstants(_HopperConstants):
 
     warpgroups: int  # consumer warpgroups
     stages: int  # stages of the pipeline
-    registers: int  # registers of a thread of the consumers except the first, which gets the rest
-    is_low_value_unquantized: bool  # whether the values of low tiles are the caller's own, which are unpadded
+    registers: int  # registers per thread of each consumer except the first, which gets the rest
+    is_low_value_unquantized: bool  # whether the values of low tiles are the caller's own, unpadded
     has_mean: bool  # whether keys are smoothed
 
 
@@ -126,5 +126,5 @@ class MultiCTAConstants(_HopperConstants):
     k_stages: int  # stages of keys, 1 or 2; 2 for 16-bit low keys
     v_stages: int  # stages of values, 1 or 2
     q_form: str  # form of the queries that the CTA quantizes: ``int8`` or ``e4m3``
-    q_format: str  # their format
-    is_ceil: bool  # how their scales are rounded
+    q_format: str  # format of these queries
+    is_ceil: bool  # whether their scales are rounded up

@@ -1,10 +1,10 @@
-"""The portable prefill kernel, in Triton: the whole rule in one kernel, nothing of size ``[q, k]`` in memory.
+"""The portable prefill kernel, in Triton: it implements the whole rule, and stores nothing of size ``[q, k]``.
 
 A CTA computes ``block_m`` query positions of one head and loops over blocks of keys. Blocks are aligned to positions,
 not to the first query, and their sizes divide the rule's tile, so every block lies in one tile. There are three loops:
-high tiles (sinks and band), masked low tiles, and full low tiles, which take the time and compute no mask.
+high tiles (sinks and band), masked low tiles, and full low tiles, which take most of the time and need no mask.
 
-:mod:`dma_kernels.prefill.operands` describes what the kernel reads; :mod:`dma_kernels.prefill.portable` launches it.
+:mod:`dma_kernels.prefill.operands` describes the operands; :mod:`dma_kernels.prefill.portable` launches the kernel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _block_range(start, end, SHIFT: tl.constexpr):
 
 @triton.jit
 def _full_range(first, last, start, end, SHIFT: tl.constexpr):
-    """Return those of the blocks ``first..last`` that lie entirely in the positions ``start..end``."""
+    """Return the blocks in ``first..last`` that lie entirely in the positions ``start..end``."""
     full_first = tl.minimum(tl.maximum(first, (start + (1 << SHIFT) - 1) >> SHIFT), last)
     return full_first, tl.maximum(tl.minimum(last, end >> SHIFT), full_first)
 
@@ -82,9 +82,9 @@ def prefill_kernel(
         key: Keys of high tiles ``[B, Hkv, T, D]``, likewise; contiguous if they are quantized.
         value: Values of high tiles, the caller's ``[B, Hkv, Tk, Dv]``, likewise.
         out: ``[B, Hq, Tq, Dv]``, likewise; unit stride of channels.
-        mask: uint8 ``[B, Hq, Tq, Tk]``, likewise; without a pointer for no mask.
+        mask: uint8 ``[B, Hq, Tq, Tk]``, likewise; ``None`` pointer for no mask.
         k_low_ptr: Keys of low tiles, contiguous.
-        v_low_ptr: Values of low tiles, contiguous; the caller's where they are not quantized.
+        v_low_ptr: Values of low tiles, contiguous; the caller's if they are not quantized.
         k_scale_ptr: Block scales of packed keys of high tiles, or ``None``.
         k_low_scale_ptr: Block scales of packed keys of low tiles, or ``None``.
         k_descale_ptr: Descale of the keys of high tiles, fp32 ``[B, Hkv]``, or ``None``.
@@ -101,22 +101,22 @@ def prefill_kernel(
         tile_counts_ptr: int64 ``[Hq, 2]``, where skipped and examined tiles are added; or ``None``.
         seq_info_ptr: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, and the indices of the
             first visible key and of the one after the last; or ``None``.
-        q_offset: Position of query 0, where ``seq_info_ptr`` is ``None``.
+        q_offset: Position of query 0, if ``seq_info_ptr`` is ``None``.
         kv_offset: Position of key 0, likewise.
         q_len: Queries.
         kv_len: Keys.
         k_len: Rows of ``key``.
         v_low_len: Rows of low values.
         storage_len: Rows of tile-padded storage.
-        blocks: CTAs of a query head.
-        swizzle_group: kv heads of an L2 swizzle group.
+        blocks: CTAs per query head.
+        swizzle_group: kv heads per L2 swizzle group.
         kv_rows: kv heads of all batch rows.
         window: Sliding window, or ``None``.
-        diagonal_tiles: Of the rule.
-        sink_tiles: Of the rule.
+        diagonal_tiles: High tiles before the query's own.
+        sink_tiles: High tiles at the start of the sequence.
         softcap: In base 2, or ``None``.
         logit_scale: Converts scores to base-2 logits.
-        skip_threshold: Low tiles this far below a block's high tiles are skipped, in base 2; or ``None``.
+        skip_threshold: Skip low tiles this far below a block's high tiles, in base 2; or ``None``.
         CONFIG: :class:`~.constants.PortableConstants`.
     """
     Q_HEADS: tl.constexpr = CONFIG.q_heads
@@ -154,7 +154,7 @@ def prefill_kernel(
     # added to the log of the denominator alone. A softcap is not, so it is added to the logits of smoothed keys.
     BIAS_IN_LSE: tl.constexpr = HAS_MEAN and not HAS_SOFTCAP
     BIAS_IN_LOGITS: tl.constexpr = HAS_MEAN and HAS_SOFTCAP
-    # A model's own 16 bits stay where a side is not quantized (operands.dequantized_dtype).
+    # The model's own 16-bit dtype is kept if a side is unquantized (operand_formats.dequantized_dtype).
     IS_LOW_UNQUANTIZED: tl.constexpr = LOW_Q_FORMAT == "bf16" or LOW_K_FORMAT == "bf16"
     LOW_DTYPE: tl.constexpr = query.ptr.dtype.element_ty if IS_LOW_UNQUANTIZED else tl.bfloat16
     i_row, i_group, i_block = schedule(blocks, kv_rows, swizzle_group, GROUP, IS_CAUSAL)
@@ -219,20 +219,20 @@ def prefill_kernel(
         bias = smoothing_bias(q, mean_ptr + i_row * D, D)
     qk_bias = finite_or_zero(bias * logit_scale)
     if BIAS_IN_LSE:
-        # Kept in the output of the row: there is no register for it in the loops.
+        # Parked in the row's ``lse``: the loops have no register for it.
         tl.store(lse_rows, qk_bias * 0.6931471805599453, mask=m_row)
     if CONFIG.has_low and CONFIG.stage_queries:
-        # Hopper's MMAs read loaded operands from shared memory, and computed ones from registers, of which
-        # there are none to spare. The output's rows belong to this CTA and are not written yet.
+        # Hopper's MMAs read loaded operands from shared memory, but computed ones from registers, and none are
+        # free. So stage the queries in this CTA's rows of the output, which are not written yet.
         STAGED: tl.constexpr = k_low_ptr.dtype.element_ty
         staged = (out.ptr + i_b * out.stride_b + i_h * out.stride_h).to(tl.pointer_type(STAGED))
-        # A row of the output has room for two 8-bit elements a channel, or for one of 16 bits.
+        # A row of the output has room for two 8-bit elements per channel, or one of 16 bits.
         PER_CHANNEL: tl.constexpr = 1 if LOW_FORM == "dequantized" else 2
         staged_row = rows.to(tl.int64) * (PER_CHANNEL * out.stride_t)
         m_staged = m_row[:, None] & (o_d < D)[None, :]
         IN_CHUNKS: tl.constexpr = LOW_FORM != "dequantized" and LOW_FORM != "e5m2"
         low_row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
-        # Of 256 channels and other forms what is carried past the branch would be spilled in the loop over low tiles.
+        # For other forms with 256 channels, values live across the branch would spill in the loop over low tiles.
         has_low_tiles = True
         if IN_CHUNKS or BLOCK_D <= 128:
             has_low_tiles = tl.maximum(start, sink_end) < tl.minimum(end, band_start)
@@ -264,7 +264,7 @@ def prefill_kernel(
     if HIGH_FORM == "raw":
         k_base += i_b * key.stride_b + i_kv * key.stride_h
     v_base = value.ptr + i_b * value.stride_b + i_kv * value.stride_h
-    tile_row = i_row * (storage_len >> _TILE_SHIFT)  # of this head, counted over all tiles of aligned storage
+    tile_row = i_row * (storage_len >> _TILE_SHIFT)  # of this head, among all tiles of tile-padded storage
     if k_descale_ptr is not None:
         row_scale *= tl.load(k_descale_ptr + i_row)
     if CONFIG.has_low:
@@ -304,7 +304,7 @@ def prefill_kernel(
             DV, BLOCK_DV, BLOCK_H,
         )  # fmt: skip
         if HAS_SEQ_INFO:
-            # Invisible values may be NaN, and a probability of 0 does not hide that.
+            # Zero invisible values: they may be NaN, which a probability of 0 does not hide.
             is_visible = (position + o_h >= visible_start) & (position + o_h < visible_end)
             v = tl.where(is_visible[:, None], v, 0.0)
         acc, l_i, m_i = attend(acc, l_i, m_i, s, row_scale, v, True, "raw", CONFIG.is_pv_fp8)
@@ -330,7 +330,7 @@ def prefill_kernel(
             low_row_scale *= tl.load(k_low_descale_ptr + i_row)
 
         if v_descale_ptr is not None:
-            # From here on the output counts in units of the E4M3 values: powers of two, so this is exact.
+            # Rescale the output to units of the E4M3 values; exact, because these are powers of two.
             acc *= (1.0 / tl.load(v_descale_ptr + i_row * DV + o_v, mask=o_v < DV, other=1.0))[None, :]
 
         # [c_first, c_last) is before the band, [d_first, d_last) after it; c_in..c_out and d_in..d_out are full.
@@ -347,7 +347,7 @@ def prefill_kernel(
         n_masked = n_3 + d_last - d_out
         n_full = c_out - c_in
         if SKIPS:
-            # m_i is the largest logit in high tiles. A block that the call holds only partly skips no tile.
+            # m_i is the largest logit in high tiles. Incomplete blocks skip no tile.
             first_of_block = q_pos & -_SKIP_BLOCK
             is_whole = (first_of_block >= q_start) & (first_of_block + _SKIP_BLOCK <= q_end)
             bound = tl.where(is_whole, m_i - skip_threshold, float("-inf"))
@@ -359,7 +359,7 @@ def prefill_kernel(
         # ---- low tiles: masked ones, then full ones
         for IS_FULL in tl.static_range(0, 2):
             steps = n_full + d_out - d_in if IS_FULL else n_masked
-            tile = -1  # the tile that ``is_kept`` is about
+            tile = -1  # the tile of ``is_kept``
             for t in tl.range(0, steps, num_stages=CONFIG.low_stages if IS_FULL else 1):
                 if IS_FULL:
                     block = tl.where(t < n_full, c_in + t, d_in + t - n_full)
@@ -376,7 +376,7 @@ def prefill_kernel(
                 tile_scale = low_row_scale
                 if CONFIG.k_low_descale == "tile":
                     tile_scale *= tl.load(k_low_descale_ptr + tile_row + (entry >> _TILE_SHIFT))
-                # Where a CTA has two blocks of 64 queries, each skips tiles independently.
+                # If a CTA has two blocks of 64 queries, each skips tiles independently.
                 IS_SCALED: tl.constexpr = HAS_SOFTCAP or not IS_FULL or (SKIPS and BLOCK_M > _SKIP_BLOCK)
                 if IS_SCALED:
                     s = logits(
@@ -390,7 +390,7 @@ def prefill_kernel(
                         if not IS_SCALED:
                             row_max *= tile_scale
                     elif i_tile != tile:
-                        # The first block of its tile in this loop: all of the tile is scored, for its row maxima.
+                        # First block of a tile in this loop: score the whole tile for its row maxima.
                         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
                         for i_sub in tl.range(0, _TILE // BLOCK_N, num_stages=1):
                             block_position = i_tile * _TILE + i_sub * BLOCK_N
@@ -439,7 +439,7 @@ def prefill_kernel(
             tl.atomic_add(counts + 1, tl.sum(tl.where(is_first, tiles_examined, 0), 0).to(tl.int64), sem="relaxed")
 
     if sinks_ptr is not None:
-        # Last: a sink logit that dominates would scale E4M3 probabilities down.
+        # Sinks come last: a dominant sink logit would scale E4M3 probabilities down.
         sink = 1.4426950408889634 * tl.load(sinks_ptr + i_h).to(tl.float32)
         if BIAS_IN_LSE:
             tl.debug_barrier()
@@ -464,7 +464,7 @@ def prefill_kernel(
     if BIAS_IN_LSE and sinks_ptr is not None:
         tl.store(lse_rows, lse + qk_bias * 0.6931471805599453, mask=m_row)
     elif BIAS_IN_LSE:
-        # Add to the qk_bias stored there, by whichever thread. A load would cost registers in the loops.
+        # Add to the qk_bias there, which another thread may have stored. A load would cost registers in the loops.
         tl.debug_barrier()
         tl.atomic_add(lse_rows, lse, mask=m_row, sem="relaxed", scope="cta")
     else:

@@ -1,4 +1,4 @@
-"""Plans of prefill calls: what a kernel and the quantizers before it allocate and launch."""
+"""Plans of prefill calls: allocations and launches of the quantizers and the attention kernel."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PrefillPlan:
-    """How the kernels compute calls of one key."""
+    """How the kernels compute calls with the same plan key."""
 
     kernel: str  # name of the attention kernel
     config: Any  # its configuration
-    launches: LaunchPlan  # what is allocated and launched
+    launches: LaunchPlan  # allocations and launches
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Compute a call.
 
         Returns:
-            The output; and the logarithms of the denominators, or ``None`` where the call does not need them.
+            The output, and the log-sum-exp, or ``None`` if the call does not need it.
         """
         if call.recipe.pv == "fp8":
-            warn_if_saturated()  # by earlier calls, which the host did not wait for
+            warn_if_saturated()  # in earlier calls, which the host did not wait for
         report(self.kernel)
         out, *others = self.launches.run(
             (call.query, call.key, call.value, call.sinks, call.mask, call.seq_info(), call.tile_counts)
@@ -48,7 +48,7 @@ class PrefillPlan:
 
 
 class ReferencePlan:
-    """The reference in torch, which launches nothing of ours."""
+    """The reference in torch, which launches no kernels of ours."""
 
     kernel = "reference"
 
@@ -59,7 +59,7 @@ class ReferencePlan:
 
 
 def plan_reference(*_: Any) -> ReferencePlan:
-    """Return the plan of any call of the reference."""
+    """Return the plan of a reference call."""
     return ReferencePlan()
 
 
@@ -71,7 +71,7 @@ def plan_launches(
     path: ComputePath,
     geometry: AttentionGeometry,
 ) -> PrefillPlan:
-    """Plan the launches of a kernel, and those that make its operands. Layouts stand for tensors."""
+    """Plan the launches of a kernel and of the quantizers before it. Layouts stand for tensors."""
     from ..runtime.plan import make_plan
 
     def launch(query: Any, key: Any, value: Any, sinks: Any, mask: Any, seq_info: Any, tile_counts: Any) -> Any:
@@ -80,8 +80,8 @@ def plan_launches(
         out, lse = new_results(query, value)
         if lse.numel():
             threshold = None if operands.low is None else base2_threshold(recipe, tile_counts)
-            # The quantizer writes the keys of low tiles and lets the next launch start early. It started after all
-            # earlier work itself, so the caller's tensors are there. NVFP4's query scale is a launch in between.
+            # The quantizer writes the keys of low tiles and lets the next launch start early. It starts after all
+            # earlier work itself, so the caller's tensors are ready. NVFP4's query scale is a launch in between.
             may_start_early = operands.low is not None and operands.query_global_scale is None
             inputs = AttentionInputs(
                 query, operands, placed, recipe, config, out, lse, call.score_scale, call.softcap, sinks, threshold,
@@ -98,7 +98,7 @@ def plan_launches(
 def quantize_operands(
     query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, path: ComputePath, geometry: AttentionGeometry
 ) -> Operands:
-    """Launch the preprocessing. The arguments are those of the attention kernel and of the quantizer."""
+    """Launch the preprocessing; arguments as for the attention kernel and the quantizer."""
     from .quantizer import quantize_keys_values
     from .query_global_scale import query_global_scale
 
@@ -116,14 +116,14 @@ def quantize_operands(
 
 
 def new_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the output ``[B, Hq, Tq, Dv]`` and the logarithms of the denominators, fp32 ``[B, Hq, Tq]``."""
+    """Allocate the output ``[B, Hq, Tq, Dv]`` and the log-sum-exp, fp32 ``[B, Hq, Tq]``."""
     batch, heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_len, heads, value.shape[3])).transpose(1, 2)
     return out, query.new_empty((batch, heads, q_len), dtype=torch.float32)
 
 
 def base2_threshold(recipe: Recipe, tile_counts: Tensor | None) -> float | None:
-    """Return a recipe's threshold in base-2 logits; ``None`` where nothing can be skipped and nothing is counted."""
+    """Return a recipe's threshold in base-2 logits; ``None`` if nothing can be skipped and nothing is counted."""
     threshold = recipe.skip_threshold
     if threshold is None or (threshold == math.inf and tile_counts is None):
         return None

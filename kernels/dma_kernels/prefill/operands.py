@@ -1,12 +1,11 @@
-"""What the prefill kernels read: the contract between the quantizers and the attention kernels.
+"""Operands of the prefill kernels: the contract between the quantizers and the attention kernels.
 
 Keys and values come in the operand formats of the compute path (:mod:`dma_kernels.runtime.operand_formats`), from the
 quantizer (:mod:`dma_kernels.prefill.quantizer`) or from a cache. Queries are the caller's own; the attention kernel, or
-a launch before it, brings them into the format of the keys that they meet.
+a launch before it, converts them to the format of their keys.
 
-In exact arithmetic ``(q H) . ((k - mean) H) = q . k - q . mean``. So wherever ``high = "bf16"``, high tiles are scored
-with the query and the key as the caller gave them, and ``q . mean`` is subtracted in fp32: no transformed 16-bit copy
-is written.
+In exact arithmetic ``(q H) . ((k - mean) H) = q . k - q . mean``. So with ``high = "bf16"``, high tiles are scored with
+the caller's own queries and keys, and ``q . mean`` is subtracted in fp32. No transformed 16-bit copy is written.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from ..runtime.operand_formats import OperandFormat
 
 @dataclass(frozen=True)
 class TileOperands:
-    """What tiles of one kind, high or low, read. Shapes of ``key`` and ``value`` are those of their formats."""
+    """Operands of high or of low tiles. Shapes of ``key`` and ``value`` are those of their formats."""
 
     key: Tensor  # keys
     value: Tensor  # values
     key_format: OperandFormat  # format of ``key``
-    value_format: OperandFormat  # format of ``value``: 16 bits or E4M3; of high tiles the caller's own
+    value_format: OperandFormat  # format of ``value``: 16 bits or E4M3; the caller's own for high tiles
     # block scales of packed keys, ``[B, Hkv, S, D' / block]``: E8M0 codes (uint8) or E4M3
     key_scale: Tensor | None = None
     # descale of the keys of each tile, fp32 ``[B, Hkv, S / 128]``, contiguous; for packed NVFP4 keys, the global scale,
@@ -45,22 +44,22 @@ class TileOperands:
 
 @dataclass(frozen=True)
 class Operands:
-    """The tensors of one call. All tile-padded storage in it has the same number of tiles."""
+    """The tensors of one call. All their tile-padded storage has the same number of tiles."""
 
-    high: TileOperands  # what high tiles read
-    # what low tiles read; ``None`` where the recipe has one precision. The caller's ``value`` is that of ``high``.
+    high: TileOperands  # operands of high tiles
+    # operands of low tiles; ``None`` if the recipe has one precision. The caller's ``value`` is that of ``high``.
     low: TileOperands | None
-    key_mean: Tensor | None = None  # what ``smooth_k`` subtracted, fp32 ``[B, Hkv, D]``; given iff it did
+    key_mean: Tensor | None = None  # mean key, fp32 ``[B, Hkv, D]``; given iff the recipe has ``smooth_k``
     # NVFP4's global scale of the transformed queries, fp32 ``[B, Hq]``; given iff the recipe has NVFP4 queries
     query_global_scale: Tensor | None = None
-    # tiles of tile-padded storage that hold keys or values; ``None`` for all. The others are uninitialized and may not
-    # be read, not even with a probability of 0: they are low for no query (``low_tiles``).
+    # valid tiles of tile-padded storage; ``None`` for all. The others are uninitialized and must not be read, not even
+    # with a probability of 0. They are low for no query (``low_tiles``).
     valid_tiles: range | None = None
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What an attention kernel is launched with."""
+    """Arguments of an attention kernel's launch."""
 
     query: Tensor  # ``[B, Hq, Tq, D]``, 16-bit, any strides
     operands: Operands  # keys and values
@@ -79,7 +78,7 @@ class AttentionInputs:
 
     @property
     def low(self) -> TileOperands:
-        """Operands of low tiles; of high tiles where the recipe has one precision."""
+        """Operands of low tiles; those of high tiles if the recipe has one precision."""
         return self.operands.low or self.operands.high
 
     @property

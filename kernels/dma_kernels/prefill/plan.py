@@ -1,4 +1,4 @@
-"""The plan of a prefill call: which kernel computes it, how it is configured, and what is launched."""
+"""The plan of a prefill call: its kernel, configuration and launches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plan(call: AttentionCall) -> PrefillPlan | ReferencePlan:
     Raises:
         ValueError: A layout or an offset is not as :func:`dma_kernels.attention` describes.
         TypeError: A dtype is not as described there.
-        RuntimeError: The backend that was asked for cannot run on this device.
+        RuntimeError: The requested backend cannot run on this device.
     """
     check_call(call)
     device = call.query.device

@@ -26,7 +26,7 @@ def launch(inputs: AttentionInputs) -> None:
     assert low.value_format is not RAW or low.value is high.value, "the caller's values are those of high tiles"
     assert high.value.shape[2] == geometry.kv_len, "the caller's values are all there"
     (batch, q_heads, q_len, head_dim), kv_heads, value_dim = query.shape, high.key.shape[1], high.value.shape[3]
-    # A descriptor's rows start at multiples of 16 bytes.
+    # Rows of a descriptor start at multiples of 16 bytes.
     described = [high.value]
     described += [high.key] if high.key_format is RAW else []
     described += [low.value] if low.value_format.is_16_bit else []
@@ -65,7 +65,7 @@ def launch(inputs: AttentionInputs) -> None:
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
-    k_desc = v_desc = k_low_desc = v_low_desc = low.key  # unused without tensor copies
+    k_desc = v_desc = k_low_desc = v_low_desc = low.key  # unused without TMA
     if use_raw_tma:
         if high.key_format is RAW:
             k_desc = TensorDescriptor(high.key, *head_blocks(high.key, config.high_block_n, constants.block_d))
@@ -97,7 +97,7 @@ def launch(inputs: AttentionInputs) -> None:
 
 
 def _staged_dim(key: OperandFormat, value_dim: int) -> int:
-    """Return how many channels of a query in the format of low keys fit in its row of the output."""
+    """Return the channels of a query, in the format of low keys, that fit in its row of the output."""
     if key.scale is Scale.TILE:
         return 2 * value_dim
     return value_dim if key is DEQUANTIZED else 0

@@ -1,10 +1,10 @@
 """Quantize the keys and values of a call, for every compute path, in one launch.
 
-What depends on other tiles (the mean key, scales of E4M3 values, NVFP4's global scale) comes from the first tile, which
-every CTA reads itself. Inputs may have any strides; nothing is copied beforehand.
+The mean key, the scales of E4M3 values and NVFP4's global scale depend on the first tile only, which every CTA reads
+itself. Inputs may have any strides; nothing is copied beforehand.
 
-Results equal :mod:`dma_kernels.numerics.quantize` bit for bit, given the same mean key: a sum of up to 128 numbers in
-another order, rounded to bfloat16. Design: ``benchmarks/quantizer.md``.
+Results equal :mod:`dma_kernels.numerics.quantize` bit for bit, given the same mean key. The mean sums up to 128 numbers
+in another order, and is rounded to bfloat16. Design: ``benchmarks/quantizer.md``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .operands import Operands, TileOperands
 from .quantizer_kernel import quantize_kernel
 
 CTAS_PER_SM = 3
-"""As many as fit with 80 registers a thread; they loop over tiles."""
+"""As many as fit with 80 registers per thread; they loop over tiles."""
 
 
 def quantize_keys_values(
@@ -46,18 +46,18 @@ def quantize_keys_values(
         key: 16-bit ``[B, Hkv, Tk, D]``, any strides.
         value: 16-bit ``[B, Hkv, Tk, Dv]``, any strides.
         recipe: The precisions.
-        path: Their operand formats.
-        kv_offset: Position of key 0, where ``seq_info`` is ``None``.
+        path: The operand formats.
+        kv_offset: Position of key 0, if ``seq_info`` is ``None``.
         seq_info: int32 ``[B, 4]``: for each batch row the positions of query 0 and key 0, the first visible key and the
             one past the last.
-        low_tiles: Tiles of tile-padded storage that are low for some query; ``None`` for all. Where high tiles read the
+        low_tiles: Tiles of tile-padded storage that are low for some query; ``None`` for all. If high tiles read the
             caller's own keys, only these are written.
 
     Returns:
         The operands, without ``query_global_scale``.
     """
     batch, heads, kv_len, head_dim = key.shape
-    # Per-row offsets are read on the device: up to 127 entries before a row stay empty.
+    # Per-row offsets are read on the device, so up to 127 rows may stay empty before key 0.
     first = kv_offset % TILE if seq_info is None else TILE - 1
     tiles = max(1, -(-(kv_len + first) // TILE))
     valid = low_tiles if low_tiles is not None and path.key is RAW else range(tiles)
@@ -131,9 +131,9 @@ def _constants_and_options(
     is_wide = max(key.shape[3], value.shape[3]) > 128
     options: dict[str, Any] = {"num_warps": 8}
     if path.low_key in TILE_SCALED:
-        # A thread holds 64 numbers of a tile. The cap on registers makes room for CTAS_PER_SM.
+        # A thread holds 64 numbers of a tile. The register limit makes room for CTAS_PER_SM.
         options = {"num_warps": 16} if is_wide else {"num_warps": 8, "maxnreg": 80}
     elif path.low_key is E5M2 and not recipe.rotate and not is_wide:
-        # Less time for 8 x 4K tokens than with 8 warps (H200).
+        # Faster than 8 warps for 8 x 4K tokens (H200).
         options = {"num_warps": 16}
     return constants, options

@@ -1,7 +1,7 @@
 """The kernel that writes the key and value operands of every compute path: see :mod:`dma_kernels.prefill.operands`.
 
 A CTA writes tiles of the keys or of the values of one kv head. Results equal
-:mod:`dma_kernels.numerics.quantize` to the bit, given the same mean key.
+:mod:`dma_kernels.numerics.quantize` bit for bit, given the same mean key.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ def _write_tile_scaled(
         elements = quantize_chunks(x, e8m0_reciprocal(code), FORM, ROUNDING == "ceil")
         store_chunks(element_ptr, (row + o_t) * STORED_D, elements, m_all, STORED_D)
     else:
-        # A scale that is rounded up keeps all integers within 127, unless it would have to be 2^128. A broken tile of
-        # them is all zeros.
+        # A scale that is rounded up keeps all integers within 127, unless it would have to be 2^128. A broken tile is
+        # all zeros.
         x = zeros_where(code == _NAN_CODE, x)
         elements = quantize_chunks(x, e8m0_reciprocal(tl.minimum(code, _MAX_CODE)), FORM, False)
         store_chunks(element_ptr, (row + o_t) * STORED_D, elements, m_all, STORED_D)
     descale = e8m0_decode(code)
     if FORM == "int8":
         descale *= _INT8_UNIT
-    # A tile of zeros needs no scale, and the smallest scales could make a descale underflow.
+    # The smallest scales could make a descale underflow; a tile of zeros needs none.
     descale = tl.where(descale < _SMALLEST_DESCALE, _SMALLEST_DESCALE, descale)
     tl.store(descale_ptr + i_tile_row, tl.where(bits == 0, 1.0, descale))
 
@@ -132,7 +132,7 @@ def _value_descale(base, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK
 
 @triton.jit
 def _to_value_units(x, reciprocal):
-    """Divide values by their scale. An infinity becomes NaN, which casts to E4M3 keep."""
+    """Divide values by their scale. An infinity becomes NaN, which a cast to E4M3 keeps."""
     return x * reciprocal + x * 0.0
 
 
@@ -141,10 +141,10 @@ def _write_fp8_values(
     base, value_ptr, saturated_ptr, descale, i_tile_row, start, first, last, stride_t, stride_d,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of values in E4M3, transposed, the keys of a group of 16 as ``permute_keys`` has them.
+    """Write a tile of values in E4M3, transposed, with groups of 16 keys in the order of ``permute_keys``.
 
-    Of the keys ``8 j + 2 t + c`` of a group those with the same ``t`` are neighbours there, so four keys of a channel
-    make a 32-bit word: a quarter of the elements to transpose, and no byte moves alone.
+    In that order, the keys ``8 j + 2 t + c`` of a group with the same ``t`` are adjacent. So four keys of a channel
+    form a 32-bit word, which leaves a quarter of the elements to transpose.
     """
     o_w = tl.arange(0, _TILE // 4)
     o_d = tl.arange(0, BLOCK_D)
@@ -161,7 +161,7 @@ def _write_fp8_values(
     offset = (i_tile_row * D + o_d)[:, None] * (_TILE // 4) + o_w[None, :]
     word_ptr = value_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.store(word_ptr + offset, tl.trans(word), mask=(o_d < D)[:, None])
-    # The bytes that are 0x7E without their sign, 448; of each word they become bits 7, 15, 23 and 31.
+    # Find bytes that are 0x7E (448) apart from the sign; bits 7, 15, 23 and 31 of a word mark them.
     difference = (word.to(tl.uint32, bitcast=True) & 0x7F7F7F7F) ^ 0x7E7E7E7E
     largest = ((difference + 0x7F7F7F7F) & 0x80808080) ^ 0x80808080
     count = tl.sum(tl.sum(((largest >> 7) * 0x01010101) >> 24, 0), 0)
@@ -207,7 +207,7 @@ def _quantize_keys(
     if HAS_MEAN:
         mean_ptr += i_head * D
         mean = first_tile_mean(base, first, last, key.stride_t, key.stride_d, D, BLOCK_D)
-        # All CTAs of the head store the same mean, and load it where they need it, to save registers.
+        # All CTAs of a head store the same mean, and load it when they need it, to save registers.
         tl.store(mean_ptr + o_d, mean, mask=o_d < D)
         tl.debug_barrier()
     global_scale = 1.0

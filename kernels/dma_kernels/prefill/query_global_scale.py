@@ -1,4 +1,4 @@
-"""NVFP4's global scale of queries, one for each head, from the largest finite block."""
+"""NVFP4's global scale of queries, one per head, from the largest finite block."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def query_global_scale_kernel(
     Q_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
     ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr, NORM: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """Raise NVFP4's global scale of a head to what a block of its transformed queries needs."""
+    """Raise the NVFP4 global scale of a head to what a block of its transformed queries needs."""
     i_head = tl.program_id(0).to(tl.int64)
     rows = program_block() * BLOCK_T + tl.arange(0, BLOCK_T)
     base = q_ptr + (i_head // Q_HEADS) * stride_qb + (i_head % Q_HEADS) * stride_qh
     x = load_visible(base, rows, 0, q_len, stride_qt, stride_qd, D, BLOCK_D)
     x = transform(x, rows, 0, q_len, tl.zeros([BLOCK_D], tl.float32), False, ROTATE, HADAMARD_SIZE, NORM)
     largest = tl.max(tl.max(finite_block_amax(x), 1), 0)
-    # The scale grows with the largest magnitude, so the largest scale is the scale of all; positive floats order like
+    # The scale grows with the largest magnitude, so the head's scale is the largest one. Positive floats sort like
     # their bits.
     tl.atomic_max(
         global_scale_ptr + i_head, nvfp4_global_scale(largest, ROUNDING).to(tl.int32, bitcast=True), sem="relaxed"

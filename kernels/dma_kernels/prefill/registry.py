@@ -1,4 +1,4 @@
-"""What computes prefill attention, in order of preference. The host code of a kernel is imported when it launches."""
+"""Implementations of prefill attention, in order of preference. A kernel's host code is imported when it launches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .operands import AttentionInputs
 
 @dataclass(frozen=True)
 class PrefillKernel:
-    """A kernel, or the reference, and which calls it computes."""
+    """A kernel, or the reference, and the calls that it supports."""
 
-    name: str  # what it is called in reports
+    name: str  # name in reports
     supports: Callable[[PrefillShape, ComputePath], bool]  # whether it can compute a call
-    # returns its configuration for a call that it supports; ``None`` if a later kernel is faster
+    # returns the configuration for a supported call; ``None`` if a later kernel is faster
     select: Callable[[PrefillShape, ComputePath], Any]
     # the module, relative to this package, and the function in it that launches the kernel
     host: tuple[str, str] = ("", "")

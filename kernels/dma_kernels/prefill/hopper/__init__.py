@@ -1,1 +1,1 @@
-"""Prefill kernels that run on Hopper only, written in Gluon, and the code that launches them."""
+"""Prefill kernels for Hopper only, in Gluon, and their host code."""

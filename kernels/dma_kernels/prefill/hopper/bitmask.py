@@ -1,4 +1,4 @@
-"""Masks packed to bits for Hopper's kernels: a thread's scores of 128 keys are masked by one word."""
+"""Bitmasks for Hopper's kernels: one word masks a thread's scores of 128 keys."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _TILE = tl.constexpr(TILE)
 
 
 class PackedMask(NamedTuple):
-    """A bitmask of planes, one for each head of each batch row; the kernels take it in this order."""
+    """A bitmask of planes, one per head of each batch row; the kernels take the fields in this order."""
 
-    # int32 ``[planes, Tq, tiles, 4]``, contiguous: bits of the keys of each tile of tile-padded storage. ``None``
+    # int32 ``[planes, Tq, tiles, 4]``, contiguous: one bit per key of each tile of tile-padded storage. ``None``
     # without a mask.
     words: Tensor | None
     # int32 ``[planes, blocks, 2]``, contiguous: for each block of 64 queries ``tiles`` minus the first tile that one of
     # them attends to, and the tile after the last one; both 0 if there is none
     bounds: Tensor | None
-    planes_per_row: int  # planes of a batch row; 0 if all batch rows share them
-    planes_per_head: int  # planes of a head, 1; 0 if all heads share one
+    planes_per_row: int  # planes per batch row; 0 if all batch rows share them
+    planes_per_head: int  # planes per head, 1; 0 if all heads share one
 
 
 @triton.jit(do_not_specialize=["q_offset", "q_len", "tiles"])
@@ -37,10 +37,10 @@ def pack_mask_kernel(
     mask_ptr, seq_info_ptr, words_ptr, bounds_ptr, stride_b, stride_h, stride_q, stride_k,
     q_offset, first, q_len, kv_len, tiles, HEADS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the words of a block of queries and one tile.
+    """Write the bitmask of a block of queries and one tile.
 
-    ``first`` is the key in row 0 of tile-padded storage, 0 or negative, if it is the same in all batch rows. It and
-    ``kv_len`` are specialised on, because they decide how wide loads are.
+    ``first`` is the key in row 0 of tile-padded storage, 0 or negative, if it is the same in all batch rows. Triton
+    specializes on it and on ``kv_len``, because they determine the width of loads.
     """
     i_plane = tl.program_id(0).to(tl.int64)
     i_b = i_plane // HEADS
@@ -71,16 +71,16 @@ def pack_mask(geometry: AttentionGeometry, batch: int, q_len: int, blocks: int, 
     """Pack the mask of a call.
 
     Args:
-        geometry: With a mask or without.
+        geometry: Geometry of the call, with or without a mask.
         batch: Batch rows.
         q_len: Queries.
-        blocks: Blocks of 64 query positions that hold queries of a batch row.
+        blocks: Blocks of 64 query positions per batch row.
         tiles: Tiles of tile-padded storage, whose first is that of key 0.
     """
     mask = geometry.mask
     if mask is None:
         return PackedMask(None, None, 0, 0)
-    # Where keys begin inside a tile differs between batch rows.
+    # With seq_info, batch rows may begin at different places in a tile.
     rows, heads = (mask.shape[0] if geometry.seq_info is None else batch), mask.shape[1]
     words = mask.new_empty((rows * heads, q_len, tiles, 4), dtype=torch.int32)
     bounds = mask.new_zeros((rows * heads, blocks, 2), dtype=torch.int32)

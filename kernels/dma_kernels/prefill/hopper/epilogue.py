@@ -1,4 +1,4 @@
-"""What a warpgroup stores after its loops, in Gluon."""
+"""The epilogue of a warpgroup, in Gluon: stores of the output, the log-sum-exp and tile counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def row_indices(row, q_len, LAYOUT: gl.constexpr):
-    """Return the indices of 64 queries from ``row`` on, int32 ``[64]``, and which of them exist."""
+    """Return the indices of 64 queries starting at ``row``, int32 ``[64]``, and which of them exist."""
     rows = row + gl.arange(0, 64, layout=LAYOUT)
     return rows, (rows >= 0) & (rows < q_len)
 
@@ -22,7 +22,7 @@ def store_output(out_ptr, o, row, q_len, stride_t, channel, HEAD_DIM: gl.constex
         o: ``[64, N]``.
         row: Index of the first query; may be negative.
         q_len: Queries.
-        stride_t: Between queries.
+        stride_t: Stride between queries.
         channel: First channel of ``o``.
         HEAD_DIM: Channels.
     """
@@ -44,7 +44,7 @@ def store_lse(lse_ptr, lse, row, q_len):
 
 @gluon.jit
 def count_tiles(tile_counts_ptr, vote, n_low, n_kept):
-    """Add the low tiles of a block that were skipped and examined to int64 ``[2]``, if the block may skip."""
+    """Add the numbers of skipped and examined low tiles of a block to int64 ``[2]``, if the block may skip."""
     if tile_counts_ptr is not None:  # noqa: SIM102 (a constexpr branch)
         if vote.is_whole:
             gl.atomic_add(tile_counts_ptr, (n_low - n_kept).to(gl.int64), sem="relaxed")

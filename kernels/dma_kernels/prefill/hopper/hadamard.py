@@ -1,4 +1,4 @@
-"""The rotation of queries by MMAs with a Hadamard matrix in shared memory, in Gluon."""
+"""Rotation of queries by MMAs with a Hadamard matrix in shared memory, in Gluon."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ROWS = gl.constexpr(ROWS)
 def hadamard_matrix(dtype: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
     """Return a matrix of order 64 with Hadamard matrices of order ``SIZE``, 32 or 64, on its diagonal, zeros elsewhere.
 
-    They have -1 where row and column have an odd number of bits in common.
+    Entries are -1 where row and column have an odd number of common bits.
     """
     row = gl.arange(0, _ORDER, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, _ORDER, layout=gl.SliceLayout(0, LAYOUT))
-    # Of a row the signs of 32 columns are the bits of one number, and those of the others equal them or none.
+    # One word holds the signs of a row's first 32 columns; the other columns have the same signs or the opposite ones.
     signs = gl.where((row & 1) != 0, 0xAAAAAAAA - (1 << 32), 0)
     signs ^= gl.where((row & 2) != 0, 0xCCCCCCCC - (1 << 32), 0)
     signs ^= gl.where((row & 4) != 0, 0xF0F0F0F0 - (1 << 32), 0)
@@ -41,7 +41,7 @@ def hadamard_matrix(dtype: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def rotate_by_mma(q, matrix, HADAMARD_SIZE: gl.constexpr, H_LAYOUT: gl.constexpr, X_LAYOUT: gl.constexpr):
-    """Return queries ``[64, D]`` in shared memory times Hadamard matrices, not normed; as they are for a size of 0."""
+    """Return queries ``[64, D]`` in shared memory times unnormalized Hadamard matrices; unchanged for a size of 0."""
     if HADAMARD_SIZE == 0:
         x = q.load(X_LAYOUT).to(gl.float32)
     else:

@@ -40,7 +40,7 @@ def launch_warp_specialized(inputs: AttentionInputs) -> None:
     batch, q_heads, q_len, head_dim = query.shape
     queries = _quantize_q(inputs)
     channels = padded_channels(head_dim)
-    # Rows after a tile's channels belong to the next tile; their outputs are not stored.
+    # Rows past a tile's channels belong to the next tile; their outputs are not stored.
     is_fp8 = not low.value_format.is_16_bit
     v_low_desc = _matrix(low.value, channels, TILE) if is_fp8 else _heads(low.value, TILE)
     blocks = geometry.query_blocks(q_len, ROWS * config.consumer_warpgroups, ROWS)
@@ -58,7 +58,7 @@ def launch_warp_specialized(inputs: AttentionInputs) -> None:
         masks_low=geometry.mask is not None or not is_dense_causal(geometry, q_len),
         has_mean=inputs.operands.key_mean is not None,
     )
-    # CTAs may start before the previous launch has ended: they wait before they access memory.
+    # CTAs may start before the previous launch has ended, and wait for it before they access memory.
     launch_kernel(
         prefill_warp_specialized_kernel, {"CONFIG": constants}, (blocks * q_heads * batch, 1, 1),
         _heads(queries.high, ROWS), _heads(queries.low, ROWS),
@@ -119,7 +119,7 @@ def _quantize_q(inputs: AttentionInputs) -> QuantizedQueries:
 
 
 def _pack_mask(inputs: AttentionInputs) -> tuple[PackedMask, int]:
-    """Return the bitmask, and the blocks of 64 query positions that it has bounds for."""
+    """Return the bitmask, and the number of blocks of 64 query positions that it has bounds for."""
     batch, _, q_len, _ = inputs.query.shape
     blocks = inputs.geometry.query_blocks(q_len, ROWS, ROWS)
     return pack_mask(inputs.geometry, batch, q_len, blocks, inputs.low.key.shape[2] // TILE), blocks
@@ -142,7 +142,7 @@ def _swizzle_group(inputs: AttentionInputs) -> int:
 
 
 def _heads(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Describe ``[B, H, T, D]``, loaded in blocks of rows of a head: zeros from channel ``D`` on."""
+    """Describe ``[B, H, T, D]``, loaded in blocks of a head's rows; zeros from channel ``D`` on."""
     return _describe(tensor, *head_blocks(tensor, rows, padded_channels(tensor.shape[3])))
 
 

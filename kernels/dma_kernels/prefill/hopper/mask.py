@@ -23,13 +23,13 @@ class Mask:
     visible_start: Any  # position of the first visible key
     visible_end: Any  # position after the last one
     window: Any  # sliding window, or ``None``
-    bitmask_ptr: Any  # int32 ``[64, 4]``, the words of tile 0 for the queries of a warpgroup; or ``None``
+    bitmask_ptr: Any  # pointers ``[64, 4]`` to the int32 words of tile 0 for a warpgroup's queries; or ``None``
     IS_CAUSAL: Any  # whether a query attends to no key after its own position
-    IS_PLAIN: Any  # whether causality is all that hides keys
+    IS_PLAIN: Any  # whether only causality hides keys
 
     @gluon.jit
     def union_range(self, start, stop, first, last):
-        """Return the part of the positions ``start..stop`` that one of the queries at ``first..last`` attends to."""
+        """Return the part of the positions ``start..stop`` that any query at ``first..last`` attends to."""
         if self.IS_CAUSAL:
             stop = gl.minimum(stop, last)
         if self.window is not None:
@@ -40,7 +40,7 @@ class Mask:
 
     @gluon.jit
     def unmasked_range(self, first, last):
-        """Return the positions of keys that all of the queries at ``first..last`` attend to."""
+        """Return the positions of keys that all queries at ``first..last`` attend to."""
         return self._range_of_rows(first, last - 1, self.visible_start, self.visible_end)
 
     @gluon.jit
@@ -83,13 +83,13 @@ class Mask:
 
     @gluon.jit
     def load_bitmask(self, tile):
-        """Return the words of a tile, int32 ``[64, 4]``; ``None`` where there is no bitmask."""
+        """Return the words of a tile, int32 ``[64, 4]``; ``None`` without a bitmask."""
         return gl.load(self.bitmask_ptr + 4 * tile)
 
 
 @gluon.jit
 def bitmask_pointers(mask_ptr, row, q_len, tiles, LAYOUT: gl.constexpr):
-    """Return pointers to the words of tile 0, ``[64, 4]``, for 64 queries from ``row`` on."""
+    """Return pointers to the words of tile 0, ``[64, 4]``, for 64 queries starting at ``row``."""
     rows = clamp(row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, LAYOUT)), 0, q_len - 1)
     words = gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))
     return mask_ptr + (rows.to(gl.int64)[:, None] * (4 * tiles) + words[None, :])
@@ -118,10 +118,10 @@ def apply_bitmask(s, words):
 
 @gluon.jit
 def zero_out_of_bounds(values, position, mask, DV: gl.constexpr):
-    """Write zeros to the values of invisible keys, ``[64, Dv]`` in shared memory, whose first key is at ``position``.
+    """Zero the values of invisible keys, ``[64, Dv]`` in shared memory, whose first key is at ``position``.
 
-    They may be NaN, and a probability of 0 does not hide that. Every warpgroup that reads the stage does this first;
-    all write the same bytes.
+    They may be NaN, which a probability of 0 does not hide. Every warpgroup that reads the stage does this first; all
+    write the same bytes.
     """
     if (position < mask.visible_start) | (position + _BLOCK > mask.visible_end):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])

@@ -19,13 +19,13 @@ def is_16bit(dtype):
 
 @gluon.jit
 def split_columns(x):
-    """Return the left and the right half of the columns of ``[M, N]``: a renaming of registers."""
+    """Return the left and the right half of the columns of ``[M, N]``; only renames registers."""
     return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
 
 
 @gluon.jit
 def join_columns(left, right, LAYOUT: gl.constexpr):
-    """Return the columns of two tensors side by side: a renaming of registers."""
+    """Return the columns of two tensors side by side; only renames registers."""
     both = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [left.shape[0], 2 * left.shape[1]])
     return gl.convert_layout(both, LAYOUT, assert_trivial=True)
 
@@ -48,7 +48,7 @@ def to_mma_operand(p, dtype: gl.constexpr, P_LAYOUT: gl.constexpr):
 def issue_pv_mma(acc, p, alpha, v, O_LAYOUT: gl.constexpr):
     """Issue ``p @ v``, added to ``acc * alpha`` unless ``v`` is FP8; after the wait, :func:`add_pv` finishes it."""
     if v.dtype == gl.float8e4nv:
-        # A fresh accumulator for each tile: Hopper's FP8 units add up in fewer bits than fp32.
+        # A fresh accumulator per tile: Hopper's FP8 MMAs accumulate in fewer bits than fp32.
         zero = gl.zeros(acc.shape, gl.float32, O_LAYOUT)
         product = warpgroup_mma(p, v, zero, use_acc=False, is_async=True)
     else:
@@ -68,7 +68,7 @@ def add_pv(acc, product, alpha, IS_FP8: gl.constexpr, O_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def column_chunks(x, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the columns of ``x`` in chunks of ``WIDTH``: a renaming of registers."""
+    """Return the columns of ``x`` in chunks of ``WIDTH``; only renames registers."""
     N: gl.constexpr = x.shape[1]
     if N == WIDTH:
         chunks = (gl.convert_layout(x, LAYOUT, assert_trivial=True),)
@@ -89,9 +89,9 @@ def value_chunk(v, chunk: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def finish_pv(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Wait for the product with the first chunk of values, compute that with the second, and add both.
+    """Wait for the product with the first chunk of values, issue the one with the second, and add both.
 
-    The second is computed while the first is added.
+    The second runs while the first is added.
     """
     IS_FP8: gl.constexpr = v.dtype == gl.float8e4nv
     product = warpgroup_mma_wait(0, deps=[product])
@@ -100,7 +100,7 @@ def finish_pv(accs, product, p, alpha, v, WIDTH: gl.constexpr, O_LAYOUT: gl.cons
     else:
         second = issue_pv_mma(accs[1], p, alpha, value_chunk(v, 1, WIDTH), O_LAYOUT)
         first = add_pv(accs[0], product, alpha, IS_FP8, O_LAYOUT)
-        # Waiting for the sum too keeps the compiler from adding after the next products, when registers are short.
+        # Depending on the sum keeps the compiler from adding after the next products, when registers are short.
         second, first = warpgroup_mma_wait(0, deps=[second, first])
         added = (first, add_pv(accs[1], second, alpha, IS_FP8, O_LAYOUT))  # type: ignore[assignment]
     return added

@@ -1,13 +1,13 @@
-"""The multi-CTA prefill kernel for Hopper, in Gluon: it computes short calls, masks and softcaps.
+"""The multi-CTA prefill kernel for Hopper, in Gluon, for short calls, masks and softcaps.
 
 A CTA is one warpgroup with 64 query positions of a head, and three or four CTAs share an SM. While one waits, the
-others compute; that also hides prologues and epilogues, which the warp-specialized kernel exposes. A stage is refilled
+others compute. This also hides prologues and epilogues, which the warp-specialized kernel exposes. A stage is refilled
 as soon as its tile has been multiplied.
 
-Where low keys are INT8 or E4M3 and high keys unquantized, the CTA rotates and quantizes its own queries. The rotation
-is an MMA with a Hadamard matrix of order 64, which is built in shared memory while the queries are loaded. Otherwise
+If low keys are INT8 or E4M3 and high keys unquantized, the CTA rotates and quantizes its own queries. The rotation is
+an MMA with a Hadamard matrix of order 64, built in shared memory while the queries are loaded. Otherwise
 :mod:`.quantize_q` has quantized them. High tiles come first, because their row maxima decide which low tiles are
-skipped. 16-bit low keys come in two halves, and 16-bit low queries reuse the stage of the high ones.
+skipped. 16-bit low keys are loaded in two halves, and 16-bit low queries reuse the buffer of the high ones.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ROWS_SHIFT = gl.constexpr(ROWS.bit_length() - 1)
 _TILE = gl.constexpr(TILE)
 _TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
 _BLOCK = gl.constexpr(TILE // 2)
-_VOTE_BARRIER = gl.constexpr(15)  # a named barrier that the compiler does not take
+_VOTE_BARRIER = gl.constexpr(15)  # a named barrier that the compiler does not use
 _ORDER = gl.constexpr(ORDER)
 _row_scale = gluon.jit(_row_scale_triton.fn)
 _to_elements = gluon.jit(_to_elements_triton.fn)
@@ -88,7 +88,7 @@ class _Ring:
 
     @gluon.jit
     def wait(self, i, pred=True):
-        """Wait until load ``i`` is complete. One and two stages have a shift of 0 and 1."""
+        """Wait until load ``i`` is complete. With one or two stages, the shift is 0 or 1."""
         mbarrier.wait(self.barrier(i), (i >> (self.smem.shape[0] - 1)) & 1, pred=pred)
 
 
@@ -97,8 +97,8 @@ class _Loads:
     """The loads of keys and values that the CTA issues: first the blocks of high tiles, then the low tiles."""
 
     source: KVSource  # keys and values in global memory
-    k: _Ring  # stages of keys. 16-bit low keys take two loads a tile
-    v: _Ring  # stages of values. 16-bit low values take two loads a tile
+    k: _Ring  # stages of keys; 16-bit low keys take two loads per tile
+    v: _Ring  # stages of values; 16-bit low values take two loads per tile
     blocks: TileRange  # high-precision range
     tiles: TileRange  # low-precision range
     D: Any  # channels, padded; a stage has ``128 * D`` bytes
@@ -122,7 +122,7 @@ class _Loads:
 
     @gluon.jit
     def issue_block_v(self, i):
-        """Issue the ``i``-th load of values, if it is of a high tile."""
+        """Issue the ``i``-th load of values, if it belongs to a high tile."""
         is_valid = i < self.blocks.count()
         barrier = self.v.barrier(i)
         mbarrier.expect(barrier, _TILE * self.D, pred=is_valid)
@@ -130,9 +130,9 @@ class _Loads:
 
     @gluon.jit
     def issue_tile_v(self, i, i_tile, half, MAY_BE_IN_FLIGHT: gl.constexpr):
-        """Issue the ``i``-th load of values: of a low tile in E4M3, or of half a tile in 16 bits.
+        """Issue the ``i``-th load of values: a low tile in E4M3, or half a tile in 16 bits.
 
-        With tile skipping, a load into the stage may still be in flight: nobody waits for a skipped tile's values.
+        With tile skipping, a load into the stage may still be in flight: no one waits for a skipped tile's values.
         """
         STAGES: gl.constexpr = self.v.smem.shape[0]
         if MAY_BE_IN_FLIGHT:
@@ -161,7 +161,7 @@ def prefill_multi_cta_kernel(
 
     The arguments are those of :func:`~.warp_specialized.prefill_warp_specialized_kernel`, except:
 
-    - ``q_low_desc``, ``q_descale_ptr``: ``None`` where the CTA quantizes its own queries.
+    - ``q_low_desc``, ``q_descale_ptr``: ``None`` if the CTA quantizes its own queries.
     - ``k_low_desc``: 16-bit keys are loaded by half tiles.
     - ``v_low_desc``: ``None`` if low values are the caller's own, which ``v_desc`` describes.
     - ``mean_ptr``: mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``, or ``None``.
@@ -186,13 +186,13 @@ def prefill_multi_cta_kernel(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16 if IS_LOW_16BIT else 32])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 if IS_FP8 else 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 4 if IS_FP8 else 2)
-    X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # of all channels, the output's too
+    X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # all channels; also the output
     P_HIGH_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, X_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     H_ROW: gl.constexpr = gl.SliceLayout(1, H_LAYOUT)
     X_ROW: gl.constexpr = gl.SliceLayout(1, X_LAYOUT)
 
-    # The order of ``schedule`` without its divisions, which would delay the load of the queries.
+    # Same order as ``schedule``, but without divisions, which would delay the load of the queries.
     i_row = gl.program_id(2) * swizzle_group + gl.program_id(0) // GROUP
     i_group = gl.program_id(0) % GROUP
     i_block = blocks - 1 - gl.program_id(1) if IS_CAUSAL else gl.program_id(1)
@@ -257,7 +257,7 @@ def prefill_multi_cta_kernel(
     n_high = high_blocks.count()
     n_low = low_tiles.count()
 
-    # The caller's queries are there before the quantizer ends; what it writes is waited for.
+    # The caller's queries are ready before the quantizer ends. Wait only for what it writes.
     q_rows = [i_b, i_h, row, 0]
     if not IS_Q_QUANTIZED:
         mbarrier.expect(q_full, _ROWS * D * 2)
@@ -329,7 +329,7 @@ def prefill_multi_cta_kernel(
             q_low = q_low.slice(0, _ROWS)
         if n_low > 0:
             x = rotate_by_mma(q, matrix, CONFIG.hadamard_size, H_LAYOUT, X_LAYOUT)
-            # Of bits, which order like magnitudes, with NaN above all.
+            # Maximum of bits, which sort like magnitudes, with NaN above all.
             amax = gl.max(gl.abs(x).to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True) * CONFIG.norm
             reciprocal, descale = _row_scale(amax.to(gl.int32, bitcast=True), Q_FORM, Q_FORMAT, CONFIG.is_ceil)
             q_low.store(_to_elements(x, (reciprocal * CONFIG.norm)[:, None], Q_FORM, CONFIG.is_ceil))
@@ -340,11 +340,11 @@ def prefill_multi_cta_kernel(
             _barrier()
     row_scale = gl.convert_layout(row_scale, ROW, assert_trivial=True)
 
-    # ---- what smoothing subtracts from the logits of low tiles; the mean key has come in the meantime
+    # ---- smoothing bias of low tiles; the mean key has arrived by now
     if mean_ptr is not None and not IS_Q_QUANTIZED:
         bias = gl.sum(q.load(X_LAYOUT).to(gl.float32) * mean[None, :], 1) * logit_scale
-    # A plain softmax does not see what smoothing subtracts from a row's logits: only the log of the denominator gets it
-    # back. A softcap sees it, so the logits of smoothed keys get it back before.
+    # Smoothing subtracts a constant from a row's logits. A plain softmax is invariant to it, so it is only added back
+    # to the log of the denominator. A softcap is not, so it is added back to the logits of smoothed keys first.
     qk_bias = gl.zeros([_ROWS], gl.float32, ROW)
     if softcap is not None:
         qk_bias = finite_or_zero(gl.convert_layout(bias, ROW, assert_trivial=True))
@@ -383,7 +383,7 @@ def prefill_multi_cta_kernel(
         if CHECKS_VALUES:
             zero_out_of_bounds(v, k_start, mask, D)
         if IS_FP8 and skip_threshold is not None:
-            # A fresh accumulator: one that products add to is tied to registers that the other loop has no room for.
+            # A fresh accumulator: one that MMAs add to is tied to registers that the other loop has no room for.
             fresh = gl.zeros([_ROWS, D], gl.float32, X_LAYOUT)
             product = warpgroup_mma_wait(0, deps=[warpgroup_mma(operand, v, fresh, use_acc=False, is_async=True)])
             acc = add_pv(acc, product, alpha, True, X_LAYOUT)
@@ -400,7 +400,7 @@ def prefill_multi_cta_kernel(
             mbarrier.wait(q_full, 1)
     if IS_FP8:  # noqa: SIM102 (a constexpr branch)
         if n_low > 0:
-            # From here on the output counts in units of the E4M3 values: powers of two, so this is exact.
+            # Rescale the output to units of the E4M3 values; exact, because these are powers of two.
             acc *= inverse_power_of_two(descale_smem.load(gl.SliceLayout(0, X_LAYOUT)))[None, :]
     acc = gl.convert_layout(acc, O_LAYOUT, assert_trivial=True)
     vote = init_vote(start, seq, softmax.row_max, skip_threshold, 0, _VOTE_BARRIER)
@@ -477,7 +477,7 @@ def prefill_multi_cta_kernel(
         else:
             i_v = i_v + 1
     if skip_threshold is not None:
-        # No load of a skipped tile's values may outlive the CTA.
+        # Wait for loads of skipped tiles' values, which must not outlive the CTA.
         for before in gl.static_range(1, V_STAGES + 1):
             loads.v.wait(i_v - before, i_v - before >= n_high)
     if tile_counts_ptr is not None:
@@ -490,7 +490,7 @@ def prefill_multi_cta_kernel(
         sinks_ptr += i_h
     scale, lse = softmax.finalize(finite_or_zero(gl.convert_layout(bias, ROW, assert_trivial=True)), sinks_ptr)
     scale = gl.convert_layout(scale, X_ROW, assert_trivial=True)
-    # By way of the memory of the queries, so that stores are coalesced.
+    # Stage the output in the queries' shared memory, so that stores are coalesced.
     o = reinterpret(q_smem, V_DTYPE, [1, 1, _ROWS, D], v_desc.layout).reshape([_ROWS, D])
     o.store((acc * scale[:, None]).to(V_DTYPE))
     _barrier()

@@ -14,11 +14,11 @@ from .mma import is_16bit
 
 _TILE = gl.constexpr(TILE)
 _BLOCK = gl.constexpr(TILE // 2)
-# Triton 3.9 gave this its present name.
+# Renamed in Triton 3.9.
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
-# Named barriers signal free stages. At a shared-memory barrier one thread arrives, and Triton first synchronizes its
-# warpgroup; at these every warp arrives for itself and none waits. Triton itself uses the lowest numbers.
+# Named barriers signal free stages. At an mbarrier one thread arrives, and Triton first synchronizes its warpgroup. At
+# a named barrier every warp arrives by itself, and none waits. Triton itself uses the lowest numbers.
 _FIRST_BARRIER = gl.constexpr(8)
 
 
@@ -42,7 +42,7 @@ def bar_sync(barrier, THREADS: gl.constexpr):
 
 @gluon.jit
 def block_view(stage, desc):
-    """Return a stage of keys or values of low tiles as what ``desc`` loads for high tiles, 16-bit ``[1, 1, 64, D]``."""
+    """View a low-tile stage of keys or values as a block of ``desc`` for high tiles, 16-bit ``[1, 1, 64, D]``."""
     D: gl.constexpr = desc.block_shape[3]
     LAYOUT: gl.constexpr = desc.layout
     DTYPE: gl.constexpr = desc.dtype
@@ -55,7 +55,7 @@ def block_view(stage, desc):
 
 @aggregate
 class KVSource:
-    """Where the keys and values of a kv head lie in global memory."""
+    """Keys and values of a kv head in global memory."""
 
     k_desc: Any  # keys of high tiles, 16-bit ``[B, Hkv, T, D]``
     v_desc: Any  # values of high tiles, 16-bit ``[B, Hkv, T, Dv]``
@@ -82,12 +82,12 @@ class KVSource:
 
     @gluon.jit
     def issue_tile_k(self, tile, offset, barrier, target, pred=True):
-        """Issue the TMA load of keys of a low tile, from key ``offset`` of the tile on."""
+        """Issue the TMA load of keys of a low tile, starting at key ``offset`` of the tile."""
         copy(self.k_low_desc, [(self.tile_row + tile) * _TILE + offset, 0], barrier, target, pred=pred)
 
     @gluon.jit
     def issue_tile_v(self, tile, offset, barrier, target):
-        """Issue the TMA load of values of a low tile, 16-bit ones from key ``offset`` of the tile on."""
+        """Issue the TMA load of values of a low tile; 16-bit ones start at key ``offset`` of the tile."""
         if self.v_low_desc.dtype == gl.float8e4nv:
             copy(self.v_low_desc, [(self.tile_row + tile) * self.HEAD_DIM, 0], barrier, target)
         else:
@@ -133,7 +133,7 @@ class KVPipeline:
 
     @gluon.jit
     def release(self, index):
-        """As a consumer, let the producer fill a stage. Index ``STAGES`` stands for the queries."""
+        """As a consumer, release a stage to the producer. Index ``STAGES`` stands for the queries."""
         bar_arrive(_FIRST_BARRIER + index, 128 * self.WARPGROUPS + 32)
 
     @gluon.jit
@@ -144,7 +144,7 @@ class KVPipeline:
 
     @gluon.jit
     def drain(self):
-        """As the producer, wait until every stage is released, so that no barrier is left half full."""
+        """As the producer, wait until every stage is released, so that no barrier keeps pending arrivals."""
         STAGES: gl.constexpr = self.k_smem.shape[0]
         for index in gl.static_range(STAGES):
             self.acquire(index)
@@ -161,7 +161,7 @@ class KVPipeline:
 
     @gluon.jit
     def skip(self, stage, count):
-        """As a consumer, release ``count`` stages as they are filled; return the stage after them."""
+        """As a consumer, release the next ``count`` stages, each when it is filled; return the stage after them."""
         for _ in range(count):
             self.wait(stage)
             stage = self.release_and_advance(stage)

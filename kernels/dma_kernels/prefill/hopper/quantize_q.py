@@ -1,4 +1,4 @@
-"""Quantize the queries of a call before the attention kernel, whose warps have no registers to spare for it."""
+"""Quantize the queries of a call before the attention kernel, which has no registers to spare for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = 32
 
 @dataclass(frozen=True)
 class QuantizedQueries:
-    """Queries in the operand formats that tiles read."""
+    """Queries in the operand formats of high and low tiles."""
 
     high: Tensor  # queries of high tiles, 16-bit ``[B, Hq, Tq, D]``: the caller's own if high tiles are unquantized
     low: Tensor  # queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``, contiguous
@@ -46,7 +46,7 @@ def quantize_q_kernel(
     ROUNDING: tl.constexpr, ROTATE: tl.constexpr, HADAMARD_SIZE: tl.constexpr,
     HAS_HIGH: tl.constexpr, IN_CHUNKS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write what :class:`QuantizedQueries` holds for ``ROWS`` queries of one head."""
+    """Write the fields of :class:`QuantizedQueries` for ``ROWS`` queries of one head."""
     if USE_PDL:
         gdc_launch_dependents()
     i_head = tl.program_id(0).to(tl.int64)  # counted over all batch rows
@@ -105,14 +105,14 @@ def quantize_q(
 
     Args:
         query: 16-bit ``[B, Hq, Tq, D]``, any strides; ``D`` is a multiple of 32.
-        mean: What was subtracted from keys, fp32 ``[B, Hkv, D]``.
+        mean: Mean key that smoothing subtracted, fp32 ``[B, Hkv, D]``.
         query_global_scale: NVFP4's global scale of the transformed queries, fp32 ``[B, Hq]``, if they are in NVFP4.
         recipe: The precisions.
         low_key: Format of the keys of low tiles, not packed.
         high_key: Format of the keys of high tiles, in 16 bits.
-        scale: Of the scores.
-        use_pdl: Whether CTAs may start before the previous launch has ended. Until they wait for that, they read only
-            ``query`` and write nothing; and they let the CTAs of the next launch start.
+        scale: Scale of the scores.
+        use_pdl: Whether CTAs may start before the previous launch has ended. Until they wait for it, they read only
+            ``query`` and write nothing. They also let the CTAs of the next launch start.
     """
     batch, heads, q_len, head_dim = query.shape
     descale_and_bias = query.new_empty((2, batch, heads, q_len), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Which calls Hopper's prefill kernels take, and with which configuration. Imports no Gluon."""
+"""Selection and configuration of Hopper's prefill kernels. Imports no Gluon."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WARP_SPECIALIZED_HEAD_DIMS = (64, 96, 128, 160, 192, 224, 256)
 """Queries are quantized in chunks of 32 channels."""
 MULTI_CTA_HEAD_DIMS = (64, 96, 128)
 ROWS = 64
-"""Query positions of a warpgroup: the rows of its matrix instructions. They lie in one tile."""
+"""Query positions of a warpgroup: the rows of its MMA instructions. They lie in one tile."""
 
 
 def supports_warp_specialized(shape: PrefillShape, path: ComputePath) -> bool:
@@ -24,8 +24,8 @@ def supports_warp_specialized(shape: PrefillShape, path: ComputePath) -> bool:
     dequantized; values of low tiles are E4M3 or 16-bit.
     """
     config = warp_specialized_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3])
-    # Four warpgroups have no registers for both ends of a window (H200: 1.17x the time of the multi-CTA kernel), nor
-    # for a mask (compiled, not timed).
+    # Four warpgroups lack registers for both ends of a window (H200: 1.17x the time of the multi-CTA kernel), and for a
+    # mask (compiled, not timed).
     is_plain = shape.geometry.window is None and shape.geometry.mask is None
     return (
         config is not None
@@ -49,8 +49,8 @@ def select_warp_specialized(shape: PrefillShape, path: ComputePath) -> WarpSpeci
         return config
     other = multi_cta_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3])
     assert other is not None
-    # A softcap or a mask takes so many instructions that what warp specialisation saves no longer counts (H200: 12K
-    # with a mask take 3,151 us, with the multi-CTA kernel 1,947).
+    # The instructions of a softcap or a mask outweigh the gain of warp specialization (H200, 12K with a mask: 3,151 us,
+    # multi-CTA kernel 1,947 us).
     is_plain = not shape.has_softcap and geometry.mask is None
     return config if is_plain and _mean_keys(geometry, q_len) > other.max_mean_keys else None
 
@@ -70,7 +70,7 @@ def supports_multi_cta(shape: PrefillShape, path: ComputePath) -> bool:
 
 
 def select_multi_cta(shape: PrefillShape, path: ComputePath) -> MultiCTAConfig | None:
-    """Return the configuration for a call that the warp-specialized kernel leaves."""
+    """Return the configuration for a call that the warp-specialized kernel does not take."""
     return multi_cta_config(shape.arch, path, shape.query.shape[3], shape.value.shape[3])
 
 
@@ -82,14 +82,14 @@ def is_dense_causal(geometry: AttentionGeometry, q_len: int) -> bool:
 
 
 def _mean_keys(geometry: AttentionGeometry, q_len: int) -> float:
-    """Return how many keys a query attends to on average, where the last one attends to all."""
+    """Return the mean number of keys that a query attends to, if the last one attends to all."""
     if geometry.window is None:
         return geometry.kv_len - q_len / 2 if geometry.is_causal else geometry.kv_len
     return min(geometry.kv_len, geometry.window if geometry.is_causal else 2 * geometry.window)
 
 
 def _is_loadable(shape: PrefillShape, path: ComputePath) -> bool:
-    """Whether TMA can load what both kernels load."""
+    """Whether TMA can load the operands of both kernels."""
     loaded = [shape.query, shape.value] + ([shape.key] if path.key is RAW else [])
     return (
         not path.is_block_scaled

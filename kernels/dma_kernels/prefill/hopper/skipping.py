@@ -1,7 +1,7 @@
 """The predicate of tile skipping, in Gluon: a warpgroup votes on each low tile after its Q·K product.
 
-A low tile is skipped if in every row of the block of 64 queries its largest logit is more than the threshold below the
-row's largest logit in high tiles.
+A block of 64 queries skips a low tile if every row's largest logit there is more than the threshold below the row's
+largest logit in high tiles.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _ROWS = gl.constexpr(ROWS)
 
 @gluon.jit
 def init_votes():
-    """Declare and clear the variables of the votes. A barrier of the CTA must follow before the first vote.
+    """Declare and clear the variables of the votes. A CTA barrier must follow before the first vote.
 
     They are PTX variables, because Gluon has neither a vote across warps nor a scalar that differs between them. The
-    buffer takes 1 KiB: dynamic shared memory begins after it, and swizzled tiles are aligned to that.
+    buffer takes 1 KiB, the alignment of swizzled tiles: dynamic shared memory begins after it.
     """
     gl.inline_asm_elementwise(
         """
@@ -67,7 +67,7 @@ def _voted():
 
 @gluon.jit
 def _row_halves(x):
-    """Split ``[64, ...]`` into the first and the second row that each thread holds: a renaming of registers."""
+    """Split ``[64, ...]`` into the first and the second row that each thread holds; only renames registers."""
     if len(x.shape) == 1:
         halves = gl.split(gl.permute(gl.reshape(x, [4, 2, 8]), [0, 2, 1]))
     else:
@@ -77,7 +77,7 @@ def _row_halves(x):
 
 @gluon.jit
 def _partial_max(s, factor):
-    """Return the maxima of ``[4, 8, N]`` over the columns that each of a row's four threads holds, times ``[4, 8]``."""
+    """Return each thread's maxima over its columns of ``[4, 8, N]``, four threads per row, times ``[4, 8]``."""
     N: gl.constexpr = s.shape[2]
     largest = gl.max(gl.max(gl.reshape(s, [4, 8, N // 8, 4, 2]), 4), 2).to(gl.float32)
     return largest * gl.expand_dims(
@@ -89,7 +89,7 @@ def _partial_max(s, factor):
 def _any_row_keeps(s, scale, bound, tile, WARPGROUP: gl.constexpr, BARRIER: gl.constexpr):
     """Whether one of the warpgroup's 64 rows has a logit at or above its bound. NaN counts as above.
 
-    A warp that finds one goes on at once; only the others wait. So a tile that all warps keep costs no wait.
+    A warp that finds one continues at once; only the others wait. So a tile that all warps keep costs no wait.
     """
     s_0, s_1 = _row_halves(s)
     scale_0, scale_1 = _row_halves(scale)
@@ -122,7 +122,7 @@ def _announce_keep(tile, WARPGROUP: gl.constexpr, BARRIER: gl.constexpr):
 class SkipVote:
     """The votes of a warpgroup."""
 
-    bound: Any  # smallest logit that keeps a tile, for each row, fp32 ``[64]``; ``None`` where no tile is skipped
+    bound: Any  # smallest logit that keeps a tile, per row, fp32 ``[64]``; ``None`` if no tile is skipped
     is_whole: Any  # whether the call holds all 64 queries of the block; otherwise no tile is skipped
     WARPGROUP: Any  # index of the warpgroup
     BARRIER: Any  # named barrier of its votes
@@ -134,7 +134,7 @@ class SkipVote:
         Args:
             s: Scores ``[64, N]``, int32 or fp32.
             scale: Converts them to base-2 logits, fp32 ``[64]``.
-            tile: Index of the tile, different from that of the vote before.
+            tile: Index of the tile, different from that of the previous vote.
         """
         return _any_row_keeps(s, scale, self.bound, tile, self.WARPGROUP, self.BARRIER)
 

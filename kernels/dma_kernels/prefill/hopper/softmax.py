@@ -1,4 +1,4 @@
-"""The online softmax of a warpgroup, in Gluon: logits of a tile, running maxima and sums, the final division."""
+"""The online softmax of a warpgroup, in Gluon: logits of a tile, running row maxima and sums, final division."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def modify_scores(s, scale, qk_bias, softcap, mask, is_masked, words, q_start, k
         qk_bias: Added to logits before the softcap, fp32 ``[64]``; or ``None``.
         softcap: In base 2, or ``None``.
         mask: The :class:`~.mask.Mask`.
-        is_masked: Whether a query does not attend to a key of the tile.
+        is_masked: Whether some query does not attend to some key of the tile.
         words: Bitmask of the tile, int32 ``[64, 4]``; or ``None``.
         q_start: Position of row 0.
         k_start: Position of column 0.
@@ -70,7 +70,7 @@ def modify_scores(s, scale, qk_bias, softcap, mask, is_masked, words, q_start, k
 def partial_row_sum(p):
     """Return the partial sums of ``[M, N]`` that the four threads of a row hold, ``[M, 4]``.
 
-    No thread waits for another in the loop; :meth:`Softmax.finalize` adds them up.
+    Threads do not communicate in the loop; :meth:`Softmax.finalize` adds the partial sums.
     """
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
@@ -87,7 +87,7 @@ class Softmax:
 
     @gluon.jit
     def update(self, s, scale, bias):
-        """Take a tile into the row maxima; :meth:`update_row_sum` must follow.
+        """Update the row maxima with a tile; :meth:`update_row_sum` must follow.
 
         Args:
             s: Scores ``[64, N]``, int32 or fp32; ``s * scale - bias`` are the base-2 logits.
@@ -99,7 +99,7 @@ class Softmax:
         """
         ROW: gl.constexpr = gl.SliceLayout(1, s.type.layout)
         old_max = gl.convert_layout(self.row_max, ROW, assert_trivial=True)
-        # Before the conversion: Hopper takes the maximum of three integers at a time.
+        # Maximum before the conversion: Hopper has a three-input maximum for integers.
         row_max = gl.maximum(old_max, gl.max(s, 1).to(gl.float32) * scale - bias)
         p = gl.exp2(s.to(gl.float32) * scale[:, None] + (self.EXPONENT - row_max - bias)[:, None])
         alpha = gl.exp2(old_max - row_max)
@@ -118,7 +118,7 @@ class Softmax:
     def finalize(self, bias, sinks_ptr):
         """Return the factor of the output, 0 in rows without a key, and the natural log of the denominator.
 
-        The sink logit comes last: earlier it would scale FP8 probabilities down.
+        The sink logit comes last: earlier, it would scale FP8 probabilities down.
 
         Args:
             bias: Subtracted from all logits of a row by key smoothing, base 2, fp32 ``[64]``.

@@ -1,6 +1,6 @@
-"""Positions of a batch row, and the key tiles that a CTA or a warpgroup visits, in Gluon.
+"""Positions of a batch row, and the key tiles of a CTA or a warpgroup, in Gluon.
 
-All ranges are half-open. The rule of high and low tiles is :mod:`dma_kernels.numerics.geometry`'s.
+All ranges are half-open. :mod:`dma_kernels.numerics.geometry` defines high and low tiles.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load_seq_info(seq_info_ptr, i_b, q_offset, q_len, kv_offset, kv_len):
 
 @aggregate
 class TileRange:
-    """Indices that a loop visits: ``[start, stop)``, then ``[start_2, stop_2)`` if ``HAS_SECOND``."""
+    """Indices of a loop: ``[start, stop)``, then ``[start_2, stop_2)`` if ``HAS_SECOND``."""
 
     start: gl.tensor
     stop: gl.tensor
@@ -75,10 +75,10 @@ class BlockInfo:
 
     q_tile: Any  # tile of the first query
     last_q_tile: Any  # tile of the last one
-    kv_start: Any  # position of the first key that one of the queries attends to
+    kv_start: Any  # position of the first key that any of the queries attends to
     kv_stop: Any  # position after the last one
-    diagonal_tiles: Any  # of the rule
-    sink_tiles: Any  # of the rule
+    diagonal_tiles: Any  # high tiles before the query's own
+    sink_tiles: Any  # high tiles at the start of the sequence
     IS_CAUSAL: Any  # whether a query attends to no key after its own position
 
     @gluon.jit
@@ -112,7 +112,7 @@ def clamp(x, low, high):
 
 @gluon.jit
 def bitmask_range(start, stop, bounds_ptr, block, blocks, first_tile, storage_tiles, COUNT: gl.constexpr):
-    """Return the part of the positions ``start..stop`` that a bitmask shows, in whole tiles.
+    """Return the part of the positions ``start..stop`` with visible keys in a bitmask, in whole tiles.
 
     Args:
         start: First position.
@@ -122,7 +122,7 @@ def bitmask_range(start, stop, bounds_ptr, block, blocks, first_tile, storage_ti
         blocks: Blocks of the plane.
         first_tile: Tile of key 0.
         storage_tiles: Tiles of the plane.
-        COUNT: Blocks of 64 queries, of which one must attend to a key.
+        COUNT: Number of blocks of 64 queries; a key counts if any of them attends to it.
     """
     from_first, to_last = 0, 0
     for i in gl.static_range(COUNT):

@@ -1,14 +1,14 @@
-"""The warp-specialized prefill kernel for Hopper, in Gluon: it computes long calls.
+"""The warp-specialized prefill kernel for Hopper, in Gluon, for long calls.
 
 One producer warp issues TMA loads of keys and values. ``GROUPS`` consumer warpgroups of 64 query rows each compute
 attention with them, so a tile is read from L2 once for ``64 * GROUPS`` queries. While one warpgroup waits for its own
 MMAs, the others compute exponentials and conversions.
 
-All warpgroups of a CTA walk the same tiles, the union of what their rows need; each releases tiles that are not its
-own without computing. 64 query positions lie in one tile, those of a CTA in at most two (four warpgroups: three).
+All warpgroups of a CTA iterate over the union range of their rows; each skips the stages of tiles that it does not
+need. 64 query positions lie in one tile, those of a CTA in at most two (four warpgroups: three).
 
 With a skip threshold each warpgroup votes on a low tile after the Q·K product (:mod:`.skipping`). A skipped tile costs
-that product and the row maxima. Its values are loaded all the same, because other warpgroups may need them.
+that product and the row maxima. Its values are loaded anyway, because other warpgroups may need them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TILE_SHIFT = gl.constexpr(TILE.bit_length() - 1)
 
 @aggregate
 class _Params:
-    """What the producer and the consumers are given."""
+    """Parameters of the producer and the consumers."""
 
     q_desc: Any  # queries of high tiles, 16-bit ``[B, Hq, Tq, D]``
     q_low_desc: Any  # queries of low tiles, 8-bit or 16-bit, likewise
@@ -66,12 +66,12 @@ class _Params:
     pipe: KVPipeline  # keys and values in shared memory
     seq: SeqInfo  # positions of the batch row
     block: BlockInfo  # queries of the CTA
-    mask: Mask  # masks of the batch row; its bitmask begins with the first query of the head
+    mask: Mask  # masks of the batch row; the bitmask begins at the first query of the head
     out_ptr: Any  # output of the head ``[Tq, Dv]``
-    stride_ot: Any  # between its queries
+    stride_ot: Any  # stride between its queries
     lse_ptr: Any  # log of the denominator, fp32 ``[Tq]``
     q_descale_ptr: Any  # converts low scores, before the key descale, to base-2 logits, fp32 ``[Tq]``
-    mean_offset: Any  # from there to the products of query and mean key; a pointer would cost registers
+    mean_offset: Any  # offset from there to the products of query and mean key; a pointer would cost registers
     k_descale_ptr: Any  # descale of low keys, fp32, indexed by tile; or ``None``
     v_descale_ptr: Any  # descale of low values, fp32 ``[Dv]``; or ``None``
     sinks_ptr: Any  # sink logit, or ``None``
@@ -85,7 +85,7 @@ class _Params:
 
     @gluon.jit
     def load_mean_logits(self, rows, m_row):
-        """Return what key smoothing subtracts from the base-2 logits of rows."""
+        """Return the smoothing bias of rows, in base-2 logits."""
         return gl.load(self.q_descale_ptr + self.mean_offset + rows, mask=m_row, other=0.0) * self.logit_scale
 
 
@@ -123,7 +123,7 @@ def _produce(params):
         source.issue_block_v(i_block, full, block_view(pipe.v_smem.index(stage.index), source.v_desc))
         stage = stage.next(STAGES)
     if IS_LOW_16BIT:
-        # There is no room for both: the low queries take the place of the high ones.
+        # Low queries replace the high ones: shared memory has no room for both.
         pipe.acquire(STAGES)
         mbarrier.expect(params.q_full, Q_ELEMENTS * 2)
         _issue_queries(params, params.q_low_desc, params.q_low_smem)
@@ -141,11 +141,11 @@ def _produce(params):
 
 @aggregate
 class _LowTiles:
-    """What a consumer needs for each low tile."""
+    """State of a consumer's loop over low tiles."""
 
     pipe: KVPipeline  # keys and values
     q: Any  # queries ``[64, D]``
-    start: Any  # position of the first
+    start: Any  # position of the first query
     row_scale: Any  # converts scores, before the key descale, to base-2 logits, fp32 ``[64]``
     k_descale_ptr: Any  # descale of keys, indexed by tile; or ``None``
     qk_bias: Any  # added to logits before a softcap, fp32 ``[64]``
@@ -153,8 +153,8 @@ class _LowTiles:
     mask: Mask  # masks of the warpgroup's rows
     vote: SkipVote  # the predicate of tile skipping
     CHECKS_VALUES: Any  # whether invisible values may be NaN
-    S_LAYOUT: Any  # of scores
-    O_LAYOUT: Any  # of a chunk of the output
+    S_LAYOUT: Any  # layout of scores
+    O_LAYOUT: Any  # layout of a chunk of the output
 
     @gluon.jit
     def attend(self, i_tile, stage, softmax, accs, n_kept, IS_MASKED: gl.constexpr):
@@ -166,7 +166,7 @@ class _LowTiles:
         WIDTH: gl.constexpr = accs[0].shape[1]
         P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, self.O_LAYOUT, 4 if IS_FP8 else 2)
         S_DTYPE: gl.constexpr = gl.int32 if k_smem.dtype == gl.int8 else gl.float32
-        # There are no registers to keep the probabilities in fp32 while the product with the values is computed.
+        # No registers are left to keep fp32 probabilities during the P·V product.
         SUM_FIRST: gl.constexpr = WIDTH < DV or (is_16bit(k_smem.dtype) and not IS_FP8)
         words = None
         if IS_MASKED:
@@ -224,7 +224,7 @@ def _consume(params, G: gl.constexpr):
     IS_LOW_16BIT: gl.constexpr = is_16bit(pipe.k_smem.dtype)
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16 if IS_LOW_16BIT else 32])
     H_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK, 16])
-    WIDTH: gl.constexpr = min(DV, 128) if IS_FP8 else DV  # of a product, which in FP8 has its own accumulator
+    WIDTH: gl.constexpr = min(DV, 128) if IS_FP8 else DV  # of a product, with its own accumulator in FP8
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32 if IS_FP8 else 16])
     O_HIGH_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     P_HIGH_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_HIGH_LAYOUT, 2)
@@ -244,8 +244,8 @@ def _consume(params, G: gl.constexpr):
     rows, m_row = row_indices(row, seq.q_len, ROW)
     row_scale = gl.load(params.q_descale_ptr + rows, mask=m_row, other=1.0)
     softmax = init_softmax(S_LAYOUT, 8.0 if IS_FP8 else 0.0)
-    # A plain softmax does not see what smoothing subtracts from a row's logits: only the log of the denominator gets it
-    # back. A softcap sees it, so the logits of smoothed keys get it back before.
+    # Smoothing subtracts a constant from a row's logits. A plain softmax is invariant to it, so it is only added back
+    # to the log of the denominator. A softcap is not, so it is added back to the logits of smoothed keys first.
     qk_bias = gl.zeros([_ROWS], gl.float32, ROW)
     if params.CONFIG.has_mean and softcap is not None:
         qk_bias = finite_or_zero(params.load_mean_logits(rows, m_row))
@@ -300,15 +300,15 @@ def _consume(params, G: gl.constexpr):
 
     # ---- low tiles
     if params.v_descale_ptr is not None:
-        # From here on the output counts in units of the E4M3 values: powers of two, so this is exact.
+        # Rescale the output to units of the E4M3 values; exact, because these are powers of two.
         o_d = gl.arange(0, DV, layout=gl.SliceLayout(0, O_HIGH_LAYOUT))
         descale = gl.load(params.v_descale_ptr + o_d, mask=o_d < params.CONFIG.head_dim, other=1.0)
         acc = acc * inverse_power_of_two(descale)[None, :]
-    # Of 256 channels, chunks after the values' own are left out from here on.
+    # With 256 padded channels, drop chunks past the head dimension from here on.
     accs = column_chunks(acc, WIDTH, O_LAYOUT)[: (params.CONFIG.head_dim + WIDTH - 1) // WIDTH]
     tiles = block.low_precision_range()
-    # The CTA visits tiles.start..tiles.stop and tiles.start_2..tiles.stop_2. The warpgroup's own of them are
-    # c_0..c_3 and d_0..d_3; it skips the stages of the others. Of its own, c_1..c_2 and d_1..d_2 are unmasked.
+    # The CTA loads tiles.start..tiles.stop and tiles.start_2..tiles.stop_2. The warpgroup computes c_0..c_3 and
+    # d_0..d_3, of which c_1..c_2 and d_1..d_2 are unmasked, and skips the stages of the others.
     c_3 = gl.where(
         has_queries, gl.maximum(gl.minimum(tiles.stop, q_tile - block.diagonal_tiles), tiles.start), tiles.start
     )
@@ -337,8 +337,8 @@ def _consume(params, G: gl.constexpr):
     stage = pipe.skip(stage, c_0 - tiles.start)
     LEGS: gl.constexpr = (2 if IS_CAUSAL else 4) if MASKS_LOW else 1
     for leg in range(LEGS):
-        # Each leg is a range of masked tiles, then one of full tiles: c_0..c_1..c_2, c_2..c_3, and the same after the
-        # band.
+        # Each iteration is a range of masked tiles, then one of full tiles: c_0..c_1..c_2, c_2..c_3, and the same after
+        # the band.
         full_tile, stop = c_1, c_2
         if MASKS_LOW:
             masked_tile = c_0
