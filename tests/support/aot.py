@@ -1,9 +1,9 @@
-"""Compile what a call would launch, for any NVIDIA chip and without one.
+"""Compile the kernels of a call for any NVIDIA GPU, without one.
 
-Inside :func:`compile_only` a Triton launch compiles for the chip in question and returns; the launches' compiled
-kernels are collected. Tensors stay on the CPU and are not read. The interpreter replaces the compiler in a process for
-good, so tests run this file as a program (:mod:`compiled_calls`), which reads ``RECIPE:ARCH:HEAD_DIM[:OPTION]``. An
-option is a name in ``OPTIONS``.
+Inside :func:`compile_only` a Triton launch compiles for the given chip and returns. The compiled kernels are collected.
+Tensors stay on the CPU and are not read. The interpreter permanently replaces the compiler in a process, so tests run
+this file as a program (:mod:`compiled_calls`), which reads ``RECIPE:ARCH:HEAD_DIM[:OPTION]``. An option is a name in
+``OPTIONS``.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "long-mask": {"softcap": None, "sinks": None, "mask": torch.empty(1, 1, 1, 65_536, dtype=torch.bool)},
     "short": {"softcap": None, "sinks": None},
 }
-"""What a call may have beside the plain softmax, by name; ``long`` ones are of the kernel for long prompts, a ``short``
-one has high tiles alone, and those that end in ``skip`` have a recipe that skips tiles."""
+"""Options of a call by name. ``long`` ones run on the warp-specialized kernel, ``short`` has only high tiles, and names
+that end in ``skip`` have a recipe that skips tiles."""
 
 EIGHT_BIT_PRODUCT = r"\b(IGMMA|QGMMA|IMMA|QMMA|UTCQMMA|UTCIMMA|UTCOMMA|OMMA)\b"
 """Matrix instructions with operands of at most 8 bits, as the disassembler names them."""
 
 
 class _CompileOnlyDriver:
-    """The part of a Triton driver that compiling asks for."""
+    """The part of a Triton driver that compilation needs."""
 
     def __init__(self, arch: int) -> None:
         self._target = GPUTarget("cuda", arch, 32)
@@ -75,17 +75,17 @@ class _CompileOnlyDriver:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel and what the assembler says of it.
+    """A compiled kernel and its resources.
 
     Attributes:
         name: The kernel's name.
         ptx: Its PTX.
         shared: Bytes of shared memory.
-        registers: Registers of a thread.
-        stack: Bytes of local memory of a thread; more than 0 are spilled registers.
-        loop_spills: Accesses to local memory inside the loop over low tiles, where the time goes.
+        registers: Registers per thread.
+        stack: Bytes of local memory per thread; more than 0 means spilled registers.
+        loop_spills: Accesses to local memory in the loop over low tiles, which dominates the run time.
         loop_products: Matrix instructions in that loop.
-        loop_waits: Waits for such instructions there.
+        loop_waits: Waits for matrix instructions in that loop.
     """
 
     name: str
@@ -105,14 +105,14 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
     run = JITFunction.run
 
     def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        self.device_caches.clear()  # they do not know the chip
+        self.device_caches.clear()  # plans are not keyed by chip
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         ptx, shared = kernel.asm["ptx"], kernel.metadata.shared
         resources = _resources(kernel.asm["cubin"], has_products="mma" in ptx)
         compiled.append(Compiled(self.__name__, ptx, shared, *resources))
         return kernel
 
-    previous = driver._active  # the property would look for a chip
+    previous = driver._active  # the property would query a GPU
     driver.set_active(_CompileOnlyDriver(arch))
     try:
         with (
@@ -128,9 +128,9 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
 
 
 def _resources(cubin: bytes, *, has_products: bool) -> tuple[int, int, int, int, int]:
-    """Return what :class:`Compiled` says of a cubin's only kernel, from its registers on.
+    """Return the fields of :class:`Compiled` from ``registers`` on, for a cubin's only kernel.
 
-    A kernel without products of matrices has no such loop, and is not disassembled, which takes half a second.
+    A kernel without matrix instructions has no such loop; skipping its disassembly saves half a second.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -148,10 +148,10 @@ def _resources(cubin: bytes, *, has_products: bool) -> tuple[int, int, int, int,
             eight, any_width = (sum(bool(re.search(p, text)) for text in body) for p in (EIGHT_BIT_PRODUCT, r"MMA\b"))
             if any_width:
                 loops.append((-eight, len(body), start, at, body))
-    # A jump back from code moved out of the way spans whole loops.
+    # A backward jump from out-of-line code spans whole loops.
     loops = [a for a in loops if not any(a[2] <= b[2] and b[3] <= a[3] and a is not b for b in loops)]
-    # Low tiles have the most 8-bit products, if there are any. Of their loops the one without a mask is the shortest.
-    # Warpgroups that compute side by side have one each.
+    # The loop over low tiles has the most 8-bit products, if any. Of its variants the unmasked one is the shortest.
+    # Concurrent warpgroups have one each.
     products, length = min(loops, default=(0, 0))[:2]
     hot = [body for loop_products, n, *_, body in loops if loop_products == products and n <= 1.5 * length]
     spills, instructions, waits = (
@@ -172,7 +172,7 @@ def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> lis
     query = torch.empty(1, length, 4, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     key = torch.empty(1, length, 2, head_dim, dtype=torch.bfloat16).transpose(1, 2)
     with compile_only(arch) as compiled:
-        plan.cache_clear()  # plans do not know the chip
+        plan.cache_clear()  # plans are not keyed by chip
         attention(
             query, key, key, replace(RECIPES[recipe], skip_threshold=6.0 if option.endswith("skip") else None),
             q_offset=0, scale=0.125, backend="triton", **OPTIONS[option],
@@ -181,7 +181,7 @@ def compile_call(recipe: str, arch: int, head_dim: int, option: str = "") -> lis
 
 
 def answer_calls(compile: Callable[..., list[Compiled]]) -> None:
-    """Read calls, a line each with its arguments between colons, and answer each with its kernels, a line of JSON."""
+    """Read calls, one per line with colon-separated arguments, and answer each with its kernels as a line of JSON."""
     for line in sys.stdin:
         arguments = [int(word) if word.isdecimal() else word for word in line.strip().split(":")]
         print(json.dumps([asdict(kernel) for kernel in compile(*arguments)]), flush=True)

@@ -1,4 +1,4 @@
-"""Compile the cache kernels for any NVIDIA GPU, without one: see :mod:`aot`.
+"""Compile the cache kernels for any NVIDIA GPU, without one; see :mod:`aot`.
 
 Tests run this file as a program that reads ``FORMAT:ARCH:HEAD_DIM:VALUE_DIM:QUERIES[:OPTION]``: a decode step, or a
 chunk of more than 16 queries. An option is a name in ``aot.OPTIONS``.
@@ -28,7 +28,7 @@ def compile_step(
         for heads, dim in ((32, head_dim), (8, head_dim), (8, value_dim))
     )
     with compile_only(arch) as compiled:
-        plan_decode.cache_clear()  # plans do not know the chip
+        plan_decode.cache_clear()  # plans are not keyed by chip
         if queries <= 16:
             decode_step(query, key, value, storage, CacheOptions(scale=0.125, **OPTIONS[option]))
         else:

@@ -1,4 +1,4 @@
-"""Requests of continuous batching against the same ones alone: how each was computed, and that again."""
+"""Compare requests of continuous batching with isolated ones, computed in the same steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 import dma_hf
 
 Parts = dict[str, list[tuple[int, int]]]
-"""Of the calls that computed a request: tokens before, and new ones."""
+"""The calls that computed a request: earlier tokens, and new ones."""
 
 
 def note_parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
-    """Return a mapping that is filled while requests are computed over packed pages."""
-    from dma_hf.integrations.paged_cache import PackedPagedCache  # which older versions of Transformers cannot import
+    """Return a mapping that records how requests are computed over packed pages."""
+    from dma_hf.integrations.paged_cache import PackedPagedCache  # older versions of Transformers cannot import it
 
     found: Parts = defaultdict(list)
 
@@ -38,19 +38,19 @@ def note_parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
 
 @torch.no_grad()
 def assert_as_alone(model: PreTrainedModel, outputs: Mapping[str, Any], parts: Parts, tolerance: float = 1e-5) -> None:
-    """Give each request's tokens to the model in the same parts: it must choose the tokens that were generated.
+    """Run each request's tokens through the model in the same steps, and check that it selects the same tokens.
 
     Args:
         model: The model.
         outputs: What ``generate_batch`` returned.
-        parts: How it was computed.
-        tolerance: How far below the best a token may be, in its logit, where rounding decides between two.
+        parts: How each request was computed.
+        tolerance: How far a token's logit may be below the best, for near ties.
     """
     for name, output in outputs.items():
         tokens = torch.tensor([output.prompt_ids + output.generated_tokens], device=model.device)
         known = end = 0
         for past, length in parts[name]:
-            if past == 0:  # at the start, and again after an eviction
+            if past == 0:  # at the start, and after an eviction
                 cache = dma_hf.DMACache(model.config)
                 end = 0
             assert past == end

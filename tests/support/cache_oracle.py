@@ -1,9 +1,9 @@
-"""What a model with a ``DMACache`` must compute, in one forward pass over the whole sequence and without a cache.
+"""The expected result of a model with a ``DMACache``, by one forward pass without a cache.
 
-The attention ``cache_oracle`` knows in which calls the tokens come. The queries of the first are computed under the
-recipe. Those of a later one see keys and values that went through the cache's format, in whole tiles counted from the
-row's first token, but unquantized ones in the sinks and from ``diagonal_tiles`` before their own tile on. So a later
-call is cut where a row of the batch enters a new tile.
+The attention ``cache_oracle`` knows the calls in which tokens arrive. Queries of the first call follow the recipe.
+Queries of a later call attend to KV that was quantized in the cache's format, in whole tiles counted from the row's
+first token. KV in the sinks and from ``diagonal_tiles`` before the query's own tile on is unquantized. So a later call
+is split where a row of the batch enters a new tile.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Plan:
 
     Attributes:
         config: Recipe and format.
-        is_equalized: Whether the model's keys and queries were balanced.
+        is_equalized: Whether the model was equalized.
         steps: Start and end of each call.
-        padding: Of each row.
+        padding: Left padding of each row.
     """
 
     config: dma_hf.DMAConfig
@@ -43,7 +43,7 @@ class Plan:
 def expected_logits(
     model: PreTrainedModel, ids: Tensor, steps: list[tuple[int, int]], mask: Tensor | None = None
 ) -> Tensor:
-    """Return the logits of all steps; the padding of rows is what ``mask`` hides at their start."""
+    """Return the logits of all steps; rows are padded where ``mask`` is 0 at their start."""
     Plan.config = dma_hf.DMAConfig.from_dict(model.config.get_text_config().dma_mxfp)
     Plan.is_equalized = getattr(model.config.get_text_config(), "dma_equalized", False)
     Plan.steps = steps
@@ -60,7 +60,7 @@ def expected_logits(
 
 
 def _through_cache(x: Tensor, first: int, are_keys: bool) -> Tensor:
-    """Return ``[H, T, D]`` of one row as the format holds its complete tiles."""
+    """Return ``[H, T, D]`` of one row with its complete tiles quantized and dequantized."""
     format = cache_format(Plan.config.cache or "int8", is_equalized=Plan.is_equalized)
     layout = PageLayout(format, x.shape[2], x.shape[2])
     whole = (x.shape[1] - first) // TILE * TILE
@@ -70,7 +70,7 @@ def _through_cache(x: Tensor, first: int, are_keys: bool) -> Tensor:
 
 
 def _cut_at_tiles() -> list[tuple[int, int, int]]:
-    """Return number, start and end of all calls, the later ones cut where a row enters a new tile."""
+    """Return number, start and end of all calls; later ones are split where a row enters a new tile."""
     parts = []
     for number, (start, end) in enumerate(Plan.steps):
         cuts = [i for i in range(start + 1, end) if number and any((i - first) % TILE == 0 for first in Plan.padding)]

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time by a program that runs beside the tests, each call once for all test workers."""
+"""Kernels compiled ahead of time by a separate program, once per call for all test workers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 
 class CompiledCalls:
-    """``calls[name]`` is the kernels of a call.
+    """A mapping from the name of a call to its kernels.
 
     Args:
-        program: Reads names, a line each, and answers each with a line of JSON. It runs without the interpreter, which
-            replaces the compiler in a process for good.
-        folder: Where answers are kept; workers of one run share it.
+        program: Reads names, one per line, and answers each with a line of JSON. It runs without the interpreter, which
+            permanently replaces the compiler in a process.
+        folder: Stores answers; the workers of a run share it.
     """
 
     def __init__(self, program: Path, folder: Path) -> None:

@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Case:
-    """A cache with ``kv_len`` keys per row minus padding, and queries at its last positions."""
+    """A cache of ``kv_len`` keys per row, padding included, and queries at the last positions."""
 
     kv_len: int = 700
     q_len: int = 1
@@ -46,7 +46,7 @@ class Case:
         return query, key, value
 
     def storage(self, format: str, dtype: torch.dtype, device: str, *, is_filled: bool = True) -> LayerStorage:
-        """Return a cache that torch filled."""
+        """Return a cache filled by torch."""
         storage = LayerStorage.allocate(
             format, batch=len(self.padding), kv_heads=self.kv_heads, head_dim=self.head_dim,
             value_dim=self.value_dim or self.head_dim, dtype=dtype, device=torch.device(device),
@@ -107,7 +107,7 @@ CASES = {
 
 
 def scattered(storage: LayerStorage) -> LayerStorage:
-    """Return the same cache with pages and unquantized rows reordered, and unused ones between them."""
+    """Return the same cache with pages and unquantized rows reordered and interleaved with unused ones."""
     batch = len(storage.lengths)
 
     def apart(tensor: Tensor, order: Tensor) -> Tensor:

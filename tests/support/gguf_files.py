@@ -1,4 +1,4 @@
-"""Tiny Llamas as GGUF files, written as llama.cpp would: its names, and its order of rotary channels."""
+"""Tiny Llamas as GGUF files with llama.cpp's names and order of rotary channels."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def write_gguf(
     Args:
         path: The file.
         model: A Llama.
-        tokenizer: A byte-pair ``tokenizer.json`` to write with it.
-        quantization: Of matrices; fp32 by default.
+        tokenizer: A byte-pair ``tokenizer.json`` to include.
+        quantization: Type of matrices; fp32 by default.
     """
     config = model.config
     writer = GGUFWriter(path, "llama")
@@ -66,5 +66,5 @@ def write_gguf(
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """GGUF pairs the dimensions that rotate together; Transformers splits a head into two halves."""
+    """Reorder rotary channels: GGUF interleaves pairs, Transformers splits a head into halves."""
     return weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)

@@ -1,10 +1,10 @@
 """Run Hopper's Gluon kernels on the CPU: Triton's interpreter has no Gluon.
 
-:func:`run` executes a kernel's own Python code, one program after the other and each partition of its warps in a
-thread of its own, with :mod:`torch` in the place of the language. Layouts are left out, as they move no number. What is
-modelled is what a kernel can get wrong by itself: shared memory holds bytes that views read anew, barriers count
-arrivals and bytes in phases, a copy may overwrite whatever it was let to, and a product reads its operands when it is
-waited for, not when it is begun. A barrier that nobody completes is an error.
+:func:`run` executes a kernel's Python code with :mod:`torch` in place of the language. CTAs run one after another, and
+each warp partition runs in its own thread. Layouts are ignored, because they do not change values. The emulator models
+what a kernel can get wrong: shared memory holds bytes that views reinterpret, barriers count arrivals and bytes in
+phases, copies may overwrite any released stage, and an MMA reads its operands at the wait, not at the issue. A barrier
+that never completes is an error.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 PATIENCE = 30.0
-"""Seconds after which a thread that waits at a barrier waits in vain."""
+"""Seconds until a wait at a barrier times out."""
 
 
 class Tile(Tensor):
-    """A tensor with the methods that the language has and torch has not."""
+    """A tensor with the language's methods that torch lacks."""
 
     @property
     def type(self) -> Any:  # type: ignore[override]
@@ -52,7 +52,7 @@ def tile(value: Any) -> Tile:
 
 
 class Pointer:
-    """An address in a tensor, or a tensor of them, counted in elements."""
+    """An address in a tensor, or a tensor of addresses, in units of elements."""
 
     def __init__(self, memory: Tensor, offset: Any = 0) -> None:
         self.memory, self.offset = memory, offset
@@ -65,7 +65,7 @@ class Pointer:
         return Pointer(self.memory, self.offset - offset)
 
     def storage(self) -> Tensor:
-        """All of the memory behind the tensor, as elements side by side."""
+        """Return the tensor's whole storage as a flat tensor."""
         return torch.as_strided(self.memory, (self.memory.untyped_storage().nbytes() // self.memory.itemsize,), (1,), 0)
 
     def index(self) -> Tensor:
@@ -90,13 +90,13 @@ def atomic_add(pointer: Pointer, value: Any, sem: str) -> None:
 
 
 def any_row_keeps(s: Tile, scale: Tile, bound: Tile, *names: Any) -> bool:
-    """Decide for all warps of a warpgroup at once, as one thread computes for them."""
+    """Decide for all warps of a warpgroup, because one thread computes for them."""
     row_max = (s.to(torch.float32) * scale[:, None]).amax(1)
     return not bool((row_max < bound).all())
 
 
 class Shared:
-    """A place in shared memory."""
+    """A shared memory descriptor."""
 
     layout = None
 
@@ -128,7 +128,7 @@ class Shared:
 
 
 class Barrier:
-    """A barrier, or an array of them: completes a phase when all have arrived and all bytes that are expected came."""
+    """One or more mbarriers: a phase completes after all arrivals and all expected bytes."""
 
     turned = threading.Condition()
 
@@ -167,7 +167,7 @@ def expect(barrier: Barrier, size: int, pred: Any = True) -> None:
 
 
 def block_of(descriptor: Any, position: Sequence[Any]) -> tuple[Tensor, tuple[slice, ...], tuple[slice, ...]]:
-    """Return a descriptor's tensor, the part of it that a block covers, and which part of the block that is."""
+    """Return a descriptor's tensor, the slices of it that a block covers, and the slices of the block."""
     source = torch.as_strided(descriptor.base, list(descriptor.shape), list(descriptor.strides))
     taken, put = [], []
     for start, size, length in zip(map(int, position), descriptor.block_shape, descriptor.shape, strict=True):
@@ -178,7 +178,7 @@ def block_of(descriptor: Any, position: Sequence[Any]) -> tuple[Tensor, tuple[sl
 
 
 def copy(descriptor: Any, position: Sequence[Any], barrier: Barrier, target: Shared, pred: Any = True) -> None:
-    """Copy a block as the copy engine does: zeros outside of the tensor."""
+    """Copy a block as TMA does: zeros outside the tensor."""
     if not pred:
         return
     source, taken, put = block_of(descriptor, position)
@@ -190,7 +190,7 @@ def copy(descriptor: Any, position: Sequence[Any], barrier: Barrier, target: Sha
 
 
 def product(a: Any, b: Shared, acc: Tile, use_acc: bool = True, is_async: bool = False) -> Callable[[], Tile]:
-    """Begin a product; the result computes it."""
+    """Issue an MMA; calling the result computes it."""
 
     def compute() -> Tile:
         left, right = (x.memory if isinstance(x, Shared) else x.as_subclass(Tensor) for x in (a, b))
@@ -218,7 +218,7 @@ def where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def specialize(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *resources: Any) -> None:
-    """Run every partition in a thread, and raise what one of them raised."""
+    """Run every partition in a thread, and raise the first error."""
     errors: list[BaseException] = []
 
     def run_partition(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -239,12 +239,12 @@ def specialize(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]
 def allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Shared | Barrier:
     if dtype == torch.int64:
         return Barrier(shape)
-    # What was never written are NaNs, of integers -1.
+    # Unwritten memory holds NaN, or -1 for integers.
     return Shared(torch.full((math.prod(shape) * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype).view(*shape))
 
 
 def language() -> SimpleNamespace:
-    """The language as programs see it; :func:`run` says which one."""
+    """The language as kernels see it; :func:`run` sets the CTA."""
     none = lambda *arguments, **options: None  # noqa: E731
     return SimpleNamespace(
         int32=torch.int32, int64=torch.int64, int16=torch.int16, int8=torch.int8, float32=torch.float32,
@@ -268,7 +268,7 @@ def language() -> SimpleNamespace:
 
 
 class NamedBarriers:
-    """The hardware's barriers of a program: each completes when as many threads have come as it is told of."""
+    """The named barriers of a CTA: each completes when the given number of threads has arrived."""
 
     def __init__(self) -> None:
         self.arrived, self.completed = [0] * 16, [0] * 16
@@ -277,7 +277,7 @@ class NamedBarriers:
         self._come(int(barrier), int(threads), 128)
 
     def sync(self, barrier: int, threads: int) -> None:
-        """Wait as the warp that copies."""
+        """Wait as the producer warp."""
         with Barrier.turned:
             before = self.completed[int(barrier)]
             self._come(int(barrier), int(threads), 32)
@@ -299,7 +299,7 @@ MODULES = (epilogue, hadamard, mask, mma, multi_cta, pipeline, skipping, softmax
 
 
 def emulated(fake: SimpleNamespace) -> dict[str, dict[str, Any]]:
-    """Return the names of each of the kernels' modules, with functions as plain Python: those of every program."""
+    """Return the namespace of each kernel module, with functions as plain Python, shared by all CTAs."""
     scopes: dict[str, dict[str, Any]] = {module.__name__: {} for module in MODULES}
     for module in MODULES:
         scope = scopes[module.__name__]
@@ -328,7 +328,7 @@ def as_python(function: FunctionType, scope: dict[str, Any]) -> FunctionType:
 
 
 def as_class(aggregate: Any, scope: dict[str, Any]) -> type:
-    """Return an aggregate as a plain Python class."""
+    """Return a plain Python class for an aggregate."""
 
     def init(self: Any, **values: Any) -> None:
         assert set(values) == set(aggregate.fields)
@@ -340,7 +340,7 @@ def as_class(aggregate: Any, scope: dict[str, Any]) -> type:
 
 
 def triton_scope(function: FunctionType, fake: SimpleNamespace) -> dict[str, Any]:
-    """Return what a function of Triton's sees of its module, in this language."""
+    """Return the namespace of a Triton function's module, in this language."""
     scope: dict[str, Any] = {"tl": fake}
     for name, value in function.__globals__.items():
         if name == "tl":
@@ -355,7 +355,7 @@ def triton_scope(function: FunctionType, fake: SimpleNamespace) -> dict[str, Any
 
 
 def wait_for_products(count: int, deps: Sequence[Any]) -> Any:
-    """Return what products have become, and what else is waited for as it is."""
+    """Return the results of MMAs, and other dependencies unchanged."""
     found = tuple(x() if callable(x) and not isinstance(x, Tensor) else x for x in deps)
     return found[0] if len(found) == 1 else found
 
@@ -364,8 +364,8 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants:
     """Launch a kernel.
 
     Args:
-        kernel: Of one of :data:`MODULES`.
-        grid: Programs along each axis.
+        kernel: A kernel in one of :data:`MODULES`.
+        grid: CTAs along each axis.
         arguments: As for a launch: tensors, ``None``, numbers and tensor descriptors.
         constants: The constexprs.
     """

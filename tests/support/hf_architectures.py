@@ -15,7 +15,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "multimodal": ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
     "encoder": ("MASKED_LM",),
 }
-"""For each kind of architecture, the registries that list its classes."""
+"""The registries that list the classes of each kind of architecture."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Architecture:
     Attributes:
         model_type: Its type, as in ``config.json``.
         name: The class's name.
-        kind: A key of ``KINDS``, or ``tower`` for one that only the registry of base models lists.
+        kind: A key of ``KINDS``, or ``tower`` for a class that only the registry of base models lists.
     """
 
     model_type: str
@@ -41,7 +41,7 @@ class Architecture:
 
 @cache
 def architectures() -> tuple[Architecture, ...]:
-    """Return every architecture, one class for each kind that it is listed under."""
+    """Return every architecture, with one class per kind."""
     found: dict[tuple[str, str], Architecture] = {}
     for kind, registries in KINDS.items():
         for registry in registries:

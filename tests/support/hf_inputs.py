@@ -1,4 +1,4 @@
-"""Inputs for any architecture, found from the signature of its forward pass."""
+"""Inputs for any architecture, derived from the signature of its forward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OUTPUTS = ("logits", "last_hidden_state", "lm_logits", "prediction_logits")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a forward pass is called with.
+    """The inputs of a forward pass.
 
     Attributes:
         arguments: Keyword arguments.
@@ -37,7 +37,7 @@ class Inputs:
         return "input_ids" in self.arguments and self.arguments["input_ids"].ndim == 2
 
     def padding_mask(self, padding: int) -> Tensor:
-        """Return a mask that hides some tokens of the first row."""
+        """Return a mask of some tokens of the first row."""
         mask = torch.ones_like(self.arguments["input_ids"])
         if self.pads_right:
             mask[0, -padding:] = 0
@@ -46,7 +46,7 @@ class Inputs:
         return mask
 
     def output(self, result: Any) -> Tensor:
-        """Return the tensor of a model's output that depends most on everything."""
+        """Return the most downstream tensor of a model's output."""
         for name in OUTPUTS:
             value = getattr(result, name, None)
             if isinstance(value, Tensor):
@@ -60,7 +60,7 @@ class Inputs:
 
 
 def candidate_inputs(architecture: Architecture, model: PreTrainedModel) -> Iterator[Inputs]:
-    """Yield random inputs, the plainest first; which of them a model takes, only a forward pass tells."""
+    """Yield random inputs, the simplest first; only a forward pass shows which ones a model accepts."""
     generator = torch.Generator().manual_seed(1)
     pads_right = architecture.kind not in ("decoder", "multimodal") or model.config.is_encoder_decoder
     parameters = inspect.signature(model.forward).parameters
@@ -89,7 +89,7 @@ def _ids(length: int, generator: torch.Generator) -> Tensor:
 
 
 def _signals(name: str, config: PreTrainedConfig, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield images, spectrograms and waves of the shapes that models take."""
+    """Yield images, spectrograms and waveforms of common shapes."""
     shapes: list[tuple[int, ...]]
     if name.startswith("pixel"):
         vision = next((getattr(config, n) for n in ("vision_config", "encoder") if hasattr(config, n)), config)

@@ -1,8 +1,8 @@
-"""What a model class does with ``dma_mxfp``, feature by feature, against Transformers' own attention.
+"""Compare a model class with ``dma_mxfp`` to Transformers' own attention, feature by feature.
 
-The model is tiny and random, and ``dma_mxfp`` quantizes nothing: then every number has to be that of SDPA (or of eager
-attention where SDPA leaves something out, a softcap for one). A feature that Transformers' own attention cannot do
-either is an upstream limit; an error of ours has to name ``dma_mxfp``; everything else is a failure.
+The model is tiny and random, and ``dma_mxfp`` does not quantize, so its output must equal SDPA's. Where SDPA lacks
+something, such as a softcap, eager attention is the reference. A feature that Transformers' own attention does not
+support either is an upstream limit. An error of ours must name ``dma_mxfp``; everything else is a failure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORKS, FALLBACK, REFUSED, UPSTREAM, FAILS = "works", "fallback", "refused", "ups
 STATUSES = (WORKS, FALLBACK, REFUSED, UPSTREAM, FAILS)
 
 TOLERANCE = 2e-5
-"""Of the largest logit: fp32 rounding through a few layers."""
+"""Relative to the largest logit: fp32 rounding through a few layers."""
 MAX_PARAMETERS = 60_000_000
 NEW_TOKENS = 5
 PADDING = 5
@@ -38,11 +38,11 @@ CHUNKS = ((0, 9), (9, LENGTH - 1), (LENGTH - 1, LENGTH))
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a feature.
+    """The outcome of a feature.
 
     Attributes:
         status: One of ``STATUSES``.
-        detail: The error, or what the result was compared with if not with SDPA.
+        detail: The error, or the reference if it was not SDPA.
     """
 
     status: str
@@ -51,12 +51,12 @@ class Outcome:
 
 @dataclass
 class Record:
-    """What became of an architecture.
+    """The outcomes of an architecture.
 
     Attributes:
-        architecture: Which one.
-        skipped: Why nothing could be tested; empty if it was.
-        features: An outcome for each feature.
+        architecture: The architecture.
+        skipped: Why nothing could be tested; empty otherwise.
+        features: The outcome of each feature.
     """
 
     architecture: Architecture
@@ -65,7 +65,7 @@ class Record:
 
     @property
     def failures(self) -> dict[str, Outcome]:
-        """The features that neither work nor are refused as they should."""
+        """The features that neither work nor are rejected correctly."""
         return {name: outcome for name, outcome in self.features.items() if outcome.status == FAILS}
 
 
@@ -73,12 +73,12 @@ Feature = Callable[[PreTrainedModel, Inputs], Tensor]
 
 
 def examine(architecture: Architecture) -> Record:
-    """Build the architecture twice and try every feature that its kind has."""
+    """Build the architecture twice and try every feature of its kind."""
     record = Record(architecture)
     try:
         model_class = architecture.model_class
         pair, inputs = find_pair(architecture, model_class)
-    except (ImportError, AttributeError) as error:  # in the registry, and not in the library
+    except (ImportError, AttributeError) as error:  # in the registry, but not in the library
         record.skipped = f"upstream: {_brief(error)}"
         return record
     except CannotShrink as error:
@@ -97,7 +97,7 @@ def find_pair(architecture: Architecture, model_class: type[PreTrainedModel]) ->
     """Return models and inputs on which Transformers' own attention runs.
 
     Raises:
-        CannotShrink: There are none; the message is the error that came closest.
+        CannotShrink: There are none; the message is that of the best attempt.
     """
     problem = "no inputs: its forward pass takes other things than text, images and sound"
     is_new = True
@@ -136,7 +136,7 @@ def features_of(architecture: Architecture, model: PreTrainedModel, inputs: Inpu
 
 
 def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, implementations: tuple[str, ...]) -> Any:
-    """Return a random model with the first of the implementations that its class has.
+    """Return a random model with the first implementation that its class supports.
 
     Raises:
         CannotShrink: It has too many parameters, or building it fails.
@@ -161,7 +161,7 @@ def build(model_class: type[PreTrainedModel], config: PreTrainedConfig, implemen
 
 
 def randomise(model: PreTrainedModel, seed: int = 0) -> None:
-    """Draw weights that make attention matter: Transformers' own are so small that every score is about zero."""
+    """Draw larger weights: with Transformers' own initialization, every score is almost zero."""
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         if not weight.is_floating_point() or weight.numel() == 0:
@@ -179,19 +179,19 @@ def forward(model: PreTrainedModel, inputs: Inputs) -> Tensor:
 
 
 def padded_batch(model: PreTrainedModel, inputs: Inputs) -> Tensor:
-    """A batch whose first row begins (decoders) or ends (encoders) with padding; the output at real tokens."""
+    """A batch with left (decoders) or right (encoders) padding in its first row; the output at real tokens."""
     mask = inputs.padding_mask(PADDING)
     out = inputs.output(model(**inputs.arguments | {"attention_mask": mask}))
     return out[mask.bool()] if out.shape[:2] == mask.shape else out
 
 
 def chunked_prefill(model: PreTrainedModel, inputs: Inputs) -> Tensor:
-    """The prompt in three parts, each attending to the cache that the others have filled."""
+    """The prompt in three chunks, each attending to the cache of the earlier ones."""
     return _in_chunks(model, inputs, {})
 
 
 def static_cache(model: PreTrainedModel, inputs: Inputs) -> Tensor:
-    """The same with a preallocated cache, whose last slots stay empty."""
+    """The same with a preallocated, partly filled cache."""
     cache = StaticCache(config=model.config, max_cache_len=LENGTH + 7)
     return _in_chunks(model, inputs, {"past_key_values": cache})
 
@@ -308,7 +308,7 @@ def counted() -> Iterator[list[int]]:
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest expected number; infinity if it makes no sense."""
+    """Return the largest difference relative to the largest expected number; infinity if not comparable."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return float("inf")
     if not expected.is_floating_point():

@@ -1,6 +1,6 @@
-"""Sizes of single architectures that no rule of ``hf_shrink`` finds: fields that hang together, or are no sizes.
+"""Configuration fields that no rule of ``hf_shrink`` covers: interdependent sizes, and fields that are not sizes.
 
-They are keyed by ``model_type``, or by the class's name where it has none.
+Keys are the ``model_type``, or the class's name if it has none.
 """
 
 from __future__ import annotations

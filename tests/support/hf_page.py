@@ -1,4 +1,4 @@
-"""The page ``docs/support.md``: every architecture beside what became of each of its features."""
+"""The page ``docs/support.md``: every architecture and the outcome of each feature."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def page(records: Sequence[Record], version: str) -> str:
 
 
 def row(record: Record, names: Sequence[str] | None = None) -> str:
-    """Return a row of the table without its last column."""
+    """Return a table row without its last column."""
     if names is None:
         names = FEATURES
     cells = [CELLS.get(record.features[name].status, "FAILS") if name in record.features else "" for name in names]
@@ -78,7 +78,7 @@ def row(record: Record, names: Sequence[str] | None = None) -> str:
 
 
 def cells_on(text: str) -> dict[tuple[str, str], dict[str, str]]:
-    """Return the cells of a page by title of the table and class name: feature to cell."""
+    """Return the cells of a page by table title and class name: feature to cell."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     title, names = "", []
     for line in text.splitlines():
@@ -93,12 +93,12 @@ def cells_on(text: str) -> dict[tuple[str, str], dict[str, str]]:
 
 
 def cells_of(record: Record) -> dict[str, str]:
-    """Return what the page has to say of a record, empty cells left out."""
+    """Return the cells that the page must have for a record."""
     return {name: CELLS.get(outcome.status, "FAILS") for name, outcome in record.features.items()}
 
 
 def key_of(record: Record) -> tuple[str, str]:
-    """Return where the page says it."""
+    """Return the key of a record's cells."""
     architecture = record.architecture
     return KIND_TITLES[architecture.kind], f"`{architecture.model_type}``{architecture.name}`"
 

@@ -1,10 +1,9 @@
-"""Any configuration of Transformers made tiny: by the names of its fields, not by a list of architectures.
+"""Shrink any Transformers configuration by the names of its fields, not by a list of architectures.
 
-A configuration class is built with its defaults, and every field that is a size is replaced by a small one, in the
-nested configurations too. A name says what a size is (``hidden_size``, ``d_model`` and ``n_embd`` are one thing), so a
-few dozen rules reach some five hundred architectures. Some need other sizes than most: they are offered in several
-``STYLES``, and the first that the model class takes is used. ``OVERRIDES`` holds the rest, fields that hang together in
-a way that no name tells.
+A configuration class is built with its defaults, and every size is replaced by a small one, also in nested
+configurations. Field names identify sizes (``hidden_size``, ``d_model`` and ``n_embd`` mean the same), so a few dozen
+rules cover some five hundred architectures. Some need other sizes than most: they come in several ``STYLES``, and the
+first one that the model class accepts is used. ``OVERRIDES`` has the rest, fields that names alone do not relate.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ HEADS, HEAD_DIM = 4, 16
 HIDDEN = HEADS * HEAD_DIM
 VOCABULARY = 160
 FIRST_SPECIAL = 100
-"""Token ids from here on may stand for images and the like; texts of the tests are written with lower ones."""
+"""Higher token ids may stand for images and other media; test texts use lower ones."""
 WINDOW = 8
 POSITIONS = 256
 
@@ -64,12 +63,12 @@ OFTEN_NONE = re.compile(r"head_dim|n_routed_experts|num_experts|num_local_expert
 
 @dataclass(frozen=True)
 class Style:
-    """Sizes that some architectures want otherwise than most.
+    """Sizes that differ between architectures.
 
     Attributes:
         kv_heads: Key and value heads.
-        layers: Layers, where no list of their kinds says how many there have to be.
-        fills: Whether a size is set that is ``None`` by default, or that only the model's code has a default for.
+        layers: Number of layers, unless a list of their kinds determines it.
+        fills: Whether to set sizes that default to ``None``, or that only the model's code has a default for.
         heads_expand: Whether the heads of a state-space layer fill its expanded width.
     """
 
@@ -95,14 +94,13 @@ CONFIGURATION_ERRORS = (
 
 
 class CannotShrink(Exception):
-    """A configuration class that cannot be built, or not be made tiny."""
+    """A configuration class cannot be built or shrunk."""
 
 
 def tiny_configs(model_class: type[PreTrainedModel], model_type: str) -> Iterator[PreTrainedConfig | CannotShrink]:
-    """Yield tiny configurations of a model class, listed under a type in a registry, in every style.
+    """Yield tiny configurations of a model class in every style.
 
-    A style that the configuration class does not take is yielded as the error that says so; one that changes nothing
-    is left out.
+    For a style that the configuration class rejects, the error is yielded. Styles without effect are omitted.
     """
     config_class = model_class.config_class or CONFIG_MAPPING[model_type]
     seen: list[dict[str, Any]] = []
@@ -123,13 +121,13 @@ def _tiny(cls: type[PreTrainedConfig], style: Style) -> PreTrainedConfig:
     overrides = OVERRIDES.get(cls.model_type or cls.__name__, {})
     try:
         default = cls()
-    except StrictDataclassError:  # its own defaults contradict each other
+    except StrictDataclassError:  # its defaults contradict each other
         default = cls(**overrides)
     return cls(**(_sizes(default, style) | overrides))
 
 
 def _sizes(config: PreTrainedConfig, style: Style) -> dict[str, Any]:
-    """Return the arguments that make a configuration of this class tiny."""
+    """Return arguments for a tiny configuration of this class."""
     own = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     sizes: dict[str, Any] = {}
@@ -160,7 +158,7 @@ def _small(name: str, value: int | None, style: Style) -> int | None:
 
 
 def _fewer_layers(own: Mapping[str, Any], style: Style) -> dict[str, Any]:
-    """Keep one layer of each kind, in all lists that have one entry a layer."""
+    """Keep one layer of each kind in all per-layer lists."""
     count_name = next((name for name in own if LAYER_COUNT.fullmatch(name) and isinstance(own[name], int)), None)
     if count_name is None:
         return {}
@@ -183,7 +181,7 @@ def _is_plain(values: Iterable[Any]) -> bool:
 
 
 def _images(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Make images of four by four patches."""
+    """Set image sizes to four by four patches."""
     size, patch = own.get("image_size"), own.get("patch_size")
     if isinstance(size, int) and isinstance(patch, int) and size > 4 * patch:
         return {"image_size": 4 * patch}
@@ -191,7 +189,7 @@ def _images(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _heads_that_add_up(own: Mapping[str, Any], sizes: Mapping[str, Any], style: Style) -> dict[str, Any]:
-    """Let the parts of a head (latent attention) and the heads of a layer (state spaces) make up the whole."""
+    """Make the parts of a head (latent attention) and the heads of a layer (state spaces) add up."""
     together: dict[str, Any] = {}
     if "qk_nope_head_dim" in own and "qk_rope_head_dim" in own:
         parts = (sizes.get(name, own[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
@@ -204,7 +202,7 @@ def _heads_that_add_up(own: Mapping[str, Any], sizes: Mapping[str, Any], style: 
 
 
 def _rope(own: Mapping[str, Any], sizes: Mapping[str, Any], style: Style) -> dict[str, Any]:
-    """Let the sections of a multimodal rotary embedding fit into the head."""
+    """Fit the sections of a multimodal rotary embedding into the head."""
     rope = own.get("rope_parameters")
     if not isinstance(rope, dict) or not ("mrope_section" in rope or (style.fills and "rope_theta" in rope)):
         return {}

@@ -1,4 +1,4 @@
-"""Compute calls on one prefill kernel, whatever their length."""
+"""Run calls of any length on one prefill kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CONFIGS = {WARP_SPECIALIZED.name: warp_specialized_config, MULTI_CTA.name: mult
 
 
 def use_kernel(monkeypatch: pytest.MonkeyPatch, kernel: PrefillKernel) -> None:
-    """Let a kernel compute every call; one that it does not support is an error."""
+    """Run every call on a kernel; an unsupported call is an error."""
     if kernel is not PORTABLE:
         configure = _CONFIGS[kernel.name]
         kernel = replace(

@@ -1,4 +1,4 @@
-"""The messages in the sources and on the page of messages; run it to see which errors the page does not have."""
+"""Messages in the sources and on the page of messages. Run it to list errors missing from the page."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SOURCES = (ROOT / "dma_hf", ROOT / "kernels" / "dma_kernels", ROOT / "eval" / "d
 BUILDER = ROOT / "scripts" / "build_hub_kernel.py"
 ERRORS = ("ValueError", "TypeError", "RuntimeError", "ImportError", "UserError")
 GAP = "…"
-"""Stands for what a message takes from the call."""
+"""Placeholder for values formatted into a message."""
 
 
 def quoted_messages() -> list[str]:
-    """Return what the first column of the page's tables quotes, without what others than this project say."""
+    """Return the messages in the first column of the page's tables, except those of other projects."""
     rows = [line.split(" | ")[0] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     return [text for row in rows if "(from Transformers)" not in row for text in re.findall(r"`([^`]+)`", row)]
 
 
 def source_messages() -> set[str]:
-    """Return every string of the sources except docstrings, with gaps where it is formatted."""
+    """Return every string of the sources except docstrings, with placeholders for formatted values."""
     found: set[str] = set()
     for tree in _trees().values():
         docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -32,7 +32,7 @@ def source_messages() -> set[str]:
 
 
 def undocumented() -> Iterator[tuple[str, str]]:
-    """Yield the place and message of every error that is raised and that the page does not quote."""
+    """Yield the location and message of every error that the page does not quote."""
     quoted = [text for text in quoted_messages() if len(text) > 8]
     for path, tree in _trees().items():
         for node in ast.walk(tree):
@@ -45,7 +45,7 @@ def undocumented() -> Iterator[tuple[str, str]]:
 
 
 def as_template(node: ast.AST) -> str:
-    """Return a string expression with gaps for what is formatted into it; empty for anything else."""
+    """Return a string expression with placeholders for formatted values; empty for other expressions."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

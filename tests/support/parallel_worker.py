@@ -1,4 +1,4 @@
-"""One process of several: run a saved model under the launcher that started this, and write what it computes.
+"""One of several processes: run a saved model under the launcher, and write the results.
 
 Usage: torchrun --nproc-per-node 2 parallel_worker.py MODEL_DIR OUT_DIR tensor
        torchrun --nproc-per-node 2 parallel_worker.py MODEL_DIR OUT_DIR data
@@ -19,7 +19,7 @@ NEW_TOKENS = 6
 
 
 def token_ids() -> torch.Tensor:
-    """Return the prompts ``[4, 300]``: more than two tiles long."""
+    """Return prompts ``[4, 300]``, over two tiles long."""
     return torch.randint(3, 97, (4, 300), generator=torch.Generator().manual_seed(0))
 
 
@@ -33,7 +33,7 @@ def compute(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor
 
 
 def run_tensor_parallel(source: Path, out: Path) -> None:
-    """Split every layer over the processes."""
+    """Shard every layer over the processes."""
     model = AutoModelForCausalLM.from_pretrained(source, attn_implementation=dma_hf.NAME, tp_plan="auto").eval()
     results = compute(model, token_ids())
     weight = model.model.layers[0].self_attn.q_proj.weight
@@ -56,7 +56,7 @@ def batched(model: torch.nn.Module) -> torch.Tensor:
 
 
 def run_batching(source: Path, out: Path) -> None:
-    """Split every layer over the processes, and the heads of every page and slot with them."""
+    """Shard every layer over the processes, and the heads of every page and slot."""
     model = AutoModelForCausalLM.from_pretrained(source, attn_implementation=dma_hf.NAME, tp_plan="auto").eval()
     torch.save({"tokens": batched(model)}, out / f"batch{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
@@ -64,7 +64,7 @@ def run_batching(source: Path, out: Path) -> None:
 
 
 def run_data_parallel(source: Path, out: Path) -> None:
-    """Give every process its share of the batch, as a script does that ``accelerate launch`` starts."""
+    """Give every process its share of the batch, as in a script under ``accelerate launch``."""
     from accelerate import PartialState
 
     state = PartialState(cpu=not torch.cuda.is_available())

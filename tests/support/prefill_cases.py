@@ -1,4 +1,4 @@
-"""Calls of the attention that every compute path is tried on, in the interpreter and on a GPU."""
+"""Attention calls to test every compute path with, in the interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and options of a call, whose last queries see a low tile. Tensors are made on the device of the call."""
+    """Shapes and options of a call; its last queries attend to a low tile. Tensors are on the call's device."""
 
     q_len: int = 200
     kv_len: int = 430
@@ -45,7 +45,7 @@ class Case:
     tensors: dict[str, Any] = field(default_factory=dict)
 
     def inputs(self, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value as Transformers hands them: transposed views, not contiguous."""
+        """Return query, key and value as Transformers passes them: transposed, non-contiguous views."""
         made = random_qkv(
             batch=self.batch, q_heads=self.q_heads, kv_heads=self.kv_heads, q_len=self.q_len, kv_len=self.kv_len,
             head_dim=self.head_dim, value_dim=self.value_dim, dtype=dtype, device=device,
@@ -56,7 +56,7 @@ class Case:
         return query, key, value
 
     def problem(self, recipe: Recipe, dtype: torch.dtype, device: str) -> AttentionCall:
-        """Return what a call of the Triton backend is planned by."""
+        """Return the key of the plan of a Triton backend call."""
         options: dict[str, Any] = dict.fromkeys(
             ("scale", "q_offset", "kv_range", "window", "softcap", "sinks", "mask", "tile_counts")
         )
@@ -78,10 +78,10 @@ class Case:
 
 
 def make_sparse(query: Tensor, key: Tensor, share: float = 0.5) -> None:
-    """Fill with normal numbers, and lower the logits of a share of the stretches of 128 keys by 12, in place.
+    """Fill with normal numbers in place, and lower the logits of some runs of 128 keys by 12.
 
-    Each kv head has its own stretches. Logits differ by far less than 6 otherwise, so a kernel and the reference agree
-    on which tiles are that much smaller, whatever they round.
+    Each KV head has its own runs. Other logits differ by far less than 6, so rounding does not change which tiles a
+    kernel and the reference skip.
     """
     head_dim = key.shape[3]
     generator = torch.Generator().manual_seed(7)
@@ -90,7 +90,7 @@ def make_sparse(query: Tensor, key: Tensor, share: float = 0.5) -> None:
     is_lowered = torch.rand((key.shape[0], key.shape[1], -(-key.shape[2] // TILE)), generator=generator) < share
     is_lowered[..., 0] = False
     lowered = is_lowered.repeat_interleave(TILE, 2)[..., : key.shape[2], None]
-    # Numbers of bfloat16, which are the same in every dtype.
+    # Bfloat16 numbers, which are exact in every dtype.
     query.copy_((0.7 * torch.randn(query.shape, generator=generator) + direction).bfloat16())
     key.copy_((torch.randn(key.shape, generator=generator) - lowered * direction).bfloat16())
 
@@ -100,7 +100,7 @@ def _pattern(*shape: int) -> list[Any]:
 
 
 def _packed(length: int, *ends: int) -> list[Any]:
-    """A mask of sequences side by side, which end there."""
+    """A mask of packed sequences with the given ends."""
     number = torch.bucketize(torch.arange(length), torch.tensor(ends), right=True)
     return (number[:, None] == number).expand(1, 1, -1, -1).tolist()
 
@@ -196,7 +196,7 @@ MASKED = {
         head_dim=128,
     ),
 }  # fmt: skip
-"""Calls with masks that hide more than positions say."""
+"""Calls with masks beyond causality and windows."""
 
 
 def assert_matches_reference(
@@ -207,10 +207,10 @@ def assert_matches_reference(
     counts: Tensor | None = None,
     expected_counts: Tensor | None = None,
 ) -> None:
-    """Hold the Triton backend against the reference on the same inputs, and let both count tiles where asked.
+    """Compare the Triton backend with the reference on the same inputs; both count tiles if requested.
 
-    Against fp64 with unrounded probabilities the kernel may err at most twice as much as the reference in fp32 does.
-    Both round probabilities to E4M3 (``pv = "fp8"``), each relative to another maximum, so they differ from each other.
+    The kernel's error against fp64 with unrounded probabilities may be at most twice that of the fp32 reference. Both
+    round probabilities to E4M3 (``pv = "fp8"``) relative to different maxima, so they differ from each other.
     """
     out, lse = case.call(recipe, "triton", dtype, device, counts)
     if torch.device(device).type == "cuda":
@@ -229,8 +229,8 @@ def assert_matches_reference(
     assert relative_error(out, exact) <= allowed, f"{relative_error(out, exact):.2g} is over {allowed:.2g}"
     assert torch.equal(lse.isneginf(), expected_lse.isneginf())
     seen = ~expected_lse.isneginf()
-    # The 16-bit forms of smoothed and rotated tensors move a logit by its magnitude times their rounding; fp32 moves
-    # the difference of q . k and q . mean, however small it is.
+    # Rounding smoothed and rotated operands to 16 bits changes a logit by its magnitude times eps. fp32 rounding moves
+    # the difference q . k - q . mean, however small it is.
     magnitude = float(expected_lse[seen].abs().max())
     torch.testing.assert_close(lse[seen], expected_lse[seen], atol=2.0 * rounding * magnitude + 1e-5, rtol=0.0)
 
@@ -256,11 +256,11 @@ SPARSE = {
         "mask": {"tensors": {"mask": _pattern(1, 2, SPARSE_LENGTH, SPARSE_LENGTH)}},
     }.items()
 }
-"""Calls with tiles that a threshold of 6 nats skips."""
+"""Calls in which a threshold of 6 nats skips tiles."""
 
 
 def assert_skips_as_the_reference(case: Case, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
-    """Hold the Triton backend against the reference: the output, and how many tiles are skipped."""
+    """Compare output and number of skipped tiles of the Triton backend with the reference."""
     recipe = replace(recipe, skip_threshold=6.0)
     counts, expected = case.zero_counts(device), case.zero_counts(device)
     assert_matches_reference(case, recipe, dtype, device, counts, expected)

@@ -17,9 +17,9 @@ MODULES = [path for folder in ("dma_hf", "eval/dma_eval") for path in sorted((RO
 KERNEL_MODULES = sorted((ROOT / "kernels/dma_kernels").rglob("*.py"))
 """Modules of which only the docstrings are read, not the messages."""
 SHORTEST_MESSAGE = 4
-"""Strings with fewer words are names, not messages."""
+"""Strings with fewer words count as names, not messages."""
 LONGEST = 30
-"""Words of a sentence."""
+"""Maximum words per sentence."""
 UNCLEAR = {
     r"all chips": "portable",
     r"kernel (?:of|for) (?:long|short) prompts": "warp-specialized kernel, multi-CTA kernel",
@@ -92,7 +92,7 @@ def problems(text: str) -> Iterator[tuple[int, str]]:
 def module_problems(source: str, *, messages: bool = True) -> Iterator[tuple[int, str]]:
     """Yield the line and a description of each problem of a module's docstrings and, by default, messages.
 
-    Examples of a docstring are not read. A semicolon ends a sentence, because messages are ``problem; way out``.
+    Examples in docstrings are ignored. A semicolon ends a sentence, because messages are ``problem; way out``.
     """
     tree = ast.parse(source)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

@@ -1,4 +1,4 @@
-"""The operands of a compute path made in torch: what the quantizer on a device is held against."""
+"""The operands of a compute path in torch, the reference of the GPU quantizer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check(
     rows: Tensor | None = None,
     low_tiles: range | None = None,
 ) -> Operands:
-    """Hold the operands of a call against the specification, given the mean key that the kernels found."""
+    """Compare a call's operands with the specification, given the kernels' mean key."""
     path = select_compute_path(recipe, arch)
     actual = quantize_keys_values(key, value, recipe, path, kv_offset=kv_offset, seq_info=rows, low_tiles=low_tiles)
     expected = expected_operands(key, value, recipe, path, kv_offset=kv_offset, rows=rows, mean=actual.key_mean)
@@ -92,7 +92,7 @@ def assert_tile_operands_equal(actual: TileOperands, expected: TileOperands) -> 
             continue
         assert isinstance(got, Tensor), name
         try:
-            # Raw values are the caller's own tensor and may hold anything.
+            # Unquantized values are the caller's tensor, with arbitrary padding.
             if got is not wanted:
                 assert_bits_equal(got, wanted)
         except AssertionError as error:
@@ -109,10 +109,10 @@ def expected_operands(
     rows: Tensor | None,
     mean: Tensor | None,
 ) -> Operands:
-    """Return what :func:`dma_kernels.prefill.quantizer.quantize_keys_values` has to return.
+    """Return the expected result of :func:`dma_kernels.prefill.quantizer.quantize_keys_values`.
 
-    ``mean`` is the mean key that it found, fp32 ``[B, Hkv, D]``: a sum in another order may round to the neighbouring
-    bfloat16, and that is checked here.
+    ``mean`` is the kernel's mean key, fp32 ``[B, Hkv, D]``. Another order of summation may
+    round it to the neighboring bfloat16, which is checked here.
     """
     batch, kv_len = key.shape[0], key.shape[2]
     index = torch.arange(kv_len, device=key.device)
@@ -180,7 +180,7 @@ def _keys(
     dtype: torch.dtype,
     query_format: str,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return aligned keys in a form, their block scales, and their factors."""
+    """Return tile-padded keys in an operand format, their block scales and descales."""
     if form is RAW:
         return None, None, None
     target = dequantized_dtype(dtype, query_format, format)
@@ -212,7 +212,7 @@ def _keys(
 
 
 def _values(v: Tensor, descale: Tensor, form: OperandFormat) -> tuple[Tensor | None, Tensor | None]:
-    """Return aligned values in a form, and their factors."""
+    """Return tile-padded values in an operand format, and their descales."""
     if form is RAW:
         return None, None
     scaled = values_to_e4m3(v, descale)

@@ -1,8 +1,8 @@
-"""Triton's interpreter without work that it does again and throws away, half of the time of the tests that run in it.
+"""Remove redundant work from Triton's interpreter, which takes half of its tests' time.
 
-At each call of a device function it replaces the language by a walk through all members of its modules, though the
-kernel that calls has replaced it already; and it adds, subtracts and multiplies integers a second time, in 64 bits, for
-overflows that it reports in debug mode alone. So do Triton 3.6 and 3.9.
+At each call of a device function the interpreter patches all members of the language's modules again, although the
+calling kernel has patched them. It also repeats integer arithmetic in 64 bits to find overflows that it reports only in
+debug mode. Checked with Triton 3.6 and 3.9.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from triton.runtime import interpreter
 
 
 def make_quick() -> None:
-    """Have the language replaced once for a kernel, and no overflow looked for."""
+    """Patch the language once per kernel, and disable overflow checks."""
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     patch = interpreter._patch_lang
     replaced: set[ModuleType] = set()
 
     class Scope:
-        """Of a kernel: at its end the language is what it was."""
+        """Restores the language at the end of a kernel."""
 
         def __init__(self, function: Callable[..., Any]) -> None:
             self._scope = patch(function)
@@ -35,7 +35,7 @@ def make_quick() -> None:
             self._scope.restore()
 
     def patch_once(function: Callable[..., Any]) -> Scope | None:
-        """Return what a kernel calls at its end; a device function, which is called by a kernel, calls nothing."""
+        """Patch the language for a kernel and return its scope; return ``None`` for a device function."""
         modules = _languages(function)
         if modules and modules <= replaced:
             return None
@@ -48,5 +48,5 @@ def make_quick() -> None:
 
 @cache
 def _languages(function: Callable[..., Any]) -> frozenset[ModuleType]:
-    """Return the modules of the language that a function sees, as the interpreter finds them."""
+    """Return the language modules in a function's scope, as the interpreter finds them."""
     return frozenset(value for value in function.__globals__.values() if value is language or value is language.core)

@@ -22,7 +22,7 @@ CASES = {
 
 
 def assert_restored(storage: LayerStorage, dtype: torch.dtype) -> None:
-    """Compare the kernel with torch: from before the first key to past the last one, and a part of that."""
+    """Compare the kernel with torch on a range that exceeds the stored keys, and on a part of it."""
     longest = int(storage.lengths.max())
     start = torch.full_like(storage.lengths, -5)
     for first, entries in ((start, longest + 9), (start + 75, 200)):
@@ -35,7 +35,7 @@ def assert_restored(storage: LayerStorage, dtype: torch.dtype) -> None:
 
 
 def assert_dense(storage: LayerStorage, case: Case) -> None:
-    """Compare what a chunk of 30 tokens reads, its own KV included, with torch."""
+    """Compare the KV that a chunk of 30 tokens reads, its own included, with torch."""
     dtype, device = storage.key_residual.dtype, storage.key_residual.device.type
     _, key, value = Case(**{**vars(case), "kv_len": 30}).inputs(dtype, device)
     out_len = min(case.kv_len, (case.window or case.kv_len) + TILE) + 100
@@ -62,7 +62,7 @@ def assert_dense(storage: LayerStorage, case: Case) -> None:
 
 
 def random_pages(format: str, dtype: torch.dtype, device: str) -> LayerStorage:
-    """Return a cache whose page blocks hold random codes, scales and zero points, some of them NaN."""
+    """Return a cache with random codes, scales and zero points, some of them NaN."""
     storage = Case(kv_len=1024).storage(format, dtype, device, is_filled=False)
     storage.lengths += 1024
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
-"""The fenced blocks of the pages: finding them, checking their syntax, running them.
+"""Find, parse and run the fenced code blocks of the documentation.
 
-A block is run unless an HTML comment ``<!-- not run: REASON -->`` stands above it; then it is only parsed. Sybil and
-its like would save one regular expression: none of them parses what it skips, or runs shell blocks.
+A block below an HTML comment ``<!-- not run: REASON -->`` is only parsed; others are run. Sybil and similar tools would
+save one regular expression, but do not parse skipped blocks or run shell blocks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Block:
     """A fenced block.
 
     Attributes:
-        page: Where it stands, from the root of the repository.
-        section: The heading of second rank above it; empty before the first.
-        line: Line of its first line of code, counted from 0.
-        language: What the fence says; empty for plain text.
+        page: Path of its page from the root of the repository.
+        section: The second-level heading above it; empty before the first.
+        line: Zero-based line of its first line of code.
+        language: The language of the fence; empty for plain text.
         source: The code.
-        reason: Why it is not run; ``None`` if it is.
+        reason: Why it is not run; ``None`` if it runs.
     """
 
     page: str
@@ -49,15 +49,15 @@ class Block:
 
     @property
     def is_code(self) -> bool:
-        """Whether it can be run."""
+        """Whether the block has code that can run."""
         return self.language == "python" or self.language in SHELLS
 
     def parse(self) -> None:
-        """Check its syntax, for the languages that the pages use.
+        """Check the syntax of Python, shell, TOML or JSON.
 
         Raises:
             SyntaxError: The Python or shell code is not valid.
-            ValueError: The TOML or JSON is not valid, or the language is another one.
+            ValueError: The TOML or JSON is not valid, or the language is unknown.
         """
         if self.language == "python":
             self._compile()
@@ -73,7 +73,7 @@ class Block:
             raise ValueError(f"{self.page}:{self.line + 1}: blocks of {self.language!r} are not checked")
 
     def run(self, namespace: dict[str, Any]) -> None:
-        """Run Python code in ``namespace``, shell code in a process of its own with the variables of earlier blocks.
+        """Run Python code in ``namespace``, and shell code in a new process with the variables of earlier blocks.
 
         Raises:
             AssertionError: The shell code failed.
@@ -94,7 +94,7 @@ class Block:
         self.note_variables(namespace)
 
     def note_variables(self, namespace: dict[str, Any]) -> None:
-        """Note what a shell block sets, for later ones."""
+        """Record the variables that a shell block sets, for later blocks."""
         if self.language in SHELLS:
             found = re.findall(r"^[A-Z_]+=.*$", self.source, re.MULTILINE)
             namespace.setdefault("SHELL_VARIABLES", []).extend(found)

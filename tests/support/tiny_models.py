@@ -1,4 +1,4 @@
-"""Tiny configurations of many architectures, for random models that are built in milliseconds, without the Hub."""
+"""Tiny configurations of many architectures, for random models built in milliseconds without the Hub."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Family:
     """An architecture with a tiny configuration.
 
     Attributes:
-        model: The model's class in Transformers.
-        config: Its configuration's class.
+        model: Name of the model class in Transformers.
+        config: Name of its configuration class.
         sizes: Arguments of the configuration.
-        reference: The implementation to compare with: ``sdpa``, or ``eager`` where that is all the model has.
-        window: Whether a layer has a sliding window or chunks.
+        reference: The implementation to compare with: ``sdpa``, or ``eager`` if the model has no other.
+        window: Whether any layer has a sliding window or chunks.
     """
 
     model: str
@@ -131,4 +131,4 @@ SEQ2SEQ: dict[str, Family] = {
 FAMILIES = DECODERS | ENCODERS | SEQ2SEQ
 
 IDENTITY = {"low": "bf16", "high": "bf16", "pv": "bf16", "smooth_k": False, "rotate": False, "shared_scale": "block"}
-"""The configuration that quantizes nothing: the rule is then ordinary attention."""
+"""A configuration without quantization, which computes ordinary attention."""

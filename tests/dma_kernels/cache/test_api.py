@@ -136,7 +136,7 @@ def test_triton_backend_never_calls_the_reference(case, count, options, monkeypa
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("count", [1, 100])
-def test_keys_past_the_reserved_tiles_are_refused(backend, count, monkeypatch):
+def test_keys_past_the_reserved_tiles_are_rejected(backend, count, monkeypatch):
     """The longer of two padded rows with two pages each does not fit, and nothing is stored."""
     monkeypatch.setattr(cache_api, "resolve_backend", lambda *_: backend)  # also used for storing
     query, key, value = random_qkv(batch=2, q_len=600, kv_len=600, head_dim=16, dtype=torch.float16)

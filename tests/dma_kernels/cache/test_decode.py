@@ -232,7 +232,7 @@ def test_sinks_may_have_any_stride(sinks: torch.Tensor) -> None:
     assert_bits_equal(decode_attention(query, storage, CacheOptions(0.125, sinks=sinks))[0], expected)
 
 
-def test_too_many_queries_are_refused() -> None:
+def test_too_many_queries_are_rejected() -> None:
     storage = Case(kv_len=40).storage("int8", torch.float16, "cpu")
     query = torch.zeros(1, 4, MAX_QUERIES + 1, 64, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"query must have at most 16 positions, got 17; use the prefill kernel"):

@@ -69,7 +69,7 @@ class Case:
 
 
 def logits_of(case: Case, recipe: Recipe, row: int) -> tuple[Tensor, Tensor]:
-    """Return masked logits ``[Hq, Tq, Tk]`` of a batch row, and which pairs are high, ``[Tq, Tk]``."""
+    """Return masked logits ``[Hq, Tq, Tk]`` of a batch row, and the high pairs ``[Tq, Tk]``."""
     options, (query, key, value) = case.options(), (x[row : row + 1] for x in case.tensors())
     p = int(options["q_offset"][row]) + torch.arange(case.q_len)[:, None]
     j = int(options["kv_offset"][row]) + torch.arange(case.q_len + case.extra)[None]
