@@ -96,7 +96,7 @@ def attend_high(
 ):  # fmt: skip
     """Attend to steps ``first..last - 1`` of the high tiles, 16 keys per warp: sinks first, then the band.
 
-    With ``HAS_NEW`` the last step, ``work.high_steps - 1``, reads the new keys, from position ``stored`` on.
+    With ``HAS_NEW`` the last step, ``work.high_steps - 1``, reads the new keys, which start at position ``stored``.
 
     Returns:
         The unnormalized output ``[G * W, 64, 8]``, channel ``8 g + i`` of 64 at row ``8 i + g``; partial row sums per

@@ -77,7 +77,7 @@ def cached_attention_reference(
 
 
 def _mask_columns(options: CacheOptions, rows: slice, position: int, kv_len: int) -> Tensor:
-    """Return the mask of ``kv_len`` keys from ``position`` on; keys without a column are masked."""
+    """Return the mask of ``kv_len`` keys starting at ``position``; keys without a column are masked."""
     assert options.mask is not None
     mask = options.mask if options.mask.shape[0] == 1 else options.mask[rows]
     if mask.shape[3] == 1:

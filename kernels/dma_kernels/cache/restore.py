@@ -112,7 +112,7 @@ def restore_dense(
     *,
     as_low: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return dense KV from a position of each row on, without synchronizing; zeros where nothing is stored.
+    """Return dense KV starting at a position per row, without synchronizing; zeros where nothing is stored.
 
     Args:
         storage: The cache.

@@ -27,7 +27,7 @@ def load_rows(
 ):  # fmt: skip
     """Load ``[BLOCK_N, BLOCK_WIDTH]``, starting at row ``first``.
 
-    Columns from ``WIDTH`` on are zero. With ``MASK_ROWS``, so are rows outside ``0..length``.
+    Columns past ``WIDTH`` are zero. With ``MASK_ROWS``, so are rows outside ``0..length``.
     """
     rows = first + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_WIDTH)

@@ -18,7 +18,7 @@ _ROWS = tl.constexpr(32)
 def load_positions(seq_info_ptr, i_b, q_offset, kv_offset, kv_len):
     """Return the positions of query 0, of key 0, of the first visible key of a batch row, and after the last.
 
-    Read from int32 ``[B, 4]`` (:class:`~dma_kernels.numerics.geometry.AttentionGeometry`) where a pointer is given.
+    Read from int32 ``[B, 4]`` (:class:`~dma_kernels.numerics.geometry.AttentionGeometry`) if a pointer is given.
     """
     visible_start = kv_offset
     visible_end = kv_offset + kv_len
@@ -51,7 +51,7 @@ def load_visible_range(seq_info_ptr, i_b, kv_offset, kv_len):
 
 @triton.jit
 def load_in_range(base, rows, first, last, stride_t, stride_d, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load the rows with these indices, ``[ROWS, BLOCK_D]``; zeros outside ``first..last`` and from channel D on."""
+    """Load the rows with these indices, ``[ROWS, BLOCK_D]``; zeros outside ``first..last`` and past the D channels."""
     o_d = tl.arange(0, BLOCK_D)
     m_row = (rows >= first) & (rows < last)
     offset = rows.to(tl.int64)[:, None] * stride_t + o_d.to(tl.int64)[None, :] * stride_d

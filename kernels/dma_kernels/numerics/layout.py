@@ -46,7 +46,7 @@ class TensorLayout(NamedTuple):
         return self.strides
 
     def is_contiguous(self) -> bool:
-        """Return whether the elements lie next to each other in order."""
+        """Return whether the tensor is contiguous."""
         pairs = zip(self.shape, self.strides, dense_strides(self.shape), strict=True)
         return all(size == 1 or stride == dense for size, stride, dense in pairs)
 

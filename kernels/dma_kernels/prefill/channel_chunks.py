@@ -24,7 +24,7 @@ def chunk_width(D):
 
 @triton.jit
 def load_chunks(base, rows, first, last, stride_t, stride_d, D: tl.constexpr):
-    """Load rows unchanged; zeros outside ``first..last`` and from channel ``D`` on."""
+    """Load rows unchanged; zeros outside ``first..last`` and past the ``D`` channels."""
     m_row = (rows >= first) & (rows < last)
     row = base + rows.to(tl.int64)[:, None] * stride_t
     WIDTH: tl.constexpr = chunk_width(D)

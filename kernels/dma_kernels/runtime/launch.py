@@ -255,7 +255,7 @@ def launches_directly(kernels: Sequence[Any]) -> bool:
     hooks = triton.knobs.runtime
     if _is_hooked(hooks.launch_enter_hook) or _is_hooked(hooks.launch_exit_hook):
         return False
-    return getattr(hooks, "add_stages_inspection_hook", None) is None  # from 3.7 on
+    return getattr(hooks, "add_stages_inspection_hook", None) is None  # exists since 3.7
 
 
 def _is_hooked(hook: Any) -> bool:

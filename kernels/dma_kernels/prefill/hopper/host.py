@@ -142,7 +142,7 @@ def _swizzle_group(inputs: AttentionInputs) -> int:
 
 
 def _heads(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Describe ``[B, H, T, D]``, loaded in blocks of a head's rows; zeros from channel ``D`` on."""
+    """Describe ``[B, H, T, D]``, loaded in blocks of a head's rows; zeros past the ``D`` channels."""
     return _describe(tensor, *head_blocks(tensor, rows, padded_channels(tensor.shape[3])))
 
 

@@ -32,8 +32,8 @@ class QuantizedQueries:
 
     high: Tensor  # queries of high tiles, 16-bit ``[B, Hq, Tq, D]``: the caller's own if high tiles are unquantized
     low: Tensor  # queries of low tiles, 8-bit or 16-bit ``[B, Hq, Tq, D]``, contiguous
-    # fp32 ``[2, B, Hq, Tq]``, contiguous: the scale that converts low scores, before the key descale, to base-2 logits;
-    # and the dot product of query and mean key, the bias that smoothing subtracts from the scores
+    # fp32 ``[2, B, Hq, Tq]``, contiguous. First the scale that converts low scores, before the key descale, to base-2
+    # logits. Then the dot product of query and mean key, the bias that smoothing subtracts from the scores.
     descale_and_bias: Tensor
 
 

@@ -16,7 +16,7 @@ finite_or_zero = gluon.jit(_finite_or_zero_triton.fn)
 
 @gluon.jit
 def _reciprocal(x):
-    """Return ``1 / x`` to one ulp, 0 from 2^126 on, in a third of a division's instructions."""
+    """Return ``1 / x`` to one ulp, and 0 for ``x >= 2 ** 126``, in a third of a division's instructions."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 

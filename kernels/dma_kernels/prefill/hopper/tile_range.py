@@ -37,7 +37,7 @@ class SeqInfo:
 
 @gluon.jit
 def load_seq_info(seq_info_ptr, i_b, q_offset, q_len, kv_offset, kv_len):
-    """Return the :class:`SeqInfo` of batch row ``i_b``, read from int32 ``[B, 4]`` where a pointer is given."""
+    """Return the :class:`SeqInfo` of batch row ``i_b``, read from int32 ``[B, 4]`` if a pointer is given."""
     q_offset, kv_offset, start, end = _load_positions(seq_info_ptr, i_b, q_offset, kv_offset, kv_len)
     return SeqInfo(q_offset=q_offset, q_len=q_len, kv_offset=kv_offset, visible_start=start, visible_end=end)
 
