@@ -13,9 +13,8 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
-MODULES = [path for folder in ("dma_hf", "eval/dma_eval") for path in sorted((ROOT / folder).rglob("*.py"))]
-KERNEL_MODULES = sorted((ROOT / "kernels/dma_kernels").rglob("*.py"))
-"""Modules of which only the docstrings are read, not the messages."""
+PACKAGES = ("dma_hf", "eval/dma_eval", "kernels/dma_kernels")
+MODULES = [path for folder in PACKAGES for path in sorted((ROOT / folder).rglob("*.py"))]
 SHORTEST_MESSAGE = 4
 """Strings with fewer words count as names, not messages."""
 LONGEST = 30
@@ -89,8 +88,8 @@ def problems(text: str) -> Iterator[tuple[int, str]]:
                 yield start, f"{count} words: {' '.join(sentence.split()[:12])} …"
 
 
-def module_problems(source: str, *, messages: bool = True) -> Iterator[tuple[int, str]]:
-    """Yield the line and a description of each problem of a module's docstrings and, by default, messages.
+def module_problems(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and a description of each problem of a module's docstrings and messages.
 
     Examples in docstrings are ignored. A semicolon ends a sentence, because messages are ``problem; way out``.
     """
@@ -99,7 +98,7 @@ def module_problems(source: str, *, messages: bool = True) -> Iterator[tuple[int
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value.partition("\n    Examples:\n")[0].replace("``", "`").replace("; ", ". ")
-            if id(node) in docstrings or (messages and len(text.split()) >= SHORTEST_MESSAGE):
+            if id(node) in docstrings or len(text.split()) >= SHORTEST_MESSAGE:
                 yield from ((node.lineno + line - 1, problem) for line, problem in problems(text))
 
 
@@ -126,6 +125,6 @@ if __name__ == "__main__":
     for page in PAGES:
         for line, problem in problems(page.read_text(encoding="utf-8")):
             print(f"{page.relative_to(ROOT)}:{line}: {problem}")
-    for module in (*MODULES, *KERNEL_MODULES):
-        for line, problem in module_problems(module.read_text(encoding="utf-8"), messages=module in MODULES):
+    for module in MODULES:
+        for line, problem in module_problems(module.read_text(encoding="utf-8")):
             print(f"{module.relative_to(ROOT)}:{line}: {problem}")

@@ -416,8 +416,8 @@ class LayerStorage:
             residual_start = length + self.rolled_back - self.residual_len
             if length - count > self.sink_len and residual_start > self.sink_len:
                 raise RuntimeError(
-                    f"crop takes back {rolled_back} tokens, but the 16-bit keys before the new end have been replaced "
-                    f"by codes; at most {self.spare_tokens} can be taken back of {length}: read the prompt again "
+                    f"crop removes {rolled_back} tokens, but the 16-bit keys before the new end have been replaced "
+                    f"by codes; at most {self.spare_tokens} of {length} can be removed: read the prompt again "
                     "instead"
                 )
 

@@ -135,7 +135,7 @@ class PlanBuilder:
         """
         if not self.launches and launch.keywords.get("launch_pdl"):
             raise RuntimeError(
-                f"{launch.kernel.fn.__name__} starts before the launch before it has ended, and may read the call's "
+                f"{launch.kernel.fn.__name__} starts before the previous launch ends, and may read the call's "
                 "inputs at once; the call must first launch a kernel that starts after all earlier work"
             )
         self.launches.append(replace(launch, arguments=map_leaves(self._planned, launch.arguments)))

@@ -174,7 +174,7 @@ def test_the_first_launch_of_a_call_must_not_use_pdl(device: Device) -> None:
         early((1, 1, 1), x, None, out, 1.0)
         return [out]
 
-    with pytest.raises(RuntimeError, match="_scale starts before the launch before it has ended"):
+    with pytest.raises(RuntimeError, match="_scale starts before the previous launch ends"):
         make_plan(function, [x], CPU)
 
 
