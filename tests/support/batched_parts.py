@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import dma_hf
+from dma_hf.integrations.cache_argument import CACHE_ARGUMENT
 
 Parts = dict[str, list[tuple[int, int]]]
 """The calls that computed a request: earlier tokens, and new ones."""
@@ -55,7 +56,7 @@ def assert_as_alone(model: PreTrainedModel, outputs: Mapping[str, Any], parts: P
                 end = 0
             assert past == end
             end = past + length
-            logits = model(tokens[:, past:end], past_key_values=cache).logits[0, -1].double()
+            logits = model(tokens[:, past:end], **{CACHE_ARGUMENT: cache}).logits[0, -1].double()
             if len(output.prompt_ids) <= end < tokens.shape[1]:
                 below = float(logits.max() - logits[tokens[0, end]])
                 assert below <= tolerance, f"{name}: token {end} of {tokens.shape[1]} is {below:.2g} below the best"
