@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("openai")
 from dma_eval.bench.requests import parse_requests
-from dma_eval.bench.serve_url import Answer, arrival_times, summarize
+from dma_eval.bench.serve_url import Answer, Target, arrival_times, summarize
 
 FIRST_SECONDS, BETWEEN_SECONDS = 0.1, 0.02
 
@@ -95,6 +95,17 @@ def test_times_and_tokens(measure, server):
     assert measured["seconds"] >= FIRST_SECONDS + 4 * BETWEEN_SECONDS
     assert measured["tokens_per_second"] == pytest.approx(30 / measured["seconds"])
     assert "served at http" in result.stdout
+
+
+def test_making_prompts_is_not_timed(measure, monkeypatch):
+    def make_slowly(self, ids):
+        time.sleep(0.3)
+        return f"a prompt of {len(ids)} tokens"
+
+    monkeypatch.setattr(Target, "_text", make_slowly)
+    result, report = measure("--requests", "6x5+1")
+    assert result.exit_code == 0, result.output
+    assert report["results"][0]["seconds"] < 6 * 0.3
 
 
 def test_figures_of_answers():

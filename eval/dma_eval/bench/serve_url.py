@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from dma_eval.errors import UserError, one_line
 from dma_eval.pages import Columns, Table, of
 
-from .requests import Request, RequestSet, figures
+from .requests import RequestSet, figures
 from .results import UrlResult
 
 WARM_REQUESTS, WARM_TOKENS = 8, 8
@@ -78,31 +78,35 @@ class Target:
         """
         for requests in sets:
             warm = replace(requests, count=WARM_REQUESTS, new=(WARM_TOKENS,) * 2)
-            asyncio.run(self._send(warm, math.inf, seed + 1))
+            asyncio.run(self._send(self._draw(warm, seed + 1), math.inf, seed + 1))
+            asked = self._draw(requests, seed)
             for rate in rates:
-                yield summarize(requests, rate, asyncio.run(self._send(requests, rate, seed)))
+                yield summarize(requests, rate, asyncio.run(self._send(asked, rate, seed)))
 
-    async def _send(self, requests: RequestSet, rate: float, seed: int) -> list[Answer]:
+    def _draw(self, requests: RequestSet, seed: int) -> list[tuple[str, int]]:
+        """Return the prompt of each request, and the tokens to generate."""
         drawn = requests.draw(seed, len(self._tokenizer))
-        arrivals = arrival_times(len(drawn), rate, seed)
+        return [(self._text(request.prompt), request.new_tokens) for request in drawn]
+
+    async def _send(self, asked: Sequence[tuple[str, int]], rate: float, seed: int) -> list[Answer]:
+        arrivals = arrival_times(len(asked), rate, seed)
         async with AsyncOpenAI(**self._options | {"timeout": TIMEOUT_SECONDS}) as client:
             start = time.perf_counter()
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._ask(client, request, start, at))
-                    for request, at in zip(drawn, arrivals, strict=True)
+                    group.create_task(self._ask(client, prompt, new_tokens, start, at))
+                    for (prompt, new_tokens), at in zip(asked, arrivals, strict=True)
                 ]
         return [task.result() for task in tasks]
 
-    async def _ask(self, client: AsyncOpenAI, request: Request, start: float, at: float) -> Answer:
-        prompt = self._text(request.prompt)
+    async def _ask(self, client: AsyncOpenAI, prompt: str, new_tokens: int, start: float, at: float) -> Answer:
         await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
         answer = Answer(time.perf_counter() - start, [])
         try:
             stream = await client.completions.create(
                 model=self.model,
                 prompt=prompt,
-                max_tokens=request.new_tokens,
+                max_tokens=new_tokens,
                 temperature=0,
                 stream=True,
                 stream_options={"include_usage": True},
