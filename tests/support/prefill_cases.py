@@ -9,7 +9,7 @@ import torch
 from dma_kernels import Recipe, attention_with_lse
 from dma_kernels.numerics.call import AttentionCall
 from dma_kernels.numerics.formats import TILE
-from dma_kernels.testing import random_qkv, relative_error
+from dma_kernels.testing import assert_bits_equal, random_qkv, relative_error
 from torch import Tensor
 
 RECIPES = {
@@ -257,6 +257,15 @@ SPARSE = {
     }.items()
 }
 """Calls in which a threshold of 6 nats skips tiles."""
+
+
+def assert_counting_changes_no_bit(dtype: torch.dtype, head_dim: int) -> None:
+    """Hold a call of the Triton backend that counts skipped tiles against one that does not."""
+    case = replace(SPARSE["causal"], head_dim=head_dim)
+    recipe = replace(RECIPES["balanced"], skip_threshold=6.0)
+    counted = case.call(recipe, "triton", dtype, "cpu", case.zero_counts("cpu"))
+    for ours, expected in zip(counted, case.call(recipe, "triton", dtype, "cpu"), strict=True):
+        assert_bits_equal(ours, expected)
 
 
 def assert_skips_as_the_reference(case: Case, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
